@@ -1,0 +1,84 @@
+"""The arrays that balancing reads and writes: lengths of samples in, one global batch's layout out.
+
+Everything here is lengths and places, never payload, so that it can be computed identically on every rank (nobody
+ever negotiates shapes) and in the planner for a cluster that does not exist.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ItemLengths:
+    """The items (images) of all samples for one encoder unit; rows [first[s], first[s + 1]) belong to sample s."""
+
+    first: IntArray  # (S + 1,)
+    rows: IntArray  # (I,) patch rows of the grid
+    cols: IntArray  # (I,) patch columns of the grid
+    tokens: IntArray  # (I,) tokens the encoder's blocks see (rows * cols, plus a class token)
+    features: IntArray  # (I,) LLM tokens the item becomes after downsampling
+
+
+@dataclass(frozen=True)
+class SampleLengths:
+    """Lengths of every usable sample of a dataset."""
+
+    tokens: IntArray  # (S,) LLM tokens, image tokens included
+    targets: IntArray  # (S,) tokens that count in the loss
+    items: dict[str, ItemLengths]  # encoder unit -> its items
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class ItemTable:
+    """The items of one global batch that one encoder unit processes; one row an item.
+
+    Rows are ordered by (replica, index, order inside the microbatch): that order is the order of features in the
+    encoder microbatch. Items of one sample keep their order through `position`.
+    """
+
+    sample: IntArray  # (I,) row of `BatchMeta.sample_id` the item belongs to
+    position: IntArray  # (I,) which of the sample's items it is, from 0
+    rows: IntArray  # (I,)
+    cols: IntArray  # (I,)
+    tokens: IntArray  # (I,)
+    features: IntArray  # (I,)
+    replica: IntArray  # (I,) encoder replica
+    index: IntArray  # (I,) encoder microbatch index
+
+    def microbatch(self, replica: int, index: int) -> IntArray:
+        """Rows of the items in one encoder microbatch, in feature order."""
+        return np.flatnonzero((self.replica == replica) & (self.index == index)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class BatchMeta:
+    """One global batch: its samples, where each goes, and its items per encoder unit; identical on every rank.
+
+    Rows are ordered by (replica, index, order inside the group): that order is the order of sequences in the
+    packed LLM microbatch.
+    """
+
+    step: int  # optimizer step this batch belongs to, from 0
+    epoch: int  # epoch of its first group
+    sample_id: IntArray  # (S,) index into the dataset
+    tokens: IntArray  # (S,)
+    targets: IntArray  # (S,)
+    replica: IntArray  # (S,) LLM replica
+    index: IntArray  # (S,) LLM microbatch index
+    items: dict[str, ItemTable]  # encoder unit -> its items
+
+    @property
+    def total_targets(self) -> int:
+        """The loss's denominator: target tokens of the whole global batch."""
+        return int(self.targets.sum())
+
+    def microbatch(self, replica: int, index: int) -> IntArray:
+        """Rows of the samples in one LLM microbatch, in packing order."""
+        return np.flatnonzero((self.replica == replica) & (self.index == index)).astype(np.int64)

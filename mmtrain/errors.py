@@ -1,0 +1,65 @@
+"""Every error mmtrain raises on purpose.
+
+    MmtrainError                 exit 1   the run failed
+    |-- RunError                 exit 1   something broke while running
+    |   |-- CheckpointError      exit 1   a checkpoint is damaged or missing
+    |   `-- TooManyBadSamples    exit 1   the set rate of unusable samples was passed
+    `-- UserError                exit 2   the input is wrong; the message says what, where and what to do
+        |-- RecipeError          exit 2   problems in a recipe, all of them at once
+        |-- DataError            exit 2   a data source cannot be used at all
+        |-- PlanError            exit 2   no plan fits, or a plan does not match its recipe or hardware
+        |-- ProgramError         exit 2   the checker refuses a program
+        `-- LaunchError          exit 2   world size, port or ranks do not fit together
+
+`StoppedAndSaved` (exit 75) is not an error but travels like one: a signal arrived and the state is on disk.
+"""
+
+
+class MmtrainError(Exception):
+    """Base of all errors with a message meant for the user."""
+
+    exit_code = 1
+
+
+class RunError(MmtrainError):
+    """Something broke while running."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is damaged, incomplete or missing."""
+
+
+class TooManyBadSamples(RunError):  # noqa: N818 - a state of the data, read as a sentence
+    """More samples were unusable than the recipe allows."""
+
+
+class UserError(MmtrainError):
+    """The input is wrong; the message names what, where, what was found, what is allowed and what to do."""
+
+    exit_code = 2
+
+
+class RecipeError(UserError):
+    """One or more problems in a recipe."""
+
+
+class DataError(UserError):
+    """A data source cannot be used at all."""
+
+
+class PlanError(UserError):
+    """No plan fits, or a plan does not match its recipe or hardware."""
+
+
+class ProgramError(UserError):
+    """The checker refuses a program; the message names the offending actions."""
+
+
+class LaunchError(UserError):
+    """World size, port or ranks do not fit together."""
+
+
+class StoppedAndSaved(MmtrainError):  # noqa: N818 - not an error
+    """A signal stopped the run after its state was saved."""
+
+    exit_code = 75

@@ -1,0 +1,29 @@
+"""What a stage computes on, beside the hidden states it receives: one microbatch of one unit.
+
+Lengths are known on every rank of the unit; payload (patches, ids, labels) only where the stage needs it.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VisionInput:
+    """One encoder microbatch of I images with N patches in all, packed one after another."""
+
+    rows: tuple[int, ...]  # (I,) patch rows of each image
+    cols: tuple[int, ...]  # (I,)
+    patches: Tensor | None = None  # (N, 3 * patch * patch), row-major per image; first stage only
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """One LLM microbatch of S sequences with T tokens in all, packed one after another."""
+
+    lengths: tuple[int, ...]  # (S,) LLM tokens of each sequence
+    ids: Tensor | None = None  # (T,) int64; stages with embedding
+    labels: Tensor | None = None  # (T,) int64, the token to predict at each place, -100 where none; stages with head
+    feature_places: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # encoder unit -> (F,) places in [0, T) its rows go to

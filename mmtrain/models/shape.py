@@ -1,0 +1,157 @@
+"""Model shapes: enough to cost, split and place a model, without torch.
+
+A `ModelShape` lists its units; a `UnitShape` lists its layers in execution order; a plan cuts that list into stages.
+Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and stages, and part of parameter names.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mmtrain.recipe.schema import LlmSettings, Recipe, VisionSettings
+
+LayerKind = Literal["patch_embed", "vit_block", "projector", "embedding", "decoder_block", "head"]
+VOCAB_MULTIPLE = 64  # the padded vocabulary must not depend on tp, or two plans would train two models
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer. Widths are in features of the whole layer, before tensor parallelism divides them.
+
+    `tokens_in / tokens_out = merge**2`: only a projector with pixel shuffle changes the number of tokens.
+    """
+
+    kind: LayerKind
+    hidden: int  # width of the residual stream the layer reads
+    out: int  # width it hands on
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0  # inner width of an MLP
+    gated: bool = False  # SwiGLU: two input projections
+    causal: bool = False
+    rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    patch_features: int = 0  # patch_embed: 3 * patch * patch
+    max_side: int = 0  # patch_embed: side of the position table, in patches
+    vocab: int = 0  # embedding, head: padded rows
+    merge: int = 1  # projector: side of the joined square
+    extra_tokens: int = 0  # patch_embed: tokens added to each item (a class token)
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """One unit: its layers in execution order.
+
+    The projector layer closes an encoder: final norm, class token dropped, pixel shuffle, MLP to the LLM's width.
+    """
+
+    name: str
+    kind: Literal["encoder", "llm"]
+    layers: tuple[LayerShape, ...]
+
+    @property
+    def first_trainable(self) -> int | None:
+        """Index of the first layer with a trainable parameter; below it nothing needs a backward."""
+        return next((i for i, layer in enumerate(self.layers) if layer.trainable), None)
+
+
+@dataclass(frozen=True)
+class ModelEdge:
+    """Data that flows from the end of unit `src` into layer `layer` of unit `dst`: rows of `width` features."""
+
+    src: str
+    dst: str
+    layer: int
+    width: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All units of a model and the edges between them."""
+
+    units: tuple[UnitShape, ...]
+    edges: tuple[ModelEdge, ...]
+    tied_embeddings: bool = False
+
+    def unit(self, name: str) -> UnitShape:
+        """Return the unit called `name`."""
+        return next(u for u in self.units if u.name == name)
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Names of the units that feed the LLM."""
+        return tuple(u.name for u in self.units if u.kind == "encoder")
+
+
+def padded_vocab(vocab: int) -> int:
+    """Round the vocabulary up to a multiple that every tensor-parallel size in use divides."""
+    return -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def shape(recipe: Recipe) -> ModelShape:
+    """Describe the recipe's model: units in data-flow order, encoders first."""
+    llm = _llm(recipe.model.llm)
+    vision = recipe.model.vision
+    if vision is None:
+        return ModelShape((llm,), (), recipe.model.llm.tie_embeddings)
+    edge = ModelEdge("vision", "llm", layer=0, width=recipe.model.llm.hidden)
+    return ModelShape((_vision(vision, recipe.model.llm.hidden), llm), (edge,), recipe.model.llm.tie_embeddings)
+
+
+def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
+    trains = not v.freeze
+    embed = LayerShape(
+        "patch_embed",
+        hidden=v.hidden,
+        out=v.hidden,
+        patch_features=3 * v.patch**2,
+        max_side=v.max_side,
+        extra_tokens=int(v.class_token),
+        linear_bias=v.patch_bias,
+        trainable=trains,
+    )
+    block = LayerShape(
+        "vit_block",
+        hidden=v.hidden,
+        out=v.hidden,
+        heads=v.heads,
+        kv_heads=v.heads,
+        head_dim=v.hidden // v.heads,
+        ffn=v.ffn,
+        linear_bias=True,
+        qkv_bias=v.qkv_bias,
+        trainable=trains,
+    )
+    projector = LayerShape(
+        "projector",
+        hidden=v.hidden,
+        out=llm_hidden,
+        ffn=llm_hidden,
+        merge=v.merge,
+        linear_bias=True,
+        trainable=not v.projector.freeze or (trains and v.post_norm),
+    )
+    return UnitShape("vision", "encoder", (embed, *[block] * v.layers, projector))
+
+
+def _llm(m: LlmSettings) -> UnitShape:
+    trains, vocab = not m.freeze, padded_vocab(m.vocab)
+    embedding = LayerShape("embedding", hidden=m.hidden, out=m.hidden, vocab=vocab, trainable=trains)
+    block = LayerShape(
+        "decoder_block",
+        hidden=m.hidden,
+        out=m.hidden,
+        heads=m.heads,
+        kv_heads=m.kv_heads or m.heads,
+        head_dim=m.head_dim or m.hidden // m.heads,
+        ffn=m.ffn,
+        gated=True,
+        causal=True,
+        rms_norm=True,
+        qkv_bias=m.qkv_bias,
+        trainable=trains,
+    )
+    head = LayerShape("head", hidden=m.hidden, out=vocab, vocab=vocab, rms_norm=True, trainable=trains)
+    return UnitShape("llm", "llm", (embedding, *[block] * m.layers, head))

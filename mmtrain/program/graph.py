@@ -1,0 +1,171 @@
+"""The stage graph: which stage of which unit sits on which ranks, and what flows between them.
+
+A *lane* below is the tuple of global ranks that hold one stage of one replica: its tensor-parallel group.
+Replica groups are the smallest sets of replicas that talk only to each other; with g = gcd of all units'
+data-parallel sizes, group q holds replicas [q * dp_u / g, (q + 1) * dp_u / g) of every unit u.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+class StageId(NamedTuple):
+    """A stage: the `index`-th slice of consecutive layers of `unit`. Prints as `llm.1`."""
+
+    unit: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.unit}.{self.index}"
+
+
+class Microbatch(NamedTuple):
+    """What one unit's stage processes at once. Prints as `llm:0.3` (unit:replica.index)."""
+
+    unit: str
+    replica: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.unit}:{self.replica}.{self.index}"
+
+
+@dataclass(frozen=True)
+class UnitMesh:
+    """A unit's `tp x pp x dp` over its list of global ranks, tp fastest, then dp, then pp.
+
+    `num_microbatches` counts each replica's microbatches in one step.
+    """
+
+    unit: str
+    tp: int
+    pp: int
+    dp: int
+    ranks: tuple[int, ...]
+    num_microbatches: int
+
+    def lane(self, pipe_rank: int, replica: int) -> tuple[int, ...]:
+        """Global ranks of the tensor-parallel group that holds pipeline rank `pipe_rank` of `replica`."""
+        first = (pipe_rank * self.dp + replica) * self.tp
+        return self.ranks[first : first + self.tp]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers [lo, hi) of one unit; `lanes[replica]` are the ranks that hold it."""
+
+    id: StageId
+    layers: tuple[int, int]
+    lanes: tuple[tuple[int, ...], ...]
+    trainable: bool  # holds a trainable parameter
+    recompute: frozenset[int] = frozenset()  # layers whose activations are computed again in backward
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Data from the output of stage `src` into stage `dst`. Prints as `vision.0>llm.0`.
+
+    Inside a unit the microbatch passes 1:1. Between units the route of the step says which items go where.
+    """
+
+    src: StageId
+    dst: StageId
+
+    @property
+    def crosses_units(self) -> bool:
+        """True for an edge between units (N:M, ragged), False for one inside a pipeline (1:1)."""
+        return self.src.unit != self.dst.unit
+
+    def __str__(self) -> str:
+        return f"{self.src}>{self.dst}"
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Stages, the edges between them, and the meshes they come from."""
+
+    meshes: tuple[UnitMesh, ...]
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    tied_embeddings: bool = False  # the LLM's first and last stage share one matrix
+
+    def mesh(self, unit: str) -> UnitMesh:
+        """Return the mesh of `unit`."""
+        return self._meshes[unit]
+
+    def stage(self, stage_id: StageId) -> Stage:
+        """Return the stage called `stage_id`."""
+        return self._stages[stage_id]
+
+    def inputs(self, stage_id: StageId) -> tuple[Edge, ...]:
+        """Edges that enter the stage."""
+        return tuple(e for e in self.edges if e.dst == stage_id)
+
+    def outputs(self, stage_id: StageId) -> tuple[Edge, ...]:
+        """Edges that leave the stage."""
+        return tuple(e for e in self.edges if e.src == stage_id)
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Number of replica groups."""
+        return math.gcd(*(m.dp for m in self.meshes))
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of ranks that hold a stage."""
+        return len({r for m in self.meshes for r in m.ranks})
+
+    def group_of(self, mb: Microbatch) -> int:
+        """Replica group that the microbatch belongs to."""
+        return mb.replica // (self.mesh(mb.unit).dp // self.num_groups)
+
+    def sources(self, edge: Edge, mb: Microbatch) -> tuple[Microbatch, ...]:
+        """Microbatches whose output may flow along `edge` into the destination's microbatch `mb`.
+
+        Inside a unit: the same one. Between units microbatches move in waves: wave i is microbatch i of every
+        replica of the group, and any item of a source wave may go to any microbatch of the same wave.
+        """
+        return self._wave(edge.src.unit, mb)
+
+    def destinations(self, edge: Edge, mb: Microbatch) -> tuple[Microbatch, ...]:
+        """Microbatches that the source's microbatch `mb` may feed along `edge`; see `sources`."""
+        return self._wave(edge.dst.unit, mb)
+
+    def _wave(self, unit: str, mb: Microbatch) -> tuple[Microbatch, ...]:
+        if unit == mb.unit:
+            return (mb,)
+        per_group = self.mesh(unit).dp // self.num_groups
+        first = self.group_of(mb) * per_group
+        return tuple(Microbatch(unit, r, mb.index) for r in range(first, first + per_group))
+
+    def needs_backward(self, stage_id: StageId) -> bool:
+        """A backward exists iff something trainable lies in the stage or upstream of it (design: Forward/Backward)."""
+        return self._backward[stage_id]
+
+    def carries_gradient(self, edge: Edge) -> bool:
+        """Gradients flow back along an edge iff its source needs a backward."""
+        return self._backward[edge.src]
+
+    @cached_property
+    def _meshes(self) -> dict[str, UnitMesh]:
+        return {m.unit: m for m in self.meshes}
+
+    @cached_property
+    def _stages(self) -> dict[StageId, Stage]:
+        return {s.id: s for s in self.stages}
+
+    @cached_property
+    def _backward(self) -> dict[StageId, bool]:
+        known: dict[StageId, bool] = {}
+
+        def visit(sid: StageId) -> bool:
+            if sid not in known:
+                upstream = [visit(e.src) for e in self.inputs(sid)]  # no short cut: every stage must be entered
+                known[sid] = self.stage(sid).trainable or any(upstream)
+            return known[sid]
+
+        for s in self.stages:
+            visit(s.id)
+        return known

@@ -1,0 +1,240 @@
+"""The recipe: every setting a user may write, with its unit, range and default.
+
+A recipe is a YAML file; `mmtrain.recipe.load` turns it into the frozen `Recipe` below. Field names here are
+the dotted paths of error messages (`model.llm.heads`) and of `--set`.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+UnitName = Literal["vision", "llm"]
+
+
+class Section(BaseModel):
+    """Base of every part of a recipe: unknown keys are refused, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+class ProjectorSettings(Section):
+    """The MLP that maps encoder features to the width of the LLM. It trains even when its encoder is frozen."""
+
+    activation: Literal["gelu", "gelu_tanh", "silu"] = Field("gelu", description="Activation between its two linears.")
+    norm: bool = Field(False, description="Layer-normalise the features before the first linear.")
+    freeze: bool = Field(False, description="Keep the projector's weights fixed as well.")
+
+
+class VisionSettings(Section):
+    """A vision transformer over image patches, with downsampling and projector."""
+
+    layers: PositiveInt = Field(description="Number of transformer blocks.")
+    hidden: PositiveInt = Field(description="Width of the residual stream.")
+    heads: PositiveInt = Field(description="Attention heads; divides `hidden`.")
+    ffn: PositiveInt = Field(description="Width of the MLP's inner layer.")
+    patch: PositiveInt = Field(14, description="Side of a square patch, in pixels.")
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = Field("gelu", description="Activation of the MLP.")
+    norm_eps: float = Field(1e-6, gt=0, description="Epsilon of the layer norms.")
+    qkv_bias: bool = Field(True, description="Bias in the query, key and value projections.")
+    patch_bias: bool = Field(True, description="Bias in the patch embedding.")
+    positions: Literal["factorized", "grid"] = Field(
+        "factorized",
+        description="`factorized`: learned row plus learned column vectors, any image shape up to `max_side` patches; "
+        "`grid`: one learned vector for each cell of a fixed `max_side` x `max_side` grid (CLIP, InternViT).",
+    )
+    max_side: PositiveInt = Field(64, description="Largest image side in patches that the positions cover.")
+    class_token: bool = Field(
+        False, description="Prepend a learned class token to each image (dropped before downsampling)."
+    )
+    pre_norm: bool = Field(False, description="Layer-normalise the embedded patches before the first block (CLIP).")
+    post_norm: bool = Field(True, description="Layer-normalise the output of the last block.")
+    downsample: Literal["identity", "pixel_shuffle"] = Field(
+        "identity", description="How patches become LLM tokens: one to one, or `merge` x `merge` neighbours joined."
+    )
+    merge: PositiveInt = Field(
+        1, description="Side of the square of patches that `pixel_shuffle` joins; 1 with `identity`."
+    )
+    projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
+    freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
+    lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "VisionSettings":
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+        if self.downsample == "identity" and self.merge != 1:
+            raise ValueError(f"merge is {self.merge}, but downsample `identity` joins nothing: set merge to 1")
+        return self
+
+
+class LlmSettings(Section):
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Llama, Qwen2)."""
+
+    layers: PositiveInt = Field(description="Number of transformer blocks.")
+    hidden: PositiveInt = Field(description="Width of the residual stream.")
+    heads: PositiveInt = Field(description="Query heads.")
+    kv_heads: PositiveInt | None = Field(
+        None, description="Key and value heads; divides `heads`. Default: as many as heads."
+    )
+    head_dim: PositiveInt | None = Field(None, description="Width of one head. Default: hidden / heads.")
+    ffn: PositiveInt = Field(description="Width of the gated MLP's inner layer.")
+    vocab: PositiveInt = Field(
+        description="Rows of the embedding; at least the tokenizer's size. Padded up to a multiple of 64."
+    )
+    rope_base: float = Field(10000.0, gt=0, description="Base of the rotary frequencies.")
+    norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the RMS norms.")
+    qkv_bias: bool = Field(False, description="Bias in the query, key and value projections (Qwen2).")
+    tie_embeddings: bool = Field(False, description="Use the embedding matrix as output projection too.")
+    freeze: bool = Field(False, description="Keep the LLM's weights fixed.")
+    lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "LlmSettings":
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}; set head_dim")
+        return self
+
+
+class ModelSettings(Section):
+    """The units of the model."""
+
+    vision: VisionSettings | None = Field(None, description="The image encoder; leave out for a text-only model.")
+    llm: LlmSettings = Field(description="The language model.")
+
+
+class SourceSettings(Section):
+    """One file of samples."""
+
+    path: Path = Field(description="A LLaVA-format JSON or JSONL file; relative paths start at the recipe's folder.")
+    image_root: Path | None = Field(
+        None, description="Folder that image paths start at. Default: the data file's folder."
+    )
+    weight: float = Field(1.0, gt=0, description="How often an epoch uses each sample of this source (2 = twice).")
+
+
+class ImageSettings(Section):
+    """How an image becomes patches."""
+
+    scheme: Literal["native", "fixed"] = Field(
+        "native",
+        description="`native`: keep the aspect ratio, scale into [`min_pixels`, `max_pixels`], sides rounded to whole merged "
+        "patches; `fixed`: resize to `size` x `size`.",
+    )
+    size: PositiveInt = Field(224, description="Side in pixels for `fixed`.")
+    min_pixels: PositiveInt = Field(28 * 28, description="Smallest area for `native`, in pixels.")
+    max_pixels: PositiveInt = Field(448 * 448, description="Largest area for `native`, in pixels.")
+    max_source_pixels: PositiveInt = Field(
+        100_000_000, description="Refuse source images above this area before decoding them (decompression bombs)."
+    )
+    mean: tuple[float, float, float] = Field((0.5, 0.5, 0.5), description="Subtracted from RGB in [0, 1].")
+    std: tuple[float, float, float] = Field((0.5, 0.5, 0.5), description="RGB in [0, 1] minus mean is divided by this.")
+
+
+class DataSettings(Section):
+    """What to train on and how samples become microbatches."""
+
+    sources: Annotated[tuple[SourceSettings, ...], Field(min_length=1)] = Field(description="Training samples.")
+    validation: tuple[SourceSettings, ...] = Field(
+        (), description="Held-out samples for validation loss and `evaluate`."
+    )
+    tokenizer: Path = Field(description="A `tokenizers` JSON file; relative paths start at the recipe's folder.")
+    seq_len: PositiveInt = Field(description="Most LLM tokens in one group (one packed sequence, one LLM microbatch).")
+    max_sample_tokens: PositiveInt | None = Field(
+        None, description="Samples with more LLM tokens are set aside and counted. Default: `seq_len`."
+    )
+    max_images: PositiveInt = Field(64, description="Samples with more images are set aside and counted.")
+    image: ImageSettings = Field(ImageSettings(), description="How an image becomes patches.")
+    window: PositiveInt = Field(16384, description="Samples that grouping may look at together; bounds displacement.")
+    max_bad_rate: float = Field(0.01, ge=0, le=1, description="Share of unusable samples above which the run stops.")
+    prefetch: int = Field(2, ge=0, le=64, description="Steps prepared ahead in the background; 0 prepares in line.")
+
+
+class UnitParallel(Section):
+    """Fixed sizes for one unit; what is left out is planned."""
+
+    tp: PositiveInt | None = Field(None, description="Tensor-parallel ranks; divides heads and kv_heads.")
+    pp: PositiveInt | None = Field(None, description="Pipeline ranks.")
+    dp: PositiveInt | None = Field(None, description="Data-parallel replicas; divides `train.global_batch`.")
+    recompute: Literal["none", "all"] = Field(
+        "none", description="Recompute every layer's activations in backward, or keep them."
+    )
+
+
+class ParallelSettings(Section):
+    """Constraints on the plan."""
+
+    placement: Literal["auto", "unified", "disaggregated"] = Field("auto", description="How units share ranks.")
+    vision: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the vision unit.")
+    llm: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the LLM unit.")
+
+
+class ClusterSettings(Section):
+    """The hardware to plan for."""
+
+    hardware: str = Field(
+        "auto", description="A hardware preset (`cpu-core`, `a100-80g`, `h100-80g`, `h200-141g`), or `auto`."
+    )
+    ranks: PositiveInt | None = Field(
+        None,
+        description="Number of ranks. Default: the launcher's world size; alone, the GPUs of this machine or two on a CPU.",
+    )
+    ranks_per_node: PositiveInt | None = Field(None, description="Ranks on one node. Default: the preset's.")
+    memory_gib: float | None = Field(None, gt=0, description="Memory per rank in GiB. Default: the preset's.")
+
+
+class OptimizerSettings(Section):
+    """AdamW."""
+
+    lr: float = Field(description="Peak learning rate.", gt=0)
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the schedule.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay after warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's moment decay rates.")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay on matrices (not on norms or biases).")
+    clip_norm: float | None = Field(1.0, gt=0, description="Largest norm of all gradients together; null: no clipping.")
+
+
+class CheckpointSettings(Section):
+    """When to save and what to keep."""
+
+    every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
+    keep: PositiveInt = Field(2, description="Newest good checkpoints to keep.")
+
+
+class TrainSettings(Section):
+    """The training run."""
+
+    steps: PositiveInt = Field(description="Optimizer steps.")
+    global_batch: PositiveInt = Field(
+        description="Groups (packed sequences) between two optimizer steps, over all replicas."
+    )
+    seed: int = Field(0, ge=0, description="Seeds weights and data order.")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="`auto`: fp32 on CPU; on CUDA bf16 with fp32 master weights."
+    )
+    optimizer: OptimizerSettings = Field(description="AdamW and its schedule.")
+    checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="When to save.")
+    validate_every: int = Field(0, ge=0, description="Steps between validation losses; 0: never.")
+    validate_batches: PositiveInt = Field(4, description="Global batches of one validation.")
+    attention: Literal["auto", "flash_attn", "varlen", "sdpa", "reference"] = Field(
+        "auto", description="Attention backend; `auto` takes the fastest that this machine has."
+    )
+
+
+class Recipe(Section):
+    """One training run: model, data, parallelism, hardware, training."""
+
+    name: str = Field(description="Names the run directory.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: ModelSettings
+    data: DataSettings
+    parallel: ParallelSettings = Field(ParallelSettings())
+    cluster: ClusterSettings = Field(ClusterSettings())
+    train: TrainSettings
+    run_dir: Path | None = Field(
+        None, description="Where the run writes. Default: `runs/<name>` in the current folder."
+    )
