@@ -8,10 +8,10 @@ data-parallel sizes, group q holds replicas [q * dp_u / g, (q + 1) * dp_u / g) o
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 
-class StageId(NamedTuple):
+@dataclass(frozen=True, order=True, slots=True)
+class StageId:
     """A stage: the `index`-th slice of consecutive layers of `unit`. Prints as `llm.1`."""
 
     unit: str
@@ -21,7 +21,8 @@ class StageId(NamedTuple):
         return f"{self.unit}.{self.index}"
 
 
-class Microbatch(NamedTuple):
+@dataclass(frozen=True, order=True, slots=True)
+class Microbatch:
     """What one unit's stage processes at once. Prints as `llm:0.3` (unit:replica.index)."""
 
     unit: str
