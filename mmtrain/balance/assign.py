@@ -1,0 +1,103 @@
+"""From groups to a global batch: which replica computes which group, and which encoder replica which item."""
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mmtrain.balance.batch import BatchMeta, IntArray, ItemLengths, ItemTable, SampleLengths
+
+
+def assign(
+    step: int,
+    epoch: int,
+    groups: Sequence[IntArray],
+    lengths: SampleLengths,
+    dp: Mapping[str, int],
+    num_microbatches: int,
+) -> BatchMeta:
+    """Lay out one global batch of `dp["llm"] * num_microbatches` groups.
+
+    groups: sample numbers of each group, in stream order. dp: data-parallel size of every unit, "llm" included.
+    Groups go to LLM replicas longest first onto the least loaded, equally many each (MMScale's reordering across
+    replicas); a replica's groups keep their stream order. Items then follow in waves: encoder microbatches of index i
+    carry exactly the items of LLM microbatches of index i in their replica group, longest first onto the encoder
+    replica with the fewest tokens.
+    """
+    group_tokens = np.array([int(lengths.tokens[g].sum()) for g in groups], dtype=np.int64)
+    replica_of_group, index_of_group = _place(group_tokens, dp["llm"], num_microbatches)
+    by_place = np.lexsort((index_of_group, replica_of_group))
+    sizes = np.array([len(groups[g]) for g in by_place], dtype=np.int64)
+    sample_id = np.concatenate([groups[g] for g in by_place]).astype(np.int64)
+    replica = np.repeat(replica_of_group[by_place], sizes)
+    index = np.repeat(index_of_group[by_place], sizes)
+    num_groups = math.gcd(*dp.values())
+    wave = (replica // (dp["llm"] // num_groups)) * num_microbatches + index
+    items = {
+        unit: _items(sample_id, wave, unit_items, dp[unit] // num_groups, num_microbatches)
+        for unit, unit_items in lengths.items.items()
+    }
+    return BatchMeta(
+        step=step,
+        epoch=epoch,
+        sample_id=sample_id,
+        tokens=lengths.tokens[sample_id],
+        targets=lengths.targets[sample_id],
+        replica=replica,
+        index=index,
+        items=items,
+    )
+
+
+def longest_first(sizes: IntArray, bins: int, capacity: int | None = None) -> IntArray:
+    """Put each size into one of `bins`, longest first onto the least loaded; returns (n,) bins.
+
+    The largest load is at most 4/3 - 1/(3 * bins) of the best possible one (Graham 1969). With `capacity` no bin takes
+    more than that many.
+    """
+    placed = np.empty(len(sizes), dtype=np.int64)
+    heap = [(0, 0, b) for b in range(bins)]  # load, count, bin: among equal loads the emptier one
+    for i in np.argsort(-sizes, kind="stable"):
+        load, count, b = heapq.heappop(heap)
+        placed[i] = b
+        if capacity is None or count + 1 < capacity:
+            heapq.heappush(heap, (load + int(sizes[i]), count + 1, b))
+    return placed
+
+
+def _place(group_tokens: IntArray, dp: int, num_microbatches: int) -> tuple[IntArray, IntArray]:
+    """Replica and microbatch index of each group."""
+    if len(group_tokens) != dp * num_microbatches:
+        raise ValueError(f"{len(group_tokens)} groups for {dp} replicas of {num_microbatches} microbatches")
+    replica = longest_first(group_tokens, dp, capacity=num_microbatches)
+    index = np.empty_like(replica)
+    for r in range(dp):
+        index[replica == r] = np.arange(num_microbatches)
+    return replica, index
+
+
+def _items(sample_id: IntArray, wave: IntArray, items: ItemLengths, per_group: int, num_microbatches: int) -> ItemTable:
+    """Spread the items of each wave over the `per_group` encoder replicas of its replica group."""
+    counts = items.first[sample_id + 1] - items.first[sample_id]
+    sample = np.repeat(np.arange(len(sample_id), dtype=np.int64), counts)
+    position = np.arange(len(sample), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    row = items.first[sample_id[sample]] + position
+    tokens, item_wave = items.tokens[row], wave[sample]
+    replica = np.empty(len(sample), dtype=np.int64)
+    for w in np.unique(item_wave):
+        here = item_wave == w
+        replica[here] = w // num_microbatches * per_group + longest_first(tokens[here], per_group)
+    index = item_wave % num_microbatches
+    order = np.lexsort((position, sample, index, replica))
+    sample, position, row = sample[order], position[order], row[order]
+    return ItemTable(
+        sample=sample,
+        position=position,
+        rows=items.rows[row],
+        cols=items.cols[row],
+        tokens=items.tokens[row],
+        features=items.features[row],
+        replica=replica[order],
+        index=index[order],
+    )

@@ -1,0 +1,130 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.balance import IntArray, ItemLengths, SampleLengths, assign, longest_first
+
+
+def make_lengths(rng: np.random.Generator, num_samples: int) -> SampleLengths:
+    counts = rng.integers(0, 4, num_samples)
+    rows, cols = rng.integers(1, 9, counts.sum()), rng.integers(1, 9, counts.sum())
+    first = np.concatenate([[0], np.cumsum(counts)])
+    items = ItemLengths(first, rows, cols, rows * cols + 1, rows * cols)
+    features = np.array([items.features[a:b].sum() for a, b in itertools.pairwise(first)], dtype=np.int64)
+    text = rng.integers(3, 50, num_samples)
+    return SampleLengths(features + text, text - 1, {"vision": items})
+
+
+def make_groups(rng: np.random.Generator, num_samples: int, num_groups: int) -> list[IntArray]:
+    cuts = np.sort(rng.choice(np.arange(1, num_samples), num_groups - 1, replace=False))
+    return np.split(rng.permutation(num_samples), cuts)
+
+
+cases = st.tuples(
+    st.integers(0, 10_000), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4)
+)
+
+
+@given(cases)
+@settings(max_examples=80, deadline=None)
+def test_a_batch_holds_every_sample_and_item_once_in_declared_order(case: tuple[int, int, int, int]) -> None:
+    seed, dp_vision, dp_llm, num_microbatches = case
+    rng = np.random.default_rng(seed)
+    num_groups = dp_llm * num_microbatches
+    lengths = make_lengths(rng, 3 * num_groups)
+    groups = make_groups(rng, 3 * num_groups, num_groups)
+
+    meta = assign(7, 2, groups, lengths, {"vision": dp_vision, "llm": dp_llm}, num_microbatches)
+
+    assert (meta.step, meta.epoch) == (7, 2)
+    placed = [meta.sample_id[meta.microbatch(r, i)].tolist() for r in range(dp_llm) for i in range(num_microbatches)]
+    assert sorted(placed) == sorted(g.tolist() for g in groups), "groups stay whole and keep their inner order"
+    assert list(itertools.chain.from_iterable(placed)) == meta.sample_id.tolist(), "rows ordered by (replica, index)"
+    assert meta.total_targets == lengths.targets.sum()
+    place_in_stream = {tuple(g.tolist()): p for p, g in enumerate(groups)}
+    for r in range(dp_llm):
+        of_replica = [place_in_stream[tuple(placed[r * num_microbatches + i])] for i in range(num_microbatches)]
+        assert of_replica == sorted(of_replica)
+
+    table = meta.items["vision"]
+    source = lengths.items["vision"]
+    seen = list(zip(table.sample.tolist(), table.position.tolist(), strict=True))
+    expected = [
+        (s, p) for s, sid in enumerate(meta.sample_id) for p in range(source.first[sid + 1] - source.first[sid])
+    ]
+    assert sorted(seen) == expected, "every item once"
+    row = source.first[meta.sample_id[table.sample]] + table.position
+    for name in ("rows", "cols", "tokens", "features"):
+        assert getattr(table, name).tolist() == getattr(source, name)[row].tolist()
+    keys = list(zip(table.replica, table.index, table.sample, table.position, strict=True))
+    assert keys == sorted(keys), "rows ordered by (replica, index, sample, position)"
+    assert table.microbatch(0, 0).tolist() == [j for j, k in enumerate(keys) if k[:2] == (0, 0)]
+
+
+@given(cases)
+@settings(max_examples=80, deadline=None)
+def test_items_stay_in_their_wave_and_are_spread_evenly(case: tuple[int, int, int, int]) -> None:
+    seed, dp_vision, dp_llm, num_microbatches = case
+    rng = np.random.default_rng(seed)
+    num_groups = dp_llm * num_microbatches
+    lengths = make_lengths(rng, 3 * num_groups)
+    groups = make_groups(rng, 3 * num_groups, num_groups)
+    meta = assign(0, 0, groups, lengths, {"vision": dp_vision, "llm": dp_llm}, num_microbatches)
+    table, g = meta.items["vision"], math.gcd(dp_vision, dp_llm)
+
+    assert (table.index == meta.index[table.sample]).all()
+    assert (table.replica // (dp_vision // g) == meta.replica[table.sample] // (dp_llm // g)).all()
+    for q in range(g):
+        of_group = range(q * dp_vision // g, (q + 1) * dp_vision // g)
+        for i in range(num_microbatches):
+            loads = [int(table.tokens[table.microbatch(r, i)].sum()) for r in of_group]
+            tokens = [int(t) for r in of_group for t in table.tokens[table.microbatch(r, i)]]
+            assert max(loads) - min(loads) <= max(tokens, default=0)
+
+
+def _best_partition(sizes: list[int], bins: int, capacity: int) -> int:
+    best = sum(sizes)
+    for choice in itertools.product(range(bins), repeat=len(sizes)):
+        loads = [sum(s for s, c in zip(sizes, choice, strict=True) if c == b) for b in range(bins)]
+        if all(choice.count(b) <= capacity for b in range(bins)):
+            best = min(best, max(loads))
+    return best
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_longest_first_keeps_grahams_bound(sizes: list[int], bins: int) -> None:
+    placed = longest_first(np.array(sizes), bins)
+    worst = max(np.bincount(placed, weights=sizes, minlength=bins))
+    assert worst <= (4 / 3 - 1 / (3 * bins)) * _best_partition(sizes, bins, len(sizes)) + 1e-9
+
+
+@given(st.lists(st.integers(1, 50), min_size=6, max_size=6), st.sampled_from([2, 3]))
+@settings(max_examples=60, deadline=None)
+def test_equal_counts_stay_near_the_best_equal_count_partition(sizes: list[int], bins: int) -> None:
+    capacity = len(sizes) // bins
+    placed = longest_first(np.array(sizes), bins, capacity)
+    assert (np.bincount(placed, minlength=bins) == capacity).all()
+    worst = max(np.bincount(placed, weights=sizes, minlength=bins))
+    assert worst <= 4 / 3 * _best_partition(sizes, bins, capacity)
+
+
+def test_a_text_only_batch_has_an_empty_item_table() -> None:
+    none = np.empty(0, dtype=np.int64)
+    lengths = SampleLengths(
+        np.array([5, 6]), np.array([1, 2]), {"vision": ItemLengths(np.zeros(3, dtype=np.int64), none, none, none, none)}
+    )
+    meta = assign(0, 0, [np.array([1]), np.array([0])], lengths, {"vision": 1, "llm": 2}, 1)
+    assert len(meta.items["vision"].sample) == 0
+    assert len(meta.items["vision"].microbatch(0, 0)) == 0
+    assert sorted(meta.sample_id.tolist()) == [0, 1]
+
+
+def test_the_number_of_groups_must_match() -> None:
+    lengths = make_lengths(np.random.default_rng(0), 4)
+    with pytest.raises(ValueError, match="3 groups for 2 replicas"):
+        assign(0, 0, [np.array([i]) for i in range(3)], lengths, {"vision": 1, "llm": 2}, 2)
