@@ -32,20 +32,37 @@ class TokenLoad:
         n = np.asarray(lengths, dtype=np.int64)
         return cls(int(n.sum()), int((n * n).sum()), int(n.max()), len(n))
 
+    def __add__(self, other: "TokenLoad") -> "TokenLoad":
+        """The load of both microbatches packed into one."""
+        return TokenLoad(
+            self.tokens + other.tokens,
+            self.sum_sq + other.sum_sq,
+            max(self.max_len, other.max_len),
+            self.num_sequences + other.num_sequences,
+        )
+
 
 class CostModel(Protocol):
-    """Seconds and bytes of layers and messages; `source` says whether measured, modelled or given."""
+    """Seconds and bytes of layers and messages; `source` says whether measured, modelled or given.
+
+    What a backward must compute depends on what trains: `layer.trainable` asks for weight gradients, `input_grad`
+    (something trainable lies below the layer) for the gradient of its input. With neither there is no backward.
+    """
 
     @property
     def source(self) -> str:
         """`measured`, `modelled` or `given`, with the hardware's name, for every table that prints a cost."""
         ...
 
-    def seconds(self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind) -> float:
+    def seconds(
+        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
+    ) -> float:
         """Seconds one rank of `tp` spends on `layer`. `backward` excludes `recompute`."""
         ...
 
-    def activation_bytes(self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool) -> int:
+    def activation_bytes(
+        self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
+    ) -> int:
         """Bytes one rank keeps between forward and backward of `layer`."""
         ...
 
