@@ -5,11 +5,13 @@ the dotted paths of error messages (`model.llm.heads`) and of `--set`.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 UnitName = Literal["vision", "llm"]
 
 
@@ -17,6 +19,12 @@ class Section(BaseModel):
     """Base of every part of a recipe: unknown keys are refused, values never change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+    def _without(self, problems: list[str]) -> Self:
+        """Return the section, or refuse it for all its problems together."""
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
 
 
 class ProjectorSettings(Section):
@@ -62,11 +70,12 @@ class VisionSettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "VisionSettings":
+        problems = []
         if self.hidden % self.heads:
-            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+            problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}")
         if self.downsample == "identity" and self.merge != 1:
-            raise ValueError(f"merge is {self.merge}, but downsample `identity` joins nothing: set merge to 1")
-        return self
+            problems.append(f"merge is {self.merge}, but downsample `identity` joins nothing: set merge to 1")
+        return self._without(problems)
 
 
 class LlmSettings(Section):
@@ -92,11 +101,12 @@ class LlmSettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "LlmSettings":
+        problems = []
         if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+            problems.append(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         if self.head_dim is None and self.hidden % self.heads:
-            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}; set head_dim")
-        return self
+            problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}; set head_dim")
+        return self._without(problems)
 
 
 class ModelSettings(Section):
@@ -121,8 +131,8 @@ class ImageSettings(Section):
 
     scheme: Literal["native", "fixed"] = Field(
         "native",
-        description="`native`: keep the aspect ratio, scale into [`min_pixels`, `max_pixels`], sides rounded to whole merged "
-        "patches; `fixed`: resize to `size` x `size`.",
+        description="`native`: keep the aspect ratio, scale into [`min_pixels`, `max_pixels`], sides rounded to whole "
+        "merged patches; `fixed`: resize to `size` x `size`.",
     )
     size: PositiveInt = Field(224, description="Side in pixels for `fixed`.")
     min_pixels: PositiveInt = Field(28 * 28, description="Smallest area for `native`, in pixels.")
@@ -131,7 +141,9 @@ class ImageSettings(Section):
         100_000_000, description="Refuse source images above this area before decoding them (decompression bombs)."
     )
     mean: tuple[float, float, float] = Field((0.5, 0.5, 0.5), description="Subtracted from RGB in [0, 1].")
-    std: tuple[float, float, float] = Field((0.5, 0.5, 0.5), description="RGB in [0, 1] minus mean is divided by this.")
+    std: tuple[Positive, Positive, Positive] = Field(
+        (0.5, 0.5, 0.5), description="RGB in [0, 1] minus mean is divided by this."
+    )
 
 
 class DataSettings(Section):
@@ -180,7 +192,8 @@ class ClusterSettings(Section):
     )
     ranks: PositiveInt | None = Field(
         None,
-        description="Number of ranks. Default: the launcher's world size; alone, the GPUs of this machine or two on a CPU.",
+        description="Number of ranks. Default: the launcher's world size; alone, the GPUs of this machine or two on a "
+        "CPU.",
     )
     ranks_per_node: PositiveInt | None = Field(None, description="Ranks on one node. Default: the preset's.")
     memory_gib: float | None = Field(None, gt=0, description="Memory per rank in GiB. Default: the preset's.")
@@ -193,7 +206,7 @@ class OptimizerSettings(Section):
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the schedule.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay after warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's moment decay rates.")
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="Adam's moment decay rates.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay on matrices (not on norms or biases).")
     clip_norm: float | None = Field(1.0, gt=0, description="Largest norm of all gradients together; null: no clipping.")

@@ -1,0 +1,117 @@
+"""The recipe as JSON Schema: for editors, and to say in error messages what a setting allows."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.tree import Keys
+
+Schema = dict[str, Any]
+_INTERPOLATED = {"type": "string", "pattern": r"\$\{env:"}
+
+
+def editor_schema() -> Schema:
+    """JSON Schema of a recipe *file*: what `load` validates, plus `extends` and interpolation.
+
+    Nested `required` lists are left out, since an ancestor named in `extends` may supply what this file does not.
+    """
+    schema = _relax(Recipe.model_json_schema())
+    assert isinstance(schema, dict)
+    schema["properties"]["extends"] = {
+        "description": "Recipes that this one changes, relative to this file; later ones win.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    required = [name for name, field in Recipe.model_fields.items() if field.is_required()]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "anyOf": [{"required": ["extends"]}, {"required": required}],
+    }
+
+
+def at(keys: Keys) -> Schema | None:
+    """The schema of the setting at a path, references followed; None where a recipe has no such setting."""
+    schema = _follow(_recipe_schema())
+    for key in keys:
+        properties = _mapping(schema).get("properties", {})
+        if key in properties:
+            schema = _follow(properties[key])
+        elif isinstance(key, int) and "prefixItems" in schema and key < len(schema["prefixItems"]):
+            schema = _follow(schema["prefixItems"][key])
+        elif isinstance(key, int) and "items" in schema:
+            schema = _follow(schema["items"])
+        else:
+            return None
+    return schema
+
+
+def known_keys(keys: Keys) -> list[str]:
+    """Names allowed in the mapping at a path; empty where no mapping belongs."""
+    return list(_mapping(at(keys) or {}).get("properties", {}))
+
+
+def paths(keys: Keys = ()) -> Iterator[Keys]:
+    """Every path of a setting that is reached through mappings alone."""
+    for name in known_keys(keys):
+        yield (*keys, name)
+        yield from paths((*keys, name))
+
+
+def describe(schema: Schema) -> str:
+    """Say in words what a setting allows: `a whole number of at least 1, or null`."""
+    schema = _follow(schema)
+    if "anyOf" in schema:
+        return ", or ".join(describe(choice) for choice in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        *others, last = map(str, schema.get("enum", [schema.get("const")]))
+        return f"{', '.join(others)} or {last}" if others else last
+    kind = schema.get("type")
+    if kind in ("integer", "number"):
+        return ("a whole number" if kind == "integer" else "a number") + _range(schema)
+    if kind == "array":
+        items = schema.get("prefixItems")
+        return f"a list of {len(items)}: {describe(items[0])} each" if items else "a list"
+    if kind == "string" and schema.get("format") == "path":
+        return "a path"
+    if kind == "string" and "pattern" in schema:
+        return f"text like {schema['pattern']}"
+    names = {"boolean": "true or false", "string": "text", "null": "null", "object": "a mapping"}
+    return names.get(str(kind), "another value")
+
+
+def _range(schema: Schema) -> str:
+    words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    limits = [f"{word} {schema[name]:g}" for name, word in words.items() if name in schema]
+    return " " + " and ".join(limits) if limits else ""
+
+
+@cache
+def _recipe_schema() -> Schema:
+    return Recipe.model_json_schema()
+
+
+def _follow(schema: Schema) -> Schema:
+    while "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        schema = {**_recipe_schema()["$defs"][name], **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema
+
+
+def _mapping(schema: Schema) -> Schema:
+    """The branch of an optional section that holds the mapping."""
+    return next((s for s in map(_follow, schema.get("anyOf", [schema])) if "properties" in s), {})
+
+
+def _relax(schema: object) -> object:
+    """Drop `required`, and allow `${env:NAME}` wherever something other than text belongs."""
+    if isinstance(schema, list):
+        return [_relax(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    relaxed = {key: _relax(value) for key, value in schema.items() if key != "required"}
+    is_scalar = relaxed.get("type") in ("integer", "number", "boolean") or "enum" in relaxed
+    if not is_scalar:
+        return relaxed
+    about = {key: relaxed.pop(key) for key in ("title", "description", "default") if key in relaxed}
+    return {**about, "anyOf": [relaxed, _INTERPOLATED]}

@@ -1,0 +1,144 @@
+"""From a file, its ancestors, the environment and the command line to one validated recipe."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mmtrain.errors import RecipeError
+from mmtrain.recipe import yaml
+from mmtrain.recipe.checks import CHECKS
+from mmtrain.recipe.problems import validate
+from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.tree import Keys, Node, Origin, Problem, dotted, merge, put, walk
+
+_DATA_PATHS = (  # settings whose relative paths start at the folder of the file that wrote them
+    ("data", "tokenizer"),
+    ("data", "sources", "*", "path"),
+    ("data", "sources", "*", "image_root"),
+    ("data", "validation", "*", "path"),
+    ("data", "validation", "*", "image_root"),
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A validated recipe, and where each of its values came from."""
+
+    recipe: Recipe
+    path: Path
+    origins: Mapping[str, str]  # dotted path of every written value -> `file:line` or `--set a.b=c`
+
+    def origin(self, where: str) -> str:
+        """Where the value at a dotted path was written; `default` where nobody wrote it."""
+        return self.origins.get(where, "default")
+
+
+@dataclass
+class _Files:
+    """The files read so far, each once, and what was wrong with them."""
+
+    env: Mapping[str, str]
+    trees: dict[Path, Node] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def load(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Loaded:
+    """Load the recipe at `path`: its `extends` ancestors, `${env:NAME}`, then the overrides `a.b.0=c`.
+
+    Raises `RecipeError` with every problem at once: dotted path, what was found, what is allowed, file and line.
+    """
+    files = _Files(os.environ if env is None else env)
+    tree = _read(path, files, ())
+    for override in overrides:
+        tree = _override(tree, override, files)
+    tree = _anchor_paths(tree)
+    problems, recipe = validate(tree, files.problems, CHECKS)
+    if recipe is None:
+        raise RecipeError(_message(path, problems))
+    return Loaded(recipe, path, {dotted(at): str(node.origin) for at, node in walk(tree) if at})
+
+
+def _read(path: Path, files: _Files, chain: tuple[Path, ...]) -> Node:
+    """Read one file and lay it on what it extends."""
+    if path in chain:
+        raise RecipeError("recipes extend each other in a circle: " + " -> ".join(map(str, (*chain, path))))
+    if path not in files.trees:
+        own, problems = yaml.parse(_text(path), Origin(str(path), 1, path.parent), files.env)
+        files.problems += problems
+        files.trees[path] = _with_bases(own, path, files, (*chain, path))
+    return files.trees[path]
+
+
+def _with_bases(own: Node, path: Path, files: _Files, chain: tuple[Path, ...]) -> Node:
+    if own.value is None:
+        raise RecipeError(f"{path}: the file is empty; a recipe has at least name, model, data and train")
+    if not isinstance(own.value, dict):
+        raise RecipeError(f"{own.origin}: found {_kind(own)} at the top level; allowed: a mapping (`name: ...`)")
+    tree = Node({}, own.origin)
+    for base in _bases(own.value.get("extends"), files):
+        where = Path(os.path.normpath(path.parent / str(base.value)))
+        if not where.is_file():
+            raise RecipeError(f"{base.origin}: extends: there is no file {where}")
+        tree = merge(tree, _read(where, files, chain))
+    return merge(tree, replace(own, value={key: child for key, child in own.value.items() if key != "extends"}))
+
+
+def _bases(extends: Node | None, files: _Files) -> list[Node]:
+    if extends is None:
+        return []
+    names = extends.value if isinstance(extends.value, list) else [extends]
+    for name in names:
+        if not isinstance(name.value, str):
+            found = f"found {_kind(name)}; allowed: the path of a recipe, or a list of paths"
+            files.problems.append(Problem(("extends",), found, name.origin))
+    return [name for name in names if isinstance(name.value, str)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes().count(b"\n", 0, error.start) + 1
+        raise RecipeError(f"{path}:{line}: not UTF-8 text; save the recipe as UTF-8") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot read the recipe: {error.strerror}") from None
+
+
+def _override(tree: Node, override: str, files: _Files) -> Node:
+    """Apply one `a.b.0=c`; the value is YAML."""
+    origin = Origin(f"--set {override}", None, Path.cwd())
+    where, equals, text = override.partition("=")
+    keys: Keys = tuple(where.strip().split("."))
+    if not equals or not text.strip() or "" in keys:
+        files.problems.append(Problem((), "allowed: a.b.0=value, with null for no value", origin))
+        return tree
+    value, problems = yaml.parse(text, origin, files.env)
+    files.problems += [replace(problem, where=(*keys, *problem.where)) for problem in problems]
+    result = put(tree, keys, value)
+    if isinstance(result, Problem):
+        files.problems.append(result)
+        return tree
+    return result
+
+
+def _anchor_paths(tree: Node) -> Node:
+    """Make the data paths absolute: each starts at the folder of whoever wrote it."""
+    for at, node in list(walk(tree)):
+        pattern = tuple("*" if isinstance(key, int) else key for key in at)
+        if pattern in _DATA_PATHS and isinstance(node.value, str):
+            anchored = put(tree, at, replace(node, value=os.path.abspath(node.origin.folder / node.value)))
+            assert isinstance(anchored, Node)
+            tree = anchored
+    return tree
+
+
+def _message(path: Path, problems: Sequence[Problem]) -> str:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n  ".join([f"{path}: {count}", *map(str, problems)])
+
+
+def _kind(node: Node) -> str:
+    if isinstance(node.value, list):
+        return "a list"
+    return "a mapping" if isinstance(node.value, dict) else repr(node.value)

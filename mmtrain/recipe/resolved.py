@@ -1,0 +1,32 @@
+"""A recipe written out in full, and the fingerprint that ties a plan to it."""
+
+import hashlib
+import json
+
+from mmtrain.recipe import yaml
+from mmtrain.recipe.schema import Recipe
+
+_PLANNED_DATA = {"sources", "tokenizer", "seq_len", "max_sample_tokens", "max_images", "image", "window"}
+_PLANNED_TRAIN = {"global_batch", "precision"}
+
+
+def dump(recipe: Recipe) -> str:
+    """Write every setting as YAML. A loaded recipe (its paths are absolute) loads back equal, from anywhere."""
+    return yaml.dump(recipe.model_dump(mode="json"))
+
+
+def sha256(recipe: Recipe) -> str:
+    """Fingerprint what a plan depends on: model, data that shapes the batches, parallelism, cluster, batch, precision.
+
+    Learning rates, seeds, steps, checkpoints and folders of output leave it unchanged, so they do not void a plan.
+    """
+    learning_rates = {unit: {"lr_scale"} for unit in type(recipe.model).model_fields}
+    settings = {
+        "model": recipe.model.model_dump(mode="json", exclude=learning_rates),
+        "data": recipe.data.model_dump(mode="json", include=_PLANNED_DATA),
+        "parallel": recipe.parallel.model_dump(mode="json"),
+        "cluster": recipe.cluster.model_dump(mode="json"),
+        "train": recipe.train.model_dump(mode="json", include=_PLANNED_TRAIN),
+    }
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
