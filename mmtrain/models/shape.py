@@ -36,7 +36,9 @@ class LayerShape:
     max_side: int = 0  # patch_embed: side of the position table, in patches
     vocab: int = 0  # embedding, head: padded rows
     merge: int = 1  # projector: side of the joined square
-    extra_tokens: int = 0  # patch_embed: tokens added to each item (a class token)
+    extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token) and a projector drops
+    position_rows: int = 0  # patch_embed: learned position vectors
+    norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their layer norms
     trainable: bool = True
 
 
@@ -109,6 +111,8 @@ def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
         patch_features=3 * v.patch**2,
         max_side=v.max_side,
         extra_tokens=int(v.class_token),
+        position_rows=2 * v.max_side if v.positions == "factorized" else v.max_side**2 + int(v.class_token),
+        norm_widths=(v.hidden,) if v.pre_norm else (),
         linear_bias=v.patch_bias,
         trainable=trains,
     )
@@ -130,6 +134,8 @@ def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
         out=llm_hidden,
         ffn=llm_hidden,
         merge=v.merge,
+        extra_tokens=int(v.class_token),
+        norm_widths=(v.hidden,) * v.post_norm + (v.hidden * v.merge**2,) * v.projector.norm,
         linear_bias=True,
         trainable=not v.projector.freeze or (trains and v.post_norm),
     )
