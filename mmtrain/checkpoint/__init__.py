@@ -1,1 +1,29 @@
-"""."""
+"""Checkpoints: sharded safetensors under a manifest of SHA-256 sums, committed by rename, read in any cut.
+
+folder = save(root, step, shards, state, rank_state, keep=2, ranks=ranks)
+checkpoint = open_newest_good(root, on_bad=print, ranks=ranks)
+weight = checkpoint.read("llm.layers.0.weight", ShardSpec((64, 32), dim=0, start=32, stop=64))
+"""
+
+from mmtrain.checkpoint.layout import find, latest
+from mmtrain.checkpoint.load import Checkpoint, open_newest_good
+from mmtrain.checkpoint.ranks import Ranks
+from mmtrain.checkpoint.save import save
+from mmtrain.checkpoint.shards import Shard, ShardSpec
+from mmtrain.checkpoint.storage import FileSum, LocalStorage, Storage
+from mmtrain.checkpoint.verify import verify
+
+__all__ = [
+    "Checkpoint",
+    "FileSum",
+    "LocalStorage",
+    "Ranks",
+    "Shard",
+    "ShardSpec",
+    "Storage",
+    "find",
+    "latest",
+    "open_newest_good",
+    "save",
+    "verify",
+]

@@ -1,0 +1,69 @@
+"""Names in a checkpoint folder: what is complete, what is a draft, which is the newest.
+
+root/latest                        name of the newest complete checkpoint, one line
+root/step-00000100/                a complete checkpoint; appears by rename, never changes
+    manifest.json                  written last: sizes and sums of all other files, what each piece is, the state
+    rank-00003.safetensors         pieces of tensors that rank 3 owned
+    rank-00003.json                what only rank 3 has, such as its random generators
+root/step-00000100-2/              step 100 saved again, after a run went back to an earlier checkpoint
+root/draft-1f2e3d4c/               being written, being removed, or left by a crash
+"""
+
+import re
+import uuid
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+_DRAFT = "draft-"
+_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+
+
+def tensor_file(rank: int) -> str:
+    """Name of a rank's tensors."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def state_file(rank: int) -> str:
+    """Name of a rank's own state."""
+    return f"rank-{rank:05d}.json"
+
+
+def find(root: Path) -> list[Path]:
+    """Folders of all checkpoints under `root`, newest first; none when `root` does not exist. Nothing is verified."""
+    if not root.is_dir():
+        return []
+    ages = {path: age for path in root.iterdir() if (age := _age(path.name)) is not None}
+    return sorted(ages, key=lambda path: ages[path], reverse=True)
+
+
+def latest(root: Path) -> Path | None:
+    """The checkpoint that `latest` names, or None before the first."""
+    try:
+        return root / (root / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
+def new_draft(root: Path) -> Path:
+    """A path that no earlier or crashed save has used."""
+    return root / f"{_DRAFT}{uuid.uuid4().hex[:12]}"
+
+
+def drafts(root: Path) -> list[Path]:
+    """What unfinished saves and removals have left behind."""
+    return sorted(root.glob(f"{_DRAFT}*"))
+
+
+def free_folder(root: Path, step: int) -> Path:
+    """Where to commit `step`. A folder that is there, good or damaged, is never written to or replaced: between
+    removing the old one and renaming the new one there would be neither.
+    """
+    attempts = [age[1] for path in find(root) if (age := _age(path.name)) is not None and age[0] == step]
+    return root / (f"step-{step:08d}" if not attempts else f"step-{step:08d}-{max(attempts) + 1}")
+
+
+def _age(name: str) -> tuple[int, int] | None:
+    """(step, attempt) of a checkpoint's folder; None for other names."""
+    match = _FOLDER.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2] or 1))

@@ -1,0 +1,117 @@
+"""The manifest: all a reader must know of a checkpoint before it opens a shard, under a sum of its own."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmtrain.checkpoint.shards import ShardSpec
+from mmtrain.checkpoint.storage import FileSum
+from mmtrain.errors import CheckpointError
+
+FORMAT = 1
+_FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(\{.*\})\}\n', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stored piece: rank's file, and the cut it holds."""
+
+    rank: int
+    spec: ShardSpec
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor with all its pieces. `dtype` is torch's name for it, `bfloat16` for one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of `manifest.json`; `to_bytes` and `from_bytes` are inverse."""
+
+    step: int
+    world_size: int
+    state: Mapping[str, Any]
+    files: Mapping[str, FileSum]
+    tensors: Mapping[str, StoredTensor]
+
+    def to_bytes(self) -> bytes:
+        """JSON that begins with the SHA-256 of its own body, so that any changed byte shows."""
+        body = json.dumps(
+            {
+                "format": FORMAT,
+                "step": self.step,
+                "world_size": self.world_size,
+                "state": self.state,
+                "files": {name: [file.num_bytes, file.sha256] for name, file in self.files.items()},
+                "tensors": {
+                    name: {
+                        "dtype": tensor.dtype,
+                        "shape": tensor.shape,
+                        "pieces": [[piece.rank, piece.spec.to_text()] for piece in tensor.pieces],
+                    }
+                    for name, tensor in self.tensors.items()
+                },
+            },
+            allow_nan=False,
+        ).encode()
+        return b'{"sha256":"%s","manifest":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "Manifest":
+        """Parse and check. Raises CheckpointError saying what is wrong."""
+        match = _FRAME.fullmatch(content)
+        if match is None:
+            raise CheckpointError("not a manifest, or cut short")
+        if hashlib.sha256(match[2]).hexdigest().encode() != match[1]:
+            raise CheckpointError("damaged: its SHA-256 is not the one it begins with")
+        body = json.loads(match[2])
+        if body["format"] != FORMAT:
+            raise CheckpointError(f"has format {body['format']}; this version of mmtrain reads format {FORMAT}")
+        return cls(
+            body["step"],
+            body["world_size"],
+            body["state"],
+            {name: FileSum(*file) for name, file in body["files"].items()},
+            {name: _tensor(**tensor) for name, tensor in body["tensors"].items()},
+        )
+
+
+def join_pieces(pieces_of_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, StoredTensor]:
+    """Join what each rank wrote, {name: {dtype, shape, pieces: [cut, ...]}}, into one table.
+
+    Raises CheckpointError when ranks disagree about a tensor or the pieces do not add up to it: saving too little
+    must fail while the weights still exist.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for rank, pieces in enumerate(pieces_of_rank):
+        for name, piece in pieces.items():
+            part = _tensor(piece["dtype"], piece["shape"], [[rank, cut] for cut in piece["pieces"]])
+            whole = tensors.setdefault(name, StoredTensor(part.dtype, part.shape, ()))
+            if (whole.dtype, whole.shape) != (part.dtype, part.shape):
+                raise CheckpointError(
+                    f"{name}: rank {rank} has {part.dtype} {list(part.shape)}, "
+                    f"a lower rank {whole.dtype} {list(whole.shape)}"
+                )
+            tensors[name] = StoredTensor(whole.dtype, whole.shape, whole.pieces + part.pieces)
+    for name, tensor in tensors.items():
+        stored, expected = sum(piece.spec.size for piece in tensor.pieces), math.prod(tensor.shape)
+        if stored != expected:
+            raise CheckpointError(
+                f"{name}: the ranks' pieces hold {stored} elements, the tensor has {expected}; "
+                "each element must be saved by exactly one rank"
+            )
+    return tensors
+
+
+def _tensor(dtype: str, shape: Sequence[int], pieces: Sequence[Sequence[Any]]) -> StoredTensor:
+    full = tuple(shape)
+    return StoredTensor(dtype, full, tuple(Piece(rank, ShardSpec.from_text(cut, full)) for rank, cut in pieces))

@@ -1,0 +1,167 @@
+"""Saving: every rank writes its own, rank 0 commits by rename, and only then does anything older go."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mmtrain.checkpoint import layout, tensorfile
+from mmtrain.checkpoint.manifest import Manifest, join_pieces
+from mmtrain.checkpoint.ranks import Ranks, describe
+from mmtrain.checkpoint.shards import Shard
+from mmtrain.checkpoint.storage import FileSum, LocalStorage, Storage
+from mmtrain.checkpoint.verify import complete, verify_together
+from mmtrain.errors import CheckpointError
+
+
+def save(
+    root: Path,
+    step: int,
+    shards: Sequence[Shard],
+    state: Mapping[str, Any],
+    rank_state: Mapping[str, Any],
+    *,
+    keep: int,
+    ranks: Ranks,
+    storage: Storage | None = None,
+) -> Path:
+    """Save one checkpoint together with all ranks; return its folder.
+
+    `shards` are the pieces this rank *owns*: of a tensor that several ranks hold alike, exactly one passes it.
+    `state` (rank 0's counts) and `rank_state` are JSON values: position in the data, schedule, random generators
+    as integers or hex. When this returns, the checkpoint survives a power cut and `latest` names it. Afterwards
+    the `keep` newest checkpoints remain; nothing goes while one of those is found damaged.
+
+    Raises CheckpointError, the same on every rank, if any rank fails; then nothing was committed, what was there
+    before is untouched and the draft is removed (by the next save, if this process dies first).
+    """
+    storage = storage or LocalStorage()
+    # No rank may write before rank 0 has made the folder, and none may choose another name for it.
+    draft = Path(ranks.from_zero(lambda: str(_begin(root, storage))))
+    # Rank 0 may not write the manifest, which says that all is there, before every rank's files are on the disk.
+    records = ranks.gather(_write_own(draft, shards, rank_state, ranks.rank, storage))
+    # No rank may go on, and perhaps exit or count this step as saved, before the commit has happened.
+    folder = Path(ranks.from_zero(lambda: str(_commit(root, draft, step, state, records or [], storage))))
+    _retire(root, keep, ranks, storage)
+    return folder
+
+
+def _begin(root: Path, storage: Storage) -> Path:
+    """Remove what crashed saves left, which may be what fills the disk, and make a folder for this one."""
+    for leftover in layout.drafts(root):
+        storage.remove(leftover)
+    draft = layout.new_draft(root)
+    storage.make_folder(draft)
+    return draft
+
+
+def _write_own(
+    draft: Path, shards: Sequence[Shard], rank_state: Mapping[str, Any], rank: int, storage: Storage
+) -> dict[str, Any]:
+    """Write this rank's two files; return their sums and what the pieces are, or the error.
+
+    Errors are returned, not raised: a rank that left here would leave the others waiting in `gather`.
+    """
+    try:
+        pieces: dict[str, dict[str, Any]] = {}
+        for shard in shards:
+            dtype, shape = tensorfile.dtype_name(shard.tensor), shard.spec.full_shape
+            known = pieces.setdefault(shard.name, {"dtype": dtype, "shape": shape, "pieces": []})
+            if (known["dtype"], known["shape"]) != (dtype, shape):
+                raise CheckpointError(f"{shard.name}: pieces of different shapes or dtypes on rank {rank}")
+            known["pieces"].append(shard.spec.to_text())
+        own_state = json.dumps(rank_state, allow_nan=False).encode()
+        contents: dict[str, Iterable[bytes | memoryview]] = {
+            layout.tensor_file(rank): tensorfile.chunks(shards),
+            layout.state_file(rank): [own_state],
+        }
+        files = {name: asdict(_write(draft / name, chunks, storage)) for name, chunks in contents.items()}
+        return {"files": files, "pieces": pieces}
+    except Exception as error:
+        return {"error": f"rank {rank}: {describe(error)}"}
+
+
+def _commit(
+    root: Path,
+    draft: Path,
+    step: int,
+    state: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    storage: Storage,
+) -> Path:
+    """Write the manifest, make the draft the checkpoint, point `latest` at it. Rank 0 only."""
+    try:
+        if errors := [record["error"] for record in records if "error" in record]:
+            raise CheckpointError("; ".join(errors))
+        files = {name: FileSum(**file) for record in records for name, file in record["files"].items()}
+        tensors = join_pieces([record["pieces"] for record in records])
+        manifest = Manifest(step, len(records), state, files, tensors)
+        _write(draft / layout.MANIFEST, [manifest.to_bytes()], storage)
+        storage.sync_folder(draft)  # the names inside must be on the disk before the folder gets its own
+        folder = layout.free_folder(root, step)
+        storage.rename(draft, folder)
+    except Exception as error:
+        _discard(draft, storage)
+        raise CheckpointError(
+            f"step {step} was not saved: {describe(error)}. Earlier checkpoints in {root} are untouched."
+        ) from error
+    storage.sync_folder(root)  # the rename must be on the disk before `latest` names it
+    _point_latest(root, folder, storage)
+    return folder
+
+
+def _point_latest(root: Path, folder: Path, storage: Storage) -> None:
+    """Replace `latest` in one step, so that a reader sees the old name or the new one."""
+    draft = layout.new_draft(root)
+    try:
+        _write(draft, [f"{folder.name}\n".encode()], storage)
+        storage.rename(draft, root / layout.LATEST)
+    except Exception as error:
+        _discard(draft, storage)
+        raise CheckpointError(
+            f"{folder} is complete, but `latest` still names the one before: {describe(error)}"
+        ) from error
+    storage.sync_folder(root)
+
+
+def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage) -> None:
+    """Remove all but the `keep` newest checkpoints, unless one of those is not good.
+
+    Each checkpoint is hashed again once, one save after its own, when what is read comes from the disk and no
+    longer from memory; the others are checked for completeness. A damaged one stops all removal until `keep` good
+    ones are newer than it.
+    """
+    # Rank 0 lists for all: other ranks may see the folder at another moment.
+    found = [Path(text) for text in ranks.from_zero(lambda: [str(path) for path in layout.find(root)])]
+    kept, old = found[:keep], found[keep:]
+    if not old or verify_together(kept[min(2, keep) - 1], ranks):
+        return
+
+    def remove() -> None:
+        if not all(complete(folder) for folder in kept):
+            return
+        for folder in old:
+            # Renamed first: a checkpoint half removed by a crash would look like one.
+            draft = layout.new_draft(root)
+            storage.rename(folder, draft)
+            storage.remove(draft)
+
+    # No rank may start the next save, or exit, while rank 0 still removes or has failed to.
+    ranks.from_zero(remove)
+
+
+def _write(path: Path, chunks: Iterable[bytes | memoryview], storage: Storage) -> FileSum:
+    """Write, and name the file in errors: a full disk is reported by the operating system without it."""
+    try:
+        return storage.write(path, chunks)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _discard(draft: Path, storage: Storage) -> None:
+    """Remove a draft after a failure; if even that fails, the next save removes it."""
+    try:
+        storage.remove(draft)
+    except OSError:
+        return

@@ -1,0 +1,63 @@
+"""Writing one safetensors file as a stream, so that it is hashed on its way and never held in memory twice.
+
+The library's own writer takes all tensors at once and reports a full disk as an error of its own; the format is
+small (8 bytes with the header's length, a JSON header, the data), and the library reads what this writes.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mmtrain.checkpoint.shards import Shard, ShardSpec
+from mmtrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+def key(name: str, spec: ShardSpec) -> str:
+    """Name of a piece inside its file."""
+    return f"{name}|{spec.to_text()}"
+
+
+def dtype_name(tensor: "torch.Tensor") -> str:
+    """torch's name of a dtype without its prefix. Raises CheckpointError for one that is not stored."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _CODES:
+        raise CheckpointError(f"cannot store dtype {name}; known are {', '.join(_CODES)}")
+    return name
+
+
+def chunks(shards: Sequence[Shard]) -> Iterator[bytes | memoryview]:
+    """The file's bytes. Tensors are copied to the host one at a time, widest elements first to keep all aligned."""
+    import torch
+
+    ordered = sorted(shards, key=lambda shard: (-shard.tensor.element_size(), key(shard.name, shard.spec)))
+    header, end = {}, 0
+    for shard in ordered:
+        start, end = end, end + shard.tensor.numel() * shard.tensor.element_size()
+        header[key(shard.name, shard.spec)] = {
+            "dtype": _CODES[dtype_name(shard.tensor)],
+            "shape": list(shard.tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for shard in ordered:
+        flat = shard.tensor.detach().reshape(-1).cpu().contiguous()
+        yield flat.view(torch.uint8).numpy().data
