@@ -1,0 +1,201 @@
+"""From an image file to patches: the grid from the header alone, and the pixels when they are needed."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
+
+from mmtrain.recipe.schema import ImageSettings
+
+FloatArray = npt.NDArray[np.float32]
+
+# Formats that decode in this process (Pillow would hand EPS to Ghostscript).
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+# `max_source_pixels` is checked from the header before any pixel is decoded; Pillow's own limit would only warn.
+Image.MAX_IMAGE_PIXELS = None
+
+_ORIENTATION_TAG = 0x0112
+_UPRIGHT = {  # EXIF orientation -> what makes the picture stand upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SWAPS_SIDES = (5, 6, 7, 8)
+
+
+class BadImageError(Exception):
+    """An image that cannot be used; `kind` is the quarantine's."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+def grid(
+    width: int, height: int, settings: ImageSettings, patch: int, merge: int = 1, max_side: int = 1 << 30
+) -> tuple[int, int]:
+    """Rows and columns, in patches, that an image of `width` x `height` pixels is resized to.
+
+    Both are multiples of `merge` and at most `max_side`. `native`: the area lies within `min_pixels` and `max_pixels`
+    where whole merged patches allow it (the upper limit always holds), the aspect as near the image's as they allow.
+    """
+    unit = patch * merge
+    if settings.scheme == "fixed":
+        return settings.size // patch, settings.size // patch
+    area = width * height
+    scale = (min(max(area, settings.min_pixels), settings.max_pixels) / area) ** 0.5 / unit
+    longest = max_side // merge
+    rows, cols = (min(max(round(side * scale), 1), longest) for side in (height, width))
+    aspect = width / height
+    while rows * cols * unit**2 > settings.max_pixels and rows * cols > 1:
+        rows, cols = _nearest(aspect, (rows - 1, cols), (rows, cols - 1))
+    while rows * cols * unit**2 < settings.min_pixels and min(rows, cols) < longest:
+        larger = _nearest(aspect, (min(rows + 1, longest), cols), (rows, min(cols + 1, longest)))
+        if larger == (rows, cols) or larger[0] * larger[1] * unit**2 > settings.max_pixels:
+            break
+        rows, cols = larger
+    return rows * merge, cols * merge
+
+
+def read_size(path: Path, max_source_pixels: int) -> tuple[int, int]:
+    """Upright width and height from the header; raises `BadImageError` for what no decoder could use.
+
+    Also looks whether the end of a JPEG or PNG file is there, without decoding.
+    """
+    with _opened(path, max_source_pixels) as image:
+        width, height = image.size
+        if _orientation(image) in _SWAPS_SIDES:
+            width, height = height, width
+        kind = image.format
+    if kind in _ENDS and not _ENDS[kind](path):
+        raise BadImageError("truncated", f"{path}: the end of the {kind} file is missing")
+    return width, height
+
+
+def load_patches(path: Path, rows: int, cols: int, settings: ImageSettings, patch: int) -> FloatArray:
+    """Decode an image, resize it to `rows` x `cols` patches and cut it up.
+
+    Returns (rows * cols, 3 * patch * patch), patches row-major, the features of each ordered (channel, y, x) like a
+    flattened Conv2d weight. Transparency is laid on white. Raises `BadImageError`.
+    """
+    size = (cols * patch, rows * patch)
+    with _opened(path, settings.max_source_pixels) as image:
+        orientation = _orientation(image)
+        wanted = size[::-1] if orientation in _SWAPS_SIDES else size
+        image.draft("RGB", (2 * wanted[0], 2 * wanted[1]))  # JPEG only: decode at 1/2, 1/4, 1/8 while it is enough
+        rgb = _rgb(image)
+    if orientation in _UPRIGHT:
+        rgb = rgb.transpose(_UPRIGHT[orientation])
+    if rgb.size != size:
+        rgb = rgb.resize(size, Image.Resampling.BICUBIC)
+    mean, std = (np.array(v, dtype=np.float32) for v in (settings.mean, settings.std))
+    pixels = (np.asarray(rgb, dtype=np.float32) / np.float32(255) - mean) / std
+    split = pixels.reshape(rows, patch, cols, patch, 3).transpose(0, 2, 4, 1, 3)
+    return np.ascontiguousarray(split.reshape(rows * cols, 3 * patch * patch), dtype=np.float32)
+
+
+def _nearest(aspect: float, *grids: tuple[int, int]) -> tuple[int, int]:
+    """The grid whose aspect (width / height) is nearest, as a ratio; grids with an empty side are no choice."""
+    possible = [g for g in grids if min(g) > 0]
+    return min(possible, key=lambda g: abs(np.log(g[1] / g[0] / aspect)))
+
+
+@contextmanager
+def _opened(path: Path, max_source_pixels: int) -> Iterator[Image.Image]:
+    """Open an image and turn whatever goes wrong, here or in the body, into a `BadImageError`."""
+    try:
+        with Image.open(path, formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > max_source_pixels:
+                raise BadImageError(
+                    "too_many_pixels",
+                    f"{path}: {width} x {height} is above data.image.max_source_pixels = {max_source_pixels}",
+                )
+            yield image
+    except FileNotFoundError:
+        raise BadImageError("missing_image", f"{path}: no such file") from None
+    except UnidentifiedImageError:
+        raise BadImageError("not_an_image", f"{path}: not an image of a known format ({', '.join(_FORMATS)})") from None
+    except BadImageError:
+        raise
+    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ...
+        raise BadImageError("undecodable", f"{path}: {type(error).__name__}: {error}") from None
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation as the header gives it, before decoding: size and pixels must agree on it."""
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1  # asking further would decode the whole picture
+    try:
+        return int(image.getexif().get(_ORIENTATION_TAG, 1))
+    except Exception:  # damaged metadata must not cost the picture
+        return 1
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):  # Pillow would cut 16 bits off at 255 instead of scaling them
+        image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB") if image.mode != "RGB" else image.copy()
+
+
+def _png_ends(path: Path) -> bool:
+    """Whether the closing chunk is there, at the end or (with bytes appended by some tool) found chunk by chunk."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 12, 0))
+        if file.read() == b"\0\0\0\0IEND\xaeB`\x82":
+            return True
+        file.seek(8)
+        while len(head := file.read(8)) == 8:
+            if head[4:] == b"IEND":
+                return True
+            file.seek(int.from_bytes(head[:4], "big") + 4, os.SEEK_CUR)
+    return False
+
+
+def _jpeg_ends(path: Path) -> bool:
+    """Whether an end-of-image marker follows the start of the scan.
+
+    The marker cannot occur inside scan data; the metadata before it may hold a thumbnail with an end of its own, so it
+    is stepped over segment by segment.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        scan = _jpeg_scan_start(file)
+        if scan is None:
+            return False
+        file.seek(max(scan, size - 65536))
+        if b"\xff\xd9" in file.read():
+            return True
+        file.seek(scan)  # cameras append films and second pictures
+        return b"\xff\xd9" in file.read()
+
+
+def _jpeg_scan_start(file: BinaryIO) -> int | None:
+    file.seek(2)
+    while len(head := file.read(4)) == 4:
+        if head[0] != 0xFF:
+            return None
+        if head[1] == 0xFF:  # fill byte before a marker
+            file.seek(-3, os.SEEK_CUR)
+            continue
+        if head[1] == 0xDA:
+            return file.tell()
+        file.seek(int.from_bytes(head[2:], "big") - 2, os.SEEK_CUR)
+    return None
+
+
+_ENDS = {"JPEG": _jpeg_ends, "MPO": _jpeg_ends, "PNG": _png_ends}

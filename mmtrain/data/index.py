@@ -1,0 +1,213 @@
+"""The index of a dataset: every usable sample with its lengths, and every other one with the reason why not.
+
+Reads the data files and image headers, never pixels; each rank builds its own, and fingerprints tell that they agree.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.balance.batch import IntArray, ItemLengths, SampleLengths
+from mmtrain.data.images import BadImageError, grid, read_size
+from mmtrain.data.llava import Quarantined, Sample, read
+from mmtrain.data.tokenize import NO_LABEL, ChatTokenizer
+from mmtrain.errors import DataError, TooManyBadSamples
+from mmtrain.recipe.schema import DataSettings, Recipe, SourceSettings, VisionSettings
+
+HEADER_THREADS = 8  # reading headers waits for the disk, not for the processor
+NAMED_IN_MESSAGE = 5
+
+Progress = Callable[[int, int], None]  # done, total
+_Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class DataIndex:
+    """The usable samples of a dataset, their lengths, and what was set aside."""
+
+    samples: tuple[Sample, ...]
+    lengths: SampleLengths
+    weights: npt.NDArray[np.float64]  # (S,) how often an epoch uses each sample
+    quarantined: tuple[Quarantined, ...]
+
+    def features(self, sample: int, unit: str = "vision") -> list[int]:
+        """LLM tokens of each image of a sample; none where the model has no such encoder."""
+        items = self.lengths.items.get(unit)
+        if items is None:
+            return []
+        features: list[int] = items.features[items.first[sample] : items.first[sample + 1]].tolist()
+        return features
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over ids, weights and lengths: equal on two ranks iff they see the same data."""
+        digest = hashlib.sha256()
+        for sample in self.samples:
+            digest.update(f"{sample.index}:{sample.id}\n".encode())
+        arrays = [self.weights, self.lengths.tokens, self.lengths.targets]
+        for unit, items in sorted(self.lengths.items.items()):
+            digest.update(unit.encode())
+            arrays += [items.first, items.rows, items.cols, items.tokens, items.features]
+        for array in arrays:
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+
+def build(
+    recipe: Recipe, which: Literal["train", "validation"] = "train", progress: Progress | None = None
+) -> DataIndex:
+    """Index the recipe's samples.
+
+    Samples that cannot be used are set aside with kind and reason. Raises `DataError` if a source cannot be read, no
+    sample is usable, or the settings fit no image; `TooManyBadSamples` above `data.max_bad_rate`.
+    """
+    data, vision = recipe.data, recipe.model.vision
+    sources = data.sources if which == "train" else data.validation
+    tokenizer = ChatTokenizer.load(data.tokenizer)
+    _check_settings(recipe, tokenizer)
+    read_samples = [(entry, source.weight) for source in sources for entry in _read(source)]
+    sizes = _read_sizes([s for s, _ in read_samples if isinstance(s, Sample)], data, vision, progress)
+    usable: list[_Measured] = []
+    quarantined: list[Quarantined] = []
+    for entry, weight in read_samples:
+        measured = _measure(entry, weight, recipe, tokenizer, sizes) if isinstance(entry, Sample) else entry
+        (quarantined if isinstance(measured, Quarantined) else usable).append(measured)  # type: ignore[arg-type]
+    check_bad_rate(quarantined, len(read_samples), data.max_bad_rate)
+    if not usable:
+        where = "data.sources" if which == "train" else "data.validation"
+        raise DataError(f"{where}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
+    return DataIndex(
+        samples=tuple(m.sample for m in usable),
+        lengths=_lengths(usable, vision),
+        weights=np.array([m.weight for m in usable], dtype=np.float64),
+        quarantined=tuple(quarantined),
+    )
+
+
+def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: float) -> None:
+    """Raise `TooManyBadSamples`, with counts by kind and the first few named, above the rate `allowed`."""
+    if len(quarantined) <= allowed * total:
+        return
+    kinds = ", ".join(f"{kind} {count}" for kind, count in Counter(q.kind for q in quarantined).most_common())
+    first = "".join(f"\n  {q}" for q in quarantined[:NAMED_IN_MESSAGE])
+    raise TooManyBadSamples(
+        f"{len(quarantined)} of {total} samples are unusable ({kinds}); data.max_bad_rate = {allowed:g} allows "
+        f"{int(allowed * total)}. Repair them or raise the rate. The first ones:{first}"
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    sample: Sample
+    weight: float
+    tokens: int
+    targets: int
+    grids: tuple[_Grid, ...]
+
+
+def _read(source: SourceSettings) -> Iterable[Sample | Quarantined]:
+    return read(source.path, source.image_root)
+
+
+def _check_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
+    """Settings of data and model that contradict each other, whatever the samples are."""
+    vocab = recipe.model.llm.vocab
+    if tokenizer.vocab_size > vocab:
+        raise DataError(
+            f"model.llm.vocab is {vocab}, but {recipe.data.tokenizer} (data.tokenizer) has {tokenizer.vocab_size}: "
+            f"set model.llm.vocab to at least {tokenizer.vocab_size}"
+        )
+    vision, image = recipe.model.vision, recipe.data.image
+    if vision is None:
+        return
+    unit = vision.patch * vision.merge
+    if image.scheme == "native" and not unit**2 <= image.max_pixels >= image.min_pixels:
+        raise DataError(
+            f"data.image.max_pixels is {image.max_pixels}; it must be at least data.image.min_pixels = "
+            f"{image.min_pixels} and one merged patch of {unit} x {unit} = {unit**2} pixels"
+        )
+    if image.scheme == "fixed" and (image.size % unit or image.size // vision.patch > vision.max_side):
+        raise DataError(
+            f"data.image.size is {image.size}; it must be a multiple of patch * merge = {unit} and at most "
+            f"patch * max_side = {vision.patch * vision.max_side} pixels"
+        )
+
+
+def _read_sizes(
+    samples: Sequence[Sample], data: DataSettings, vision: VisionSettings | None, progress: Progress | None
+) -> dict[Path, _Grid | BadImageError]:
+    """The grid of every image of the samples, or what is wrong with it; each file is looked at once."""
+    if vision is None:
+        return {}
+    paths = list(dict.fromkeys(image for s in samples if len(s.images) <= data.max_images for image in s.images))
+
+    def look(path: Path) -> _Grid | BadImageError:
+        try:
+            width, height = read_size(path, data.image.max_source_pixels)
+        except BadImageError as bad:
+            return bad
+        return grid(width, height, data.image, vision.patch, vision.merge, vision.max_side)
+
+    found: dict[Path, _Grid | BadImageError] = {}
+    with ThreadPoolExecutor(HEADER_THREADS) as pool:
+        for done, (path, size) in enumerate(zip(paths, pool.map(look, paths), strict=True), 1):
+            found[path] = size
+            if progress is not None:
+                progress(done, len(paths))
+    return found
+
+
+def _measure(
+    sample: Sample,
+    weight: float,
+    recipe: Recipe,
+    tokenizer: ChatTokenizer,
+    sizes: dict[Path, _Grid | BadImageError],
+) -> _Measured | Quarantined:
+    data, vision = recipe.data, recipe.model.vision
+    num_images = len(sample.images)
+    if sample.num_marks != num_images:
+        reason = f"{num_images} images, but <image> stands {sample.num_marks} times in its human turns"
+        return Quarantined.of(sample, "image_count", reason)
+    if not any(t.role == "assistant" and t.text.strip() for t in sample.turns):
+        return Quarantined.of(sample, "no_answer", "no gpt turn with text to learn from")
+    if num_images > data.max_images:
+        reason = f"{num_images} images, data.max_images = {data.max_images}"
+        return Quarantined.of(sample, "too_many_images", reason)
+    if num_images and vision is None:
+        return Quarantined.of(sample, "no_vision", "it has images, but the recipe's model has no vision unit")
+    grids: list[_Grid] = []
+    for image in sample.images:
+        size = sizes[image]
+        if isinstance(size, BadImageError):
+            return Quarantined.of(sample, size.kind, str(size))
+        grids.append(size)
+    merged = vision.merge**2 if vision is not None else 1
+    encoded = tokenizer.encode(sample, [rows * cols // merged for rows, cols in grids])
+    limit = min(data.max_sample_tokens or data.seq_len, data.seq_len)
+    if len(encoded.ids) > limit:
+        key = "data.max_sample_tokens" if limit == data.max_sample_tokens else "data.seq_len"
+        return Quarantined.of(sample, "too_long", f"{len(encoded.ids)} LLM tokens, {key} = {limit}")
+    targets = int((encoded.labels != NO_LABEL).sum())
+    return _Measured(sample, weight, len(encoded.ids), targets, tuple(grids))
+
+
+def _lengths(usable: Sequence[_Measured], vision: VisionSettings | None) -> SampleLengths:
+    tokens = np.array([m.tokens for m in usable], dtype=np.int64)
+    targets = np.array([m.targets for m in usable], dtype=np.int64)
+    if vision is None:
+        return SampleLengths(tokens, targets, {})
+    first = np.cumsum([0, *(len(m.grids) for m in usable)], dtype=np.int64)
+    grids = np.array([g for m in usable for g in m.grids], dtype=np.int64).reshape(-1, 2)
+    rows, cols = np.ascontiguousarray(grids[:, 0]), np.ascontiguousarray(grids[:, 1])
+    area: IntArray = rows * cols
+    items = ItemLengths(first, rows, cols, area + int(vision.class_token), area // vision.merge**2)
+    return SampleLengths(tokens, targets, {"vision": items})

@@ -1,0 +1,197 @@
+"""Reading LLaVA-format files: JSON lists and JSON lines of conversations about images.
+
+    {"id": "7", "image": "images/7.png" or ["a.png", "b.png"] or absent,
+     "conversations": [{"from": "human", "value": "<image>\nWhat colour?"}, {"from": "gpt", "value": "red"}]}
+
+A file that cannot be read at all is a `DataError`; one bad sample is set aside as `Quarantined`, and named.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mmtrain.errors import DataError
+
+IMAGE_MARK = "<image>"  # stands in a human turn where an image goes
+Role = Literal["system", "user", "assistant"]
+_ROLES: dict[str, Role] = {"system": "system", "human": "user", "gpt": "assistant"}
+_LINE_SUFFIXES = (".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One training example: a conversation and its images, in the order of the `<image>` marks."""
+
+    id: str
+    source: str  # file it was read from
+    index: int  # place in that file, from 0
+    turns: tuple[Turn, ...]
+    images: tuple[Path, ...]
+    template: str | None = None  # names the kind of question, where the data says so; evaluation groups by it
+
+    @property
+    def num_marks(self) -> int:
+        """`<image>` marks in its human turns."""
+        return sum(t.text.count(IMAGE_MARK) for t in self.turns if t.role == "user")
+
+    @property
+    def answer(self) -> str:
+        """The last assistant turn."""
+        return next((t.text for t in reversed(self.turns) if t.role == "assistant"), "")
+
+    def __str__(self) -> str:
+        return f"sample {self.id!r} ({self.source}, number {self.index})"
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A sample that was set aside: which one, and why."""
+
+    source: str
+    index: int
+    id: str
+    kind: str
+    reason: str
+
+    @classmethod
+    def of(cls, sample: Sample, kind: str, reason: str) -> "Quarantined":
+        """Set `sample` aside."""
+        return cls(sample.source, sample.index, sample.id, kind, reason)
+
+    def __str__(self) -> str:
+        return f"{self.source}, number {self.index}, id {self.id!r}: {self.kind}: {self.reason}"
+
+
+def write_quarantine(path: Path, entries: Iterable[Quarantined]) -> None:
+    """Write one JSON object a line: source, index, id, kind, reason."""
+    lines = [json.dumps(asdict(e)) + "\n" for e in entries]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def read(path: Path, image_root: Path | None = None) -> Iterator[Sample | Quarantined]:
+    """Read every sample of a file in order; image paths start at `image_root`, by default the file's folder.
+
+    Raises `DataError` if the file is missing, is not JSON, or does not hold a list of samples.
+    """
+    root = os.path.abspath(image_root or path.parent)
+    for index, entry in enumerate(_entries(path)):
+        try:
+            yield _sample(entry, str(path), index, root)
+        except _BadSampleError as bad:
+            yield Quarantined(str(path), index, _id(entry, index), bad.kind, bad.reason)
+
+
+class _BadSampleError(Exception):
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind, self.reason = kind, reason
+
+
+@dataclass(frozen=True)
+class _BrokenLine:
+    """A line of a JSON-lines file that does not parse: one bad sample, not a bad file."""
+
+    reason: str
+
+
+def _entries(path: Path) -> list[Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; data sources are LLaVA-format .json or .jsonl files") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    if path.suffix in _LINE_SUFFIXES:
+        return [_line(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    try:
+        entries = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        message = getattr(error, "msg", "nested too deeply")
+        raise DataError(
+            f"{path}:{line}: not valid JSON: {message}; a file with one sample a line must be called .jsonl"
+        ) from None
+    if not isinstance(entries, list):
+        raise DataError(f"{path}:1: found {_kind(entries)} at the top, expected a list of samples")
+    return entries
+
+
+def _line(number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return _BrokenLine(f"line {number} is not valid JSON: {error}")
+
+
+def _sample(entry: Any, source: str, index: int, root: str) -> Sample:
+    if isinstance(entry, _BrokenLine):
+        raise _BadSampleError("malformed", entry.reason)
+    if not isinstance(entry, dict):
+        raise _BadSampleError("malformed", f"found {_kind(entry)}, expected an object with `conversations`")
+    turns = entry.get("conversations")
+    if not isinstance(turns, list) or not turns:
+        raise _BadSampleError("malformed", f"`conversations` is {_kind(turns)}, expected a list of messages")
+    template = entry.get("template")
+    return Sample(
+        id=_id(entry, index),
+        source=source,
+        index=index,
+        turns=tuple(_turn(i, turn) for i, turn in enumerate(turns)),
+        images=_images(entry.get("image"), root),
+        template=template if isinstance(template, str) else None,
+    )
+
+
+def _turn(number: int, turn: Any) -> Turn:
+    where = f"`conversations[{number}]`"
+    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+        raise _BadSampleError("malformed", f"{where} has no text `value`")
+    role = turn.get("from")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise _BadSampleError("malformed", f"{where}.from is {role!r}, expected one of {', '.join(sorted(_ROLES))}")
+    try:
+        turn["value"].encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; no tokenizer takes it
+        raise _BadSampleError("malformed", f"{where}.value is not valid Unicode: {error.reason}") from None
+    return Turn(_ROLES[role], turn["value"])
+
+
+def _images(images: Any, root: str) -> tuple[Path, ...]:
+    if images is None:
+        return ()
+    if isinstance(images, str):
+        images = [images]
+    if not isinstance(images, list) or not all(isinstance(i, str) and i for i in images):
+        raise _BadSampleError("malformed", f"`image` is {_kind(images)}, expected a path or a list of paths")
+    return tuple(_image_path(i, root) for i in images)
+
+
+def _image_path(image: str, root: str) -> Path:
+    """A path inside `root`: data from elsewhere must not make us open any file of this machine, or fetch one."""
+    if "://" in image:
+        raise _BadSampleError("image_path", f"{image!r} is a URL; download it and give its path")
+    full = os.path.normpath(os.path.join(root, image))
+    if "\0" in image or os.path.commonpath([root, full]) != root:
+        raise _BadSampleError("image_path", f"{image!r} lies outside of the image folder {root}")
+    return Path(full)
+
+
+def _id(entry: Any, index: int) -> str:
+    found = entry.get("id") if isinstance(entry, dict) else None
+    return str(found) if isinstance(found, str | int) else str(index)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", type(None): "missing"}
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,115 @@
+"""From conversations to token ids and labels, over a `tokenizers` JSON file.
+
+The chat format, one line for reading only (nothing stands between the parts):
+
+    <|system|>text<|end|> <|user|>text<|image|><|image|>text<|end|> <|assistant|>answer<|end|>
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from mmtrain.balance.batch import IntArray
+from mmtrain.data.llava import IMAGE_MARK, Role, Sample
+from mmtrain.errors import DataError
+
+PAD, END, IMAGE = "<|pad|>", "<|end|>", "<|image|>"
+ROLE_TOKENS: dict[Role, str] = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+SPECIAL_TOKENS = (PAD, *ROLE_TOKENS.values(), END, IMAGE)
+NO_LABEL = -100  # places that count in no loss
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One sample as the LLM sees it; `labels[t]` is the token to predict at place t, `NO_LABEL` where none is."""
+
+    ids: IntArray  # (T,)
+    labels: IntArray  # (T,)
+
+
+class ChatTokenizer:
+    """A byte-level BPE tokenizer that knows the chat format."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        """Wrap a tokenizer; `name` stands in messages. Raises `DataError` if it lacks one of `SPECIAL_TOKENS`."""
+        missing = [t for t in SPECIAL_TOKENS if tokenizer.token_to_id(t) is None]
+        if missing:
+            raise DataError(
+                f"data.tokenizer: {name} lacks the special tokens {' '.join(missing)}; add them with "
+                "`Tokenizer.add_special_tokens` of the `tokenizers` library, save it, and let model.llm.vocab cover it"
+            )
+        tokenizer.add_special_tokens(list(SPECIAL_TOKENS))  # marks known ones as special; their ids stay
+        tokenizer.encode_special_tokens = True  # text that spells a special token is text, or users could forge turns
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._roles: dict[Role, int] = {role: self._special(token) for role, token in ROLE_TOKENS.items()}
+        self.end_id = self._special(END)
+        self.image_id = self._special(IMAGE)
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @classmethod
+    def load(cls, path: Path) -> "ChatTokenizer":
+        """Read a `tokenizers` JSON file."""
+        try:
+            return cls(Tokenizer.from_str(path.read_text(encoding="utf-8")), str(path))
+        except FileNotFoundError:
+            raise DataError(f"data.tokenizer: {path}: no such file; expected a `tokenizers` JSON file") from None
+        except DataError:
+            raise
+        except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+            raise DataError(f"data.tokenizer: {path}: not a `tokenizers` JSON file: {error}") from None
+
+    def encode(self, sample: Sample, features: Sequence[int]) -> Encoded:
+        """Encode a whole sample; image i becomes `features[i]` image tokens.
+
+        Labels are the answers' tokens and the `<|end|>` that closes each, moved one place ahead: the token to predict.
+        """
+        ids, is_target = self._encode_turns(sample, features)
+        labels = np.full(len(ids), NO_LABEL, dtype=np.int64)
+        labels[:-1] = np.where(is_target[1:], ids[1:], NO_LABEL)
+        return Encoded(ids, labels)
+
+    def prompt_ids(self, sample: Sample, features: Sequence[int]) -> IntArray:
+        """Everything before the last answer, up to and including its `<|assistant|>`: where generation starts."""
+        last = max((i for i, t in enumerate(sample.turns) if t.role == "assistant"), default=len(sample.turns))
+        ids, _ = self._encode_turns(sample, features, last)
+        return np.append(ids, self._roles["assistant"])
+
+    def decode(self, ids: Sequence[int] | IntArray) -> str:
+        """Text of the ids, special tokens left out."""
+        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        return text
+
+    def _encode_turns(
+        self, sample: Sample, features: Sequence[int], stop: int | None = None
+    ) -> tuple[IntArray, np.ndarray]:
+        """Ids of the turns before `stop`, and which of them are targets."""
+        ids: list[int] = []
+        is_target: list[bool] = []
+        image_features = iter(features)
+        for turn in sample.turns[:stop]:
+            answers = turn.role == "assistant"
+            body = self._with_images(turn.text, image_features) if turn.role == "user" else self._text(turn.text)
+            ids += [self._roles[turn.role], *body, self.end_id]
+            is_target += [False, *[answers] * (len(body) + 1)]
+        return np.array(ids, dtype=np.int64), np.array(is_target, dtype=bool)
+
+    def _with_images(self, text: str, features: Iterator[int]) -> list[int]:
+        first, *rest = text.split(IMAGE_MARK)
+        ids = self._text(first)
+        for part in rest:
+            ids += [self.image_id] * next(features) + self._text(part)
+        return ids
+
+    def _text(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _special(self, token: str) -> int:
+        found = self._tokenizer.token_to_id(token)
+        assert found is not None, token
+        return int(found)
