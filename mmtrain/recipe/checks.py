@@ -157,9 +157,9 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _tp(unit: str, sizes: UnitParallel, **widths: int) -> Iterator[Problem]:
-    for name, width in widths.items():
-        if sizes.tp is not None and width % sizes.tp:
-            yield Problem(("parallel", unit, "tp"), f"{sizes.tp} does not divide model.{unit}.{name} {width}")
+    uneven = [f"model.{unit}.{name} {width}" for name, width in widths.items() if sizes.tp and width % sizes.tp]
+    if uneven:
+        yield Problem(("parallel", unit, "tp"), f"{sizes.tp} does not divide {' or '.join(uneven)}")
 
 
 def _pp(unit: str, sizes: UnitParallel, model: VisionSettings | LlmSettings) -> Iterator[Problem]:

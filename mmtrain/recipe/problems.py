@@ -31,7 +31,8 @@ def validate(tree: Node, found: Sequence[Problem], checks: Iterable[Check]) -> t
     try:
         recipe = Recipe.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
-        own = [_problem(cast(dict[str, Any], details), tree) for details in error.errors(include_url=False)]
+        all_details = cast(list[dict[str, Any]], error.errors(include_url=False))
+        own = [_problem(details, tree) for details in all_details if not _follows(details, all_details)]
     known = {dotted(problem.where) for problem in found}
     own = [problem for problem in own if dotted(problem.where) not in known]
     refused = {problem.where for problem in (*found, *own)}
@@ -72,6 +73,12 @@ def _run(check: Check, recipe: Recipe, tree: Node) -> Iterator[Problem]:
             yield replace(problem, origin=nearest(tree, problem.where).origin)
     except UnknownSetting:
         return
+
+
+def _follows(details: dict[str, Any], others: list[dict[str, Any]]) -> bool:
+    """A list that is too short only because its bad items were left out of the count is no problem of its own."""
+    keys = details["loc"]
+    return details["type"] == "too_short" and any(keys == o["loc"][: len(keys)] for o in others if o is not details)
 
 
 def _problem(details: dict[str, Any], tree: Node) -> Problem:

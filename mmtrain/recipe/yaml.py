@@ -68,7 +68,8 @@ def parse(text: str, origin: Origin, env: Mapping[str, str]) -> tuple[Node, list
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = replace(origin, line=mark.line + 1) if mark and origin.line is not None else origin
-        raise RecipeError(f"{place}: not valid YAML: {error.problem or error.context}") from None
+        reason = ", ".join(filter(None, (error.context, error.problem)))
+        raise RecipeError(f"{place}: not valid YAML: {reason}") from None
     except yaml.reader.ReaderError as error:
         place = origin if origin.line is None else replace(origin, line=text.count("\n", 0, error.position) + 1)
         raise RecipeError(f"{place}: not valid YAML: the character U+{ord(text[error.position]):04X}") from None

@@ -1,0 +1,154 @@
+"""Validation: every problem at once, in words that say what to write instead."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mmtrain.errors import RecipeError
+from mmtrain.recipe import load
+from mmtrain.recipe.checks import CHECKS
+
+Write = Callable[[str, str], Path]
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as refused:
+        load(path, overrides, {})
+    return [line.strip() for line in str(refused.value).splitlines()[1:]]
+
+
+def test_everything_is_told_at_once(base: Path, write: Write) -> None:
+    child = write(
+        "child.yaml",
+        """
+        extends: base.yaml
+        nme: x
+        model:
+          llm: {heads: four}
+          vision: {hidden: 33, freeze: on}
+        data:
+          seq_len: 010
+          image: {scheme: nativ}
+        train:
+          steps: 5
+          steps: 0
+          optimizer: {min_lr: 0.1, betas: [0.9, 1.0]}
+        parallel:
+          llm: {dp: 3}
+          vision: {tp: 3}
+        """,
+    )
+    found = problems(child)
+    starts = [
+        "nme: unknown key; did you mean name? Allowed here: name, model, data",
+        "model.llm.heads: found the text 'four', allowed: a whole number of at least 1",
+        "model.vision.freeze: found the text 'on', allowed: true or false",
+        "data.seq_len: found the text '010', allowed: a whole number of at least 1",
+        "data.image.scheme: found the text 'nativ', allowed: native or fixed; did you mean native?",
+        f"train.steps: written twice, first at {child}:10; keep one",
+        "train.optimizer.min_lr: 0.1 is above train.optimizer.lr 0.001",
+        "train.optimizer.betas.1: found 1.0, allowed: a number of at least 0 and below 1",
+        "parallel.llm.dp: 3 does not divide train.global_batch 4",
+        "parallel.vision.tp: 3 does not divide model.vision.heads 4 or model.vision.ffn 64",
+    ]
+    assert len(found) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(found, starts, strict=True)), found
+    lines = [int(line.rstrip(")").rpartition(":")[2]) for line in found]
+    assert lines == [2, 4, 5, 7, 8, 11, 12, 12, 14, 15] == sorted(lines)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=0", "found 0, allowed: a whole number of at least 1"),
+        ("train.steps=1.5", "found 1.5, allowed: a whole number of at least 1"),
+        ("train.steps=true", "found true, allowed: a whole number"),
+        ("train.steps=null", "found null, allowed: a whole number"),
+        ("train.steps='5'", "found the text '5', allowed: a whole number"),
+        ("train.optimizer.lr=.inf", "found Infinity, allowed: a number above 0"),
+        ("train.optimizer.lr=[1]", "found a list, allowed: a number above 0"),
+        ("train.optimizer.clip_norm=0", "found 0, allowed: a number above 0, or null"),
+        ("data.max_bad_rate=2", "found 2, allowed: a number of at least 0 and at most 1"),
+        ("data.sources=[]", "at least 1 item"),
+        ("data.sources.0.path=3", "found 3, allowed: a path"),
+        ("data.image.std=[1, 1]", "missing; allowed: a number above 0"),
+        ("data.image.std=[1, 1, 1, 1]", "allowed: a list of 3: a number above 0 each"),
+        ("name=../x", "found the text '../x', allowed: text like ^[A-Za-z0-9]"),
+        ("name=5", "found 5, allowed: text like"),
+        ("model.llm=3", "found 3, allowed: a mapping"),
+        ("model.vision=[]", "found a list, allowed: a mapping, or null"),
+        ("train.precision=fp16", "allowed: auto, fp32 or bf16; did you mean bf16?"),
+        ("data.lr=1", "unknown key here; it belongs to train.optimizer.lr"),
+        ("data.zzz=1", "unknown key; allowed here: sources, validation, tokenizer"),
+        ("data.sources.0.wieght=1", "unknown key; did you mean weight?"),
+        ("model.vision.merge=2", "merge is 2, but downsample `identity` joins nothing: set merge to 1"),
+        ("model.llm.kv_heads=3", "heads 4 is not divisible by kv_heads 3"),
+    ],
+)
+def test_one_setting(base: Path, override: str, message: str) -> None:
+    found = problems(base, override)
+    assert len(found) == 1
+    assert message in found[0]
+    assert found[0].startswith(override.partition("=")[0].partition(".std")[0].rpartition(".")[0])
+
+
+def test_missing_settings_say_what_they_are(write: Write) -> None:
+    found = problems(write("r.yaml", "name: x\ntrain: {steps: 3}\n"))
+    assert [line.partition(":")[0] for line in found] == ["model", "data", "train.global_batch", "train.optimizer"]
+    assert "missing; allowed: a whole number of at least 1 (Groups (packed sequences)" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.llm.tp=3"], "parallel.llm.tp: 3 does not divide model.llm.heads 4 or model.llm.kv_heads 2 or"),
+        (["parallel.llm.tp=4"], "parallel.llm.tp: 4 does not divide model.llm.kv_heads 2"),
+        (["parallel.llm.pp=5"], "parallel.llm.pp: 5 is more than the unit's 4 layers"),
+        (["parallel.vision.dp=3"], "parallel.vision.dp: 3 does not divide train.global_batch 4"),
+        (
+            ["parallel.placement=unified", "parallel.vision.tp=2", "parallel.llm.tp=1"],
+            "parallel.vision.tp: 2 differs from parallel.llm.tp 1",
+        ),
+        (["parallel.placement=disaggregated", "model.vision=null"], "parallel.placement: found disaggregated, but"),
+        (
+            ["cluster.ranks=2", "parallel.llm={tp: 2, dp: 2}"],
+            "parallel.llm: tp x pp x dp needs 4 ranks, cluster.ranks is 2",
+        ),
+        (
+            ["cluster.ranks=2", "parallel.placement=disaggregated", "parallel.llm.tp=2"],
+            "parallel.placement: disaggregated units need 2 (llm) + 1 (vision) ranks, cluster.ranks is 2",
+        ),
+        (["model.llm.head_dim=15"], "model.llm.head_dim: a head is 15 wide; allowed: an even width"),
+        (["train.optimizer.warmup_steps=11"], "train.optimizer.warmup_steps: 11 is more than train.steps 10"),
+        (["train.optimizer.min_lr=0.01"], "train.optimizer.min_lr: 0.01 is above train.optimizer.lr 0.001"),
+        (["train.validate_every=5"], "train.validate_every: 5, but data.validation is empty"),
+        (["data.max_sample_tokens=4096"], "data.max_sample_tokens: 4096 is above data.seq_len 2048"),
+        (["data.image.scheme=fixed", "data.image.size=225"], "data.image.size: 225 is not a multiple of 14"),
+        (["data.image.scheme=fixed", "model.vision.max_side=8"], "data.image.size: a square image becomes 16 patches"),
+        (["model.vision.max_side=8"], "data.image.max_pixels: a square image becomes 32 patches a side"),
+        (["data.image.min_pixels=200705"], "data.image.min_pixels: 200705 is above data.image.max_pixels 200704"),
+        (["data.image={min_pixels: 1, max_pixels: 100}"], "data.image.max_pixels: 100 is less than one cell of 196"),
+        (["data.seq_len=1024"], "data.image.max_pixels: one image becomes up to 1024 LLM tokens, data.seq_len is 1024"),
+    ],
+)
+def test_settings_that_do_not_fit_together(base: Path, overrides: list[str], message: str) -> None:
+    found = problems(base, *overrides)
+    assert len(found) == 1
+    assert found[0].startswith(message)
+
+
+@pytest.mark.parametrize("overrides", [["model.vision=null"], ["parallel.placement=unified", "parallel.llm.tp=2"]])
+def test_checks_accept_what_fits(base: Path, overrides: list[str]) -> None:
+    load(base, overrides, {})
+
+
+@pytest.mark.parametrize("section", ["name", "model", "data", "parallel", "cluster", "train"])
+@pytest.mark.parametrize("value", ["null", "3", "[]", "{}", "{llm: 3, sources: 3, steps: x, optimizer: null}"])
+def test_checks_never_stumble_over_other_problems(base: Path, section: str, value: str) -> None:
+    if (section, value) not in {("parallel", "{}"), ("cluster", "{}")}:
+        assert problems(base, f"{section}={value}")
+
+
+def test_no_check_is_forgotten() -> None:
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 13
