@@ -4,7 +4,7 @@ Compute actions come from builders; `lower` adds the communication. Text form, o
 
     F llm.0 llm:0.3                          forward of stage llm.0 on microbatch 3 of replica 0
     B vision.1 vision:1.0                    backward
-    SA vision.0>llm.0 vision:0.2 llm:1.2 @5  send activations of the first microbatch that the second one needs, to rank 5
+    SA vision.0>llm.0 vision:0.2 llm:1.2 @5  send rank 5 the activations that llm:1.2 needs from vision:0.2
     RA / SG / RG                             receive activations, send / receive gradients
     XA vision.0>llm.0 llm:1.2                share received activations inside the lane (XG: gradients)
     RS llm   GP llm   RT embeddings   STEP   reduce gradients, gather parameters, reduce shared weights, optimizer
@@ -62,7 +62,11 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Broadcast what the lane's first rank received for `mb` over `edge` to the rest of the lane (a collective)."""
+    """Broadcast what the lane's first rank holds for `mb` over `edge` to the rest of the lane (a collective).
+
+    The first rank holds what it received and what it computed itself. Activations are shared in the lane of
+    `edge.dst`, gradients in the lane of `edge.src`.
+    """
 
     edge: Edge
     mb: Microbatch
@@ -95,4 +99,6 @@ class GatherParams:
     unit: str
 
 
+Compute = Forward | Backward
+Collective = Share | ReduceGrads | ReduceShared | Step | GatherParams
 Action = Forward | Backward | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams

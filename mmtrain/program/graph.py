@@ -9,6 +9,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from mmtrain.errors import ProgramError
+
+LLM = "llm"  # the unit whose first and last stage may share an embedding matrix
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class StageId:
@@ -102,11 +106,38 @@ class StageGraph:
 
     def inputs(self, stage_id: StageId) -> tuple[Edge, ...]:
         """Edges that enter the stage."""
-        return tuple(e for e in self.edges if e.dst == stage_id)
+        return self._edges_into[stage_id]
 
     def outputs(self, stage_id: StageId) -> tuple[Edge, ...]:
         """Edges that leave the stage."""
-        return tuple(e for e in self.edges if e.src == stage_id)
+        return self._edges_from[stage_id]
+
+    def lane(self, stage_id: StageId, replica: int) -> tuple[int, ...]:
+        """Global ranks that hold the stage for `replica`, in tensor-parallel order."""
+        return self._stages[stage_id].lanes[replica]
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Waves in a step: microbatches of each replica, the same for every unit."""
+        return self.meshes[0].num_microbatches
+
+    @cached_property
+    def order(self) -> tuple[StageId, ...]:
+        """Stages with every source before its destinations; equals keep the order in which they are listed.
+
+        Raises:
+            ProgramError: the edges close a circle.
+        """
+        done: dict[StageId, None] = {}
+        left = [s.id for s in self.stages]
+        while left:
+            ready = [s for s in left if all(e.src in done for e in self.inputs(s))]
+            if not ready:
+                circle = ", ".join(map(str, left))
+                raise ProgramError(f"stage graph: the edges among stages {circle} close a circle; remove one of them")
+            done.update(dict.fromkeys(ready))
+            left = [s for s in left if s not in done]
+        return tuple(done)
 
     @cached_property
     def num_groups(self) -> int:
@@ -158,15 +189,16 @@ class StageGraph:
         return {s.id: s for s in self.stages}
 
     @cached_property
+    def _edges_into(self) -> dict[StageId, tuple[Edge, ...]]:
+        return {s.id: tuple(e for e in self.edges if e.dst == s.id) for s in self.stages}
+
+    @cached_property
+    def _edges_from(self) -> dict[StageId, tuple[Edge, ...]]:
+        return {s.id: tuple(e for e in self.edges if e.src == s.id) for s in self.stages}
+
+    @cached_property
     def _backward(self) -> dict[StageId, bool]:
         known: dict[StageId, bool] = {}
-
-        def visit(sid: StageId) -> bool:
-            if sid not in known:
-                upstream = [visit(e.src) for e in self.inputs(sid)]  # no short cut: every stage must be entered
-                known[sid] = self.stage(sid).trainable or any(upstream)
-            return known[sid]
-
-        for s in self.stages:
-            visit(s.id)
+        for sid in self.order:
+            known[sid] = self.stage(sid).trainable or any(known[e.src] for e in self.inputs(sid))
         return known

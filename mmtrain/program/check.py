@@ -1,0 +1,257 @@
+"""The checker: proves, before anything runs, that a program is complete and cannot deadlock or run out of memory.
+
+Each test below looks at one promise and may rely on those kept before it; what breaks one is reported at once.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from mmtrain.errors import ProgramError
+from mmtrain.program.actions import (
+    Action,
+    Backward,
+    Compute,
+    Forward,
+    GatherParams,
+    Payload,
+    Recv,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+    Share,
+    Step,
+)
+from mmtrain.program.deadlock import waiting_circle
+from mmtrain.program.graph import LLM, Edge, Microbatch, StageGraph
+from mmtrain.program.memory import BytesOf, peak_bytes
+from mmtrain.program.program import Program
+from mmtrain.program.text import action_to_text
+from mmtrain.program.wiring import (
+    EMBEDDINGS,
+    Flow,
+    held_stages,
+    holds_shared_embeddings,
+    is_shared,
+    members,
+    needs,
+    receives,
+    sends,
+    shares,
+    sharing_lane,
+    trained_units,
+    transfers,
+)
+
+Channel = tuple[Edge, Payload, int, int]  # sender, receiver
+Pair = tuple[Microbatch, Microbatch]  # source, destination
+
+MAX_REPORTED = 20  # problems printed; one misplaced action can cause hundreds
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What activations may take: bytes a rank keeps for one microbatch of one stage, and bytes it has, by rank."""
+
+    bytes_of: BytesOf
+    limit_bytes: Mapping[int, int]
+
+
+def check(program: Program, memory: MemoryLimit | None = None) -> None:
+    """Refuse a program that is incomplete, out of order, bound to deadlock, or too large for memory.
+
+    Proved for all replica groups by looking at group 0, of which they are copies:
+
+    * every rank runs exactly the actions the stage graph asks of it, each once: forwards, backwards where something
+      trainable lies in the stage or upstream, sends, receives, shares, reductions, the step;
+    * whatever an action reads was computed, received or shared on its rank before it;
+    * the messages of every channel (edge, payload, sender, receiver) are sent and received in the same order;
+    * ranks that share a group run its collectives in the same order;
+    * no circle of actions wait for each other, where a send never waits, a receive is waited for where its data is
+      first read, and a collective waits for its whole group;
+    * with `memory`, live activations fit on every rank.
+
+    Raises:
+        ProgramError: names the offending actions.
+    """
+    ranks = set(program.symmetry.ranks[0])
+    if ranks != set(program.actions):
+        found = sorted(program.actions)
+        raise ProgramError(f"program: has actions for ranks {found}, but replica group 0 is {sorted(ranks)}")
+    rows = list(program.actions.items())
+    _refuse([text for rank, actions in rows for text in _not_exactly_once(program.graph, rank, actions)])
+    early = [text for rank, actions in rows for text in _out_of_order(program.graph, rank, actions)]
+    _refuse([*early, *_channels_disagree(program), *_groups_disagree(program)])
+    if circle := waiting_circle(program):
+        _refuse([_circle_text(circle)])
+    if memory is not None:
+        _refuse(_too_large(program, memory))
+
+
+def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
+    """Everything `rank` must do in a step, in no order."""
+    expected: Counter[Action] = Counter()
+    for stage, replica in held_stages(graph, rank):
+        for index in range(graph.num_microbatches):
+            mb = Microbatch(stage.unit, replica, index)
+            compute: list[Compute] = [Forward(stage, mb)]
+            if graph.needs_backward(stage):
+                compute.append(Backward(stage, mb))
+            for action in compute:
+                expected[action] += 1
+                expected.update(receives(graph, rank, action))
+                expected.update(shares(graph, action))
+                expected.update(sends(graph, rank, action))
+    for unit in trained_units(graph, rank):
+        expected.update([ReduceGrads(unit), GatherParams(unit)])
+    if holds_shared_embeddings(graph, rank):
+        expected[ReduceShared(EMBEDDINGS)] += 1
+    expected[Step()] += 1
+    return expected
+
+
+def _not_exactly_once(graph: StageGraph, rank: int, actions: tuple[Action, ...]) -> list[str]:
+    found, expected = Counter(actions), expected_actions(graph, rank)
+    problems = []
+    for action in expected | found:
+        text, n, wanted = action_to_text(action), found[action], expected[action]
+        if wanted == 0:
+            problems.append(f"rank {rank}: `{text}` does not belong on this rank")
+        elif n != wanted:
+            problems.append(f"rank {rank}: `{text}` is missing" if n == 0 else f"rank {rank}: `{text}` comes {n} times")
+    return problems
+
+
+def _out_of_order(graph: StageGraph, rank: int, actions: tuple[Action, ...]) -> list[str]:
+    done: set[Action] = set()
+    problems = []
+    for at, action in enumerate(actions):
+        early = [before for before in _before(graph, rank, action) if before not in done]
+        if isinstance(action, ReduceGrads | ReduceShared | Step):
+            early += [other for other in actions[at + 1 :] if _closes(action, other)]
+        if early:
+            others = ", ".join(f"`{action_to_text(other)}`" for other in early[:3])
+            problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes before {others}")
+        done.add(action)
+    return problems
+
+
+def _before(graph: StageGraph, rank: int, action: Action) -> list[Action]:
+    """Actions whose results `action` reads on this rank."""
+    match action:
+        case Forward(stage, mb) | Backward(stage, mb):
+            own: list[Action] = [Forward(stage, mb)] if isinstance(action, Backward) else []
+            flows = needs(graph, action)
+            shared = [Share(f.edge, f.receiver, f.payload) for f in flows]
+            return own + [
+                share if is_shared(graph, f.edge, f.receiver, f.payload) else _source(graph, rank, f)
+                for f, share in zip(flows, shared, strict=True)
+            ]
+        case Share(edge, mb, payload):
+            if rank != sharing_lane(graph, edge, mb, payload)[0]:
+                return []
+            reader = Forward(edge.dst, mb) if payload == "activation" else Backward(edge.src, mb)
+            return [_source(graph, rank, f) for f in needs(graph, reader) if f.edge == edge]
+        case Send(edge, src, dst, _, payload):
+            return [Flow(edge, src, dst, payload).producer]
+        case GatherParams():
+            return [Step()]
+    return []
+
+
+def _source(graph: StageGraph, rank: int, flow: Flow) -> Action:
+    """What brings the flow to this rank: a receive, or the producer itself."""
+    for sender, receiver in transfers(graph, flow):
+        if receiver == rank:
+            return Recv(flow.edge, flow.src, flow.dst, sender, flow.payload)
+    return flow.producer
+
+
+def _closes(action: ReduceGrads | ReduceShared | Step, other: Action) -> bool:
+    """Whether `action` must come after every `other` of its rank."""
+    match action:
+        case ReduceGrads(unit):
+            return isinstance(other, Backward) and other.stage.unit == unit
+        case ReduceShared():  # a sum over replicas and one over stages: both ends must do them in the same order
+            return other == ReduceGrads(LLM)
+        case Step():
+            return isinstance(other, Forward | Backward | ReduceGrads | ReduceShared)
+
+
+def _channels_disagree(program: Program) -> list[str]:
+    """Messages carry no tags: the k-th one sent on a channel must be the k-th one received."""
+    sent: defaultdict[Channel, list[Pair]] = defaultdict(list)
+    received: defaultdict[Channel, list[Pair]] = defaultdict(list)
+    for rank, actions in program.actions.items():
+        for action in actions:
+            if isinstance(action, Send):
+                sent[action.edge, action.payload, rank, action.peer].append((action.src, action.dst))
+            elif isinstance(action, Recv):
+                received[action.edge, action.payload, action.peer, rank].append((action.src, action.dst))
+    problems = []
+    for channel in dict.fromkeys([*sent, *received]):
+        edge, payload, sender, receiver = channel
+        for k, (out, into) in enumerate(zip_longest(sent[channel], received[channel])):
+            if out != into:
+                problems.append(
+                    f"channel {edge} ({payload}s, rank {sender} to {receiver}): message {k} is "
+                    f"{_pair_text(out, 'sent')}, {_pair_text(into, 'received')}"
+                )
+                break
+    return problems
+
+
+def _pair_text(pair: Pair | None, verb: str) -> str:
+    return f"not {verb}" if pair is None else f"{verb} as {pair[0]} for {pair[1]}"
+
+
+def _groups_disagree(program: Program) -> list[str]:
+    """Every member of a process group must run the group's collectives in the same order."""
+    orders: defaultdict[tuple[int, ...], dict[int, list[Action]]] = defaultdict(dict)
+    for rank, actions in program.actions.items():
+        for action in actions:
+            group = members(program.graph, rank, action)
+            orders[group].setdefault(rank, []).append(action)
+    problems = []
+    for group, by_rank in orders.items():
+        first, *others = (rank for rank in group if rank in program.actions)
+        for other in others:
+            pairs = zip_longest(by_rank.get(first, []), by_rank.get(other, []))
+            for k, (one, two) in enumerate(pairs):
+                if one != two:
+                    problems.append(
+                        f"ranks {first} and {other} share the group {list(group)}, but its collective {k} is "
+                        f"{_maybe_text(one)} on one and {_maybe_text(two)} on the other"
+                    )
+                    break
+    return problems
+
+
+def _maybe_text(action: Action | None) -> str:
+    return "missing" if action is None else f"`{action_to_text(action)}`"
+
+
+def _circle_text(circle: list[tuple[int, Action]]) -> str:
+    steps = " -> ".join(f"rank {rank} `{action_to_text(action)}`" for rank, action in [*circle, circle[0]])
+    return f"deadlock: each of these waits for the one before it: {steps}"
+
+
+def _too_large(program: Program, memory: MemoryLimit) -> list[str]:
+    problems = []
+    for rank, actions in program.actions.items():
+        peak, at = peak_bytes(program.graph, actions, memory.bytes_of)
+        if peak > memory.limit_bytes[rank]:
+            problems.append(
+                f"rank {rank}: {peak / 2**30:.3f} GiB of activations are alive at `{action_to_text(actions[at])}` "
+                f"(action {at}), {memory.limit_bytes[rank] / 2**30:.3f} GiB are free; recompute more layers, "
+                "use more stages or smaller microbatches"
+            )
+    return problems
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        more = len(problems) - MAX_REPORTED
+        tail = [f"... and {more} more"] if more > 0 else []
+        raise ProgramError("program refused:\n  " + "\n  ".join([*problems[:MAX_REPORTED], *tail]))

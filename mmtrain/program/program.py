@@ -1,0 +1,69 @@
+"""`Program`: for each rank an ordered list of actions for one step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mmtrain.errors import ProgramError
+from mmtrain.program.actions import Action, Backward, Forward, Recv, Send, Share
+from mmtrain.program.graph import Microbatch, StageGraph
+from mmtrain.program.symmetry import Symmetry, symmetry
+
+
+@dataclass(frozen=True)
+class Program:
+    """One step of a stage graph, stored for replica group 0; the other groups repeat it by symmetry.
+
+    `actions` maps the global ranks of group 0 to what they do, in order.
+    """
+
+    graph: StageGraph
+    actions: Mapping[int, tuple[Action, ...]]
+
+    @cached_property
+    def symmetry(self) -> Symmetry:
+        """How ranks mirror those of group 0."""
+        return symmetry(self.graph)
+
+    def for_rank(self, rank: int) -> tuple[Action, ...]:
+        """Return the actions of any global rank.
+
+        Raises:
+            ProgramError: the rank holds no stage of the graph.
+        """
+        if rank not in self.symmetry.place:
+            raise ProgramError(
+                f"rank {rank} holds no stage; the program's ranks are {_spans(sorted(self.symmetry.place))}: "
+                "start as many processes as the plan has ranks"
+            )
+        group, first = self.symmetry.place[rank]
+        actions = self.actions[first]
+        return actions if group == 0 else tuple(self._translate(action, group) for action in actions)
+
+    def _translate(self, action: Action, group: int) -> Action:
+        match action:
+            case Forward(_, mb) | Backward(_, mb) | Share(_, mb, _):
+                return replace(action, mb=self._shift(mb, group))
+            case Send() | Recv():
+                return replace(
+                    action,
+                    src=self._shift(action.src, group),
+                    dst=self._shift(action.dst, group),
+                    peer=self.symmetry.ranks[group][action.peer],
+                )
+        return action
+
+    def _shift(self, mb: Microbatch, group: int) -> Microbatch:
+        per_group = self.graph.mesh(mb.unit).dp // self.graph.num_groups
+        return Microbatch(mb.unit, mb.replica + group * per_group, mb.index)
+
+
+def _spans(ranks: list[int]) -> str:
+    """Print ascending ranks as `0-3, 6`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)

@@ -1,0 +1,76 @@
+"""Stage graphs for tests: chains of units on ranks, and a hypothesis strategy over many of them."""
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from mmtrain.program.graph import Edge, Stage, StageGraph, StageId, UnitMesh
+
+
+@dataclass(frozen=True)
+class Unit:
+    name: str
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    trainable: tuple[bool, ...] = ()  # per stage; all if empty
+    ranks: tuple[int, ...] = ()  # the next free ones if empty
+
+
+def chain(*units: Unit, n: int = 2, tied: bool = False) -> StageGraph:
+    """Every unit feeds the last one, which may be the only one. A stage has two layers."""
+    meshes, stages, edges, free = [], [], [], 0
+    for u in units:
+        ranks = u.ranks or tuple(range(free, free + u.pp * u.dp * u.tp))
+        free = max(free, max(ranks) + 1)
+        mesh = UnitMesh(u.name, u.tp, u.pp, u.dp, ranks, n)
+        meshes.append(mesh)
+        trainable = u.trainable or (True,) * u.pp
+        for k in range(u.pp):
+            lanes = tuple(mesh.lane(k, r) for r in range(u.dp))
+            stages.append(Stage(StageId(u.name, k), (2 * k, 2 * k + 2), lanes, trainable[k]))
+            if k:
+                edges.append(Edge(StageId(u.name, k - 1), StageId(u.name, k)))
+    last = units[-1].name
+    edges += [Edge(StageId(u.name, u.pp - 1), StageId(last, 0)) for u in units[:-1]]
+    return StageGraph(tuple(meshes), tuple(stages), tuple(edges), tied)
+
+
+def unified(pp: int, dp: int = 1, tp: int = 1, vision_pp: int = 1, n: int = 2, **more: object) -> StageGraph:
+    """Vision on the first `vision_pp` pipeline ranks and the LLM on all from the last of those on."""
+    per_stage = dp * tp
+    all_ranks = tuple(range(pp * per_stage))
+    vision = Unit("vision", vision_pp, dp, tp, ranks=all_ranks[: vision_pp * per_stage])
+    first = vision_pp - 1
+    llm = Unit("llm", pp - first, dp, tp, ranks=all_ranks[first * per_stage :])
+    return chain(vision, llm, n=n, **more)  # type: ignore[arg-type]
+
+
+@st.composite
+def graphs(draw: st.DrawFn, max_n: int = 4, max_dp: int = 3) -> StageGraph:
+    """Text-only, unified, disaggregated and overlapping graphs, one or two encoders, some stages frozen."""
+    n = draw(st.integers(1, max_n))
+    tied = draw(st.booleans())
+    small = st.integers(1, 2)
+    shape = draw(st.sampled_from(["text", "unified", "disaggregated", "two encoders", "alternating", "spread"]))
+    if shape == "unified":
+        pp = draw(st.integers(1, 3))
+        return unified(pp, draw(small), draw(small), draw(st.integers(1, pp)), n, tied=tied)
+    if shape == "alternating":  # both units on the same ranks, so that the path visits each rank twice
+        pp, dp = draw(st.integers(2, 3)), draw(small)
+        ranks = tuple(range(pp * dp))
+        return chain(Unit("vision", pp, dp, ranks=ranks), Unit("llm", pp, dp, ranks=ranks), n=n, tied=tied)
+    if shape == "spread":  # one tensor-parallel LLM lane whose ranks each hold an encoder replica, or the reverse
+        ranks = (0, 1)
+        wide, long = Unit("vision", dp=2, ranks=ranks), Unit("llm", tp=2, ranks=ranks)
+        if draw(st.booleans()):
+            wide, long = Unit("vision", tp=2, ranks=ranks), Unit("llm", dp=2, ranks=ranks)
+        return chain(wide, long, n=n, tied=tied)
+
+    def unit(name: str) -> Unit:
+        pp = draw(st.integers(1, 3 if name == "llm" else 2))
+        trainable = tuple(draw(st.booleans()) for _ in range(pp))
+        return Unit(name, pp, draw(st.integers(1, max_dp)), draw(small), trainable)
+
+    names = {"text": ["llm"], "disaggregated": ["vision", "llm"], "two encoders": ["vision", "audio", "llm"]}[shape]
+    return chain(*(unit(name) for name in names), n=n, tied=tied)
