@@ -1,1 +1,26 @@
-"""."""
+"""What layers and messages cost in seconds and bytes, from shapes and hardware presets; no torch."""
+
+from mmtrain.costs.analytic import model_flops, parameters, upstream_trains
+from mmtrain.costs.hardware import PRESETS, Hardware, Precision, preset, preset_for_device
+from mmtrain.costs.memory import HeldLayers, RankMemory, rank_memory
+from mmtrain.costs.model import AnalyticCosts
+from mmtrain.costs.types import CollectiveKind, ComputeKind, CostModel, TokenLoad
+
+__all__ = [
+    "PRESETS",
+    "AnalyticCosts",
+    "CollectiveKind",
+    "ComputeKind",
+    "CostModel",
+    "Hardware",
+    "HeldLayers",
+    "Precision",
+    "RankMemory",
+    "TokenLoad",
+    "model_flops",
+    "parameters",
+    "preset",
+    "preset_for_device",
+    "rank_memory",
+    "upstream_trains",
+]

@@ -1,0 +1,204 @@
+"""What a layer costs in arithmetic and bytes, from its shape alone.
+
+Conventions, the same for every figure mmtrain prints:
+
+* A matrix product (m, k) x (k, n) is 2mnk FLOPs; nothing but matrix products counts.
+* Attention over packed sequences is block-diagonal: a sequence of n tokens has n^2 query-key pairs, under a causal
+  mask the n (n + 1) / 2 that are not masked. (torch's FLOP counter counts n^2 in both cases.)
+* Backward: a product with a weight costs one forward for the weight's gradient and one for its input's; the two
+  products inside attention have two inputs each and cost twice their forward.
+* Gradients nobody needs are not counted: a frozen weight has no weight part, and a layer below which nothing trains
+  has no input part for the product that reads the layer's input. (Blocks and head normalise their input first;
+  that norm trains with the layer and needs the input part anyway.)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mmtrain.costs.types import TokenLoad
+from mmtrain.models.shape import LayerShape, ModelShape, UnitShape
+
+READS_INPUT_RAW = ("patch_embed", "projector")  # no trainable norm between the layer's input and its first product
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A product (m, k) x (k, n) of activations with a weight."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the product."""
+        return 2 * self.m * self.n * self.k
+
+
+def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
+    """Products with weights that one of `tp` ranks computes in forward, in order; attention's own are apart."""
+    t, h = load.tokens, layer.hidden
+    match layer.kind:
+        case "patch_embed":
+            return (Gemm(t - layer.extra_tokens * load.num_sequences, h, layer.patch_features),)
+        case "vit_block" | "decoder_block":
+            inner = layer.heads * layer.head_dim
+            qkv = inner + 2 * layer.kv_heads * layer.head_dim
+            fc1 = layer.ffn * (2 if layer.gated else 1)
+            return (
+                Gemm(t, qkv // tp, h),
+                Gemm(t, h, inner // tp),
+                Gemm(t, fc1 // tp, h),
+                Gemm(t, h, layer.ffn // tp),
+            )
+        case "projector":
+            rows = features(layer, load)
+            return (Gemm(rows, layer.ffn // tp, h * layer.merge**2), Gemm(rows, layer.out, layer.ffn // tp))
+        case "embedding":
+            return ()
+        case "head":
+            return (Gemm(t, layer.vocab // tp, h),)
+
+
+def features(layer: LayerShape, load: TokenLoad) -> int:
+    """Rows a projector hands on: class tokens dropped, `merge` x `merge` patches joined."""
+    return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.merge**2
+
+
+def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+    """Forward FLOPs of the two products inside attention: scores, and their sum over values."""
+    pairs = (load.sum_sq + load.tokens) // 2 if layer.causal else load.sum_sq
+    return 4 * pairs * layer.heads * layer.head_dim // tp
+
+
+def forward_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+    """FLOPs one of `tp` ranks spends on the forward of `layer`."""
+    return sum(g.flops for g in gemms(layer, load, tp)) + attention_flops(layer, load, tp)
+
+
+def backward_flops(layer: LayerShape, load: TokenLoad, tp: int = 1, *, weight_grad: bool, input_grad: bool) -> int:
+    """FLOPs one of `tp` ranks spends on the backward of `layer`, without recomputing its forward."""
+    passes = backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
+    attention = 2 * attention_flops(layer, load, tp) if weight_grad or input_grad else 0
+    return attention + sum(g.flops * times for g, times in passes)
+
+
+def backward_passes(
+    layer: LayerShape, load: TokenLoad, tp: int = 1, *, weight_grad: bool, input_grad: bool
+) -> tuple[tuple[Gemm, int], ...]:
+    """Each forward product with how often backward repeats its size: 0, 1 or 2 times."""
+    if not weight_grad and not input_grad:
+        return ()
+    forward = gemms(layer, load, tp)
+    skip_first_input = not input_grad and layer.kind in READS_INPUT_RAW
+    return tuple((g, int(weight_grad) + int(not (skip_first_input and i == 0))) for i, g in enumerate(forward))
+
+
+def parameters(layer: LayerShape, tp: int = 1) -> int:
+    """Learned numbers of `layer` that one of `tp` ranks holds.
+
+    A tied head counts its matrix; who holds embedding and head on one rank counts it once (see `memory`).
+    """
+    h, norm = layer.hidden, layer.hidden * (1 if layer.rms_norm else 2)
+    bias = int(layer.linear_bias)
+    extra = sum(2 * width for width in layer.norm_widths)
+    match layer.kind:
+        case "patch_embed":
+            positions = (layer.position_rows + layer.extra_tokens) * h
+            return layer.patch_features * h + bias * h + positions + extra
+        case "vit_block" | "decoder_block":
+            inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
+            fc1 = layer.ffn * (2 if layer.gated else 1)
+            split = (inner + kv) * (h + int(layer.qkv_bias)) + inner * h + fc1 * (h + bias) + layer.ffn * h
+            return split // tp + 2 * norm + 2 * bias * h
+        case "projector":
+            width = h * layer.merge**2
+            return layer.ffn * (width + bias + layer.out) // tp + bias * layer.out + extra
+        case "embedding":
+            return layer.vocab * h // tp
+        case "head":
+            return layer.vocab * h // tp + norm
+
+
+def activation_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+    """Numbers one of `tp` ranks keeps from forward to backward of `layer` when nothing is recomputed.
+
+    Counted tensor by tensor as autograd saves them: inputs of norms and products, both sides of activations,
+    queries, keys, values and output of attention (its scores are recomputed blockwise).
+    """
+    t, h = load.tokens, layer.hidden
+    match layer.kind:
+        case "patch_embed":
+            return t * layer.patch_features
+        case "vit_block" | "decoder_block":
+            inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
+            mlp = layer.ffn * (4 if layer.gated else 2)  # gate, up, silu(gate), product; or input and output of GELU
+            return t * (4 * h + (2 * inner + kv + mlp) // tp)
+        case "projector":
+            rows = features(layer, load)
+            return t * h + rows * (h * layer.merge**2 + 2 * layer.ffn // tp)
+        case "embedding":
+            return t
+        case "head":
+            return t * (2 * h + layer.vocab // tp)
+
+
+def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+    """Numbers one of `tp` ranks reads and writes in the element-wise work of a forward: norms, activations, residuals.
+
+    Products account for their own operands (see `AnalyticCosts`).
+    """
+    t, h = load.tokens, layer.hidden
+    match layer.kind:
+        case "patch_embed":
+            return 4 * t * h
+        case "vit_block" | "decoder_block":
+            rotary = 2 * (layer.heads + layer.kv_heads) * layer.head_dim if layer.causal else 0
+            return t * (10 * h + ((3 if layer.gated else 2) * layer.ffn + rotary) // tp)
+        case "projector":
+            return 3 * t * h + 2 * features(layer, load) * layer.ffn // tp
+        case "embedding":
+            return 2 * t * h
+        case "head":
+            return t * (2 * h + 4 * layer.vocab // tp)
+
+
+def input_elements(layer: LayerShape, load: TokenLoad) -> int:
+    """Numbers in the input of `layer`: what remains of its activations when all else is recomputed."""
+    match layer.kind:
+        case "patch_embed":
+            return load.tokens * layer.patch_features
+        case "embedding":
+            return load.tokens
+        case _:
+            return load.tokens * layer.hidden
+
+
+def upstream_trains(shape: ModelShape) -> dict[str, tuple[bool, ...]]:
+    """For every unit and layer: must the layer's backward hand on a gradient (does anything below it train)?"""
+    return {unit.name: tuple(_upstream(shape, unit)) for unit in shape.units}
+
+
+def _upstream(shape: ModelShape, unit: UnitShape) -> Iterator[bool]:
+    entering = [e.layer for e in shape.edges if e.dst == unit.name and shape.unit(e.src).first_trainable is not None]
+    first = unit.first_trainable
+    for i in range(len(unit.layers)):
+        below = first is not None and first < i
+        yield below or any(layer <= i for layer in entering)
+
+
+def model_flops(shape: ModelShape, loads: Mapping[str, TokenLoad]) -> int:
+    """FLOPs that MFU counts for a global batch: forward and every gradient needed, unpadded, nothing recomputed.
+
+    loads: per unit, the sum of all its microbatches' loads.
+    """
+    needs = upstream_trains(shape)
+    return sum(unit_flops(u.layers, loads[u.name], needs[u.name]) for u in shape.units if u.name in loads)
+
+
+def unit_flops(layers: Sequence[LayerShape], load: TokenLoad, input_grad: Sequence[bool]) -> int:
+    """Forward and backward FLOPs of consecutive layers."""
+    return sum(
+        forward_flops(layer, load) + backward_flops(layer, load, weight_grad=layer.trainable, input_grad=needed)
+        for layer, needed in zip(layers, input_grad, strict=True)
+    )

@@ -1,0 +1,121 @@
+"""`AnalyticCosts`: a roofline over the layer's products, moved bytes and kernel launches."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mmtrain.costs import analytic
+from mmtrain.costs.analytic import Gemm
+from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
+from mmtrain.costs.types import CollectiveKind, ComputeKind, TokenLoad
+from mmtrain.models.shape import LayerShape
+
+# Kernels of one forward: products, norms, rotary, attention, activation, residual adds, bias and layout changes.
+FORWARD_KERNELS = {
+    "patch_embed": 6,
+    "vit_block": 22,
+    "decoder_block": 30,
+    "projector": 10,
+    "embedding": 3,
+    "head": 10,
+}
+# All-reduces that tensor parallelism adds to forward and to the input part of backward (Megatron-LM, arXiv 1909.08053).
+TP_REDUCES = {
+    "patch_embed": (0, 0),
+    "vit_block": (2, 2),
+    "decoder_block": (2, 2),
+    "projector": (1, 1),
+    "embedding": (1, 0),
+    "head": (0, 1),
+}
+
+
+@dataclass(frozen=True)
+class AnalyticCosts:
+    """Implements `costs.types.CostModel` from a hardware preset alone."""
+
+    hardware: Hardware
+    precision: Precision
+
+    @property
+    def source(self) -> str:
+        """Says that nothing here was measured on the machine that will run."""
+        return f"modelled: {self.hardware.name}"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation."""
+        return ELEMENT_BYTES[self.precision]
+
+    def seconds(
+        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
+    ) -> float:
+        """Seconds one rank of `tp` spends on `layer`, its tensor-parallel collectives included.
+
+        `backward` excludes `recompute`, which costs a forward. A load without tokens costs nothing.
+        """
+        if load.tokens == 0:
+            return 0.0
+        if kind == "backward":
+            return self._backward(layer, tp, load, input_grad)
+        return self._forward(layer, tp, load)
+
+    def activation_bytes(
+        self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
+    ) -> int:
+        """Bytes one rank keeps between forward and backward of `layer`; none when it has no backward."""
+        if not (layer.trainable or input_grad):
+            return 0
+        if recompute:
+            return analytic.input_elements(layer, load) * self.element_bytes
+        return analytic.activation_elements(layer, load, tp) * self.element_bytes
+
+    def transfer(self, nbytes: int, same_node: bool) -> float:
+        """Seconds of one message of `nbytes` between two ranks."""
+        return self.hardware.link(same_node).seconds(nbytes)
+
+    def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
+        """Seconds of a ring collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
+        if size == 1:
+            return 0.0
+        link = self.hardware.link(same_node)
+        if kind == "broadcast":
+            return link.seconds(nbytes)
+        rounds = (size - 1) * (2 if kind == "all_reduce" else 1)
+        return rounds * link.seconds(nbytes / size)
+
+    @lru_cache(maxsize=1 << 16)  # noqa: B019 - a model is a small value kept for the whole planning, its layers repeat
+    def _forward(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        products = sum(self._product(g) for g in analytic.gemms(layer, load, tp))
+        reduces = TP_REDUCES[layer.kind][0] * self._tp_reduce(layer, tp, load)
+        return products + self._attention(layer, tp, load) + self._moving(layer, tp, load) + reduces
+
+    @lru_cache(maxsize=1 << 16)  # noqa: B019
+    def _backward(self, layer: LayerShape, tp: int, load: TokenLoad, input_grad: bool) -> float:
+        weight_grad = layer.trainable
+        if not (weight_grad or input_grad):
+            return 0.0
+        passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
+        products = sum(times * self._product(g) for g, times in passes)
+        reduces = TP_REDUCES[layer.kind][1] * self._tp_reduce(layer, tp, load)
+        return products + 2 * self._attention(layer, tp, load) + 2 * self._moving(layer, tp, load) + reduces
+
+    def _product(self, g: Gemm) -> float:
+        if g.m == 0:
+            return 0.0
+        h = self.hardware
+        compute = g.flops / (h.peak_flops(self.precision) * h.product_efficiency(g.m, g.n, g.k))
+        operands = (g.m * g.k + g.k * g.n + g.m * g.n) * self.element_bytes
+        return max(compute, operands / h.memory_bytes_per_s)
+
+    def _attention(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        rate = self.hardware.peak_flops(self.precision) * self.hardware.attention_efficiency
+        return analytic.attention_flops(layer, load, tp) / rate
+
+    def _moving(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        moved = analytic.moved_elements(layer, load, tp) * self.element_bytes
+        return moved / self.hardware.memory_bytes_per_s + FORWARD_KERNELS[layer.kind] * self.hardware.kernel_launch_s
+
+    def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        rows = analytic.features(layer, load) if layer.kind == "projector" else load.tokens
+        width = layer.hidden if layer.kind == "head" else layer.out
+        return self.collective("all_reduce", rows * width * self.element_bytes, tp, same_node=True)
