@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.balance.batch import BatchMeta, ItemTable
 from mmtrain.costs.types import TokenLoad
-from mmtrain.program.graph import Microbatch
+from mmtrain.program.graph import Microbatch, StageGraph, UnitMesh
 
 IntArray = npt.NDArray[np.int64]
 
@@ -15,8 +16,9 @@ IntArray = npt.NDArray[np.int64]
 class Route:
     """Which rows of which source microbatch go where in which destination microbatch, for one pair of units.
 
-    One entry a span (an item): rows [src_offset, src_offset + length) of the features of `src` become rows
-    [dst_offset, dst_offset + length) of the features that `dst` receives.
+    One entry a span (neighbouring items that stay neighbours): rows [src_offset, src_offset + length) of the features
+    of `src` become rows [dst_offset, dst_offset + length) of the features that `dst` receives. Entries are ordered by
+    `dst_offset`; pairs that exchange nothing are absent.
     """
 
     spans: dict[tuple[Microbatch, Microbatch], IntArray]  # (src, dst) -> (k, 3): src_offset, dst_offset, length
@@ -34,3 +36,106 @@ class StepLoads:
     loads: dict[Microbatch, TokenLoad]
     routes: dict[tuple[str, str], Route]  # (source unit, destination unit)
     rows_out: dict[Microbatch, int]  # rows that leave the unit's last layer (features of an encoder)
+
+
+def step_loads(graph: StageGraph, meta: BatchMeta) -> StepLoads:
+    """Sum up one global batch for every microbatch, and find where each encoder feature goes.
+
+    An LLM microbatch receives features in the order of its samples and, within a sample, of its items. Encoder
+    microbatches hold theirs in the order of the item table. All in a few sorts: no loop over samples.
+
+    Raises:
+        KeyError: the batch has no item table for an encoder of the graph.
+    """
+    loads: dict[Microbatch, TokenLoad] = {}
+    rows_out: dict[Microbatch, int] = {}
+    for mesh in graph.meshes:
+        if mesh.unit in _encoders(graph):
+            table = meta.items[mesh.unit]
+            slot = _slots(mesh, table.replica, table.index)
+            loads.update(_loads(mesh, slot, table.tokens))
+            rows = _sums(mesh, slot, table.features)
+        else:
+            slot = _slots(mesh, meta.replica, meta.index)
+            loads.update(_loads(mesh, slot, meta.tokens))
+            rows = _sums(mesh, slot, meta.tokens)
+        rows_out.update(zip(_microbatches(mesh), rows.tolist(), strict=True))
+    pairs = dict.fromkeys((e.src.unit, e.dst.unit) for e in graph.edges if e.crosses_units)
+    routes = {(src, dst): Route(_spans(graph.mesh(src), graph.mesh(dst), meta.items[src], meta)) for src, dst in pairs}
+    return StepLoads(loads, routes, rows_out)
+
+
+def _encoders(graph: StageGraph) -> set[str]:
+    return {e.src.unit for e in graph.edges if e.crosses_units}
+
+
+def _microbatches(mesh: UnitMesh) -> list[Microbatch]:
+    """All microbatches of a unit in the order of their slots."""
+    return [Microbatch(mesh.unit, r, i) for r in range(mesh.dp) for i in range(mesh.num_microbatches)]
+
+
+def _slots(mesh: UnitMesh, replica: IntArray, index: IntArray) -> IntArray:
+    """Number microbatches by (replica, index)."""
+    return replica * mesh.num_microbatches + index
+
+
+def _sums(mesh: UnitMesh, slot: IntArray, values: IntArray) -> IntArray:
+    sums = np.zeros(mesh.dp * mesh.num_microbatches, dtype=np.int64)
+    np.add.at(sums, slot, values)
+    return sums
+
+
+def _loads(mesh: UnitMesh, slot: IntArray, lengths: IntArray) -> dict[Microbatch, TokenLoad]:
+    longest = np.zeros(mesh.dp * mesh.num_microbatches, dtype=np.int64)
+    np.maximum.at(longest, slot, lengths)
+    columns = (_sums(mesh, slot, lengths), _sums(mesh, slot, lengths * lengths), longest)
+    counts = _sums(mesh, slot, np.ones_like(lengths))
+    rows = zip(*(column.tolist() for column in (*columns, counts)), strict=True)
+    return {mb: TokenLoad(*row) for mb, row in zip(_microbatches(mesh), rows, strict=True)}
+
+
+def _spans(
+    src: UnitMesh, dst: UnitMesh, items: ItemTable, meta: BatchMeta
+) -> dict[tuple[Microbatch, Microbatch], IntArray]:
+    """Spans of the route from encoder `src` to the unit `dst` of the samples."""
+    src_slot = _slots(src, items.replica, items.index)
+    dst_slot = _slots(dst, meta.replica, meta.index)[items.sample]
+    src_offset = _offsets(src_slot, np.arange(len(src_slot)), items.features)
+    by_sample = np.lexsort((items.position, items.sample))
+    place = np.empty_like(by_sample)
+    place[by_sample] = np.arange(len(by_sample))
+    dst_offset = _offsets(dst_slot, place, items.features)
+
+    filled = items.features > 0
+    columns = np.stack([src_slot, dst_slot, src_offset, dst_offset, items.features], axis=1)[filled]
+    columns = columns[np.lexsort((columns[:, 3], columns[:, 1], columns[:, 0]))]
+    columns = _joined(columns)
+    cuts = np.flatnonzero((np.diff(columns[:, :2], axis=0) != 0).any(axis=1)) + 1
+    sources, destinations = _microbatches(src), _microbatches(dst)
+    return {
+        (sources[part[0, 0]], destinations[part[0, 1]]): part[:, 2:] for part in np.split(columns, cuts) if len(part)
+    }
+
+
+def _offsets(slot: IntArray, place: IntArray, rows: IntArray) -> IntArray:
+    """First row of each item inside its microbatch, whose items follow each other in the order of `place`."""
+    order = np.lexsort((place, slot))
+    start = np.cumsum(rows[order]) - rows[order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = np.diff(slot[order]) != 0
+    base = np.maximum.accumulate(np.where(first, start, 0))
+    offsets = np.empty_like(start)
+    offsets[order] = start - base
+    return offsets
+
+
+def _joined(columns: IntArray) -> IntArray:
+    """Merge rows (src slot, dst slot, src offset, dst offset, length) that continue the row before them."""
+    if len(columns) == 0:
+        return columns
+    ends = columns[:, 2:4] + columns[:, 4:]
+    follows = (columns[1:, :2] == columns[:-1, :2]).all(axis=1) & (columns[1:, 2:4] == ends[:-1]).all(axis=1)
+    starts = np.flatnonzero(np.concatenate([[True], ~follows]))
+    merged = columns[starts].copy()
+    merged[:, 4] = np.add.reduceat(columns[:, 4], starts)
+    return merged
