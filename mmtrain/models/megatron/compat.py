@@ -1,0 +1,82 @@
+"""What Megatron-core 0.16.1 needs to run on a CPU; on CUDA nothing here changes anything.
+
+Megatron-core asks `torch.cuda.current_device()` for "the" device and compares tensor types with CUDA names. The first
+is answered by `prepare` for the whole process. The second happens only while an optimizer is created or steps, so
+`optimizer_scope` translates it there and nowhere else: the translation would double the time of a training step.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+with warnings.catch_warnings():
+    # Said once per module at import: that optional CUDA packages are absent, and that torch renamed its own API.
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed", category=UserWarning)
+    warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
+    warnings.filterwarnings(
+        "ignore", message="The following imports from `dynamic_context", category=DeprecationWarning
+    )
+    import megatron.core.distributed
+    import megatron.core.optimizer
+    import megatron.core.transformer.transformer_layer  # noqa: F401
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+
+_CPU = torch.device("cpu")
+_CUDA_TYPE_NAMES = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+}
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    """Stand in for CUDA calls that have no meaning on a CPU."""
+
+
+_REPLACED: dict[str, Callable[..., Any]] = {
+    "current_device": lambda: _CPU,  # Megatron-core passes it on as `device=` for its buffers
+    "synchronize": _do_nothing,
+    "empty_cache": _do_nothing,
+}
+_ORIGINAL = {name: getattr(torch.cuda, name) for name in _REPLACED}
+
+
+def prepare(device: torch.device) -> None:
+    """Make Megatron-core allocate on `device` in this process. May be called any number of times."""
+    chosen = _REPLACED if device.type == "cpu" else _ORIGINAL
+    for name, function in chosen.items():
+        setattr(torch.cuda, name, function)
+    if device.type == "cpu":
+        # The advice it would give, CUDA_DEVICE_MAX_CONNECTIONS=1, is about CUDA streams.
+        tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+
+class _CudaNamesOnCpu(TorchFunctionMode):
+    """Let code that says "cuda" work on CPU tensors."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return _CUDA_TYPE_NAMES.get(result, result)
+        return result
+
+
+def optimizer_scope(device: torch.device) -> AbstractContextManager[object]:
+    """Surround the creation and every step of a Megatron-core optimizer with this; does nothing on CUDA."""
+    return _CudaNamesOnCpu() if device.type == "cpu" else contextlib.nullcontext()

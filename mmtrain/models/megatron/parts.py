@@ -1,0 +1,246 @@
+"""Building blocks made of Megatron-core's tensor-parallel layers, for tokens packed as (T, features).
+
+Every weight that tensor parallelism splits carries Megatron-core's own marks: `tensor_model_parallel`,
+`partition_dim`, and `partition_stride` (2 for a gated MLP's first linear, whose local rows are the gate's shard
+followed by the up-projection's shard).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from mmtrain.models.attention import Backend, Packing, attend, rotate
+from mmtrain.models.megatron.groups import ParallelGroups, unit_scope
+from mmtrain.models.shape import LayerShape
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Approximate GELU as OpenAI's CLIP does: `x * sigmoid(1.702 x)`."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+    "silu": F.silu,
+}
+
+
+class Norm(nn.Module):
+    """RMSNorm without bias, or LayerNorm with bias, as the config's `normalization` says."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.bias: nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        if self.bias is None:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class PackedAttention(nn.Module):
+    """Core attention over packed sequences, in the place of Megatron-core's, which refuses them without CUDA."""
+
+    def __init__(self, backend: Backend, causal: bool) -> None:
+        super().__init__()
+        self.backend = backend
+        self.causal = causal
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, *, packed_seq_params: Packing, **_: object
+    ) -> Tensor:
+        """Attend inside each sequence: q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d)."""
+        if packed_seq_params.rope is not None:
+            q, k = rotate(q, packed_seq_params.rope), rotate(k, packed_seq_params.rope)
+        return attend(q, k, v, packed_seq_params.lengths, self.causal, self.backend)
+
+
+class Block(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
+    """One pre-norm transformer block on packed tokens."""
+
+    def forward(self, hidden: Tensor, packing: Packing) -> Tensor:
+        """Map (T, hidden) to (T, hidden)."""
+        if hidden.shape[0] == 0:
+            # Megatron-core cannot reshape nothing. A row whose result is dropped gives every weight a zero gradient.
+            padded: Tensor = self(F.pad(hidden, (0, 0, 0, 1)), Packing((1,)))
+            return padded[:0]
+        # Megatron-core wants (sequence, batch, hidden): one sequence that holds all the packed ones.
+        out: Tensor = super().forward(hidden.unsqueeze(1), packed_seq_params=packing)[0]
+        return out.squeeze(1)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Builds the parts of one unit. `block` is the shape of the unit's transformer blocks."""
+
+    block: LayerShape
+    activation: str
+    norm_eps: float
+    groups: ParallelGroups
+    dtype: torch.dtype
+    attention: Backend
+
+    @cached_property
+    def config(self) -> TransformerConfig:
+        """Megatron-core's view of the unit. Weights are created on the CPU, uninitialised."""
+        shape = self.block
+        return TransformerConfig(
+            num_layers=1,
+            hidden_size=shape.hidden,
+            num_attention_heads=shape.heads,
+            num_query_groups=shape.kv_heads,
+            kv_channels=shape.head_dim,
+            ffn_hidden_size=shape.ffn,
+            gated_linear_unit=shape.gated,
+            activation_func=ACTIVATIONS[self.activation],
+            normalization="RMSNorm" if shape.rms_norm else "LayerNorm",
+            layernorm_epsilon=self.norm_eps,
+            add_bias_linear=shape.linear_bias,
+            add_qkv_bias=shape.qkv_bias,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=self.groups.tp_size,
+            params_dtype=self.dtype,
+            bf16=self.dtype == torch.bfloat16,
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            # Fusions need Transformer Engine, Apex or a compiler's warm-up; on a CPU they cost more than they save.
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            cuda_graph_scope=[],
+        )
+
+    @cached_property
+    def collection(self) -> ProcessGroupCollection:
+        """The unit's groups for Megatron-core."""
+        return self.groups.collection()
+
+    def transformer_block(self) -> nn.Module:
+        """One block (`Block`): attention and MLP with residual connections."""
+        norm = Norm
+
+        def qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
+            # Megatron-core gives qkv a bias whenever the other linears have one; ours is a setting of its own.
+            return cast(nn.Module, ColumnParallelLinear(*args, bias=self.block.qkv_bias, **kwargs))
+
+        def core(**_: object) -> nn.Module:
+            return PackedAttention(self.attention, self.block.causal)
+
+        spec = TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal if self.block.causal else AttnMaskType.no_mask},
+                submodules=SelfAttentionSubmodules(linear_qkv=qkv, core_attention=core, linear_proj=RowParallelLinear),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(
+                module=MLP,
+                params={"ffn_hidden_size": self.block.ffn},
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        )
+        layer = Block(self.config, spec, pg_collection=self.collection)
+        _mark(layer.self_attention.linear_qkv, dim=0)
+        _mark(layer.self_attention.linear_proj, dim=1)
+        _mark(layer.mlp.linear_fc1, dim=0, stride=2 if self.block.gated else 1)
+        _mark(layer.mlp.linear_fc2, dim=1)
+        return cast(nn.Module, layer)
+
+    def norm(self, width: int) -> Norm:
+        """The unit's kind of norm over `width` features."""
+        return Norm(self.config, width, self.norm_eps)
+
+    def column_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        """Linear whose outputs are split over the tensor-parallel ranks; returns `(output, None)`."""
+        linear = ColumnParallelLinear(
+            inputs, outputs, config=self.config, init_method=None, bias=bias, tp_group=self.groups.tp
+        )
+        return _mark(linear, dim=0)
+
+    def row_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        """Linear whose inputs are split over the tensor-parallel ranks; returns `(output, None)`."""
+        linear = RowParallelLinear(
+            inputs,
+            outputs,
+            config=self.config,
+            init_method=None,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=self.groups.tp,
+        )
+        return _mark(linear, dim=1)
+
+    def vocab_embedding(self, rows: int, width: int) -> nn.Module:
+        """Embedding whose rows are split over the tensor-parallel ranks."""
+        table = VocabParallelEmbedding(rows, width, init_method=None, config=self.config, tp_group=self.groups.tp)
+        return _mark(table, dim=0)
+
+    def vocab_linear(self, width: int, rows: int, own_weight: bool) -> nn.Module:
+        """Projection to the split vocabulary; without `own_weight` it takes `weight=` when called."""
+        linear = ColumnParallelLinear(
+            width,
+            rows,
+            config=self.config,
+            init_method=None,
+            bias=False,
+            skip_weight_param_allocation=not own_weight,
+            tp_group=self.groups.tp,
+        )
+        return _mark(linear, dim=0) if own_weight else linear
+
+    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of logits (T, vocab / tp) at labels (T,), in fp32; may overwrite the logits.
+
+        A label outside the vocabulary (-100) yields a finite value that the caller must drop.
+        """
+        with unit_scope(self.groups):
+            losses: Tensor = vocab_parallel_cross_entropy(logits, labels)
+        return losses
+
+    def gather_vocab(self, logits: Tensor) -> Tensor:
+        """Join logits (T, vocab / tp) of all tensor-parallel ranks to (T, vocab)."""
+        whole: Tensor = gather_from_tensor_model_parallel_region(logits, group=self.groups.tp)
+        return whole
+
+
+def _mark(module: nn.Module, dim: int, stride: int = 1) -> nn.Module:
+    """Mark the weight as split along `dim`, and the bias too if the outputs are split.
+
+    Megatron-core does so only when it initialises weights itself. A bias after split inputs is whole on every rank.
+    """
+    marked = [module.weight] if dim == 1 else [module.weight, getattr(module, "bias", None)]
+    for param in marked:
+        if isinstance(param, nn.Parameter):
+            param.tensor_model_parallel = True  # type: ignore[attr-defined]
+            param.partition_dim = dim  # type: ignore[attr-defined]
+            param.partition_stride = stride  # type: ignore[attr-defined]
+    return module
