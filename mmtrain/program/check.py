@@ -171,10 +171,12 @@ def _source(graph: StageGraph, rank: int, flow: Flow) -> Action:
 def _closes(action: ReduceGrads | ReduceShared | Step, other: Action) -> bool:
     """Whether `action` must come after every `other` of its rank."""
     match action:
-        case ReduceGrads(unit):
-            return isinstance(other, Backward) and other.stage.unit == unit
-        case ReduceShared():  # a sum over replicas and one over stages: both ends must do them in the same order
-            return other == ReduceGrads(LLM)
+        case ReduceGrads(unit):  # after it, a replica holds a shard only: too late to add what another stage holds
+            return (isinstance(other, Backward) and other.stage.unit == unit) or (
+                isinstance(other, ReduceShared) and unit == LLM
+            )
+        case ReduceShared():
+            return isinstance(other, Backward) and other.stage.unit == LLM
         case Step():
             return isinstance(other, Forward | Backward | ReduceGrads | ReduceShared)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mmtrain.program.actions import Action, Backward, Forward, GatherParams, Recv, ReduceGrads, ReduceShared, Step
-from mmtrain.program.graph import StageGraph
+from mmtrain.program.graph import LLM, StageGraph
 from mmtrain.program.program import Program
 from mmtrain.program.wiring import EMBEDDINGS, holds_shared_embeddings, receives, sends, shares, trained_units
 
@@ -13,7 +13,7 @@ def lower(program: Program) -> Program:
 
     A receive is posted one compute action ahead of its consumer, so that the transfer overlaps with compute; a send
     starts right after its producer; a lane shares right before the consumer. Gradients of a unit are reduced after
-    its last backward on the rank; then shared weights, the optimizer step, and the gathering of parameters.
+    its last backward on the rank, shared weights just before; then the optimizer step and the gathering of parameters.
     """
     graph = program.graph
     return Program(graph, {rank: tuple(_lower_rank(graph, rank, actions)) for rank, actions in program.actions.items()})
@@ -30,7 +30,9 @@ def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action]) -> list
         out += shares(graph, action)
         out.append(action)
         out += sends(graph, rank, action)
-        out += [ReduceGrads(unit) for unit in units if last[unit] == at]
-    if holds_shared_embeddings(graph, rank):
-        out.append(ReduceShared(EMBEDDINGS))
+        for unit in units:
+            if last[unit] == at:
+                # Before the reduction, after which each replica holds only its own shard of the gradient.
+                out += [ReduceShared(EMBEDDINGS)] if unit == LLM and holds_shared_embeddings(graph, rank) else []
+                out.append(ReduceGrads(unit))
     return [*out, Step(), *(GatherParams(unit) for unit in units)]
