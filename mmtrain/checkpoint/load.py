@@ -26,7 +26,12 @@ def open_newest_good(root: Path, on_bad: Callable[[str], None], ranks: Ranks | N
     """
     ranks = ranks or Ranks.alone()
     # Rank 0 lists for all: ranks that opened different steps would train on in silence.
-    folders = [Path(text) for text in ranks.from_zero(lambda: [str(path) for path in layout.find(root)])]
+    folders = [
+        Path(text)
+        for text in ranks.from_zero(
+            f"listing the checkpoints in {root}", lambda: [str(path) for path in layout.find(root)]
+        )
+    ]
     for folder in folders:
         problems = verify_together(folder, ranks)
         if not problems:

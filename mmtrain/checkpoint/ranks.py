@@ -28,8 +28,9 @@ class Ranks:
         """A job of one process."""
         return cls(0, 1, lambda value: [value], lambda value: value)
 
-    def from_zero(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 and give its result, a JSON value, to all; if it fails, all raise the same error.
+    def from_zero(self, doing: str, work: Callable[[], T]) -> T:
+        """Do `work` on rank 0 and give its result, a JSON value, to all; if it fails, all raise the same
+        CheckpointError, which says what rank 0 was `doing`.
 
         A failure that only rank 0 knew of would leave the others waiting in the next collective for ever.
         """
@@ -39,7 +40,7 @@ class Ranks:
             try:
                 outcome = {"result": work()}
             except Exception as error:
-                outcome, cause = {"error": describe(error)}, error
+                outcome, cause = {"error": f"{doing}: {describe(error)}"}, error
         verdict = self.broadcast(outcome)
         if "error" in verdict:
             raise CheckpointError(verdict["error"]) from cause

@@ -38,11 +38,13 @@ def save(
     """
     storage = storage or LocalStorage()
     # No rank may write before rank 0 has made the folder, and none may choose another name for it.
-    draft = Path(ranks.from_zero(lambda: str(_begin(root, storage))))
+    draft = Path(ranks.from_zero(f"preparing to save in {root}", lambda: str(_begin(root, storage))))
     # Rank 0 may not write the manifest, which says that all is there, before every rank's files are on the disk.
     records = ranks.gather(_write_own(draft, shards, rank_state, ranks.rank, storage))
     # No rank may go on, and perhaps exit or count this step as saved, before the commit has happened.
-    folder = Path(ranks.from_zero(lambda: str(_commit(root, draft, step, state, records or [], storage))))
+    folder = Path(
+        ranks.from_zero(f"saving step {step}", lambda: str(_commit(root, draft, step, state, records or [], storage)))
+    )
     _retire(root, keep, ranks, storage)
     return folder
 
@@ -104,9 +106,8 @@ def _commit(
     except Exception as error:
         _discard(draft, storage)
         raise CheckpointError(
-            f"step {step} was not saved: {describe(error)}. Earlier checkpoints in {root} are untouched."
+            f"{describe(error)}. Nothing was committed; earlier checkpoints in {root} are untouched."
         ) from error
-    storage.sync_folder(root)  # the rename must be on the disk before `latest` names it
     _point_latest(root, folder, storage)
     return folder
 
@@ -115,14 +116,15 @@ def _point_latest(root: Path, folder: Path, storage: Storage) -> None:
     """Replace `latest` in one step, so that a reader sees the old name or the new one."""
     draft = layout.new_draft(root)
     try:
+        storage.sync_folder(root)  # the folder must have its name on the disk before `latest` says it
         _write(draft, [f"{folder.name}\n".encode()], storage)
         storage.rename(draft, root / layout.LATEST)
+        storage.sync_folder(root)
     except Exception as error:
         _discard(draft, storage)
         raise CheckpointError(
-            f"{folder} is complete, but `latest` still names the one before: {describe(error)}"
+            f"{folder} is complete, but `latest` may still name the one before: {describe(error)}"
         ) from error
-    storage.sync_folder(root)
 
 
 def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage) -> None:
@@ -133,7 +135,12 @@ def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage) -> None:
     ones are newer than it.
     """
     # Rank 0 lists for all: other ranks may see the folder at another moment.
-    found = [Path(text) for text in ranks.from_zero(lambda: [str(path) for path in layout.find(root)])]
+    found = [
+        Path(text)
+        for text in ranks.from_zero(
+            f"listing the checkpoints in {root}", lambda: [str(path) for path in layout.find(root)]
+        )
+    ]
     kept, old = found[:keep], found[keep:]
     if not old or verify_together(kept[min(2, keep) - 1], ranks):
         return
@@ -148,7 +155,7 @@ def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage) -> None:
             storage.remove(draft)
 
     # No rank may start the next save, or exit, while rank 0 still removes or has failed to.
-    ranks.from_zero(remove)
+    ranks.from_zero(f"removing old checkpoints from {root}", remove)
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview], storage: Storage) -> FileSum:

@@ -60,4 +60,5 @@ def chunks(shards: Sequence[Shard]) -> Iterator[bytes | memoryview]:
     yield text
     for shard in ordered:
         flat = shard.tensor.detach().reshape(-1).cpu().contiguous()
-        yield flat.view(torch.uint8).numpy().data
+        # One element counts as contiguous whatever its stride, but only stride 1 can be viewed as bytes.
+        yield flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data

@@ -1,0 +1,115 @@
+"""Ranks as threads, and a disk that fails where a test says."""
+
+import errno
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from mmtrain.checkpoint import FileSum, LocalStorage, Ranks, Shard, ShardSpec
+
+T = TypeVar("T")
+
+
+class Crash(BaseException):
+    """The process dies here: nothing catches it, nothing cleans up."""
+
+
+@dataclass
+class FailingStorage(LocalStorage):
+    """Counts operations; the one numbered `fail_at` fails with `error`, a write of several chunks in its middle."""
+
+    fail_at: int = -1
+    error: Callable[[], BaseException] = Crash
+    done: list[str] = field(default_factory=list)
+
+    def _count(self, name: str) -> None:
+        self.done.append(name)
+        if len(self.done) - 1 == self.fail_at:
+            raise self.error()
+
+    def make_folder(self, path: Path) -> None:
+        self._count("make_folder")
+        super().make_folder(path)
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
+        def cut_short() -> Iterable[bytes | memoryview]:
+            for chunk in chunks:
+                yield chunk[: len(chunk) // 2]
+                self._count(f"write {path.name} half a chunk")
+                yield chunk[len(chunk) // 2 :]
+
+        self._count(f"write {path.name}")
+        written = super().write(path, cut_short())
+        self._count(f"wrote {path.name}")
+        return written
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._count(f"rename to {target.name}")
+        super().rename(source, target)
+
+    def sync_folder(self, path: Path) -> None:
+        self._count("sync_folder")
+        super().sync_folder(path)
+
+    def remove(self, path: Path) -> None:
+        if path.is_dir():
+            for file in sorted(path.iterdir()):
+                self._count(f"remove {file.name}")
+                file.unlink()
+        super().remove(path)
+
+
+def disk_full() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def in_threads(world_size: int, work: Callable[[Ranks], T]) -> list[T]:
+    """Run `work` on `world_size` ranks, each a thread; raise what a rank raised, whole when all did."""
+    barrier = threading.Barrier(world_size, timeout=20)
+    slots: list[Any] = [None] * world_size
+    results: list[Any] = [None] * world_size
+
+    def exchange(rank: int, value: Any) -> list[Any]:
+        barrier.wait()  # the slots of the collective before have been read
+        slots[rank] = value
+        barrier.wait()
+        return list(slots)
+
+    def gather(rank: int) -> Callable[[Any], list[Any] | None]:
+        return lambda value: values if (values := exchange(rank, value)) and rank == 0 else None
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(Ranks(rank, world_size, gather(rank), lambda value: exchange(rank, value)[0]))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def weights(step: int) -> torch.Tensor:
+    """A tensor that tells which step it is of."""
+    return torch.arange(24, dtype=torch.float32).reshape(4, 6) + 100 * step
+
+
+def shards_of(step: int, rank: int, world_size: int) -> list[Shard]:
+    """Rows of the weights, dealt to the ranks; rank 0 also owns a counter."""
+    per_rank = 4 // world_size
+    spec = ShardSpec((4, 6), 0, rank * per_rank, (rank + 1) * per_rank)
+    shards = [Shard("llm.w", spec, weights(step)[spec.start : spec.stop])]
+    return [*shards, Shard("count", ShardSpec(()), torch.tensor(step))] if rank == 0 else shards
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"

@@ -1,0 +1,113 @@
+"""A crash or a full disk at every operation of a save: the checkpoint before is never lost, `latest` never lies."""
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmtrain.checkpoint import Checkpoint, Ranks, ShardSpec, find, latest, open_newest_good, save, verify
+from mmtrain.errors import CheckpointError, RunError
+from tests.checkpoint.conftest import Crash, FailingStorage, disk_full, in_threads, shards_of, weights
+
+
+def save_one(root: Path, step: int, storage: FailingStorage | None = None, keep: int = 2) -> Path:
+    return save(root, step, shards_of(step, 0, 1), {}, {}, keep=keep, ranks=Ranks.alone(), storage=storage)
+
+
+def fail_everywhere(
+    tmp_path: Path, error: Callable[[], BaseException], check: Callable[[Path, str, bool], None]
+) -> list[str]:
+    """Save steps 1 to 3, keeping two, with operation 0, 1, 2, ... of the third failing; then check what is there."""
+    for number in count():
+        root, storage = tmp_path / str(number), FailingStorage(fail_at=number, error=error)
+        save_one(root, 1)
+        save_one(root, 2)
+        failed = False
+        try:
+            save_one(root, 3, storage)
+        except (Crash, CheckpointError):
+            failed = True
+        if not failed and len(storage.done) <= number:
+            return storage.done
+        check(root, storage.done[-1], failed)
+    raise AssertionError
+
+
+def newest(root: Path) -> Checkpoint:
+    return open_newest_good(root, lambda report: pytest.fail(f"no checkpoint is damaged, but: {report}"))
+
+
+def is_sound(root: Path, operation: str) -> None:
+    """All that looks like a checkpoint is one, `latest` names one, and the newest reads back."""
+    named = latest(root)
+    assert named is not None, operation
+    assert [verify(folder) for folder in [named, *find(root)]] == [[]] * (1 + len(find(root))), operation
+    checkpoint = newest(root)
+    assert checkpoint.step >= 2, operation
+    assert torch.equal(checkpoint.read("llm.w", ShardSpec((4, 6))), weights(checkpoint.step)), operation
+
+
+def test_a_crash_anywhere_loses_nothing(tmp_path: Path) -> None:
+    def check(root: Path, operation: str, failed: bool) -> None:
+        assert failed, operation
+        is_sound(root, operation)
+        save_one(root, 4)  # and the next run clears up behind it
+        assert not list(root.glob("draft-*")), operation
+        assert newest(root).step == 4, operation
+
+    operations = fail_everywhere(tmp_path, Crash, check)
+    assert len(operations) > 20
+    named = [name for name in operations if name.startswith("rename")]
+    assert named[:2] == ["rename to step-00000003", "rename to latest"]
+    assert operations.index("wrote manifest.json") < operations.index("rename to step-00000003")
+
+
+def test_a_crash_of_the_very_first_save_leaves_no_checkpoint_or_a_good_one(tmp_path: Path) -> None:
+    for number in count():
+        root, storage = tmp_path / str(number), FailingStorage(fail_at=number)
+        try:
+            save_one(root, 1, storage)
+        except Crash:
+            assert all(verify(folder) == [] for folder in find(root))
+            named = latest(root)
+            assert named is None or verify(named) == []
+        else:
+            assert number > 10
+            return
+
+
+def test_a_full_disk_anywhere_is_an_error_that_leaves_no_draft(tmp_path: Path) -> None:
+    def check(root: Path, operation: str, failed: bool) -> None:
+        is_sound(root, operation)
+        assert failed, operation
+        if not operation.startswith("remove"):
+            assert not list(root.glob("draft-*")), operation
+
+    fail_everywhere(tmp_path, disk_full, check)
+
+
+def test_the_error_of_a_full_disk_names_rank_and_file_on_all_ranks(root: Path) -> None:
+    in_threads(2, lambda ranks: save(root, 1, shards_of(1, ranks.rank, 2), {}, {}, keep=2, ranks=ranks))
+
+    def work(ranks: Ranks) -> Path:
+        storage = FailingStorage(fail_at=1 if ranks.rank else -1, error=disk_full)
+        return save(root, 2, shards_of(2, ranks.rank, 2), {}, {}, keep=2, ranks=ranks, storage=storage)
+
+    errors = in_threads(2, work)
+    assert all(isinstance(error, RunError) for error in errors)
+    first, second = map(str, errors)
+    assert first == second
+    assert "saving step 2: rank 1: cannot write" in first
+    assert "rank-00001.safetensors: No space left on device" in first
+    assert f"Nothing was committed; earlier checkpoints in {root} are untouched." in first
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step-00000001"]
+    assert newest(root).step == 1
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(root: Path) -> None:
+    root.write_text("a file is in the way")
+    errors = in_threads(2, lambda ranks: save(root, 1, shards_of(1, ranks.rank, 2), {}, {}, keep=2, ranks=ranks))
+    assert [type(error) for error in errors] == [CheckpointError] * 2
+    assert all(str(root) in str(error) for error in errors)

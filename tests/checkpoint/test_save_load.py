@@ -1,0 +1,270 @@
+"""What is saved comes back, from any cut, on any number of ranks, and the newest good ones stay."""
+
+import json
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, find, latest, open_newest_good, save, verify
+from mmtrain.errors import CheckpointError
+from tests.checkpoint.conftest import in_threads, shards_of, weights
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float16]
+
+
+def save_alone(root: Path, step: int, keep: int = 2) -> Path:
+    return save(root, step, shards_of(step, 0, 1), {"at": step}, {"rng": "ab"}, keep=keep, ranks=Ranks.alone())
+
+
+def reopen(root: Path) -> Checkpoint:
+    bad: list[str] = []
+    checkpoint = open_newest_good(root, bad.append)
+    assert not bad
+    return checkpoint
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[ShardSpec]]:
+    """A shape and pieces that cover it once: rows along one dim, some of them cut again into flat ranges."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    rows = [ShardSpec(shape)]
+    if shape:
+        dim = draw(st.integers(0, len(shape) - 1))
+        inner = draw(st.sets(st.integers(1, shape[dim]), max_size=3)) - {shape[dim]}
+        cuts = [0, *sorted(inner), shape[dim]]
+        rows = [ShardSpec(shape, dim, lo, hi) for lo, hi in pairwise(cuts)]
+    pieces: list[ShardSpec] = []
+    for spec in rows:
+        if not draw(st.booleans()):
+            pieces.append(spec)
+            continue
+        cuts = [0, *sorted(draw(st.lists(st.integers(0, spec.size), max_size=3))), spec.size]
+        pieces += [ShardSpec(shape, spec.dim, spec.start, spec.stop, (lo, hi)) for lo, hi in pairwise(cuts) if lo < hi]
+    return shape, pieces
+
+
+def cut(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    box = full if spec.dim is None else full.narrow(spec.dim, spec.start, spec.stop - spec.start)
+    return box if spec.flat is None else box.reshape(-1)[spec.flat[0] : spec.flat[1]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), tilings(), st.sampled_from(DTYPES), st.integers(0, 2**32 - 1))
+def test_any_piece_is_read_from_any_tiling(
+    data: st.DataObject, tiling: tuple[tuple[int, ...], list[ShardSpec]], dtype: torch.dtype, seed: int
+) -> None:
+    shape, pieces = tiling
+    full = torch.randint(256, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        save(
+            Path(folder), 1, [Shard("w", spec, cut(full, spec)) for spec in pieces], {}, {}, keep=1, ranks=Ranks.alone()
+        )
+        checkpoint = reopen(Path(folder))
+        for spec in [*pieces, ShardSpec(shape), *data.draw(st.lists(specs_of(shape), max_size=4))]:
+            found = checkpoint.read("w", spec)
+            assert found.dtype == dtype
+            assert torch.equal(found, cut(full, spec)), spec
+
+
+@st.composite
+def specs_of(draw: st.DrawFn, shape: tuple[int, ...]) -> ShardSpec:
+    dim = draw(st.sampled_from([None, *range(len(shape))]))
+    start, stop = (0, 0) if dim is None else sorted(draw(st.tuples(*[st.integers(0, shape[dim])] * 2)))
+    rows = ShardSpec(shape, dim, start, stop)
+    lo, hi = sorted(draw(st.tuples(*[st.integers(0, rows.size)] * 2)))
+    return ShardSpec(shape, dim, start, stop, (lo, hi)) if draw(st.booleans()) else rows
+
+
+def test_two_ranks_save_and_one_rank_reads(root: Path) -> None:
+    folders = in_threads(
+        2, lambda ranks: save(root, 7, shards_of(7, ranks.rank, 2), {"at": 7}, {"r": ranks.rank}, keep=2, ranks=ranks)
+    )
+    assert folders == [root / "step-00000007"] * 2
+    checkpoint = reopen(root)
+    assert torch.equal(checkpoint.read("llm.w", ShardSpec((4, 6))), weights(7))
+    assert checkpoint.read("count", ShardSpec(())).item() == 7
+    assert (checkpoint.step, checkpoint.world_size, checkpoint.state) == (7, 2, {"at": 7})
+    assert [checkpoint.rank_state(rank) for rank in (0, 1)] == [{"r": 0}, {"r": 1}]
+    assert checkpoint.names() == ["count", "llm.w"]
+    assert checkpoint.full_shape("llm.w") == (4, 6)
+    with pytest.raises(CheckpointError, match="saved by 2 ranks; there is no rank 2"):
+        checkpoint.rank_state(2)
+
+
+def test_two_ranks_open_the_same_and_only_rank_0_reports(root: Path) -> None:
+    for step in (1, 2):
+        in_threads(2, lambda ranks, s=step: save(root, s, shards_of(s, ranks.rank, 2), {}, {}, keep=2, ranks=ranks))
+    (root / "step-00000002" / "rank-00001.json").unlink()
+    reports: list[str] = []
+    opened = in_threads(2, lambda ranks: open_newest_good(root, reports.append, ranks))
+    assert [checkpoint.step for checkpoint in opened] == [1, 1]
+    assert len(reports) == 1
+
+
+def test_the_files_are_plain_safetensors_and_json(root: Path) -> None:
+    folder = save_alone(root, 3)
+    tensors = load_file(folder / "rank-00000.safetensors")
+    assert torch.equal(tensors["llm.w|0[0:4]"], weights(3))
+    assert json.loads((folder / "manifest.json").read_text())["manifest"]["step"] == 3
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "manifest.json",
+        "rank-00000.json",
+        "rank-00000.safetensors",
+    ]
+
+
+def test_the_same_state_is_the_same_bytes(root: Path) -> None:
+    one, two = save_alone(root / "one", 3), save_alone(root / "two", 3)
+    for file in one.iterdir():
+        assert file.read_bytes() == (two / file.name).read_bytes()
+
+
+def test_what_is_read_is_not_tied_to_the_file(root: Path) -> None:
+    folder = save_alone(root, 1)
+    tensor = reopen(root).read("llm.w", ShardSpec((4, 6), 0, 0, 4))
+    tensor.zero_()
+    assert verify(folder) == []
+
+
+def test_retention_keeps_the_newest_and_latest_names_the_last(root: Path) -> None:
+    for step in range(1, 6):
+        assert save_alone(root, step, keep=3) == latest(root)
+    assert [folder.name for folder in find(root)] == ["step-00000005", "step-00000004", "step-00000003"]
+    assert {path.name for path in root.iterdir()} - {folder.name for folder in find(root)} == {"latest"}
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_no_good_one_goes_while_a_newer_one_is_damaged(root: Path, keep: int) -> None:
+    save_alone(root, 1, keep=2)
+    damaged = save_alone(root, 2, keep=2)
+    flip(damaged / "rank-00000.safetensors", -1)
+    save_alone(root, 3, keep=2)
+    assert [folder.name[-1] for folder in find(root)] == ["3", "2", "1"]
+    save_alone(root, 4, keep=keep)  # as many good ones as wanted are newer now
+    assert [folder.name[-1] for folder in find(root)] == ["4", "3"][:keep]
+
+
+def test_a_step_saved_again_stands_beside_the_first(root: Path) -> None:
+    first = save_alone(root, 5, keep=3)
+    flip(first / "rank-00000.safetensors", -1)
+    again = save_alone(root, 5, keep=3)
+    assert again.name == "step-00000005-2"
+    assert latest(root) == again
+    assert reopen(root).folder == again
+    assert save_alone(root, 5, keep=3).name == "step-00000005-3"
+    assert save_alone(root, 6, keep=1).name == "step-00000006"
+    assert find(root) == [root / "step-00000006"]
+
+
+def flip(path: Path, position: int, mask: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= mask
+    path.write_bytes(content)
+
+
+def test_every_flipped_byte_is_caught(root: Path) -> None:
+    """Each byte of each file: lengths, headers, padding, values, the manifest's own sum and its frame."""
+    folder = save_alone(root, 1)
+    for file in sorted(folder.iterdir()):
+        size = file.stat().st_size
+        for position in range(size):
+            flip(file, position, 0x20 if position % 2 else 1)
+            problems = verify(folder)
+            assert len(problems) == 1, (file, position)
+            assert problems[0].startswith(f"{file.name}: ")
+            flip(file, position, 0x20 if position % 2 else 1)
+    assert verify(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "words"),
+    [
+        ("rank-00000.safetensors", "flip", "SHA-256"),
+        ("rank-00000.safetensors", "remove", "missing"),
+        ("rank-00000.safetensors", "shorten", "bytes, the manifest says"),
+        ("rank-00000.json", "flip", "SHA-256"),
+        ("rank-00000.json", "remove", "missing"),
+        ("manifest.json", "flip", "damaged"),
+        ("manifest.json", "remove", "missing"),
+        ("manifest.json", "shorten", "cut short"),
+    ],
+)
+def test_a_damaged_one_is_reported_and_the_one_before_is_used(root: Path, file: str, damage: str, words: str) -> None:
+    save_alone(root, 1)
+    newest = save_alone(root, 2) / file
+    if damage == "flip":
+        flip(newest, 100 if file == "manifest.json" else 3)
+    elif damage == "remove":
+        newest.unlink()
+    else:
+        newest.write_bytes(newest.read_bytes()[:-1])
+    reports: list[str] = []
+    checkpoint = open_newest_good(root, reports.append)
+    assert checkpoint.step == 1
+    assert torch.equal(checkpoint.read("llm.w", ShardSpec((4, 6))), weights(1))
+    assert len(reports) == 1
+    assert f"step-00000002 is damaged and not used: {file}: " in reports[0]
+    assert words in reports[0]
+
+
+def test_none_good_and_none_at_all_are_errors(root: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        open_newest_good(root, print)
+    flip(save_alone(root, 1) / "rank-00000.json", 0)
+    reports: list[str] = []
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        open_newest_good(root, reports.append)
+    assert len(reports) == 1
+
+
+def test_wrong_names_and_shapes_name_the_tensor(root: Path) -> None:
+    save_alone(root, 1)
+    checkpoint = reopen(root)
+    with pytest.raises(CheckpointError, match=r"llm\.v: not in checkpoint"):
+        checkpoint.read("llm.v", ShardSpec((4, 6)))
+    with pytest.raises(CheckpointError, match=r"llm\.w: has shape \[4, 6\] .* but \[4, 7\] in this model"):
+        checkpoint.read("llm.w", ShardSpec((4, 7)))
+
+
+def test_pieces_that_miss_or_repeat_elements_are_refused_when_saved(root: Path) -> None:
+    half = Shard("w", ShardSpec((4, 6), 0, 0, 2), torch.zeros(2, 6))
+    with pytest.raises(CheckpointError, match=r"w: the ranks' pieces hold 12 elements, the tensor has 24"):
+        save(root, 1, [half], {}, {}, keep=1, ranks=Ranks.alone())
+    whole = Shard("w", ShardSpec((4, 6)), torch.zeros(4, 6))
+    with pytest.raises(CheckpointError, match="hold 36 elements"):
+        save(root, 1, [half, whole], {}, {}, keep=1, ranks=Ranks.alone())
+    assert list(root.iterdir()) == []
+
+
+def test_a_gap_hidden_by_a_repetition_is_refused_when_read(root: Path) -> None:
+    half = Shard("w", ShardSpec((4, 6), 0, 0, 2), torch.zeros(2, 6))
+    same = Shard("w", ShardSpec((4, 6), 0, 0, 2, (0, 12)), torch.zeros(12))
+    save(root, 1, [half, same], {}, {}, keep=1, ranks=Ranks.alone())
+    with pytest.raises(CheckpointError, match=r"w: .* holds only 12 of the 24 elements of piece whole"):
+        reopen(root).read("w", ShardSpec((4, 6)))
+
+
+def test_ranks_that_disagree_are_refused_on_every_rank(root: Path) -> None:
+    def work(ranks: Ranks) -> Path:
+        dtype = torch.float32 if ranks.rank else torch.bfloat16
+        spec = ShardSpec((4,), 0, 2 * ranks.rank, 2 * ranks.rank + 2)
+        return save(root, 1, [Shard("w", spec, torch.zeros(2, dtype=dtype))], {}, {}, keep=1, ranks=ranks)
+
+    errors = in_threads(2, work)
+    assert all(isinstance(error, CheckpointError) for error in errors)
+    assert all("w: rank 1 has float32 [4], a lower rank bfloat16 [4]" in str(error) for error in errors)
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": torch.zeros(1)}])
+def test_a_state_that_is_not_json_is_refused(root: Path, state: dict) -> None:
+    with pytest.raises(CheckpointError, match=r"saving step 1: .*JSON"):
+        save(root, 1, [], state, {}, keep=1, ranks=Ranks.alone())
+    with pytest.raises(CheckpointError, match=r"saving step 1: rank 0: .*JSON"):
+        save(root, 1, [], {}, state, keep=1, ranks=Ranks.alone())
