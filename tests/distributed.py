@@ -1,0 +1,132 @@
+"""Several ranks for a test, as processes of this machine joined by gloo.
+
+Ranks are forked from a server process that has imported torch and Megatron-core once: importing takes seconds and
+forking milliseconds. The server is not pytest's own process, because a process that has once run an autograd backward
+or started threads cannot safely be forked.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torch", "torch._dynamo", "mmtrain.models.build", "mmtrain.models.megatron"])
+
+
+class RanksFailed(AssertionError):  # noqa: N818 - a test's verdict, not an error of the program
+    """A rank raised, died or did not finish in time; the message holds every rank's traceback or stacks."""
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call `fn(*args)` on `world_size` ranks of a gloo world; return the results in rank order.
+
+    `fn` is a module-level function; arguments and results are pickled. Raises RanksFailed, and leaves no process.
+    """
+    return fork_ranks(world_size, _in_world, fn, args, timeout, timeout=timeout)
+
+
+def fork_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call `fn(rank, world_size, folder, *args)` in `world_size` processes without torch.distributed.
+
+    `folder` is empty and common to all of them.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks = [_start(rank, world_size, Path(folder), fn, args) for rank in range(world_size)]
+        try:
+            return _collect(ranks, Path(folder), time.monotonic() + timeout)
+        finally:
+            for process, pipe in ranks:
+                process.kill()
+                process.join()
+                pipe.close()
+
+
+def _start(
+    rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: Sequence[Any]
+) -> tuple[BaseProcess, Connection]:
+    ours, theirs = _SERVER.Pipe(duplex=False)
+    process = _SERVER.Process(target=_main, args=(theirs, rank, world_size, folder, fn, args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _collect(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline: float) -> list[Any]:
+    """Wait for all results; as soon as one rank fails, give the others a moment to say why, then give up."""
+    results: dict[int, Any] = {}
+    failed: dict[int, str] = {}
+    rank_of = {id(pipe): rank for rank, (_, pipe) in enumerate(ranks)}
+    waiting = [pipe for _, pipe in ranks]
+    while waiting:
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = rank_of[id(pipe)]
+            try:
+                ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                ok, value = False, "died without a word"
+            (results if ok else failed)[rank] = value
+            waiting.remove(pipe)  # type: ignore[arg-type]
+        if failed:
+            deadline = min(deadline, time.monotonic() + 2.0)
+    if not waiting and not failed:
+        return [results[rank] for rank in range(len(ranks))]
+    for pipe in waiting:
+        failed[rank_of[id(pipe)]] = "did not finish; its stacks:\n" + _stacks(ranks[rank_of[id(pipe)]][0], folder)
+    raise RanksFailed("\n".join(f"rank {rank}: {what}" for rank, what in sorted(failed.items())))
+
+
+def _stacks(process: BaseProcess, folder: Path) -> str:
+    """Ask a hanging rank where it is."""
+    path = folder / f"stacks-{process.pid}"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid or 0, signal.SIGUSR1)
+    for _ in range(20):
+        process.join(0.05)
+        if path.exists() and path.stat().st_size:
+            break
+    return path.read_text() if path.exists() else "(none)"
+
+
+def _main(
+    pipe: Connection, rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    with (folder / f"stacks-{os.getpid()}").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        try:
+            import torch
+
+            torch.set_num_threads(1)
+            warnings.simplefilter("error")
+            answer = (True, fn(rank, world_size, folder, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _in_world(
+    rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: Sequence[Any], timeout: float
+) -> Any:
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no name look-ups, no other machine
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+    result = fn(*args)
+    dist.destroy_process_group()
+    return result
