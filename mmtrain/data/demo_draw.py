@@ -1,0 +1,84 @@
+"""Drawing the demo's pictures with Pillow's primitives and the font it brings along."""
+
+import random
+
+from PIL import Image, ImageDraw, ImageFont
+
+Rgb = tuple[int, int, int]
+Box = tuple[float, float, float, float]
+
+COLOURS: dict[str, Rgb] = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (40, 80, 220),
+    "yellow": (235, 205, 30),
+    "purple": (150, 50, 190),
+    "black": (25, 25, 25),
+}
+SHAPES = ("circle", "square", "triangle", "cross")
+
+
+def scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Image:
+    """Draw (shape, colour) objects apart from each other, on a light ground of a size that varies."""
+    width, height = rng.choice((32, 40, 48)), rng.choice((32, 40, 48))
+    across, down = (1, 1) if len(objects) == 1 else (2, 2) if len(objects) <= 4 else (3, 2)
+    image, draw = _ground(rng, width, height)
+    cells = rng.sample([(x, y) for x in range(across) for y in range(down)], len(objects))
+    for (shape, colour), (x, y) in zip(objects, cells, strict=True):
+        cell_w, cell_h = width / across, height / down
+        side = min(cell_w, cell_h, 22) * rng.uniform(0.7, 0.9)
+        left = x * cell_w + rng.uniform(0, cell_w - side)
+        top = y * cell_h + rng.uniform(0, cell_h - side)
+        _shape(draw, shape, (left, top, left + side, top + side), _jitter(rng, COLOURS[colour]))
+    return image
+
+
+def digit(rng: random.Random, value: int) -> Image.Image:
+    """Draw one digit, its size, place and colour varying."""
+    width, height = rng.choice((24, 32)), rng.choice((32, 40))
+    image, draw = _ground(rng, width, height)
+    font = ImageFont.load_default(size=rng.randint(24, 30))
+    left, top, right, bottom = draw.textbbox((0, 0), str(value), font=font)
+    x = rng.uniform(0, width - (right - left)) - left
+    y = rng.uniform(0, height - (bottom - top)) - top
+    draw.text((x, y), str(value), font=font, fill=_jitter(rng, COLOURS[rng.choice(list(COLOURS))]))
+    return image
+
+
+def bar_chart(rng: random.Random, bars: list[tuple[str, int]]) -> Image.Image:
+    """Draw bars of (colour, height 1 to 5) over a base line, with a thin line at each height."""
+    width, height = rng.choice((32, 48)), rng.choice((32, 48))
+    image, draw = _ground(rng, width, height)
+    base, unit = height - 2, (height - 4) / 5
+    for level in range(6):
+        draw.line((0, base - level * unit, width, base - level * unit), fill=(190, 190, 190))
+    slot = width / len(bars)
+    for i, (colour, value) in enumerate(bars):
+        box = (i * slot + slot * 0.15, base - value * unit, (i + 1) * slot - slot * 0.15, base)
+        draw.rectangle(box, fill=_jitter(rng, COLOURS[colour]))
+    return image
+
+
+def _ground(rng: random.Random, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    shade = rng.randint(235, 255)
+    image = Image.new("RGB", (width, height), (shade, shade, shade))
+    return image, ImageDraw.Draw(image)
+
+
+def _jitter(rng: random.Random, colour: Rgb) -> Rgb:
+    r, g, b = (min(max(c + rng.randint(-15, 15), 0), 255) for c in colour)
+    return r, g, b
+
+
+def _shape(draw: ImageDraw.ImageDraw, shape: str, box: Box, colour: Rgb) -> None:
+    left, top, right, bottom = box
+    if shape == "circle":
+        draw.ellipse(box, fill=colour)
+    elif shape == "square":
+        draw.rectangle(box, fill=colour)
+    elif shape == "triangle":
+        draw.polygon([((left + right) / 2, top), (right, bottom), (left, bottom)], fill=colour)
+    else:
+        arm = (right - left) / 3
+        draw.rectangle((left + arm, top, right - arm, bottom), fill=colour)
+        draw.rectangle((left, top + arm, right, bottom - arm), fill=colour)
