@@ -47,8 +47,8 @@ def test_everything_is_told_at_once(base: Path, write: Write) -> None:
         "data.seq_len: found the text '010', allowed: a whole number of at least 1",
         "data.image.scheme: found the text 'nativ', allowed: native or fixed; did you mean native?",
         f"train.steps: written twice, first at {child}:10; keep one",
-        "train.optimizer.min_lr: 0.1 is above train.optimizer.lr 0.001",
         "train.optimizer.betas.1: found 1.0, allowed: a number of at least 0 and below 1",
+        "train.optimizer.min_lr: 0.1 is above train.optimizer.lr 0.001",
         "parallel.llm.dp: 3 does not divide train.global_batch 4",
         "parallel.vision.tp: 3 does not divide model.vision.heads 4 or model.vision.ffn 64",
     ]

@@ -1,0 +1,5 @@
+"""Entry of `python -m mmtrain` and `torchrun -m mmtrain`."""
+
+from mmtrain.cli import main
+
+main()

@@ -1,0 +1,46 @@
+"""The table of commands, and the one place where an error becomes a message and an exit code."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mmtrain import __version__
+from mmtrain.cli import data, evaluate, plan, schema, train
+from mmtrain.errors import MmtrainError
+
+app = typer.Typer(
+    help="Plan and train multimodal LLMs.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # loading rich for the help page would take longer than everything else on it
+    pretty_exceptions_enable=False,  # a traceback means a bug of ours; it is reported as Python prints it
+)
+app.command()(plan.plan)
+app.command()(train.train)
+app.command()(evaluate.evaluate)
+app.add_typer(data.app, name="data")
+app.command()(schema.schema)
+
+
+def main() -> None:
+    """Run the command in `sys.argv`. Exits 0 (done), 1 (the run failed), 2 (wrong input), 75 (stopped and saved)."""
+    try:
+        app(prog_name="mmtrain")
+    except MmtrainError as error:
+        typer.echo(f"mmtrain: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mmtrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...

@@ -1,0 +1,41 @@
+"""`mmtrain data ...`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmtrain.cli.options import AsJson
+
+app = typer.Typer(help="Make training data.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _group() -> None: ...  # without it, Typer would make the only subcommand the command itself
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder to write: images, train and held-out JSON, tokenizer.")
+    ],
+    samples: Annotated[int, typer.Option(min=1, help="Training samples.")] = 4000,
+    heldout: Annotated[int, typer.Option(min=1, help="Held-out samples.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same files.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Draw questions about pictures, with answers.
+
+    Coloured shapes, digits and small charts in LLaVA format, in two splits, and a tokenizer trained on the first.
+    """
+    import json
+    from dataclasses import asdict
+
+    from mmtrain.data.demo import generate
+
+    summary = generate(out, seed=seed, train=samples, heldout=heldout)
+    in_words = (
+        f"{out}: {summary.train} training and {summary.heldout} held-out samples, {summary.images} images, "
+        f"a tokenizer of {summary.vocab} tokens"
+    )
+    typer.echo(json.dumps(asdict(summary)) if as_json else in_words)

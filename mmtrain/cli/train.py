@@ -1,0 +1,34 @@
+"""`mmtrain train`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmtrain.cli.options import Overrides, RecipeFile
+
+
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Run this plan, made by `plan --out`. Default: plan first.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the run writes. Default: the recipe's `run_dir`.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest good checkpoint of the run's folder.")
+    ] = False,
+) -> None:
+    """Train a recipe.
+
+    Alone it starts its own processes; under torchrun or SLURM each process started is one rank.
+    """
+    from mmtrain.recipe import load
+
+    loaded = load(recipe, overrides)  # a wrong recipe is told before torch has loaded
+    from mmtrain.runtime.train import run
+
+    folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
+    run(loaded, plan_path=plan, run_dir=folder, resume=resume)

@@ -1,0 +1,175 @@
+"""The command line: quick to answer, torch only where needed, one message and the right exit code for an error."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+import mmtrain
+from mmtrain.cli import app as table
+from mmtrain.errors import DataError, MmtrainError, RecipeError, RunError, StoppedAndSaved
+
+COMMANDS = ["plan", "train", "evaluate", "data", "data demo", "schema"]
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def mm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run `mmtrain` with these arguments, in this process."""
+
+    def run(*args: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["mmtrain", *args])
+        with pytest.raises(SystemExit) as stop:
+            table.main()
+        captured = capsys.readouterr()
+        return Result(stop.value.code if isinstance(stop.value.code, int) else 0, captured.out, captured.err)
+
+    return run
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    heavy = ["torch", "numpy", "pydantic", "yaml", "PIL", "megatron", "transformers", "tokenizers", "rich.console"]
+    loaded = python(f"import sys, mmtrain.cli; print([m for m in {heavy!r} if m in sys.modules])")
+    assert loaded.strip() == "[]"
+
+
+def test_help_answers_in_a_third_of_a_second() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "mmtrain", "--help"], check=True, capture_output=True)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.3  # the least of several: other work may share the machine
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(mm, command: str) -> None:
+    result = mm(*command.split(), "--help")
+    assert result.code == 0
+    assert "Usage: mmtrain " + command in result.out
+    for line in result.out.splitlines():  # every option has a help text
+        if line.startswith("  --"):
+            assert len(line.split("  ")) > 2, line
+
+
+def test_the_page_of_commands_cuts_no_sentence_short(mm) -> None:
+    out = mm("--help").out
+    assert all(f"  {command} " in out for command in COMMANDS if " " not in command)
+    assert "..." not in out.partition("Commands:")[2]
+
+
+def test_version(mm) -> None:
+    assert mm("--version").out == f"mmtrain {mmtrain.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "args", [["no-such"], ["plan"], ["plan", "r.yaml", "--set"], ["plan", "r.yaml", "--top", "-1"], ["data", "demo"]]
+)
+def test_wrong_usage_exits_2_without_a_traceback(mm, args: list[str]) -> None:
+    result = mm(*args)
+    assert result.code == 2
+    assert result.out == ""
+    assert "Traceback" not in result.err
+    assert "Error: " in result.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RecipeError, 2),
+        (DataError, 2),
+        (MmtrainError, 1),
+        (RunError, 1),
+        (StoppedAndSaved, 75),
+        (KeyboardInterrupt, 130),
+    ],
+)
+def test_errors_become_one_message_and_an_exit_code(
+    mm, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
+) -> None:
+    failing = typer.Typer()
+
+    @failing.command()
+    def fail() -> None:
+        raise error("what happened")
+
+    monkeypatch.setattr(table, "app", failing)
+    result = mm()
+    assert result.code == code
+    assert "Traceback" not in result.err
+    if issubclass(error, MmtrainError):
+        assert result.err == "mmtrain: what happened\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = typer.Typer(pretty_exceptions_enable=False)
+
+    @failing.command()
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(table, "app", failing)
+    monkeypatch.setattr(sys, "argv", ["mmtrain"])
+    with pytest.raises(ZeroDivisionError):
+        table.main()
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_wrong_recipe_is_told_with_everything_wrong(mm, tmp_path: Path, command: str) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("name: x\nmodle: {}\n", encoding="utf-8")
+    result = mm(command, str(recipe), "--set", "train.steps=0")
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.startswith(f"mmtrain: {recipe}: ")
+    assert "modle: unknown key; did you mean model?" in result.err
+    assert "train.steps: found 0, allowed: a whole number of at least 1 (--set train.steps=0)" in result.err
+
+
+def test_a_wrong_recipe_is_told_before_torch_loads(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from mmtrain.cli import main
+sys.argv = ["mmtrain", "train", "{tmp_path}/missing.yaml"]
+try:
+    main()
+except SystemExit as stop:
+    print(stop.code, "torch" in sys.modules)
+"""
+    assert python(code).split() == ["2", "False"]
+
+
+def test_python_dash_m(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mmtrain", "train", str(tmp_path / "missing.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"mmtrain: {tmp_path}/missing.yaml: cannot read the recipe: No such file or directory\n"
+
+
+def test_demo_data(mm, tmp_path: Path) -> None:
+    args = ["data", "demo", "--out", str(tmp_path / "d"), "--samples", "12", "--heldout", "3"]
+    result = mm(*args, "--json")
+    assert result.code == 0
+    summary = json.loads(result.out)
+    assert (summary["train"], summary["heldout"]) == (12, 3)
+    assert len(json.loads((tmp_path / "d/train.json").read_text())) == 12
+    assert mm(*args).out.startswith(f"{tmp_path}/d: 12 training and 3 held-out samples, {summary['images']} images")
+
+
+def test_demo_data_spares_other_files(mm, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("do not lose me")
+    result = mm("data", "demo", "--out", str(tmp_path))
+    assert result.code == 2
+    assert (tmp_path / "thesis.txt").exists()
