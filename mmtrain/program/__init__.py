@@ -22,16 +22,28 @@ from mmtrain.program.assemble import build
 from mmtrain.program.builder import build_1f1b
 from mmtrain.program.check import MemoryLimit, check
 from mmtrain.program.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
-from mmtrain.program.loads import Route, StepLoads
+from mmtrain.program.loads import Route, StepLoads, step_loads
 from mmtrain.program.lower import lower
 from mmtrain.program.memory import peak_bytes, peak_live
 from mmtrain.program.program import Program
+from mmtrain.program.simulate import simulate
 from mmtrain.program.text import action_from_text, action_to_text, from_text, graph_from_json, graph_to_json, to_text
+from mmtrain.program.timeline import (
+    BUBBLE_KINDS,
+    BubbleKind,
+    Span,
+    Timeline,
+    chrome_trace,
+    write_chrome_trace,
+)
+from mmtrain.program.timing import ModelTiming, Timing, Transport
 
 __all__ = [
+    "BUBBLE_KINDS",
     "LLM",
     "Action",
     "Backward",
+    "BubbleKind",
     "Collective",
     "Compute",
     "Edge",
@@ -39,6 +51,7 @@ __all__ = [
     "GatherParams",
     "MemoryLimit",
     "Microbatch",
+    "ModelTiming",
     "Payload",
     "Program",
     "Recv",
@@ -47,22 +60,30 @@ __all__ = [
     "Route",
     "Send",
     "Share",
+    "Span",
     "Stage",
     "StageGraph",
     "StageId",
     "Step",
     "StepLoads",
+    "Timeline",
+    "Timing",
+    "Transport",
     "UnitMesh",
     "action_from_text",
     "action_to_text",
     "build",
     "build_1f1b",
     "check",
+    "chrome_trace",
     "from_text",
     "graph_from_json",
     "graph_to_json",
     "lower",
     "peak_bytes",
     "peak_live",
+    "simulate",
+    "step_loads",
     "to_text",
+    "write_chrome_trace",
 ]

@@ -1,0 +1,124 @@
+"""Timelines: what every rank did when, simulated or measured; Chrome trace JSON (opens in Perfetto)."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mmtrain.program.actions import (
+    Action,
+    Backward,
+    Forward,
+    GatherParams,
+    Recv,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+    Share,
+    Step,
+)
+
+BubbleKind = Literal["dp_gather", "dp_reduce", "pp_warmup", "pp_cooldown", "pp_other", "tp", "imbalance"]
+BUBBLE_KINDS: tuple[BubbleKind, ...] = (
+    "dp_gather",
+    "dp_reduce",
+    "pp_warmup",
+    "pp_cooldown",
+    "pp_other",
+    "tp",
+    "imbalance",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action on one rank: from `start_s`, for `duration_s` seconds.
+
+    Forwards and backwards run on the rank's compute stream, everything else on its communication stream. A message
+    is shown on its sender. `nbytes` is what the communication moves.
+    """
+
+    rank: int
+    start_s: float
+    duration_s: float
+    action: Action
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step: spans in the order of their start, and what they add up to."""
+
+    spans: tuple[Span, ...]
+    step_time_s: float
+    bubbles: Mapping[int, Mapping[BubbleKind, float]]  # rank -> kind -> seconds its compute stream is idle
+    peak_memory_bytes: Mapping[int, int]  # rank -> activations alive at the fullest moment
+    simulated: bool
+
+    def bubble_shares(self) -> dict[BubbleKind, float]:
+        """Idle time by kind as a share of all rank-seconds of the step."""
+        total = self.step_time_s * len(self.bubbles)
+        return {k: sum(b[k] for b in self.bubbles.values()) / total if total else 0.0 for k in BUBBLE_KINDS}
+
+
+def chrome_trace(timeline: Timeline, plan_sha256: str) -> dict[str, Any]:
+    """Return the timeline as a Chrome trace: `pid` is the global rank, `tid` 0 compute and 1 communication."""
+    events: list[dict[str, Any]] = []
+    for rank in timeline.bubbles:
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for tid, name in enumerate(("compute", "communication")):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
+    events += [_event(span) for span in timeline.spans]
+    other = {
+        "simulated": timeline.simulated,
+        "step_time_us": timeline.step_time_s * 1e6,
+        "plan_sha256": plan_sha256,
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def write_chrome_trace(timeline: Timeline, plan_sha256: str, path: Path) -> None:
+    """Write the timeline where Perfetto or chrome://tracing can open it."""
+    path.write_text(json.dumps(chrome_trace(timeline, plan_sha256)), encoding="utf-8")
+
+
+def _event(span: Span) -> dict[str, Any]:
+    name, args = _describe(span)
+    is_compute = isinstance(span.action, Forward | Backward)
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": span.rank,
+        "tid": 0 if is_compute else 1,
+        "ts": span.start_s * 1e6,
+        "dur": span.duration_s * 1e6,
+        "args": args,
+    }
+
+
+def _describe(span: Span) -> tuple[str, dict[str, Any]]:
+    match span.action:
+        case Forward(stage, mb) | Backward(stage, mb):
+            kind = "F" if isinstance(span.action, Forward) else "B"
+            args = {
+                "kind": kind,
+                "unit": stage.unit,
+                "stage": stage.index,
+                "chunk": 0,
+                "replica": mb.replica,
+                "microbatch": mb.index,
+            }
+            return f"{kind} {stage} {mb}", args
+        case Send(edge, src, dst, _, payload) | Recv(edge, src, dst, _, payload):
+            return f"{payload} {src} to {dst}", {"kind": "p2p", "edge": str(edge), "bytes": span.nbytes}
+        case Share(edge, mb, payload):
+            return f"share {payload} {mb}", {"kind": "broadcast", "edge": str(edge), "bytes": span.nbytes}
+        case ReduceGrads(unit):
+            return f"reduce {unit}", {"kind": "reduce_scatter", "bytes": span.nbytes}
+        case GatherParams(unit):
+            return f"gather {unit}", {"kind": "all_gather", "bytes": span.nbytes}
+        case ReduceShared(name):
+            return f"reduce {name}", {"kind": "all_reduce", "bytes": span.nbytes}
+        case Step():
+            return "step", {"kind": "all_reduce", "bytes": span.nbytes}
