@@ -1,5 +1,6 @@
 """From an image file to patches: the grid from the header alone, and the pixels when they are needed."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,12 +58,13 @@ def grid(
     rows, cols = (min(max(round(side * scale), 1), longest) for side in (height, width))
     aspect = width / height
     while rows * cols * unit**2 > settings.max_pixels and rows * cols > 1:
-        rows, cols = _nearest(aspect, (rows - 1, cols), (rows, cols - 1))
-    while rows * cols * unit**2 < settings.min_pixels and min(rows, cols) < longest:
-        larger = _nearest(aspect, (min(rows + 1, longest), cols), (rows, min(cols + 1, longest)))
-        if larger == (rows, cols) or larger[0] * larger[1] * unit**2 > settings.max_pixels:
+        rows, cols = _nearest(aspect, [g for g in ((rows - 1, cols), (rows, cols - 1)) if min(g) > 0])
+    while rows * cols * unit**2 < settings.min_pixels:
+        larger = [g for g in ((rows + 1, cols), (rows, cols + 1)) if max(g) <= longest]
+        larger = [g for g in larger if g[0] * g[1] * unit**2 <= settings.max_pixels]
+        if not larger:
             break
-        rows, cols = larger
+        rows, cols = _nearest(aspect, larger)
     return rows * merge, cols * merge
 
 
@@ -103,10 +105,9 @@ def load_patches(path: Path, rows: int, cols: int, settings: ImageSettings, patc
     return np.ascontiguousarray(split.reshape(rows * cols, 3 * patch * patch), dtype=np.float32)
 
 
-def _nearest(aspect: float, *grids: tuple[int, int]) -> tuple[int, int]:
-    """The grid whose aspect (width / height) is nearest, as a ratio; grids with an empty side are no choice."""
-    possible = [g for g in grids if min(g) > 0]
-    return min(possible, key=lambda g: abs(np.log(g[1] / g[0] / aspect)))
+def _nearest(aspect: float, grids: list[tuple[int, int]]) -> tuple[int, int]:
+    """The grid whose aspect (width / height) is nearest, as a ratio."""
+    return min(grids, key=lambda g: abs(math.log(g[1] / g[0] / aspect)))
 
 
 @contextmanager

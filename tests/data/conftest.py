@@ -1,0 +1,65 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mmtrain.data.demo import train_tokenizer
+from mmtrain.recipe.schema import Recipe
+
+Row = dict[str, Any]
+
+
+def row(text: str, answer: str, *images: str, name: str = "") -> Row:
+    made: Row = {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": answer}]}
+    if images:
+        made["image"] = list(images)
+    if name:
+        made["id"] = name
+    return made
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer(iter(["What colour is the circle? red", "How many shapes? 3", "What is 1 + 2?"])).save(str(path))
+    return path
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Callable[..., Path]:
+    """Write a picture into the sample folder."""
+
+    def write(name: str, width: int = 16, height: int = 16, colour: str = "red", **options: Any) -> Path:
+        path = tmp_path / name
+        Image.new("RGB", (width, height), colour).save(path, **options)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tokenizer_path: Path) -> Callable[..., Recipe]:
+    """Write rows as a data file and make a recipe that reads it; keywords override `data` settings."""
+
+    def make(rows: list[Row], validation: list[Row] | None = None, **data: Any) -> Recipe:
+        (tmp_path / "train.json").write_text(json.dumps(rows))
+        settings: dict[str, Any] = {
+            "sources": [{"path": tmp_path / "train.json"}],
+            "tokenizer": tokenizer_path,
+            "seq_len": 64,
+            "image": {"min_pixels": 64, "max_pixels": 1024},
+            "max_bad_rate": 1.0,
+        }
+        if validation is not None:
+            (tmp_path / "heldout.json").write_text(json.dumps(validation))
+            settings["validation"] = [{"path": tmp_path / "heldout.json"}]
+        vision = {"layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "patch": 8, "max_side": 8}
+        llm = {"layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 512}
+        train = {"steps": 1, "global_batch": 2, "optimizer": {"lr": 1e-3}}
+        model = {"vision": vision, "llm": llm}
+        return Recipe.model_validate({"name": "t", "model": model, "data": settings | data, "train": train})
+
+    return make

@@ -1,0 +1,214 @@
+import io
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmtrain.data.images import BadImageError, grid, load_patches, read_size
+from mmtrain.recipe.schema import ImageSettings
+
+LIMIT = 10_000_000
+
+
+@given(
+    width=st.integers(1, 5000),
+    height=st.integers(1, 5000),
+    patch=st.sampled_from([1, 7, 14, 16]),
+    merge=st.sampled_from([1, 2, 3]),
+    low=st.integers(1, 10_000),
+    extra=st.integers(0, 100_000),
+    max_side=st.integers(3, 64),
+)
+@settings(max_examples=300, deadline=None)
+def test_native_grids_keep_their_limits(
+    width: int, height: int, patch: int, merge: int, low: int, extra: int, max_side: int
+) -> None:
+    high = max(low, (patch * merge) ** 2) + extra
+    image = ImageSettings(min_pixels=low, max_pixels=high)
+    rows, cols = grid(width, height, image, patch, merge, max_side)
+    assert rows % merge == cols % merge == 0
+    assert 0 < max(rows, cols) <= max_side
+    assert rows * cols * patch**2 <= high
+    if rows * cols * patch**2 < low:  # only where one more row or column would break another limit
+        larger = [(r, c) for r, c in ((rows + merge, cols), (rows, cols + merge)) if max(r, c) <= max_side]
+        assert any(r * c * patch**2 > high for r, c in larger) or not larger
+
+
+@given(width=st.integers(100, 4000), height=st.integers(100, 4000))
+@settings(max_examples=100, deadline=None)
+def test_native_grids_keep_the_aspect_and_use_the_area(width: int, height: int) -> None:
+    image = ImageSettings(min_pixels=128 * 128, max_pixels=448 * 448)
+    rows, cols = grid(width, height, image, patch=14)
+    assert abs(cols - rows * width / height) <= 1 or abs(rows - cols * height / width) <= 1
+    target = min(max(width * height, 128 * 128), 448 * 448)
+    assert 0.7 * target <= rows * cols * 14**2 <= max(1.3 * target, 448 * 448)
+
+
+def test_small_images_grow_and_fixed_ignores_the_aspect() -> None:
+    assert grid(8, 8, ImageSettings(min_pixels=64 * 64, max_pixels=128 * 128), patch=16) == (4, 4)
+    assert grid(80, 48, ImageSettings(min_pixels=64, max_pixels=10_000), patch=16) == (3, 5)
+    assert grid(10, 1000, ImageSettings(scheme="fixed", size=224), patch=14, merge=2) == (16, 16)
+
+
+def test_patches_are_laid_out_like_a_convolutions_input(tmp_path: Path) -> None:
+    rows, cols, patch = 3, 2, 4
+    pixels = np.random.default_rng(0).integers(0, 256, (rows * patch, cols * patch, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    image = ImageSettings(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+
+    patches = load_patches(tmp_path / "a.png", rows, cols, image, patch)
+
+    assert patches.shape == (rows * cols, 3 * patch * patch)
+    assert patches.dtype == np.float32
+    x = torch.from_numpy(pixels).permute(2, 0, 1)[None].double() / 255
+    mean, std = (torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (image.mean, image.std))
+    conv = torch.nn.Conv2d(3, 5, patch, stride=patch, bias=False, dtype=torch.float64)
+    expected = conv((x - mean) / std).flatten(2)[0].T  # (rows * cols, 5)
+    got = torch.from_numpy(patches).double() @ conv.weight.flatten(1).T
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def _jpeg_with_orientation(path: Path, orientation: int) -> np.ndarray:
+    """Save the pixels so that upright they show red top-left, green top-right, blue bottom-left (24 wide, 16 high)."""
+    upright = Image.new("RGB", (24, 16), "white")
+    upright.paste((255, 0, 0), (0, 0, 12, 8))
+    upright.paste((0, 255, 0), (12, 0, 24, 8))
+    upright.paste((0, 0, 255), (0, 8, 12, 16))
+    back = {  # the inverse of what a viewer does for each orientation of the EXIF standard
+        1: (),
+        2: (Image.Transpose.FLIP_LEFT_RIGHT,),
+        3: (Image.Transpose.ROTATE_180,),
+        4: (Image.Transpose.FLIP_TOP_BOTTOM,),
+        5: (Image.Transpose.ROTATE_90, Image.Transpose.FLIP_TOP_BOTTOM),
+        6: (Image.Transpose.ROTATE_90,),
+        7: (Image.Transpose.ROTATE_90, Image.Transpose.FLIP_LEFT_RIGHT),
+        8: (Image.Transpose.ROTATE_270,),
+    }[orientation]
+    stored = upright
+    for step in back:
+        stored = stored.transpose(step)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored.save(path, quality=95, subsampling=0, exif=exif)
+    return np.asarray(upright, dtype=np.float32)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_exif_orientation_turns_size_and_pixels_alike(tmp_path: Path, orientation: int, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    upright = _jpeg_with_orientation(path, orientation)
+    assert read_size(path, LIMIT) == (24, 16)
+    patches = load_patches(path, 2, 3, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
+    expected = upright.reshape(2, 8, 3, 8, 3).transpose(0, 2, 4, 1, 3).reshape(6, -1) / 255
+    assert np.abs(patches - expected).mean() < 0.05
+
+
+def test_large_jpegs_are_scaled_down_to_what_they_show(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 255, 2048, dtype=np.uint8)
+    Image.fromarray(np.broadcast_to(ramp[None, :, None], (1024, 2048, 3)).copy()).save(tmp_path / "a.jpg")
+    patches = load_patches(tmp_path / "a.jpg", 2, 4, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
+    columns = patches.reshape(2, 4, 3, 8, 8).mean(axis=(0, 2, 3)).ravel()
+    assert np.allclose(columns, (np.arange(32) + 0.5) / 32, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (Image.new("RGBA", (8, 8), (255, 0, 0, 0)), (1, 1, 1)),  # transparent: white shows
+        (Image.new("RGBA", (8, 8), (255, 0, 0, 255)), (1, 0, 0)),
+        (Image.new("LA", (8, 8), (0, 0)), (1, 1, 1)),
+        (Image.new("L", (8, 8), 51), (0.2, 0.2, 0.2)),
+        (Image.new("1", (8, 8), 1), (1, 1, 1)),
+        (Image.new("RGB", (8, 8), "blue").quantize(), (0, 0, 1)),
+        (Image.fromarray(np.full((8, 8), 51 * 257, dtype=np.uint16)), (0.2, 0.2, 0.2)),  # 16 bits deep
+    ],
+)
+def test_every_colour_mode_becomes_rgb_on_white(
+    tmp_path: Path, image: Image.Image, expected: tuple[float, float, float]
+) -> None:
+    image.save(tmp_path / "a.png")
+    patches = load_patches(tmp_path / "a.png", 1, 1, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
+    assert np.allclose(patches.reshape(3, 64).mean(axis=1), expected, atol=0.01)
+
+
+def _bytes(suffix: str) -> bytes:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, suffix)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpeg"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_a_truncated_file_is_found_without_decoding(tmp_path: Path, suffix: str, share: float) -> None:
+    whole = _bytes(suffix)
+    header = 700 if suffix == "jpeg" else 40
+    path = tmp_path / "a"
+    path.write_bytes(whole[: max(int(len(whole) * share), header)])
+    with pytest.raises(BadImageError, match="end of the") as bad:
+        read_size(path, LIMIT)
+    assert bad.value.kind == "truncated"
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpeg"])
+@pytest.mark.parametrize("extra", [1, 100_000])
+def test_bytes_appended_by_cameras_do_not_matter(tmp_path: Path, suffix: str, extra: int) -> None:
+    (tmp_path / "a").write_bytes(_bytes(suffix) + b"\0" * extra)
+    assert read_size(tmp_path / "a", LIMIT) == (64, 64)
+
+
+def test_the_end_of_a_thumbnail_is_not_the_end_of_the_picture(tmp_path: Path) -> None:
+    whole = _bytes("jpeg")
+    thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + 6 + 2) + b"Thumb\0\xff\xd9"
+    (tmp_path / "a.jpg").write_bytes((whole[:2] + thumbnail + whole[2:])[: len(whole) // 2])
+    with pytest.raises(BadImageError, match="end of the"):
+        read_size(tmp_path / "a.jpg", LIMIT)
+
+
+def test_what_cannot_be_an_image_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "page.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
+    (tmp_path / "empty.png").write_bytes(b"")
+    for name, kind in (("none.png", "missing_image"), ("text.png", "not_an_image"), ("page.png", "not_an_image")):
+        with pytest.raises(BadImageError, match=name) as bad:
+            read_size(tmp_path / name, LIMIT)
+        assert bad.value.kind == kind
+    with pytest.raises(BadImageError):
+        read_size(tmp_path / "empty.png", LIMIT)
+    with pytest.raises(BadImageError):
+        read_size(tmp_path, LIMIT)
+
+
+def _chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def test_a_decompression_bomb_is_refused_from_its_header(tmp_path: Path) -> None:
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0))
+    path = tmp_path / "bomb.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", zlib.compress(b"\0" * 100)) + _chunk(b"IEND", b""))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(BadImageError, match=r"100000 x 100000 is above data\.image\.max_source_pixels") as bad:
+            read_size(path, 100_000_000)
+    assert bad.value.kind == "too_many_pixels"
+    with pytest.raises(BadImageError, match="max_source_pixels"):
+        load_patches(path, 1, 1, ImageSettings(), 8)
+
+
+def test_a_good_header_over_broken_data_is_undecodable(tmp_path: Path) -> None:
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 16, 16, 8, 2, 0, 0, 0))
+    path = tmp_path / "a.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", b"rubbish") + _chunk(b"IEND", b""))
+    assert read_size(path, LIMIT) == (16, 16)
+    with pytest.raises(BadImageError, match=r"a\.png") as bad:
+        load_patches(path, 2, 2, ImageSettings(), 8)
+    assert bad.value.kind == "undecodable"
