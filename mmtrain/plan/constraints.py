@@ -1,0 +1,134 @@
+"""What the recipe and the model allow: mesh sizes of each unit, and the errors when that is nothing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mmtrain.errors import PlanError
+from mmtrain.models.shape import ModelShape, UnitShape
+from mmtrain.plan.layout import MeshSize
+from mmtrain.plan.plan import Placement
+from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
+
+
+@dataclass(frozen=True)
+class UnitChoices:
+    """The mesh sizes one unit may have: every combination of these that makes the number of ranks."""
+
+    name: str
+    tp: tuple[int, ...]
+    pp: tuple[int, ...]  # in `unified`: pipeline ranks that hold layers of the unit
+    dp: tuple[int, ...]
+
+    def sizes(self, ranks: int) -> Iterator[MeshSize]:
+        """All sizes of exactly `ranks` ranks."""
+        for tp in self.tp:
+            for dp in self.dp:
+                pp, rest = divmod(ranks, tp * dp)
+                if rest == 0 and pp in self.pp:
+                    yield MeshSize(tp, pp, dp)
+
+    def __str__(self) -> str:
+        tp, pp, dp = (_listed(v) for v in (self.tp, self.pp, self.dp))
+        return f"{self.name}: tp {tp}; pp {pp}; dp {dp}"
+
+
+def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict[str, UnitChoices]:
+    """The sizes each unit may have.
+
+    Raises:
+        PlanError: a size fixed in the recipe is not among those possible; all such problems at once.
+    """
+    problems = [*_placement_problems(recipe, shape)]
+    choices = {}
+    for unit in shape.units:
+        fixed: UnitParallel = getattr(recipe.parallel, unit.name)
+        possible = {
+            "tp": _tensor_sizes(unit, ranks_per_node),
+            "pp": tuple(range(1, len(unit.layers) + 1)),
+            "dp": _divisors(recipe.train.global_batch),
+        }
+        for key, why in _reasons(unit, ranks_per_node, recipe.train.global_batch).items():
+            value = getattr(fixed, key)
+            if value is not None and value not in possible[key]:
+                where = f"parallel.{unit.name}.{key}"
+                problems.append(f"{where}: {value} {why}; allowed: {_listed(possible[key])}")
+            elif value is not None:
+                possible[key] = (value,)
+        choices[unit.name] = UnitChoices(unit.name, **possible)
+    if problems:
+        raise PlanError("\n".join(problems))
+    return choices
+
+
+def why_nothing_fits(recipe: Recipe, choices: dict[str, UnitChoices], world_size: int, placement: Placement) -> str:
+    """Explain why no layout of `placement` uses exactly `world_size` ranks, naming the settings that clash."""
+    if placement == "disaggregated":
+        if len(choices) > world_size:
+            return f"{' and '.join(choices)} on ranks of their own need at least {len(choices)} ranks"
+        possible = "; ".join(str(c) for c in choices.values())
+        return f"no sizes of {' and '.join(choices)} add up to exactly {world_size} ranks ({possible})"
+    for key in ("tp", "dp"):
+        common = set.intersection(*(set(getattr(c, key)) for c in choices.values()))
+        if not common:
+            settings = " and ".join(f"parallel.{c.name}.{key} ({_listed(getattr(c, key))})" for c in choices.values())
+            return f"{settings} have no size in common, but all units share one {key} there"
+    fixed = _fixed_product(recipe.parallel, choices)
+    if fixed:
+        names, product = fixed
+        if world_size % product:
+            return f"{names} = {product} does not divide the {world_size} ranks"
+    possible = "; ".join(str(c) for c in choices.values())
+    return f"no tp x pp x dp makes exactly {world_size} ranks ({possible})"
+
+
+def _fixed_product(parallel: ParallelSettings, choices: dict[str, UnitChoices]) -> tuple[str, int] | None:
+    """The tp and dp that the recipe fixes, as text, and their product."""
+    found: dict[str, tuple[str, int]] = {}
+    for name in choices:
+        for key in ("tp", "dp"):
+            value = getattr(getattr(parallel, name), key)
+            if value is not None:
+                found.setdefault(key, (f"parallel.{name}.{key} ({value})", value))
+    if not found:
+        return None
+    product = 1
+    for _, value in found.values():
+        product *= value
+    return " x ".join(text for text, _ in found.values()), product
+
+
+def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    if shape.encoders:
+        return
+    if recipe.parallel.placement == "disaggregated":
+        yield "parallel.placement: `disaggregated` needs an encoder, but model.vision is not set; use `unified`"
+    for key in ("tp", "pp", "dp"):
+        if getattr(recipe.parallel.vision, key) is not None:
+            yield f"parallel.vision.{key} is set, but model.vision is not: remove it"
+
+
+def _reasons(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str, str]:
+    heads = next(layer for layer in unit.layers if layer.heads)
+    return {
+        "tp": f"is not a power of two that divides {unit.name}'s heads ({heads.heads}), kv_heads ({heads.kv_heads}) "
+        f"and inner width ({heads.ffn}), within a node of {ranks_per_node} ranks",
+        "pp": f"is more than {unit.name}'s {len(unit.layers)} layers",
+        "dp": f"does not divide train.global_batch ({global_batch})",
+    }
+
+
+def _tensor_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, ...]:
+    widths = [n for layer in unit.layers for n in (layer.heads, layer.kv_heads, layer.ffn, layer.vocab) if n]
+    powers = (2**i for i in range(ranks_per_node.bit_length()))
+    return tuple(tp for tp in powers if all(n % tp == 0 for n in widths))
+
+
+def _divisors(n: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    """Print sizes: `1, 2, 4`, or `1-34` for a long unbroken range."""
+    if len(values) > 4 and values == tuple(range(values[0], values[-1] + 1)):
+        return f"{values[0]}-{values[-1]}"
+    return ", ".join(map(str, values))

@@ -1,0 +1,123 @@
+"""Cutting units into stages: by time first, and by time under the memory limit where the first cut does not fit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.costs.memory import MARGIN
+from mmtrain.plan.constraints import UnitChoices
+from mmtrain.plan.graph import graph_of
+from mmtrain.plan.layout import Layout, MeshSize, disaggregated, unified
+from mmtrain.plan.partition import BoolArray, min_max_partition
+from mmtrain.plan.plan import Placement
+from mmtrain.plan.pricing import DataParallel, Pricing
+from mmtrain.program.graph import LLM, StageGraph
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """A placement with the size of every unit's mesh, still uncut.
+
+    In `unified` all units have the same size, and its `pp` is the number of ranks of the one pipeline.
+    """
+
+    placement: Placement
+    sizes: Mapping[str, MeshSize]
+
+    @property
+    def dp(self) -> DataParallel:
+        """Data-parallel sizes by unit."""
+        return tuple((name, size.dp) for name, size in self.sizes.items())
+
+    def __str__(self) -> str:
+        if self.placement == "unified":
+            return f"unified: {next(iter(self.sizes.values()))}"
+        return "disaggregated: " + ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+
+
+@dataclass(frozen=True)
+class Line:
+    """Consecutive layers that are cut together, of one unit or of all."""
+
+    seconds: FloatArray  # (L,) of one microbatch
+    state_bytes: FloatArray  # (L,) parameters, gradients, optimizer
+    kept_bytes: FloatArray  # (L,) activations of one microbatch
+
+
+def arrange(
+    sizing: Sizing, pricing: Pricing, choices: Mapping[str, UnitChoices], memory_bytes: float | None = None
+) -> Layout | None:
+    """Cut every unit into stages of equal time, with `memory_bytes` only into stages that fit; None if impossible."""
+    num_microbatches = pricing.num_microbatches(sizing.dp)
+    lines = {name: _line(pricing, name, size.tp, sizing.dp) for name, size in sizing.sizes.items()}
+    if sizing.placement == "unified":
+        size = next(iter(sizing.sizes.values()))
+        line = _join(list(lines.values()))
+        allowed = _unit_mask([len(x.seconds) for x in lines.values()], size.pp, [choices[n].pp for n in lines])
+        if memory_bytes is not None:
+            allowed &= _memory_mask(line, _in_flight(size.pp, 0, num_microbatches), memory_bytes)
+        cuts = min_max_partition(line.seconds.tolist(), size.pp, allowed)
+        units = cuts and unified(pricing.shape, size, cuts, pricing.recompute)
+    else:
+        per_unit: dict[str, tuple[int, ...]] = {}
+        for name, size in sizing.sizes.items():
+            below = 0 if name == LLM else sizing.sizes[LLM].pp
+            flight = _in_flight(size.pp, below, num_microbatches)
+            mask = None if memory_bytes is None else _memory_mask(lines[name], flight, memory_bytes)
+            unit_cuts = min_max_partition(lines[name].seconds.tolist(), size.pp, mask)
+            if unit_cuts is None:
+                return None
+            per_unit[name] = unit_cuts
+        units = disaggregated(sizing.sizes, per_unit, pricing.recompute)
+    return Layout(sizing.placement, units, num_microbatches) if units else None
+
+
+def graph_for(layout: Layout, pricing: Pricing) -> StageGraph:
+    """The layout's stage graph."""
+    return graph_of(layout.units, dict.fromkeys(layout.units, layout.num_microbatches), pricing.shape)
+
+
+def _line(pricing: Pricing, unit: str, tp: int, dp: DataParallel) -> Line:
+    return Line(pricing.layer_seconds(unit, tp, dp), *pricing.layer_bytes(unit, tp, dp))
+
+
+def _join(lines: Sequence[Line]) -> Line:
+    return Line(
+        np.concatenate([x.seconds for x in lines]),
+        np.concatenate([x.state_bytes for x in lines]),
+        np.concatenate([x.kept_bytes for x in lines]),
+    )
+
+
+def _in_flight(pp: int, below: int, num_microbatches: int) -> list[int]:
+    """Microbatches that 1F1B holds at each of `pp` pipeline ranks with `below` more after them."""
+    return [min(pp - p + below, num_microbatches) for p in range(pp)]
+
+
+def _memory_mask(line: Line, in_flight: Sequence[int], memory_bytes: float) -> BoolArray:
+    """(parts, L + 1, L + 1): does part p fit with layers [lo, hi)? Working buffers are left to the exact check."""
+    state, kept = (np.concatenate([[0.0], np.cumsum(x)]) for x in (line.state_bytes, line.kept_bytes))
+    state, kept = state[None, :] - state[:, None], kept[None, :] - kept[:, None]
+    need = state[None] + np.array(in_flight)[:, None, None] * kept[None]
+    return np.asarray(need * (1 + MARGIN) <= memory_bytes)
+
+
+def _unit_mask(lengths: Sequence[int], parts: int, allowed_pp: Sequence[Sequence[int]]) -> BoolArray:
+    """(parts, L + 1, L + 1): may part p hold layers [lo, hi) when units must span the pipeline ranks they are given?
+
+    Only a size fixed in the recipe binds. The first unit spans the first ranks, the last unit the last ones; a unit
+    in the middle is not held here (there is at most one encoder).
+    """
+    total = sum(lengths)
+    lo, hi = np.meshgrid(np.arange(total + 1), np.arange(total + 1), indexing="ij")
+    mask = np.ones((parts, total + 1, total + 1), dtype=np.bool_)
+    part = np.arange(parts)[:, None, None]
+    if len(allowed_pp[0]) == 1:
+        mask &= (lo < lengths[0])[None] == (part < allowed_pp[0][0])
+    if len(allowed_pp[-1]) == 1:
+        mask &= (hi > total - lengths[-1])[None] == (part >= parts - allowed_pp[-1][0])
+    return mask

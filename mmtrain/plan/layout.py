@@ -1,0 +1,95 @@
+"""Which ranks hold which layers, for each placement, once sizes and cuts are known."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mmtrain.models.shape import ModelShape
+from mmtrain.plan.plan import Placement, StagePlan, UnitPlan
+
+
+@dataclass(frozen=True, order=True)
+class MeshSize:
+    """Sizes of a unit's mesh. Prints as `tp2 pp1 dp4`."""
+
+    tp: int
+    pp: int
+    dp: int
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in the mesh."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A complete placement: what a plan is before anything is predicted."""
+
+    placement: Placement
+    units: Mapping[str, UnitPlan]
+    num_microbatches: int  # of every replica of every unit
+
+    @property
+    def summary(self) -> str:
+        """One line for tables: `disaggregated: vision tp1 pp1 dp2, llm tp1 pp2 dp1`."""
+        return f"{self.placement}: " + ", ".join(f"{n} {MeshSize(u.tp, u.pp, u.dp)}" for n, u in self.units.items())
+
+    @property
+    def complexity(self) -> tuple[int, int]:
+        """Decides between equally fast layouts: fewer pipeline ranks, then smaller tensor parallelism."""
+        units = self.units.values()
+        pipeline = max(u.pp for u in units) if self.placement == "unified" else sum(u.pp for u in units)
+        return pipeline, max(u.tp for u in units)
+
+
+def unified(
+    shape: ModelShape, size: MeshSize, cuts: Sequence[int], recompute: Mapping[str, bool]
+) -> dict[str, UnitPlan]:
+    """One pipeline over the line of all units' layers, cut at `cuts` into `size.pp` parts, one a pipeline rank.
+
+    A unit's mesh spans the pipeline ranks that hold layers of it; the rank where it ends may also hold the beginning
+    of the next unit.
+    """
+    units, first_layer = {}, 0
+    for unit in shape.units:
+        end = first_layer + len(unit.layers)
+        touched = [p for p in range(size.pp) if cuts[p] < end and cuts[p + 1] > first_layer]
+        bounds = [(max(cuts[p], first_layer) - first_layer, min(cuts[p + 1], end) - first_layer) for p in touched]
+        per_part = size.tp * size.dp
+        ranks = range(touched[0] * per_part, (touched[-1] + 1) * per_part)
+        units[unit.name] = _unit(MeshSize(size.tp, len(touched), size.dp), ranks, bounds, recompute[unit.name])
+        first_layer = end
+    return units
+
+
+def disaggregated(
+    sizes: Mapping[str, MeshSize], cuts: Mapping[str, Sequence[int]], recompute: Mapping[str, bool]
+) -> dict[str, UnitPlan]:
+    """Each unit on its own ranks, one after another in the order of `sizes`; `cuts` bound its stages' layers."""
+    units, first_rank = {}, 0
+    for name, size in sizes.items():
+        bounds = list(zip(cuts[name][:-1], cuts[name][1:], strict=True))
+        units[name] = _unit(size, range(first_rank, first_rank + size.ranks), bounds, recompute[name])
+        first_rank += size.ranks
+    return units
+
+
+def split_lane(units: Mapping[str, UnitPlan], ranks_per_node: int) -> tuple[int, ...] | None:
+    """A tensor-parallel group whose ranks lie on different nodes, if there is one."""
+    for unit in units.values():
+        for first in range(0, len(unit.ranks), unit.tp):
+            lane = unit.ranks[first : first + unit.tp]
+            if lane[0] // ranks_per_node != lane[-1] // ranks_per_node:
+                return lane
+    return None
+
+
+def _unit(size: MeshSize, ranks: range, bounds: Sequence[tuple[int, int]], recompute: bool) -> UnitPlan:
+    stages = tuple(
+        StagePlan(stage=i, layers=(lo, hi), recompute=tuple(range(lo, hi)) if recompute else ())
+        for i, (lo, hi) in enumerate(bounds)
+    )
+    return UnitPlan(tp=size.tp, pp=size.pp, dp=size.dp, ranks=tuple(ranks), stages=stages)

@@ -1,0 +1,201 @@
+"""What layers cost on the drawn batches: for cutting stages, for lower bounds and for the memory rule."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.costs import (
+    CostModel,
+    HeldLayers,
+    Precision,
+    RankMemory,
+    TokenLoad,
+    model_flops,
+    rank_memory,
+    upstream_trains,
+)
+from mmtrain.costs.memory import layer_state
+from mmtrain.models.shape import ModelShape
+from mmtrain.plan.batches import BatchSample
+from mmtrain.plan.graph import graph_of
+from mmtrain.plan.layout import MeshSize, disaggregated
+from mmtrain.program.builder import depths
+from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId
+from mmtrain.program.loads import StepLoads, step_loads
+
+FloatArray = npt.NDArray[np.float64]
+DataParallel = tuple[tuple[str, int], ...]  # (unit, dp) in the order of the model's units
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one stage for every batch, replica and microbatch: (batches, dp, microbatches) each."""
+
+    forward: FloatArray
+    backward: FloatArray  # recompute included
+
+    @property
+    def busy(self) -> FloatArray:
+        """(batches, dp) seconds each replica's ranks work on the stage in a step."""
+        return np.asarray((self.forward + self.backward).sum(axis=2))
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """Costs of a model on drawn batches; what is asked twice is computed once."""
+
+    shape: ModelShape
+    costs: CostModel
+    precision: Precision
+    batches: BatchSample
+    seq_len: int
+    recompute: Mapping[str, bool]  # by unit
+    _loads: dict[DataParallel, list[StepLoads]] = field(default_factory=dict, repr=False)
+    _prefix: dict[tuple[str, int, DataParallel], FloatArray] = field(default_factory=dict, repr=False)
+
+    def loads(self, dp: DataParallel) -> list[StepLoads]:
+        """Loads of every drawn batch under these data-parallel sizes."""
+        if dp not in self._loads:
+            num_microbatches = self.num_microbatches(dp)
+            # Loads depend on nothing but dp: any graph with these sizes will do.
+            sizes = {name: MeshSize(1, 1, n) for name, n in dp}
+            cuts = {u.name: (0, len(u.layers)) for u in self.shape.units}
+            units = disaggregated(sizes, cuts, dict.fromkeys(sizes, False))
+            graph = graph_of(units, dict.fromkeys(sizes, num_microbatches), self.shape)
+            self._loads[dp] = [step_loads(graph, meta) for meta in self.batches.lay_out(dict(dp), num_microbatches)]
+        return self._loads[dp]
+
+    def num_microbatches(self, dp: DataParallel) -> int:
+        """Waves in a step: what the LLM's replicas need for the global batch."""
+        return self.batches.global_batch // dict(dp)[LLM]
+
+    def layer_seconds(self, unit: str, tp: int, dp: DataParallel) -> FloatArray:
+        """(L,) mean seconds of each layer of `unit` for one microbatch, forward, backward and recompute together."""
+        prefix = self._prefix_sums(unit, tp, dp)
+        return np.asarray(np.diff(prefix, axis=0).sum(axis=1).mean(axis=(1, 2, 3)))
+
+    def layer_bytes(self, unit: str, tp: int, dp: DataParallel) -> tuple[FloatArray, FloatArray]:
+        """(L,) bytes of each layer's parameters with all their state, and of what one microbatch leaves behind."""
+        layers, needs = self.shape.unit(unit).layers, upstream_trains(self.shape)[unit]
+        load, again = self.largest_load(unit, dp), self.recompute[unit]
+        state = [sum(layer_state(layer, tp, dict(dp)[unit], self.precision)) for layer in layers]
+        kept = [
+            self.costs.activation_bytes(layer, tp, load, again, input_grad=needed)
+            for layer, needed in zip(layers, needs, strict=True)
+        ]
+        return np.array(state, dtype=np.float64), np.array(kept, dtype=np.float64)
+
+    def stage_seconds(self, graph: StageGraph, stage: StageId) -> StageSeconds:
+        """What the stage costs in each batch."""
+        prefix = self._prefix_sums(stage.unit, graph.mesh(stage.unit).tp, sizes_of(graph))
+        lo, hi = graph.stage(stage).layers
+        forward, backward = prefix[hi] - prefix[lo]
+        return StageSeconds(forward, backward)
+
+    def step_bound(self, graph: StageGraph) -> float:
+        """Seconds no schedule can beat, averaged over the batches.
+
+        A rank does all its work, cannot start before the first microbatch has come down to it, and its last
+        backward still has to travel up to the first stage.
+        """
+        seconds = {s.id: self.stage_seconds(graph, s.id) for s in graph.stages}
+        head, tail = _ways(graph, seconds)
+        by_rank: dict[int, list[tuple[StageId, int]]] = {}
+        for s in graph.stages:
+            for replica, lane in enumerate(s.lanes):
+                by_rank.setdefault(lane[0], []).append((s.id, replica))
+        totals = [
+            sum(seconds[sid].busy[:, replica] for sid, replica in held)
+            + np.min([head[sid] for sid, _ in held], axis=0)
+            + np.min([tail[sid] for sid, _ in held], axis=0)
+            for held in by_rank.values()
+        ]
+        return float(np.max(totals, axis=0).mean())
+
+    def memory(self, graph: StageGraph) -> dict[int, RankMemory]:
+        """What every rank of the first replica holds at most; all replicas hold the same."""
+        needs, depth = upstream_trains(self.shape), depths(graph)
+        held: dict[int, list[HeldLayers]] = {}
+        for stage in graph.stages:
+            mesh, (lo, hi) = graph.mesh(stage.id.unit), stage.layers
+            part = HeldLayers(
+                layers=self.shape.unit(stage.id.unit).layers[lo:hi],
+                input_grad=needs[stage.id.unit][lo:hi],
+                recompute=tuple(i in stage.recompute for i in range(lo, hi)),
+                tp=mesh.tp,
+                dp=mesh.dp,
+                in_flight=min(depth[stage.id] + 1, graph.num_microbatches),
+                load=self.largest_load(stage.id.unit, sizes_of(graph)),
+            )
+            for rank in stage.lanes[0]:
+                held.setdefault(rank, []).append(part)
+        return {r: rank_memory(parts, self.costs, self.precision, graph.tied_embeddings) for r, parts in held.items()}
+
+    def largest_load(self, unit: str, dp: DataParallel) -> TokenLoad:
+        """The largest microbatch: for the LLM one that fills `seq_len`, for encoders the largest drawn."""
+        if unit == LLM:
+            return TokenLoad(self.seq_len, self.seq_len**2, self.seq_len, 1)
+        seen = [load for loads in self.loads(dp) for mb, load in loads.loads.items() if mb.unit == unit]
+        return max(seen, key=lambda load: load.tokens)
+
+    def model_flops(self, dp: DataParallel) -> float:
+        """FLOPs that MFU counts, mean over the batches."""
+        totals = []
+        for loads in self.loads(dp):
+            sums: dict[str, TokenLoad] = {}
+            for mb, load in loads.loads.items():
+                sums[mb.unit] = sums.get(mb.unit, TokenLoad(0, 0, 0, 0)) + load
+            totals.append(model_flops(self.shape, sums))
+        return float(np.mean(totals))
+
+    def _prefix_sums(self, unit: str, tp: int, dp: DataParallel) -> FloatArray:
+        """(L + 1, 2, batches, dp, microbatches) seconds of layers [0, l): forward, and backward with recompute."""
+        key = (unit, tp, dp)
+        if key not in self._prefix:
+            replicas, waves = range(dict(dp)[unit]), range(self.num_microbatches(dp))
+            grid = [[[b.loads[Microbatch(unit, r, i)] for i in waves] for r in replicas] for b in self.loads(dp)]
+            self._prefix[key] = self._sum_layers(unit, tp, grid)
+        return self._prefix[key]
+
+    def _sum_layers(self, unit: str, tp: int, grid: Sequence[Sequence[Sequence[TokenLoad]]]) -> FloatArray:
+        layers, needs = self.shape.unit(unit).layers, upstream_trains(self.shape)[unit]
+        known: dict[tuple[object, bool], FloatArray] = {}
+        rows = []
+        for layer, needed in zip(layers, needs, strict=True):
+            if (layer, needed) not in known:
+
+                def price(load: TokenLoad, layer=layer, needed=needed) -> tuple[float, float]:  # type: ignore[no-untyped-def]
+                    forward = self.costs.seconds(layer, tp, load, "forward")
+                    backward = self.costs.seconds(layer, tp, load, "backward", input_grad=needed)
+                    if self.recompute[unit] and backward:
+                        backward += self.costs.seconds(layer, tp, load, "recompute")
+                    return forward, backward
+
+                prices = np.array([[[price(load) for load in row] for row in batch] for batch in grid])
+                known[layer, needed] = np.moveaxis(prices, -1, 0)
+            rows.append(known[layer, needed])
+        total = np.cumsum(rows, axis=0)
+        return np.concatenate([np.zeros_like(total[:1]), total])
+
+
+def sizes_of(graph: StageGraph) -> DataParallel:
+    """The graph's data-parallel sizes, in the order of its units."""
+    return tuple((m.unit, m.dp) for m in graph.meshes)
+
+
+def _ways(
+    graph: StageGraph, seconds: Mapping[StageId, StageSeconds]
+) -> tuple[dict[StageId, FloatArray], dict[StageId, FloatArray]]:
+    """Per stage and batch: the least time before its first forward, and after its last backward."""
+    num_batches = next(iter(seconds.values())).forward.shape[0]
+    head: dict[StageId, FloatArray] = {}
+    tail: dict[StageId, FloatArray] = {}
+    for sid in graph.order:
+        sources = [e.src for e in graph.inputs(sid)]
+        starts = [head[s] + seconds[s].forward.min(axis=(1, 2)) for s in sources]
+        ends = [tail[s] + seconds[s].backward.min(axis=(1, 2)) for s in sources]
+        head[sid] = np.max([np.zeros(num_batches), *starts], axis=0)
+        tail[sid] = np.max([np.zeros(num_batches), *ends], axis=0)
+    return head, tail

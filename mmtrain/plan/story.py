@@ -1,0 +1,153 @@
+"""The planner's story: from a recipe and the lengths of its data to the fastest plan that fits, and why."""
+
+from dataclasses import replace
+
+from mmtrain.balance import SampleLengths
+from mmtrain.costs import AnalyticCosts, Hardware, Precision, preset
+from mmtrain.costs.hardware import GIB
+from mmtrain.errors import PlanError
+from mmtrain.models.shape import shape as model_shape
+from mmtrain.plan.batches import draw_batches
+from mmtrain.plan.constraints import UnitChoices, unit_choices, why_nothing_fits
+from mmtrain.plan.cut import Sizing
+from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction, SchedulePlan
+from mmtrain.plan.pricing import Pricing, sizes_of
+from mmtrain.plan.search import SAME, Judged, Outcome, search, sizings
+from mmtrain.recipe.schema import Recipe
+
+
+def plan(
+    recipe: Recipe,
+    lengths: SampleLengths,
+    *,
+    world_size: int,
+    hardware: str,
+    recipe_sha256: str,
+    top: int = 5,
+) -> Plan:
+    """Choose the fastest plan that uses `world_size` ranks of `hardware` (a preset's name) and fits their memory.
+
+    Every placement and mesh size the recipe allows is cut into stages, held against the memory limit, and simulated
+    on a few global batches of the recipe's own lengths; `top` losers are kept with the reason they lost.
+    Pure: the same arguments give the same plan.
+
+    Raises:
+        PlanError: constraints contradict each other or the cluster, or nothing fits into memory.
+    """
+    machine, shape = machine_for(recipe, hardware), model_shape(recipe)
+    precision = precision_for(recipe, machine)
+    choices = unit_choices(recipe, shape, machine.ranks_per_node)
+    batches = draw_batches(
+        lengths, recipe.data.seq_len, recipe.data.window, recipe.train.global_batch, recipe.train.seed
+    )
+    recompute = {name: getattr(recipe.parallel, name).recompute == "all" for name in choices}
+    pricing = Pricing(shape, AnalyticCosts(machine, precision), precision, batches, recipe.data.seq_len, recompute)
+
+    candidates = candidates_for(recipe, choices, world_size)
+    outcome = search(candidates, pricing, choices, machine)
+    if not outcome.judged:
+        raise PlanError(_nothing_fits(outcome, machine, world_size))
+    chosen, *slower = outcome.judged
+    losers = [*(_slower(j, chosen) for j in slower), *outcome.losers]
+    return Plan(
+        recipe_sha256=recipe_sha256,
+        hardware=hardware,
+        world_size=world_size,
+        placement=chosen.layout.placement,
+        units=dict(chosen.layout.units),
+        schedule=SchedulePlan(num_microbatches=dict.fromkeys(choices, chosen.layout.num_microbatches)),
+        predicted=predict(chosen, pricing, machine, world_size),
+        alternatives=tuple(losers[:top]),
+    )
+
+
+def machine_for(recipe: Recipe, hardware: str) -> Hardware:
+    """The preset with what the recipe says of this cluster."""
+    machine, cluster = preset(hardware), recipe.cluster
+    return replace(
+        machine,
+        ranks_per_node=cluster.ranks_per_node or machine.ranks_per_node,
+        memory_bytes=cluster.memory_gib * GIB if cluster.memory_gib else machine.memory_bytes,
+    )
+
+
+def precision_for(recipe: Recipe, machine: Hardware) -> Precision:
+    """What `auto` means on this hardware: fp32 on a CPU, bf16 on a GPU."""
+    if recipe.train.precision != "auto":
+        return recipe.train.precision
+    return "fp32" if machine.name == "cpu-core" else "bf16"
+
+
+def candidates_for(recipe: Recipe, choices: dict[str, UnitChoices], world_size: int) -> list[Sizing]:
+    """All sizes the recipe's placement allows on `world_size` ranks; PlanError says why there are none."""
+    wanted = recipe.parallel.placement
+    found = [s for s in sizings(choices, world_size) if wanted in ("auto", s.placement)]
+    if found:
+        return found
+    both: tuple[Placement, ...] = ("unified", "disaggregated") if len(choices) > 1 else ("unified",)
+    placements = both if wanted == "auto" else (wanted,)
+    why = [f"{p}: {why_nothing_fits(recipe, choices, world_size, p)}" for p in placements]
+    raise PlanError(
+        f"no plan uses exactly {world_size} ranks.\n  " + "\n  ".join(why) + "\n"
+        "Change the constraints under `parallel`, train.global_batch, or the number of ranks."
+    )
+
+
+def predict(chosen: Judged, pricing: Pricing, machine: Hardware, world_size: int) -> Prediction:
+    """What the run will see, if the costs are right."""
+    dp = sizes_of(chosen.graph)
+    rank_seconds = chosen.step_time_s * world_size
+    tokens = sum(int(meta.tokens.sum()) for meta in pricing.batches.lay_out(dict(dp), pricing.num_microbatches(dp)))
+    return Prediction(
+        step_time_s=chosen.step_time_s,
+        mfu=pricing.model_flops(dp) / (rank_seconds * machine.peak_flops(pricing.precision)),
+        tokens_per_s_per_gpu=tokens / len(pricing.batches.groups) / rank_seconds,
+        peak_memory_gib=_peak_by_ranks(chosen),
+        bubbles=dict(chosen.bubbles),
+        cost_source=pricing.costs.source,
+    )
+
+
+def _peak_by_ranks(chosen: Judged) -> dict[str, float]:
+    """GiB by range of ranks that hold the same stages."""
+    peaks = {}
+    for stage in chosen.graph.stages:
+        ranks = [rank for lane in stage.lanes for rank in lane]
+        name = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+        peaks[name] = round(chosen.memory[stage.lanes[0][0]].total / GIB, 4)
+    return peaks
+
+
+def _slower(loser: Judged, chosen: Judged) -> Alternative:
+    """One line on a plan that fits but is not the fastest."""
+    ratio = loser.step_time_s / chosen.step_time_s
+    idle_kind = max(loser.bubbles, key=lambda kind: loser.bubbles[kind])
+    idle = sum(loser.bubbles.values())
+    lo, hi = loser.graph.stage(loser.busiest).layers
+    if ratio <= SAME:
+        reason = "as fast, but with more pipeline ranks or tensor parallelism"
+    elif loser.busiest_share >= 1 - idle:
+        reason = (
+            f"{ratio:.2f}x slower: {loser.busiest} (layers {lo}-{hi - 1}) is the bottleneck, "
+            f"busy {loser.busiest_share:.0%} of the step"
+        )
+    else:
+        reason = f"{ratio:.2f}x slower: its ranks idle {idle:.0%} of the step, most of it {idle_kind}"
+    return Alternative(
+        summary=loser.layout.summary,
+        placement=loser.layout.placement,
+        step_time_s=loser.step_time_s,
+        peak_memory_gib=round(loser.peak_bytes / GIB, 4),
+        reason=reason,
+    )
+
+
+def _nothing_fits(outcome: Outcome, machine: Hardware, world_size: int) -> str:
+    closest = sorted(outcome.losers, key=lambda a: a.peak_memory_gib or float("inf"))[:3]
+    lines = "\n  ".join(f"{a.summary}: {a.reason}" for a in closest)
+    return (
+        f"no plan fits {world_size} ranks of {machine.name} with {machine.memory_bytes / GIB:.1f} GiB each. "
+        f"The closest:\n  {lines}\n"
+        "Set parallel.llm.recompute or parallel.vision.recompute to `all`, lower data.seq_len, use more ranks, "
+        "or correct cluster.memory_gib."
+    )
