@@ -1,0 +1,96 @@
+"""Tiny models and microbatches that the tests of this folder share."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmtrain.models.build import StageModule, build_stage
+from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shape import ModelShape, shape
+from mmtrain.recipe.schema import LlmSettings, ModelSettings, Recipe, VisionSettings
+
+CPU = torch.device("cpu")
+PATCH = 4
+VISION: dict[str, Any] = {
+    "layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "patch": PATCH, "max_side": 8,
+    "downsample": "pixel_shuffle", "merge": 2,
+}  # fmt: skip
+LLM: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn": 80, "vocab": 90}
+
+
+def settings(vision: dict[str, Any] | None = None, llm: dict[str, Any] | None = None) -> ModelSettings:
+    return ModelSettings(
+        vision=VisionSettings(**{**VISION, **(vision or {})}), llm=LlmSettings(**{**LLM, **(llm or {})})
+    )
+
+
+def shape_of(model: ModelSettings) -> ModelShape:
+    recipe = {
+        "name": "tiny",
+        "model": model,
+        "data": {"sources": [{"path": "samples.json"}], "tokenizer": "tokenizer.json", "seq_len": 64},
+        "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}},
+    }
+    return shape(Recipe.model_validate(recipe))
+
+
+def stage(
+    model: ModelSettings,
+    unit: str,
+    layers: tuple[int, int] | None = None,
+    groups: ParallelGroups | None = None,
+    recompute: Iterable[int] = (),
+    attention: Any = "sdpa",
+    seed: int = 1,
+) -> StageModule:
+    """Build a stage in fp32 on the CPU; all layers of the unit if none are named."""
+    whole = shape_of(model)
+    return build_stage(
+        model,
+        whole,
+        unit,
+        layers or (0, len(whole.unit(unit).layers)),
+        groups or ParallelGroups.single(),
+        dtype=torch.float32,
+        device=CPU,
+        recompute=frozenset(recompute),
+        seed=seed,
+        attention=attention,
+    )
+
+
+def images(*sides: tuple[int, int], patch: int = PATCH, seed: int = 0) -> VisionInput:
+    """Random images of (rows, cols) patches."""
+    num_patches = sum(r * c for r, c in sides)
+    patches = torch.randn(num_patches, 3 * patch * patch, generator=torch.Generator().manual_seed(seed))
+    return VisionInput(tuple(r for r, _ in sides), tuple(c for _, c in sides), patches)
+
+
+def text(*lengths: int, places: Iterable[int] = (), vocab: int = 90, seed: int = 0) -> TextInput:
+    """Random sequences, about a third of their tokens without a target."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    ids = torch.randint(0, vocab, (total,), generator=generator)
+    labels = torch.randint(0, vocab, (total,), generator=generator)
+    labels[torch.rand(total, generator=generator) < 1 / 3] = -100
+    return TextInput(tuple(lengths), ids, labels, {"vision": torch.tensor(list(places), dtype=torch.int64)})
+
+
+def gradients(module: StageModule) -> dict[str, Tensor]:
+    """Gradients by plan-independent name; each parameter must have one."""
+    found = {}
+    for name, param in module.named_parameters():
+        assert param.grad is not None, f"{name} has no gradient"
+        found[f"{module.unit}.{name}"] = param.grad
+    return found
+
+
+def randomize(module: torch.nn.Module, seed: int = 0) -> None:
+    """Move every parameter off its initial value, so that norms and biases matter too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in module.parameters():
+            param += 0.1 * torch.randn(param.shape, generator=generator)
