@@ -1,1 +1,18 @@
-"""."""
+"""What people see of plans and runs: progress while training, the log on disk, tables afterwards."""
+
+from mmtrain.report.evaluation import EvaluationResult, Example, TemplateScore
+from mmtrain.report.metrics import StepMetrics, TimeSplit
+from mmtrain.report.progress import Progress, open_progress
+from mmtrain.report.runlog import RunLog, read_metrics
+
+__all__ = [
+    "EvaluationResult",
+    "Example",
+    "Progress",
+    "RunLog",
+    "StepMetrics",
+    "TemplateScore",
+    "TimeSplit",
+    "open_progress",
+    "read_metrics",
+]

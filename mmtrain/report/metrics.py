@@ -1,0 +1,92 @@
+"""What one training step reports, shared by the log and the display."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Where a step's seconds went, mean over the ranks: computing, waiting for other stages' results, in
+    collectives and sends, waiting for data.
+    """
+
+    compute: float
+    wait: float
+    communication: float
+    data: float
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by name, in the order in which they are shown."""
+        return {"compute": self.compute, "wait": self.wait, "communication": self.communication, "data": self.data}
+
+    def shares(self) -> dict[str, float]:
+        """Parts of the whole, by name; all zero when nothing was measured."""
+        whole = sum(self.parts().values())
+        return {name: seconds / whole if whole > 0 else 0.0 for name, seconds in self.parts().items()}
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step of the whole job, over all ranks."""
+
+    step: int  # optimizer steps done, this one included: 1 for the first
+    loss: float  # mean over the step's target tokens
+    grad_norm: float  # of all gradients together, before clipping
+    lr: float
+    step_time_s: float
+    samples: int  # in this step
+    tokens: int  # LLM tokens in this step
+    epoch: float  # passes over the training data so far
+    mfu: float  # share of `peak_flops`: unpadded tokens, no recompute, only the gradients that training needs
+    peak_flops: float  # FLOP/s of all ranks together at their stated peak
+    time_s: TimeSplit
+    peak_memory_bytes: int  # of the rank that needed most
+    val_loss: float | None = None  # when it was measured after this step
+
+    @property
+    def tokens_per_s(self) -> float:
+        """LLM tokens a second, all ranks together."""
+        return self.tokens / self.step_time_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples a second, all ranks together."""
+        return self.samples / self.step_time_s
+
+    def to_json(self) -> dict[str, Any]:
+        """One object of `metrics.jsonl`. `val_loss` is there when measured; what is not finite becomes null."""
+        values = {
+            "step": self.step,
+            "loss": self.loss,
+            **({} if self.val_loss is None else {"val_loss": self.val_loss}),
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "step_time_s": self.step_time_s,
+            "tokens_per_s": self.tokens_per_s,
+            "samples_per_s": self.samples_per_s,
+            "mfu": self.mfu,
+            "peak_flops": self.peak_flops,
+            "time_s": {name: _finite(seconds) for name, seconds in self.time_s.parts().items()},
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "epoch": self.epoch,
+        }
+        return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def compact(number: float) -> str:
+    """Three digits and a unit of thousands, for columns that must stay narrow.
+
+    >>> compact(12345), compact(950), compact(4.5e6)
+    ('12.3k', '950', '4.50M')
+    """
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= 0.9995 * factor:
+            return f"{number / factor:#.3g}".removesuffix(".") + unit
+    return f"{number:.3g}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN

@@ -1,0 +1,73 @@
+"""The figures of an evaluation, and the table that shows them."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from mmtrain.report import EvaluationResult, Example, TemplateScore
+from mmtrain.report.evaluation import render
+
+RESULT = EvaluationResult(
+    step=400,
+    templates=(
+        TemplateScore("count shapes", 50, 40, 20, 18),
+        TemplateScore("arithmetic", 20, 19, 2, None),
+        TemplateScore("read digit", 30, 27, 3, 3),
+    ),
+    examples=(
+        Example("How many red circles are there?", "3", "3", ("images/1.png", "images/2.png")),
+        Example("What is [2 + 2]?", "4", "5", ()),
+    ),
+)
+
+
+def test_figures() -> None:
+    figures = json.loads(RESULT.to_json())
+    assert figures["questions"] == 100
+    assert figures["exact"] == pytest.approx(0.86)
+    assert figures["baseline"] == pytest.approx(0.25)
+    assert figures["gap_closed"] == pytest.approx(0.61 / 0.75)
+    assert figures["exact_with_images"] == pytest.approx(67 / 80)
+    assert figures["blanked_with_images"] == pytest.approx(21 / 80)
+    assert figures["templates"][1] == {
+        "template": "arithmetic",
+        "questions": 20,
+        "exact": 19,
+        "baseline": 2,
+        "blanked": None,
+    }
+    assert figures["examples"][1]["answered"] == "5"
+
+
+def test_table_and_examples() -> None:
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in RESULT.to_text(100).splitlines()]
+    assert [row for row in rows if row] == [
+        ["arithmetic", "20", "95.0%", "10.0%", "-"],
+        ["count shapes", "50", "80.0%", "40.0%", "36.0%"],
+        ["read digit", "30", "90.0%", "10.0%", "10.0%"],
+        ["all with images", "80", "83.8%", "28.7%", "26.2%"],
+        ["all", "100", "86.0%", "25.0%", "-"],
+    ]
+    text = RESULT.to_text(100)
+    assert "81.3% of the gap from the most frequent answers to 100% is closed." in text
+    assert "Questions with images: 83.8% right, 26.2% when the images are blanked." in text
+    assert "1. How many red circles are there?\n   images    images/1.png, images/2.png\n   expected  3" in text
+    assert "2. What is [2 + 2]?\n   expected  4\n   answered  5" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_rendering_fits(width: int) -> None:
+    console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
+    render(RESULT, console)
+    assert all(len(line.rstrip()) <= width for line in console.export_text().splitlines())
+
+
+def test_text_only_perfect_and_empty_results() -> None:
+    text_only = EvaluationResult(1, (TemplateScore("arithmetic", 10, 5, 10, None),), ())
+    assert text_only.gap_closed is None
+    assert "blanked." not in text_only.to_text()
+    assert json.loads(text_only.to_json())["blanked_with_images"] is None
+    assert json.loads(EvaluationResult(1, (), ()).to_json())["exact"] is None
+    assert "all" in EvaluationResult(1, (), ()).to_text()

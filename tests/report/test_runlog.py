@@ -1,0 +1,98 @@
+"""The log on disk holds each step once, whatever happened on the way."""
+
+import json
+import math
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mmtrain.report import RunLog, read_metrics
+from tests.report.conftest import metrics
+
+
+def log(run_dir: Path, first: int, last: int, **changes: float) -> None:
+    with RunLog(run_dir, first, enabled=True) as run_log:
+        for step in range(first, last + 1):
+            run_log.step(metrics(step, **changes))
+
+
+def test_a_line_holds_what_the_step_was(tmp_path: Path) -> None:
+    log(tmp_path, 1, 2, val_loss=1.3)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[1]) == {
+        "step": 2,
+        "loss": metrics(2).loss,
+        "val_loss": 1.3,
+        "grad_norm": 0.81,
+        "lr": 3e-4,
+        "step_time_s": 0.5,
+        "tokens_per_s": 12300.0,
+        "samples_per_s": 44.0,
+        "mfu": 0.031,
+        "peak_flops": 2e12,
+        "time_s": {"compute": 0.355, "wait": 0.1, "communication": 0.025, "data": 0.02},
+        "peak_memory_bytes": 3 * 2**29,
+        "samples": 22,
+        "tokens": 6150,
+        "epoch": 0.3,
+    }
+    assert read_metrics(tmp_path) == [json.loads(line) for line in lines]
+
+
+def test_a_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
+    with RunLog(tmp_path, 1, enabled=True) as run_log:
+        run_log.step(metrics(1))
+        assert [step["step"] for step in read_metrics(tmp_path)] == [1]
+
+
+def test_resuming_drops_the_steps_that_are_taken_again(tmp_path: Path) -> None:
+    log(tmp_path, 1, 7)
+    log(tmp_path, 5, 9, grad_norm=2.0)
+    steps = read_metrics(tmp_path)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert [step["grad_norm"] for step in steps] == [0.81] * 4 + [2.0] * 5
+
+
+def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
+    log(tmp_path, 1, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-20])
+    log(tmp_path, 3, 4)
+    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [path.name for path in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
+
+
+def test_a_new_run_in_an_old_folder_starts_empty(tmp_path: Path) -> None:
+    log(tmp_path, 1, 3)
+    log(tmp_path, 1, 1)
+    assert [step["step"] for step in read_metrics(tmp_path)] == [1]
+
+
+def test_nan_is_null_and_the_line_still_json(tmp_path: Path) -> None:
+    log(tmp_path, 1, 1, loss=math.nan, grad_norm=math.inf)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert (json.loads(text)["loss"], json.loads(text)["grad_norm"]) == (None, None)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "run", 1, enabled=False) as run_log:
+        run_log.step(metrics(1))
+    assert list(tmp_path.iterdir()) == []
+    assert read_metrics(tmp_path) == []
+
+
+def test_tensorboard_shows_the_last_word_on_each_step(tmp_path: Path) -> None:
+    log(tmp_path, 1, 4)
+    (events_before,) = (tmp_path / "tensorboard").iterdir()
+    # TensorBoard reads files in the order of the second in their names; a resumed run begins in a later one.
+    events_before.rename(events_before.with_name("events.out.tfevents.1000000000.host.1.0"))
+    log(tmp_path, 3, 5, loss=0.25)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert sorted(losses) == [1, 2, 3, 4, 5]
+    assert [losses[step] for step in (3, 4, 5)] == [0.25] * 3
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    assert "time_s/wait" in events.Tags()["scalars"]
