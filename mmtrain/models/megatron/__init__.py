@@ -6,7 +6,7 @@ Importing it takes about two seconds, so the rest of mmtrain imports it inside t
 # First of all, so that no other module here meets the import-time warnings that `compat` silences.
 from mmtrain.models.megatron import compat as compat
 from mmtrain.models.megatron.compat import optimizer_scope, prepare
-from mmtrain.models.megatron.groups import ParallelGroups, create_groups, unit_scope
+from mmtrain.models.megatron.groups import ParallelGroups, unit_scope
 from mmtrain.models.megatron.parts import Parts
 
-__all__ = ["ParallelGroups", "Parts", "create_groups", "optimizer_scope", "prepare", "unit_scope"]
+__all__ = ["ParallelGroups", "Parts", "optimizer_scope", "prepare", "unit_scope"]

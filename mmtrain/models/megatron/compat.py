@@ -55,6 +55,9 @@ def prepare(device: torch.device) -> None:
     if device.type == "cpu":
         # The advice it would give, CUDA_DEVICE_MAX_CONNECTIONS=1, is about CUDA streams.
         tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    # Names that torch 2.13 renamed and Megatron-core calls in every reduction.
+    renamed = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+    warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 

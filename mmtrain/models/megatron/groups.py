@@ -1,6 +1,6 @@
 """The process groups of one unit on this rank, in the form that Megatron-core's parts take them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,10 @@ from torch._C._distributed_c10d import HashStore
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Process groups of one unit that this rank belongs to. Each may have a single member."""
+    """Process groups of one unit that this rank belongs to. Each may have a single member.
+
+    torch orders a group's members by global rank, whatever order it is given, so a lane's ranks must ascend.
+    """
 
     tp: dist.ProcessGroup  # ranks that share one stage of one replica
     dp: dist.ProcessGroup  # ranks that hold the same shard of the same stage
@@ -82,22 +85,6 @@ class ParallelGroups:
             intra_expt_dp=self.dp,
             intra_dist_opt=self.dp,
         )
-
-
-def create_groups(ranks: Sequence[int], tp: int, dp: int, pp: int) -> ParallelGroups | None:
-    """Create this rank's groups of a `tp x dp x pp` mesh over `ranks` (tp fastest, then dp, then pp).
-
-    Only members need to call this. Returns None on ranks outside the mesh.
-    """
-    assert len(ranks) == tp * dp * pp, f"{len(ranks)} ranks for tp {tp} x dp {dp} x pp {pp}"
-    rank = dist.get_rank()
-    if rank not in ranks:
-        return None
-    grid = torch.tensor(ranks).view(pp, dp, tp)
-    p, d, t = (int(i) for i in (grid == rank).nonzero()[0])
-    lines = (grid[p, d, :], grid[p, :, t], grid[:, d, t])
-    groups = (dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines)
-    return ParallelGroups(*groups)
 
 
 @contextmanager

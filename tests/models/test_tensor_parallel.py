@@ -1,0 +1,100 @@
+"""Two tensor-parallel ranks compute what one rank does: loss, features and, put together, every gradient."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.params import ParamSpec, assemble, specs
+from mmtrain.recipe.schema import ModelSettings
+from tests.distributed import run_ranks
+from tests.models.factory import gradients, images, settings, stage, text
+
+TP = 2
+VARIANTS = {
+    "plain": settings(),
+    "biases": settings(
+        vision={"class_token": True, "pre_norm": True, "projector": {"norm": True}}, llm={"qkv_bias": True}
+    ),
+    "tied": settings(vision={"qkv_bias": False, "activation": "quick_gelu"}, llm={"tie_embeddings": True}),
+    "frozen": settings(vision={"freeze": True}, llm={"freeze": True}),
+}
+PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)
+
+
+class Outcome:
+    """What one rank saw; plain attributes because it travels by pickle."""
+
+    def __init__(self, model: ModelSettings, groups: ParallelGroups, recompute: tuple[int, ...]) -> None:
+        vision = stage(model, "vision", groups=groups, recompute=recompute)
+        llm = stage(model, "llm", groups=groups, recompute=recompute)
+        inputs = text(8, 17, 0, 5, places=PLACES)
+        features = vision(None, images((4, 4), (6, 4)))
+        loss = llm(None, inputs, {"vision": features})
+        loss.backward()
+        self.loss, self.features = loss.detach(), features.detach()
+        self.logits = llm.logits(None, inputs, {"vision": features}).detach()
+        self.specs: dict[str, ParamSpec] = {}
+        self.params: dict[str, Tensor] = {}
+        self.grads: dict[str, Tensor] = {}
+        for module in (vision, llm):
+            described = specs(module, module.unit, groups.tp_size)
+            self.specs |= {spec.name: spec for spec in described.values()}
+            self.params |= {f"{module.unit}.{name}": param.detach() for name, param in module.named_parameters()}
+            for param in module.parameters():
+                if not param.requires_grad:
+                    param.grad = torch.zeros_like(param)
+            self.grads |= gradients(module)
+
+
+def _groups() -> ParallelGroups:
+    """All ranks of the world are one lane."""
+    return replace(ParallelGroups.single(), tp=dist.group.WORLD)
+
+
+def _on_this_rank(recompute: tuple[int, ...]) -> dict[str, Outcome]:
+    groups = _groups()
+    return {name: Outcome(model, groups, recompute) for name, model in VARIANTS.items()}
+
+
+@cache
+def _two_ranks() -> list[dict[str, Outcome]]:
+    return run_ranks(TP, _on_this_rank, ())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_tensor_parallel_ranks_equal_one(name: str) -> None:
+    ranks = [outcomes[name] for outcomes in _two_ranks()]
+    whole = Outcome(VARIANTS[name], ParallelGroups.single(), ())
+    for rank in ranks:
+        torch.testing.assert_close(rank.loss, whole.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(rank.features, whole.features, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(rank.logits, whole.logits, rtol=1e-5, atol=1e-6)
+    largest = max(gradient.norm() for gradient in whole.grads.values())
+    for full_name, spec in whole.specs.items():
+        one, other = (rank.specs[full_name] for rank in ranks)
+        assert one == other == spec
+        param = assemble([rank.params[full_name] for rank in ranks], spec)
+        assert torch.equal(param, whole.params[full_name].view(spec.full_shape)), full_name
+        gradient = assemble([rank.grads[full_name] for rank in ranks], spec)
+        expected = whole.grads[full_name].view(spec.full_shape)
+        assert (gradient - expected).norm() <= 1e-5 * max(expected.norm(), 1e-3 * largest), full_name
+        if spec.dim is None:  # whole on every rank, and must stay the same there
+            torch.testing.assert_close(ranks[0].grads[full_name], ranks[1].grads[full_name], rtol=0, atol=0)
+
+
+def _recomputed() -> tuple[float, bool]:
+    groups = _groups()
+    plain = Outcome(VARIANTS["biases"], groups, ())
+    again = Outcome(VARIANTS["biases"], groups, (0, 1, 2, 3, 4))
+    return again.loss.item() - plain.loss.item(), all(
+        torch.equal(again.grads[name], plain.grads[name]) for name in plain.grads
+    )
+
+
+def test_recompute_repeats_the_collectives_of_tensor_parallelism() -> None:
+    assert run_ranks(TP, _recomputed) == [(0.0, True)] * TP
