@@ -73,8 +73,8 @@ class Pricing:
 
     def layer_seconds(self, unit: str, tp: int, dp: DataParallel) -> FloatArray:
         """(L,) mean seconds of each layer of `unit` for one microbatch, forward, backward and recompute together."""
-        prefix = self._prefix_sums(unit, tp, dp)
-        return np.asarray(np.diff(prefix, axis=0).sum(axis=1).mean(axis=(1, 2, 3)))
+        total = self._prefix_sums(unit, tp, dp).sum(axis=1).mean(axis=(1, 2, 3))
+        return np.asarray(np.diff(total))
 
     def layer_bytes(self, unit: str, tp: int, dp: DataParallel) -> tuple[FloatArray, FloatArray]:
         """(L,) bytes of each layer's parameters with all their state, and of what one microbatch leaves behind."""
@@ -94,8 +94,8 @@ class Pricing:
         forward, backward = prefix[hi] - prefix[lo]
         return StageSeconds(forward, backward)
 
-    def step_bound(self, graph: StageGraph) -> float:
-        """Seconds no schedule can beat, averaged over the batches.
+    def step_bound(self, graph: StageGraph) -> tuple[float, StageId]:
+        """Seconds no schedule can beat, averaged over the batches, and a stage on the rank that asks for them.
 
         A rank does all its work, cannot start before the first microbatch has come down to it, and its last
         backward still has to travel up to the first stage.
@@ -112,7 +112,9 @@ class Pricing:
             + np.min([tail[sid] for sid, _ in held], axis=0)
             for held in by_rank.values()
         ]
-        return float(np.max(totals, axis=0).mean())
+        means = [float(total.mean()) for total in totals]
+        worst = int(np.argmax(means))
+        return float(np.max(totals, axis=0).mean()), list(by_rank.values())[worst][-1][0]
 
     def memory(self, graph: StageGraph) -> dict[int, RankMemory]:
         """What every rank of the first replica holds at most; all replicas hold the same."""
@@ -152,7 +154,7 @@ class Pricing:
 
     def _prefix_sums(self, unit: str, tp: int, dp: DataParallel) -> FloatArray:
         """(L + 1, 2, batches, dp, microbatches) seconds of layers [0, l): forward, and backward with recompute."""
-        key = (unit, tp, dp)
+        key = (unit, tp, dp[-1:] if unit == LLM else dp)  # the LLM's loads are the same for any encoder dp
         if key not in self._prefix:
             replicas, waves = range(dict(dp)[unit]), range(self.num_microbatches(dp))
             grid = [[[b.loads[Microbatch(unit, r, i)] for i in waves] for r in replicas] for b in self.loads(dp)]

@@ -1,9 +1,7 @@
 """Which layouts there are, and which of them is fastest: best-first, with a bound that no schedule can beat."""
 
-import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
 
 from mmtrain.costs import Hardware, RankMemory, parameters, upstream_trains
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
@@ -11,11 +9,14 @@ from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.cut import Sizing, arrange, graph_for
 from mmtrain.plan.layout import Layout, MeshSize, split_lane
 from mmtrain.plan.plan import Alternative
-from mmtrain.plan.pricing import Pricing
-from mmtrain.program import build
-from mmtrain.program.graph import StageGraph, StageId
+from mmtrain.plan.pricing import Pricing, StageSeconds, sizes_of
+from mmtrain.program.actions import Collective, Compute, Forward, Send
+from mmtrain.program.builder import build_1f1b
+from mmtrain.program.graph import Microbatch, StageGraph, StageId
+from mmtrain.program.loads import StepLoads
+from mmtrain.program.lower import lower
 from mmtrain.program.simulate import simulate
-from mmtrain.program.timing import ModelTiming
+from mmtrain.program.timing import ModelTiming, Transport
 
 SAME = 1.001  # step times within this factor count as equal; the simpler layout then wins
 
@@ -71,30 +72,22 @@ def _split(choices: list[UnitChoices], ranks: int) -> Iterator[dict[str, MeshSiz
 
 
 def search(
-    candidates: list[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
+    candidates: list[Sizing],
+    pricing: Pricing,
+    choices: Mapping[str, UnitChoices],
+    machine: Hardware,
+    at_least: int,
 ) -> Outcome:
-    """Judge layouts in the order of their lower bounds until no other can be faster than the best one found."""
-    losers: list[Alternative] = []
-    queue: list[tuple[float, int, Sizing, Layout]] = []
-    order = count()
-    for sizing in candidates:
-        layout = arrange(sizing, pricing, choices)
-        if layout is None:
-            losers.append(_lost(sizing, "its layers cannot be cut into so many stages under parallel.*.pp"))
-        elif lane := split_lane(layout.units, machine.ranks_per_node):
-            losers.append(_lost(sizing, f"the tensor-parallel group of ranks {lane} lies on two nodes"))
-        else:
-            queue.append((pricing.step_bound(graph_for(layout, pricing)), next(order), sizing, layout))
-    heapq.heapify(queue)
+    """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
 
+    At least `at_least` are simulated if so many fit, so that the ranking has figures to show.
+    """
+    queue, losers = _bounded(candidates, pricing, choices, machine)
     judged: list[Judged] = []
-    while queue:
-        bound, _, sizing, layout = heapq.heappop(queue)
+    for bound, _, sizing, layout, busiest in queue:
         best = min((j.step_time_s for j in judged), default=float("inf"))
-        if bound > best * SAME:
-            losers.append(
-                _lost(sizing, f"cannot be faster: at least {bound / best:.2f}x the step, by its busiest rank")
-            )
+        if bound > best * SAME and len(judged) >= at_least:
+            losers.append(_lost(sizing, f"at least {bound / best:.2f}x slower: {busiest} cannot be done sooner"))
             continue
         fitting = _within_memory(sizing, layout, pricing, choices, machine)
         if isinstance(fitting, Alternative):
@@ -104,23 +97,37 @@ def search(
     return Outcome(tuple(_ranked(judged)), tuple(losers))
 
 
+def _bounded(
+    candidates: list[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
+) -> tuple[list[tuple[float, int, Sizing, Layout, StageId]], list[Alternative]]:
+    """Cut every candidate; those that can be, by rising lower bound on their step, and the others."""
+    losers: list[Alternative] = []
+    queue: list[tuple[float, int, Sizing, Layout, StageId]] = []
+    for place, sizing in enumerate(candidates):
+        layout = arrange(sizing, pricing, choices)
+        if layout is None:
+            losers.append(_lost(sizing, "its layers cannot be cut into so many stages under parallel.*.pp"))
+        elif lane := split_lane(layout.units, machine.ranks_per_node):
+            losers.append(_lost(sizing, f"the tensor-parallel group of ranks {lane} lies on two nodes"))
+        else:
+            bound, busiest = pricing.step_bound(graph_for(layout, pricing))
+            queue.append((bound, place, sizing, layout, busiest))
+    return sorted(queue, key=lambda entry: entry[:2]), losers
+
+
 def judge(layout: Layout, pricing: Pricing, machine: Hardware) -> Judged:
     """Simulate the layout's program on every drawn batch."""
     graph = graph_for(layout, pricing)
-    program, needs = build(graph), upstream_trains(pricing.shape)
-    element = ELEMENT_BYTES[pricing.precision]
-    dp = tuple((m.unit, m.dp) for m in graph.meshes)
-    lines = [
-        simulate(
-            program,
-            ModelTiming(graph, pricing.shape, pricing.costs, loads, needs, parameters, element, machine.ranks_per_node),
-            graph.num_groups,
-        )
-        for loads in pricing.loads(dp)
+    program = lower(build_1f1b(graph))  # the chosen one is checked as well, see `story`
+    seconds = {s.id: pricing.stage_seconds(graph, s.id) for s in graph.stages}
+    timings = [
+        DrawnTiming(model_timing(graph, pricing, loads, machine), seconds, batch)
+        for batch, loads in enumerate(pricing.loads(sizes_of(graph)))
     ]
+    lines = [simulate(program, timing, graph.num_groups) for timing in timings]
     step_time = sum(t.step_time_s for t in lines) / len(lines)
     shares = [t.bubble_shares() for t in lines]
-    busy = {s.id: float(pricing.stage_seconds(graph, s.id).busy.max(axis=1).mean()) for s in graph.stages}
+    busy = {sid: float(s.busy.max(axis=1).mean()) for sid, s in seconds.items()}
     busiest = max(busy, key=lambda sid: busy[sid])
     return Judged(
         layout,
@@ -131,6 +138,47 @@ def judge(layout: Layout, pricing: Pricing, machine: Hardware) -> Judged:
         busiest,
         busy[busiest] / step_time if step_time else 0.0,
     )
+
+
+def model_timing(graph: StageGraph, pricing: Pricing, loads: StepLoads, machine: Hardware) -> ModelTiming:
+    """What the simulator asks, for one batch."""
+    return ModelTiming(
+        graph,
+        pricing.shape,
+        pricing.costs,
+        loads,
+        upstream_trains(pricing.shape),
+        parameters,
+        ELEMENT_BYTES[pricing.precision],
+        machine.ranks_per_node,
+    )
+
+
+@dataclass(frozen=True)
+class DrawnTiming:
+    """`ModelTiming` for one of the drawn batches, whose compute was priced before for all candidates at once."""
+
+    model: ModelTiming
+    seconds: Mapping[StageId, StageSeconds]
+    batch: int
+
+    def compute(self, action: Compute) -> float:
+        """Seconds of a forward or backward."""
+        stage = self.seconds[action.stage]
+        grid = stage.forward if isinstance(action, Forward) else stage.backward
+        return float(grid[self.batch, action.mb.replica, action.mb.index])
+
+    def message(self, sender: int, action: Send) -> Transport:
+        """As `ModelTiming` says."""
+        return self.model.message(sender, action)
+
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
+        """As `ModelTiming` says."""
+        return self.model.collective(rank, action, group)
+
+    def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
+        """Not asked of a candidate: its memory was held against the limit before (`Pricing.memory`)."""
+        return 0
 
 
 def _within_memory(

@@ -13,6 +13,7 @@ from mmtrain.plan.cut import Sizing
 from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction, SchedulePlan
 from mmtrain.plan.pricing import Pricing, sizes_of
 from mmtrain.plan.search import SAME, Judged, Outcome, search, sizings
+from mmtrain.program import build
 from mmtrain.recipe.schema import Recipe
 
 
@@ -44,10 +45,11 @@ def plan(
     pricing = Pricing(shape, AnalyticCosts(machine, precision), precision, batches, recipe.data.seq_len, recompute)
 
     candidates = candidates_for(recipe, choices, world_size)
-    outcome = search(candidates, pricing, choices, machine)
+    outcome = search(candidates, pricing, choices, machine, at_least=top + 1)
     if not outcome.judged:
         raise PlanError(_nothing_fits(outcome, machine, world_size))
     chosen, *slower = outcome.judged
+    build(chosen.graph)  # refuses what the runtime could not run to its end
     losers = [*(_slower(j, chosen) for j in slower), *outcome.losers]
     return Plan(
         recipe_sha256=recipe_sha256,
