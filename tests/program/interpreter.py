@@ -1,0 +1,252 @@
+"""A slow, literal executor of programs: the oracle for the checker's and the simulator's claims.
+
+It moves labels instead of tensors: every rank runs until it must wait, round after round, until nobody moves. Sends
+never wait; a receive takes the next message of its channel (edge, payload, sender, receiver) whatever that holds;
+compute and collectives wait for all ranks of their group. Nothing here uses the wiring rules under test.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mmtrain.program.actions import (
+    Action,
+    Backward,
+    Forward,
+    GatherParams,
+    Recv,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+    Share,
+    Step,
+)
+from mmtrain.program.graph import Microbatch, StageGraph, StageId
+
+Seconds = Callable[[Action], float]
+
+
+@dataclass
+class Result:
+    """`problems` is empty if the step ran to its end and computed what it should; `clock` is each rank's end."""
+
+    problems: list[str]
+    clock: dict[int, float]
+
+
+@dataclass
+class _Rank:
+    actions: Sequence[Action]
+    at: int = 0
+    clock: float = 0.0
+    done: list[Action] = field(default_factory=list)
+    did: set[Action] = field(default_factory=set)
+    expected: set[tuple] = field(default_factory=set)  # pieces that some message to the rank is for
+    posted: dict[tuple, tuple] = field(default_factory=dict)  # piece -> channel, place in it, time
+    shared: set[tuple] = field(default_factory=set)
+
+
+class Interpreter:
+    """Runs `actions` of some ranks of `graph`; ranks without actions are taken to be elsewhere and not waited for."""
+
+    def __init__(self, graph: StageGraph, actions: Mapping[int, Sequence[Action]], seconds: Seconds) -> None:
+        self.graph, self.seconds = graph, seconds
+        self.ranks = {rank: _Rank(todo) for rank, todo in actions.items()}
+        for rank, state in self.ranks.items():
+            for a in state.actions:
+                if isinstance(a, Send | Recv) and (to := a.peer if isinstance(a, Send) else rank) in self.ranks:
+                    self.ranks[to].expected.add((a.edge, a.src, a.dst, a.payload))
+        self.sent: dict[tuple, list[tuple]] = defaultdict(list)  # channel -> (label, time, seconds)
+        self.received: dict[tuple, int] = defaultdict(int)
+        self.problems: list[str] = []
+
+    def run(self) -> Result:
+        while sum(self._advance(rank) for rank in self.ranks):
+            pass
+        for rank, state in self.ranks.items():
+            if state.at < len(state.actions):
+                self.problems.append(f"rank {rank} is stuck at {state.actions[state.at]}")
+            self._audit(rank, state)
+        for channel in {*self.sent, *self.received}:
+            if len(self.sent[channel]) != self.received[channel]:
+                self.problems.append(f"{channel}: messages left over")
+        return Result(self.problems, {rank: state.clock for rank, state in self.ranks.items()})
+
+    def _advance(self, rank: int) -> bool:
+        state, moved = self.ranks[rank], False
+        while state.at < len(state.actions):
+            action = state.actions[state.at]
+            if isinstance(action, Send):
+                self._send(rank, state, action)
+                state.at += 1
+            elif isinstance(action, Recv):
+                channel = (action.edge, action.payload, action.peer, rank)
+                piece = (action.edge, action.src, action.dst, action.payload)
+                state.posted[piece] = (channel, self.received[channel], state.clock)
+                self.received[channel] += 1
+                state.at += 1
+            elif not self._together(rank, action):
+                return moved
+            moved = True
+        return moved
+
+    def _send(self, rank: int, state: _Rank, action: Send) -> None:
+        made = (
+            Forward(action.edge.src, action.src)
+            if action.payload == "activation"
+            else Backward(action.edge.dst, action.dst)
+        )
+        if made not in state.did:
+            self.problems.append(f"rank {rank} sends what it has not computed: {action}")
+        label = (action.src, action.dst)
+        self.sent[action.edge, action.payload, rank, action.peer].append((label, state.clock, self.seconds(action)))
+
+    def _together(self, rank: int, action: Action) -> bool:
+        """Run a compute action or a collective if its whole group has come to it with its data."""
+        group = [r for r in self._group(rank, action) if r in self.ranks] or [rank]
+        start = 0.0
+        for member in group:
+            state = self.ranks[member]
+            if state.at >= len(state.actions) or state.actions[state.at] != action:
+                return False
+            ready = self._data_time(member, action)
+            if ready is None:
+                return False
+            start = max(start, state.clock, ready)
+        for member in group:
+            state = self.ranks[member]
+            self._rules(member, state, action)
+            state.clock = start + self.seconds(action)
+            state.done.append(action)
+            state.did.add(action)
+            state.at += 1
+            if isinstance(action, Share):
+                state.shared.add((action.edge, action.mb, action.payload))
+        return True
+
+    def _group(self, rank: int, action: Action) -> list[int]:
+        lane = lambda stage, mb: list(self.graph.stage(stage).lanes[mb.replica])  # noqa: E731
+        match action:
+            case Forward(stage, mb) | Backward(stage, mb):
+                return lane(stage, mb)
+            case Share(edge, mb, payload):
+                return lane(edge.dst if payload == "activation" else edge.src, mb)
+            case ReduceGrads(unit) | GatherParams(unit):
+                mine = [s for s in self.graph.stages if s.id.unit == unit and any(rank in x for x in s.lanes)]
+                return [x[k] for s in mine for y in s.lanes if rank in y for k in [y.index(rank)] for x in s.lanes]
+            case ReduceShared():
+                llm = [s for s in self.graph.stages if s.id.unit == "llm"]
+                for first, last in zip(llm[0].lanes, llm[-1].lanes, strict=True):
+                    for pair in zip(first, last, strict=True):
+                        if rank in pair:
+                            return list(pair)
+        return list(self.ranks)
+
+    def _data_time(self, rank: int, action: Action) -> float | None:
+        """When everything the action reads is on the rank; None if something is not on its way yet."""
+        match action:
+            case Forward(stage, mb):
+                pieces = [
+                    (e, s, mb, "activation")
+                    for e in self.graph.edges
+                    if e.dst == stage
+                    for s in self._wave(e.src.unit, mb)
+                ]
+            case Backward(stage, mb):
+                pieces = [
+                    (e, mb, d, "gradient")
+                    for e in self.graph.edges
+                    if e.src == stage
+                    for d in self._wave(e.dst.unit, mb)
+                ]
+            case Share(edge, mb, "activation"):
+                if rank != self.graph.stage(edge.dst).lanes[mb.replica][0]:
+                    return 0.0
+                pieces = [(edge, s, mb, "activation") for s in self._wave(edge.src.unit, mb)]
+            case Share(edge, mb, "gradient"):
+                if rank != self.graph.stage(edge.src).lanes[mb.replica][0]:
+                    return 0.0
+                pieces = [(edge, mb, d, "gradient") for d in self._wave(edge.dst.unit, mb)]
+            case _:
+                return 0.0
+        times = [self._piece_time(rank, piece) for piece in pieces]
+        return None if None in times else max([0.0, *(t for t in times if t is not None)])
+
+    def _piece_time(self, rank: int, piece: tuple) -> float | None:
+        edge, src, dst, payload = piece
+        state = self.ranks[rank]
+        if (edge, dst if payload == "activation" else src, payload) in state.shared:
+            return 0.0
+        if piece in state.posted:
+            channel, place, when = state.posted[piece]
+            messages = self.sent[channel]
+            if place >= len(messages):
+                return None
+            label, sent, seconds = messages[place]
+            if label != (src, dst):
+                self.problems.append(f"rank {rank} receives {label} as {piece}")
+            return max(sent, when) + seconds
+        made = Forward(edge.src, src) if payload == "activation" else Backward(edge.dst, dst)
+        return 0.0 if made in state.did and piece not in state.expected else None
+
+    def _wave(self, unit: str, mb: Microbatch) -> list[Microbatch]:
+        if unit == mb.unit:
+            return [mb]
+        size = self.graph.mesh(unit).dp // self.graph.num_groups
+        own = self.graph.mesh(mb.unit).dp // self.graph.num_groups
+        group = mb.replica // own
+        return [Microbatch(unit, r, mb.index) for r in range(self.graph.mesh(unit).dp) if r // size == group]
+
+    def _rules(self, rank: int, state: _Rank, action: Action) -> None:
+        """What data flow alone does not force."""
+        later = state.actions[state.at + 1 :]
+        wrong = False
+        match action:
+            case Backward(stage, mb):
+                wrong = Forward(stage, mb) not in state.did
+            case ReduceGrads(unit):
+                wrong = any(isinstance(a, Backward) and a.stage.unit == unit for a in later)
+                wrong |= unit == "llm" and any(isinstance(a, ReduceShared) for a in later)
+            case ReduceShared():
+                wrong = any(isinstance(a, Backward) and a.stage.unit == "llm" for a in later)
+            case Step():
+                wrong = any(isinstance(a, Forward | Backward | ReduceGrads | ReduceShared) for a in later)
+            case GatherParams():
+                wrong = Step() not in state.did
+        if wrong:
+            self.problems.append(f"rank {rank} runs {action} too early")
+
+    def _audit(self, rank: int, state: _Rank) -> None:
+        """Everything the graph asks of the rank was done exactly once, and nothing else."""
+        trained, wanted = set(), []
+        for stage in self.graph.stages:
+            for replica, lane in enumerate(stage.lanes):
+                if rank not in lane:
+                    continue
+                for i in range(self.graph.meshes[0].num_microbatches):
+                    mb = Microbatch(stage.id.unit, replica, i)
+                    wanted.append(Forward(stage.id, mb))
+                    if trains_up_to(self.graph, stage.id):
+                        wanted.append(Backward(stage.id, mb))
+                if stage.trainable:
+                    trained.add(stage.id.unit)
+        wanted += [kind(unit) for unit in trained for kind in (ReduceGrads, GatherParams)] + [Step()]
+        llm = [s for s in self.graph.stages if s.id.unit == "llm"]
+        if self.graph.tied_embeddings and len(llm) > 1 and llm[0].trainable and llm[-1].trainable:
+            wanted += [ReduceShared("embeddings")] * any(rank in x for s in (llm[0], llm[-1]) for x in s.lanes)
+        found = [a for a in state.done if not isinstance(a, Share)]
+        shares = [a for a in state.actions if isinstance(a, Share)]
+        if sorted(map(repr, wanted)) != sorted(map(repr, found)) or len(set(shares)) != len(shares):
+            self.problems.append(f"rank {rank} did not do what it should")
+
+
+def trains_up_to(graph: StageGraph, stage: StageId) -> bool:
+    """Whether anything trainable lies in the stage or upstream of it."""
+    return graph.stage(stage).trainable or any(trains_up_to(graph, e.src) for e in graph.edges if e.dst == stage)
+
+
+def interpret(
+    graph: StageGraph, actions: Mapping[int, Sequence[Action]], seconds: Seconds = lambda action: 0.0
+) -> Result:
+    """Run the actions; `seconds` of a `Send` is how long its message travels."""
+    return Interpreter(graph, actions, seconds).run()

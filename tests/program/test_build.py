@@ -1,0 +1,108 @@
+"""Builders and lowering: every graph gets a program that an independent interpreter can run."""
+
+import pytest
+from hypothesis import given, settings
+
+from mmtrain.program import build, build_1f1b, peak_live
+from mmtrain.program.actions import Backward, Forward, Recv, Send, Share
+from mmtrain.program.builder import depths
+from mmtrain.program.graph import StageId
+from tests.program.graphs import Unit, chain, graphs, unified
+from tests.program.interpreter import interpret
+
+
+def compute(graph, rank):
+    kinds = {Forward: "F", Backward: "B"}
+    return " ".join(f"{kinds[type(a)]}{a.stage.unit[0]}{a.mb.index}" for a in build_1f1b(graph).actions[rank])
+
+
+@settings(max_examples=200)
+@given(graphs(max_n=5, max_dp=4))
+def test_every_program_runs_to_its_end_on_the_whole_world(graph):
+    program = build(graph)
+    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.place)}
+    assert interpret(graph, everyone).problems == []
+
+
+def test_1f1b_of_a_text_model():
+    graph = chain(Unit("llm", pp=3), n=4)
+    assert compute(graph, 0) == "Fl0 Fl1 Fl2 Bl0 Fl3 Bl1 Bl2 Bl3"
+    assert compute(graph, 1) == "Fl0 Fl1 Bl0 Fl2 Bl1 Fl3 Bl2 Bl3"
+    assert compute(graph, 2) == "Fl0 Bl0 Fl1 Bl1 Fl2 Bl2 Fl3 Bl3"
+
+
+def test_more_stages_than_microbatches():
+    assert compute(chain(Unit("llm", pp=4), n=2), 0) == "Fl0 Fl1 Bl0 Bl1"
+
+
+def test_a_rank_with_encoder_and_llm_runs_both_stages_of_a_wave():
+    assert compute(unified(2, n=3), 0) == "Fv0 Fl0 Fv1 Fl1 Bl0 Bv0 Fv2 Fl2 Bl1 Bv1 Bl2 Bv2"
+
+
+def test_a_frozen_encoder_only_runs_forward():
+    graph = chain(Unit("vision", trainable=(False,)), Unit("llm"), n=3)
+    assert compute(graph, 0) == "Fv0 Fv1 Fv2"
+    program = build(graph)
+    assert not any(isinstance(a, Recv) for a in program.actions[0])
+    assert not any(isinstance(a, Send) for a in program.actions[1])
+
+
+@pytest.mark.parametrize(("encoders", "llms"), [(1, 1), (2, 3), (3, 2), (1, 4), (4, 1), (4, 6)])
+def test_any_ratio_of_replicas(encoders, llms):
+    graph = chain(Unit("vision", 2, encoders), Unit("llm", 2, llms), n=3)
+    program = build(graph)
+    group = graph.num_groups
+    first_llm = program.actions[2 * encoders]
+    received = [a for a in first_llm if isinstance(a, Recv) and a.payload == "activation"]
+    assert len(received) == 3 * encoders // group
+    returned = [a for a in first_llm if isinstance(a, Send) and a.payload == "gradient"]
+    assert [(a.src, a.dst) for a in returned] == [(a.src, a.dst) for a in received]
+
+
+def test_depth_counts_positions_on_the_longest_path():
+    graph = chain(Unit("vision", 3), Unit("audio"), Unit("llm", 2))
+    depth = {str(stage): d for stage, d in depths(graph).items()}
+    assert depth == {"vision.0": 4, "vision.1": 3, "vision.2": 2, "audio.0": 2, "llm.0": 1, "llm.1": 0}
+
+
+def test_ranks_that_the_path_visits_twice_are_one_position():
+    graph = chain(Unit("vision", 2, ranks=(0, 1)), Unit("llm", 3, ranks=(0, 1, 2)), n=3)
+    depth = depths(graph)
+    assert {str(s): d for s, d in depth.items()} == {
+        "vision.0": 1,
+        "vision.1": 1,
+        "llm.0": 1,
+        "llm.1": 1,
+        "llm.2": 0,
+    }
+
+
+def test_receives_are_posted_one_compute_action_ahead():
+    actions = build(chain(Unit("llm", pp=2), n=2)).actions[1]
+    forwards = [i for i, a in enumerate(actions) if isinstance(a, Forward)]
+    receives = [i for i, a in enumerate(actions) if isinstance(a, Recv)]
+    assert receives[0] < forwards[0]
+    assert actions[receives[1] + 1] == Backward(StageId("llm", 1), actions[forwards[0]].mb)
+    assert receives[1] == forwards[0] + 1
+
+
+def test_in_flight_microbatches_follow_the_longest_path():
+    program = build(chain(Unit("vision", 2), Unit("llm", 2), n=6))
+    counts = [peak_live(program.graph, program.actions[rank]) for rank in range(4)]
+    assert [next(iter(c.values())) for c in counts] == [4, 3, 2, 1]
+
+
+def test_same_lane_needs_no_messages_between_units():
+    for tp in (1, 2):
+        actions = build(unified(1, tp=tp)).actions[0]
+        assert not any(isinstance(a, Send | Recv | Share) for a in actions)
+
+
+def test_lanes_that_differ_in_tp_but_start_on_the_same_rank_share_without_a_message():
+    graph = chain(Unit("vision", ranks=(0,)), Unit("llm", tp=2, ranks=(0, 1)), n=1)
+    program = build(graph)
+    assert not any(isinstance(a, Send | Recv) for actions in program.actions.values() for a in actions)
+    assert [str(a.mb) for a in program.actions[1] if isinstance(a, Share)] == ["llm:0.0"]
+    back = chain(Unit("vision", tp=2, ranks=(0, 1)), Unit("llm", ranks=(0,)), n=1)
+    shared = [a for a in build(back).actions[1] if isinstance(a, Share)]
+    assert [(str(a.mb), a.payload) for a in shared] == [("vision:0.0", "gradient")]
