@@ -1,27 +1,29 @@
-# `make demo` and `make test` are all the set-up there is; both build .venv on first use.
+# `make demo` and `make test` are all the set-up there is: whichever comes first builds the virtual environment.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo test test-all check format schema surface clean
 
+# torch comes first and alone: what follows must build against the pinned version, and never replace it.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mmtrain needs Python 3.11: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed      ## demo data, plan, train on CPU, report what it learned
 	$(BIN)/python scripts/demo.py
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed      ## the test suite
 	$(BIN)/pytest -m 'not slow'
 
-test-all: $(VENV)/.installed
+test-all: $(VENV)/.installed  ## the test suite with its long runs
 	$(BIN)/pytest
 
-check: $(VENV)/.installed
+check: $(VENV)/.installed     ## format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -31,5 +33,11 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+schema: $(VENV)/.installed    ## after a change of the recipe's settings
+	$(BIN)/mmtrain schema > docs/recipe.schema.json
+
+surface: $(VENV)/.installed   ## after a meant change of what a room exports
+	$(BIN)/python -m tests.test_public_surface
+
 clean:
-	rm -rf $(VENV) runs demo-data build *.egg-info
+	rm -rf $(VENV) runs demo-data build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,23 @@
+# mmtrain for CUDA machines, on NVIDIA's PyTorch image.
+#
+# Not built where mmtrain is developed (no container runtime, no GPU there): expect to adjust the tag. The image must
+# bring a torch within pyproject.toml's range; images 25.xx are too old (25.12 ships a torch 2.10).
+#
+#   docker build -t mmtrain .
+#   docker run --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/runs:/workspace/runs" mmtrain mmtrain train ...
+FROM nvcr.io/nvidia/pytorch:26.06-py3
+
+WORKDIR /opt/mmtrain
+COPY pyproject.toml README.md ./
+COPY mmtrain mmtrain
+COPY recipes recipes
+
+# The image's torch is built against its CUDA, NCCL and flash-attn; one from PyPI in its place would break all three.
+# So pin what is there, build in the image's environment, and fail the build if the version moved all the same.
+RUN python -c "import torch; print('torch==' + torch.__version__)" > /tmp/torch.txt \
+    && pip install --no-cache-dir --no-build-isolation -c /tmp/torch.txt '.[cuda]' \
+    && python -c "import torch; assert open('/tmp/torch.txt').read().strip() == 'torch==' + torch.__version__" \
+    && mmtrain --version
+
+WORKDIR /workspace
+CMD ["mmtrain", "--help"]

@@ -1,0 +1,58 @@
+"""What the rooms show each other: explicit, importable, committed; and planning starts without torch.
+
+When a change of the surface is meant, `python -m tests.test_public_surface` rewrites the committed list.
+"""
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mmtrain
+
+COMMITTED = Path(__file__).with_name("public_surface.json")
+ROOMS = sorted(module.name for module in pkgutil.iter_modules(mmtrain.__path__) if module.ispkg)
+WITHOUT_TORCH = ["balance", "cli", "costs", "data", "plan", "program", "recipe", "report"]
+
+
+def surface() -> dict[str, list[str]]:
+    return {room: list(importlib.import_module(f"mmtrain.{room}").__all__) for room in ROOMS}
+
+
+def test_the_surface_is_the_committed_one() -> None:
+    committed = json.loads(COMMITTED.read_text(encoding="utf-8"))
+    assert surface() == committed, "if this is meant: python -m tests.test_public_surface"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_explains_itself_and_exports_what_exists(room: str) -> None:
+    package = importlib.import_module(f"mmtrain.{room}")
+    assert package.__doc__
+    assert len(package.__doc__) > 20
+    assert len(set(package.__all__)) == len(package.__all__)
+    assert [name for name in package.__all__ if not hasattr(package, name)] == []
+
+
+def test_planning_loads_no_torch() -> None:
+    """Import every module of these rooms; import-linter cannot tell a lazy import from an eager one."""
+    packages = [importlib.import_module(f"mmtrain.{room}") for room in WITHOUT_TORCH]
+    modules = ["mmtrain.models", "mmtrain.models.shape"]
+    for package in packages:
+        modules += [package.__name__]
+        modules += [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules: sys.exit(f'{name} imports torch')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    COMMITTED.write_text(json.dumps(surface(), indent=2) + "\n", encoding="utf-8")
