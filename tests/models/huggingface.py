@@ -1,0 +1,82 @@
+"""Weights of tiny `transformers` models, in the layout and under the names of our modules."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mmtrain.models.build import StageModule
+
+State = Mapping[str, Tensor]
+
+
+def load(module: StageModule, weights: State) -> None:
+    """Copy `weights` (by name in the module) into it; every parameter must get a value, padded rows zeros."""
+    params = dict(module.named_parameters())
+    assert params.keys() == weights.keys()
+    with torch.no_grad():
+        for name, param in params.items():
+            value = weights[name]
+            param.zero_()
+            param[tuple(slice(n) for n in value.shape)] = value
+
+
+def clip_unit(state: State, num_blocks: int, heads: int) -> dict[str, Tensor]:
+    """CLIP's vision tower up to block `num_blocks`, and LLaVA's projector."""
+    state = {name.replace("vision_model.", ""): value for name, value in state.items()}  # transformers 4 and 5
+    tower, projector = "model.vision_tower.", "model.multi_modal_projector."
+    found = {
+        "layers.0.proj.weight": state[tower + "embeddings.patch_embedding.weight"].flatten(1),
+        "layers.0.class_token": state[tower + "embeddings.class_embedding"],
+        "layers.0.grid_positions": state[tower + "embeddings.position_embedding.weight"],
+        "layers.0.pre_norm.weight": state[tower + "pre_layrnorm.weight"],
+        "layers.0.pre_norm.bias": state[tower + "pre_layrnorm.bias"],
+    }
+    for i in range(num_blocks):
+        block = _under(state, f"{tower}encoder.layers.{i}.")
+        for kind in ("weight", "bias"):
+            qkv = [block[f"self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            found |= {
+                f"layers.{i + 1}.input_layernorm.{kind}": block[f"layer_norm1.{kind}"],
+                f"layers.{i + 1}.self_attention.linear_qkv.{kind}": interleave(*qkv, heads),
+                f"layers.{i + 1}.self_attention.linear_proj.{kind}": block[f"self_attn.out_proj.{kind}"],
+                f"layers.{i + 1}.pre_mlp_layernorm.{kind}": block[f"layer_norm2.{kind}"],
+                f"layers.{i + 1}.mlp.linear_fc1.{kind}": block[f"mlp.fc1.{kind}"],
+                f"layers.{i + 1}.mlp.linear_fc2.{kind}": block[f"mlp.fc2.{kind}"],
+            }
+    for name, value in _under(state, projector).items():
+        found[f"layers.{num_blocks + 1}.{name}"] = value
+    return found
+
+
+def llm_unit(state: State, num_blocks: int, kv_heads: int, bias: bool = False, tied: bool = False) -> dict[str, Tensor]:
+    """Return the weights of Llama, or of Qwen2 with `bias`; `state` holds `model.*` and `lm_head.*`."""
+    found = {
+        "layers.0.table.weight": state["model.embed_tokens.weight"],
+        f"layers.{num_blocks + 1}.norm.weight": state["model.norm.weight"],
+    }
+    if not tied:
+        found[f"layers.{num_blocks + 1}.output.weight"] = state["lm_head.weight"]
+    for i in range(num_blocks):
+        block, ours = _under(state, f"model.layers.{i}."), f"layers.{i + 1}."
+        for kind in ("weight", "bias") if bias else ("weight",):
+            qkv = [block[f"self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            found[f"{ours}self_attention.linear_qkv.{kind}"] = interleave(*qkv, kv_heads)
+        found |= {
+            f"{ours}input_layernorm.weight": block["input_layernorm.weight"],
+            f"{ours}self_attention.linear_proj.weight": block["self_attn.o_proj.weight"],
+            f"{ours}pre_mlp_layernorm.weight": block["post_attention_layernorm.weight"],
+            f"{ours}mlp.linear_fc1.weight": torch.cat([block["mlp.gate_proj.weight"], block["mlp.up_proj.weight"]]),
+            f"{ours}mlp.linear_fc2.weight": block["mlp.down_proj.weight"],
+        }
+    return found
+
+
+def interleave(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
+    """Megatron-core's rows: for each kv head its query heads, then its key, then its value."""
+    groups = zip(*(x.chunk(kv_heads) for x in (q, k, v)), strict=True)
+    return torch.cat([part for group in groups for part in group])
+
+
+def _under(state: State, prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
