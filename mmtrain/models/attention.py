@@ -5,6 +5,7 @@ k and v may be fewer than those of q (grouped-query attention).
 """
 
 import importlib.util
+import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,6 +114,10 @@ def _varlen_problem(device: torch.device, dtype: torch.dtype) -> str | None:
         return problem
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    from torch.nn.attention.varlen import varlen_attn
+
+    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
+        return f"in torch {torch.__version__} it is not yet causal by window, nor grouped-query"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"it needs an Ampere GPU or newer, and this is a {torch.cuda.get_device_name(device)}"
     return None

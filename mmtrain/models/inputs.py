@@ -14,7 +14,7 @@ class VisionInput:
 
     rows: tuple[int, ...]  # (I,) patch rows of each image
     cols: tuple[int, ...]  # (I,)
-    patches: Tensor | None = None  # (N, 3 * patch * patch), row-major per image; first stage only
+    patches: Tensor | None = None  # (N, 3 * patch * patch), row by row, each patch as (channel, y, x); first stage only
 
 
 @dataclass(frozen=True)

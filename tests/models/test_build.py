@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmtrain.models.build import StageModule
+from mmtrain.models.build import StageModule, build_stage
 from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.megatron import ParallelGroups
 from mmtrain.recipe.schema import ModelSettings
-from tests.models.factory import gradients, images, randomize, settings, shape_of, stage, text
+from tests.models.factory import CPU, gradients, images, randomize, settings, shape_of, stage, text
 
 IMAGES = ((4, 6), (2, 2), (6, 4))  # 6 + 1 + 6 features
 PLACES = (1, 2, 3, 4, 5, 6, 13, 22, 23, 24, 25, 26, 27)
@@ -248,3 +249,24 @@ def test_attention_backends_agree_in_a_model() -> None:
     inputs, features = _inputs("llm")
     losses = [stage(settings(), "llm", attention=name)(None, inputs, features) for name in ("sdpa", "reference")]
     torch.testing.assert_close(losses[0], losses[1])
+
+
+def test_half_precision_keeps_the_loss_in_fp32() -> None:
+    model = settings(vision={"class_token": True})
+    shape, groups = shape_of(model), ParallelGroups.single()
+    vision, llm = (
+        build_stage(
+            model, shape, unit.name, (0, len(unit.layers)), groups, dtype=torch.bfloat16, device=CPU,
+            recompute=frozenset(), seed=1, attention="auto",
+        )
+        for unit in shape.units
+    )  # fmt: skip
+    features = vision(None, images(*IMAGES))
+    assert features.dtype == torch.bfloat16
+    inputs = text(*LENGTHS, places=PLACES)
+    loss = llm(None, inputs, {"vision": features})
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(g.dtype == torch.bfloat16 for g in (*gradients(vision).values(), *gradients(llm).values()))
+    exact = stage(model, "llm")(None, inputs, {"vision": stage(model, "vision")(None, images(*IMAGES))})
+    torch.testing.assert_close(loss, exact, rtol=1e-2, atol=0)

@@ -18,7 +18,8 @@ TP = 2
 VARIANTS = {
     "plain": settings(),
     "biases": settings(
-        vision={"class_token": True, "pre_norm": True, "projector": {"norm": True}}, llm={"qkv_bias": True}
+        vision={"class_token": True, "pre_norm": True, "projector": {"norm": True}},
+        llm={"qkv_bias": True, "head_dim": 16},
     ),
     "tied": settings(vision={"qkv_bias": False, "activation": "quick_gelu"}, llm={"tie_embeddings": True}),
     "frozen": settings(vision={"freeze": True}, llm={"freeze": True}),

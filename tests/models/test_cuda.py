@@ -1,0 +1,47 @@
+"""What only a GPU can show; left out on machines without one."""
+
+import pytest
+import torch
+
+from mmtrain.models.attention import attend, choose
+from mmtrain.models.build import build_stage
+from mmtrain.models.megatron import ParallelGroups, prepare
+from tests.models.factory import CPU, settings, shape_of, text
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", ["varlen", "flash_attn", "sdpa"])
+def test_backends_equal_the_reference(backend: str, causal: bool) -> None:
+    if backend == "flash_attn":
+        pytest.importorskip("flash_attn")
+    device, lengths = torch.device("cuda"), (5, 17, 17, 1, 40)
+    assert choose(backend, device, torch.bfloat16) == backend  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    qkv = [torch.randn(80, n, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)]
+    weights = torch.randn(80, 4, 64, device=device, dtype=torch.bfloat16)
+    outcomes = []
+    for name in (backend, "reference"):
+        out = attend(qkv[0], qkv[1], qkv[2], lengths, causal, name)  # type: ignore[arg-type]
+        outcomes.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
+    for got, want in zip(*outcomes, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=5e-2, atol=5e-2)
+
+
+def test_a_stage_on_cuda_equals_the_stage_on_a_cpu() -> None:
+    model = settings(llm={"head_dim": 16})
+    shape, inputs, losses = shape_of(model), text(9, 12), []
+    for device in (CPU, torch.device("cuda")):
+        llm = build_stage(
+            model, shape, "llm", (0, 5), ParallelGroups.single(), dtype=torch.float32, device=device,
+            recompute=frozenset({1}), seed=1, attention="auto",
+        )  # fmt: skip
+        assert inputs.ids is not None
+        assert inputs.labels is not None
+        moved = type(inputs)(inputs.lengths, inputs.ids.to(device), inputs.labels.to(device))
+        loss = llm(None, moved)
+        loss.backward()
+        losses.append(loss.item())
+    prepare(CPU)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
