@@ -130,7 +130,7 @@ class _Replay:
             if walk.at < len(walk.todo):
                 stuck = action_to_text(walk.actions[walk.at])
                 raise ProgramError(
-                    f"simulate: rank {walk.rank} waits for ever at `{stuck}` (action {walk.at}); check it"
+                    f"simulate: rank {walk.rank} waits for ever at `{stuck}` (action {walk.at}); let check say why"
                 )
 
     def _wake(self, walk: _Walk, when: float) -> None:

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
-from mmtrain.program import Program, build, check, from_text
+from mmtrain.program import MemoryLimit, Program, build, check, from_text, peak_bytes, peak_live, to_text
 from mmtrain.program.actions import Action, Backward, Forward, Recv, Send, Share
-from mmtrain.program.graph import Microbatch
-from tests.program.graphs import graphs
+from mmtrain.program.graph import Microbatch, StageId
+from tests.program.graphs import Unit, chain, graphs
 from tests.program.interpreter import interpret
 
 
@@ -62,7 +62,7 @@ def altered(program: Program, action: Action) -> list[Action]:
     return [action]
 
 
-@settings(max_examples=600)
+@settings(max_examples=400)
 @given(mutations())
 def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
     problems = interpret(program.graph, program.actions).problems
@@ -73,6 +73,113 @@ def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
         check(program)
 
 
-def swap(text: str, graph, one: str, two: str) -> Program:
-    assert text.count(one) == text.count(two) == 1
-    return from_text(text.replace(one, "@@").replace(two, one).replace("@@", two), graph)
+def refusal(program: Program, memory: MemoryLimit | None = None) -> str:
+    with pytest.raises(ProgramError) as error:
+        check(program, memory)
+    return str(error.value)
+
+
+def test_a_deadlock_is_named_action_by_action():
+    """Both ranks run first what needs the other's later work: rank 0 a backward, rank 1 the next forward."""
+    graph = chain(Unit("llm", pp=2), n=2)
+    text = """
+rank 0
+F llm.0 llm:0.0
+SA llm.0>llm.1 llm:0.0 llm:0.0 @1
+RG llm.0>llm.1 llm:0.0 llm:0.0 @1
+B llm.0 llm:0.0
+F llm.0 llm:0.1
+SA llm.0>llm.1 llm:0.1 llm:0.1 @1
+RG llm.0>llm.1 llm:0.1 llm:0.1 @1
+B llm.0 llm:0.1
+RS llm
+STEP
+GP llm
+rank 1
+RA llm.0>llm.1 llm:0.0 llm:0.0 @0
+RA llm.0>llm.1 llm:0.1 llm:0.1 @0
+F llm.1 llm:0.0
+F llm.1 llm:0.1
+B llm.1 llm:0.0
+SG llm.0>llm.1 llm:0.0 llm:0.0 @0
+B llm.1 llm:0.1
+SG llm.0>llm.1 llm:0.1 llm:0.1 @0
+RS llm
+STEP
+GP llm
+"""
+    message = refusal(from_text(text, graph))
+    assert "deadlock" in message
+    for action in ("rank 0 `B llm.0 llm:0.0`", "rank 0 `SA llm.0>llm.1 llm:0.1", "rank 1 `F llm.1 llm:0.1`"):
+        assert action in message
+    assert "STEP" not in message
+
+
+def test_messages_of_a_channel_in_another_order_are_refused():
+    program = build(chain(Unit("llm", pp=2, trainable=(False, False)), n=2))
+    actions = list(program.actions[1])
+    posts = [at for at, a in enumerate(actions) if isinstance(a, Recv)]
+    first, second = (actions[at] for at in posts)
+    actions.remove(second)
+    actions.insert(0, second)
+    message = refusal(replace(program, actions={**program.actions, 1: tuple(actions)}))
+    assert first != second
+    assert "message 0 is sent as llm:0.0 for llm:0.0, received as llm:0.1 for llm:0.1" in message
+
+
+def test_collectives_of_a_group_in_another_order_are_refused():
+    """Ranks 0 and 1 are the data-parallel group of two encoders at once."""
+    encoders = [Unit(name, dp=2, ranks=(0, 1)) for name in ("vision", "audio")]
+    program = build(chain(*encoders, Unit("llm", ranks=(2,)), n=1))
+    actions = list(program.actions[1])
+    actions[-2:] = reversed(actions[-2:])
+    message = refusal(replace(program, actions={**program.actions, 1: tuple(actions)}))
+    assert "ranks 0 and 1 share the group [0, 1]" in message
+    assert "collective 2 is `GP audio` on one and `GP vision` on the other" in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("B llm.1 llm:0.1\n", "", "rank 1: `B llm.1 llm:0.1` is missing"),
+        ("F llm.1 llm:0.1\n", "F llm.1 llm:0.1\nF llm.1 llm:0.1\n", "rank 1: `F llm.1 llm:0.1` comes 2 times"),
+        ("F llm.1 llm:0.1\n", "F llm.0 llm:0.1\n", "rank 1: `F llm.0 llm:0.1` does not belong on this rank"),
+        ("F llm.1 llm:0.1\n", "F llm.1 llm:3.7\n", "rank 1: `F llm.1 llm:3.7` does not belong on this rank"),
+        ("RS llm\nSTEP\nGP llm\nrank 1", "STEP\nRS llm\nGP llm\nrank 1", "rank 0: `STEP` (action 8) comes before `RS"),
+    ],
+)
+def test_what_is_wrong_is_named(old, new, message):
+    program = build(chain(Unit("llm", pp=2), n=2))
+    text = to_text(program)
+    assert text.count(old) == 1
+    assert message in refusal(from_text(text.replace(old, new), program.graph))
+
+
+def test_ranks_without_actions_are_named():
+    program = build(chain(Unit("llm", 2)))
+    message = refusal(replace(program, actions={0: program.actions[0]}))
+    assert message == "program: has actions for ranks [0], but replica group 0 is [0, 1]"
+
+
+def test_many_problems_are_counted_not_printed():
+    program = build(chain(Unit("llm"), n=40))
+    message = refusal(replace(program, actions={0: ()}))
+    assert "... and 63 more" in message
+    assert message.count("is missing") == 20
+
+
+def test_activations_must_fit():
+    """Stage 0 of two keeps two microbatches of 3 bytes, stage 1 one of 5."""
+    program = build(chain(Unit("llm", pp=2), n=4))
+    sizes = {"llm.0": 3, "llm.1": 5}
+    check(program, MemoryLimit(lambda stage, mb: sizes[str(stage)], {0: 6, 1: 5}))
+    message = refusal(program, MemoryLimit(lambda stage, mb: sizes[str(stage)], {0: 5, 1: 5}))
+    assert "rank 0" in message
+    assert "`F llm.0 llm:0.1`" in message
+    assert "rank 1" not in message
+
+
+def test_without_backward_nothing_is_kept():
+    program = build(chain(Unit("vision", trainable=(False,)), Unit("llm"), n=4))
+    assert peak_bytes(program.graph, program.actions[0], lambda stage, mb: 10)[0] == 10
+    assert peak_live(program.graph, program.actions[0]) == {StageId("vision", 0): 1}

@@ -1,0 +1,146 @@
+"""Timing from a cost model, and the Chrome trace."""
+
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from mmtrain.balance.batch import BatchMeta, ItemTable
+from mmtrain.models.shape import LayerShape, ModelEdge, ModelShape, UnitShape
+from mmtrain.program import ModelTiming, build, chrome_trace, simulate, step_loads, write_chrome_trace
+from mmtrain.program.actions import Backward, Forward, GatherParams, Recv, ReduceGrads, ReduceShared, Send, Share, Step
+from mmtrain.program.graph import Microbatch, StageId
+from tests.program.graphs import Unit, chain
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """1 s a token forward, 2 backward (plus 1 for an input gradient), 10 to recompute; 1 s a byte sent."""
+
+    source: str = "given: round numbers"
+
+    def seconds(self, layer, tp, load, kind, *, input_grad=True):
+        return load.tokens * {"forward": 1.0, "backward": 2.0 + input_grad, "recompute": 10.0}[kind] / tp
+
+    def activation_bytes(self, layer, tp, load, recompute, *, input_grad=True):
+        return load.tokens * (1 if recompute else 100) if layer.trainable or input_grad else 0
+
+    def transfer(self, nbytes, same_node):
+        return nbytes * (1.0 if same_node else 10.0)
+
+    def collective(self, kind, nbytes, size, same_node):
+        return nbytes * {"broadcast": 1.0, "reduce_scatter": 2.0, "all_gather": 3.0, "all_reduce": 4.0}[kind]
+
+
+def layer(kind, hidden, out, **more):
+    return LayerShape(kind, hidden=hidden, out=out, **more)
+
+
+VISION = (layer("patch_embed", 4, 4, trainable=False), layer("projector", 4, 8))
+LLM = (layer("embedding", 8, 8, vocab=64), *[layer("decoder_block", 8, 8)] * 2, layer("head", 8, 64, vocab=64))
+SHAPE = ModelShape(
+    (UnitShape("vision", "encoder", VISION), UnitShape("llm", "llm", LLM)), (ModelEdge("vision", "llm", 0, 8),), True
+)
+
+
+@pytest.fixture
+def timing():
+    """Vision on rank 0, the LLM in two stages of tp 2; 5 patches become 3 features of 6 tokens in one microbatch."""
+    graph = chain(Unit("vision"), Unit("llm", 2, tp=2), n=1, tied=True)
+    stages = [replace(s, recompute=frozenset({1})) if str(s.id) == "llm.0" else s for s in graph.stages]
+    graph = replace(graph, stages=tuple(stages))
+    one = np.zeros(1, dtype=np.int64)
+    items = ItemTable(one, one, one + 1, one + 5, one + 5, one + 3, one, one)
+    meta = BatchMeta(0, 0, one, one + 6, one + 2, one, one, {"vision": items})
+    return ModelTiming(
+        graph,
+        SHAPE,
+        LayerCosts(),
+        step_loads(graph, meta),
+        input_grad={"vision": (False, False), "llm": (True,) * 4},
+        parameters=lambda layer, tp: 100 // tp,
+        element_bytes=2,
+        ranks_per_node=2,
+    )
+
+
+def flat(unit, index=0):
+    return StageId(unit, index), Microbatch(unit, 0, 0)
+
+
+def test_stages_sum_their_layers(timing):
+    assert timing.compute(Forward(*flat("vision"))) == 5 * 2
+    assert timing.compute(Forward(*flat("llm"))) == 6 * 2 / 2
+
+
+def test_backward_starts_at_the_first_layer_that_needs_it(timing):
+    assert timing.compute(Backward(*flat("vision"))) == 5 * 2.0  # the projector alone, without input gradient
+    assert timing.compute(Backward(*flat("llm", 1))) == 2 * 6 * 3.0 / 2
+
+
+def test_recomputed_layers_pay_again_and_keep_less(timing):
+    assert timing.compute(Backward(*flat("llm"))) == (2 * 6 * 3.0 + 6 * 10.0) / 2
+    assert timing.activation_bytes(*flat("llm")) == 6 * 100 + 6
+    assert timing.activation_bytes(*flat("vision")) == 5 * 100
+
+
+def test_messages_carry_routed_rows_between_units_and_all_tokens_inside(timing):
+    between, inside = timing.graph.edges[1], timing.graph.edges[0]
+    assert str(between) == "vision.0>llm.0"
+    image, text = Microbatch("vision", 0, 0), Microbatch("llm", 0, 0)
+    assert timing.message(0, Send(between, image, text, 1, "activation")) == (3 * 8 * 2, 3 * 8 * 2)
+    assert timing.message(1, Send(inside, text, text, 3, "gradient")) == (10 * 6 * 8 * 2, 6 * 8 * 2)
+    assert timing.collective(1, Share(between, text, "activation"), (1, 2)) == (3 * 8 * 2, 3 * 8 * 2)
+
+
+def test_collectives_move_what_trains(timing):
+    assert timing.collective(0, ReduceGrads("vision"), (0,)) == (2 * 100 * 4, 100 * 4)
+    assert timing.collective(1, GatherParams("llm"), (1,)) == (3 * 2 * 50 * 2, 2 * 50 * 2)
+    assert timing.collective(1, ReduceShared("embeddings"), (1, 3)) == (4 * 64 * 8 * 4 / 2, 64 * 8 * 4 // 2)
+    assert timing.collective(1, Step(), (0, 1, 2, 3, 4)) == (16.0, 4)
+
+
+def test_nothing_is_sent_for_a_text_only_microbatch(timing):
+    loads = replace(timing.loads, routes={("vision", "llm"): replace(timing.loads.routes["vision", "llm"], spans={})})
+    timing = replace(timing, loads=loads)
+    timeline = simulate(build(timing.graph), timing)
+    between = [s for s in timeline.spans if isinstance(s.action, Send) and s.action.edge.crosses_units]
+    assert between == []
+    start = next(s.start_s for s in timeline.spans if s.action == Forward(*flat("llm")))
+    assert start == timing.compute(Forward(*flat("vision")))
+
+
+def test_chrome_trace_has_the_fields_of_the_design(timing, tmp_path):
+    timeline = simulate(build(timing.graph), timing)
+    path = tmp_path / "trace.json"
+    write_chrome_trace(timeline, "abc", path)
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    assert trace == chrome_trace(timeline, "abc")
+    assert trace["otherData"] == {
+        "simulated": True,
+        "step_time_us": timeline.step_time_s * 1e6,
+        "plan_sha256": "abc",
+    }
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert len(spans) == len(timeline.spans)
+    forward = next(e for e in spans if e["pid"] == 1 and e["args"]["kind"] == "F")
+    assert forward["tid"] == 0
+    assert forward["args"] == {"kind": "F", "unit": "llm", "stage": 0, "chunk": 0, "replica": 0, "microbatch": 0}
+    assert forward["dur"] == 6e6
+    kinds = {e["args"]["kind"] for e in spans if e["tid"] == 1}
+    assert kinds == {"p2p", "broadcast", "reduce_scatter", "all_reduce", "all_gather"}
+    message = next(e for e in spans if e["args"]["kind"] == "p2p")
+    assert message["args"] == {"kind": "p2p", "edge": "vision.0>llm.0", "bytes": 48}
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert names == {rank: f"rank {rank}" for rank in range(5)}
+
+
+def test_measured_receives_are_drawn_like_messages(timing):
+    timeline = simulate(build(timing.graph), timing)
+    sent = next(s for s in timeline.spans if isinstance(s.action, Send))
+    a = sent.action
+    received = replace(sent, rank=a.peer, action=Recv(a.edge, a.src, a.dst, sent.rank, a.payload))
+    both = chrome_trace(replace(timeline, spans=(sent, received), simulated=False), "")["traceEvents"][-2:]
+    assert both[0]["args"] == both[1]["args"]
+    assert [e["pid"] for e in both] == [0, 1]
