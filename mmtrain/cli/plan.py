@@ -14,22 +14,25 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON, for `train --plan FILE`.")
     ] = None,
-    top: Annotated[int, typer.Option(min=0, help="How many of the alternatives to show.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="How many of the alternatives to show.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Choose a parallel plan and show what it beat."""
     from mmtrain.errors import UserError
-    from mmtrain.recipe import load
+    from mmtrain.recipe import load, sha256
 
-    loaded = load(recipe, overrides)  # a wrong recipe is told before anything slow starts
+    settings = load(recipe, overrides).recipe  # a wrong recipe is told before anything slow starts
+    from mmtrain.cli.cluster import cluster_of
     from mmtrain.data import build
     from mmtrain.plan import plan as choose
     from mmtrain.report import plan_table
 
-    chosen = choose(loaded.recipe, build(loaded.recipe).lengths)
+    ranks, hardware = cluster_of(settings)
+    lengths = build(settings).lengths
+    chosen = choose(settings, lengths, world_size=ranks, hardware=hardware, recipe_sha256=sha256(settings), top=top)
     if out is not None:
         try:
             chosen.save(out)
         except OSError as error:
             raise UserError(f"--out {out}: cannot write the plan: {error.strerror}") from None
-    typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, top))
+    typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen))

@@ -2,6 +2,7 @@
 
 from mmtrain.report.evaluation import EvaluationResult, Example, TemplateScore
 from mmtrain.report.metrics import StepMetrics, TimeSplit
+from mmtrain.report.plan_view import plan_table
 from mmtrain.report.progress import Progress, open_progress
 from mmtrain.report.runlog import RunLog, read_metrics
 
@@ -14,5 +15,6 @@ __all__ = [
     "TemplateScore",
     "TimeSplit",
     "open_progress",
+    "plan_table",
     "read_metrics",
 ]

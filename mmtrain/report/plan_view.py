@@ -1,0 +1,96 @@
+"""A plan for reading: where every layer goes, what that is predicted to cost, and what it beat."""
+
+import io
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mmtrain.plan.plan import Plan, StagePlan
+
+
+def plan_table(plan: Plan, width: int = 120) -> str:
+    """Write a plan as text `width` columns wide: stages, prediction, the reason it was chosen, alternatives."""
+    console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(_stages(plan))
+        console.print(Text("\n".join(_sentences(plan))))
+        if plan.alternatives:
+            console.print(_alternatives(plan))
+    return capture.get()
+
+
+def _stages(plan: Plan) -> Table:
+    title = f"{plan.placement} on {plan.world_size} x {plan.hardware}"
+    table = Table(title=title, title_justify="left")
+    for column in ("unit", "tp x pp x dp", "microbatches", "stage", "layers", "recomputed", "ranks"):
+        table.add_column(column)
+    for name, unit in plan.units.items():
+        mesh = f"{unit.tp} x {unit.pp} x {unit.dp}"
+        microbatches = str(plan.schedule.num_microbatches[name])
+        per_stage = unit.tp * unit.dp
+        for i, stage in enumerate(unit.stages):
+            about = (name, mesh, microbatches) if i == 0 else ("", "", "")
+            ranks = unit.ranks[i * per_stage : (i + 1) * per_stage]
+            table.add_row(*about, str(stage.stage), _layers(stage), _recomputed(stage), _spans(ranks))
+        table.add_section()
+    return table
+
+
+def _alternatives(plan: Plan) -> Table:
+    table = Table(title="What it beat", title_justify="left")
+    table.add_column("plan")
+    table.add_column("step", justify="right")
+    table.add_column("peak GiB", justify="right")
+    table.add_column("why it lost")
+    for other in plan.alternatives:
+        step = "-" if other.step_time_s is None else _seconds(other.step_time_s)
+        peak = "-" if other.peak_memory_gib is None else f"{other.peak_memory_gib:.3g}"
+        table.add_row(other.summary, step, peak, other.reason)
+    return table
+
+
+def _sentences(plan: Plan) -> Iterator[str]:
+    p = plan.predicted
+    peak = max(p.peak_memory_gib.values(), default=0.0)
+    yield (
+        f"Predicted ({p.cost_source}): {_seconds(p.step_time_s)} a step, MFU {p.mfu:.1%}, "
+        f"{p.tokens_per_s_per_gpu:,.0f} tokens/s a rank, at most {peak:.3g} GiB a rank."
+    )
+    bubbles = sorted(p.bubbles.items(), key=lambda item: -item[1])
+    idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles if share >= 0.0005)
+    yield f"Ranks idle {sum(p.bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
+    slower = next((other for other in plan.alternatives if other.step_time_s is not None), None)
+    if slower is not None and slower.step_time_s is not None:
+        ratio = slower.step_time_s / p.step_time_s
+        yield f"Chosen as the fastest that fits; the next, {slower.summary}, takes {ratio:.2f} times as long."
+    else:
+        yield "Chosen as the only one that fits."
+
+
+def _layers(stage: StagePlan) -> str:
+    lo, hi = stage.layers
+    return f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo)
+
+
+def _recomputed(stage: StagePlan) -> str:
+    lo, hi = stage.layers
+    if not stage.recompute:
+        return "none"
+    return "all" if len(stage.recompute) == hi - lo else _spans(stage.recompute)
+
+
+def _spans(numbers: tuple[int, ...]) -> str:
+    """Shorten runs of consecutive numbers: (0, 1, 2, 5) is `0-2, 5`."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

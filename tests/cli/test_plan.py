@@ -1,0 +1,70 @@
+"""`mmtrain plan`: from a recipe and files on disk to a table and a plan file."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmtrain.data.demo import generate
+from mmtrain.plan import load
+
+RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "data"
+    generate(folder, seed=1, train=60, heldout=4)
+    return folder
+
+
+def plan(data: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    settings = [f"data.sources.0.path={data}/train.json", f"data.tokenizer={data}/tokenizer.json"]
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-m", "mmtrain", "plan", str(RECIPE), *overrides, *args]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+
+
+def test_a_table_and_a_plan_file(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    done = plan(data, "--set", "parallel.placement=auto", "--top", "2", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    saved = load(out)
+    assert saved.world_size == 2
+    assert len(saved.alternatives) <= 2
+    assert done.stdout.startswith(f"{saved.placement} on 2 x cpu-core")
+    assert "modelled" in done.stdout
+
+
+def test_json_is_the_plan_file(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    done = plan(data, "--json", "--out", str(out))
+    assert done.stdout == out.read_text(encoding="utf-8")
+    assert json.loads(done.stdout)["placement"] == "disaggregated"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--set", "cluster.hardware=h100"], "did you mean `h100-80g`"),
+        (["--set", "cluster.ranks=1"], "no plan uses exactly 1 ranks"),
+        (["--out", "/no/such/folder/plan.json"], "--out /no/such/folder/plan.json: cannot write the plan"),
+        (["--set", "data.tokenizer=/no/such.json"], "/no/such.json"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(data: Path, args: list[str], message: str) -> None:
+    done = plan(data, *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("mmtrain: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", [path.name for path in RECIPE.parent.glob("*.yaml")])
+def test_every_recipe_of_ours_is_right(name: str) -> None:
+    from mmtrain import recipe
+
+    assert recipe.load(RECIPE.parent / name).recipe.name

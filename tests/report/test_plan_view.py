@@ -1,0 +1,77 @@
+"""A plan as a table: everything a reader decides by is on it."""
+
+from mmtrain.plan import Alternative, Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.report import plan_table
+
+
+def plan(*alternatives: Alternative) -> Plan:
+    return Plan(
+        recipe_sha256="0" * 64,
+        hardware="h100-80g",
+        world_size=10,
+        placement="disaggregated",
+        units={
+            "vision": UnitPlan(tp=1, pp=1, dp=2, ranks=(0, 1), stages=(StagePlan(stage=0, layers=(0, 5)),)),
+            "llm": UnitPlan(
+                tp=2,
+                pp=2,
+                dp=2,
+                ranks=tuple(range(2, 10)),
+                stages=(
+                    StagePlan(stage=0, layers=(0, 7), recompute=tuple(range(7))),
+                    StagePlan(stage=1, layers=(7, 12), recompute=(7, 8, 11)),
+                ),
+            ),
+        },
+        schedule=SchedulePlan(num_microbatches={"vision": 4, "llm": 4}),
+        predicted=Prediction(
+            step_time_s=0.25,
+            mfu=0.412,
+            tokens_per_s_per_gpu=12345.6,
+            peak_memory_gib={"0-1": 3.0, "2-9": 61.5},
+            bubbles={"pp_warmup": 0.1, "tp": 0.02, "imbalance": 0.0},
+            cost_source="modelled: h100-80g",
+        ),
+        alternatives=alternatives,
+    )
+
+
+def test_stages_prediction_and_alternatives_are_shown() -> None:
+    slower = Alternative(
+        summary="unified: vision tp1 pp2 dp5",
+        placement="unified",
+        step_time_s=0.5,
+        peak_memory_gib=70.0,
+        reason="2.00x slower: idle",
+    )
+    too_big = Alternative(
+        summary="unified: tp1", placement="unified", step_time_s=None, peak_memory_gib=None, reason="does not fit"
+    )
+    text = plan_table(plan(too_big, slower))
+    for row in [
+        ("disaggregated on 10 x h100-80g",),
+        ("vision", "1 x 1 x 2", "4", "0", "0-4", "none", "0-1"),
+        ("llm", "2 x 2 x 2", "4", "0", "0-6", "all", "2-5"),
+        ("1", "7-11", "7-8, 11", "6-9"),
+        ("Predicted (modelled: h100-80g): 250 ms a step, MFU 41.2%, 12,346 tokens/s a rank, at most 61.5 GiB",),
+        ("Ranks idle 12.0% of the step: pp_warmup 10.0%, tp 2.0%.",),
+        ("the next, unified: vision tp1 pp2 dp5, takes 2.00 times as long",),
+        ("unified: vision tp1 pp2 dp5", "500 ms", "70", "2.00x slower: idle"),
+        ("unified: tp1", "-", "-", "does not fit"),
+    ]:
+        assert any(_in_order(row, line) for line in text.splitlines()), (row, text)
+
+
+def test_a_plan_without_rivals_says_so() -> None:
+    text = plan_table(plan())
+    assert "Chosen as the only one that fits." in text
+    assert "What it beat" not in text
+
+
+def _in_order(cells: tuple[str, ...], line: str) -> bool:
+    at = 0
+    for cell in cells:
+        at = line.find(cell, at) + len(cell)
+        if at < len(cell):
+            return False
+    return True
