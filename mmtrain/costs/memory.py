@@ -109,16 +109,23 @@ def microbatch_bytes(stage: HeldLayers, costs: CostModel) -> int:
 
 
 def working_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
-    """Bytes that live only while a layer is computed, and the messages at both ends of the stage.
+    """Bytes that live only while a layer is computed, and the messages at both ends of the stage."""
+    largest = max(
+        layer_working(layer, stage.tp, stage.load, again, costs)
+        for layer, again in zip(stage.layers, stage.recompute, strict=True)
+    )
+    return largest + sum(input_bytes(layer, stage.load, precision) for layer in (stage.layers[0], stage.layers[-1]))
 
-    A layer's backward holds gradients as large as what its forward kept, and, if it is recomputed, that too.
-    """
-    largest = 0
-    for layer, again in zip(stage.layers, stage.recompute, strict=True):
-        kept = costs.activation_bytes(layer, stage.tp, stage.load, False)
-        largest = max(largest, 2 * kept if again else kept)
-    ends = (stage.layers[0].hidden + stage.layers[-1].hidden) * stage.load.tokens
-    return largest + ends * ELEMENT_BYTES[precision]
+
+def layer_working(layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, costs: CostModel) -> int:
+    """Bytes a layer's backward needs for a while: gradients as large as what forward keeps, and that if recomputed."""
+    kept = costs.activation_bytes(layer, tp, load, False)
+    return 2 * kept if recompute else kept
+
+
+def input_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:
+    """Bytes of the hidden states that enter a layer."""
+    return layer.hidden * load.tokens * ELEMENT_BYTES[precision]
 
 
 def _tied_layers(held: Iterable[HeldLayers]) -> list[tuple[LayerShape, int, int]]:

@@ -12,7 +12,7 @@ from mmtrain.plan.graph import graph_of
 from mmtrain.plan.layout import Layout, MeshSize, disaggregated, unified
 from mmtrain.plan.partition import BoolArray, min_max_partition
 from mmtrain.plan.plan import Placement
-from mmtrain.plan.pricing import DataParallel, Pricing
+from mmtrain.plan.pricing import DataParallel, Line, Pricing
 from mmtrain.program.graph import LLM, StageGraph
 
 FloatArray = npt.NDArray[np.float64]
@@ -39,24 +39,15 @@ class Sizing:
         return "disaggregated: " + ", ".join(f"{name} {size}" for name, size in self.sizes.items())
 
 
-@dataclass(frozen=True)
-class Line:
-    """Consecutive layers that are cut together, of one unit or of all."""
-
-    seconds: FloatArray  # (L,) of one microbatch
-    state_bytes: FloatArray  # (L,) parameters, gradients, optimizer
-    kept_bytes: FloatArray  # (L,) activations of one microbatch
-
-
 def arrange(
     sizing: Sizing, pricing: Pricing, choices: Mapping[str, UnitChoices], memory_bytes: float | None = None
 ) -> Layout | None:
     """Cut every unit into stages of equal time, with `memory_bytes` only into stages that fit; None if impossible."""
     num_microbatches = pricing.num_microbatches(sizing.dp)
-    lines = {name: _line(pricing, name, size.tp, sizing.dp) for name, size in sizing.sizes.items()}
+    lines = {name: pricing.line(name, size.tp, sizing.dp) for name, size in sizing.sizes.items()}
     if sizing.placement == "unified":
         size = next(iter(sizing.sizes.values()))
-        line = _join(list(lines.values()))
+        line = Line.join(list(lines.values()))
         allowed = _unit_mask([len(x.seconds) for x in lines.values()], size.pp, [choices[n].pp for n in lines])
         if memory_bytes is not None:
             allowed &= _memory_mask(line, _in_flight(size.pp, 0, num_microbatches), memory_bytes)
@@ -81,29 +72,32 @@ def graph_for(layout: Layout, pricing: Pricing) -> StageGraph:
     return graph_of(layout.units, dict.fromkeys(layout.units, layout.num_microbatches), pricing.shape)
 
 
-def _line(pricing: Pricing, unit: str, tp: int, dp: DataParallel) -> Line:
-    return Line(pricing.layer_seconds(unit, tp, dp), *pricing.layer_bytes(unit, tp, dp))
-
-
-def _join(lines: Sequence[Line]) -> Line:
-    return Line(
-        np.concatenate([x.seconds for x in lines]),
-        np.concatenate([x.state_bytes for x in lines]),
-        np.concatenate([x.kept_bytes for x in lines]),
-    )
-
-
 def _in_flight(pp: int, below: int, num_microbatches: int) -> list[int]:
     """Microbatches that 1F1B holds at each of `pp` pipeline ranks with `below` more after them."""
     return [min(pp - p + below, num_microbatches) for p in range(pp)]
 
 
 def _memory_mask(line: Line, in_flight: Sequence[int], memory_bytes: float) -> BoolArray:
-    """(parts, L + 1, L + 1): does part p fit with layers [lo, hi)? Working buffers are left to the exact check."""
-    state, kept = (np.concatenate([[0.0], np.cumsum(x)]) for x in (line.state_bytes, line.kept_bytes))
-    state, kept = state[None, :] - state[:, None], kept[None, :] - kept[:, None]
-    need = state[None] + np.array(in_flight)[:, None, None] * kept[None]
+    """(parts, L + 1, L + 1): does part p fit with layers [lo, hi)? As `costs.memory.rank_memory` counts."""
+    need = np.array(in_flight)[:, None, None] * _span_sums(line.kept_bytes)[None]
+    need += (_span_sums(line.state_bytes) + _span_working(line))[None]
     return np.asarray(need * (1 + MARGIN) <= memory_bytes)
+
+
+def _span_sums(values: FloatArray) -> FloatArray:
+    """(L + 1, L + 1) sums of [lo, hi)."""
+    prefix = np.concatenate([[0.0], np.cumsum(values)])
+    return np.asarray(prefix[None, :] - prefix[:, None])
+
+
+def _span_working(line: Line) -> FloatArray:
+    """(L + 1, L + 1) the largest layer's working bytes in [lo, hi), and the messages at both ends."""
+    num_layers = len(line.working_bytes)
+    working = np.zeros((num_layers + 1, num_layers + 1))
+    for lo in range(num_layers):
+        working[lo, lo + 1 :] = np.maximum.accumulate(line.working_bytes[lo:])
+        working[lo, lo + 1 :] += line.input_bytes[lo] + line.input_bytes[lo:]
+    return working
 
 
 def _unit_mask(lengths: Sequence[int], parts: int, allowed_pp: Sequence[Sequence[int]]) -> BoolArray:

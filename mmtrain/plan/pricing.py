@@ -1,7 +1,8 @@
 """What layers cost on the drawn batches: for cutting stages, for lower bounds and for the memory rule."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from mmtrain.costs import (
     rank_memory,
     upstream_trains,
 )
-from mmtrain.costs.memory import layer_state
+from mmtrain.costs.memory import input_bytes, layer_state, layer_working
 from mmtrain.models.shape import ModelShape
 from mmtrain.plan.batches import BatchSample
 from mmtrain.plan.graph import graph_of
@@ -36,10 +37,37 @@ class StageSeconds:
     forward: FloatArray
     backward: FloatArray  # recompute included
 
-    @property
+    @cached_property
     def busy(self) -> FloatArray:
         """(batches, dp) seconds each replica's ranks work on the stage in a step."""
         return np.asarray((self.forward + self.backward).sum(axis=2))
+
+    @cached_property
+    def least_forward(self) -> FloatArray:
+        """(batches,) seconds of the shortest forward."""
+        return np.asarray(self.forward.min(axis=(1, 2)))
+
+    @cached_property
+    def least_backward(self) -> FloatArray:
+        """(batches,) seconds of the shortest backward."""
+        return np.asarray(self.backward.min(axis=(1, 2)))
+
+
+@dataclass(frozen=True)
+class Line:
+    """Consecutive layers that are cut together, of one unit or of all."""
+
+    seconds: FloatArray  # (L,) of one microbatch: forward, backward and recompute
+    state_bytes: FloatArray  # (L,) parameters, gradients, optimizer
+    kept_bytes: FloatArray  # (L,) activations that one microbatch leaves behind
+    working_bytes: FloatArray  # (L,) what lives only while the layer is computed
+    input_bytes: FloatArray  # (L,) hidden states that enter the layer
+
+    @classmethod
+    def join(cls, lines: Sequence["Line"]) -> "Line":
+        """All units' layers one after another."""
+        columns = ([getattr(line, f.name) for line in lines] for f in fields(cls))
+        return cls(*(np.concatenate(column) for column in columns))
 
 
 @dataclass(frozen=True)
@@ -54,6 +82,10 @@ class Pricing:
     recompute: Mapping[str, bool]  # by unit
     _loads: dict[DataParallel, list[StepLoads]] = field(default_factory=dict, repr=False)
     _prefix: dict[tuple[str, int, DataParallel], FloatArray] = field(default_factory=dict, repr=False)
+    _stages: dict[tuple[str, int, DataParallel, tuple[int, int]], StageSeconds] = field(
+        default_factory=dict, repr=False
+    )
+    _lines: dict[tuple[str, int, DataParallel], Line] = field(default_factory=dict, repr=False)
 
     def loads(self, dp: DataParallel) -> list[StepLoads]:
         """Loads of every drawn batch under these data-parallel sizes."""
@@ -71,50 +103,30 @@ class Pricing:
         """Waves in a step: what the LLM's replicas need for the global batch."""
         return self.batches.global_batch // dict(dp)[LLM]
 
-    def layer_seconds(self, unit: str, tp: int, dp: DataParallel) -> FloatArray:
-        """(L,) mean seconds of each layer of `unit` for one microbatch, forward, backward and recompute together."""
-        total = self._prefix_sums(unit, tp, dp).sum(axis=1).mean(axis=(1, 2, 3))
-        return np.asarray(np.diff(total))
+    def line(self, unit: str, tp: int, dp: DataParallel) -> Line:
+        """The unit's layers as they are cut: mean seconds, and bytes for the largest microbatch."""
+        key = (unit, tp, dp)
+        if key not in self._lines:
+            total = self._prefix_sums(unit, tp, dp).sum(axis=1).mean(axis=(1, 2, 3))
+            layers, needs = self.shape.unit(unit).layers, upstream_trains(self.shape)[unit]
+            load, again = self.largest_load(unit, dp), self.recompute[unit]
+            kept = [
+                self.costs.activation_bytes(layer, tp, load, again, input_grad=needed)
+                for layer, needed in zip(layers, needs, strict=True)
+            ]
+            self._lines[key] = Line(
+                seconds=np.diff(total),
+                state_bytes=np.array([sum(layer_state(x, tp, dict(dp)[unit], self.precision)) for x in layers]),
+                kept_bytes=np.array(kept, dtype=np.float64),
+                working_bytes=np.array([layer_working(x, tp, load, again, self.costs) for x in layers], np.float64),
+                input_bytes=np.array([input_bytes(x, load, self.precision) for x in layers], np.float64),
+            )
+        return self._lines[key]
 
-    def layer_bytes(self, unit: str, tp: int, dp: DataParallel) -> tuple[FloatArray, FloatArray]:
-        """(L,) bytes of each layer's parameters with all their state, and of what one microbatch leaves behind."""
-        layers, needs = self.shape.unit(unit).layers, upstream_trains(self.shape)[unit]
-        load, again = self.largest_load(unit, dp), self.recompute[unit]
-        state = [sum(layer_state(layer, tp, dict(dp)[unit], self.precision)) for layer in layers]
-        kept = [
-            self.costs.activation_bytes(layer, tp, load, again, input_grad=needed)
-            for layer, needed in zip(layers, needs, strict=True)
-        ]
-        return np.array(state, dtype=np.float64), np.array(kept, dtype=np.float64)
-
-    def stage_seconds(self, graph: StageGraph, stage: StageId) -> StageSeconds:
-        """What the stage costs in each batch."""
-        prefix = self._prefix_sums(stage.unit, graph.mesh(stage.unit).tp, sizes_of(graph))
-        lo, hi = graph.stage(stage).layers
-        forward, backward = prefix[hi] - prefix[lo]
-        return StageSeconds(forward, backward)
-
-    def step_bound(self, graph: StageGraph) -> tuple[float, StageId]:
-        """Seconds no schedule can beat, averaged over the batches, and a stage on the rank that asks for them.
-
-        A rank does all its work, cannot start before the first microbatch has come down to it, and its last
-        backward still has to travel up to the first stage.
-        """
-        seconds = {s.id: self.stage_seconds(graph, s.id) for s in graph.stages}
-        head, tail = _ways(graph, seconds)
-        by_rank: dict[int, list[tuple[StageId, int]]] = {}
-        for s in graph.stages:
-            for replica, lane in enumerate(s.lanes):
-                by_rank.setdefault(lane[0], []).append((s.id, replica))
-        totals = [
-            sum(seconds[sid].busy[:, replica] for sid, replica in held)
-            + np.min([head[sid] for sid, _ in held], axis=0)
-            + np.min([tail[sid] for sid, _ in held], axis=0)
-            for held in by_rank.values()
-        ]
-        means = [float(total.mean()) for total in totals]
-        worst = int(np.argmax(means))
-        return float(np.max(totals, axis=0).mean()), list(by_rank.values())[worst][-1][0]
+    def stage_seconds(self, graph: StageGraph) -> dict[StageId, StageSeconds]:
+        """What every stage costs in each batch."""
+        dp = sizes_of(graph)
+        return {s.id: self._seconds_of(s.id.unit, graph.mesh(s.id.unit).tp, dp, s.layers) for s in graph.stages}
 
     def memory(self, graph: StageGraph) -> dict[int, RankMemory]:
         """What every rank of the first replica holds at most; all replicas hold the same."""
@@ -152,9 +164,16 @@ class Pricing:
             totals.append(model_flops(self.shape, sums))
         return float(np.mean(totals))
 
+    def _seconds_of(self, unit: str, tp: int, dp: DataParallel, layers: tuple[int, int]) -> StageSeconds:
+        key = (unit, tp, _deciding(unit, dp), layers)
+        if key not in self._stages:
+            prefix = self._prefix_sums(unit, tp, dp)
+            self._stages[key] = StageSeconds(*(prefix[layers[1]] - prefix[layers[0]]))
+        return self._stages[key]
+
     def _prefix_sums(self, unit: str, tp: int, dp: DataParallel) -> FloatArray:
         """(L + 1, 2, batches, dp, microbatches) seconds of layers [0, l): forward, and backward with recompute."""
-        key = (unit, tp, dp[-1:] if unit == LLM else dp)  # the LLM's loads are the same for any encoder dp
+        key = (unit, tp, _deciding(unit, dp))
         if key not in self._prefix:
             replicas, waves = range(dict(dp)[unit]), range(self.num_microbatches(dp))
             grid = [[[b.loads[Microbatch(unit, r, i)] for i in waves] for r in replicas] for b in self.loads(dp)]
@@ -187,17 +206,6 @@ def sizes_of(graph: StageGraph) -> DataParallel:
     return tuple((m.unit, m.dp) for m in graph.meshes)
 
 
-def _ways(
-    graph: StageGraph, seconds: Mapping[StageId, StageSeconds]
-) -> tuple[dict[StageId, FloatArray], dict[StageId, FloatArray]]:
-    """Per stage and batch: the least time before its first forward, and after its last backward."""
-    num_batches = next(iter(seconds.values())).forward.shape[0]
-    head: dict[StageId, FloatArray] = {}
-    tail: dict[StageId, FloatArray] = {}
-    for sid in graph.order:
-        sources = [e.src for e in graph.inputs(sid)]
-        starts = [head[s] + seconds[s].forward.min(axis=(1, 2)) for s in sources]
-        ends = [tail[s] + seconds[s].backward.min(axis=(1, 2)) for s in sources]
-        head[sid] = np.max([np.zeros(num_batches), *starts], axis=0)
-        tail[sid] = np.max([np.zeros(num_batches), *ends], axis=0)
-    return head, tail
+def _deciding(unit: str, dp: DataParallel) -> DataParallel:
+    """The sizes that decide about a unit's loads: the LLM's do not depend on encoders."""
+    return tuple(entry for entry in dp if entry[0] == LLM) if unit == LLM else dp

@@ -1,42 +1,33 @@
-"""Which layouts there are, and which of them is fastest: best-first, with a bound that no schedule can beat."""
+"""Which layouts there are, and which of them is fastest: best-first, with bounds that no simulation can beat."""
 
-from collections.abc import Iterator, Mapping
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mmtrain.costs import Hardware, RankMemory, parameters, upstream_trains
-from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
+from mmtrain.costs import Hardware, RankMemory
+from mmtrain.costs.hardware import GIB
+from mmtrain.plan.bounds import work_bound
 from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.cut import Sizing, arrange, graph_for
+from mmtrain.plan.judge import Judged, judge, tight_bound
 from mmtrain.plan.layout import Layout, MeshSize, split_lane
 from mmtrain.plan.plan import Alternative
-from mmtrain.plan.pricing import Pricing, StageSeconds, sizes_of
-from mmtrain.program.actions import Collective, Compute, Forward, Send
-from mmtrain.program.builder import build_1f1b
-from mmtrain.program.graph import Microbatch, StageGraph, StageId
-from mmtrain.program.loads import StepLoads
-from mmtrain.program.lower import lower
-from mmtrain.program.simulate import simulate
-from mmtrain.program.timing import ModelTiming, Transport
+from mmtrain.plan.pricing import Pricing
+from mmtrain.program.graph import StageGraph, StageId
 
 SAME = 1.001  # step times within this factor count as equal; the simpler layout then wins
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A layout that fits, with what the simulator says of it on the drawn batches (means)."""
+class Candidate:
+    """A layout that has not been simulated."""
 
+    sizing: Sizing
     layout: Layout
     graph: StageGraph
-    step_time_s: float
-    bubbles: Mapping[str, float]  # kind -> share of all rank-seconds
-    memory: Mapping[int, RankMemory]  # ranks of the first replica
-    busiest: StageId
-    busiest_share: float  # of the step that its ranks work on it
-
-    @property
-    def peak_bytes(self) -> float:
-        """Bytes on the fullest rank."""
-        return max(m.total for m in self.memory.values())
+    bound: float  # seconds its step takes at least
+    busiest: StageId  # whose rank asks for them
 
 
 @dataclass(frozen=True)
@@ -72,130 +63,68 @@ def _split(choices: list[UnitChoices], ranks: int) -> Iterator[dict[str, MeshSiz
 
 
 def search(
-    candidates: list[Sizing],
-    pricing: Pricing,
-    choices: Mapping[str, UnitChoices],
-    machine: Hardware,
-    at_least: int,
+    sizings: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware, at_least: int
 ) -> Outcome:
     """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
 
-    At least `at_least` are simulated if so many fit, so that the ranking has figures to show.
+    A candidate is first bounded by its work, then, when its turn comes, by its schedule without communication, and
+    simulated when it is still first. At least `at_least` are, if so many fit, so that the ranking has figures to show.
     """
-    queue, losers = _bounded(candidates, pricing, choices, machine)
+    candidates, losers = _cut_all(sizings, pricing, choices, machine)
+    queue = [(c.bound, place, False) for place, c in enumerate(candidates)]
+    heapq.heapify(queue)
     judged: list[Judged] = []
-    for bound, _, sizing, layout, busiest in queue:
-        best = min((j.step_time_s for j in judged), default=float("inf"))
+    while queue:
+        bound, place, is_tight = heapq.heappop(queue)
+        candidate = candidates[place]
+        best = min((j.step_time_s for j in judged), default=math.inf)
         if bound > best * SAME and len(judged) >= at_least:
-            losers.append(_lost(sizing, f"at least {bound / best:.2f}x slower: {busiest} cannot be done sooner"))
-            continue
-        fitting = _within_memory(sizing, layout, pricing, choices, machine)
-        if isinstance(fitting, Alternative):
-            losers.append(fitting)
+            slower = f"at least {bound / best:.2f}x slower: {candidate.busiest} cannot be done sooner"
+            losers.append(_lost(candidate.sizing, slower))
+        elif not is_tight:
+            heapq.heappush(queue, (max(bound, tight_bound(candidate.graph, pricing, machine)), place, True))
         else:
-            judged.append(judge(fitting, pricing, machine))
+            fitting = _within_memory(candidate, pricing, choices, machine)
+            if isinstance(fitting, Alternative):
+                losers.append(fitting)
+            else:
+                judged.append(judge(fitting, pricing, machine))
     return Outcome(tuple(_ranked(judged)), tuple(losers))
 
 
-def _bounded(
-    candidates: list[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
-) -> tuple[list[tuple[float, int, Sizing, Layout, StageId]], list[Alternative]]:
-    """Cut every candidate; those that can be, by rising lower bound on their step, and the others."""
+def _cut_all(
+    sizings: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
+) -> tuple[list[Candidate], list[Alternative]]:
+    """Cut every candidate into stages; also return those that cannot be."""
     losers: list[Alternative] = []
-    queue: list[tuple[float, int, Sizing, Layout, StageId]] = []
-    for place, sizing in enumerate(candidates):
+    candidates: list[Candidate] = []
+    for sizing in sizings:
         layout = arrange(sizing, pricing, choices)
         if layout is None:
             losers.append(_lost(sizing, "its layers cannot be cut into so many stages under parallel.*.pp"))
         elif lane := split_lane(layout.units, machine.ranks_per_node):
             losers.append(_lost(sizing, f"the tensor-parallel group of ranks {lane} lies on two nodes"))
         else:
-            bound, busiest = pricing.step_bound(graph_for(layout, pricing))
-            queue.append((bound, place, sizing, layout, busiest))
-    return sorted(queue, key=lambda entry: entry[:2]), losers
-
-
-def judge(layout: Layout, pricing: Pricing, machine: Hardware) -> Judged:
-    """Simulate the layout's program on every drawn batch."""
-    graph = graph_for(layout, pricing)
-    program = lower(build_1f1b(graph))  # the chosen one is checked as well, see `story`
-    seconds = {s.id: pricing.stage_seconds(graph, s.id) for s in graph.stages}
-    timings = [
-        DrawnTiming(model_timing(graph, pricing, loads, machine), seconds, batch)
-        for batch, loads in enumerate(pricing.loads(sizes_of(graph)))
-    ]
-    lines = [simulate(program, timing, graph.num_groups) for timing in timings]
-    step_time = sum(t.step_time_s for t in lines) / len(lines)
-    shares = [t.bubble_shares() for t in lines]
-    busy = {sid: float(s.busy.max(axis=1).mean()) for sid, s in seconds.items()}
-    busiest = max(busy, key=lambda sid: busy[sid])
-    return Judged(
-        layout,
-        graph,
-        step_time,
-        {kind: sum(s[kind] for s in shares) / len(shares) for kind in shares[0]},
-        pricing.memory(graph),
-        busiest,
-        busy[busiest] / step_time if step_time else 0.0,
-    )
-
-
-def model_timing(graph: StageGraph, pricing: Pricing, loads: StepLoads, machine: Hardware) -> ModelTiming:
-    """What the simulator asks, for one batch."""
-    return ModelTiming(
-        graph,
-        pricing.shape,
-        pricing.costs,
-        loads,
-        upstream_trains(pricing.shape),
-        parameters,
-        ELEMENT_BYTES[pricing.precision],
-        machine.ranks_per_node,
-    )
-
-
-@dataclass(frozen=True)
-class DrawnTiming:
-    """`ModelTiming` for one of the drawn batches, whose compute was priced before for all candidates at once."""
-
-    model: ModelTiming
-    seconds: Mapping[StageId, StageSeconds]
-    batch: int
-
-    def compute(self, action: Compute) -> float:
-        """Seconds of a forward or backward."""
-        stage = self.seconds[action.stage]
-        grid = stage.forward if isinstance(action, Forward) else stage.backward
-        return float(grid[self.batch, action.mb.replica, action.mb.index])
-
-    def message(self, sender: int, action: Send) -> Transport:
-        """As `ModelTiming` says."""
-        return self.model.message(sender, action)
-
-    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
-        """As `ModelTiming` says."""
-        return self.model.collective(rank, action, group)
-
-    def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
-        """Not asked of a candidate: its memory was held against the limit before (`Pricing.memory`)."""
-        return 0
+            graph = graph_for(layout, pricing)
+            candidates.append(Candidate(sizing, layout, graph, *work_bound(graph, pricing.stage_seconds(graph))))
+    return candidates, losers
 
 
 def _within_memory(
-    sizing: Sizing, layout: Layout, pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
+    candidate: Candidate, pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
 ) -> Layout | Alternative:
     """The layout, or one cut anew so that it fits, or why none does."""
-    memory = pricing.memory(graph_for(layout, pricing))
+    memory = pricing.memory(candidate.graph)
     if _fits(memory, machine):
-        return layout
-    again = arrange(sizing, pricing, choices, machine.memory_bytes)
+        return candidate.layout
+    again = arrange(candidate.sizing, pricing, choices, machine.memory_bytes)
     if again is not None and _fits(pricing.memory(graph_for(again, pricing)), machine):
         return again
     rank = max(memory, key=lambda r: memory[r].total)
     need, limit, binding = memory[rank].total / GIB, machine.memory_bytes / GIB, memory[rank].binding
     share = memory[rank].by_kind()[binding] / GIB
     reason = f"does not fit: rank {rank} needs {need:.1f} of {limit:.1f} GiB, most of it {binding} ({share:.1f} GiB)"
-    return _lost(sizing, reason, need)
+    return _lost(candidate.sizing, reason, need)
 
 
 def _fits(memory: Mapping[int, RankMemory], machine: Hardware) -> bool:

@@ -10,11 +10,14 @@ from mmtrain.models.shape import shape as model_shape
 from mmtrain.plan.batches import draw_batches
 from mmtrain.plan.constraints import UnitChoices, unit_choices, why_nothing_fits
 from mmtrain.plan.cut import Sizing
+from mmtrain.plan.judge import Judged
 from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction, SchedulePlan
 from mmtrain.plan.pricing import Pricing, sizes_of
-from mmtrain.plan.search import SAME, Judged, Outcome, search, sizings
+from mmtrain.plan.search import SAME, Outcome, search, sizings
 from mmtrain.program import build
 from mmtrain.recipe.schema import Recipe
+
+IDLE_MATTERS = 1 / 3  # share of idle time from which it, rather than a busy stage, is called the reason
 
 
 def plan(
@@ -128,7 +131,7 @@ def _slower(loser: Judged, chosen: Judged) -> Alternative:
     lo, hi = loser.graph.stage(loser.busiest).layers
     if ratio <= SAME:
         reason = "as fast, but with more pipeline ranks or tensor parallelism"
-    elif loser.busiest_share >= 1 - idle:
+    elif idle < IDLE_MATTERS or loser.busiest_share > 1 - IDLE_MATTERS:
         reason = (
             f"{ratio:.2f}x slower: {loser.busiest} (layers {lo}-{hi - 1}) is the bottleneck, "
             f"busy {loser.busiest_share:.0%} of the step"
