@@ -50,7 +50,7 @@ def test_json_is_the_plan_file(data: Path, tmp_path: Path) -> None:
     ("args", "message"),
     [
         (["--set", "cluster.hardware=h100"], "did you mean `h100-80g`"),
-        (["--set", "cluster.ranks=1"], "no plan uses exactly 1 ranks"),
+        (["--set", "cluster.memory_gib=1e-4"], "no plan fits 2 ranks of cpu-core"),
         (["--out", "/no/such/folder/plan.json"], "--out /no/such/folder/plan.json: cannot write the plan"),
         (["--set", "data.tokenizer=/no/such.json"], "/no/such.json"),
     ],
