@@ -25,6 +25,7 @@ from mmtrain.program.actions import (
 )
 from mmtrain.program.deadlock import waiting_circle
 from mmtrain.program.graph import LLM, Edge, Microbatch, StageGraph
+from mmtrain.program.links import Work
 from mmtrain.program.memory import BytesOf, peak_bytes
 from mmtrain.program.program import Program
 from mmtrain.program.text import action_to_text
@@ -83,7 +84,7 @@ def check(program: Program, memory: MemoryLimit | None = None) -> None:
     _refuse([text for rank, actions in rows for text in _not_exactly_once(program.graph, rank, actions)])
     early = [text for rank, actions in rows for text in _out_of_order(program.graph, rank, actions)]
     _refuse([*early, *_channels_disagree(program), *_groups_disagree(program)])
-    if circle := waiting_circle(program):
+    if circle := waiting_circle(program.links):
         _refuse([_circle_text(circle)])
     if memory is not None:
         _refuse(_too_large(program, memory))
@@ -234,8 +235,8 @@ def _maybe_text(action: Action | None) -> str:
     return "missing" if action is None else f"`{action_to_text(action)}`"
 
 
-def _circle_text(circle: list[tuple[int, Action]]) -> str:
-    steps = " -> ".join(f"rank {rank} `{action_to_text(action)}`" for rank, action in [*circle, circle[0]])
+def _circle_text(circle: list[Work]) -> str:
+    steps = " -> ".join(f"rank {work.ranks[0]} `{action_to_text(work.action)}`" for work in [*circle, circle[0]])
     return f"deadlock: each of these waits for the one before it: {steps}"
 
 

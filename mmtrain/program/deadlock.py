@@ -1,83 +1,59 @@
-"""Who waits for whom in a program, and whether anybody waits for himself."""
+"""Whether actions of a program wait for each other in a circle."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-from mmtrain.program.actions import Action, Recv, Send
-from mmtrain.program.program import Program
-from mmtrain.program.wiring import members, waiter
-
-Place = tuple[int, int]  # rank, position in its actions
+from mmtrain.program.links import Links, Post, Work
 
 
-def waiting_circle(program: Program) -> list[tuple[int, Action]]:
-    """Find actions that wait for each other in a circle; empty if there are none, and the program then always ends.
+def waiting_circle(links: Links) -> list[Work]:
+    """Find works that wait for each other in a circle; empty if there are none, and the program then always ends.
 
-    Sends never wait and receives are waited for where their data is read, so a message is an edge from its send to
-    its reader. A collective is one node for all members of its group. Messages and collectives must pair up.
+    A send never waits, so a message makes its reader wait for the work that its sender did before sending.
     Other replica groups are copies of group 0: a circle through several of them is a circle here too.
     """
-    node_of, members_of = _nodes(program)
-    after: defaultdict[int, list[int]] = defaultdict(list)
-    waits: dict[int, int] = dict.fromkeys(members_of, 0)
-    for before, later in _waits(program, node_of):
-        if before != later:
-            after[before].append(later)
-            waits[later] += 1
-    ready = deque(node for node, n in waits.items() if n == 0)
+    after: defaultdict[int, set[int]] = defaultdict(set)
+    for before, later in _waits(links):
+        after[before].add(later)
+    num_waits = [0] * len(links.works)
+    for laters in after.values():
+        for later in laters:
+            num_waits[later] += 1
+    ready = deque(work for work, n in enumerate(num_waits) if n == 0)
     while ready:
         for later in after[ready.popleft()]:
-            waits[later] -= 1
-            if waits[later] == 0:
+            num_waits[later] -= 1
+            if num_waits[later] == 0:
                 ready.append(later)
-    stuck = {node for node, n in waits.items() if n > 0}
-    if not stuck:
-        return []
-    return [_describe(program, members_of[node]) for node in _circle(stuck, after)]
+    stuck = {work for work, n in enumerate(num_waits) if n > 0}
+    return [links.works[work] for work in _circle(stuck, after)] if stuck else []
 
 
-def _nodes(program: Program) -> tuple[dict[Place, int], dict[int, Place]]:
-    """Number the actions; members of a collective get one number. Also one place for each number."""
-    node_of: dict[Place, int] = {}
-    place_of: dict[int, Place] = {}
-    collectives: dict[tuple[tuple[int, ...], int], int] = {}
-    for rank, actions in program.actions.items():
-        seen: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        for at, action in enumerate(actions):
-            node = len(place_of)
-            group = members(program.graph, rank, action)
-            if len(group) > 1:
-                node = collectives.setdefault((group, seen[group]), node)
-                seen[group] += 1
-            node_of[rank, at] = node
-            place_of.setdefault(node, (rank, at))
-    return node_of, place_of
+def _waits(links: Links) -> Iterable[tuple[int, int]]:
+    """Pairs (earlier, later) of works: the order of every rank, and from before each send to the message's reader."""
+    sent_after: dict[int, int] = {}
+    for rank, steps in links.steps.items():
+        last = -1
+        for step in steps:
+            if isinstance(step, Post):
+                if last >= 0 and links.messages[step.message].sender == rank:
+                    sent_after[step.message] = last
+            else:
+                if last >= 0:
+                    yield last, step.work
+                last = step.work
+    for steps in links.steps.values():
+        for step in steps:
+            if not isinstance(step, Post):
+                yield from ((sent_after[message], step.work) for message in step.reads if message in sent_after)
 
 
-def _waits(program: Program, node_of: dict[Place, int]) -> Iterable[tuple[int, int]]:
-    """Pairs (earlier, later): program order on every rank, and from each send to the reader of its message."""
-    position = {rank: {action: at for at, action in enumerate(actions)} for rank, actions in program.actions.items()}
-    for rank, actions in program.actions.items():
-        for at, action in enumerate(actions):
-            if at:
-                yield node_of[rank, at - 1], node_of[rank, at]
-            if isinstance(action, Recv):
-                send = Send(action.edge, action.src, action.dst, rank, action.payload)
-                reader = position[rank][waiter(program.graph, action)]
-                yield node_of[action.peer, position[action.peer][send]], node_of[rank, reader]
-
-
-def _circle(stuck: set[int], after: dict[int, list[int]]) -> list[int]:
-    """Walk backwards from one stuck node to another until a node comes again; return the circle in waiting order."""
-    before = {later: node for node in stuck for later in after[node] if later in stuck}
+def _circle(stuck: set[int], after: dict[int, set[int]]) -> list[int]:
+    """Walk backwards from one stuck work to another until one comes again; return the circle in waiting order."""
+    before = {later: work for work in stuck for later in after[work] if later in stuck}
     path: list[int] = []
-    node = min(stuck)
-    while node not in path:
-        path.append(node)
-        node = before[node]
-    return path[path.index(node) :][::-1]
-
-
-def _describe(program: Program, place: Place) -> tuple[int, Action]:
-    rank, at = place
-    return rank, program.actions[rank][at]
+    work = min(stuck)
+    while work not in path:
+        path.append(work)
+        work = before[work]
+    return path[path.index(work) :][::-1]

@@ -1,13 +1,17 @@
 """`Program`: for each rank an ordered list of actions for one step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.actions import Action, Backward, Forward, Recv, Send, Share
 from mmtrain.program.graph import Microbatch, StageGraph
+from mmtrain.program.links import Links, link
 from mmtrain.program.symmetry import Symmetry, symmetry
+
+A = TypeVar("A", bound=Action)
 
 
 @dataclass(frozen=True)
@@ -37,20 +41,25 @@ class Program:
                 "start as many processes as the plan has ranks"
             )
         group, first = self.symmetry.place[rank]
-        actions = self.actions[first]
-        return actions if group == 0 else tuple(self._translate(action, group) for action in actions)
+        return tuple(self.translate(action, group) for action in self.actions[first])
 
-    def _translate(self, action: Action, group: int) -> Action:
+    @cached_property
+    def links(self) -> Links:
+        """Messages and collectives of group 0 with their ends tied together."""
+        return link(self.graph, self.actions)
+
+    def translate(self, action: A, group: int) -> A:
+        """Return group 0's action as another replica group does it: other replicas, other peers."""
+        if group == 0:
+            return action
         match action:
-            case Forward(_, mb) | Backward(_, mb) | Share(_, mb, _):
-                return replace(action, mb=self._shift(mb, group))
-            case Send() | Recv():
-                return replace(
-                    action,
-                    src=self._shift(action.src, group),
-                    dst=self._shift(action.dst, group),
-                    peer=self.symmetry.ranks[group][action.peer],
-                )
+            case Forward(stage, mb) | Backward(stage, mb):
+                return type(action)(stage, self._shift(mb, group))
+            case Share(edge, mb, payload):
+                return type(action)(edge, self._shift(mb, group), payload)
+            case Send(edge, src, dst, peer, payload) | Recv(edge, src, dst, peer, payload):
+                there = self.symmetry.ranks[group][peer]
+                return type(action)(edge, self._shift(src, group), self._shift(dst, group), there, payload)
         return action
 
     def _shift(self, mb: Microbatch, group: int) -> Microbatch:

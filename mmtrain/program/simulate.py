@@ -11,24 +11,13 @@ import heapq
 from dataclasses import dataclass, field
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.actions import (
-    Action,
-    Backward,
-    Collective,
-    Compute,
-    Forward,
-    GatherParams,
-    Recv,
-    ReduceGrads,
-    Send,
-    Share,
-)
+from mmtrain.program.actions import Backward, Collective, Compute, Forward, GatherParams, ReduceGrads, Share
+from mmtrain.program.links import Do, Post, Work
 from mmtrain.program.memory import peak_bytes
 from mmtrain.program.program import Program
 from mmtrain.program.text import action_to_text
 from mmtrain.program.timeline import BUBBLE_KINDS, BubbleKind, Span, Timeline
 from mmtrain.program.timing import Timing
-from mmtrain.program.wiring import members, waiter
 
 
 def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
@@ -45,43 +34,24 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
     Raises:
         ProgramError: the program gets stuck; `check` says why.
     """
-    ranks = [rank for group in program.symmetry.ranks[:num_groups] for rank in group.values()]
-    replay = _Replay(program, timing, {rank: program.for_rank(rank) for rank in ranks})
+    replay = _Replay(program, timing, num_groups)
     replay.run()
     step_time = max(walk.clock for walk in replay.walks.values())
     for walk in replay.walks.values():
         walk.bubbles["dp_gather"] += step_time - walk.clock
     return Timeline(
-        spans=tuple(sorted(replay.spans, key=lambda span: (span.start_s, span.rank))),
+        spans=tuple(sorted(replay.spans, key=_start_and_rank)),
         step_time_s=step_time,
         bubbles={rank: walk.bubbles for rank, walk in replay.walks.items()},
         peak_memory_bytes={
-            rank: peak_bytes(program.graph, walk.actions, timing.activation_bytes)[0]
-            for rank, walk in replay.walks.items()
+            rank: peak_bytes(program.graph, program.for_rank(rank), timing.activation_bytes)[0] for rank in replay.walks
         },
         simulated=True,
     )
 
 
-@dataclass(slots=True)
-class _Message:
-    """A message in flight; `arrival` is known once both ends have posted it."""
-
-    sender: int
-    send: Send
-    posted: int = 0
-    arrival: float | None = None
-    reader: "_Walk | None" = None  # blocked until it arrives
-
-
-@dataclass(slots=True)
-class _Work:
-    """What holds a rank: a forward, a backward or a collective. One object for all ranks that take part."""
-
-    action: Compute | Collective
-    group: tuple[int, ...]  # of all replica groups
-    walks: "list[_Walk]" = field(default_factory=list)  # those simulated
-    num_ready: int = 0
+def _start_and_rank(span: Span) -> tuple[float, int]:
+    return span.start_s, span.rank
 
 
 @dataclass(slots=True)
@@ -89,17 +59,18 @@ class _Walk:
     """Where one rank stands."""
 
     rank: int
-    actions: tuple[Action, ...]
+    group: int  # its replica group
+    steps: tuple[Post | Do, ...]
     forwards_left: int
-    todo: list[tuple[_Message | None, _Work | None, list[_Message]]] = field(default_factory=list)
     at: int = 0
     clock: float = 0.0  # end of the work done so far
     comm_free: float = 0.0  # when the communication stream has nothing left to do
-    num_missing: int = 0  # messages posted by one end only that the next work waits for
+    num_missing: int = 0  # messages posted by one end only that the next work reads
     computed: bool = False
     bubbles: dict[BubbleKind, float] = field(default_factory=lambda: dict.fromkeys(BUBBLE_KINDS, 0.0))
 
     def waiting_kind(self, action: Compute | Collective) -> BubbleKind:
+        """The bubble that a wait before `action` is."""
         if isinstance(action, Forward | Backward | Share):
             if not self.computed:
                 return "pp_warmup"
@@ -107,28 +78,55 @@ class _Walk:
         return "imbalance" if isinstance(action, ReduceGrads | GatherParams) else "pp_cooldown"
 
 
-class _Replay:
-    """The event loop. Events are (time, tie-breaker, rank that may go on)."""
+def _own_kind(action: Collective) -> BubbleKind:
+    """The bubble that a collective itself is: no rank computes during it."""
+    if isinstance(action, Share):
+        return "tp"
+    return "dp_gather" if isinstance(action, GatherParams) else "dp_reduce"
 
-    def __init__(self, program: Program, timing: Timing, actions: dict[int, tuple[Action, ...]]) -> None:
-        self.timing = timing
+
+class _Replay:
+    """The event loop. Events are (time, tie-breaker, rank that may go on).
+
+    Messages and works are those of `Program.links`, once for each replica group; a work with members in other groups
+    is kept with group 0 and waits for its members in all of them.
+    """
+
+    def __init__(self, program: Program, timing: Timing, num_groups: int) -> None:
+        self.program, self.timing, self.num_groups = program, timing, num_groups
+        self.links = program.links
         self.walks = {
-            rank: _Walk(rank, todo, sum(isinstance(a, Forward) for a in todo)) for rank, todo in actions.items()
+            mirror[rank]: _Walk(mirror[rank], group, steps, self._num_forwards(steps))
+            for group, mirror in enumerate(program.symmetry.ranks[:num_groups])
+            for rank, steps in self.links.steps.items()
         }
+        num_messages, num_works = len(self.links.messages), len(self.links.works)
+        self.posted = [[False] * num_messages for _ in range(num_groups)]
+        self.arrival: list[list[float | None]] = [[None] * num_messages for _ in range(num_groups)]
+        self.reader: list[list[_Walk | None]] = [[None] * num_messages for _ in range(num_groups)]
+        self.num_ready = [[0] * num_works for _ in range(num_groups)]
         self.spans: list[Span] = []
         self.events: list[tuple[float, int, _Walk]] = []
         self.num_events = 0
-        _link(program, self.walks)
+
+    def _num_forwards(self, steps: tuple[Post | Do, ...]) -> int:
+        works = self.links.works
+        return sum(isinstance(step, Do) and isinstance(works[step.work].action, Forward) for step in steps)
 
     def run(self) -> None:
+        """Let every rank go on until none can.
+
+        Raises:
+            ProgramError: some rank did not come to its end.
+        """
         for walk in self.walks.values():
             self._wake(walk, 0.0)
         while self.events:
             now, _, walk = heapq.heappop(self.events)
             self._go_on(walk, now)
         for walk in self.walks.values():
-            if walk.at < len(walk.todo):
-                stuck = action_to_text(walk.actions[walk.at])
+            if walk.at < len(walk.steps):
+                stuck = action_to_text(self.program.for_rank(walk.rank)[walk.at])
                 raise ProgramError(
                     f"simulate: rank {walk.rank} waits for ever at `{stuck}` (action {walk.at}); let check say why"
                 )
@@ -139,103 +137,84 @@ class _Replay:
 
     def _go_on(self, walk: _Walk, now: float) -> None:
         """Post messages up to the next work; begin that if nothing is missing for it."""
-        while walk.at < len(walk.todo):
-            message, work, reads = walk.todo[walk.at]
-            if work is not None:
-                self._try(walk, work, reads, now)
+        steps, posted = walk.steps, self.posted[walk.group]
+        while walk.at < len(steps):
+            step = steps[walk.at]
+            if isinstance(step, Do):
+                self._try(walk, step, now)
                 return
-            assert message is not None
             walk.at += 1
-            self._post(message, now)
+            if posted[step.message]:
+                self._transfer(walk.group, step.message, now)
+            posted[step.message] = True
 
-    def _post(self, message: _Message, now: float) -> None:
-        message.posted += 1
-        if message.posted < 2:
-            return
-        seconds, nbytes = self.timing.message(message.sender, message.send)
-        message.arrival = now
+    def _transfer(self, group: int, number: int, now: float) -> None:
+        """Move a message that both ends have posted."""
+        message = self.links.messages[number]
+        send = self.program.translate(message.send, group)
+        sender = self.walks[self.program.symmetry.ranks[group][message.sender]]
+        seconds, nbytes = self.timing.message(sender.rank, send)
+        arrival = now
         if nbytes:
-            sender = self.walks[message.sender]
             start = max(now, sender.comm_free)
-            message.arrival = sender.comm_free = start + seconds
-            self.spans.append(Span(message.sender, start, seconds, message.send, nbytes))
-        if (reader := message.reader) is not None:
+            arrival = sender.comm_free = start + seconds
+            self.spans.append(Span(sender.rank, start, seconds, send, nbytes))
+        self.arrival[group][number] = arrival
+        reader = self.reader[group][number]
+        if reader is not None:
             reader.num_missing -= 1
             if reader.num_missing == 0:
                 self._wake(reader, now)
 
-    def _try(self, walk: _Walk, work: _Work, reads: list[_Message], now: float) -> None:
+    def _try(self, walk: _Walk, step: Do, now: float) -> None:
+        """Begin a work unless a message or a member is missing, whose coming will wake the rank."""
         ready = now
-        for message in reads:
-            if message.arrival is None:
-                message.reader = walk
+        for message in step.reads:
+            arrival = self.arrival[walk.group][message]
+            if arrival is None:
+                self.reader[walk.group][message] = walk
                 walk.num_missing += 1
-            elif message.arrival > ready:
-                ready = message.arrival
+            elif arrival > ready:
+                ready = arrival
         if walk.num_missing:
             return
         if ready > now:
             self._wake(walk, ready)
             return
-        work.num_ready += 1
-        if work.num_ready == len(work.walks):
-            self._begin(work, now)
+        work = self.links.works[step.work]
+        groups = range(self.num_groups) if len(work.group) > len(work.ranks) else range(walk.group, walk.group + 1)
+        num_ready = self.num_ready[groups[0]]
+        num_ready[step.work] += 1
+        if num_ready[step.work] == len(work.ranks) * len(groups):
+            self._begin(work, groups, now)
 
-    def _begin(self, work: _Work, now: float) -> None:
-        action = work.action
+    def _begin(self, work: Work, groups: range, now: float) -> None:
+        ranks = [self.program.symmetry.ranks[group] for group in groups]
+        walks = [self.walks[mirror[rank]] for mirror in ranks for rank in work.ranks]
+        action = self.program.translate(work.action, groups[0])
         if isinstance(action, Forward | Backward):
-            start, seconds, nbytes = now, self.timing.compute(action), 0
-        else:
-            seconds, nbytes = self.timing.collective(work.walks[0].rank, action, work.group)
-            start = max([now, *(walk.comm_free for walk in work.walks)])
-        end = start + seconds
-        for walk in work.walks:
+            self._compute(action, walks, now)
+            return
+        whole = work.group if len(work.group) > len(work.ranks) else tuple(ranks[0][rank] for rank in work.ranks)
+        seconds, nbytes = self.timing.collective(walks[0].rank, action, whole)
+        start = max([now, *(walk.comm_free for walk in walks)])
+        own_kind = _own_kind(action)
+        for walk in walks:
             walk.bubbles[walk.waiting_kind(action)] += start - walk.clock
-            if isinstance(action, Forward | Backward):
-                walk.computed = True
-                walk.forwards_left -= isinstance(action, Forward)
-            else:
-                walk.bubbles[_own_kind(action)] += seconds
-                walk.comm_free = end
-            self.spans.append(Span(walk.rank, start, seconds, action, nbytes))
-            walk.clock = end
-            walk.at += 1
-            self._wake(walk, end)
+            walk.bubbles[own_kind] += seconds
+            walk.comm_free = start + seconds
+            self._done(walk, Span(walk.rank, start, seconds, action, nbytes))
 
+    def _compute(self, action: Compute, walks: list[_Walk], now: float) -> None:
+        seconds = self.timing.compute(action)
+        for walk in walks:
+            walk.bubbles[walk.waiting_kind(action)] += now - walk.clock
+            walk.computed = True
+            walk.forwards_left -= isinstance(action, Forward)
+            self._done(walk, Span(walk.rank, now, seconds, action))
 
-def _own_kind(action: Collective) -> BubbleKind:
-    """The bubble that a collective itself is: no rank computes during it."""
-    if isinstance(action, Share):
-        return "tp"
-    return "dp_gather" if isinstance(action, GatherParams) else "dp_reduce"
-
-
-def _link(program: Program, walks: dict[int, _Walk]) -> None:
-    """Give both ends of a message one object, and likewise all ranks of a collective."""
-    messages: dict[tuple[Send, int], _Message] = {}
-    works: dict[tuple[tuple[int, ...], int], _Work] = {}
-    for rank, walk in walks.items():
-        reads: dict[Action, list[_Message]] = {}
-        seen: dict[tuple[int, ...], int] = {}
-        for action in walk.actions:
-            if isinstance(action, Send | Recv):
-                message = _message(messages, rank, action)
-                if isinstance(action, Recv):
-                    reads.setdefault(waiter(program.graph, action), []).append(message)
-                walk.todo.append((message, None, []))
-            else:
-                group = members(program.graph, rank, action)
-                seen[group] = seen.get(group, 0) + 1
-                key = (group, seen[group])
-                if key not in works:
-                    works[key] = _Work(action, group)
-                works[key].walks.append(walk)
-                walk.todo.append((None, works[key], reads.get(action, [])))
-
-
-def _message(messages: dict[tuple[Send, int], _Message], rank: int, action: Send | Recv) -> _Message:
-    if isinstance(action, Send):
-        send, sender = action, rank
-    else:
-        send, sender = Send(action.edge, action.src, action.dst, rank, action.payload), action.peer
-    return messages.setdefault((send, sender), _Message(sender, send))
+    def _done(self, walk: _Walk, span: Span) -> None:
+        self.spans.append(span)
+        walk.clock = span.start_s + span.duration_s
+        walk.at += 1
+        self._wake(walk, walk.clock)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mmtrain.program.actions import (
     Action,
@@ -31,8 +31,7 @@ BUBBLE_KINDS: tuple[BubbleKind, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One action on one rank: from `start_s`, for `duration_s` seconds.
 
     Forwards and backwards run on the rank's compute stream, everything else on its communication stream. A message

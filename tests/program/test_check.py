@@ -110,7 +110,7 @@ GP llm
 """
     message = refusal(from_text(text, graph))
     assert "deadlock" in message
-    for action in ("rank 0 `B llm.0 llm:0.0`", "rank 0 `SA llm.0>llm.1 llm:0.1", "rank 1 `F llm.1 llm:0.1`"):
+    for action in ("rank 0 `B llm.0 llm:0.0`", "rank 0 `F llm.0 llm:0.1`", "rank 1 `F llm.1 llm:0.1`"):
         assert action in message
     assert "STEP" not in message
 

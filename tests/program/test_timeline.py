@@ -140,7 +140,7 @@ def test_measured_receives_are_drawn_like_messages(timing):
     timeline = simulate(build(timing.graph), timing)
     sent = next(s for s in timeline.spans if isinstance(s.action, Send))
     a = sent.action
-    received = replace(sent, rank=a.peer, action=Recv(a.edge, a.src, a.dst, sent.rank, a.payload))
+    received = sent._replace(rank=a.peer, action=Recv(a.edge, a.src, a.dst, sent.rank, a.payload))
     both = chrome_trace(replace(timeline, spans=(sent, received), simulated=False), "")["traceEvents"][-2:]
     assert both[0]["args"] == both[1]["args"]
     assert [e["pid"] for e in both] == [0, 1]

@@ -1,0 +1,79 @@
+"""A program with its ends tied together: which send meets which receive, which ranks run a collective together.
+
+Computed once for replica group 0 and then walked by the deadlock test and, again and again, by the simulator.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mmtrain.program.actions import Action, Collective, Compute, Recv, Send
+from mmtrain.program.graph import StageGraph
+from mmtrain.program.wiring import members, waiter
+
+
+class Message(NamedTuple):
+    """One message of the step."""
+
+    sender: int
+    send: Send
+
+
+class Work(NamedTuple):
+    """What holds a rank until it is done: a forward, a backward or a collective."""
+
+    action: Compute | Collective
+    ranks: tuple[int, ...]  # of replica group 0
+    group: tuple[int, ...]  # of all replica groups; longer than `ranks` for data-parallel collectives and the step
+
+
+class Post(NamedTuple):
+    """A rank starts its end of a message, and goes on."""
+
+    message: int  # index into `Links.messages`
+
+
+class Do(NamedTuple):
+    """A rank takes part in a work, once these messages have arrived."""
+
+    work: int  # index into `Links.works`
+    reads: tuple[int, ...]  # indices into `Links.messages`
+
+
+@dataclass(frozen=True)
+class Links:
+    """What the ranks of group 0 do, in order, with messages and works as shared objects."""
+
+    messages: tuple[Message, ...]
+    works: tuple[Work, ...]
+    steps: Mapping[int, tuple[Post | Do, ...]]  # rank -> one entry an action
+
+
+def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
+    """Tie sends to receives by what they carry, and the k-th collectives of a group's ranks to each other."""
+    messages: dict[tuple[Send, int], int] = {}
+    works: dict[tuple[tuple[int, ...], int], int] = {}
+    all_works: list[Work] = []
+    steps: dict[int, tuple[Post | Do, ...]] = {}
+    for rank, todo in actions.items():
+        reads: dict[Action, tuple[int, ...]] = {}
+        num_done: dict[tuple[int, ...], int] = {}
+        out: list[Post | Do] = []
+        for action in todo:
+            if isinstance(action, Send):
+                out.append(Post(messages.setdefault((action, rank), len(messages))))
+            elif isinstance(action, Recv):
+                send = Send(action.edge, action.src, action.dst, rank, action.payload)
+                message = messages.setdefault((send, action.peer), len(messages))
+                reader = waiter(graph, action)
+                reads[reader] = (*reads.get(reader, ()), message)
+                out.append(Post(message))
+            else:
+                group = members(graph, rank, action)
+                nth = num_done[group] = num_done.get(group, 0) + 1
+                work = works.setdefault((group, nth), len(works))
+                if work == len(all_works):
+                    all_works.append(Work(action, tuple(r for r in group if r in actions), group))
+                out.append(Do(work, reads.get(action, ())))
+        steps[rank] = tuple(out)
+    return Links(tuple(Message(sender, send) for send, sender in messages), tuple(all_works), steps)
