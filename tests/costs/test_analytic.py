@@ -1,0 +1,130 @@
+"""The analytic costs against the real modules: parameters one by one, FLOPs by torch's counter."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmtrain.costs import TokenLoad, analytic
+from mmtrain.models.shape import LayerShape, ModelShape
+from mmtrain.recipe.schema import ModelSettings
+from tests.models.factory import images, settings, shape_of, stage, text
+
+IMAGES = ((4, 6), (2, 2), (6, 4))
+TEXTS = (9, 12, 15)
+PLACES = (1, 2, 3, 4, 5, 6, 13, 22, 23, 24, 25, 26, 27)
+
+MODELS = {
+    "plain": settings(),
+    "clip": settings(
+        vision={
+            "class_token": True,
+            "pre_norm": True,
+            "post_norm": False,
+            "positions": "grid",
+            "patch_bias": False,
+            "qkv_bias": False,
+            "projector": {"norm": True},
+        },
+        llm={"qkv_bias": True},
+    ),
+    "frozen_encoder": settings(vision={"freeze": True}),
+    "frozen_llm": settings(llm={"freeze": True}),
+    "only_projector": settings(vision={"freeze": True}, llm={"freeze": True}),
+}
+
+
+def load_of(model: ModelSettings, unit: str) -> TokenLoad:
+    if unit == "llm":
+        return TokenLoad.of(np.array(TEXTS))
+    assert model.vision is not None
+    return TokenLoad.of(np.array([r * c + model.vision.class_token for r, c in IMAGES]))
+
+
+def uncausal(shape: ModelShape, unit: str) -> list[LayerShape]:
+    """The unit's layers as torch's counter sees them: it counts all pairs, whatever the mask."""
+    return [replace(layer, causal=False) for layer in shape.unit(unit).layers]
+
+
+def run(model: ModelSettings, unit: str) -> tuple[int, int]:
+    """FLOPs of forward and of backward by torch's counter."""
+    module = stage(model, unit, attention="sdpa")
+    features: dict[str, Tensor] = {}
+    if unit == "llm":
+        trains = shape_of(model).unit("vision").first_trainable is not None
+        features = {"vision": torch.randn(len(PLACES), 48, requires_grad=trains)}
+    inputs = text(*TEXTS, places=PLACES) if unit == "llm" else images(*IMAGES)
+    with sdpa_kernel(SDPBackend.MATH):  # the counter knows no fused attention on a CPU
+        with FlopCounterMode(display=False) as forward:
+            out = module(None, inputs, features)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_exact_for_every_layer(name: str, unit: str) -> None:
+    model = MODELS[name]
+    module = stage(model, unit)
+    for index, layer in enumerate(shape_of(model).unit(unit).layers):
+        real = sum(p.numel() for p in module.layers[str(index)].parameters())
+        assert analytic.parameters(layer) == real, layer
+
+
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_equal_those_torch_counts(name: str, unit: str) -> None:
+    model = MODELS[name]
+    shape, load = shape_of(model), load_of(MODELS[name], unit)
+    layers, needs = uncausal(shape, unit), analytic.upstream_trains(shape)[unit]
+    forward = sum(analytic.forward_flops(layer, load) for layer in layers)
+    backward = sum(
+        analytic.backward_flops(layer, load, weight_grad=layer.trainable, input_grad=needed)
+        for layer, needed in zip(layers, needs, strict=True)
+    )
+    if unit == "vision" and not any(needs):
+        # Megatron's linear computes its input's gradient even where, as here, nobody asks for it.
+        backward += analytic.gemms(layers[-1], load)[0].flops
+    assert (forward, backward) == run(model, unit)
+
+
+def test_a_causal_mask_halves_the_pairs() -> None:
+    layer = next(x for x in shape_of(settings()).unit("llm").layers if x.kind == "decoder_block")
+    lengths = np.array([1, 5, 8])
+    pairs = sum(n * (n + 1) // 2 for n in lengths.tolist())
+    assert analytic.attention_flops(layer, TokenLoad.of(lengths)) == 4 * pairs * layer.heads * layer.head_dim
+
+
+def test_model_flops_count_no_gradient_that_nobody_needs() -> None:
+    loads = {"vision": load_of(MODELS["plain"], "vision"), "llm": load_of(MODELS["plain"], "llm")}
+    forward = sum(
+        analytic.forward_flops(layer, loads[u.name]) for u in shape_of(settings()).units for layer in u.layers
+    )
+    everything = analytic.model_flops(shape_of(MODELS["plain"]), loads)
+    frozen_encoder = analytic.model_flops(shape_of(MODELS["frozen_encoder"]), loads)
+    frozen = shape_of(settings(vision={"freeze": True, "projector": {"freeze": True}}, llm={"freeze": True}))
+    assert 2.5 * forward < everything < 3 * forward
+    assert frozen_encoder < everything
+    assert analytic.model_flops(frozen, loads) == forward
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tensor_parallel_ranks_share_parameters_and_work(tp: int) -> None:
+    for unit in shape_of(settings()).units:
+        for layer in unit.layers:
+            load = TokenLoad.of(np.array([8, 16]))
+            whole = analytic.forward_flops(layer, load)
+            assert analytic.forward_flops(layer, load, tp) == (whole if layer.kind == "patch_embed" else whole // tp)
+            assert analytic.parameters(layer) / tp <= analytic.parameters(layer, tp) <= analytic.parameters(layer)
+
+
+def test_no_layer_keeps_less_than_its_input() -> None:
+    load = TokenLoad.of(np.array([8, 16]))
+    for unit in shape_of(settings()).units:
+        for layer in unit.layers:
+            assert 0 < analytic.input_elements(layer, load) <= analytic.activation_elements(layer, load)
