@@ -83,6 +83,9 @@ class Edge:
         """True for an edge between units (N:M, ragged), False for one inside a pipeline (1:1)."""
         return self.src.unit != self.dst.unit
 
+    def __hash__(self) -> int:  # in one step: programs of 100,000 messages are sets of these
+        return hash((self.src.unit, self.src.index, self.dst.unit, self.dst.index))
+
     def __str__(self) -> str:
         return f"{self.src}>{self.dst}"
 

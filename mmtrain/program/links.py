@@ -1,6 +1,6 @@
 """A program with its ends tied together: which send meets which receive, which ranks run a collective together.
 
-Computed once for replica group 0 and then walked by the deadlock test and, again and again, by the simulator.
+Computed once for a replica group and then walked by the deadlock test and, again and again, by the simulator.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,13 @@ class Work(NamedTuple):
     """What holds a rank until it is done: a forward, a backward or a collective."""
 
     action: Compute | Collective
-    ranks: tuple[int, ...]  # of replica group 0
+    ranks: tuple[int, ...]  # of this replica group
     group: tuple[int, ...]  # of all replica groups; longer than `ranks` for data-parallel collectives and the step
+
+    @property
+    def crosses_groups(self) -> bool:
+        """Whether ranks of other replica groups take part."""
+        return len(self.group) > len(self.ranks)
 
 
 class Post(NamedTuple):
@@ -42,7 +47,10 @@ class Do(NamedTuple):
 
 @dataclass(frozen=True)
 class Links:
-    """What the ranks of group 0 do, in order, with messages and works as shared objects."""
+    """What the ranks of one replica group do, in order, with messages and works as shared objects.
+
+    The same indices stand for the same messages and works in every group.
+    """
 
     messages: tuple[Message, ...]
     works: tuple[Work, ...]

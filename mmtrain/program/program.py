@@ -8,7 +8,7 @@ from typing import TypeVar
 from mmtrain.errors import ProgramError
 from mmtrain.program.actions import Action, Backward, Forward, Recv, Send, Share
 from mmtrain.program.graph import Microbatch, StageGraph
-from mmtrain.program.links import Links, link
+from mmtrain.program.links import Links, Message, Work, link
 from mmtrain.program.symmetry import Symmetry, symmetry
 
 A = TypeVar("A", bound=Action)
@@ -41,14 +41,15 @@ class Program:
                 "start as many processes as the plan has ranks"
             )
         group, first = self.symmetry.place[rank]
-        return tuple(self.translate(action, group) for action in self.actions[first])
+        return tuple(self._translate(action, group) for action in self.actions[first])
 
-    @cached_property
-    def links(self) -> Links:
-        """Messages and collectives of group 0 with their ends tied together."""
-        return link(self.graph, self.actions)
+    def links_of(self, group: int) -> Links:
+        """Messages and collectives of a replica group with their ends tied together."""
+        if group not in self._links:
+            self._links[group] = self._translate_links(group) if group else link(self.graph, self.actions)
+        return self._links[group]
 
-    def translate(self, action: A, group: int) -> A:
+    def _translate(self, action: A, group: int) -> A:
         """Return group 0's action as another replica group does it: other replicas, other peers."""
         if group == 0:
             return action
@@ -61,6 +62,19 @@ class Program:
                 there = self.symmetry.ranks[group][peer]
                 return type(action)(edge, self._shift(src, group), self._shift(dst, group), there, payload)
         return action
+
+    def _translate_links(self, group: int) -> Links:
+        first, mirror = self.links_of(0), self.symmetry.ranks[group]
+        messages = tuple(Message(mirror[m.sender], self._translate(m.send, group)) for m in first.messages)
+        works = []
+        for action, ranks, everyone in first.works:
+            there = tuple(mirror[rank] for rank in ranks)
+            works.append(Work(self._translate(action, group), there, everyone if len(everyone) > len(ranks) else there))
+        return Links(messages, tuple(works), {mirror[rank]: steps for rank, steps in first.steps.items()})
+
+    @cached_property
+    def _links(self) -> dict[int, Links]:
+        return {}
 
     def _shift(self, mb: Microbatch, group: int) -> Microbatch:
         per_group = self.graph.mesh(mb.unit).dp // self.graph.num_groups

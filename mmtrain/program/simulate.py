@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.actions import Backward, Collective, Compute, Forward, GatherParams, ReduceGrads, Share
-from mmtrain.program.links import Do, Post, Work
+from mmtrain.program.links import Do, Links, Post, Work
 from mmtrain.program.memory import peak_bytes
 from mmtrain.program.program import Program
 from mmtrain.program.text import action_to_text
@@ -60,14 +60,29 @@ class _Walk:
 
     rank: int
     group: int  # its replica group
+    links: Links  # of that group
     steps: tuple[Post | Do, ...]
-    forwards_left: int
+    forwards_left: int = 0
     at: int = 0
     clock: float = 0.0  # end of the work done so far
     comm_free: float = 0.0  # when the communication stream has nothing left to do
     num_missing: int = 0  # messages posted by one end only that the next work reads
     computed: bool = False
     bubbles: dict[BubbleKind, float] = field(default_factory=lambda: dict.fromkeys(BUBBLE_KINDS, 0.0))
+
+    def __post_init__(self) -> None:
+        self.forwards_left = sum(isinstance(action, Forward) for action in self.work_actions())
+
+    def work_actions(self) -> list[Compute | Collective]:
+        """What the rank does, messages left out."""
+        works = self.links.works
+        return [works[step.work].action for step in self.steps if isinstance(step, Do)]
+
+    def blocked_at(self) -> str:
+        """The work before which a rank stands that cannot go on, as text."""
+        step = self.steps[self.at]
+        assert isinstance(step, Do), "posting a message never blocks"
+        return action_to_text(self.links.works[step.work].action)
 
     def waiting_kind(self, action: Compute | Collective) -> BubbleKind:
         """The bubble that a wait before `action` is."""
@@ -93,14 +108,14 @@ class _Replay:
     """
 
     def __init__(self, program: Program, timing: Timing, num_groups: int) -> None:
-        self.program, self.timing, self.num_groups = program, timing, num_groups
-        self.links = program.links
+        self.timing = timing
+        self.links = [program.links_of(group) for group in range(num_groups)]
         self.walks = {
-            mirror[rank]: _Walk(mirror[rank], group, steps, self._num_forwards(steps))
-            for group, mirror in enumerate(program.symmetry.ranks[:num_groups])
-            for rank, steps in self.links.steps.items()
+            rank: _Walk(rank, group, links, steps)
+            for group, links in enumerate(self.links)
+            for rank, steps in links.steps.items()
         }
-        num_messages, num_works = len(self.links.messages), len(self.links.works)
+        num_messages, num_works = len(self.links[0].messages), len(self.links[0].works)
         self.posted = [[False] * num_messages for _ in range(num_groups)]
         self.arrival: list[list[float | None]] = [[None] * num_messages for _ in range(num_groups)]
         self.reader: list[list[_Walk | None]] = [[None] * num_messages for _ in range(num_groups)]
@@ -108,10 +123,6 @@ class _Replay:
         self.spans: list[Span] = []
         self.events: list[tuple[float, int, _Walk]] = []
         self.num_events = 0
-
-    def _num_forwards(self, steps: tuple[Post | Do, ...]) -> int:
-        works = self.links.works
-        return sum(isinstance(step, Do) and isinstance(works[step.work].action, Forward) for step in steps)
 
     def run(self) -> None:
         """Let every rank go on until none can.
@@ -126,9 +137,9 @@ class _Replay:
             self._go_on(walk, now)
         for walk in self.walks.values():
             if walk.at < len(walk.steps):
-                stuck = action_to_text(self.program.for_rank(walk.rank)[walk.at])
                 raise ProgramError(
-                    f"simulate: rank {walk.rank} waits for ever at `{stuck}` (action {walk.at}); let check say why"
+                    f"simulate: rank {walk.rank} waits for ever at `{walk.blocked_at()}` (action {walk.at}); "
+                    "let check say why"
                 )
 
     def _wake(self, walk: _Walk, when: float) -> None:
@@ -150,15 +161,14 @@ class _Replay:
 
     def _transfer(self, group: int, number: int, now: float) -> None:
         """Move a message that both ends have posted."""
-        message = self.links.messages[number]
-        send = self.program.translate(message.send, group)
-        sender = self.walks[self.program.symmetry.ranks[group][message.sender]]
-        seconds, nbytes = self.timing.message(sender.rank, send)
+        rank, send = self.links[group].messages[number]
+        seconds, nbytes = self.timing.message(rank, send)
         arrival = now
         if nbytes:
+            sender = self.walks[rank]
             start = max(now, sender.comm_free)
             arrival = sender.comm_free = start + seconds
-            self.spans.append(Span(sender.rank, start, seconds, send, nbytes))
+            self.spans.append(Span(rank, start, seconds, send, nbytes))
         self.arrival[group][number] = arrival
         reader = self.reader[group][number]
         if reader is not None:
@@ -181,22 +191,19 @@ class _Replay:
         if ready > now:
             self._wake(walk, ready)
             return
-        work = self.links.works[step.work]
-        groups = range(self.num_groups) if len(work.group) > len(work.ranks) else range(walk.group, walk.group + 1)
+        work = walk.links.works[step.work]
+        groups = range(len(self.links)) if work.crosses_groups else range(walk.group, walk.group + 1)
         num_ready = self.num_ready[groups[0]]
         num_ready[step.work] += 1
         if num_ready[step.work] == len(work.ranks) * len(groups):
-            self._begin(work, groups, now)
+            self._begin(work, [self.walks[rank] for g in groups for rank in self.links[g].works[step.work].ranks], now)
 
-    def _begin(self, work: Work, groups: range, now: float) -> None:
-        ranks = [self.program.symmetry.ranks[group] for group in groups]
-        walks = [self.walks[mirror[rank]] for mirror in ranks for rank in work.ranks]
-        action = self.program.translate(work.action, groups[0])
+    def _begin(self, work: Work, walks: list[_Walk], now: float) -> None:
+        action = work.action
         if isinstance(action, Forward | Backward):
             self._compute(action, walks, now)
             return
-        whole = work.group if len(work.group) > len(work.ranks) else tuple(ranks[0][rank] for rank in work.ranks)
-        seconds, nbytes = self.timing.collective(walks[0].rank, action, whole)
+        seconds, nbytes = self.timing.collective(walks[0].rank, action, work.group)
         start = max([now, *(walk.comm_free for walk in walks)])
         own_kind = _own_kind(action)
         for walk in walks:
