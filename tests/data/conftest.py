@@ -8,17 +8,7 @@ from PIL import Image
 
 from mmtrain.data.demo import train_tokenizer
 from mmtrain.recipe.schema import Recipe
-
-Row = dict[str, Any]
-
-
-def row(text: str, answer: str, *images: str, name: str = "") -> Row:
-    made: Row = {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": answer}]}
-    if images:
-        made["image"] = list(images)
-    if name:
-        made["id"] = name
-    return made
+from tests.data.rows import Row
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,155 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmtrain.data import build
+from mmtrain.errors import DataError, TooManyBadSamples
+from mmtrain.recipe.schema import Recipe
+from tests.data.rows import row
+
+Picture = Callable[..., Path]
+MakeRecipe = Callable[..., Recipe]
+
+
+def test_lengths_follow_from_headers_and_text(picture: Picture, recipe: MakeRecipe) -> None:
+    picture("a.png", 16, 24)
+    picture("b.png", 8, 8)
+    rows = [row("<image>x<image>", "red", "a.png", "b.png", name="two"), row("1 + 2", "3", name="none")]
+    made = recipe(rows)
+    index = build(made)
+
+    assert [s.id for s in index.samples] == ["two", "none"]
+    items = index.lengths.items["vision"]
+    assert items.first.tolist() == [0, 2, 2]
+    assert (items.rows.tolist(), items.cols.tolist()) == ([3, 1], [2, 1])
+    assert items.tokens.tolist() == items.features.tolist() == [6, 1]
+    assert (index.features(0), index.features(1)) == ([6, 1], [])
+    assert index.lengths.tokens[0] == 4 + 7 + 1 + 1  # each turn's start and end, image tokens, `x`, `red`
+    assert index.lengths.targets.tolist() == [2, 2]  # the answer's token and <|end|>
+    assert index.quarantined == ()
+
+
+def test_class_tokens_and_merging_change_the_counts(picture: Picture, recipe: MakeRecipe) -> None:
+    picture("a.png", 32, 16)
+    plain = recipe([row("<image>", "red", "a.png")])
+    vision = plain.model.vision
+    assert vision is not None
+    merged = vision.model_copy(update={"downsample": "pixel_shuffle", "merge": 2, "class_token": True})
+    index = build(plain.model_copy(update={"model": plain.model.model_copy(update={"vision": merged})}))
+    items = index.lengths.items["vision"]
+    assert (items.rows[0], items.cols[0], items.tokens[0], items.features[0]) == (2, 4, 9, 2)
+    assert build(plain).lengths.tokens[0] - index.lengths.tokens[0] == 8 - 2
+
+
+def test_every_kind_of_unusable_sample_is_named(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
+    picture("good.png")
+    picture("large.png", 100, 100)
+    whole = picture("whole.jpg", 64, 64).read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(whole[:-10])
+    (tmp_path / "text.png").write_text("no picture")
+    rows = {
+        "missing_image": row("<image>?", "a", "gone.png"),
+        "not_an_image": row("<image>?", "a", "text.png"),
+        "truncated": row("<image>?", "a", "cut.jpg"),
+        "image_count": row("<image><image>?", "a", "good.png"),
+        "too_long": row("word " * 100, "a"),
+        "too_many_images": row("<image>" * 4, "a", *["good.png"] * 4),
+        "no_answer": row("hm?", " "),
+        "too_many_pixels": row("<image>", "a", "large.png"),
+        "image_path": row("<image>", "a", "../a.png"),
+        "malformed": {"id": "x"},
+        "usable": row("<image>", "a", "good.png"),
+    }
+    for name, entry in rows.items():
+        entry["id"] = name
+    index = build(
+        recipe(
+            list(rows.values()), max_images=3, image={"min_pixels": 64, "max_pixels": 1024, "max_source_pixels": 5000}
+        )
+    )
+    assert {q.id: q.kind for q in index.quarantined} == {name: name for name in rows if name != "usable"}
+    assert [s.id for s in index.samples] == ["usable"]
+    by_id = {q.id: q for q in index.quarantined}
+    assert all(list(rows)[q.index] == q.id for q in index.quarantined)
+    assert "gone.png" in by_id["missing_image"].reason
+    assert "1 images, but <image> stands 2 times" in by_id["image_count"].reason
+    assert "data.seq_len = 64" in by_id["too_long"].reason
+
+
+def test_a_text_only_model_sets_samples_with_images_aside(picture: Picture, recipe: MakeRecipe) -> None:
+    picture("a.png")
+    made = recipe([row("<image>", "a", "a.png"), row("q", "a")])
+    text_only = made.model_copy(update={"model": made.model.model_copy(update={"vision": None})})
+    index = build(text_only)
+    assert [q.kind for q in index.quarantined] == ["no_vision"]
+    assert index.lengths.items == {}
+
+
+def test_above_the_set_rate_the_run_stops_and_names_the_first(recipe: MakeRecipe) -> None:
+    rows = [row("<image>", "a", f"gone{i}.png", name=f"s{i}") for i in range(7)] + [row("q", "a")] * 93
+    assert len(build(recipe(rows, max_bad_rate=0.07)).quarantined) == 7
+    with pytest.raises(TooManyBadSamples) as caught:
+        build(recipe(rows, max_bad_rate=0.069))
+    message = str(caught.value)
+    assert "7 of 100 samples are unusable (missing_image 7); data.max_bad_rate = 0.069 allows 6" in message
+    assert "number 0, id 's0': missing_image" in message
+    assert message.count("\n") == 5
+
+
+def test_no_usable_sample_is_an_error_of_the_data(recipe: MakeRecipe) -> None:
+    with pytest.raises(DataError, match=r"data\.sources: no usable samples in .*train\.json"):
+        build(recipe([row("<image>", "a", "gone.png")]))
+    with pytest.raises(DataError, match=r"data\.validation: no usable samples in an empty list"):
+        build(recipe([row("q", "a")]), "validation")
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ({"max_pixels": 63, "min_pixels": 1}, r"data\.image\.max_pixels is 63; .* 8 x 8 = 64"),
+        ({"max_pixels": 100, "min_pixels": 101}, r"at least data\.image\.min_pixels = 101"),
+        ({"scheme": "fixed", "size": 20}, r"data\.image\.size is 20; it must be a multiple"),
+        ({"scheme": "fixed", "size": 72}, r"at most patch \* max_side = 64"),
+    ],
+)
+def test_image_settings_that_fit_no_image_are_refused(
+    recipe: MakeRecipe, image: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        build(recipe([row("q", "a")], image=image))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(recipe: MakeRecipe) -> None:
+    made = recipe([row("q", "a")])
+    llm = made.model.llm.model_copy(update={"vocab": 100})
+    small = made.model_copy(update={"model": made.model.model_copy(update={"llm": llm})})
+    with pytest.raises(DataError, match=r"model\.llm\.vocab is 100.*set model\.llm\.vocab to at least"):
+        build(small)
+
+
+def test_fingerprints_tell_different_data_apart(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
+    picture("a.png", 16, 16)
+    rows = [row("<image>", "a", "a.png"), row("q", "a")]
+    first = build(recipe(rows)).fingerprint
+    assert build(recipe(rows)).fingerprint == first
+    picture("a.png", 24, 16)
+    assert build(recipe(rows)).fingerprint != first
+    picture("a.png", 16, 16)
+    assert build(recipe([rows[0], row("q", "a", name="other")])).fingerprint != first
+    doubled = recipe(rows, sources=[{"path": tmp_path / "train.json", "weight": 2}])
+    assert build(doubled).fingerprint != first
+
+
+def test_sources_keep_their_weights_and_progress_is_told(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
+    picture("a.png")
+    (tmp_path / "more.jsonl").write_text(json.dumps(row("<image>", "b", "a.png")) + "\n")
+    sources = [{"path": tmp_path / "train.json", "weight": 0.5}, {"path": tmp_path / "more.jsonl", "weight": 3}]
+    seen: list[tuple[int, int]] = []
+    index = build(
+        recipe([row("q", "a"), row("<image>", "a", "a.png")], sources=sources), progress=lambda *a: seen.append(a)
+    )
+    assert np.array_equal(index.weights, [0.5, 0.5, 3])
+    assert seen == [(1, 1)], "a file used twice is looked at once"

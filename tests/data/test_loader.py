@@ -1,0 +1,196 @@
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmtrain.data import ChatTokenizer, DataIndex, GroupStream, Loader, Need, Preparer, build
+from mmtrain.data.images import load_patches
+from mmtrain.errors import RunError, TooManyBadSamples
+from mmtrain.recipe.schema import Recipe
+from tests.data.rows import row
+
+MakeRecipe = Callable[..., Recipe]
+DP = {"vision": 1, "llm": 2}
+EVERYTHING = (
+    Need("vision", 0, patches=True),
+    Need("llm", 0, ids=True, labels=True),
+    Need("llm", 1, ids=True, labels=True),
+)
+
+
+@pytest.fixture
+def made(tmp_path: Path, recipe: MakeRecipe) -> Callable[..., tuple[Recipe, DataIndex, GroupStream]]:
+    """A dataset of samples with no, one and two images."""
+
+    def make(**data: Any) -> tuple[Recipe, DataIndex, GroupStream]:
+        rng = np.random.default_rng(0)
+        rows = []
+        for s in range(12):
+            names = [f"{s}-{i}.png" for i in range(s % 3)]
+            for name in names:
+                width, height = rng.integers(1, 4, 2) * 8
+                Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(tmp_path / name)
+            rows.append(row("x<image>" * len(names) + "why", f"answer {s}", *names, name=str(s)))
+        made_recipe = recipe(rows, **data)
+        index = build(made_recipe)
+        return made_recipe, index, GroupStream(index.lengths, made_recipe.data.seq_len, 100, seed=0)
+
+    return make
+
+
+Made = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
+
+
+def test_payload_is_what_the_layout_says(made: Made) -> None:
+    recipe, index, stream = made()
+    tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
+    with Loader(index, stream, recipe, DP, 2, EVERYTHING) as loader:
+        data = next(loader)
+    meta = data.meta
+    assert set(data.vision) == {(0, 0), (0, 1)}
+    assert set(data.text) == {(r, i) for r in range(2) for i in range(2)}
+    for (r, i), text in data.text.items():
+        samples = meta.sample_id[meta.microbatch(r, i)]
+        encoded = [tokenizer.encode(index.samples[s], index.features(s)) for s in samples]
+        assert text.ids is not None
+        assert text.labels is not None
+        assert text.lengths == tuple(len(e.ids) for e in encoded)
+        assert text.ids.tolist() == [t for e in encoded for t in e.ids]
+        assert text.labels.tolist() == [t for e in encoded for t in e.labels]
+        assert int((text.labels != -100).sum()) == meta.targets[meta.microbatch(r, i)].sum()
+        places = text.feature_places["vision"]
+        assert (text.ids[places] == tokenizer.image_id).all()
+        assert len(places) == sum(sum(index.features(s)) for s in samples)
+    table = meta.items["vision"]
+    for (r, i), vision in data.vision.items():
+        here = table.microbatch(r, i)
+        images = [index.samples[meta.sample_id[table.sample[j]]].images[table.position[j]] for j in here]
+        shapes = list(zip(vision.rows, vision.cols, strict=True))
+        expected = [load_patches(p, *shape, recipe.data.image, 8) for p, shape in zip(images, shapes, strict=True)] or [
+            np.empty((0, 192))
+        ]
+        assert vision.patches is not None
+        assert np.array_equal(vision.patches, np.concatenate(expected))
+
+
+def test_a_rank_gets_only_what_it_needs(made: Made) -> None:
+    recipe, index, stream = made()
+    needs = (Need("vision", 0), Need("llm", 1, labels=True))
+    with Loader(index, stream, recipe, DP, 2, needs) as loader:
+        data = next(loader)
+    assert set(data.text) == {(1, 0), (1, 1)}
+    assert all(v.patches is None and len(v.rows) == len(v.cols) for v in data.vision.values())
+    assert sum(len(v.rows) for v in data.vision.values()) == len(data.meta.items["vision"].sample)
+    assert all(t.ids is None and t.labels is not None and t.feature_places == {} for t in data.text.values())
+    meta_only = Preparer(index, recipe, (Need("llm", 0),), 2).prepare(data.meta)
+    expected = tuple(data.meta.tokens[data.meta.microbatch(0, 0)].tolist())
+    assert (meta_only.text[0, 0].lengths, meta_only.text[0, 0].labels) == (expected, None)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_steps_come_in_order_from_any_start(made: Made, prefetch: int) -> None:
+    recipe, index, stream = made(prefetch=prefetch)
+    with Loader(index, stream, recipe, DP, 1, EVERYTHING, start_step=5) as loader:
+        steps = [next(loader) for _ in range(6)]
+        assert loader.wait_s > 0
+    assert [s.meta.step for s in steps] == list(range(5, 11))
+    again = GroupStream(index.lengths, recipe.data.seq_len, 100, seed=0).batch(7, 2, DP, 1)
+    assert steps[2].meta.sample_id.tolist() == again.sample_id.tolist()
+
+
+def test_an_error_in_the_background_surfaces_with_the_samples_name(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, index, stream = made(prefetch=2)
+    bad = int(stream.groups(2, 2)[0][0])
+    encode = ChatTokenizer.encode
+
+    def failing(self: ChatTokenizer, sample: Any, features: Any) -> Any:
+        if sample is index.samples[bad]:
+            raise ValueError("boom")
+        return encode(self, sample, features)
+
+    monkeypatch.setattr(ChatTokenizer, "encode", failing)
+    with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:
+        assert next(loader).meta.step == 0
+        for _ in range(2):  # asking again gives the same answer instead of waiting for ever
+            with pytest.raises(RunError, match=rf"sample '{bad}' .* cannot be encoded: ValueError: boom"):
+                next(loader)
+
+
+def test_any_other_error_names_its_step(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, index, stream = made(prefetch=2)
+
+    def failing(*_: Any) -> Any:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(Preparer, "prepare", failing)
+    with (
+        Loader(index, stream, recipe, DP, 1, EVERYTHING, start_step=3) as loader,
+        pytest.raises(RunError, match="preparing step 3 failed: KeyError: 'lost'"),
+    ):
+        next(loader)
+
+
+def test_closing_ends_the_thread_whatever_it_is_doing(made: Made) -> None:
+    recipe, index, stream = made(prefetch=1)
+    before = threading.active_count()
+    loader = Loader(index, stream, recipe, DP, 1, EVERYTHING)
+    next(loader)
+    loader.close()
+    assert threading.active_count() == before
+    with pytest.raises(RunError, match="closed"):
+        next(loader)
+    loader.close()
+
+
+def test_prefetch_stays_within_its_bound(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, index, stream = made(prefetch=2)
+    prepared: list[int] = []
+    fourth = threading.Event()
+    prepare = Preparer.prepare
+
+    def counting(self: Preparer, meta: Any) -> Any:
+        prepared.append(meta.step)
+        if len(prepared) == 4:
+            fourth.set()
+        return prepare(self, meta)
+
+    monkeypatch.setattr(Preparer, "prepare", counting)
+    with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:
+        assert not fourth.wait(0.3), "two are ready, a third waits for room"
+        assert prepared == [0, 1, 2]
+        next(loader)
+        assert fourth.wait(10)
+
+
+def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(made: Made) -> None:
+    recipe, index, stream = made(max_bad_rate=1.0)
+    victim = next(s for s in index.samples if len(s.images) == 2)
+    victim.images[1].write_bytes(b"gone bad")
+    with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:
+        steps = [next(loader) for _ in range(40)]  # several epochs
+    assert steps[-1].meta.epoch >= 2
+    named = [q for s in steps for q in s.quarantined]
+    assert [(q.id, q.kind) for q in named] == [(victim.id, "not_an_image")]
+    where = next(s for s in steps if s.quarantined)
+    table, vision = where.meta.items["vision"], where.vision[0, 0]
+    lo = 0
+    for j, r, c in zip(table.microbatch(0, 0), vision.rows, vision.cols, strict=True):
+        is_victim = index.samples[where.meta.sample_id[table.sample[j]]] is victim and table.position[j] == 1
+        assert vision.patches is not None
+        assert (not vision.patches[lo : lo + r * c].any()) == is_victim
+        lo += r * c
+
+
+def test_broken_images_count_towards_the_set_rate(made: Made) -> None:
+    recipe, index, stream = made(max_bad_rate=0.1)
+    for sample in [s for s in index.samples if s.images][:2]:
+        sample.images[0].unlink()
+    with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:
+        steps = iter(loader)
+        with pytest.raises(TooManyBadSamples, match="2 of 12 samples are unusable"):
+            list(itertools.islice(steps, 40))
