@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from mmtrain.costs.types import TokenLoad
 from mmtrain.models.shape import LayerShape, ModelShape, UnitShape
 
+_INDEX_BYTES = 8
 READS_INPUT_RAW = ("patch_embed", "projector")  # no trainable norm between the layer's input and its first product
 
 
@@ -120,27 +121,35 @@ def parameters(layer: LayerShape, tp: int = 1) -> int:
             return layer.vocab * h // tp + norm
 
 
-def activation_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
-    """Numbers one of `tp` ranks keeps from forward to backward of `layer` when nothing is recomputed.
+def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
+    """Bytes one of `tp` ranks keeps from forward to backward of `layer` when nothing is recomputed.
 
-    Counted tensor by tensor as autograd saves them: inputs of norms and products, both sides of activations,
-    queries, keys, values and output of attention (its scores are recomputed blockwise).
+    Counted as autograd saves them: inputs of norms and products, what RMSNorm normalised, queries, keys and values
+    before and after rotation, attention's output apart and joined, both sides of activations. Attention keeps no
+    scores. The loss keeps its softmax in fp32.
     """
     t, h = load.tokens, layer.hidden
+    normalised = h if layer.rms_norm else 0
     match layer.kind:
         case "patch_embed":
-            return t * layer.patch_features
+            return t * (element_bytes * (layer.patch_features + sum(layer.norm_widths)) + 4 * _INDEX_BYTES)
         case "vit_block" | "decoder_block":
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
-            mlp = layer.ffn * (4 if layer.gated else 2)  # gate, up, silu(gate), product; or input and output of GELU
-            return t * (4 * h + (2 * inner + kv + mlp) // tp)
+            rotated = inner + kv // 2 if layer.causal else 0
+            tables = layer.head_dim if layer.causal else 0
+            statistics = 4 * (4 + layer.heads // tp)  # of two norms and of each head's softmax, in fp32
+            # Gated: gate and up together, then the gate, its SiLU and the product; else the two sides of GELU.
+            mlp = layer.ffn * (5 if layer.gated else 2)
+            split = (inner + kv) + rotated + 2 * inner + mlp
+            return t * (element_bytes * (4 * h + 2 * normalised + tables + split // tp) + statistics)
         case "projector":
-            rows = features(layer, load)
-            return t * h + rows * (h * layer.merge**2 + 2 * layer.ffn // tp)
+            rows, joined = features(layer, load), h * layer.merge**2
+            inputs = t * h + rows * joined * max(1, len(layer.norm_widths))
+            return element_bytes * (inputs + rows * 2 * layer.ffn // tp) + 2 * _INDEX_BYTES * t
         case "embedding":
-            return t
+            return _INDEX_BYTES * t
         case "head":
-            return t * (2 * h + layer.vocab // tp)
+            return t * (element_bytes * (2 * h + normalised) + 4 * layer.vocab // tp + 2 * _INDEX_BYTES)
 
 
 def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
@@ -160,18 +169,18 @@ def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
         case "embedding":
             return 2 * t * h
         case "head":
-            return t * (2 * h + 4 * layer.vocab // tp)
+            return t * (2 * h + 8 * layer.vocab // tp)
 
 
-def input_elements(layer: LayerShape, load: TokenLoad) -> int:
-    """Numbers in the input of `layer`: what remains of its activations when all else is recomputed."""
+def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
+    """Bytes of the input of `layer`: what remains of its activations when all else is recomputed."""
     match layer.kind:
         case "patch_embed":
-            return load.tokens * layer.patch_features
+            return load.tokens * layer.patch_features * element_bytes
         case "embedding":
-            return load.tokens
+            return load.tokens * _INDEX_BYTES
         case _:
-            return load.tokens * layer.hidden
+            return load.tokens * layer.hidden * element_bytes
 
 
 def upstream_trains(shape: ModelShape) -> dict[str, tuple[bool, ...]]:

@@ -66,8 +66,8 @@ class AnalyticCosts:
         if not (layer.trainable or input_grad):
             return 0
         if recompute:
-            return analytic.input_elements(layer, load) * self.element_bytes
-        return analytic.activation_elements(layer, load, tp) * self.element_bytes
+            return analytic.input_bytes(layer, load, self.element_bytes)
+        return analytic.activation_bytes(layer, load, self.element_bytes, tp)
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Seconds of one message of `nbytes` between two ranks."""
@@ -87,7 +87,8 @@ class AnalyticCosts:
     def _forward(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         products = sum(self._product(g) for g in analytic.gemms(layer, load, tp))
         reduces = TP_REDUCES[layer.kind][0] * self._tp_reduce(layer, tp, load)
-        return products + self._attention(layer, tp, load) + self._moving(layer, tp, load) + reduces
+        moving = self._moving(layer, tp, load) + self._launches(layer)
+        return products + self._attention(layer, tp, load) + moving + reduces
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019
     def _backward(self, layer: LayerShape, tp: int, load: TokenLoad, input_grad: bool) -> float:
@@ -97,7 +98,9 @@ class AnalyticCosts:
         passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
         products = sum(times * self._product(g) for g, times in passes)
         reduces = TP_REDUCES[layer.kind][1] * self._tp_reduce(layer, tp, load)
-        return products + 2 * self._attention(layer, tp, load) + 2 * self._moving(layer, tp, load) + reduces
+        # Backward has about twice the kernels, but starts them without Python in between.
+        moving = 2 * self._moving(layer, tp, load) + self._launches(layer)
+        return products + 2 * self._attention(layer, tp, load) + moving + reduces
 
     def _product(self, g: Gemm) -> float:
         if g.m == 0:
@@ -113,7 +116,10 @@ class AnalyticCosts:
 
     def _moving(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         moved = analytic.moved_elements(layer, load, tp) * self.element_bytes
-        return moved / self.hardware.memory_bytes_per_s + FORWARD_KERNELS[layer.kind] * self.hardware.kernel_launch_s
+        return moved / self.hardware.memory_bytes_per_s
+
+    def _launches(self, layer: LayerShape) -> float:
+        return FORWARD_KERNELS[layer.kind] * self.hardware.kernel_launch_s
 
     def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         rows = analytic.features(layer, load) if layer.kind == "projector" else load.tokens

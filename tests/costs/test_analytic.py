@@ -127,4 +127,4 @@ def test_no_layer_keeps_less_than_its_input() -> None:
     load = TokenLoad.of(np.array([8, 16]))
     for unit in shape_of(settings()).units:
         for layer in unit.layers:
-            assert 0 < analytic.input_elements(layer, load) <= analytic.activation_elements(layer, load)
+            assert 0 < analytic.input_bytes(layer, load, 2) <= analytic.activation_bytes(layer, load, 2)
