@@ -1,5 +1,6 @@
 """What the recipe and the model allow: mesh sizes of each unit, and the errors when that is nothing."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ from mmtrain.models.shape import ModelShape, UnitShape
 from mmtrain.plan.layout import MeshSize
 from mmtrain.plan.plan import Placement
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
+
+_SIZES = ("tp", "pp", "dp")
 
 
 @dataclass(frozen=True)
@@ -62,39 +65,29 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
 
 def why_nothing_fits(recipe: Recipe, choices: dict[str, UnitChoices], world_size: int, placement: Placement) -> str:
     """Explain why no layout of `placement` uses exactly `world_size` ranks, naming the settings that clash."""
+    possible = "; ".join(map(str, choices.values()))
+    if fixed := _fixed(recipe.parallel, choices):
+        possible += "; fixed by " + ", ".join(fixed)
     if placement == "disaggregated":
         if len(choices) > world_size:
             return f"{' and '.join(choices)} on ranks of their own need at least {len(choices)} ranks"
-        possible = "; ".join(str(c) for c in choices.values())
         return f"no sizes of {' and '.join(choices)} add up to exactly {world_size} ranks ({possible})"
     for key in ("tp", "dp"):
         common = set.intersection(*(set(getattr(c, key)) for c in choices.values()))
         if not common:
             settings = " and ".join(f"parallel.{c.name}.{key} ({_listed(getattr(c, key))})" for c in choices.values())
             return f"{settings} have no size in common, but all units share one {key} there"
-    fixed = _fixed_product(recipe.parallel, choices)
-    if fixed:
-        names, product = fixed
-        if world_size % product:
-            return f"{names} = {product} does not divide the {world_size} ranks"
-    possible = "; ".join(str(c) for c in choices.values())
+    shared = {path: value for path, value in fixed.items() if not path.endswith(".pp")}
+    product = math.prod({path.rpartition(".")[2]: value for path, value in shared.items()}.values())
+    if world_size % product:
+        return f"{' x '.join(shared)} make {product} ranks, which does not divide {world_size}"
     return f"no tp x pp x dp makes exactly {world_size} ranks ({possible})"
 
 
-def _fixed_product(parallel: ParallelSettings, choices: dict[str, UnitChoices]) -> tuple[str, int] | None:
-    """The tp and dp that the recipe fixes, as text, and their product."""
-    found: dict[str, tuple[str, int]] = {}
-    for name in choices:
-        for key in ("tp", "dp"):
-            value = getattr(getattr(parallel, name), key)
-            if value is not None:
-                found.setdefault(key, (f"parallel.{name}.{key} ({value})", value))
-    if not found:
-        return None
-    product = 1
-    for _, value in found.values():
-        product *= value
-    return " x ".join(text for text, _ in found.values()), product
+def _fixed(parallel: ParallelSettings, choices: dict[str, UnitChoices]) -> dict[str, int]:
+    """The sizes that the recipe fixes, by dotted path."""
+    paths = {f"parallel.{name}.{key}": getattr(getattr(parallel, name), key) for name in choices for key in _SIZES}
+    return {path: value for path, value in paths.items() if value is not None}
 
 
 def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
@@ -102,7 +95,7 @@ def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         return
     if recipe.parallel.placement == "disaggregated":
         yield "parallel.placement: `disaggregated` needs an encoder, but model.vision is not set; use `unified`"
-    for key in ("tp", "pp", "dp"):
+    for key in _SIZES:
         if getattr(recipe.parallel.vision, key) is not None:
             yield f"parallel.vision.{key} is set, but model.vision is not: remove it"
 

@@ -18,7 +18,7 @@ from mmtrain.costs import (
     upstream_trains,
 )
 from mmtrain.costs.memory import input_bytes, layer_state, layer_working
-from mmtrain.models.shape import ModelShape
+from mmtrain.models.shape import LayerShape, ModelShape
 from mmtrain.plan.batches import BatchSample
 from mmtrain.plan.graph import graph_of
 from mmtrain.plan.layout import MeshSize, disaggregated
@@ -182,23 +182,22 @@ class Pricing:
 
     def _sum_layers(self, unit: str, tp: int, grid: Sequence[Sequence[Sequence[TokenLoad]]]) -> FloatArray:
         layers, needs = self.shape.unit(unit).layers, upstream_trains(self.shape)[unit]
-        known: dict[tuple[object, bool], FloatArray] = {}
-        rows = []
-        for layer, needed in zip(layers, needs, strict=True):
-            if (layer, needed) not in known:
-
-                def price(load: TokenLoad, layer=layer, needed=needed) -> tuple[float, float]:  # type: ignore[no-untyped-def]
-                    forward = self.costs.seconds(layer, tp, load, "forward")
-                    backward = self.costs.seconds(layer, tp, load, "backward", input_grad=needed)
-                    if self.recompute[unit] and backward:
-                        backward += self.costs.seconds(layer, tp, load, "recompute")
-                    return forward, backward
-
-                prices = np.array([[[price(load) for load in row] for row in batch] for batch in grid])
-                known[layer, needed] = np.moveaxis(prices, -1, 0)
-            rows.append(known[layer, needed])
+        known: dict[tuple[LayerShape, bool], FloatArray] = {}
+        for key in zip(layers, needs, strict=True):
+            if key not in known:
+                prices = [[[self._price(unit, *key, tp, load) for load in row] for row in batch] for batch in grid]
+                known[key] = np.moveaxis(np.array(prices), -1, 0)
+        rows = [known[key] for key in zip(layers, needs, strict=True)]
         total = np.cumsum(rows, axis=0)
         return np.concatenate([np.zeros_like(total[:1]), total])
+
+    def _price(self, unit: str, layer: LayerShape, input_grad: bool, tp: int, load: TokenLoad) -> tuple[float, float]:
+        """Seconds of a layer's forward, and of its backward with what that recomputes."""
+        forward = self.costs.seconds(layer, tp, load, "forward")
+        backward = self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad)
+        if self.recompute[unit] and (layer.trainable or input_grad):
+            backward += self.costs.seconds(layer, tp, load, "recompute")
+        return forward, backward
 
 
 def sizes_of(graph: StageGraph) -> DataParallel:

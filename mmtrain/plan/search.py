@@ -42,10 +42,10 @@ def sizings(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[Siz
     """Every placement and size that uses exactly `world_size` ranks."""
     names = list(choices)
     shared = set.intersection(*({(tp, dp) for tp in c.tp for dp in c.dp} for c in choices.values()))
-    num_layers = sum(max(c.pp) for c in choices.values())
+    fewest, most = max(min(c.pp) for c in choices.values()), sum(max(c.pp) for c in choices.values())
     for tp, dp in sorted(shared):
         pp, rest = divmod(world_size, tp * dp)
-        if rest == 0 and 1 <= pp <= num_layers:
+        if rest == 0 and fewest <= pp <= most:
             yield Sizing("unified", dict.fromkeys(names, MeshSize(tp, pp, dp)))
     if len(names) > 1:
         yield from (Sizing("disaggregated", sizes) for sizes in _split(list(choices.values()), world_size))

@@ -1,0 +1,81 @@
+"""Stage graphs of all layouts: every layer once in every replica, lanes of the right size, one chain of stages."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.models.shape import shape
+from mmtrain.plan.cut import arrange, graph_for
+from mmtrain.plan.layout import Layout, MeshSize, split_lane, unified
+from mmtrain.plan.search import sizings
+from mmtrain.program import build, peak_live
+from mmtrain.program.builder import depths
+from mmtrain.program.graph import StageGraph, StageId
+from tests.plan.factory import pricing_for, recipe
+
+PRICING, CHOICES = pricing_for(recipe())
+SIZINGS = [s for world_size in (1, 2, 3, 4, 5, 6, 8) for s in sizings(CHOICES, world_size)]
+
+
+def laid_out(index: int) -> tuple[Layout, StageGraph]:
+    layout = arrange(SIZINGS[index], PRICING, CHOICES)
+    assert layout is not None
+    return layout, graph_for(layout, PRICING)
+
+
+@given(st.integers(0, len(SIZINGS) - 1))
+def test_invariants(index: int) -> None:
+    layout, graph = laid_out(index)
+    for unit in PRICING.shape.units:
+        mesh = graph.mesh(unit.name)
+        stages = [s for s in graph.stages if s.id.unit == unit.name]
+        assert [s.id.index for s in stages] == list(range(mesh.pp))
+        assert [i for s in stages for i in range(*s.layers)] == list(range(len(unit.layers)))
+        assert len(mesh.ranks) == mesh.tp * mesh.pp * mesh.dp
+        ranks = Counter(r for s in stages for lane in s.lanes for r in lane)
+        assert set(ranks.values()) == {1}, "a rank holds one stage of a unit"
+        assert sorted(ranks) == sorted(mesh.ranks)
+        assert all(len(s.lanes) == mesh.dp and {len(lane) for lane in s.lanes} == {mesh.tp} for s in stages)
+        assert [s.trainable for s in stages] == [
+            any(x.trainable for x in unit.layers[slice(*s.layers)]) for s in stages
+        ]
+    assert {r for m in graph.meshes for r in m.ranks} == set(range(graph.world_size))
+    assert sum(len(m.ranks) for m in graph.meshes) >= graph.world_size
+    crossing = [e for e in graph.edges if e.crosses_units]
+    assert [(e.src, e.dst) for e in crossing] == [(StageId("vision", graph.mesh("vision").pp - 1), StageId("llm", 0))]
+    assert len(graph.edges) == len(graph.stages) - 1
+    assert graph.num_microbatches * graph.mesh("llm").dp == 8
+    assert layout.placement == "unified" or len(layout.units) == 2
+
+
+@given(st.integers(0, len(SIZINGS) - 1))
+def test_every_layout_becomes_a_program_that_runs_and_holds_what_memory_says(index: int) -> None:
+    _, graph = laid_out(index)
+    program, depth = build(graph), depths(graph)
+    for stage in graph.stages:
+        live = peak_live(graph, program.actions[stage.lanes[0][0]])[stage.id]
+        assert live == min(depth[stage.id] + 1, graph.num_microbatches)
+
+
+def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
+    units = unified(shape(recipe()), MeshSize(2, 3, 2), (0, 3, 7, 11), {"vision": False, "llm": True})
+    vision, llm = units["vision"], units["llm"]
+    assert [s.layers for s in vision.stages] == [(0, 3), (3, 5)]
+    assert [s.layers for s in llm.stages] == [(0, 2), (2, 6)]
+    assert vision.ranks == tuple(range(8))
+    assert llm.ranks == tuple(range(4, 12))
+    assert vision.stages[0].recompute == ()
+    assert llm.stages[1].recompute == (2, 3, 4, 5)
+
+
+def test_a_lane_over_two_nodes_is_found() -> None:
+    units = unified(shape(recipe()), MeshSize(4, 1, 2), (0, 11), {"vision": False, "llm": False})
+    assert split_lane(units, ranks_per_node=6) == (4, 5, 6, 7)
+    assert split_lane(units, ranks_per_node=4) is None
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, {"unified"}), (2, {"unified", "disaggregated"})])
+def test_units_apart_need_a_rank_each(world_size: int, expected: set[str]) -> None:
+    assert {s.placement for s in sizings(CHOICES, world_size)} == expected

@@ -1,0 +1,160 @@
+"""`plan` as users meet it: choices honoured, reasons given, errors that say what to change."""
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmtrain.balance import SampleLengths
+from mmtrain.errors import PlanError
+from mmtrain.models.shape import shape
+from mmtrain.plan import Plan, plan, stage_graph
+from mmtrain.recipe.schema import Recipe
+from tests.plan.factory import lengths, recipe, text_lengths
+
+LENGTHS = lengths()
+
+
+def planned(settings: Recipe, world_size: int, hardware: str = "cpu-core", top: int = 50) -> Plan:
+    samples = LENGTHS if settings.model.vision else text_lengths()
+    return plan(settings, samples, world_size=world_size, hardware=hardware, recipe_sha256="f" * 64, top=top)
+
+
+def test_the_demo_is_planned_in_well_under_a_second_and_the_same_each_time() -> None:
+    start = time.process_time()
+    chosen = planned(recipe(), 2, top=5)
+    assert time.process_time() - start < 1
+    assert chosen == planned(recipe(), 2, top=5)
+
+
+def test_a_plan_says_everything() -> None:
+    chosen = planned(recipe(), 4)
+    assert chosen.world_size == 4
+    assert chosen.recipe_sha256 == "f" * 64
+    assert chosen.predicted.cost_source == "modelled: cpu-core"
+    assert 0 < chosen.predicted.mfu < 1
+    assert chosen.predicted.step_time_s > 0
+    assert chosen.predicted.tokens_per_s_per_gpu > 0
+    assert 0 <= sum(chosen.predicted.bubbles.values()) < 1
+    assert chosen.predicted.peak_memory_gib
+    dp = chosen.units["llm"].dp
+    assert chosen.schedule.num_microbatches == {"vision": 8 // dp, "llm": 8 // dp}
+    for other in chosen.alternatives:
+        assert other.step_time_s is None or other.step_time_s >= chosen.predicted.step_time_s / 1.001
+        assert other.reason
+    assert {a.placement for a in chosen.alternatives} == {"unified", "disaggregated"}
+    assert stage_graph(chosen, shape(recipe())).world_size == 4
+
+
+def test_fewer_alternatives_on_demand() -> None:
+    assert len(planned(recipe(), 4, top=2).alternatives) == 2
+
+
+def test_one_rank_has_one_plan() -> None:
+    chosen = planned(recipe(), 1)
+    assert chosen.placement == "unified"
+    assert {name: (u.tp, u.pp, u.dp, u.ranks) for name, u in chosen.units.items()} == {
+        "vision": (1, 1, 1, (0,)),
+        "llm": (1, 1, 1, (0,)),
+    }
+    assert chosen.alternatives == ()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size"),
+    [
+        ({"placement": "unified", "llm": {"pp": 2}}, 2),
+        ({"placement": "unified", "vision": {"pp": 1}, "llm": {"pp": 3}}, 3),
+        ({"placement": "unified", "vision": {"pp": 2}, "llm": {"pp": 2}}, 3),
+        ({"placement": "unified", "vision": {"pp": 2}, "llm": {"pp": 1}}, 3),
+        ({"placement": "disaggregated", "vision": {"dp": 1}, "llm": {"dp": 2}}, 3),
+        ({"placement": "disaggregated", "vision": {"dp": 2}, "llm": {"dp": 1}}, 3),
+        ({"llm": {"tp": 2, "pp": 1}}, 4),
+        ({"vision": {"tp": 1, "dp": 4}}, 6),
+    ],
+)
+def test_fixed_sizes_are_honoured(parallel: dict[str, Any], world_size: int) -> None:
+    chosen = planned(recipe(parallel=parallel), world_size)
+    assert chosen.placement == parallel.get("placement", chosen.placement)
+    for unit in ("vision", "llm"):
+        for key, value in parallel.get(unit, {}).items():
+            assert getattr(chosen.units[unit], key) == value
+    assert len({r for u in chosen.units.values() for r in u.ranks}) == world_size
+
+
+def test_recompute_is_in_the_plan() -> None:
+    chosen = planned(recipe(parallel={"vision": {"recompute": "all"}}), 2)
+    assert all(s.recompute == tuple(range(*s.layers)) for s in chosen.units["vision"].stages)
+    assert all(s.recompute == () for s in chosen.units["llm"].stages)
+
+
+def test_a_text_model_has_one_unit() -> None:
+    chosen = planned(recipe(vision=None), 4)
+    assert list(chosen.units) == ["llm"]
+    assert chosen.placement == "unified"
+
+
+@pytest.mark.parametrize(
+    ("change", "world_size", "message"),
+    [
+        ({"parallel": {"placement": "disaggregated"}}, 1, "vision and llm on ranks of their own need at least 2 ranks"),
+        (
+            {"parallel": {"placement": "unified", "vision": {"tp": 2}, "llm": {"tp": 1}}},
+            2,
+            r"parallel\.vision\.tp \(2\) and parallel\.llm\.tp \(1\) have no size in common",
+        ),
+        (
+            {"parallel": {"placement": "unified", "llm": {"tp": 2, "dp": 2}}},
+            6,
+            r"parallel\.llm\.tp x parallel\.llm\.dp make 4 ranks, which does not divide 6",
+        ),
+        ({"parallel": {"llm": {"tp": 3}}}, 2, r"parallel\.llm\.tp: 3 is not a power of two .* allowed: 1, 2, 4"),
+        ({"parallel": {"vision": {"dp": 3}}}, 2, r"parallel\.vision\.dp: 3 does not divide train\.global_batch \(8\)"),
+        ({"parallel": {"llm": {"pp": 9}}}, 2, r"parallel\.llm\.pp: 9 is more than llm's 6 layers; allowed: 1-6"),
+        ({"parallel": {"placement": "disaggregated", "vision": {"pp": 1, "tp": 1, "dp": 1}}}, 500, "500 ranks"),
+        ({"vision": None, "parallel": {"placement": "disaggregated"}}, 2, r"needs an encoder, but model\.vision"),
+        ({"vision": None, "parallel": {"vision": {"tp": 2}}}, 2, r"parallel\.vision\.tp is set, but model\.vision"),
+        ({"cluster": {"memory_gib": 0.01}}, 2, r"(?s)no plan fits 2 ranks.*most of it \w+ \(.*memory_gib"),
+    ],
+)
+def test_what_cannot_be_is_explained(change: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned(recipe(**change), world_size)
+
+
+def test_fixed_pipeline_sizes_that_leave_no_cut_name_them() -> None:
+    settings = recipe(parallel={"placement": "unified", "vision": {"pp": 1}, "llm": {"pp": 1}})
+    with pytest.raises(PlanError, match=r"parallel\.vision\.pp.*parallel\.llm\.pp"):
+        planned(settings, 3)
+
+
+def test_no_samples_no_plan() -> None:
+    none = np.empty(0, dtype=np.int64)
+    with pytest.raises(PlanError, match=r"data\.sources: no usable sample"):
+        plan(
+            recipe(vision=None),
+            SampleLengths(none, none, {}),
+            world_size=1,
+            hardware="cpu-core",
+            recipe_sha256="f",
+        )
+
+
+def test_a_large_cluster_takes_nodes_into_account() -> None:
+    big = recipe(
+        vision={"layers": 24, "hidden": 1024, "heads": 16, "ffn": 4096},
+        llm={"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 11008, "vocab": 32000},
+        global_batch=16,
+    )
+    chosen = planned(big, 8, "a100-80g", top=3)
+    for unit in chosen.units.values():
+        assert unit.tp <= 8
+    assert max(chosen.predicted.peak_memory_gib.values()) < 80e9 / 2**30
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, mmtrain.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
