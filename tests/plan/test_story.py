@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.balance import SampleLengths
+from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import shape
 from mmtrain.plan import Plan, plan, stage_graph
@@ -141,6 +141,14 @@ def test_no_samples_no_plan() -> None:
             hardware="cpu-core",
             recipe_sha256="f",
         )
+
+
+def test_data_without_images_can_be_planned_for_a_model_with_vision() -> None:
+    none = np.empty(0, dtype=np.int64)
+    text = text_lengths(50)
+    samples = SampleLengths(text.tokens, text.targets, {"vision": ItemLengths(np.zeros(51, np.int64), *[none] * 4)})
+    chosen = plan(recipe(), samples, world_size=4, hardware="cpu-core", recipe_sha256="f")
+    assert chosen.predicted.step_time_s > 0
 
 
 def test_a_large_cluster_takes_nodes_into_account() -> None:
