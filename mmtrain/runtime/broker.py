@@ -1,0 +1,226 @@
+"""The broker: moves what flows along the edges of the stage graph.
+
+Inside a unit a whole tensor goes from stage to stage. Between units, items of several source microbatches go to
+several destination microbatches; the step's route says which rows go where, so no shape is ever negotiated. Sends
+and receives are posted asynchronously in the order of the program and waited for where the data is needed.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.program import Action, Backward, Edge, Forward, Microbatch, Recv, Send, Share, StageGraph, StepLoads
+from mmtrain.program.actions import Payload
+from mmtrain.program.loads import IntArray
+from mmtrain.runtime.process_groups import Groups
+
+Key = tuple[Edge, Microbatch, Payload]
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A receive under way: its buffer fills until `work` is done."""
+
+    work: dist.Work
+    rows: Tensor
+
+
+class Broker:
+    """Delivers activations and gradients to the stages of one rank.
+
+    What a stage produced is `put`; the actions `Send`, `Recv` and `Share` move it; a stage `take`s what it needs,
+    assembled from local and received parts. Counts bytes sent and seconds waited.
+    """
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        actions: Iterable[Action],
+        rank: int,
+        groups: Groups,
+        widths: Mapping[Edge, int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._graph, self._rank, self._groups, self._widths = graph, rank, groups, widths
+        self._device, self._dtype = device, dtype
+        self._uses = _count_uses(graph, actions, rank)
+        self.bytes_sent = 0
+        self.wait_s = 0.0
+        self._begin_empty()
+
+    def begin(self, loads: StepLoads) -> None:
+        """Start a step with these loads and routes."""
+        self._loads = loads
+        self._begin_empty()
+
+    def put(self, edge: Edge, mb: Microbatch, payload: Payload, tensor: Tensor) -> None:
+        """Hold what this rank computed for `mb` until its last send or local use."""
+        key = (edge, mb, payload)
+        if self._uses[key]:
+            self._held[key] = tensor
+            self._left[key] = self._uses[key]
+
+    def send(self, action: Send) -> None:
+        """Start sending the rows that the action names; nothing, if there are none."""
+        produced = action.src if action.payload == "activation" else action.dst
+        tensor = self._use((action.edge, produced, action.payload))
+        spans = self._spans(action.edge, action.src, action.dst)
+        rows = tensor if spans is None else _pick(tensor, spans[:, 0 if action.payload == "activation" else 1], spans)
+        if len(rows):
+            rows = rows.contiguous()
+            group = self._groups.channels[action.edge, action.payload]
+            work = dist.isend(rows, action.peer, group=group)
+            assert work is not None
+            self._sending.append((work, rows))  # the buffer must live until the transfer is done
+            self.bytes_sent += rows.nbytes
+
+    def receive(self, action: Recv) -> None:
+        """Post the receive that matches a peer's send."""
+        num_rows = self._num_rows(action.edge, action.src, action.dst)
+        if num_rows:
+            rows = self._empty(num_rows, action.edge)
+            work = dist.irecv(rows, action.peer, group=self._groups.channels[action.edge, action.payload])
+            assert work is not None
+            self._posted[action.edge, action.src, action.dst, action.payload] = _Posted(work, rows)
+
+    def share(self, action: Share) -> None:
+        """Broadcast what the lane's first rank received to the whole lane."""
+        stage = action.edge.dst if action.payload == "activation" else action.edge.src
+        lane = self._graph.stage(stage).lanes[action.mb.replica]
+        if self._rank == lane[0]:
+            tensor = self._assemble(action.edge, action.mb, action.payload)
+        else:
+            tensor = self._empty(self._total_rows(action.edge, action.mb, action.payload), action.edge)
+        if len(tensor):
+            dist.broadcast(tensor, src=lane[0], group=self._groups.units[stage.unit].tp)
+        self._shared[action.edge, action.mb, action.payload] = tensor
+
+    def take(self, edge: Edge, mb: Microbatch, payload: Payload) -> Tensor:
+        """Return what `mb` needs over `edge`, waiting for what has not arrived.
+
+        An activation comes as (rows, width) in the order of the destination; a gradient in that of the source.
+        """
+        shared = self._shared.pop((edge, mb, payload), None)
+        return self._assemble(edge, mb, payload) if shared is None else shared
+
+    def drain(self) -> None:
+        """Wait until everything sent in this step has left."""
+        begin = time.perf_counter()
+        for work, _ in self._sending:
+            work.wait()
+        self.wait_s += time.perf_counter() - begin
+        self._sending.clear()
+
+    def _begin_empty(self) -> None:
+        self._held: dict[Key, Tensor] = {}
+        self._left: Counter[Key] = Counter()
+        self._posted: dict[tuple[Edge, Microbatch, Microbatch, Payload], _Posted] = {}
+        self._shared: dict[Key, Tensor] = {}
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def _use(self, key: Key) -> Tensor:
+        tensor = self._held[key]
+        self._left[key] -= 1
+        if not self._left[key]:
+            del self._held[key]
+        return tensor
+
+    def _assemble(self, edge: Edge, mb: Microbatch, payload: Payload) -> Tensor:
+        if not edge.crosses_units:
+            empty = not self._num_rows(edge, mb, mb)  # then nothing travels, and nothing need be received
+            return self._empty(0, edge) if empty else self._part(edge, mb, mb, payload).detach()
+        forward = payload == "activation"
+        others = self._graph.sources(edge, mb) if forward else self._graph.destinations(edge, mb)
+        whole = self._zeros(self._total_rows(edge, mb, payload), edge)
+        for other in others:
+            src, dst = (other, mb) if forward else (mb, other)
+            spans = self._spans(edge, src, dst)
+            held = (edge, other, payload) in self._held  # a local part counts as used even if no row of it is wanted
+            if held or (spans is not None and len(spans)):
+                part = self._part(edge, src, dst, payload)
+                if spans is not None:
+                    _place(whole, part, spans, forward)
+        return whole
+
+    def _part(self, edge: Edge, src: Microbatch, dst: Microbatch, payload: Payload) -> Tensor:
+        """Rows that flow between `src` and `dst`: produced here, or received."""
+        local = (edge, src if payload == "activation" else dst, payload)
+        if local in self._held:
+            tensor = self._use(local)
+            spans = self._spans(edge, src, dst)
+            return tensor if spans is None else _pick(tensor, spans[:, 0 if payload == "activation" else 1], spans)
+        posted = self._posted.pop((edge, src, dst, payload))
+        begin = time.perf_counter()
+        posted.work.wait()
+        self.wait_s += time.perf_counter() - begin
+        return posted.rows
+
+    def _spans(self, edge: Edge, src: Microbatch, dst: Microbatch) -> IntArray | None:
+        """Spans (src_offset, dst_offset, length) between two units; None inside a unit, where all rows travel."""
+        if not edge.crosses_units:
+            return None
+        route = self._loads.routes[edge.src.unit, edge.dst.unit]
+        return route.spans.get((src, dst), _NO_SPANS)
+
+    def _num_rows(self, edge: Edge, src: Microbatch, dst: Microbatch) -> int:
+        spans = self._spans(edge, src, dst)
+        return self._loads.loads[src].tokens if spans is None else int(spans[:, 2].sum())
+
+    def _total_rows(self, edge: Edge, mb: Microbatch, payload: Payload) -> int:
+        if payload == "gradient":
+            return self._loads.rows_out[mb]
+        return sum(self._num_rows(edge, src, mb) for src in self._graph.sources(edge, mb))
+
+    def _empty(self, rows: int, edge: Edge) -> Tensor:
+        return torch.empty(rows, self._widths[edge], device=self._device, dtype=self._dtype)
+
+    def _zeros(self, rows: int, edge: Edge) -> Tensor:
+        return torch.zeros(rows, self._widths[edge], device=self._device, dtype=self._dtype)
+
+
+def _count_uses(graph: StageGraph, actions: Iterable[Action], rank: int) -> Counter[Key]:
+    """Count how often each tensor that this rank produces is sent or used here, to drop it after the last time."""
+    uses: Counter[Key] = Counter()
+    for action in actions:
+        match action:
+            case Send(edge, src, dst, _, payload):
+                uses[edge, src if payload == "activation" else dst, payload] += 1
+            case Forward(stage, mb):
+                for edge in graph.inputs(stage):
+                    for src in graph.sources(edge, mb):
+                        if rank in graph.stage(edge.src).lanes[src.replica]:
+                            uses[edge, src, "activation"] += 1
+            case Backward(stage, mb):
+                for edge in graph.outputs(stage):
+                    for dst in graph.destinations(edge, mb):
+                        if rank in graph.stage(edge.dst).lanes[dst.replica]:
+                            uses[edge, dst, "gradient"] += 1
+            case _:
+                pass
+    return uses
+
+
+def _pick(tensor: Tensor, offsets: IntArray, spans: IntArray) -> Tensor:
+    """Concatenate the rows of the spans that start at `offsets`."""
+    if len(spans) == 1:
+        return tensor.narrow(0, int(offsets[0]), int(spans[0, 2]))
+    parts = [tensor.narrow(0, int(o), int(n)) for o, n in zip(offsets, spans[:, 2], strict=True)]
+    return torch.cat(parts) if parts else tensor[:0]
+
+
+def _place(whole: Tensor, part: Tensor, spans: IntArray, forward: bool) -> None:
+    """Write the concatenated rows of `part` to their places in the destination (or, in backward, the source)."""
+    begin = 0
+    for src_offset, dst_offset, length in spans.tolist():
+        whole.narrow(0, dst_offset if forward else src_offset, length).copy_(part.narrow(0, begin, length))
+        begin += length
+
+
+_NO_SPANS: IntArray = np.zeros((0, 3), dtype=np.int64)

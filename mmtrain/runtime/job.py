@@ -1,0 +1,202 @@
+"""A job: everything one rank needs to execute a plan, built once and run every step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from mmtrain.data.loader import Need, StepData
+from mmtrain.models import params
+from mmtrain.models.build import StageModule, build_stage
+from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.megatron.optim import Held, ZeroAdamW
+from mmtrain.models.shape import ModelShape, shape
+from mmtrain.plan.graph import stage_graph
+from mmtrain.plan.plan import Plan
+from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build
+from mmtrain.program.loads import step_loads
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.broker import Broker
+from mmtrain.runtime.executor import Executor, StepInput, StepOutcome
+from mmtrain.runtime.optimizer import Optimizer
+from mmtrain.runtime.process_groups import Groups, build_groups
+from mmtrain.runtime.trial import try_channels
+from mmtrain.runtime.unit import UnitRunner
+from mmtrain.runtime.world import World
+
+LLM = "llm"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's units, optimizer and executors, and what they were built from."""
+
+    recipe: Recipe
+    world: World
+    shape: ModelShape
+    graph: StageGraph
+    program: Program
+    units: Mapping[str, UnitRunner]
+    optimizer: Optimizer
+    trainer: Executor
+    validator: Executor  # the same stages, forward only
+    dtype: torch.dtype
+
+    @property
+    def dp(self) -> dict[str, int]:
+        """Data-parallel size of every unit."""
+        return {mesh.unit: mesh.dp for mesh in self.graph.meshes}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of each replica in one step; all units have the same number of waves."""
+        return self.graph.mesh(LLM).num_microbatches
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """The payload this rank computes on: patches and ids for first layers, labels for the head."""
+        return tuple(
+            Need(
+                name,
+                unit.groups.dp_rank,
+                patches=name != LLM and any(0 in s.indices for s in unit.stages.values()),
+                ids=name == LLM and any(0 in s.indices for s in unit.stages.values()),
+                labels=name == LLM and any(len(s.shape.layers) - 1 in s.indices for s in unit.stages.values()),
+            )
+            for name, unit in self.units.items()
+        )
+
+    def train(self, data: StepData, lr: float) -> StepOutcome:
+        """Run one optimizer step."""
+        return self._counted_once(self.trainer.run(self._feed(data, lr)))
+
+    def validate(self, data: StepData) -> StepOutcome:
+        """Compute the loss of a global batch and change nothing."""
+        return self._counted_once(self.validator.run(self._feed(data, 0.0)))
+
+    def _feed(self, data: StepData, lr: float) -> StepInput:
+        inputs: dict[Microbatch, VisionInput | TextInput] = {}
+        device = self.world.device
+        for (replica, index), image in data.vision.items():
+            patches = None if image.patches is None else torch.from_numpy(image.patches).to(device, self.dtype)
+            inputs[Microbatch("vision", replica, index)] = VisionInput(image.rows, image.cols, patches)
+        for (replica, index), text in data.text.items():
+            ids, labels = (None if a is None else torch.from_numpy(a).to(device) for a in (text.ids, text.labels))
+            places = {unit: torch.from_numpy(at).to(device) for unit, at in text.feature_places.items()}
+            inputs[Microbatch(LLM, replica, index)] = TextInput(text.lengths, ids, labels, places)
+        return StepInput(inputs, step_loads(self.graph, data.meta), 1.0 / max(1, data.meta.total_targets), lr)
+
+    def _counted_once(self, outcome: StepOutcome) -> StepOutcome:
+        """All tensor-parallel ranks of the last stage see the same loss; one of them reports it."""
+        if LLM in self.units and self.units[LLM].groups.tp_rank:
+            outcome.loss = 0.0
+        return outcome
+
+
+def assemble(recipe: Recipe, plan: Plan, world: World) -> Job:
+    """Build what this rank of the plan runs: groups, stages, optimizer, executors.
+
+    The program is checked before anything is built, and every channel is tried before anything is trained.
+    """
+    model = shape(recipe)
+    graph = stage_graph(plan, model)
+    program, forward_program = build(graph), build(forward_only(graph))
+    groups = build_groups(graph, world)
+    actions = program.for_rank(world.rank)
+    try_channels(actions, groups, world)
+    dtype = compute_dtype(recipe, world.device)
+    units = {
+        mesh.unit: _unit(recipe, model, graph, mesh.unit, groups, world, dtype)
+        for mesh in graph.meshes
+        if world.rank in mesh.ranks
+    }
+    optimizer = Optimizer(
+        {name: _unit_optimizer(recipe, unit, world) for name, unit in units.items()},
+        recipe.train.optimizer,
+        world,
+        groups.tied_embeddings,
+    )
+    widths = edge_widths(graph, model)
+    forward_actions = [a for a in forward_program.for_rank(world.rank) if not isinstance(a, Step)]
+    brokers = [
+        Broker(g, a, world.rank, groups, widths, world.device, dtype)
+        for g, a in ((graph, actions), (forward_program.graph, forward_actions))
+    ]
+    return Job(
+        recipe,
+        world,
+        model,
+        graph,
+        program,
+        units,
+        optimizer,
+        Executor(graph, actions, units, brokers[0], optimizer),
+        Executor(forward_program.graph, forward_actions, units, brokers[1], None),
+        dtype,
+    )
+
+
+def forward_only(graph: StageGraph) -> StageGraph:
+    """The same graph with nothing to train: its program has no backward."""
+    return replace(graph, stages=tuple(replace(s, trainable=False) for s in graph.stages))
+
+
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The type of weights and activations: what the recipe says, or fp32 on CPU and bf16 on CUDA."""
+    chosen = recipe.train.precision
+    if chosen == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen]
+
+
+def edge_widths(graph: StageGraph, model: ModelShape) -> dict[Edge, int]:
+    """Features in a row of what flows along each edge."""
+    between = {(e.src, e.dst): e.width for e in model.edges}
+    return {
+        edge: between[edge.src.unit, edge.dst.unit]
+        if edge.crosses_units
+        else model.unit(edge.src.unit).layers[graph.stage(edge.src).layers[1] - 1].out
+        for edge in graph.edges
+    }
+
+
+def _unit(
+    recipe: Recipe,
+    model: ModelShape,
+    graph: StageGraph,
+    name: str,
+    groups: Groups,
+    world: World,
+    dtype: torch.dtype,
+) -> UnitRunner:
+    stages: dict[StageId, StageModule] = {
+        stage.id: build_stage(
+            recipe.model,
+            model,
+            name,
+            stage.layers,
+            groups.units[name],
+            dtype=dtype,
+            device=world.device,
+            recompute=stage.recompute,
+            seed=recipe.train.seed,
+            attention=recipe.train.attention,
+        )
+        for stage in graph.stages
+        if stage.id.unit == name and any(world.rank in lane for lane in stage.lanes)
+    }
+    return UnitRunner(name, stages, groups.units[name])
+
+
+def _unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW:
+    held: dict[nn.Parameter, Held] = {}
+    for stage in unit.stages.values():
+        specs = params.specs(stage, unit.name, unit.groups.tp_size)
+        for name, param in stage.named_parameters():
+            tied = getattr(param, "shared", None) is not None
+            held[param] = Held(specs[name], tied, owned=not tied or 0 in stage.indices)
+    settings = recipe.model.llm if unit.name == LLM else recipe.model.vision
+    assert settings is not None
+    modules = nn.ModuleList(unit.stages.values())
+    return ZeroAdamW(modules, held, unit.groups, world.device, recipe.train.optimizer, settings.lr_scale)

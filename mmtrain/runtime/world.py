@@ -1,0 +1,175 @@
+"""Who this process is among all ranks, and the one switch between CPU/gloo and CUDA/NCCL."""
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from mmtrain.errors import LaunchError
+
+RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where this process stands: its rank, the world's size, and where rank 0 listens."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master: str
+    port: int
+    launcher: str  # `torchrun` (or anything else that sets its variables), `slurm` or `mmtrain`
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run, joined in torch's default process group."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that plans, logs and prints."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def gather(self, value: object) -> list[object]:
+        """Collect one small picklable object from every rank, on every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: object) -> object:
+        """Return rank 0's small picklable object on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
+    """Read this process's place from a launcher's variables; None when nobody launched it.
+
+    torchrun's variables win over SLURM's, since torchrun is also started by srun, one for each node.
+    """
+    if "WORLD_SIZE" in env and "RANK" in env:
+        values = {key: _int(env, key) for key in ("RANK", "WORLD_SIZE")}
+        local = _int(env, "LOCAL_RANK") if "LOCAL_RANK" in env else values["RANK"]
+        port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 29500
+        return _checked(
+            Address(values["RANK"], values["WORLD_SIZE"], local, env.get("MASTER_ADDR", "127.0.0.1"), port, "torchrun")
+        )
+    # Only srun sets the step's size: a batch script that runs mmtrain without srun is one process, not all tasks.
+    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+        master = env.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1"
+        # Two jobs on one node must not meet at one port, and all tasks of a job must agree without talking.
+        port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
+        local = _int(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else 0
+        size = _int(env, "SLURM_STEP_NUM_TASKS")
+        return _checked(Address(_int(env, "SLURM_PROCID"), size, local, master, port, "slurm"))
+    return None
+
+
+def first_host(nodelist: str) -> str | None:
+    """Return the first host of a SLURM node list: `gpu[003-006,9],login1` is `gpu003`."""
+    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodelist)
+    return "".join(part or "" for part in match.groups()) if match else None
+
+
+def join(address: Address) -> World:
+    """Join the default process group; every later group lies inside it.
+
+    Raises LaunchError when the port cannot be used or a rank does not arrive in time.
+    """
+    cuda = torch.cuda.is_available()
+    if cuda and address.local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"LOCAL_RANK: {address.local_rank} found, but this machine has {torch.cuda.device_count()} GPUs; "
+            "start at most one process a GPU"
+        )
+    device = torch.device("cuda", address.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if address.rank == 0:
+        _require_bindable(address)
+    try:
+        store = TCPStore(
+            address.master,
+            address.port,
+            address.world_size,
+            is_master=_hosts_store(address),
+            timeout=RENDEZVOUS_TIMEOUT,
+            wait_for_workers=False,
+        )
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=PrefixStore("mmtrain", store),
+            rank=address.rank,
+            world_size=address.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+    except (RuntimeError, ValueError) as e:
+        raise LaunchError(
+            f"rank {address.rank} of {address.world_size} could not join at MASTER_ADDR:MASTER_PORT "
+            f"{address.master}:{address.port}: {str(e).splitlines()[0]}. Check that the port is free on the first node, "
+            "that every node reaches it, and that all ranks were started"
+        ) from e
+    return World(address.rank, address.world_size, device)
+
+
+def leave() -> None:
+    """Leave the default process group, if joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _hosts_store(address: Address) -> bool:
+    # torchrun's agent already listens at MASTER_PORT and tells its workers to use that store.
+    return address.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _require_bindable(address: Address) -> None:
+    """Fail at once, with a name, on a port that somebody else uses, instead of hanging until a timeout."""
+    if not _hosts_store(address) or address.launcher == "mmtrain":
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", address.port))
+        except OSError as e:
+            raise LaunchError(
+                f"MASTER_PORT: {address.port} cannot be used on this node ({e.strerror}); choose a free port above 1023"
+            ) from e
+
+
+def _int(env: Mapping[str, str], key: str) -> int:
+    try:
+        return int(env[key])
+    except ValueError:
+        raise LaunchError(f"{key}: {env[key]!r} found, a whole number is needed") from None
+
+
+def _checked(address: Address) -> Address:
+    if not 0 <= address.rank < address.world_size:
+        raise LaunchError(f"RANK: {address.rank} found, but WORLD_SIZE is {address.world_size}; allowed: 0 to size - 1")
+    if not 0 < address.port < 65536:
+        raise LaunchError(f"MASTER_PORT: {address.port} found; allowed: 1 to 65535")
+    return address

@@ -1,0 +1,221 @@
+"""A tiny model, a fixed batch of ragged samples, and what one process makes of it sample by sample."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
+from mmtrain.data.loader import StepData
+from mmtrain.data.payload import text_payload, vision_payload
+from mmtrain.data.tokenize import Encoded
+from mmtrain.models.build import build_stage
+from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shape import shape
+from mmtrain.plan.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.job import Job
+
+IMAGE_ID, VOCAB, PATCH, MERGE = 3, 61, 2, 2
+GRIDS = [[], [(2, 4)], [(2, 2), (4, 4), (4, 2), (6, 2)], [], [(4, 6)], [(2, 2)], [(2, 6), (2, 2)], [(8, 4)]]
+TEXT_TOKENS = [9, 5, 7, 13, 4, 11, 6, 8]
+GLOBAL_BATCH = 4  # groups of two samples
+
+
+def recipe(**changes: Any) -> Recipe:
+    """Return the tiny recipe; `changes` are laid over it, nested by double underscores (`model__llm__freeze`)."""
+    settings: dict[str, Any] = {
+        "name": "flow",
+        "model": {
+            "vision": {
+                "layers": 2,
+                "hidden": 16,
+                "heads": 2,
+                "ffn": 24,
+                "patch": PATCH,
+                "max_side": 8,
+                "downsample": "pixel_shuffle",
+                "merge": MERGE,
+            },
+            "llm": {"layers": 3, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn": 40, "vocab": VOCAB, "qkv_bias": True},
+        },
+        "data": {"sources": [{"path": "none.json"}], "tokenizer": "none.json", "seq_len": 64},
+        "train": {
+            "steps": 5,
+            "global_batch": GLOBAL_BATCH,
+            "seed": 7,
+            "optimizer": {"lr": 0.01, "weight_decay": 0.1, "clip_norm": None, "schedule": "constant"},
+        },
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        section = settings
+        for key in parents:
+            section = section.setdefault(key, {})
+        section[last] = value
+    return Recipe.model_validate(settings)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How one unit is cut: layer borders of its stages, and its ranks."""
+
+    cuts: tuple[int, ...]  # first layer of every stage but the first
+    ranks: tuple[int, ...]
+    tp: int = 1
+    dp: int = 1
+
+
+def plan(settings: Recipe, **meshes: Mesh) -> Plan:
+    """Return a plan with these meshes (unit name -> mesh)."""
+    model = shape(settings)
+    units = {}
+    for name, mesh in meshes.items():
+        borders = [0, *mesh.cuts, len(model.unit(name).layers)]
+        stages = tuple(
+            StagePlan(stage=i, layers=(lo, hi)) for i, (lo, hi) in enumerate(zip(borders, borders[1:], strict=False))
+        )
+        units[name] = UnitPlan(tp=mesh.tp, pp=len(stages), dp=mesh.dp, ranks=mesh.ranks, stages=stages)
+    shared = {r for m in meshes.values() for r in m.ranks}
+    num_microbatches = GLOBAL_BATCH // meshes["llm"].dp
+    return Plan(
+        recipe_sha256="",
+        hardware="cpu-core",
+        world_size=len(shared),
+        placement="unified" if len(shared) < sum(len(m.ranks) for m in meshes.values()) else "disaggregated",
+        units=units,
+        schedule=SchedulePlan(num_microbatches=dict.fromkeys(meshes, num_microbatches)),
+        predicted=Prediction(
+            step_time_s=0, mfu=0, tokens_per_s_per_gpu=0, peak_memory_gib={}, bubbles={}, cost_source="none"
+        ),
+    )
+
+
+def lengths() -> SampleLengths:
+    """Return the lengths of the eight samples: text only, one image, up to four images of different sizes."""
+    grids = [grid for sample in GRIDS for grid in sample]
+    rows, cols = (np.array([g[i] for g in grids], dtype=np.int64) for i in (0, 1))
+    features = rows * cols // MERGE**2
+    first = np.cumsum([0, *(len(s) for s in GRIDS)])
+    per_sample = [int(features[a:b].sum()) for a, b in zip(first, first[1:], strict=False)]
+    tokens = np.array([t + f for t, f in zip(TEXT_TOKENS, per_sample, strict=True)], dtype=np.int64)
+    targets = np.array([int((encoded(s).labels >= 0).sum()) for s in range(len(GRIDS))], dtype=np.int64)
+    items = ItemLengths(first.astype(np.int64), rows, cols, rows * cols, features)
+    return SampleLengths(tokens, targets, {"vision": items})
+
+
+def encoded(sample: int) -> Encoded:
+    """Return ids and labels of a sample: two words, its images, then words; the last few are to be predicted."""
+    rng = np.random.default_rng(100 + sample)
+    num_features = sum(r * c // MERGE**2 for r, c in GRIDS[sample])
+    words = rng.integers(4, VOCAB, TEXT_TOKENS[sample])
+    ids = np.concatenate([words[:2], np.full(num_features, IMAGE_ID), words[2:]]).astype(np.int64)
+    labels = np.full(len(ids), -100, dtype=np.int64)
+    labels[-3:-1] = ids[-2:]
+    return Encoded(ids, labels)
+
+
+def patches(sample: int, position: int, rows: int, cols: int) -> np.ndarray:
+    """Return the patches of one image."""
+    rng = np.random.default_rng([sample, position])
+    return rng.standard_normal((rows * cols, 3 * PATCH**2)).astype(np.float32)
+
+
+def batch(step: int, dp: dict[str, int], num_microbatches: int) -> BatchMeta:
+    """Return the global batch of a step: all samples, in another order every step."""
+    order = np.random.default_rng(step).permutation(len(GRIDS))
+    groups = [order[2 * g : 2 * g + 2] for g in range(GLOBAL_BATCH)]
+    return assign(step, 0, groups, lengths(), dp, num_microbatches)
+
+
+def step_data(job: Job, step: int) -> StepData:
+    """Return what this rank of the job needs of a step."""
+    meta = batch(step, job.dp, job.num_microbatches)
+    vision, text = {}, {}
+    for need in job.needs:
+        for i in range(job.num_microbatches):
+            key = (need.replica, i)
+            if need.unit == "llm":
+                text[key] = text_payload(meta, *key, IMAGE_ID, encoded, need.ids, need.labels)
+            else:
+                vision[key] = vision_payload(meta, need.unit, *key, 3 * PATCH**2, patches if need.patches else None)
+    return StepData(meta, vision, text, ())
+
+
+class Reference:
+    """One process, one sample at a time, plain autograd and plain AdamW."""
+
+    def __init__(self, settings: Recipe) -> None:
+        self.settings, model, groups = settings, shape(settings), ParallelGroups.single()
+        self.stages = nn.ModuleDict(
+            {
+                unit.name: build_stage(
+                    settings.model,
+                    model,
+                    unit.name,
+                    (0, len(unit.layers)),
+                    groups,
+                    dtype=torch.float32,
+                    device=torch.device("cpu"),
+                    recompute=frozenset(),
+                    seed=settings.train.seed,
+                    attention="reference",
+                )
+                for unit in model.units
+            }
+        )
+        trained = [p for p in self.stages.parameters() if p.requires_grad]
+        optimizer = settings.train.optimizer
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": [p for p in trained if p.ndim > 1], "weight_decay": optimizer.weight_decay},
+                {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+        )
+
+    def step(self) -> tuple[float, float, dict[str, Tensor]]:
+        """Run one optimizer step on all samples; return loss, gradient norm and gradients by name."""
+        total = int(lengths().targets.sum())
+        self.adam.zero_grad()
+        loss = 0.0
+        for sample, grids in enumerate(GRIDS):
+            part = self._loss(sample, grids) / total
+            loss += float(part.detach())
+            if part.requires_grad:  # not for text alone through a frozen LLM
+                part.backward()
+        gradients = {}
+        for name, param in self.stages.named_parameters():
+            if param.requires_grad:
+                assert param.grad is not None
+                gradients[name] = param.grad.clone()
+        norm = float(torch.cat([g.flatten() for g in gradients.values()]).double().norm())
+        limit = self.settings.train.optimizer.clip_norm
+        if limit is not None and norm > limit:
+            for param in self.stages.parameters():
+                if param.grad is not None:
+                    param.grad *= limit / norm
+        self.adam.step()
+        return loss, norm, gradients
+
+    def _loss(self, sample: int, grids: list[tuple[int, int]]) -> Tensor:
+        tokens = encoded(sample)
+        features = {}
+        places = np.flatnonzero(tokens.ids == IMAGE_ID)
+        if grids:
+            pixels = np.concatenate([patches(sample, i, *grid) for i, grid in enumerate(grids)])
+            rows, cols = zip(*grids, strict=True)
+            features["vision"] = self.stages["vision"](None, VisionInput(rows, cols, torch.from_numpy(pixels)))
+        inputs = TextInput(
+            (len(tokens.ids),),
+            torch.from_numpy(tokens.ids),
+            torch.from_numpy(tokens.labels),
+            {"vision": torch.from_numpy(places)},
+        )
+        loss: Tensor = self.stages["llm"](None, inputs, features)
+        return loss
