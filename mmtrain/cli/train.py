@@ -28,7 +28,10 @@ def train(
     from mmtrain.recipe import load
 
     loaded = load(recipe, overrides)  # a wrong recipe is told before torch has loaded
-    from mmtrain.runtime.train import run
+    from mmtrain.cli.cluster import cluster_of
+    from mmtrain.plan import plan as planner
+    from mmtrain.runtime.train import Request, run
 
     folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
-    run(loaded, plan_path=plan, run_dir=folder, resume=resume)
+    ranks, hardware = cluster_of(loaded.recipe)
+    run(Request(loaded, planner, hardware, ranks, folder, plan_path=plan, resume=resume))

@@ -160,36 +160,33 @@ def _shape(rng: random.Random, _: list[Pair]) -> Question:
     return Question("shape", f"{IMAGE_MARK}What shape is {colour}?", kind, (scene(rng, objects),))
 
 
+def _describe(rng: random.Random, _: list[Pair]) -> Question:
+    objects = [_object(rng) for _ in range(rng.randint(1, 3))]
+    answer = ", ".join(f"{colour} {kind}" for kind, colour in objects)
+    return Question("describe", f"{IMAGE_MARK}What is shown?", answer, (scene(rng, objects),))
+
+
 def _count(rng: random.Random, _: list[Pair]) -> Question:
-    number = rng.randint(1, 5)
-    objects = [(rng.choice(SHAPES), rng.choice(list(COLOURS))) for _ in range(number)]
-    return Question("count", f"{IMAGE_MARK}How many shapes are there?", str(number), (scene(rng, objects),))
+    objects = [_object(rng) for _ in range(rng.randint(1, 5))]
+    return Question("count", f"{IMAGE_MARK}How many shapes?", str(len(objects)), (scene(rng, objects),))
 
 
-def _count_colour(rng: random.Random, _: list[Pair]) -> Question:
-    wanted, other = rng.sample(list(COLOURS), 2)
-    number = rng.randint(1, 4)
-    colours = [wanted] * number + [other] * rng.randint(0, 2)
-    objects = [(rng.choice(SHAPES), colour) for colour in colours]
-    return Question("count_colour", f"{IMAGE_MARK}How many shapes are {wanted}?", str(number), (scene(rng, objects),))
-
-
-def _digit(rng: random.Random, _: list[Pair]) -> Question:
-    value = rng.randint(0, 9)
-    return Question("digit", f"{IMAGE_MARK}Which digit is this?", str(value), (digit(rng, value),))
+def _read_digits(rng: random.Random, _: list[Pair]) -> Question:
+    values = [rng.randint(0, 9) for _ in range(rng.randint(1, 4))]
+    pictures = tuple(digit(rng, value) for value in values)
+    return Question("digits", f"{IMAGE_MARK * len(values)}Which digits?", " ".join(map(str, values)), pictures)
 
 
 def _tallest(rng: random.Random, _: list[Pair]) -> Question:
     bars = list(zip(rng.sample(list(COLOURS), 3), rng.sample(range(1, 6), 3), strict=True))
     tallest = max(bars, key=lambda bar: bar[1])[0]
-    return Question("tallest_bar", f"{IMAGE_MARK}Which bar is the tallest?", tallest, (bar_chart(rng, bars),))
+    return Question("tallest_bar", f"{IMAGE_MARK}Which bar is tallest?", tallest, (bar_chart(rng, bars),))
 
 
-def _height(rng: random.Random, _: list[Pair]) -> Question:
-    colours = rng.sample(list(COLOURS), rng.randint(2, 4))
-    bars = [(colour, rng.randint(1, 5)) for colour in colours]
-    colour, height = rng.choice(bars)
-    return Question("bar_height", f"{IMAGE_MARK}How tall is the {colour} bar?", str(height), (bar_chart(rng, bars),))
+def _heights(rng: random.Random, _: list[Pair]) -> Question:
+    bars = [(colour, rng.randint(1, 5)) for colour in rng.sample(list(COLOURS), rng.randint(2, 4))]
+    answer = " ".join(str(height) for _, height in bars)
+    return Question("bar_heights", f"{IMAGE_MARK}How tall are the bars?", answer, (bar_chart(rng, bars),))
 
 
 def _find(rng: random.Random, _: list[Pair]) -> Question:
@@ -203,16 +200,18 @@ def _larger_digit(rng: random.Random, _: list[Pair]) -> Question:
     values = rng.sample(range(10), 2)
     pictures = tuple(digit(rng, value) for value in values)
     answer = 1 if values[0] > values[1] else 2
-    return Question("larger_digit", f"{_numbered(pictures)}Which image has the larger digit?", str(answer), pictures)
+    return Question("larger_digit", f"{_numbered(pictures)}Which digit is larger?", str(answer), pictures)
 
 
 def _more(rng: random.Random, _: list[Pair]) -> Question:
     numbers = rng.sample(range(1, 6), 2)
-    pictures = tuple(
-        scene(rng, [(rng.choice(SHAPES), rng.choice(list(COLOURS))) for _ in range(number)]) for number in numbers
-    )
+    pictures = tuple(scene(rng, [_object(rng) for _ in range(number)]) for number in numbers)
     answer = 1 if numbers[0] > numbers[1] else 2
-    return Question("more_shapes", f"{_numbered(pictures)}Which image has more shapes?", str(answer), pictures)
+    return Question("more_shapes", f"{_numbered(pictures)}Which has more shapes?", str(answer), pictures)
+
+
+def _object(rng: random.Random) -> tuple[str, str]:
+    return rng.choice(SHAPES), rng.choice(list(COLOURS))
 
 
 def _sum(rng: random.Random, pairs: list[Pair]) -> Question:
@@ -230,15 +229,15 @@ def _numbered(pictures: tuple[Image.Image, ...]) -> str:
 
 
 _TEMPLATES: dict[str, tuple[float, Callable[[random.Random, list[Pair]], Question]]] = {
+    "describe": (2, _describe),
     "colour": (1, _colour),
     "shape": (1, _shape),
     "count": (1, _count),
-    "count_colour": (1, _count_colour),
-    "digit": (1, _digit),
-    "tallest_bar": (1, _tallest),
-    "bar_height": (1, _height),
-    "find": (1, _find),
+    "digits": (2, _read_digits),
     "larger_digit": (1, _larger_digit),
+    "bar_heights": (1, _heights),
+    "tallest_bar": (1, _tallest),
+    "find": (1, _find),
     "more_shapes": (1, _more),
     "sum": (1, _sum),
     "larger_number": (1, _larger),

@@ -19,12 +19,12 @@ SHAPES = ("circle", "square", "triangle", "cross")
 
 
 def scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Image:
-    """Draw (shape, colour) objects apart from each other, on a light ground of a size that varies."""
+    """Draw (shape, colour) objects apart from each other, in reading order, on a light ground of a size that varies."""
     width, height = rng.choice((32, 40, 48)), rng.choice((32, 40, 48))
     across, down = (1, 1) if len(objects) == 1 else (2, 2) if len(objects) <= 4 else (3, 2)
     image, draw = _ground(rng, width, height)
-    cells = rng.sample([(x, y) for x in range(across) for y in range(down)], len(objects))
-    for (shape, colour), (x, y) in zip(objects, cells, strict=True):
+    cells = sorted(rng.sample([(y, x) for y in range(down) for x in range(across)], len(objects)))
+    for (shape, colour), (y, x) in zip(objects, cells, strict=True):
         cell_w, cell_h = width / across, height / down
         side = min(cell_w, cell_h, 22) * rng.uniform(0.7, 0.9)
         left = x * cell_w + rng.uniform(0, cell_w - side)

@@ -73,10 +73,10 @@ class Quarantined:
         return f"{self.source}, number {self.index}, id {self.id!r}: {self.kind}: {self.reason}"
 
 
-def write_quarantine(path: Path, entries: Iterable[Quarantined]) -> None:
+def write_quarantine(path: Path, entries: Iterable[Quarantined], append: bool = False) -> None:
     """Write one JSON object a line: source, index, id, kind, reason."""
-    lines = [json.dumps(asdict(e)) + "\n" for e in entries]
-    path.write_text("".join(lines), encoding="utf-8")
+    with path.open("a" if append else "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(e)) + "\n" for e in entries)
 
 
 def read(path: Path, image_root: Path | None = None) -> Iterator[Sample | Quarantined]:

@@ -50,6 +50,13 @@ class GroupStream:
             self._cached = epoch, pack_sequences(self._lengths, self._seq_len, order, self._window)
         return self._cached[1]
 
+    def epochs_done(self, num_groups: int) -> float:
+        """Passes over the data that the first `num_groups` groups of the stream make."""
+        if num_groups == 0:
+            return 0.0
+        epoch, _ = self._group(num_groups - 1)
+        return epoch + (num_groups - self._starts[epoch]) / len(self.epoch(epoch))
+
     def _group(self, place: int) -> tuple[int, IntArray]:
         """Epoch and sample numbers of the group at `place`."""
         while place >= self._starts[-1]:

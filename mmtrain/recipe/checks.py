@@ -73,13 +73,6 @@ def rotary(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(where, f"a head is {width} wide; allowed: an even width, for rotary positions")
 
 
-def warmup(recipe: Recipe) -> Iterator[Problem]:
-    """Warm-up ends before training does."""
-    steps, warm = recipe.train.steps, recipe.train.optimizer.warmup_steps
-    if warm > steps:
-        yield Problem(("train", "optimizer", "warmup_steps"), f"{warm} is more than train.steps {steps}")
-
-
 def learning_rates(recipe: Recipe) -> Iterator[Problem]:
     """The schedule decays downwards."""
     optimizer = recipe.train.optimizer
@@ -147,7 +140,6 @@ CHECKS: tuple[Check, ...] = (
     placement,
     ranks,
     rotary,
-    warmup,
     learning_rates,
     validation,
     sample_length,

@@ -14,8 +14,7 @@ from mmtrain.models.megatron.optim import Held, ZeroAdamW
 from mmtrain.models.shape import ModelShape, shape
 from mmtrain.plan.graph import stage_graph
 from mmtrain.plan.plan import Plan
-from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build
-from mmtrain.program.loads import step_loads
+from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build, step_loads
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.broker import Broker
 from mmtrain.runtime.executor import Executor, StepInput, StepOutcome

@@ -27,7 +27,7 @@ def launch_local(num_ranks: int, target: Callable[[Address], None]) -> None:
     """
     # Two calls rather than a computed name: the type of a context depends on its name.
     context = mp.get_context("spawn") if torch.cuda.is_available() else mp.get_context("fork")
-    port = _free_port()
+    port = free_port()
     ranks: dict[BaseProcess, Connection] = {}
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
@@ -95,7 +95,8 @@ def _end(ranks: list[BaseProcess]) -> None:
             process.join()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

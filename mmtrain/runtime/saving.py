@@ -23,14 +23,14 @@ def ranks_of(world: World) -> Ranks:
     )
 
 
-def save_job(root: Path, job: Job, next_step: int, facts: dict[str, Any]) -> Path:
-    """Save everything that the steps from `next_step` on depend on; `facts` say what the checkpoint belongs to."""
+def save_job(root: Path, job: Job, next_step: int, facts: dict[str, object]) -> Path:
+    """Save everything that the steps from `next_step` on depend on; `facts` are the settings they hang on."""
     shards = [
         Shard(piece.name, shard_spec(piece), _stored(piece))
         for unit in job.optimizer.units.values()
         for piece in unit.shards()
     ]
-    state = {**facts, "next_step": next_step, "num_updates": job.optimizer.num_updates}
+    state = {"facts": facts, "next_step": next_step, "num_updates": job.optimizer.num_updates}
     # Nothing draws from this generator yet in a run without dropout; a resumed run still continues where it stood.
     own = {"torch_rng": bytes(torch.get_rng_state().tolist()).hex()}
     return save(

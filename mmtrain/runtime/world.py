@@ -3,16 +3,18 @@
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mmtrain.errors import LaunchError
+from mmtrain.errors import LaunchError, MmtrainError
 
+T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -54,6 +56,30 @@ class World:
         values: list[object] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def sum(self, value: float) -> float:
+        """Add up one number over all ranks."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        if self.size > 1:
+            dist.all_reduce(total)
+        return float(total)
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Do `work` on rank 0 and return its picklable result everywhere; if it fails, every rank raises the same.
+
+        A failure that only rank 0 knew of would leave the others waiting in the next collective.
+        """
+        outcome: tuple[T | None, tuple[type[MmtrainError], str] | None] = (None, None)
+        if self.is_first:
+            try:
+                outcome = (work(), None)
+            except MmtrainError as e:
+                outcome = (None, (type(e), str(e)))
+        result, failure = cast(tuple[T, tuple[type[MmtrainError], str] | None], self.broadcast(outcome))
+        if failure:
+            kind, message = failure
+            raise kind(message)
+        return result
 
     def broadcast(self, value: object) -> object:
         """Return rank 0's small picklable object on every rank."""
@@ -129,8 +155,8 @@ def join(address: Address) -> World:
     except (RuntimeError, ValueError) as e:
         raise LaunchError(
             f"rank {address.rank} of {address.world_size} could not join at MASTER_ADDR:MASTER_PORT "
-            f"{address.master}:{address.port}: {str(e).splitlines()[0]}. Check that the port is free on the first node, "
-            "that every node reaches it, and that all ranks were started"
+            f"{address.master}:{address.port}: {str(e).splitlines()[0]}. Check that the port is free on the first "
+            "node, that every node reaches it, and that all ranks were started"
         ) from e
     return World(address.rank, address.world_size, device)
 

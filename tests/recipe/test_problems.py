@@ -120,7 +120,6 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.placement: disaggregated units need 2 (llm) + 1 (vision) ranks, cluster.ranks is 2",
         ),
         (["model.llm.head_dim=15"], "model.llm.head_dim: a head is 15 wide; allowed: an even width"),
-        (["train.optimizer.warmup_steps=11"], "train.optimizer.warmup_steps: 11 is more than train.steps 10"),
         (["train.optimizer.min_lr=0.01"], "train.optimizer.min_lr: 0.01 is above train.optimizer.lr 0.001"),
         (["train.validate_every=5"], "train.validate_every: 5, but data.validation is empty"),
         (["data.max_sample_tokens=4096"], "data.max_sample_tokens: 4096 is above data.seq_len 2048"),

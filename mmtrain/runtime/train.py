@@ -1,0 +1,243 @@
+"""`mmtrain train`: the story of a run, from a recipe to a trained model."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from rich.console import Console
+
+from mmtrain.balance import SampleLengths
+from mmtrain.data import DataIndex, GroupStream, Loader, Preparer, StepData, build, validation_batches, write_quarantine
+from mmtrain.errors import LaunchError, UserError
+from mmtrain.plan.files import load as load_plan
+from mmtrain.plan.files import require_match
+from mmtrain.plan.plan import Plan
+from mmtrain.recipe import Loaded, Recipe, dump, sha256
+from mmtrain.report import Progress, RunLog, StepMetrics, open_progress
+from mmtrain.runtime.agree import agree, flatten
+from mmtrain.runtime.job import Job, assemble
+from mmtrain.runtime.launch import free_port, launch_local
+from mmtrain.runtime.measure import Meter
+from mmtrain.runtime.saving import restore_job, save_job
+from mmtrain.runtime.schedule import learning_rate
+from mmtrain.runtime.world import Address, World, find_address, join, leave
+
+CHECKPOINTS, PLAN, RECIPE, QUARANTINE = "checkpoints", "plan.json", "recipe.yaml", "quarantine.jsonl"
+
+
+class Planner(Protocol):
+    """Chooses a plan; `mmtrain.plan.plan` is one. Handed in, because the runtime executes plans and makes none."""
+
+    def __call__(
+        self, recipe: Recipe, lengths: SampleLengths, *, world_size: int, hardware: str, recipe_sha256: str
+    ) -> Plan:
+        """Return the plan for a cluster of `world_size` ranks of `hardware`; PlanError if there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    loaded: Loaded
+    planner: Planner
+    hardware: str  # preset to plan for
+    ranks: int  # processes to start where no launcher has started any
+    run_dir: Path
+    plan_path: Path | None = None
+    resume: bool = False
+
+
+def run(request: Request) -> None:
+    """Train, in the processes that a launcher has started, or else in our own.
+
+    Raises UserError for wrong input and RunError where the run breaks; both name what and where.
+    """
+    address = find_address()
+    if address is not None:
+        _train_rank(request, address)
+    elif request.ranks == 1:
+        _train_rank(request, Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
+    else:
+        launch_local(request.ranks, partial(_train_rank, request))
+
+
+def _train_rank(request: Request, address: Address) -> None:
+    wanted = request.loaded.recipe.cluster.ranks
+    if wanted is not None and wanted != address.world_size:
+        raise LaunchError(
+            f"cluster.ranks: {wanted} in the recipe, but {address.world_size} processes were started; "
+            "start as many, or leave cluster.ranks out to take what the launcher starts"
+        )
+    if torch.get_num_threads() > 1 and not torch.cuda.is_available():
+        torch.set_num_threads(1)  # a rank is one core; more threads than cores would fight the other ranks
+    _train(request, join(address))
+    leave()
+
+
+def _train(request: Request, world: World) -> None:
+    """Train from the first step, or from the newest good checkpoint, to the last."""
+    recipe = request.loaded.recipe
+    agree(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
+    world.on_first(lambda: _claim(request))
+    index = build(recipe)
+    agree(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
+    plan = _agreed_plan(request, world, index)
+    job = assemble(recipe, plan, world)
+    console = Console(quiet=not world.is_first)
+    first = _restore(request, job, index, console) if request.resume else 0
+    _introduce(console, request, plan, index)
+    stream = GroupStream(index.lengths, recipe.data.seq_len, recipe.data.window, recipe.train.seed, index.weights)
+    meter, validate = Meter(job, stream, plan.hardware), _validation(job)
+    with (
+        RunLog(request.run_dir, first + 1, enabled=world.is_first) as log,
+        open_progress(console, recipe.name, recipe.train.steps, first + 1) as progress,
+        Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first) as loader,
+    ):
+        for step in range(first, recipe.train.steps):
+            metrics = _step(job, loader, step, meter, validate, progress, request.run_dir)
+            log.step(metrics)
+            progress.step(metrics)
+            if _due(step, recipe.train.checkpoint.every, recipe.train.steps):
+                folder = save_job(request.run_dir / CHECKPOINTS, job, step + 1, _facts(recipe, index))
+                progress.note(f"saved {folder}")
+
+
+def _step(
+    job: Job,
+    loader: Loader,
+    step: int,
+    meter: Meter,
+    validate: Callable[[], float],
+    progress: Progress,
+    run_dir: Path,
+) -> StepMetrics:
+    """Load, train, measure; and validate where that is due."""
+    train = job.recipe.train
+    begin, waited = time.perf_counter(), loader.wait_s
+    data = next(loader)
+    lr = learning_rate(train.optimizer, step, train.steps)
+    outcome = job.train(data, lr)
+    broken = _record_broken(job, data, run_dir)
+    seen = meter.gather(outcome, loader.wait_s - waited, broken)
+    took = time.perf_counter() - begin
+    if not outcome.stepped:
+        progress.note(f"step {step + 1}: the gradient norm is {outcome.grad_norm}; no weight was changed")
+    if seen.broken_samples:
+        progress.note(f"step {step + 1}: {seen.broken_samples} samples could not be decoded, see {QUARANTINE}")
+    val_loss = validate() if train.validate_every and _due(step, train.validate_every, train.steps) else None
+    return meter.metrics(data.meta, outcome, seen, lr, took, val_loss)
+
+
+def _due(step: int, every: int, num_steps: int) -> bool:
+    """Whether something that happens after every `every`th step, and after the last, happens after `step`."""
+    return step + 1 == num_steps or (every > 0 and (step + 1) % every == 0)
+
+
+def _validation(job: Job) -> Callable[[], float]:
+    """Return a function that computes the mean loss per target token of the held-out batches."""
+    recipe = job.recipe
+    if not recipe.train.validate_every:
+        return lambda: float("nan")
+    index = build(recipe, "validation")
+    data, limit = recipe.data, recipe.train.validate_batches
+    metas = validation_batches(index, data.seq_len, data.window, job.dp, job.num_microbatches, limit)
+    preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
+    total = sum(meta.total_targets for meta in metas)
+
+    def validate() -> float:
+        mine = sum(job.validate(preparer.prepare(meta)).loss * meta.total_targets / total for meta in metas)
+        return job.world.sum(mine)
+
+    return validate
+
+
+def _agreed_plan(request: Request, world: World, index: DataIndex) -> Plan:
+    """Take the plan that the user gave, the one of the run that is resumed, or plan on rank 0; the same on all."""
+    recipe = request.loaded.recipe
+    sha = sha256(recipe)
+
+    def choose() -> str:
+        saved = request.run_dir / PLAN
+        if request.plan_path is not None:
+            plan = load_plan(request.plan_path)
+            require_match(plan, sha, world.size, request.hardware)
+        elif request.resume and saved.exists() and _matches(saved, sha, world.size, request.hardware):
+            plan = load_plan(saved)
+        else:
+            plan = request.planner(
+                recipe, index.lengths, world_size=world.size, hardware=request.hardware, recipe_sha256=sha
+            )
+        plan.save(saved)
+        return plan.model_dump_json()
+
+    return Plan.model_validate_json(world.on_first(choose))
+
+
+def _matches(path: Path, sha: str, world_size: int, hardware: str) -> bool:
+    plan = load_plan(path)
+    return (plan.recipe_sha256, plan.world_size, plan.hardware) == (sha, world_size, hardware)
+
+
+def _claim(request: Request) -> None:
+    """Make the run's folder ours; refuse one that holds another run."""
+    folder = request.run_dir
+    if not request.resume and (folder / RECIPE).exists():
+        raise UserError(f"{folder} holds a run already: continue it with --resume, or choose another --run-dir")
+    if request.resume and not (folder / CHECKPOINTS).exists():
+        raise UserError(f"--resume: {folder} holds no checkpoint; leave --resume out to start a run there")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECIPE).write_text(dump(request.loaded.recipe), encoding="utf-8")
+
+
+def _restore(request: Request, job: Job, index: DataIndex, console: Console) -> int:
+    """Load the newest good checkpoint; return the step to take next."""
+    checkpoint = restore_job(request.run_dir / CHECKPOINTS, job, on_bad=lambda text: console.print(text, style="red"))
+    before, now = flatten(checkpoint.state["facts"]), flatten(_facts(job.recipe, index))
+    changed = [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in now if before.get(key) != now[key]]
+    if changed:
+        raise UserError(
+            f"--resume: the run in {request.run_dir} was made with other settings, so that the order of its data "
+            f"could not be continued: {'; '.join(changed)}. Restore them, or start anew with another --run-dir"
+        )
+    console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
+    return int(checkpoint.state["next_step"])
+
+
+def _facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
+    """What must not change between saving and resuming, since the data's order and the weights hang on it."""
+    return {
+        "model": recipe.model.model_dump(mode="json"),
+        "train": {"seed": recipe.train.seed, "global_batch": recipe.train.global_batch},
+        "data": {
+            "seq_len": recipe.data.seq_len,
+            "window": recipe.data.window,
+            "samples": len(index.samples),
+            "fingerprint": index.fingerprint,
+        },
+    }
+
+
+def _introduce(console: Console, request: Request, plan: Plan, index: DataIndex) -> None:
+    meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
+    console.print(
+        f"{plan.placement} plan on {plan.world_size} ranks: {meshes}; predicted {plan.predicted.step_time_s:.3f} s "
+        f"a step ({plan.predicted.cost_source})",
+        highlight=False,
+    )
+    aside = f", {len(index.quarantined)} set aside (see {QUARANTINE})" if index.quarantined else ""
+    console.print(f"{len(index.samples)} samples{aside}; writing to {request.run_dir}", highlight=False)
+    if not console.quiet:
+        write_quarantine(request.run_dir / QUARANTINE, index.quarantined)
+
+
+def _record_broken(job: Job, data: StepData, run_dir: Path) -> int:
+    """Append what this rank could not decode to the quarantine; tensor-parallel ranks load alike, one records."""
+    if not data.quarantined or any(unit.groups.tp_rank for unit in job.units.values()):
+        return 0
+    write_quarantine(run_dir / QUARANTINE, data.quarantined, append=True)
+    return len(data.quarantined)
