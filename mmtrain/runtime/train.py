@@ -59,14 +59,15 @@ def run(request: Request) -> None:
     """
     address = find_address()
     if address is not None:
-        _train_rank(request, address)
+        train_rank(request, address)
     elif request.ranks == 1:
-        _train_rank(request, Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
+        train_rank(request, Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
     else:
         launch_local(request.ranks, partial(_train_rank, request))
 
 
-def _train_rank(request: Request, address: Address) -> None:
+def train_rank(request: Request, address: Address) -> None:
+    """Be one rank of the run."""
     wanted = request.loaded.recipe.cluster.ranks
     if wanted is not None and wanted != address.world_size:
         raise LaunchError(
@@ -228,9 +229,10 @@ def _introduce(console: Console, request: Request, plan: Plan, index: DataIndex)
         f"{plan.placement} plan on {plan.world_size} ranks: {meshes}; predicted {plan.predicted.step_time_s:.3f} s "
         f"a step ({plan.predicted.cost_source})",
         highlight=False,
+        soft_wrap=True,
     )
     aside = f", {len(index.quarantined)} set aside (see {QUARANTINE})" if index.quarantined else ""
-    console.print(f"{len(index.samples)} samples{aside}; writing to {request.run_dir}", highlight=False)
+    console.print(f"{len(index.samples)} samples{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True)
     if not console.quiet:
         write_quarantine(request.run_dir / QUARANTINE, index.quarantined)
 

@@ -1,0 +1,159 @@
+"""Answers from a trained model, on one device: greedy decoding of packed prompts.
+
+Nothing is cached between tokens. Each round runs the open sequences of a batch anew through the LLM, packed like a
+training microbatch, so evaluation computes what training computed; answers are short, and rounds are few.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmtrain.balance.batch import IntArray
+from mmtrain.checkpoint import Checkpoint, ShardSpec
+from mmtrain.data.images import FloatArray
+from mmtrain.data.tokenize import ChatTokenizer
+from mmtrain.models import params
+from mmtrain.models.build import StageModule, build_stage
+from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shape import shape
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.job import LLM, compute_dtype
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image as patches."""
+
+    rows: int
+    cols: int
+    patches: FloatArray  # (rows * cols, 3 * patch * patch)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model is asked."""
+
+    ids: IntArray  # (T,) image tokens included, up to where the answer starts
+    pictures: tuple[Picture, ...]  # in the order of their tokens
+
+
+@dataclass(frozen=True)
+class Model:
+    """A whole model in this process. The head is a stage of its own, so that few rows need reach it."""
+
+    encoders: Mapping[str, StageModule]
+    body: StageModule  # the LLM up to its last block
+    head: StageModule
+    device: torch.device
+    dtype: torch.dtype
+
+
+def build_model(recipe: Recipe, device: torch.device) -> Model:
+    """Build all units of the recipe's model whole on `device`, with their initial weights."""
+    whole, groups, dtype = shape(recipe), ParallelGroups.single(), compute_dtype(recipe, device)
+
+    def stage(unit: str, lo: int, hi: int) -> StageModule:
+        return build_stage(
+            recipe.model,
+            whole,
+            unit,
+            (lo, hi),
+            groups,
+            dtype=dtype,
+            device=device,
+            recompute=frozenset(),
+            seed=recipe.train.seed,
+            attention="auto",  # the recipe's choice may need the machine that it was trained on
+        )
+
+    encoders = {name: stage(name, 0, len(whole.unit(name).layers)) for name in whole.encoders}
+    last = len(whole.unit(LLM).layers) - 1
+    return Model(encoders, stage(LLM, 0, last), stage(LLM, last, last + 1), device, dtype)
+
+
+def load_weights(model: Model, checkpoint: Checkpoint) -> None:
+    """Fill the model with a checkpoint's weights, whatever plan wrote them.
+
+    Raises CheckpointError, naming the parameter, when one is missing or has another shape.
+    """
+    with torch.no_grad():
+        for stage in (*model.encoders.values(), model.body, model.head):
+            specs = params.specs(stage, stage.unit, tp=1)
+            for name, param in stage.named_parameters():
+                stored = checkpoint.read(specs[name].name, ShardSpec(specs[name].full_shape))
+                param.copy_(stored.reshape(param.shape))
+
+
+@torch.inference_mode()
+def generate(model: Model, prompts: Sequence[Prompt], tokenizer: ChatTokenizer, max_new_tokens: int) -> list[list[int]]:
+    """Continue every prompt by the most likely token, again and again, all of them in one batch.
+
+    An answer ends before `<|end|>`, or at `max_new_tokens`. Ids at or above the tokenizer's size are padding of the
+    vocabulary and are never chosen.
+    """
+    features = _features(model, prompts, tokenizer.image_id)
+    answers: list[list[int]] = [[] for _ in prompts]
+    open_ = list(range(len(prompts)))
+    for _ in range(max_new_tokens):
+        if not open_:
+            break
+        logits = _next_logits(model, [(prompts[i], answers[i], features[i]) for i in open_], tokenizer.image_id)
+        chosen = logits[:, : tokenizer.vocab_size].argmax(dim=-1).tolist()
+        for i, token in zip(open_, chosen, strict=True):
+            if token != tokenizer.end_id:
+                answers[i].append(token)
+        open_ = [i for i, token in zip(open_, chosen, strict=True) if token != tokenizer.end_id]
+    return answers
+
+
+def batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Deal sequences to batches of at most `max_tokens` tokens, shortest first; a longer one is a batch of its own.
+
+    Equal lengths come together because attention on a CPU takes one call for each distinct length of a batch.
+
+    >>> batches([5, 2, 9, 2], max_tokens=8)
+    [[1, 3], [0], [2]]
+    """
+    dealt: list[list[int]] = []
+    room = 0
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if not dealt or lengths[i] > room:
+            dealt.append([])
+            room = max_tokens
+        dealt[-1].append(i)
+        room -= lengths[i]
+    return dealt
+
+
+def _features(model: Model, prompts: Sequence[Prompt], image_id: int) -> list[Tensor | None]:
+    """Encode the pictures of all prompts at once; return each prompt's features (F, hidden), None for text alone."""
+    pictures = [picture for prompt in prompts for picture in prompt.pictures]
+    if not pictures:
+        return [None] * len(prompts)
+    patches = torch.from_numpy(np.concatenate([p.patches for p in pictures])).to(model.device, model.dtype)
+    inputs = VisionInput(tuple(p.rows for p in pictures), tuple(p.cols for p in pictures), patches)
+    features: Tensor = model.encoders["vision"](None, inputs)
+    split = features.split([int((prompt.ids == image_id).sum()) for prompt in prompts])
+    return [part if prompt.pictures else None for part, prompt in zip(split, prompts, strict=True)]
+
+
+def _next_logits(model: Model, asked: Sequence[tuple[Prompt, list[int], Tensor | None]], image_id: int) -> Tensor:
+    """Logits (S, padded vocabulary) of the token that follows each of S prompts with the answer it has so far."""
+    lengths = tuple(len(prompt.ids) + len(answer) for prompt, answer, _ in asked)
+    ends = np.cumsum(lengths)
+    ids = np.concatenate([part for prompt, answer, _ in asked for part in (prompt.ids, np.array(answer, np.int64))])
+    # Looked for in the prompts alone: a model may also answer with an image token, which then stands for no picture.
+    starts = zip(ends - lengths, (prompt for prompt, _, _ in asked), strict=True)
+    places = np.concatenate([start + np.flatnonzero(prompt.ids == image_id) for start, prompt in starts])
+    rows = [features for _, _, features in asked if features is not None]
+    inputs = TextInput(
+        lengths,
+        torch.from_numpy(ids).to(model.device),
+        feature_places={"vision": torch.from_numpy(places).to(model.device)},
+    )
+    hidden = model.body(None, inputs, {"vision": torch.cat(rows)} if rows else {})
+    return model.head.logits(hidden[torch.from_numpy(ends - 1).to(model.device)], TextInput((1,) * len(asked)))
