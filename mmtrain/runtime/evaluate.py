@@ -109,7 +109,7 @@ def answer(
         prompts: dict[Question, Prompt] = {}
         for question in (questions[number] for number in batch):
             try:
-                prompts[question] = Prompt(question.ids, _pictures(question, recipe, blank))
+                prompts[question] = Prompt(question.ids, load_pictures(question, recipe, blank))
             except BadImageError as error:
                 bad.append(Quarantined.of(question.sample, error.kind, str(error)))
         generated = generate(model, list(prompts.values()), tokenizer, max_new_tokens)
@@ -199,7 +199,7 @@ def _before_answer(sample: Sample) -> tuple[Turn, ...]:
     return sample.turns[:last]
 
 
-def _pictures(question: Question, recipe: Recipe, blank: bool) -> tuple[Picture, ...]:
+def load_pictures(question: Question, recipe: Recipe, blank: bool) -> tuple[Picture, ...]:
     """Load the images of a question. Raises BadImageError."""
     vision = recipe.model.vision
     if not question.images or vision is None:
@@ -220,7 +220,8 @@ def _pictures(question: Question, recipe: Recipe, blank: bool) -> tuple[Picture,
 def _training_answers(recipe: Recipe) -> list[tuple[str, str]]:
     """Read (template, answer) of every training sample. Straight from the files: no image needs to be looked at."""
     samples = (entry for source in recipe.data.sources for entry in read(source.path, source.image_root))
-    return [(s.template or NO_TEMPLATE, s.answer.strip()) for s in samples if isinstance(s, Sample)]
+    answered = (s for s in samples if isinstance(s, Sample) and s.answer.strip())
+    return [(s.template or NO_TEMPLATE, s.answer.strip()) for s in answered]
 
 
 def _most_frequent(training: Iterable[tuple[str, str]]) -> dict[str | None, str]:

@@ -137,7 +137,7 @@ def _features(model: Model, prompts: Sequence[Prompt], image_id: int) -> list[Te
     patches = torch.from_numpy(np.concatenate([p.patches for p in pictures])).to(model.device, model.dtype)
     inputs = VisionInput(tuple(p.rows for p in pictures), tuple(p.cols for p in pictures), patches)
     features: Tensor = model.encoders["vision"](None, inputs)
-    split = features.split([int((prompt.ids == image_id).sum()) for prompt in prompts])
+    split = torch.split(features, [int((prompt.ids == image_id).sum()) for prompt in prompts])
     return [part if prompt.pictures else None for part, prompt in zip(split, prompts, strict=True)]
 
 
