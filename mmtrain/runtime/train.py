@@ -63,7 +63,7 @@ def run(request: Request) -> None:
     elif request.ranks == 1:
         train_rank(request, Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
     else:
-        launch_local(request.ranks, partial(_train_rank, request))
+        launch_local(request.ranks, partial(train_rank, request))
 
 
 def train_rank(request: Request, address: Address) -> None:
