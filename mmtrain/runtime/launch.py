@@ -25,6 +25,8 @@ def launch_local(num_ranks: int, target: Callable[[Address], None]) -> None:
     On CPU the ranks are forked, so that torch and Megatron are imported once; CUDA does not survive a fork. When a
     rank fails the others are ended, and the failure that came first is raised here: the user reads one message.
     """
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: no host name need resolve
     # Two calls rather than a computed name: the type of a context depends on its name.
     context = mp.get_context("spawn") if torch.cuda.is_available() else mp.get_context("fork")
     port = free_port()

@@ -1,5 +1,6 @@
 """A tiny model, a fixed batch of ragged samples, and what one process makes of it sample by sample."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +76,7 @@ def plan(settings: Recipe, **meshes: Mesh) -> Plan:
     units = {}
     for name, mesh in meshes.items():
         borders = [0, *mesh.cuts, len(model.unit(name).layers)]
-        stages = tuple(
-            StagePlan(stage=i, layers=(lo, hi)) for i, (lo, hi) in enumerate(zip(borders, borders[1:], strict=False))
-        )
+        stages = tuple(StagePlan(stage=i, layers=(lo, hi)) for i, (lo, hi) in enumerate(itertools.pairwise(borders)))
         units[name] = UnitPlan(tp=mesh.tp, pp=len(stages), dp=mesh.dp, ranks=mesh.ranks, stages=stages)
     shared = {r for m in meshes.values() for r in m.ranks}
     num_microbatches = GLOBAL_BATCH // meshes["llm"].dp
@@ -100,7 +99,7 @@ def lengths() -> SampleLengths:
     rows, cols = (np.array([g[i] for g in grids], dtype=np.int64) for i in (0, 1))
     features = rows * cols // MERGE**2
     first = np.cumsum([0, *(len(s) for s in GRIDS)])
-    per_sample = [int(features[a:b].sum()) for a, b in zip(first, first[1:], strict=False)]
+    per_sample = [int(features[a:b].sum()) for a, b in itertools.pairwise(first)]
     tokens = np.array([t + f for t, f in zip(TEXT_TOKENS, per_sample, strict=True)], dtype=np.int64)
     targets = np.array([int((encoded(s).labels >= 0).sum()) for s in range(len(GRIDS))], dtype=np.int64)
     items = ItemLengths(first.astype(np.int64), rows, cols, rows * cols, features)

@@ -1,0 +1,75 @@
+"""The commands a user types, as processes of their own: they work together, and a mistake costs no traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["train.steps=3", "train.checkpoint.every=0", "model.vision.layers=1", "model.llm.layers=1", "data.seq_len=192"]
+OTHER = ["recipes/demo.yaml", "--run-dir", "runs/other"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the recipes and small demo data beside them, as in the project's own."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "recipes").mkdir()
+    for recipe in (ROOT / "recipes").glob("*.yaml"):
+        (folder / "recipes" / recipe.name).write_bytes(recipe.read_bytes())
+    done = _mmtrain(folder, "data", "demo", "--out", "demo-data", "--samples", "64", "--heldout", "12")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def _mmtrain(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return _run(folder, sys.executable, "-m", "mmtrain", *arguments)
+
+
+def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def _sets(*settings: str) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def test_plan_train_alone_and_evaluate(folder: Path) -> None:
+    planned = _mmtrain(folder, "plan", "recipes/demo.yaml", *_sets(*SMALL), "--out", "plan.json")
+    assert planned.returncode == 0, planned.stderr
+    assert "disaggregated" in planned.stdout
+    trained = _mmtrain(folder, "train", "recipes/demo.yaml", *_sets(*SMALL), "--plan", "plan.json")
+    assert trained.returncode == 0, trained.stderr
+    assert "step 3/3" in trained.stdout.replace("  ", " ")
+    scored = _mmtrain(folder, "evaluate", "runs/demo", "--json")
+    assert scored.returncode == 0, scored.stderr
+    assert sum(t["questions"] for t in json.loads(scored.stdout)["templates"]) == 12
+
+
+def test_train_under_torchrun(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "mmtrain", "train"]
+    done = _run(folder, *command, "recipes/demo.yaml", *_sets(*SMALL), "--run-dir", "runs/three")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((folder / "runs" / "three" / "plan.json").read_text())
+    assert plan["world_size"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "recipes/none.yaml"], "recipes/none.yaml"),
+        (["train", "recipes/demo.yaml", *_sets("trian.steps=3")], "train"),
+        (["train", *OTHER, *_sets("data.sources.0.path=gone.json")], "gone.json: no such file"),
+        (["train", *OTHER, "--plan", "gone.json"], "gone.json: cannot read the plan"),
+        (["evaluate", "runs/none"], "runs/none"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(folder: Path, arguments: list[str], says: str) -> None:
+    done = _mmtrain(folder, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
