@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from mmtrain.balance import SampleLengths
+from mmtrain.checkpoint import find
 from mmtrain.data import DataIndex, GroupStream, Loader, Preparer, StepData, build, validation_batches, write_quarantine
 from mmtrain.errors import LaunchError, UserError
 from mmtrain.plan.files import load as load_plan
@@ -185,18 +186,21 @@ def _matches(path: Path, sha: str, world_size: int, hardware: str) -> bool:
 
 
 def _claim(request: Request) -> None:
-    """Make the run's folder ours; refuse one that holds another run."""
+    """Make the run's folder ours; refuse one that holds what another run has learned."""
     folder = request.run_dir
-    if not request.resume and (folder / RECIPE).exists():
+    if not request.resume and find(folder / CHECKPOINTS):
         raise UserError(f"{folder} holds a run already: continue it with --resume, or choose another --run-dir")
-    if request.resume and not (folder / CHECKPOINTS).exists():
-        raise UserError(f"--resume: {folder} holds no checkpoint; leave --resume out to start a run there")
+    if request.resume and not (folder / RECIPE).exists():
+        raise UserError(f"--resume: {folder} holds no run; leave --resume out to start one there")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECIPE).write_text(dump(request.loaded.recipe), encoding="utf-8")
 
 
 def _restore(request: Request, job: Job, index: DataIndex, console: Console) -> int:
-    """Load the newest good checkpoint; return the step to take next."""
+    """Load the newest good checkpoint, if the run came as far as saving one; return the step to take next."""
+    if not job.world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS))):
+        console.print(f"{request.run_dir} holds no checkpoint yet: starting from the first step")
+        return 0
     checkpoint = restore_job(request.run_dir / CHECKPOINTS, job, on_bad=lambda text: console.print(text, style="red"))
     before, now = flatten(checkpoint.state["facts"]), flatten(_facts(job.recipe, index))
     changed = [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in now if before.get(key) != now[key]]

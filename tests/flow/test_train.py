@@ -209,4 +209,14 @@ def test_bad_samples_are_named_and_do_not_stop_a_run(data: Path, tmp_path: Path)
 def test_resume_without_a_run_is_refused(data: Path, tmp_path: Path) -> None:
     [message] = _run(_request(data, tmp_path / "none", "parallel.placement=unified", resume=True))
     assert message.startswith(UserError.__name__)
-    assert "holds no checkpoint" in message
+    assert "holds no run" in message
+
+
+def test_a_run_that_broke_before_its_first_checkpoint_starts_again(data: Path, tmp_path: Path) -> None:
+    request = _request(data, tmp_path / "run", "train.steps=2")
+    with pytest.raises(RanksFailed):
+        _run(request, request, kill=(1, 1))
+    assert _run(request, request) == ["", ""], "without --resume there is nothing to lose"
+    shutil.rmtree(tmp_path / "run" / CHECKPOINTS)
+    again = replace(request, resume=True)
+    assert _run(again, again) == ["", ""], "a job that is requeued with --resume needs no checkpoint"
