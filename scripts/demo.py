@@ -31,7 +31,9 @@ def main() -> int:
         if code:
             return code
         print(f"({time.monotonic() - started:.0f} s)", flush=True)
-    print(f"\nThe demo took {time.monotonic() - begin:.0f} s. Its run is in {RUN}; try more with the README's commands.")
+    print(
+        f"\nThe demo took {time.monotonic() - begin:.0f} s. Its run is in {RUN}; try more with the README's commands."
+    )
     return 0
 
 
