@@ -1,4 +1,8 @@
-"""Packing samples into groups: best fit inside windows of the shuffled order (the packing half of matched grouping)."""
+"""Which samples share a group: ISF, the fixed-size baselines, and packing by best fit inside a shuffled window.
+
+Every function here uses each sample of its order exactly once and is a pure function of its arguments and the random
+generator it is handed.
+"""
 
 from dataclasses import dataclass
 
@@ -19,6 +23,77 @@ class Groups:
 
     def __getitem__(self, i: int) -> IntArray:
         return self.samples[self.first[i] : self.first[i + 1]]
+
+    @property
+    def sizes(self) -> IntArray:
+        """(G,) samples in each group."""
+        return np.diff(self.first)
+
+    def loads(self, tokens: IntArray) -> IntArray:
+        """(G, m) what each group sums to, of `tokens` (n, m)."""
+        if not len(self):
+            return np.empty((0, tokens.shape[1]), dtype=np.int64)
+        sums: IntArray = np.add.reduceat(tokens[self.samples], self.first[:-1], axis=0)
+        return sums
+
+    def reordered(self, order: IntArray) -> "Groups":
+        """The groups `order` (k,) names, in that order; each keeps its samples as they are."""
+        sizes = self.sizes[order]
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        within = np.arange(first[-1]) - np.repeat(first[:-1], sizes)
+        return Groups(first, self.samples[np.repeat(self.first[order], sizes) + within])
+
+
+def isf(tokens: IntArray, budgets: IntArray, fill: IntArray, rounds: int, rng: np.random.Generator) -> Groups:
+    """Iterative sampling and filtering (OmniBal): fill groups from a shuffle, keep the full ones, shuffle the rest.
+
+    tokens: (n, m) sizes under m budgets. budgets: (m,); a group closes before the sample that would pass one of them.
+    fill: (m,); a closed group is kept if it reaches any of these, else its samples return to the pool. After `rounds`
+    rounds what is left is grouped as it falls, so that every sample is used exactly once: nothing is dropped, and the
+    last groups are as empty as chance makes them. A sample above a budget alone becomes a group of its own.
+
+    Groups come out in random order. The published defaults: budgets = (longest sample, that times tiles per token),
+    fill = (longest sample - 128, the tile budget).
+    """
+    columns = [np.ascontiguousarray(column) for column in tokens.T]
+    pool = np.arange(len(tokens), dtype=np.int64)
+    parts: list[Groups] = []
+    for _ in range(rounds):
+        order = rng.permutation(pool)
+        groups, loads = _fill_in_order(columns, budgets, order)
+        full = (loads >= fill[:, None]).any(axis=0)
+        kept = np.repeat(full, groups.sizes)
+        parts.append(Groups(np.concatenate([[0], np.cumsum(groups.sizes[full])]), order[kept]))
+        pool = order[~kept]
+    parts.append(_fill_in_order(columns, budgets, rng.permutation(pool))[0])
+    together = _concatenate(parts)
+    return together.reordered(rng.permutation(len(together)))
+
+
+def random(num_samples: int, batch: int, rng: np.random.Generator) -> Groups:
+    """Baseline: mini-batches of `batch` samples as they fall (what a plain data loader does, padding them)."""
+    return _of_size(rng.permutation(num_samples), batch)
+
+
+def length(lengths: IntArray, batch: int, window: int, rng: np.random.Generator) -> Groups:
+    """Baseline: mini-batches of samples of similar length, sorted inside shuffled windows; little padding.
+
+    Mini-batches come out in random order, so the replicas of a step are as uneven as lengths are.
+    """
+    groups = _of_size(_sorted_in_windows(lengths, rng.permutation(len(lengths)), window), batch)
+    return groups.reordered(rng.permutation(len(groups)))
+
+
+def device(lengths: IntArray, batch: int, num_replicas: int, window: int, rng: np.random.Generator) -> Groups:
+    """Baseline: the samples at one place of all replicas' mini-batches are of similar length; much padding.
+
+    Groups come in step order, `num_replicas` at a time. Samples that do not fill a step form the last groups.
+    """
+    ordered = _sorted_in_windows(lengths, rng.permutation(len(lengths)), window)
+    num_rows = len(ordered) // (num_replicas * batch) * batch
+    rows = rng.permutation(ordered[: num_rows * num_replicas].reshape(num_rows, num_replicas))
+    steps = rows.reshape(-1, batch, num_replicas).transpose(0, 2, 1)
+    return _of_size(np.concatenate([steps.ravel(), ordered[num_rows * num_replicas :]]), batch)
 
 
 def pack(tokens: IntArray, budgets: IntArray, order: IntArray, window: int) -> Groups:
@@ -82,3 +157,43 @@ def _emission_order(group: IntArray, part: IntArray) -> list[IntArray]:
     cuts = np.cumsum(np.bincount(group, minlength=num_groups))[:-1]
     members = np.split(by_group, cuts)
     return [members[i] for i in np.argsort(part[:num_groups], kind="stable")]
+
+
+def _concatenate(parts: list[Groups]) -> Groups:
+    """All groups of `parts`, in order."""
+    sizes = np.concatenate([part.sizes for part in parts])
+    return Groups(np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([part.samples for part in parts]))
+
+
+def _fill_in_order(columns: list[IntArray], budgets: IntArray, order: IntArray) -> tuple[Groups, IntArray]:
+    """Close a group before the sample that would pass a budget; returns the groups and their loads (m, G).
+
+    columns: m arrays (n,) of sizes. Where a group that starts at place s ends depends on s alone, so it is looked up
+    for all s at once, and the groups are the chain 0 -> end(0) -> end(end(0)) ...
+    """
+    num = len(order)
+    upto = np.zeros((len(columns), num + 1), dtype=np.int64)  # sums of the first 0, 1, ... samples
+    for sums, column in zip(upto, columns, strict=True):
+        np.cumsum(column.take(order), out=sums[1:])
+    ends = np.full(num, num, dtype=np.int64)
+    for sums, budget in zip(upto, budgets, strict=True):
+        over = np.flatnonzero(sums[ends] > sums[:-1] + budget)  # only these end earlier for this budget's sake
+        ends[over] = np.searchsorted(sums, sums[over] + budget, side="right") - 1
+    end_of = memoryview(np.maximum(ends, np.arange(1, num + 1)).data)
+    chain, place = [0], 0
+    while place < num:
+        place = end_of[place]
+        chain.append(place)
+    groups = Groups(np.array(chain, dtype=np.int64), order)
+    return groups, np.diff(upto[:, groups.first], axis=1)
+
+
+def _of_size(order: IntArray, batch: int) -> Groups:
+    """Consecutive mini-batches of `batch` samples, the last one of what is left."""
+    first = np.append(np.arange(0, len(order), batch), len(order))
+    return Groups(first, order.astype(np.int64))
+
+
+def _sorted_in_windows(lengths: IntArray, order: IntArray, window: int) -> IntArray:
+    """`order` with each run of `window` samples sorted by length."""
+    return order[np.lexsort((lengths[order], np.arange(len(order)) // window))]

@@ -1,0 +1,51 @@
+"""How uneven work is: padding inside a mini-batch, waiting between the replicas of a step.
+
+Loads of zero in every replica (a modality that a step lacks) count as perfectly even: nobody waits for anybody.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.balance.batch import FloatArray, IntArray
+from mmtrain.balance.grouping import Groups
+
+Loads = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+
+
+def pad_ratio(lengths: IntArray, groups: Groups) -> float:
+    """Share of a padded mini-batch that is padding, averaged over the mini-batches (OmniBal, eq. 1).
+
+    For a mini-batch of B samples of lengths t_i: sum_i (t_max - t_i) / (t_max * B). lengths: (n,) of each sample.
+    Groups are read as padded mini-batches; packed groups have no padding, whatever this says about them.
+    """
+    if not len(groups):
+        return 0.0
+    of_group = lengths[groups.samples]
+    longest = np.maximum.reduceat(of_group, groups.first[:-1])
+    total = np.add.reduceat(of_group, groups.first[:-1])
+    return float(np.mean(1 - _share(total, longest * groups.sizes)))
+
+
+def dist_ratio(loads: Loads) -> FloatArray:
+    """Share of a step that replicas wait for the most loaded one, averaged over steps (OmniBal, eq. 2).
+
+    For the N replicas of a step with loads T_i: sum_i (T_max - T_i) / (T_max * N). loads: (steps, N, m), m modalities.
+    Returns (m,): each modality apart, as units on ranks of their own feel it.
+    """
+    most, num_replicas = loads.max(axis=1), loads.shape[1]
+    waits: FloatArray = (1 - _share(loads.sum(axis=1), most * num_replicas)).mean(axis=0)
+    return waits
+
+
+def max_over_mean(loads: Loads) -> float:
+    """Largest load over the mean load of a step, averaged over steps: step time over its ideal.
+
+    loads: (steps, N), one summed cost per replica. 1.0 is perfect.
+    """
+    return float(np.mean(1 / _share(loads.sum(axis=1), loads.max(axis=1) * loads.shape[1])))
+
+
+def _share(part: Loads, whole: Loads) -> FloatArray:
+    """part / whole, and 1 where there is nothing to share."""
+    shares: FloatArray = np.divide(part, whole, out=np.ones(np.shape(whole)), where=np.asarray(whole) > 0)
+    return shares
