@@ -140,7 +140,8 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
             statistics = 4 * (4 + layer.heads // tp)  # of two norms and of each head's softmax, in fp32
             # Gated: gate and up together, then the gate, its SiLU and the product; else the two sides of GELU.
             mlp = layer.ffn * (5 if layer.gated else 2)
-            split = (inner + kv) + rotated + 2 * inner + mlp
+            gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
+            split = (inner + kv) + gathered + rotated + 2 * inner + mlp
             return t * (element_bytes * (4 * h + 2 * normalised + tables + split // tp) + statistics)
         case "projector":
             rows, joined = features(layer, load), h * layer.merge**2

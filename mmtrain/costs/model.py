@@ -88,7 +88,7 @@ class AnalyticCosts:
         products = sum(self._product(g) for g in analytic.gemms(layer, load, tp))
         reduces = TP_REDUCES[layer.kind][0] * self._tp_reduce(layer, tp, load)
         moving = self._moving(layer, tp, load) + self._launches(layer)
-        return products + self._attention(layer, tp, load) + moving + reduces
+        return products + self._attention(layer, tp, load) + moving + reduces + self._kv_gather(layer, tp, load)
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019
     def _backward(self, layer: LayerShape, tp: int, load: TokenLoad, input_grad: bool) -> float:
@@ -100,7 +100,8 @@ class AnalyticCosts:
         reduces = TP_REDUCES[layer.kind][1] * self._tp_reduce(layer, tp, load)
         # Backward has about twice the kernels, but starts them without Python in between.
         moving = 2 * self._moving(layer, tp, load) + self._launches(layer)
-        return products + 2 * self._attention(layer, tp, load) + moving + reduces
+        gather = self._kv_gather(layer, tp, load)
+        return products + 2 * self._attention(layer, tp, load) + moving + reduces + gather
 
     def _product(self, g: Gemm) -> float:
         if g.m == 0:
@@ -120,6 +121,13 @@ class AnalyticCosts:
 
     def _launches(self, layer: LayerShape) -> float:
         return FORWARD_KERNELS[layer.kind] * self.hardware.kernel_launch_s
+
+    def _kv_gather(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        """With fewer KV heads than ranks, each block joins its projections (and splits their gradients again)."""
+        if layer.kv_heads >= tp or not layer.kv_heads:
+            return 0.0
+        width = (layer.heads + 2 * layer.kv_heads) * layer.head_dim
+        return self.collective("all_gather", load.tokens * width * self.element_bytes, tp, same_node=True)
 
     def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         rows = analytic.features(layer, load) if layer.kind == "projector" else load.tokens

@@ -103,17 +103,21 @@ def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 def _reasons(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str, str]:
     heads = next(layer for layer in unit.layers if layer.heads)
     return {
-        "tp": f"is not a power of two that divides {unit.name}'s heads ({heads.heads}), kv_heads ({heads.kv_heads}) "
-        f"and inner width ({heads.ffn}), within a node of {ranks_per_node} ranks",
+        "tp": f"is not a power of two that divides {unit.name}'s heads ({heads.heads}) and inner width ({heads.ffn}), "
+        f"and divides kv_heads ({heads.kv_heads}) or is a multiple of them, within a node of {ranks_per_node} ranks",
         "pp": f"is more than {unit.name}'s {len(unit.layers)} layers",
         "dp": f"does not divide train.global_batch ({global_batch})",
     }
 
 
 def _tensor_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, ...]:
-    widths = [n for layer in unit.layers for n in (layer.heads, layer.kv_heads, layer.ffn, layer.vocab) if n]
+    key_value = [2 * layer.kv_heads * layer.head_dim for layer in unit.layers]
+    widths = [n for layer in unit.layers for n in (layer.heads, layer.ffn, layer.vocab) if n] + key_value
+    kv_heads = [layer.kv_heads for layer in unit.layers if layer.kv_heads]
     powers = (2**i for i in range(ranks_per_node.bit_length()))
-    return tuple(tp for tp in powers if all(n % tp == 0 for n in widths))
+    return tuple(
+        tp for tp in powers if all(n % tp == 0 for n in widths) and all(n % tp == 0 or tp % n == 0 for n in kv_heads)
+    )
 
 
 def _divisors(n: int) -> tuple[int, ...]:

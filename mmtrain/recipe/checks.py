@@ -19,8 +19,17 @@ def vision_splits(recipe: Recipe) -> Iterator[Problem]:
 
 def llm_splits(recipe: Recipe) -> Iterator[Problem]:
     """The LLM's fixed tensor- and pipeline-parallel sizes fit its heads, widths and layers."""
-    llm = recipe.model.llm
-    yield from _tp("llm", recipe.parallel.llm, heads=llm.heads, kv_heads=llm.kv_heads or llm.heads, ffn=llm.ffn)
+    llm, tp = recipe.model.llm, recipe.parallel.llm.tp or 1
+    kv_heads = llm.kv_heads or llm.heads
+    outputs = 2 * kv_heads * (llm.head_dim or llm.hidden // llm.heads)
+    if kv_heads % tp and tp % kv_heads:
+        text = f"{tp} neither divides nor is a multiple of model.llm.kv_heads {kv_heads}"
+        yield Problem(("parallel", "llm", "tp"), text)
+    elif outputs % tp:
+        text = f"{tp} does not divide the {outputs} outputs of the key and value projections (kv_heads {kv_heads})"
+        yield Problem(("parallel", "llm", "tp"), text)
+    else:
+        yield from _tp("llm", recipe.parallel.llm, heads=llm.heads, ffn=llm.ffn)
     yield from _pp("llm", recipe.parallel.llm, llm)
 
 

@@ -168,7 +168,9 @@ class DataSettings(Section):
 class UnitParallel(Section):
     """Fixed sizes for one unit; what is left out is planned."""
 
-    tp: PositiveInt | None = Field(None, description="Tensor-parallel ranks; divides heads and kv_heads.")
+    tp: PositiveInt | None = Field(
+        None, description="Tensor-parallel ranks; divides heads, and divides kv_heads or is a multiple of them."
+    )
     pp: PositiveInt | None = Field(None, description="Pipeline ranks.")
     dp: PositiveInt | None = Field(None, description="Data-parallel replicas; divides `train.global_batch`.")
     recompute: Literal["none", "all"] = Field(

@@ -37,6 +37,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "llm tp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), tp=2)}),
     "vision tp2": ({}, {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (2,))}),
     "both tp2, dp 1:2": ({}, {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (2, 3, 4, 5), tp=2, dp=2)}),
+    "llm tp4 with one kv head, pp2": (
+        {"model__llm__kv_heads": 1},
+        {"vision": Mesh((), (0,)), "llm": Mesh((2,), tuple(range(8)), tp=4)},
+    ),
+    "llm tp4 with two kv heads": ({}, {"vision": Mesh((), (4,)), "llm": Mesh((), (0, 1, 2, 3), tp=4)}),
     "frozen encoder": (FROZEN_VISION, {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}),
     "frozen encoder and projector": (
         FROZEN_VISION | {"model__vision__projector__freeze": True},

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks compute what one rank does: loss, features and, put together, every gradient."""
+"""Tensor-parallel ranks compute what one rank does: loss, features and, put together, every gradient."""
 
 from dataclasses import replace
 from functools import cache
@@ -22,6 +22,7 @@ VARIANTS = {
         llm={"qkv_bias": True, "head_dim": 16},
     ),
     "tied": settings(vision={"qkv_bias": False, "activation": "quick_gelu"}, llm={"tie_embeddings": True}),
+    "one kv head": settings(llm={"kv_heads": 1, "qkv_bias": True}),
     "frozen": settings(vision={"freeze": True}, llm={"freeze": True}),
 }
 PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)
@@ -67,25 +68,38 @@ def _two_ranks() -> list[dict[str, Outcome]]:
     return run_ranks(TP, _on_this_rank, ())
 
 
+def _with_fewer_kv_heads(recompute: tuple[int, ...]) -> list[Outcome]:
+    return [Outcome(settings(llm={"kv_heads": n, "qkv_bias": True}), _groups(), recompute) for n in (1, 2)]
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_tensor_parallel_ranks_equal_one(name: str) -> None:
     ranks = [outcomes[name] for outcomes in _two_ranks()]
-    whole = Outcome(VARIANTS[name], ParallelGroups.single(), ())
+    _assert_equal(ranks, Outcome(VARIANTS[name], ParallelGroups.single(), ()))
+
+
+def test_four_ranks_share_one_or_two_kv_heads() -> None:
+    on_ranks = run_ranks(4, _with_fewer_kv_heads, (1, 3))
+    for ranks, whole in zip(zip(*on_ranks, strict=True), _with_fewer_kv_heads(()), strict=True):
+        _assert_equal(list(ranks), whole)
+
+
+def _assert_equal(ranks: list[Outcome], whole: Outcome) -> None:
     for rank in ranks:
         torch.testing.assert_close(rank.loss, whole.loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(rank.features, whole.features, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(rank.logits, whole.logits, rtol=1e-5, atol=1e-6)
     largest = max(gradient.norm() for gradient in whole.grads.values())
     for full_name, spec in whole.specs.items():
-        one, other = (rank.specs[full_name] for rank in ranks)
-        assert one == other == spec
+        assert all(rank.specs[full_name] == spec for rank in ranks)
         param = assemble([rank.params[full_name] for rank in ranks], spec)
         assert torch.equal(param, whole.params[full_name].view(spec.full_shape)), full_name
         gradient = assemble([rank.grads[full_name] for rank in ranks], spec)
         expected = whole.grads[full_name].view(spec.full_shape)
         assert (gradient - expected).norm() <= 1e-5 * max(expected.norm(), 1e-3 * largest), full_name
         if spec.dim is None:  # whole on every rank, and must stay the same there
-            torch.testing.assert_close(ranks[0].grads[full_name], ranks[1].grads[full_name], rtol=0, atol=0)
+            for other in ranks[1:]:
+                torch.testing.assert_close(ranks[0].grads[full_name], other.grads[full_name], rtol=0, atol=0)
 
 
 def _recomputed() -> tuple[float, bool]:

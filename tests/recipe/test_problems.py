@@ -102,8 +102,12 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.llm.tp=3"], "parallel.llm.tp: 3 does not divide model.llm.heads 4 or model.llm.kv_heads 2 or"),
-        (["parallel.llm.tp=4"], "parallel.llm.tp: 4 does not divide model.llm.kv_heads 2"),
+        (["parallel.llm.tp=8"], "parallel.llm.tp: 8 does not divide model.llm.heads 4"),
+        (["parallel.llm.tp=3"], "parallel.llm.tp: 3 neither divides nor is a multiple of model.llm.kv_heads 2"),
+        (
+            ["parallel.llm.tp=8", "model.llm.kv_heads=1", "model.llm.head_dim=2", "model.llm.heads=8"],
+            "parallel.llm.tp: 8 does not divide the 4 outputs of the key and value projections (kv_heads 1)",
+        ),
         (["parallel.llm.pp=5"], "parallel.llm.pp: 5 is more than the unit's 4 layers"),
         (["parallel.vision.dp=3"], "parallel.vision.dp: 3 does not divide train.global_batch 4"),
         (
@@ -150,4 +154,4 @@ def test_checks_never_stumble_over_other_problems(base: Path, section: str, valu
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 13
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 12

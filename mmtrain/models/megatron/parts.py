@@ -16,7 +16,10 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -76,6 +79,26 @@ class PackedAttention(nn.Module):
         if packed_seq_params.rope is not None:
             q, k = rotate(q, packed_seq_params.rope), rotate(k, packed_seq_params.rope)
         return attend(q, k, v, packed_seq_params.lengths, self.causal, self.backend)
+
+
+class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core has no types
+    """Self-attention that also runs on more tensor-parallel ranks than there are KV heads.
+
+    Every rank always holds an equal share of the rows [q heads, k, v] x KV heads of `linear_qkv`. Where a KV head is
+    spread over ranks, they join what they projected, and each takes its queries and the keys and values those need.
+    Megatron-core does the same, but only over its global process group.
+    """
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Project (T, 1, hidden) to queries (T, 1, heads, d) and keys and values (T, 1, kv heads, d) of this rank."""
+        kv_heads, tp = self.config.num_query_groups, self.world_size
+        if kv_heads >= tp:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        whole = all_gather_last_dim_from_tensor_parallel_region(self.linear_qkv(hidden_states)[0], group=self.tp_group)
+        kv_head, part = divmod(self.tp_group.rank(), tp // kv_heads)
+        heads = whole.unflatten(-1, (kv_heads, -1, self.hidden_size_per_attention_head))[:, :, kv_head]
+        num_queries = self.config.num_attention_heads // tp
+        return heads.narrow(2, part * num_queries, num_queries), heads[:, :, -2:-1], heads[:, :, -1:]
 
 
 class Block(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
@@ -154,7 +177,7 @@ class Parts:
         spec = TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=GroupedAttention,
                 params={"attn_mask_type": AttnMaskType.causal if self.block.causal else AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(linear_qkv=qkv, core_attention=core, linear_proj=RowParallelLinear),
             ),
