@@ -19,7 +19,11 @@ from mmtrain.costs.types import TokenLoad
 from mmtrain.models.shape import LayerShape, ModelShape, UnitShape
 
 _INDEX_BYTES = 8
-READS_INPUT_RAW = ("patch_embed", "projector")  # no trainable norm between the layer's input and its first product
+READS_INPUT_RAW = (
+    "patch_embed",
+    "audio_embed",
+    "projector",
+)  # no trainable norm between the layer's input and its first product
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
     match layer.kind:
         case "patch_embed":
             return (Gemm(t - layer.extra_tokens * load.num_sequences, h, layer.patch_features),)
+        case "audio_embed":
+            return (Gemm(2 * t, h, 3 * layer.mel_bins), Gemm(t, h, 3 * h))
         case "vit_block" | "decoder_block":
             inner = layer.heads * layer.head_dim
             qkv = inner + 2 * layer.kv_heads * layer.head_dim
@@ -54,7 +60,7 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
             )
         case "projector":
             rows = features(layer, load)
-            return (Gemm(rows, layer.ffn // tp, h * layer.merge**2), Gemm(rows, layer.out, layer.ffn // tp))
+            return (Gemm(rows, layer.ffn // tp, h * layer.joins), Gemm(rows, layer.out, layer.ffn // tp))
         case "embedding":
             return ()
         case "head":
@@ -62,8 +68,8 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
 
 
 def features(layer: LayerShape, load: TokenLoad) -> int:
-    """Rows a projector hands on: class tokens dropped, `merge` x `merge` patches joined."""
-    return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.merge**2
+    """Rows a projector hands on: class tokens dropped, tokens joined."""
+    return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.joins
 
 
 def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
@@ -107,13 +113,15 @@ def parameters(layer: LayerShape, tp: int = 1) -> int:
         case "patch_embed":
             positions = (layer.position_rows + layer.extra_tokens) * h
             return layer.patch_features * h + bias * h + positions + extra
+        case "audio_embed":
+            return 3 * (layer.mel_bins + h) * h + 2 * bias * h + layer.position_rows * h
         case "vit_block" | "decoder_block":
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
             fc1 = layer.ffn * (2 if layer.gated else 1)
             split = (inner + kv) * (h + int(layer.qkv_bias)) + inner * h + fc1 * (h + bias) + layer.ffn * h
             return split // tp + 2 * norm + 2 * bias * h
         case "projector":
-            width = h * layer.merge**2
+            width = h * layer.joins
             return layer.ffn * (width + bias + layer.out) // tp + bias * layer.out + extra
         case "embedding":
             return layer.vocab * h // tp
@@ -133,6 +141,9 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
     match layer.kind:
         case "patch_embed":
             return t * (element_bytes * (layer.patch_features + sum(layer.norm_widths)) + 4 * _INDEX_BYTES)
+        case "audio_embed":
+            # What both convolutions read, three frames side by side, and what their activations read.
+            return t * (element_bytes * (2 * 3 * layer.mel_bins + 2 * h + 3 * h + h) + _INDEX_BYTES)
         case "vit_block" | "decoder_block":
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
             rotated = inner + kv // 2 if layer.causal else 0
@@ -144,7 +155,7 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
             split = (inner + kv) + gathered + rotated + 2 * inner + mlp
             return t * (element_bytes * (4 * h + 2 * normalised + tables + split // tp) + statistics)
         case "projector":
-            rows, joined = features(layer, load), h * layer.merge**2
+            rows, joined = features(layer, load), h * layer.joins
             inputs = t * h + rows * joined * max(1, len(layer.norm_widths))
             return element_bytes * (inputs + rows * 2 * layer.ffn // tp) + 2 * _INDEX_BYTES * t
         case "embedding":
@@ -162,6 +173,8 @@ def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     match layer.kind:
         case "patch_embed":
             return 4 * t * h
+        case "audio_embed":
+            return t * (12 * layer.mel_bins + 14 * h)
         case "vit_block" | "decoder_block":
             rotary = 2 * (layer.heads + layer.kv_heads) * layer.head_dim if layer.causal else 0
             return t * (10 * h + ((3 if layer.gated else 2) * layer.ffn + rotary) // tp)
@@ -178,6 +191,8 @@ def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
     match layer.kind:
         case "patch_embed":
             return load.tokens * layer.patch_features * element_bytes
+        case "audio_embed":
+            return 2 * load.tokens * layer.mel_bins * element_bytes
         case "embedding":
             return load.tokens * _INDEX_BYTES
         case _:

@@ -12,6 +12,7 @@ from mmtrain.models.shape import LayerShape
 # Kernels of one forward: products, norms, rotary, attention, activation, residual adds, bias and layout changes.
 FORWARD_KERNELS = {
     "patch_embed": 6,
+    "audio_embed": 18,
     "vit_block": 22,
     "decoder_block": 30,
     "projector": 10,
@@ -21,6 +22,7 @@ FORWARD_KERNELS = {
 # All-reduces that tensor parallelism adds to forward and to the input part of backward (Megatron-LM, arXiv 1909.08053).
 TP_REDUCES = {
     "patch_embed": (0, 0),
+    "audio_embed": (0, 0),
     "vit_block": (2, 2),
     "decoder_block": (2, 2),
     "projector": (1, 1),

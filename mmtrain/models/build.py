@@ -13,16 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 from mmtrain.models import params
 from mmtrain.models.attention import Backend, choose
-from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.audio import AudioContext, AudioEmbed
+from mmtrain.models.inputs import AudioInput, TextInput, UnitInput, VisionInput
 from mmtrain.models.llm import Embedding, Head, TextContext
 from mmtrain.models.shape import LayerShape, ModelShape, UnitShape
 from mmtrain.models.vision import PatchEmbed, Projector, VisionContext
-from mmtrain.recipe.schema import ModelSettings
+from mmtrain.recipe.schema import AudioSettings, ModelSettings, VisionSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import ParallelGroups, Parts
 
-Context = VisionContext | TextContext
+Context = VisionContext | AudioContext | TextContext
 _BLOCKS = ("vit_block", "decoder_block")
 
 
@@ -89,9 +90,7 @@ class StageModule(nn.Module):
         if tied and "0" in self.layers and not {0, len(self.shape.layers) - 1} <= set(self.indices):
             self.layers["0"].table.weight.shared = "embeddings"  # type: ignore[union-attr]
 
-    def forward(
-        self, hidden: Tensor | None, inputs: VisionInput | TextInput, features: Mapping[str, Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor | None, inputs: UnitInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
         """Run the stage on one microbatch.
 
         `hidden` (T, hidden) comes from the stage before, None for the first; `features` holds what encoders hand to
@@ -120,26 +119,31 @@ class StageModule(nn.Module):
         assert hidden is not None, "a stage has at least one layer, and only the first one starts from nothing"
         return hidden
 
-    def _context(self, inputs: VisionInput | TextInput, features: Mapping[str, Tensor]) -> Context:
+    def _context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> Context:
         device = next(self.parameters()).device
         if isinstance(inputs, VisionInput):
             return VisionContext(inputs, self.shape.layers[0].extra_tokens, device)
+        if isinstance(inputs, AudioInput):
+            return AudioContext(inputs, device)
         head_dim, base = self.parts.block.head_dim, self._settings.llm.rope_base
         return TextContext(inputs, features, head_dim, base, self.parts.dtype, device)
 
     def _layer(self, layer: LayerShape, tied: nn.Module | None) -> nn.Module:
         from mmtrain.models.megatron.parts import ACTIVATIONS
 
-        vision = self._settings.vision
         match layer.kind:
             case "vit_block" | "decoder_block":
                 return self.parts.transformer_block()
             case "patch_embed":
-                assert vision is not None
-                return PatchEmbed(vision, layer, self.parts)
+                assert self._settings.vision is not None
+                return PatchEmbed(self._settings.vision, layer, self.parts)
+            case "audio_embed":
+                audio = self._settings.audio
+                assert audio is not None
+                return AudioEmbed(audio, layer, self.parts, ACTIVATIONS[audio.activation])
             case "projector":
-                assert vision is not None
-                return Projector(vision, layer, self.parts, ACTIVATIONS[vision.projector.activation])
+                encoder = _encoder(self._settings, self.unit)
+                return Projector(encoder, layer, self.parts, ACTIVATIONS[encoder.projector.activation])
             case "embedding":
                 return Embedding(layer, self.parts)
             case "head":
@@ -155,8 +159,14 @@ def _parts(
     block = next(layer for layer in unit.layers if layer.kind in _BLOCKS)
     if unit.kind == "llm":
         return Parts(block, "silu", model.llm.norm_eps, groups, dtype, attention)
-    assert model.vision is not None
-    return Parts(block, model.vision.activation, model.vision.norm_eps, groups, dtype, attention)
+    encoder = _encoder(model, unit.name)
+    return Parts(block, encoder.activation, encoder.norm_eps, groups, dtype, attention)
+
+
+def _encoder(model: ModelSettings, unit: str) -> VisionSettings | AudioSettings:
+    settings: VisionSettings | AudioSettings | None = getattr(model, unit)
+    assert settings is not None, f"the model has no {unit} unit"
+    return settings
 
 
 def _freeze(stage: StageModule, model: ModelSettings) -> None:
@@ -164,10 +174,10 @@ def _freeze(stage: StageModule, model: ModelSettings) -> None:
     if stage.shape.kind == "llm":
         stage.requires_grad_(not model.llm.freeze)
         return
-    assert model.vision is not None
+    encoder = _encoder(model, stage.unit)
     for module in stage.layers.values():
-        module.requires_grad_(not model.vision.freeze)
+        module.requires_grad_(not encoder.freeze)
         if isinstance(module, Projector):
             for part in (module.norm, module.linear_1, module.linear_2):
                 if part is not None:
-                    part.requires_grad_(not model.vision.projector.freeze)
+                    part.requires_grad_(not encoder.projector.freeze)

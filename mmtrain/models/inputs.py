@@ -18,6 +18,14 @@ class VisionInput:
 
 
 @dataclass(frozen=True)
+class AudioInput:
+    """One encoder microbatch of I clips with N log-mel frames in all, packed one after another."""
+
+    frames: tuple[int, ...]  # (I,) frames of each clip, even
+    mels: Tensor | None = None  # (N, mel_bins); first stage only
+
+
+@dataclass(frozen=True)
 class TextInput:
     """One LLM microbatch of S sequences with T tokens in all, packed one after another."""
 
@@ -27,3 +35,6 @@ class TextInput:
     feature_places: dict[str, Tensor] = field(
         default_factory=dict
     )  # encoder unit -> (F,) places in [0, T) its rows go to
+
+
+UnitInput = VisionInput | AudioInput | TextInput

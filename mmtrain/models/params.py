@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _STD = 0.02
 _OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+_CONVOLUTIONS = ("conv1", "conv2")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def initialize(stage_module: "StageModule", specs: Mapping[str, ParamSpec], seed
 
     Each is a slice of a full tensor drawn under the seed and the parameter's own name: weights normal with standard
     deviation 0.02, divided by sqrt(2 * blocks) for projections into the residual stream (GPT-2), norms 1, biases 0.
+    Convolutions of the audio unit keep the variance of their input, or its fixed positions, of size 1, would drown it.
     """
     num_blocks = sum(layer.heads > 0 for layer in stage_module.shape.layers)
     with torch.no_grad():
@@ -87,6 +89,11 @@ def _initial(spec: ParamSpec, seed: int, num_blocks: int) -> Tensor:
         return torch.zeros(spec.full_shape)
     if "norm" in owner:
         return torch.ones(spec.full_shape)
-    std = _STD / math.sqrt(2 * num_blocks) if spec.name.endswith(_OUTPUT_PROJECTIONS) else _STD
+    if owner in _CONVOLUTIONS:
+        std = spec.full_shape[1] ** -0.5
+    elif spec.name.endswith(_OUTPUT_PROJECTIONS):
+        std = _STD / math.sqrt(2 * num_blocks)
+    else:
+        std = _STD
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{spec.name}".encode()))
     return torch.empty(spec.full_shape).normal_(std=std, generator=generator)

@@ -7,9 +7,9 @@ Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and st
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtrain.recipe.schema import LlmSettings, Recipe, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, LlmSettings, Recipe, VisionSettings
 
-LayerKind = Literal["patch_embed", "vit_block", "projector", "embedding", "decoder_block", "head"]
+LayerKind = Literal["patch_embed", "audio_embed", "vit_block", "projector", "embedding", "decoder_block", "head"]
 VOCAB_MULTIPLE = 64  # the padded vocabulary must not depend on tp, or two plans would train two models
 
 
@@ -17,7 +17,8 @@ VOCAB_MULTIPLE = 64  # the padded vocabulary must not depend on tp, or two plans
 class LayerShape:
     """One layer. Widths are in features of the whole layer, before tensor parallelism divides them.
 
-    `tokens_in / tokens_out = merge**2`: only a projector with pixel shuffle changes the number of tokens.
+    A `vit_block` is the block of every encoder. Two layers change the number of tokens: an `audio_embed` reads two
+    frames for each token it hands on, a projector joins `joins` tokens to one feature.
     """
 
     kind: LayerKind
@@ -33,11 +34,12 @@ class LayerShape:
     linear_bias: bool = False
     qkv_bias: bool = False
     patch_features: int = 0  # patch_embed: 3 * patch * patch
+    mel_bins: int = 0  # audio_embed: features of a frame
     max_side: int = 0  # patch_embed: side of the position table, in patches
     vocab: int = 0  # embedding, head: padded rows
-    merge: int = 1  # projector: side of the joined square
+    joins: int = 1  # projector: tokens joined to one feature: a square of patches, or neighbours in time
     extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token) and a projector drops
-    position_rows: int = 0  # patch_embed: learned position vectors
+    position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
     norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their layer norms
     trainable: bool = True
 
@@ -95,11 +97,13 @@ def padded_vocab(vocab: int) -> int:
 def shape(recipe: Recipe) -> ModelShape:
     """Describe the recipe's model: units in data-flow order, encoders first."""
     llm = _llm(recipe.model.llm)
-    vision = recipe.model.vision
-    if vision is None:
-        return ModelShape((llm,), (), recipe.model.llm.tie_embeddings)
-    edge = ModelEdge("vision", "llm", layer=0, width=recipe.model.llm.hidden)
-    return ModelShape((_vision(vision, recipe.model.llm.hidden), llm), (edge,), recipe.model.llm.tie_embeddings)
+    encoders: list[UnitShape] = []
+    if recipe.model.vision is not None:
+        encoders.append(_vision(recipe.model.vision, recipe.model.llm.hidden))
+    if recipe.model.audio is not None:
+        encoders.append(_audio(recipe.model.audio, recipe.model.llm.hidden))
+    edges = tuple(ModelEdge(unit.name, "llm", layer=0, width=recipe.model.llm.hidden) for unit in encoders)
+    return ModelShape((*encoders, llm), edges, recipe.model.llm.tie_embeddings)
 
 
 def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
@@ -133,13 +137,49 @@ def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
         hidden=v.hidden,
         out=llm_hidden,
         ffn=llm_hidden,
-        merge=v.merge,
+        joins=v.merge**2,
         extra_tokens=int(v.class_token),
         norm_widths=(v.hidden,) * v.post_norm + (v.hidden * v.merge**2,) * v.projector.norm,
         linear_bias=True,
         trainable=not v.projector.freeze or (trains and v.post_norm),
     )
     return UnitShape("vision", "encoder", (embed, *[block] * v.layers, projector))
+
+
+def _audio(a: AudioSettings, llm_hidden: int) -> UnitShape:
+    trains = not a.freeze
+    embed = LayerShape(
+        "audio_embed",
+        hidden=a.hidden,
+        out=a.hidden,
+        mel_bins=a.mel_bins,
+        position_rows=a.max_frames // 2 if a.positions == "learned" else 0,
+        linear_bias=True,
+        trainable=trains,
+    )
+    block = LayerShape(
+        "vit_block",
+        hidden=a.hidden,
+        out=a.hidden,
+        heads=a.heads,
+        kv_heads=a.heads,
+        head_dim=a.hidden // a.heads,
+        ffn=a.ffn,
+        linear_bias=True,
+        qkv_bias=True,
+        trainable=trains,
+    )
+    projector = LayerShape(
+        "projector",
+        hidden=a.hidden,
+        out=llm_hidden,
+        ffn=llm_hidden,
+        joins=a.downsample,
+        norm_widths=(a.hidden,) + (a.hidden * a.downsample,) * a.projector.norm,
+        linear_bias=True,
+        trainable=not a.projector.freeze or trains,
+    )
+    return UnitShape("audio", "encoder", (embed, *[block] * a.layers, projector))
 
 
 def _llm(m: LlmSettings) -> UnitShape:

@@ -1,4 +1,4 @@
-"""The vision unit's layers: patch embedding, and the projector that closes the unit. Blocks come from the adapter.
+"""The vision unit's layers: patch embedding, and the projector that closes any encoder. Blocks come from the adapter.
 
 Images of one microbatch lie packed one after another, each with its patches row by row, after its class token if the
 model has one.
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from mmtrain.errors import DataError
 from mmtrain.models.attention import Packing
+from mmtrain.models.audio import AudioContext
 from mmtrain.models.inputs import VisionInput
 from mmtrain.models.shape import LayerShape
-from mmtrain.recipe.schema import VisionSettings
+from mmtrain.recipe.schema import AudioSettings, VisionSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import Parts
@@ -130,27 +131,39 @@ class PatchEmbed(nn.Module):
 
 
 class Projector(nn.Module):
-    """Closes the encoder: last norm, class tokens dropped, neighbours joined, two linears to the LLM's width."""
+    """Closes an encoder: last norm, class tokens dropped, neighbours joined, two linears to the LLM's width.
+
+    Neighbours are a square of patches, whose tokens are put in order first, or tokens that follow each other in time.
+    """
 
     def __init__(
-        self, settings: VisionSettings, shape: LayerShape, parts: "Parts", activation: Callable[[Tensor], Tensor]
+        self,
+        settings: VisionSettings | AudioSettings,
+        shape: LayerShape,
+        parts: "Parts",
+        activation: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__()
-        self.merge = shape.merge
+        self.merge = settings.merge if isinstance(settings, VisionSettings) else 1
+        self.joins = shape.joins
         self.activation = activation
-        joined = shape.hidden * shape.merge**2
-        self.post_norm = parts.norm(shape.hidden) if settings.post_norm else None
+        joined = shape.hidden * shape.joins
+        post_norm = settings.post_norm if isinstance(settings, VisionSettings) else True  # Whisper always has it
+        self.post_norm = parts.norm(shape.hidden) if post_norm else None
         self.norm = parts.norm(joined) if settings.projector.norm else None
         self.linear_1 = parts.column_linear(joined, shape.ffn, bias=shape.linear_bias)
         self.linear_2 = parts.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
 
-    def forward(self, hidden: Tensor, context: VisionContext) -> Tensor:
-        """Map tokens (T, hidden) to features (F, llm_hidden), F = patches / merge**2."""
+    def forward(self, hidden: Tensor, context: VisionContext | AudioContext) -> Tensor:
+        """Map tokens (T, hidden) to features (F, llm_hidden), `joins` patches or tokens of a clip to each."""
         if self.post_norm is not None:
             hidden = self.post_norm(hidden)
-        if context.extra_tokens or self.merge > 1:
-            hidden = hidden.index_select(0, context.to_device(self._feature_order(context)))
-        features = hidden.reshape(-1, hidden.shape[1] * self.merge**2)
+        if isinstance(context, VisionContext):
+            if context.extra_tokens or self.merge > 1:
+                hidden = hidden.index_select(0, context.to_device(self._feature_order(context)))
+        else:
+            self._check_clips(context)
+        features = hidden.reshape(-1, hidden.shape[1] * self.joins)
         if self.norm is not None:
             features = self.norm(features)
         inner: Tensor = self.activation(self.linear_1(features)[0])
@@ -167,6 +180,13 @@ class Projector(nn.Module):
                 )
         order = np.lexsort((grid.col % merge, grid.row % merge, grid.col // merge, grid.row // merge, grid.image))
         return grid.places(context.extra_tokens)[order]
+
+    def _check_clips(self, context: AudioContext) -> None:
+        for frames in context.inputs.frames:
+            if frames % (2 * self.joins):
+                raise DataError(
+                    f"a clip has {frames} log-mel frames, not a multiple of 2 x model.audio.downsample {self.joins}"
+                )
 
 
 def _table(parts: "Parts", *size: int) -> nn.Parameter:

@@ -153,6 +153,6 @@ def _nothing_fits(outcome: Outcome, machine: Hardware, world_size: int) -> str:
     return (
         f"no plan fits {world_size} ranks of {machine.name} with {machine.memory_bytes / GIB:.1f} GiB each. "
         f"The closest:\n  {lines}\n"
-        "Set parallel.llm.recompute or parallel.vision.recompute to `all`, lower data.seq_len, use more ranks, "
+        "Set `recompute: all` for a unit under `parallel`, lower data.seq_len, use more ranks, "
         "or correct cluster.memory_gib."
     )

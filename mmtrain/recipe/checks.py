@@ -1,20 +1,23 @@
 """What settings demand of each other. Each check reads like the rule it holds and names the setting to change."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from math import isqrt
 
-from mmtrain.recipe.schema import LlmSettings, Recipe, UnitParallel, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, LlmSettings, Recipe, UnitParallel, VisionSettings
 from mmtrain.recipe.tree import Keys, Problem
 
 Check = Callable[[Recipe], Iterator[Problem]]
+ENCODERS = ("vision", "audio")
+FRAMES_PER_SECOND = 100  # of log-mel features
 
 
-def vision_splits(recipe: Recipe) -> Iterator[Problem]:
-    """A vision unit's fixed tensor- and pipeline-parallel sizes fit its heads, widths and layers."""
-    vision = recipe.model.vision
-    if vision is not None:
-        yield from _tp("vision", recipe.parallel.vision, heads=vision.heads, ffn=vision.ffn)
-        yield from _pp("vision", recipe.parallel.vision, vision)
+def encoder_splits(recipe: Recipe) -> Iterator[Problem]:
+    """An encoder's fixed tensor- and pipeline-parallel sizes fit its heads, widths and layers."""
+    for name, encoder in _encoders(recipe).items():
+        sizes: UnitParallel = getattr(recipe.parallel, name)
+        yield from _tp(name, sizes, heads=encoder.heads, ffn=encoder.ffn)
+        yield from _pp(name, sizes, encoder)
 
 
 def llm_splits(recipe: Recipe) -> Iterator[Problem]:
@@ -33,9 +36,10 @@ def llm_splits(recipe: Recipe) -> Iterator[Problem]:
     yield from _pp("llm", recipe.parallel.llm, llm)
 
 
-def vision_replicas(recipe: Recipe) -> Iterator[Problem]:
-    """The vision unit's replicas share the global batch evenly."""
-    yield from _dp("vision", recipe.parallel.vision, recipe)
+def encoder_replicas(recipe: Recipe) -> Iterator[Problem]:
+    """An encoder's replicas share the global batch evenly."""
+    for name in ENCODERS:
+        yield from _dp(name, getattr(recipe.parallel, name), recipe)
 
 
 def llm_replicas(recipe: Recipe) -> Iterator[Problem]:
@@ -46,15 +50,15 @@ def llm_replicas(recipe: Recipe) -> Iterator[Problem]:
 def placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the units there are and the sizes fixed for them."""
     parallel = recipe.parallel
-    if parallel.placement == "disaggregated" and recipe.model.vision is None:
-        text = "found disaggregated, but model.vision is left out: one unit has nothing to be apart from"
+    if parallel.placement == "disaggregated" and not _encoders(recipe):
+        text = "found disaggregated, but the model has no encoder: one unit has nothing to be apart from"
         yield Problem(("parallel", "placement"), text)
     if parallel.placement == "unified":
-        for size in ("tp", "dp"):
-            vision, llm = getattr(parallel.vision, size), getattr(parallel.llm, size)
-            if vision is not None and llm is not None and vision != llm:
-                text = f"{vision} differs from parallel.llm.{size} {llm}, but `unified` puts both units on one mesh"
-                yield Problem(("parallel", "vision", size), text)
+        for name, size in product(ENCODERS, ("tp", "dp")):
+            own, llm = getattr(getattr(parallel, name), size), getattr(parallel.llm, size)
+            if own is not None and llm is not None and own != llm:
+                text = f"{own} differs from parallel.llm.{size} {llm}, but `unified` puts all units on one mesh"
+                yield Problem(("parallel", name, size), text)
 
 
 def ranks(recipe: Recipe) -> Iterator[Problem]:
@@ -62,7 +66,7 @@ def ranks(recipe: Recipe) -> Iterator[Problem]:
     parallel, available = recipe.parallel, recipe.cluster.ranks
     if available is None:
         return
-    units = {"llm": parallel.llm} | ({"vision": parallel.vision} if recipe.model.vision is not None else {})
+    units = {name: getattr(parallel, name) for name in ("llm", *_encoders(recipe))}
     sizes = {name: (unit.tp or 1) * (unit.pp or 1) * (unit.dp or 1) for name, unit in units.items()}
     for name, size in sizes.items():
         if size > available:
@@ -141,10 +145,22 @@ def image_length(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("data", "image", where), text)
 
 
+def clip_length(recipe: Recipe) -> Iterator[Problem]:
+    """The longest clip let in lies within the positions the encoder has."""
+    audio, longest = recipe.model.audio, recipe.data.audio.max_seconds
+    if audio is not None and longest * FRAMES_PER_SECOND > audio.max_frames:
+        frames = longest * FRAMES_PER_SECOND
+        text = f"{longest:g} s become {frames:g} frames, model.audio.max_frames is {audio.max_frames}"
+        yield Problem(("data", "audio", "max_seconds"), text)
+    elif audio is not None and audio.max_frames % (2 * audio.downsample):
+        text = f"{audio.max_frames} is not a multiple of 2 x model.audio.downsample {audio.downsample}"
+        yield Problem(("model", "audio", "max_frames"), text)
+
+
 CHECKS: tuple[Check, ...] = (
-    vision_splits,
+    encoder_splits,
     llm_splits,
-    vision_replicas,
+    encoder_replicas,
     llm_replicas,
     placement,
     ranks,
@@ -154,7 +170,14 @@ CHECKS: tuple[Check, ...] = (
     sample_length,
     image_grid,
     image_length,
+    clip_length,
 )
+
+
+def _encoders(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:
+    """The encoders that the model has."""
+    settings = {name: getattr(recipe.model, name) for name in ENCODERS}
+    return {name: encoder for name, encoder in settings.items() if encoder is not None}
 
 
 def _tp(unit: str, sizes: UnitParallel, **widths: int) -> Iterator[Problem]:
@@ -163,8 +186,8 @@ def _tp(unit: str, sizes: UnitParallel, **widths: int) -> Iterator[Problem]:
         yield Problem(("parallel", unit, "tp"), f"{sizes.tp} does not divide {' or '.join(uneven)}")
 
 
-def _pp(unit: str, sizes: UnitParallel, model: VisionSettings | LlmSettings) -> Iterator[Problem]:
-    most = model.layers + 2  # embedding and head, or patch embedding and projector, are layers too
+def _pp(unit: str, sizes: UnitParallel, model: VisionSettings | AudioSettings | LlmSettings) -> Iterator[Problem]:
+    most = model.layers + 2  # embedding and head, or an embedding of media and projector, are layers too
     if sizes.pp is not None and sizes.pp > most:
         text = f"{sizes.pp} is more than the unit's {most} layers (model.{unit}.layers {model.layers}, and both ends)"
         yield Problem(("parallel", unit, "pp"), text)

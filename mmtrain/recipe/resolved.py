@@ -6,7 +6,7 @@ import json
 from mmtrain.recipe import yaml
 from mmtrain.recipe.schema import Recipe
 
-_PLANNED_DATA = {"sources", "tokenizer", "seq_len", "max_sample_tokens", "max_images", "image", "window"}
+_PLANNED_DATA = {"sources", "tokenizer", "seq_len", "max_sample_tokens", "max_images", "image", "audio", "window"}
 _PLANNED_TRAIN = {"global_batch", "precision"}
 
 

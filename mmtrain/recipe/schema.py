@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 PositiveInt = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
-UnitName = Literal["vision", "llm"]
+UnitName = Literal["vision", "audio", "llm"]
 
 
 class Section(BaseModel):
@@ -78,6 +78,42 @@ class VisionSettings(Section):
         return self._without(problems)
 
 
+class AudioSettings(Section):
+    """A Whisper-shaped encoder over log-mel frames (10 ms each), with downsampling and projector.
+
+    Two convolutions of kernel 3, the second of stride 2, then pre-norm blocks (Radford et al., arXiv 2212.04356).
+    """
+
+    layers: PositiveInt = Field(description="Number of transformer blocks.")
+    hidden: PositiveInt = Field(description="Width of the residual stream.")
+    heads: PositiveInt = Field(description="Attention heads; divides `hidden`.")
+    ffn: PositiveInt = Field(description="Width of the MLP's inner layer.")
+    mel_bins: PositiveInt = Field(80, description="Mel bands of a frame (Whisper: 80, large-v3: 128).")
+    activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="Activation of convolutions and MLP.")
+    norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the layer norms.")
+    positions: Literal["sinusoidal", "learned"] = Field(
+        "sinusoidal", description="`sinusoidal`: fixed waves, as in Whisper; `learned`: one vector for each place."
+    )
+    max_frames: PositiveInt = Field(3000, description="Longest clip in log-mel frames; even. 3000 are 30 s.")
+    downsample: PositiveInt = Field(
+        1, description="Neighbouring outputs (20 ms each) that are stacked to one LLM token."
+    )
+    projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
+    freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
+    lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "AudioSettings":
+        problems = []
+        if self.hidden % self.heads:
+            problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+        if self.positions == "sinusoidal" and self.hidden % 2:
+            problems.append(f"hidden {self.hidden} is odd, but sinusoidal positions are pairs of sine and cosine")
+        if self.max_frames % 2:
+            problems.append(f"max_frames {self.max_frames} is odd, but the second convolution halves it")
+        return self._without(problems)
+
+
 class LlmSettings(Section):
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Llama, Qwen2)."""
 
@@ -113,6 +149,7 @@ class ModelSettings(Section):
     """The units of the model."""
 
     vision: VisionSettings | None = Field(None, description="The image encoder; leave out for a text-only model.")
+    audio: AudioSettings | None = Field(None, description="The audio encoder; leave out for a model without speech.")
     llm: LlmSettings = Field(description="The language model.")
 
 
@@ -121,7 +158,7 @@ class SourceSettings(Section):
 
     path: Path = Field(description="A LLaVA-format JSON or JSONL file; relative paths start at the recipe's folder.")
     image_root: Path | None = Field(
-        None, description="Folder that image paths start at. Default: the data file's folder."
+        None, description="Folder that image and audio paths start at. Default: the data file's folder."
     )
     weight: float = Field(1.0, gt=0, description="How often an epoch uses each sample of this source (2 = twice).")
 
@@ -146,6 +183,12 @@ class ImageSettings(Section):
     )
 
 
+class AudioDataSettings(Section):
+    """How a clip becomes log-mel frames: resampled to 16 kHz, one frame each 10 ms, as long as the clip."""
+
+    max_seconds: float = Field(30.0, gt=0, description="Samples with a longer clip are set aside and counted.")
+
+
 class DataSettings(Section):
     """What to train on and how samples become microbatches."""
 
@@ -160,6 +203,7 @@ class DataSettings(Section):
     )
     max_images: PositiveInt = Field(64, description="Samples with more images are set aside and counted.")
     image: ImageSettings = Field(ImageSettings(), description="How an image becomes patches.")
+    audio: AudioDataSettings = Field(AudioDataSettings(), description="How a clip becomes log-mel frames.")
     window: PositiveInt = Field(16384, description="Samples that grouping may look at together; bounds displacement.")
     max_bad_rate: float = Field(0.01, ge=0, le=1, description="Share of unusable samples above which the run stops.")
     prefetch: int = Field(2, ge=0, le=64, description="Steps prepared ahead in the background; 0 prepares in line.")
@@ -183,6 +227,7 @@ class ParallelSettings(Section):
 
     placement: Literal["auto", "unified", "disaggregated"] = Field("auto", description="How units share ranks.")
     vision: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the vision unit.")
+    audio: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the audio unit.")
     llm: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the LLM unit.")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.inputs import UnitInput
 from mmtrain.program import (
     Action,
     Backward,
@@ -39,7 +39,7 @@ from mmtrain.runtime.unit import UnitRunner
 class StepInput:
     """One rank's share of a global batch."""
 
-    inputs: Mapping[Microbatch, VisionInput | TextInput]
+    inputs: Mapping[Microbatch, UnitInput]
     loads: StepLoads
     loss_scale: float  # 1 / target tokens of the global batch
     lr: float = 0.0

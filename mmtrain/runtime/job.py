@@ -195,7 +195,6 @@ def _unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW
         for name, param in stage.named_parameters():
             tied = getattr(param, "shared", None) is not None
             held[param] = Held(specs[name], tied, owned=not tied or 0 in stage.indices)
-    settings = recipe.model.llm if unit.name == LLM else recipe.model.vision
-    assert settings is not None
+    settings = getattr(recipe.model, unit.name)
     modules = nn.ModuleList(unit.stages.values())
     return ZeroAdamW(modules, held, unit.groups, world.device, recipe.train.optimizer, settings.lr_scale)

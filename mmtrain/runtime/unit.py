@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.build import StageModule
-from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.inputs import UnitInput
 from mmtrain.models.megatron import ParallelGroups, unit_scope
 from mmtrain.program import Edge, StageId
 
@@ -17,7 +17,7 @@ class UnitRunner:
     def __init__(self, name: str, stages: Mapping[StageId, StageModule], groups: ParallelGroups) -> None:
         self.name, self.stages, self.groups = name, stages, groups
 
-    def forward(self, stage: StageId, inputs: VisionInput | TextInput, received: Mapping[Edge, Tensor]) -> Tensor:
+    def forward(self, stage: StageId, inputs: UnitInput, received: Mapping[Edge, Tensor]) -> Tensor:
         """Run a stage: hidden states come over the edge inside the unit, features over edges from other units."""
         hidden = next((tensor for edge, tensor in received.items() if not edge.crosses_units), None)
         features = {edge.src.unit: tensor for edge, tensor in received.items() if edge.crosses_units}

@@ -12,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmtrain.costs import TokenLoad, analytic
 from mmtrain.models.shape import LayerShape, ModelShape
 from mmtrain.recipe.schema import ModelSettings
-from tests.models.factory import images, settings, shape_of, stage, text
+from tests.models.factory import clips, images, settings, shape_of, stage, text
 
 IMAGES = ((4, 6), (2, 2), (6, 4))
 TEXTS = (9, 12, 15)
+CLIPS = (12, 4, 20)
 PLACES = (1, 2, 3, 4, 5, 6, 13, 22, 23, 24, 25, 26, 27)
 
 MODELS = {
@@ -36,11 +37,22 @@ MODELS = {
     "frozen_llm": settings(llm={"freeze": True}),
     "only_projector": settings(vision={"freeze": True}, llm={"freeze": True}),
 }
+SPEECH = {
+    "plain": settings(audio={}),
+    "learned": settings(audio={"positions": "learned", "downsample": 1, "projector": {"norm": True}}),
+    "frozen_encoder": settings(audio={"freeze": True}),
+}
+EMBEDS = ("patch_embed", "audio_embed")  # whole on every tensor-parallel rank
+UNITS = [(model, unit) for model in MODELS.values() for unit in ("vision", "llm")]
+UNITS += [(model, "audio") for model in SPEECH.values()]
+NAMES = [f"{unit}-{name}" for name in MODELS for unit in ("vision", "llm")] + [f"audio-{name}" for name in SPEECH]
 
 
 def load_of(model: ModelSettings, unit: str) -> TokenLoad:
     if unit == "llm":
         return TokenLoad.of(np.array(TEXTS))
+    if unit == "audio":
+        return TokenLoad.of(np.array(CLIPS) // 2)
     assert model.vision is not None
     return TokenLoad.of(np.array([r * c + model.vision.class_token for r, c in IMAGES]))
 
@@ -57,7 +69,7 @@ def run(model: ModelSettings, unit: str) -> tuple[int, int]:
     if unit == "llm":
         trains = shape_of(model).unit("vision").first_trainable is not None
         features = {"vision": torch.randn(len(PLACES), 48, requires_grad=trains)}
-    inputs = text(*TEXTS, places=PLACES) if unit == "llm" else images(*IMAGES)
+    inputs = {"llm": text(*TEXTS, places=PLACES), "vision": images(*IMAGES), "audio": clips(*CLIPS)}[unit]
     with sdpa_kernel(SDPBackend.MATH):  # the counter knows no fused attention on a CPU
         with FlopCounterMode(display=False) as forward:
             out = module(None, inputs, features)
@@ -66,28 +78,24 @@ def run(model: ModelSettings, unit: str) -> tuple[int, int]:
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-@pytest.mark.parametrize("unit", ["vision", "llm"])
-@pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_exact_for_every_layer(name: str, unit: str) -> None:
-    model = MODELS[name]
+@pytest.mark.parametrize(("model", "unit"), UNITS, ids=NAMES)
+def test_parameters_are_exact_for_every_layer(model: ModelSettings, unit: str) -> None:
     module = stage(model, unit)
     for index, layer in enumerate(shape_of(model).unit(unit).layers):
         real = sum(p.numel() for p in module.layers[str(index)].parameters())
         assert analytic.parameters(layer) == real, layer
 
 
-@pytest.mark.parametrize("unit", ["vision", "llm"])
-@pytest.mark.parametrize("name", MODELS)
-def test_flops_equal_those_torch_counts(name: str, unit: str) -> None:
-    model = MODELS[name]
-    shape, load = shape_of(model), load_of(MODELS[name], unit)
+@pytest.mark.parametrize(("model", "unit"), UNITS, ids=NAMES)
+def test_flops_equal_those_torch_counts(model: ModelSettings, unit: str) -> None:
+    shape, load = shape_of(model), load_of(model, unit)
     layers, needs = uncausal(shape, unit), analytic.upstream_trains(shape)[unit]
     forward = sum(analytic.forward_flops(layer, load) for layer in layers)
     backward = sum(
         analytic.backward_flops(layer, load, weight_grad=layer.trainable, input_grad=needed)
         for layer, needed in zip(layers, needs, strict=True)
     )
-    if unit == "vision" and not any(needs):
+    if unit != "llm" and not any(needs):
         # Megatron's linear computes its input's gradient even where, as here, nobody asks for it.
         backward += analytic.gemms(layers[-1], load)[0].flops
     assert (forward, backward) == run(model, unit)
@@ -115,16 +123,16 @@ def test_model_flops_count_no_gradient_that_nobody_needs() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tensor_parallel_ranks_share_parameters_and_work(tp: int) -> None:
-    for unit in shape_of(settings()).units:
+    for unit in shape_of(settings(audio={})).units:
         for layer in unit.layers:
             load = TokenLoad.of(np.array([8, 16]))
             whole = analytic.forward_flops(layer, load)
-            assert analytic.forward_flops(layer, load, tp) == (whole if layer.kind == "patch_embed" else whole // tp)
+            assert analytic.forward_flops(layer, load, tp) == (whole if layer.kind in EMBEDS else whole // tp)
             assert analytic.parameters(layer) / tp <= analytic.parameters(layer, tp) <= analytic.parameters(layer)
 
 
 def test_no_layer_keeps_less_than_its_input() -> None:
     load = TokenLoad.of(np.array([8, 16]))
-    for unit in shape_of(settings()).units:
+    for unit in shape_of(settings(audio={})).units:
         for layer in unit.layers:
             assert 0 < analytic.input_bytes(layer, load, 2) <= analytic.activation_bytes(layer, load, 2)

@@ -8,10 +8,11 @@ from torch import Tensor
 from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, parameters, preset, rank_memory
 from mmtrain.costs.memory import MARGIN
 from mmtrain.models.shape import LayerShape
-from tests.models.factory import images, settings, shape_of, stage, text
+from tests.models.factory import clips, images, settings, shape_of, stage, text
 
 COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
 LENGTHS = (90, 120, 60, 100)
+CLIPS = (60, 80, 20)
 IMAGES = ((6, 6), (4, 6), (6, 4), (2, 2))
 
 
@@ -78,12 +79,18 @@ def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> 
     return sum(s.nbytes() for s in storages.values())
 
 
-@pytest.mark.parametrize("unit", ["vision", "llm"])
+@pytest.mark.parametrize("unit", ["vision", "audio", "llm"])
 def test_activation_bytes_are_those_that_autograd_saves(unit: str) -> None:
-    model = settings(vision={"hidden": 96, "ffn": 256}, llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512})
+    model = settings(
+        vision={"hidden": 96, "ffn": 256},
+        llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512},
+        audio={"hidden": 96, "ffn": 256, "mel_bins": 40},
+    )
     module = stage(model, unit)
     if unit == "vision":
         inputs, load = images(*IMAGES), TokenLoad.of(np.array([r * c for r, c in IMAGES]))
+    elif unit == "audio":
+        inputs, load = clips(*CLIPS, bins=40), TokenLoad.of(np.array(CLIPS) // 2)
     else:
         inputs, load = text(*LENGTHS), TokenLoad.of(np.array(LENGTHS))
     layers = shape_of(model).unit(unit).layers

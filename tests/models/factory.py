@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.build import StageModule, build_stage
-from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.inputs import AudioInput, TextInput, VisionInput
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shape import ModelShape, shape
-from mmtrain.recipe.schema import LlmSettings, ModelSettings, Recipe, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, LlmSettings, ModelSettings, Recipe, VisionSettings
 
 CPU = torch.device("cpu")
 PATCH = 4
@@ -18,12 +18,20 @@ VISION: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "patch": PATCH, "max_side": 8,
     "downsample": "pixel_shuffle", "merge": 2,
 }  # fmt: skip
+AUDIO: dict[str, Any] = {
+    "layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "mel_bins": 10, "max_frames": 80, "downsample": 2,
+}  # fmt: skip
 LLM: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn": 80, "vocab": 90}
 
 
-def settings(vision: dict[str, Any] | None = None, llm: dict[str, Any] | None = None) -> ModelSettings:
+def settings(
+    vision: dict[str, Any] | None = None, llm: dict[str, Any] | None = None, audio: dict[str, Any] | None = None
+) -> ModelSettings:
+    """A model with a vision unit, and with an audio unit where settings of one (if only `{}`) are given."""
     return ModelSettings(
-        vision=VisionSettings(**{**VISION, **(vision or {})}), llm=LlmSettings(**{**LLM, **(llm or {})})
+        vision=VisionSettings(**{**VISION, **(vision or {})}),
+        audio=None if audio is None else AudioSettings(**{**AUDIO, **audio}),
+        llm=LlmSettings(**{**LLM, **(llm or {})}),
     )
 
 
@@ -67,6 +75,12 @@ def images(*sides: tuple[int, int], patch: int = PATCH, seed: int = 0) -> Vision
     num_patches = sum(r * c for r, c in sides)
     patches = torch.randn(num_patches, 3 * patch * patch, generator=torch.Generator().manual_seed(seed))
     return VisionInput(tuple(r for r, _ in sides), tuple(c for _, c in sides), patches)
+
+
+def clips(*frames: int, bins: int = 10, seed: int = 0) -> AudioInput:
+    """Random clips of so many log-mel frames."""
+    mels = torch.randn(sum(frames), bins, generator=torch.Generator().manual_seed(seed))
+    return AudioInput(frames, mels)
 
 
 def text(*lengths: int, places: Iterable[int] = (), vocab: int = 90, seed: int = 0) -> TextInput:

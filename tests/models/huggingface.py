@@ -49,6 +49,30 @@ def clip_unit(state: State, num_blocks: int, heads: int) -> dict[str, Tensor]:
     return found
 
 
+def whisper_unit(state: State, num_blocks: int, heads: int) -> dict[str, Tensor]:
+    """Whisper's encoder, without the projector that the LLM asks for; its keys have no bias, ours is 0."""
+    found = {}
+    for conv in ("conv1", "conv2"):
+        found[f"layers.0.{conv}.weight"] = state[f"{conv}.weight"].flatten(1)
+        found[f"layers.0.{conv}.bias"] = state[f"{conv}.bias"]
+    for i in range(num_blocks):
+        block, ours = _under(state, f"layers.{i}."), f"layers.{i + 1}."
+        block["self_attn.k_proj.bias"] = torch.zeros_like(block["self_attn.q_proj.bias"])
+        for kind in ("weight", "bias"):
+            qkv = [block[f"self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            found |= {
+                f"{ours}input_layernorm.{kind}": block[f"self_attn_layer_norm.{kind}"],
+                f"{ours}self_attention.linear_qkv.{kind}": interleave(*qkv, heads),
+                f"{ours}self_attention.linear_proj.{kind}": block[f"self_attn.out_proj.{kind}"],
+                f"{ours}pre_mlp_layernorm.{kind}": block[f"final_layer_norm.{kind}"],
+                f"{ours}mlp.linear_fc1.{kind}": block[f"fc1.{kind}"],
+                f"{ours}mlp.linear_fc2.{kind}": block[f"fc2.{kind}"],
+            }
+    for kind in ("weight", "bias"):
+        found[f"layers.{num_blocks + 1}.post_norm.{kind}"] = state[f"layer_norm.{kind}"]
+    return found
+
+
 def llm_unit(state: State, num_blocks: int, kv_heads: int, bias: bool = False, tied: bool = False) -> dict[str, Tensor]:
     """Return the weights of Llama, or of Qwen2 with `bias`; `state` holds `model.*` and `lm_head.*`."""
     found = {

@@ -9,6 +9,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.recipe import load
 from mmtrain.recipe.checks import CHECKS
 
+AUDIO = "model.audio={layers: 2, hidden: 32, heads: 4, ffn: 64}"
 Write = Callable[[str, str], Path]
 
 
@@ -83,6 +84,8 @@ def test_everything_is_told_at_once(base: Path, write: Write) -> None:
         ("data.zzz=1", "unknown key; allowed here: sources, validation, tokenizer"),
         ("data.sources.0.wieght=1", "unknown key; did you mean weight?"),
         ("model.vision.merge=2", "merge is 2, but downsample `identity` joins nothing: set merge to 1"),
+        ("model.audio={layers: 1, hidden: 33, heads: 3, ffn: 8}", "hidden 33 is odd, but sinusoidal positions"),
+        ("model.audio={layers: 1, hidden: 30, heads: 4, ffn: 8}", "hidden 30 is not divisible by heads 4"),
         ("model.llm.kv_heads=3", "heads 4 is not divisible by kv_heads 3"),
     ],
 )
@@ -132,6 +135,14 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["model.vision.max_side=8"], "data.image.max_pixels: a square image becomes 32 patches a side"),
         (["data.image.min_pixels=200705"], "data.image.min_pixels: 200705 is above data.image.max_pixels 200704"),
         (["data.image={min_pixels: 1, max_pixels: 100}"], "data.image.max_pixels: 100 is less than one cell of 196"),
+        ([AUDIO, "parallel.audio.tp=3"], "parallel.audio.tp: 3 does not divide model.audio.heads 4"),
+        ([AUDIO, "parallel.audio.pp=5"], "parallel.audio.pp: 5 is more than the unit's 4 layers"),
+        ([AUDIO, "model.audio.max_frames=2000"], "data.audio.max_seconds: 30 s become 3000 frames"),
+        ([AUDIO, "model.audio.downsample=7"], "model.audio.max_frames: 3000 is not a multiple of 2 x"),
+        (
+            [AUDIO, "parallel.placement=unified", "parallel.audio.dp=2", "parallel.llm.dp=1"],
+            "parallel.audio.dp: 2 differs from parallel.llm.dp 1",
+        ),
         (["data.seq_len=1024"], "data.image.max_pixels: one image becomes up to 1024 LLM tokens, data.seq_len is 1024"),
     ],
 )
@@ -154,4 +165,4 @@ def test_checks_never_stumble_over_other_problems(base: Path, section: str, valu
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 12
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 13
