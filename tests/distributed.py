@@ -58,7 +58,7 @@ def _start(
     rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[BaseProcess, Connection]:
     ours, theirs = _SERVER.Pipe(duplex=False)
-    process = _SERVER.Process(target=_main, args=(theirs, rank, world_size, folder, fn, args), daemon=True)
+    process = _SERVER.Process(target=_main, args=(theirs, rank, world_size, folder, fn, args))
     process.start()
     theirs.close()
     return process, ours
@@ -95,7 +95,7 @@ def _stacks(process: BaseProcess, folder: Path) -> str:
     """Ask a hanging rank where it is."""
     path = folder / f"stacks-{process.pid}"
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid or 0, signal.SIGUSR1)
+        os.kill(process.pid or 0, signal.SIGUSR2)
     for _ in range(20):
         process.join(0.05)
         if path.exists() and path.stat().st_size:
@@ -107,7 +107,7 @@ def _main(
     pipe: Connection, rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: Sequence[Any]
 ) -> None:
     with (folder / f"stacks-{os.getpid()}").open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         try:
             import torch
 
