@@ -52,7 +52,7 @@ def build_stage(
     stage = StageModule(recipe_model, shape, unit, layers, parts, recompute)
     specs = params.specs(stage, unit, groups.tp_size)
     params.initialize(stage, specs, seed, groups.tp_rank, groups.tp_size)
-    _freeze(stage, recipe_model)
+    _freeze(stage)
     return stage.to(device)
 
 
@@ -169,15 +169,9 @@ def _encoder(model: ModelSettings, unit: str) -> VisionSettings | AudioSettings:
     return settings
 
 
-def _freeze(stage: StageModule, model: ModelSettings) -> None:
-    """Stop the gradients of what the settings freeze. The projector's MLP has a setting of its own."""
-    if stage.shape.kind == "llm":
-        stage.requires_grad_(not model.llm.freeze)
-        return
-    encoder = _encoder(model, stage.unit)
-    for module in stage.layers.values():
-        module.requires_grad_(not encoder.freeze)
-        if isinstance(module, Projector):
-            for part in (module.norm, module.linear_1, module.linear_2):
-                if part is not None:
-                    part.requires_grad_(not encoder.projector.freeze)
+def _freeze(stage: StageModule) -> None:
+    """Stop the gradients of what the recipe freezes."""
+    for index, module in stage.layers.items():
+        frozen = stage.shape.layers[int(index)].frozen
+        for name, param in module.named_parameters():
+            param.requires_grad_(name not in frozen)

@@ -7,6 +7,7 @@ Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and st
 from dataclasses import dataclass
 from typing import Literal
 
+from mmtrain.models.freezing import freeze
 from mmtrain.recipe.schema import AudioSettings, LlmSettings, Recipe, VisionSettings
 
 LayerKind = Literal["patch_embed", "audio_embed", "vit_block", "projector", "embedding", "decoder_block", "head"]
@@ -42,6 +43,7 @@ class LayerShape:
     position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
     norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their layer norms
     trainable: bool = True
+    frozen: frozenset[str] = frozenset()  # parameters, by their names inside the layer, that do not train
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,10 @@ def shape(recipe: Recipe) -> ModelShape:
     if recipe.model.audio is not None:
         encoders.append(_audio(recipe.model.audio, recipe.model.llm.hidden))
     edges = tuple(ModelEdge(unit.name, "llm", layer=0, width=recipe.model.llm.hidden) for unit in encoders)
-    return ModelShape((*encoders, llm), edges, recipe.model.llm.tie_embeddings)
+    return ModelShape(freeze((*encoders, llm), recipe), edges, recipe.model.llm.tie_embeddings)
 
 
 def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
-    trains = not v.freeze
     embed = LayerShape(
         "patch_embed",
         hidden=v.hidden,
@@ -118,7 +119,6 @@ def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
         position_rows=2 * v.max_side if v.positions == "factorized" else v.max_side**2 + int(v.class_token),
         norm_widths=(v.hidden,) if v.pre_norm else (),
         linear_bias=v.patch_bias,
-        trainable=trains,
     )
     block = LayerShape(
         "vit_block",
@@ -130,7 +130,6 @@ def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
         ffn=v.ffn,
         linear_bias=True,
         qkv_bias=v.qkv_bias,
-        trainable=trains,
     )
     projector = LayerShape(
         "projector",
@@ -141,13 +140,11 @@ def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
         extra_tokens=int(v.class_token),
         norm_widths=(v.hidden,) * v.post_norm + (v.hidden * v.merge**2,) * v.projector.norm,
         linear_bias=True,
-        trainable=not v.projector.freeze or (trains and v.post_norm),
     )
     return UnitShape("vision", "encoder", (embed, *[block] * v.layers, projector))
 
 
 def _audio(a: AudioSettings, llm_hidden: int) -> UnitShape:
-    trains = not a.freeze
     embed = LayerShape(
         "audio_embed",
         hidden=a.hidden,
@@ -155,7 +152,6 @@ def _audio(a: AudioSettings, llm_hidden: int) -> UnitShape:
         mel_bins=a.mel_bins,
         position_rows=a.max_frames // 2 if a.positions == "learned" else 0,
         linear_bias=True,
-        trainable=trains,
     )
     block = LayerShape(
         "vit_block",
@@ -167,7 +163,6 @@ def _audio(a: AudioSettings, llm_hidden: int) -> UnitShape:
         ffn=a.ffn,
         linear_bias=True,
         qkv_bias=True,
-        trainable=trains,
     )
     projector = LayerShape(
         "projector",
@@ -177,14 +172,13 @@ def _audio(a: AudioSettings, llm_hidden: int) -> UnitShape:
         joins=a.downsample,
         norm_widths=(a.hidden,) + (a.hidden * a.downsample,) * a.projector.norm,
         linear_bias=True,
-        trainable=not a.projector.freeze or trains,
     )
     return UnitShape("audio", "encoder", (embed, *[block] * a.layers, projector))
 
 
 def _llm(m: LlmSettings) -> UnitShape:
-    trains, vocab = not m.freeze, padded_vocab(m.vocab)
-    embedding = LayerShape("embedding", hidden=m.hidden, out=m.hidden, vocab=vocab, trainable=trains)
+    vocab = padded_vocab(m.vocab)
+    embedding = LayerShape("embedding", hidden=m.hidden, out=m.hidden, vocab=vocab)
     block = LayerShape(
         "decoder_block",
         hidden=m.hidden,
@@ -197,7 +191,6 @@ def _llm(m: LlmSettings) -> UnitShape:
         causal=True,
         rms_norm=True,
         qkv_bias=m.qkv_bias,
-        trainable=trains,
     )
-    head = LayerShape("head", hidden=m.hidden, out=vocab, vocab=vocab, rms_norm=True, trainable=trains)
+    head = LayerShape("head", hidden=m.hidden, out=vocab, vocab=vocab, rms_norm=True)
     return UnitShape("llm", "llm", (embedding, *[block] * m.layers, head))

@@ -7,7 +7,7 @@ from mmtrain.recipe import yaml
 from mmtrain.recipe.schema import Recipe
 
 _PLANNED_DATA = {"sources", "tokenizer", "seq_len", "max_sample_tokens", "max_images", "image", "audio", "window"}
-_PLANNED_TRAIN = {"global_batch", "precision"}
+_PLANNED_TRAIN = {"global_batch", "precision", "freeze"}
 
 
 def dump(recipe: Recipe) -> str:
@@ -20,9 +20,9 @@ def sha256(recipe: Recipe) -> str:
 
     Learning rates, seeds, steps, checkpoints and folders of output leave it unchanged, so they do not void a plan.
     """
-    learning_rates = {unit: {"lr_scale"} for unit in type(recipe.model).model_fields}
+    updates = {unit: {"lr_scale", "weight_decay"} for unit in type(recipe.model).model_fields}
     settings = {
-        "model": recipe.model.model_dump(mode="json", exclude=learning_rates),
+        "model": recipe.model.model_dump(mode="json", exclude=updates),
         "data": recipe.data.model_dump(mode="json", include=_PLANNED_DATA),
         "parallel": recipe.parallel.model_dump(mode="json"),
         "cluster": recipe.cluster.model_dump(mode="json"),

@@ -196,5 +196,6 @@ def _unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW
             tied = getattr(param, "shared", None) is not None
             held[param] = Held(specs[name], tied, owned=not tied or 0 in stage.indices)
     settings = getattr(recipe.model, unit.name)
-    modules = nn.ModuleList(unit.stages.values())
-    return ZeroAdamW(modules, held, unit.groups, world.device, recipe.train.optimizer, settings.lr_scale)
+    modules, optimizer = nn.ModuleList(unit.stages.values()), recipe.train.optimizer
+    weight_decay = optimizer.weight_decay if settings.weight_decay is None else settings.weight_decay
+    return ZeroAdamW(modules, held, unit.groups, world.device, optimizer, settings.lr_scale, weight_decay)

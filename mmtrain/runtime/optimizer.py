@@ -79,8 +79,9 @@ class Optimizer:
     def reduce_shared(self) -> None:
         """Sum the tied embedding's gradient over the two stages that hold it."""
         gradient = self.units["llm"].tied_gradient()
-        assert gradient is not None, "ReduceShared on a rank without the tied weight"
-        assert self._tied_group is not None
+        if gradient is None:
+            return  # the matrix is frozen, so its copy on the other end has no gradient either
+        assert self._tied_group is not None, "ReduceShared on a rank without the tied weight"
         dist.all_reduce(gradient, group=self._tied_group)
 
     def reduce_grads(self, unit: str) -> None:

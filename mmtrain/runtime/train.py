@@ -217,7 +217,11 @@ def _facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     """What must not change between saving and resuming, since the data's order and the weights hang on it."""
     return {
         "model": recipe.model.model_dump(mode="json"),
-        "train": {"seed": recipe.train.seed, "global_batch": recipe.train.global_batch},
+        "train": {
+            "seed": recipe.train.seed,
+            "global_batch": recipe.train.global_batch,
+            "freeze": " ".join(recipe.train.freeze),
+        },
         "data": {
             "seq_len": recipe.data.seq_len,
             "window": recipe.data.window,

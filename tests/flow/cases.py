@@ -68,6 +68,7 @@ class Mesh:
     ranks: tuple[int, ...]
     tp: int = 1
     dp: int = 1
+    recompute: tuple[int, ...] = ()
 
 
 def plan(settings: Recipe, **meshes: Mesh) -> Plan:
@@ -76,7 +77,10 @@ def plan(settings: Recipe, **meshes: Mesh) -> Plan:
     units = {}
     for name, mesh in meshes.items():
         borders = [0, *mesh.cuts, len(model.unit(name).layers)]
-        stages = tuple(StagePlan(stage=i, layers=(lo, hi)) for i, (lo, hi) in enumerate(itertools.pairwise(borders)))
+        stages = tuple(
+            StagePlan(stage=i, layers=(lo, hi), recompute=tuple(x for x in mesh.recompute if lo <= x < hi))
+            for i, (lo, hi) in enumerate(itertools.pairwise(borders))
+        )
         units[name] = UnitPlan(tp=mesh.tp, pp=len(stages), dp=mesh.dp, ranks=mesh.ranks, stages=stages)
     shared = {r for m in meshes.values() for r in m.ranks}
     num_microbatches = GLOBAL_BATCH // meshes["llm"].dp
@@ -166,17 +170,15 @@ class Reference:
                 for unit in model.units
             }
         )
-        trained = [p for p in self.stages.parameters() if p.requires_grad]
         optimizer = settings.train.optimizer
-        self.adam = torch.optim.AdamW(
-            [
-                {"params": [p for p in trained if p.ndim > 1], "weight_decay": optimizer.weight_decay},
-                {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-            ],
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-        )
+        groups = []
+        for unit, stage in self.stages.items():
+            own = getattr(settings.model, unit)
+            trained, lr = [p for p in stage.parameters() if p.requires_grad], optimizer.lr * own.lr_scale
+            decay = optimizer.weight_decay if own.weight_decay is None else own.weight_decay
+            groups.append({"params": [p for p in trained if p.ndim > 1], "weight_decay": decay, "lr": lr})
+            groups.append({"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, "lr": lr})
+        self.adam = torch.optim.AdamW(groups, betas=optimizer.betas, eps=optimizer.eps)
 
     def step(self) -> tuple[float, float, dict[str, Tensor]]:
         """Run one optimizer step on all samples; return loss, gradient norm and gradients by name."""

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmtrain.models.shape import shape
 from mmtrain.models.shards import NamedShard
+from mmtrain.plan.graph import stage_graph
+from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, Send, build
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import assemble
 from mmtrain.runtime.saving import shard_spec
@@ -48,6 +51,33 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2)},
     ),
     "frozen llm": ({"model__llm__freeze": True}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (2, 3))}),
+    "frozen by name, nothing to train on two ranks of four": (
+        {"train__freeze": ("vision.*", "llm.layers.[0-2].*")},
+        {"vision": Mesh((), (0,)), "llm": Mesh((1, 3), (1, 2, 3))},
+    ),
+    "parts of layers frozen, tied, tp2 pp2": (
+        {"train__freeze": ("*norm*", "*linear_qkv.weight", "*linear_1.weight"), "model__llm__tie_embeddings": True},
+        {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((2,), (2, 3, 4, 5), tp=2)},
+    ),
+    "tied embeddings frozen, pp2": (
+        {"train__freeze": ("llm.layers.0.*",), "model__llm__tie_embeddings": True},
+        {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))},
+    ),
+    "learning rate and weight decay of each unit": (
+        {"model__vision__weight_decay": 0.5, "model__vision__lr_scale": 0.5, "model__llm__weight_decay": 0.0},
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (2, 3))},
+    ),
+    "everything recomputed": (
+        {},
+        {
+            "vision": Mesh((2,), (0, 1), recompute=(0, 1, 2, 3)),
+            "llm": Mesh((2,), (2, 3, 4, 5), tp=2, recompute=(0, 1, 2, 3, 4)),
+        },
+    ),
+    "some layers recomputed, some frozen": (
+        {"train__freeze": ("vision.layers.[01].*", "llm.layers.[02].*")},
+        {"vision": Mesh((), (0,), recompute=(1, 2)), "llm": Mesh((2,), (1, 2), recompute=(2, 4))},
+    ),
     "tied embeddings pp2 dp2": (
         {"model__llm__tie_embeddings": True},
         {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2, 3, 4), dp=2)},
@@ -133,3 +163,14 @@ def test_any_plan_computes_what_one_process_does(case: str) -> None:
     limit = settings.train.optimizer.clip_norm
     scale = 1.0 if limit is None else max(1.0, wanted[0][1] / limit)
     _assert_close(_whole([g for _, gradients in ranks for g in gradients]), wanted[0][2], scale)
+
+
+def test_nothing_runs_backward_below_the_first_layer_that_trains() -> None:
+    settings = recipe(train__freeze=("vision.*", "llm.layers.[0-2].*"))
+    meshes = {"vision": Mesh((), (0,)), "llm": Mesh((1, 3), (1, 2, 3))}
+    program = build(stage_graph(plan(settings, **meshes), shape(settings)))
+    for rank in range(3):
+        actions = program.for_rank(rank)
+        assert not any(isinstance(a, Backward | ReduceGrads | GatherParams) for a in actions)
+        assert not any(isinstance(a, Send | Recv) and a.payload == "gradient" for a in actions)
+    assert sum(isinstance(a, Backward) for a in program.for_rank(3)) == 4

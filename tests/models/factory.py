@@ -35,12 +35,12 @@ def settings(
     )
 
 
-def shape_of(model: ModelSettings) -> ModelShape:
+def shape_of(model: ModelSettings, freeze: Iterable[str] = ()) -> ModelShape:
     recipe = {
         "name": "tiny",
         "model": model,
         "data": {"sources": [{"path": "samples.json"}], "tokenizer": "tokenizer.json", "seq_len": 64},
-        "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}},
+        "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}, "freeze": tuple(freeze)},
     }
     return shape(Recipe.model_validate(recipe))
 
@@ -53,9 +53,10 @@ def stage(
     recompute: Iterable[int] = (),
     attention: Any = "sdpa",
     seed: int = 1,
+    freeze: Iterable[str] = (),
 ) -> StageModule:
     """Build a stage in fp32 on the CPU; all layers of the unit if none are named."""
-    whole = shape_of(model)
+    whole = shape_of(model, freeze)
     return build_stage(
         model,
         whole,

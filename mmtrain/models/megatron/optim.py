@@ -41,7 +41,7 @@ class ZeroAdamW:
         held: every parameter of the stages, with its plan-independent name and how tensor parallelism cuts it.
         groups: the unit's process groups.
         device: where the parameters are.
-        settings: AdamW's settings; `lr_scale` multiplies the learning rate of this unit.
+        settings: AdamW's settings; `lr_scale` multiplies the learning rate of this unit, `weight_decay` is its own.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class ZeroAdamW:
         device: torch.device,
         settings: OptimizerSettings,
         lr_scale: float,
+        weight_decay: float,
     ) -> None:
         self._held, self._groups, self._device, self._lr_scale = held, groups, device, lr_scale
         self._frozen = [p for p in held if not p.requires_grad]
@@ -61,7 +62,7 @@ class ZeroAdamW:
                 self._ddp = _buffers(stages, groups)
                 # Without autograd, which would make the fp32 shards views with a history, and their `.grad` a warning.
                 with torch.no_grad():
-                    self._optimizer = _optimizer(self._ddp, self._trained, groups, settings)
+                    self._optimizer = _optimizer(self._ddp, self._trained, groups, settings, weight_decay)
             self._shards = {p: self._shard_of(p) for p in self._trained if p in self._optimizer.model_param_gbuf_map}
             self._start_moments()
 
@@ -193,13 +194,17 @@ def _buffers(stages: nn.ModuleList, groups: ParallelGroups) -> DistributedDataPa
 
 
 def _optimizer(
-    ddp: DistributedDataParallel, params: list[nn.Parameter], groups: ParallelGroups, settings: OptimizerSettings
+    ddp: DistributedDataParallel,
+    params: list[nn.Parameter],
+    groups: ParallelGroups,
+    settings: OptimizerSettings,
+    weight_decay: float,
 ) -> DistributedOptimizer:
     matrices = [p for p in params if p.ndim > 1]
     vectors = [p for p in params if p.ndim <= 1]  # norms and biases do not decay
     adam = torch.optim.AdamW(
         [
-            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ],
         lr=settings.lr,

@@ -81,6 +81,17 @@ class PackedAttention(nn.Module):
         return attend(q, k, v, packed_seq_params.lengths, self.causal, self.backend)
 
 
+class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core has no types
+    """Linear with split outputs whose bias also trains while its weight is frozen."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor | None, **kwargs: Any) -> Tensor:
+        if bias is None or weight.requires_grad:
+            out: Tensor = super()._forward_impl(input, weight, *args, bias=bias, **kwargs)
+            return out
+        # Megatron-core's product with a frozen weight hands its bias no gradient.
+        return cast(Tensor, super()._forward_impl(input, weight, *args, bias=None, **kwargs)) + bias
+
+
 class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core has no types
     """Self-attention that also runs on more tensor-parallel ranks than there are KV heads.
 
@@ -169,7 +180,7 @@ class Parts:
 
         def qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
             # Megatron-core gives qkv a bias whenever the other linears have one; ours is a setting of its own.
-            return cast(nn.Module, ColumnParallelLinear(*args, bias=self.block.qkv_bias, **kwargs))
+            return cast(nn.Module, ColumnLinear(*args, bias=self.block.qkv_bias, **kwargs))
 
         def core(**_: object) -> nn.Module:
             return PackedAttention(self.attention, self.block.causal)
@@ -203,9 +214,7 @@ class Parts:
 
     def column_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
         """Linear whose outputs are split over the tensor-parallel ranks; returns `(output, None)`."""
-        linear = ColumnParallelLinear(
-            inputs, outputs, config=self.config, init_method=None, bias=bias, tp_group=self.groups.tp
-        )
+        linear = ColumnLinear(inputs, outputs, config=self.config, init_method=None, bias=bias, tp_group=self.groups.tp)
         return _mark(linear, dim=0)
 
     def row_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:

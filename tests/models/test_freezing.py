@@ -1,0 +1,87 @@
+"""Names without modules, and patterns over them."""
+
+import pytest
+from torch import Tensor
+
+from mmtrain.errors import RecipeError
+from mmtrain.models.freezing import parameter_names
+from mmtrain.recipe.schema import AudioSettings, ModelSettings
+from tests.models.factory import images, settings, shape_of, stage, text
+
+SPEECH = AudioSettings(layers=1, hidden=16, heads=2, ffn=24, mel_bins=8, max_frames=16)
+MODELS = {
+    "plain": settings(),
+    "all biases": settings(
+        vision={"class_token": True, "pre_norm": True, "projector": {"norm": True}}, llm={"qkv_bias": True}
+    ),
+    "clip, tied": settings(
+        vision={"positions": "grid", "post_norm": False, "patch_bias": False, "qkv_bias": False},
+        llm={"tie_embeddings": True},
+    ),
+    "speech": ModelSettings(audio=SPEECH, llm=settings().llm),
+    "learned positions": ModelSettings(audio=SPEECH.model_copy(update={"positions": "learned"}), llm=settings().llm),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_are_those_of_the_modules(name: str) -> None:
+    model = MODELS[name]
+    for unit in shape_of(model).units:
+        module = stage(model, unit.name)
+        for index, layer in enumerate(unit.layers):
+            found = {n for n, _ in module.layers[str(index)].named_parameters()}
+            assert set(parameter_names(layer, getattr(model, unit.name))) == found, (unit.name, index)
+
+
+def test_a_pattern_freezes_what_it_names_and_a_layer_trains_while_anything_in_it_does() -> None:
+    patterns = ("llm.layers.[01].*", "llm.layers.2.mlp.*", "vision.layers.0.proj.weight")
+    model = settings(llm={"qkv_bias": True})
+    shape = shape_of(model, patterns)
+    assert [layer.trainable for layer in shape.unit("llm").layers] == [False, False, True, True, True]
+    assert all(layer.trainable for layer in shape.unit("vision").layers)
+    assert shape.unit("llm").first_trainable == 2
+    for unit in shape.units:
+        frozen = {n for n, p in stage(model, unit.name, freeze=patterns).named_parameters() if not p.requires_grad}
+        expected = {
+            "llm": lambda n: n.startswith(("layers.0.", "layers.1.", "layers.2.mlp.")),
+            "vision": lambda n: n == "layers.0.proj.weight",
+        }[unit.name]
+        assert frozen == {n for n, _ in stage(model, unit.name).named_parameters() if expected(n)}
+
+
+def test_equal_layers_stay_one_object() -> None:
+    first, second = shape_of(settings()).unit("llm").layers[1:3]
+    assert first is second
+
+
+def test_a_tied_head_trains_while_the_embedding_does() -> None:
+    tied = settings(llm={"tie_embeddings": True})
+    assert shape_of(tied, ["llm.layers.4.norm.weight"]).unit("llm").layers[4].trainable
+    assert not shape_of(tied, ["llm.layers.[04].*"]).unit("llm").layers[4].trainable
+
+
+def test_a_pattern_that_matches_nothing_names_the_nearest() -> None:
+    with pytest.raises(RecipeError, match=r"^train\.freeze\.1: llm\.layer\.0\.\* matches no .*llm\.layers\.0\.table"):
+        shape_of(settings(), ["llm.*", "llm.layer.0.*"])
+
+
+@pytest.mark.parametrize("pattern", ["*.weight", "*.bias", "*norm*", "*linear_qkv.weight", "*.linear_1.weight"])
+def test_what_still_trains_gets_the_gradient_it_would_get_anyway(pattern: str) -> None:
+    model = MODELS["all biases"]
+
+    def run(freeze: tuple[str, ...]) -> dict[str, Tensor]:
+        vision, llm = (stage(model, unit, freeze=freeze) for unit in ("vision", "llm"))
+        features = vision(None, images((4, 4)))
+        loss = llm(None, text(8, 9, places=(1, 2, 3, 4)), {"vision": features})
+        loss.backward()
+        grads = {}
+        for module in (vision, llm):
+            trained = {n: p.grad for n, p in module.named_parameters() if p.requires_grad}
+            grads |= {f"{module.unit}.{n}": grad for n, grad in trained.items()}
+        return grads
+
+    whole, part = run(()), run((pattern,))
+    assert 0 < len(part) < len(whole)
+    for name, gradient in part.items():
+        assert gradient is not None, f"{name} has no gradient"
+        assert (gradient - whole[name]).norm() <= 1e-5 * (whole[name].norm() + 1e-6), name
