@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "torch._dynamo", "mmtrain.models.build", "mmtrain.models.megatron"])
+_SERVER.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.utils.tensorboard", "mmtrain.models.build", "mmtrain.runtime.train"]
+)
 
 
 class RanksFailed(AssertionError):  # noqa: N818 - a test's verdict, not an error of the program

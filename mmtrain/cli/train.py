@@ -20,6 +20,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest good checkpoint of the run's folder.")
     ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Start again from the newest good checkpoint after a failure.")
+    ] = 0,
 ) -> None:
     """Train a recipe.
 
@@ -34,4 +37,4 @@ def train(
 
     folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
     ranks, hardware = cluster_of(loaded.recipe)
-    run(Request(loaded, planner, hardware, ranks, folder, plan_path=plan, resume=resume))
+    run(Request(loaded, planner, hardware, ranks, folder, plan_path=plan, resume=resume, max_restarts=max_restarts))

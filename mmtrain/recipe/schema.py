@@ -67,9 +67,6 @@ class VisionSettings(Section):
     projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
     freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
     lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
-    weight_decay: float | None = Field(
-        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "VisionSettings":
@@ -104,9 +101,6 @@ class AudioSettings(Section):
     projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
     freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
     lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
-    weight_decay: float | None = Field(
-        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "AudioSettings":
@@ -140,9 +134,6 @@ class LlmSettings(Section):
     tie_embeddings: bool = Field(False, description="Use the embedding matrix as output projection too.")
     freeze: bool = Field(False, description="Keep the LLM's weights fixed.")
     lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
-    weight_decay: float | None = Field(
-        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "LlmSettings":
@@ -273,6 +264,9 @@ class CheckpointSettings(Section):
 
     every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep: PositiveInt = Field(2, description="Newest good checkpoints to keep.")
+    max_failures: PositiveInt = Field(
+        3, description="Saves that may fail in a row, on a full disk for one, before the run ends."
+    )
 
 
 class TrainSettings(Section):
@@ -290,10 +284,15 @@ class TrainSettings(Section):
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="When to save.")
     validate_every: int = Field(0, ge=0, description="Steps between validation losses; 0: never.")
     validate_batches: PositiveInt = Field(4, description="Global batches of one validation.")
-    freeze: tuple[str, ...] = Field(
-        (),
-        description="Parameters to keep fixed beside those of frozen units: patterns over names like "
-        "`llm.layers.3.mlp.linear_fc1.weight`, with `*`, `?` and `[0-3]`. Layer 0 of a unit is its embedding.",
+    max_bad_steps: PositiveInt = Field(
+        10, description="Steps in a row whose gradient is not finite (they change nothing) before the run ends."
+    )
+    watchdog_s: float = Field(
+        300.0,
+        ge=0,
+        le=540,
+        description="Seconds in which no action begins, after which the run ends and says why; below torch's own ten "
+        "minutes. 0: never.",
     )
     attention: Literal["auto", "flash_attn", "varlen", "sdpa", "reference"] = Field(
         "auto", description="Attention backend; `auto` takes the fastest that this machine has."

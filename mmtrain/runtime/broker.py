@@ -18,6 +18,7 @@ from torch import Tensor
 from mmtrain.program import Action, Backward, Edge, Forward, Microbatch, Recv, Send, Share, StageGraph, StepLoads
 from mmtrain.program.actions import Payload
 from mmtrain.program.loads import IntArray
+from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.process_groups import Groups
 
 Key = tuple[Edge, Microbatch, Payload]
@@ -27,6 +28,7 @@ Key = tuple[Edge, Microbatch, Payload]
 class _Posted:
     """A receive under way: its buffer fills until `work` is done."""
 
+    action: Recv
     work: dist.Work
     rows: Tensor
 
@@ -47,9 +49,11 @@ class Broker:
         widths: Mapping[Edge, int],
         device: torch.device,
         dtype: torch.dtype,
+        activity: Activity | None = None,
     ) -> None:
         self._graph, self._rank, self._groups, self._widths = graph, rank, groups, widths
         self._device, self._dtype = device, dtype
+        self._activity = activity or Activity()
         self._uses = _count_uses(graph, actions, rank)
         self.bytes_sent = 0
         self.wait_s = 0.0
@@ -78,7 +82,7 @@ class Broker:
             group = self._groups.channels[action.edge, action.payload]
             work = dist.isend(rows, action.peer, group=group)
             assert work is not None
-            self._sending.append((work, rows))  # the buffer must live until the transfer is done
+            self._sending.append((action, work, rows))  # the buffer must live until the transfer is done
             self.bytes_sent += rows.nbytes
 
     def receive(self, action: Recv) -> None:
@@ -88,7 +92,7 @@ class Broker:
             rows = self._empty(num_rows, action.edge)
             work = dist.irecv(rows, action.peer, group=self._groups.channels[action.edge, action.payload])
             assert work is not None
-            self._posted[action.edge, action.src, action.dst, action.payload] = _Posted(work, rows)
+            self._posted[action.edge, action.src, action.dst, action.payload] = _Posted(action, work, rows)
 
     def share(self, action: Share) -> None:
         """Broadcast what the lane's first rank received to the whole lane."""
@@ -112,10 +116,8 @@ class Broker:
 
     def drain(self) -> None:
         """Wait until everything sent in this step has left."""
-        begin = time.perf_counter()
-        for work, _ in self._sending:
-            work.wait()
-        self.wait_s += time.perf_counter() - begin
+        for action, work, _ in self._sending:
+            self._wait(action, work)
         self._sending.clear()
 
     def _begin_empty(self) -> None:
@@ -123,7 +125,7 @@ class Broker:
         self._left: Counter[Key] = Counter()
         self._posted: dict[tuple[Edge, Microbatch, Microbatch, Payload], _Posted] = {}
         self._shared: dict[Key, Tensor] = {}
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._sending: list[tuple[Send, dist.Work, Tensor]] = []
 
     def _use(self, key: Key) -> Tensor:
         tensor = self._held[key]
@@ -157,10 +159,15 @@ class Broker:
             spans = self._spans(edge, src, dst)
             return tensor if spans is None else _pick(tensor, spans[:, 0 if payload == "activation" else 1], spans)
         posted = self._posted.pop((edge, src, dst, payload))
-        begin = time.perf_counter()
-        posted.work.wait()
-        self.wait_s += time.perf_counter() - begin
+        self._wait(posted.action, posted.work)
         return posted.rows
+
+    def _wait(self, action: Send | Recv, work: dist.Work) -> None:
+        begin = time.perf_counter()
+        self._activity.wait(action)
+        work.wait()
+        self._activity.arrived()
+        self.wait_s += time.perf_counter() - begin
 
     def _spans(self, edge: Edge, src: Microbatch, dst: Microbatch) -> IntArray | None:
         """Spans (src_offset, dst_offset, length) between two units; None inside a unit, where all rows travel."""

@@ -30,7 +30,9 @@ from mmtrain.program import (
     Step,
     StepLoads,
 )
+from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.broker import Broker
+from mmtrain.runtime.faults import Faults
 from mmtrain.runtime.optimizer import Optimizer
 from mmtrain.runtime.unit import UnitRunner
 
@@ -43,6 +45,7 @@ class StepInput:
     loads: StepLoads
     loss_scale: float  # 1 / target tokens of the global batch
     lr: float = 0.0
+    number: int = 0  # of the step, from 0
 
 
 @dataclass
@@ -65,7 +68,7 @@ class _Saved:
 
 
 class Executor:
-    """Runs the actions of one rank over its units."""
+    """Runs the actions of one rank over its units; `activity` is told of each, `faults` may spoil it."""
 
     def __init__(
         self,
@@ -74,9 +77,12 @@ class Executor:
         units: Mapping[str, UnitRunner],
         broker: Broker,
         optimizer: Optimizer | None,
+        activity: Activity | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self._graph, self._actions, self._units = graph, actions, units
         self._broker, self._optimizer = broker, optimizer
+        self._activity, self._faults = activity or Activity(), faults or Faults()
 
     def run(self, step: StepInput) -> StepOutcome:
         """Run one step; without an optimizer, only what the program computes (validation)."""
@@ -89,10 +95,13 @@ class Executor:
         waited, sent = self._broker.wait_s, self._broker.bytes_sent
         for action in self._actions:
             begin, waited_before = time.perf_counter(), self._broker.wait_s
+            self._activity.begin(action)
+            self._faults.before(step.number, action)
             self._run(action)
             busy = time.perf_counter() - begin - (self._broker.wait_s - waited_before)
             kind = "compute" if isinstance(action, Forward | Backward | Step) else "communication"
             self._outcome.seconds[kind] += busy
+        self._activity.begin("waiting for what was sent to leave")
         self._broker.drain()
         self._outcome.loss = float(self._loss)
         self._outcome.seconds["wait"] = self._broker.wait_s - waited
@@ -134,6 +143,7 @@ class Executor:
                 tensor.requires_grad_(self._graph.carries_gradient(edge))
         with torch.set_grad_enabled(keep):
             output = self._units[stage.unit].forward(stage, self._step.inputs[mb], inputs)
+            output = self._faults.computed(self._step.number, Forward(stage, mb), output)
         outputs = self._graph.outputs(stage)
         if not outputs:
             self._loss += output.detach().double().cpu() * self._step.loss_scale

@@ -16,8 +16,10 @@ from mmtrain.plan.graph import stage_graph
 from mmtrain.plan.plan import Plan
 from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build, step_loads
 from mmtrain.recipe import Recipe
+from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.broker import Broker
 from mmtrain.runtime.executor import Executor, StepInput, StepOutcome
+from mmtrain.runtime.faults import Faults
 from mmtrain.runtime.optimizer import Optimizer
 from mmtrain.runtime.process_groups import Groups, build_groups
 from mmtrain.runtime.trial import try_channels
@@ -41,6 +43,8 @@ class Job:
     trainer: Executor
     validator: Executor  # the same stages, forward only
     dtype: torch.dtype
+    activity: Activity
+    faults: Faults
 
     @property
     def dp(self) -> dict[str, int]:
@@ -84,7 +88,9 @@ class Job:
             ids, labels = (None if a is None else torch.from_numpy(a).to(device) for a in (text.ids, text.labels))
             places = {unit: torch.from_numpy(at).to(device) for unit, at in text.feature_places.items()}
             inputs[Microbatch(LLM, replica, index)] = TextInput(text.lengths, ids, labels, places)
-        return StepInput(inputs, step_loads(self.graph, data.meta), 1.0 / max(1, data.meta.total_targets), lr)
+        return StepInput(
+            inputs, step_loads(self.graph, data.meta), 1.0 / max(1, data.meta.total_targets), lr, data.meta.step
+        )
 
     def _counted_once(self, outcome: StepOutcome) -> StepOutcome:
         """All tensor-parallel ranks of the last stage see the same loss; one of them reports it."""
@@ -93,11 +99,14 @@ class Job:
         return outcome
 
 
-def assemble(recipe: Recipe, plan: Plan, world: World) -> Job:
+def assemble(
+    recipe: Recipe, plan: Plan, world: World, activity: Activity | None = None, faults: Faults | None = None
+) -> Job:
     """Build what this rank of the plan runs: groups, stages, optimizer, executors.
 
     The program is checked before anything is built, and every channel is tried before anything is trained.
     """
+    activity, faults = activity or Activity(), faults or Faults()
     model = shape(recipe)
     graph = stage_graph(plan, model)
     program, forward_program = build(graph), build(forward_only(graph))
@@ -119,7 +128,7 @@ def assemble(recipe: Recipe, plan: Plan, world: World) -> Job:
     widths = edge_widths(graph, model)
     forward_actions = [a for a in forward_program.for_rank(world.rank) if not isinstance(a, Step)]
     brokers = [
-        Broker(g, a, world.rank, groups, widths, world.device, dtype)
+        Broker(g, a, world.rank, groups, widths, world.device, dtype, activity)
         for g, a in ((graph, actions), (forward_program.graph, forward_actions))
     ]
     return Job(
@@ -130,9 +139,11 @@ def assemble(recipe: Recipe, plan: Plan, world: World) -> Job:
         program,
         units,
         optimizer,
-        Executor(graph, actions, units, brokers[0], optimizer),
-        Executor(forward_program.graph, forward_actions, units, brokers[1], None),
+        Executor(graph, actions, units, brokers[0], optimizer, activity, faults),
+        Executor(forward_program.graph, forward_actions, units, brokers[1], None, activity),
         dtype,
+        activity,
+        faults,
     )
 
 

@@ -41,6 +41,7 @@ def save_job(root: Path, job: Job, next_step: int, facts: dict[str, object]) -> 
         own,
         keep=job.recipe.train.checkpoint.keep,
         ranks=ranks_of(job.world),
+        storage=job.faults.storage(next_step),
     )
 
 

@@ -1,8 +1,8 @@
 """`mmtrain train`: the story of a run, from a recipe to a trained model."""
 
-import time
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -12,22 +12,28 @@ from rich.console import Console
 
 from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import find
-from mmtrain.data import DataIndex, GroupStream, Loader, Preparer, StepData, build, validation_batches, write_quarantine
-from mmtrain.errors import LaunchError, UserError
+from mmtrain.data import DataIndex, GroupStream, Loader, Preparer, build, validation_batches, write_quarantine
+from mmtrain.errors import LaunchError, RunError, StoppedAndSaved, UserError
 from mmtrain.plan.files import load as load_plan
 from mmtrain.plan.files import require_match
 from mmtrain.plan.plan import Plan
 from mmtrain.recipe import Loaded, Recipe, dump, sha256
-from mmtrain.report import Progress, RunLog, StepMetrics, open_progress
+from mmtrain.report import RunLog, open_progress
+from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.agree import agree, flatten
+from mmtrain.runtime.failures import clear_failures, explain, read_failures, reporting
+from mmtrain.runtime.faults import Faults
 from mmtrain.runtime.job import Job, assemble
 from mmtrain.runtime.launch import free_port, launch_local
+from mmtrain.runtime.loop import CHECKPOINTS, QUARANTINE, Loop
 from mmtrain.runtime.measure import Meter
-from mmtrain.runtime.saving import restore_job, save_job
-from mmtrain.runtime.schedule import learning_rate
-from mmtrain.runtime.world import Address, World, find_address, join, leave
+from mmtrain.runtime.runstate import read_state, write_state
+from mmtrain.runtime.saving import restore_job
+from mmtrain.runtime.stop import StopRequest
+from mmtrain.runtime.watchdog import Watchdog
+from mmtrain.runtime.world import Address, World, find_address, is_restart, join, leave
 
-CHECKPOINTS, PLAN, RECIPE, QUARANTINE = "checkpoints", "plan.json", "recipe.yaml", "quarantine.jsonl"
+PLAN, RECIPE = "plan.json", "recipe.yaml"
 
 
 class Planner(Protocol):
@@ -51,6 +57,8 @@ class Request:
     run_dir: Path
     plan_path: Path | None = None
     resume: bool = False
+    max_restarts: int = 0  # after failures, of processes that we start
+    faults: Faults = field(default_factory=Faults)
 
 
 def run(request: Request) -> None:
@@ -60,11 +68,42 @@ def run(request: Request) -> None:
     """
     address = find_address()
     if address is not None:
-        train_rank(request, address)
-    elif request.ranks == 1:
+        if request.max_restarts:
+            raise LaunchError(
+                f"--max-restarts: {request.max_restarts} found, but {address.launcher} started these processes and "
+                "must restart them (torchrun --max-restarts, sbatch --requeue with --resume); leave it out here"
+            )
+        train_rank(replace(request, resume=request.resume or is_restart()), address)
+    elif request.ranks == 1 and not request.max_restarts:
         train_rank(request, Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
     else:
-        launch_local(request.ranks, partial(train_rank, request))
+        _launch(request)
+
+
+def _launch(request: Request) -> None:
+    """Start the ranks; when the run breaks, again from the newest good checkpoint, as often as allowed."""
+    # What another run has saved is refused by the ranks; a restart must not turn that into resuming it.
+    left = 0 if not request.resume and find(request.run_dir / CHECKPOINTS) else request.max_restarts
+    while True:
+        try:
+            return launch_local(request.ranks, partial(train_rank, request))
+        except RunError as e:
+            error = _root_cause(request, e)
+        if not left or not (request.run_dir / RECIPE).exists():
+            raise error
+        left -= 1
+        print(f"mmtrain: {error}\nmmtrain: starting again, {left} restarts left after this", file=sys.stderr)
+        request = replace(request, resume=True)
+
+
+def _root_cause(request: Request, error: RunError) -> RunError:
+    """What the launcher saw, or, of a run that hung, what its ranks found; and put it into the run's state."""
+    failures = read_failures(request.run_dir)
+    if any(f.kind == "hang" for f in failures):
+        error = RunError(explain(failures, request.ranks))
+    if read_state(request.run_dir).get("status") in ("running", "failed"):
+        write_state(request.run_dir, "failed", error=str(error))
+    return error
 
 
 def train_rank(request: Request, address: Address) -> None:
@@ -77,67 +116,49 @@ def train_rank(request: Request, address: Address) -> None:
         )
     if torch.get_num_threads() > 1 and not torch.cuda.is_available():
         torch.set_num_threads(1)  # a rank is one core; more threads than cores would fight the other ranks
-    _train(request, join(address))
-    leave()
+    with StopRequest() as stop:
+        saved = _train(request, join(address), stop)
+        leave()
+    if saved:
+        raise StoppedAndSaved(f"stopped by a signal and saved {saved}; continue with --resume")
 
 
-def _train(request: Request, world: World) -> None:
-    """Train from the first step, or from the newest good checkpoint, to the last."""
+def _train(request: Request, world: World, stop: StopRequest) -> Path | None:
+    """Train from the first step, or from the newest good checkpoint, to the last, or until a signal stops the run.
+
+    Return the checkpoint of a run that was stopped.
+    """
     recipe = request.loaded.recipe
     agree(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
     world.on_first(lambda: _claim(request))
-    index = build(recipe)
-    agree(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
-    plan = _agreed_plan(request, world, index)
-    job = assemble(recipe, plan, world)
-    console = Console(quiet=not world.is_first)
-    first = _restore(request, job, index, console) if request.resume else 0
-    _introduce(console, request, plan, index)
+    activity = Activity()
+    with reporting(request.run_dir, world.rank, activity):
+        index = build(recipe)
+        agree(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
+        plan = _agreed_plan(request, world, index)
+        job = assemble(recipe, plan, world, activity, request.faults)
+        console = Console(quiet=not world.is_first)
+        first = _restore(request, job, index, console) if request.resume else 0
+        _introduce(console, request, plan, index)
+        return _steps(request, job, plan, index, console, first, stop)
+
+
+def _steps(
+    request: Request, job: Job, plan: Plan, index: DataIndex, console: Console, first: int, stop: StopRequest
+) -> Path | None:
+    """Open everything that steps need, and take them."""
+    recipe, world = job.recipe, job.world
     stream = GroupStream(index.lengths, recipe.data.seq_len, recipe.data.window, recipe.train.seed, index.weights)
     meter, validate = Meter(job, stream, plan.hardware), _validation(job)
+    job.faults.begin(world.rank)
     with (
         RunLog(request.run_dir, first + 1, enabled=world.is_first) as log,
         open_progress(console, recipe.name, recipe.train.steps, first + 1) as progress,
         Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first) as loader,
+        Watchdog(job.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
     ):
-        for step in range(first, recipe.train.steps):
-            metrics = _step(job, loader, step, meter, validate, progress, request.run_dir)
-            log.step(metrics)
-            progress.step(metrics)
-            if _due(step, recipe.train.checkpoint.every, recipe.train.steps):
-                folder = save_job(request.run_dir / CHECKPOINTS, job, step + 1, _facts(recipe, index))
-                progress.note(f"saved {folder}")
-
-
-def _step(
-    job: Job,
-    loader: Loader,
-    step: int,
-    meter: Meter,
-    validate: Callable[[], float],
-    progress: Progress,
-    run_dir: Path,
-) -> StepMetrics:
-    """Load, train, measure; and validate where that is due."""
-    train = job.recipe.train
-    begin, waited = time.perf_counter(), loader.wait_s
-    data = next(loader)
-    lr = learning_rate(train.optimizer, step, train.steps)
-    outcome = job.train(data, lr)
-    broken = _record_broken(job, data, run_dir)
-    seen = meter.gather(outcome, loader.wait_s - waited, broken)
-    took = time.perf_counter() - begin
-    if not outcome.stepped:
-        progress.note(f"step {step + 1}: the gradient norm is {outcome.grad_norm}; no weight was changed")
-    if seen.broken_samples:
-        progress.note(f"step {step + 1}: {seen.broken_samples} samples could not be decoded, see {QUARANTINE}")
-    val_loss = validate() if train.validate_every and _due(step, train.validate_every, train.steps) else None
-    return meter.metrics(data.meta, outcome, seen, lr, took, val_loss)
-
-
-def _due(step: int, every: int, num_steps: int) -> bool:
-    """Whether something that happens after every `every`th step, and after the last, happens after `step`."""
-    return step + 1 == num_steps or (every > 0 and (step + 1) % every == 0)
+        facts = _facts(recipe, index)
+        return Loop(job, index, loader, meter, validate, log, progress, stop, request.run_dir, facts).run(first)
 
 
 def _validation(job: Job) -> Callable[[], float]:
@@ -194,6 +215,8 @@ def _claim(request: Request) -> None:
         raise UserError(f"--resume: {folder} holds no run; leave --resume out to start one there")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECIPE).write_text(dump(request.loaded.recipe), encoding="utf-8")
+    clear_failures(folder)
+    write_state(folder, "running", None if request.resume else 0)
 
 
 def _restore(request: Request, job: Job, index: DataIndex, console: Console) -> int:
@@ -243,11 +266,3 @@ def _introduce(console: Console, request: Request, plan: Plan, index: DataIndex)
     console.print(f"{len(index.samples)} samples{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True)
     if not console.quiet:
         write_quarantine(request.run_dir / QUARANTINE, index.quarantined)
-
-
-def _record_broken(job: Job, data: StepData, run_dir: Path) -> int:
-    """Append what this rank could not decode to the quarantine; tensor-parallel ranks load alike, one records."""
-    if not data.quarantined or any(unit.groups.tp_rank for unit in job.units.values()):
-        return 0
-    write_quarantine(run_dir / QUARANTINE, data.quarantined, append=True)
-    return len(data.quarantined)

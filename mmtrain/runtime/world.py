@@ -114,6 +114,11 @@ def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
     return None
 
 
+def is_restart(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun has started these processes anew after a failure, with the arguments of the first start."""
+    return "TORCHELASTIC_RESTART_COUNT" in env and _int(env, "TORCHELASTIC_RESTART_COUNT") > 0
+
+
 def first_host(nodelist: str) -> str | None:
     """Return the first host of a SLURM node list: `gpu[003-006,9],login1` is `gpu003`."""
     match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodelist)

@@ -1,99 +1,24 @@
 """Whole runs of `train` on a small demo: resuming after a kill, and refusing what does not fit."""
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from mmtrain.checkpoint import Checkpoint, find, open_newest_good
-from mmtrain.checkpoint.shards import ShardSpec
-from mmtrain.data.demo import generate
-from mmtrain.errors import LaunchError, MmtrainError, PlanError, UserError
+from mmtrain.checkpoint import find, open_newest_good
+from mmtrain.errors import LaunchError, PlanError, UserError
 from mmtrain.plan import load as load_plan
-from mmtrain.plan import plan as planner
+from mmtrain.program import Action, Backward, Forward
 from mmtrain.recipe import load
 from mmtrain.report import StepMetrics, read_metrics
-from mmtrain.runtime.job import Job
-from mmtrain.runtime.launch import free_port
-from mmtrain.runtime.train import CHECKPOINTS, PLAN, QUARANTINE, Request, train_rank
-from mmtrain.runtime.world import Address
-from tests.distributed import RanksFailed, fork_ranks
-
-RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
-NUM_STEPS, SAVE_EVERY = 6, 2
-SMALL = [
-    f"train.steps={NUM_STEPS}",
-    f"train.checkpoint.every={SAVE_EVERY}",
-    "train.validate_every=0",
-    "model.vision.layers=1",
-    "model.llm.layers=2",
-    "data.seq_len=192",
-    "data.prefetch=1",
-]
-Kill = tuple[int, int] | None  # rank, step
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "data"
-    generate(folder, seed=3, train=96, heldout=8)
-    return folder
-
-
-def _request(data: Path, run_dir: Path, *changes: str, **options: object) -> Request:
-    paths = [
-        f"data.sources.0.path={data}/train.json",
-        f"data.validation.0.path={data}/heldout.json",
-        f"data.tokenizer={data}/tokenizer.json",
-    ]
-    loaded = load(RECIPE, [*paths, *SMALL, *changes])
-    return Request(loaded, planner, "cpu-core", 2, run_dir, **options)  # type: ignore[arg-type]
-
-
-def _rank(rank: int, world_size: int, _: Path, requests: Sequence[Request], port: int, kill: Kill) -> str:
-    """Be one rank; return the error that a user would read, if any."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if kill is not None:
-        train = Job.train
-
-        def train_until_killed(self: Job, data, lr):  # type: ignore[no-untyped-def]
-            if (rank, data.meta.step) == kill:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return train(self, data, lr)
-
-        Job.train = train_until_killed  # type: ignore[method-assign]
-    try:
-        train_rank(requests[rank], Address(rank, world_size, rank, "127.0.0.1", port, "mmtrain"))
-    except MmtrainError as e:
-        return f"{type(e).__name__}: {e}"
-    return ""
-
-
-def _run(*requests: Request, kill: Kill = None) -> list[str]:
-    """Run one rank per request."""
-    return fork_ranks(len(requests), _rank, requests, free_port(), kill)
-
-
-def _tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return {n: checkpoint.read(n, ShardSpec(checkpoint.full_shape(n))) for n in checkpoint.names()}
-
-
-def _refuse(text: str) -> None:
-    raise AssertionError(text)
-
-
-@pytest.fixture(scope="module")
-def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("runs") / "unbroken"
-    request = _request(data, run_dir)
-    assert _run(request, request) == ["", ""]
-    return run_dir
+from mmtrain.runtime.loop import CHECKPOINTS, QUARANTINE
+from mmtrain.runtime.train import PLAN
+from tests.distributed import RanksFailed
+from tests.faults import FailAt
+from tests.flow.runs import NUM_STEPS, refuse, request_for, run_all, tensors
 
 
 def test_a_run_leaves_its_record(unbroken: Path) -> None:
@@ -109,20 +34,20 @@ def test_a_run_leaves_its_record(unbroken: Path) -> None:
     assert [f.name for f in find(unbroken / CHECKPOINTS)] == ["step-00000006", "step-00000004"], "keeps two"
 
 
-@pytest.mark.parametrize("kill", [(0, 3), (1, 4)])
+@pytest.mark.parametrize(("kill", "action"), [((0, 3), Forward), ((1, 4), Backward)])
 def test_resuming_after_a_kill_ends_in_the_same_weights(
-    data: Path, unbroken: Path, tmp_path: Path, kill: tuple[int, int]
+    data: Path, unbroken: Path, tmp_path: Path, kill: tuple[int, int], action: type[Action]
 ) -> None:
     run_dir = tmp_path / "run"
-    request = _request(data, run_dir)
+    request = request_for(data, run_dir)
     with pytest.raises(RanksFailed, match=f"rank {kill[0]}: died without a word"):
-        _run(request, request, kill=kill)
+        run_all(request, request, faults=FailAt(*kill, kind="kill", action=action))
     resumed = replace(request, resume=True)
-    assert _run(resumed, resumed) == ["", ""]
-    found, wanted = (open_newest_good(run / CHECKPOINTS, _refuse) for run in (run_dir, unbroken))
+    assert run_all(resumed, resumed) == ["", ""]
+    found, wanted = (open_newest_good(run / CHECKPOINTS, refuse) for run in (run_dir, unbroken))
     assert found.step == wanted.step == NUM_STEPS
-    theirs = _tensors(wanted)
-    for name, tensor in _tensors(found).items():
+    theirs = tensors(wanted)
+    for name, tensor in tensors(found).items():
         assert torch.equal(tensor, theirs[name]), name
     assert found.state == wanted.state
     assert [s["step"] for s in read_metrics(run_dir)] == list(range(1, NUM_STEPS + 1))
@@ -136,15 +61,15 @@ def test_a_damaged_checkpoint_is_passed_over(data: Path, unbroken: Path, tmp_pat
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    request = _request(data, run_dir, resume=True)
-    assert _run(request, request) == ["", ""]
-    found, wanted = (_tensors(open_newest_good(run / CHECKPOINTS, lambda _: None)) for run in (run_dir, unbroken))
+    request = request_for(data, run_dir, resume=True)
+    assert run_all(request, request) == ["", ""]
+    found, wanted = (tensors(open_newest_good(run / CHECKPOINTS, lambda _: None)) for run in (run_dir, unbroken))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_an_occupied_folder_is_refused(data: Path, unbroken: Path) -> None:
-    request = _request(data, unbroken)
-    for message in _run(request, request):
+def test_an_occupied_folder_isrefused(data: Path, unbroken: Path) -> None:
+    request = request_for(data, unbroken)
+    for message in run_all(request, request):
         assert message.startswith("UserError")
         assert "holds a run already: continue it with --resume" in message
 
@@ -152,34 +77,34 @@ def test_an_occupied_folder_is_refused(data: Path, unbroken: Path) -> None:
 def test_resuming_with_other_data_order_names_the_field(data: Path, unbroken: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(unbroken, run_dir)
-    request = _request(data, run_dir, "train.seed=99", resume=True)
-    for message in _run(request, request):
+    request = request_for(data, run_dir, "train.seed=99", resume=True)
+    for message in run_all(request, request):
         assert "train.seed: 1 then, 99 now" in message
 
 
-def test_a_plan_for_another_recipe_or_size_is_refused(data: Path, unbroken: Path, tmp_path: Path) -> None:
-    other = _request(data, tmp_path / "a", "model.llm.layers=3", plan_path=unbroken / PLAN)
-    for message in _run(other, other):
+def test_a_plan_for_another_recipe_or_size_isrefused(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    other = request_for(data, tmp_path / "a", "model.llm.layers=3", plan_path=unbroken / PLAN)
+    for message in run_all(other, other):
         assert message.startswith(PlanError.__name__)
         assert "the recipe" in message
-    [message] = _run(_request(data, tmp_path / "b", plan_path=unbroken / PLAN))
+    [message] = run_all(request_for(data, tmp_path / "b", plan_path=unbroken / PLAN))
     assert "the number of ranks: plan 2, now 1" in message
 
 
-def test_ranks_with_different_recipes_are_refused(data: Path, tmp_path: Path) -> None:
-    ours, theirs = (_request(data, tmp_path / "run", f"train.optimizer.lr={lr}") for lr in (0.001, 0.002))
-    for message in _run(ours, theirs):
+def test_ranks_with_different_recipes_arerefused(data: Path, tmp_path: Path) -> None:
+    ours, theirs = (request_for(data, tmp_path / "run", f"train.optimizer.lr={lr}") for lr in (0.001, 0.002))
+    for message in run_all(ours, theirs):
         assert message.startswith(LaunchError.__name__)
         assert "recipe.train.optimizer.lr: 0.001 on rank 0, 0.002 on rank 1" in message
 
 
-def test_a_world_that_the_recipe_does_not_want_is_refused(data: Path, tmp_path: Path) -> None:
-    request = _request(data, tmp_path / "run", "cluster.ranks=3")
-    for message in _run(request, request):
+def test_a_world_that_the_recipe_does_not_want_isrefused(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path / "run", "cluster.ranks=3")
+    for message in run_all(request, request):
         assert "cluster.ranks: 3 in the recipe, but 2 processes were started" in message
 
 
-def test_bad_samples_are_named_and_do_not_stop_a_run(data: Path, tmp_path: Path) -> None:
+def test_bad_samples_are_named_and_do_not_stop_arun_all(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     shutil.copytree(data, folder)
     samples = json.loads((folder / "train.json").read_text())
@@ -194,29 +119,29 @@ def test_bad_samples_are_named_and_do_not_stop_a_run(data: Path, tmp_path: Path)
     content[at : at + 8] = bytes(8)
     broken.write_bytes(content)
     changes = ["data.max_bad_rate=0.1", "train.steps=12", "train.global_batch=8", "train.checkpoint.every=0"]
-    request = _request(folder, tmp_path / "run", *changes)
-    assert _run(request, request) == ["", ""]
+    request = request_for(folder, tmp_path / "run", *changes)
+    assert run_all(request, request) == ["", ""]
     named = [json.loads(line) for line in (tmp_path / "run" / QUARANTINE).read_text().splitlines()]
     assert {with_image[0]["id"], with_image[1]["id"]} <= {q["id"] for q in named}
     assert len(named) == 3
     assert len(read_metrics(tmp_path / "run")) == 12
-    request = _request(folder, tmp_path / "strict")  # the demo's recipe allows none
-    for message in _run(request, request):
+    request = request_for(folder, tmp_path / "strict")  # the demo's recipe allows none
+    for message in run_all(request, request):
         assert message.startswith("TooManyBadSamples")
         assert with_image[0]["id"] in message
 
 
-def test_resume_without_a_run_is_refused(data: Path, tmp_path: Path) -> None:
-    [message] = _run(_request(data, tmp_path / "none", "parallel.placement=unified", resume=True))
+def test_resume_without_a_run_isrefused(data: Path, tmp_path: Path) -> None:
+    [message] = run_all(request_for(data, tmp_path / "none", "parallel.placement=unified", resume=True))
     assert message.startswith(UserError.__name__)
     assert "holds no run" in message
 
 
 def test_a_run_that_broke_before_its_first_checkpoint_starts_again(data: Path, tmp_path: Path) -> None:
-    request = _request(data, tmp_path / "run", "train.steps=2")
+    request = request_for(data, tmp_path / "run", "train.steps=2")
     with pytest.raises(RanksFailed):
-        _run(request, request, kill=(1, 1))
-    assert _run(request, request) == ["", ""], "without --resume there is nothing to lose"
+        run_all(request, request, kill=(1, 1))
+    assert run_all(request, request) == ["", ""], "without --resume there is nothing to lose"
     shutil.rmtree(tmp_path / "run" / CHECKPOINTS)
     again = replace(request, resume=True)
-    assert _run(again, again) == ["", ""], "a job that is requeued with --resume needs no checkpoint"
+    assert run_all(again, again) == ["", ""], "a job that is requeued with --resume needs no checkpoint"

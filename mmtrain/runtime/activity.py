@@ -1,0 +1,48 @@
+"""What a rank is doing, published for those who ask when it no longer gets anything done."""
+
+import time
+from collections.abc import Callable
+
+from mmtrain.program import Action, Collective, Recv, Send, action_to_text
+
+LOADING, MEASURING, SAVING = "loading data", "gathering the metrics", "saving a checkpoint"
+
+
+class Activity:
+    """The action or phase in progress on this rank, written by its main thread and read by the watchdog's.
+
+    Writing must cost next to nothing: a step has thousands of actions. No lock: each field is replaced as a whole,
+    and a reader that sees one of them an action too old is not misled.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.step: int | None = None  # counts from 1, as people see it; None before the first
+        self.waiting: Send | Recv | None = None  # the message that the main thread waits for
+        self._doing: Action | str = "starting"
+        self._since = clock()
+
+    def begin(self, doing: Action | str) -> None:
+        """Start an action or a named phase."""
+        self._doing, self._since = doing, self._clock()
+
+    def wait(self, message: Send | Recv) -> None:
+        """Wait for a message, as part of the action in progress."""
+        self.waiting, self._since = message, self._clock()
+
+    def arrived(self) -> None:
+        """End the wait."""
+        self.waiting, self._since = None, self._clock()
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether what is in progress ends only when other ranks do it too."""
+        return isinstance(self._doing, Collective) or self._doing in (MEASURING, SAVING)
+
+    def text(self) -> str:
+        """Name what is in progress."""
+        return self._doing if isinstance(self._doing, str) else action_to_text(self._doing)
+
+    def stuck_s(self) -> float:
+        """Seconds since anything began."""
+        return self._clock() - self._since

@@ -1,0 +1,145 @@
+"""The training loop: steps, what is logged of them, when to save, and when to give up."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mmtrain.data import DataIndex, Loader, StepData, write_quarantine
+from mmtrain.errors import CheckpointError, RunError
+from mmtrain.report import Progress, RunLog, StepMetrics
+from mmtrain.runtime.activity import LOADING, MEASURING, SAVING
+from mmtrain.runtime.executor import StepOutcome
+from mmtrain.runtime.job import Job
+from mmtrain.runtime.measure import Meter
+from mmtrain.runtime.runstate import write_state
+from mmtrain.runtime.saving import save_job
+from mmtrain.runtime.schedule import learning_rate
+from mmtrain.runtime.stop import StopRequest
+
+CHECKPOINTS, QUARANTINE, SKIPPED = "checkpoints", "quarantine.jsonl", "skipped.jsonl"
+
+
+@dataclass
+class Loop:
+    """One rank's way through the steps of a run."""
+
+    job: Job
+    index: DataIndex
+    loader: Loader
+    meter: Meter
+    validate: Callable[[], float]
+    log: RunLog
+    progress: Progress
+    stop: StopRequest
+    run_dir: Path
+    facts: dict[str, object]  # that a resumed run must share
+    bad_steps: int = 0  # in a row
+    failed_saves: int = 0  # in a row
+
+    def run(self, first: int) -> Path | None:
+        """Train from step `first` to the last; return the checkpoint of a run that a signal ended before.
+
+        All ranks leave after the same step, because the signal, that some ranks may not have had, travels with the
+        figures that they exchange in every step.
+        """
+        train = self.job.recipe.train
+        for step in range(first, train.steps):
+            self.job.activity.step = step + 1
+            metrics, stopped = self._step(step)
+            self._record(metrics)
+            last = step + 1 == train.steps
+            if stopped or due(step, train.checkpoint.every, train.steps):
+                folder = self._save(step + 1, must=stopped or last)
+                if stopped and not last:
+                    self._state("stopped", step + 1)
+                    return folder
+        self._state("done", train.steps)
+        return None
+
+    def _step(self, step: int) -> tuple[StepMetrics, bool]:
+        """Load, train, measure; and validate where that is due. Also return whether a signal asked to stop."""
+        train, activity = self.job.recipe.train, self.job.activity
+        begin, waited = time.perf_counter(), self.loader.wait_s
+        activity.begin(LOADING)
+        data = next(self.loader)
+        lr = learning_rate(train.optimizer, step, train.steps)
+        outcome = self.job.train(data, lr)
+        broken = self._record_broken(data)
+        activity.begin(MEASURING)
+        seen = self.meter.gather(outcome, self.loader.wait_s - waited, broken, self.stop.asked)
+        took = time.perf_counter() - begin
+        self._judge(data, outcome)
+        if seen.broken_samples:
+            self.progress.note(f"step {step + 1}: {seen.broken_samples} samples could not be decoded, see {QUARANTINE}")
+        validates = train.validate_every and due(step, train.validate_every, train.steps) and not seen.stopped
+        val_loss = self.validate() if validates else None
+        return self.meter.metrics(data.meta, outcome, seen, lr, took, val_loss), seen.stopped
+
+    def _judge(self, data: StepData, outcome: StepOutcome) -> None:
+        """Name the samples of a step whose gradient was not finite; give up after too many in a row."""
+        if outcome.stepped:
+            self.bad_steps = 0
+            return
+        self.bad_steps += 1
+        step, limit = data.meta.step + 1, self.job.recipe.train.max_bad_steps
+        samples = [self.index.samples[i].id for i in data.meta.sample_id]
+        self.progress.note(
+            f"step {step}: the gradient norm is {outcome.grad_norm}; no weight was changed, samples in {SKIPPED}"
+        )
+        if self.job.world.is_first:
+            entry = {"step": step, "grad_norm": str(outcome.grad_norm), "samples": samples}
+            with (self.run_dir / SKIPPED).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        if self.bad_steps >= limit:
+            raise RunError(
+                f"step {step}: the gradient norm was not finite in {limit} steps in a row (train.max_bad_steps); "
+                f"the weights are those before them. {SKIPPED} in {self.run_dir} names their samples; look at those, "
+                "at the learning rate and at train.precision"
+            )
+
+    def _record(self, metrics: StepMetrics) -> None:
+        try:
+            self.log.step(metrics)
+        except OSError as e:  # a full disk; what was not written stays in the buffer until there is room
+            self.progress.note(f"step {metrics.step}: metrics could not be written: {e}")
+        self.progress.step(metrics)
+
+    def _save(self, next_step: int, must: bool) -> Path | None:
+        """Save; go on without, where that fails, unless nothing comes after or it has failed too often."""
+        self.job.activity.begin(SAVING)
+        limit = self.job.recipe.train.checkpoint.max_failures
+        try:
+            folder = save_job(self.run_dir / CHECKPOINTS, self.job, next_step, self.facts)
+        except CheckpointError as e:  # the same on every rank, and nothing is left of it
+            self.failed_saves += 1
+            self.progress.note(f"not saved ({self.failed_saves} of {limit} in a row): {e}")
+            if must:
+                raise
+            if self.failed_saves >= limit:
+                raise RunError(
+                    f"{limit} checkpoints in a row could not be saved (train.checkpoint.max_failures); the last: {e}"
+                ) from e
+            return None
+        self.failed_saves = 0
+        self.progress.note(f"saved {folder}")
+        self._state("running", next_step)
+        return folder
+
+    def _state(self, status: Literal["running", "done", "stopped"], step: int) -> None:
+        if self.job.world.is_first:
+            write_state(self.run_dir, status, step)
+
+    def _record_broken(self, data: StepData) -> int:
+        """Append what this rank could not decode to the quarantine; tensor-parallel ranks load alike, one records."""
+        if not data.quarantined or any(unit.groups.tp_rank for unit in self.job.units.values()):
+            return 0
+        write_quarantine(self.run_dir / QUARANTINE, data.quarantined, append=True)
+        return len(data.quarantined)
+
+
+def due(step: int, every: int, num_steps: int) -> bool:
+    """Whether something that happens after every `every`th step, and after the last, happens after `step`."""
+    return step + 1 == num_steps or (every > 0 and (step + 1) % every == 0)

@@ -1,0 +1,100 @@
+"""Failures that a test places: `FailAt(rank=1, step=3, kind="kill", action=Backward)`."""
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mmtrain.checkpoint import LocalStorage, Storage
+from mmtrain.checkpoint.storage import FileSum
+from mmtrain.program import Action, Forward
+from mmtrain.runtime.faults import Faults
+
+Kind = Literal["kill", "stop", "hang", "exception", "slow", "nan", "corrupt", "disk full", "signal", "signal launcher"]
+SLOW_S = 0.3
+
+
+@dataclass
+class FailAt(Faults):
+    """Fails on `rank` in `step` (from 0; or in each of a range), at the first action of type `action`.
+
+    `nan` spoils the output of the step's forwards; `corrupt` and `disk full` concern the checkpoint after `step`
+    steps. With `once`, a file that remembers it, the failure does not come back when the run does.
+    """
+
+    rank: int
+    step: int | range
+    kind: Kind
+    action: type[Action] = Forward
+    number: signal.Signals = signal.SIGTERM
+    once: Path | None = None
+
+    def begin(self, rank: int) -> None:
+        """See `Faults`."""
+        self._here, self._spent = rank == self.rank, set[int]()
+
+    def before(self, step: int, action: Action) -> None:
+        """See `Faults`."""
+        if self.kind in ("nan", "corrupt", "disk full") or not isinstance(action, self.action) or not self._due(step):
+            return
+        self._spent.add(step)
+        match self.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hang":
+                threading.Event().wait()
+            case "exception":
+                raise ValueError("a failure placed by the test")
+            case "slow":
+                threading.Event().wait(SLOW_S)
+            case "signal":
+                os.kill(os.getpid(), self.number)
+            case "signal launcher":
+                os.kill(os.getppid(), self.number)
+
+    def computed(self, step: int, action: Action, output: Tensor) -> Tensor:
+        """See `Faults`."""
+        return output * torch.nan if self.kind == "nan" and self._due(step) else output
+
+    def storage(self, step: int) -> Storage:
+        """See `Faults`."""
+        if self.kind == "disk full" and self._due(step):
+            return _FullDisk()
+        return _BadDisk() if self.kind == "corrupt" and self._due(step) else LocalStorage()
+
+    def _due(self, step: int) -> bool:
+        steps = self.step if isinstance(self.step, range) else range(self.step, self.step + 1)
+        if not self._here or step not in steps or step in self._spent:
+            return False
+        if self.once is not None:
+            if self.once.exists():
+                return False
+            self.once.touch()
+        return True
+
+
+class _FullDisk(LocalStorage):
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
+        """Leave half a file."""
+        path.write_bytes(b"".join(bytes(chunk) for chunk in chunks)[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+class _BadDisk(LocalStorage):
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
+        """Write well, then lose a bit of what was written."""
+        written = super().write(path, chunks)
+        if path.suffix == ".safetensors":
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+        return written

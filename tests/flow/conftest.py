@@ -1,0 +1,23 @@
+"""Data and a run without failures, made once for all tests of whole runs."""
+
+from pathlib import Path
+
+import pytest
+
+from mmtrain.data.demo import generate
+from tests.flow.runs import request_for, run_all
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "data"
+    generate(folder, seed=3, train=96, heldout=8)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "unbroken"
+    request = request_for(data, run_dir)
+    assert run_all(request, request) == ["", ""]
+    return run_dir

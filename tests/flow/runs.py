@@ -1,0 +1,83 @@
+"""Whole runs of a small demo in processes of this machine, with failures placed in them."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mmtrain.checkpoint import Checkpoint
+from mmtrain.checkpoint.shards import ShardSpec
+from mmtrain.errors import MmtrainError
+from mmtrain.plan import plan as planner
+from mmtrain.recipe import load
+from mmtrain.runtime.faults import Faults
+from mmtrain.runtime.launch import free_port
+from mmtrain.runtime.train import Request, run, train_rank
+from mmtrain.runtime.world import Address
+from tests.distributed import fork_ranks
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
+NUM_STEPS, SAVE_EVERY = 6, 2
+SMALL = [
+    f"train.steps={NUM_STEPS}",
+    f"train.checkpoint.every={SAVE_EVERY}",
+    "train.validate_every=0",
+    "model.vision.layers=1",
+    "model.llm.layers=2",
+    "data.seq_len=192",
+    "data.prefetch=1",
+]
+
+
+def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> Request:
+    """A run of two ranks on `data`; `changes` are settings, `options` fields of the request."""
+    paths = [
+        f"data.sources.0.path={data}/train.json",
+        f"data.validation.0.path={data}/heldout.json",
+        f"data.tokenizer={data}/tokenizer.json",
+    ]
+    loaded = load(RECIPE, [*paths, *SMALL, *changes])
+    return Request(loaded, planner, "cpu-core", 2, run_dir, **options)  # type: ignore[arg-type]
+
+
+def run_all(*requests: Request, faults: Faults | None = None) -> list[str]:
+    """Run one plain rank per request, as another launcher would; return the error that its user would read."""
+    return fork_ranks(len(requests), _rank, requests, free_port(), faults or Faults())
+
+
+def launch(request: Request, faults: Faults | None = None) -> tuple[int, str]:
+    """Run `mmtrain train` in a process of its own; return its exit code and its error."""
+    outcome: tuple[int, str]
+    [outcome] = fork_ranks(1, _launcher, replace(request, faults=faults or Faults()))
+    return outcome
+
+
+def _rank(rank: int, world_size: int, _: Path, requests: Sequence[Request], port: int, faults: Faults) -> str:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        address = Address(rank, world_size, rank, "127.0.0.1", port, "mmtrain")
+        train_rank(replace(requests[rank], faults=faults), address)
+    except MmtrainError as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def _launcher(rank: int, world_size: int, _: Path, request: Request) -> tuple[int, str]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        run(request)
+    except MmtrainError as e:
+        return e.exit_code, str(e)
+    return 0, ""
+
+
+def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, by name."""
+    return {n: checkpoint.read(n, ShardSpec(checkpoint.full_shape(n))) for n in checkpoint.names()}
+
+
+def refuse(text: str) -> None:
+    """Stand where a damaged checkpoint would be reported and none may be."""
+    raise AssertionError(text)

@@ -1,0 +1,168 @@
+"""Whole runs in which something goes wrong: signals, kills, hangs, bad numbers, full disks."""
+
+import json
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmtrain.checkpoint import Checkpoint, find, open_newest_good
+from mmtrain.checkpoint.verify import read_manifest
+from mmtrain.program import Backward, Forward
+from mmtrain.report import read_metrics
+from mmtrain.runtime.failures import FOLDER, read_failures, stacks_path
+from mmtrain.runtime.loop import CHECKPOINTS, SKIPPED
+from mmtrain.runtime.runstate import read_state
+from tests.faults import SLOW_S, FailAt
+from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, run_all, tensors
+
+
+def _same_end(run_dir: Path, unbroken: Path) -> None:
+    """Both runs ended in the same weights, having seen the same losses."""
+    found, wanted = (open_newest_good(run / CHECKPOINTS, refuse) for run in (run_dir, unbroken))
+    assert found.state == wanted.state
+    theirs = tensors(wanted)
+    for name, tensor in tensors(found).items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert [s["loss"] for s in read_metrics(run_dir)] == [s["loss"] for s in read_metrics(unbroken)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_later(
+    data: Path, unbroken: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    request = request_for(data, tmp_path, "train.checkpoint.every=0")
+    code, message = launch(request, FailAt(1, 2, "signal launcher", number=number))
+    assert code == 75
+    assert "step-0000000" in message
+    state = read_state(tmp_path)
+    assert state["status"] == "stopped"
+    # The launcher passes the signal on while the ranks compute: the step that it meets is theirs to finish.
+    assert state["step"] in (3, 4)
+    assert len(read_metrics(tmp_path)) == state["step"]
+    assert launch(replace(request, resume=True)) == (0, "")
+    assert read_state(tmp_path) == {"status": "done", "step": NUM_STEPS, "error": None}
+    _same_end(tmp_path, unbroken)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(data: Path, tmp_path: Path, rank: int) -> None:
+    request = request_for(data, tmp_path, "train.checkpoint.every=0")
+    for message in run_all(request, request, faults=FailAt(rank, 2, "signal", action=Backward)):
+        assert message.startswith("StoppedAndSaved")
+    assert read_state(tmp_path) == {"status": "stopped", "step": 3, "error": None}
+    assert len(read_metrics(tmp_path)) == 3
+    assert [folder.name for folder in find(tmp_path / CHECKPOINTS)] == ["step-00000003"]
+
+
+def test_a_signal_in_the_last_step_changes_nothing(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path)
+    assert run_all(request, request, faults=FailAt(0, NUM_STEPS - 1, "signal")) == ["", ""]
+    assert read_state(tmp_path)["status"] == "done"
+
+
+def test_a_killed_rank_is_replaced_and_the_run_ends_as_if_unbroken(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path / "run", max_restarts=1)
+    fault = FailAt(1, 3, "kill", action=Backward, once=tmp_path / "killed")
+    assert launch(request, fault) == (0, "")
+    assert fault.once is not None
+    _same_end(tmp_path / "run", unbroken)
+    resumed_at = (tmp_path / "run" / "recipe.yaml").stat().st_mtime
+    assert resumed_at - fault.once.stat().st_mtime < 10
+
+
+def test_restarts_are_counted_and_not_for_wrong_input(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, max_restarts=1)
+    code, message = launch(request, FailAt(0, 1, "exception"))
+    assert code == 1
+    assert message.startswith("rank 0 failed: ValueError: a failure placed by the test")
+    state = read_state(tmp_path)
+    assert (state["status"], state["step"]) == ("failed", 0)
+    assert state["error"] == message
+    code, message = launch(request_for(data, unbroken, max_restarts=1))
+    assert (code, "holds a run already" in message) == (2, True)
+    assert read_state(unbroken)["status"] == "done"
+
+
+def test_a_corrupt_checkpoint_is_passed_over_by_the_restart(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path / "run")
+    assert run_all(request, request, faults=FailAt(1, NUM_STEPS, "corrupt")) == ["", ""]
+    resumed = replace(request, resume=True)
+    assert run_all(resumed, resumed) == ["", ""]
+    found, wanted = (tensors(open_newest_good(d / CHECKPOINTS, lambda _: None)) for d in (tmp_path / "run", unbroken))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gradient_that_is_not_finite_changes_nothing(data: Path, tmp_path: Path, rank: int) -> None:
+    request = request_for(data, tmp_path, "train.checkpoint.every=1", "train.checkpoint.keep=9")
+    assert run_all(request, request, faults=FailAt(rank, 2, "nan")) == ["", ""]
+    folders = [tmp_path / CHECKPOINTS / f"step-{step:08d}" for step in (2, 3, 4)]
+    before, after, later = (Checkpoint(folder, read_manifest(folder)) for folder in folders)
+    was, now, then = tensors(before), tensors(after), tensors(later)
+    assert all(torch.equal(now[name], was[name]) for name in was)
+    assert [c.state["num_updates"] for c in (before, after, later)] == [2, 2, 3]
+    assert not all(torch.equal(now[name], then[name]) for name in was)
+    assert all(tensor.isfinite().all() for tensor in then.values() if tensor.is_floating_point())
+    [skipped] = [json.loads(line) for line in (tmp_path / SKIPPED).read_text().splitlines()]
+    assert (skipped["step"], skipped["grad_norm"]) == (3, "nan")
+    assert len(skipped["samples"]) == read_metrics(tmp_path)[2]["samples"]
+    known = {sample["id"] for sample in json.loads((data / "train.json").read_text())}
+    assert set(skipped["samples"]) <= known
+
+
+def test_too_many_bad_steps_end_the_run(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.max_bad_steps=2")
+    for message in run_all(request, request, faults=FailAt(0, range(1, 6), "nan")):
+        assert message.startswith("RunError: step 3: the gradient norm was not finite in 2 steps in a row")
+    assert read_state(tmp_path)["status"] == "failed"
+
+
+def test_training_goes_on_over_a_full_disk(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path)
+    assert run_all(request, request, faults=FailAt(1, range(5), "disk full")) == ["", ""]
+    _same_end(tmp_path, unbroken)
+    assert [f.name for f in (tmp_path / CHECKPOINTS).iterdir() if f.is_dir()] == ["step-00000006"], "no draft is left"
+
+
+def test_a_disk_that_stays_full_ends_the_run(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.checkpoint.max_failures=2")
+    for message in run_all(request, request, faults=FailAt(0, range(9), "disk full")):
+        assert message.startswith("RunError: 2 checkpoints in a row could not be saved")
+        assert "No space left on device" in message
+    assert len(read_metrics(tmp_path)) == 4
+
+
+def test_a_hang_is_explained_by_every_rank(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.watchdog_s=1.5")
+    began = time.time()
+    code, message = launch(request, FailAt(0, 2, "hang", action=Forward))
+    assert code == 1
+    lead, *secondary = message.splitlines()
+    assert lead.startswith("rank 0, step 3, in `F vision.0 vision:0.0`: did not come back")
+    [other] = secondary
+    assert "secondary: rank 1, step 3, in `F llm.0 llm:0.0`" in other
+    assert "`SA vision.0>llm.0 vision:0.0 llm:0.0 @1` on rank 0, which never happened" in other
+    assert "in before" in stacks_path(tmp_path, 0).read_text(), "where the test placed the hang"
+    assert "in _wait" in stacks_path(tmp_path, 1).read_text()
+    reports = [(tmp_path / FOLDER / f"rank-{rank}.json").stat().st_mtime for rank in (0, 1)]
+    assert max(reports) - min(reports) < 2
+    assert min(reports) > began
+    assert read_state(tmp_path) == {"status": "failed", "step": 2, "error": message}
+
+
+def test_a_stopped_process_is_named(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.watchdog_s=1.5")
+    code, message = launch(request, FailAt(0, 1, "stop"))
+    assert code == 1
+    assert message.startswith("rank 0 left no report: it is dead, or stopped by the system")
+    assert [f.rank for f in read_failures(tmp_path)] == [1]
+
+
+def test_a_slow_rank_is_no_hang(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, f"train.watchdog_s={4 * SLOW_S}")
+    assert run_all(request, request, faults=FailAt(1, range(2, 4), "slow")) == ["", ""]
+    _same_end(tmp_path, unbroken)
