@@ -67,6 +67,9 @@ class VisionSettings(Section):
     projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
     freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
     lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
+    weight_decay: float | None = Field(
+        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "VisionSettings":
@@ -101,6 +104,9 @@ class AudioSettings(Section):
     projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
     freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
     lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
+    weight_decay: float | None = Field(
+        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "AudioSettings":
@@ -134,6 +140,9 @@ class LlmSettings(Section):
     tie_embeddings: bool = Field(False, description="Use the embedding matrix as output projection too.")
     freeze: bool = Field(False, description="Keep the LLM's weights fixed.")
     lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
+    weight_decay: float | None = Field(
+        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "LlmSettings":
@@ -293,6 +302,11 @@ class TrainSettings(Section):
         le=540,
         description="Seconds in which no action begins, after which the run ends and says why; below torch's own ten "
         "minutes. 0: never.",
+    )
+    freeze: tuple[str, ...] = Field(
+        (),
+        description="Parameters to keep fixed beside those of frozen units: patterns over names like "
+        "`llm.layers.3.mlp.linear_fc1.weight`, with `*`, `?` and `[0-3]`. Layer 0 of a unit is its embedding.",
     )
     attention: Literal["auto", "flash_attn", "varlen", "sdpa", "reference"] = Field(
         "auto", description="Attention backend; `auto` takes the fastest that this machine has."
