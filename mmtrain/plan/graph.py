@@ -15,7 +15,7 @@ def stage_graph(plan: Plan, shape: ModelShape) -> StageGraph:
 def graph_of(units: Mapping[str, UnitPlan], num_microbatches: Mapping[str, int], shape: ModelShape) -> StageGraph:
     """Stages in data-flow order, chained inside their unit and joined to other units where the model says."""
     meshes = tuple(
-        UnitMesh(name, u.tp, u.pp, u.dp, u.ranks, num_microbatches[name])
+        UnitMesh(name, u.tp, u.pp, u.dp, u.ranks, num_microbatches[name], u.vpp)
         for name, u in ((s.name, units[s.name]) for s in shape.units)
     )
     stages = tuple(stage for mesh in meshes for stage in _stages(mesh, units[mesh.unit], shape))
@@ -37,9 +37,9 @@ def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage
 
 def _edges(units: Mapping[str, UnitPlan], shape: ModelShape) -> Iterator[Edge]:
     for name, unit in units.items():
-        for i in range(unit.pp - 1):
+        for i in range(len(unit.stages) - 1):
             yield Edge(StageId(name, i), StageId(name, i + 1))
     for edge in shape.edges:
-        last = StageId(edge.src, units[edge.src].pp - 1)
+        last = StageId(edge.src, len(units[edge.src].stages) - 1)
         entered = next(s.stage for s in units[edge.dst].stages if s.layers[0] <= edge.layer < s.layers[1])
         yield Edge(last, StageId(edge.dst, entered))

@@ -9,11 +9,12 @@ from mmtrain.plan.plan import Placement, StagePlan, UnitPlan
 
 @dataclass(frozen=True, order=True)
 class MeshSize:
-    """Sizes of a unit's mesh. Prints as `tp2 pp1 dp4`."""
+    """Sizes of a unit's mesh. Prints as `tp2 pp1 dp4`, with several chunks a rank as `tp2 pp2 vpp3 dp4`."""
 
     tp: int
     pp: int
     dp: int
+    vpp: int = 1
 
     @property
     def ranks(self) -> int:
@@ -21,7 +22,8 @@ class MeshSize:
         return self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
-        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+        chunks = f" vpp{self.vpp}" if self.vpp > 1 else ""
+        return f"tp{self.tp} pp{self.pp}{chunks} dp{self.dp}"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Layout:
     @property
     def summary(self) -> str:
         """One line for tables: `disaggregated: vision tp1 pp1 dp2, llm tp1 pp2 dp1`."""
-        return f"{self.placement}: " + ", ".join(f"{n} {MeshSize(u.tp, u.pp, u.dp)}" for n, u in self.units.items())
+        return f"{self.placement}: " + ", ".join(
+            f"{n} {MeshSize(u.tp, u.pp, u.dp, u.vpp)}" for n, u in self.units.items()
+        )
 
     @property
     def complexity(self) -> tuple[int, int]:
@@ -48,19 +52,21 @@ class Layout:
 def unified(
     shape: ModelShape, size: MeshSize, cuts: Sequence[int], recompute: Mapping[str, bool]
 ) -> dict[str, UnitPlan]:
-    """One pipeline over the line of all units' layers, cut at `cuts` into `size.pp` parts, one a pipeline rank.
+    """One pipeline over the line of all units' layers, cut at `cuts` into `size.pp * size.vpp` parts.
 
-    A unit's mesh spans the pipeline ranks that hold layers of it; the rank where it ends may also hold the beginning
-    of the next unit.
+    The parts go round the pipeline ranks. A unit's mesh spans the ranks that hold layers of it, from where it begins;
+    the rank where it ends may also hold the beginning of the next unit.
     """
     units, first_layer = {}, 0
     for unit in shape.units:
         end = first_layer + len(unit.layers)
-        touched = [p for p in range(size.pp) if cuts[p] < end and cuts[p + 1] > first_layer]
+        touched = [p for p in range(size.pp * size.vpp) if cuts[p] < end and cuts[p + 1] > first_layer]
         bounds = [(max(cuts[p], first_layer) - first_layer, min(cuts[p + 1], end) - first_layer) for p in touched]
         per_part = size.tp * size.dp
-        ranks = range(touched[0] * per_part, (touched[-1] + 1) * per_part)
-        units[unit.name] = _unit(MeshSize(size.tp, len(touched), size.dp), ranks, bounds, recompute[unit.name])
+        places = list(dict.fromkeys(p % size.pp for p in touched))
+        ranks = [place * per_part + k for place in places for k in range(per_part)]
+        mesh = MeshSize(size.tp, len(places), size.dp, -(-len(touched) // len(places)))
+        units[unit.name] = _unit(mesh, ranks, bounds, recompute[unit.name])
         first_layer = end
     return units
 
@@ -87,9 +93,9 @@ def split_lane(units: Mapping[str, UnitPlan], ranks_per_node: int) -> tuple[int,
     return None
 
 
-def _unit(size: MeshSize, ranks: range, bounds: Sequence[tuple[int, int]], recompute: bool) -> UnitPlan:
+def _unit(size: MeshSize, ranks: Sequence[int], bounds: Sequence[tuple[int, int]], recompute: bool) -> UnitPlan:
     stages = tuple(
-        StagePlan(stage=i, layers=(lo, hi), recompute=tuple(range(lo, hi)) if recompute else ())
+        StagePlan(stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(range(lo, hi)) if recompute else ())
         for i, (lo, hi) in enumerate(bounds)
     )
-    return UnitPlan(tp=size.tp, pp=size.pp, dp=size.dp, ranks=tuple(ranks), stages=stages)
+    return UnitPlan(tp=size.tp, pp=size.pp, dp=size.dp, vpp=size.vpp, ranks=tuple(ranks), stages=stages)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PLAN_VERSION = 1
 Placement = Literal["unified", "disaggregated"]
@@ -14,21 +14,40 @@ class _Frozen(BaseModel):
 
 
 class StagePlan(_Frozen):
-    """One stage: layers [lo, hi) of the unit, and which of them are recomputed."""
+    """One stage: layers [lo, hi) of the unit, and which of them are recomputed.
+
+    Stages count along the data flow, through all chunks: stage s is chunk s // pp of pipeline rank s % pp.
+    """
 
     stage: int
+    chunk: int = 0
     layers: tuple[int, int]
     recompute: tuple[int, ...] = ()
 
 
 class UnitPlan(_Frozen):
-    """A unit's mesh, its ranks (tp fastest, then dp, then pp) and its stages, one a pipeline rank."""
+    """A unit's mesh, its ranks (tp fastest, then dp, then pp) and its stages, `vpp` on a pipeline rank.
+
+    Where a unit ends in the middle of a round over its ranks, its last ranks have a stage less.
+    """
 
     tp: int
     pp: int
     dp: int
+    vpp: int = 1
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
+
+    @model_validator(mode="after")
+    def _stages_go_round_the_ranks(self) -> "UnitPlan":
+        found = [(s.stage, s.chunk) for s in self.stages]
+        if found != [(i, i // self.pp) for i in range(len(found))] or -(-len(found) // self.pp) != self.vpp:
+            raise ValueError(
+                f"(stage, chunk) are {found}; with pp {self.pp} and vpp {self.vpp} the stages are numbered from 0 "
+                f"along the data flow, {(self.vpp - 1) * self.pp + 1} to {self.vpp * self.pp} of them, "
+                "and stage s is chunk s // pp"
+            )
+        return self
 
 
 class SchedulePlan(_Frozen):

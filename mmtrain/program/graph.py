@@ -41,7 +41,8 @@ class Microbatch:
 class UnitMesh:
     """A unit's `tp x pp x dp` over its list of global ranks, tp fastest, then dp, then pp.
 
-    `num_microbatches` counts each replica's microbatches in one step.
+    `num_microbatches` counts each replica's microbatches in one step. With `vpp` chunks the stages go round the
+    pipeline ranks `vpp` times: stage s is chunk s // pp of pipeline rank s % pp. The last round may end early.
     """
 
     unit: str
@@ -50,10 +51,11 @@ class UnitMesh:
     dp: int
     ranks: tuple[int, ...]
     num_microbatches: int
+    vpp: int = 1
 
-    def lane(self, pipe_rank: int, replica: int) -> tuple[int, ...]:
-        """Global ranks of the tensor-parallel group that holds pipeline rank `pipe_rank` of `replica`."""
-        first = (pipe_rank * self.dp + replica) * self.tp
+    def lane(self, stage: int, replica: int) -> tuple[int, ...]:
+        """Global ranks of the tensor-parallel group that holds the unit's stage number `stage` of `replica`."""
+        first = (stage % self.pp * self.dp + replica) * self.tp
         return self.ranks[first : first + self.tp]
 
 

@@ -73,6 +73,13 @@ def _mesh_problems(graph: StageGraph) -> list[str]:
 def _stage_problems(graph: StageGraph) -> list[str]:
     problems = []
     units = {m.unit for m in graph.meshes}
+    for mesh in graph.meshes:
+        num_stages = sum(s.id.unit == mesh.unit for s in graph.stages)
+        if not (mesh.vpp - 1) * mesh.pp < num_stages <= mesh.vpp * mesh.pp:
+            problems.append(
+                f"{mesh.unit} has {num_stages} stages; pp {mesh.pp} with vpp {mesh.vpp} takes "
+                f"{(mesh.vpp - 1) * mesh.pp + 1} to {mesh.vpp * mesh.pp}"
+            )
     for stage in graph.stages:
         if stage.id.unit not in units:
             problems.append(f"stage {stage.id} belongs to no mesh; meshes: {', '.join(sorted(units))}")

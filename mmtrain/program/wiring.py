@@ -150,12 +150,16 @@ def trained_units(graph: StageGraph, rank: int) -> list[str]:
 
 
 def shared_embedding_stages(graph: StageGraph) -> tuple[StageId, ...]:
-    """The LLM's first and last stage if they hold two copies of one trainable matrix, else nothing."""
+    """The LLM's first and last stage if they hold two copies of one trainable matrix, else nothing.
+
+    On the same ranks (one pipeline rank, several chunks) they hold one copy.
+    """
     if not graph.tied_embeddings:
         return ()
     llm = [sid for sid in graph.order if sid.unit == LLM]
-    ends = (llm[0], llm[-1])
-    return ends if len(llm) > 1 and all(graph.stage(s).trainable for s in ends) else ()
+    first, last = (graph.stage(sid) for sid in (llm[0], llm[-1]))
+    two_copies = first.lanes != last.lanes and first.trainable and last.trainable
+    return (first.id, last.id) if two_copies else ()
 
 
 def holds_shared_embeddings(graph: StageGraph, rank: int) -> bool:

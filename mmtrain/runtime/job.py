@@ -1,6 +1,6 @@
 """A job: everything one rank needs to execute a plan, built once and run every step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -196,7 +196,22 @@ def _unit(
         for stage in graph.stages
         if stage.id.unit == name and any(world.rank in lane for lane in stage.lanes)
     }
+    _join_tied(stages.values())
     return UnitRunner(name, stages, groups.units[name])
+
+
+def _join_tied(stages: Iterable[StageModule]) -> None:
+    """Give the first and the last stage of a model with tied embeddings one matrix, where one rank holds both."""
+    copies = [(module, p) for s in stages for module in s.modules() for p in module.parameters(False) if _is_copy(p)]
+    if len(copies) > 1:
+        (_, kept), (module, _) = copies
+        module.weight = kept
+        del kept.shared  # type: ignore[attr-defined]
+
+
+def _is_copy(param: nn.Parameter) -> bool:
+    """Whether another stage has the same weight."""
+    return getattr(param, "shared", None) is not None
 
 
 def _unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW:
@@ -204,7 +219,7 @@ def _unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW
     for stage in unit.stages.values():
         specs = params.specs(stage, unit.name, unit.groups.tp_size)
         for name, param in stage.named_parameters():
-            tied = getattr(param, "shared", None) is not None
+            tied = _is_copy(param)
             held[param] = Held(specs[name], tied, owned=not tied or 0 in stage.indices)
     settings = getattr(recipe.model, unit.name)
     modules, optimizer = nn.ModuleList(unit.stages.values()), recipe.train.optimizer

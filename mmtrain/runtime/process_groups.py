@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.program import LLM, Edge, Payload, StageGraph, UnitMesh
+from mmtrain.program import Edge, Payload, StageGraph, UnitMesh
+from mmtrain.program.wiring import shared_embedding_stages
 from mmtrain.runtime.world import World
 
 ProcessGroup = dist.ProcessGroup
@@ -83,9 +84,6 @@ def _edge_ranks(graph: StageGraph, edge: Edge) -> list[list[int]]:
 
 
 def _tied_pairs(graph: StageGraph) -> list[list[int]]:
-    """Ranks that hold the same slice of the LLM's first and last stage, where those share one matrix."""
-    stages = [s for s in graph.stages if s.id.unit == LLM]
-    if not graph.tied_embeddings or len(stages) == 1:
-        return []
-    first, last = stages[0], stages[-1]
-    return [list(pair) for a, b in zip(first.lanes, last.lanes, strict=True) for pair in zip(a, b, strict=True)]
+    """Ranks that hold the same slice of a matrix that the LLM's first and last stage hold two copies of."""
+    ends = [graph.stage(sid).lanes for sid in shared_embedding_stages(graph)]
+    return [list(pair) for lanes in zip(*ends, strict=True) for pair in zip(*lanes, strict=True)]

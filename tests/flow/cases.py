@@ -62,12 +62,13 @@ def recipe(**changes: Any) -> Recipe:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How one unit is cut: layer borders of its stages, and its ranks."""
+    """How one unit is cut: layer borders of its stages, and its ranks; with `vpp` the stages go round them."""
 
     cuts: tuple[int, ...]  # first layer of every stage but the first
     ranks: tuple[int, ...]
     tp: int = 1
     dp: int = 1
+    vpp: int = 1
     recompute: tuple[int, ...] = ()
 
 
@@ -77,11 +78,14 @@ def plan(settings: Recipe, **meshes: Mesh) -> Plan:
     units = {}
     for name, mesh in meshes.items():
         borders = [0, *mesh.cuts, len(model.unit(name).layers)]
+        pp = len(mesh.ranks) // (mesh.tp * mesh.dp)
         stages = tuple(
-            StagePlan(stage=i, layers=(lo, hi), recompute=tuple(x for x in mesh.recompute if lo <= x < hi))
+            StagePlan(
+                stage=i, chunk=i // pp, layers=(lo, hi), recompute=tuple(x for x in mesh.recompute if lo <= x < hi)
+            )
             for i, (lo, hi) in enumerate(itertools.pairwise(borders))
         )
-        units[name] = UnitPlan(tp=mesh.tp, pp=len(stages), dp=mesh.dp, ranks=mesh.ranks, stages=stages)
+        units[name] = UnitPlan(tp=mesh.tp, pp=pp, dp=mesh.dp, vpp=mesh.vpp, ranks=mesh.ranks, stages=stages)
     shared = {r for m in meshes.values() for r in m.ranks}
     num_microbatches = GLOBAL_BATCH // meshes["llm"].dp
     return Plan(

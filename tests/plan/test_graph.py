@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from mmtrain.models.shape import shape
 from mmtrain.plan.cut import arrange, graph_for
+from mmtrain.plan.graph import graph_of
 from mmtrain.plan.layout import Layout, MeshSize, split_lane, unified
+from mmtrain.plan.plan import StagePlan, UnitPlan
 from mmtrain.plan.search import sizings
 from mmtrain.program import build, peak_live
 from mmtrain.program.builder import depths
@@ -68,6 +70,37 @@ def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
     assert llm.ranks == tuple(range(4, 12))
     assert vision.stages[0].recompute == ()
     assert llm.stages[1].recompute == (2, 3, 4, 5)
+
+
+def test_chunks_go_round_the_ranks_and_a_unit_begins_where_the_other_ends() -> None:
+    cuts = (0, 3, 5, 6, 7, 9, 11)  # six parts on three ranks: the vision unit has 5 layers, the LLM 6
+    units = unified(shape(recipe()), MeshSize(1, 3, 2, 2), cuts, {"vision": False, "llm": False})
+    vision, llm = units["vision"], units["llm"]
+    assert (vision.vpp, vision.pp, vision.ranks) == (1, 2, (0, 1, 2, 3))
+    assert (llm.vpp, llm.pp, llm.ranks) == (2, 3, (4, 5, 0, 1, 2, 3))
+    assert [(s.stage, s.chunk, s.layers) for s in llm.stages] == [
+        (0, 0, (0, 1)),
+        (1, 0, (1, 2)),
+        (2, 0, (2, 4)),
+        (3, 1, (4, 6)),
+    ]
+    graph = graph_of(units, {"vision": 4, "llm": 4}, shape(recipe()))
+    assert [s.lanes[0] for s in graph.stages] == [(0,), (2,), (4,), (0,), (2,), (4,)]
+    assert [str(e) for e in graph.edges] == [
+        "vision.0>vision.1",
+        "llm.0>llm.1",
+        "llm.1>llm.2",
+        "llm.2>llm.3",
+        "vision.1>llm.0",
+    ]
+    build(graph)
+
+
+@pytest.mark.parametrize("stages", [((0, 0), (1, 0)), ((0, 0), (1, 1), (2, 1)), ((0, 0), (2, 0), (1, 1)), ()])
+def test_a_plan_whose_stages_do_not_go_round_its_ranks_is_refused(stages: tuple[tuple[int, int], ...]) -> None:
+    parts = tuple(StagePlan(stage=s, chunk=c, layers=(s, s + 1)) for s, c in stages)
+    with pytest.raises(ValueError, match=r"with pp 2 and vpp 2 .* 3 to 4 of them, and stage s is chunk s // pp"):
+        UnitPlan(tp=1, pp=2, dp=1, vpp=2, ranks=(0, 1), stages=parts)
 
 
 def test_a_lane_over_two_nodes_is_found() -> None:

@@ -15,6 +15,7 @@ class Unit:
     tp: int = 1
     trainable: tuple[bool, ...] = ()  # per stage; all if empty
     ranks: tuple[int, ...] = ()  # the next free ones if empty
+    num_stages: int = 0  # one for each pipeline rank if 0; more go round them
 
 
 def chain(*units: Unit, n: int = 2, tied: bool = False) -> StageGraph:
@@ -23,16 +24,17 @@ def chain(*units: Unit, n: int = 2, tied: bool = False) -> StageGraph:
     for u in units:
         ranks = u.ranks or tuple(range(free, free + u.pp * u.dp * u.tp))
         free = max(free, max(ranks) + 1)
-        mesh = UnitMesh(u.name, u.tp, u.pp, u.dp, ranks, n)
+        num_stages = u.num_stages or u.pp
+        mesh = UnitMesh(u.name, u.tp, u.pp, u.dp, ranks, n, -(-num_stages // u.pp))
         meshes.append(mesh)
-        trainable = u.trainable or (True,) * u.pp
-        for k in range(u.pp):
+        trainable = u.trainable or (True,) * num_stages
+        for k in range(num_stages):
             lanes = tuple(mesh.lane(k, r) for r in range(u.dp))
             stages.append(Stage(StageId(u.name, k), (2 * k, 2 * k + 2), lanes, trainable[k]))
             if k:
                 edges.append(Edge(StageId(u.name, k - 1), StageId(u.name, k)))
     last = units[-1].name
-    edges += [Edge(StageId(u.name, u.pp - 1), StageId(last, 0)) for u in units[:-1]]
+    edges += [Edge(StageId(u.name, (u.num_stages or u.pp) - 1), StageId(last, 0)) for u in units[:-1]]
     return StageGraph(tuple(meshes), tuple(stages), tuple(edges), tied)
 
 
@@ -69,8 +71,9 @@ def graphs(draw: st.DrawFn, max_n: int = 4, max_dp: int = 3) -> StageGraph:
 
     def unit(name: str) -> Unit:
         pp = draw(st.integers(1, 3 if name == "llm" else 2))
-        trainable = tuple(draw(st.booleans()) for _ in range(pp))
-        return Unit(name, pp, draw(st.integers(1, max_dp)), draw(small), trainable)
+        num_stages = draw(st.integers(pp, 3 * pp)) if draw(st.booleans()) else pp
+        trainable = tuple(draw(st.booleans()) for _ in range(num_stages))
+        return Unit(name, pp, draw(st.integers(1, max_dp)), draw(small), trainable, num_stages=num_stages)
 
     names = {"text": ["llm"], "disaggregated": ["vision", "llm"], "two encoders": ["vision", "audio", "llm"]}[shape]
     return chain(*(unit(name) for name in names), n=n, tied=tied)

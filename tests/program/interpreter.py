@@ -133,7 +133,8 @@ class Interpreter:
                 return lane(edge.dst if payload == "activation" else edge.src, mb)
             case ReduceGrads(unit) | GatherParams(unit):
                 mine = [s for s in self.graph.stages if s.id.unit == unit and any(rank in x for x in s.lanes)]
-                return [x[k] for s in mine for y in s.lanes if rank in y for k in [y.index(rank)] for x in s.lanes]
+                same = (x[k] for s in mine for y in s.lanes if rank in y for k in [y.index(rank)] for x in s.lanes)
+                return list(dict.fromkeys(same))
             case ReduceShared():
                 llm = [s for s in self.graph.stages if s.id.unit == "llm"]
                 for first, last in zip(llm[0].lanes, llm[-1].lanes, strict=True):
@@ -232,7 +233,8 @@ class Interpreter:
                     trained.add(stage.id.unit)
         wanted += [kind(unit) for unit in trained for kind in (ReduceGrads, GatherParams)] + [Step()]
         llm = [s for s in self.graph.stages if s.id.unit == "llm"]
-        if self.graph.tied_embeddings and len(llm) > 1 and llm[0].trainable and llm[-1].trainable:
+        two_copies = llm[0].lanes != llm[-1].lanes if llm else False
+        if self.graph.tied_embeddings and two_copies and llm[0].trainable and llm[-1].trainable:
             wanted += [ReduceShared("embeddings")] * any(rank in x for s in (llm[0], llm[-1]) for x in s.lanes)
         found = [a for a in state.done if not isinstance(a, Share)]
         shares = [a for a in state.actions if isinstance(a, Share)]

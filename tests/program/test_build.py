@@ -65,16 +65,11 @@ def test_depth_counts_positions_on_the_longest_path():
     assert depth == {"vision.0": 4, "vision.1": 3, "vision.2": 2, "audio.0": 2, "llm.0": 1, "llm.1": 0}
 
 
-def test_ranks_that_the_path_visits_twice_are_one_position():
-    graph = chain(Unit("vision", 2, ranks=(0, 1)), Unit("llm", 3, ranks=(0, 1, 2)), n=3)
-    depth = depths(graph)
-    assert {str(s): d for s, d in depth.items()} == {
-        "vision.0": 1,
-        "vision.1": 1,
-        "llm.0": 1,
-        "llm.1": 1,
-        "llm.2": 0,
-    }
+def test_ranks_that_the_path_visits_in_no_regular_round_run_one_wave_at_a_time():
+    graph = chain(Unit("vision", 3, ranks=(0, 1, 2)), Unit("llm", 4, ranks=(2, 1, 0, 3)), n=3)
+    depth = {str(s): d for s, d in depths(graph).items()}
+    assert depth == dict.fromkeys(("vision.0", "vision.1", "vision.2", "llm.0", "llm.1", "llm.2"), 1) | {"llm.3": 0}
+    assert compute(graph, 0) == "Fv0 Fl0 Fv1 Fl1 Bl0 Bv0 Fv2 Fl2 Bl1 Bv1 Bl2 Bv2"
 
 
 def test_receives_are_posted_one_compute_action_ahead():

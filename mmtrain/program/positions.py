@@ -1,0 +1,157 @@
+"""Positions: where in the pipeline a rank stands, and in which order it takes its turns there.
+
+A position is a set of ranks that the path through the stage graph does not leave for good until it is through with
+them. Mostly it is one lane of ranks. If the path goes round several lanes again and again, as it does over the chunks
+of interleaved pipelines, those lanes are the *places* of one position, and the stages of one visit to a lane a *part*:
+part k sits on place k % num_places and is chunk k // num_places there.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
+
+from mmtrain.program.graph import StageGraph, StageId
+
+
+class Turn(NamedTuple):
+    """A rank runs the forward, or the backward, of one of its chunks for the microbatches of one wave."""
+
+    is_forward: bool
+    chunk: int
+    wave: int
+
+
+@dataclass(frozen=True)
+class Position:
+    """Parts on one place or round several, for steps of `num_waves` waves.
+
+    `ahead` counts the waves that must have left the position before the first of them comes back as a gradient and,
+    so that nobody need wait, are under way when it does.
+    """
+
+    parts: tuple[tuple[StageId, ...], ...]
+    num_places: int
+    num_waves: int
+    ahead: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a place. The last round need not reach every place; a place then passes its last turns over."""
+        return -(-len(self.parts) // self.num_places)
+
+    def part(self, place: int, chunk: int) -> tuple[StageId, ...]:
+        """Stages of a chunk."""
+        k = chunk * self.num_places + place
+        return self.parts[k] if k < len(self.parts) else ()
+
+    def turns(self, place: int) -> list[Turn]:
+        """Order a place's turns as (interleaved) 1F1B.
+
+        Waves go in groups of `num_places`; a group passes chunk after chunk, in backward from the last. The last
+        place warms up with all forwards before the first that it can follow with a backward, (num_chunks - 1) *
+        num_places with nothing after it, and every place with two more than the next one: its results take a turn to
+        get there, and gradients a turn to get back. Then forwards and backwards alternate. (Megatron-LM, arXiv
+        2104.04473, section 2.2; `ahead` is ours.) If waves are missing in the last group, their turns are passed
+        over: what is left of an order without deadlock has none, whereas with a smaller group places can wait for
+        each other in a circle, which is why Megatron-LM refuses that.
+        """
+        forwards = self._slots
+        backwards = [(self.num_chunks - 1 - chunk, wave) for chunk, wave in forwards]
+        warm_up = min(self._lag + 2 * (self.num_places - 1 - place), len(forwards))
+        turns = [Turn(True, *slot) for slot in forwards[:warm_up]]
+        for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+            turns += [Turn(True, *forward), Turn(False, *backward)]
+        turns += [Turn(False, *slot) for slot in backwards[len(forwards) - warm_up :]]
+        return [turn for turn in turns if turn.wave < self.num_waves]
+
+    def depths(self) -> dict[StageId, int]:
+        """Count, for each stage, the waves whose forward runs before the first one's backward, that one left out."""
+        if self.num_places == 1:
+            return {stage: self.ahead for part in self.parts for stage in part}
+        depth: dict[StageId, int] = {}
+        for place in range(self.num_places):
+            live: Counter[int] = Counter()
+            peak: Counter[int] = Counter()
+            for is_forward, chunk, _ in self.turns(place):
+                live[chunk] += 1 if is_forward else -1
+                peak[chunk] = max(peak[chunk], live[chunk])
+            for chunk in range(self.num_chunks):
+                depth.update(dict.fromkeys(self.part(place, chunk), peak[chunk] - 1))
+        return depth
+
+    @cached_property
+    def _slots(self) -> list[tuple[int, int]]:
+        """(chunk, wave) of every forward in order, the last group filled up."""
+        size = self.num_places
+        return [
+            (chunk, wave)
+            for first in range(0, self.num_waves, size)
+            for chunk in range(self.num_chunks)
+            for wave in range(first, first + size)
+        ]
+
+    @cached_property
+    def _lag(self) -> int:
+        """Forwards that the last place runs before it alternates."""
+        last_chunk = [at for at, (chunk, _) in enumerate(self._slots) if chunk == self.num_chunks - 1]
+        first_chunk = [at for at, (chunk, _) in enumerate(self._slots) if chunk == 0]  # in backward: the last chunk's
+        last = len(last_chunk) - 1
+        return max(last_chunk[min(wave + self.ahead, last)] - at for wave, at in enumerate(first_chunk))
+
+
+def positions(graph: StageGraph) -> list[Position]:
+    """Find the positions of a graph, each after all those it feeds."""
+    joined = _neighbours(graph)
+    reach = {stage: _reachable(stage, joined) for stage in joined}
+    depth: dict[StageId, int] = {}
+    found = []
+    for stage in sorted(reach, key=lambda s: len(reach[s])):  # a later position reaches strictly less
+        if stage in depth:
+            continue
+        here = [other for other in graph.order if other in reach[stage] and stage in reach[other]]
+        fed = {e.dst for other in here for e in graph.outputs(other)} - set(here)
+        ahead = 1 + max((depth[other] for other in fed), default=-1)
+        position = Position(*_parts(graph, here), graph.num_microbatches, ahead)
+        depth.update(position.depths())
+        found.append(position)
+    return found
+
+
+def _parts(graph: StageGraph, stages: Sequence[StageId]) -> tuple[tuple[tuple[StageId, ...], ...], int]:
+    """Parts of a position, and its number of places.
+
+    Lanes that the path visits in no regular round are one place, which then runs one wave at a time.
+    """
+    visits = [(lanes, tuple(part)) for lanes, part in groupby(stages, key=lambda s: graph.stage(s).lanes)]
+    round_ = list(dict.fromkeys(lanes for lanes, _ in visits))
+    ranks = [rank for lanes in round_ for lane in lanes for rank in lane]
+    regular = all(lanes == round_[at % len(round_)] for at, (lanes, _) in enumerate(visits))
+    if regular and len(ranks) == len(set(ranks)):
+        return tuple(part for _, part in visits), len(round_)
+    return (tuple(stages),), 1
+
+
+def _neighbours(graph: StageGraph) -> dict[StageId, set[StageId]]:
+    """Stages that each stage feeds or shares a rank with."""
+    by_rank: dict[int, set[StageId]] = {}
+    for stage in graph.stages:
+        for lane in stage.lanes:
+            for rank in lane:
+                by_rank.setdefault(rank, set()).add(stage.id)
+    joined = {s.id: {e.dst for e in graph.outputs(s.id)} for s in graph.stages}
+    for together in by_rank.values():
+        for sid in together:
+            joined[sid] |= together
+    return joined
+
+
+def _reachable(start: StageId, joined: Mapping[StageId, Iterable[StageId]]) -> set[StageId]:
+    seen, frontier = {start}, [start]
+    while frontier:
+        for stage in set(joined[frontier.pop()]) - seen:
+            seen.add(stage)
+            frontier.append(stage)
+    return seen

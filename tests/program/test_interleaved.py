@@ -1,0 +1,156 @@
+"""Interleaved 1F1B: Megatron-core's own order where it has one, no deadlock and short steps everywhere."""
+
+from importlib import import_module
+from itertools import product
+
+import pytest
+
+from mmtrain.program import build, build_1f1b, peak_live, simulate
+from mmtrain.program.actions import Backward, Forward, Recv, ReduceShared, Send
+from mmtrain.program.builder import depths
+from mmtrain.program.graph import Edge, StageGraph, StageId
+from mmtrain.program.timing import Transport
+from tests.program.graphs import Unit, chain, unified
+
+
+def interleaved(pp: int, vpp: int, n: int) -> StageGraph:
+    return chain(Unit("llm", pp, num_stages=pp * vpp), n=n)
+
+
+def megatron_order(pp: int, vpp: int, n: int, rank: int) -> list[tuple[bool, int, int]]:
+    """(forward?, chunk, microbatch) as `forward_backward_pipelining_with_interleaving` runs its schedule table."""
+    import_module("mmtrain.models.megatron")  # first, because it keeps Megatron-core's import quiet
+    from megatron.core.pipeline_parallel import schedules
+
+    class Communicator:
+        class pp_group:  # noqa: N801
+            size = staticmethod(lambda: pp)
+            rank = staticmethod(lambda: rank)
+
+        virtual_pipeline_model_parallel_size = vpp
+
+    total, _, warm_up, _ = schedules.get_pp_rank_microbatches(n, vpp, pp, p2p_communicator=Communicator)
+    table = schedules.get_schedule_table(n, vpp, pp)
+    forwards = [(True, chunk, mb) for mb, chunk in table]
+    backwards = [(False, vpp - 1 - chunk, mb) for mb, chunk in table]
+    order = forwards[:warm_up]
+    for k in range(warm_up, total):
+        order += [forwards[k], backwards[k - warm_up]]
+    return order + backwards[total - warm_up :]
+
+
+def compute(graph: StageGraph, rank: int, pp: int) -> list[tuple[bool, int, int]]:
+    return [(isinstance(a, Forward), a.stage.index // pp, a.mb.index) for a in build_1f1b(graph).actions[rank]]
+
+
+@pytest.mark.parametrize(("pp", "vpp", "groups"), [*product((2, 3, 4), (2, 3), (1, 2, 3))])
+def test_the_order_is_that_of_megatron_core(pp, vpp, groups):
+    n = groups * pp
+    graph = interleaved(pp, vpp, n)
+    for rank in range(pp):
+        assert compute(graph, rank, pp) == megatron_order(pp, vpp, n, rank)
+
+
+class Unequal:
+    """A forward takes one second, a backward two, messages nothing."""
+
+    def compute(self, action):
+        return 1.0 if isinstance(action, Forward) else 2.0
+
+    def message(self, sender, action):
+        return Transport(0.0, 1)
+
+    def collective(self, rank, action, group):
+        return Transport(0.0, 0)
+
+    def activation_bytes(self, stage, mb):
+        return 1
+
+
+@pytest.mark.parametrize(("pp", "vpp", "groups"), [*product((2, 3, 4), (2, 3), (1, 2, 3))])
+def test_the_pipeline_fills_and_drains_in_one_chunk_a_place(pp, vpp, groups):
+    """The least any order needs: all of a rank's work, and the way of one chunk down to it and back up."""
+    n = groups * pp
+    timeline = simulate(build(interleaved(pp, vpp, n)), Unequal())
+    assert timeline.step_time_s == 3 * (n * vpp + pp - 1)
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [*product((2, 3, 4), (2, 3))])
+def test_missing_microbatches_cost_less_than_running_them(pp, vpp):
+    for n in range(1, 3 * pp):
+        full = simulate(build(interleaved(pp, vpp, -(-n // pp) * pp)), Unequal()).step_time_s
+        assert simulate(build(interleaved(pp, vpp, n)), Unequal()).step_time_s <= full
+
+
+def test_an_incomplete_group_passes_over_the_turns_that_are_missing():
+    full = [turn for turn in compute(interleaved(2, 2, 4), 0, 2) if turn[2] < 3]
+    assert compute(interleaved(2, 2, 3), 0, 2) == full
+
+
+def test_no_deadlock_whatever_lies_before_and_after():
+    """`build` proves it. Rounds that end early, microbatches that do not fill a group, units before and after."""
+    cases = product((2, 3, 4), (1, 2, 3), (1, 3, 4, 5, 9), (0, 2), (0, 1, 3))
+    for pp, extra, n, before, after in cases:
+        middle = Unit("llm", pp, num_stages=pp + extra * pp - (n % 2))
+        graph = chain(*([Unit("vision", before)] if before else []), middle, n=n)
+        if after:
+            tail = chain(Unit("generator", after, ranks=tuple(range(100, 100 + after))), n=n)
+            edge = Edge(StageId("llm", middle.num_stages - 1), StageId("generator", 0))
+            graph = StageGraph(
+                (*graph.meshes, *tail.meshes), (*graph.stages, *tail.stages), (*graph.edges, *tail.edges, edge)
+            )
+        program, depth = build(graph), depths(graph)
+        for stage in graph.stages:
+            live = peak_live(graph, program.actions[stage.lanes[0][0]])[stage.id]
+            assert live == min(depth[stage.id] + 1, n)
+
+
+def test_a_fast_encoder_never_makes_an_interleaved_llm_wait_once_it_runs():
+    graph = chain(Unit("vision"), Unit("llm", 2, num_stages=4), n=6)
+
+    class FastEncoder(Unequal):
+        def compute(self, action):
+            return super().compute(action) * (0.25 if action.stage.unit == "vision" else 1)
+
+    assert simulate(build(graph), FastEncoder()).step_time_s == 0.25 + 3 * (6 * 2 + 2 - 1) + 0.5
+
+
+def test_encoder_and_llm_on_the_same_ranks_are_chunks_of_one_round():
+    """Unified: the encoder's two stages and the LLM's two go round two ranks, as four LLM chunks would."""
+    graph = chain(Unit("vision", 2, ranks=(0, 1)), Unit("llm", 2, ranks=(0, 1)), n=4)
+    mixed = [(isinstance(a, Forward), int(a.stage.unit == "llm"), a.mb.index) for a in build_1f1b(graph).actions[1]]
+    assert mixed == megatron_order(2, 2, 4, 1)
+
+
+def test_a_mixed_stage_is_one_part():
+    """Vision ends on the rank where the LLM begins: rounds 0, 1, 0, 1 over vision.0, vision.1 + llm.0, llm.1, llm.2."""
+    graph = chain(Unit("vision", 2, ranks=(0, 1)), Unit("llm", 2, ranks=(1, 0), num_stages=3), n=2)
+    order = [f"{type(a).__name__[0]}{a.stage}" for a in build_1f1b(graph).actions[1] if a.mb.index == 0]
+    assert order == ["Fvision.1", "Fllm.0", "Fllm.2", "Bllm.2", "Bllm.0", "Bvision.1"]
+
+
+def test_one_pipeline_rank_with_chunks_computes_them_in_a_row_without_messages():
+    program = build(interleaved(1, 3, 2))
+    assert not any(isinstance(a, Send | Recv) for a in program.actions[0])
+    order = [f"{type(a).__name__[0]}{a.stage.index}" for a in program.actions[0] if isinstance(a, Forward | Backward)]
+    assert order == ["F0", "F1", "F2", "B2", "B1", "B0"] * 2
+
+
+def test_the_edge_back_to_the_first_rank_is_a_channel_of_its_own():
+    sends = [a for a in build(interleaved(2, 2, 2)).actions[1] if isinstance(a, Send) and a.payload == "activation"]
+    assert {str(a.edge) for a in sends} == {"llm.1>llm.2"}
+    back = [a for a in build(interleaved(2, 2, 2)).actions[0] if isinstance(a, Send) and a.payload == "activation"]
+    assert {str(a.edge) for a in back} == {"llm.0>llm.1", "llm.2>llm.3"}
+
+
+@pytest.mark.parametrize(("pp", "num_shared"), [(1, 0), (2, 1)])
+def test_tied_embeddings_are_reduced_only_between_ranks(pp, num_shared):
+    graph = chain(Unit("llm", pp, num_stages=2 * pp), tied=True)
+    assert sum(isinstance(a, ReduceShared) for a in build(graph).actions[0]) == num_shared
+
+
+def test_interleaving_needs_stages_for_every_rank():
+    graph = unified(2)
+    meshes = (graph.meshes[0], type(graph.meshes[1])("llm", 1, 2, 1, (0, 1), 2, vpp=2))
+    with pytest.raises(Exception, match="llm has 2 stages; pp 2 with vpp 2 takes 3 to 4"):
+        build(StageGraph(meshes, graph.stages, graph.edges))
