@@ -15,12 +15,15 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ItemLengths:
-    """The items (images) of all samples for one encoder unit; rows [first[s], first[s + 1]) belong to sample s."""
+    """The items (images, clips) of all samples for one encoder unit; [first[s], first[s + 1]) belong to sample s.
+
+    A clip is a grid of one column: its rows are log-mel frames, of which two make a token.
+    """
 
     first: IntArray  # (S + 1,)
     rows: IntArray  # (I,) patch rows of the grid
     cols: IntArray  # (I,) patch columns of the grid
-    tokens: IntArray  # (I,) tokens the encoder's blocks see (rows * cols, plus a class token)
+    tokens: IntArray  # (I,) tokens the encoder's blocks see (rows * cols plus a class token; half a clip's frames)
     features: IntArray  # (I,) LLM tokens the item becomes after downsampling
 
 

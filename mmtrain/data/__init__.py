@@ -4,10 +4,11 @@ from mmtrain.data.index import DataIndex, build
 from mmtrain.data.llava import Quarantined, Sample, Turn, write_quarantine
 from mmtrain.data.loader import Loader, Need, Preparer, StepData
 from mmtrain.data.order import GroupStream, validation_batches
-from mmtrain.data.payload import TextPayload, VisionPayload
+from mmtrain.data.payload import AudioPayload, TextPayload, VisionPayload
 from mmtrain.data.tokenize import ChatTokenizer, Encoded
 
 __all__ = [
+    "AudioPayload",
     "ChatTokenizer",
     "DataIndex",
     "Encoded",

@@ -1,6 +1,7 @@
 """The index of a dataset: every usable sample with its lengths, and every other one with the reason why not.
 
-Reads the data files and image headers, never pixels; each rank builds its own, and fingerprints tell that they agree.
+Reads the data files and headers of media, never pixels or sound; each rank builds its own, and fingerprints tell
+that they agree.
 """
 
 import hashlib
@@ -16,17 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance.batch import IntArray, ItemLengths, SampleLengths
+from mmtrain.data.audio import BadAudioError, read_frames, require_soundfile
 from mmtrain.data.images import BadImageError, grid, read_size
-from mmtrain.data.llava import Quarantined, Sample, read
-from mmtrain.data.tokenize import NO_LABEL, ChatTokenizer
+from mmtrain.data.llava import AUDIO_MARK, Quarantined, Sample, read
+from mmtrain.data.tokenize import AUDIO, NO_LABEL, ChatTokenizer
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.schema import DataSettings, Recipe, SourceSettings, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings, VisionSettings
 
 HEADER_THREADS = 8  # reading headers waits for the disk, not for the processor
 NAMED_IN_MESSAGE = 5
 
 Progress = Callable[[int, int], None]  # done, total
 _Grid = tuple[int, int]
+_Sizes = dict[tuple[str, Path], _Grid | BadImageError | BadAudioError]  # by encoder unit and file
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class DataIndex:
     quarantined: tuple[Quarantined, ...]
 
     def features(self, sample: int, unit: str = "vision") -> list[int]:
-        """LLM tokens of each image of a sample; none where the model has no such encoder."""
+        """LLM tokens of each item (image, clip) of a sample; none where the model has no such encoder."""
         items = self.lengths.items.get(unit)
         if items is None:
             return []
@@ -69,12 +72,12 @@ def build(
     Samples that cannot be used are set aside with kind and reason. Raises `DataError` if a source cannot be read, no
     sample is usable, or the settings fit no image; `TooManyBadSamples` above `data.max_bad_rate`.
     """
-    data, vision = recipe.data, recipe.model.vision
+    data = recipe.data
     sources = data.sources if which == "train" else data.validation
     tokenizer = ChatTokenizer.load(data.tokenizer)
     _check_settings(recipe, tokenizer)
     read_samples = [(entry, source.weight) for source in sources for entry in _read(source)]
-    sizes = _read_sizes([s for s, _ in read_samples if isinstance(s, Sample)], data, vision, progress)
+    sizes = _read_sizes([s for s, _ in read_samples if isinstance(s, Sample)], recipe, progress)
     usable: list[_Measured] = []
     quarantined: list[Quarantined] = []
     for entry, weight in read_samples:
@@ -86,7 +89,7 @@ def build(
         raise DataError(f"{where}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
     return DataIndex(
         samples=tuple(m.sample for m in usable),
-        lengths=_lengths(usable, vision),
+        lengths=_lengths(usable, recipe),
         weights=np.array([m.weight for m in usable], dtype=np.float64),
         quarantined=tuple(quarantined),
     )
@@ -110,7 +113,7 @@ class _Measured:
     weight: float
     tokens: int
     targets: int
-    grids: tuple[_Grid, ...]
+    grids: dict[str, tuple[_Grid, ...]]  # encoder unit -> rows and columns of each item; a clip's are frames and 1
 
 
 def _read(source: SourceSettings) -> Iterable[Sample | Quarantined]:
@@ -125,6 +128,13 @@ def _check_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
             f"model.llm.vocab is {vocab}, but {recipe.data.tokenizer} (data.tokenizer) has {tokenizer.vocab_size}: "
             f"set model.llm.vocab to at least {tokenizer.vocab_size}"
         )
+    if recipe.model.audio is not None:
+        require_soundfile()
+        if "audio" not in tokenizer.item_ids:
+            raise DataError(
+                f"data.tokenizer: {recipe.data.tokenizer} lacks the special token {AUDIO} that model.audio needs; "
+                "add it with `Tokenizer.add_special_tokens` of the `tokenizers` library and save it"
+            )
     vision, image = recipe.model.vision, recipe.data.image
     if vision is None:
         return
@@ -141,27 +151,34 @@ def _check_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
         )
 
 
-def _read_sizes(
-    samples: Sequence[Sample], data: DataSettings, vision: VisionSettings | None, progress: Progress | None
-) -> dict[Path, _Grid | BadImageError]:
-    """The grid of every image of the samples, or what is wrong with it; each file is looked at once."""
-    if vision is None:
-        return {}
-    paths = list(dict.fromkeys(image for s in samples if len(s.images) <= data.max_images for image in s.images))
+def _read_sizes(samples: Sequence[Sample], recipe: Recipe, progress: Progress | None) -> _Sizes:
+    """The grid of every image and clip of the samples, or what is wrong with it; each file is looked at once."""
+    data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
+    files: list[tuple[str, Path]] = []
+    if vision is not None:
+        files += [("vision", path) for s in samples if len(s.images) <= data.max_images for path in s.images]
+    if audio is not None:
+        files += [("audio", path) for s in samples for path in s.clips]
+    files = list(dict.fromkeys(files))
 
-    def look(path: Path) -> _Grid | BadImageError:
+    def look(file: tuple[str, Path]) -> _Grid | BadImageError | BadAudioError:
+        unit, path = file
         try:
+            if unit == "audio":
+                assert audio is not None
+                return read_frames(path, data.audio.max_seconds, 2 * audio.downsample), 1
+            assert vision is not None
             width, height = read_size(path, data.image.max_source_pixels)
-        except BadImageError as bad:
+            return grid(width, height, data.image, vision.patch, vision.merge, vision.max_side)
+        except (BadImageError, BadAudioError) as bad:
             return bad
-        return grid(width, height, data.image, vision.patch, vision.merge, vision.max_side)
 
-    found: dict[Path, _Grid | BadImageError] = {}
+    found: _Sizes = {}
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
-        for done, (path, size) in enumerate(zip(paths, pool.map(look, paths), strict=True), 1):
-            found[path] = size
+        for done, (file, size) in enumerate(zip(files, pool.map(look, files), strict=True), 1):
+            found[file] = size
             if progress is not None:
-                progress(done, len(paths))
+                progress(done, len(files))
     return found
 
 
@@ -170,13 +187,16 @@ def _measure(
     weight: float,
     recipe: Recipe,
     tokenizer: ChatTokenizer,
-    sizes: dict[Path, _Grid | BadImageError],
+    sizes: _Sizes,
 ) -> _Measured | Quarantined:
-    data, vision = recipe.data, recipe.model.vision
-    num_images = len(sample.images)
-    if sample.num_marks != num_images:
-        reason = f"{num_images} images, but <image> stands {sample.num_marks} times in its human turns"
+    data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
+    num_images, num_clips = len(sample.images), len(sample.clips)
+    if sample.num_marks() != num_images:
+        reason = f"{num_images} images, but <image> stands {sample.num_marks()} times in its human turns"
         return Quarantined.of(sample, "image_count", reason)
+    if (num_clips or audio is not None) and sample.num_marks(AUDIO_MARK) != num_clips:
+        reason = f"{num_clips} clips, but <audio> stands {sample.num_marks(AUDIO_MARK)} times in its human turns"
+        return Quarantined.of(sample, "audio_count", reason)
     if not any(t.role == "assistant" and t.text.strip() for t in sample.turns):
         return Quarantined.of(sample, "no_answer", "no gpt turn with text to learn from")
     if num_images > data.max_images:
@@ -184,30 +204,44 @@ def _measure(
         return Quarantined.of(sample, "too_many_images", reason)
     if num_images and vision is None:
         return Quarantined.of(sample, "no_vision", "it has images, but the recipe's model has no vision unit")
-    grids: list[_Grid] = []
-    for image in sample.images:
-        size = sizes[image]
-        if isinstance(size, BadImageError):
+    if num_clips and audio is None:
+        return Quarantined.of(sample, "no_audio", "it has clips, but the recipe's model has no audio unit")
+    grids: dict[str, list[_Grid]] = {"vision": [], "audio": []}
+    for unit, path in (*(("vision", image) for image in sample.images), *(("audio", clip) for clip in sample.clips)):
+        size = sizes[unit, path]
+        if isinstance(size, BadImageError | BadAudioError):
             return Quarantined.of(sample, size.kind, str(size))
-        grids.append(size)
-    merged = vision.merge**2 if vision is not None else 1
-    encoded = tokenizer.encode(sample, [rows * cols // merged for rows, cols in grids])
+        grids[unit].append(size)
+    merged, stacked = vision.merge**2 if vision else 1, 2 * audio.downsample if audio else 1
+    encoded = tokenizer.encode(
+        sample, [r * c // merged for r, c in grids["vision"]], [frames // stacked for frames, _ in grids["audio"]]
+    )
     limit = min(data.max_sample_tokens or data.seq_len, data.seq_len)
     if len(encoded.ids) > limit:
         key = "data.max_sample_tokens" if limit == data.max_sample_tokens else "data.seq_len"
         return Quarantined.of(sample, "too_long", f"{len(encoded.ids)} LLM tokens, {key} = {limit}")
     targets = int((encoded.labels != NO_LABEL).sum())
-    return _Measured(sample, weight, len(encoded.ids), targets, tuple(grids))
+    return _Measured(sample, weight, len(encoded.ids), targets, {unit: tuple(found) for unit, found in grids.items()})
 
 
-def _lengths(usable: Sequence[_Measured], vision: VisionSettings | None) -> SampleLengths:
+def _lengths(usable: Sequence[_Measured], recipe: Recipe) -> SampleLengths:
     tokens = np.array([m.tokens for m in usable], dtype=np.int64)
     targets = np.array([m.targets for m in usable], dtype=np.int64)
-    if vision is None:
-        return SampleLengths(tokens, targets, {})
-    first = np.cumsum([0, *(len(m.grids) for m in usable)], dtype=np.int64)
-    grids = np.array([g for m in usable for g in m.grids], dtype=np.int64).reshape(-1, 2)
-    rows, cols = np.ascontiguousarray(grids[:, 0]), np.ascontiguousarray(grids[:, 1])
+    encoders = {"vision": recipe.model.vision, "audio": recipe.model.audio}
+    items = {
+        unit: _items([m.grids[unit] for m in usable], encoder)
+        for unit, encoder in encoders.items()
+        if encoder is not None
+    }
+    return SampleLengths(tokens, targets, items)
+
+
+def _items(grids: Sequence[tuple[_Grid, ...]], encoder: VisionSettings | AudioSettings) -> ItemLengths:
+    """One encoder's items: the grids of each sample."""
+    first = np.cumsum([0, *(len(g) for g in grids)], dtype=np.int64)
+    sides = np.array([side for g in grids for side in g], dtype=np.int64).reshape(-1, 2)
+    rows, cols = np.ascontiguousarray(sides[:, 0]), np.ascontiguousarray(sides[:, 1])
+    if isinstance(encoder, AudioSettings):
+        return ItemLengths(first, rows, cols, rows // 2, rows // (2 * encoder.downsample))
     area: IntArray = rows * cols
-    items = ItemLengths(first, rows, cols, area + int(vision.class_token), area // vision.merge**2)
-    return SampleLengths(tokens, targets, {"vision": items})
+    return ItemLengths(first, rows, cols, area + int(encoder.class_token), area // encoder.merge**2)

@@ -1,6 +1,6 @@
-"""Reading LLaVA-format files: JSON lists and JSON lines of conversations about images.
+"""Reading LLaVA-format files: JSON lists and JSON lines of conversations about images and sounds.
 
-    {"id": "7", "image": "images/7.png" or ["a.png", "b.png"] or absent,
+    {"id": "7", "image": "images/7.png" or ["a.png", "b.png"] or absent, "audio": likewise,
      "conversations": [{"from": "human", "value": "<image>\nWhat colour?"}, {"from": "gpt", "value": "red"}]}
 
 A file that cannot be read at all is a `DataError`; one bad sample is set aside as `Quarantined`, and named.
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from mmtrain.errors import DataError
 
 IMAGE_MARK = "<image>"  # stands in a human turn where an image goes
+AUDIO_MARK = "<audio>"  # likewise for a clip; in a sample without clips it is a text like any other
 Role = Literal["system", "user", "assistant"]
 _ROLES: dict[str, Role] = {"system": "system", "human": "user", "gpt": "assistant"}
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
@@ -31,7 +32,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One training example: a conversation and its images, in the order of the `<image>` marks."""
+    """One training example: a conversation, its images and its clips, each in the order of their marks."""
 
     id: str
     source: str  # file it was read from
@@ -39,11 +40,11 @@ class Sample:
     turns: tuple[Turn, ...]
     images: tuple[Path, ...]
     template: str | None = None  # names the kind of question, where the data says so; evaluation groups by it
+    clips: tuple[Path, ...] = ()
 
-    @property
-    def num_marks(self) -> int:
-        """`<image>` marks in its human turns."""
-        return sum(t.text.count(IMAGE_MARK) for t in self.turns if t.role == "user")
+    def num_marks(self, mark: str = IMAGE_MARK) -> int:
+        """How often `mark` stands in its human turns."""
+        return sum(t.text.count(mark) for t in self.turns if t.role == "user")
 
     @property
     def answer(self) -> str:
@@ -80,7 +81,7 @@ def write_quarantine(path: Path, entries: Iterable[Quarantined], append: bool = 
 
 
 def read(path: Path, image_root: Path | None = None) -> Iterator[Sample | Quarantined]:
-    """Read every sample of a file in order; image paths start at `image_root`, by default the file's folder.
+    """Read every sample of a file in order; paths of media start at `image_root`, by default the file's folder.
 
     Raises `DataError` if the file is missing, is not JSON, or does not hold a list of samples.
     """
@@ -148,8 +149,9 @@ def _sample(entry: Any, source: str, index: int, root: str) -> Sample:
         source=source,
         index=index,
         turns=tuple(_turn(i, turn) for i, turn in enumerate(turns)),
-        images=_images(entry.get("image"), root),
+        images=_paths(entry, "image", root),
         template=template if isinstance(template, str) else None,
+        clips=_paths(entry, "audio", root),
     )
 
 
@@ -167,23 +169,25 @@ def _turn(number: int, turn: Any) -> Turn:
     return Turn(_ROLES[role], turn["value"])
 
 
-def _images(images: Any, root: str) -> tuple[Path, ...]:
-    if images is None:
+def _paths(entry: dict[str, Any], key: str, root: str) -> tuple[Path, ...]:
+    """The files of a sample's images or clips."""
+    paths = entry.get(key)
+    if paths is None:
         return ()
-    if isinstance(images, str):
-        images = [images]
-    if not isinstance(images, list) or not all(isinstance(i, str) and i for i in images):
-        raise _BadSampleError("malformed", f"`image` is {_kind(images)}, expected a path or a list of paths")
-    return tuple(_image_path(i, root) for i in images)
+    if isinstance(paths, str):
+        paths = [paths]
+    if not isinstance(paths, list) or not all(isinstance(p, str) and p for p in paths):
+        raise _BadSampleError("malformed", f"`{key}` is {_kind(paths)}, expected a path or a list of paths")
+    return tuple(_path(p, key, root) for p in paths)
 
 
-def _image_path(image: str, root: str) -> Path:
+def _path(path: str, key: str, root: str) -> Path:
     """A path inside `root`: data from elsewhere must not make us open any file of this machine, or fetch one."""
-    if "://" in image:
-        raise _BadSampleError("image_path", f"{image!r} is a URL; download it and give its path")
-    full = os.path.normpath(os.path.join(root, image))
-    if "\0" in image or os.path.commonpath([root, full]) != root:
-        raise _BadSampleError("image_path", f"{image!r} lies outside of the image folder {root}")
+    if "://" in path:
+        raise _BadSampleError(f"{key}_path", f"{path!r} is a URL; download it and give its path")
+    full = os.path.normpath(os.path.join(root, path))
+    if "\0" in path or os.path.commonpath([root, full]) != root:
+        raise _BadSampleError(f"{key}_path", f"{path!r} lies outside of the {key} folder {root}")
     return Path(full)
 
 

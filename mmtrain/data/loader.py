@@ -4,18 +4,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
 from mmtrain.balance.batch import BatchMeta
+from mmtrain.data.audio import BadAudioError, load_mels
 from mmtrain.data.images import BadImageError, FloatArray, load_patches
 from mmtrain.data.index import DataIndex, check_bad_rate
 from mmtrain.data.llava import Quarantined
 from mmtrain.data.order import GroupStream
-from mmtrain.data.payload import TextPayload, VisionPayload, text_payload, vision_payload
+from mmtrain.data.payload import AudioPayload, TextPayload, VisionPayload, audio_payload, text_payload, vision_payload
 from mmtrain.data.tokenize import ChatTokenizer, Encoded
 from mmtrain.errors import MmtrainError, RunError
 from mmtrain.recipe.schema import Recipe
@@ -27,7 +28,7 @@ class Need:
 
     unit: str
     replica: int
-    patches: bool = False  # encoder: its first stage
+    media: bool = False  # encoder: its first stage
     ids: bool = False  # LLM: the stage with the embedding
     labels: bool = False  # LLM: the stage with the head
 
@@ -40,6 +41,7 @@ class StepData:
     vision: dict[tuple[int, int], VisionPayload]
     text: dict[tuple[int, int], TextPayload]
     quarantined: tuple[Quarantined, ...]  # samples found undecodable in this step, for the first time
+    audio: dict[tuple[int, int], AudioPayload] = field(default_factory=dict)
 
 
 class Preparer:
@@ -53,17 +55,20 @@ class Preparer:
         self._bad: dict[int, Quarantined] = {}  # by sample id
 
     def prepare(self, meta: BatchMeta) -> StepData:
-        """Load what the needs name. A broken image becomes zeros and its sample is named once.
+        """Load what the needs name. A broken image or clip becomes zeros and its sample is named once.
 
         Raises `TooManyBadSamples` when these and the samples set aside before pass `data.max_bad_rate`.
         """
         known = len(self._bad)
         vision: dict[tuple[int, int], VisionPayload] = {}
+        audio: dict[tuple[int, int], AudioPayload] = {}
         text: dict[tuple[int, int], TextPayload] = {}
         for need in self._needs:
             for i in range(self._num_microbatches):
                 if need.unit == "llm":
                     text[need.replica, i] = self._text(meta, need, i)
+                elif need.unit == "audio":
+                    audio[need.replica, i] = self._audio(meta, need, i)
                 else:
                     vision[need.replica, i] = self._vision(meta, need, i)
         new = tuple(self._bad.values())[known:]
@@ -71,21 +76,28 @@ class Preparer:
             total = len(self._index.samples) + len(self._index.quarantined)
             bad = (*self._index.quarantined, *self._bad.values())
             check_bad_rate(bad[::-1], total, self._recipe.data.max_bad_rate)
-        return StepData(meta, vision, text, new)
+        return StepData(meta, vision, text, new, audio)
 
     def _vision(self, meta: BatchMeta, need: Need, i: int) -> VisionPayload:
         settings = self._recipe.model.vision
         assert settings is not None, "an encoder microbatch in a model without encoder"
-        load = self._patches if need.patches else None
+        load = self._patches if need.media else None
         return vision_payload(meta, need.unit, need.replica, i, 3 * settings.patch**2, load)
 
+    def _audio(self, meta: BatchMeta, need: Need, i: int) -> AudioPayload:
+        settings = self._recipe.model.audio
+        assert settings is not None, "a microbatch of clips in a model without audio unit"
+        load = self._mels if need.media else None
+        return audio_payload(meta, need.unit, need.replica, i, settings.mel_bins, load)
+
     def _text(self, meta: BatchMeta, need: Need, i: int) -> TextPayload:
-        return text_payload(meta, need.replica, i, self._tokenizer.image_id, self._encode, need.ids, need.labels)
+        return text_payload(meta, need.replica, i, self._tokenizer.item_ids, self._encode, need.ids, need.labels)
 
     def _encode(self, sample_id: int) -> Encoded:
         sample = self._index.samples[sample_id]
         try:
-            return self._tokenizer.encode(sample, self._index.features(sample_id))
+            features, clip_features = (self._index.features(sample_id, unit) for unit in ("vision", "audio"))
+            return self._tokenizer.encode(sample, features, clip_features)
         except Exception as error:
             raise RunError(f"{sample} cannot be encoded: {type(error).__name__}: {error}") from error
 
@@ -98,6 +110,16 @@ class Preparer:
         except BadImageError as bad:  # its header was fine: too late to leave the sample out, all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
             return np.zeros((rows * cols, 3 * settings.patch**2), dtype=np.float32)
+
+    def _mels(self, sample_id: int, position: int, frames: int) -> FloatArray:
+        settings = self._recipe.model.audio
+        assert settings is not None, "a clip in a model without audio unit"
+        sample = self._index.samples[sample_id]
+        try:
+            return load_mels(sample.clips[position], frames, settings.mel_bins)
+        except BadAudioError as bad:  # as with images: all ranks count on it
+            self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
+            return np.zeros((frames, settings.mel_bins), dtype=np.float32)
 
 
 class Loader:

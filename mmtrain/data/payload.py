@@ -1,9 +1,9 @@
-"""What a microbatch computes on, as numpy arrays: patches for an encoder, ids and labels for the LLM.
+"""What a microbatch computes on, as numpy arrays: patches or log-mel frames for an encoder, ids and labels for the LLM.
 
 Lengths are always there; payload only where the caller hands in a way to get it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from mmtrain.data.images import FloatArray
 from mmtrain.data.tokenize import Encoded
 
 PatchLoader = Callable[[int, int, int, int], FloatArray]  # sample id, position, rows, cols -> (rows * cols, F)
+MelLoader = Callable[[int, int, int], FloatArray]  # sample id, position, frames -> (frames, bins)
 Encoder = Callable[[int], Encoded]  # sample id -> ids and labels
 
 
@@ -23,6 +24,14 @@ class VisionPayload:
     rows: tuple[int, ...]  # (I,) patch rows of each image
     cols: tuple[int, ...]  # (I,)
     patches: FloatArray | None  # (N, 3 * patch * patch), row-major per image
+
+
+@dataclass(frozen=True)
+class AudioPayload:
+    """One encoder microbatch of I clips with N log-mel frames in all, packed one after another."""
+
+    frames: tuple[int, ...]  # (I,) frames of each clip
+    mels: FloatArray | None  # (N, mel_bins)
 
 
 @dataclass(frozen=True)
@@ -53,10 +62,34 @@ def vision_payload(
     return VisionPayload(tuple(rows), tuple(cols), patches)
 
 
+def audio_payload(
+    meta: BatchMeta, unit: str, replica: int, index: int, bins: int, load: MelLoader | None
+) -> AudioPayload:
+    """Microbatch (unit, replica, index); `load` fetches a clip's log-mel frames of `bins` features each."""
+    table = meta.items[unit]
+    here = table.microbatch(replica, index)
+    frames = table.rows[here].tolist()
+    if load is None:
+        return AudioPayload(tuple(frames), None)
+    mels = [np.empty((0, bins), dtype=np.float32)]
+    for item, n in zip(here, frames, strict=True):
+        mels.append(load(int(meta.sample_id[table.sample[item]]), int(table.position[item]), n))
+    return AudioPayload(tuple(frames), np.concatenate(mels))
+
+
 def text_payload(
-    meta: BatchMeta, replica: int, index: int, image_id: int, encode: Encoder | None, ids: bool, labels: bool
+    meta: BatchMeta,
+    replica: int,
+    index: int,
+    item_ids: Mapping[str, int],
+    encode: Encoder | None,
+    ids: bool,
+    labels: bool,
 ) -> TextPayload:
-    """LLM microbatch (replica, index) with its ids, its labels, both or neither."""
+    """LLM microbatch (replica, index) with its ids, its labels, both or neither.
+
+    item_ids: for every encoder unit the token id whose places its features take.
+    """
     here = meta.microbatch(replica, index)
     lengths = tuple(meta.tokens[here].tolist())
     if encode is None or not (ids or labels):
@@ -64,6 +97,6 @@ def text_payload(
     encoded = [encode(int(sample_id)) for sample_id in meta.sample_id[here]]
     all_ids = np.concatenate([e.ids for e in encoded])
     assert all_ids.size == sum(lengths), "the data changed under a running index"
-    places = {unit: np.flatnonzero(all_ids == image_id).astype(np.int64) for unit in meta.items} if ids else {}
+    places = {unit: np.flatnonzero(all_ids == item_ids[unit]).astype(np.int64) for unit in meta.items} if ids else {}
     all_labels = np.concatenate([e.labels for e in encoded])
     return TextPayload(lengths, all_ids if ids else None, all_labels if labels else None, places)

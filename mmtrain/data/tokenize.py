@@ -5,7 +5,8 @@ The chat format, one line for reading only (nothing stands between the parts):
     <|system|>text<|end|> <|user|>text<|image|><|image|>text<|end|> <|assistant|>answer<|end|>
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmtrain.balance.batch import IntArray
-from mmtrain.data.llava import IMAGE_MARK, Role, Sample
+from mmtrain.data.llava import AUDIO_MARK, IMAGE_MARK, Role, Sample
 from mmtrain.errors import DataError
 
 PAD, END, IMAGE = "<|pad|>", "<|end|>", "<|image|>"
 ROLE_TOKENS: dict[Role, str] = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = (PAD, *ROLE_TOKENS.values(), END, IMAGE)
+AUDIO = "<|audio|>"  # only models with an audio unit ask for it
+_IN_TEXT = {"vision": IMAGE_MARK, "audio": AUDIO_MARK}
 NO_LABEL = -100  # places that count in no loss
 
 
@@ -41,7 +44,8 @@ class ChatTokenizer:
                 f"data.tokenizer: {name} lacks the special tokens {' '.join(missing)}; add them with "
                 "`Tokenizer.add_special_tokens` of the `tokenizers` library, save it, and let model.llm.vocab cover it"
             )
-        tokenizer.add_special_tokens(list(SPECIAL_TOKENS))  # marks known ones as special; their ids stay
+        known = [*SPECIAL_TOKENS, AUDIO] if tokenizer.token_to_id(AUDIO) is not None else list(SPECIAL_TOKENS)
+        tokenizer.add_special_tokens(known)  # marks known ones as special; their ids stay
         tokenizer.encode_special_tokens = True  # text that spells a special token is text, or users could forge turns
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -49,6 +53,9 @@ class ChatTokenizer:
         self._roles: dict[Role, int] = {role: self._special(token) for role, token in ROLE_TOKENS.items()}
         self.end_id = self._special(END)
         self.image_id = self._special(IMAGE)
+        self.item_ids = {"vision": self.image_id}  # encoder unit -> the token that each of its features replaces
+        if AUDIO in known:
+            self.item_ids["audio"] = self._special(AUDIO)
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     @classmethod
@@ -63,20 +70,20 @@ class ChatTokenizer:
         except Exception as error:  # the library raises bare Exception for whatever it cannot parse
             raise DataError(f"data.tokenizer: {path}: not a `tokenizers` JSON file: {error}") from None
 
-    def encode(self, sample: Sample, features: Sequence[int]) -> Encoded:
-        """Encode a whole sample; image i becomes `features[i]` image tokens.
+    def encode(self, sample: Sample, features: Sequence[int], clip_features: Sequence[int] = ()) -> Encoded:
+        """Encode a whole sample; image i becomes `features[i]` image tokens, clip i `clip_features[i]` audio tokens.
 
         Labels are the answers' tokens and the `<|end|>` that closes each, moved one place ahead: the token to predict.
         """
-        ids, is_target = self._encode_turns(sample, features)
+        ids, is_target = self._encode_turns(sample, {"vision": features, "audio": clip_features})
         labels = np.full(len(ids), NO_LABEL, dtype=np.int64)
         labels[:-1] = np.where(is_target[1:], ids[1:], NO_LABEL)
         return Encoded(ids, labels)
 
-    def prompt_ids(self, sample: Sample, features: Sequence[int]) -> IntArray:
+    def prompt_ids(self, sample: Sample, features: Sequence[int], clip_features: Sequence[int] = ()) -> IntArray:
         """Everything before the last answer, up to and including its `<|assistant|>`: where generation starts."""
         last = max((i for i, t in enumerate(sample.turns) if t.role == "assistant"), default=len(sample.turns))
-        ids, _ = self._encode_turns(sample, features, last)
+        ids, _ = self._encode_turns(sample, {"vision": features, "audio": clip_features}, last)
         return np.append(ids, self._roles["assistant"])
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
@@ -85,24 +92,29 @@ class ChatTokenizer:
         return text
 
     def _encode_turns(
-        self, sample: Sample, features: Sequence[int], stop: int | None = None
+        self, sample: Sample, features: Mapping[str, Sequence[int]], stop: int | None = None
     ) -> tuple[IntArray, np.ndarray]:
         """Ids of the turns before `stop`, and which of them are targets."""
         ids: list[int] = []
         is_target: list[bool] = []
-        image_features = iter(features)
+        # Without clips an `<audio>` is text, as it was to whoever wrote data before there was sound.
+        marks = {_IN_TEXT[unit]: unit for unit in features if unit != "audio" or sample.clips}
+        left = {unit: iter(counts) for unit, counts in features.items()}
         for turn in sample.turns[:stop]:
             answers = turn.role == "assistant"
-            body = self._with_images(turn.text, image_features) if turn.role == "user" else self._text(turn.text)
+            body = self._with_items(turn.text, marks, left) if turn.role == "user" else self._text(turn.text)
             ids += [self._roles[turn.role], *body, self.end_id]
             is_target += [False, *[answers] * (len(body) + 1)]
         return np.array(ids, dtype=np.int64), np.array(is_target, dtype=bool)
 
-    def _with_images(self, text: str, features: Iterator[int]) -> list[int]:
-        first, *rest = text.split(IMAGE_MARK)
-        ids = self._text(first)
-        for part in rest:
-            ids += [self.image_id] * next(features) + self._text(part)
+    def _with_items(self, text: str, marks: Mapping[str, str], left: Mapping[str, Iterator[int]]) -> list[int]:
+        ids: list[int] = []
+        for part in re.split(f"({'|'.join(marks)})", text):
+            if part in marks:
+                unit = marks[part]
+                ids += [self.item_ids[unit]] * next(left[unit])
+            else:
+                ids += self._text(part)
         return ids
 
     def _text(self, text: str) -> list[int]:

@@ -9,7 +9,7 @@ from torch import nn
 from mmtrain.data.loader import Need, StepData
 from mmtrain.models import params
 from mmtrain.models.build import StageModule, build_stage
-from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.inputs import AudioInput, TextInput, UnitInput, VisionInput
 from mmtrain.models.megatron.optim import Held, ZeroAdamW
 from mmtrain.models.shape import ModelShape, shape
 from mmtrain.plan.graph import stage_graph
@@ -58,12 +58,12 @@ class Job:
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """The payload this rank computes on: patches and ids for first layers, labels for the head."""
+        """The payload this rank computes on: media and ids for first layers, labels for the head."""
         return tuple(
             Need(
                 name,
                 unit.groups.dp_rank,
-                patches=name != LLM and any(0 in s.indices for s in unit.stages.values()),
+                media=name != LLM and any(0 in s.indices for s in unit.stages.values()),
                 ids=name == LLM and any(0 in s.indices for s in unit.stages.values()),
                 labels=name == LLM and any(len(s.shape.layers) - 1 in s.indices for s in unit.stages.values()),
             )
@@ -79,11 +79,14 @@ class Job:
         return self._counted_once(self.validator.run(self._feed(data, 0.0)))
 
     def _feed(self, data: StepData, lr: float) -> StepInput:
-        inputs: dict[Microbatch, VisionInput | TextInput] = {}
+        inputs: dict[Microbatch, UnitInput] = {}
         device = self.world.device
         for (replica, index), image in data.vision.items():
             patches = None if image.patches is None else torch.from_numpy(image.patches).to(device, self.dtype)
             inputs[Microbatch("vision", replica, index)] = VisionInput(image.rows, image.cols, patches)
+        for (replica, index), clips in data.audio.items():
+            mels = None if clips.mels is None else torch.from_numpy(clips.mels).to(device, self.dtype)
+            inputs[Microbatch("audio", replica, index)] = AudioInput(clips.frames, mels)
         for (replica, index), text in data.text.items():
             ids, labels = (None if a is None else torch.from_numpy(a).to(device) for a in (text.ids, text.labels))
             places = {unit: torch.from_numpy(at).to(device) for unit, at in text.feature_places.items()}

@@ -33,7 +33,7 @@ def test_a_sample_keeps_turns_images_and_template(tmp_path: Path) -> None:
     sample = _sample(tmp_path, entry)
     assert [t.role for t in sample.turns] == ["system", "user", "assistant"]
     assert sample.images == (tmp_path / "x" / "1.png", tmp_path / "2.png")
-    assert (sample.id, sample.index, sample.num_marks, sample.template) == ("a", 0, 2, "t")
+    assert (sample.id, sample.index, sample.num_marks(), sample.template) == ("a", 0, 2, "t")
     assert sample.answer == "<image> is text here"
 
 

@@ -17,7 +17,7 @@ from tests.data.rows import row
 MakeRecipe = Callable[..., Recipe]
 DP = {"vision": 1, "llm": 2}
 EVERYTHING = (
-    Need("vision", 0, patches=True),
+    Need("vision", 0, media=True),
     Need("llm", 0, ids=True, labels=True),
     Need("llm", 1, ids=True, labels=True),
 )
@@ -108,10 +108,10 @@ def test_an_error_in_the_background_surfaces_with_the_samples_name(made: Made, m
     bad = int(stream.groups(2, 2)[0][0])
     encode = ChatTokenizer.encode
 
-    def failing(self: ChatTokenizer, sample: Any, features: Any) -> Any:
+    def failing(self: ChatTokenizer, sample: Any, features: Any, clips: Any) -> Any:
         if sample is index.samples[bad]:
             raise ValueError("boom")
-        return encode(self, sample, features)
+        return encode(self, sample, features, clips)
 
     monkeypatch.setattr(ChatTokenizer, "encode", failing)
     with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,18 +11,30 @@ from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
 from mmtrain.data.loader import StepData
-from mmtrain.data.payload import text_payload, vision_payload
+from mmtrain.data.payload import audio_payload, text_payload, vision_payload
 from mmtrain.data.tokenize import Encoded
 from mmtrain.models.build import build_stage
-from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.inputs import AudioInput, TextInput, VisionInput
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shape import shape
 from mmtrain.plan.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import Job
 
-IMAGE_ID, VOCAB, PATCH, MERGE = 3, 61, 2, 2
+IMAGE_ID, AUDIO_ID, VOCAB, PATCH, MERGE, BINS, STACK = 3, 2, 61, 2, 2, 10, 2
 GRIDS = [[], [(2, 4)], [(2, 2), (4, 4), (4, 2), (6, 2)], [], [(4, 6)], [(2, 2)], [(2, 6), (2, 2)], [(8, 4)]]
+ITEM_IDS = {"vision": IMAGE_ID, "audio": AUDIO_ID}
+CLIPS = [[], [], [8], [12, 4], [], [16], [], []]  # log-mel frames; heard only by models with an audio unit
+AUDIO = {
+    "layers": 2,
+    "hidden": 16,
+    "heads": 2,
+    "ffn": 24,
+    "mel_bins": BINS,
+    "max_frames": 16,
+    "downsample": STACK,
+    "positions": "learned",
+}
 TEXT_TOKENS = [9, 5, 7, 13, 4, 11, 6, 8]
 GLOBAL_BATCH = 4  # groups of two samples
 
@@ -101,25 +114,36 @@ def plan(settings: Recipe, **meshes: Mesh) -> Plan:
     )
 
 
-def lengths() -> SampleLengths:
-    """Return the lengths of the eight samples: text only, one image, up to four images of different sizes."""
-    grids = [grid for sample in GRIDS for grid in sample]
-    rows, cols = (np.array([g[i] for g in grids], dtype=np.int64) for i in (0, 1))
-    features = rows * cols // MERGE**2
-    first = np.cumsum([0, *(len(s) for s in GRIDS)])
-    per_sample = [int(features[a:b].sum()) for a, b in itertools.pairwise(first)]
-    tokens = np.array([t + f for t, f in zip(TEXT_TOKENS, per_sample, strict=True)], dtype=np.int64)
-    targets = np.array([int((encoded(s).labels >= 0).sum()) for s in range(len(GRIDS))], dtype=np.int64)
-    items = ItemLengths(first.astype(np.int64), rows, cols, rows * cols, features)
-    return SampleLengths(tokens, targets, {"vision": items})
+def lengths(speech: bool = False) -> SampleLengths:
+    """Return the lengths of the eight samples: text only, one image, up to four images of different sizes.
+
+    With `speech` some also have one or two clips, some of them beside images.
+    """
+    samples = [encoded(s, speech) for s in range(len(GRIDS))]
+    tokens = np.array([len(s.ids) for s in samples], dtype=np.int64)
+    targets = np.array([int((s.labels >= 0).sum()) for s in samples], dtype=np.int64)
+    rows, cols, first = _sides(GRIDS)
+    items = {"vision": ItemLengths(first, rows, cols, rows * cols, rows * cols // MERGE**2)}
+    if speech:
+        rows, cols, first = _sides([[(n, 1) for n in clips] for clips in CLIPS])
+        items["audio"] = ItemLengths(first, rows, cols, rows // 2, rows // (2 * STACK))
+    return SampleLengths(tokens, targets, items)
 
 
-def encoded(sample: int) -> Encoded:
-    """Return ids and labels of a sample: two words, its images, then words; the last few are to be predicted."""
+def _sides(samples: list[list[tuple[int, int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows and columns of all items, and where each sample's begin."""
+    sides = np.array([item for items in samples for item in items], dtype=np.int64)
+    return sides[:, 0], sides[:, 1], np.cumsum([0, *(len(items) for items in samples)], dtype=np.int64)
+
+
+def encoded(sample: int, speech: bool = False) -> Encoded:
+    """Return ids and labels of a sample: two words, its images, two words, its clips, words; the last are predicted."""
     rng = np.random.default_rng(100 + sample)
     num_features = sum(r * c // MERGE**2 for r, c in GRIDS[sample])
+    num_heard = sum(n // (2 * STACK) for n in CLIPS[sample]) if speech else 0
     words = rng.integers(4, VOCAB, TEXT_TOKENS[sample])
-    ids = np.concatenate([words[:2], np.full(num_features, IMAGE_ID), words[2:]]).astype(np.int64)
+    places = (words[:2], np.full(num_features, IMAGE_ID), words[2:4], np.full(num_heard, AUDIO_ID), words[4:])
+    ids = np.concatenate(places).astype(np.int64)
     labels = np.full(len(ids), -100, dtype=np.int64)
     labels[-3:-1] = ids[-2:]
     return Encoded(ids, labels)
@@ -131,25 +155,34 @@ def patches(sample: int, position: int, rows: int, cols: int) -> np.ndarray:
     return rng.standard_normal((rows * cols, 3 * PATCH**2)).astype(np.float32)
 
 
+def mels(sample: int, position: int, frames: int) -> np.ndarray:
+    """Return the log-mel frames of one clip."""
+    rng = np.random.default_rng([50 + sample, position])
+    return rng.standard_normal((frames, BINS)).astype(np.float32)
+
+
 def batch(step: int, dp: dict[str, int], num_microbatches: int) -> BatchMeta:
     """Return the global batch of a step: all samples, in another order every step."""
     order = np.random.default_rng(step).permutation(len(GRIDS))
     groups = [order[2 * g : 2 * g + 2] for g in range(GLOBAL_BATCH)]
-    return assign(step, 0, groups, lengths(), dp, num_microbatches)
+    return assign(step, 0, groups, lengths("audio" in dp), dp, num_microbatches)
 
 
 def step_data(job: Job, step: int) -> StepData:
     """Return what this rank of the job needs of a step."""
     meta = batch(step, job.dp, job.num_microbatches)
-    vision, text = {}, {}
+    speech = "audio" in job.dp
+    vision, audio, text = {}, {}, {}
     for need in job.needs:
         for i in range(job.num_microbatches):
             key = (need.replica, i)
             if need.unit == "llm":
-                text[key] = text_payload(meta, *key, IMAGE_ID, encoded, need.ids, need.labels)
+                text[key] = text_payload(meta, *key, ITEM_IDS, partial(encoded, speech=speech), need.ids, need.labels)
+            elif need.unit == "audio":
+                audio[key] = audio_payload(meta, need.unit, *key, BINS, mels if need.media else None)
             else:
-                vision[key] = vision_payload(meta, need.unit, *key, 3 * PATCH**2, patches if need.patches else None)
-    return StepData(meta, vision, text, ())
+                vision[key] = vision_payload(meta, need.unit, *key, 3 * PATCH**2, patches if need.media else None)
+    return StepData(meta, vision, text, (), audio)
 
 
 class Reference:
@@ -157,6 +190,7 @@ class Reference:
 
     def __init__(self, settings: Recipe) -> None:
         self.settings, model, groups = settings, shape(settings), ParallelGroups.single()
+        self.speech = settings.model.audio is not None
         self.stages = nn.ModuleDict(
             {
                 unit.name: build_stage(
@@ -186,7 +220,7 @@ class Reference:
 
     def step(self) -> tuple[float, float, dict[str, Tensor]]:
         """Run one optimizer step on all samples; return loss, gradient norm and gradients by name."""
-        total = int(lengths().targets.sum())
+        total = int(lengths(self.speech).targets.sum())
         self.adam.zero_grad()
         loss = 0.0
         for sample, grids in enumerate(GRIDS):
@@ -209,18 +243,16 @@ class Reference:
         return loss, norm, gradients
 
     def _loss(self, sample: int, grids: list[tuple[int, int]]) -> Tensor:
-        tokens = encoded(sample)
+        tokens = encoded(sample, self.speech)
         features = {}
-        places = np.flatnonzero(tokens.ids == IMAGE_ID)
+        places = {unit: torch.from_numpy(np.flatnonzero(tokens.ids == token)) for unit, token in ITEM_IDS.items()}
         if grids:
             pixels = np.concatenate([patches(sample, i, *grid) for i, grid in enumerate(grids)])
             rows, cols = zip(*grids, strict=True)
             features["vision"] = self.stages["vision"](None, VisionInput(rows, cols, torch.from_numpy(pixels)))
-        inputs = TextInput(
-            (len(tokens.ids),),
-            torch.from_numpy(tokens.ids),
-            torch.from_numpy(tokens.labels),
-            {"vision": torch.from_numpy(places)},
-        )
+        if self.speech and CLIPS[sample]:
+            sound = np.concatenate([mels(sample, i, n) for i, n in enumerate(CLIPS[sample])])
+            features["audio"] = self.stages["audio"](None, AudioInput(tuple(CLIPS[sample]), torch.from_numpy(sound)))
+        inputs = TextInput((len(tokens.ids),), torch.from_numpy(tokens.ids), torch.from_numpy(tokens.labels), places)
         loss: Tensor = self.stages["llm"](None, inputs, features)
         return loss

@@ -1,0 +1,149 @@
+"""From a sound file to log-mel frames: their number from the header alone, and the frames when they are needed.
+
+The front end is Whisper's (arXiv 2212.04356): 16 kHz, a Hann window of 25 ms every 10 ms, Slaney's mel bands, log10 of
+the power within eight decades of the clip's loudest. Clips keep their own length instead of being padded to 30 s.
+"""
+
+import math
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.data.images import FloatArray
+from mmtrain.errors import DataError
+
+SAMPLE_RATE = 16_000
+WINDOW = 400  # samples under one window
+HOP = 160  # samples from one frame to the next
+_SPARE_SECONDS = 0.1  # headers of compressed files are off by a packet
+_FLOOR = 1e-10
+_DECADES = 8.0
+_LINEAR_END_HZ, _LINEAR_END_MEL = 1000.0, 15.0  # Slaney's scale is linear up to here, logarithmic above
+_LOG_STEP = math.log(6.4) / 27.0
+
+Doubles = npt.NDArray[np.float64]
+
+
+class BadAudioError(Exception):
+    """A clip that cannot be used; `kind` is the quarantine's."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+def require_soundfile() -> ModuleType:
+    """The library that decodes; `DataError` says how to install it."""
+    try:
+        import soundfile
+    except (ImportError, OSError):  # OSError: the package is there, its libsndfile is not
+        raise DataError(
+            "model.audio: reading audio needs the `soundfile` package, which is not installed here: "
+            "pip install 'mmtrain[audio]'"
+        ) from None
+    module: ModuleType = soundfile
+    return module
+
+
+def read_frames(path: Path, max_seconds: float, multiple: int) -> int:
+    """Log-mel frames of a clip, from its header: 10 ms each, rounded up to a multiple of `multiple`.
+
+    Raises `BadAudioError` for what no decoder could use, and for a clip longer than `max_seconds`.
+    """
+    soundfile = require_soundfile()
+    _require_file(path)
+    try:
+        info = soundfile.info(str(path))
+    except Exception as error:  # libsndfile's errors, and whatever a damaged header makes of its numbers
+        raise BadAudioError("not_audio", f"{path}: not a sound file of a known format: {error}") from None
+    if info.frames < 1 or info.samplerate < 1:
+        raise BadAudioError("empty_audio", f"{path}: {info.frames} samples at {info.samplerate} Hz")
+    if info.frames > max_seconds * info.samplerate:
+        seconds = info.frames / info.samplerate
+        raise BadAudioError(
+            "clip_too_long", f"{path}: {seconds:.1f} s is above data.audio.max_seconds = {max_seconds:g}"
+        )
+    hops: int = math.ceil(info.frames * SAMPLE_RATE / (info.samplerate * HOP))
+    return math.ceil(hops / multiple) * multiple
+
+
+def load_mels(path: Path, frames: int, bins: int) -> FloatArray:
+    """Decode a clip, mix its channels and return its log-mel frames (frames, bins), silence after its end.
+
+    Raises `BadAudioError`.
+    """
+    soundfile = require_soundfile()
+    _require_file(path)
+    try:
+        promised = soundfile.info(str(path)).frames
+        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    except Exception as error:
+        raise BadAudioError("undecodable", f"{path}: {type(error).__name__}: {error}") from None
+    if len(samples) < promised - _SPARE_SECONDS * rate:
+        raise BadAudioError("truncated", f"{path}: {len(samples)} of {promised} samples are there")
+    if not np.isfinite(samples).all():
+        raise BadAudioError("undecodable", f"{path}: holds samples that are not finite")
+    wave = resample(samples.mean(axis=1, dtype=np.float64), rate)[: frames * HOP]
+    return log_mel(np.pad(wave, (0, frames * HOP - len(wave))), bins)
+
+
+def resample(wave: Doubles, rate: int) -> Doubles:
+    """Resample (n,) from `rate` to 16 kHz: ceil(n * 16000 / rate) samples, band-limited, by way of the spectrum."""
+    if rate == SAMPLE_RATE:
+        return wave
+    wanted = math.ceil(len(wave) * SAMPLE_RATE / rate)
+    # The spectrum is that of a wave that repeats: silence in between keeps the end from ringing at the start. Whole
+    # seconds make both lengths whole.
+    seconds = math.ceil(len(wave) / rate + 0.1)
+    spectrum = np.fft.rfft(wave, seconds * rate)
+    longer = np.zeros(seconds * SAMPLE_RATE // 2 + 1, dtype=spectrum.dtype)
+    kept = min(len(spectrum), len(longer))
+    longer[:kept] = spectrum[:kept]
+    resampled: Doubles = np.fft.irfft(longer, seconds * SAMPLE_RATE)[:wanted] * (SAMPLE_RATE / rate)
+    return resampled
+
+
+def log_mel(wave: Doubles, bins: int) -> FloatArray:
+    """Log-mel frames (n / 160, bins) of (n,) samples at 16 kHz, scaled as Whisper does: loudest near 1, floor 2 below.
+
+    n is a multiple of 160, and longer than half a window.
+    """
+    assert len(wave) % HOP == 0, f"{len(wave)} samples are not whole frames"
+    around = np.pad(wave, WINDOW // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(around, WINDOW)[::HOP][: len(wave) // HOP]
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
+    power = np.abs(np.fft.rfft(windows * hann, axis=1)) ** 2
+    log = np.log10(np.maximum(power @ mel_filters(bins), _FLOOR))
+    log = np.maximum(log, log.max() - _DECADES)
+    return np.ascontiguousarray((log + 4.0) / 4.0, dtype=np.float32)
+
+
+@lru_cache(maxsize=4)
+def mel_filters(bins: int) -> Doubles:
+    """(201, bins) triangles over the spectrum, evenly spaced on Slaney's mel scale from 0 to 8 kHz, of equal area."""
+    edges = _hertz(np.linspace(0.0, _mel(SAMPLE_RATE / 2), bins + 2))
+    frequencies = np.linspace(0.0, SAMPLE_RATE / 2, WINDOW // 2 + 1)[:, None]
+    lower, centre, upper = edges[:-2], edges[1:-1], edges[2:]
+    rising = (frequencies - lower) / (centre - lower)
+    falling = (upper - frequencies) / (upper - centre)
+    filters: Doubles = np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (upper - lower))
+    return filters
+
+
+def _mel(hertz: float) -> float:
+    if hertz < _LINEAR_END_HZ:
+        return hertz * _LINEAR_END_MEL / _LINEAR_END_HZ
+    return _LINEAR_END_MEL + math.log(hertz / _LINEAR_END_HZ) / _LOG_STEP
+
+
+def _hertz(mel: Doubles) -> Doubles:
+    linear = mel * _LINEAR_END_HZ / _LINEAR_END_MEL
+    return np.where(mel < _LINEAR_END_MEL, linear, _LINEAR_END_HZ * np.exp(_LOG_STEP * (mel - _LINEAR_END_MEL)))
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():  # libsndfile names every failure to open a "system error"
+        raise BadAudioError("missing_audio", f"{path}: no such file")

@@ -1,0 +1,98 @@
+"""The log-mel front end against Whisper's own, and what becomes of clips that are not what they claim."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from mmtrain.data.audio import BadAudioError, load_mels, log_mel, read_frames, resample
+
+
+def _wave(seconds: float, rate: int = 16000, seed: int = 0) -> np.ndarray:
+    """A few tones and some noise."""
+    t = np.arange(round(seconds * rate)) / rate
+    tones = sum(np.sin(2 * np.pi * f * t + p) / (1 + p) for p, f in enumerate((180, 950, 2400)))
+    return 0.2 * tones + 0.02 * np.random.default_rng(seed).standard_normal(len(t))
+
+
+@pytest.fixture
+def clip(tmp_path: Path) -> Path:
+    path = tmp_path / "clip.wav"
+    soundfile.write(path, _wave(0.5), 16000)
+    return path
+
+
+@pytest.mark.parametrize("bins", [80, 128])
+def test_frames_are_those_of_whisper(bins: int) -> None:
+    from transformers import WhisperFeatureExtractor
+
+    wave = _wave(0.64)
+    extract = WhisperFeatureExtractor(feature_size=bins)
+    expected = extract(wave, sampling_rate=16000, padding="longest", return_tensors="np").input_features[0].T
+    found = log_mel(wave, bins)
+    assert found.shape == expected.shape == (64, bins)
+    assert found.dtype == np.float32
+    assert np.abs(found - expected).max() < 1e-4
+
+
+def test_resampling_keeps_tones_and_their_place() -> None:
+    for rate in (8000, 11025, 48000):
+        low = _wave(1.0, rate) if rate < 16000 else None
+        t = np.arange(rate) / rate
+        tone = np.sin(2 * np.pi * 440 * t) * np.hanning(rate)
+        expected = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000) * np.hanning(16000)
+        found = resample(tone, rate)
+        assert found.shape == (16000,)
+        assert np.abs(found - expected).max() < 1e-3, rate
+        assert low is None or len(resample(low, rate)) == 16000
+
+
+@pytest.mark.parametrize(("seconds", "multiple", "frames"), [(0.5, 2, 50), (0.501, 2, 52), (0.5, 8, 56), (0.001, 8, 8)])
+def test_frames_come_from_the_header(tmp_path: Path, seconds: float, multiple: int, frames: int) -> None:
+    for rate, kind in ((8000, "wav"), (16000, "flac"), (44100, "wav")):
+        path = tmp_path / f"{rate}.{kind}"
+        soundfile.write(path, _wave(seconds, rate), rate)
+        assert read_frames(path, 30.0, multiple) == frames
+        mels = load_mels(path, frames, 20)
+        assert mels.shape == (frames, 20)
+        assert np.isfinite(mels).all()
+
+
+def test_channels_are_mixed_and_silence_follows(tmp_path: Path) -> None:
+    wave = _wave(0.2)
+    soundfile.write(tmp_path / "mono.flac", wave, 16000)
+    soundfile.write(tmp_path / "stereo.flac", np.stack([1.5 * wave, 0.5 * wave], axis=1), 16000)
+    mono, stereo = (load_mels(tmp_path / f"{name}.flac", 40, 20) for name in ("mono", "stereo"))
+    assert np.abs(mono - stereo).max() < 0.02  # 16 bits round
+    assert np.ptp(mono[25:]) == 0  # nothing but the floor
+    assert np.abs(mono[:15] - log_mel(wave, 20)[:15]).max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("missing.wav", "missing_audio"),
+        ("text.wav", "not_audio"),
+        ("empty.wav", "empty_audio"),
+        ("clip.wav", "clip_too_long"),
+    ],
+)
+def test_what_a_header_gives_away(clip: Path, name: str, kind: str) -> None:
+    (clip.parent / "text.wav").write_text("no sound")
+    soundfile.write(clip.parent / "empty.wav", np.zeros(0), 16000)
+    with pytest.raises(BadAudioError) as refused:
+        read_frames(clip.parent / name, 0.4, 2)
+    assert refused.value.kind == kind
+    assert name in str(refused.value)
+
+
+def test_what_only_decoding_shows(clip: Path, tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "whole.flac", _wave(2.0), 16000)
+    (tmp_path / "cut.flac").write_bytes((tmp_path / "whole.flac").read_bytes()[:9000])
+    soundfile.write(tmp_path / "nan.wav", np.full(1600, np.nan, np.float32), 16000, subtype="FLOAT")
+    assert read_frames(tmp_path / "cut.flac", 30.0, 2) == 200  # the header is fine
+    for name, kinds in {"cut.flac": ("truncated", "undecodable"), "nan.wav": ("undecodable",)}.items():
+        with pytest.raises(BadAudioError) as refused:
+            load_mels(tmp_path / name, 200, 20)
+        assert refused.value.kind in kinds

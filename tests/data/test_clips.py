@@ -1,0 +1,138 @@
+"""Samples with sound: marks, lengths from headers, quarantine, and the payload of a step."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+from tokenizers import Tokenizer
+
+from mmtrain.data import ChatTokenizer, GroupStream, Loader, Need, build
+from mmtrain.data.audio import load_mels
+from mmtrain.data.tokenize import AUDIO
+from mmtrain.errors import DataError
+from mmtrain.recipe.schema import Recipe
+from tests.data.rows import Row
+
+AUDIO_UNIT = {"layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "mel_bins": 16, "max_frames": 400, "downsample": 4}
+MakeRecipe = Callable[..., Recipe]
+
+
+def _row(text: str, name: str, images: tuple[str, ...] = (), clips: tuple[str, ...] = ()) -> Row:
+    turns = [{"from": "human", "value": text}, {"from": "gpt", "value": "red"}]
+    return {"id": name, "image": list(images), "audio": list(clips), "conversations": turns}
+
+
+@pytest.fixture
+def speech_recipe(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> MakeRecipe:
+    """Write some clips, an image and rows, and make a recipe with an audio unit."""
+    rng = np.random.default_rng(0)
+    for name, seconds in {"short": 0.1, "long": 0.3, "endless": 5.0}.items():
+        soundfile.write(tmp_path / f"{name}.wav", 0.1 * rng.standard_normal(round(8000 * seconds)), 8000)
+    (tmp_path / "text.wav").write_text("no sound")
+    Image.new("RGB", (16, 8)).save(tmp_path / "a.png")
+    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    tokenizer.add_special_tokens([AUDIO])
+    tokenizer.save(str(tmp_path / "speech.json"))
+
+    def make(rows: list[Row], **data: Any) -> Recipe:
+        data = {"tokenizer": tmp_path / "speech.json", "audio": {"max_seconds": 4.0}} | data
+        plain = recipe(rows, **data).model_dump()
+        plain["model"]["audio"] = AUDIO_UNIT
+        return Recipe.model_validate(plain)
+
+    return make
+
+
+def test_lengths_and_marks(speech_recipe: MakeRecipe) -> None:
+    rows = [
+        _row("<audio>x<image><audio>", "both", ("a.png",), ("short.wav", "long.wav")),
+        _row("1 + 2", "text"),
+    ]
+    made = speech_recipe(rows)
+    index = build(made)
+    items = index.lengths.items["audio"]
+    assert items.first.tolist() == [0, 2, 2]
+    assert (items.rows.tolist(), items.cols.tolist()) == ([16, 32], [1, 1])  # 10 and 30 frames, in whole features
+    assert (items.tokens.tolist(), items.features.tolist()) == ([8, 16], [2, 4])
+    assert (index.features(0), index.features(0, "audio"), index.features(1, "audio")) == ([2], [2, 4], [])
+    tokenizer = ChatTokenizer.load(made.data.tokenizer)
+    heard, seen = tokenizer.item_ids["audio"], tokenizer.item_ids["vision"]
+    ids = tokenizer.encode(index.samples[0], [2], [2, 4]).ids.tolist()
+    assert len(ids) == index.lengths.tokens[0]
+    assert ids[1:3] == [heard] * 2
+    assert ids[4:10] == [seen] * 2 + [heard] * 4
+    assert tokenizer.prompt_ids(index.samples[0], [2], [2, 4]).tolist() == ids[:-2]
+
+
+def test_every_kind_of_unusable_sample_is_named(speech_recipe: MakeRecipe) -> None:
+    rows = {
+        "missing_audio": _row("<audio>", "0", clips=("gone.wav",)),
+        "not_audio": _row("<audio>", "1", clips=("text.wav",)),
+        "clip_too_long": _row("<audio>", "2", clips=("endless.wav",)),
+        "audio_count": _row("<audio>", "3"),
+        "audio_path": _row("<audio>", "4", clips=("../short.wav",)),
+        "good": _row("<audio>", "5", clips=("short.wav",)),
+    }
+    index = build(speech_recipe(list(rows.values())))
+    assert [s.id for s in index.samples] == ["5"]
+    assert {q.kind: q.id for q in index.quarantined} == {kind: r["id"] for kind, r in rows.items() if kind != "good"}
+
+
+def test_without_an_audio_unit_clips_are_refused_and_the_mark_is_text(recipe: MakeRecipe) -> None:
+    index = build(recipe([_row("<audio>", "heard", clips=("short.wav",)), _row("what is <audio>?", "read")]))
+    assert [s.id for s in index.samples] == ["read"]
+    assert [q.kind for q in index.quarantined] == ["no_audio"]
+    assert index.lengths.tokens[0] > 10  # the mark as it is spelled
+
+
+def test_a_tokenizer_without_the_audio_token_is_named(
+    speech_recipe: MakeRecipe, tokenizer_path: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"lacks the special token <\|audio\|> that model\.audio needs"):
+        build(speech_recipe([_row("x", "0")], tokenizer=tokenizer_path))
+    assert json.loads((tmp_path / "train.json").read_text())
+
+
+def test_text_cannot_forge_a_clip(speech_recipe: MakeRecipe) -> None:
+    made = speech_recipe([_row("<|audio|>", "0")])
+    tokenizer = ChatTokenizer.load(made.data.tokenizer)
+    assert tokenizer.item_ids["audio"] not in tokenizer.encode(build(made).samples[0], []).ids
+
+
+def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Path) -> None:
+    made = speech_recipe([_row("<audio><audio>", str(s), clips=("long.wav", "short.wav")) for s in range(4)])
+    index = build(made)
+    dp, needs = (
+        {"vision": 1, "audio": 2, "llm": 1},
+        (Need("audio", 0, media=True), Need("audio", 1), Need("llm", 0, ids=True)),
+    )
+    stream = GroupStream(index.lengths, made.data.seq_len, 100, seed=0)
+    with Loader(index, stream, made, dp, 1, needs) as loader:
+        data = next(loader)
+    table = data.meta.items["audio"]
+    here = table.microbatch(0, 0)
+    assert data.audio[0, 0].frames == tuple(table.rows[here].tolist())
+    files = [tmp_path / ("long.wav", "short.wav")[p] for p in table.position[here]]
+    expected = [load_mels(f, n, 16) for f, n in zip(files, data.audio[0, 0].frames, strict=True)]
+    assert data.audio[0, 0].mels is not None
+    assert np.array_equal(data.audio[0, 0].mels, np.concatenate(expected))
+    assert data.audio[1, 0].mels is None
+    assert len(data.text[0, 0].feature_places["audio"]) == table.features.sum()
+    assert data.vision == {}
+
+
+def test_a_clip_that_breaks_later_becomes_silence_and_is_named(speech_recipe: MakeRecipe, tmp_path: Path) -> None:
+    made = speech_recipe([_row("<audio>", str(s), clips=("short.wav",)) for s in range(2)], max_bad_rate=1.0)
+    index = build(made)
+    (tmp_path / "short.wav").write_text("gone")
+    stream = GroupStream(index.lengths, 16, 100, seed=0)
+    with Loader(index, stream, made, {"vision": 1, "audio": 1, "llm": 1}, 1, (Need("audio", 0, media=True),)) as loader:
+        data = next(loader)
+    assert data.audio[0, 0].mels is not None
+    assert not data.audio[0, 0].mels.any()
+    assert {q.kind for q in data.quarantined} == {"undecodable"}
