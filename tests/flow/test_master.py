@@ -83,6 +83,33 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"model__llm__tie_embeddings": True},
         {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2, 3, 4), dp=2)},
     ),
+    "llm pp2 vpp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 4), (1, 2), vpp=2)}),
+    "llm pp2 vpp2, vision pp2": ({}, {"vision": Mesh((1,), (0, 1)), "llm": Mesh((1, 2, 3), (2, 3), vpp=2)}),
+    "llm tp2 pp2 vpp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), tp=2, vpp=2)}),
+    "llm pp2 vpp2 dp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), dp=2, vpp=2)}),
+    "llm pp3 vpp2, an incomplete group and an incomplete round": (
+        {},
+        {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3, 4), (1, 2, 3), vpp=2)},
+    ),
+    "llm pp1 vpp3": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 3), (1,), vpp=3)}),
+    "vision pp2 vpp2": ({}, {"vision": Mesh((1, 2, 3), (0, 1), vpp=2), "llm": Mesh((3,), (2, 3))}),
+    "unified pp2, the encoder is the first round": ({}, {"vision": Mesh((2,), (0, 1)), "llm": Mesh((2,), (0, 1))}),
+    "unified pp2 vpp2, mixed in the middle": (
+        {},
+        {"vision": Mesh((2,), (0, 1)), "llm": Mesh((1, 3), (1, 0), vpp=2)},
+    ),
+    "tied embeddings pp2 vpp2": (
+        {"model__llm__tie_embeddings": True},
+        {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2), vpp=2)},
+    ),
+    "tied embeddings, both ends on one rank": (
+        {"model__llm__tie_embeddings": True},
+        {"vision": Mesh((), (0,)), "llm": Mesh((1, 3), (1, 2, 3, 4), dp=2, vpp=2)},
+    ),
+    "frozen encoder, llm pp2 vpp2": (
+        FROZEN_VISION | {"model__vision__projector__freeze": True},
+        {"vision": Mesh((2,), (0, 1)), "llm": Mesh((1, 2, 3), (2, 3), vpp=2)},
+    ),
     "three units apart": (SPEECH, {"vision": Mesh((), (0,)), "audio": Mesh((), (1,)), "llm": Mesh((), (2,))}),
     "three units in one pipeline": (
         SPEECH,
