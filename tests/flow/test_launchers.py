@@ -1,0 +1,139 @@
+"""Runs that torchrun and SLURM start: two launchers on this machine stand for two nodes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmtrain.errors import MmtrainError
+from mmtrain.report import read_metrics
+from mmtrain.runtime.launch import free_port
+from mmtrain.runtime.runstate import read_state
+from mmtrain.runtime.train import Request, run
+from tests.distributed import fork_ranks
+from tests.faults import FailAt
+from tests.flow.runs import RECIPE, SMALL, request_for
+
+SBATCH = Path(__file__).parents[2] / "scripts" / "train.sbatch"
+
+
+def _slurm_task(rank: int, size: int, _: Path, request: Request, port: int) -> int:
+    """Be what srun starts as one task; return the exit code."""
+    os.environ |= {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    try:
+        run(request)
+    except MmtrainError as e:
+        return e.exit_code
+    return 0
+
+
+def test_slurm_tasks_stop_together_when_one_is_signalled(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path)
+    stopped = replace(request, faults=FailAt(1, 2, "signal", number=signal.SIGUSR1))
+    assert fork_ranks(2, _slurm_task, stopped, free_port()) == [75, 75]
+    assert read_state(tmp_path) == {"status": "stopped", "step": 3, "error": None}
+    assert fork_ranks(2, _slurm_task, replace(request, resume=True), free_port()) == [0, 0]
+    assert read_state(tmp_path)["status"] == "done"
+
+
+def test_our_restarts_are_refused_under_other_launchers(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, max_restarts=1)
+    assert fork_ranks(1, _slurm_task, request, free_port()) == [2]
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True)])
+def test_the_batch_script_requeues_a_run_that_was_stopped(tmp_path: Path, code: int, requeued: bool) -> None:
+    calls = tmp_path / "calls"
+    for name, end in (("srun", f"exit {code}"), ("scontrol", "echo node1; echo node2")):
+        stub = tmp_path / name
+        stub.write_text(f'#!/bin/bash\necho "{name} $* at $MASTER_ADDR" >> {calls}\n{end}\n')
+        stub.chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "MASTER_ADDR": "",
+    }
+    run_dir = tmp_path / "run"
+    for resume in ("", " --resume"):
+        done = subprocess.run(["bash", SBATCH, "r.yaml", run_dir, "--set", "a=1"], env=env, capture_output=True)
+        assert done.returncode == code, done.stderr
+        asked, started, *rest = calls.read_text().splitlines()
+        assert asked.startswith("scontrol show hostnames node[1-2]")
+        assert started.endswith(f"mmtrain train r.yaml --run-dir {run_dir}{resume} --set a=1 at node1")
+        assert rest == (["scontrol requeue 7 at node1"] if requeued else [])
+        calls.unlink()
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / "recipe.yaml").touch()
+
+
+class _Nodes:
+    """Two torchrun agents, one process each, that meet on the loopback interface."""
+
+    def __init__(self, data: Path, run_dir: Path, *options: str) -> None:
+        settings = [
+            *SMALL,
+            f"data.sources.0.path={data}/train.json",
+            f"data.validation.0.path={data}/heldout.json",
+            f"data.tokenizer={data}/tokenizer.json",
+        ]
+        port = free_port()
+        self.agents = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+                    *(f"--node-rank={rank}", "--master-addr=127.0.0.1", f"--master-port={port}"),
+                    *("-m", "mmtrain", "train", str(RECIPE), "--run-dir", str(run_dir)),
+                    *(part for setting in settings for part in ("--set", setting)),
+                    *options,
+                ],
+                env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"},
+            )
+            for rank in range(2)
+        ]
+
+    def __enter__(self) -> "_Nodes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+
+    def wait(self) -> list[int]:
+        return [agent.wait(60) for agent in self.agents]
+
+
+def _poll(found: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not found():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(data: Path, tmp_path: Path) -> None:
+    with _Nodes(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0") as nodes:
+        _poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
+        nodes.agents[1].send_signal(signal.SIGTERM)
+        assert all(nodes.wait()), "torchrun counts ranks that stopped as failed"
+    state = read_state(tmp_path)
+    assert state["status"] == "stopped"
+    assert len(read_metrics(tmp_path)) == state["step"] < 2000
+    with _Nodes(data, tmp_path, "--set", f"train.steps={state['step'] + 2}", "--resume") as nodes:
+        assert nodes.wait() == [0, 0]
+    assert read_state(tmp_path) == {"status": "done", "step": state["step"] + 2, "error": None}
+    assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, state["step"] + 3))
