@@ -273,6 +273,10 @@ class CheckpointSettings(Section):
 
     every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep: PositiveInt = Field(2, description="Newest good checkpoints to keep.")
+    background: bool = Field(
+        True,
+        description="Write checkpoints from a copy in host memory while training goes on; false: training waits.",
+    )
     max_failures: PositiveInt = Field(
         3, description="Saves that may fail in a row, on a full disk for one, before the run ends."
     )

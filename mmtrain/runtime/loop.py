@@ -15,7 +15,7 @@ from mmtrain.runtime.executor import StepOutcome
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.measure import Meter
 from mmtrain.runtime.runstate import write_state
-from mmtrain.runtime.saving import save_job
+from mmtrain.runtime.saving import BackgroundSaver
 from mmtrain.runtime.schedule import learning_rate
 from mmtrain.runtime.stop import StopRequest
 
@@ -35,7 +35,7 @@ class Loop:
     progress: Progress
     stop: StopRequest
     run_dir: Path
-    facts: dict[str, object]  # that a resumed run must share
+    saver: BackgroundSaver
     bad_steps: int = 0  # in a row
     failed_saves: int = 0  # in a row
 
@@ -69,9 +69,11 @@ class Loop:
         outcome = self.job.train(data, lr)
         broken = self._record_broken(data)
         activity.begin(MEASURING)
-        seen = self.meter.gather(outcome, self.loader.wait_s - waited, broken, self.stop.asked)
+        seen = self.meter.gather(outcome, self.loader.wait_s - waited, broken, self.stop.asked, self.saver.done)
         took = time.perf_counter() - begin
         self._judge(data, outcome)
+        if self.saver.pending and seen.saved:
+            self._settle(must=False)
         if seen.broken_samples:
             self.progress.note(f"step {step + 1}: {seen.broken_samples} samples could not be decoded, see {QUARANTINE}")
         validates = train.validate_every and due(step, train.validate_every, train.steps) and not seen.stopped
@@ -108,11 +110,18 @@ class Loop:
         self.progress.step(metrics)
 
     def _save(self, next_step: int, must: bool) -> Path | None:
-        """Save; go on without, where that fails, unless nothing comes after or it has failed too often."""
+        """Save in the background, or, where nothing may come before it is done, here and now."""
         self.job.activity.begin(SAVING)
+        if self.saver.pending:
+            self._settle(must=False)
+        self.saver.start(next_step)
+        return self._settle(must) if must or not self.job.recipe.train.checkpoint.background else None
+
+    def _settle(self, must: bool) -> Path | None:
+        """Close the save under way; go on without, where it failed, unless nothing comes after or too many failed."""
         limit = self.job.recipe.train.checkpoint.max_failures
         try:
-            folder = save_job(self.run_dir / CHECKPOINTS, self.job, next_step, self.facts)
+            folder = self.saver.settle()
         except CheckpointError as e:  # the same on every rank, and nothing is left of it
             self.failed_saves += 1
             self.progress.note(f"not saved ({self.failed_saves} of {limit} in a row): {e}")
@@ -125,7 +134,7 @@ class Loop:
             return None
         self.failed_saves = 0
         self.progress.note(f"saved {folder}")
-        self._state("running", next_step)
+        self._state("running", self.saver.step)
         return folder
 
     def _state(self, status: Literal["running", "done", "stopped"], step: int) -> None:

@@ -25,6 +25,7 @@ class Seen:
     peak_memory_bytes: int  # of the rank that needed most
     broken_samples: int  # found undecodable in this step
     stopped: bool  # a signal has asked at least one rank to stop
+    saved: bool  # no rank is still writing a checkpoint
 
 
 class Meter:
@@ -35,24 +36,26 @@ class Meter:
         precision: Precision = "bf16" if job.dtype == torch.bfloat16 else "fp32"
         self._peak_flops = preset(hardware).peak_flops(precision) * job.world.size
 
-    def gather(self, outcome: StepOutcome, data_wait_s: float, broken_samples: int, stop: bool) -> Seen:
+    def gather(self, outcome: StepOutcome, data_wait_s: float, broken_samples: int, stop: bool, saved: bool) -> Seen:
         """Bring all ranks' figures together; every rank must call this once a step."""
         world, seconds = self._job.world, outcome.seconds
         times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s]
-        mine = [outcome.loss, float(_peak_memory(world.device)), float(broken_samples), float(stop), *times]
+        flags = [float(stop), float(saved)]
+        mine = [outcome.loss, float(_peak_memory(world.device)), float(broken_samples), *flags, *times]
         rows = [torch.tensor(mine, dtype=torch.float64, device=world.device)]
         if world.size > 1:
             row = rows[0]
             rows = [torch.empty_like(row) for _ in range(world.size)]
             dist.all_gather(rows, row)
         table = torch.stack(rows).cpu()
-        means = table[:, 4:].mean(dim=0).tolist()
+        means = table[:, 5:].mean(dim=0).tolist()
         return Seen(
             float(table[:, 0].sum()),
             TimeSplit(*means),
             int(table[:, 1].max()),
             int(table[:, 2].sum()),
             bool(table[:, 3].any()),
+            bool(table[:, 4].all()),
         )
 
     def metrics(

@@ -1,10 +1,13 @@
 """From a running job to a checkpoint and back."""
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, open_newest_good, save
@@ -13,36 +16,103 @@ from mmtrain.runtime.job import Job
 from mmtrain.runtime.world import World
 
 
-def ranks_of(world: World) -> Ranks:
-    """Let the checkpoint room talk to the other ranks."""
-    return Ranks(
-        world.rank,
-        world.size,
-        gather=lambda value: world.gather(value) if world.is_first else _sent(world.gather(value)),
-        broadcast=world.broadcast,
-    )
+def ranks_of(world: World, group: dist.ProcessGroup | None = None) -> Ranks:
+    """Let the checkpoint room talk to the other ranks, over a group of all ranks (default: the world's own)."""
+
+    def gather(value: Any) -> list[Any] | None:
+        everyone = world.gather(value, group)
+        return everyone if world.is_first else None
+
+    return Ranks(world.rank, world.size, gather, lambda value: world.broadcast(value, group))
 
 
-def save_job(root: Path, job: Job, next_step: int, facts: dict[str, object]) -> Path:
-    """Save everything that the steps from `next_step` on depend on; `facts` are the settings they hang on."""
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint will hold of one rank."""
+
+    next_step: int
+    shards: list[Shard]
+    state: dict[str, Any]
+    own: dict[str, Any]
+
+
+def snapshot(job: Job, next_step: int, facts: dict[str, object], copy: bool) -> Snapshot:
+    """Everything that the steps from `next_step` on depend on; `facts` are the settings they hang on.
+
+    Without `copy` the shards are the live tensors: they must be written before training goes on.
+    """
     shards = [
-        Shard(piece.name, shard_spec(piece), _stored(piece))
+        Shard(piece.name, shard_spec(piece), _stored(piece, copy))
         for unit in job.optimizer.units.values()
         for piece in unit.shards()
     ]
     state = {"facts": facts, "next_step": next_step, "num_updates": job.optimizer.num_updates}
     # Nothing draws from this generator yet in a run without dropout; a resumed run still continues where it stood.
     own = {"torch_rng": bytes(torch.get_rng_state().tolist()).hex()}
-    return save(
-        root,
-        next_step,
-        shards,
-        state,
-        own,
-        keep=job.recipe.train.checkpoint.keep,
-        ranks=ranks_of(job.world),
-        storage=job.faults.storage(next_step),
-    )
+    return Snapshot(next_step, shards, state, own)
+
+
+def save_job(root: Path, job: Job, next_step: int, facts: dict[str, object]) -> Path:
+    """Save the job while it stands still; return the checkpoint."""
+    return _write(root, job, snapshot(job, next_step, facts, copy=False), ranks_of(job.world))
+
+
+def _write(root: Path, job: Job, taken: Snapshot, ranks: Ranks) -> Path:
+    keep, storage = job.recipe.train.checkpoint.keep, job.faults.storage(taken.next_step)
+    return save(root, taken.next_step, taken.shards, taken.state, taken.own, keep=keep, ranks=ranks, storage=storage)
+
+
+class BackgroundSaver:
+    """Saves from a copy in a thread while training goes on; at most one save at a time.
+
+    `done` says whether this rank's part is over; `settle` waits for it and raises what went wrong. Ranks must settle
+    in the same step, since a failed save counts on all of them.
+    """
+
+    def __init__(self, root: Path, job: Job, facts: dict[str, object]) -> None:
+        self._root, self._job, self._facts = root, job, facts
+        # A group of its own: the thread's collectives must not come between those of the steps.
+        group = dist.new_group(backend="gloo") if job.world.size > 1 else None
+        self._ranks = ranks_of(job.world, group)
+        self.step = 0  # that the save under way, or the last one, comes after
+        self._thread: threading.Thread | None = None
+        self._folder: Path | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save was started and not settled."""
+        return self._thread is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether settling would not wait."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def start(self, next_step: int) -> None:
+        """Copy what is to be saved and begin to write it."""
+        assert not self.pending, "two saves at once would remove each other's drafts"
+        self.step = next_step
+        taken = snapshot(self._job, next_step, self._facts, copy=True)
+        # A daemon: after a failure elsewhere, a save whose peers are gone must not keep the process.
+        self._thread = threading.Thread(target=self._save, args=(taken,), name="mmtrain-saver", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> Path:
+        """Wait for the save under way; return the checkpoint. Raises CheckpointError, the same on all ranks."""
+        assert self._thread is not None, "no save is under way"
+        self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+        assert self._folder is not None
+        return self._folder
+
+    def _save(self, taken: Snapshot) -> None:
+        try:
+            self._folder = _write(self._root, self._job, taken, self._ranks)
+        except BaseException as error:
+            self._error = error
 
 
 def restore_job(root: Path, job: Job, on_bad: Callable[[str], None]) -> Checkpoint:
@@ -69,9 +139,6 @@ def shard_spec(piece: NamedShard) -> ShardSpec:
     return ShardSpec(piece.spec.full_shape, dim, piece.tp_rank * rows, (piece.tp_rank + 1) * rows, piece.flat)
 
 
-def _stored(piece: NamedShard) -> Tensor:
-    return piece.tensor.view(shard_spec(piece).shape)
-
-
-def _sent(_: list[Any]) -> None:
-    """The ranks that only send to rank 0 get nothing back."""
+def _stored(piece: NamedShard, copy: bool) -> Tensor:
+    tensor = piece.tensor.view(shard_spec(piece).shape)
+    return tensor.detach().to("cpu", copy=True) if copy else tensor

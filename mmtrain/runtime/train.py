@@ -28,7 +28,7 @@ from mmtrain.runtime.launch import free_port, launch_local
 from mmtrain.runtime.loop import CHECKPOINTS, QUARANTINE, Loop
 from mmtrain.runtime.measure import Meter
 from mmtrain.runtime.runstate import read_state, write_state
-from mmtrain.runtime.saving import restore_job
+from mmtrain.runtime.saving import BackgroundSaver, restore_job
 from mmtrain.runtime.stop import StopRequest
 from mmtrain.runtime.watchdog import Watchdog
 from mmtrain.runtime.world import Address, World, find_address, is_restart, join, leave
@@ -157,8 +157,8 @@ def _steps(
         Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first) as loader,
         Watchdog(job.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
     ):
-        facts = _facts(recipe, index)
-        return Loop(job, index, loader, meter, validate, log, progress, stop, request.run_dir, facts).run(first)
+        saver = BackgroundSaver(request.run_dir / CHECKPOINTS, job, _facts(recipe, index))
+        return Loop(job, index, loader, meter, validate, log, progress, stop, request.run_dir, saver).run(first)
 
 
 def _validation(job: Job) -> Callable[[], float]:

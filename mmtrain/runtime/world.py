@@ -49,12 +49,15 @@ class World:
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
-    def gather(self, value: object) -> list[object]:
-        """Collect one small picklable object from every rank, on every rank, in rank order."""
+    def gather(self, value: object, group: dist.ProcessGroup | None = None) -> list[object]:
+        """Collect one small picklable object from every rank, on every rank, in rank order.
+
+        `group`: another group of all ranks than the default one, for a thread of its own.
+        """
         if self.size == 1:
             return [value]
         values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
         return values
 
     def sum(self, value: float) -> float:
@@ -81,12 +84,12 @@ class World:
             raise kind(message)
         return result
 
-    def broadcast(self, value: object) -> object:
-        """Return rank 0's small picklable object on every rank."""
+    def broadcast(self, value: object, group: dist.ProcessGroup | None = None) -> object:
+        """Return rank 0's small picklable object on every rank; `group` as in `gather`."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
 

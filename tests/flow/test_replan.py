@@ -11,7 +11,7 @@ from mmtrain.checkpoint import Checkpoint, ShardSpec, open_newest_good
 from mmtrain.models.shards import NamedShard
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import assemble
-from mmtrain.runtime.saving import restore_job, save_job
+from mmtrain.runtime.saving import BackgroundSaver, restore_job, save_job
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data
@@ -76,3 +76,25 @@ def test_a_run_continues_on_any_plan(tmp_path: Path, before: str) -> None:
         assert held.keys() == stored.keys(), name
         assert all(torch.equal(held[tensor], stored[tensor]) for tensor in stored), name
         assert sum(loss for loss, _ in seen) == pytest.approx(expected, rel=1e-6), name
+
+
+def _save_both_ways(settings: Recipe, meshes: dict[str, Mesh], root: Path) -> None:
+    """Save while standing still, then from a copy while the next step runs."""
+    job = assemble(settings, plan(settings, **meshes), _world())
+    job.train(step_data(job, 0), LR)
+    save_job(root / "still", job, 1, {})
+    saver = BackgroundSaver(root / "moving", job, {})
+    saver.start(1)
+    job.train(step_data(job, 1), LR)
+    assert saver.settle() == root / "moving" / "step-00000001"
+    assert not saver.pending
+
+
+def test_saving_in_the_background_writes_the_same_bytes(tmp_path: Path) -> None:
+    meshes = PLANS["disaggregated, llm pp2 dp2"]
+    run_ranks(_ranks(meshes), _save_both_ways, recipe(**TIED), meshes, tmp_path)
+    still, moving = (tmp_path / way / "step-00000001" for way in ("still", "moving"))
+    names = sorted(file.name for file in still.iterdir())
+    assert len(names) == 2 * _ranks(meshes) + 1, "a tensor file and a state for each rank, and the manifest"
+    assert sorted(file.name for file in moving.iterdir()) == names
+    assert all((still / name).read_bytes() == (moving / name).read_bytes() for name in names)

@@ -140,7 +140,7 @@ def test_resume_without_a_run_isrefused(data: Path, tmp_path: Path) -> None:
 def test_a_run_that_broke_before_its_first_checkpoint_starts_again(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path / "run", "train.steps=2")
     with pytest.raises(RanksFailed):
-        run_all(request, request, kill=(1, 1))
+        run_all(request, request, faults=FailAt(1, 1, "kill"))
     assert run_all(request, request) == ["", ""], "without --resume there is nothing to lose"
     shutil.rmtree(tmp_path / "run" / CHECKPOINTS)
     again = replace(request, resume=True)
