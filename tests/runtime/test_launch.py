@@ -1,11 +1,12 @@
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
-from mmtrain.errors import MmtrainError, PlanError
+from mmtrain.errors import MmtrainError, PlanError, StoppedAndSaved
 from mmtrain.runtime.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 from tests.distributed import fork_ranks
@@ -31,6 +32,22 @@ def _rank_one_is_killed(address: Address) -> None:
     dist.barrier()
 
 
+def _interrupts_twice(address: Address) -> None:
+    """Signals are held back until a run listens, so they can be waited for here."""
+    if address.rank == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+        signal.sigwait({signal.SIGTERM})
+        os.kill(os.getppid(), signal.SIGINT)
+    threading.Event().wait()
+
+
+def _stops_when_asked(address: Address) -> None:
+    if address.rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    signal.sigwait({signal.SIGTERM})
+    raise StoppedAndSaved("saved")
+
+
 def _launch(_rank: int, _size: int, _folder: Path, num_ranks: int, target: Callable[[Address], None]) -> str:
     try:
         launch_local(num_ranks, target)
@@ -51,6 +68,14 @@ def test_ranks_meet() -> None:
 
 def test_the_first_failure_is_raised_and_the_others_are_ended() -> None:
     assert _outcome(2, _rank_one_is_wrong).startswith("UserError: plan.units.llm.tp: 3 found")
+
+
+def test_a_second_interrupt_ends_all_ranks_at_once() -> None:
+    assert _outcome(2, _interrupts_twice) == "RunError: interrupted twice: all ranks were ended without saving"
+
+
+def test_a_signal_is_passed_on_and_every_rank_may_finish() -> None:
+    assert _outcome(3, _stops_when_asked) == "StoppedAndSaved: saved"
 
 
 def test_a_killed_rank_is_named() -> None:
