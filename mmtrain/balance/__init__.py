@@ -6,7 +6,9 @@ Knows no files, no tensors and no model, so that the planner can ask it about cl
 from mmtrain.balance.assign import assign, longest_first
 from mmtrain.balance.batch import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths
 from mmtrain.balance.grouping import Groups, isf, pack
+from mmtrain.balance.matched import matched
 from mmtrain.balance.metrics import dist_ratio, max_over_mean, pad_ratio
+from mmtrain.balance.steps import assemble
 
 __all__ = [
     "BatchMeta",
@@ -16,10 +18,12 @@ __all__ = [
     "ItemLengths",
     "ItemTable",
     "SampleLengths",
+    "assemble",
     "assign",
     "dist_ratio",
     "isf",
     "longest_first",
+    "matched",
     "max_over_mean",
     "pack",
     "pad_ratio",

@@ -4,6 +4,7 @@ Every function here uses each sample of its order exactly once and is a pure fun
 generator it is handed.
 """
 
+from bisect import insort
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,41 +110,68 @@ def pack(tokens: IntArray, budgets: IntArray, order: IntArray, window: int) -> G
     if len(order) and (tokens[order] > budgets).any():
         raise ValueError("a sample is above a budget alone")
     parts = [order[lo : lo + window] for lo in range(0, len(order), window)]
-    members = [_emission_order(_pack_window(tokens[part], budgets), part) for part in parts]
+    members = [
+        _emission_order(best_fit(tokens[part], budgets, _largest_first(tokens[part], budgets)), part) for part in parts
+    ]
     groups = [group for window_groups in members for group in window_groups]
     sizes = np.array([0, *map(len, groups)], dtype=np.int64)
     samples = np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
     return Groups(np.cumsum(sizes), samples.astype(np.int64))
 
 
-def _pack_window(tokens: IntArray, budgets: IntArray) -> IntArray:
-    """Best-fit decreasing; returns (k,) the group of each sample, groups numbered as they were opened."""
-    share = (tokens / budgets).max(axis=1)
-    room = np.empty((len(budgets), len(tokens)), dtype=np.int64)  # (m, groups) contiguous per budget: one scan each
+def _largest_first(tokens: IntArray, budgets: IntArray) -> IntArray:
+    """Rows by the share of a budget they fill."""
+    order: IntArray = np.argsort(-(tokens / budgets).max(axis=1), kind="stable")
+    return order
+
+
+def best_fit(tokens: IntArray, budgets: IntArray, order: IntArray) -> IntArray:
+    """Put the rows of `tokens` (k, m), in `order`, each into the group it leaves least room in; returns (k,) groups.
+
+    Groups are numbered as they were opened. No group passes a budget (m,), no row may be above one alone.
+    "Least room" counts under the budget that the window as a whole presses hardest; the others only bound. Open
+    groups wait in one list for each amount of room under it, and one integer with a bit for each non-empty list finds
+    the least room that suffices without looking at the groups.
+    """
+    tight = int((tokens.sum(axis=0) / budgets).argmax())
     group = np.empty(len(tokens), dtype=np.int64)
-    num_open = 0
-    slack = np.empty(len(tokens), dtype=np.float64)  # room left in a group, as a sum of shares; the fit to minimise
-    for i in np.argsort(-share, kind="stable"):
-        size = tokens[i]
-        best = _best_fit(room[:, :num_open], slack[:num_open], size)
+    with_room: list[list[int]] = [[] for _ in range(int(budgets[tight]) + 1)]
+    rooms = 0
+    left: list[list[int]] = []  # room of each group under every budget
+    sizes, whole = tokens.tolist(), budgets.tolist()
+    for i in order.tolist():
+        size = sizes[i]
+        best = _least_room(with_room, rooms >> size[tight], size, left, tight)
         if best is None:
-            best, num_open = num_open, num_open + 1
-            room[:, best] = budgets
-        room[:, best] -= size
-        slack[best] = (room[:, best] / budgets).sum()
+            best = len(left)
+            left.append(list(whole))
+        else:
+            heap = with_room[left[best][tight]]
+            heap.remove(best)
+            if not heap:
+                rooms ^= 1 << left[best][tight]
+        left[best] = [room - part for room, part in zip(left[best], size, strict=True)]
+        room = left[best][tight]
+        insort(with_room[room], best)
+        rooms |= 1 << room
         group[i] = best
     return group
 
 
-def _best_fit(room: IntArray, slack: np.ndarray, size: IntArray) -> int | None:
-    """The open group that has room for `size` and the least slack, the oldest of equals; None if none has room."""
-    if not len(slack):
-        return None
-    fits = room[0] >= size[0]
-    for budget in range(1, len(size)):
-        fits &= room[budget] >= size[budget]
-    best = int(np.where(fits, slack, np.inf).argmin())
-    return best if fits[best] else None
+def _least_room(
+    with_room: list[list[int]], candidates: int, size: list[int], left: list[list[int]], tight: int
+) -> int | None:
+    """The open group with the least sufficient room, the oldest of equals; None if none has room.
+
+    candidates: bit r is set if some group has room r + size[tight] under the tight budget.
+    """
+    while candidates:
+        lowest = candidates & -candidates
+        for group in with_room[lowest.bit_length() - 1 + size[tight]]:
+            if all(room >= part for room, part in zip(left[group], size, strict=True)):
+                return group
+        candidates ^= lowest
+    return None
 
 
 def _emission_order(group: IntArray, part: IntArray) -> list[IntArray]:

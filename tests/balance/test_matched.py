@@ -1,0 +1,107 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.balance import dist_ratio, matched, max_over_mean
+from mmtrain.balance.exchange import CANDIDATES, Aim, exchange
+
+
+@given(st.integers(0, 10_000), st.integers(0, 90), st.integers(1, 3), st.integers(1, 5), st.integers(5, 40))
+@settings(max_examples=120, deadline=None)
+def test_every_sample_once_within_budgets_and_window(seed: int, n: int, m: int, replicas: int, window: int) -> None:
+    rng = np.random.default_rng(seed)
+    budgets = rng.integers(12, 40, m)
+    tokens = rng.integers(0, 12, (n, m))
+    order = rng.permutation(n)
+
+    groups, again = (
+        matched(tokens, budgets, order, window, np.eye(m), replicas, np.random.default_rng(seed)) for _ in range(2)
+    )
+
+    assert sorted(groups.samples.tolist()) == list(range(n))
+    assert (groups.sizes > 0).all()
+    assert (groups.loads(tokens) <= budgets).all()
+    place = np.empty(n, dtype=np.int64)
+    place[order] = np.arange(n)
+    assert (np.abs(place[groups.samples] - np.arange(n)) < window).all()
+    assert groups.samples.tolist() == again.samples.tolist()
+    assert groups.first.tolist() == again.first.tolist()
+
+
+def _mixture(n: int) -> np.ndarray:
+    """LLM tokens and image tiles of images of three kinds, and of texts."""
+    rng = np.random.default_rng(0)
+    tiles = rng.choice([0, 1, 3, 5], n)
+    text = np.where(tiles > 0, rng.integers(40, 300, n), np.clip(rng.lognormal(5.5, 1, n), 16, 4000).astype(int))
+    return np.stack([256 * tiles + text, tiles], axis=1)
+
+
+def test_steps_are_full_and_even_on_a_mixture() -> None:
+    tokens = _mixture(20_000)
+    budgets, order = np.array([4096, 64]), np.random.default_rng(1).permutation(20_000)
+    apart, cost = np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([[1.0, 300.0]])
+    groups = matched(tokens, budgets, order, 8192, apart, 8, np.random.default_rng(2))
+    loads = groups.loads(tokens)
+    assert loads[:, 0].mean() > 0.98 * 4096
+    tokens_waited, tiles_waited = dist_ratio(loads[: len(loads) // 8 * 8].reshape(-1, 8, 2))
+    assert tokens_waited < 0.003
+    assert tiles_waited < 0.01
+    loads = matched(tokens, budgets, order, 8192, cost, 8, np.random.default_rng(2)).loads(tokens)
+    assert max_over_mean((loads @ cost[0])[: len(loads) // 8 * 8].reshape(-1, 8)) < 1.003
+
+
+def test_steps_come_in_no_order_of_size() -> None:
+    tokens = _mixture(20_000)
+    groups = matched(
+        tokens,
+        np.array([4096, 64]),
+        np.random.default_rng(1).permutation(20_000),
+        20_000,
+        np.array([[0.0, 1.0], [1.0, 0.0]]),
+        8,
+        np.random.default_rng(2),
+    )
+    tiles = groups.loads(tokens)[:, 1]
+    assert abs(np.corrcoef(np.arange(len(tiles)), tiles)[0, 1]) < 0.15
+
+
+def test_a_sample_above_the_budget_is_a_bug_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="above a budget"):
+        matched(np.array([[11]]), np.array([10]), np.array([0]), 4, np.eye(1), 2, np.random.default_rng(0))
+
+
+@given(st.integers(0, 10_000), st.integers(2, 3), st.integers(1, 2))
+@settings(max_examples=60, deadline=None)
+def test_exchange_never_worsens_a_step_and_loses_nothing(seed: int, replicas: int, m: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 4, (4, replicas))
+    n = int(counts.sum())
+    sizes = np.concatenate([rng.integers(0, 20, (n, m)), np.zeros((1, m), dtype=np.int64)]).astype(np.float64)
+    members = np.full((4, replicas, CANDIDATES), n)
+    members[np.arange(CANDIDATES) < counts[..., None]] = np.arange(n)
+    aim = Aim(sizes, np.full(m, 60), np.eye(m), np.ones(m))
+
+    after = exchange(members, aim, 40)
+
+    for before, now in zip(members, after, strict=True):
+        assert sorted(before.ravel().tolist()) == sorted(now.ravel().tolist()), "samples stay in their step"
+        assert ((now != n).sum(axis=1) > 0).all()
+        was, is_now = sizes[before].sum(axis=1), sizes[now].sum(axis=1)
+        scale = np.maximum(was.mean(axis=0), 1)
+        assert (is_now.max(axis=0) / scale).sum() <= (was.max(axis=0) / scale).sum() + 1e-9
+        assert (is_now <= 60).all()
+
+
+@given(st.lists(st.integers(1, 30), min_size=4, max_size=7))
+@settings(max_examples=60, deadline=None)
+def test_exchange_between_two_groups_is_near_the_best_split(sizes: list[int]) -> None:
+    n = len(sizes)
+    padded = np.array([*sizes, 0], dtype=np.float64)[:, None]
+    members = np.full((1, 2, CANDIDATES), n)
+    members[0, 0, : n - 1], members[0, 1, 0] = np.arange(n - 1), n - 1
+    after = exchange(members, Aim(padded, np.array([1000]), np.eye(1), np.ones(1)), 30)
+    best = min(max(sum(part), sum(sizes) - sum(part)) for k in range(1, n) for part in itertools.combinations(sizes, k))
+    assert padded[after[0]].sum(axis=1).max() <= 1.2 * best
