@@ -32,6 +32,14 @@ class Packing:
     rope: Rope | None = None  # rotary positions, where the model has them
     qkv_format: ClassVar[str] = "thd"  # what Megatron-core calls packed tokens; it looks for this attribute
 
+    def padded(self, rows: int) -> "Packing":
+        """The same with `rows` tokens of padding at the end, a sequence that the others do not see."""
+        if not rows:
+            return self
+        # Rotated by zeros the padding attends to itself evenly; nobody looks at what comes out.
+        rope = None if self.rope is None else tuple(F.pad(table, (0, 0, 0, 0, 0, rows)) for table in self.rope)
+        return Packing((*self.lengths, rows), rope)  # type: ignore[arg-type]  # still a pair
+
 
 def rope_tables(lengths: tuple[int, ...], head_dim: int, base: float, dtype: torch.dtype, device: torch.device) -> Rope:
     """Cosines and sines of rotary positions that start at 0 in each sequence (RoFormer, arXiv 2104.09864)."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Context = VisionContext | AudioContext | TextContext
 _BLOCKS = ("vit_block", "decoder_block")
+_SLICED = (*_BLOCKS, "head")  # layers that read a slice of the tokens under sequence parallelism
 
 
 def build_stage(
@@ -39,16 +40,19 @@ def build_stage(
     recompute: frozenset[int],
     seed: int,
     attention: Literal["auto"] | Backend,
+    sequence_parallel: bool = False,
 ) -> "StageModule":
     """Build layers [lo, hi) of `unit` on this rank, with their initial weights, frozen where the settings say so.
 
-    `recompute` names layers (by index in the unit) whose activations are computed again in backward.
+    `recompute` names layers (by index in the unit) whose activations are computed again in backward. With
+    `sequence_parallel` the ranks of a lane share out the tokens between the layers' products.
     Raises UserError if the attention backend does not work here.
     """
     from mmtrain.models.megatron import prepare
 
     prepare(device)
-    parts = _parts(recipe_model, shape.unit(unit), groups, dtype, choose(attention, device, dtype))
+    backend = choose(attention, device, dtype)
+    parts = _parts(recipe_model, shape.unit(unit), groups, dtype, backend, sequence_parallel and groups.tp_size > 1)
     stage = StageModule(recipe_model, shape, unit, layers, parts, recompute)
     specs = params.specs(stage, unit, groups.tp_size)
     params.initialize(stage, specs, seed, groups.tp_rank, groups.tp_size)
@@ -105,19 +109,35 @@ class StageModule(nn.Module):
         head = self.layers[str(last)]
         assert isinstance(head, Head), f"layer {last} of {self.unit} is no head"
         hidden = self._through(before, hidden, self._context(inputs, features or {}))
-        return head.logits(hidden)
+        if not self.parts.sequence_parallel:
+            return head.logits(hidden)
+        return head.logits(self.parts.slice_tokens(hidden))[: len(hidden)]
 
     def _through(self, indices: Iterable[int], hidden: Tensor | None, context: Context) -> Tensor:
+        packing, kind = context.packing, "embedding"
+        if self.parts.sequence_parallel:
+            packing = packing.padded(self.parts.padding(sum(packing.lengths)))
         for index in indices:
+            before, kind = kind, self.shape.layers[index].kind
+            hidden = self._shared_out(hidden, before, kind, context)
             layer = self.layers[str(index)]
-            argument = context.packing if self.shape.layers[index].kind in _BLOCKS else context
+            argument = packing if kind in _BLOCKS else context
             if index in self.recompute and torch.is_grad_enabled():
                 # No dropout, so there is no generator state to restore.
                 hidden = checkpoint(layer, hidden, argument, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = layer(hidden, argument)
+        hidden = hidden if kind == "head" else self._shared_out(hidden, kind, "embedding", context)
         assert hidden is not None, "a stage has at least one layer, and only the first one starts from nothing"
         return hidden
+
+    def _shared_out(self, hidden: Tensor | None, before: str, after: str, context: Context) -> Tensor | None:
+        """Slice or join tokens between two kinds of layers; outside the stage they are whole, as in an embedding."""
+        if not self.parts.sequence_parallel or hidden is None or (before in _SLICED) == (after in _SLICED):
+            return hidden
+        if after in _SLICED:
+            return self.parts.slice_tokens(hidden)
+        return self.parts.join_tokens(hidden, sum(context.packing.lengths))
 
     def _context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> Context:
         device = next(self.parameters()).device
@@ -152,15 +172,20 @@ class StageModule(nn.Module):
 
 
 def _parts(
-    model: ModelSettings, unit: UnitShape, groups: "ParallelGroups", dtype: torch.dtype, attention: Backend
+    model: ModelSettings,
+    unit: UnitShape,
+    groups: "ParallelGroups",
+    dtype: torch.dtype,
+    attention: Backend,
+    sequence_parallel: bool,
 ) -> "Parts":
     from mmtrain.models.megatron import Parts
 
     block = next(layer for layer in unit.layers if layer.kind in _BLOCKS)
     if unit.kind == "llm":
-        return Parts(block, "silu", model.llm.norm_eps, groups, dtype, attention)
+        return Parts(block, "silu", model.llm.norm_eps, groups, dtype, attention, sequence_parallel)
     encoder = _encoder(model, unit.name)
-    return Parts(block, encoder.activation, encoder.norm_eps, groups, dtype, attention)
+    return Parts(block, encoder.activation, encoder.norm_eps, groups, dtype, attention, sequence_parallel)
 
 
 def _encoder(model: ModelSettings, unit: str) -> VisionSettings | AudioSettings:

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmtrain.models.attention import Packing, rope_tables
@@ -56,20 +57,25 @@ class Head(nn.Module):
     def __init__(self, shape: LayerShape, parts: "Parts", tied: Embedding | None) -> None:
         super().__init__()
         self.parts = parts
-        self.norm = parts.norm(shape.hidden)
+        self.norm = parts.norm(shape.hidden, sliced=True)
         self.output = parts.vocab_linear(shape.hidden, shape.vocab, own_weight=tied is None)
         # In a tuple so that torch does not list the shared weight under this module too.
         self._tied = (tied,)
 
     def forward(self, hidden: Tensor, context: TextContext) -> Tensor:
-        """Sum the losses of the tokens (T, hidden) whose label is not -100: a scalar in fp32."""
+        """Sum the losses of the tokens (T, hidden) whose label is not -100: a scalar in fp32.
+
+        Under sequence parallelism `hidden` is this rank's slice of them; each rank returns the whole sum.
+        """
         labels = context.inputs.labels
         assert labels is not None, "the stage with the head needs labels"
-        losses = self.parts.token_losses(self._project(hidden), labels)
+        logits = self._project(hidden)
+        labels = F.pad(labels, (0, len(logits) - len(labels)), value=-100)
+        losses = self.parts.token_losses(logits, labels)
         return (losses * (labels != -100)).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map (T, hidden) to logits (T, padded vocabulary)."""
+        """Map (T, hidden), or this rank's slice of it, to logits (T, padded vocabulary)."""
         return self.parts.gather_vocab(self._project(hidden))
 
     def _project(self, hidden: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class UnitPlan(_Frozen):
     pp: int
     dp: int
     vpp: int = 1
+    sp: bool = False  # sequence parallelism: ranks of a lane share out the tokens between products
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 

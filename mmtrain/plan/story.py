@@ -59,7 +59,10 @@ def plan(
         hardware=hardware,
         world_size=world_size,
         placement=chosen.layout.placement,
-        units=dict(chosen.layout.units),
+        units={
+            name: unit.model_copy(update={"sp": unit.tp > 1 and getattr(recipe.parallel, name).sp})
+            for name, unit in chosen.layout.units.items()
+        },
         schedule=SchedulePlan(num_microbatches=dict.fromkeys(choices, chosen.layout.num_microbatches)),
         predicted=predict(chosen, pricing, machine, world_size),
         alternatives=tuple(losers[:top]),

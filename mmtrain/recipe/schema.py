@@ -226,6 +226,10 @@ class UnitParallel(Section):
     )
     pp: PositiveInt | None = Field(None, description="Pipeline ranks.")
     dp: PositiveInt | None = Field(None, description="Data-parallel replicas; divides `train.global_batch`.")
+    sp: bool = Field(
+        False,
+        description="Sequence parallelism, where tp is above 1: its ranks share out the tokens in norms and residuals.",
+    )
     recompute: Literal["none", "all"] = Field(
         "none", description="Recompute every layer's activations in backward, or keep them."
     )

@@ -118,7 +118,7 @@ def assemble(
     try_channels(actions, groups, world)
     dtype = compute_dtype(recipe, world.device)
     units = {
-        mesh.unit: _unit(recipe, model, graph, mesh.unit, groups, world, dtype)
+        mesh.unit: _unit(recipe, model, graph, mesh.unit, plan.units[mesh.unit].sp, groups, world, dtype)
         for mesh in graph.meshes
         if world.rank in mesh.ranks
     }
@@ -179,6 +179,7 @@ def _unit(
     model: ModelShape,
     graph: StageGraph,
     name: str,
+    sequence_parallel: bool,
     groups: Groups,
     world: World,
     dtype: torch.dtype,
@@ -195,6 +196,7 @@ def _unit(
             recompute=stage.recompute,
             seed=recipe.train.seed,
             attention=recipe.train.attention,
+            sequence_parallel=sequence_parallel,
         )
         for stage in graph.stages
         if stage.id.unit == name and any(world.rank in lane for lane in stage.lanes)

@@ -83,6 +83,7 @@ class Mesh:
     dp: int = 1
     vpp: int = 1
     recompute: tuple[int, ...] = ()
+    sp: bool = False
 
 
 def plan(settings: Recipe, **meshes: Mesh) -> Plan:
@@ -98,7 +99,7 @@ def plan(settings: Recipe, **meshes: Mesh) -> Plan:
             )
             for i, (lo, hi) in enumerate(itertools.pairwise(borders))
         )
-        units[name] = UnitPlan(tp=mesh.tp, pp=pp, dp=mesh.dp, vpp=mesh.vpp, ranks=mesh.ranks, stages=stages)
+        units[name] = UnitPlan(tp=mesh.tp, pp=pp, dp=mesh.dp, vpp=mesh.vpp, sp=mesh.sp, ranks=mesh.ranks, stages=stages)
     shared = {r for m in meshes.values() for r in m.ranks}
     num_microbatches = GLOBAL_BATCH // meshes["llm"].dp
     return Plan(

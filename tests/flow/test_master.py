@@ -46,6 +46,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"vision": Mesh((), (0,)), "llm": Mesh((2,), tuple(range(8)), tp=4)},
     ),
     "llm tp4 with two kv heads": ({}, {"vision": Mesh((), (4,)), "llm": Mesh((), (0, 1, 2, 3), tp=4)}),
+    "llm tp2 with slices of tokens": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), tp=2, sp=True)}),
+    "vision tp2 with slices of tokens": ({}, {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((), (2,))}),
+    "both tp2 with slices of tokens, pp2, recomputed, partly frozen": (
+        {"train__freeze": ("llm.layers.1.*", "vision.layers.1.mlp.*", "llm.layers.2.*norm.weight")},
+        {
+            "vision": Mesh((2,), (0, 1, 2, 3), tp=2, sp=True, recompute=(1, 2)),
+            "llm": Mesh((2,), (4, 5, 6, 7), tp=2, sp=True, recompute=(1, 3, 4)),
+        },
+    ),
+    "unified tp2 with slices of tokens, one kv head, tied": (
+        {"model__llm__kv_heads": 1, "model__llm__tie_embeddings": True},
+        {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((3,), (0, 1, 2, 3), tp=2, sp=True)},
+    ),
+    "llm tp2 dp2 with slices of tokens": (
+        {},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), tp=2, dp=2, sp=True)},
+    ),
     "frozen encoder": (FROZEN_VISION, {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}),
     "frozen encoder and projector": (
         FROZEN_VISION | {"model__vision__projector__freeze": True},

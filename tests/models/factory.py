@@ -54,6 +54,7 @@ def stage(
     attention: Any = "sdpa",
     seed: int = 1,
     freeze: Iterable[str] = (),
+    sequence_parallel: bool = False,
 ) -> StageModule:
     """Build a stage in fp32 on the CPU; all layers of the unit if none are named."""
     whole = shape_of(model, freeze)
@@ -68,6 +69,7 @@ def stage(
         recompute=frozenset(recompute),
         seed=seed,
         attention=attention,
+        sequence_parallel=sequence_parallel,
     )
 
 

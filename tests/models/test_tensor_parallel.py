@@ -31,9 +31,11 @@ PLACES = (1, 2, 3, 4, 9, 10, 11, 12, 13, 20)
 class Outcome:
     """What one rank saw; plain attributes because it travels by pickle."""
 
-    def __init__(self, model: ModelSettings, groups: ParallelGroups, recompute: tuple[int, ...]) -> None:
-        vision = stage(model, "vision", groups=groups, recompute=recompute)
-        llm = stage(model, "llm", groups=groups, recompute=recompute)
+    def __init__(
+        self, model: ModelSettings, groups: ParallelGroups, recompute: tuple[int, ...], sp: bool = False
+    ) -> None:
+        vision = stage(model, "vision", groups=groups, recompute=recompute, sequence_parallel=sp)
+        llm = stage(model, "llm", groups=groups, recompute=recompute, sequence_parallel=sp)
         inputs = text(8, 17, 0, 5, places=PLACES)
         features = vision(None, images((4, 4), (6, 4)))
         loss = llm(None, inputs, {"vision": features})
@@ -50,6 +52,8 @@ class Outcome:
             for param in module.parameters():
                 if not param.requires_grad:
                     param.grad = torch.zeros_like(param)
+                elif getattr(param, "sequence_parallel", False):
+                    dist.all_reduce(param.grad, group=groups.tp)
             self.grads |= gradients(module)
 
 
@@ -82,6 +86,30 @@ def test_four_ranks_share_one_or_two_kv_heads() -> None:
     on_ranks = run_ranks(4, _with_fewer_kv_heads, (1, 3))
     for ranks, whole in zip(zip(*on_ranks, strict=True), _with_fewer_kv_heads(()), strict=True):
         _assert_equal(list(ranks), whole)
+
+
+def _with_slices(recompute: tuple[int, ...]) -> dict[str, Outcome]:
+    groups = _groups()
+    return {name: Outcome(model, groups, recompute, sp=True) for name, model in VARIANTS.items()}
+
+
+def test_slices_of_the_tokens_equal_all_of_them() -> None:
+    """The 30 tokens of the sequences do not divide by 4 ranks, nor do the images' 42 with class tokens."""
+    on_ranks = run_ranks(4, _with_slices, (1, 3))
+    for name, model in VARIANTS.items():
+        _assert_equal([outcomes[name] for outcomes in on_ranks], Outcome(model, ParallelGroups.single(), ()))
+
+
+def _empty_with_slices() -> list[float]:
+    llm = stage(settings(), "llm", groups=_groups(), sequence_parallel=True)
+    loss = llm(None, text(0), {"vision": torch.zeros(0, 48)})
+    loss.backward()
+    return [float(loss.detach()), *(float(g.abs().sum()) for g in gradients(llm).values())]
+
+
+def test_slices_of_no_tokens_give_zero_gradients() -> None:
+    num_params = sum(1 for _ in stage(settings(), "llm").parameters())
+    assert run_ranks(TP, _empty_with_slices) == [[0.0] * (1 + num_params)] * TP
 
 
 def _assert_equal(ranks: list[Outcome], whole: Outcome) -> None:

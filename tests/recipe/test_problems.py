@@ -111,6 +111,7 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             ["parallel.llm.tp=8", "model.llm.kv_heads=1", "model.llm.head_dim=2", "model.llm.heads=8"],
             "parallel.llm.tp: 8 does not divide the 4 outputs of the key and value projections (kv_heads 1)",
         ),
+        (["parallel.llm={tp: 1, sp: true}"], "parallel.llm.sp: needs more than one tensor-parallel rank"),
         (["parallel.llm.pp=5"], "parallel.llm.pp: 5 is more than the unit's 4 layers"),
         (["parallel.vision.dp=3"], "parallel.vision.dp: 3 does not divide train.global_batch 4"),
         (

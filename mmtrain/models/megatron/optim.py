@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -78,7 +79,15 @@ class ZeroAdamW:
         return tied[0].main_grad if tied else None  # type: ignore[attr-defined]
 
     def reduce_grads(self) -> None:
-        """Sum the gradients over the replicas; afterwards each replica holds the sum of its shard."""
+        """Sum the gradients over the replicas; afterwards each replica holds the sum of its shard.
+
+        First each lane sums those of weights of which its ranks saw only their slices of the tokens.
+        """
+        if partial := [p.main_grad for p in self._trained if getattr(p, "sequence_parallel", False)]:  # type: ignore[attr-defined]
+            total = torch.cat([g.flatten() for g in partial])
+            dist.all_reduce(total, group=self._groups.tp)
+            for gradient, part in zip(partial, torch.split(total, [g.numel() for g in partial]), strict=True):
+                gradient.copy_(part.view_as(gradient))
         if self._trained and self._groups.dp_size > 1:
             self._ddp.finish_grad_sync()
 

@@ -6,7 +6,7 @@ followed by the up-projection's shard).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -18,7 +18,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -56,6 +58,8 @@ class Norm(nn.Module):
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for param in self.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
@@ -128,7 +132,11 @@ class Block(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no typ
 
 @dataclass(frozen=True)
 class Parts:
-    """Builds the parts of one unit. `block` is the shape of the unit's transformer blocks."""
+    """Builds the parts of one unit. `block` is the shape of the unit's transformer blocks.
+
+    Under sequence parallelism (arXiv 2205.05198) blocks and head read and hand on each rank's slice of the tokens.
+    Weights that see only such a slice are marked `sequence_parallel`: their gradients must be summed over the ranks.
+    """
 
     block: LayerShape
     activation: str
@@ -136,6 +144,7 @@ class Parts:
     groups: ParallelGroups
     dtype: torch.dtype
     attention: Backend
+    sequence_parallel: bool
 
     @cached_property
     def config(self) -> TransformerConfig:
@@ -170,6 +179,29 @@ class Parts:
         )
 
     @cached_property
+    def sliced(self) -> TransformerConfig:
+        """The same for parts that work on slices of the tokens, where the unit does."""
+        return replace(self.config, sequence_parallel=self.sequence_parallel)
+
+    def slice_tokens(self, hidden: Tensor) -> Tensor:
+        """Take this rank's slice of tokens (T, width), zeros added where T does not divide; at least a row each."""
+        padded = F.pad(hidden, (0, 0, 0, self.padding(len(hidden))))
+        mine: Tensor = scatter_to_sequence_parallel_region(padded, group=self.groups.tp)
+        return mine
+
+    def join_tokens(self, hidden: Tensor, num_tokens: int) -> Tensor:
+        """Join all ranks' slices to the `num_tokens` tokens they came from. Each rank brings the same gradient."""
+        whole: Tensor = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=self.groups.tp
+        )
+        return whole[:num_tokens]
+
+    def padding(self, num_tokens: int) -> int:
+        """Rows that `slice_tokens` adds."""
+        tp = self.groups.tp_size
+        return -num_tokens % tp if num_tokens else tp
+
+    @cached_property
     def collection(self) -> ProcessGroupCollection:
         """The unit's groups for Megatron-core."""
         return self.groups.collection()
@@ -201,16 +233,16 @@ class Parts:
             ),
             mlp_bda=get_bias_dropout_add,
         )
-        layer = Block(self.config, spec, pg_collection=self.collection)
+        layer = Block(self.sliced, spec, pg_collection=self.collection)
         _mark(layer.self_attention.linear_qkv, dim=0)
         _mark(layer.self_attention.linear_proj, dim=1)
         _mark(layer.mlp.linear_fc1, dim=0, stride=2 if self.block.gated else 1)
         _mark(layer.mlp.linear_fc2, dim=1)
         return cast(nn.Module, layer)
 
-    def norm(self, width: int) -> Norm:
-        """The unit's kind of norm over `width` features."""
-        return Norm(self.config, width, self.norm_eps)
+    def norm(self, width: int, sliced: bool = False) -> Norm:
+        """The unit's kind of norm over `width` features; `sliced` where blocks hand it their tokens."""
+        return Norm(self.sliced if sliced else self.config, width, self.norm_eps)
 
     def column_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
         """Linear whose outputs are split over the tensor-parallel ranks; returns `(output, None)`."""
@@ -241,7 +273,7 @@ class Parts:
         linear = ColumnParallelLinear(
             width,
             rows,
-            config=self.config,
+            config=self.sliced,
             init_method=None,
             bias=False,
             skip_weight_param_allocation=not own_weight,
