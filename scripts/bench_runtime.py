@@ -1,0 +1,99 @@
+"""What the executor and the broker cost beside the compute they drive.
+
+    python scripts/bench_runtime.py recipes/demo.yaml [--set a.b=c ...]
+
+Every rank runs pinned to one core. A bare loop would spend only the seconds inside the units' forwards and backwards
+and inside the optimizer; what the executor spends beyond them, waiting for other ranks apart, is overhead.
+"""
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mmtrain.cli.cluster import cluster_of
+from mmtrain.data import GroupStream, Preparer, build
+from mmtrain.plan import plan
+from mmtrain.plan.plan import Plan
+from mmtrain.recipe import Recipe, load, sha256
+from mmtrain.runtime.job import assemble
+from mmtrain.runtime.launch import launch_local
+from mmtrain.runtime.optimizer import Optimizer
+from mmtrain.runtime.unit import UnitRunner
+from mmtrain.runtime.world import Address, join, leave
+
+WARM_UP, STEPS = 5, 30
+LIMIT = 0.03  # of a step
+
+
+class Stopwatch:
+    """Adds up the seconds spent inside some functions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, timed."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        return run
+
+
+def main() -> None:
+    recipe_file, *options = sys.argv[1:]
+    recipe = load(Path(recipe_file), [o for o in options if o != "--set"]).recipe
+    ranks, hardware = cluster_of(recipe)
+    lengths = build(recipe).lengths
+    chosen = plan(recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=sha256(recipe))
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {chosen.placement} plan")
+    launch_local(ranks, partial(bench_rank, recipe, chosen))
+
+
+def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
+    """Run the steps on one rank and print what they cost."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[address.rank % len(cores)]})
+    inside = Stopwatch()
+    for owner, names in ((UnitRunner, ("forward", "backward")), (Optimizer, ("zero_grad", "step"))):
+        for name in names:
+            setattr(owner, name, inside.timed(getattr(owner, name)))
+    world = join(address)
+    job = assemble(recipe, chosen, world)
+    index = build(recipe)
+    stream = GroupStream(index.lengths, recipe.data.seq_len, recipe.data.window, recipe.train.seed, index.weights)
+    preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
+    num_actions = len(job.program.for_rank(world.rank))
+    rows = []
+    for step in range(WARM_UP + STEPS):
+        data = preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
+        world.barrier()
+        before, begin = inside.seconds, time.perf_counter()
+        outcome = job.train(data, lr=1e-3)
+        step_s = time.perf_counter() - begin
+        bare_s, wait_s = inside.seconds - before, outcome.seconds["wait"]
+        rows.append((step_s, bare_s, wait_s, step_s - bare_s - wait_s))
+    step_s, bare_s, wait_s, over_s = (statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True))
+    verdict = "within" if over_s <= LIMIT * step_s else "above"
+    parts = f"compute {bare_s * 1e3:.1f} + waiting {wait_s * 1e3:.1f} + overhead {over_s * 1e3:.2f} ms"
+    print(
+        f"rank {world.rank} ({', '.join(job.units)}): step {step_s * 1e3:.1f} ms = {parts}\n  overhead is "
+        f"{over_s / step_s:.1%} of the step ({verdict} {LIMIT:.0%}), {over_s / num_actions * 1e6:.0f} us for each of "
+        f"{num_actions} actions",
+        flush=True,
+    )
+    leave()
+
+
+if __name__ == "__main__":
+    main()
