@@ -8,23 +8,29 @@ from mmtrain.balance.batch import BatchMeta, FloatArray, IntArray, ItemLengths, 
 from mmtrain.balance.grouping import Groups, isf, pack
 from mmtrain.balance.matched import matched
 from mmtrain.balance.metrics import dist_ratio, max_over_mean, pad_ratio
+from mmtrain.balance.post import Cost, dominant, rebalance
+from mmtrain.balance.rearrangement import Rearrangement
 from mmtrain.balance.steps import assemble
 
 __all__ = [
     "BatchMeta",
+    "Cost",
     "FloatArray",
     "Groups",
     "IntArray",
     "ItemLengths",
     "ItemTable",
+    "Rearrangement",
     "SampleLengths",
     "assemble",
     "assign",
     "dist_ratio",
+    "dominant",
     "isf",
     "longest_first",
     "matched",
     "max_over_mean",
     "pack",
     "pad_ratio",
+    "rebalance",
 ]
