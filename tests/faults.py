@@ -17,7 +17,19 @@ from mmtrain.checkpoint.storage import FileSum
 from mmtrain.program import Action, Forward
 from mmtrain.runtime.faults import Faults
 
-Kind = Literal["kill", "stop", "hang", "exception", "slow", "nan", "corrupt", "disk full", "signal", "signal launcher"]
+Kind = Literal[
+    "kill",
+    "stop",
+    "hang",
+    "exception",
+    "out of memory",
+    "slow",
+    "nan",
+    "corrupt",
+    "disk full",
+    "signal",
+    "signal launcher",
+]
 SLOW_S = 0.3
 
 
@@ -54,6 +66,8 @@ class FailAt(Faults):
                 threading.Event().wait()
             case "exception":
                 raise ValueError("a failure placed by the test")
+            case "out of memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             case "slow":
                 threading.Event().wait(SLOW_S)
             case "signal":

@@ -19,12 +19,12 @@ class Activity:
         self._clock = clock
         self.step: int | None = None  # counts from 1, as people see it; None before the first
         self.waiting: Send | Recv | None = None  # the message that the main thread waits for
-        self._doing: Action | str = "starting"
+        self.doing: Action | str = "starting"
         self._since = clock()
 
     def begin(self, doing: Action | str) -> None:
         """Start an action or a named phase."""
-        self._doing, self._since = doing, self._clock()
+        self.doing, self._since = doing, self._clock()
 
     def wait(self, message: Send | Recv) -> None:
         """Wait for a message, as part of the action in progress."""
@@ -37,11 +37,11 @@ class Activity:
     @property
     def is_collective(self) -> bool:
         """Whether what is in progress ends only when other ranks do it too."""
-        return isinstance(self._doing, Collective) or self._doing in (MEASURING, SAVING)
+        return isinstance(self.doing, Collective) or self.doing in (MEASURING, SAVING)
 
     def text(self) -> str:
         """Name what is in progress."""
-        return self._doing if isinstance(self._doing, str) else action_to_text(self._doing)
+        return self.doing if isinstance(self.doing, str) else action_to_text(self.doing)
 
     def stuck_s(self) -> float:
         """Seconds since anything began."""

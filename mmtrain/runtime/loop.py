@@ -14,6 +14,7 @@ from mmtrain.runtime.activity import LOADING, MEASURING, SAVING
 from mmtrain.runtime.executor import StepOutcome
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.measure import Meter
+from mmtrain.runtime.memory import memory_story, out_of_memory, peak_memory
 from mmtrain.runtime.runstate import write_state
 from mmtrain.runtime.saving import BackgroundSaver
 from mmtrain.runtime.schedule import learning_rate
@@ -36,6 +37,7 @@ class Loop:
     stop: StopRequest
     run_dir: Path
     saver: BackgroundSaver
+    predicted_gib: float | None  # this rank's peak memory by the plan
     bad_steps: int = 0  # in a row
     failed_saves: int = 0  # in a row
 
@@ -66,7 +68,7 @@ class Loop:
         activity.begin(LOADING)
         data = next(self.loader)
         lr = learning_rate(train.optimizer, step, train.steps)
-        outcome = self.job.train(data, lr)
+        outcome = self._train(data, lr)
         broken = self._record_broken(data)
         activity.begin(MEASURING)
         seen = self.meter.gather(outcome, self.loader.wait_s - waited, broken, self.stop.asked, self.saver.done)
@@ -80,6 +82,20 @@ class Loop:
         val_loss = self.validate() if validates else None
         return self.meter.metrics(data.meta, outcome, seen, lr, took, val_loss), seen.stopped
 
+    def _train(self, data: StepData, lr: float) -> StepOutcome:
+        """Run the step; explain it when memory was not enough."""
+        try:
+            return self.job.train(data, lr)
+        except (RuntimeError, MemoryError) as e:
+            if not out_of_memory(e):
+                raise
+            measured = peak_memory(self.job.world.device)
+            story = memory_story(self.job.activity.doing, data.meta, self._names(data), measured, self.predicted_gib)
+            raise RunError(f"rank {self.job.world.rank}, step {data.meta.step + 1}: {story}") from e
+
+    def _names(self, data: StepData) -> list[str]:
+        return [self.index.samples[i].id for i in data.meta.sample_id]
+
     def _judge(self, data: StepData, outcome: StepOutcome) -> None:
         """Name the samples of a step whose gradient was not finite; give up after too many in a row."""
         if outcome.stepped:
@@ -87,7 +103,7 @@ class Loop:
             return
         self.bad_steps += 1
         step, limit = data.meta.step + 1, self.job.recipe.train.max_bad_steps
-        samples = [self.index.samples[i].id for i in data.meta.sample_id]
+        samples = self._names(data)
         self.progress.note(
             f"step {step}: the gradient norm is {outcome.grad_norm}; no weight was changed, samples in {SKIPPED}"
         )

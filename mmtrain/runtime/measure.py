@@ -1,6 +1,5 @@
 """What a step reports: every rank's seconds, loss and memory, gathered into the metrics of the whole job."""
 
-import resource
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +11,7 @@ from mmtrain.data import GroupStream
 from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.runtime.executor import StepOutcome
 from mmtrain.runtime.job import Job
-
-KIB = 1024
+from mmtrain.runtime.memory import peak_memory
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Meter:
         world, seconds = self._job.world, outcome.seconds
         times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s]
         flags = [float(stop), float(saved)]
-        mine = [outcome.loss, float(_peak_memory(world.device)), float(broken_samples), *flags, *times]
+        mine = [outcome.loss, float(peak_memory(world.device)), float(broken_samples), *flags, *times]
         rows = [torch.tensor(mine, dtype=torch.float64, device=world.device)]
         if world.size > 1:
             row = rows[0]
@@ -81,10 +79,3 @@ class Meter:
             peak_memory_bytes=seen.peak_memory_bytes,
             val_loss=val_loss,
         )
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes at the fullest moment so far: of the CUDA allocator, or resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB

@@ -27,6 +27,7 @@ from mmtrain.runtime.job import Job, assemble
 from mmtrain.runtime.launch import free_port, launch_local
 from mmtrain.runtime.loop import CHECKPOINTS, QUARANTINE, Loop
 from mmtrain.runtime.measure import Meter
+from mmtrain.runtime.memory import predicted_for
 from mmtrain.runtime.runstate import read_state, write_state
 from mmtrain.runtime.saving import BackgroundSaver, restore_job
 from mmtrain.runtime.stop import StopRequest
@@ -158,7 +159,9 @@ def _steps(
         Watchdog(job.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
     ):
         saver = BackgroundSaver(request.run_dir / CHECKPOINTS, job, _facts(recipe, index))
-        return Loop(job, index, loader, meter, validate, log, progress, stop, request.run_dir, saver).run(first)
+        predicted = predicted_for(world.rank, plan.predicted.peak_memory_gib)
+        loop = Loop(job, index, loader, meter, validate, log, progress, stop, request.run_dir, saver, predicted)
+        return loop.run(first)
 
 
 def _validation(job: Job) -> Callable[[], float]:

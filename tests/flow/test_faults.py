@@ -87,6 +87,17 @@ def test_restarts_are_counted_and_not_for_wrong_input(data: Path, unbroken: Path
     assert read_state(unbroken)["status"] == "done"
 
 
+def test_out_of_memory_names_stage_samples_and_bytes(data: Path, tmp_path: Path) -> None:
+    code, message = launch(request_for(data, tmp_path), FailAt(1, 1, "out of memory", action=Backward))
+    assert code == 1
+    assert message.startswith("rank 1, step 2: out of memory in stage llm.0, microbatch llm:0.")
+    known = {sample["id"] for sample in json.loads((data / "train.json").read_text())}
+    named = message.partition("; samples ")[2].partition(" (")[0].partition(" and ")[0].split(", ")
+    assert set(named) <= known
+    assert "GiB predicted at most" in message
+    assert "GiB measured before" in message
+
+
 def test_a_corrupt_checkpoint_is_passed_over_by_the_restart(data: Path, unbroken: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path / "run")
     assert run_all(request, request, faults=FailAt(1, NUM_STEPS, "corrupt")) == ["", ""]
