@@ -74,7 +74,11 @@ def run(request: Request) -> None:
                 f"--max-restarts: {request.max_restarts} found, but {address.launcher} started these processes and "
                 "must restart them (torchrun --max-restarts, sbatch --requeue with --resume); leave it out here"
             )
-        train_rank(replace(request, resume=request.resume or is_restart()), address)
+        if is_restart():
+            if read_state(request.run_dir).get("status") == "stopped":
+                raise StoppedAndSaved("stopped by a signal before this restart, which torchrun counts as a failure")
+            request = replace(request, resume=True)
+        train_rank(request, address)
     elif request.ranks == 1 and not request.max_restarts:
         train_rank(request, Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
     else:

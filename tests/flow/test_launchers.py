@@ -14,11 +14,11 @@ import pytest
 from mmtrain.errors import MmtrainError
 from mmtrain.report import read_metrics
 from mmtrain.runtime.launch import free_port
-from mmtrain.runtime.runstate import read_state
+from mmtrain.runtime.runstate import read_state, write_state
 from mmtrain.runtime.train import Request, run
-from tests.distributed import fork_ranks
+from tests.distributed import RanksFailed, fork_ranks
 from tests.faults import FailAt
-from tests.flow.runs import RECIPE, SMALL, request_for
+from tests.flow.runs import NUM_STEPS, RECIPE, SMALL, request_for, run_all
 
 SBATCH = Path(__file__).parents[2] / "scripts" / "train.sbatch"
 
@@ -47,6 +47,23 @@ def test_slurm_tasks_stop_together_when_one_is_signalled(data: Path, tmp_path: P
     assert read_state(tmp_path) == {"status": "stopped", "step": 3, "error": None}
     assert fork_ranks(2, _slurm_task, replace(request, resume=True), free_port()) == [0, 0]
     assert read_state(tmp_path)["status"] == "done"
+
+
+def _restarted_rank(rank: int, size: int, folder: Path, request: Request, port: int) -> int:
+    """Be what torchrun starts after a failure; return the exit code."""
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": "1", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+    return _slurm_task(rank, size, folder, request, port)
+
+
+def test_what_torchrun_restarts_goes_on_unless_it_was_stopped(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path)
+    with pytest.raises(RanksFailed):
+        run_all(request, request, faults=FailAt(0, 3, "kill"))
+    assert fork_ranks(2, _restarted_rank, request, free_port()) == [0, 0]
+    assert read_state(tmp_path)["status"] == "done"
+    assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, NUM_STEPS + 1))
+    write_state(tmp_path, "stopped")
+    assert fork_ranks(2, _restarted_rank, request, free_port()) == [75, 75]
 
 
 def test_our_restarts_are_refused_under_other_launchers(data: Path, tmp_path: Path) -> None:
