@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 import shutil
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,11 +24,10 @@ from mmtrain.data.tokenize import SPECIAL_TOKENS
 from mmtrain.errors import DataError
 
 VOCAB = 512
-MAX_OPERAND = 19
 SUMMARY_FILE = "demo.json"
-_HELDOUT_SHARE = 0.1  # of the operand pairs of arithmetic
+_HELDOUT_PAIRS = 8  # one in this many pairs of operands
 
-Pair = tuple[int, int]
+Allowed = Callable[[int, int], bool]  # whether a split may use this pair of operands
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,15 @@ def generate(out: Path, seed: int, train: int, heldout: int) -> DemoSummary:
     shutil.rmtree(out, ignore_errors=True)
     (out / "images").mkdir(parents=True)
     rng = random.Random(seed)
-    train_pairs, heldout_pairs = _split_pairs(rng)
     seen: set[str] = set()
-    train_rows = [_write(out, "train", i, q) for i, q in enumerate(_questions(rng, train, train_pairs, seen))]
-    heldout_rows = [_write(out, "heldout", i, q) for i, q in enumerate(_questions(rng, heldout, heldout_pairs, seen))]
+    train_rows = [
+        _write(out, "train", i, q)
+        for i, q in enumerate(_questions(rng, train, lambda a, b: not _is_heldout(seed, a, b), seen))
+    ]
+    heldout_rows = [
+        _write(out, "heldout", i, q)
+        for i, q in enumerate(_questions(rng, heldout, lambda a, b: _is_heldout(seed, a, b), seen))
+    ]
     _write_json(out / "train.json", train_rows)
     _write_json(out / "heldout.json", heldout_rows)
     tokenizer = train_tokenizer(turn["value"] for row in train_rows for turn in row["conversations"])
@@ -99,13 +104,13 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
     return tokenizer
 
 
-def _questions(rng: random.Random, count: int, pairs: list[Pair], seen: set[str]) -> Iterator[Question]:
+def _questions(rng: random.Random, count: int, allowed: Allowed, seen: set[str]) -> Iterator[Question]:
     """Draw `count` questions that were not asked before about the same pictures; arithmetic may repeat."""
     names, weights = list(_TEMPLATES), [weight for weight, _ in _TEMPLATES.values()]
     for _ in range(count):
         name = rng.choices(names, weights)[0]
         while True:
-            question = _TEMPLATES[name][1](rng, pairs)
+            question = _TEMPLATES[name][1](rng, allowed)
             key = _key(question)
             if not question.pictures or key not in seen:
                 break
@@ -113,12 +118,9 @@ def _questions(rng: random.Random, count: int, pairs: list[Pair], seen: set[str]
         yield question
 
 
-def _split_pairs(rng: random.Random) -> tuple[list[Pair], list[Pair]]:
-    """Unordered operand pairs for training and for held-out questions; 3 + 4 and 4 + 3 fall on the same side."""
-    pairs = [(a, b) for a in range(MAX_OPERAND + 1) for b in range(a, MAX_OPERAND + 1)]
-    rng.shuffle(pairs)
-    cut = int(len(pairs) * _HELDOUT_SHARE)
-    return pairs[cut:], pairs[:cut]
+def _is_heldout(seed: int, a: int, b: int) -> bool:
+    """Whether a pair of operands is kept for held-out questions; 31 + 7 and 7 + 31 fall on the same side."""
+    return zlib.crc32(f"{seed}:{min(a, b)}:{max(a, b)}".encode()) % _HELDOUT_PAIRS == 0
 
 
 def _key(question: Question) -> str:
@@ -146,99 +148,102 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _colour(rng: random.Random, _: list[Pair]) -> Question:
-    kinds = rng.sample(SHAPES, rng.randint(1, 3))
+def _colour(rng: random.Random, _: Allowed) -> Question:
+    kinds = rng.sample(SHAPES, rng.randint(1, 2))
     objects = [(kind, rng.choice(list(COLOURS))) for kind in kinds]
     kind, colour = rng.choice(objects)
     return Question("colour", f"{IMAGE_MARK}What colour is the {kind}?", colour, (scene(rng, objects),))
 
 
-def _shape(rng: random.Random, _: list[Pair]) -> Question:
-    colours = rng.sample(list(COLOURS), rng.randint(1, 3))
+def _shape(rng: random.Random, _: Allowed) -> Question:
+    colours = rng.sample(list(COLOURS), rng.randint(1, 2))
     objects = [(rng.choice(SHAPES), colour) for colour in colours]
     kind, colour = rng.choice(objects)
     return Question("shape", f"{IMAGE_MARK}What shape is {colour}?", kind, (scene(rng, objects),))
 
 
-def _describe(rng: random.Random, _: list[Pair]) -> Question:
-    objects = [_object(rng) for _ in range(rng.randint(1, 3))]
+def _describe(rng: random.Random, _: Allowed) -> Question:
+    objects = [_object(rng) for _ in range(rng.randint(1, 2))]
     answer = ", ".join(f"{colour} {kind}" for kind, colour in objects)
     return Question("describe", f"{IMAGE_MARK}What is shown?", answer, (scene(rng, objects),))
 
 
-def _count(rng: random.Random, _: list[Pair]) -> Question:
+def _count(rng: random.Random, _: Allowed) -> Question:
     objects = [_object(rng) for _ in range(rng.randint(1, 5))]
     return Question("count", f"{IMAGE_MARK}How many shapes?", str(len(objects)), (scene(rng, objects),))
 
 
-def _read_digits(rng: random.Random, _: list[Pair]) -> Question:
-    values = [rng.randint(0, 9) for _ in range(rng.randint(1, 4))]
+def _read_digit(rng: random.Random, _: Allowed) -> Question:
+    value = rng.randint(0, 9)
+    return Question("digit", f"{IMAGE_MARK}Which digit?", str(value), (digit(rng, value),))
+
+
+def _larger_digit(rng: random.Random, _: Allowed) -> Question:
+    values = rng.sample(range(10), 2)
     pictures = tuple(digit(rng, value) for value in values)
-    return Question("digits", f"{IMAGE_MARK * len(values)}Which digits?", " ".join(map(str, values)), pictures)
+    return Question("larger_digit", f"{_numbered(pictures)}Which digit is larger?", str(max(values)), pictures)
 
 
-def _tallest(rng: random.Random, _: list[Pair]) -> Question:
+def _tallest(rng: random.Random, _: Allowed) -> Question:
     bars = list(zip(rng.sample(list(COLOURS), 3), rng.sample(range(1, 6), 3), strict=True))
     tallest = max(bars, key=lambda bar: bar[1])[0]
     return Question("tallest_bar", f"{IMAGE_MARK}Which bar is tallest?", tallest, (bar_chart(rng, bars),))
 
 
-def _heights(rng: random.Random, _: list[Pair]) -> Question:
-    bars = [(colour, rng.randint(1, 5)) for colour in rng.sample(list(COLOURS), rng.randint(2, 4))]
-    answer = " ".join(str(height) for _, height in bars)
-    return Question("bar_heights", f"{IMAGE_MARK}How tall are the bars?", answer, (bar_chart(rng, bars),))
+def _height(rng: random.Random, _: Allowed) -> Question:
+    bars = [(colour, rng.randint(1, 5)) for colour in rng.sample(list(COLOURS), rng.randint(1, 3))]
+    colour, height = rng.choice(bars)
+    return Question("bar_height", f"{IMAGE_MARK}How tall is {colour}?", str(height), (bar_chart(rng, bars),))
 
 
-def _find(rng: random.Random, _: list[Pair]) -> Question:
-    colours = rng.sample(list(COLOURS), rng.randint(2, 4))
-    pictures = tuple(scene(rng, [(rng.choice(SHAPES), colour)]) for colour in colours)
-    place = rng.randrange(len(colours))
-    return Question("find", f"{_numbered(pictures)}Which image is {colours[place]}?", str(place + 1), pictures)
+def _which_image(rng: random.Random, _: Allowed) -> Question:
+    objects = [_object(rng) for _ in range(rng.randint(2, 4))]
+    pictures = tuple(scene(rng, [one]) for one in objects)
+    place = rng.randrange(len(objects))
+    return Question("which_image", f"{_numbered(pictures)}What colour is {place + 1}?", objects[place][1], pictures)
 
 
-def _larger_digit(rng: random.Random, _: list[Pair]) -> Question:
-    values = rng.sample(range(10), 2)
-    pictures = tuple(digit(rng, value) for value in values)
-    answer = 1 if values[0] > values[1] else 2
-    return Question("larger_digit", f"{_numbered(pictures)}Which digit is larger?", str(answer), pictures)
-
-
-def _more(rng: random.Random, _: list[Pair]) -> Question:
+def _more(rng: random.Random, _: Allowed) -> Question:
     numbers = rng.sample(range(1, 6), 2)
     pictures = tuple(scene(rng, [_object(rng) for _ in range(number)]) for number in numbers)
     answer = 1 if numbers[0] > numbers[1] else 2
     return Question("more_shapes", f"{_numbered(pictures)}Which has more shapes?", str(answer), pictures)
 
 
+def _sum(rng: random.Random, allowed: Allowed) -> Question:
+    while True:
+        ones, b = rng.randint(0, 8), rng.randint(1, 9)
+        a = rng.randint(1, 9) * 10 + ones
+        if ones + b <= 9 and allowed(a, b):
+            return Question("sum", f"What is {a} + {b}?", str(a + b))
+
+
+def _larger_number(rng: random.Random, allowed: Allowed) -> Question:
+    while True:
+        a, b = rng.sample(range(10, 100), 2)
+        if allowed(a, b):
+            return Question("larger_number", f"Which is larger, {a} or {b}?", str(max(a, b)))
+
+
 def _object(rng: random.Random) -> tuple[str, str]:
     return rng.choice(SHAPES), rng.choice(list(COLOURS))
-
-
-def _sum(rng: random.Random, pairs: list[Pair]) -> Question:
-    a, b = rng.sample(rng.choice(pairs), 2)
-    return Question("sum", f"What is {a} + {b}?", str(a + b))
-
-
-def _larger(rng: random.Random, pairs: list[Pair]) -> Question:
-    a, b = rng.sample(rng.choice([p for p in pairs if p[0] != p[1]]), 2)
-    return Question("larger_number", f"Which is larger, {a} or {b}?", str(max(a, b)))
 
 
 def _numbered(pictures: tuple[Image.Image, ...]) -> str:
     return "".join(f"{i}: {IMAGE_MARK} " for i in range(1, len(pictures) + 1))
 
 
-_TEMPLATES: dict[str, tuple[float, Callable[[random.Random, list[Pair]], Question]]] = {
-    "describe": (2, _describe),
+_TEMPLATES: dict[str, tuple[float, Callable[[random.Random, Allowed], Question]]] = {
+    "describe": (1, _describe),
     "colour": (1, _colour),
     "shape": (1, _shape),
     "count": (1, _count),
-    "digits": (2, _read_digits),
+    "digit": (1, _read_digit),
     "larger_digit": (1, _larger_digit),
-    "bar_heights": (1, _heights),
+    "bar_height": (1, _height),
     "tallest_bar": (1, _tallest),
-    "find": (1, _find),
+    "which_image": (1, _which_image),
     "more_shapes": (1, _more),
     "sum": (1, _sum),
-    "larger_number": (1, _larger),
+    "larger_number": (1, _larger_number),
 }

@@ -15,39 +15,44 @@ COLOURS: dict[str, Rgb] = {
     "purple": (150, 50, 190),
     "black": (25, 25, 25),
 }
+_ZOOMS = (1, 1, 1, 2)  # some pictures come at twice the resolution
 SHAPES = ("circle", "square", "triangle", "cross")
 
 
 def scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Image:
     """Draw (shape, colour) objects apart from each other, in reading order, on a light ground of a size that varies."""
-    width, height = rng.choice((32, 40, 48)), rng.choice((32, 40, 48))
+    zoom = rng.choice(_ZOOMS)
     across, down = (1, 1) if len(objects) == 1 else (2, 2) if len(objects) <= 4 else (3, 2)
+    width = zoom * (48 if across > 1 else rng.choice((32, 48)))
+    height = zoom * (48 if down > 1 else rng.choice((32, 48)))
     image, draw = _ground(rng, width, height)
     cells = sorted(rng.sample([(y, x) for y in range(down) for x in range(across)], len(objects)))
     for (shape, colour), (y, x) in zip(objects, cells, strict=True):
         cell_w, cell_h = width / across, height / down
-        side = min(cell_w, cell_h, 22) * rng.uniform(0.7, 0.9)
-        left = x * cell_w + rng.uniform(0, cell_w - side)
-        top = y * cell_h + rng.uniform(0, cell_h - side)
+        side = min(cell_w, cell_h, 28 * zoom) * rng.uniform(0.75, 0.95)
+        left = x * cell_w + _near_middle(rng, cell_w - side, zoom)
+        top = y * cell_h + _near_middle(rng, cell_h - side, zoom)
         _shape(draw, shape, (left, top, left + side, top + side), _jitter(rng, COLOURS[colour]))
     return image
 
 
 def digit(rng: random.Random, value: int) -> Image.Image:
     """Draw one digit, its size, place and colour varying."""
-    width, height = rng.choice((24, 32)), rng.choice((32, 40))
-    image, draw = _ground(rng, width, height)
-    font = ImageFont.load_default(size=rng.randint(24, 30))
+    zoom = rng.choice(_ZOOMS)
+    side = 32 * zoom
+    image, draw = _ground(rng, side, side)
+    font = ImageFont.load_default(size=rng.choice((32, 38)) * zoom)
     left, top, right, bottom = draw.textbbox((0, 0), str(value), font=font)
-    x = rng.uniform(0, width - (right - left)) - left
-    y = rng.uniform(0, height - (bottom - top)) - top
+    x = _near_middle(rng, side - (right - left), zoom) - left
+    y = _near_middle(rng, side - (bottom - top), zoom) - top
     draw.text((x, y), str(value), font=font, fill=_jitter(rng, COLOURS[rng.choice(list(COLOURS))]))
     return image
 
 
 def bar_chart(rng: random.Random, bars: list[tuple[str, int]]) -> Image.Image:
     """Draw bars of (colour, height 1 to 5) over a base line, with a thin line at each height."""
-    width, height = rng.choice((32, 48)), rng.choice((32, 48))
+    zoom = rng.choice(_ZOOMS)
+    width, height = zoom * rng.choice((32, 48)), zoom * rng.choice((32, 48))
     image, draw = _ground(rng, width, height)
     base, unit = height - 2, (height - 4) / 5
     for level in range(6):
@@ -63,6 +68,11 @@ def _ground(rng: random.Random, width: int, height: int) -> tuple[Image.Image, I
     shade = rng.randint(235, 255)
     image = Image.new("RGB", (width, height), (shade, shade, shade))
     return image, ImageDraw.Draw(image)
+
+
+def _near_middle(rng: random.Random, space: float, zoom: int) -> float:
+    """Where something starts that leaves `space` pixels: up to three (zoomed) from the middle, and inside."""
+    return space / 2 + min(space / 2, 3 * zoom) * rng.uniform(-1, 1)
 
 
 def _jitter(rng: random.Random, colour: Rgb) -> Rgb:
