@@ -39,3 +39,30 @@ def demo(
         f"a tokenizer of {summary.vocab} tokens"
     )
     typer.echo(json.dumps(asdict(summary)) if as_json else in_words)
+
+
+@app.command()
+def digits(
+    source: Annotated[Path, typer.Option(metavar="DIR", help="Recordings, called DIGIT_SPEAKER_INDEX.wav.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder to write: audio, train and held-out JSON, tokenizer.")
+    ],
+    sequences: Annotated[int, typer.Option(min=0, help="Training samples of two to four digits.")] = 750,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same files.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Make questions of recordings of spoken digits.
+
+    In LLaVA format, in two splits with the same speakers, and a tokenizer trained on the first.
+    """
+    import json
+    from dataclasses import asdict
+
+    from mmtrain.data.digits import prepare
+
+    summary = prepare(source, out, seed=seed, sequences=sequences)
+    in_words = (
+        f"{out}: {summary.recordings} recordings of {summary.speakers} speakers, {summary.train} training and "
+        f"{summary.heldout} held-out samples, a tokenizer of {summary.vocab} tokens"
+    )
+    typer.echo(json.dumps(asdict(summary)) if as_json else in_words)

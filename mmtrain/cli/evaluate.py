@@ -11,7 +11,11 @@ def evaluate(
     run: RunFolder,
     limit: Annotated[int | None, typer.Option(min=1, help="Ask at most this many questions. Default: all.")] = None,
     blank_images: Annotated[
-        bool, typer.Option("--blank-images", help="Show the model grey images instead, to see whether it looks.")
+        bool,
+        typer.Option(
+            "--blank-images",
+            help="Show the model grey images and play it silence instead, to see whether it looks and listens.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

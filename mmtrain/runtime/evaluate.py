@@ -16,14 +16,15 @@ import torch
 
 from mmtrain.balance.batch import IntArray
 from mmtrain.checkpoint import Checkpoint, find, open_newest_good
+from mmtrain.data.audio import BadAudioError, load_mels
 from mmtrain.data.images import BadImageError, load_patches
 from mmtrain.data.index import DataIndex, build, check_bad_rate
-from mmtrain.data.llava import IMAGE_MARK, Quarantined, Sample, Turn, read
+from mmtrain.data.llava import AUDIO_MARK, IMAGE_MARK, Quarantined, Sample, Turn, read
 from mmtrain.data.tokenize import ChatTokenizer
 from mmtrain.errors import CheckpointError, UserError
 from mmtrain.recipe import Recipe, load
 from mmtrain.report.evaluation import EvaluationResult, Example, TemplateScore
-from mmtrain.runtime.generate import Model, Picture, Prompt, batches, build_model, generate, load_weights
+from mmtrain.runtime.generate import Clip, Model, Picture, Prompt, batches, build_model, generate, load_weights
 
 MAX_BATCH_TOKENS = 8192
 SPARE_TOKENS = 8  # how much longer than the longest right answer one may grow
@@ -37,9 +38,10 @@ class Question:
     """A held-out sample, cut where its last answer begins."""
 
     sample: Sample
-    ids: IntArray  # (T,) the prompt, image tokens included
+    ids: IntArray  # (T,) the prompt, tokens of images and clips included
     grids: tuple[tuple[int, int], ...]  # patch rows and columns of each image in the prompt
     answer_tokens: int  # of the right answer, with the `<|end|>` that closes it
+    frames: tuple[int, ...] = ()  # of each clip in the prompt
 
     @property
     def template(self) -> str:
@@ -50,6 +52,16 @@ class Question:
     def images(self) -> tuple[Path, ...]:
         """The images of the prompt; a turn after the answer may have more."""
         return self.sample.images[: len(self.grids)]
+
+    @property
+    def clips(self) -> tuple[Path, ...]:
+        """The clips of the prompt."""
+        return self.sample.clips[: len(self.frames)]
+
+    @property
+    def media(self) -> tuple[Path, ...]:
+        """What the model would be blind or deaf without."""
+        return self.images + self.clips
 
     @property
     def expected(self) -> str:
@@ -63,8 +75,8 @@ Answers = Mapping[Question, str]
 def run(run_dir: Path, *, limit: int | None, blank_images: bool) -> EvaluationResult:
     """Score the newest good checkpoint of a run on its recipe's held-out samples, at most `limit` of them.
 
-    With `blank_images` the model sees zeros in place of every image. Damaged checkpoints and unusable samples are
-    named on stderr and passed over.
+    With `blank_images` the model gets zeros in place of every image and clip. Damaged checkpoints and unusable
+    samples are named on stderr and passed over.
 
     Raises UserError if `run_dir` is no run or its recipe has no held-out data, CheckpointError if no checkpoint is
     good, TooManyBadSamples above `data.max_bad_rate`.
@@ -80,8 +92,8 @@ def run(run_dir: Path, *, limit: int | None, blank_images: bool) -> EvaluationRe
     answers, bad = answer(model, recipe, tokenizer, asked, blank=blank_images)
     _report_unusable((*index.quarantined, *bad), len(index.samples) + len(index.quarantined), recipe)
     blanked = answers
-    if not blank_images:  # without an image there is nothing to blank, and nothing to ask again
-        seeing = [question for question in answers if question.images]
+    if not blank_images:  # without media there is nothing to blank, and nothing to ask again
+        seeing = [question for question in answers if question.media]
         blanked = answers | answer(model, recipe, tokenizer, seeing, blank=True)[0]
     templates = score(answers, blanked, _training_answers(recipe))
     return EvaluationResult(checkpoint.step, templates, _examples(answers))
@@ -98,9 +110,9 @@ def questions_of(index: DataIndex, tokenizer: ChatTokenizer, limit: int | None) 
 def answer(
     model: Model, recipe: Recipe, tokenizer: ChatTokenizer, questions: Sequence[Question], *, blank: bool
 ) -> tuple[dict[Question, str], list[Quarantined]]:
-    """Let the model answer, with its images or blank ones.
+    """Let the model answer, with its images and clips or blank ones.
 
-    Questions whose images cannot be decoded are left out of the answers, and returned with the reason.
+    Questions whose media cannot be decoded are left out of the answers, and returned with the reason.
     """
     max_new_tokens = SPARE_TOKENS + max((question.answer_tokens for question in questions), default=0)
     found: dict[Question, str] = {}
@@ -109,8 +121,9 @@ def answer(
         prompts: dict[Question, Prompt] = {}
         for question in (questions[number] for number in batch):
             try:
-                prompts[question] = Prompt(question.ids, load_pictures(question, recipe, blank))
-            except BadImageError as error:
+                pictures, clips = load_pictures(question, recipe, blank), load_clips(question, recipe, blank)
+                prompts[question] = Prompt(question.ids, pictures, clips)
+            except (BadImageError, BadAudioError) as error:
                 bad.append(Quarantined.of(question.sample, error.kind, str(error)))
         generated = generate(model, list(prompts.values()), tokenizer, max_new_tokens)
         for question, ids in zip(prompts, generated, strict=True):
@@ -138,7 +151,7 @@ def score(answers: Answers, blanked: Answers, training: Sequence[tuple[str, str]
                 questions=len(questions),
                 exact=sum(answers[q] == q.expected for q in questions),
                 baseline=sum(usual == q.expected for q in questions),
-                blanked=sum(blanked[q] == q.expected for q in questions) if any(q.images for q in questions) else None,
+                blanked=sum(blanked[q] == q.expected for q in questions) if any(q.media for q in questions) else None,
             )
         )
     return tuple(scores)
@@ -182,15 +195,21 @@ def _checkpoint(run_dir: Path, recipe: Recipe) -> Checkpoint:
 
 def _question(index: DataIndex, tokenizer: ChatTokenizer, number: int) -> Question:
     sample = index.samples[number]
-    ids = tokenizer.prompt_ids(sample, index.features(number))
-    num_images = sum(turn.text.count(IMAGE_MARK) for turn in _before_answer(sample) if turn.role == "user")
-    grids: list[tuple[int, int]] = []
-    if num_images:
-        items = index.lengths.items["vision"]
-        first = int(items.first[number])
-        here = slice(first, first + num_images)
-        grids = list(zip(items.rows[here].tolist(), items.cols[here].tolist(), strict=True))
-    return Question(sample, ids, tuple(grids), int(index.lengths.tokens[number]) - len(ids))
+    ids = tokenizer.prompt_ids(sample, index.features(number), index.features(number, "audio"))
+    grids = _items(index, number, "vision", IMAGE_MARK)
+    frames = tuple(rows for rows, _ in _items(index, number, "audio", AUDIO_MARK)) if sample.clips else ()
+    return Question(sample, ids, grids, int(index.lengths.tokens[number]) - len(ids), frames)
+
+
+def _items(index: DataIndex, number: int, unit: str, mark: str) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of the sample's items for one encoder, as far as the prompt shows them."""
+    asked = (turn.text for turn in _before_answer(index.samples[number]) if turn.role == "user")
+    count = sum(text.count(mark) for text in asked)
+    if not count:
+        return ()
+    items = index.lengths.items[unit]
+    here = slice(first := int(items.first[number]), first + count)
+    return tuple(zip(items.rows[here].tolist(), items.cols[here].tolist(), strict=True))
 
 
 def _before_answer(sample: Sample) -> tuple[Turn, ...]:
@@ -214,6 +233,17 @@ def load_pictures(question: Question, recipe: Recipe, blank: bool) -> tuple[Pict
             else load_patches(path, rows, cols, recipe.data.image, vision.patch),
         )
         for path, (rows, cols) in zip(question.images, question.grids, strict=True)
+    )
+
+
+def load_clips(question: Question, recipe: Recipe, blank: bool) -> tuple[Clip, ...]:
+    """Load the clips of a question. Raises BadAudioError."""
+    audio = recipe.model.audio
+    if not question.clips or audio is None:
+        return ()
+    return tuple(
+        Clip(np.zeros((frames, audio.mel_bins), np.float32) if blank else load_mels(path, frames, audio.mel_bins))
+        for path, frames in zip(question.clips, question.frames, strict=True)
     )
 
 
@@ -245,7 +275,7 @@ def _examples(answers: Answers) -> tuple[Example, ...]:
 
 def _example(question: Question, answers: Answers) -> Example:
     *_, asked = ("", *(turn.text for turn in _before_answer(question.sample) if turn.role == "user"))
-    return Example(asked, question.expected, answers[question], tuple(str(path) for path in question.images))
+    return Example(asked, question.expected, answers[question], tuple(str(path) for path in question.media))
 
 
 def _report_unusable(bad: Sequence[Quarantined], total: int, recipe: Recipe) -> None:

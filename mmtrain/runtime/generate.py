@@ -17,7 +17,7 @@ from mmtrain.data.images import FloatArray
 from mmtrain.data.tokenize import ChatTokenizer
 from mmtrain.models import params
 from mmtrain.models.build import StageModule, build_stage
-from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.inputs import AudioInput, TextInput, UnitInput, VisionInput
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shape import shape
 from mmtrain.recipe import Recipe
@@ -34,11 +34,19 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Clip:
+    """One clip as log-mel frames."""
+
+    mels: FloatArray  # (frames, mel_bins)
+
+
+@dataclass(frozen=True)
 class Prompt:
     """What the model is asked."""
 
-    ids: IntArray  # (T,) image tokens included, up to where the answer starts
+    ids: IntArray  # (T,) tokens of images and clips included, up to where the answer starts
     pictures: tuple[Picture, ...]  # in the order of their tokens
+    clips: tuple[Clip, ...] = ()  # likewise
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,14 @@ def generate(model: Model, prompts: Sequence[Prompt], tokenizer: ChatTokenizer, 
     An answer ends before `<|end|>`, or at `max_new_tokens`. Ids at or above the tokenizer's size are padding of the
     vocabulary and are never chosen.
     """
-    features = _features(model, prompts, tokenizer.image_id)
+    item_ids = {unit: tokenizer.item_ids[unit] for unit in model.encoders}
+    features = _features(model, prompts, item_ids)
     answers: list[list[int]] = [[] for _ in prompts]
     open_ = list(range(len(prompts)))
     for _ in range(max_new_tokens):
         if not open_:
             break
-        logits = _next_logits(model, [(prompts[i], answers[i], features[i]) for i in open_], tokenizer.image_id)
+        logits = _next_logits(model, [(prompts[i], answers[i], features[i]) for i in open_], item_ids)
         chosen = logits[:, : tokenizer.vocab_size].argmax(dim=-1).tolist()
         for i, token in zip(open_, chosen, strict=True):
             if token != tokenizer.end_id:
@@ -129,31 +138,58 @@ def batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return dealt
 
 
-def _features(model: Model, prompts: Sequence[Prompt], image_id: int) -> list[Tensor | None]:
-    """Encode the pictures of all prompts at once; return each prompt's features (F, hidden), None for text alone."""
+Features = Mapping[str, Tensor]  # encoder unit -> (F, hidden), for the items of one prompt
+
+
+def _features(model: Model, prompts: Sequence[Prompt], item_ids: Mapping[str, int]) -> list[Features]:
+    """Encode the items of all prompts, an encoder's all at once; return each prompt's features."""
+    found: list[dict[str, Tensor]] = [{} for _ in prompts]
+    for unit, encoder in model.encoders.items():
+        inputs = _pictures(model, prompts) if unit == "vision" else _clips(model, prompts)
+        if inputs is not None:
+            features: Tensor = encoder(None, inputs)
+            split = torch.split(features, [int((prompt.ids == item_ids[unit]).sum()) for prompt in prompts])
+            for own, part in zip(found, split, strict=True):
+                own[unit] = part
+    return list(found)
+
+
+def _pictures(model: Model, prompts: Sequence[Prompt]) -> UnitInput | None:
     pictures = [picture for prompt in prompts for picture in prompt.pictures]
     if not pictures:
-        return [None] * len(prompts)
+        return None
     patches = torch.from_numpy(np.concatenate([p.patches for p in pictures])).to(model.device, model.dtype)
-    inputs = VisionInput(tuple(p.rows for p in pictures), tuple(p.cols for p in pictures), patches)
-    features: Tensor = model.encoders["vision"](None, inputs)
-    split = torch.split(features, [int((prompt.ids == image_id).sum()) for prompt in prompts])
-    return [part if prompt.pictures else None for part, prompt in zip(split, prompts, strict=True)]
+    return VisionInput(tuple(p.rows for p in pictures), tuple(p.cols for p in pictures), patches)
 
 
-def _next_logits(model: Model, asked: Sequence[tuple[Prompt, list[int], Tensor | None]], image_id: int) -> Tensor:
+def _clips(model: Model, prompts: Sequence[Prompt]) -> UnitInput | None:
+    clips = [clip for prompt in prompts for clip in prompt.clips]
+    if not clips:
+        return None
+    mels = torch.from_numpy(np.concatenate([c.mels for c in clips])).to(model.device, model.dtype)
+    return AudioInput(tuple(len(c.mels) for c in clips), mels)
+
+
+def _next_logits(
+    model: Model, asked: Sequence[tuple[Prompt, list[int], Features]], item_ids: Mapping[str, int]
+) -> Tensor:
     """Logits (S, padded vocabulary) of the token that follows each of S prompts with the answer it has so far."""
     lengths = tuple(len(prompt.ids) + len(answer) for prompt, answer, _ in asked)
     ends = np.cumsum(lengths)
     ids = np.concatenate([part for prompt, answer, _ in asked for part in (prompt.ids, np.array(answer, np.int64))])
     # Looked for in the prompts alone: a model may also answer with an image token, which then stands for no picture.
-    starts = zip(ends - lengths, (prompt for prompt, _, _ in asked), strict=True)
-    places = np.concatenate([start + np.flatnonzero(prompt.ids == image_id) for start, prompt in starts])
-    rows = [features for _, _, features in asked if features is not None]
+    starts = list(zip(ends - lengths, (prompt for prompt, _, _ in asked), strict=True))
+    places = {
+        unit: torch.from_numpy(np.concatenate([start + np.flatnonzero(p.ids == token) for start, p in starts]))
+        for unit, token in item_ids.items()
+    }
+    features = {
+        unit: torch.cat(rows) for unit in item_ids if (rows := [own[unit] for _, _, own in asked if unit in own])
+    }
     inputs = TextInput(
         lengths,
         torch.from_numpy(ids).to(model.device),
-        feature_places={"vision": torch.from_numpy(places).to(model.device)},
+        feature_places={unit: at.to(model.device) for unit, at in places.items()},
     )
-    hidden = model.body(None, inputs, {"vision": torch.cat(rows)} if rows else {})
+    hidden = model.body(None, inputs, features)
     return model.head.logits(hidden[torch.from_numpy(ends - 1).to(model.device)], TextInput((1,) * len(asked)))
