@@ -63,6 +63,14 @@ def test_one_rank_has_one_plan() -> None:
     assert chosen.alternatives == ()
 
 
+def test_sequence_parallelism_is_planned_where_it_is_asked_for_and_possible() -> None:
+    parallel = {"placement": "disaggregated", "vision": {"tp": 1}, "llm": {"tp": 2, "sp": True}}
+    units = planned(recipe(parallel=parallel), 3).units
+    assert (units["vision"].sp, units["llm"].sp) == (False, True)
+    alone = planned(recipe(parallel={"llm": {"sp": True}}), 1).units
+    assert not alone["llm"].sp
+
+
 @pytest.mark.parametrize(
     ("parallel", "world_size"),
     [
