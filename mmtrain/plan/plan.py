@@ -5,8 +5,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mmtrain.program.assemble import ScheduleKind
+
 PLAN_VERSION = 1
-Placement = Literal["unified", "disaggregated"]
+Placement = Literal["unified", "disaggregated", "colocated"]
 
 
 class _Frozen(BaseModel):
@@ -54,7 +56,7 @@ class UnitPlan(_Frozen):
 class SchedulePlan(_Frozen):
     """Which builder made the program, and each replica's microbatches in a step, per unit."""
 
-    kind: Literal["1f1b"] = "1f1b"
+    kind: ScheduleKind = "1f1b"
     num_microbatches: dict[str, int]
 
 

@@ -18,8 +18,8 @@ from mmtrain.program.actions import (
     Share,
     Step,
 )
-from mmtrain.program.assemble import build
-from mmtrain.program.builder import build_1f1b
+from mmtrain.program.assemble import ScheduleKind, build
+from mmtrain.program.builder import build_1f1b, build_coarse
 from mmtrain.program.check import MemoryLimit, check
 from mmtrain.program.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.loads import Route, StepLoads, step_loads
@@ -58,6 +58,7 @@ __all__ = [
     "ReduceGrads",
     "ReduceShared",
     "Route",
+    "ScheduleKind",
     "Send",
     "Share",
     "Span",
@@ -74,6 +75,7 @@ __all__ = [
     "action_to_text",
     "build",
     "build_1f1b",
+    "build_coarse",
     "check",
     "chrome_trace",
     "from_text",

@@ -13,9 +13,10 @@ its first stage is ahead: whatever they wait for, it has waited for itself.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mmtrain.program.actions import Backward, Compute, Forward
-from mmtrain.program.graph import Microbatch, StageGraph, StageId
+from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId
 from mmtrain.program.positions import Position, positions
 from mmtrain.program.program import Program
 from mmtrain.program.symmetry import symmetry
@@ -29,18 +30,44 @@ def build_1f1b(graph: StageGraph) -> Program:
         ProgramError: the graph's parts do not fit together.
     """
     ranks = sorted(symmetry(graph).ranks[0])
-    places = {
-        stage: (position, k % position.num_places)
-        for position in positions(graph)
-        for k, part in enumerate(position.parts)
-        for stage in part
-    }
-    compute = {}
-    for rank in ranks:
-        held = held_stages(graph, rank)
-        position, place = places[held[0][0]]
-        compute[rank] = tuple(_turn_by_turn(graph, dict(held), position, place))
-    return Program(graph, compute)
+    order = _one_f_one_b(graph, ranks)
+    return Program(
+        graph,
+        {
+            rank: tuple(a for a in order[rank] if isinstance(a, Forward) or graph.needs_backward(a.stage))
+            for rank in ranks
+        },
+    )
+
+
+def build_coarse(graph: StageGraph) -> Program:
+    """Order compute for units on the same ranks: encoder forwards, the LLM's 1F1B, encoder backwards.
+
+    The coarse schedule of Optimus (arXiv 2408.03505, section 4.2): encoders keep nobody waiting inside the LLM's
+    pipeline, at the price of holding all their activations, and fill nothing but its ends. Each half of the encoders'
+    work is ordered as in 1F1B of encoders alone.
+
+    No deadlock: within each of the three phases the order is one that 1F1B proves, data never flows to an earlier
+    phase, and every rank runs the phases in the same order.
+
+    Raises:
+        ProgramError: the graph's parts do not fit together.
+    """
+    ranks = sorted(symmetry(graph).ranks[0])
+    encoders = {e.src.unit for e in graph.edges if e.crosses_units and e.dst.unit == LLM}
+    around = _one_f_one_b(_only(graph, encoders), ranks)
+    between = _one_f_one_b(_only(graph, {m.unit for m in graph.meshes} - encoders), ranks)
+    return Program(
+        graph,
+        {
+            rank: (
+                *(a for a in around[rank] if isinstance(a, Forward)),
+                *(a for a in between[rank] if isinstance(a, Forward) or graph.needs_backward(a.stage)),
+                *(a for a in around[rank] if isinstance(a, Backward) and graph.needs_backward(a.stage)),
+            )
+            for rank in ranks
+        },
+    )
 
 
 def depths(graph: StageGraph) -> dict[StageId, int]:
@@ -51,9 +78,32 @@ def depths(graph: StageGraph) -> dict[StageId, int]:
     return {stage: depth for position in positions(graph) for stage, depth in position.depths().items()}
 
 
-def _turn_by_turn(
-    graph: StageGraph, replica_of: dict[StageId, int], position: Position, place: int
-) -> Iterable[Compute]:
+def _only(graph: StageGraph, units: set[str]) -> StageGraph:
+    """The stage graph of some units by themselves."""
+    return replace(
+        graph,
+        meshes=tuple(m for m in graph.meshes if m.unit in units),
+        stages=tuple(s for s in graph.stages if s.id.unit in units),
+        edges=tuple(e for e in graph.edges if {e.src.unit, e.dst.unit} <= units),
+    )
+
+
+def _one_f_one_b(graph: StageGraph, ranks: Iterable[int]) -> dict[int, list[Compute]]:
+    """Compute of each rank in the order of 1F1B, with a backward for every forward."""
+    places = {
+        stage: (position, k % position.num_places)
+        for position in positions(graph)
+        for k, part in enumerate(position.parts)
+        for stage in part
+    }
+    order: dict[int, list[Compute]] = {}
+    for rank in ranks:
+        held = held_stages(graph, rank)
+        order[rank] = list(_turn_by_turn(dict(held), *places[held[0][0]])) if held else []
+    return order
+
+
+def _turn_by_turn(replica_of: dict[StageId, int], position: Position, place: int) -> Iterable[Compute]:
     chunks = [
         [(stage, replica_of[stage]) for stage in position.part(place, chunk) if stage in replica_of]
         for chunk in range(position.num_chunks)
@@ -64,5 +114,4 @@ def _turn_by_turn(
                 yield Forward(stage, Microbatch(stage.unit, replica, wave))
         else:
             for stage, replica in reversed(chunks[chunk]):
-                if graph.needs_backward(stage):
-                    yield Backward(stage, Microbatch(stage.unit, replica, wave))
+                yield Backward(stage, Microbatch(stage.unit, replica, wave))

@@ -15,6 +15,7 @@ from mmtrain.models.shape import ModelShape, shape
 from mmtrain.plan.graph import stage_graph
 from mmtrain.plan.plan import Plan
 from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build, step_loads
+from mmtrain.program.wiring import held_stages
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.broker import Broker
@@ -59,10 +60,12 @@ class Job:
     @property
     def needs(self) -> tuple[Need, ...]:
         """The payload this rank computes on: media and ids for first layers, labels for the head."""
+        # Not the rank in the unit's data-parallel group, which torch orders by global rank, whatever the mesh says.
+        replica_of = {stage.unit: replica for stage, replica in held_stages(self.graph, self.world.rank)}
         return tuple(
             Need(
                 name,
-                unit.groups.dp_rank,
+                replica_of[name],
                 media=name != LLM and any(0 in s.indices for s in unit.stages.values()),
                 ids=name == LLM and any(0 in s.indices for s in unit.stages.values()),
                 labels=name == LLM and any(len(s.shape.layers) - 1 in s.indices for s in unit.stages.values()),
@@ -112,7 +115,8 @@ def assemble(
     activity, faults = activity or Activity(), faults or Faults()
     model = shape(recipe)
     graph = stage_graph(plan, model)
-    program, forward_program = build(graph), build(forward_only(graph))
+    kind = plan.schedule.kind
+    program, forward_program = build(graph, kind=kind), build(forward_only(graph), kind=kind)
     groups = build_groups(graph, world)
     actions = program.for_rank(world.rank)
     try_channels(actions, groups, world)

@@ -18,6 +18,7 @@ from mmtrain.models.inputs import AudioInput, TextInput, VisionInput
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shape import shape
 from mmtrain.plan.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.program import ScheduleKind
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import Job
 
@@ -86,7 +87,7 @@ class Mesh:
     sp: bool = False
 
 
-def plan(settings: Recipe, **meshes: Mesh) -> Plan:
+def plan(settings: Recipe, kind: ScheduleKind = "1f1b", **meshes: Mesh) -> Plan:
     """Return a plan with these meshes (unit name -> mesh)."""
     model = shape(settings)
     units = {}
@@ -106,9 +107,13 @@ def plan(settings: Recipe, **meshes: Mesh) -> Plan:
         recipe_sha256="",
         hardware="cpu-core",
         world_size=len(shared),
-        placement="unified" if len(shared) < sum(len(m.ranks) for m in meshes.values()) else "disaggregated",
+        placement="colocated"
+        if kind == "coarse"
+        else "unified"
+        if len(shared) < sum(len(m.ranks) for m in meshes.values())
+        else "disaggregated",
         units=units,
-        schedule=SchedulePlan(num_microbatches=dict.fromkeys(meshes, num_microbatches)),
+        schedule=SchedulePlan(kind=kind, num_microbatches=dict.fromkeys(meshes, num_microbatches)),
         predicted=Prediction(
             step_time_s=0, mfu=0, tokens_per_s_per_gpu=0, peak_memory_gib={}, bubbles={}, cost_source="none"
         ),

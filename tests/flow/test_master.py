@@ -9,7 +9,7 @@ from torch import Tensor
 from mmtrain.models.shape import shape
 from mmtrain.models.shards import NamedShard
 from mmtrain.plan.graph import stage_graph
-from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, Send, build
+from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, ScheduleKind, Send, build
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import assemble
 from mmtrain.runtime.saving import shard_spec
@@ -146,11 +146,40 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     ),
 }
 
+# Encoders on the LLM's ranks under sizes of their own; their forwards before and their backwards after all else.
+COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "colocated, an encoder on every rank of a pipeline": (
+        {},
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
+    ),
+    "colocated, two replica groups": (
+        {},
+        {"vision": Mesh((), (0, 2, 1, 3), dp=4), "llm": Mesh((2,), (0, 1, 2, 3), dp=2)},
+    ),
+    "colocated tp2": ({}, {"vision": Mesh((), (0, 1, 2, 3), tp=2, dp=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2)}),
+    "colocated, encoder tp1 in an llm of tp2": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), tp=2)}),
+    "colocated, encoder pp2 in an llm of pp4": (
+        {},
+        {"vision": Mesh((2,), (0, 2, 1, 3), dp=2), "llm": Mesh((1, 2, 3), (0, 1, 2, 3))},
+    ),
+    "colocated, llm vpp2": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((1, 2, 3), (0, 1), vpp=2)}),
+    "colocated, two encoders": (
+        SPEECH,
+        {"vision": Mesh((), (0, 1), dp=2), "audio": Mesh((2,), (0, 1)), "llm": Mesh((2,), (0, 1))},
+    ),
+    "colocated, frozen llm": (
+        {"model__llm__freeze": True},
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
+    ),
+}
 
-def _train(settings: Recipe, meshes: dict[str, Mesh]) -> tuple[list[tuple[float, float]], list[NamedShard]]:
+
+def _train(
+    settings: Recipe, meshes: dict[str, Mesh], kind: ScheduleKind
+) -> tuple[list[tuple[float, float]], list[NamedShard]]:
     """Run on every rank: (loss part, norm) of each step, and this rank's gradients of the first."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    job = assemble(settings, plan(settings, **meshes), world)
+    job = assemble(settings, plan(settings, kind, **meshes), world)
     steps, gradients = [], []
     for step in range(NUM_STEPS):
         outcome = job.train(step_data(job, step), learning_rate(settings.train.optimizer, step, NUM_STEPS))
@@ -206,12 +235,12 @@ def _run_reference(settings: Recipe) -> list[tuple[float, float, dict[str, Tenso
     return [reference.step() for _ in range(NUM_STEPS)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *COLOCATED])
 def test_any_plan_computes_what_one_process_does(case: str) -> None:
-    changes, meshes = CASES[case]
+    changes, meshes = (CASES | COLOCATED)[case]
     settings = recipe(**changes)
     world_size = len({r for m in meshes.values() for r in m.ranks})
-    ranks = run_ranks(world_size, _train, settings, meshes, timeout=15)
+    ranks = run_ranks(world_size, _train, settings, meshes, "coarse" if case in COLOCATED else "1f1b", timeout=15)
     wanted = _reference(settings)
     for step, (loss, norm, _) in enumerate(wanted):
         found = sum(steps[step][0] for steps, _ in ranks)
