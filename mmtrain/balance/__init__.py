@@ -8,6 +8,7 @@ from mmtrain.balance.batch import BatchMeta, FloatArray, IntArray, ItemLengths, 
 from mmtrain.balance.grouping import Groups, isf, pack
 from mmtrain.balance.matched import matched
 from mmtrain.balance.metrics import dist_ratio, max_over_mean, pad_ratio
+from mmtrain.balance.order import across_replicas, across_time
 from mmtrain.balance.post import Cost, dominant, rebalance
 from mmtrain.balance.rearrangement import Rearrangement
 from mmtrain.balance.steps import assemble
@@ -22,6 +23,8 @@ __all__ = [
     "ItemTable",
     "Rearrangement",
     "SampleLengths",
+    "across_replicas",
+    "across_time",
     "assemble",
     "assign",
     "dist_ratio",
