@@ -54,10 +54,20 @@ class UnitPlan(_Frozen):
 
 
 class SchedulePlan(_Frozen):
-    """Which builder made the program, and each replica's microbatches in a step, per unit."""
+    """Which builder makes the program, and each replica's microbatches in a step, per unit.
+
+    An explicit `order` lists forwards and backwards, like `F llm.0 llm:0.3`, of each rank of replica group 0.
+    """
 
     kind: ScheduleKind = "1f1b"
     num_microbatches: dict[str, int]
+    order: dict[int, tuple[str, ...]] | None = None
+
+    @model_validator(mode="after")
+    def _order_if_explicit(self) -> "SchedulePlan":
+        if (self.kind == "explicit") != (self.order is not None):
+            raise ValueError("`order` belongs to kind `explicit`, and that needs one")
+        return self
 
 
 class Prediction(_Frozen):

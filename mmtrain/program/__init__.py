@@ -19,7 +19,7 @@ from mmtrain.program.actions import (
     Step,
 )
 from mmtrain.program.assemble import ScheduleKind, build
-from mmtrain.program.builder import build_1f1b, build_coarse
+from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
 from mmtrain.program.check import MemoryLimit, check
 from mmtrain.program.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.loads import Route, StepLoads, step_loads
@@ -76,6 +76,7 @@ __all__ = [
     "build",
     "build_1f1b",
     "build_coarse",
+    "build_explicit",
     "check",
     "chrome_trace",
     "from_text",

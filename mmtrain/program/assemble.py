@@ -1,24 +1,38 @@
 """The room's story: a stage graph becomes a program that is known to run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from mmtrain.program.builder import build_1f1b, build_coarse
+from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
 from mmtrain.program.check import MemoryLimit, check
 from mmtrain.program.graph import StageGraph
 from mmtrain.program.lower import lower
 from mmtrain.program.program import Program
 
-ScheduleKind = Literal["1f1b", "coarse"]
-_BUILDERS: Mapping[ScheduleKind, Callable[[StageGraph], Program]] = {"1f1b": build_1f1b, "coarse": build_coarse}
+ScheduleKind = Literal["1f1b", "coarse", "explicit"]
 
 
-def build(graph: StageGraph, memory: MemoryLimit | None = None, kind: ScheduleKind = "1f1b") -> Program:
+def build(
+    graph: StageGraph,
+    memory: MemoryLimit | None = None,
+    kind: ScheduleKind = "1f1b",
+    order: Mapping[int, Sequence[str]] | None = None,
+) -> Program:
     """Order the compute of one step, add the communication, and prove that the result runs to its end.
 
+    `order` is that of an explicit schedule, by rank; see `build_explicit`.
+
     Raises:
-        ProgramError: the graph's parts do not fit together, or (with `memory`) activations do not fit.
+        ProgramError: the graph's parts do not fit together, an explicit order is incomplete or would wait for ever,
+            or (with `memory`) activations do not fit.
     """
-    program = lower(_BUILDERS[kind](graph))
+    match kind:
+        case "1f1b":
+            program = build_1f1b(graph)
+        case "coarse":
+            program = build_coarse(graph)
+        case "explicit":
+            program = build_explicit(graph, order or {})
+    program = lower(program)
     check(program, memory)
     return program

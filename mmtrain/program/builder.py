@@ -12,15 +12,19 @@ stages' order. An interleaved position looks to those before it like a plain one
 its first stage is ahead: whatever they wait for, it has waited for itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from mmtrain.errors import ProgramError
 from mmtrain.program.actions import Backward, Compute, Forward
 from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId
 from mmtrain.program.positions import Position, positions
 from mmtrain.program.program import Program
 from mmtrain.program.symmetry import symmetry
+from mmtrain.program.text import action_from_text
 from mmtrain.program.wiring import held_stages
+
+_WANTED = "write forwards and backwards, like `F llm.0 llm:0.3` and `B llm.0 llm:0.3`; communication is added"
 
 
 def build_1f1b(graph: StageGraph) -> Program:
@@ -70,12 +74,40 @@ def build_coarse(graph: StageGraph) -> Program:
     )
 
 
+def build_explicit(graph: StageGraph, order: Mapping[int, Sequence[str]]) -> Program:
+    """Order compute as written down, for each rank of replica group 0: lines like `F llm.0 llm:0.3`.
+
+    Backwards of stages that need none are passed over, so that one order serves training and validation.
+
+    Raises:
+        ProgramError: a line is no forward or backward. Whether the order is complete, and runs, is for `check` to say.
+    """
+    compute: dict[int, tuple[Compute, ...]] = {}
+    for rank, lines in order.items():
+        actions = [_compute_from_text(rank, at, line) for at, line in enumerate(lines)]
+        known = {stage.id for stage in graph.stages}
+        compute[rank] = tuple(
+            a for a in actions if isinstance(a, Forward) or a.stage not in known or graph.needs_backward(a.stage)
+        )
+    return Program(graph, compute)
+
+
 def depths(graph: StageGraph) -> dict[StageId, int]:
     """Count, for each stage, the waves whose forward may run before the backward of the first, that one left out.
 
     In a plain pipeline, the positions after the stage on the longest path to the end.
     """
     return {stage: depth for position in positions(graph) for stage, depth in position.depths().items()}
+
+
+def _compute_from_text(rank: int, at: int, line: str) -> Compute:
+    try:
+        action = action_from_text(line)
+    except ValueError as error:
+        raise ProgramError(f"order of rank {rank}, line {at}: {line!r}: {error}; {_WANTED}") from error
+    if not isinstance(action, Compute):
+        raise ProgramError(f"order of rank {rank}, line {at}: {line!r} is no compute; {_WANTED}")
+    return action
 
 
 def _only(graph: StageGraph, units: set[str]) -> StageGraph:

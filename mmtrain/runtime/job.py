@@ -115,8 +115,8 @@ def assemble(
     activity, faults = activity or Activity(), faults or Faults()
     model = shape(recipe)
     graph = stage_graph(plan, model)
-    kind = plan.schedule.kind
-    program, forward_program = build(graph, kind=kind), build(forward_only(graph), kind=kind)
+    kind, order = plan.schedule.kind, plan.schedule.order
+    program, forward_program = (build(g, kind=kind, order=order) for g in (graph, forward_only(graph)))
     groups = build_groups(graph, world)
     actions = program.for_rank(world.rank)
     try_channels(actions, groups, world)

@@ -87,7 +87,10 @@ class Mesh:
     sp: bool = False
 
 
-def plan(settings: Recipe, kind: ScheduleKind = "1f1b", **meshes: Mesh) -> Plan:
+Order = dict[int, tuple[str, ...]]
+
+
+def plan(settings: Recipe, kind: ScheduleKind = "1f1b", order: Order | None = None, **meshes: Mesh) -> Plan:
     """Return a plan with these meshes (unit name -> mesh)."""
     model = shape(settings)
     units = {}
@@ -108,12 +111,12 @@ def plan(settings: Recipe, kind: ScheduleKind = "1f1b", **meshes: Mesh) -> Plan:
         hardware="cpu-core",
         world_size=len(shared),
         placement="colocated"
-        if kind == "coarse"
+        if kind != "1f1b"
         else "unified"
         if len(shared) < sum(len(m.ranks) for m in meshes.values())
         else "disaggregated",
         units=units,
-        schedule=SchedulePlan(kind=kind, num_microbatches=dict.fromkeys(meshes, num_microbatches)),
+        schedule=SchedulePlan(kind=kind, num_microbatches=dict.fromkeys(meshes, num_microbatches), order=order),
         predicted=Prediction(
             step_time_s=0, mfu=0, tokens_per_s_per_gpu=0, peak_memory_gib={}, bubbles={}, cost_source="none"
         ),

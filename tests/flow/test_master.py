@@ -16,7 +16,7 @@ from mmtrain.runtime.saving import shard_spec
 from mmtrain.runtime.schedule import learning_rate
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
-from tests.flow.cases import AUDIO, Mesh, Reference, plan, recipe, step_data
+from tests.flow.cases import AUDIO, Mesh, Order, Reference, plan, recipe, step_data
 
 NUM_STEPS = 5
 FROZEN_VISION = {"model__vision__freeze": True}
@@ -171,15 +171,33 @@ COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"model__llm__freeze": True},
         {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
     ),
+    "colocated, encoders between the llm's work": (
+        {},
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
+    ),
+}
+
+
+def _lines(rank: int, order: str) -> tuple[str, ...]:
+    """Write `Fv0` out as vision's forward of wave 0 on the encoder replica, `Bl1` as a backward of the LLM's stage."""
+    full = {"v": f"vision.0 vision:{rank}", "l": f"llm.{rank} llm:0"}
+    return tuple(f"{kind} {full[unit]}.{wave}" for kind, unit, wave in order.split())
+
+
+ORDERS: dict[str, Order] = {
+    "colocated, encoders between the llm's work": {
+        0: _lines(0, "Fv0 Fl0 Fv1 Fl1 Fv2 Bl0 Fl2 Bv0 Bl1 Fv3 Fl3 Bl2 Bv2 Bl3 Bv1 Bv3"),
+        1: _lines(1, "Fv0 Fv1 Fl0 Bl0 Fv2 Fl1 Bl1 Fv3 Bv0 Fl2 Bl2 Bv1 Fl3 Bl3 Bv2 Bv3"),
+    }
 }
 
 
 def _train(
-    settings: Recipe, meshes: dict[str, Mesh], kind: ScheduleKind
+    settings: Recipe, meshes: dict[str, Mesh], kind: ScheduleKind, order: Order | None
 ) -> tuple[list[tuple[float, float]], list[NamedShard]]:
     """Run on every rank: (loss part, norm) of each step, and this rank's gradients of the first."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    job = assemble(settings, plan(settings, kind, **meshes), world)
+    job = assemble(settings, plan(settings, kind, order, **meshes), world)
     steps, gradients = [], []
     for step in range(NUM_STEPS):
         outcome = job.train(step_data(job, step), learning_rate(settings.train.optimizer, step, NUM_STEPS))
@@ -240,7 +258,9 @@ def test_any_plan_computes_what_one_process_does(case: str) -> None:
     changes, meshes = (CASES | COLOCATED)[case]
     settings = recipe(**changes)
     world_size = len({r for m in meshes.values() for r in m.ranks})
-    ranks = run_ranks(world_size, _train, settings, meshes, "coarse" if case in COLOCATED else "1f1b", timeout=15)
+    order = ORDERS.get(case)
+    kind = "explicit" if order else "coarse" if case in COLOCATED else "1f1b"
+    ranks = run_ranks(world_size, _train, settings, meshes, kind, order, timeout=15)
     wanted = _reference(settings)
     for step, (loss, norm, _) in enumerate(wanted):
         found = sum(steps[step][0] for steps, _ in ranks)

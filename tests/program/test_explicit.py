@@ -1,0 +1,71 @@
+"""An order written down: encoder work anywhere between the LLM's, as long as the checker can follow."""
+
+import pytest
+
+from mmtrain.errors import ProgramError
+from mmtrain.program import build, build_1f1b, simulate
+from mmtrain.program.actions import Backward, Forward
+from mmtrain.program.text import action_to_text
+from tests.program.graphs import Unit, chain
+from tests.program.test_coarse import encoder_on_every_rank
+from tests.program.test_simulate import Given
+
+# Two ranks of an LLM pipeline with an encoder replica each, three waves; `Fv1` stands for vision's forward of wave 1.
+ORDER = {
+    0: "Fv0 Fl0 Fv1 Fl1 Bl0 Bv0 Fv2 Fl2 Bl1 Bv1 Bl2 Bv2",
+    1: "Fv0 Fv1 Fl0 Bl0 Fv2 Fl1 Bl1 Bv0 Fl2 Bl2 Bv1 Bv2",
+}
+
+
+def written(order: dict[int, str]) -> dict[int, list[str]]:
+    """Orders in full, for vision replica r on rank r and LLM stage r on rank r."""
+    lines: dict[int, list[str]] = {}
+    for rank, short in order.items():
+        lines[rank] = [
+            f"{kind} vision.0 vision:{rank}.{wave}" if unit == "v" else f"{kind} llm.{rank} llm:0.{wave}"
+            for kind, unit, wave in short.split()
+        ]
+    return lines
+
+
+def test_encoder_work_between_the_llms():
+    graph = encoder_on_every_rank(2, n=3)
+    program = build(graph, kind="explicit", order=written(ORDER))
+    for rank, lines in written(ORDER).items():
+        assert [action_to_text(a) for a in program.actions[rank] if isinstance(a, Forward | Backward)] == lines
+    times = Given({"vision.0": 0.5, "llm.0": 1, "llm.1": 1}, {"vision.0": 0.5, "llm.0": 2, "llm.1": 2})
+    assert simulate(program, times).step_time_s < simulate(build(graph, kind="coarse"), times).step_time_s
+
+
+def test_what_a_builder_orders_can_be_written_down():
+    graph = chain(Unit("vision", 2), Unit("llm", 2, num_stages=4), n=3)
+    order = {rank: [action_to_text(a) for a in todo] for rank, todo in build_1f1b(graph).actions.items()}
+    assert build(graph, kind="explicit", order=order) == build(graph)
+
+
+def test_backwards_that_nobody_needs_are_passed_over():
+    graph = chain(Unit("vision", trainable=(False,)), Unit("llm"), n=1)
+    order = {0: ["F vision.0 vision:0.0", "B vision.0 vision:0.0"], 1: ["F llm.0 llm:0.0", "B llm.0 llm:0.0"]}
+    assert build(graph, kind="explicit", order=order) == build(graph)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (ORDER | {0: ORDER[0].replace(" Bv2", "")}, r"rank 0: `B vision\.0 vision:0\.2` is missing"),
+        (
+            {0: "Fv0 Fl0 Bl0 Bv0 Fv1 Fl1 Fv2 Fl2 Bl1 Bv1 Bl2 Bv2", 1: ORDER[1].replace("Bl0 Fv2 Fl1", "Fv2 Fl1 Bl0")},
+            "deadlock: each of these waits",
+        ),
+        ({0: ORDER[0]}, r"has actions for ranks \[0\], but replica group 0 is \[0, 1\]"),
+    ],
+)
+def test_an_order_that_cannot_run_is_refused(order, message):
+    with pytest.raises(ProgramError, match=message):
+        build(encoder_on_every_rank(2, n=3), kind="explicit", order=written(order))
+
+
+@pytest.mark.parametrize("line", ["F llm.0", "RS llm", "forward llm.0 llm:0.0"])
+def test_a_line_that_is_no_compute_is_named(line):
+    with pytest.raises(ProgramError, match=f"order of rank 0, line 1: '{line}'.*write forwards and backwards"):
+        build(chain(Unit("llm"), n=1), kind="explicit", order={0: ["F llm.0 llm:0.0", line]})
