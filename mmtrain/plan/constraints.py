@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import ModelShape, UnitShape
@@ -11,6 +12,7 @@ from mmtrain.plan.plan import Placement
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
+_ENCODERS = ("vision", "audio")
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,12 @@ def _fixed(parallel: ParallelSettings, choices: dict[str, UnitChoices]) -> dict[
 
 
 def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    if shape.encoders:
-        return
-    if recipe.parallel.placement == "disaggregated":
+    if not shape.encoders and recipe.parallel.placement == "disaggregated":
         yield "parallel.placement: `disaggregated` needs an encoder, but model.vision is not set; use `unified`"
-    for key in _SIZES:
-        if getattr(recipe.parallel.vision, key) is not None:
-            yield f"parallel.vision.{key} is set, but model.vision is not: remove it"
+    absent = [name for name in _ENCODERS if name not in shape.encoders]
+    for name, key in product(absent, _SIZES):
+        if getattr(getattr(recipe.parallel, name), key) is not None:
+            yield f"parallel.{name}.{key} is set, but model.{name} is not: remove it"
 
 
 def _reasons(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str, str]:

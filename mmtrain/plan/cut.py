@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -48,10 +49,11 @@ def arrange(
     if sizing.placement == "unified":
         size = next(iter(sizing.sizes.values()))
         line = Line.join(list(lines.values()))
-        allowed = _unit_mask([len(x.seconds) for x in lines.values()], size.pp, [choices[n].pp for n in lines])
+        masks = _unit_masks([len(x.seconds) for x in lines.values()], size.pp, [choices[n].pp for n in lines])
         if memory_bytes is not None:
-            allowed &= _memory_mask(line, _in_flight(size.pp, 0, num_microbatches), memory_bytes)
-        cuts = min_max_partition(line.seconds.tolist(), size.pp, allowed)
+            fits = _memory_mask(line, _in_flight(size.pp, 0, num_microbatches), memory_bytes)
+            masks = [mask & fits for mask in masks]
+        cuts = _best_cuts(line.seconds.tolist(), size.pp, masks)
         units = cuts and unified(pricing.shape, size, cuts, pricing.recompute)
     else:
         per_unit: dict[str, tuple[int, ...]] = {}
@@ -100,18 +102,27 @@ def _span_working(line: Line) -> FloatArray:
     return working
 
 
-def _unit_mask(lengths: Sequence[int], parts: int, allowed_pp: Sequence[Sequence[int]]) -> BoolArray:
-    """(parts, L + 1, L + 1): may part p hold layers [lo, hi) when units must span the pipeline ranks they are given?
+def _best_cuts(seconds: Sequence[float], parts: int, masks: Sequence[BoolArray]) -> tuple[int, ...] | None:
+    """The cuts with the shortest longest part that one of the masks allows."""
+    found = [cuts for mask in masks if (cuts := min_max_partition(seconds, parts, mask)) is not None]
+    return min(found, key=lambda cuts: max(sum(seconds[a:b]) for a, b in pairwise(cuts)), default=None)
 
-    Only a size fixed in the recipe binds. The first unit spans the first ranks, the last unit the last ones; a unit
-    in the middle is not held here (there is at most one encoder).
+
+def _unit_masks(lengths: Sequence[int], parts: int, allowed_pp: Sequence[Sequence[int]]) -> list[BoolArray]:
+    """(parts, L + 1, L + 1) each: may part p hold layers [lo, hi) when units must span the ranks they are given?
+
+    Only a size fixed in the recipe binds. The first unit starts on the first rank, the last one ends on the last;
+    a unit in the middle may start anywhere, and each start is a mask of its own.
     """
-    total = sum(lengths)
+    total, bounds = sum(lengths), np.cumsum([0, *lengths])
     lo, hi = np.meshgrid(np.arange(total + 1), np.arange(total + 1), indexing="ij")
-    mask = np.ones((parts, total + 1, total + 1), dtype=np.bool_)
     part = np.arange(parts)[:, None, None]
-    if len(allowed_pp[0]) == 1:
-        mask &= (lo < lengths[0])[None] == (part < allowed_pp[0][0])
-    if len(allowed_pp[-1]) == 1:
-        mask &= (hi > total - lengths[-1])[None] == (part >= parts - allowed_pp[-1][0])
-    return mask
+    masks = [np.ones((parts, total + 1, total + 1), dtype=np.bool_)]
+    for unit, (begin, end) in enumerate(pairwise(bounds.tolist())):
+        if len(allowed_pp[unit]) > 1:
+            continue
+        span = allowed_pp[unit][0]
+        starts = [0] if unit == 0 else [parts - span] if unit == len(lengths) - 1 else range(parts - span + 1)
+        touches = ((lo < end) & (hi > begin))[None]
+        masks = [mask & (touches == ((first <= part) & (part < first + span))) for mask in masks for first in starts]
+    return masks

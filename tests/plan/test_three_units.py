@@ -1,0 +1,67 @@
+"""Planning for two encoders, or for an audio encoder alone: every placement, sizes fixed for a unit in the middle."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmtrain.balance import ItemLengths, SampleLengths
+from mmtrain.errors import PlanError
+from mmtrain.models.shape import shape
+from mmtrain.plan import Plan, plan, stage_graph
+from mmtrain.program import build
+from mmtrain.recipe.schema import Recipe
+from tests.plan.factory import VISION, lengths, recipe
+
+AUDIO: dict[str, Any] = {"layers": 2, "hidden": 96, "heads": 4, "ffn": 256, "max_frames": 400, "downsample": 2}
+
+
+def speech(vision: dict[str, Any] | None = VISION, parallel: dict[str, Any] | None = None) -> Recipe:
+    plain = recipe(vision=vision, parallel=parallel).model_dump()
+    plain["model"]["audio"] = AUDIO
+    plain["data"]["audio"] = {"max_seconds": 4.0}
+    return Recipe.model_validate(plain)
+
+
+def heard(settings: Recipe) -> SampleLengths:
+    """The factory's samples, every third with a clip as well."""
+    samples = lengths()
+    frames = 4 * np.random.default_rng(1).integers(5, 60, len(samples) // 3)
+    first = (np.arange(len(samples) + 1, dtype=np.int64) + 2) // 3
+    clips = ItemLengths(first, frames, np.ones_like(frames), frames // 2, frames // 4)
+    counts = np.zeros(len(samples), dtype=np.int64)
+    counts[::3] = clips.features
+    items = {"audio": clips} | (samples.items if settings.model.vision else {})
+    return SampleLengths(samples.tokens + counts, samples.targets, items)
+
+
+def planned(settings: Recipe, world_size: int) -> Plan:
+    return plan(settings, heard(settings), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64, top=99)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("vision", [VISION, None], ids=["vision+audio+llm", "audio+llm"])
+def test_every_placement_is_planned(vision: dict[str, Any] | None, world_size: int) -> None:
+    settings = speech(vision)
+    chosen = planned(settings, world_size)
+    units = {"audio", "llm"} | ({"vision"} if vision else set())
+    assert set(chosen.units) == units
+    assert {r for u in chosen.units.values() for r in u.ranks} == set(range(world_size))
+    seen = {chosen.placement, *(a.placement for a in chosen.alternatives)}
+    assert seen == ({"unified", "disaggregated"} if world_size >= len(units) else {"unified"})
+    build(stage_graph(chosen, shape(settings)))
+
+
+@pytest.mark.parametrize("audio_pp", [1, 2, 3])
+def test_a_fixed_size_binds_a_unit_in_the_middle_of_a_pipeline(audio_pp: int) -> None:
+    chosen = planned(speech(parallel={"placement": "unified", "audio": {"pp": audio_pp}}), 3)
+    pipelines = [u.pp for u in (chosen.units[name] for name in ("vision", "audio", "llm"))]
+    tp, dp = chosen.units["llm"].tp, chosen.units["llm"].dp
+    assert chosen.units["audio"].pp == audio_pp <= 3 // (tp * dp)
+    assert all(pp >= 1 for pp in pipelines)
+
+
+def test_sizes_of_a_unit_that_is_not_there_are_refused() -> None:
+    settings = recipe(parallel={"audio": {"tp": 2}})
+    with pytest.raises(PlanError, match=r"parallel\.audio\.tp is set, but model\.audio is not: remove it"):
+        plan(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
