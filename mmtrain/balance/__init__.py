@@ -8,6 +8,7 @@ from mmtrain.balance.batch import BatchMeta, FloatArray, IntArray, ItemLengths, 
 from mmtrain.balance.grouping import Groups, isf, pack
 from mmtrain.balance.matched import matched
 from mmtrain.balance.metrics import dist_ratio, max_over_mean, pad_ratio
+from mmtrain.balance.nodes import rearrange
 from mmtrain.balance.order import across_replicas, across_time
 from mmtrain.balance.post import Cost, dominant, rebalance
 from mmtrain.balance.rearrangement import Rearrangement
@@ -35,5 +36,6 @@ __all__ = [
     "max_over_mean",
     "pack",
     "pad_ratio",
+    "rearrange",
     "rebalance",
 ]
