@@ -47,7 +47,7 @@ def digits(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder to write: audio, train and held-out JSON, tokenizer.")
     ],
-    sequences: Annotated[int, typer.Option(min=0, help="Training samples of two to four digits.")] = 750,
+    sequences: Annotated[int, typer.Option(min=0, help="Training samples of two to four digits, harder to learn.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same files.")] = 0,
     as_json: AsJson = False,
 ) -> None:

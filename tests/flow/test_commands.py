@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["train.steps=3", "train.checkpoint.every=0", "model.vision.layers=1", "model.llm.layers=1", "data.seq_len=192"]
@@ -73,3 +75,19 @@ def test_a_mistake_is_one_message_and_exit_code_2(folder: Path, arguments: list[
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_spoken_digits_from_recordings_to_a_score(folder: Path) -> None:
+    (folder / "recordings").mkdir()
+    for digit in range(10):
+        for index in range(7):
+            wave = np.sin(np.arange(2400) * (digit + 2) / 10) * 0.3
+            soundfile.write(folder / "recordings" / f"{digit}_robot_{index}.wav", wave, 8000)
+    made = _mmtrain(folder, "data", "digits", "--source", "recordings", "--out", "digits-data")
+    assert made.returncode == 0, made.stderr
+    small = ["train.steps=2", "train.validate_every=0", "model.audio.layers=1", "model.llm.layers=1"]
+    trained = _mmtrain(folder, "train", "recipes/spoken_digits.yaml", *_sets(*small))
+    assert trained.returncode == 0, trained.stderr
+    scored = _mmtrain(folder, "evaluate", "runs/spoken-digits", "--json")
+    assert scored.returncode == 0, scored.stderr
+    assert [t["questions"] for t in json.loads(scored.stdout)["templates"]] == [20]
