@@ -32,6 +32,11 @@ class Packing:
     rope: Rope | None = None  # rotary positions, where the model has them
     qkv_format: ClassVar[str] = "thd"  # what Megatron-core calls packed tokens; it looks for this attribute
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(self.lengths)
+
     def padded(self, rows: int) -> "Packing":
         """The same with `rows` tokens of padding at the end, a sequence that the others do not see."""
         if not rows:

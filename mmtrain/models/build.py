@@ -99,27 +99,38 @@ class StageModule(nn.Module):
 
         `hidden` (T, hidden) comes from the stage before, None for the first; `features` holds what encoders hand to
         the LLM's embedding, (F, hidden) each. Returns hidden states (T, hidden), an encoder's last stage features
-        (F, llm_hidden), the LLM's last stage the sum of token losses (a scalar in fp32).
+        (F, llm_hidden), the LLM's last stage the sum of token losses (a scalar in fp32). Under sequence parallelism
+        hidden states come and go as this rank's ceil(T / tp) rows.
         """
-        return self._through(self.indices, hidden, self._context(inputs, features or {}))
+        context = self._context(inputs, features or {})
+        out, sliced = self._through(self.indices, hidden, context)
+        if not self.parts.sequence_parallel or self.indices.stop == len(self.shape.layers):
+            return out
+        num_tokens = context.packing.num_tokens
+        return self._laid_out(out, sliced, True, num_tokens) if num_tokens else out[:0]
 
     def logits(self, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
         """Run a stage that ends with the head, but return logits (T, padded vocabulary) and look at no labels."""
         *before, last = self.indices
         head = self.layers[str(last)]
         assert isinstance(head, Head), f"layer {last} of {self.unit} is no head"
-        hidden = self._through(before, hidden, self._context(inputs, features or {}))
+        context = self._context(inputs, features or {})
+        out, sliced = self._through(before, hidden, context)
         if not self.parts.sequence_parallel:
-            return head.logits(hidden)
-        return head.logits(self.parts.slice_tokens(hidden))[: len(hidden)]
+            return head.logits(out)
+        return head.logits(self._laid_out(out, sliced, True, context.packing.num_tokens))[: context.packing.num_tokens]
 
-    def _through(self, indices: Iterable[int], hidden: Tensor | None, context: Context) -> Tensor:
-        packing, kind = context.packing, "embedding"
-        if self.parts.sequence_parallel:
-            packing = packing.padded(self.parts.padding(sum(packing.lengths)))
+    def _through(self, indices: Iterable[int], hidden: Tensor | None, context: Context) -> tuple[Tensor, bool]:
+        """Run layers; return what the last one hands on, and whether that is a slice of the tokens."""
+        packing, num_tokens, slicing = context.packing, context.packing.num_tokens, self.parts.sequence_parallel
+        if slicing:
+            packing = packing.padded(self.parts.padding(num_tokens))
+        sliced = slicing and hidden is not None and num_tokens > 0
         for index in indices:
-            before, kind = kind, self.shape.layers[index].kind
-            hidden = self._shared_out(hidden, before, kind, context)
+            kind = self.shape.layers[index].kind
+            wanted = slicing and kind in _SLICED
+            hidden = None if hidden is None else self._laid_out(hidden, sliced, wanted, num_tokens)
+            sliced = wanted
             layer = self.layers[str(index)]
             argument = packing if kind in _BLOCKS else context
             if index in self.recompute and torch.is_grad_enabled():
@@ -127,17 +138,14 @@ class StageModule(nn.Module):
                 hidden = checkpoint(layer, hidden, argument, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = layer(hidden, argument)
-        hidden = hidden if kind == "head" else self._shared_out(hidden, kind, "embedding", context)
         assert hidden is not None, "a stage has at least one layer, and only the first one starts from nothing"
-        return hidden
+        return hidden, sliced
 
-    def _shared_out(self, hidden: Tensor | None, before: str, after: str, context: Context) -> Tensor | None:
-        """Slice or join tokens between two kinds of layers; outside the stage they are whole, as in an embedding."""
-        if not self.parts.sequence_parallel or hidden is None or (before in _SLICED) == (after in _SLICED):
+    def _laid_out(self, hidden: Tensor, sliced: bool, wanted: bool, num_tokens: int) -> Tensor:
+        """Turn tokens that are `sliced` over the lane, or whole, into what is `wanted`."""
+        if sliced == wanted:
             return hidden
-        if after in _SLICED:
-            return self.parts.slice_tokens(hidden)
-        return self.parts.join_tokens(hidden, sum(context.packing.lengths))
+        return self.parts.slice_tokens(hidden) if wanted else self.parts.join_tokens(hidden, num_tokens)
 
     def _context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> Context:
         device = next(self.parameters()).device

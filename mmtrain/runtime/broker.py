@@ -47,11 +47,13 @@ class Broker:
         rank: int,
         groups: Groups,
         widths: Mapping[Edge, int],
+        sharers: Mapping[str, int],
         device: torch.device,
         dtype: torch.dtype,
         activity: Activity | None = None,
     ) -> None:
         self._graph, self._rank, self._groups, self._widths = graph, rank, groups, widths
+        self._sharers = sharers  # ranks that share out a unit's tokens between stages, where they do
         self._device, self._dtype = device, dtype
         self._activity = activity or Activity()
         self._uses = _count_uses(graph, actions, rank)
@@ -178,7 +180,9 @@ class Broker:
 
     def _num_rows(self, edge: Edge, src: Microbatch, dst: Microbatch) -> int:
         spans = self._spans(edge, src, dst)
-        return self._loads.loads[src].tokens if spans is None else int(spans[:, 2].sum())
+        if spans is None:
+            return -(-self._loads.loads[src].tokens // self._sharers.get(src.unit, 1))
+        return int(spans[:, 2].sum())
 
     def _total_rows(self, edge: Edge, mb: Microbatch, payload: Payload) -> int:
         if payload == "gradient":

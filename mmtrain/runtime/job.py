@@ -133,9 +133,10 @@ def assemble(
         groups.tied_embeddings,
     )
     widths = edge_widths(graph, model)
+    sharers = {name: unit.tp for name, unit in plan.units.items() if unit.sp}
     forward_actions = [a for a in forward_program.for_rank(world.rank) if not isinstance(a, Step)]
     brokers = [
-        Broker(g, a, world.rank, groups, widths, world.device, dtype, activity)
+        Broker(g, a, world.rank, groups, widths, sharers, world.device, dtype, activity)
         for g, a in ((graph, actions), (forward_program.graph, forward_actions))
     ]
     return Job(

@@ -59,6 +59,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"model__llm__kv_heads": 1, "model__llm__tie_embeddings": True},
         {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((3,), (0, 1, 2, 3), tp=2, sp=True)},
     ),
+    "slices of tokens over every border in the encoder": (
+        {},
+        {"vision": Mesh((1, 3), tuple(range(6)), tp=2, sp=True), "llm": Mesh((), (6, 7), tp=2)},
+    ),
+    "slices of tokens over every border in the llm, vpp2": (
+        {},
+        {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 4), (1, 2, 3, 4), tp=2, vpp=2, sp=True)},
+    ),
     "llm tp2 dp2 with slices of tokens": (
         {},
         {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), tp=2, dp=2, sp=True)},
