@@ -32,7 +32,7 @@ class Meter:
     def __init__(self, job: Job, stream: GroupStream, hardware: str) -> None:
         self._job, self._stream = job, stream
         precision: Precision = "bf16" if job.dtype == torch.bfloat16 else "fp32"
-        self._peak_flops = preset(hardware).peak_flops(precision) * job.world.size
+        self.peak_flops = preset(hardware).peak_flops(precision) * job.world.size
 
     def gather(self, outcome: StepOutcome, data_wait_s: float, broken_samples: int, stop: bool, saved: bool) -> Seen:
         """Bring all ranks' figures together; every rank must call this once a step."""
@@ -73,8 +73,8 @@ class Meter:
             samples=len(meta.sample_id),
             tokens=int(meta.tokens.sum()),
             epoch=self._stream.epochs_done((meta.step + 1) * num_groups),
-            mfu=flops / took_s / self._peak_flops,
-            peak_flops=self._peak_flops,
+            mfu=flops / took_s / self.peak_flops,
+            peak_flops=self.peak_flops,
             time_s=seen.time_s,
             peak_memory_bytes=seen.peak_memory_bytes,
             val_loss=val_loss,

@@ -155,6 +155,7 @@ def _steps(
     recipe, world = job.recipe, job.world
     stream = GroupStream(index.lengths, recipe.data.seq_len, recipe.data.window, recipe.train.seed, index.weights)
     meter, validate = Meter(job, stream, plan.hardware), _validation(job)
+    console.print(f"MFU is the share of {meter.peak_flops:.3g} FLOP/s, {world.size} x {plan.hardware}", highlight=False)
     job.faults.begin(world.rank)
     with (
         RunLog(request.run_dir, first + 1, enabled=world.is_first) as log,
