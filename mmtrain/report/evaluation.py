@@ -56,7 +56,7 @@ class EvaluationResult:
     @property
     def with_images(self) -> TemplateScore:
         """The questions that have images, together."""
-        return _sum("all with images", [score for score in self.templates if score.blanked is not None])
+        return _sum("all with media", [score for score in self.templates if score.blanked is not None])
 
     @property
     def gap_closed(self) -> float | None:
@@ -94,7 +94,7 @@ def render(result: EvaluationResult, console: Console) -> None:
         right = example.expected == example.answered
         lines = [f"\n{number}. {example.question}"]
         if example.images:
-            lines.append(f"   images    {', '.join(example.images)}")
+            lines.append(f"   media     {', '.join(example.images)}")
         lines.append(f"   expected  {example.expected}")
         console.print(Text("\n".join(lines)))
         console.print(Text.assemble("   answered  ", (example.answered, "green" if right else "red")))
@@ -105,7 +105,7 @@ def _table(result: EvaluationResult) -> Table:
         title=f"Held-out questions after step {result.step}: share answered exactly right", title_justify="left"
     )
     table.add_column("questions")
-    for column in ("asked", "model", "most frequent answer", "blanked images"):
+    for column in ("asked", "model", "most frequent answer", "blanked media"):
         table.add_column(column, justify="right")
     for score in sorted(result.templates, key=lambda score: score.template):
         table.add_row(*_cells(score))
@@ -127,8 +127,8 @@ def _sentences(result: EvaluationResult) -> list[str]:
     seeing = result.with_images
     if seeing.questions:
         said.append(
-            f"Questions with images: {_percent(seeing.share(seeing.exact))} right, "
-            f"{_percent(seeing.share(seeing.blanked))} when the images are blanked."
+            f"Questions with images or clips: {_percent(seeing.share(seeing.exact))} right, "
+            f"{_percent(seeing.share(seeing.blanked))} when these are blanked."
         )
     return said
 

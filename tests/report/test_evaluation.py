@@ -47,13 +47,13 @@ def test_table_and_examples() -> None:
         ["arithmetic", "20", "95.0%", "10.0%", "-"],
         ["count shapes", "50", "80.0%", "40.0%", "36.0%"],
         ["read digit", "30", "90.0%", "10.0%", "10.0%"],
-        ["all with images", "80", "83.8%", "28.7%", "26.2%"],
+        ["all with media", "80", "83.8%", "28.7%", "26.2%"],
         ["all", "100", "86.0%", "25.0%", "-"],
     ]
     text = RESULT.to_text(100)
     assert "81.3% of the gap from the most frequent answers to 100% is closed." in text
-    assert "Questions with images: 83.8% right, 26.2% when the images are blanked." in text
-    assert "1. How many red circles are there?\n   images    images/1.png, images/2.png\n   expected  3" in text
+    assert "Questions with images or clips: 83.8% right, 26.2% when these are blanked." in text
+    assert "1. How many red circles are there?\n   media     images/1.png, images/2.png\n   expected  3" in text
     assert "2. What is [2 + 2]?\n   expected  4\n   answered  5" in text
 
 
