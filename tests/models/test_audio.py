@@ -42,7 +42,7 @@ def test_hidden_states_are_those_of_whisper() -> None:
     with torch.no_grad():
         expected = theirs(mels.transpose(1, 2)).last_hidden_state.flatten(0, 1)
         context = ours._context(AudioInput((48, 48), mels.flatten(0, 1)), {})
-        hidden = ours._through(range(3), None, context)
+        hidden, _ = ours._through(range(3), None, context)
         last = ours.layers["3"]
         assert isinstance(last, Projector)
         assert last.post_norm is not None
