@@ -38,13 +38,12 @@ def scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Image:
 
 def digit(rng: random.Random, value: int) -> Image.Image:
     """Draw one digit, its size, place and colour varying."""
-    zoom = rng.choice(_ZOOMS)
-    side = 32 * zoom
-    image, draw = _ground(rng, side, side)
-    font = ImageFont.load_default(size=rng.choice((32, 38)) * zoom)
+    width, height = rng.choice(((32, 32), (32, 32), (32, 48), (48, 32)))
+    image, draw = _ground(rng, width, height)
+    font = ImageFont.load_default(size=rng.choice((32, 38)))
     left, top, right, bottom = draw.textbbox((0, 0), str(value), font=font)
-    x = _near_middle(rng, side - (right - left), zoom) - left
-    y = _near_middle(rng, side - (bottom - top), zoom) - top
+    x = _near_middle(rng, width - (right - left), zoom=1) - left
+    y = _near_middle(rng, height - (bottom - top), zoom=1) - top
     draw.text((x, y), str(value), font=font, fill=_jitter(rng, COLOURS[rng.choice(list(COLOURS))]))
     return image
 
