@@ -19,7 +19,7 @@ def demo(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder to write: images, train and held-out JSON, tokenizer.")
     ],
-    samples: Annotated[int, typer.Option(min=1, help="Training samples.")] = 4000,
+    samples: Annotated[int, typer.Option(min=1, help="Training samples.")] = 10000,
     heldout: Annotated[int, typer.Option(min=1, help="Held-out samples.")] = 400,
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same files.")] = 0,
     as_json: AsJson = False,

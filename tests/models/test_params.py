@@ -90,9 +90,9 @@ def test_initial_weights_depend_on_seed_and_name() -> None:
 def test_initial_scales() -> None:
     model = settings(llm={"hidden": 96, "ffn": 256, "qkv_bias": True})
     params = {name.split(".", 2)[2]: p for name, p in stage(model, "llm", (1, 2)).named_parameters()}
-    assert params["mlp.linear_fc1.weight"].std().item() == pytest.approx(0.02, rel=0.05)
-    assert params["mlp.linear_fc2.weight"].std().item() == pytest.approx(0.02 / 6**0.5, rel=0.05)
-    assert params["self_attention.linear_proj.weight"].std().item() == pytest.approx(0.02 / 6**0.5, rel=0.05)
+    assert params["mlp.linear_fc1.weight"].std().item() == pytest.approx(96**-0.5, rel=0.05)
+    assert params["mlp.linear_fc2.weight"].std().item() == pytest.approx((6 * 256) ** -0.5, rel=0.05)
+    assert params["self_attention.linear_proj.weight"].std().item() == pytest.approx((6 * 96) ** -0.5, rel=0.05)
     assert params["self_attention.linear_qkv.bias"].count_nonzero() == 0
     assert torch.equal(params["input_layernorm.weight"], torch.ones(96))
 
