@@ -115,8 +115,9 @@ def test_slices_of_no_tokens_give_zero_gradients() -> None:
 def _assert_equal(ranks: list[Outcome], whole: Outcome) -> None:
     for rank in ranks:
         torch.testing.assert_close(rank.loss, whole.loss, rtol=1e-6, atol=0)
-        torch.testing.assert_close(rank.features, whole.features, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(rank.logits, whole.logits, rtol=1e-5, atol=1e-6)
+        for found, wanted in ((rank.features, whole.features), (rank.logits, whole.logits)):
+            # Rounding goes with the largest terms of a sum, so the tolerance goes with the tensor's scale.
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
     largest = max(gradient.norm() for gradient in whole.grads.values())
     for full_name, spec in whole.specs.items():
         assert all(rank.specs[full_name] == spec for rank in ranks)
