@@ -1,6 +1,8 @@
 """The record of a run on disk: `metrics.jsonl` and TensorBoard events, each step once however often it resumes."""
 
+import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,33 +24,33 @@ class RunLog:
         self._enabled = enabled
         if not enabled:
             return
-        from torch.utils.tensorboard import SummaryWriter  # seconds to import, and with torch
-
         run_dir.mkdir(parents=True, exist_ok=True)
         _keep_before(run_dir / METRICS, first_step)
         self._lines = (run_dir / METRICS).open("a", encoding="utf-8")
-        purge = first_step if first_step > 1 else None
-        self._events = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=purge)
+        self._events = _Events(run_dir / TENSORBOARD, first_step)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Log one step. The line is handed to the system at once: a killed process loses none."""
+        """Log one step. The line is handed to the system at once: a killed process loses none.
+
+        Raises OSError when the disk is full. The line is then kept, and written with the next one for which there is
+        room; TensorBoard lacks the steps in between.
+        """
         if not self._enabled:
             return
         values = metrics.to_json()
-        self._lines.write(json.dumps(values, allow_nan=False) + "\n")
-        self._lines.flush()
-        split = values.pop("time_s")
-        scalars = {f"train/{name}": value for name, value in values.items() if name != "step"}
-        scalars |= {f"time_s/{name}": value for name, value in split.items()}
-        for name, value in scalars.items():
-            if value is not None:
-                self._events.add_scalar(name, value, metrics.step)
+        try:
+            self._lines.write(json.dumps(values, allow_nan=False) + "\n")
+            self._lines.flush()
+        finally:
+            split = values.pop("time_s")
+            scalars = {f"train/{name}": value for name, value in values.items() if name != "step"}
+            self._events.add(metrics.step, scalars | {f"time_s/{name}": value for name, value in split.items()})
 
     def close(self) -> None:
         """Write what TensorBoard still holds back."""
         if self._enabled:
-            self._lines.close()
             self._events.close()
+            self._lines.close()
 
     def __enter__(self) -> Self:
         return self
@@ -57,6 +59,39 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Events:
+    """TensorBoard events of a run.
+
+    What a full disk breaks stays broken: the writer's thread has ended, and whatever it is given raises the same error
+    for ever. So it is dropped then, and a new one, with a file of its own, takes its place in the next step.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self._folder = folder
+        self._writer = self._open(purge_step=first_step if first_step > 1 else None)
+
+    def add(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        """Log figures of a step, those that there are."""
+        try:
+            self._writer = self._writer or self._open()
+            for name, value in scalars.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, step)
+        except OSError:
+            self._writer = None
+            raise
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what is lost here stands in the metrics
+            if self._writer is not None:
+                self._writer.close()
+
+    def _open(self, purge_step: int | None = None) -> Any:
+        from torch.utils.tensorboard import SummaryWriter  # seconds to import, and with torch
+
+        return SummaryWriter(str(self._folder), purge_step=purge_step)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from mmtrain.runtime.executor import StepOutcome
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.measure import Meter
 from mmtrain.runtime.memory import memory_story, out_of_memory, peak_memory
-from mmtrain.runtime.runstate import write_state
+from mmtrain.runtime.runstate import STATE, write_state
 from mmtrain.runtime.saving import BackgroundSaver
 from mmtrain.runtime.schedule import learning_rate
 from mmtrain.runtime.stop import StopRequest
@@ -109,8 +109,7 @@ class Loop:
         )
         if self.job.world.is_first:
             entry = {"step": step, "grad_norm": str(outcome.grad_norm), "samples": samples}
-            with (self.run_dir / SKIPPED).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            self._write(SKIPPED, lambda: _append(self.run_dir / SKIPPED, json.dumps(entry) + "\n"))
         if self.bad_steps >= limit:
             raise RunError(
                 f"step {step}: the gradient norm was not finite in {limit} steps in a row (train.max_bad_steps); "
@@ -119,11 +118,15 @@ class Loop:
             )
 
     def _record(self, metrics: StepMetrics) -> None:
-        try:
-            self.log.step(metrics)
-        except OSError as e:  # a full disk; what was not written stays in the buffer until there is room
-            self.progress.note(f"step {metrics.step}: metrics could not be written: {e}")
+        self._write(f"step {metrics.step}: metrics", lambda: self.log.step(metrics))
         self.progress.step(metrics)
+
+    def _write(self, what: str, write: Callable[[], None]) -> None:
+        """Write some record of the run; a full disk costs the record, and is told, but not the run."""
+        try:
+            write()
+        except OSError as e:
+            self.progress.note(f"{what} could not be written: {e}")
 
     def _save(self, next_step: int, must: bool) -> Path | None:
         """Save in the background, or, where nothing may come before it is done, here and now."""
@@ -155,14 +158,19 @@ class Loop:
 
     def _state(self, status: Literal["running", "done", "stopped"], step: int) -> None:
         if self.job.world.is_first:
-            write_state(self.run_dir, status, step)
+            self._write(STATE, lambda: write_state(self.run_dir, status, step))
 
     def _record_broken(self, data: StepData) -> int:
         """Append what this rank could not decode to the quarantine; tensor-parallel ranks load alike, one records."""
         if not data.quarantined or any(unit.groups.tp_rank for unit in self.job.units.values()):
             return 0
-        write_quarantine(self.run_dir / QUARANTINE, data.quarantined, append=True)
+        self._write(QUARANTINE, lambda: write_quarantine(self.run_dir / QUARANTINE, data.quarantined, append=True))
         return len(data.quarantined)
+
+
+def _append(path: Path, line: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)
 
 
 def due(step: int, every: int, num_steps: int) -> bool:

@@ -125,6 +125,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(data: Path, tmp_path: Pat
     assert set(skipped["samples"]) <= known
 
 
+def test_records_that_cannot_be_written_do_not_end_the_run(data: Path, tmp_path: Path) -> None:
+    (tmp_path / SKIPPED).symlink_to("/dev/full")
+    request = request_for(data, tmp_path)
+    assert run_all(request, request, faults=FailAt(1, 2, "nan")) == ["", ""]
+    assert read_state(tmp_path)["status"] == "done"
+
+
 def test_too_many_bad_steps_end_the_run(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, "train.max_bad_steps=2")
     for message in run_all(request, request, faults=FailAt(0, range(1, 6), "nan")):

@@ -2,8 +2,10 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmtrain.report import RunLog, read_metrics
@@ -74,6 +76,26 @@ def test_nan_is_null_and_the_line_still_json(tmp_path: Path) -> None:
     text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text
     assert (json.loads(text)["loss"], json.loads(text)["grad_norm"]) == (None, None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
+def test_a_full_disk_delays_lines_and_later_steps_are_logged(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunLog(tmp_path, 1, enabled=True) as run_log:
+        run_log.step(metrics(1))
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))  # no file may grow beyond
+            for step in range(2, 6):
+                with pytest.raises(OSError, match="File too large"):
+                    run_log.step(metrics(step))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        run_log.step(metrics(6))
+        run_log.step(metrics(7))
+    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {6, 7} <= {event.step for event in events.Scalars("train/loss")}
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
