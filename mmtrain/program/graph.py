@@ -177,6 +177,14 @@ class StageGraph:
         first = self.group_of(mb) * per_group
         return tuple(Microbatch(unit, r, mb.index) for r in range(first, first + per_group))
 
+    def has_loss(self, stage_id: StageId) -> bool:
+        """Whether the stage computes a loss: the LLM's last one, also where it feeds a unit, and every end of a path.
+
+        A unit after the LLM (an image generator) has a loss of its own; the LLM's last backward then waits for both.
+        """
+        llm = [s.id for s in self.stages if s.id.unit == LLM]
+        return not self.outputs(stage_id) or (bool(llm) and stage_id == max(llm, key=lambda s: s.index))
+
     def needs_backward(self, stage_id: StageId) -> bool:
         """A backward exists iff something trainable lies in the stage or upstream of it (design: Forward/Backward)."""
         return self._backward[stage_id]

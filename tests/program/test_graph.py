@@ -28,6 +28,13 @@ def test_backward_exists_where_something_trains_upstream():
     assert not carried["audio.0>llm.0"]
 
 
+def test_the_llm_keeps_its_loss_when_it_feeds_a_unit_that_has_one_too():
+    graph = chain(Unit("vision", 2), Unit("llm", 2))
+    assert [str(s.id) for s in graph.stages if graph.has_loss(s.id)] == ["llm.1"]
+    graph = chain(Unit("llm", 2), Unit("generator", 2))
+    assert [str(s.id) for s in graph.stages if graph.has_loss(s.id)] == ["llm.1", "generator.1"]
+
+
 def test_order_puts_sources_first_even_if_listed_last():
     graph = unified(3, vision_pp=2)
     shuffled = replace(graph, stages=tuple(reversed(graph.stages)))
