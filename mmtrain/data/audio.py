@@ -5,19 +5,23 @@ the power within eight decades of the clip's loudest. Clips keep their own lengt
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mmtrain.data.images import FloatArray
+from mmtrain.data.media import BadMediaError, Media
 from mmtrain.errors import DataError
 
 SAMPLE_RATE = 16_000
 WINDOW = 400  # samples under one window
 HOP = 160  # samples from one frame to the next
+MAX_RATE, MAX_CHANNELS = 384_000, 32  # a short clip of a thousand channels would fill the memory
 _SPARE_SECONDS = 0.1  # headers of compressed files are off by a packet
 _FLOOR = 1e-10
 _DECADES = 8.0
@@ -27,12 +31,8 @@ _LOG_STEP = math.log(6.4) / 27.0
 Doubles = npt.NDArray[np.float64]
 
 
-class BadAudioError(Exception):
-    """A clip that cannot be used; `kind` is the quarantine's."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
+class BadAudioError(BadMediaError):
+    """A clip that cannot be used."""
 
 
 def require_soundfile() -> ModuleType:
@@ -48,44 +48,38 @@ def require_soundfile() -> ModuleType:
     return module
 
 
-def read_frames(path: Path, max_seconds: float, multiple: int) -> int:
+def read_frames(media: Media, max_seconds: float, multiple: int) -> int:
     """Log-mel frames of a clip, from its header: 10 ms each, rounded up to a multiple of `multiple`.
 
     Raises `BadAudioError` for what no decoder could use, and for a clip longer than `max_seconds`.
     """
-    soundfile = require_soundfile()
-    _require_file(path)
-    try:
-        info = soundfile.info(str(path))
-    except Exception as error:  # libsndfile's errors, and whatever a damaged header makes of its numbers
-        raise BadAudioError("not_audio", f"{path}: not a sound file of a known format: {error}") from None
-    if info.frames < 1 or info.samplerate < 1:
-        raise BadAudioError("empty_audio", f"{path}: {info.frames} samples at {info.samplerate} Hz")
-    if info.frames > max_seconds * info.samplerate:
-        seconds = info.frames / info.samplerate
-        raise BadAudioError(
-            "clip_too_long", f"{path}: {seconds:.1f} s is above data.audio.max_seconds = {max_seconds:g}"
-        )
-    hops: int = math.ceil(info.frames * SAMPLE_RATE / (info.samplerate * HOP))
+    # libsndfile's errors, and whatever a damaged header makes of its numbers, mean that this is no sound
+    with _opened(media, "not_audio") as sound:
+        count, rate, channels = sound.frames, sound.samplerate, sound.channels
+    if count < 1 or rate < 1:
+        raise BadAudioError("empty_audio", f"{media}: {count} samples at {rate} Hz")
+    if rate > MAX_RATE or channels > MAX_CHANNELS:
+        found = f"{media}: {channels} channels at {rate} Hz"
+        raise BadAudioError("audio_too_wide", f"{found}, at most {MAX_CHANNELS} at {MAX_RATE} Hz are decoded")
+    if count > max_seconds * rate:
+        reason = f"{media}: {count / rate:.1f} s is above data.audio.max_seconds = {max_seconds:g}"
+        raise BadAudioError("clip_too_long", reason)
+    hops: int = math.ceil(count * SAMPLE_RATE / (rate * HOP))
     return math.ceil(hops / multiple) * multiple
 
 
-def load_mels(path: Path, frames: int, bins: int) -> FloatArray:
+def load_mels(media: Media, frames: int, bins: int) -> FloatArray:
     """Decode a clip, mix its channels and return its log-mel frames (frames, bins), silence after its end.
 
     Raises `BadAudioError`.
     """
-    soundfile = require_soundfile()
-    _require_file(path)
-    try:
-        promised = soundfile.info(str(path)).frames
-        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
-    except Exception as error:
-        raise BadAudioError("undecodable", f"{path}: {type(error).__name__}: {error}") from None
+    with _opened(media, "undecodable") as sound:
+        promised, rate = sound.frames, sound.samplerate
+        samples = sound.read(promised, dtype="float32", always_2d=True)
     if len(samples) < promised - _SPARE_SECONDS * rate:
-        raise BadAudioError("truncated", f"{path}: {len(samples)} of {promised} samples are there")
+        raise BadAudioError("truncated", f"{media}: {len(samples)} of {promised} samples are there")
     if not np.isfinite(samples).all():
-        raise BadAudioError("undecodable", f"{path}: holds samples that are not finite")
+        raise BadAudioError("undecodable", f"{media}: holds samples that are not finite")
     wave = resample(samples.mean(axis=1, dtype=np.float64), rate)[: frames * HOP]
     return log_mel(np.pad(wave, (0, frames * HOP - len(wave))), bins)
 
@@ -144,6 +138,14 @@ def _hertz(mel: Doubles) -> Doubles:
     return np.where(mel < _LINEAR_END_MEL, linear, _LINEAR_END_HZ * np.exp(_LOG_STEP * (mel - _LINEAR_END_MEL)))
 
 
-def _require_file(path: Path) -> None:
-    if not path.is_file():  # libsndfile names every failure to open a "system error"
-        raise BadAudioError("missing_audio", f"{path}: no such file")
+@contextmanager
+def _opened(media: Media, broken: str) -> Iterator[Any]:
+    """Open a clip as a `SoundFile`; what goes wrong, here or in the body, is a `BadAudioError` of kind `broken`."""
+    soundfile = require_soundfile()
+    try:
+        with media.open() as file, soundfile.SoundFile(file) as sound:
+            yield sound
+    except FileNotFoundError:
+        raise BadAudioError("missing_audio", f"{media}: no such file") from None
+    except Exception as error:
+        raise BadAudioError(broken, f"{media}: {type(error).__name__}: {error}") from None

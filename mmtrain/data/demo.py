@@ -19,7 +19,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mmtrain.data.demo_draw import COLOURS, SHAPES, bar_chart, digit, scene
-from mmtrain.data.llava import IMAGE_MARK
+from mmtrain.data.sample import IMAGE_MARK
 from mmtrain.data.tokenize import SPECIAL_TOKENS
 from mmtrain.errors import DataError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.data.demo import train_tokenizer
-from mmtrain.data.llava import AUDIO_MARK
+from mmtrain.data.sample import AUDIO_MARK
 from mmtrain.data.tokenize import AUDIO
 from mmtrain.errors import DataError
 

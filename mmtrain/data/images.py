@@ -4,13 +4,13 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
+from mmtrain.data.media import BadMediaError, Media
 from mmtrain.recipe.schema import ImageSettings
 
 FloatArray = npt.NDArray[np.float32]
@@ -33,12 +33,8 @@ _UPRIGHT = {  # EXIF orientation -> what makes the picture stand upright
 _SWAPS_SIDES = (5, 6, 7, 8)
 
 
-class BadImageError(Exception):
-    """An image that cannot be used; `kind` is the quarantine's."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
+class BadImageError(BadMediaError):
+    """An image that cannot be used."""
 
 
 def grid(
@@ -68,29 +64,29 @@ def grid(
     return rows * merge, cols * merge
 
 
-def read_size(path: Path, max_source_pixels: int) -> tuple[int, int]:
+def read_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
     """Upright width and height from the header; raises `BadImageError` for what no decoder could use.
 
     Also looks whether the end of a JPEG or PNG file is there, without decoding.
     """
-    with _opened(path, max_source_pixels) as image:
+    with _opened(media, max_source_pixels) as (image, file):
         width, height = image.size
         if _orientation(image) in _SWAPS_SIDES:
             width, height = height, width
         kind = image.format
-    if kind in _ENDS and not _ENDS[kind](path):
-        raise BadImageError("truncated", f"{path}: the end of the {kind} file is missing")
+        if kind in _ENDS and not _ENDS[kind](file):
+            raise BadImageError("truncated", f"{media}: the end of the {kind} file is missing")
     return width, height
 
 
-def load_patches(path: Path, rows: int, cols: int, settings: ImageSettings, patch: int) -> FloatArray:
+def load_patches(media: Media, rows: int, cols: int, settings: ImageSettings, patch: int) -> FloatArray:
     """Decode an image, resize it to `rows` x `cols` patches and cut it up.
 
     Returns (rows * cols, 3 * patch * patch), patches row-major, the features of each ordered (channel, y, x) like a
     flattened Conv2d weight. Transparency is laid on white. Raises `BadImageError`.
     """
     size = (cols * patch, rows * patch)
-    with _opened(path, settings.max_source_pixels) as image:
+    with _opened(media, settings.max_source_pixels) as (image, _):
         orientation = _orientation(image)
         wanted = size[::-1] if orientation in _SWAPS_SIDES else size
         image.draft("RGB", (2 * wanted[0], 2 * wanted[1]))  # JPEG only: decode at 1/2, 1/4, 1/8 while it is enough
@@ -111,25 +107,27 @@ def _nearest(aspect: float, grids: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 @contextmanager
-def _opened(path: Path, max_source_pixels: int) -> Iterator[Image.Image]:
+def _opened(media: Media, max_source_pixels: int) -> Iterator[tuple[Image.Image, BinaryIO]]:
     """Open an image and turn whatever goes wrong, here or in the body, into a `BadImageError`."""
     try:
-        with Image.open(path, formats=_FORMATS) as image:
+        with media.open() as file, Image.open(file, formats=_FORMATS) as image:
             width, height = image.size
             if width * height > max_source_pixels:
                 raise BadImageError(
                     "too_many_pixels",
-                    f"{path}: {width} x {height} is above data.image.max_source_pixels = {max_source_pixels}",
+                    f"{media}: {width} x {height} is above data.image.max_source_pixels = {max_source_pixels}",
                 )
-            yield image
+            yield image, file
     except FileNotFoundError:
-        raise BadImageError("missing_image", f"{path}: no such file") from None
+        raise BadImageError("missing_image", f"{media}: no such file") from None
     except UnidentifiedImageError:
-        raise BadImageError("not_an_image", f"{path}: not an image of a known format ({', '.join(_FORMATS)})") from None
+        raise BadImageError(
+            "not_an_image", f"{media}: not an image of a known format ({', '.join(_FORMATS)})"
+        ) from None
     except BadImageError:
         raise
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ...
-        raise BadImageError("undecodable", f"{path}: {type(error).__name__}: {error}") from None
+        raise BadImageError("undecodable", f"{media}: {type(error).__name__}: {error}") from None
 
 
 def _orientation(image: Image.Image) -> int:
@@ -152,37 +150,35 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB") if image.mode != "RGB" else image.copy()
 
 
-def _png_ends(path: Path) -> bool:
+def _png_ends(file: BinaryIO) -> bool:
     """Whether the closing chunk is there, at the end or (with bytes appended by some tool) found chunk by chunk."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 12, 0))
-        if file.read() == b"\0\0\0\0IEND\xaeB`\x82":
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 12, 0))
+    if file.read() == b"\0\0\0\0IEND\xaeB`\x82":
+        return True
+    file.seek(8)
+    while len(head := file.read(8)) == 8:
+        if head[4:] == b"IEND":
             return True
-        file.seek(8)
-        while len(head := file.read(8)) == 8:
-            if head[4:] == b"IEND":
-                return True
-            file.seek(int.from_bytes(head[:4], "big") + 4, os.SEEK_CUR)
+        file.seek(int.from_bytes(head[:4], "big") + 4, os.SEEK_CUR)
     return False
 
 
-def _jpeg_ends(path: Path) -> bool:
+def _jpeg_ends(file: BinaryIO) -> bool:
     """Whether an end-of-image marker follows the start of the scan.
 
     The marker cannot occur inside scan data; the metadata before it may hold a thumbnail with an end of its own, so it
     is stepped over segment by segment.
     """
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        scan = _jpeg_scan_start(file)
-        if scan is None:
-            return False
-        file.seek(max(scan, size - 65536))
-        if b"\xff\xd9" in file.read():
-            return True
-        file.seek(scan)  # cameras append films and second pictures
-        return b"\xff\xd9" in file.read()
+    size = file.seek(0, os.SEEK_END)
+    scan = _jpeg_scan_start(file)
+    if scan is None:
+        return False
+    file.seek(max(scan, size - 65536))
+    if b"\xff\xd9" in file.read():
+        return True
+    file.seek(scan)  # cameras append films and second pictures
+    return b"\xff\xd9" in file.read()
 
 
 def _jpeg_scan_start(file: BinaryIO) -> int | None:

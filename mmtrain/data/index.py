@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance.batch import IntArray, ItemLengths, SampleLengths
-from mmtrain.data.audio import BadAudioError, read_frames, require_soundfile
-from mmtrain.data.images import BadImageError, grid, read_size
-from mmtrain.data.llava import AUDIO_MARK, Quarantined, Sample, read
+from mmtrain.data.audio import read_frames, require_soundfile
+from mmtrain.data.images import grid, read_size
+from mmtrain.data.llava import read
+from mmtrain.data.media import BadMediaError, Media
+from mmtrain.data.sample import AUDIO_MARK, Quarantined, Sample
 from mmtrain.data.tokenize import AUDIO, NO_LABEL, ChatTokenizer
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings, VisionSettings
@@ -29,7 +30,7 @@ NAMED_IN_MESSAGE = 5
 
 Progress = Callable[[int, int], None]  # done, total
 _Grid = tuple[int, int]
-_Sizes = dict[tuple[str, Path], _Grid | BadImageError | BadAudioError]  # by encoder unit and file
+_Sizes = dict[tuple[str, Media], _Grid | BadMediaError]  # by encoder unit and file
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,14 @@ def _check_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
 def _read_sizes(samples: Sequence[Sample], recipe: Recipe, progress: Progress | None) -> _Sizes:
     """The grid of every image and clip of the samples, or what is wrong with it; each file is looked at once."""
     data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
-    files: list[tuple[str, Path]] = []
+    files: list[tuple[str, Media]] = []
     if vision is not None:
         files += [("vision", path) for s in samples if len(s.images) <= data.max_images for path in s.images]
     if audio is not None:
         files += [("audio", path) for s in samples for path in s.clips]
     files = list(dict.fromkeys(files))
 
-    def look(file: tuple[str, Path]) -> _Grid | BadImageError | BadAudioError:
+    def look(file: tuple[str, Media]) -> _Grid | BadMediaError:
         unit, path = file
         try:
             if unit == "audio":
@@ -170,7 +171,7 @@ def _read_sizes(samples: Sequence[Sample], recipe: Recipe, progress: Progress | 
             assert vision is not None
             width, height = read_size(path, data.image.max_source_pixels)
             return grid(width, height, data.image, vision.patch, vision.merge, vision.max_side)
-        except (BadImageError, BadAudioError) as bad:
+        except BadMediaError as bad:
             return bad
 
     found: _Sizes = {}
@@ -209,7 +210,7 @@ def _measure(
     grids: dict[str, list[_Grid]] = {"vision": [], "audio": []}
     for unit, path in (*(("vision", image) for image in sample.images), *(("audio", clip) for clip in sample.clips)):
         size = sizes[unit, path]
-        if isinstance(size, BadImageError | BadAudioError):
+        if isinstance(size, BadMediaError):
             return Quarantined.of(sample, size.kind, str(size))
         grids[unit].append(size)
     merged, stacked = vision.merge**2 if vision else 1, 2 * audio.downsample if audio else 1

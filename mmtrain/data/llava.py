@@ -8,76 +8,17 @@ A file that cannot be read at all is a `DataError`; one bad sample is set aside 
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from mmtrain.data.media import FileMedia
+from mmtrain.data.sample import Quarantined, Role, Sample, Turn
 from mmtrain.errors import DataError
 
-IMAGE_MARK = "<image>"  # stands in a human turn where an image goes
-AUDIO_MARK = "<audio>"  # likewise for a clip; in a sample without clips it is a text like any other
-Role = Literal["system", "user", "assistant"]
 _ROLES: dict[str, Role] = {"system": "system", "human": "user", "gpt": "assistant"}
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One message of a conversation."""
-
-    role: Role
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One training example: a conversation, its images and its clips, each in the order of their marks."""
-
-    id: str
-    source: str  # file it was read from
-    index: int  # place in that file, from 0
-    turns: tuple[Turn, ...]
-    images: tuple[Path, ...]
-    template: str | None = None  # names the kind of question, where the data says so; evaluation groups by it
-    clips: tuple[Path, ...] = ()
-
-    def num_marks(self, mark: str = IMAGE_MARK) -> int:
-        """How often `mark` stands in its human turns."""
-        return sum(t.text.count(mark) for t in self.turns if t.role == "user")
-
-    @property
-    def answer(self) -> str:
-        """The last assistant turn."""
-        return next((t.text for t in reversed(self.turns) if t.role == "assistant"), "")
-
-    def __str__(self) -> str:
-        return f"sample {self.id!r} ({self.source}, number {self.index})"
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantined:
-    """A sample that was set aside: which one, and why."""
-
-    source: str
-    index: int
-    id: str
-    kind: str
-    reason: str
-
-    @classmethod
-    def of(cls, sample: Sample, kind: str, reason: str) -> "Quarantined":
-        """Set `sample` aside."""
-        return cls(sample.source, sample.index, sample.id, kind, reason)
-
-    def __str__(self) -> str:
-        return f"{self.source}, number {self.index}, id {self.id!r}: {self.kind}: {self.reason}"
-
-
-def write_quarantine(path: Path, entries: Iterable[Quarantined], append: bool = False) -> None:
-    """Write one JSON object a line: source, index, id, kind, reason."""
-    with path.open("a" if append else "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(e)) + "\n" for e in entries)
 
 
 def read(path: Path, image_root: Path | None = None) -> Iterator[Sample | Quarantined]:
@@ -169,7 +110,7 @@ def _turn(number: int, turn: Any) -> Turn:
     return Turn(_ROLES[role], turn["value"])
 
 
-def _paths(entry: dict[str, Any], key: str, root: str) -> tuple[Path, ...]:
+def _paths(entry: dict[str, Any], key: str, root: str) -> tuple[FileMedia, ...]:
     """The files of a sample's images or clips."""
     paths = entry.get(key)
     if paths is None:
@@ -181,14 +122,14 @@ def _paths(entry: dict[str, Any], key: str, root: str) -> tuple[Path, ...]:
     return tuple(_path(p, key, root) for p in paths)
 
 
-def _path(path: str, key: str, root: str) -> Path:
+def _path(path: str, key: str, root: str) -> FileMedia:
     """A path inside `root`: data from elsewhere must not make us open any file of this machine, or fetch one."""
     if "://" in path:
         raise _BadSampleError(f"{key}_path", f"{path!r} is a URL; download it and give its path")
     full = os.path.normpath(os.path.join(root, path))
     if "\0" in path or os.path.commonpath([root, full]) != root:
         raise _BadSampleError(f"{key}_path", f"{path!r} lies outside of the {key} folder {root}")
-    return Path(full)
+    return FileMedia(full)
 
 
 def _id(entry: Any, index: int) -> str:

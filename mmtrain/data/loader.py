@@ -14,9 +14,9 @@ from mmtrain.balance.batch import BatchMeta
 from mmtrain.data.audio import BadAudioError, load_mels
 from mmtrain.data.images import BadImageError, FloatArray, load_patches
 from mmtrain.data.index import DataIndex, check_bad_rate
-from mmtrain.data.llava import Quarantined
 from mmtrain.data.order import GroupStream
 from mmtrain.data.payload import AudioPayload, TextPayload, VisionPayload, audio_payload, text_payload, vision_payload
+from mmtrain.data.sample import Quarantined
 from mmtrain.data.tokenize import ChatTokenizer, Encoded
 from mmtrain.errors import MmtrainError, RunError
 from mmtrain.recipe.schema import Recipe

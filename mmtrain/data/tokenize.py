@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmtrain.balance.batch import IntArray
-from mmtrain.data.llava import AUDIO_MARK, IMAGE_MARK, Role, Sample
+from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, Role, Sample
 from mmtrain.errors import DataError
 
 PAD, END, IMAGE = "<|pad|>", "<|end|>", "<|image|>"

@@ -16,10 +16,12 @@ import torch
 
 from mmtrain.balance.batch import IntArray
 from mmtrain.checkpoint import Checkpoint, find, open_newest_good
-from mmtrain.data.audio import BadAudioError, load_mels
-from mmtrain.data.images import BadImageError, load_patches
+from mmtrain.data.audio import load_mels
+from mmtrain.data.images import load_patches
 from mmtrain.data.index import DataIndex, build, check_bad_rate
-from mmtrain.data.llava import AUDIO_MARK, IMAGE_MARK, Quarantined, Sample, Turn, read
+from mmtrain.data.llava import read
+from mmtrain.data.media import BadMediaError, Media
+from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, Quarantined, Sample, Turn
 from mmtrain.data.tokenize import ChatTokenizer
 from mmtrain.errors import CheckpointError, UserError
 from mmtrain.recipe import Recipe, load
@@ -49,17 +51,17 @@ class Question:
         return self.sample.template or NO_TEMPLATE
 
     @property
-    def images(self) -> tuple[Path, ...]:
+    def images(self) -> tuple[Media, ...]:
         """The images of the prompt; a turn after the answer may have more."""
         return self.sample.images[: len(self.grids)]
 
     @property
-    def clips(self) -> tuple[Path, ...]:
+    def clips(self) -> tuple[Media, ...]:
         """The clips of the prompt."""
         return self.sample.clips[: len(self.frames)]
 
     @property
-    def media(self) -> tuple[Path, ...]:
+    def media(self) -> tuple[Media, ...]:
         """What the model would be blind or deaf without."""
         return self.images + self.clips
 
@@ -123,7 +125,7 @@ def answer(
             try:
                 pictures, clips = load_pictures(question, recipe, blank), load_clips(question, recipe, blank)
                 prompts[question] = Prompt(question.ids, pictures, clips)
-            except (BadImageError, BadAudioError) as error:
+            except BadMediaError as error:
                 bad.append(Quarantined.of(question.sample, error.kind, str(error)))
         generated = generate(model, list(prompts.values()), tokenizer, max_new_tokens)
         for question, ids in zip(prompts, generated, strict=True):

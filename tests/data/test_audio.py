@@ -7,6 +7,7 @@ import pytest
 import soundfile
 
 from mmtrain.data.audio import BadAudioError, load_mels, log_mel, read_frames, resample
+from mmtrain.data.media import FileMedia
 
 
 def _wave(seconds: float, rate: int = 16000, seed: int = 0) -> np.ndarray:
@@ -53,8 +54,8 @@ def test_frames_come_from_the_header(tmp_path: Path, seconds: float, multiple: i
     for rate, kind in ((8000, "wav"), (16000, "flac"), (44100, "wav")):
         path = tmp_path / f"{rate}.{kind}"
         soundfile.write(path, _wave(seconds, rate), rate)
-        assert read_frames(path, 30.0, multiple) == frames
-        mels = load_mels(path, frames, 20)
+        assert read_frames(FileMedia(str(path)), 30.0, multiple) == frames
+        mels = load_mels(FileMedia(str(path)), frames, 20)
         assert mels.shape == (frames, 20)
         assert np.isfinite(mels).all()
 
@@ -63,7 +64,7 @@ def test_channels_are_mixed_and_silence_follows(tmp_path: Path) -> None:
     wave = _wave(0.2)
     soundfile.write(tmp_path / "mono.flac", wave, 16000)
     soundfile.write(tmp_path / "stereo.flac", np.stack([1.5 * wave, 0.5 * wave], axis=1), 16000)
-    mono, stereo = (load_mels(tmp_path / f"{name}.flac", 40, 20) for name in ("mono", "stereo"))
+    mono, stereo = (load_mels(FileMedia(str(tmp_path / f"{name}.flac")), 40, 20) for name in ("mono", "stereo"))
     assert np.abs(mono - stereo).max() < 0.02  # 16 bits round
     assert np.ptp(mono[25:]) == 0  # nothing but the floor
     assert np.abs(mono[:15] - log_mel(wave, 20)[:15]).max() < 0.02
@@ -82,7 +83,7 @@ def test_what_a_header_gives_away(clip: Path, name: str, kind: str) -> None:
     (clip.parent / "text.wav").write_text("no sound")
     soundfile.write(clip.parent / "empty.wav", np.zeros(0), 16000)
     with pytest.raises(BadAudioError) as refused:
-        read_frames(clip.parent / name, 0.4, 2)
+        read_frames(FileMedia(str(clip.parent / name)), 0.4, 2)
     assert refused.value.kind == kind
     assert name in str(refused.value)
 
@@ -91,8 +92,8 @@ def test_what_only_decoding_shows(clip: Path, tmp_path: Path) -> None:
     soundfile.write(tmp_path / "whole.flac", _wave(2.0), 16000)
     (tmp_path / "cut.flac").write_bytes((tmp_path / "whole.flac").read_bytes()[:9000])
     soundfile.write(tmp_path / "nan.wav", np.full(1600, np.nan, np.float32), 16000, subtype="FLOAT")
-    assert read_frames(tmp_path / "cut.flac", 30.0, 2) == 200  # the header is fine
+    assert read_frames(FileMedia(str(tmp_path / "cut.flac")), 30.0, 2) == 200  # the header is fine
     for name, kinds in {"cut.flac": ("truncated", "undecodable"), "nan.wav": ("undecodable",)}.items():
         with pytest.raises(BadAudioError) as refused:
-            load_mels(tmp_path / name, 200, 20)
+            load_mels(FileMedia(str(tmp_path / name)), 200, 20)
         assert refused.value.kind in kinds

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from mmtrain.data import ChatTokenizer, GroupStream, Loader, Need, build
 from mmtrain.data.audio import load_mels
+from mmtrain.data.media import FileMedia
 from mmtrain.data.tokenize import AUDIO
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
@@ -118,7 +119,7 @@ def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Pa
     here = table.microbatch(0, 0)
     assert data.audio[0, 0].frames == tuple(table.rows[here].tolist())
     files = [tmp_path / ("long.wav", "short.wav")[p] for p in table.position[here]]
-    expected = [load_mels(f, n, 16) for f, n in zip(files, data.audio[0, 0].frames, strict=True)]
+    expected = [load_mels(FileMedia(str(f)), n, 16) for f, n in zip(files, data.audio[0, 0].frames, strict=True)]
     assert data.audio[0, 0].mels is not None
     assert np.array_equal(data.audio[0, 0].mels, np.concatenate(expected))
     assert data.audio[1, 0].mels is None

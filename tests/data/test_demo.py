@@ -7,6 +7,7 @@ import pytest
 from mmtrain.data import ChatTokenizer, build
 from mmtrain.data.demo import VOCAB, DemoSummary, generate
 from mmtrain.data.images import read_size
+from mmtrain.data.media import FileMedia
 from mmtrain.errors import DataError
 from mmtrain.recipe import load
 
@@ -44,7 +45,7 @@ def test_samples_have_what_the_demo_promises(demo: tuple[Path, DemoSummary]) -> 
     counts = {len(row.get("image", [])) for row in rows}
     assert counts == {0, 1, 2, 3, 4}
     assert {row["template"] for row in rows} == set(summary.templates)
-    sizes = {read_size(out / name, 10_000) for row in rows for name in row.get("image", [])}
+    sizes = {read_size(FileMedia(str(out / name)), 10_000) for row in rows for name in row.get("image", [])}
     assert len(sizes) > 5, "resolutions vary"
     assert summary.images == len(list((out / "images").iterdir()))
 

@@ -7,7 +7,8 @@ import soundfile
 
 from mmtrain.data import ChatTokenizer
 from mmtrain.data.digits import WORDS, prepare
-from mmtrain.data.llava import Sample, read
+from mmtrain.data.llava import read
+from mmtrain.data.sample import Sample
 from mmtrain.errors import DataError
 
 
@@ -37,7 +38,7 @@ def test_every_recording_is_asked_about_in_one_split(recordings: Path, tmp_path:
         for sample in samples:
             assert isinstance(sample, Sample)
             assert sample.num_marks("<audio>") == len(sample.clips)
-            assert all(clip.is_file() for clip in sample.clips)
+            assert all(Path(str(clip)).is_file() for clip in sample.clips)
             assert sample.answer.split() == [WORDS[int(clip.name[0])] for clip in sample.clips]
             assert len({clip.name.split("_")[1] for clip in sample.clips}) == 1  # one speaker
         heard[name] = {clip.name for s in samples if isinstance(s, Sample) for clip in s.clips}

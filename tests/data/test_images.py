@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmtrain.data.images import BadImageError, grid, load_patches, read_size
+from mmtrain.data.media import FileMedia
 from mmtrain.recipe.schema import ImageSettings
 
 LIMIT = 10_000_000
@@ -63,7 +64,7 @@ def test_patches_are_laid_out_like_a_convolutions_input(tmp_path: Path) -> None:
     Image.fromarray(pixels).save(tmp_path / "a.png")
     image = ImageSettings(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
 
-    patches = load_patches(tmp_path / "a.png", rows, cols, image, patch)
+    patches = load_patches(FileMedia(str(tmp_path / "a.png")), rows, cols, image, patch)
 
     assert patches.shape == (rows * cols, 3 * patch * patch)
     assert patches.dtype == np.float32
@@ -105,8 +106,8 @@ def _jpeg_with_orientation(path: Path, orientation: int) -> np.ndarray:
 def test_exif_orientation_turns_size_and_pixels_alike(tmp_path: Path, orientation: int, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
     upright = _jpeg_with_orientation(path, orientation)
-    assert read_size(path, LIMIT) == (24, 16)
-    patches = load_patches(path, 2, 3, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
+    assert read_size(FileMedia(str(path)), LIMIT) == (24, 16)
+    patches = load_patches(FileMedia(str(path)), 2, 3, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
     expected = upright.reshape(2, 8, 3, 8, 3).transpose(0, 2, 4, 1, 3).reshape(6, -1) / 255
     assert np.abs(patches - expected).mean() < 0.05
 
@@ -114,7 +115,7 @@ def test_exif_orientation_turns_size_and_pixels_alike(tmp_path: Path, orientatio
 def test_large_jpegs_are_scaled_down_to_what_they_show(tmp_path: Path) -> None:
     ramp = np.linspace(0, 255, 2048, dtype=np.uint8)
     Image.fromarray(np.broadcast_to(ramp[None, :, None], (1024, 2048, 3)).copy()).save(tmp_path / "a.jpg")
-    patches = load_patches(tmp_path / "a.jpg", 2, 4, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
+    patches = load_patches(FileMedia(str(tmp_path / "a.jpg")), 2, 4, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
     columns = patches.reshape(2, 4, 3, 8, 8).mean(axis=(0, 2, 3)).ravel()
     assert np.allclose(columns, (np.arange(32) + 0.5) / 32, atol=0.02)
 
@@ -135,7 +136,7 @@ def test_every_colour_mode_becomes_rgb_on_white(
     tmp_path: Path, image: Image.Image, expected: tuple[float, float, float]
 ) -> None:
     image.save(tmp_path / "a.png")
-    patches = load_patches(tmp_path / "a.png", 1, 1, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
+    patches = load_patches(FileMedia(str(tmp_path / "a.png")), 1, 1, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
     assert np.allclose(patches.reshape(3, 64).mean(axis=1), expected, atol=0.01)
 
 
@@ -154,7 +155,7 @@ def test_a_truncated_file_is_found_without_decoding(tmp_path: Path, suffix: str,
     path = tmp_path / "a"
     path.write_bytes(whole[: max(int(len(whole) * share), header)])
     with pytest.raises(BadImageError, match="end of the") as bad:
-        read_size(path, LIMIT)
+        read_size(FileMedia(str(path)), LIMIT)
     assert bad.value.kind == "truncated"
 
 
@@ -162,7 +163,7 @@ def test_a_truncated_file_is_found_without_decoding(tmp_path: Path, suffix: str,
 @pytest.mark.parametrize("extra", [1, 100_000])
 def test_bytes_appended_by_cameras_do_not_matter(tmp_path: Path, suffix: str, extra: int) -> None:
     (tmp_path / "a").write_bytes(_bytes(suffix) + b"\0" * extra)
-    assert read_size(tmp_path / "a", LIMIT) == (64, 64)
+    assert read_size(FileMedia(str(tmp_path / "a")), LIMIT) == (64, 64)
 
 
 def test_the_end_of_a_thumbnail_is_not_the_end_of_the_picture(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_the_end_of_a_thumbnail_is_not_the_end_of_the_picture(tmp_path: Path) ->
     thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + 6 + 2) + b"Thumb\0\xff\xd9"
     (tmp_path / "a.jpg").write_bytes((whole[:2] + thumbnail + whole[2:])[: len(whole) // 2])
     with pytest.raises(BadImageError, match="end of the"):
-        read_size(tmp_path / "a.jpg", LIMIT)
+        read_size(FileMedia(str(tmp_path / "a.jpg")), LIMIT)
 
 
 def test_what_cannot_be_an_image_is_named(tmp_path: Path) -> None:
@@ -179,12 +180,12 @@ def test_what_cannot_be_an_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.png").write_bytes(b"")
     for name, kind in (("none.png", "missing_image"), ("text.png", "not_an_image"), ("page.png", "not_an_image")):
         with pytest.raises(BadImageError, match=name) as bad:
-            read_size(tmp_path / name, LIMIT)
+            read_size(FileMedia(str(tmp_path / name)), LIMIT)
         assert bad.value.kind == kind
     with pytest.raises(BadImageError):
-        read_size(tmp_path / "empty.png", LIMIT)
+        read_size(FileMedia(str(tmp_path / "empty.png")), LIMIT)
     with pytest.raises(BadImageError):
-        read_size(tmp_path, LIMIT)
+        read_size(FileMedia(str(tmp_path)), LIMIT)
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:
@@ -198,17 +199,17 @@ def test_a_decompression_bomb_is_refused_from_its_header(tmp_path: Path) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(BadImageError, match=r"100000 x 100000 is above data\.image\.max_source_pixels") as bad:
-            read_size(path, 100_000_000)
+            read_size(FileMedia(str(path)), 100_000_000)
     assert bad.value.kind == "too_many_pixels"
     with pytest.raises(BadImageError, match="max_source_pixels"):
-        load_patches(path, 1, 1, ImageSettings(), 8)
+        load_patches(FileMedia(str(path)), 1, 1, ImageSettings(), 8)
 
 
 def test_a_good_header_over_broken_data_is_undecodable(tmp_path: Path) -> None:
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 16, 16, 8, 2, 0, 0, 0))
     path = tmp_path / "a.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", b"rubbish") + _chunk(b"IEND", b""))
-    assert read_size(path, LIMIT) == (16, 16)
+    assert read_size(FileMedia(str(path)), LIMIT) == (16, 16)
     with pytest.raises(BadImageError, match=r"a\.png") as bad:
-        load_patches(path, 2, 2, ImageSettings(), 8)
+        load_patches(FileMedia(str(path)), 2, 2, ImageSettings(), 8)
     assert bad.value.kind == "undecodable"

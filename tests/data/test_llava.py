@@ -5,9 +5,14 @@ import pytest
 
 from mmtrain.data import Quarantined, Sample, write_quarantine
 from mmtrain.data.llava import read
+from mmtrain.data.media import FileMedia
 from mmtrain.errors import DataError
 
 GOOD = {"id": 7, "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
+
+
+def _files(*paths: Path) -> tuple[FileMedia, ...]:
+    return tuple(FileMedia(str(path)) for path in paths)
 
 
 def _one(tmp_path: Path, entry: object, root: Path | None = None) -> Sample | Quarantined:
@@ -32,15 +37,15 @@ def test_a_sample_keeps_turns_images_and_template(tmp_path: Path) -> None:
     entry = {"id": "a", "image": ["x/1.png", "2.png"], "conversations": turns, "template": "t", "extra": 1}
     sample = _sample(tmp_path, entry)
     assert [t.role for t in sample.turns] == ["system", "user", "assistant"]
-    assert sample.images == (tmp_path / "x" / "1.png", tmp_path / "2.png")
+    assert sample.images == _files(tmp_path / "x" / "1.png", tmp_path / "2.png")
     assert (sample.id, sample.index, sample.num_marks(), sample.template) == ("a", 0, 2, "t")
     assert sample.answer == "<image> is text here"
 
 
 def test_one_image_may_be_a_plain_text_and_roots_may_be_elsewhere(tmp_path: Path) -> None:
     root = tmp_path / "pictures"
-    assert _sample(tmp_path, GOOD | {"image": "1.png"}, root).images == (root / "1.png",)
-    assert _sample(tmp_path, GOOD | {"image": str(root / "1.png")}, root).images == (root / "1.png",)
+    assert _sample(tmp_path, GOOD | {"image": "1.png"}, root).images == _files(root / "1.png")
+    assert _sample(tmp_path, GOOD | {"image": str(root / "1.png")}, root).images == _files(root / "1.png")
     assert _sample(tmp_path, GOOD).images == ()
 
 

@@ -170,7 +170,7 @@ def test_prefetch_stays_within_its_bound(made: Made, monkeypatch: pytest.MonkeyP
 def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(made: Made) -> None:
     recipe, index, stream = made(max_bad_rate=1.0)
     victim = next(s for s in index.samples if len(s.images) == 2)
-    victim.images[1].write_bytes(b"gone bad")
+    Path(str(victim.images[1])).write_bytes(b"gone bad")
     with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:
         steps = [next(loader) for _ in range(40)]  # several epochs
     assert steps[-1].meta.epoch >= 2
@@ -189,7 +189,7 @@ def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(mad
 def test_broken_images_count_towards_the_set_rate(made: Made) -> None:
     recipe, index, stream = made(max_bad_rate=0.1)
     for sample in [s for s in index.samples if s.images][:2]:
-        sample.images[0].unlink()
+        Path(str(sample.images[0])).unlink()
     with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:
         steps = iter(loader)
         with pytest.raises(TooManyBadSamples, match="2 of 12 samples are unusable"):

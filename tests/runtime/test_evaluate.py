@@ -13,7 +13,7 @@ from PIL import Image
 from mmtrain.data.demo import generate as generate_demo
 from mmtrain.data.demo import train_tokenizer
 from mmtrain.data.index import build
-from mmtrain.data.llava import Sample, Turn
+from mmtrain.data.sample import Sample, Turn
 from mmtrain.data.tokenize import ChatTokenizer
 from mmtrain.errors import CheckpointError, TooManyBadSamples, UserError
 from mmtrain.models.inputs import TextInput, VisionInput

@@ -1,0 +1,73 @@
+"""What reading yields, whatever the format: a sample, or one that was set aside, and why."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from mmtrain.data.media import Media
+
+IMAGE_MARK = "<image>"  # stands in a user turn where an image goes
+VIDEO_MARK = "<video>"  # likewise for a video; in a sample without videos it is a text like any other
+AUDIO_MARK = "<audio>"  # likewise for a clip
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One training example: a conversation, its images, clips and videos, each in the order of their marks."""
+
+    id: str
+    source: str  # file it was read from
+    index: int  # place in that file, from 0
+    turns: tuple[Turn, ...]
+    images: tuple[Media, ...]
+    template: str | None = None  # names the kind of question, where the data says so; evaluation groups by it
+    clips: tuple[Media, ...] = ()
+    videos: tuple[Media, ...] = ()
+
+    def num_marks(self, mark: str = IMAGE_MARK) -> int:
+        """How often `mark` stands in its user turns."""
+        return sum(t.text.count(mark) for t in self.turns if t.role == "user")
+
+    @property
+    def answer(self) -> str:
+        """The last assistant turn."""
+        return next((t.text for t in reversed(self.turns) if t.role == "assistant"), "")
+
+    def __str__(self) -> str:
+        return f"sample {self.id!r} ({self.source}, number {self.index})"
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A sample that was set aside: which one, and why."""
+
+    source: str
+    index: int
+    id: str
+    kind: str
+    reason: str
+
+    @classmethod
+    def of(cls, sample: Sample, kind: str, reason: str) -> "Quarantined":
+        """Set `sample` aside."""
+        return cls(sample.source, sample.index, sample.id, kind, reason)
+
+    def __str__(self) -> str:
+        return f"{self.source}, number {self.index}, id {self.id!r}: {self.kind}: {self.reason}"
+
+
+def write_quarantine(path: Path, entries: Iterable[Quarantined], append: bool = False) -> None:
+    """Write one JSON object a line: source, index, id, kind, reason."""
+    with path.open("a" if append else "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(e)) + "\n" for e in entries)
