@@ -10,13 +10,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from mmtrain.models.keyvalues import KeyValues
 
 Backend = Literal["flash_attn", "varlen", "sdpa", "reference"]
 Rope = tuple[Tensor, Tensor]  # cosines and sines, each (T, 1, d / 2)
@@ -30,6 +33,7 @@ class Packing:
 
     lengths: tuple[int, ...]  # tokens of each sequence
     rope: Rope | None = None  # rotary positions, where the model has them
+    memory: "KeyValues | None" = None  # of the sequences' earlier tokens, while an answer is written
     qkv_format: ClassVar[str] = "thd"  # what Megatron-core calls packed tokens; it looks for this attribute
 
     @property
@@ -43,16 +47,23 @@ class Packing:
             return self
         # Rotated by zeros the padding attends to itself evenly; nobody looks at what comes out.
         rope = None if self.rope is None else tuple(F.pad(table, (0, 0, 0, 0, 0, rows)) for table in self.rope)
-        return Packing((*self.lengths, rows), rope)  # type: ignore[arg-type]  # still a pair
+        return Packing((*self.lengths, rows), rope, self.memory)  # type: ignore[arg-type]  # still a pair
 
 
-def rope_tables(lengths: tuple[int, ...], head_dim: int, base: float, dtype: torch.dtype, device: torch.device) -> Rope:
-    """Cosines and sines of rotary positions that start at 0 in each sequence (RoFormer, arXiv 2104.09864)."""
+def rope_tables(
+    lengths: tuple[int, ...],
+    head_dim: int,
+    base: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    starts: tuple[int, ...] | None = None,
+) -> Rope:
+    """Cosines and sines of rotary positions that start at 0, or at `starts`, in each sequence (arXiv 2104.09864)."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    longest = torch.arange(max(lengths, default=0), dtype=torch.float32)
-    angles = torch.cat(
-        [torch.outer(longest, frequencies)[:n] for n in lengths] or [longest.new_empty(0, head_dim // 2)]
-    )
+    spans = [(start, start + n) for start, n in zip(starts or (0,) * len(lengths), lengths, strict=True)]
+    longest = torch.arange(max((stop for _, stop in spans), default=0), dtype=torch.float32)
+    whole = torch.outer(longest, frequencies)
+    angles = torch.cat([whole[start:stop] for start, stop in spans] or [longest.new_empty(0, head_dim // 2)])
     return tuple(f(angles).unsqueeze(1).to(device, dtype) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
 
 

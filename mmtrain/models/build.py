@@ -4,6 +4,7 @@ The same recipe and seed give the same weights on any mesh and for any split int
 drawn under its plan-independent name (`mmtrain.models.params`).
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -119,6 +120,21 @@ class StageModule(nn.Module):
         if not self.parts.sequence_parallel:
             return head.logits(out)
         return head.logits(self._laid_out(out, sliced, True, context.packing.num_tokens))[: context.packing.num_tokens]
+
+    def next_tokens(
+        self, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None, limit: int
+    ) -> Tensor:
+        """Run a stage that ends with the head; return the likeliest token below `limit` after each sequence: (S,)."""
+        *before, last = self.indices
+        head = self.layers[str(last)]
+        assert isinstance(head, Head), f"layer {last} of {self.unit} is no head"
+        context = self._context(inputs, features or {})
+        out, sliced = self._through(before, hidden, context)
+        # Only the last token of a sequence needs the vocabulary, the widest product of all.
+        ends = torch.tensor(list(itertools.accumulate(inputs.lengths)), device=out.device) - 1
+        rows = self._laid_out(out, sliced, False, context.packing.num_tokens).index_select(0, ends)
+        tokens = head.likeliest(self._laid_out(rows, False, self.parts.sequence_parallel, len(rows)), limit)
+        return tokens[: len(ends)]
 
     def _through(self, indices: Iterable[int], hidden: Tensor | None, context: Context) -> tuple[Tensor, bool]:
         """Run layers; return what the last one hands on, and whether that is a slice of the tokens."""

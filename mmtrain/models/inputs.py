@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from mmtrain.models.keyvalues import KeyValues
+
 
 @dataclass(frozen=True)
 class VisionInput:
@@ -35,6 +37,7 @@ class TextInput:
     feature_places: dict[str, Tensor] = field(
         default_factory=dict
     )  # encoder unit -> (F,) places in [0, T) its rows go to
+    memory: KeyValues | None = None  # where an answer is written: the sequences' earlier tokens, and room for these
 
 
 UnitInput = VisionInput | AudioInput | TextInput

@@ -30,9 +30,11 @@ class TextContext:
 
     @cached_property
     def packing(self) -> Packing:
-        """Sequences with rotary positions that start at 0 in each."""
-        lengths = self.inputs.lengths
-        return Packing(lengths, rope_tables(lengths, self.head_dim, self.rope_base, self.dtype, self.device))
+        """Sequences with rotary positions that start at 0 in each, or where its remembered tokens end."""
+        lengths, memory = self.inputs.lengths, self.inputs.memory
+        starts = None if memory is None else memory.held
+        rope = rope_tables(lengths, self.head_dim, self.rope_base, self.dtype, self.device, starts)
+        return Packing(lengths, rope, memory)
 
 
 class Embedding(nn.Module):
@@ -77,6 +79,10 @@ class Head(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Map (T, hidden), or this rank's slice of it, to logits (T, padded vocabulary)."""
         return self.parts.gather_vocab(self._project(hidden))
+
+    def likeliest(self, hidden: Tensor, limit: int) -> Tensor:
+        """Likeliest token below `limit` after each of (T, hidden), or of this rank's slice of them: (T,) int64."""
+        return self.parts.likeliest(self._project(hidden), limit)
 
     def _project(self, hidden: Tensor) -> Tensor:
         (tied,) = self._tied

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -82,6 +83,8 @@ class PackedAttention(nn.Module):
         """Attend inside each sequence: q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d)."""
         if packed_seq_params.rope is not None:
             q, k = rotate(q, packed_seq_params.rope), rotate(k, packed_seq_params.rope)
+        if packed_seq_params.memory is not None:
+            return packed_seq_params.memory.attend(self, q, k, v, packed_seq_params.lengths, self.backend)
         return attend(q, k, v, packed_seq_params.lengths, self.causal, self.backend)
 
 
@@ -294,6 +297,23 @@ class Parts:
         """Join logits (T, vocab / tp) of all tensor-parallel ranks to (T, vocab)."""
         whole: Tensor = gather_from_tensor_model_parallel_region(logits, group=self.groups.tp)
         return whole
+
+    def likeliest(self, logits: Tensor, limit: int) -> Tensor:
+        """Id of the largest of logits (T, vocab / tp) below id `limit`, on all ranks alike: (T,) int64.
+
+        Of equal ones the lowest id is taken. Two numbers a token travel, not the vocabulary.
+        """
+        first = self.groups.tp_rank * logits.shape[1]
+        padding = torch.arange(first, first + logits.shape[1], device=logits.device) >= limit
+        best, ids = logits.float().masked_fill(padding, float("-inf")).max(dim=-1)  # the first of equals
+        if self.groups.tp_size == 1:
+            return ids
+        found = torch.stack((best.double(), (ids + first).double()))
+        everyone = [torch.empty_like(found) for _ in range(self.groups.tp_size)]
+        dist.all_gather(everyone, found, group=self.groups.tp)
+        values, candidates = torch.stack(everyone, dim=1)
+        tokens: Tensor = candidates.gather(0, values.argmax(dim=0, keepdim=True))[0].long()
+        return tokens
 
 
 def _mark(module: nn.Module, dim: int, stride: int = 1) -> nn.Module:
