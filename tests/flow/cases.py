@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
-from mmtrain.data.loader import StepData
+from mmtrain.data.prepare import StepData
 from mmtrain.data.payload import audio_payload, text_payload, vision_payload
 from mmtrain.data.tokenize import Encoded
 from mmtrain.models.build import build_stage

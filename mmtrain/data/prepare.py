@@ -1,0 +1,169 @@
+"""What a rank needs for a step, made from lengths: alike in a thread, in a process and on another machine."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mmtrain.balance.batch import BatchMeta
+from mmtrain.data.audio import BadAudioError, load_mels
+from mmtrain.data.images import BadImageError, FloatArray, load_patches
+from mmtrain.data.index import DataIndex, check_bad_rate
+from mmtrain.data.order import GroupStream
+from mmtrain.data.payload import AudioPayload, TextPayload, VisionPayload, audio_payload, text_payload, vision_payload
+from mmtrain.data.sample import Quarantined
+from mmtrain.data.tokenize import ChatTokenizer, Encoded
+from mmtrain.errors import RunError
+from mmtrain.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Need:
+    """A replica whose microbatches this rank takes part in, and which payload it wants beside the lengths."""
+
+    unit: str
+    replica: int
+    media: bool = False  # encoder: its first stage
+    ids: bool = False  # LLM: the stage with the embedding
+    labels: bool = False  # LLM: the stage with the head
+
+
+@dataclass(frozen=True)
+class StepData:
+    """Everything a rank needs for one step. Keys of payloads are (replica, microbatch index)."""
+
+    meta: BatchMeta
+    vision: dict[tuple[int, int], VisionPayload]
+    text: dict[tuple[int, int], TextPayload]
+    quarantined: tuple[Quarantined, ...]  # samples found undecodable in this step
+    audio: dict[tuple[int, int], AudioPayload] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Which step to make and for whom: what a maker must be told beside the recipe and the data."""
+
+    step: int
+    dp: dict[str, int]  # data-parallel size of every unit, "llm" included
+    num_microbatches: int
+    needs: tuple[Need, ...]
+
+
+class Preparer:
+    """Turns a `BatchMeta` into the `StepData` of one rank."""
+
+    def __init__(
+        self,
+        index: DataIndex,
+        recipe: Recipe,
+        needs: tuple[Need, ...],
+        num_microbatches: int,
+        tokenizer: ChatTokenizer | None = None,
+    ) -> None:
+        """Prepare payload of `index`'s samples; `needs` name what this rank computes. The tokenizer is the recipe's."""
+        self._index, self._recipe, self._needs = index, recipe, needs
+        self._num_microbatches = num_microbatches
+        self._tokenizer = tokenizer or ChatTokenizer.load(recipe.data.tokenizer)
+        self._bad: dict[int, Quarantined] = {}  # by sample id, of the step being prepared
+
+    def prepare(self, meta: BatchMeta) -> StepData:
+        """Load what the needs name. A broken image or clip becomes zeros, and its sample is named.
+
+        The same `meta` gives the same data, whoever asks and whatever was prepared before.
+        """
+        self._bad = {}
+        vision: dict[tuple[int, int], VisionPayload] = {}
+        audio: dict[tuple[int, int], AudioPayload] = {}
+        text: dict[tuple[int, int], TextPayload] = {}
+        for need in self._needs:
+            for i in range(self._num_microbatches):
+                if need.unit == "llm":
+                    text[need.replica, i] = self._text(meta, need, i)
+                elif need.unit == "audio":
+                    audio[need.replica, i] = self._audio(meta, need, i)
+                else:
+                    vision[need.replica, i] = self._vision(meta, need, i)
+        return StepData(meta, vision, text, tuple(self._bad.values()), audio)
+
+    def _vision(self, meta: BatchMeta, need: Need, i: int) -> VisionPayload:
+        settings = self._recipe.model.vision
+        assert settings is not None, "an encoder microbatch in a model without encoder"
+        load = self._patches if need.media else None
+        return vision_payload(meta, need.unit, need.replica, i, 3 * settings.patch**2, load)
+
+    def _audio(self, meta: BatchMeta, need: Need, i: int) -> AudioPayload:
+        settings = self._recipe.model.audio
+        assert settings is not None, "a microbatch of clips in a model without audio unit"
+        load = self._mels if need.media else None
+        return audio_payload(meta, need.unit, need.replica, i, settings.mel_bins, load)
+
+    def _text(self, meta: BatchMeta, need: Need, i: int) -> TextPayload:
+        return text_payload(meta, need.replica, i, self._tokenizer.item_ids, self._encode, need.ids, need.labels)
+
+    def _encode(self, sample_id: int) -> Encoded:
+        sample = self._index.samples[sample_id]
+        try:
+            features, clip_features = (self._index.features(sample_id, unit) for unit in ("vision", "audio"))
+            return self._tokenizer.encode(sample, features, clip_features)
+        except Exception as error:
+            raise RunError(f"{sample} cannot be encoded: {type(error).__name__}: {error}") from error
+
+    def _patches(self, sample_id: int, position: int, rows: int, cols: int) -> FloatArray:
+        settings = self._recipe.model.vision
+        assert settings is not None, "an image in a model without encoder"
+        sample = self._index.samples[sample_id]
+        try:
+            return load_patches(sample.images[position], rows, cols, self._recipe.data.image, settings.patch)
+        except BadImageError as bad:  # its header was fine: too late to leave the sample out, all ranks count on it
+            self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
+            return np.zeros((rows * cols, 3 * settings.patch**2), dtype=np.float32)
+
+    def _mels(self, sample_id: int, position: int, frames: int) -> FloatArray:
+        settings = self._recipe.model.audio
+        assert settings is not None, "a clip in a model without audio unit"
+        sample = self._index.samples[sample_id]
+        try:
+            return load_mels(sample.clips[position], frames, settings.mel_bins)
+        except BadAudioError as bad:  # as with images: all ranks count on it
+            self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
+            return np.zeros((frames, settings.mel_bins), dtype=np.float32)
+
+
+class StepMaker:
+    """Makes any step for any rank: a function of index, stream and recipe alone."""
+
+    def __init__(self, index: DataIndex, stream: GroupStream, recipe: Recipe) -> None:
+        """Make steps of `stream`, whose samples `index` names."""
+        self._index, self._stream, self._recipe = index, stream, recipe
+        self._tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
+
+    def meta(self, request: StepRequest) -> BatchMeta:
+        """The step's samples, and where each goes."""
+        global_batch = request.dp["llm"] * request.num_microbatches
+        return self._stream.batch(request.step, global_batch, request.dp, request.num_microbatches)
+
+    def make(self, request: StepRequest) -> StepData:
+        """Everything that the request needs."""
+        preparer = Preparer(self._index, self._recipe, request.needs, request.num_microbatches, self._tokenizer)
+        return preparer.prepare(self.meta(request))
+
+
+class BadSamples:
+    """Remembers the samples that turned out bad while running: each is named once, and there may not be too many."""
+
+    def __init__(self, index: DataIndex, max_bad_rate: float) -> None:
+        """Count together with what `index` set aside."""
+        self._index, self._max_bad_rate = index, max_bad_rate
+        self._found: dict[tuple[str, int], Quarantined] = {}  # by source and place in it
+
+    def first_time(self, data: StepData) -> StepData:
+        """The step, naming only those of its bad samples that no step before has named.
+
+        Raises `TooManyBadSamples` when all that are known pass the rate allowed.
+        """
+        new = {(q.source, q.index): q for q in data.quarantined if (q.source, q.index) not in self._found}
+        if new:
+            self._found |= new
+            total = len(self._index.samples) + len(self._index.quarantined)
+            bad = (*self._index.quarantined, *self._found.values())
+            check_bad_rate(bad[::-1], total, self._max_bad_rate)
+        return replace(data, quarantined=tuple(new.values()))
