@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from mmtrain.data.loader import Need, StepData
+from mmtrain.data.prepare import Need, StepData
 from mmtrain.models import params
 from mmtrain.models.build import StageModule, build_stage
 from mmtrain.models.inputs import AudioInput, TextInput, UnitInput, VisionInput
@@ -15,6 +15,7 @@ from mmtrain.models.shape import ModelShape, shape
 from mmtrain.plan.graph import stage_graph
 from mmtrain.plan.plan import Plan
 from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build, step_loads
+from mmtrain.program.inflight import send_limit
 from mmtrain.program.wiring import held_stages
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.activity import Activity
@@ -23,6 +24,7 @@ from mmtrain.runtime.executor import Executor, StepInput, StepOutcome
 from mmtrain.runtime.faults import Faults
 from mmtrain.runtime.optimizer import Optimizer
 from mmtrain.runtime.process_groups import Groups, build_groups
+from mmtrain.runtime.recorder import Recorder
 from mmtrain.runtime.trial import try_channels
 from mmtrain.runtime.unit import UnitRunner
 from mmtrain.runtime.world import World
@@ -112,7 +114,7 @@ def assemble(
 
     The program is checked before anything is built, and every channel is tried before anything is trained.
     """
-    activity, faults = activity or Activity(), faults or Faults()
+    activity, faults = activity or Activity(recorder=Recorder(world.device)), faults or Faults()
     model = shape(recipe)
     graph = stage_graph(plan, model)
     kind, order = plan.schedule.kind, plan.schedule.order
@@ -136,8 +138,8 @@ def assemble(
     sharers = {name: unit.tp for name, unit in plan.units.items() if unit.sp}
     forward_actions = [a for a in forward_program.for_rank(world.rank) if not isinstance(a, Step)]
     brokers = [
-        Broker(g, a, world.rank, groups, widths, sharers, world.device, dtype, activity)
-        for g, a in ((graph, actions), (forward_program.graph, forward_actions))
+        Broker(p.graph, a, world.rank, groups, widths, sharers, send_limit(p), world.device, dtype, activity)
+        for p, a in ((program, actions), (forward_program, forward_actions))
     ]
     return Job(
         recipe,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
-from mmtrain.data.prepare import StepData
 from mmtrain.data.payload import audio_payload, text_payload, vision_payload
+from mmtrain.data.prepare import StepData
 from mmtrain.data.tokenize import Encoded
 from mmtrain.models.build import build_stage
 from mmtrain.models.inputs import AudioInput, TextInput, VisionInput
