@@ -28,11 +28,12 @@ from mmtrain.runtime.launch import free_port, launch_local
 from mmtrain.runtime.loop import CHECKPOINTS, QUARANTINE, Loop
 from mmtrain.runtime.measure import Meter
 from mmtrain.runtime.memory import predicted_for
+from mmtrain.runtime.recorder import Recorder
 from mmtrain.runtime.runstate import read_state, write_state
 from mmtrain.runtime.saving import BackgroundSaver, restore_job
 from mmtrain.runtime.stop import StopRequest
 from mmtrain.runtime.watchdog import Watchdog
-from mmtrain.runtime.world import Address, World, find_address, is_restart, join, leave
+from mmtrain.runtime.world import Address, World, find_address, join, leave
 
 PLAN, RECIPE = "plan.json", "recipe.yaml"
 
@@ -74,7 +75,7 @@ def run(request: Request) -> None:
                 f"--max-restarts: {request.max_restarts} found, but {address.launcher} started these processes and "
                 "must restart them (torchrun --max-restarts, sbatch --requeue with --resume); leave it out here"
             )
-        if is_restart():
+        if address.attempt:  # with the arguments of the first start
             if read_state(request.run_dir).get("status") == "stopped":
                 raise StoppedAndSaved("stopped by a signal before this restart, which torchrun counts as a failure")
             request = replace(request, resume=True)
@@ -136,7 +137,7 @@ def _train(request: Request, world: World, stop: StopRequest) -> Path | None:
     recipe = request.loaded.recipe
     agree(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
     world.on_first(lambda: _claim(request))
-    activity = Activity()
+    activity = Activity(recorder=Recorder(world.device))
     with reporting(request.run_dir, world.rank, activity):
         index = build(recipe)
         agree(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})

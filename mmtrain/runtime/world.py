@@ -29,6 +29,7 @@ class Address:
     master: str
     port: int
     launcher: str  # `torchrun` (or anything else that sets its variables), `slurm` or `mmtrain`
+    attempt: int = 0  # restarts by torchrun so far
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,9 @@ def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
         values = {key: _int(env, key) for key in ("RANK", "WORLD_SIZE")}
         local = _int(env, "LOCAL_RANK") if "LOCAL_RANK" in env else values["RANK"]
         port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 29500
-        return _checked(
-            Address(values["RANK"], values["WORLD_SIZE"], local, env.get("MASTER_ADDR", "127.0.0.1"), port, "torchrun")
-        )
+        attempt = _int(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
+        master = env.get("MASTER_ADDR", "127.0.0.1")
+        return _checked(Address(values["RANK"], values["WORLD_SIZE"], local, master, port, "torchrun", attempt))
     # Only srun sets the step's size: a batch script that runs mmtrain without srun is one process, not all tasks.
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
@@ -115,11 +116,6 @@ def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
         size = _int(env, "SLURM_STEP_NUM_TASKS")
         return _checked(Address(_int(env, "SLURM_PROCID"), size, local, master, port, "slurm"))
     return None
-
-
-def is_restart(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun has started these processes anew after a failure, with the arguments of the first start."""
-    return "TORCHELASTIC_RESTART_COUNT" in env and _int(env, "TORCHELASTIC_RESTART_COUNT") > 0
 
 
 def first_host(nodelist: str) -> str | None:
@@ -155,7 +151,8 @@ def join(address: Address) -> World:
         )
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=PrefixStore("mmtrain", store),
+            # The store of torchrun's agent outlives a failed attempt, and so do the addresses that its ranks left there.
+            store=PrefixStore(f"mmtrain/{address.attempt}", store),
             rank=address.rank,
             world_size=address.world_size,
             timeout=COLLECTIVE_TIMEOUT,

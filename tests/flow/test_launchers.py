@@ -1,5 +1,6 @@
 """Runs that torchrun and SLURM start: two launchers on this machine stand for two nodes."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,17 +10,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mmtrain.errors import MmtrainError
 from mmtrain.report import read_metrics
 from mmtrain.runtime.launch import free_port
+from mmtrain.runtime.loop import CHECKPOINTS
 from mmtrain.runtime.runstate import read_state, write_state
 from mmtrain.runtime.train import Request, run
 from tests.distributed import RanksFailed, fork_ranks
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, RECIPE, SMALL, request_for, run_all
 
+ORPHANS_S = 5  # how long a process may outlive the launcher
 SBATCH = Path(__file__).parents[2] / "scripts" / "train.sbatch"
 
 
@@ -97,41 +101,48 @@ def test_the_batch_script_requeues_a_run_that_was_stopped(tmp_path: Path, code: 
         (run_dir / "recipe.yaml").touch()
 
 
-class _Nodes:
-    """Two torchrun agents, one process each, that meet on the loopback interface."""
+def _train(data: Path, run_dir: Path, *options: str) -> list[str]:
+    """Arguments of `python -m` that train the small demo."""
+    settings = [
+        *SMALL,
+        f"data.sources.0.path={data}/train.json",
+        f"data.validation.0.path={data}/heldout.json",
+        f"data.tokenizer={data}/tokenizer.json",
+    ]
+    changes = (part for setting in settings for part in ("--set", setting))
+    return ["mmtrain", "train", str(RECIPE), "--run-dir", str(run_dir), *changes, *options]
 
-    def __init__(self, data: Path, run_dir: Path, *options: str) -> None:
-        settings = [
-            *SMALL,
-            f"data.sources.0.path={data}/train.json",
-            f"data.validation.0.path={data}/heldout.json",
-            f"data.tokenizer={data}/tokenizer.json",
-        ]
-        port = free_port()
-        self.agents = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-                    *(f"--node-rank={rank}", "--master-addr=127.0.0.1", f"--master-port={port}"),
-                    *("-m", "mmtrain", "train", str(RECIPE), "--run-dir", str(run_dir)),
-                    *(part for setting in settings for part in ("--set", setting)),
-                    *options,
-                ],
-                env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"},
-            )
-            for rank in range(2)
-        ]
 
-    def __enter__(self) -> "_Nodes":
+class _Started:
+    """Processes with these arguments of `python -m`, and none of their offspring left behind."""
+
+    def __init__(self, *arguments: list[str]) -> None:
+        env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"}
+        self.processes = [psutil.Popen([sys.executable, "-m", *a], env=env) for a in arguments]
+
+    def __enter__(self) -> "_Started":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for agent in self.agents:
-            agent.kill()
-            agent.wait()
+        for process in (*self.offspring(), *self.processes):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for process in self.processes:
+            process.wait()
+
+    def offspring(self) -> list[psutil.Process]:
+        return [child for p in self.processes if p.poll() is None for child in p.children(recursive=True)]
 
     def wait(self) -> list[int]:
-        return [agent.wait(60) for agent in self.agents]
+        return [process.wait(60) for process in self.processes]
+
+
+def _torchrun(data: Path, run_dir: Path, *options: str) -> _Started:
+    """Two agents, one rank each, that stand for two nodes."""
+    port = free_port()
+    meet = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    mine = ["-m", *_train(data, run_dir, *options)]
+    return _Started(*([*meet, f"--master-port={port}", f"--node-rank={rank}", *mine] for rank in range(2)))
 
 
 def _poll(found: Callable[[], bool], timeout_s: float) -> None:
@@ -143,14 +154,40 @@ def _poll(found: Callable[[], bool], timeout_s: float) -> None:
 
 @pytest.mark.slow
 def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(data: Path, tmp_path: Path) -> None:
-    with _Nodes(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0") as nodes:
+    with _torchrun(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0") as nodes:
         _poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
-        nodes.agents[1].send_signal(signal.SIGTERM)
+        ranks = nodes.offspring()
+        nodes.processes[1].send_signal(signal.SIGTERM)
         assert all(nodes.wait()), "torchrun counts ranks that stopped as failed"
+        assert psutil.wait_procs(ranks, ORPHANS_S)[1] == []
     state = read_state(tmp_path)
     assert state["status"] == "stopped"
     assert len(read_metrics(tmp_path)) == state["step"] < 2000
-    with _Nodes(data, tmp_path, "--set", f"train.steps={state['step'] + 2}", "--resume") as nodes:
+    with _torchrun(data, tmp_path, "--set", f"train.steps={state['step'] + 2}", "--resume") as nodes:
         assert nodes.wait() == [0, 0]
     assert read_state(tmp_path) == {"status": "done", "step": state["step"] + 2, "error": None}
     assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, state["step"] + 3))
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_from_its_newest_checkpoint(data: Path, tmp_path: Path) -> None:
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
+    with _Started([*command, *_train(data, tmp_path, "--set", "train.steps=300")]) as started:
+        _poll(lambda: any((tmp_path / CHECKPOINTS).glob("step-*")), 120)
+        started.offspring()[0].kill()
+        assert started.wait() == [0]
+    assert read_state(tmp_path) == {"status": "done", "step": 300, "error": None}
+    assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, 301))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_no_process_is_left_after_the_save(data: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with _Started(_train(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0")) as started:
+        _poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
+        ranks = started.offspring()
+        assert len(ranks) >= 2
+        started.processes[0].send_signal(number)
+        assert started.wait() == [75]
+        assert psutil.wait_procs(ranks, ORPHANS_S)[1] == []
+    assert read_state(tmp_path)["status"] == "stopped"
