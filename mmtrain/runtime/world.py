@@ -151,7 +151,7 @@ def join(address: Address) -> World:
         )
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            # The store of torchrun's agent outlives a failed attempt, and so do the addresses that its ranks left there.
+            # The store of torchrun's agent outlives a failed attempt, with the addresses that its ranks left there.
             store=PrefixStore(f"mmtrain/{address.attempt}", store),
             rank=address.rank,
             world_size=address.world_size,
