@@ -27,6 +27,7 @@ from mmtrain.errors import CheckpointError, UserError
 from mmtrain.recipe import Recipe, load
 from mmtrain.report.evaluation import EvaluationResult, Example, TemplateScore
 from mmtrain.runtime.generate import Clip, Model, Picture, Prompt, batches, build_model, generate, load_weights
+from mmtrain.runtime.rundir import CHECKPOINTS, RECIPE
 
 MAX_BATCH_TOKENS = 8192
 SPARE_TOKENS = 8  # how much longer than the longest right answer one may grow
@@ -170,9 +171,9 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 
 
 def _recipe(run_dir: Path) -> Recipe:
-    path = run_dir / "recipe.yaml"
+    path = run_dir / RECIPE
     if not path.is_file():
-        found = "it has no recipe.yaml" if run_dir.is_dir() else "there is no such folder"
+        found = f"it has no {RECIPE}" if run_dir.is_dir() else "there is no such folder"
         raise UserError(
             f"{run_dir}: not the folder of a run: {found}. Name the folder that `mmtrain train` wrote to "
             "(`run_dir` of its recipe, by default runs/<name>)"
@@ -187,7 +188,7 @@ def _recipe(run_dir: Path) -> Recipe:
 
 
 def _checkpoint(run_dir: Path, recipe: Recipe) -> Checkpoint:
-    root = run_dir / "checkpoints"
+    root = run_dir / CHECKPOINTS
     if not find(root):
         every = recipe.train.checkpoint.every
         first = f"after step {min(every, recipe.train.steps)}" if every else "at the end of training"

@@ -15,12 +15,11 @@ from mmtrain.runtime.executor import StepOutcome
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.measure import Meter
 from mmtrain.runtime.memory import memory_story, out_of_memory, peak_memory
+from mmtrain.runtime.rundir import QUARANTINE, SKIPPED
 from mmtrain.runtime.runstate import STATE, write_state
 from mmtrain.runtime.saving import BackgroundSaver
 from mmtrain.runtime.schedule import learning_rate
 from mmtrain.runtime.stop import StopRequest
-
-CHECKPOINTS, QUARANTINE, SKIPPED = "checkpoints", "quarantine.jsonl", "skipped.jsonl"
 
 
 @dataclass

@@ -25,17 +25,16 @@ from mmtrain.runtime.failures import clear_failures, explain, read_failures, rep
 from mmtrain.runtime.faults import Faults
 from mmtrain.runtime.job import Job, assemble
 from mmtrain.runtime.launch import free_port, launch_local
-from mmtrain.runtime.loop import CHECKPOINTS, QUARANTINE, Loop
+from mmtrain.runtime.loop import Loop
 from mmtrain.runtime.measure import Meter
 from mmtrain.runtime.memory import predicted_for
 from mmtrain.runtime.recorder import Recorder
+from mmtrain.runtime.rundir import CHECKPOINTS, PLAN, QUARANTINE, RECIPE
 from mmtrain.runtime.runstate import read_state, write_state
 from mmtrain.runtime.saving import BackgroundSaver, restore_job
 from mmtrain.runtime.stop import StopRequest
 from mmtrain.runtime.watchdog import Watchdog
 from mmtrain.runtime.world import Address, World, find_address, join, leave
-
-PLAN, RECIPE = "plan.json", "recipe.yaml"
 
 
 class Planner(Protocol):

@@ -14,7 +14,7 @@ from mmtrain.checkpoint.verify import read_manifest
 from mmtrain.program import Backward, Forward
 from mmtrain.report import read_metrics
 from mmtrain.runtime.failures import FOLDER, read_failures, stacks_path
-from mmtrain.runtime.loop import CHECKPOINTS, SKIPPED
+from mmtrain.runtime.rundir import CHECKPOINTS, SKIPPED
 from mmtrain.runtime.runstate import read_state
 from tests.faults import SLOW_S, FailAt
 from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, run_all, tensors

@@ -14,8 +14,7 @@ from mmtrain.plan import load as load_plan
 from mmtrain.program import Action, Backward, Forward
 from mmtrain.recipe import load
 from mmtrain.report import StepMetrics, read_metrics
-from mmtrain.runtime.loop import CHECKPOINTS, QUARANTINE
-from mmtrain.runtime.train import PLAN
+from mmtrain.runtime.rundir import CHECKPOINTS, PLAN, QUARANTINE, RECIPE
 from tests.distributed import RanksFailed
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, refuse, request_for, run_all, tensors
@@ -29,7 +28,7 @@ def test_a_run_leaves_its_record(unbroken: Path) -> None:
     assert all(0 < s["mfu"] < 1 for s in steps)
     plan = load_plan(unbroken / PLAN)
     assert (plan.placement, plan.world_size) == ("disaggregated", 2)
-    assert load(unbroken / "recipe.yaml").recipe.train.steps == NUM_STEPS
+    assert load(unbroken / RECIPE).recipe.train.steps == NUM_STEPS
     assert list((unbroken / "tensorboard").iterdir())
     assert [f.name for f in find(unbroken / CHECKPOINTS)] == ["step-00000006", "step-00000004"], "keeps two"
 
