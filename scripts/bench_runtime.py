@@ -81,7 +81,7 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
         before, begin = inside.seconds, time.perf_counter()
         outcome = job.train(data, lr=1e-3)
         step_s = time.perf_counter() - begin
-        bare_s, wait_s = inside.seconds - before, outcome.seconds["wait"]
+        bare_s, wait_s = inside.seconds - before, outcome.record.seconds()["wait"]
         rows.append((step_s, bare_s, wait_s, step_s - bare_s - wait_s))
     step_s, bare_s, wait_s, over_s = (statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True))
     verdict = "within" if over_s <= LIMIT * step_s else "above"

@@ -12,21 +12,26 @@ def waiting_circle(links: Links) -> list[Work]:
     A send never waits, so a message makes its reader wait for the work that its sender did before sending.
     Other replica groups are copies of group 0: a circle through several of them is a circle here too.
     """
+    return [links.works[work] for work in circle(_waits(links), len(links.works))]
+
+
+def circle(waits: Iterable[tuple[int, int]], num_nodes: int) -> list[int]:
+    """Find nodes that wait for each other in a circle, given pairs (earlier, later) of `num_nodes` nodes."""
     after: defaultdict[int, set[int]] = defaultdict(set)
-    for before, later in _waits(links):
+    for before, later in waits:
         after[before].add(later)
-    num_waits = [0] * len(links.works)
+    num_waits = [0] * num_nodes
     for laters in after.values():
         for later in laters:
             num_waits[later] += 1
-    ready = deque(work for work, n in enumerate(num_waits) if n == 0)
+    ready = deque(node for node, n in enumerate(num_waits) if n == 0)
     while ready:
         for later in after[ready.popleft()]:
             num_waits[later] -= 1
             if num_waits[later] == 0:
                 ready.append(later)
-    stuck = {work for work, n in enumerate(num_waits) if n > 0}
-    return [links.works[work] for work in _circle(stuck, after)] if stuck else []
+    stuck = {node for node, n in enumerate(num_waits) if n > 0}
+    return _circle(stuck, after) if stuck else []
 
 
 def _waits(links: Links) -> Iterable[tuple[int, int]]:
@@ -49,11 +54,11 @@ def _waits(links: Links) -> Iterable[tuple[int, int]]:
 
 
 def _circle(stuck: set[int], after: dict[int, set[int]]) -> list[int]:
-    """Walk backwards from one stuck work to another until one comes again; return the circle in waiting order."""
-    before = {later: work for work in stuck for later in after[work] if later in stuck}
+    """Walk backwards from one stuck node to another until one comes again; return the circle in waiting order."""
+    before = {later: node for node in stuck for later in after[node] if later in stuck}
     path: list[int] = []
-    work = min(stuck)
-    while work not in path:
-        path.append(work)
-        work = before[work]
-    return path[path.index(work) :][::-1]
+    node = min(stuck)
+    while node not in path:
+        path.append(node)
+        node = before[node]
+    return path[path.index(node) :][::-1]

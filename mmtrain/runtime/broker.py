@@ -2,13 +2,13 @@
 
 Inside a unit a whole tensor goes from stage to stage. Between units, items of several source microbatches go to
 several destination microbatches; the step's route says which rows go where, so no shape is ever negotiated. Sends
-and receives are posted asynchronously in the order of the program and waited for where the data is needed.
+and receives are posted asynchronously in the order of the program. A receive is waited for where its data is needed,
+a send when too many others have been posted after it on its channel, or when the step ends.
 """
 
-import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +22,21 @@ from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.process_groups import Groups
 
 Key = tuple[Edge, Microbatch, Payload]
+Channel = tuple[Edge, Payload, int]  # and the rank at its other end
 
 
-@dataclass(frozen=True)
-class _Posted:
+class _Posted(NamedTuple):
     """A receive under way: its buffer fills until `work` is done."""
 
     action: Recv
+    work: dist.Work
+    rows: Tensor
+
+
+class _Sending(NamedTuple):
+    """A send under way: its rows must live until `work` is done."""
+
+    action: Send
     work: dist.Work
     rows: Tensor
 
@@ -37,7 +45,12 @@ class Broker:
     """Delivers activations and gradients to the stages of one rank.
 
     What a stage produced is `put`; the actions `Send`, `Recv` and `Share` move it; a stage `take`s what it needs,
-    assembled from local and received parts. Counts bytes sent and seconds waited.
+    assembled from local and received parts.
+
+    At most `send_limit` sends are under way on a channel (edge, payload, peer): one more waits for the oldest, which
+    ends no sooner than the peer has posted its receive. That the program cannot deadlock so is proved for the limit
+    that `program.inflight.send_limit` returns, for messages counted whether they hold rows or not. Those without rows
+    are never sent, so the one waited for here was sent no later than the one of that proof.
     """
 
     def __init__(
@@ -48,17 +61,16 @@ class Broker:
         groups: Groups,
         widths: Mapping[Edge, int],
         sharers: Mapping[str, int],
+        send_limit: int,
         device: torch.device,
         dtype: torch.dtype,
         activity: Activity | None = None,
     ) -> None:
         self._graph, self._rank, self._groups, self._widths = graph, rank, groups, widths
         self._sharers = sharers  # ranks that share out a unit's tokens between stages, where they do
-        self._device, self._dtype = device, dtype
+        self._send_limit, self._device, self._dtype = send_limit, device, dtype
         self._activity = activity or Activity()
         self._uses = _count_uses(graph, actions, rank)
-        self.bytes_sent = 0
-        self.wait_s = 0.0
         self._begin_empty()
 
     def begin(self, loads: StepLoads) -> None:
@@ -81,11 +93,13 @@ class Broker:
         rows = tensor if spans is None else _pick(tensor, spans[:, 0 if action.payload == "activation" else 1], spans)
         if len(rows):
             rows = rows.contiguous()
+            channel = self._sending[action.edge, action.payload, action.peer]
+            if len(channel) == self._send_limit:
+                self._wait(*channel.popleft())
             group = self._groups.channels[action.edge, action.payload]
             work = dist.isend(rows, action.peer, group=group)
             assert work is not None
-            self._sending.append((action, work, rows))  # the buffer must live until the transfer is done
-            self.bytes_sent += rows.nbytes
+            channel.append(_Sending(action, work, rows))
 
     def receive(self, action: Recv) -> None:
         """Post the receive that matches a peer's send."""
@@ -118,16 +132,16 @@ class Broker:
 
     def drain(self) -> None:
         """Wait until everything sent in this step has left."""
-        for action, work, _ in self._sending:
-            self._wait(action, work)
-        self._sending.clear()
+        for channel in self._sending.values():
+            while channel:
+                self._wait(*channel.popleft())
 
     def _begin_empty(self) -> None:
         self._held: dict[Key, Tensor] = {}
         self._left: Counter[Key] = Counter()
         self._posted: dict[tuple[Edge, Microbatch, Microbatch, Payload], _Posted] = {}
         self._shared: dict[Key, Tensor] = {}
-        self._sending: list[tuple[Send, dist.Work, Tensor]] = []
+        self._sending: defaultdict[Channel, deque[_Sending]] = defaultdict(deque)
 
     def _use(self, key: Key) -> Tensor:
         tensor = self._held[key]
@@ -161,15 +175,13 @@ class Broker:
             spans = self._spans(edge, src, dst)
             return tensor if spans is None else _pick(tensor, spans[:, 0 if payload == "activation" else 1], spans)
         posted = self._posted.pop((edge, src, dst, payload))
-        self._wait(posted.action, posted.work)
+        self._wait(posted.action, posted.work, posted.rows)
         return posted.rows
 
-    def _wait(self, action: Send | Recv, work: dist.Work) -> None:
-        begin = time.perf_counter()
+    def _wait(self, action: Send | Recv, work: dist.Work, rows: Tensor) -> None:
         self._activity.wait(action)
         work.wait()
-        self._activity.arrived()
-        self.wait_s += time.perf_counter() - begin
+        self._activity.arrived(rows.nbytes)
 
     def _spans(self, edge: Edge, src: Microbatch, dst: Microbatch) -> IntArray | None:
         """Spans (src_offset, dst_offset, length) between two units; None inside a unit, where all rows travel."""

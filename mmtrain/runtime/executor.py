@@ -5,9 +5,8 @@ them, the optimizer reduces and steps. Backwards cross stage borders explicitly,
 gradients are handed to the broker.
 """
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from mmtrain.program import (
     Step,
     StepLoads,
 )
+from mmtrain.program.recorded import EMPTY, StepRecord
 from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.broker import Broker
 from mmtrain.runtime.faults import Faults
@@ -55,8 +55,7 @@ class StepOutcome:
     loss: float = 0.0
     grad_norm: float | None = None
     stepped: bool = False  # false in evaluation, and where a gradient was not finite
-    seconds: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "communication": 0.0, "wait": 0.0})
-    bytes_sent: int = 0
+    record: StepRecord = EMPTY
 
 
 @dataclass(frozen=True)
@@ -92,20 +91,15 @@ class Executor:
         self._broker.begin(step.loads)
         if self._optimizer:
             self._optimizer.zero_grad()
-        waited, sent = self._broker.wait_s, self._broker.bytes_sent
+        self._activity.recorder.start()
         for action in self._actions:
-            begin, waited_before = time.perf_counter(), self._broker.wait_s
             self._activity.begin(action)
             self._faults.before(step.number, action)
             self._run(action)
-            busy = time.perf_counter() - begin - (self._broker.wait_s - waited_before)
-            kind = "compute" if isinstance(action, Forward | Backward | Step) else "communication"
-            self._outcome.seconds[kind] += busy
         self._activity.begin("waiting for what was sent to leave")
         self._broker.drain()
+        self._outcome.record = self._activity.recorder.stop()
         self._outcome.loss = float(self._loss)
-        self._outcome.seconds["wait"] = self._broker.wait_s - waited
-        self._outcome.bytes_sent = self._broker.bytes_sent - sent
         return self._outcome
 
     def _run(self, action: Action) -> None:

@@ -36,7 +36,7 @@ class Meter:
 
     def gather(self, outcome: StepOutcome, data_wait_s: float, broken_samples: int, stop: bool, saved: bool) -> Seen:
         """Bring all ranks' figures together; every rank must call this once a step."""
-        world, seconds = self._job.world, outcome.seconds
+        world, seconds = self._job.world, outcome.record.seconds()
         times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s]
         flags = [float(stop), float(saved)]
         mine = [outcome.loss, float(peak_memory(world.device)), float(broken_samples), *flags, *times]
