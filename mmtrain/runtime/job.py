@@ -41,6 +41,7 @@ class Job:
     shape: ModelShape
     graph: StageGraph
     program: Program
+    groups: Groups
     units: Mapping[str, UnitRunner]
     optimizer: Optimizer
     trainer: Executor
@@ -61,19 +62,8 @@ class Job:
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """The payload this rank computes on: media and ids for first layers, labels for the head."""
-        # Not the rank in the unit's data-parallel group, which torch orders by global rank, whatever the mesh says.
-        replica_of = {stage.unit: replica for stage, replica in held_stages(self.graph, self.world.rank)}
-        return tuple(
-            Need(
-                name,
-                replica_of[name],
-                media=name != LLM and any(0 in s.indices for s in unit.stages.values()),
-                ids=name == LLM and any(0 in s.indices for s in unit.stages.values()),
-                labels=name == LLM and any(len(s.shape.layers) - 1 in s.indices for s in unit.stages.values()),
-            )
-            for name, unit in self.units.items()
-        )
+        """The payload this rank computes on."""
+        return payload_needs(self.graph, self.units, self.world.rank)
 
     def train(self, data: StepData, lr: float) -> StepOutcome:
         """Run one optimizer step."""
@@ -84,18 +74,7 @@ class Job:
         return self._counted_once(self.validator.run(self._feed(data, 0.0)))
 
     def _feed(self, data: StepData, lr: float) -> StepInput:
-        inputs: dict[Microbatch, UnitInput] = {}
-        device = self.world.device
-        for (replica, index), image in data.vision.items():
-            patches = None if image.patches is None else torch.from_numpy(image.patches).to(device, self.dtype)
-            inputs[Microbatch("vision", replica, index)] = VisionInput(image.rows, image.cols, patches)
-        for (replica, index), clips in data.audio.items():
-            mels = None if clips.mels is None else torch.from_numpy(clips.mels).to(device, self.dtype)
-            inputs[Microbatch("audio", replica, index)] = AudioInput(clips.frames, mels)
-        for (replica, index), text in data.text.items():
-            ids, labels = (None if a is None else torch.from_numpy(a).to(device) for a in (text.ids, text.labels))
-            places = {unit: torch.from_numpy(at).to(device) for unit, at in text.feature_places.items()}
-            inputs[Microbatch(LLM, replica, index)] = TextInput(text.lengths, ids, labels, places)
+        inputs = unit_inputs(data, self.world.device, self.dtype)
         return StepInput(
             inputs, step_loads(self.graph, data.meta), 1.0 / max(1, data.meta.total_targets), lr, data.meta.step
         )
@@ -124,7 +103,7 @@ def assemble(
     try_channels(actions, groups, world)
     dtype = compute_dtype(recipe, world.device)
     units = {
-        mesh.unit: _unit(recipe, model, graph, mesh.unit, plan.units[mesh.unit].sp, groups, world, dtype)
+        mesh.unit: build_unit(recipe, model, graph, mesh.unit, plan.units[mesh.unit].sp, groups, world, dtype)
         for mesh in graph.meshes
         if world.rank in mesh.ranks
     }
@@ -147,6 +126,7 @@ def assemble(
         model,
         graph,
         program,
+        groups,
         units,
         optimizer,
         Executor(graph, actions, units, brokers[0], optimizer, activity, faults),
@@ -155,6 +135,38 @@ def assemble(
         activity,
         faults,
     )
+
+
+def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int) -> tuple[Need, ...]:
+    """The payload that a rank with these units computes on: media and ids for first layers, labels for the head."""
+    # Not the rank in the unit's data-parallel group, which torch orders by global rank, whatever the mesh says.
+    replica_of = {stage.unit: replica for stage, replica in held_stages(graph, rank)}
+    return tuple(
+        Need(
+            name,
+            replica_of[name],
+            media=name != LLM and any(0 in s.indices for s in unit.stages.values()),
+            ids=name == LLM and any(0 in s.indices for s in unit.stages.values()),
+            labels=name == LLM and any(len(s.shape.layers) - 1 in s.indices for s in unit.stages.values()),
+        )
+        for name, unit in units.items()
+    )
+
+
+def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dict[Microbatch, UnitInput]:
+    """Bring a step's payload to the device, as the inputs of stages."""
+    inputs: dict[Microbatch, UnitInput] = {}
+    for (replica, index), image in data.vision.items():
+        patches = None if image.patches is None else torch.from_numpy(image.patches).to(device, dtype)
+        inputs[Microbatch("vision", replica, index)] = VisionInput(image.rows, image.cols, patches)
+    for (replica, index), clips in data.audio.items():
+        mels = None if clips.mels is None else torch.from_numpy(clips.mels).to(device, dtype)
+        inputs[Microbatch("audio", replica, index)] = AudioInput(clips.frames, mels)
+    for (replica, index), text in data.text.items():
+        ids, labels = (None if a is None else torch.from_numpy(a).to(device) for a in (text.ids, text.labels))
+        places = {unit: torch.from_numpy(at).to(device) for unit, at in text.feature_places.items()}
+        inputs[Microbatch(LLM, replica, index)] = TextInput(text.lengths, ids, labels, places)
+    return inputs
 
 
 def forward_only(graph: StageGraph) -> StageGraph:
@@ -181,7 +193,7 @@ def edge_widths(graph: StageGraph, model: ModelShape) -> dict[Edge, int]:
     }
 
 
-def _unit(
+def build_unit(
     recipe: Recipe,
     model: ModelShape,
     graph: StageGraph,
@@ -191,6 +203,7 @@ def _unit(
     world: World,
     dtype: torch.dtype,
 ) -> UnitRunner:
+    """Build this rank's stages of a unit, with their initial weights."""
     stages: dict[StageId, StageModule] = {
         stage.id: build_stage(
             recipe.model,
