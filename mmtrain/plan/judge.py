@@ -9,7 +9,7 @@ from mmtrain.plan.bounds import schedule_bound
 from mmtrain.plan.cut import graph_for
 from mmtrain.plan.layout import Layout
 from mmtrain.plan.pricing import Pricing, StageSeconds, sizes_of
-from mmtrain.program.actions import Collective, Compute, Forward, GatherParams, ReduceGrads, Send
+from mmtrain.program.actions import Collective, Compute, Forward, GatherParams, Partial, ReduceGrads, Send
 from mmtrain.program.builder import build_1f1b
 from mmtrain.program.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.loads import StepLoads
@@ -97,7 +97,9 @@ class DrawnTiming:
     batch: int
 
     def compute(self, action: Compute) -> float:
-        """Seconds of a forward or backward."""
+        """Seconds of a forward or backward; of some of its segments, as `ModelTiming` says."""
+        if isinstance(action, Partial):
+            return self.model.compute(action)
         stage = self.seconds[action.stage]
         grid = stage.forward if isinstance(action, Forward) else stage.backward
         return float(grid[self.batch, action.mb.replica, action.mb.index])

@@ -7,6 +7,8 @@ Compute actions come from builders; `lower` adds the communication. Text form, o
     SA vision.0>llm.0 vision:0.2 llm:1.2 @5  send rank 5 the activations that llm:1.2 needs from vision:0.2
     RA / SG / RG                             receive activations, send / receive gradients
     XA vision.0>llm.0 llm:1.2                share received activations inside the lane (XG: gradients)
+    PF vision.0 vision:0.2 0:3               segments 0 to 2 of that stage's forward (PB: of its backward, 2 first)
+    F llm.0 llm:0.3 |2| PF ..., PB ...       forward with partials in its gap 2, between its segments 1 and 2
     RS llm   GP llm   RT embeddings   STEP   reduce gradients, gather parameters, reduce shared weights, optimizer
 """
 
@@ -16,6 +18,7 @@ from typing import Literal
 from mmtrain.program.graph import Edge, Microbatch, StageId
 
 Payload = Literal["activation", "gradient"]
+Direction = Literal["F", "B"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,48 @@ class Backward:
 
     stage: StageId
     mb: Microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Run segments [lo, hi) of a stage's forward or backward on a microbatch; a segment is a layer, the first is 0.
+
+    A forward goes through its segments upwards, a backward downwards. What enters a forward must be there before its
+    segment 0, and what it gives leaves after its last; a backward waits before its last segment and gives after 0.
+
+    Raises:
+        ValueError: no segment lies in [lo, hi).
+    """
+
+    stage: StageId
+    mb: Microbatch
+    kind: Direction
+    lo: int
+    hi: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lo < self.hi:
+            raise ValueError(f"{self.lo}:{self.hi} holds no segment; write the first and the one after the last")
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Run `host` with `partials` in its gap `gap`, the one between its segments gap - 1 and gap.
+
+    Everything that the partials wait for must be there before the host, and what they give leaves after it. A host
+    with several gaps to fill is cut into partials with one gap each.
+
+    Raises:
+        ValueError: there is nothing in the gap.
+    """
+
+    host: "Forward | Backward | Partial"
+    gap: int
+    partials: tuple[Partial, ...]
+
+    def __post_init__(self) -> None:
+        if not self.partials:
+            raise ValueError("the gap is empty; write the host alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +144,9 @@ class GatherParams:
     unit: str
 
 
-Compute = Forward | Backward
+Pass = Forward | Backward  # all of a stage's work on a microbatch in one direction
+Compute = Forward | Backward | Partial
+Task = Forward | Backward | Partial | Fill  # what builders order
 Collective = Share | ReduceGrads | ReduceShared | Step | GatherParams
-Action = Forward | Backward | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams
+Part = Forward | Backward | Partial | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams
+Action = Forward | Backward | Partial | Fill | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams

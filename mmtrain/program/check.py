@@ -15,6 +15,9 @@ from mmtrain.program.actions import (
     Compute,
     Forward,
     GatherParams,
+    Part,
+    Partial,
+    Pass,
     Payload,
     Recv,
     ReduceGrads,
@@ -28,6 +31,7 @@ from mmtrain.program.graph import LLM, Edge, Microbatch, StageGraph
 from mmtrain.program.links import Work
 from mmtrain.program.memory import BytesOf, peak_bytes
 from mmtrain.program.program import Program
+from mmtrain.program.segments import begun, direction, ended, flat, num_segments, parts, whole
 from mmtrain.program.text import action_to_text
 from mmtrain.program.wiring import (
     EMBEDDINGS,
@@ -47,6 +51,7 @@ from mmtrain.program.wiring import (
 
 Channel = tuple[Edge, Payload, int, int]  # sender, receiver
 Pair = tuple[Microbatch, Microbatch]  # source, destination
+Row = list[tuple[int, Part]]  # what a rank does, one thing after another, each with its place among the actions
 
 MAX_REPORTED = 20  # problems printed; one misplaced action can cause hundreds
 
@@ -65,8 +70,10 @@ def check(program: Program, memory: MemoryLimit | None = None) -> None:
     Proved for all replica groups by looking at group 0, of which they are copies:
 
     * every rank runs exactly the actions the stage graph asks of it, each once: forwards, backwards where something
-      trainable lies in the stage or upstream, sends, receives, shares, reductions, the step;
-    * whatever an action reads was computed, received or shared on its rank before it;
+      trainable lies in the stage or upstream, sends, receives, shares, reductions, the step; a forward or backward
+      that is run in parts has all its segments, each once and in order;
+    * whatever an action reads was computed, received or shared on its rank before it; what works in the gap of
+      another action does so between the two parts of that action;
     * the messages of every channel (edge, payload, sender, receiver) are sent and received in the same order;
     * ranks that share a group run its collectives in the same order;
     * no circle of actions wait for each other, where a send never waits, a receive is waited for where its data is
@@ -80,9 +87,13 @@ def check(program: Program, memory: MemoryLimit | None = None) -> None:
     if ranks != set(program.actions):
         found = sorted(program.actions)
         raise ProgramError(f"program: has actions for ranks {found}, but replica group 0 is {sorted(ranks)}")
-    rows = list(program.actions.items())
-    _refuse([text for rank, actions in rows for text in _not_exactly_once(program.graph, rank, actions)])
-    early = [text for rank, actions in rows for text in _out_of_order(program.graph, rank, actions)]
+    graph = program.graph
+    rows = [
+        (rank, [(at, part) for at, action in enumerate(actions) for part in parts(graph, action)])
+        for rank, actions in program.actions.items()
+    ]
+    _refuse([text for rank, row in rows for text in _not_exactly_once(graph, rank, row)])
+    early = [text for rank, row in rows for text in _out_of_order(graph, rank, row)]
     _refuse([*early, *_channels_disagree(program), *_groups_disagree(program)])
     if circle := waiting_circle(program.links_of(0)):
         _refuse([_circle_text(circle)])
@@ -94,9 +105,9 @@ def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
     """Everything `rank` must do in a step, in no order."""
     expected: Counter[Action] = Counter()
     for stage, replica in held_stages(graph, rank):
-        for index in range(graph.num_microbatches):
+        for index in range(graph.mesh(stage.unit).num_microbatches):
             mb = Microbatch(stage.unit, replica, index)
-            compute: list[Compute] = [Forward(stage, mb)]
+            compute: list[Pass] = [Forward(stage, mb)]
             if graph.needs_backward(stage):
                 compute.append(Backward(stage, mb))
             for action in compute:
@@ -112,11 +123,11 @@ def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
     return expected
 
 
-def _not_exactly_once(graph: StageGraph, rank: int, actions: tuple[Action, ...]) -> list[str]:
-    found, expected = Counter(actions), expected_actions(graph, rank)
+def _not_exactly_once(graph: StageGraph, rank: int, row: Row) -> list[str]:
+    expected = expected_actions(graph, rank)
+    found, problems = _joined(graph, rank, row, expected)
     if found.items() == expected.items():
-        return []
-    problems = []
+        return problems
     for action in expected | found:
         text, n, wanted = action_to_text(action), found[action], expected[action]
         if wanted == 0:
@@ -126,25 +137,58 @@ def _not_exactly_once(graph: StageGraph, rank: int, actions: tuple[Action, ...])
     return problems
 
 
-def _out_of_order(graph: StageGraph, rank: int, actions: tuple[Action, ...]) -> list[str]:
+def _joined(graph: StageGraph, rank: int, row: Row, expected: Counter[Action]) -> tuple[Counter[Action], list[str]]:
+    """Count actions, parts joined to the whole that they make; and name what does not fit together.
+
+    What is begun and not ended counts as done, so that its missing segments are named and not the whole.
+    """
+    found: Counter[Action] = Counter()
+    num_done: Counter[Pass] = Counter()  # segments, of what is run in parts
+    problems = []
+    for at, action in row:
+        if not isinstance(action, Partial) or not expected[whole(action)]:
+            found[action] += 1
+            continue
+        joined, total = whole(action), num_segments(graph, action.stage)
+        done = num_done[joined]
+        lo, hi = (action.lo, action.hi) if action.kind == "F" else (total - action.hi, total - action.lo)
+        if lo != done or hi > total:
+            due = done if action.kind == "F" else total - done - 1
+            now = f"segment {due} is due" if done < total else "all segments are done"
+            problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes where {now} of {total}")
+        found[joined] += done == 0
+        num_done[joined] = max(done, hi)
+    for joined, done in num_done.items():
+        total = num_segments(graph, joined.stage)
+        if done < total:
+            lo, hi = (done, total) if isinstance(joined, Forward) else (0, total - done)
+            missing = Partial(joined.stage, joined.mb, "F" if isinstance(joined, Forward) else "B", lo, hi)
+            problems.append(f"rank {rank}: `{action_to_text(missing)}` is missing")
+    return found, problems
+
+
+def _out_of_order(graph: StageGraph, rank: int, row: Row) -> list[str]:
     done: set[Action] = set()
     problems = []
-    for at, action in enumerate(actions):
+    for nth, (at, action) in enumerate(row):
         early = [before for before in _before(graph, rank, action) if before not in done]
         if isinstance(action, ReduceGrads | ReduceShared | Step):
-            early += [other for other in actions[at + 1 :] if _closes(action, other)]
+            early += [other for _, other in row[nth + 1 :] if _closes(action, other)]
         if early:
             others = ", ".join(f"`{action_to_text(other)}`" for other in early[:3])
             problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes before {others}")
         done.add(action)
+        if isinstance(action, Partial) and (complete := ended(graph, action)):
+            done.add(complete)
     return problems
 
 
 def _before(graph: StageGraph, rank: int, action: Action) -> list[Action]:
     """Actions whose results `action` reads on this rank."""
     match action:
-        case Forward(stage, mb) | Backward(stage, mb):
-            own: list[Action] = [Forward(stage, mb)] if isinstance(action, Backward) else []
+        case Forward() | Backward() | Partial():
+            begins = begun(graph, action)
+            own: list[Action] = [Forward(action.stage, action.mb)] if isinstance(begins, Backward) else []
             flows = needs(graph, action)
             shared = [Share(f.edge, f.receiver, f.payload) for f in flows]
             return own + [
@@ -175,13 +219,16 @@ def _closes(action: ReduceGrads | ReduceShared | Step, other: Action) -> bool:
     """Whether `action` must come after every `other` of its rank."""
     match action:
         case ReduceGrads(unit):  # after it, a replica holds a shard only: too late to add what another stage holds
-            return (isinstance(other, Backward) and other.stage.unit == unit) or (
-                isinstance(other, ReduceShared) and unit == LLM
-            )
+            return _adds_to(unit, other) or (isinstance(other, ReduceShared) and unit == LLM)
         case ReduceShared():
-            return isinstance(other, Backward) and other.stage.unit == LLM
+            return _adds_to(LLM, other)
         case Step():
-            return isinstance(other, Forward | Backward | ReduceGrads | ReduceShared)
+            return isinstance(other, Compute | ReduceGrads | ReduceShared)
+
+
+def _adds_to(unit: str, action: Action) -> bool:
+    """Whether the action works on gradients of the unit."""
+    return isinstance(action, Compute) and direction(action) == "B" and action.stage.unit == unit
 
 
 def _channels_disagree(program: Program) -> list[str]:
@@ -215,7 +262,7 @@ def _groups_disagree(program: Program) -> list[str]:
     """Every member of a process group must run the group's collectives in the same order."""
     orders: defaultdict[tuple[int, ...], dict[int, list[Action]]] = defaultdict(dict)
     for rank, actions in program.actions.items():
-        for action in actions:
+        for action in flat(program.graph, actions):
             group = members(program.graph, rank, action)
             orders[group].setdefault(rank, []).append(action)
     problems = []

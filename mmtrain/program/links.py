@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from mmtrain.program.actions import Action, Collective, Compute, Recv, Send
 from mmtrain.program.graph import StageGraph
+from mmtrain.program.segments import begun, flat
 from mmtrain.program.wiring import members, waiter
 
 
@@ -20,7 +21,7 @@ class Message(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What holds a rank until it is done: a forward, a backward or a collective."""
+    """What holds a rank until it is done: a forward or backward, a part of one, or a collective."""
 
     action: Compute | Collective
     ranks: tuple[int, ...]  # of this replica group
@@ -54,7 +55,7 @@ class Links:
 
     messages: tuple[Message, ...]
     works: tuple[Work, ...]
-    steps: Mapping[int, tuple[Post | Do, ...]]  # rank -> one entry an action
+    steps: Mapping[int, tuple[Post | Do, ...]]  # rank -> one entry for each thing it does (`segments.flat`)
 
 
 def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
@@ -67,14 +68,14 @@ def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
         reads: dict[Action, tuple[int, ...]] = {}
         num_done: dict[tuple[int, ...], int] = {}
         out: list[Post | Do] = []
-        for action in todo:
+        for action in flat(graph, todo):
             if isinstance(action, Send):
                 out.append(Post(messages.setdefault((action, rank), len(messages))))
             elif isinstance(action, Recv):
                 send = Send(action.edge, action.src, action.dst, rank, action.payload)
                 message = messages.setdefault((send, action.peer), len(messages))
-                reader = waiter(graph, action)
-                reads[reader] = (*reads.get(reader, ()), message)
+                waits = waiter(graph, action)
+                reads[waits] = (*reads.get(waits, ()), message)
                 out.append(Post(message))
             else:
                 group = members(graph, rank, action)
@@ -82,6 +83,7 @@ def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
                 work = works.setdefault((group, nth), len(works))
                 if work == len(all_works):
                     all_works.append(Work(action, tuple(r for r in group if r in actions), group))
-                out.append(Do(work, reads.get(action, ())))
+                reader = begun(graph, action) if isinstance(action, Compute) else action
+                out.append(Do(work, reads.get(reader, ()) if reader else ()))
         steps[rank] = tuple(out)
     return Links(tuple(Message(sender, send) for send, sender in messages), tuple(all_works), steps)

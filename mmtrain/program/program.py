@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.actions import Action, Backward, Forward, Recv, Send, Share
+from mmtrain.program.actions import Action, Backward, Fill, Forward, Partial, Recv, Send, Share
 from mmtrain.program.graph import Microbatch, StageGraph
 from mmtrain.program.links import Links, Message, Work, link
 from mmtrain.program.symmetry import Symmetry, symmetry
@@ -56,6 +56,11 @@ class Program:
         match action:
             case Forward(stage, mb) | Backward(stage, mb):
                 return type(action)(stage, self._shift(mb, group))
+            case Partial(stage, mb, kind, lo, hi):
+                return type(action)(stage, self._shift(mb, group), kind, lo, hi)
+            case Fill(host, gap, partials):
+                moved = tuple(self._translate(part, group) for part in partials)
+                return type(action)(self._translate(host, group), gap, moved)
             case Share(edge, mb, payload):
                 return type(action)(edge, self._shift(mb, group), payload)
             case Send(edge, src, dst, peer, payload) | Recv(edge, src, dst, peer, payload):

@@ -1,20 +1,21 @@
 """The simulator: replays a checked program event by event, over what its actions take.
 
 Each rank has a compute stream and a communication stream. The rank walks through its actions: it posts sends and
-receives without delay; a forward, backward or collective starts when the rank has come to it, the messages it reads
-have arrived and all ranks that take part are there, and holds the rank until it ends. A message is ready once both
-ends have posted it; messages and collectives occupy the communication streams of the sender, or of all members, one
-after another in the order in which they become ready. What arrives occupies nobody's stream.
+receives without delay; a forward or backward, a part of one, or a collective starts when the rank has come to it, the
+messages it reads have arrived and all ranks that take part are there, and holds the rank until it ends. A message is
+ready once both ends have posted it; messages and collectives occupy the communication streams of the sender, or of all
+members, one after another in the order in which they become ready. What arrives occupies nobody's stream.
 """
 
 import heapq
 from dataclasses import dataclass, field
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.actions import Backward, Collective, Compute, Forward, GatherParams, ReduceGrads, Share
+from mmtrain.program.actions import Collective, Compute, GatherParams, ReduceGrads, Share
 from mmtrain.program.links import Do, Links, Post, Work
 from mmtrain.program.memory import peak_bytes
 from mmtrain.program.program import Program
+from mmtrain.program.segments import direction
 from mmtrain.program.text import action_to_text
 from mmtrain.program.timeline import BUBBLE_KINDS, BubbleKind, Span, Timeline
 from mmtrain.program.timing import Timing
@@ -71,7 +72,7 @@ class _Walk:
     bubbles: dict[BubbleKind, float] = field(default_factory=lambda: dict.fromkeys(BUBBLE_KINDS, 0.0))
 
     def __post_init__(self) -> None:
-        self.forwards_left = sum(isinstance(action, Forward) for action in self.work_actions())
+        self.forwards_left = sum(_is_forward(action) for action in self.work_actions())
 
     def work_actions(self) -> list[Compute | Collective]:
         """What the rank does, messages left out."""
@@ -86,11 +87,15 @@ class _Walk:
 
     def waiting_kind(self, action: Compute | Collective) -> BubbleKind:
         """The bubble that a wait before `action` is."""
-        if isinstance(action, Forward | Backward | Share):
+        if isinstance(action, Compute | Share):
             if not self.computed:
                 return "pp_warmup"
             return "pp_other" if self.forwards_left else "pp_cooldown"
         return "imbalance" if isinstance(action, ReduceGrads | GatherParams) else "pp_cooldown"
+
+
+def _is_forward(action: Compute | Collective) -> bool:
+    return isinstance(action, Compute) and direction(action) == "F"
 
 
 def _own_kind(action: Collective) -> BubbleKind:
@@ -200,7 +205,7 @@ class _Replay:
 
     def _begin(self, work: Work, walks: list[_Walk], now: float) -> None:
         action = work.action
-        if isinstance(action, Forward | Backward):
+        if isinstance(action, Compute):
             self._compute(action, walks, now)
             return
         seconds, nbytes = self.timing.collective(walks[0].rank, action, work.group)
@@ -217,7 +222,7 @@ class _Replay:
         for walk in walks:
             walk.bubbles[walk.waiting_kind(action)] += now - walk.clock
             walk.computed = True
-            walk.forwards_left -= isinstance(action, Forward)
+            walk.forwards_left -= _is_forward(action)
             self._done(walk, Span(walk.rank, now, seconds, action))
 
     def _done(self, walk: _Walk, span: Span) -> None:

@@ -8,8 +8,12 @@ from mmtrain.errors import ProgramError
 from mmtrain.program.actions import (
     Action,
     Backward,
+    Compute,
+    Direction,
+    Fill,
     Forward,
     GatherParams,
+    Partial,
     Payload,
     Recv,
     ReduceGrads,
@@ -23,8 +27,10 @@ from mmtrain.program.program import Program
 
 _LETTER: dict[Payload, str] = {"activation": "A", "gradient": "G"}
 _PAYLOAD: dict[str, Payload] = {letter: payload for payload, letter in _LETTER.items()}
+_DIRECTION: dict[str, Direction] = {"F": "F", "B": "B"}
 _FORMS = (
-    "F STAGE MB, B STAGE MB, SA|SG|RA|RG EDGE MB MB @RANK, XA|XG EDGE MB, RS UNIT, GP UNIT, RT NAME, STEP, "
+    "F STAGE MB, B STAGE MB, PF|PB STAGE MB LO:HI, any of these followed by |GAP| PF ..., PB ..., "
+    "SA|SG|RA|RG EDGE MB MB @RANK, XA|XG EDGE MB, RS UNIT, GP UNIT, RT NAME, STEP, "
     "with STAGE like llm.0, MB like llm:0.3, EDGE like vision.0>llm.0"
 )
 
@@ -36,6 +42,10 @@ def action_to_text(action: Action) -> str:
             return f"F {stage} {mb}"
         case Backward(stage, mb):
             return f"B {stage} {mb}"
+        case Partial(stage, mb, kind, lo, hi):
+            return f"P{kind} {stage} {mb} {lo}:{hi}"
+        case Fill(host, gap, partials):
+            return f"{action_to_text(host)} |{gap}| {', '.join(map(action_to_text, partials))}"
         case Send(edge, src, dst, peer, payload):
             return f"S{_LETTER[payload]} {edge} {src} {dst} @{peer}"
         case Recv(edge, src, dst, peer, payload):
@@ -58,7 +68,11 @@ def action_from_text(line: str) -> Action:
     Raises:
         ValueError: the line is no action.
     """
+    if "|" in line:
+        return _fill(line)
     match line.split():
+        case ["PF" | "PB" as verb, stage, mb, segments]:
+            return Partial(_stage(stage), _microbatch(mb), _DIRECTION[verb[1]], *_segments(segments))
         case ["F", stage, mb]:
             return Forward(_stage(stage), _microbatch(mb))
         case ["B", stage, mb]:
@@ -161,6 +175,27 @@ def _stage_from_json(stage: dict[str, Any]) -> Stage:
         trainable=stage["trainable"],
         recompute=frozenset(stage["recompute"]),
     )
+
+
+def _fill(line: str) -> Fill:
+    if not (found := re.fullmatch(r"([^|]*)\|\s*(\d+)\s*\|([^|]*)", line)):
+        raise ValueError("a gap is written as HOST |GAP| PARTIAL, PARTIAL")
+    host, partials = action_from_text(found[1]), [action_from_text(part) for part in found[3].split(",")]
+    if not isinstance(host, Compute):
+        raise ValueError(f"{action_to_text(host)!r} has no gap")
+    return Fill(host, int(found[2]), tuple(_partial(part) for part in partials))
+
+
+def _partial(action: Action) -> Partial:
+    if not isinstance(action, Partial):
+        raise ValueError(f"{action_to_text(action)!r} is no partial")
+    return action
+
+
+def _segments(text: str) -> tuple[int, int]:
+    if not (found := re.fullmatch(r"(\d+):(\d+)", text)):
+        raise ValueError(f"{text!r} is no range of segments")
+    return int(found[1]), int(found[2])
 
 
 def _stage(text: str) -> StageId:

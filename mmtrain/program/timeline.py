@@ -9,8 +9,11 @@ from typing import Any, Literal, NamedTuple
 from mmtrain.program.actions import (
     Action,
     Backward,
+    Compute,
+    Fill,
     Forward,
     GatherParams,
+    Partial,
     Recv,
     ReduceGrads,
     ReduceShared,
@@ -18,6 +21,7 @@ from mmtrain.program.actions import (
     Share,
     Step,
 )
+from mmtrain.program.segments import direction
 
 BubbleKind = Literal["dp_gather", "dp_reduce", "pp_warmup", "pp_cooldown", "pp_other", "tp", "imbalance"]
 BUBBLE_KINDS: tuple[BubbleKind, ...] = (
@@ -34,8 +38,8 @@ BUBBLE_KINDS: tuple[BubbleKind, ...] = (
 class Span(NamedTuple):
     """One action on one rank: from `start_s`, for `duration_s` seconds.
 
-    Forwards and backwards run on the rank's compute stream, everything else on its communication stream. A message
-    is shown on its sender. `nbytes` is what the communication moves.
+    Forwards, backwards and parts of them run on the rank's compute stream, everything else on its communication
+    stream. A message is shown on its sender. `nbytes` is what the communication moves.
     """
 
     rank: int
@@ -84,7 +88,7 @@ def write_chrome_trace(timeline: Timeline, plan_sha256: str, path: Path) -> None
 
 def _event(span: Span) -> dict[str, Any]:
     name, args = _describe(span)
-    is_compute = isinstance(span.action, Forward | Backward)
+    is_compute = isinstance(span.action, Compute)
     return {
         "ph": "X",
         "name": name,
@@ -98,17 +102,22 @@ def _event(span: Span) -> dict[str, Any]:
 
 def _describe(span: Span) -> tuple[str, dict[str, Any]]:
     match span.action:
-        case Forward(stage, mb) | Backward(stage, mb):
-            kind = "F" if isinstance(span.action, Forward) else "B"
+        case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
+            kind, more, segments = direction(span.action), {}, ""
+            if isinstance(span.action, Partial):
+                lo, hi = span.action.lo, span.action.hi
+                more, segments = {"lo": lo, "hi": hi}, f" {lo}:{hi}"
             args = {
-                "kind": kind,
+                "kind": "partial" if more else kind,
                 "unit": stage.unit,
                 "stage": stage.index,
                 "chunk": 0,
                 "replica": mb.replica,
                 "microbatch": mb.index,
             }
-            return f"{kind} {stage} {mb}", args
+            return f"{kind} {stage} {mb}{segments}", args | more
+        case Fill(host):
+            raise AssertionError(f"a filled {host} runs, and is drawn, part by part")
         case Send(edge, src, dst, _, payload) | Recv(edge, src, dst, _, payload):
             return f"{payload} {src} to {dst}", {"kind": "p2p", "edge": str(edge), "bytes": span.nbytes}
         case Share(edge, mb, payload):

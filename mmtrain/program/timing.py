@@ -1,6 +1,6 @@
 """How long actions take: the protocol the simulator asks, and the answer from a cost model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -13,6 +13,7 @@ from mmtrain.program.actions import (
     Compute,
     Forward,
     GatherParams,
+    Partial,
     ReduceGrads,
     ReduceShared,
     Send,
@@ -21,10 +22,14 @@ from mmtrain.program.actions import (
 )
 from mmtrain.program.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId
 from mmtrain.program.loads import StepLoads
+from mmtrain.program.segments import direction
 from mmtrain.program.wiring import Flow, held_stages, needs
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32 whatever the parameters are
 NORM_BYTES = 4  # Step agrees on one number
+
+
+Layers = Sequence[tuple[int, LayerShape, bool]]  # index in the unit, layer, whether it must hand gradients on
 
 
 class Transport(NamedTuple):
@@ -38,7 +43,10 @@ class Timing(Protocol):
     """What the simulator must know of a step."""
 
     def compute(self, action: Compute) -> float:
-        """Seconds of a forward or backward on each rank of its lane, recomputation and tensor parallelism included."""
+        """Seconds of a forward or backward, or some segments of it, on each rank of its lane.
+
+        Recomputation and tensor parallelism are included.
+        """
         ...
 
     def message(self, sender: int, action: Send) -> Transport:
@@ -72,11 +80,15 @@ class ModelTiming:
     ranks_per_node: int
 
     def compute(self, action: Compute) -> float:
-        """Seconds of a forward or backward."""
+        """Seconds of a forward or backward, or of some of its layers."""
         stage, load = self.graph.stage(action.stage), self.loads.loads[action.mb]
         if load.tokens == 0:
             return 0.0
-        return self._forward(stage, load) if isinstance(action, Forward) else self._backward(stage, load)
+        layers = self._layers[action.stage]
+        if isinstance(action, Partial):
+            layers = layers[action.lo : action.hi]
+        forward = direction(action) == "F"
+        return self._forward(stage, layers, load) if forward else self._backward(stage, layers, load)
 
     def message(self, sender: int, action: Send) -> Transport:
         """Rows of hidden states inside a unit, or the routed features between units; gradients are as large."""
@@ -115,14 +127,14 @@ class ModelTiming:
             for at, layer, needed in self._layers[stage]
         )
 
-    def _forward(self, stage: Stage, load: TokenLoad) -> float:
+    def _forward(self, stage: Stage, layers: Layers, load: TokenLoad) -> float:
         tp = self.graph.mesh(stage.id.unit).tp
-        return sum(self.costs.seconds(layer, tp, load, "forward") for _, layer, _ in self._layers[stage.id])
+        return sum(self.costs.seconds(layer, tp, load, "forward") for _, layer, _ in layers)
 
-    def _backward(self, stage: Stage, load: TokenLoad) -> float:
+    def _backward(self, stage: Stage, layers: Layers, load: TokenLoad) -> float:
         tp = self.graph.mesh(stage.id.unit).tp
         seconds = 0.0
-        for at, layer, input_grad in self._layers[stage.id]:
+        for at, layer, input_grad in layers:
             if layer.trainable or input_grad:
                 seconds += self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad)
                 if at in stage.recompute:
@@ -130,9 +142,9 @@ class ModelTiming:
         return seconds
 
     @cached_property
-    def _layers(self) -> dict[StageId, list[tuple[int, LayerShape, bool]]]:
-        """Per stage: index in the unit, layer, whether it must hand gradients on."""
-        held = {}
+    def _layers(self) -> dict[StageId, Layers]:
+        """The layers of every stage."""
+        held: dict[StageId, Layers] = {}
         for stage in self.graph.stages:
             layers, wanted = self.shape.unit(stage.id.unit).layers, self.input_grad[stage.id.unit]
             held[stage.id] = [(i, layers[i], wanted[i]) for i in range(*stage.layers)]

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from mmtrain.program.actions import (
     Action,
     Backward,
-    Compute,
+    Fill,
     Forward,
     GatherParams,
+    Partial,
+    Pass,
     Payload,
     Recv,
     ReduceGrads,
@@ -22,8 +24,10 @@ from mmtrain.program.actions import (
     Send,
     Share,
     Step,
+    Task,
 )
 from mmtrain.program.graph import LLM, Edge, Microbatch, StageGraph, StageId
+from mmtrain.program.segments import begun, ended, parts
 
 EMBEDDINGS = "embeddings"  # the one shared weight: the LLM's tied input and output matrix
 
@@ -43,35 +47,46 @@ class Flow:
         return self.dst if self.payload == "activation" else self.src
 
     @property
-    def producer(self) -> Compute:
-        """The compute action whose result flows."""
+    def producer(self) -> Pass:
+        """The forward or backward whose result flows."""
         if self.payload == "activation":
             return Forward(self.edge.src, self.src)
         return Backward(self.edge.dst, self.dst)
 
     @property
-    def reader(self) -> Compute:
-        """The compute action that waits for this flow."""
+    def reader(self) -> Pass:
+        """The forward or backward that waits for this flow."""
         if self.payload == "activation":
             return Forward(self.edge.dst, self.dst)
         return Backward(self.edge.src, self.src)
 
 
-def needs(graph: StageGraph, action: Compute) -> list[Flow]:
-    """Flows that a compute action waits for: a forward for all its sources, a backward for all its destinations."""
-    stage, mb = action.stage, action.mb
-    if isinstance(action, Forward):
-        return [Flow(e, s, mb, "activation") for e in graph.inputs(stage) for s in graph.sources(e, mb)]
-    return [Flow(e, mb, d, "gradient") for e in graph.outputs(stage) for d in graph.destinations(e, mb)]
+def needs(graph: StageGraph, task: Task) -> list[Flow]:
+    """Flows that a task waits for: where a forward begins all its sources, where a backward does its destinations."""
+    found: list[Flow] = []
+    for part in parts(graph, task):
+        match begun(graph, part):
+            case Forward(stage, mb):
+                edges = graph.inputs(stage)
+                found += [Flow(e, s, mb, "activation") for e in edges for s in graph.sources(e, mb)]
+            case Backward(stage, mb):
+                edges = graph.outputs(stage)
+                found += [Flow(e, mb, d, "gradient") for e in edges for d in graph.destinations(e, mb)]
+    return found
 
 
-def gives(graph: StageGraph, action: Compute) -> list[Flow]:
-    """Flows that a compute action produces."""
-    stage, mb = action.stage, action.mb
-    if isinstance(action, Forward):
-        return [Flow(e, mb, d, "activation") for e in graph.outputs(stage) for d in graph.destinations(e, mb)]
-    edges = [e for e in graph.inputs(stage) if graph.carries_gradient(e)]
-    return [Flow(e, s, mb, "gradient") for e in edges for s in graph.sources(e, mb)]
+def gives(graph: StageGraph, task: Task) -> list[Flow]:
+    """Flows that a task produces: what a forward or backward gives leaves when that ends."""
+    found: list[Flow] = []
+    for part in parts(graph, task):
+        match ended(graph, part):
+            case Forward(stage, mb):
+                edges = graph.outputs(stage)
+                found += [Flow(e, mb, d, "activation") for e in edges for d in graph.destinations(e, mb)]
+            case Backward(stage, mb):
+                edges = tuple(e for e in graph.inputs(stage) if graph.carries_gradient(e))
+                found += [Flow(e, s, mb, "gradient") for e in edges for s in graph.sources(e, mb)]
+    return found
 
 
 def transfers(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
@@ -101,34 +116,34 @@ def sharing_lane(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload
     return graph.lane(edge.dst if payload == "activation" else edge.src, mb.replica)
 
 
-def receives(graph: StageGraph, rank: int, action: Compute) -> list[Recv]:
-    """Messages that `rank` must receive before `action`."""
+def receives(graph: StageGraph, rank: int, task: Task) -> list[Recv]:
+    """Messages that `rank` must receive before `task`."""
     return [
         Recv(f.edge, f.src, f.dst, sender, f.payload)
-        for f in needs(graph, action)
+        for f in needs(graph, task)
         for sender, receiver in transfers(graph, f)
         if receiver == rank
     ]
 
 
-def sends(graph: StageGraph, rank: int, action: Compute) -> list[Send]:
-    """Messages that `rank` must send after `action`."""
+def sends(graph: StageGraph, rank: int, task: Task) -> list[Send]:
+    """Messages that `rank` must send after `task`."""
     return [
         Send(f.edge, f.src, f.dst, receiver, f.payload)
-        for f in gives(graph, action)
+        for f in gives(graph, task)
         for sender, receiver in transfers(graph, f)
         if sender == rank
     ]
 
 
-def shares(graph: StageGraph, action: Compute) -> list[Share]:
-    """Broadcasts in which every rank of the action's lane takes part just before `action`."""
-    wanted = dict.fromkeys((f.edge, f.receiver, f.payload) for f in needs(graph, action))
+def shares(graph: StageGraph, task: Task) -> list[Share]:
+    """Broadcasts in which every rank of the task's lane takes part just before `task`."""
+    wanted = dict.fromkeys((f.edge, f.receiver, f.payload) for f in needs(graph, task))
     return [Share(*key) for key in wanted if is_shared(graph, *key)]
 
 
-def waiter(graph: StageGraph, recv: Recv) -> Share | Compute:
-    """The action on the receiving rank that waits for the message."""
+def waiter(graph: StageGraph, recv: Recv) -> Share | Pass:
+    """What waits for the message on the receiving rank."""
     flow = Flow(recv.edge, recv.src, recv.dst, recv.payload)
     if is_shared(graph, flow.edge, flow.receiver, flow.payload):
         return Share(flow.edge, flow.receiver, flow.payload)
@@ -173,8 +188,10 @@ def members(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
     Compute is a collective of its lane: tensor parallelism exchanges partial results inside it.
     """
     match action:
-        case Forward(stage, mb) | Backward(stage, mb):
+        case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
             ranks = set(graph.lane(stage, mb.replica))
+        case Fill(host):
+            return members(graph, rank, host)
         case Share(edge, mb, payload):
             ranks = set(sharing_lane(graph, edge, mb, payload))
         case ReduceGrads(unit) | GatherParams(unit):
