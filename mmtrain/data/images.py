@@ -1,8 +1,7 @@
-"""From an image file to patches: the grid from the header alone, and the pixels when they are needed."""
+"""From an image file to patches: its size from the header alone, and the pixels when they are needed."""
 
-import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO
 
@@ -37,33 +36,6 @@ class BadImageError(BadMediaError):
     """An image that cannot be used."""
 
 
-def grid(
-    width: int, height: int, settings: ImageSettings, patch: int, merge: int = 1, max_side: int = 1 << 30
-) -> tuple[int, int]:
-    """Rows and columns, in patches, that an image of `width` x `height` pixels is resized to.
-
-    Both are multiples of `merge` and at most `max_side`. `native`: the area lies within `min_pixels` and `max_pixels`
-    where whole merged patches allow it (the upper limit always holds), the aspect as near the image's as they allow.
-    """
-    unit = patch * merge
-    if settings.scheme == "fixed":
-        return settings.size // patch, settings.size // patch
-    area = width * height
-    scale = (min(max(area, settings.min_pixels), settings.max_pixels) / area) ** 0.5 / unit
-    longest = max_side // merge
-    rows, cols = (min(max(round(side * scale), 1), longest) for side in (height, width))
-    aspect = width / height
-    while rows * cols * unit**2 > settings.max_pixels and rows * cols > 1:
-        rows, cols = _nearest(aspect, [g for g in ((rows - 1, cols), (rows, cols - 1)) if min(g) > 0])
-    while rows * cols * unit**2 < settings.min_pixels:
-        larger = [g for g in ((rows + 1, cols), (rows, cols + 1)) if max(g) <= longest]
-        larger = [g for g in larger if g[0] * g[1] * unit**2 <= settings.max_pixels]
-        if not larger:
-            break
-        rows, cols = _nearest(aspect, larger)
-    return rows * merge, cols * merge
-
-
 def read_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
     """Upright width and height from the header; raises `BadImageError` for what no decoder could use.
 
@@ -79,31 +51,32 @@ def read_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
     return width, height
 
 
-def load_patches(media: Media, rows: int, cols: int, settings: ImageSettings, patch: int) -> FloatArray:
-    """Decode an image, resize it to `rows` x `cols` patches and cut it up.
+def load_rgb(media: Media, sizes: Sequence[tuple[int, int]], max_source_pixels: int) -> list[Image.Image]:
+    """Decode an image and resize it to each of some sizes (width, height), the largest first.
 
-    Returns (rows * cols, 3 * patch * patch), patches row-major, the features of each ordered (channel, y, x) like a
-    flattened Conv2d weight. Transparency is laid on white. Raises `BadImageError`.
+    Transparency is laid on white. Raises `BadImageError`.
     """
-    size = (cols * patch, rows * patch)
-    with _opened(media, settings.max_source_pixels) as (image, _):
+    with _opened(media, max_source_pixels) as (image, _):
         orientation = _orientation(image)
-        wanted = size[::-1] if orientation in _SWAPS_SIDES else size
+        wanted = sizes[0][::-1] if orientation in _SWAPS_SIDES else sizes[0]
         image.draft("RGB", (2 * wanted[0], 2 * wanted[1]))  # JPEG only: decode at 1/2, 1/4, 1/8 while it is enough
         rgb = _rgb(image)
     if orientation in _UPRIGHT:
         rgb = rgb.transpose(_UPRIGHT[orientation])
-    if rgb.size != size:
-        rgb = rgb.resize(size, Image.Resampling.BICUBIC)
+    return [rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC) for size in sizes]
+
+
+def cut_patches(rgb: Image.Image, settings: ImageSettings, patch: int) -> FloatArray:
+    """Normalise a picture and cut it up, its sides being whole patches.
+
+    Returns (rows * cols, 3 * patch * patch), patches row-major, the features of each ordered (channel, y, x) like a
+    flattened Conv2d weight.
+    """
+    rows, cols = rgb.height // patch, rgb.width // patch
     mean, std = (np.array(v, dtype=np.float32) for v in (settings.mean, settings.std))
     pixels = (np.asarray(rgb, dtype=np.float32) / np.float32(255) - mean) / std
     split = pixels.reshape(rows, patch, cols, patch, 3).transpose(0, 2, 4, 1, 3)
     return np.ascontiguousarray(split.reshape(rows * cols, 3 * patch * patch), dtype=np.float32)
-
-
-def _nearest(aspect: float, grids: list[tuple[int, int]]) -> tuple[int, int]:
-    """The grid whose aspect (width / height) is nearest, as a ratio."""
-    return min(grids, key=lambda g: abs(math.log(g[1] / g[0] / aspect)))
 
 
 @contextmanager

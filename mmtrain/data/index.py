@@ -8,7 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from mmtrain.balance.batch import IntArray, ItemLengths, SampleLengths
 from mmtrain.data.audio import read_frames, require_soundfile
-from mmtrain.data.images import grid, read_size
 from mmtrain.data.llava import read
 from mmtrain.data.media import BadMediaError, Media
-from mmtrain.data.sample import AUDIO_MARK, Quarantined, Sample
+from mmtrain.data.pictures import read_grids
+from mmtrain.data.resize import Grid
+from mmtrain.data.sample import AUDIO_MARK, VIDEO_MARK, Quarantined, Sample
 from mmtrain.data.tokenize import AUDIO, NO_LABEL, ChatTokenizer
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings, VisionSettings
@@ -29,8 +30,8 @@ HEADER_THREADS = 8  # reading headers waits for the disk, not for the processor
 NAMED_IN_MESSAGE = 5
 
 Progress = Callable[[int, int], None]  # done, total
-_Grid = tuple[int, int]
-_Sizes = dict[tuple[str, Media], _Grid | BadMediaError]  # by encoder unit and file
+_Kind = Literal["image", "video", "audio"]
+_Sizes = dict[tuple[_Kind, Media], tuple[Grid, ...] | BadMediaError]  # the items that each medium becomes
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,39 @@ class DataIndex:
     lengths: SampleLengths
     weights: npt.NDArray[np.float64]  # (S,) how often an epoch uses each sample
     quarantined: tuple[Quarantined, ...]
+    # encoder unit -> (I,) which part of its medium (image, video, clip) an item is, from 0
+    parts: dict[str, IntArray] = field(default_factory=dict)
 
     def features(self, sample: int, unit: str = "vision") -> list[int]:
-        """LLM tokens of each item (image, clip) of a sample; none where the model has no such encoder."""
+        """LLM tokens of each medium of a sample, all its items together; none where the model has no such encoder."""
+        items = self.lengths.items.get(unit)
+        if items is None or items.first[sample] == items.first[sample + 1]:
+            return []
+        here = slice(items.first[sample], items.first[sample + 1])
+        starts = np.flatnonzero(self.parts[unit][here] == 0)
+        features: list[int] = np.add.reduceat(items.features[here], starts).tolist()
+        return features
+
+    def grids(self, sample: int, unit: str = "vision") -> tuple[tuple[Grid, ...], ...]:
+        """Rows and columns of the items of each medium of a sample; none where the model has no such encoder."""
         items = self.lengths.items.get(unit)
         if items is None:
-            return []
-        features: list[int] = items.features[items.first[sample] : items.first[sample + 1]].tolist()
-        return features
+            return ()
+        here = slice(items.first[sample], items.first[sample + 1])
+        found: list[tuple[Grid, ...]] = []
+        for part, rows, cols in zip(self.parts[unit][here], items.rows[here], items.cols[here], strict=True):
+            so_far = found.pop() if part else ()
+            found.append((*so_far, (int(rows), int(cols))))
+        return tuple(found)
+
+    def part_of(self, sample: int, position: int, unit: str = "vision") -> tuple[int, int, int]:
+        """Which medium of its sample an item is of, which part of that, and how many parts it has."""
+        first = self.lengths.items[unit].first
+        parts = self.parts[unit][first[sample] : first[sample + 1]]
+        starts = np.flatnonzero(parts == 0)
+        medium = int(np.searchsorted(starts, position, side="right")) - 1
+        end = starts[medium + 1] if medium + 1 < len(starts) else len(parts)
+        return medium, int(parts[position]), int(end - starts[medium])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,6 +119,7 @@ def build(
         lengths=_lengths(usable, recipe),
         weights=np.array([m.weight for m in usable], dtype=np.float64),
         quarantined=tuple(quarantined),
+        parts={unit: _parts([m.grids[unit] for m in usable]) for unit in encoders_of(recipe)},
     )
 
 
@@ -114,7 +141,7 @@ class _Measured:
     weight: float
     tokens: int
     targets: int
-    grids: dict[str, tuple[_Grid, ...]]  # encoder unit -> rows and columns of each item; a clip's are frames and 1
+    grids: dict[str, list[tuple[Grid, ...]]]  # encoder unit -> by medium, of each item; a clip's are its frames and 1
 
 
 def _read(source: SourceSettings) -> Iterable[Sample | Quarantined]:
@@ -145,6 +172,11 @@ def _check_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
             f"data.image.max_pixels is {image.max_pixels}; it must be at least data.image.min_pixels = "
             f"{image.min_pixels} and one merged patch of {unit} x {unit} = {unit**2} pixels"
         )
+    if image.scheme == "tiles" and (image.tile % unit or image.tile // vision.patch > vision.max_side):
+        raise DataError(
+            f"data.image.tile is {image.tile}; it must be a multiple of patch * merge = {unit} and at most "
+            f"patch * max_side = {vision.patch * vision.max_side} pixels"
+        )
     if image.scheme == "fixed" and (image.size % unit or image.size // vision.patch > vision.max_side):
         raise DataError(
             f"data.image.size is {image.size}; it must be a multiple of patch * merge = {unit} and at most "
@@ -155,22 +187,22 @@ def _check_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
 def _read_sizes(samples: Sequence[Sample], recipe: Recipe, progress: Progress | None) -> _Sizes:
     """The grid of every image and clip of the samples, or what is wrong with it; each file is looked at once."""
     data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
-    files: list[tuple[str, Media]] = []
+    files: list[tuple[_Kind, Media]] = []
     if vision is not None:
-        files += [("vision", path) for s in samples if len(s.images) <= data.max_images for path in s.images]
+        files += [("image", image) for s in samples if len(s.images) <= data.max_images for image in s.images]
+        files += [("video", video) for s in samples for video in s.videos]
     if audio is not None:
-        files += [("audio", path) for s in samples for path in s.clips]
+        files += [("audio", clip) for s in samples for clip in s.clips]
     files = list(dict.fromkeys(files))
 
-    def look(file: tuple[str, Media]) -> _Grid | BadMediaError:
-        unit, path = file
+    def look(file: tuple[_Kind, Media]) -> tuple[Grid, ...] | BadMediaError:
+        kind, media = file
         try:
-            if unit == "audio":
+            if kind == "audio":
                 assert audio is not None
-                return read_frames(path, data.audio.max_seconds, 2 * audio.downsample), 1
+                return ((read_frames(media, data.audio.max_seconds, 2 * audio.downsample), 1),)
             assert vision is not None
-            width, height = read_size(path, data.image.max_source_pixels)
-            return grid(width, height, data.image, vision.patch, vision.merge, vision.max_side)
+            return read_grids(kind, media, data, vision)
         except BadMediaError as bad:
             return bad
 
@@ -191,10 +223,13 @@ def _measure(
     sizes: _Sizes,
 ) -> _Measured | Quarantined:
     data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
-    num_images, num_clips = len(sample.images), len(sample.clips)
+    num_images, num_videos, num_clips = len(sample.images), len(sample.videos), len(sample.clips)
     if sample.num_marks() != num_images:
         reason = f"{num_images} images, but <image> stands {sample.num_marks()} times in its human turns"
         return Quarantined.of(sample, "image_count", reason)
+    if (num_videos or vision is not None) and sample.num_marks(VIDEO_MARK) != num_videos:
+        reason = f"{num_videos} videos, but <video> stands {sample.num_marks(VIDEO_MARK)} times in its human turns"
+        return Quarantined.of(sample, "video_count", reason)
     if (num_clips or audio is not None) and sample.num_marks(AUDIO_MARK) != num_clips:
         reason = f"{num_clips} clips, but <audio> stands {sample.num_marks(AUDIO_MARK)} times in its human turns"
         return Quarantined.of(sample, "audio_count", reason)
@@ -203,44 +238,59 @@ def _measure(
     if num_images > data.max_images:
         reason = f"{num_images} images, data.max_images = {data.max_images}"
         return Quarantined.of(sample, "too_many_images", reason)
-    if num_images and vision is None:
-        return Quarantined.of(sample, "no_vision", "it has images, but the recipe's model has no vision unit")
+    if num_images + num_videos and vision is None:
+        return Quarantined.of(sample, "no_vision", "it has images or videos, but the recipe's model has no vision unit")
     if num_clips and audio is None:
         return Quarantined.of(sample, "no_audio", "it has clips, but the recipe's model has no audio unit")
-    grids: dict[str, list[_Grid]] = {"vision": [], "audio": []}
-    for unit, path in (*(("vision", image) for image in sample.images), *(("audio", clip) for clip in sample.clips)):
-        size = sizes[unit, path]
+    grids: dict[str, list[tuple[Grid, ...]]] = {"vision": [], "audio": []}
+    pictures = num_images
+    media_of: list[tuple[_Kind, Media]] = [*sample.sights, *(("audio", clip) for clip in sample.clips)]
+    for kind, media in media_of:
+        size = sizes[kind, media]
         if isinstance(size, BadMediaError):
             return Quarantined.of(sample, size.kind, str(size))
-        grids[unit].append(size)
+        pictures += len(size) if kind == "video" else 0
+        grids["audio" if kind == "audio" else "vision"].append(size)
+    if pictures > data.max_images:
+        reason = f"{pictures} images, frames of videos included, data.max_images = {data.max_images}"
+        return Quarantined.of(sample, "too_many_images", reason)
     merged, stacked = vision.merge**2 if vision else 1, 2 * audio.downsample if audio else 1
     encoded = tokenizer.encode(
-        sample, [r * c // merged for r, c in grids["vision"]], [frames // stacked for frames, _ in grids["audio"]]
+        sample,
+        [sum(r * c // merged for r, c in items) for items in grids["vision"]],
+        [frames // stacked for ((frames, _),) in grids["audio"]],
     )
     limit = min(data.max_sample_tokens or data.seq_len, data.seq_len)
     if len(encoded.ids) > limit:
         key = "data.max_sample_tokens" if limit == data.max_sample_tokens else "data.seq_len"
         return Quarantined.of(sample, "too_long", f"{len(encoded.ids)} LLM tokens, {key} = {limit}")
     targets = int((encoded.labels != NO_LABEL).sum())
-    return _Measured(sample, weight, len(encoded.ids), targets, {unit: tuple(found) for unit, found in grids.items()})
+    return _Measured(sample, weight, len(encoded.ids), targets, grids)
 
 
 def _lengths(usable: Sequence[_Measured], recipe: Recipe) -> SampleLengths:
     tokens = np.array([m.tokens for m in usable], dtype=np.int64)
     targets = np.array([m.targets for m in usable], dtype=np.int64)
-    encoders = {"vision": recipe.model.vision, "audio": recipe.model.audio}
-    items = {
-        unit: _items([m.grids[unit] for m in usable], encoder)
-        for unit, encoder in encoders.items()
-        if encoder is not None
-    }
+    items = {unit: _items([m.grids[unit] for m in usable], encoder) for unit, encoder in encoders_of(recipe).items()}
     return SampleLengths(tokens, targets, items)
 
 
-def _items(grids: Sequence[tuple[_Grid, ...]], encoder: VisionSettings | AudioSettings) -> ItemLengths:
-    """One encoder's items: the grids of each sample."""
-    first = np.cumsum([0, *(len(g) for g in grids)], dtype=np.int64)
-    sides = np.array([side for g in grids for side in g], dtype=np.int64).reshape(-1, 2)
+def encoders_of(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:
+    """The encoders that the recipe's model has."""
+    settings = {"vision": recipe.model.vision, "audio": recipe.model.audio}
+    return {unit: encoder for unit, encoder in settings.items() if encoder is not None}
+
+
+def _parts(grids: Sequence[list[tuple[Grid, ...]]]) -> IntArray:
+    """Which part of its medium each item is; the grids are by sample and medium."""
+    counts = np.array([len(items) for media in grids for items in media], dtype=np.int64)
+    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _items(grids: Sequence[list[tuple[Grid, ...]]], encoder: VisionSettings | AudioSettings) -> ItemLengths:
+    """One encoder's items; the grids are by sample and medium."""
+    first = np.cumsum([0, *(sum(map(len, media)) for media in grids)], dtype=np.int64)
+    sides = np.array([side for media in grids for items in media for side in items], dtype=np.int64).reshape(-1, 2)
     rows, cols = np.ascontiguousarray(sides[:, 0]), np.ascontiguousarray(sides[:, 1])
     if isinstance(encoder, AudioSettings):
         return ItemLengths(first, rows, cols, rows // 2, rows // (2 * encoder.downsample))

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mmtrain.balance.batch import BatchMeta
-from mmtrain.data.audio import BadAudioError, load_mels
-from mmtrain.data.images import BadImageError, FloatArray, load_patches
+from mmtrain.data.audio import load_mels
+from mmtrain.data.images import FloatArray
 from mmtrain.data.index import DataIndex, check_bad_rate
+from mmtrain.data.media import BadMediaError
 from mmtrain.data.order import GroupStream
 from mmtrain.data.payload import AudioPayload, TextPayload, VisionPayload, audio_payload, text_payload, vision_payload
+from mmtrain.data.pictures import Pictures
 from mmtrain.data.sample import Quarantined
 from mmtrain.data.tokenize import ChatTokenizer, Encoded
 from mmtrain.errors import RunError
@@ -64,6 +66,8 @@ class Preparer:
         self._num_microbatches = num_microbatches
         self._tokenizer = tokenizer or ChatTokenizer.load(recipe.data.tokenizer)
         self._bad: dict[int, Quarantined] = {}  # by sample id, of the step being prepared
+        vision = recipe.model.vision
+        self._pictures = Pictures(recipe.data.image, vision.patch) if vision is not None else None
 
     def prepare(self, meta: BatchMeta) -> StepData:
         """Load what the needs name. A broken image or clip becomes zeros, and its sample is named.
@@ -108,14 +112,14 @@ class Preparer:
             raise RunError(f"{sample} cannot be encoded: {type(error).__name__}: {error}") from error
 
     def _patches(self, sample_id: int, position: int, rows: int, cols: int) -> FloatArray:
-        settings = self._recipe.model.vision
-        assert settings is not None, "an image in a model without encoder"
+        assert self._pictures is not None, "an image in a model without encoder"
         sample = self._index.samples[sample_id]
         try:
-            return load_patches(sample.images[position], rows, cols, self._recipe.data.image, settings.patch)
-        except BadImageError as bad:  # its header was fine: too late to leave the sample out, all ranks count on it
+            medium, part, parts = self._index.part_of(sample_id, position)
+            return self._pictures.patches(*sample.sights[medium], part, parts, (rows, cols))
+        except BadMediaError as bad:  # its header was fine: too late to leave the sample out, all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
-            return np.zeros((rows * cols, 3 * settings.patch**2), dtype=np.float32)
+            return self._pictures.blank((rows, cols))
 
     def _mels(self, sample_id: int, position: int, frames: int) -> FloatArray:
         settings = self._recipe.model.audio
@@ -123,7 +127,7 @@ class Preparer:
         sample = self._index.samples[sample_id]
         try:
             return load_mels(sample.clips[position], frames, settings.mel_bins)
-        except BadAudioError as bad:  # as with images: all ranks count on it
+        except BadMediaError as bad:  # as with images: all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
             return np.zeros((frames, settings.mel_bins), dtype=np.float32)
 

@@ -1,6 +1,7 @@
 """What reading yields, whatever the format: a sample, or one that was set aside, and why."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ IMAGE_MARK = "<image>"  # stands in a user turn where an image goes
 VIDEO_MARK = "<video>"  # likewise for a video; in a sample without videos it is a text like any other
 AUDIO_MARK = "<audio>"  # likewise for a clip
 Role = Literal["system", "user", "assistant"]
+Sight = Literal["image", "video"]  # what the vision unit looks at
+_SIGHT_MARKS = re.compile(f"{IMAGE_MARK}|{VIDEO_MARK}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,15 @@ class Sample:
     def num_marks(self, mark: str = IMAGE_MARK) -> int:
         """How often `mark` stands in its user turns."""
         return sum(t.text.count(mark) for t in self.turns if t.role == "user")
+
+    @property
+    def sights(self) -> tuple[tuple[Sight, Media], ...]:
+        """Its images and videos together, in the order of their marks, which are as many as they."""
+        if not self.videos:
+            return tuple(("image", image) for image in self.images)
+        images, videos = iter(self.images), iter(self.videos)
+        marks = [mark for t in self.turns if t.role == "user" for mark in _SIGHT_MARKS.findall(t.text)]
+        return tuple(("image", next(images)) if mark == IMAGE_MARK else ("video", next(videos)) for mark in marks)
 
     @property
     def answer(self) -> str:

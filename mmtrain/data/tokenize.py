@@ -14,14 +14,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmtrain.balance.batch import IntArray
-from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, Role, Sample
+from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample
 from mmtrain.errors import DataError
 
 PAD, END, IMAGE = "<|pad|>", "<|end|>", "<|image|>"
 ROLE_TOKENS: dict[Role, str] = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = (PAD, *ROLE_TOKENS.values(), END, IMAGE)
 AUDIO = "<|audio|>"  # only models with an audio unit ask for it
-_IN_TEXT = {"vision": IMAGE_MARK, "audio": AUDIO_MARK}
 NO_LABEL = -100  # places that count in no loss
 
 
@@ -71,7 +70,7 @@ class ChatTokenizer:
             raise DataError(f"data.tokenizer: {path}: not a `tokenizers` JSON file: {error}") from None
 
     def encode(self, sample: Sample, features: Sequence[int], clip_features: Sequence[int] = ()) -> Encoded:
-        """Encode a whole sample; image i becomes `features[i]` image tokens, clip i `clip_features[i]` audio tokens.
+        """Encode a whole sample: image or video i becomes `features[i]` image tokens; clips likewise.
 
         Labels are the answers' tokens and the `<|end|>` that closes each, moved one place ahead: the token to predict.
         """
@@ -97,8 +96,10 @@ class ChatTokenizer:
         """Ids of the turns before `stop`, and which of them are targets."""
         ids: list[int] = []
         is_target: list[bool] = []
-        # Without clips an `<audio>` is text, as it was to whoever wrote data before there was sound.
-        marks = {_IN_TEXT[unit]: unit for unit in features if unit != "audio" or sample.clips}
+        marks = {IMAGE_MARK: "vision"}
+        # Without clips an `<audio>` is text, as it was to whoever wrote data before there was sound; so with videos.
+        marks |= {VIDEO_MARK: "vision"} if sample.videos else {}
+        marks |= {AUDIO_MARK: "audio"} if sample.clips else {}
         left = {unit: iter(counts) for unit, counts in features.items()}
         for turn in sample.turns[:stop]:
             answers = turn.role == "assistant"

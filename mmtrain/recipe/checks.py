@@ -117,10 +117,11 @@ def image_grid(recipe: Recipe) -> Iterator[Problem]:
         return
     cell = vision.patch * vision.merge
     unit = f"model.vision.patch {vision.patch} x merge {vision.merge}"
-    if image.scheme == "fixed":
-        where, side = "size", image.size // vision.patch
-        if image.size % cell:
-            yield Problem(("data", "image", "size"), f"{image.size} is not a multiple of {cell} ({unit})")
+    if image.scheme != "native":
+        where, pixels = ("size", image.size) if image.scheme == "fixed" else ("tile", image.tile)
+        side = pixels // vision.patch
+        if pixels % cell:
+            yield Problem(("data", "image", where), f"{pixels} is not a multiple of {cell} ({unit})")
     else:
         where, side = "max_pixels", isqrt(image.max_pixels) // vision.patch
         if image.min_pixels > image.max_pixels:
@@ -138,7 +139,12 @@ def image_length(recipe: Recipe) -> Iterator[Problem]:
     vision, image, seq_len = recipe.model.vision, recipe.data.image, recipe.data.seq_len
     if vision is None:
         return
-    where, area = ("size", image.size**2) if image.scheme == "fixed" else ("max_pixels", image.max_pixels)
+    most_tiles = image.max_tiles + (image.max_tiles > 1)  # with the one of the whole
+    where, area = {
+        "fixed": ("size", image.size**2),
+        "native": ("max_pixels", image.max_pixels),
+        "tiles": ("max_tiles", most_tiles * image.tile**2),
+    }[image.scheme]
     tokens = area // (vision.patch * vision.merge) ** 2
     if tokens >= seq_len:
         text = f"one image becomes up to {tokens} LLM tokens, data.seq_len is {seq_len}; allowed: fewer than that"

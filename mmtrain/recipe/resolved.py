@@ -6,7 +6,10 @@ import json
 from mmtrain.recipe import yaml
 from mmtrain.recipe.schema import Recipe
 
-_PLANNED_DATA = {"sources", "tokenizer", "seq_len", "max_sample_tokens", "max_images", "image", "audio", "window"}
+_PLANNED_DATA = {
+    *("sources", "tokenizer", "seq_len", "max_sample_tokens", "max_images", "image", "video", "audio"),
+    *("window", "grouping", "budgets", "long_tokens"),
+}
 _PLANNED_TRAIN = {"global_batch", "precision", "freeze"}
 
 

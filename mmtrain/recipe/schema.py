@@ -175,11 +175,14 @@ class SourceSettings(Section):
 class ImageSettings(Section):
     """How an image becomes patches."""
 
-    scheme: Literal["native", "fixed"] = Field(
+    scheme: Literal["native", "tiles", "fixed"] = Field(
         "native",
-        description="`native`: keep the aspect ratio, scale into [`min_pixels`, `max_pixels`], sides rounded to whole "
-        "merged patches; `fixed`: resize to `size` x `size`.",
+        description="`native` (Qwen2-VL): keep the aspect, scale into [`min_pixels`, `max_pixels`], sides rounded to "
+        "whole merged patches; `tiles` (InternVL): up to `max_tiles` squares of `tile` pixels in the canvas whose "
+        "aspect is nearest, and where there are several one more of the whole; `fixed`: resize to `size` x `size`.",
     )
+    tile: PositiveInt = Field(448, description="Side in pixels of one of the `tiles`.")
+    max_tiles: int = Field(12, ge=1, le=256, description="Most `tiles` of one image, beside the one of the whole.")
     size: PositiveInt = Field(224, description="Side in pixels for `fixed`.")
     min_pixels: PositiveInt = Field(28 * 28, description="Smallest area for `native`, in pixels.")
     max_pixels: PositiveInt = Field(448 * 448, description="Largest area for `native`, in pixels.")
@@ -189,6 +192,14 @@ class ImageSettings(Section):
     mean: tuple[float, float, float] = Field((0.5, 0.5, 0.5), description="Subtracted from RGB in [0, 1].")
     std: tuple[Positive, Positive, Positive] = Field(
         (0.5, 0.5, 0.5), description="RGB in [0, 1] minus mean is divided by this."
+    )
+
+
+class VideoSettings(Section):
+    """How a video becomes images."""
+
+    max_frames: PositiveInt = Field(
+        8, description="Most frames, evenly spaced over the video; each becomes one image (one tile with `tiles`)."
     )
 
 
@@ -210,8 +221,11 @@ class DataSettings(Section):
     max_sample_tokens: PositiveInt | None = Field(
         None, description="Samples with more LLM tokens are set aside and counted. Default: `seq_len`."
     )
-    max_images: PositiveInt = Field(64, description="Samples with more images are set aside and counted.")
+    max_images: PositiveInt = Field(
+        64, description="Samples with more images, frames of videos included, are set aside and counted."
+    )
     image: ImageSettings = Field(ImageSettings(), description="How an image becomes patches.")
+    video: VideoSettings = Field(VideoSettings(), description="How a video becomes images.")
     audio: AudioDataSettings = Field(AudioDataSettings(), description="How a clip becomes log-mel frames.")
     window: PositiveInt = Field(16384, description="Samples that grouping may look at together; bounds displacement.")
     max_bad_rate: float = Field(0.01, ge=0, le=1, description="Share of unusable samples above which the run stops.")

@@ -17,11 +17,12 @@ import torch
 from mmtrain.balance.batch import IntArray
 from mmtrain.checkpoint import Checkpoint, find, open_newest_good
 from mmtrain.data.audio import load_mels
-from mmtrain.data.images import load_patches
 from mmtrain.data.index import DataIndex, build, check_bad_rate
 from mmtrain.data.llava import read
 from mmtrain.data.media import BadMediaError, Media
-from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, Quarantined, Sample, Turn
+from mmtrain.data.pictures import Pictures
+from mmtrain.data.resize import Grid
+from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Quarantined, Sample, Sight, Turn
 from mmtrain.data.tokenize import ChatTokenizer
 from mmtrain.errors import CheckpointError, UserError
 from mmtrain.recipe import Recipe, load
@@ -42,7 +43,7 @@ class Question:
 
     sample: Sample
     ids: IntArray  # (T,) the prompt, tokens of images and clips included
-    grids: tuple[tuple[int, int], ...]  # patch rows and columns of each image in the prompt
+    grids: tuple[tuple[Grid, ...], ...]  # of each image and video in the prompt: its items in patches
     answer_tokens: int  # of the right answer, with the `<|end|>` that closes it
     frames: tuple[int, ...] = ()  # of each clip in the prompt
 
@@ -52,9 +53,9 @@ class Question:
         return self.sample.template or NO_TEMPLATE
 
     @property
-    def images(self) -> tuple[Media, ...]:
-        """The images of the prompt; a turn after the answer may have more."""
-        return self.sample.images[: len(self.grids)]
+    def sights(self) -> tuple[tuple[Sight, Media], ...]:
+        """The images and videos of the prompt; a turn after the answer may have more."""
+        return self.sample.sights[: len(self.grids)]
 
     @property
     def clips(self) -> tuple[Media, ...]:
@@ -64,7 +65,7 @@ class Question:
     @property
     def media(self) -> tuple[Media, ...]:
         """What the model would be blind or deaf without."""
-        return self.images + self.clips
+        return tuple(media for _, media in self.sights) + self.clips
 
     @property
     def expected(self) -> str:
@@ -199,20 +200,12 @@ def _checkpoint(run_dir: Path, recipe: Recipe) -> Checkpoint:
 def _question(index: DataIndex, tokenizer: ChatTokenizer, number: int) -> Question:
     sample = index.samples[number]
     ids = tokenizer.prompt_ids(sample, index.features(number), index.features(number, "audio"))
-    grids = _items(index, number, "vision", IMAGE_MARK)
-    frames = tuple(rows for rows, _ in _items(index, number, "audio", AUDIO_MARK)) if sample.clips else ()
+    asked = [turn.text for turn in _before_answer(sample) if turn.role == "user"]
+    marks = (IMAGE_MARK, VIDEO_MARK) if sample.videos else (IMAGE_MARK,)
+    grids = index.grids(number)[: sum(text.count(mark) for text in asked for mark in marks)]
+    clips = index.grids(number, "audio")[: sum(text.count(AUDIO_MARK) for text in asked)]
+    frames = tuple(rows for ((rows, _),) in clips)
     return Question(sample, ids, grids, int(index.lengths.tokens[number]) - len(ids), frames)
-
-
-def _items(index: DataIndex, number: int, unit: str, mark: str) -> tuple[tuple[int, int], ...]:
-    """Rows and columns of the sample's items for one encoder, as far as the prompt shows them."""
-    asked = (turn.text for turn in _before_answer(index.samples[number]) if turn.role == "user")
-    count = sum(text.count(mark) for text in asked)
-    if not count:
-        return ()
-    items = index.lengths.items[unit]
-    here = slice(first := int(items.first[number]), first + count)
-    return tuple(zip(items.rows[here].tolist(), items.cols[here].tolist(), strict=True))
 
 
 def _before_answer(sample: Sample) -> tuple[Turn, ...]:
@@ -222,20 +215,15 @@ def _before_answer(sample: Sample) -> tuple[Turn, ...]:
 
 
 def load_pictures(question: Question, recipe: Recipe, blank: bool) -> tuple[Picture, ...]:
-    """Load the images of a question. Raises BadImageError."""
+    """Load the images and frames of a question. Raises BadMediaError."""
     vision = recipe.model.vision
-    if not question.images or vision is None:
+    if not question.sights or vision is None:
         return ()
-    features = 3 * vision.patch**2
+    pictures = Pictures(recipe.data.image, vision.patch)
     return tuple(
-        Picture(
-            rows,
-            cols,
-            np.zeros((rows * cols, features), dtype=np.float32)
-            if blank
-            else load_patches(path, rows, cols, recipe.data.image, vision.patch),
-        )
-        for path, (rows, cols) in zip(question.images, question.grids, strict=True)
+        Picture(*grid, pictures.blank(grid) if blank else pictures.patches(kind, media, part, len(items), grid))
+        for (kind, media), items in zip(question.sights, question.grids, strict=True)
+        for part, grid in enumerate(items)
     )
 
 

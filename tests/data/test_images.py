@@ -7,55 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
-from mmtrain.data.images import BadImageError, grid, load_patches, read_size
-from mmtrain.data.media import FileMedia
+from mmtrain.data.images import BadImageError, FloatArray, cut_patches, load_rgb, read_size
+from mmtrain.data.media import FileMedia, Media
 from mmtrain.recipe.schema import ImageSettings
 
 LIMIT = 10_000_000
 
 
-@given(
-    width=st.integers(1, 5000),
-    height=st.integers(1, 5000),
-    patch=st.sampled_from([1, 7, 14, 16]),
-    merge=st.sampled_from([1, 2, 3]),
-    low=st.integers(1, 10_000),
-    extra=st.integers(0, 100_000),
-    max_side=st.integers(3, 64),
-)
-@settings(max_examples=300, deadline=None)
-def test_native_grids_keep_their_limits(
-    width: int, height: int, patch: int, merge: int, low: int, extra: int, max_side: int
-) -> None:
-    high = max(low, (patch * merge) ** 2) + extra
-    image = ImageSettings(min_pixels=low, max_pixels=high)
-    rows, cols = grid(width, height, image, patch, merge, max_side)
-    assert rows % merge == cols % merge == 0
-    assert 0 < max(rows, cols) <= max_side
-    assert rows * cols * patch**2 <= high
-    if rows * cols * patch**2 < low:  # only where one more row or column would break another limit
-        larger = [(r, c) for r, c in ((rows + merge, cols), (rows, cols + merge)) if max(r, c) <= max_side]
-        assert any(r * c * patch**2 > high for r, c in larger) or not larger
-
-
-@given(width=st.integers(100, 4000), height=st.integers(100, 4000))
-@settings(max_examples=100, deadline=None)
-def test_native_grids_keep_the_aspect_and_use_the_area(width: int, height: int) -> None:
-    image = ImageSettings(min_pixels=128 * 128, max_pixels=448 * 448)
-    rows, cols = grid(width, height, image, patch=14)
-    assert abs(cols - rows * width / height) <= 1 or abs(rows - cols * height / width) <= 1
-    target = min(max(width * height, 128 * 128), 448 * 448)
-    assert 0.7 * target <= rows * cols * 14**2 <= max(1.3 * target, 448 * 448)
-
-
-def test_small_images_grow_and_fixed_ignores_the_aspect() -> None:
-    assert grid(8, 8, ImageSettings(min_pixels=64 * 64, max_pixels=128 * 128), patch=16) == (4, 4)
-    assert grid(80, 48, ImageSettings(min_pixels=64, max_pixels=10_000), patch=16) == (3, 5)
-    assert grid(10, 1000, ImageSettings(scheme="fixed", size=224), patch=14, merge=2) == (16, 16)
+def _patches(media: Media, rows: int, cols: int, settings: ImageSettings, patch: int) -> FloatArray:
+    """The patches of a whole image."""
+    return cut_patches(load_rgb(media, [(cols * patch, rows * patch)], LIMIT)[0], settings, patch)
 
 
 def test_patches_are_laid_out_like_a_convolutions_input(tmp_path: Path) -> None:
@@ -64,7 +27,7 @@ def test_patches_are_laid_out_like_a_convolutions_input(tmp_path: Path) -> None:
     Image.fromarray(pixels).save(tmp_path / "a.png")
     image = ImageSettings(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
 
-    patches = load_patches(FileMedia(str(tmp_path / "a.png")), rows, cols, image, patch)
+    patches = _patches(FileMedia(str(tmp_path / "a.png")), rows, cols, image, patch)
 
     assert patches.shape == (rows * cols, 3 * patch * patch)
     assert patches.dtype == np.float32
@@ -107,7 +70,7 @@ def test_exif_orientation_turns_size_and_pixels_alike(tmp_path: Path, orientatio
     path = tmp_path / f"a.{suffix}"
     upright = _jpeg_with_orientation(path, orientation)
     assert read_size(FileMedia(str(path)), LIMIT) == (24, 16)
-    patches = load_patches(FileMedia(str(path)), 2, 3, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
+    patches = _patches(FileMedia(str(path)), 2, 3, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
     expected = upright.reshape(2, 8, 3, 8, 3).transpose(0, 2, 4, 1, 3).reshape(6, -1) / 255
     assert np.abs(patches - expected).mean() < 0.05
 
@@ -115,7 +78,7 @@ def test_exif_orientation_turns_size_and_pixels_alike(tmp_path: Path, orientatio
 def test_large_jpegs_are_scaled_down_to_what_they_show(tmp_path: Path) -> None:
     ramp = np.linspace(0, 255, 2048, dtype=np.uint8)
     Image.fromarray(np.broadcast_to(ramp[None, :, None], (1024, 2048, 3)).copy()).save(tmp_path / "a.jpg")
-    patches = load_patches(FileMedia(str(tmp_path / "a.jpg")), 2, 4, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
+    patches = _patches(FileMedia(str(tmp_path / "a.jpg")), 2, 4, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
     columns = patches.reshape(2, 4, 3, 8, 8).mean(axis=(0, 2, 3)).ravel()
     assert np.allclose(columns, (np.arange(32) + 0.5) / 32, atol=0.02)
 
@@ -136,7 +99,7 @@ def test_every_colour_mode_becomes_rgb_on_white(
     tmp_path: Path, image: Image.Image, expected: tuple[float, float, float]
 ) -> None:
     image.save(tmp_path / "a.png")
-    patches = load_patches(FileMedia(str(tmp_path / "a.png")), 1, 1, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
+    patches = _patches(FileMedia(str(tmp_path / "a.png")), 1, 1, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
     assert np.allclose(patches.reshape(3, 64).mean(axis=1), expected, atol=0.01)
 
 
@@ -202,7 +165,7 @@ def test_a_decompression_bomb_is_refused_from_its_header(tmp_path: Path) -> None
             read_size(FileMedia(str(path)), 100_000_000)
     assert bad.value.kind == "too_many_pixels"
     with pytest.raises(BadImageError, match="max_source_pixels"):
-        load_patches(FileMedia(str(path)), 1, 1, ImageSettings(), 8)
+        _patches(FileMedia(str(path)), 1, 1, ImageSettings(), 8)
 
 
 def test_a_good_header_over_broken_data_is_undecodable(tmp_path: Path) -> None:
@@ -211,5 +174,5 @@ def test_a_good_header_over_broken_data_is_undecodable(tmp_path: Path) -> None:
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", b"rubbish") + _chunk(b"IEND", b""))
     assert read_size(FileMedia(str(path)), LIMIT) == (16, 16)
     with pytest.raises(BadImageError, match=r"a\.png") as bad:
-        load_patches(FileMedia(str(path)), 2, 2, ImageSettings(), 8)
+        _patches(FileMedia(str(path)), 2, 2, ImageSettings(), 8)
     assert bad.value.kind == "undecodable"

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mmtrain.data import ChatTokenizer, DataIndex, GroupStream, Loader, Need, Preparer, build
-from mmtrain.data.images import load_patches
+from mmtrain.data.pictures import Pictures
 from mmtrain.errors import RunError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import row
@@ -71,9 +71,9 @@ def test_payload_is_what_the_layout_says(made: Made) -> None:
         here = table.microbatch(r, i)
         images = [index.samples[meta.sample_id[table.sample[j]]].images[table.position[j]] for j in here]
         shapes = list(zip(vision.rows, vision.cols, strict=True))
-        expected = [load_patches(p, *shape, recipe.data.image, 8) for p, shape in zip(images, shapes, strict=True)] or [
-            np.empty((0, 192))
-        ]
+        pictures = Pictures(recipe.data.image, 8)
+        expected = [pictures.patches("image", p, 0, 1, shape) for p, shape in zip(images, shapes, strict=True)]
+        expected = expected or [np.empty((0, 192))]
         assert vision.patches is not None
         assert np.array_equal(vision.patches, np.concatenate(expected))
 

@@ -46,7 +46,7 @@ def test_everything_is_told_at_once(base: Path, write: Write) -> None:
         "model.llm.heads: found the text 'four', allowed: a whole number of at least 1",
         "model.vision.freeze: found the text 'on', allowed: true or false",
         "data.seq_len: found the text '010', allowed: a whole number of at least 1",
-        "data.image.scheme: found the text 'nativ', allowed: native or fixed; did you mean native?",
+        "data.image.scheme: found the text 'nativ', allowed: native, tiles or fixed; did you mean native?",
         f"train.steps: written twice, first at {child}:10; keep one",
         "train.optimizer.betas.1: found 1.0, allowed: a number of at least 0 and below 1",
         "train.optimizer.min_lr: 0.1 is above train.optimizer.lr 0.001",

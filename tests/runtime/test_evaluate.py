@@ -155,7 +155,7 @@ def test_the_prompt_ends_where_the_last_answer_begins(taught: Taught) -> None:
     settings = taught.recipe(taught.rows, rows)
     tokenizer = ChatTokenizer.load(settings.data.tokenizer)
     (question,) = questions_of(build(settings, "validation"), tokenizer, None)
-    assert [path.name for path in question.images] == ["red.png", "blue.png"]
+    assert [media.name for _, media in question.sights] == ["red.png", "blue.png"]
     assert (question.ids == tokenizer.image_id).sum() == 2
     assert question.expected == "blue"
     assert question.answer_tokens >= len(tokenizer.encode(build(settings).samples[2], [1]).labels) - len(question.ids)

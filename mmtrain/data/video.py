@@ -1,0 +1,130 @@
+"""From a video file to a few frames: how many from its header, and their pixels when they are needed.
+
+Decoding is FFmpeg's, by way of PyAV. A file is handed over open and its container must be one of a short list: FFmpeg
+would follow playlists and lists of parts to any file of this machine, and into the network.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from PIL import Image
+
+from mmtrain.data.media import BadMediaError, Media
+from mmtrain.errors import DataError
+
+# Containers that hold their frames themselves.
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv"
+_SEEK_SECONDS = 8.0  # between frames further apart than this, jumping to a key frame is cheaper than decoding all
+_SPARE_SECONDS = 1.0  # the last frame may be shown longer than the others
+
+
+class BadVideoError(BadMediaError):
+    """A video that cannot be used."""
+
+
+def require_av() -> ModuleType:
+    """The library that decodes; `DataError` says how to install it."""
+    try:
+        import av
+    except ImportError:
+        raise DataError(
+            "data: a sample has a video, and reading videos needs the `av` package, which is not installed here: "
+            "pip install 'mmtrain[video]'"
+        ) from None
+    module: ModuleType = av
+    return module
+
+
+def read_video(media: Media, max_frames: int, max_source_pixels: int) -> tuple[int, int, int]:
+    """Width and height of the frames, and how many of them are used; from the header, without decoding.
+
+    Raises `BadVideoError` for what no decoder could use.
+    """
+    with _opened(media, "not_a_video", max_source_pixels) as (_, stream):
+        width, height = stream.codec_context.width, stream.codec_context.height
+        _, seconds = _span(media, stream)
+        there = stream.frames or math.floor(seconds * float(stream.average_rate or 1))
+    if not 0 < width * height <= max_source_pixels:
+        reason = f"{media}: {width} x {height} is above data.image.max_source_pixels = {max_source_pixels}"
+        raise BadVideoError("too_many_pixels", reason)
+    return width, height, max(1, min(max_frames, there))
+
+
+def load_frames(media: Media, count: int, size: tuple[int, int], max_source_pixels: int) -> list[Image.Image]:
+    """Decode `count` frames, each from the middle of one of as many equal parts, resized to `size` (width, height).
+
+    Raises `BadVideoError`.
+    """
+    with _opened(media, "undecodable", max_source_pixels) as (container, stream):
+        start, seconds = _span(media, stream)
+        times = [start + (i + 0.5) / count * seconds for i in range(count)]
+        if seconds / count > _SEEK_SECONDS:
+            frames = [frame for time in times for frame in _sought(container, stream, time)]
+        else:
+            frames = list(_shown_at(container.decode(stream), times))
+        if len(frames) < count:
+            raise BadVideoError("truncated", f"{media}: {len(frames)} of {count} frames are there")
+        return [frame.to_image().resize(size, Image.Resampling.BICUBIC) for frame in frames]
+
+
+def _sought(container: Any, stream: Any, time: float) -> Iterator[Any]:
+    container.seek(math.floor(time / stream.time_base), stream=stream)  # to the last key frame before
+    return _shown_at(container.decode(stream), [time])
+
+
+def _shown_at(frames: Iterator[Any], times: list[float]) -> Iterator[Any]:
+    """The frames on show at some moments, in seconds and ascending."""
+    wanted = iter(times)
+    time = next(wanted, None)
+    shown = None
+    for frame in frames:
+        if frame.time is None:
+            continue
+        while time is not None and frame.time > time:
+            yield shown if shown is not None else frame
+            time = next(wanted, None)
+        if time is None:
+            return
+        shown = frame
+    while shown is not None and time is not None and time < shown.time + _SPARE_SECONDS:
+        yield shown
+        time = next(wanted, None)
+
+
+def _span(media: Media, stream: Any) -> tuple[float, float]:
+    """When a video starts, and how many seconds it lasts."""
+    base, container = stream.time_base, stream.container
+    if stream.duration is not None and base is not None:
+        seconds = float(stream.duration * base)
+    else:
+        seconds = (container.duration or 0) / 1e6
+    if seconds <= 0:
+        raise BadVideoError("empty_video", f"{media}: the header tells no duration")
+    return float((stream.start_time or 0) * base), seconds
+
+
+@contextmanager
+def _opened(media: Media, broken: str, max_source_pixels: int) -> Iterator[tuple[Any, Any]]:
+    """Open a video: its container and first stream of pictures; what goes wrong is a `BadVideoError`."""
+    av = require_av()
+    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
+    decoding = {"max_pixels": str(max_source_pixels)}  # a later picture may be larger than the header says
+    try:
+        with (
+            media.open() as file,
+            av.open(file, options=decoding, container_options=options, metadata_errors="ignore") as container,
+        ):
+            if not container.streams.video:
+                raise BadVideoError("not_a_video", f"{media}: it has no pictures")
+            stream = container.streams.video[0]
+            stream.codec_context.thread_count = 1  # loaders decode several files at once
+            yield container, stream
+    except FileNotFoundError:
+        raise BadVideoError("missing_video", f"{media}: no such file") from None
+    except BadVideoError:
+        raise
+    except Exception as error:
+        raise BadVideoError(broken, f"{media}: {type(error).__name__}: {error}") from None
