@@ -8,16 +8,16 @@ members, one after another in the order in which they become ready. What arrives
 """
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.actions import Collective, Compute, GatherParams, ReduceGrads, Share
+from mmtrain.program.account import Account
+from mmtrain.program.actions import Collective, Compute
 from mmtrain.program.links import Do, Links, Post, Work
 from mmtrain.program.memory import peak_bytes
 from mmtrain.program.program import Program
-from mmtrain.program.segments import direction
 from mmtrain.program.text import action_to_text
-from mmtrain.program.timeline import BUBBLE_KINDS, BubbleKind, Span, Timeline
+from mmtrain.program.timeline import Span, Timeline
 from mmtrain.program.timing import Timing
 
 
@@ -27,23 +27,20 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
     One group stands for all when their loads are alike: it then waits for its own members of data-parallel
     collectives only, though these are timed at their full size. With different loads simulate them all.
 
-    Bubbles: a rank's wait for data before its first compute is `pp_warmup`, after its last forward `pp_cooldown`,
-    between them `pp_other`; `pp_cooldown` also counts the wait for other stages before shared weights and the step,
-    `imbalance` that for other replicas before a reduction. Collectives themselves count as `tp` (sharing in a lane),
-    `dp_gather` or `dp_reduce` (gradients, shared weights, the norm). Tensor parallelism inside compute is compute.
+    What the bubbles mean is said in `Account`.
 
     Raises:
         ProgramError: the program gets stuck; `check` says why.
     """
     replay = _Replay(program, timing, num_groups)
     replay.run()
-    step_time = max(walk.clock for walk in replay.walks.values())
+    step_time = max(walk.account.clock for walk in replay.walks.values())
     for walk in replay.walks.values():
-        walk.bubbles["dp_gather"] += step_time - walk.clock
+        walk.account.close(step_time)
     return Timeline(
         spans=tuple(sorted(replay.spans, key=_start_and_rank)),
         step_time_s=step_time,
-        bubbles={rank: walk.bubbles for rank, walk in replay.walks.items()},
+        bubbles={rank: walk.account.bubbles for rank, walk in replay.walks.items()},
         peak_memory_bytes={
             rank: peak_bytes(program.graph, program.for_rank(rank), timing.activation_bytes)[0] for rank in replay.walks
         },
@@ -63,46 +60,16 @@ class _Walk:
     group: int  # its replica group
     links: Links  # of that group
     steps: tuple[Post | Do, ...]
-    forwards_left: int = 0
+    account: Account
     at: int = 0
-    clock: float = 0.0  # end of the work done so far
     comm_free: float = 0.0  # when the communication stream has nothing left to do
     num_missing: int = 0  # messages posted by one end only that the next work reads
-    computed: bool = False
-    bubbles: dict[BubbleKind, float] = field(default_factory=lambda: dict.fromkeys(BUBBLE_KINDS, 0.0))
-
-    def __post_init__(self) -> None:
-        self.forwards_left = sum(_is_forward(action) for action in self.work_actions())
-
-    def work_actions(self) -> list[Compute | Collective]:
-        """What the rank does, messages left out."""
-        works = self.links.works
-        return [works[step.work].action for step in self.steps if isinstance(step, Do)]
 
     def blocked_at(self) -> str:
         """The work before which a rank stands that cannot go on, as text."""
         step = self.steps[self.at]
         assert isinstance(step, Do), "posting a message never blocks"
         return action_to_text(self.links.works[step.work].action)
-
-    def waiting_kind(self, action: Compute | Collective) -> BubbleKind:
-        """The bubble that a wait before `action` is."""
-        if isinstance(action, Compute | Share):
-            if not self.computed:
-                return "pp_warmup"
-            return "pp_other" if self.forwards_left else "pp_cooldown"
-        return "imbalance" if isinstance(action, ReduceGrads | GatherParams) else "pp_cooldown"
-
-
-def _is_forward(action: Compute | Collective) -> bool:
-    return isinstance(action, Compute) and direction(action) == "F"
-
-
-def _own_kind(action: Collective) -> BubbleKind:
-    """The bubble that a collective itself is: no rank computes during it."""
-    if isinstance(action, Share):
-        return "tp"
-    return "dp_gather" if isinstance(action, GatherParams) else "dp_reduce"
 
 
 class _Replay:
@@ -116,7 +83,9 @@ class _Replay:
         self.timing = timing
         self.links = [program.links_of(group) for group in range(num_groups)]
         self.walks = {
-            rank: _Walk(rank, group, links, steps)
+            rank: _Walk(
+                rank, group, links, steps, Account.of(links.works[s.work].action for s in steps if isinstance(s, Do))
+            )
             for group, links in enumerate(self.links)
             for rank, steps in links.steps.items()
         }
@@ -210,23 +179,17 @@ class _Replay:
             return
         seconds, nbytes = self.timing.collective(walks[0].rank, action, work.group)
         start = max([now, *(walk.comm_free for walk in walks)])
-        own_kind = _own_kind(action)
         for walk in walks:
-            walk.bubbles[walk.waiting_kind(action)] += start - walk.clock
-            walk.bubbles[own_kind] += seconds
             walk.comm_free = start + seconds
-            self._done(walk, Span(walk.rank, start, seconds, action, nbytes))
+            self._done(walk, action, start, seconds, nbytes)
 
     def _compute(self, action: Compute, walks: list[_Walk], now: float) -> None:
         seconds = self.timing.compute(action)
         for walk in walks:
-            walk.bubbles[walk.waiting_kind(action)] += now - walk.clock
-            walk.computed = True
-            walk.forwards_left -= _is_forward(action)
-            self._done(walk, Span(walk.rank, now, seconds, action))
+            self._done(walk, action, now, seconds)
 
-    def _done(self, walk: _Walk, span: Span) -> None:
-        self.spans.append(span)
-        walk.clock = span.start_s + span.duration_s
+    def _done(self, walk: _Walk, action: Compute | Collective, start: float, seconds: float, nbytes: int = 0) -> None:
+        self.spans.append(Span(walk.rank, start, seconds, action, nbytes))
+        walk.account.book(action, start, seconds)
         walk.at += 1
-        self._wake(walk, walk.clock)
+        self._wake(walk, walk.account.clock)
