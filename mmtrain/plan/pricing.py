@@ -22,7 +22,7 @@ from mmtrain.models.shape import LayerShape, ModelShape
 from mmtrain.plan.batches import BatchSample
 from mmtrain.plan.graph import graph_of
 from mmtrain.plan.layout import MeshSize, disaggregated
-from mmtrain.program.builder import depths
+from mmtrain.program.builder import in_flight
 from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId
 from mmtrain.program.loads import StepLoads, step_loads
 
@@ -130,7 +130,7 @@ class Pricing:
 
     def memory(self, graph: StageGraph) -> dict[int, RankMemory]:
         """What every rank of the first replica holds at most; all replicas hold the same."""
-        needs, depth = upstream_trains(self.shape), depths(graph)
+        needs, alive = upstream_trains(self.shape), in_flight(graph)
         held: dict[int, list[HeldLayers]] = {}
         for stage in graph.stages:
             mesh, (lo, hi) = graph.mesh(stage.id.unit), stage.layers
@@ -140,7 +140,7 @@ class Pricing:
                 recompute=tuple(i in stage.recompute for i in range(lo, hi)),
                 tp=mesh.tp,
                 dp=mesh.dp,
-                in_flight=min(depth[stage.id] + 1, graph.num_microbatches),
+                in_flight=alive[stage.id],
                 load=self.largest_load(stage.id.unit, sizes_of(graph)),
             )
             for rank in stage.lanes[0]:

@@ -1,15 +1,20 @@
 """Builders write the order of compute actions; `lower` adds the communication.
 
 1F1B (one forward, one backward; PipeDream-Flush, Megatron-LM) over a stage graph: microbatches move in waves, wave i
-being microbatch i of every unit. A rank runs the forwards of a wave for all its stages, sources first, and the
-backwards in reverse. A rank that lies d positions before the end of the pipeline starts with d waves of forwards,
-then alternates one wave of forwards with one of backwards, and ends with the d waves of backwards that are left.
+being the LLM's microbatch i and whatever of other units is due with it (`Pace`: the same microbatch, if they have
+equally many). A rank runs the forwards of a wave for all its stages, sources first, and the backwards in reverse. A
+rank that lies d positions before the end of the pipeline starts with d waves of forwards, then alternates one wave of
+forwards with one of backwards, and ends with the d waves of backwards that are left. So the LLM keeps its order, and
+other units run when it needs them, holding no more than what its d waves ask of them.
 Where the path goes round the same ranks several times (vpp chunks), they interleave: see `Position.turns`.
 
 No deadlock along plain positions: give wave i of position d the times F = 2i - d and B = 2i + d + 1. They rise along
 every rank's order and along every data edge, since d falls along edges; ties inside a position are broken by the
-stages' order. An interleaved position looks to those before it like a plain one whose d is the number of waves that
-its first stage is ahead: whatever they wait for, it has waited for itself.
+stages' order. That holds for any numbers of microbatches: a source's forward is due in no later a wave than those
+that read it, its backward in no earlier one than those that return its gradient. Only a unit that reads from the LLM
+has a block's forward due w - 1 waves after its backward, w waves being a block; F < B there because d >= w - 1.
+An interleaved position looks to those before it like a plain one whose d is the number of waves that its first stage
+is ahead: whatever they wait for, it has waited for itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,12 +97,13 @@ def build_explicit(graph: StageGraph, order: Mapping[int, Sequence[str]]) -> Pro
     return Program(graph, compute)
 
 
-def depths(graph: StageGraph) -> dict[StageId, int]:
-    """Count, for each stage, the waves whose forward may run before the backward of the first, that one left out.
+def in_flight(graph: StageGraph) -> dict[StageId, int]:
+    """Count, for each stage, the microbatches that 1F1B holds between forward and backward at most.
 
-    In a plain pipeline, the positions after the stage on the longest path to the end.
+    In a plain pipeline of equal numbers of microbatches: one, and one for each position after the stage on the longest
+    path to the end, but no more than there are.
     """
-    return {stage: depth for position in positions(graph) for stage, depth in position.depths().items()}
+    return {stage: count for position in positions(graph) for stage, count in position.in_flight().items()}
 
 
 def _compute_from_text(rank: int, at: int, line: str) -> Compute:
@@ -141,9 +147,7 @@ def _turn_by_turn(replica_of: dict[StageId, int], position: Position, place: int
         for chunk in range(position.num_chunks)
     ]
     for is_forward, chunk, wave in position.turns(place):
-        if is_forward:
-            for stage, replica in chunks[chunk]:
-                yield Forward(stage, Microbatch(stage.unit, replica, wave))
-        else:
-            for stage, replica in reversed(chunks[chunk]):
-                yield Backward(stage, Microbatch(stage.unit, replica, wave))
+        for stage, replica in chunks[chunk] if is_forward else reversed(chunks[chunk]):
+            for index in position.paces[stage.unit].due(is_forward, wave):
+                mb = Microbatch(stage.unit, replica, index)
+                yield Forward(stage, mb) if is_forward else Backward(stage, mb)

@@ -59,6 +59,12 @@ class UnitMesh:
         return self.ranks[first : first + self.tp]
 
 
+def block_sizes(one: UnitMesh, other: UnitMesh) -> tuple[int, int]:
+    """Microbatches of each of two units in the smallest block that both fill; see `StageGraph.sources`."""
+    num_blocks = math.gcd(one.num_microbatches, other.num_microbatches)
+    return one.num_microbatches // num_blocks, other.num_microbatches // num_blocks
+
+
 @dataclass(frozen=True)
 class Stage:
     """Consecutive layers [lo, hi) of one unit; `lanes[replica]` are the ranks that hold it."""
@@ -122,11 +128,6 @@ class StageGraph:
         return self._stages[stage_id].lanes[replica]
 
     @cached_property
-    def num_microbatches(self) -> int:
-        """Waves in a step: microbatches of each replica, the same for every unit."""
-        return self.meshes[0].num_microbatches
-
-    @cached_property
     def order(self) -> tuple[StageId, ...]:
         """Stages with every source before its destinations; equals keep the order in which they are listed.
 
@@ -161,21 +162,27 @@ class StageGraph:
     def sources(self, edge: Edge, mb: Microbatch) -> tuple[Microbatch, ...]:
         """Microbatches whose output may flow along `edge` into the destination's microbatch `mb`.
 
-        Inside a unit: the same one. Between units microbatches move in waves: wave i is microbatch i of every
-        replica of the group, and any item of a source wave may go to any microbatch of the same wave.
+        Inside a unit: the same one. Between units with n and m microbatches a replica, they move in gcd(n, m) blocks:
+        any item of a block's source microbatches, of every replica of the group, may go to any destination microbatch
+        of that block. So a unit with 1/k of another's microbatches merges k of them, one with k times as many splits
+        each.
         """
-        return self._wave(edge.src.unit, mb)
+        return self._block(edge.src.unit, mb)
 
     def destinations(self, edge: Edge, mb: Microbatch) -> tuple[Microbatch, ...]:
         """Microbatches that the source's microbatch `mb` may feed along `edge`; see `sources`."""
-        return self._wave(edge.dst.unit, mb)
+        return self._block(edge.dst.unit, mb)
 
-    def _wave(self, unit: str, mb: Microbatch) -> tuple[Microbatch, ...]:
+    def _block(self, unit: str, mb: Microbatch) -> tuple[Microbatch, ...]:
         if unit == mb.unit:
             return (mb,)
+        own, per_block = block_sizes(self.mesh(mb.unit), self.mesh(unit))
+        index = mb.index // own * per_block
         per_group = self.mesh(unit).dp // self.num_groups
-        first = self.group_of(mb) * per_group
-        return tuple(Microbatch(unit, r, mb.index) for r in range(first, first + per_group))
+        replica = self.group_of(mb) * per_group
+        return tuple(
+            Microbatch(unit, r, i) for i in range(index, index + per_block) for r in range(replica, replica + per_group)
+        )
 
     def has_loss(self, stage_id: StageId) -> bool:
         """Whether the stage computes a loss: the LLM's last one, also where it feeds a unit, and every end of a path.

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from mmtrain.program.actions import Action, Backward, Forward, GatherParams, Recv, ReduceGrads, ReduceShared, Step
+from mmtrain.program.channels import in_channel_order
 from mmtrain.program.graph import LLM, StageGraph
 from mmtrain.program.program import Program
 from mmtrain.program.wiring import EMBEDDINGS, holds_shared_embeddings, receives, sends, shares, trained_units
@@ -16,7 +17,7 @@ def lower(program: Program) -> Program:
     its last backward on the rank, shared weights just before; then the optimizer step and the gathering of parameters.
     """
     graph = program.graph
-    return Program(graph, {rank: tuple(_lower_rank(graph, rank, actions)) for rank, actions in program.actions.items()})
+    return Program(graph, in_channel_order({r: _lower_rank(graph, r, todo) for r, todo in program.actions.items()}))
 
 
 def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action]) -> list[Action]:

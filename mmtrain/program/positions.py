@@ -4,6 +4,9 @@ A position is a set of ranks that the path through the stage graph does not leav
 them. Mostly it is one lane of ranks. If the path goes round several lanes again and again, as it does over the chunks
 of interleaved pipelines, those lanes are the *places* of one position, and the stages of one visit to a lane a *part*:
 part k sits on place k % num_places and is chunk k // num_places there.
+
+Time is counted in *waves*: wave i is the LLM's microbatch i. Units with other numbers of microbatches run theirs in
+the waves in which the LLM needs their outputs and returns their gradients: see `Pace`.
 """
 
 from collections import Counter
@@ -13,11 +16,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
-from mmtrain.program.graph import StageGraph, StageId
+from mmtrain.program.graph import LLM, StageGraph, StageId, UnitMesh, block_sizes
 
 
 class Turn(NamedTuple):
-    """A rank runs the forward, or the backward, of one of its chunks for the microbatches of one wave."""
+    """A rank runs the forward, or the backward, of one of its chunks for the microbatches due in one wave."""
 
     is_forward: bool
     chunk: int
@@ -25,17 +28,46 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Pace:
+    """In which waves a unit runs its microbatches: blocks of `num_microbatches` for each `num_waves` waves.
+
+    What the LLM reads must be there for the first wave of its block, and its gradient is whole after the last one. A
+    unit that reads from the LLM is `late`: its input is whole with the last wave, and the first waits for its gradient.
+    """
+
+    num_microbatches: int
+    num_waves: int
+    late: bool
+
+    def due(self, is_forward: bool, wave: int) -> range:
+        """Microbatches, by index, whose forward or backward is due in `wave`."""
+        block, at = divmod(wave, self.num_waves)
+        due_at = self.num_waves - 1 if is_forward == self.late else 0
+        first = block * self.num_microbatches
+        return range(first, first + self.num_microbatches) if at == due_at else range(0)
+
+    def in_flight(self, ahead: int) -> int:
+        """Microbatches between forward and backward at most, where `ahead` waves run forward before the first returns.
+
+        In a step of any length; one that is shorter holds no more than all of its microbatches.
+        """
+        blocks = (ahead + 1) // self.num_waves if self.late else 1 + (ahead + self.num_waves - 1) // self.num_waves
+        return blocks * self.num_microbatches
+
+
+@dataclass(frozen=True)
 class Position:
     """Parts on one place or round several, for steps of `num_waves` waves.
 
     `ahead` counts the waves that must have left the position before the first of them comes back as a gradient and,
-    so that nobody need wait, are under way when it does.
+    so that nobody need wait, are under way when it does. `paces` are those of the parts' units.
     """
 
     parts: tuple[tuple[StageId, ...], ...]
     num_places: int
     num_waves: int
     ahead: int
+    paces: Mapping[str, Pace]
 
     @property
     def num_chunks(self) -> int:
@@ -82,6 +114,24 @@ class Position:
                 depth.update(dict.fromkeys(self.part(place, chunk), peak[chunk] - 1))
         return depth
 
+    def in_flight(self) -> dict[StageId, int]:
+        """Count, for each stage, the microbatches that are between forward and backward at most."""
+        peak: Counter[StageId] = Counter()
+        if self.num_places == 1:
+            for stage in (stage for part in self.parts for stage in part):
+                pace = self.paces[stage.unit]
+                in_step = self.num_waves // pace.num_waves * pace.num_microbatches
+                peak[stage] = min(pace.in_flight(self.ahead), in_step)
+            return dict(peak)
+        for place in range(self.num_places):
+            live: Counter[StageId] = Counter()
+            for is_forward, chunk, wave in self.turns(place):
+                for stage in self.part(place, chunk):
+                    num_due = len(self.paces[stage.unit].due(is_forward, wave))
+                    live[stage] += num_due if is_forward else -num_due
+                    peak[stage] = max(peak[stage], live[stage])
+        return dict(peak)
+
     @cached_property
     def _slots(self) -> list[tuple[int, int]]:
         """(chunk, wave) of every forward in order, the last group filled up."""
@@ -104,7 +154,10 @@ class Position:
 
 def positions(graph: StageGraph) -> list[Position]:
     """Find the positions of a graph, each after all those it feeds."""
-    joined = _neighbours(graph)
+    if not graph.meshes:
+        return []
+    joined, clock = _neighbours(graph), _clock(graph)
+    paces = _paces(graph, clock)
     reach = {stage: _reachable(stage, joined) for stage in joined}
     depth: dict[StageId, int] = {}
     found = []
@@ -113,11 +166,31 @@ def positions(graph: StageGraph) -> list[Position]:
             continue
         here = [other for other in graph.order if other in reach[stage] and stage in reach[other]]
         fed = {e.dst for other in here for e in graph.outputs(other)} - set(here)
-        ahead = 1 + max((depth[other] for other in fed), default=-1)
-        position = Position(*_parts(graph, here), graph.num_microbatches, ahead)
+        own = {stage.unit: paces[stage.unit] for stage in here}
+        ahead = max(1 + max((depth[other] for other in fed), default=-1), *(_least_ahead(p) for p in own.values()))
+        position = Position(*_parts(graph, here), clock.num_microbatches, ahead, own)
         depth.update(position.depths())
         found.append(position)
     return found
+
+
+def _clock(graph: StageGraph) -> UnitMesh:
+    """The unit whose microbatches are the waves: the LLM, or without one a unit with most of them."""
+    llm = [mesh for mesh in graph.meshes if mesh.unit == LLM]
+    return llm[0] if llm else max(graph.meshes, key=lambda mesh: mesh.num_microbatches)
+
+
+def _paces(graph: StageGraph, clock: UnitMesh) -> dict[str, Pace]:
+    fed = {clock.unit}
+    for stage in graph.order:
+        if any(e.src.unit in fed for e in graph.inputs(stage)):
+            fed.add(stage.unit)
+    return {m.unit: Pace(*block_sizes(m, clock), late=m.unit in fed - {clock.unit}) for m in graph.meshes}
+
+
+def _least_ahead(pace: Pace) -> int:
+    """Waves that must have left before a late unit's block, due with its last wave, can come back with its first."""
+    return pace.num_waves - 1 if pace.late else 0
 
 
 def _parts(graph: StageGraph, stages: Sequence[StageId]) -> tuple[tuple[tuple[StageId, ...], ...], int]:

@@ -13,7 +13,7 @@ from mmtrain.plan.layout import Layout, MeshSize, split_lane, unified
 from mmtrain.plan.plan import StagePlan, UnitPlan
 from mmtrain.plan.search import sizings
 from mmtrain.program import build, peak_live
-from mmtrain.program.builder import depths
+from mmtrain.program.builder import in_flight
 from mmtrain.program.graph import StageGraph, StageId
 from tests.plan.factory import pricing_for, recipe
 
@@ -48,17 +48,16 @@ def test_invariants(index: int) -> None:
     crossing = [e for e in graph.edges if e.crosses_units]
     assert [(e.src, e.dst) for e in crossing] == [(StageId("vision", graph.mesh("vision").pp - 1), StageId("llm", 0))]
     assert len(graph.edges) == len(graph.stages) - 1
-    assert graph.num_microbatches * graph.mesh("llm").dp == 8
+    assert all(m.num_microbatches * graph.mesh("llm").dp == 8 for m in graph.meshes)
     assert layout.placement == "unified" or len(layout.units) == 2
 
 
 @given(st.integers(0, len(SIZINGS) - 1))
 def test_every_layout_becomes_a_program_that_runs_and_holds_what_memory_says(index: int) -> None:
     _, graph = laid_out(index)
-    program, depth = build(graph), depths(graph)
+    program, alive = build(graph), in_flight(graph)
     for stage in graph.stages:
-        live = peak_live(graph, program.actions[stage.lanes[0][0]])[stage.id]
-        assert live == min(depth[stage.id] + 1, graph.num_microbatches)
+        assert peak_live(graph, program.actions[stage.lanes[0][0]])[stage.id] == alive[stage.id]
 
 
 def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:

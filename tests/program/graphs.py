@@ -1,6 +1,6 @@
 """Stage graphs for tests: chains of units on ranks, and a hypothesis strategy over many of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -16,16 +16,17 @@ class Unit:
     trainable: tuple[bool, ...] = ()  # per stage; all if empty
     ranks: tuple[int, ...] = ()  # the next free ones if empty
     num_stages: int = 0  # one for each pipeline rank if 0; more go round them
+    n: int = 0  # microbatches of a replica; those of the whole chain if 0
 
 
 def chain(*units: Unit, n: int = 2, tied: bool = False) -> StageGraph:
-    """Every unit feeds the last one, which may be the only one. A stage has two layers."""
+    """Every unit feeds the LLM, which feeds units after it; without one all feed the last. A stage has two layers."""
     meshes, stages, edges, free = [], [], [], 0
     for u in units:
         ranks = u.ranks or tuple(range(free, free + u.pp * u.dp * u.tp))
         free = max(free, max(ranks) + 1)
         num_stages = u.num_stages or u.pp
-        mesh = UnitMesh(u.name, u.tp, u.pp, u.dp, ranks, n, -(-num_stages // u.pp))
+        mesh = UnitMesh(u.name, u.tp, u.pp, u.dp, ranks, u.n or n, -(-num_stages // u.pp))
         meshes.append(mesh)
         trainable = u.trainable or (True,) * num_stages
         for k in range(num_stages):
@@ -33,47 +34,70 @@ def chain(*units: Unit, n: int = 2, tied: bool = False) -> StageGraph:
             stages.append(Stage(StageId(u.name, k), (2 * k, 2 * k + 2), lanes, trainable[k]))
             if k:
                 edges.append(Edge(StageId(u.name, k - 1), StageId(u.name, k)))
-    last = units[-1].name
-    edges += [Edge(StageId(u.name, (u.num_stages or u.pp) - 1), StageId(last, 0)) for u in units[:-1]]
+    names = [u.name for u in units]
+    middle = names.index("llm") if "llm" in names else len(names) - 1
+    ends = [StageId(u.name, (u.num_stages or u.pp) - 1) for u in units]
+    edges += [Edge(end, StageId(names[middle], 0)) for end in ends[:middle]]
+    edges += [Edge(ends[middle], StageId(name, 0)) for name in names[middle + 1 :]]
     return StageGraph(tuple(meshes), tuple(stages), tuple(edges), tied)
 
 
-def unified(pp: int, dp: int = 1, tp: int = 1, vision_pp: int = 1, n: int = 2, **more: object) -> StageGraph:
+def unified(
+    pp: int, dp: int = 1, tp: int = 1, vision_pp: int = 1, n: int = 2, vision_n: int = 0, **more: object
+) -> StageGraph:
     """Vision on the first `vision_pp` pipeline ranks and the LLM on all from the last of those on."""
     per_stage = dp * tp
     all_ranks = tuple(range(pp * per_stage))
-    vision = Unit("vision", vision_pp, dp, tp, ranks=all_ranks[: vision_pp * per_stage])
+    vision = Unit("vision", vision_pp, dp, tp, ranks=all_ranks[: vision_pp * per_stage], n=vision_n)
     first = vision_pp - 1
     llm = Unit("llm", pp - first, dp, tp, ranks=all_ranks[first * per_stage :])
     return chain(vision, llm, n=n, **more)  # type: ignore[arg-type]
 
 
 @st.composite
+def counts(draw: st.DrawFn, max_n: int) -> int:
+    """A unit's own number of microbatches: often that of the chain (0), else any."""
+    return draw(st.integers(1, max_n)) if draw(st.booleans()) else 0
+
+
+@st.composite
 def graphs(draw: st.DrawFn, max_n: int = 4, max_dp: int = 3) -> StageGraph:
-    """Text-only, unified, disaggregated and overlapping graphs, one or two encoders, some stages frozen."""
+    """Text-only, unified, disaggregated and overlapping graphs, one or two encoders, a generator, some stages frozen.
+
+    Units may have microbatches of their own number.
+    """
     n = draw(st.integers(1, max_n))
     tied = draw(st.booleans())
     small = st.integers(1, 2)
-    shape = draw(st.sampled_from(["text", "unified", "disaggregated", "two encoders", "alternating", "spread"]))
+    shapes = ["text", "unified", "disaggregated", "two encoders", "generator", "alternating", "spread"]
+    shape = draw(st.sampled_from(shapes))
     if shape == "unified":
         pp = draw(st.integers(1, 3))
-        return unified(pp, draw(small), draw(small), draw(st.integers(1, pp)), n, tied=tied)
+        vision_n = draw(counts(max_n))
+        return unified(pp, draw(small), draw(small), draw(st.integers(1, pp)), n, tied=tied, vision_n=vision_n)
     if shape == "alternating":  # both units on the same ranks, so that the path visits each rank twice
         pp, dp = draw(st.integers(2, 3)), draw(small)
         ranks = tuple(range(pp * dp))
-        return chain(Unit("vision", pp, dp, ranks=ranks), Unit("llm", pp, dp, ranks=ranks), n=n, tied=tied)
+        vision = Unit("vision", pp, dp, ranks=ranks, n=draw(counts(max_n)))
+        return chain(vision, Unit("llm", pp, dp, ranks=ranks), n=n, tied=tied)
     if shape == "spread":  # one tensor-parallel LLM lane whose ranks each hold an encoder replica, or the reverse
         ranks = (0, 1)
         wide, long = Unit("vision", dp=2, ranks=ranks), Unit("llm", tp=2, ranks=ranks)
         if draw(st.booleans()):
             wide, long = Unit("vision", tp=2, ranks=ranks), Unit("llm", dp=2, ranks=ranks)
-        return chain(wide, long, n=n, tied=tied)
+        return chain(replace(wide, n=draw(counts(max_n))), long, n=n, tied=tied)
 
     def unit(name: str) -> Unit:
         pp = draw(st.integers(1, 3 if name == "llm" else 2))
         num_stages = draw(st.integers(pp, 3 * pp)) if draw(st.booleans()) else pp
         trainable = tuple(draw(st.booleans()) for _ in range(num_stages))
-        return Unit(name, pp, draw(st.integers(1, max_dp)), draw(small), trainable, num_stages=num_stages)
+        own = 0 if name == "llm" else draw(counts(max_n))
+        return Unit(name, pp, draw(st.integers(1, max_dp)), draw(small), trainable, num_stages=num_stages, n=own)
 
-    names = {"text": ["llm"], "disaggregated": ["vision", "llm"], "two encoders": ["vision", "audio", "llm"]}[shape]
+    names = {
+        "text": ["llm"],
+        "disaggregated": ["vision", "llm"],
+        "two encoders": ["vision", "audio", "llm"],
+        "generator": ["vision", "llm", "generator"],
+    }[shape]
     return chain(*(unit(name) for name in names), n=n, tied=tied)

@@ -8,6 +8,7 @@ compute and collectives wait for all ranks of their group. Nothing here uses the
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 
 from mmtrain.program.actions import (
     Action,
@@ -151,23 +152,23 @@ class Interpreter:
                     (e, s, mb, "activation")
                     for e in self.graph.edges
                     if e.dst == stage
-                    for s in self._wave(e.src.unit, mb)
+                    for s in self._partners(e.src.unit, mb)
                 ]
             case Backward(stage, mb):
                 pieces = [
                     (e, mb, d, "gradient")
                     for e in self.graph.edges
                     if e.src == stage
-                    for d in self._wave(e.dst.unit, mb)
+                    for d in self._partners(e.dst.unit, mb)
                 ]
             case Share(edge, mb, "activation"):
                 if rank != self.graph.stage(edge.dst).lanes[mb.replica][0]:
                     return 0.0
-                pieces = [(edge, s, mb, "activation") for s in self._wave(edge.src.unit, mb)]
+                pieces = [(edge, s, mb, "activation") for s in self._partners(edge.src.unit, mb)]
             case Share(edge, mb, "gradient"):
                 if rank != self.graph.stage(edge.src).lanes[mb.replica][0]:
                     return 0.0
-                pieces = [(edge, mb, d, "gradient") for d in self._wave(edge.dst.unit, mb)]
+                pieces = [(edge, mb, d, "gradient") for d in self._partners(edge.dst.unit, mb)]
             case _:
                 return 0.0
         times = [self._piece_time(rank, piece) for piece in pieces]
@@ -190,13 +191,22 @@ class Interpreter:
         made = Forward(edge.src, src) if payload == "activation" else Backward(edge.dst, dst)
         return 0.0 if made in state.did and piece not in state.expected else None
 
-    def _wave(self, unit: str, mb: Microbatch) -> list[Microbatch]:
+    def _partners(self, unit: str, mb: Microbatch) -> list[Microbatch]:
+        """Microbatches of `unit` with which `mb` may exchange data: same share of the replicas, same share of the step.
+
+        A share of the step is one of as many equal parts as both units can be cut into.
+        """
         if unit == mb.unit:
             return [mb]
-        size = self.graph.mesh(unit).dp // self.graph.num_groups
-        own = self.graph.mesh(mb.unit).dp // self.graph.num_groups
-        group = mb.replica // own
-        return [Microbatch(unit, r, mb.index) for r in range(self.graph.mesh(unit).dp) if r // size == group]
+        mine, other, groups = self.graph.mesh(mb.unit), self.graph.mesh(unit), self.graph.num_groups
+        parts = gcd(mine.num_microbatches, other.num_microbatches)
+        return [
+            Microbatch(unit, r, i)
+            for i in range(other.num_microbatches)
+            for r in range(other.dp)
+            if r * groups // other.dp == mb.replica * groups // mine.dp
+            and i * parts // other.num_microbatches == mb.index * parts // mine.num_microbatches
+        ]
 
     def _rules(self, rank: int, state: _Rank, action: Action) -> None:
         """What data flow alone does not force."""
@@ -224,7 +234,7 @@ class Interpreter:
             for replica, lane in enumerate(stage.lanes):
                 if rank not in lane:
                     continue
-                for i in range(self.graph.meshes[0].num_microbatches):
+                for i in range(self.graph.mesh(stage.id.unit).num_microbatches):
                     mb = Microbatch(stage.id.unit, replica, i)
                     wanted.append(Forward(stage.id, mb))
                     if trains_up_to(self.graph, stage.id):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from mmtrain.program import build, build_1f1b, peak_live
 from mmtrain.program.actions import Backward, Forward, Recv, Send, Share
-from mmtrain.program.builder import depths
+from mmtrain.program.builder import in_flight
 from mmtrain.program.graph import StageId
 from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.interpreter import interpret
@@ -59,16 +59,16 @@ def test_any_ratio_of_replicas(encoders, llms):
     assert [(a.src, a.dst) for a in returned] == [(a.src, a.dst) for a in received]
 
 
-def test_depth_counts_positions_on_the_longest_path():
-    graph = chain(Unit("vision", 3), Unit("audio"), Unit("llm", 2))
-    depth = {str(stage): d for stage, d in depths(graph).items()}
-    assert depth == {"vision.0": 4, "vision.1": 3, "vision.2": 2, "audio.0": 2, "llm.0": 1, "llm.1": 0}
+def test_positions_on_the_longest_path_are_in_flight():
+    graph = chain(Unit("vision", 3), Unit("audio"), Unit("llm", 2), n=9)
+    alive = {str(stage): count for stage, count in in_flight(graph).items()}
+    assert alive == {"vision.0": 5, "vision.1": 4, "vision.2": 3, "audio.0": 3, "llm.0": 2, "llm.1": 1}
 
 
 def test_ranks_that_the_path_visits_in_no_regular_round_run_one_wave_at_a_time():
     graph = chain(Unit("vision", 3, ranks=(0, 1, 2)), Unit("llm", 4, ranks=(2, 1, 0, 3)), n=3)
-    depth = {str(s): d for s, d in depths(graph).items()}
-    assert depth == dict.fromkeys(("vision.0", "vision.1", "vision.2", "llm.0", "llm.1", "llm.2"), 1) | {"llm.3": 0}
+    alive = {str(s): count for s, count in in_flight(graph).items()}
+    assert alive == dict.fromkeys(("vision.0", "vision.1", "vision.2", "llm.0", "llm.1", "llm.2"), 2) | {"llm.3": 1}
     assert compute(graph, 0) == "Fv0 Fl0 Fv1 Fl1 Bl0 Bv0 Fv2 Fl2 Bl1 Bv1 Bl2 Bv2"
 
 

@@ -44,7 +44,7 @@ def mutations(draw: st.DrawFn) -> Program:
 
 def altered(program: Program, action: Action) -> list[Action]:
     """The same action with another microbatch, peer or direction."""
-    n = program.graph.num_microbatches
+    n = program.graph.mesh("llm").num_microbatches
 
     def others(mb: Microbatch) -> list[Microbatch]:
         return [replace(mb, index=i) for i in range(n)]

@@ -66,8 +66,10 @@ def test_groups_that_do_not_repeat_the_first_are_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda g: replace(g, meshes=(replace(g.meshes[0], num_microbatches=3), g.meshes[1])), "vision 3, llm 2"),
-        (lambda g: replace(g, meshes=tuple(replace(m, num_microbatches=0) for m in g.meshes)), "at least 1"),
+        (
+            lambda g: replace(g, meshes=(replace(g.meshes[0], num_microbatches=0), g.meshes[1])),
+            "vision has 0 .* at least",
+        ),
         (lambda g: replace(g, meshes=g.meshes[1:]), r"stage vision\.0 belongs to no mesh; meshes: llm"),
         (lambda g: replace(g, stages=(replace(g.stages[0], lanes=((0, 1),)), *g.stages[1:])), "1 lanes of 1 ranks"),
         (lambda g: replace(g, stages=g.stages[1:]), r"edge vision\.0>llm\.0 joins a stage that does not exist"),

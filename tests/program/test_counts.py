@@ -1,0 +1,135 @@
+"""Units with different numbers of microbatches: what may flow where, in which order, and that nobody waits in vain."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+
+from mmtrain.program import build, build_1f1b, peak_live, simulate
+from mmtrain.program.actions import Backward, Compute, Forward
+from mmtrain.program.builder import in_flight
+from mmtrain.program.graph import Edge, Microbatch, StageId
+from mmtrain.program.timing import Transport
+from tests.program.graphs import Unit, chain, graphs, unified
+from tests.program.interpreter import interpret
+
+
+def compute(graph, rank):
+    kinds = {Forward: "F", Backward: "B"}
+    return " ".join(f"{kinds[type(a)]}{a.stage.unit[0]}{a.mb.index}" for a in build_1f1b(graph).actions[rank])
+
+
+def names(microbatches):
+    return " ".join(map(str, microbatches))
+
+
+def test_a_smaller_number_merges_microbatches_and_a_larger_one_splits_them():
+    edge = Edge(StageId("vision", 0), StageId("llm", 0))
+    merged = chain(Unit("vision", n=2), Unit("llm", dp=2, n=4))
+    assert names(merged.sources(edge, Microbatch("llm", 1, 3))) == "vision:0.1"
+    assert names(merged.destinations(edge, Microbatch("vision", 0, 1))) == "llm:0.2 llm:1.2 llm:0.3 llm:1.3"
+    split = chain(Unit("vision", dp=2, n=6), Unit("llm", n=2))
+    assert names(split.sources(edge, Microbatch("llm", 0, 1))) == names(
+        Microbatch("vision", replica, index) for index in (3, 4, 5) for replica in (0, 1)
+    )
+    assert names(split.destinations(edge, Microbatch("vision", 1, 2))) == "llm:0.0"
+
+
+def test_numbers_that_do_not_divide_meet_in_the_smallest_block_that_both_fill():
+    graph = chain(Unit("vision", n=4), Unit("llm", n=6))
+    edge = Edge(StageId("vision", 0), StageId("llm", 0))
+    for index in range(4):
+        wanted = (0, 1, 2) if index < 2 else (3, 4, 5)
+        assert [d.index for d in graph.destinations(edge, Microbatch("vision", 0, index))] == list(wanted)
+
+
+@given(graphs(max_n=6))
+def test_sources_and_destinations_are_two_views_of_the_same_pairs(graph):
+    for edge in graph.edges:
+        src, dst = graph.mesh(edge.src.unit), graph.mesh(edge.dst.unit)
+        sources = [Microbatch(src.unit, r, i) for r in range(src.dp) for i in range(src.num_microbatches)]
+        destinations = [Microbatch(dst.unit, r, i) for r in range(dst.dp) for i in range(dst.num_microbatches)]
+        forth = {(s, d) for s in sources for d in graph.destinations(edge, s)}
+        assert forth == {(s, d) for d in destinations for s in graph.sources(edge, d)}
+        assert {s for s, _ in forth} == set(sources)
+        assert {d for _, d in forth} == set(destinations)
+
+
+def test_a_merged_encoder_microbatch_runs_when_the_llm_needs_it_and_returns():
+    graph = chain(Unit("vision", n=2), Unit("llm", n=6))
+    assert compute(graph, 0) == "Fv0 Fv1 Bv0 Bv1"
+    graph = chain(Unit("vision", n=3), Unit("llm", n=6))
+    assert compute(graph, 0) == "Fv0 Fv1 Bv0 Fv2 Bv1 Bv2"
+
+
+def test_split_encoder_microbatches_of_one_llm_microbatch_run_together():
+    graph = chain(Unit("vision", n=8), Unit("llm", n=4))
+    assert compute(graph, 0) == "Fv0 Fv1 Fv2 Fv3 Bv0 Bv1 Fv4 Fv5 Bv2 Bv3 Fv6 Fv7 Bv4 Bv5 Bv6 Bv7"
+
+
+def test_a_merged_generator_makes_the_llm_run_ahead_by_a_block():
+    graph = chain(Unit("llm", n=6), Unit("generator", n=3))
+    assert compute(graph, 1) == "Fg0 Bg0 Fg1 Bg1 Fg2 Bg2"
+    assert compute(graph, 0) == "Fl0 Fl1 Fl2 Bl0 Fl3 Bl1 Fl4 Bl2 Fl5 Bl3 Bl4 Bl5"
+
+
+def test_a_mixed_stage_runs_the_encoder_with_the_first_and_the_last_of_a_block():
+    assert compute(unified(2, n=4, vision_n=2), 0) == "Fv0 Fl0 Fl1 Bl0 Fv1 Fl2 Bl1 Bv0 Fl3 Bl2 Bl3 Bv1"
+    assert compute(unified(1, n=2, vision_n=4), 0) == "Fv0 Fv1 Fl0 Bl0 Bv0 Bv1 Fv2 Fv3 Fl1 Bl1 Bv2 Bv3"
+
+
+@pytest.mark.parametrize(("pp", "chunks", "vision_n"), [*product((1, 2, 3), (1, 2), (1, 2, 3, 4, 12, 24))])
+def test_the_llm_keeps_its_order_whatever_the_encoders_do(pp, chunks, vision_n):
+    llm = Unit("llm", pp, num_stages=pp * chunks)
+    equal = build_1f1b(chain(Unit("vision"), Unit("audio", 2), llm, n=12)).actions
+    other = build_1f1b(chain(Unit("vision", n=vision_n), Unit("audio", 2, n=6), llm, n=12)).actions
+    for rank in range(3, 3 + pp):
+        assert other[rank] == equal[rank]
+
+
+@settings(max_examples=150)
+@given(graphs(max_n=9))
+def test_what_is_in_flight_is_known_before_the_program_is(graph):
+    program, alive = build(graph), in_flight(graph)
+    for actions in program.actions.values():
+        for stage, count in peak_live(graph, actions).items():
+            assert count == (alive[stage] if graph.needs_backward(stage) else 1)
+
+
+GRID = [*product((1, 2, 3, 4, 6, 12), (1, 2), ((1, 1), (1, 2), (2, 1), (2, 3), (3, 2)), (1, 2), ("1f1b", "coarse"))]
+
+
+@pytest.mark.parametrize(("vision_n", "tp", "dp", "chunks", "kind"), GRID)
+def test_a_grid_of_meshes_and_numbers_runs_to_its_end(vision_n, tp, dp, chunks, kind):
+    vision, llm = Unit("vision", 2, dp[0], n=vision_n), Unit("llm", 2, dp[1], tp, num_stages=2 * chunks)
+    program = build(chain(vision, llm, n=4), kind=kind)
+    assert interpret(program.graph, program.actions).problems == []
+
+
+class FastEncoder:
+    """A forward of the LLM takes one second, a backward two, the encoder a twelfth of that; messages take nothing."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def compute(self, action: Compute) -> float:
+        seconds = 1.0 if isinstance(action, Forward) else 2.0
+        return seconds * (self.share / 12 if action.stage.unit == "vision" else 1)
+
+    def message(self, sender, action):
+        return Transport(0.0, 1)
+
+    def collective(self, rank, action, group):
+        return Transport(0.0, 0)
+
+    def activation_bytes(self, stage, mb):
+        return 1
+
+
+@pytest.mark.parametrize(("pp", "chunks", "vision_n"), [*product((1, 2, 4), (1, 2), (1, 2, 3, 6, 12, 24, 36))])
+def test_an_encoder_with_time_to_spare_never_keeps_the_llm_waiting_once_it_runs(pp, chunks, vision_n):
+    graph = chain(Unit("vision", n=vision_n), Unit("llm", pp, num_stages=pp * chunks), n=12)
+    share = 12 / vision_n  # of what one LLM microbatch reads
+    before, after = max(share, 1) / 12, 2 * max(share, 1) / 12  # the first block's forwards, the last one's backwards
+    llm = 3 * (12 * chunks + pp - 1)
+    assert simulate(build(graph), FastEncoder(share)).step_time_s == pytest.approx(before + llm + after)
