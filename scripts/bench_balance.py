@@ -51,10 +51,11 @@ def grouping(tokens: np.ndarray) -> None:
     budgets, fill = _isf_budgets(tokens)
     bounds = np.array([MOST_TOKENS, 64, MOST_TOKENS])  # matched: tokens bind; the others only cap memory
     batch = round(MOST_TOKENS / tokens[:, TOKENS].mean())
+    alone, no_budget = tokens[:, :1], np.array([batch * MOST_TOKENS])  # the baselines' batches are padded to any length
     by_method: dict[str, Callable[[int, np.ndarray], Groups]] = {
-        "random": lambda replicas, even: random(len(tokens), batch, np.random.default_rng(0)),
-        "length": lambda replicas, even: length(tokens[:, TOKENS], batch, WINDOW, np.random.default_rng(0)),
-        "device": lambda replicas, even: device(tokens[:, TOKENS], batch, replicas, WINDOW, np.random.default_rng(0)),
+        "random": lambda replicas, even: random(alone, no_budget, batch, np.random.default_rng(0)),
+        "length": lambda replicas, even: length(alone, no_budget, batch, WINDOW, np.random.default_rng(0)),
+        "device": lambda replicas, even: device(alone, no_budget, batch, replicas, WINDOW, np.random.default_rng(0)),
         "isf": lambda replicas, even: isf(
             np.ascontiguousarray(tokens[:, :2]), budgets, fill, 10, np.random.default_rng(0)
         ),

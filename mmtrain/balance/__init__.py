@@ -7,6 +7,7 @@ from mmtrain.balance.assign import assign, longest_first
 from mmtrain.balance.batch import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths
 from mmtrain.balance.grouping import Groups, isf, pack
 from mmtrain.balance.matched import matched
+from mmtrain.balance.methods import Grouping
 from mmtrain.balance.metrics import dist_ratio, max_over_mean, pad_ratio
 from mmtrain.balance.nodes import rearrange
 from mmtrain.balance.order import across_replicas, across_time
@@ -18,6 +19,7 @@ __all__ = [
     "BatchMeta",
     "Cost",
     "FloatArray",
+    "Grouping",
     "Groups",
     "IntArray",
     "ItemLengths",

@@ -71,30 +71,42 @@ def isf(tokens: IntArray, budgets: IntArray, fill: IntArray, rounds: int, rng: n
     return together.reordered(rng.permutation(len(together)))
 
 
-def random(num_samples: int, batch: int, rng: np.random.Generator) -> Groups:
-    """Baseline: mini-batches of `batch` samples as they fall (what a plain data loader does, padding them)."""
-    return _of_size(rng.permutation(num_samples), batch)
+def random(tokens: IntArray, budgets: IntArray, batch: int, rng: np.random.Generator) -> Groups:
+    """Baseline: mini-batches of `batch` samples as they fall, what a plain data loader does.
+
+    tokens: (n, m), budgets: (m,); a mini-batch that would pass a budget closes before it is full.
+    """
+    return _batches(tokens, budgets, batch, rng.permutation(len(tokens)))
 
 
-def length(lengths: IntArray, batch: int, window: int, rng: np.random.Generator) -> Groups:
+def length(tokens: IntArray, budgets: IntArray, batch: int, window: int, rng: np.random.Generator) -> Groups:
     """Baseline: mini-batches of samples of similar length, sorted inside shuffled windows; little padding.
 
-    Mini-batches come out in random order, so the replicas of a step are as uneven as lengths are.
+    tokens: (n, m), the length first. Mini-batches close early at a budget (m,). They come out in random order, so the
+    replicas of a step are as uneven as lengths are.
     """
-    groups = _of_size(_sorted_in_windows(lengths, rng.permutation(len(lengths)), window), batch)
+    order = _sorted_in_windows(tokens[:, 0], rng.permutation(len(tokens)), window)
+    groups = _batches(tokens, budgets, batch, order)
     return groups.reordered(rng.permutation(len(groups)))
 
 
-def device(lengths: IntArray, batch: int, num_replicas: int, window: int, rng: np.random.Generator) -> Groups:
+def device(
+    tokens: IntArray, budgets: IntArray, batch: int, num_replicas: int, window: int, rng: np.random.Generator
+) -> Groups:
     """Baseline: the samples at one place of all replicas' mini-batches are of similar length; much padding.
 
-    Groups come in step order, `num_replicas` at a time. Samples that do not fill a step form the last groups.
+    tokens: (n, m), the length first. A step's mini-batches close together, when `batch` samples are in each or one of
+    them could pass a budget (m,). Groups come in step order, `num_replicas` at a time. Samples that do not fill a step
+    form the last groups.
     """
-    ordered = _sorted_in_windows(lengths, rng.permutation(len(lengths)), window)
+    ordered = _sorted_in_windows(tokens[:, 0], rng.permutation(len(tokens)), window)
     num_rows = len(ordered) // (num_replicas * batch) * batch
     rows = rng.permutation(ordered[: num_rows * num_replicas].reshape(num_rows, num_replicas))
-    steps = rows.reshape(-1, batch, num_replicas).transpose(0, 2, 1)
-    return _of_size(np.concatenate([steps.ravel(), ordered[num_rows * num_replicas :]]), batch)
+    steps = _batches(tokens[rows].max(axis=1), budgets, batch, np.arange(num_rows, dtype=np.int64))
+    dealt = [rows[steps[i]].T.ravel() for i in range(len(steps))]
+    last = _batches(tokens, budgets, batch, ordered[num_rows * num_replicas :])
+    sizes = np.concatenate([np.repeat(steps.sizes, num_replicas), last.sizes])
+    return Groups(np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([*dealt, last.samples]).astype(np.int64))
 
 
 def pack(tokens: IntArray, budgets: IntArray, order: IntArray, window: int) -> Groups:
@@ -216,10 +228,10 @@ def _fill_in_order(columns: list[IntArray], budgets: IntArray, order: IntArray) 
     return groups, np.diff(upto[:, groups.first], axis=1)
 
 
-def _of_size(order: IntArray, batch: int) -> Groups:
-    """Consecutive mini-batches of `batch` samples, the last one of what is left."""
-    first = np.append(np.arange(0, len(order), batch), len(order))
-    return Groups(first, order.astype(np.int64))
+def _batches(tokens: IntArray, budgets: IntArray, batch: int, order: IntArray) -> Groups:
+    """Consecutive mini-batches of `batch` samples, fewer where a budget would be passed and at the end."""
+    columns = [*(np.ascontiguousarray(column) for column in tokens.T), np.ones(len(tokens), dtype=np.int64)]
+    return _fill_in_order(columns, np.append(budgets, batch), order.astype(np.int64))[0]
 
 
 def _sorted_in_windows(lengths: IntArray, order: IntArray, window: int) -> IntArray:

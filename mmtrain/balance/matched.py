@@ -31,6 +31,21 @@ def matched(
     budget; groups alike run side by side; what unevenness is left is exchanged away. The price is randomness inside
     the window: which samples share a group depends on their sizes. Which steps come when does not.
     """
+    groups, windows = pack_alike(tokens, budgets, order, window)
+    rounds = rounds_for(num_replicas)
+    return assemble(groups, windows, tokens, budgets, even, num_replicas, rounds, rng)
+
+
+def rounds_for(num_replicas: int) -> int:
+    """Exchange rounds a load: more groups side by side have more to even out, up to a limit of time."""
+    return min(4 * num_replicas, MOST_ROUNDS)
+
+
+def pack_alike(tokens: IntArray, budgets: IntArray, order: IntArray, window: int) -> tuple[Groups, IntArray]:
+    """The first half of `matched`: groups, tight but for some slack, that `assemble` can even out.
+
+    Returns the groups, unordered inside each window of `window` places, and (W + 1,) where windows start among them.
+    """
     if len(order) and (tokens[order] > budgets).any():
         raise ValueError("a sample is above a budget alone")
     samples, sizes, windows = [np.empty(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], [0]
@@ -40,9 +55,7 @@ def matched(
         samples.append(part[np.argsort(group, kind="stable")])
         sizes.append(np.bincount(group))
         windows.append(windows[-1] + len(sizes[-1]))
-    groups = Groups(np.cumsum(np.concatenate(sizes)), np.concatenate(samples))
-    rounds = min(4 * num_replicas, MOST_ROUNDS)
-    return assemble(groups, np.array(windows), tokens, budgets, even, num_replicas, rounds, rng)
+    return Groups(np.cumsum(np.concatenate(sizes)), np.concatenate(samples)), np.array(windows)
 
 
 def _packed_to(tokens: IntArray, budgets: IntArray) -> IntArray:

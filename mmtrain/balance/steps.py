@@ -21,6 +21,7 @@ def assemble(
     rounds: int,
     rng: np.random.Generator,
     weights: FloatArray | None = None,
+    offset: int = 0,
 ) -> Groups:
     """Order groups into steps of `num_replicas` whose loads are near equal, exchange samples inside a step, and put
     the steps in random order.
@@ -29,7 +30,7 @@ def assemble(
     the stream stays as random as the shuffle beyond it. tokens: (n, m) sizes, budgets: (m,) what no group may pass.
     even: (q, m): the loads to even out are `tokens @ even.T`: one row a modality whose units have ranks of their own,
     or one row of costs where units share ranks; the coarsest load first. weights: (q,), all 1 by default.
-    rounds: exchange rounds a load.
+    rounds: exchange rounds a load. offset: so many groups of a step came before these; the first ones complete it.
 
     Returns groups in the order of training, `num_replicas` a step; the last groups may fill only part of a step. A
     step across the border of two windows takes the most average groups of both.
@@ -39,7 +40,7 @@ def assemble(
     whole: list[IntArray] = []  # steps inside one window, as places in `order`
     done = 0
     for lo, hi in pairwise(windows.tolist()):
-        head, steps, tail = _cut_window(loads, np.arange(lo, hi), -done % num_replicas, num_replicas)
+        head, steps, tail = _cut_window(loads, np.arange(lo, hi), -(offset + done) % num_replicas, num_replicas)
         order += [head, rng.permutation(steps).ravel(), tail]
         whole.append(np.arange(steps.size) + done + len(head))
         done += hi - lo

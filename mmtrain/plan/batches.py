@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmtrain.balance import BatchMeta, IntArray, SampleLengths, assign, pack
+from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, assign
+from mmtrain.balance.methods import arrange, compose, sizes_of
 from mmtrain.errors import PlanError
 
 NUM_BATCHES = 3
 SPARE = 1.25  # samples drawn beyond those that fill the groups on average: packing leaves gaps, never fewer groups
+LOOKED_AT = 4096  # samples; with fewer to choose from, batches would be less even than training's
 
 
 @dataclass(frozen=True)
@@ -29,19 +31,21 @@ class BatchSample:
         return [assign(i, 0, groups, self.lengths, dp, num_microbatches) for i, groups in enumerate(self.groups)]
 
 
-def draw_batches(
-    lengths: SampleLengths, seq_len: int, window: int, global_batch: int, seed: int, num_batches: int = NUM_BATCHES
-) -> BatchSample:
-    """Draw samples at random and pack them as training does (sequences of at most `seq_len` LLM tokens).
+def draw_batches(lengths: SampleLengths, grouping: Grouping, seed: int, num_batches: int = NUM_BATCHES) -> BatchSample:
+    """Draw samples at random and group them as training does.
 
-    A dataset too small for that many groups is used over and over, as further epochs would.
+    A dataset too small for that many groups is used over and over, as further epochs would. Long samples that train in
+    steps of their own are drawn among the others: on average a step costs what it will.
     Raises PlanError if there are no samples.
     """
     if len(lengths) == 0:
         raise PlanError("data.sources: no usable sample, so there is nothing to plan for")
-    wanted = num_batches * global_batch
-    num_samples = int(np.ceil(SPARE * wanted * seq_len / max(float(lengths.tokens.mean()), 1.0)))
-    order = np.random.default_rng(seed).permutation(len(lengths))[:num_samples]
-    packed = pack(lengths.tokens[:, None], np.array([seq_len]), order.astype(np.int64), window)
+    wanted = num_batches * grouping.global_batch
+    per_group = grouping.seq_len / max(float(lengths.tokens.mean()), 1.0)
+    num_samples = max(int(np.ceil(SPARE * wanted * per_group)), min(LOOKED_AT, grouping.window))
+    rng, sizes = np.random.default_rng(seed), sizes_of(lengths, grouping)
+    order = rng.permutation(len(lengths))[:num_samples].astype(np.int64)
+    packed = arrange(sizes, compose(sizes, order, grouping, rng), grouping, 0, rng)
     groups = [packed[i % len(packed)] for i in range(wanted)]
-    return BatchSample(lengths, tuple(groups[i * global_batch : (i + 1) * global_batch] for i in range(num_batches)))
+    size = grouping.global_batch
+    return BatchSample(lengths, tuple(groups[i * size : (i + 1) * size] for i in range(num_batches)))

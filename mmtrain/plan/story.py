@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mmtrain.balance import SampleLengths
+from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.costs import AnalyticCosts, Hardware, Precision, preset
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
@@ -41,9 +41,7 @@ def plan(
     machine, shape = machine_for(recipe, hardware), model_shape(recipe)
     precision = precision_for(recipe, machine)
     choices = unit_choices(recipe, shape, machine.ranks_per_node)
-    batches = draw_batches(
-        lengths, recipe.data.seq_len, recipe.data.window, recipe.train.global_batch, recipe.train.seed
-    )
+    batches = draw_batches(lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed)
     recompute = {name: getattr(recipe.parallel, name).recompute == "all" for name in choices}
     pricing = Pricing(shape, AnalyticCosts(machine, precision), precision, batches, recipe.data.seq_len, recompute)
 

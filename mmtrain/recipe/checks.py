@@ -110,6 +110,17 @@ def sample_length(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(where, f"{data.max_sample_tokens} is above data.seq_len {data.seq_len}: no group could hold it")
 
 
+def budgets(recipe: Recipe) -> Iterator[Problem]:
+    """Budgets are for encoders that the model has; the LLM's is the length of a group."""
+    encoders = _encoders(recipe)
+    for unit in recipe.data.budgets:
+        if unit == "llm":
+            yield Problem(("data", "budgets", unit), "the LLM's budget is data.seq_len; remove it here")
+        elif unit not in encoders:
+            allowed = f"allowed: {', '.join(encoders)}" if encoders else "the model has no encoder"
+            yield Problem(("data", "budgets", unit), f"no encoder of this model is called {unit}; {allowed}")
+
+
 def image_grid(recipe: Recipe) -> Iterator[Problem]:
     """Image sizes are whole numbers of merged patches, within the positions the encoder has."""
     vision, image = recipe.model.vision, recipe.data.image
@@ -174,6 +185,7 @@ CHECKS: tuple[Check, ...] = (
     learning_rates,
     validation,
     sample_length,
+    budgets,
     image_grid,
     image_length,
     clip_length,

@@ -227,6 +227,21 @@ class DataSettings(Section):
     image: ImageSettings = Field(ImageSettings(), description="How an image becomes patches.")
     video: VideoSettings = Field(VideoSettings(), description="How a video becomes images.")
     audio: AudioDataSettings = Field(AudioDataSettings(), description="How a clip becomes log-mel frames.")
+    grouping: Literal["matched", "isf", "random", "length", "device"] = Field(
+        "matched",
+        description="How samples become groups: `matched` fills groups by search and runs near-equal ones side by side; "
+        "`isf` (OmniBal) fills them from a shuffle; baselines with as many samples a group as fill it on average, fewer "
+        "where they would not fit: `random`; `length`, samples of similar length in a group; `device`, of similar "
+        "length across replicas.",
+    )
+    budgets: dict[str, PositiveInt] = Field(
+        {},
+        description="Most tokens of an encoder in one group, by unit (`vision: 4096`); a sample above one alone shares "
+        "its group with no other for that encoder. Default: no limit (`isf`: in proportion to `seq_len`).",
+    )
+    long_tokens: PositiveInt | None = Field(
+        None, description="Samples with more LLM tokens than this train in steps of their own. Default: no such steps."
+    )
     window: PositiveInt = Field(16384, description="Samples that grouping may look at together; bounds displacement.")
     max_bad_rate: float = Field(0.01, ge=0, le=1, description="Share of unusable samples above which the run stops.")
     prefetch: int = Field(2, ge=0, le=64, description="Steps prepared ahead in the background; 0 prepares in line.")

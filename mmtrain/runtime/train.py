@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from rich.console import Console
 
-from mmtrain.balance import SampleLengths
+from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.checkpoint import find
 from mmtrain.data import DataIndex, GroupStream, Loader, Preparer, build, validation_batches, write_quarantine
 from mmtrain.errors import LaunchError, RunError, StoppedAndSaved, UserError
@@ -153,7 +153,8 @@ def _steps(
 ) -> Path | None:
     """Open everything that steps need, and take them."""
     recipe, world = job.recipe, job.world
-    stream = GroupStream(index.lengths, recipe.data.seq_len, recipe.data.window, recipe.train.seed, index.weights)
+    grouping = Grouping.of(recipe.data, recipe.train.global_batch)
+    stream = GroupStream(index.lengths, grouping, recipe.train.seed, index.weights)
     meter, validate = Meter(job, stream, plan.hardware), _validation(job)
     console.print(f"MFU is the share of {meter.peak_flops:.3g} FLOP/s, {world.size} x {plan.hardware}", highlight=False)
     job.faults.begin(world.rank)
@@ -175,8 +176,8 @@ def _validation(job: Job) -> Callable[[], float]:
     if not recipe.train.validate_every:
         return lambda: float("nan")
     index = build(recipe, "validation")
-    data, limit = recipe.data, recipe.train.validate_batches
-    metas = validation_batches(index, data.seq_len, data.window, job.dp, job.num_microbatches, limit)
+    grouping, limit = Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.validate_batches
+    metas = validation_batches(index, grouping, job.dp, job.num_microbatches, limit)
     preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
     total = sum(meta.total_targets for meta in metas)
 
@@ -256,6 +257,9 @@ def _facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
         "data": {
             "seq_len": recipe.data.seq_len,
             "window": recipe.data.window,
+            "grouping": recipe.data.grouping,
+            "budgets": " ".join(f"{unit}={most}" for unit, most in sorted(recipe.data.budgets.items())),
+            "long_tokens": recipe.data.long_tokens,
             "samples": len(index.samples),
             "fingerprint": index.fingerprint,
         },

@@ -67,24 +67,34 @@ def test_isf_keeps_mostly_full_groups_and_strands_the_rest() -> None:
 def test_baselines_use_every_sample_once_in_batches_of_the_asked_size(
     seed: int, n: int, batch: int, replicas: int
 ) -> None:
-    lengths = np.random.default_rng(seed).integers(1, 100, n)
-    for groups in (
-        random(n, batch, np.random.default_rng(seed)),
-        length(lengths, batch, 20, np.random.default_rng(seed)),
-        device(lengths, batch, replicas, 20, np.random.default_rng(seed)),
-    ):
+    tokens = np.random.default_rng(seed).integers(1, 100, (n, 2))
+    plenty, tight = np.full(2, 100 * batch), np.array([250, 180])
+    by_budgets = [
+        (
+            random(tokens, budgets, batch, np.random.default_rng(seed)),
+            length(tokens, budgets, batch, 20, np.random.default_rng(seed)),
+            device(tokens, budgets, batch, replicas, 20, np.random.default_rng(seed)),
+        )
+        for budgets in (plenty, tight)
+    ]
+    for groups in by_budgets[0]:
         assert sorted(groups.samples.tolist()) == list(range(n))
         assert sorted(groups.sizes.tolist(), reverse=True)[: n // batch] == [batch] * (n // batch)
         assert len(groups) == -(-n // batch)
+    for groups in by_budgets[1]:
+        assert sorted(groups.samples.tolist()) == list(range(n))
+        assert (groups.loads(tokens) <= tight).all()
+        assert n == 0 or 0 < groups.sizes.min() <= groups.sizes.max() <= batch
 
 
 def test_each_baseline_is_good_at_what_it_is_named_for() -> None:
     rng = np.random.default_rng(5)
     lengths = rng.integers(10, 1000, 4000)
+    tokens, plenty = lengths[:, None], np.array([5000])
     by_method = {
-        "random": random(4000, 5, rng),
-        "length": length(lengths, 5, 2000, rng),
-        "device": device(lengths, 5, 8, 2000, rng),
+        "random": random(tokens, plenty, 5, rng),
+        "length": length(tokens, plenty, 5, 2000, rng),
+        "device": device(tokens, plenty, 5, 8, 2000, rng),
     }
     pad = {name: pad_ratio(lengths, groups) for name, groups in by_method.items()}
     dist = {name: dist_ratio(g.loads(lengths[:, None]).reshape(-1, 8, 1))[0] for name, g in by_method.items()}

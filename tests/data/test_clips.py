@@ -11,6 +11,7 @@ import soundfile
 from PIL import Image
 from tokenizers import Tokenizer
 
+from mmtrain.balance import Grouping
 from mmtrain.data import ChatTokenizer, GroupStream, Loader, Need, build
 from mmtrain.data.audio import load_mels
 from mmtrain.data.media import FileMedia
@@ -112,7 +113,7 @@ def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Pa
         {"vision": 1, "audio": 2, "llm": 1},
         (Need("audio", 0, media=True), Need("audio", 1), Need("llm", 0, ids=True)),
     )
-    stream = GroupStream(index.lengths, made.data.seq_len, 100, seed=0)
+    stream = GroupStream(index.lengths, Grouping(made.data.seq_len, 100, 2), seed=0)
     with Loader(index, stream, made, dp, 1, needs) as loader:
         data = next(loader)
     table = data.meta.items["audio"]
@@ -131,7 +132,7 @@ def test_a_clip_that_breaks_later_becomes_silence_and_is_named(speech_recipe: Ma
     made = speech_recipe([_row("<audio>", str(s), clips=("short.wav",)) for s in range(2)], max_bad_rate=1.0)
     index = build(made)
     (tmp_path / "short.wav").write_text("gone")
-    stream = GroupStream(index.lengths, 16, 100, seed=0)
+    stream = GroupStream(index.lengths, Grouping(16, 100, 2), seed=0)
     with Loader(index, stream, made, {"vision": 1, "audio": 1, "llm": 1}, 1, (Need("audio", 0, media=True),)) as loader:
         data = next(loader)
     assert data.audio[0, 0].mels is not None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmtrain.balance import Grouping
 from mmtrain.data import ChatTokenizer, DataIndex, GroupStream, Loader, Need, Preparer, build
 from mmtrain.data.pictures import Pictures
 from mmtrain.errors import RunError, TooManyBadSamples
@@ -38,7 +39,7 @@ def made(tmp_path: Path, recipe: MakeRecipe) -> Callable[..., tuple[Recipe, Data
             rows.append(row("x<image>" * len(names) + "why", f"answer {s}", *names, name=str(s)))
         made_recipe = recipe(rows, **data)
         index = build(made_recipe)
-        return made_recipe, index, GroupStream(index.lengths, made_recipe.data.seq_len, 100, seed=0)
+        return made_recipe, index, GroupStream(index.lengths, Grouping(made_recipe.data.seq_len, 100, 2), seed=0)
 
     return make
 
@@ -99,7 +100,7 @@ def test_steps_come_in_order_from_any_start(made: Made, prefetch: int) -> None:
         steps = [next(loader) for _ in range(6)]
         assert loader.wait_s > 0
     assert [s.meta.step for s in steps] == list(range(5, 11))
-    again = GroupStream(index.lengths, recipe.data.seq_len, 100, seed=0).batch(7, 2, DP, 1)
+    again = GroupStream(index.lengths, Grouping(recipe.data.seq_len, 100, 2), seed=0).batch(7, 2, DP, 1)
     assert steps[2].meta.sample_id.tolist() == again.sample_id.tolist()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mmtrain.balance import ItemLengths, SampleLengths
+from mmtrain.balance import Grouping, ItemLengths, SampleLengths
 from mmtrain.costs import AnalyticCosts
 from mmtrain.models.shape import shape
 from mmtrain.plan.batches import draw_batches
@@ -67,6 +67,6 @@ def pricing_for(settings: Recipe, hardware: str = "cpu-core") -> tuple[Pricing, 
     choices = unit_choices(settings, model, machine.ranks_per_node)
     data, train = settings.data, settings.train
     samples = lengths() if settings.model.vision else text_lengths()
-    batches = draw_batches(samples, data.seq_len, data.window, train.global_batch, train.seed)
+    batches = draw_batches(samples, Grouping.of(data, train.global_batch), train.seed)
     recompute = {name: getattr(settings.parallel, name).recompute == "all" for name in choices}
     return Pricing(model, AnalyticCosts(machine, precision), precision, batches, data.seq_len, recompute), choices

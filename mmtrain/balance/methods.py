@@ -1,0 +1,177 @@
+"""A recipe's way of grouping, as one object: which samples share a group, and which groups share a step.
+
+The two halves are apart, `compose` and `arrange`, because a stream of groups must know how many groups a window has
+before it knows where in a step they begin. Neither knows a plan: whatever it is, the same samples make the same steps.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import Literal, Protocol
+
+import numpy as np
+
+from mmtrain.balance.batch import FloatArray, IntArray, SampleLengths
+from mmtrain.balance.grouping import Groups, device, isf, length, random
+from mmtrain.balance.matched import pack_alike, rounds_for
+from mmtrain.balance.steps import assemble
+
+Method = Literal["matched", "isf", "random", "length", "device"]
+METHODS: tuple[Method, ...] = ("matched", "isf", "random", "length", "device")
+LLM = "llm"
+ISF_ROUNDS, ISF_SLACK = 10, 32  # the published slack of 128 is a 32nd of a budget of 4,096
+MOST_ALIKE = 64  # more groups alike in a row would even nothing more out, and make steps less random
+
+
+class GroupingSettings(Protocol):
+    """The part of a recipe's `data` that grouping follows."""
+
+    @property
+    def grouping(self) -> Method:
+        """Which method."""
+
+    @property
+    def seq_len(self) -> int:
+        """Most LLM tokens in a group."""
+
+    @property
+    def window(self) -> int:
+        """Samples looked at together."""
+
+    @property
+    def budgets(self) -> Mapping[str, int]:
+        """Most tokens of an encoder in a group, by unit."""
+
+    @property
+    def long_tokens(self) -> int | None:
+        """Above it samples have steps of their own."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How samples become groups and steps.
+
+    A step's `global_batch` groups come in rows of `alike` near-equal ones, so that replicas that run a row, or equal
+    parts of it, side by side do not wait for each other.
+    """
+
+    seq_len: int  # most LLM tokens in a group
+    window: int  # samples looked at together
+    global_batch: int  # groups in a step
+    method: Method = "matched"
+    budgets: Mapping[str, int] = field(default_factory=dict)  # encoder unit -> most of its tokens in a group
+    long_tokens: int | None = None  # samples with more LLM tokens than this have steps of their own
+
+    @classmethod
+    def of(cls, data: GroupingSettings, global_batch: int) -> "Grouping":
+        """The grouping that a recipe's `data` asks for, for steps of `global_batch` groups."""
+        return cls(data.seq_len, data.window, global_batch, data.grouping, data.budgets, data.long_tokens)
+
+    @property
+    def alike(self) -> int:
+        """The largest divisor of the global batch that is at most `MOST_ALIKE`."""
+        return max(n for n in range(1, min(self.global_batch, MOST_ALIKE) + 1) if self.global_batch % n == 0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What grouping counts of every sample, and what bounds it."""
+
+    tokens: IntArray  # (n, m) of each sample under each budget, the LLM's first
+    budgets: IntArray  # (m,)
+    even: FloatArray  # (q, m) `tokens @ even.T` are the loads to even out, the coarsest first
+    weights: FloatArray  # (q,) what each of them is worth
+    batch: int  # samples in a mini-batch of the methods that count samples
+
+
+def unit_tokens(lengths: SampleLengths) -> tuple[tuple[str, ...], IntArray]:
+    """Units, the LLM first, and (n, units) the tokens that each of them processes of every sample."""
+    columns = {LLM: lengths.tokens}
+    for unit, items in sorted(lengths.items.items()):
+        upto = np.concatenate([[0], np.cumsum(items.tokens)])
+        columns[unit] = upto[items.first[1:]] - upto[items.first[:-1]]
+    return tuple(columns), np.stack(list(columns.values()), axis=1).astype(np.int64)
+
+
+def sizes_of(lengths: SampleLengths, grouping: Grouping) -> Sizes:
+    """Prepare a dataset's lengths for `compose` and `arrange`.
+
+    An encoder without a budget is bounded by nothing, under ISF by the published ratio (the LLM's budget times encoder
+    tokens over LLM tokens). A sample above an encoder's budget alone counts as the budget: nothing else for that
+    encoder joins it.
+
+    The loads to even out are the tokens of each unit apart, encoders by their tokens, the LLM last: where these are
+    even, so is every sum of costs, whether units turn out to share ranks or not. A unit weighs what share it has of
+    all tokens, so that clips in a few groups, which nothing can even out, do not spoil images in all of them.
+    """
+    units, tokens = unit_tokens(lengths)
+    total = tokens.sum(axis=0)
+    budgets = np.maximum(total, 1)
+    budgets[0] = grouping.seq_len
+    for column, unit in enumerate(units[1:], 1):
+        if grouping.method == "isf":
+            budgets[column] = max(grouping.seq_len * int(total[column]) // max(int(total[0]), 1), 1)
+        budgets[column] = grouping.budgets.get(unit, int(budgets[column]))
+    used = [u for u in (*np.argsort(-total[1:], kind="stable") + 1, 0) if total[u] > 0] or [0]
+    batch = max(1, round(grouping.seq_len / max(float(tokens[:, 0].mean()), 1.0))) if len(tokens) else 1
+    weights = total[used] / max(int(total.sum()), 1)
+    return Sizes(np.minimum(tokens, budgets), budgets, np.eye(len(units))[used], weights, batch)
+
+
+def compose(sizes: Sizes, order: IntArray, grouping: Grouping, rng: np.random.Generator) -> Groups:
+    """Group the samples of one window; `order` (k,) names them as shuffled, one that occurs twice is used twice."""
+    budgets, k = sizes.budgets, max(len(order), 1)
+    if grouping.method == "matched":
+        return pack_alike(sizes.tokens, budgets, order, k)[0]
+    tokens = sizes.tokens[order]
+    if grouping.method == "isf":
+        slack = np.zeros_like(budgets)
+        slack[0] = budgets[0] // ISF_SLACK
+        groups = isf(tokens, budgets, budgets - slack, ISF_ROUNDS, rng)
+    elif grouping.method == "random":
+        groups = random(tokens, budgets, sizes.batch, rng)
+    elif grouping.method == "length":
+        groups = length(tokens, budgets, sizes.batch, k, rng)
+    else:
+        groups = device(tokens, budgets, sizes.batch, grouping.alike, k, rng)
+    return Groups(groups.first, order[groups.samples])
+
+
+def arrange(sizes: Sizes, groups: Groups, grouping: Grouping, offset: int, rng: np.random.Generator) -> Groups:
+    """Put the groups of one window in the order of training; `offset` groups of a row came before them.
+
+    `matched` exchanges samples between the groups of a row here, so groups change, but no row does.
+    """
+    if grouping.method == "matched":
+        ends, rounds = np.array([0, len(groups)]), rounds_for(grouping.alike)
+        tokens, budgets, even, weights = sizes.tokens, sizes.budgets, sizes.even, sizes.weights
+        return assemble(groups, ends, tokens, budgets, even, grouping.alike, rounds, rng, weights, offset)
+    if grouping.method == "device":  # its rows are made; what completes the row before comes from the loose end
+        head = min(-offset % grouping.alike, len(groups))
+        return groups.reordered(np.roll(np.arange(len(groups)), head))
+    return groups.reordered(rng.permutation(len(groups)))
+
+
+def spare_groups(num_groups: int, grouping: Grouping) -> int:
+    """How many more groups another shuffle of as many samples may need: chance fills them less evenly than search."""
+    return isqrt(num_groups) // 50 if grouping.method == "matched" else isqrt(num_groups)
+
+
+def split_to(groups: Groups, num_groups: int) -> Groups:
+    """Halve the groups with the most samples until there are `num_groups`; the second halves come last.
+
+    Raises ValueError if there are fewer samples than that.
+    """
+    if num_groups > len(groups.samples):
+        raise ValueError(f"{num_groups} groups of {len(groups.samples)} samples")
+    if not len(groups):
+        return groups
+    parts = [groups[i] for i in range(len(groups))]
+    while len(parts) < num_groups:
+        largest = np.argsort([-len(part) for part in parts], kind="stable")[: num_groups - len(parts)]
+        for i in [i for i in largest if len(parts[i]) > 1]:
+            whole = parts[i]
+            parts[i] = whole[::2]
+            parts.append(whole[1::2])
+    sizes = np.array([0, *map(len, parts)], dtype=np.int64)
+    return Groups(np.cumsum(sizes), np.concatenate(parts).astype(np.int64))
