@@ -1,5 +1,7 @@
 """The loader: steps in order, prepared ahead of the one being trained."""
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -7,18 +9,27 @@ from types import TracebackType
 from typing import Self
 
 from mmtrain.data.index import DataIndex
+from mmtrain.data.makers import make_here, make_in_workers
 from mmtrain.data.order import GroupStream
 from mmtrain.data.prepare import BadSamples, Need, StepData, StepMaker, StepRequest
 from mmtrain.data.window import Window
+from mmtrain.data.workers import Note
 from mmtrain.errors import MmtrainError, RunError
-from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.schema import DataSettings, Recipe
+
+MOST_WORKERS = 4  # that a rank gets without asking
+
+
+def _to_stderr(text: str) -> None:
+    print(f"mmtrain: {text}", file=sys.stderr, flush=True)
 
 
 class Loader:
     """Iterates over the steps of a run from `start_step` on, without end.
 
-    Keeps `data.prefetch` steps ready; what goes wrong while one is prepared is raised by the `next` that would have
-    returned it. Close it, or use it as a context manager.
+    Keeps `data.prefetch` steps ready, made in a thread or in worker processes; what goes wrong while one is prepared is
+    raised by the `next` that would have returned it. Whoever makes them, the steps are the same. Close it, or use it as
+    a context manager.
     """
 
     def __init__(
@@ -30,15 +41,32 @@ class Loader:
         num_microbatches: int,
         needs: tuple[Need, ...],
         start_step: int = 0,
+        local_ranks: int = 1,
+        note: Note = _to_stderr,
     ) -> None:
-        """Start preparing. `dp` gives every unit's data-parallel size, "llm" included."""
+        """Start preparing.
+
+        Args:
+            index: the samples.
+            stream: the groups they train in.
+            recipe: the settings.
+            dp: every unit's data-parallel size, "llm" included.
+            num_microbatches: of each replica in a step.
+            needs: what this rank computes on.
+            start_step: the first step to return.
+            local_ranks: ranks that share this machine's processors.
+            note: told, from another thread, of workers that died and what became of their steps.
+        """
         self._dp, self._num_microbatches, self._needs = dict(dp), num_microbatches, needs
         self._maker = StepMaker(index, stream, recipe)
         self._bad = BadSamples(index, recipe.data.max_bad_rate)
-        self._step = start_step
-        self._window = Window[StepData](start_step, recipe.data.prefetch + 1)  # one in the making, the others ready
+        self._first = self._step = start_step
+        self._note = note
+        self._num_workers = num_workers(recipe.data, needs, local_ranks, len(os.sched_getaffinity(0)))
+        ahead = recipe.data.prefetch
+        self._window = Window[StepData](start_step, ahead + max(1, self._num_workers))  # ready, and in the making
         self._thread: threading.Thread | None = None
-        if recipe.data.prefetch:
+        if ahead:
             self._thread = threading.Thread(target=self._prepare, name="mmtrain-loader", daemon=True)
             self._thread.start()
         self.wait_s = 0.0  # how long `next` kept its caller waiting, all together
@@ -49,7 +77,7 @@ class Loader:
     def __next__(self) -> StepData:
         start = time.perf_counter()
         try:
-            made = self._window.take() if self._thread is not None else self._make(self._step)
+            made = self._window.take() if self._thread is not None else self._maker.make(self._request(self._step))
             data = self._bad.first_time(made)
         except MmtrainError:
             raise
@@ -60,15 +88,17 @@ class Loader:
         self._step += 1
         return data
 
-    def _make(self, step: int) -> StepData:
-        return self._maker.make(StepRequest(step, self._dp, self._num_microbatches, self._needs))
+    def _request(self, step: int) -> StepRequest:
+        return StepRequest(step, self._dp, self._num_microbatches, self._needs)
 
     def _prepare(self) -> None:
-        while (step := self._window.claim(wait=True)) is not None:
-            try:
-                self._window.put(step, self._make(step))
-            except Exception as error:
-                self._window.put(step, error)
+        try:
+            if self._num_workers:
+                make_in_workers(self._window, self._maker, self._request, self._first, self._num_workers, self._note)
+            else:
+                make_here(self._window, self._maker, self._request)
+        except Exception as error:  # not a step's: the machinery broke, and whoever waits must know
+            self._window.fail(error)
 
     def close(self) -> None:
         """Stop preparing and wait for that to end."""
@@ -83,3 +113,15 @@ class Loader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def num_workers(data: DataSettings, needs: tuple[Need, ...], local_ranks: int, cores: int) -> int:
+    """Worker processes of a rank: what the recipe says, or as many as there are cores to spare for one with media.
+
+    Text alone is quicker to prepare than to pass on, and a thread on a core that nobody else wants is enough for it.
+    """
+    if data.workers is not None:
+        return data.workers if data.prefetch else 0
+    if not data.prefetch or not any(need.media for need in needs):
+        return 0
+    return max(0, min(MOST_WORKERS, cores // local_ranks - 1))

@@ -25,6 +25,7 @@ class Window(Generic[T]):
         self._done: dict[int, T | Exception] = {}
         self._changed = threading.Condition()
         self._closed = False
+        self._failed: Exception | None = None
         self._wakers: list[Callable[[], None]] = []
 
     @property
@@ -65,9 +66,12 @@ class Window(Generic[T]):
     def take(self) -> T:
         """The next step's result, as soon as it is there; an exception stays, and is raised again next time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._next in self._done)
+            self._changed.wait_for(lambda: self._closed or self._next in self._done or self._failed is not None)
             if self._closed:
                 raise RunError("the loader is closed")
+            if self._next not in self._done:
+                assert self._failed is not None
+                raise self._failed
             result = self._done[self._next]
             if isinstance(result, Exception):
                 raise result
@@ -75,6 +79,12 @@ class Window(Generic[T]):
             self._next += 1
             self._notify()
             return result
+
+    def fail(self, error: Exception) -> None:
+        """Say that no step will be put any more, and why; what is done can still be taken."""
+        with self._changed:
+            self._failed = error
+            self._notify()
 
     def close(self) -> None:
         """Drop all results and let everybody who waits come back."""

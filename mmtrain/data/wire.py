@@ -31,7 +31,7 @@ _MAGIC = b"MMTW"
 _HEAD = struct.Struct("<4sIQQ")
 _ALIGN = 64  # so that arrays can be used where they lie
 _MAX_DIMENSIONS = 8
-_DTYPES = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8"), "int64": np.dtype("<i8")}
+_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8"), "int64": np.dtype("<i8")}
 
 assert sys.byteorder == "little", "arrays go over the wire as they lie in memory"
 
@@ -62,7 +62,7 @@ def pack(value: Any) -> Packed:
     chunks: list[memoryview] = []
     place = _HEAD.size + len(header)
     for array in arrays:
-        chunks += [memoryview(bytes(_padding(place))), memoryview(array.reshape(-1)).cast("B")]
+        chunks += [memoryview(bytes(_padding(place))), array.reshape(-1).view(np.uint8).data]
         place += _padding(place) + array.nbytes
     head = _HEAD.pack(_MAGIC, VERSION, len(header), place)
     return Packed((memoryview(head + header), *chunks), place)
@@ -82,7 +82,8 @@ def unpack(kind: type[T], message: memoryview | bytes) -> T:
     header = _parsed(bytes(message[_HEAD.size : end]))
     if not isinstance(header, dict) or header.keys() != {"value", "arrays"} or not isinstance(header["arrays"], list):
         raise WireError("the header is not an object of `value` and `arrays`")
-    return _from_plain(kind, header["value"], list(_arrays(header["arrays"], message, end)), kind.__name__)
+    value: T = _from_plain(kind, header["value"], list(_arrays(header["arrays"], message, end)), kind.__name__)
+    return value
 
 
 def to_json(value: Any) -> str:
@@ -95,7 +96,8 @@ def to_json(value: Any) -> str:
 
 def from_json(kind: type[T], text: str | bytes) -> T:
     """Read a `kind` back from what `to_json` wrote. Raises `WireError`."""
-    return _from_plain(kind, _parsed(text), [], kind.__name__)
+    value: T = _from_plain(kind, _parsed(text), [], kind.__name__)
+    return value
 
 
 def _parsed(text: str | bytes) -> Any:
@@ -141,7 +143,7 @@ def _to_plain(kind: Any, value: Any, arrays: list[AnyArray]) -> Any:
         return [[_to_plain(args[0], k, arrays), _to_plain(args[1], v, arrays)] for k, v in value.items()]
     if origin is tuple:
         return [_to_plain(k, v, arrays) for k, v in zip(_elements(args, len(value)), value, strict=True)]
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         return {name: _to_plain(hint, getattr(value, name), arrays) for name, hint in hints.items()}
     assert kind in (int, float, str, bool), f"{kind} cannot be sent"
@@ -169,7 +171,7 @@ def _from_plain(kind: Any, plain: Any, arrays: list[AnyArray], where: str) -> An
     if origin is tuple:
         found = _list(plain, where, None if args[-1] is Ellipsis else len(args))
         return tuple(_from_plain(k, v, arrays, where) for k, v in zip(_elements(args, len(found)), found, strict=True))
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         if not isinstance(plain, dict) or plain.keys() != hints.keys():
             raise WireError(f"{where}: expected an object with {', '.join(hints)}")
@@ -212,7 +214,7 @@ def _dtype(args: tuple[Any, ...]) -> np.dtype[Any]:
 
 def _describe(kind: Any, inside: tuple[type, ...]) -> str:
     """A type spelled out down to numbers and texts."""
-    if is_dataclass(kind) and isinstance(kind, type):
+    if isinstance(kind, type) and is_dataclass(kind):
         assert kind not in inside, f"{kind} holds itself"
         return f"{kind.__name__}({', '.join(f'{n}: {_describe(h, (*inside, kind))}' for n, h in _hints(kind).items())})"
     args = typing.get_args(kind)

@@ -245,6 +245,13 @@ class DataSettings(Section):
     window: PositiveInt = Field(16384, description="Samples that grouping may look at together; bounds displacement.")
     max_bad_rate: float = Field(0.01, ge=0, le=1, description="Share of unusable samples above which the run stops.")
     prefetch: int = Field(2, ge=0, le=64, description="Steps prepared ahead in the background; 0 prepares in line.")
+    workers: int | None = Field(
+        None,
+        ge=0,
+        le=256,
+        description="Processes in which each rank prepares steps, one each beside those kept ready; 0: a thread. "
+        "Default: up to 4 for ranks that load media, where there are cores to spare.",
+    )
 
 
 class UnitParallel(Section):

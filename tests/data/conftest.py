@@ -42,6 +42,7 @@ def recipe(tmp_path: Path, tokenizer_path: Path) -> Callable[..., Recipe]:
             "seq_len": 64,
             "image": {"min_pixels": 64, "max_pixels": 1024},
             "max_bad_rate": 1.0,
+            "workers": 0,
         }
         if validation is not None:
             (tmp_path / "heldout.json").write_text(json.dumps(validation))

@@ -28,6 +28,7 @@ SMALL = [
     "model.llm.layers=2",
     "data.seq_len=192",
     "data.prefetch=1",
+    "data.workers=0",
 ]
 
 

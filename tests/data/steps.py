@@ -1,0 +1,27 @@
+"""Steps as comparable values."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from mmtrain.data import StepData
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a step, with its path."""
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from leaves(entry, f"{path}[{key}]")
+    elif isinstance(value, np.ndarray):
+        yield path, (value.dtype.name, value.shape, value.tobytes())
+    else:
+        yield path, value
+
+
+def same(one: StepData, other: StepData) -> bool:
+    return list(leaves(one)) == list(leaves(other))

@@ -1,0 +1,183 @@
+"""Steps made in worker processes: the same ones, whatever happens to the workers."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mmtrain.data import DataIndex, GroupStream, Loader, StepData
+from mmtrain.data.loader import num_workers
+from mmtrain.data.prepare import Need, StepRequest
+from mmtrain.data.wire import unpack
+from mmtrain.data.workers import MAX_DEATHS, Failure, Pool
+from mmtrain.errors import DataError, RunError
+from mmtrain.recipe.schema import DataSettings, Recipe
+from tests.data.makers import Deadly, Failing, Fake, Stuck, Telling
+from tests.data.steps import same
+from tests.data.test_loader import DP, EVERYTHING, made  # noqa: F401 - a fixture
+
+Made = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
+
+
+def request(step: int) -> StepRequest:
+    return StepRequest(step, {"llm": 1}, 1, ())
+
+
+def run(maker: Any, steps: int, workers: int = 2) -> tuple[dict[int, StepData | Failure], list[str]]:
+    """Make steps [0, steps) in a pool; what they became, and what was noted."""
+    notes: list[str] = []
+    results: dict[int, StepData | Failure] = {}
+    with Pool[int](maker, workers, request(0), notes.append) as pool:
+        left = list(range(steps))
+        while len(results) < steps:
+            while left and pool.idle:
+                pool.submit(left[0], request(left.pop(0)))
+            for pipe in wait(pool.pipes):
+                if (received := pool.receive(pipe)) is not None:  # type: ignore[arg-type]
+                    step, content = received
+                    assert step not in results
+                    results[step] = content if isinstance(content, Failure) else unpack(StepData, content)
+    return results, notes
+
+
+def test_a_killed_worker_costs_nothing_but_its_time(tmp_path: Path) -> None:
+    results, notes = run(Deadly(3, str(tmp_path / "spent")), 8)
+    assert [result.meta.step for _, result in sorted(results.items())] == list(range(8))  # type: ignore[union-attr]
+    [note] = notes
+    assert "was killed by SIGKILL while preparing step 3; another prepares it" in note
+
+
+def test_a_step_that_kills_every_worker_is_given_up_and_named() -> None:
+    results, notes = run(Deadly(3), 6)
+    failure = results.pop(3)
+    assert isinstance(failure, Failure)
+    assert isinstance(failure.error(3), RunError)
+    assert f"preparing step 3 ended {MAX_DEATHS} worker processes; the last one was killed by SIGKILL" in str(
+        failure.error(3)
+    )
+    assert len(notes) == MAX_DEATHS - 1
+    assert all(isinstance(result, StepData) for result in results.values())
+
+
+def test_errors_arrive_with_their_traceback() -> None:
+    results, _ = run(Failing(), 2)
+    ours, bug = (results[step].error(step) for step in range(2))  # type: ignore[union-attr]
+    assert (type(ours), str(ours)) == (DataError, "data.seq_len is wrong")
+    assert "raise DataError" in ours.__notes__[0]
+    assert type(bug) is RunError
+    assert "preparing step 1 failed: KeyError: 'lost'" in str(bug)
+    assert 'raise KeyError("lost")' in str(bug)
+
+
+def test_workers_have_no_torch_and_outlive_the_signals_of_launchers() -> None:
+    results, _ = run(Telling(), 1, workers=1)
+    assert str(results[0].error(0)) == "torch False, SIGTERM ignored True"  # type: ignore[union-attr]
+
+
+def test_a_lost_host_is_replaced() -> None:
+    notes: list[str] = []
+    with Pool[int](Fake(), 1, request(0), notes.append) as pool:
+        [host] = psutil.Process().children()
+        [worker] = host.children()
+        host.kill()
+        host.wait()
+        worker.kill()
+        wait(pool.pipes)
+        assert pool.receive(pool.pipes[0]) is None
+        pool.submit(5, request(5))
+        wait(pool.pipes)
+        received = pool.receive(pool.pipes[0])
+        assert received is not None
+        assert received[0] == 5
+    assert "was lost while idle" in notes[0]
+
+
+def test_closing_ends_workers_that_never_would() -> None:
+    with Pool[int](Stuck(), 2, request(0), print) as pool:
+        pool.submit(0, request(0))
+        family = psutil.Process().children(recursive=True)
+        assert len(family) == 3
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+TRAINER = """
+import sys, threading
+import psutil
+from mmtrain.data.prepare import StepRequest
+from mmtrain.data.workers import Pool
+from tests.data.makers import Stuck
+
+pool = Pool(Stuck(), 2, StepRequest(0, {"llm": 1}, 1, ()), print)
+pool.submit(0, StepRequest(0, {"llm": 1}, 1, ()))
+print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
+threading.Event().wait()
+"""
+
+
+def test_workers_end_with_a_trainer_that_is_killed() -> None:
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, cwd=root) as trainer:
+        assert trainer.stdout is not None
+        family = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
+        trainer.kill()
+    assert len(family) == 3
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Made) -> None:  # noqa: F811
+    recipe, index, stream = made(workers=2, prefetch=2)
+    alone = made(workers=0, prefetch=0)[0]
+    notes: list[str] = []
+    with (
+        Loader(index, stream, alone, DP, 1, EVERYTHING, 3) as reference,
+        Loader(index, stream, recipe, DP, 1, EVERYTHING, 3, note=notes.append) as loader,
+    ):
+        for taken in range(24):
+            assert same(next(loader), next(reference))
+            if taken in (5, 11):
+                [host] = psutil.Process().children()
+                for worker in host.children():
+                    worker.kill()
+    assert len(notes) >= 2
+    assert psutil.Process().children() == []
+
+
+def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Made) -> None:  # noqa: F811
+    recipe, index, stream = made(workers=2, max_bad_rate=1.0)
+    victims = [sample for sample in index.samples if sample.images][:3]
+    for victim in victims:
+        Path(str(victim.images[0])).write_bytes(b"gone bad")
+    found = []
+    for settings in (recipe, made(workers=0, max_bad_rate=1.0)[0]):
+        for victim in victims:
+            Path(str(victim.images[0])).write_bytes(b"gone bad")  # `made` draws them anew
+        with Loader(index, stream, settings, DP, 1, EVERYTHING) as loader:
+            found.append([[q.id for q in next(loader).quarantined] for _ in range(30)])
+    assert found[0] == found[1]
+    assert sorted(q for step in found[0] for q in step) == sorted(victim.id for victim in victims)
+
+
+@pytest.mark.parametrize(
+    ("settings", "media", "local_ranks", "cores", "expected"),
+    [
+        ({}, True, 1, 1, 0),
+        ({}, True, 2, 2, 0),
+        ({}, True, 2, 8, 3),
+        ({}, True, 8, 128, 4),
+        ({}, False, 1, 64, 0),
+        ({"prefetch": 0}, True, 1, 64, 0),
+        ({"workers": 7}, False, 8, 1, 7),
+        ({"workers": 7, "prefetch": 0}, True, 1, 64, 0),
+        ({"workers": 0}, True, 1, 64, 0),
+    ],
+)
+def test_workers_are_taken_where_there_is_room(
+    settings: dict[str, Any], media: bool, local_ranks: int, cores: int, expected: int
+) -> None:
+    data = DataSettings(sources=[{"path": "x.json"}], tokenizer="t.json", seq_len=8, **settings)  # type: ignore[arg-type,list-item]
+    assert num_workers(data, (Need("vision", 0, media=media),), local_ranks, cores) == expected
