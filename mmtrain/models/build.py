@@ -103,9 +103,15 @@ class StageModule(nn.Module):
         (F, llm_hidden), the LLM's last stage the sum of token losses (a scalar in fp32). Under sequence parallelism
         hidden states come and go as this rank's ceil(T / tp) rows.
         """
-        context = self._context(inputs, features or {})
-        out, sliced = self._through(self.indices, hidden, context)
-        if not self.parts.sequence_parallel or self.indices.stop == len(self.shape.layers):
+        return self.run(self.context(inputs, features or {}), hidden, self.indices)
+
+    def run(self, context: Context, hidden: Tensor | None, layers: range) -> Tensor:
+        """Run consecutive layers of the stage as if they were a stage of their own; `context` is that of all of them.
+
+        See `forward`.
+        """
+        out, sliced = self._through(layers, hidden, context)
+        if not self.parts.sequence_parallel or layers.stop == len(self.shape.layers):
             return out
         num_tokens = context.packing.num_tokens
         return self._laid_out(out, sliced, True, num_tokens) if num_tokens else out[:0]
@@ -115,7 +121,7 @@ class StageModule(nn.Module):
         *before, last = self.indices
         head = self.layers[str(last)]
         assert isinstance(head, Head), f"layer {last} of {self.unit} is no head"
-        context = self._context(inputs, features or {})
+        context = self.context(inputs, features or {})
         out, sliced = self._through(before, hidden, context)
         if not self.parts.sequence_parallel:
             return head.logits(out)
@@ -128,7 +134,7 @@ class StageModule(nn.Module):
         *before, last = self.indices
         head = self.layers[str(last)]
         assert isinstance(head, Head), f"layer {last} of {self.unit} is no head"
-        context = self._context(inputs, features or {})
+        context = self.context(inputs, features or {})
         out, sliced = self._through(before, hidden, context)
         # Only the last token of a sequence needs the vocabulary, the widest product of all.
         ends = torch.tensor(list(itertools.accumulate(inputs.lengths)), device=out.device) - 1
@@ -163,7 +169,8 @@ class StageModule(nn.Module):
             return hidden
         return self.parts.slice_tokens(hidden) if wanted else self.parts.join_tokens(hidden, num_tokens)
 
-    def _context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> Context:
+    def context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> Context:
+        """Work out what all layers need to know of a microbatch."""
         device = next(self.parameters()).device
         if isinstance(inputs, VisionInput):
             return VisionContext(inputs, self.shape.layers[0].extra_tokens, device)

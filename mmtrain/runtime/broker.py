@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.program import Action, Backward, Edge, Forward, Microbatch, Recv, Send, Share, StageGraph, StepLoads
-from mmtrain.program.actions import Payload
+from mmtrain.program import Action, Edge, Microbatch, Recv, Send, Share, StageGraph, StepLoads
+from mmtrain.program.actions import Payload, Task
 from mmtrain.program.loads import IntArray
+from mmtrain.program.wiring import needs
 from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.process_groups import Groups
 
@@ -212,21 +213,14 @@ def _count_uses(graph: StageGraph, actions: Iterable[Action], rank: int) -> Coun
     """Count how often each tensor that this rank produces is sent or used here, to drop it after the last time."""
     uses: Counter[Key] = Counter()
     for action in actions:
-        match action:
-            case Send(edge, src, dst, _, payload):
-                uses[edge, src if payload == "activation" else dst, payload] += 1
-            case Forward(stage, mb):
-                for edge in graph.inputs(stage):
-                    for src in graph.sources(edge, mb):
-                        if rank in graph.stage(edge.src).lanes[src.replica]:
-                            uses[edge, src, "activation"] += 1
-            case Backward(stage, mb):
-                for edge in graph.outputs(stage):
-                    for dst in graph.destinations(edge, mb):
-                        if rank in graph.stage(edge.dst).lanes[dst.replica]:
-                            uses[edge, dst, "gradient"] += 1
-            case _:
-                pass
+        if isinstance(action, Send):
+            produced = action.src if action.payload == "activation" else action.dst
+            uses[action.edge, produced, action.payload] += 1
+        elif isinstance(action, Task):
+            for flow in needs(graph, action):
+                made = flow.producer
+                if rank in graph.lane(made.stage, made.mb.replica):
+                    uses[flow.edge, made.mb, flow.payload] += 1
     return uses
 
 

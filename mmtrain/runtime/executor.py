@@ -15,10 +15,11 @@ from mmtrain.models.inputs import UnitInput
 from mmtrain.program import (
     Action,
     Backward,
-    Edge,
+    Compute,
     Forward,
     GatherParams,
     Microbatch,
+    Partial,
     Recv,
     ReduceGrads,
     ReduceShared,
@@ -30,11 +31,12 @@ from mmtrain.program import (
     StepLoads,
 )
 from mmtrain.program.recorded import EMPTY, StepRecord
+from mmtrain.program.segments import begun, direction, ended, flat, num_segments
 from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.broker import Broker
 from mmtrain.runtime.faults import Faults
 from mmtrain.runtime.optimizer import Optimizer
-from mmtrain.runtime.unit import UnitRunner
+from mmtrain.runtime.unit import Passage, UnitRunner
 
 
 @dataclass(frozen=True)
@@ -43,27 +45,19 @@ class StepInput:
 
     inputs: Mapping[Microbatch, UnitInput]
     loads: StepLoads
-    loss_scale: float  # 1 / target tokens of the global batch
+    loss_scale: Mapping[str, float]  # unit with a loss -> 1 / what it counts in the global batch (target tokens)
     lr: float = 0.0
     number: int = 0  # of the step, from 0
 
 
 @dataclass
 class StepOutcome:
-    """What one rank saw in a step; `loss` is its part of the global batch's mean loss."""
+    """What one rank saw in a step; `loss` is its part of the global batch's mean loss, the sum over units with one."""
 
     loss: float = 0.0
     grad_norm: float | None = None
     stepped: bool = False  # false in evaluation, and where a gradient was not finite
     record: StepRecord = EMPTY
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """What a backward needs of its forward."""
-
-    inputs: dict[Edge, Tensor]
-    output: Tensor
 
 
 class Executor:
@@ -79,14 +73,15 @@ class Executor:
         activity: Activity | None = None,
         faults: Faults | None = None,
     ) -> None:
-        self._graph, self._actions, self._units = graph, actions, units
+        self._graph, self._actions, self._units = graph, flat(graph, actions), units
+        self._in_parts = {(a.stage, a.mb) for a in self._actions if isinstance(a, Partial)}
         self._broker, self._optimizer = broker, optimizer
         self._activity, self._faults = activity or Activity(), faults or Faults()
 
     def run(self, step: StepInput) -> StepOutcome:
         """Run one step; without an optimizer, only what the program computes (validation)."""
         self._step, self._outcome = step, StepOutcome()
-        self._saved: dict[tuple[StageId, Microbatch], _Saved] = {}
+        self._passages: dict[tuple[StageId, Microbatch], Passage] = {}
         self._loss = torch.zeros((), dtype=torch.float64)
         self._broker.begin(step.loads)
         if self._optimizer:
@@ -104,10 +99,11 @@ class Executor:
 
     def _run(self, action: Action) -> None:
         match action:
-            case Forward(stage, mb):
-                self._forward(stage, mb)
-            case Backward(stage, mb):
-                self._backward(stage, mb)
+            case Forward() | Backward() | Partial():
+                if direction(action) == "F":
+                    self._forward(action)
+                else:
+                    self._backward(action)
             case Send():
                 self._broker.send(action)
             case Recv():
@@ -129,35 +125,62 @@ class Executor:
             case GatherParams(unit):
                 optimizer.gather_params(unit)
 
-    def _forward(self, stage: StageId, mb: Microbatch) -> None:
-        keep = self._graph.needs_backward(stage)
-        inputs = {edge: self._broker.take(edge, mb, "activation") for edge in self._graph.inputs(stage)}
-        if keep:
-            for edge, tensor in inputs.items():
-                tensor.requires_grad_(self._graph.carries_gradient(edge))
+    def _forward(self, action: Compute) -> None:
+        stage, mb, keep = action.stage, action.mb, self._graph.needs_backward(action.stage)
+        if begun(self._graph, action):
+            self._enter(stage, mb)
+        passage = self._passages[stage, mb]
         with torch.set_grad_enabled(keep):
-            output = self._units[stage.unit].forward(stage, self._step.inputs[mb], inputs)
-            output = self._faults.computed(self._step.number, Forward(stage, mb), output)
-        outputs = self._graph.outputs(stage)
-        if not outputs:
-            self._loss += output.detach().double().cpu() * self._step.loss_scale
-        for edge in outputs:
-            self._broker.put(edge, mb, "activation", output.detach())
-        if keep:
-            self._saved[stage, mb] = _Saved(inputs, output)
+            self._units[stage.unit].forward(passage, *self._segments(action))
+            if ended(self._graph, action):
+                self._leave(passage, mb)
+        if not keep and ended(self._graph, action):
+            del self._passages[stage, mb]
 
-    def _backward(self, stage: StageId, mb: Microbatch) -> None:
-        saved = self._saved.pop((stage, mb))
-        outputs = self._graph.outputs(stage)
-        if outputs:
-            gradient = self._broker.take(outputs[0], mb, "gradient")
-            for edge in outputs[1:]:
-                gradient = gradient + self._broker.take(edge, mb, "gradient")
-        else:
-            gradient = torch.full_like(saved.output, self._step.loss_scale)
-        if saved.output.requires_grad:
-            self._units[stage.unit].backward(saved.output, gradient)
-        for edge, tensor in saved.inputs.items():
+    def _enter(self, stage: StageId, mb: Microbatch) -> None:
+        """Begin a microbatch's way through a stage with what has come for it."""
+        received = {edge: self._broker.take(edge, mb, "activation") for edge in self._graph.inputs(stage)}
+        if self._graph.needs_backward(stage):
+            for edge, tensor in received.items():
+                tensor.requires_grad_(self._graph.carries_gradient(edge))
+        in_parts = (stage, mb) in self._in_parts
+        self._passages[stage, mb] = Passage(stage, self._step.inputs[mb], received, in_parts)
+
+    def _leave(self, passage: Passage, mb: Microbatch) -> None:
+        """Hand on what the stage gives, and count its loss."""
+        stage = passage.stage
+        outputs = tuple(self._faults.computed(self._step.number, Forward(stage, mb), o) for o in passage.left[-1])
+        passage.left[-1] = outputs
+        if self._graph.has_loss(stage) and self._units[stage.unit].groups.tp_rank == 0:  # the lane sees the same loss
+            self._loss += outputs[-1].detach().double().cpu() * self._step.loss_scale[stage.unit]
+        for edge in self._graph.outputs(stage):
+            self._broker.put(edge, mb, "activation", outputs[0].detach())
+
+    def _backward(self, action: Compute) -> None:
+        stage, mb = action.stage, action.mb
+        passage = self._passages[stage, mb]
+        if begun(self._graph, action):
+            passage.gradients = self._returned(passage, mb)
+        self._units[stage.unit].backward(passage, *self._segments(action))
+        if not ended(self._graph, action):
+            return
+        del self._passages[stage, mb]
+        for edge, tensor in passage.received.items():
             if self._graph.carries_gradient(edge):
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 self._broker.put(edge, mb, "gradient", gradient)
+
+    def _returned(self, passage: Passage, mb: Microbatch) -> list[Tensor]:
+        """Gradients of what the stage gave: the sum of those that came over its edges, and its loss's own."""
+        stage, found = passage.stage, []
+        returned = [self._broker.take(edge, mb, "gradient") for edge in self._graph.outputs(stage)]
+        if returned:
+            found.append(sum(returned[1:], start=returned[0]))
+        if self._graph.has_loss(stage):
+            found.append(torch.full_like(passage.left[-1][-1], self._step.loss_scale[stage.unit]))
+        return found
+
+    def _segments(self, action: Compute) -> tuple[int, int]:
+        if isinstance(action, Partial):
+            return action.lo, action.hi
+        return 0, num_segments(self._graph, action.stage)

@@ -67,23 +67,16 @@ class Job:
 
     def train(self, data: StepData, lr: float) -> StepOutcome:
         """Run one optimizer step."""
-        return self._counted_once(self.trainer.run(self._feed(data, lr)))
+        return self.trainer.run(self._feed(data, lr))
 
     def validate(self, data: StepData) -> StepOutcome:
         """Compute the loss of a global batch and change nothing."""
-        return self._counted_once(self.validator.run(self._feed(data, 0.0)))
+        return self.validator.run(self._feed(data, 0.0))
 
     def _feed(self, data: StepData, lr: float) -> StepInput:
         inputs = unit_inputs(data, self.world.device, self.dtype)
-        return StepInput(
-            inputs, step_loads(self.graph, data.meta), 1.0 / max(1, data.meta.total_targets), lr, data.meta.step
-        )
-
-    def _counted_once(self, outcome: StepOutcome) -> StepOutcome:
-        """All tensor-parallel ranks of the last stage see the same loss; one of them reports it."""
-        if LLM in self.units and self.units[LLM].groups.tp_rank:
-            outcome.loss = 0.0
-        return outcome
+        loss_scale = {LLM: 1.0 / max(1, data.meta.total_targets)}
+        return StepInput(inputs, step_loads(self.graph, data.meta), loss_scale, lr, data.meta.step)
 
 
 def assemble(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mmtrain.balance import BatchMeta
-from mmtrain.program import LLM, Action, Backward, Forward, Microbatch
+from mmtrain.program import LLM, Action, Compute, Microbatch
 
 KIB, GIB = 1024, 1024**3
 MAX_NAMED = 5
@@ -36,7 +36,7 @@ def memory_story(
     `names` are the users' names of `meta`'s samples, row by row.
     """
     where, samples, ways = "", "", "parallel.<unit>.tp or pp, a smaller data.seq_len"
-    if isinstance(doing, Forward | Backward):
+    if isinstance(doing, Compute):
         rows = _rows(doing.mb, meta)
         tokens = int(meta.tokens[rows].sum())
         shown = ", ".join(names[row] for row in rows[:MAX_NAMED])
