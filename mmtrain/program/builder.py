@@ -21,15 +21,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.actions import Backward, Compute, Forward
+from mmtrain.program.actions import Backward, Compute, Fill, Forward, Task
 from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId
 from mmtrain.program.positions import Position, positions
 from mmtrain.program.program import Program
+from mmtrain.program.segments import direction, parts
 from mmtrain.program.symmetry import symmetry
 from mmtrain.program.text import action_from_text
 from mmtrain.program.wiring import held_stages
 
-_WANTED = "write forwards and backwards, like `F llm.0 llm:0.3` and `B llm.0 llm:0.3`; communication is added"
+_WANTED = (
+    "write forwards and backwards, like `F llm.0 llm:0.3` and `B llm.0 llm:0.3`, or parts of them, like "
+    "`PF llm.0 llm:0.3 0:2`; communication is added"
+)
 
 
 def build_1f1b(graph: StageGraph) -> Program:
@@ -82,18 +86,18 @@ def build_coarse(graph: StageGraph) -> Program:
 def build_explicit(graph: StageGraph, order: Mapping[int, Sequence[str]]) -> Program:
     """Order compute as written down, for each rank of replica group 0: lines like `F llm.0 llm:0.3`.
 
-    Backwards of stages that need none are passed over, so that one order serves training and validation.
+    Lines may also be parts of forwards and backwards, `PF vision.0 vision:0.3 0:2`, and work inside the gap of
+    another: see `actions`. Backwards of stages that need none are passed over, so that one order serves training and
+    validation.
 
     Raises:
-        ProgramError: a line is no forward or backward. Whether the order is complete, and runs, is for `check` to say.
+        ProgramError: a line is no compute, or speaks of a stage, microbatch or gap that there is not. Whether the
+            order is complete, and runs, is for `check` to say.
     """
-    compute: dict[int, tuple[Compute, ...]] = {}
+    compute: dict[int, tuple[Task, ...]] = {}
     for rank, lines in order.items():
-        actions = [_compute_from_text(rank, at, line) for at, line in enumerate(lines)]
-        known = {stage.id for stage in graph.stages}
-        compute[rank] = tuple(
-            a for a in actions if isinstance(a, Forward) or a.stage not in known or graph.needs_backward(a.stage)
-        )
+        tasks = [_task_from_text(graph, rank, at, line) for at, line in enumerate(lines)]
+        compute[rank] = tuple(kept for task in tasks for kept in _needed(graph, task))
     return Program(graph, compute)
 
 
@@ -106,14 +110,41 @@ def in_flight(graph: StageGraph) -> dict[StageId, int]:
     return {stage: count for position in positions(graph) for stage, count in position.in_flight().items()}
 
 
-def _compute_from_text(rank: int, at: int, line: str) -> Compute:
+def _task_from_text(graph: StageGraph, rank: int, at: int, line: str) -> Task:
+    where = f"order of rank {rank}, line {at}: {line!r}"
     try:
-        action = action_from_text(line)
+        task = action_from_text(line)
     except ValueError as error:
-        raise ProgramError(f"order of rank {rank}, line {at}: {line!r}: {error}; {_WANTED}") from error
-    if not isinstance(action, Compute):
-        raise ProgramError(f"order of rank {rank}, line {at}: {line!r} is no compute; {_WANTED}")
-    return action
+        raise ProgramError(f"{where}: {error}; {_WANTED}") from error
+    if not isinstance(task, Task):
+        raise ProgramError(f"{where} is no compute; {_WANTED}")
+    for part in (task.host, *task.partials) if isinstance(task, Fill) else (task,):
+        if problem := _stranger(graph, part):
+            raise ProgramError(f"{where}: {problem}")
+    try:
+        parts(graph, task)
+    except ProgramError as error:
+        raise ProgramError(f"{where}: {error}") from error
+    return task
+
+
+def _stranger(graph: StageGraph, part: Compute) -> str | None:
+    """What the graph does not know of a forward or backward."""
+    mb, stages = part.mb, [stage.id for stage in graph.stages]
+    if part.stage not in stages:
+        return f"there is no stage {part.stage}; stages are {', '.join(map(str, stages))}"
+    mesh = graph.mesh(part.stage.unit)
+    if mb.unit != mesh.unit or mb.replica >= mesh.dp or mb.index >= mesh.num_microbatches:
+        last = Microbatch(mesh.unit, mesh.dp - 1, mesh.num_microbatches - 1)
+        return f"{mb} is no microbatch of {part.stage}; they go from {mesh.unit}:0.0 to {last}"
+    return None
+
+
+def _needed(graph: StageGraph, task: Task) -> tuple[Task, ...]:
+    """The task without backwards that nobody needs; what stays of a filled gap stays in its order."""
+    found = parts(graph, task)
+    kept = tuple(part for part in found if direction(part) == "F" or graph.needs_backward(part.stage))
+    return (task,) if len(kept) == len(found) else kept
 
 
 def _only(graph: StageGraph, units: set[str]) -> StageGraph:

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from mmtrain.program.actions import Action, Backward, Forward, GatherParams, Recv, ReduceGrads, ReduceShared, Step
+from mmtrain.program.actions import Action, GatherParams, Recv, ReduceGrads, ReduceShared, Step, Task
 from mmtrain.program.channels import in_channel_order
 from mmtrain.program.graph import LLM, StageGraph
 from mmtrain.program.program import Program
+from mmtrain.program.segments import direction, parts
 from mmtrain.program.wiring import EMBEDDINGS, holds_shared_embeddings, receives, sends, shares, trained_units
 
 
@@ -21,10 +22,10 @@ def lower(program: Program) -> Program:
 
 
 def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action]) -> list[Action]:
-    compute = [a for a in actions if isinstance(a, Forward | Backward)]
+    compute = [a for a in actions if isinstance(a, Task)]
     posts: list[list[Recv]] = [receives(graph, rank, action) for action in compute] + [[]]
     units = trained_units(graph, rank)
-    last = {a.stage.unit: at for at, a in enumerate(compute) if isinstance(a, Backward)}
+    last = {unit: at for at, task in enumerate(compute) for unit in _backward_units(graph, task)}
     out: list[Action] = [*posts[0]]
     for at, action in enumerate(compute):
         out += posts[at + 1]
@@ -32,8 +33,13 @@ def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action]) -> list
         out.append(action)
         out += sends(graph, rank, action)
         for unit in units:
-            if last[unit] == at:
+            if last.get(unit) == at:
                 # Before the reduction, after which each replica holds only its own shard of the gradient.
                 out += [ReduceShared(EMBEDDINGS)] if unit == LLM and holds_shared_embeddings(graph, rank) else []
                 out.append(ReduceGrads(unit))
     return [*out, Step(), *(GatherParams(unit) for unit in units)]
+
+
+def _backward_units(graph: StageGraph, task: Task) -> set[str]:
+    """Units on whose gradients the task works."""
+    return {part.stage.unit for part in parts(graph, task) if direction(part) == "B"}

@@ -41,7 +41,7 @@ def test_hidden_states_are_those_of_whisper() -> None:
     mels = torch.randn(2, 48, 20, generator=generator)  # Whisper itself takes clips of full length only
     with torch.no_grad():
         expected = theirs(mels.transpose(1, 2)).last_hidden_state.flatten(0, 1)
-        context = ours._context(AudioInput((48, 48), mels.flatten(0, 1)), {})
+        context = ours.context(AudioInput((48, 48), mels.flatten(0, 1)), {})
         hidden, _ = ours._through(range(3), None, context)
         last = ours.layers["3"]
         assert isinstance(last, Projector)
