@@ -20,6 +20,7 @@ Method = Literal["matched", "isf", "random", "length", "device"]
 METHODS: tuple[Method, ...] = ("matched", "isf", "random", "length", "device")
 LLM = "llm"
 ISF_ROUNDS, ISF_SLACK = 10, 32  # the published slack of 128 is a 32nd of a budget of 4,096
+LIGHT = 0.05  # share of all tokens below which a unit's evenness is worth little
 MOST_ALIKE = 64  # more groups alike in a row would even nothing more out, and make steps less random
 
 
@@ -102,7 +103,8 @@ def sizes_of(lengths: SampleLengths, grouping: Grouping) -> Sizes:
 
     The loads to even out are the tokens of each unit apart, encoders by their tokens, the LLM last: where these are
     even, so is every sum of costs, whether units turn out to share ranks or not. A unit weighs what share it has of
-    all tokens, so that clips in a few groups, which nothing can even out, do not spoil images in all of them.
+    all tokens; a light one a hundredth of that: clips in a few groups, which nothing can even out, are evened as far as
+    images in all of them allow.
     """
     units, tokens = unit_tokens(lengths)
     total = tokens.sum(axis=0)
@@ -114,7 +116,8 @@ def sizes_of(lengths: SampleLengths, grouping: Grouping) -> Sizes:
         budgets[column] = grouping.budgets.get(unit, int(budgets[column]))
     used = [u for u in (*np.argsort(-total[1:], kind="stable") + 1, 0) if total[u] > 0] or [0]
     batch = max(1, round(grouping.seq_len / max(float(tokens[:, 0].mean()), 1.0))) if len(tokens) else 1
-    weights = total[used] / max(int(total.sum()), 1)
+    shares = total[used] / max(int(total.sum()), 1)
+    weights = np.where(shares < LIGHT, shares / 100, shares)
     return Sizes(np.minimum(tokens, budgets), budgets, np.eye(len(units))[used], weights, batch)
 
 
