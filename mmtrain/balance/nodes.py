@@ -1,5 +1,8 @@
 """Node-wise rearrangement (OrchMLLM): which replica gets which new batch, so that little crosses between nodes."""
 
+from itertools import combinations
+from math import comb
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +12,8 @@ from mmtrain.balance.rearrangement import stable_order
 EMPHASES = 8, 4, 16, 2, 32, 1  # on heavy senders, of greedy starts; more than the first where there is time
 MANY_PIECES = 50_000  # pieces, counted once a start, that there is time for
 OPTIONS = 60  # exchanges tried for one worst sender
+FEW_SUBSETS = 2_000  # ways to fill a node up to which the best placement is searched for
+STEPS = 20_000  # of that search, after which it gives up
 STALLED = 6  # worst replicas that are looked at in turn before the search gives up
 
 
@@ -22,7 +27,8 @@ def rearrange(
 
     New batches cost the same wherever they are computed. Placing them is a min-max assignment; solving it exactly
     takes minutes at hundreds of replicas. Here batches are first placed greedily, by the bytes they keep on a node,
-    counting those of heavy senders more; then at most `swaps` exchanges of two batches relieve the worst sender.
+    counting those of heavy senders more; then at most `swaps` exchanges of two batches relieve the worst sender. Where
+    a node can be filled in few ways (4 of 16 batches) the best placement is found from there.
     Never worse than leaving batch j on replica j. Raises ValueError if nodes are not all full.
     """
     if num_replicas % per_node:
@@ -31,7 +37,10 @@ def rearrange(
     emphases = EMPHASES[: max(MANY_PIECES // max(len(source), 1), 1)]
     found = [_relieve(volume, _greedy(volume, emphasis), swaps) for emphasis in emphases]
     found.append(np.arange(num_replicas, dtype=np.int64) // per_node)
-    return _replicas(min(found, key=lambda node: float(volume.off_node(node).max(initial=0.0))), per_node)
+    best = min(found, key=lambda node: float(volume.off_node(node).max(initial=0.0)))
+    if comb(num_replicas, per_node) <= FEW_SUBSETS:
+        best = _exact(volume, best)
+    return _replicas(best, per_node)
 
 
 def off_node_bytes(
@@ -151,6 +160,54 @@ def _touched(volume: _Volume, off: FloatArray, there: int, here: int, come: int,
             elif source // c == enters:
                 after[source] -= size
     return after
+
+
+def _exact(volume: _Volume, node: IntArray) -> IntArray:
+    """The best placement, or nearly: a search that takes too long counts as one that found nothing.
+
+    Every way to fill every node has a cost, that of its worst sender; bisection over the costs below that of `node`
+    asks whether some ways that cost no more share out all batches.
+    """
+    d, c = volume.num_replicas, volume.per_node
+    ways = np.array(list(combinations(range(d), c)), dtype=np.int64)
+    masks = (1 << ways).sum(axis=1)
+    kept = np.zeros((d, d))
+    np.add.at(kept, (volume.source, volume.batch), volume.num_bytes)
+    off = volume.total[:, None] - kept[:, ways].sum(axis=2)
+    cost = off.reshape(d // c, c, len(ways)).max(axis=1)  # (nodes, ways)
+    levels = np.unique(cost[cost < volume.off_node(node).max(initial=0.0)])
+    lo, hi = 0, len(levels)  # a placement is known for level hi, none was found below lo
+    while lo < hi:
+        level = levels[(lo + hi) // 2]
+        found = _cover([masks[row <= level].tolist() for row in cost])
+        if not found:
+            lo = (lo + hi) // 2 + 1
+            continue
+        hi = (lo + hi) // 2
+        node = np.array([next(n for n, mask in enumerate(found) if mask >> j & 1) for j in range(d)], dtype=np.int64)
+    return node
+
+
+def _cover(masks: list[list[int]]) -> list[int]:
+    """One mask of each list that share no bit; an empty list if there are none, or none were found in time."""
+    steps = 0
+    chosen: list[int] = []
+    left = [iter(masks[0])]
+    while left:
+        used = sum(chosen[: len(left) - 1])
+        del chosen[len(left) - 1 :]
+        mask = next((m for m in left[-1] if not m & used), None)
+        steps += 1
+        if steps > STEPS:
+            return []
+        if mask is None:
+            left.pop()
+            continue
+        chosen.append(mask)
+        if len(chosen) == len(masks):
+            return chosen
+        left.append(iter(masks[len(chosen)]))
+    return []
 
 
 def _replicas(node: IntArray, per_node: int) -> IntArray:

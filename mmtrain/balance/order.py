@@ -6,6 +6,7 @@ import numpy as np
 
 from mmtrain.balance.assign import longest_first
 from mmtrain.balance.batch import FloatArray, IntArray
+from mmtrain.balance.uneven import even_out
 
 SWAPS = 256  # candidates scored together in one round; the recurrence costs little more for many than for one
 COMBINED = 24  # improving swaps that are tried on top of each other
@@ -35,11 +36,12 @@ def across_time(
     forward, backward: (c, p, l) seconds of each microbatch on each of p stages, for c pipelines that run one order
     together (LLM replicas fed by the same encoder microbatches). order: (l,) the order given. Returns (l,).
 
-    Starts from the better of the given and the constructed order and improves by swaps: each of `rounds` rounds scores
-    some random swaps by the pipeline recurrence, then the best of them combined. `expired` ends the search early; a
-    search that all ranks must agree on leaves it out, since clocks differ.
+    Starts from the best of the given, the constructed and the evened-out order (`uneven.even_out`) and improves by
+    swaps: each of `rounds` rounds scores some random swaps by the pipeline recurrence, then the best of them combined.
+    `expired` ends the search early; a search that all ranks must agree on leaves it out, since clocks differ.
     """
-    starts = np.stack([order, construct(forward.mean(axis=0), backward.mean(axis=0), order)])
+    constructed = construct(forward.mean(axis=0), backward.mean(axis=0), order)
+    starts = np.stack([order, constructed, even_out(forward, backward, order)])
     spans = makespans(forward, backward, starts)
     best: IntArray = starts[spans.argmin()]
     span = float(spans.min())

@@ -20,7 +20,7 @@ def _pieces(seed: int, num_replicas: int, per_replica: int) -> tuple[np.ndarray,
 
 @given(st.integers(0, 10_000), st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 2), (6, 3), (4, 4)]), st.integers(0, 4))
 @settings(max_examples=60, deadline=None)
-def test_placements_are_permutations_near_the_best_of_all(seed: int, nodes: tuple[int, int], per: int) -> None:
+def test_placements_are_permutations_as_good_as_the_best_of_all(seed: int, nodes: tuple[int, int], per: int) -> None:
     num_replicas, per_node = nodes
     rng = np.random.default_rng(seed)
     n = num_replicas * per
@@ -37,7 +37,7 @@ def test_placements_are_permutations_near_the_best_of_all(seed: int, nodes: tupl
     assert worst(replica) == off_node_bytes(source, batch, sizes, replica, per_node).max()
     assert worst(replica) <= worst(np.arange(num_replicas)), "never worse than leaving batches where they are"
     best = min(worst(np.array(placement)) for placement in itertools.permutations(range(num_replicas)))
-    assert worst(replica) <= 1.5 * best + 50  # two-exchange optima of tiny, harsh instances
+    assert worst(replica) == best, "so few replicas are placed as well as can be"
 
 
 def _optimum(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num_replicas: int, per_node: int) -> float:
@@ -73,7 +73,7 @@ def test_sixteen_replicas_come_near_the_exact_solution() -> None:
         source, batch, sizes = _pieces(seed, 16, per_replica)
         replica = rearrange(source, batch, sizes, 16, 4, 400)
         worst = off_node_bytes(source, batch, sizes, replica, 4).max()
-        assert worst <= 1.04 * _optimum(source, batch, sizes, 16, 4)
+        assert worst <= 1.01 * _optimum(source, batch, sizes, 16, 4)
 
 
 def test_the_worst_sender_of_many_nodes_is_relieved() -> None:
