@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.data.extras import require
 from mmtrain.data.images import FloatArray
 from mmtrain.data.media import BadMediaError, Media
-from mmtrain.errors import DataError
 
 SAMPLE_RATE = 16_000
 WINDOW = 400  # samples under one window
@@ -37,15 +37,7 @@ class BadAudioError(BadMediaError):
 
 def require_soundfile() -> ModuleType:
     """The library that decodes; `DataError` says how to install it."""
-    try:
-        import soundfile
-    except (ImportError, OSError):  # OSError: the package is there, its libsndfile is not
-        raise DataError(
-            "model.audio: reading audio needs the `soundfile` package, which is not installed here: "
-            "pip install 'mmtrain[audio]'"
-        ) from None
-    module: ModuleType = soundfile
-    return module
+    return require("soundfile", "audio", "model.audio: reading audio")
 
 
 def read_frames(media: Media, max_seconds: float, multiple: int) -> int:

@@ -6,7 +6,7 @@ that they agree.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from mmtrain.balance.batch import IntArray, ItemLengths, SampleLengths
 from mmtrain.data.audio import read_frames, require_soundfile
-from mmtrain.data.llava import read
 from mmtrain.data.media import BadMediaError, Media
 from mmtrain.data.pictures import read_grids
+from mmtrain.data.read import read
 from mmtrain.data.resize import Grid
 from mmtrain.data.sample import AUDIO_MARK, VIDEO_MARK, Quarantined, Sample
 from mmtrain.data.tokenize import AUDIO, NO_LABEL, ChatTokenizer
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, Recipe, VisionSettings
 
 HEADER_THREADS = 8  # reading headers waits for the disk, not for the processor
 NAMED_IN_MESSAGE = 5
@@ -103,7 +103,7 @@ def build(
     sources = data.sources if which == "train" else data.validation
     tokenizer = ChatTokenizer.load(data.tokenizer)
     _check_settings(recipe, tokenizer)
-    read_samples = [(entry, source.weight) for source in sources for entry in _read(source)]
+    read_samples = [(entry, source.weight) for source in sources for entry in read(source, data.limits)]
     sizes = _read_sizes([s for s, _ in read_samples if isinstance(s, Sample)], recipe, progress)
     usable: list[_Measured] = []
     quarantined: list[Quarantined] = []
@@ -142,10 +142,6 @@ class _Measured:
     tokens: int
     targets: int
     grids: dict[str, list[tuple[Grid, ...]]]  # encoder unit -> by medium, of each item; a clip's are its frames and 1
-
-
-def _read(source: SourceSettings) -> Iterable[Sample | Quarantined]:
-    return read(source.path, source.image_root)
 
 
 def _check_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:

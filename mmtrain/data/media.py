@@ -53,7 +53,32 @@ class TarMember:
         return f"{self.shard}, member {self.name}"
 
 
-Media = FileMedia | TarMember
+@dataclass(frozen=True, slots=True)
+class ParquetCell:
+    """The bytes in a cell of a Parquet file, or in one place of the list that stands there."""
+
+    file: str
+    row_group: int
+    row: int  # in the row group
+    column: str
+    place: int | None  # in the cell's list; None where the cell itself holds the bytes
+
+    @property
+    def name(self) -> str:
+        """Column, row and place."""
+        return f"{self.column}[{self.row}]" if self.place is None else f"{self.column}[{self.row}][{self.place}]"
+
+    def open(self) -> BinaryIO:
+        """Read the cell. Raises OSError."""
+        from mmtrain.data.cells import open_cell
+
+        return open_cell(self)
+
+    def __str__(self) -> str:
+        return f"{self.file}, row group {self.row_group}, {self.name}"
+
+
+Media = FileMedia | TarMember | ParquetCell
 
 
 class _Window(io.RawIOBase):

@@ -7,13 +7,12 @@ would follow playlists and lists of parts to any file of this machine, and into 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 from PIL import Image
 
+from mmtrain.data.extras import require
 from mmtrain.data.media import BadMediaError, Media
-from mmtrain.errors import DataError
 
 # Containers that hold their frames themselves.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv"
@@ -23,19 +22,6 @@ _SPARE_SECONDS = 1.0  # the last frame may be shown longer than the others
 
 class BadVideoError(BadMediaError):
     """A video that cannot be used."""
-
-
-def require_av() -> ModuleType:
-    """The library that decodes; `DataError` says how to install it."""
-    try:
-        import av
-    except ImportError:
-        raise DataError(
-            "data: a sample has a video, and reading videos needs the `av` package, which is not installed here: "
-            "pip install 'mmtrain[video]'"
-        ) from None
-    module: ModuleType = av
-    return module
 
 
 def read_video(media: Media, max_frames: int, max_source_pixels: int) -> tuple[int, int, int]:
@@ -109,7 +95,7 @@ def _span(media: Media, stream: Any) -> tuple[float, float]:
 @contextmanager
 def _opened(media: Media, broken: str, max_source_pixels: int) -> Iterator[tuple[Any, Any]]:
     """Open a video: its container and first stream of pictures; what goes wrong is a `BadVideoError`."""
-    av = require_av()
+    av = require("av", "video", f"{media}: reading videos")
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
     decoding = {"max_pixels": str(max_source_pixels)}  # a later picture may be larger than the header says
     try:

@@ -163,13 +163,35 @@ class ModelSettings(Section):
 
 
 class SourceSettings(Section):
-    """One file of samples."""
+    """Samples of one kind, in one file or several."""
 
-    path: Path = Field(description="A LLaVA-format JSON or JSONL file; relative paths start at the recipe's folder.")
+    path: Path = Field(
+        description="A file of samples, a folder of such, or several as `train-{000..123}.tar`, `{a,b}.json` or "
+        "`*.parquet`; relative paths start at the recipe's folder."
+    )
+    format: Literal["llava", "messages", "webdataset", "parquet"] | None = Field(
+        None,
+        description="`llava`: JSON or JSONL with `conversations`; `messages`: the same with `messages` (ShareGPT, "
+        "OpenAI); `webdataset`: tar shards; `parquet`. Default: guessed from the file's ending, each JSON entry by its "
+        "keys.",
+    )
     image_root: Path | None = Field(
-        None, description="Folder that image and audio paths start at. Default: the data file's folder."
+        None,
+        description="Folder that paths of images, clips and videos start at, and may not lead out of. Default: that of "
+        "the data file.",
     )
     weight: float = Field(1.0, gt=0, description="How often an epoch uses each sample of this source (2 = twice).")
+
+
+class LimitSettings(Section):
+    """What archives from anywhere may ask of this machine."""
+
+    max_member_bytes: PositiveInt = Field(
+        1 << 30, description="Larger members of tar shards and cells of Parquet files are set aside, in bytes."
+    )
+    max_members: PositiveInt = Field(
+        10_000_000, description="Members of a tar shard, or rows of a Parquet file, above which the rest is set aside."
+    )
 
 
 class ImageSettings(Section):
@@ -243,6 +265,7 @@ class DataSettings(Section):
         None, description="Samples with more LLM tokens than this train in steps of their own. Default: no such steps."
     )
     window: PositiveInt = Field(16384, description="Samples that grouping may look at together; bounds displacement.")
+    limits: LimitSettings = Field(LimitSettings(), description="What archives may ask of this machine.")
     max_bad_rate: float = Field(0.01, ge=0, le=1, description="Share of unusable samples above which the run stops.")
     prefetch: int = Field(2, ge=0, le=64, description="Steps prepared ahead in the background; 0 prepares in line.")
     workers: int | None = Field(

@@ -18,9 +18,9 @@ from mmtrain.balance.batch import IntArray
 from mmtrain.checkpoint import Checkpoint, find, open_newest_good
 from mmtrain.data.audio import load_mels
 from mmtrain.data.index import DataIndex, build, check_bad_rate
-from mmtrain.data.llava import read
 from mmtrain.data.media import BadMediaError, Media
 from mmtrain.data.pictures import Pictures
+from mmtrain.data.read import read
 from mmtrain.data.resize import Grid
 from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Quarantined, Sample, Sight, Turn
 from mmtrain.data.tokenize import ChatTokenizer
@@ -240,7 +240,7 @@ def load_clips(question: Question, recipe: Recipe, blank: bool) -> tuple[Clip, .
 
 def _training_answers(recipe: Recipe) -> list[tuple[str, str]]:
     """Read (template, answer) of every training sample. Straight from the files: no image needs to be looked at."""
-    samples = (entry for source in recipe.data.sources for entry in read(source.path, source.image_root))
+    samples = (entry for source in recipe.data.sources for entry in read(source, recipe.data.limits))
     answered = (s for s in samples if isinstance(s, Sample) and s.answer.strip())
     return [(s.template or NO_TEMPLATE, s.answer.strip()) for s in answered]
 

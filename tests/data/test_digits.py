@@ -7,9 +7,10 @@ import soundfile
 
 from mmtrain.data import ChatTokenizer
 from mmtrain.data.digits import WORDS, prepare
-from mmtrain.data.llava import read
+from mmtrain.data.read import read
 from mmtrain.data.sample import Sample
 from mmtrain.errors import DataError
+from mmtrain.recipe.schema import LimitSettings, SourceSettings
 
 
 @pytest.fixture
@@ -32,7 +33,9 @@ def _files(out: Path) -> dict[str, bytes]:
 def test_every_recording_is_asked_about_in_one_split(recordings: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     summary = prepare(recordings, out, seed=1, sequences=30)
-    splits = {name: list(read(out / f"{name}.json")) for name in ("train", "heldout")}
+    splits = {
+        name: list(read(SourceSettings(path=out / f"{name}.json"), LimitSettings())) for name in ("train", "heldout")
+    }
     heard: dict[str, set[str]] = {}
     for name, samples in splits.items():
         for sample in samples:

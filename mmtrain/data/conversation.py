@@ -1,0 +1,168 @@
+"""From one entry of a data file to a `Sample`, in the layouts people use.
+
+LLaVA, ShareGPT:   {"conversations": [{"from": "human", "value": "<image>\nWhat colour?"}, {"from": "gpt", ...}],
+                    "image": "a.png" or ["a.png", "b.png"], "audio": likewise, "video": likewise}
+messages (OpenAI): {"messages": [{"role": "user", "content": "<image>What colour?"}, {"role": "assistant", ...}],
+                    "images": ["a.png"], "audios": [...], "videos": [...]}
+
+Media may also stand where they are shown: `content` as a list of parts `{"type": "text", "text": ...}` and
+`{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mmtrain.data.media import Media
+from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample, Turn
+
+LAYOUTS = {"llava": ("conversations",), "messages": ("messages",)}  # format -> where its turns stand
+ANY_LAYOUT = ("conversations", "messages")
+MARKS = {"image": IMAGE_MARK, "audio": AUDIO_MARK, "video": VIDEO_MARK}
+MediaOf = Callable[[str, Any], Media]  # kind, what stands for a medium -> the medium; raises BadSampleError
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+}
+_PARTS = {"image": "image", "image_url": "image", "audio": "audio", "audio_url": "audio", "input_audio": "audio"}
+_PARTS |= {"video": "video", "video_url": "video"}
+_CAPTIONS = ("caption", "text")
+
+
+class BadSampleError(Exception):
+    """A sample that cannot be used; `kind` is the quarantine's."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind, self.reason = kind, reason
+
+
+def sample_of(
+    entry: Any, source: str, index: int, media_of: MediaOf, layout: tuple[str, ...] = ANY_LAYOUT, name: str = ""
+) -> Sample:
+    """Make a sample of an entry; `media_of` finds what its paths stand for. Raises `BadSampleError`.
+
+    name: what it is called where the entry has no `id`; by default its place in the file.
+    """
+    if not isinstance(entry, dict):
+        raise BadSampleError("malformed", f"found {describe(entry)}, expected an object with `{'` or `'.join(layout)}`")
+    found: dict[str, list[Media]] = {kind: [] for kind in MARKS}
+    listed = {kind: _listed(entry, kind) for kind in MARKS}
+    for kind, values in listed.items():
+        found[kind] += [media_of(kind, value) for value in values]
+    turns = _turns(entry, layout, found, media_of)
+    template = entry.get("template")
+    return Sample(
+        id=name_of(entry, name or str(index)),
+        source=source,
+        index=index,
+        turns=turns,
+        images=tuple(found["image"]),
+        template=template if isinstance(template, str) else None,
+        clips=tuple(found["audio"]),
+        videos=tuple(found["video"]),
+    )
+
+
+def captioned(entry: Any, media: Iterable[str]) -> Any:
+    """An entry that has a `caption` (or `text`) and no conversation, as the conversation it stands for.
+
+    media: the kinds of its media, in order.
+    """
+    if not isinstance(entry, dict) or any(key in entry for key in ANY_LAYOUT):
+        return entry
+    text = next((entry[key] for key in _CAPTIONS if isinstance(entry.get(key), str)), None)
+    if text is None:
+        return entry
+    asked = "".join(MARKS[kind] for kind in media)
+    return entry | {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]}
+
+
+def names_media(entry: dict[str, Any]) -> bool:
+    """Whether an entry says itself which media it has, beside its turns or in them."""
+    if any(entry.get(kind) or entry.get(f"{kind}s") for kind in MARKS):
+        return True
+    turns = [turn for key in ANY_LAYOUT if isinstance(entry.get(key), list) for turn in entry[key]]
+    contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return any(part.get("type") in _PARTS and part.get(part["type"]) for part in parts)
+
+
+def name_of(entry: Any, otherwise: str) -> str:
+    """The `id` of an entry."""
+    found = entry.get("id") if isinstance(entry, dict) else None
+    return str(found) if isinstance(found, str | int) else otherwise
+
+
+def describe(value: Any) -> str:
+    """What kind of JSON value this is, for messages."""
+    names = {dict: "an object", list: "a list", str: "a text", type(None): "missing"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _turns(
+    entry: dict[str, Any], layout: tuple[str, ...], found: dict[str, list[Media]], media_of: MediaOf
+) -> tuple[Turn, ...]:
+    key = next((key for key in layout if key in entry), layout[0])
+    turns = entry.get(key)
+    if not isinstance(turns, list) or not turns:
+        found_instead = "an empty list" if turns == [] else describe(turns)
+        raise BadSampleError("malformed", f"`{key}` is {found_instead}, expected a list of messages")
+    return tuple(_turn(f"`{key}[{i}]`", turn, found, media_of) for i, turn in enumerate(turns))
+
+
+def _turn(where: str, turn: Any, found: dict[str, list[Media]], media_of: MediaOf) -> Turn:
+    says, who = ("content", "role") if isinstance(turn, dict) and "role" in turn else ("value", "from")
+    text = turn.get(says) if isinstance(turn, dict) else None
+    if isinstance(text, list) and says == "content":
+        text = "".join(_part(where, part, found, media_of) for part in text)
+    if not isinstance(text, str):
+        raise BadSampleError("malformed", f"{where} has no text `{says}`")
+    role = turn.get(who)
+    if not isinstance(role, str) or role not in _ROLES:
+        raise BadSampleError("malformed", f"{where}.{who} is {role!r}, expected one of {', '.join(sorted(_ROLES))}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; no tokenizer takes it
+        raise BadSampleError("malformed", f"{where}.{says} is not valid Unicode: {error.reason}") from None
+    return Turn(_ROLES[role], text)
+
+
+def _part(where: str, part: Any, found: dict[str, list[Media]], media_of: MediaOf) -> str:
+    """The text of a part of a message: a mark where it is a medium, which is added to those found."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if not isinstance(kind, str) or kind not in _PARTS:
+        allowed = ", ".join(("text", *_PARTS))
+        raise BadSampleError("malformed", f"{where} has a part of type {kind!r}, expected one of {allowed}")
+    value = part.get(kind)
+    if isinstance(value, dict) and isinstance(value.get("url"), str):
+        value = value["url"]
+    if isinstance(value, dict):
+        raise BadSampleError(f"{_PARTS[kind]}_url", f"{where} holds its {_PARTS[kind]} itself; write it to a file")
+    if value is not None:  # else it only shows where a medium of the sample's list goes
+        found[_PARTS[kind]].append(media_of(_PARTS[kind], _path(value, kind)))
+    return MARKS[_PARTS[kind]]
+
+
+def _listed(entry: dict[str, Any], kind: str) -> list[Any]:
+    """What stands for the media of one kind, under its singular or its plural."""
+    keys = [key for key in (kind, f"{kind}s") if entry.get(key) is not None]
+    if len(keys) > 1:
+        raise BadSampleError("malformed", f"it has both `{kind}` and `{kind}s`; give one of them")
+    if not keys:
+        return []
+    values = entry[keys[0]]
+    if not isinstance(values, list):
+        values = [values]
+    return [_path(value, keys[0]) for value in values]
+
+
+def _path(value: Any, key: str) -> Any:
+    if isinstance(value, Media) or (isinstance(value, str) and value):
+        return value
+    found = "an empty path" if value == "" else describe(value)
+    raise BadSampleError("malformed", f"`{key}` is or holds {found}, expected a path or a list of paths")
