@@ -6,6 +6,7 @@ import numpy as np
 
 from mmtrain.balance.assign import longest_first
 from mmtrain.balance.batch import FloatArray, IntArray
+from mmtrain.balance.interleaved import Interleaved
 from mmtrain.balance.uneven import even_out
 
 SWAPS = 256  # candidates scored together in one round; the recurrence costs little more for many than for one
@@ -30,19 +31,22 @@ def across_time(
     rounds: int,
     rng: np.random.Generator,
     expired: Callable[[], bool] = lambda: False,
+    interleaved: Interleaved | None = None,
 ) -> IntArray:
     """An order of microbatches that shortens a 1F1B pipeline; never longer than `order`.
 
     forward, backward: (c, p, l) seconds of each microbatch on each of p stages, for c pipelines that run one order
     together (LLM replicas fed by the same encoder microbatches). order: (l,) the order given. Returns (l,).
+    interleaved: for stages of v chunks, whose times are then (c, p, v, l), the turns they take.
 
     Starts from the best of the given, the constructed and the evened-out order (`uneven.even_out`) and improves by
     swaps: each of `rounds` rounds scores some random swaps by the pipeline recurrence, then the best of them combined.
     `expired` ends the search early; a search that all ranks must agree on leaves it out, since clocks differ.
     """
-    constructed = construct(forward.mean(axis=0), backward.mean(axis=0), order)
-    starts = np.stack([order, constructed, even_out(forward, backward, order)])
-    spans = makespans(forward, backward, starts)
+    f, b = (forward, backward) if interleaved is None else (forward.sum(axis=2), backward.sum(axis=2))
+    starts = np.stack([order, construct(f.mean(axis=0), b.mean(axis=0), order), even_out(f, b, order)])
+    score = makespans if interleaved is None else interleaved.makespans
+    spans = score(forward, backward, starts)
     best: IntArray = starts[spans.argmin()]
     span = float(spans.min())
     for _ in range(rounds):
@@ -52,12 +56,12 @@ def across_time(
         each, (one, other) = np.arange(SWAPS), pairs.T
         swapped = np.tile(best, (SWAPS, 1))
         swapped[each, one], swapped[each, other] = best[other], best[one]
-        spans = makespans(forward, backward, swapped)
+        spans = score(forward, backward, swapped)
         combined = _disjoint(pairs[np.argsort(spans, kind="stable")][: int((spans < span - 1e-12).sum())])
         if not combined:
             continue
         tried = np.stack([_swapped(best, combined[: k + 1]) for k in range(len(combined))])
-        spans = makespans(forward, backward, tried)
+        spans = score(forward, backward, tried)
         best, span = tried[spans.argmin()], float(spans.min())
     return best
 
