@@ -2,7 +2,8 @@
 
 It moves labels instead of tensors: every rank runs until it must wait, round after round, until nobody moves. Sends
 never wait; a receive takes the next message of its channel (edge, payload, sender, receiver) whatever that holds;
-compute and collectives wait for all ranks of their group. Nothing here uses the wiring rules under test.
+compute and collectives wait for all ranks of their group. What works in a gap runs between the halves of its host; a
+forward or backward in parts is done when its last layer is. Nothing here uses the wiring rules under test.
 """
 
 from collections import defaultdict
@@ -13,8 +14,10 @@ from math import gcd
 from mmtrain.program.actions import (
     Action,
     Backward,
+    Fill,
     Forward,
     GatherParams,
+    Partial,
     Recv,
     ReduceGrads,
     ReduceShared,
@@ -45,6 +48,7 @@ class _Rank:
     expected: set[tuple] = field(default_factory=set)  # pieces that some message to the rank is for
     posted: dict[tuple, tuple] = field(default_factory=dict)  # piece -> channel, place in it, time
     shared: set[tuple] = field(default_factory=set)
+    layers: dict[Forward | Backward, list[int]] = field(default_factory=dict)  # done of what runs in parts
 
 
 class Interpreter:
@@ -52,7 +56,7 @@ class Interpreter:
 
     def __init__(self, graph: StageGraph, actions: Mapping[int, Sequence[Action]], seconds: Seconds) -> None:
         self.graph, self.seconds = graph, seconds
-        self.ranks = {rank: _Rank(todo) for rank, todo in actions.items()}
+        self.ranks = {rank: _Rank([p for a in todo for p in self._in_turn(a)]) for rank, todo in actions.items()}
         for rank, state in self.ranks.items():
             for a in state.actions:
                 if isinstance(a, Send | Recv) and (to := a.peer if isinstance(a, Send) else rank) in self.ranks:
@@ -72,6 +76,21 @@ class Interpreter:
             if len(self.sent[channel]) != self.received[channel]:
                 self.problems.append(f"{channel}: messages left over")
         return Result(self.problems, {rank: state.clock for rank, state in self.ranks.items()})
+
+    def _in_turn(self, action: Action) -> list[Action]:
+        if not isinstance(action, Fill):
+            return [action]
+        host, kind = action.host, "F" if isinstance(action.host, Forward) else "B"
+        lo, hi = 0, self._num_layers(host.stage)
+        if isinstance(host, Partial):
+            lo, hi, kind = host.lo, host.hi, host.kind
+        halves = [Partial(host.stage, host.mb, kind, a, b) for a, b in ((lo, action.gap), (action.gap, hi))]
+        first, second = halves if kind == "F" else halves[::-1]
+        return [first, *action.partials, second]
+
+    def _num_layers(self, stage: StageId) -> int:
+        lo, hi = self.graph.stage(stage).layers
+        return hi - lo
 
     def _advance(self, rank: int) -> bool:
         state, moved = self.ranks[rank], False
@@ -128,7 +147,7 @@ class Interpreter:
     def _group(self, rank: int, action: Action) -> list[int]:
         lane = lambda stage, mb: list(self.graph.stage(stage).lanes[mb.replica])  # noqa: E731
         match action:
-            case Forward(stage, mb) | Backward(stage, mb):
+            case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
                 return lane(stage, mb)
             case Share(edge, mb, payload):
                 return lane(edge.dst if payload == "activation" else edge.src, mb)
@@ -146,6 +165,10 @@ class Interpreter:
 
     def _data_time(self, rank: int, action: Action) -> float | None:
         """When everything the action reads is on the rank; None if something is not on its way yet."""
+        if isinstance(action, Partial):
+            if self._layers_of(action)[0] != (0 if action.kind == "F" else self._num_layers(action.stage) - 1):
+                return 0.0
+            action = _made_of(action)
         match action:
             case Forward(stage, mb):
                 pieces = [
@@ -212,20 +235,39 @@ class Interpreter:
         """What data flow alone does not force."""
         later = state.actions[state.at + 1 :]
         wrong = False
+        if isinstance(action, Partial):
+            wrong = self._part(state, action)
         match action:
             case Backward(stage, mb):
                 wrong = Forward(stage, mb) not in state.did
             case ReduceGrads(unit):
-                wrong = any(isinstance(a, Backward) and a.stage.unit == unit for a in later)
+                wrong = any(_goes_back(a) and a.stage.unit == unit for a in later)
                 wrong |= unit == "llm" and any(isinstance(a, ReduceShared) for a in later)
             case ReduceShared():
-                wrong = any(isinstance(a, Backward) and a.stage.unit == "llm" for a in later)
+                wrong = any(_goes_back(a) and a.stage.unit == "llm" for a in later)
             case Step():
-                wrong = any(isinstance(a, Forward | Backward | ReduceGrads | ReduceShared) for a in later)
+                wrong = any(isinstance(a, Forward | Backward | Partial | ReduceGrads | ReduceShared) for a in later)
             case GatherParams():
                 wrong = Step() not in state.did
         if wrong:
             self.problems.append(f"rank {rank} runs {action} too early")
+
+    def _layers_of(self, part: Partial) -> list[int]:
+        layers = list(range(part.lo, part.hi))
+        return layers if part.kind == "F" else layers[::-1]
+
+    def _part(self, state: _Rank, part: Partial) -> bool:
+        """Run layers one by one; say whether any was not the next of its microbatch."""
+        whole, count = _made_of(part), self._num_layers(part.stage)
+        wanted = list(range(count)) if part.kind == "F" else list(range(count))[::-1]
+        done = state.layers.setdefault(whole, [])
+        if not done and isinstance(whole, Backward) and Forward(part.stage, part.mb) not in state.did:
+            return True
+        done += self._layers_of(part)
+        if done == wanted:
+            state.done.append(whole)
+            state.did.add(whole)
+        return done != wanted[: len(done)]
 
     def _audit(self, rank: int, state: _Rank) -> None:
         """Everything the graph asks of the rank was done exactly once, and nothing else."""
@@ -246,10 +288,18 @@ class Interpreter:
         two_copies = llm[0].lanes != llm[-1].lanes if llm else False
         if self.graph.tied_embeddings and two_copies and llm[0].trainable and llm[-1].trainable:
             wanted += [ReduceShared("embeddings")] * any(rank in x for s in (llm[0], llm[-1]) for x in s.lanes)
-        found = [a for a in state.done if not isinstance(a, Share)]
+        found = [a for a in state.done if not isinstance(a, Share | Partial)]
         shares = [a for a in state.actions if isinstance(a, Share)]
         if sorted(map(repr, wanted)) != sorted(map(repr, found)) or len(set(shares)) != len(shares):
             self.problems.append(f"rank {rank} did not do what it should")
+
+
+def _made_of(part: Partial) -> Forward | Backward:
+    return Forward(part.stage, part.mb) if part.kind == "F" else Backward(part.stage, part.mb)
+
+
+def _goes_back(action: Action) -> bool:
+    return isinstance(action, Backward) or (isinstance(action, Partial) and action.kind == "B")
 
 
 def trains_up_to(graph: StageGraph, stage: StageId) -> bool:

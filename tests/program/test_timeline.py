@@ -9,7 +9,18 @@ import pytest
 from mmtrain.balance.batch import BatchMeta, ItemTable
 from mmtrain.models.shape import LayerShape, ModelEdge, ModelShape, UnitShape
 from mmtrain.program import ModelTiming, build, chrome_trace, simulate, step_loads, write_chrome_trace
-from mmtrain.program.actions import Backward, Forward, GatherParams, Recv, ReduceGrads, ReduceShared, Send, Share, Step
+from mmtrain.program.actions import (
+    Backward,
+    Forward,
+    GatherParams,
+    Partial,
+    Recv,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+    Share,
+    Step,
+)
 from mmtrain.program.graph import Microbatch, StageId
 from tests.program.graphs import Unit, chain
 
@@ -83,6 +94,31 @@ def test_recomputed_layers_pay_again_and_keep_less(timing):
     assert timing.compute(Backward(*flat("llm"))) == (2 * 6 * 3.0 + 6 * 10.0) / 2
     assert timing.activation_bytes(*flat("llm")) == 6 * 100 + 6
     assert timing.activation_bytes(*flat("vision")) == 5 * 100
+
+
+def test_segments_take_what_their_layers_take(timing):
+    """Stage llm.0 holds the embedding and a recomputed block; the encoder's first layer needs no backward."""
+    llm, vision = flat("llm"), flat("vision")
+    assert timing.compute(Partial(*llm, "F", 1, 2)) == 6 / 2
+    assert timing.compute(Partial(*llm, "B", 0, 1)) == 6 * 3.0 / 2
+    assert timing.compute(Partial(*llm, "B", 1, 2)) == (6 * 3.0 + 6 * 10.0) / 2
+    assert timing.compute(Partial(*vision, "B", 0, 1)) == 0
+    assert timing.compute(Partial(*vision, "B", 0, 2)) == timing.compute(Backward(*vision))
+
+
+def test_parts_are_drawn_with_their_segments(timing):
+    order = {
+        0: ["PF vision.0 vision:0.0 0:1", "PF vision.0 vision:0.0 1:2", "B vision.0 vision:0.0"],
+        **{rank: [f"{kind} llm.{(rank - 1) // 2} llm:0.0" for kind in "FB"] for rank in range(1, 5)},
+    }
+    timeline = simulate(build(timing.graph, kind="explicit", order=order), timing)
+    drawn = [e for e in chrome_trace(timeline, "")["traceEvents"] if e.get("args", {}).get("kind") == "partial"]
+    assert [(e["name"], e["pid"], e["tid"], e["dur"]) for e in drawn] == [
+        ("F vision.0 vision:0.0 0:1", 0, 0, 5e6),
+        ("F vision.0 vision:0.0 1:2", 0, 0, 5e6),
+    ]
+    where = {"unit": "vision", "stage": 0, "chunk": 0, "replica": 0, "microbatch": 0}
+    assert drawn[1]["args"] == {"kind": "partial", **where, "lo": 1, "hi": 2}
 
 
 def test_messages_carry_routed_rows_between_units_and_all_tokens_inside(timing):

@@ -1,0 +1,72 @@
+"""Programs whose forwards and backwards run in parts, some of them inside the gaps of others, for tests."""
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+from hypothesis import strategies as st
+
+from mmtrain.program import Program, StageGraph, build_1f1b, build_coarse, lower
+from mmtrain.program.actions import Compute, Fill, Forward, Partial, Task
+from tests.program.graphs import Unit, chain, graphs, unified
+
+
+@st.composite
+def cut_programs(draw: st.DrawFn, max_n: int = 3) -> Program:
+    """1F1B or coarse orders in which some work is cut and lies in one piece after another; every one of them runs."""
+    graph = deeper(draw(graphs(max_n=max_n)), draw(st.integers(1, 4)))
+    program, seed = draw(st.sampled_from([build_1f1b, build_coarse]))(graph), draw(st.integers(0, 2**32))
+    pieces = {rank: [p for a in todo for p in cut(graph, a, seed)] for rank, todo in program.actions.items()}
+    return lower(Program(graph, {rank: tuple(todo) for rank, todo in pieces.items()}))
+
+
+@st.composite
+def filled_programs(draw: st.DrawFn, max_n: int = 3) -> Program:
+    """Work of units on the same ranks, some of it in a gap of what comes before it, whether that can be or not."""
+    pp, tp, n = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(2, max_n))
+    frozen = draw(st.booleans())
+    ranks = tuple(range(pp * tp))
+    encoder = Unit("vision", dp=pp, tp=tp, ranks=ranks, trainable=(not frozen,))
+    shared = draw(st.sampled_from([unified(pp, 1, tp, n=n), chain(encoder, Unit("llm", pp, tp=tp, ranks=ranks), n=n)]))
+    graph = deeper(shared, draw(st.integers(2, 4)))
+    program, seed = draw(st.sampled_from([build_1f1b, build_coarse]))(graph), draw(st.integers(0, 2**32))
+    return lower(Program(graph, {rank: fill(graph, todo, seed) for rank, todo in program.actions.items()}))
+
+
+def deeper(graph: StageGraph, num_layers: int) -> StageGraph:
+    """The same graph with so many layers in every stage."""
+    stages = (replace(s, layers=(s.id.index * num_layers, (s.id.index + 1) * num_layers)) for s in graph.stages)
+    return replace(graph, stages=tuple(stages))
+
+
+def cut(graph: StageGraph, action: Compute, seed: int, always: bool = False) -> list[Compute]:
+    """Cut half of all actions at some borders of layers, alike on every rank; `always` into at least one partial."""
+    lo, hi = graph.stage(action.stage).layers
+    chance = _chance(seed, action)
+    if isinstance(action, Partial) or (not always and chance.random() < 0.5):
+        return [action]
+    borders = [b for b in range(1, hi - lo) if chance.random() < 0.5]
+    kind = "F" if isinstance(action, Forward) else "B"
+    pieces = [Partial(action.stage, action.mb, kind, a, b) for a, b in pairwise([0, *borders, hi - lo])]
+    return pieces if kind == "F" else pieces[::-1]
+
+
+def fill(graph: StageGraph, todo: tuple[Compute, ...], seed: int) -> tuple[Task, ...]:
+    """Put what follows a host of another unit into a gap of it, mostly where it belongs to another wave."""
+    out: list[Task] = []
+    rest = list(todo)
+    while rest:
+        action = rest.pop(0)
+        lo, hi = graph.stage(action.stage).layers
+        chance = _chance(seed, action)
+        likely = 0.6 if rest and rest[0].mb.index != action.mb.index else 0.05
+        if rest and rest[0].stage.unit != action.stage.unit and chance.random() < likely:
+            gap, inside = chance.randrange(1, hi - lo), cut(graph, rest.pop(0), seed, always=True)
+            out.append(Fill(action, gap, tuple(p for p in inside if isinstance(p, Partial))))
+        else:
+            out += cut(graph, action, seed)
+    return tuple(out)
+
+
+def _chance(seed: int, action: Compute) -> Random:
+    return Random(f"{seed} {type(action)} {action.stage} {action.mb.index}")

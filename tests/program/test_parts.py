@@ -1,0 +1,193 @@
+"""Forwards and backwards in parts: the checker, the simulator and the memory count against the interpreter."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from mmtrain.errors import ProgramError
+from mmtrain.program import Fill, Partial, Program, build, check, from_text, peak_live, simulate, to_text
+from mmtrain.program.actions import Backward, Forward
+from mmtrain.program.graph import Microbatch, StageId
+from mmtrain.program.segments import flat
+from tests.program.graphs import Unit, chain
+from tests.program.interpreter import interpret
+from tests.program.parts import cut_programs, deeper, filled_programs
+from tests.program.test_coarse import encoder_on_every_rank
+from tests.program.test_simulate import Given
+
+
+@settings(max_examples=60)
+@given(st.one_of(cut_programs(), filled_programs()))
+def test_programs_in_parts_round_trip(program):
+    assert from_text(to_text(program), program.graph) == program
+
+
+@settings(max_examples=150)
+@given(cut_programs())
+def test_cutting_what_runs_changes_nothing(program):
+    assert interpret(program.graph, program.actions).problems == []
+    check(program)
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> Program:
+    """A program in parts with one of its parts, or any action, deleted, doubled, moved or altered on one rank."""
+    program = draw(st.one_of(cut_programs(max_n=2), filled_programs(max_n=2)))
+    rank = draw(st.sampled_from(sorted(program.actions)))
+    actions = list(program.actions[rank])
+    inside = [at for at, a in enumerate(actions) if isinstance(a, Partial | Fill)]
+    at = draw(st.sampled_from(inside or range(len(actions))))
+    how = draw(
+        st.sampled_from(["nothing", "nothing", "nothing", "delete", "duplicate", "swap", "move", "alter", "spill"])
+    )
+    action = actions[at]
+    if how == "delete":
+        del actions[at]
+    elif how == "duplicate":
+        actions.insert(draw(st.integers(0, len(actions))), action)
+    elif how == "swap":
+        other = draw(st.integers(0, len(actions) - 1))
+        actions[at], actions[other] = actions[other], actions[at]
+    elif how == "move":
+        actions.insert(draw(st.integers(0, len(actions) - 1)), actions.pop(at))
+    elif how == "alter" and isinstance(action, Partial):
+        hi = draw(st.integers(action.lo + 1, action.hi + 1))
+        actions[at] = replace(action, hi=hi, kind=draw(st.sampled_from("FB")))
+    elif how == "spill" and isinstance(action, Fill):  # parts of it are lost, doubled or come in another order
+        inner = draw(st.lists(st.sampled_from(action.partials), min_size=1, max_size=3))
+        actions[at] = replace(action, partials=tuple(inner))
+    return replace(program, actions={**program.actions, rank: tuple(actions)})
+
+
+@settings(max_examples=400)
+@given(mutations())
+def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
+    problems = interpret(program.graph, program.actions).problems
+    fills = any(isinstance(a, Fill) for todo in program.actions.values() for a in todo)
+    event(f"{'fills' if fills else 'parts'} that {'fail' if problems else 'run'}")
+    if problems:
+        with pytest.raises(ProgramError, match="program refused"):
+            check(program)
+    else:
+        check(program)
+
+
+@settings(max_examples=100)
+@given(cut_programs(), st.integers(0, 2**32))
+def test_programs_in_parts_take_the_time_of_the_interpreter(program, seed):
+    def seconds(action):
+        if not isinstance(action, Forward | Backward | Partial):
+            return 0.0
+        share = action.hi - action.lo if isinstance(action, Partial) else 4
+        return float(share * (hash((seed, action.stage.index, action.mb.replica, action.mb.index)) % 5))
+
+    groups = program.graph.num_groups
+    timeline = simulate(program, Given({}, {}, rule=seconds), num_groups=groups)
+    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.place)}
+    assert timeline.step_time_s == max(interpret(program.graph, everyone, seconds).clock.values())
+    for rank, bubbles in timeline.bubbles.items():
+        busy = sum(s.duration_s for s in timeline.spans if s.rank == rank and isinstance(s.action, Forward | Backward))
+        busy += sum(s.duration_s for s in timeline.spans if s.rank == rank and isinstance(s.action, Partial))
+        assert sum(bubbles.values()) == timeline.step_time_s - busy
+
+
+# Two ranks of an LLM pipeline, an encoder replica on each; stages of three layers; two waves.
+GRAPH = deeper(encoder_on_every_rank(2, n=2), 3)
+ORDER = {
+    rank: [
+        f"F vision.0 vision:{rank}.0",
+        f"F llm.{rank} llm:0.0 |1| PF vision.0 vision:{rank}.1 0:2",
+        f"PF vision.0 vision:{rank}.1 2:3",
+        *([f"F llm.{rank} llm:0.1"] if rank == 0 else []),
+        f"B llm.{rank} llm:0.0",
+        *([f"F llm.{rank} llm:0.1"] if rank == 1 else []),
+        *([f"B llm.1 llm:0.1 |2| PB vision.0 vision:{rank}.0 1:3"] if rank == 1 else []),
+        *([f"PB llm.0 llm:0.1 1:3 |2| PB vision.0 vision:{rank}.0 1:3"] if rank == 0 else []),
+        *(["PB llm.0 llm:0.1 0:1"] if rank == 0 else []),
+        f"PB vision.0 vision:{rank}.0 0:1",
+        f"B vision.0 vision:{rank}.1",
+    ]
+    for rank in (0, 1)
+}
+
+
+def changed(rank: int, old: str, new: str) -> dict[int, list[str]]:
+    assert sum(old in line for line in ORDER[rank]) >= 1
+    lines = [line.replace(old, new) for line in ORDER[rank]]
+    return ORDER | {rank: [line for line in lines if line]}
+
+
+def test_encoder_work_in_the_gaps_of_the_llms():
+    """What waits for a partial in a gap is sent after the host; what the partial waits for is there before it."""
+    program = build(GRAPH, kind="explicit", order=ORDER)
+    assert interpret(GRAPH, program.actions).problems == []
+    tasks = [a for a in program.actions[0] if isinstance(a, Fill)]
+    assert [type(a.host) for a in tasks] == [Forward, Partial]
+    times = Given({}, {}, rule=lambda a: float(a.hi - a.lo if isinstance(a, Partial) else 3))
+    spans = simulate(program, times).spans
+    host, inside, rest = [s for s in spans if s.rank == 0 and isinstance(s.action, Partial)][:3]
+    assert (host.action.hi, inside.action.stage.unit, rest.action.lo) == (1, "vision", 1)
+    assert host.start_s + 1 == inside.start_s == rest.start_s - 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "old", "new", "message"),
+    [
+        (0, "PF vision.0 vision:0.1 2:3", "", r"rank 0: `PF vision\.0 vision:0\.1 2:3` is missing"),
+        (1, "0:2", "0:1", r"rank 1: `PF vision\.0 vision:1\.1 2:3` \(action \d+\) comes where segment 1 is due of 3"),
+        (1, "1:3", "0:3", r"rank 1: `PB vision\.0 vision:1\.0 0:1` .* comes where all segments are done of 3"),
+        (0, "0.1 2:3", "0.1 2:4", r"2:4` .* comes where segment 2 is due of 3"),
+        (1, "F vision.0 vision:1.0", "", r"rank 1: `F vision\.0 vision:1\.0` is missing"),
+        (0, "|1|", "|3|", r"rank 0, line 1: .*gap 3 of F llm\.0 llm:0\.0: allowed are 1 to 2"),
+        (
+            0,
+            "1:3 |2|",
+            "1:2 |2|",
+            r"rank 0, line 5: .*gap 2 of B llm\.0 llm:0\.1: allowed are none, it has one segment",
+        ),
+        (0, "PF vision.0 vision:0.1 0:2", "F vision.0 vision:0.1", "line 1.*'F vision.0 vision:0.1' is no partial"),
+        (0, "0:2", "2:2", "line 1.*2:2 holds no segment"),
+        (0, "|1| PF vision.0 vision:0.1 0:2", "|1|", "line 1.*no such action"),
+        (0, "PF vision.0 vision:0.1 0:2", "PF vision.1 vision:0.1 0:2", r"there is no stage vision\.1"),
+        (0, "PF vision.0 vision:0.1 0:2", "PF vision.0 vision:0.7 0:2", r"they go from vision:0\.0 to vision:1\.1"),
+    ],
+)
+def test_what_is_wrong_with_a_part_is_named(rank, old, new, message):
+    with pytest.raises(ProgramError, match=message):
+        build(GRAPH, kind="explicit", order=changed(rank, old, new))
+
+
+def test_a_part_in_a_gap_may_not_need_its_own_host():
+    """The encoder's backward needs the gradient that the LLM's first segment gives, after the gap."""
+    graph = deeper(chain(Unit("vision"), Unit("llm", ranks=(0,)), n=1), 2)
+    order = {
+        0: ["F vision.0 vision:0.0", "F llm.0 llm:0.0", "B llm.0 llm:0.0 |1| PB vision.0 vision:0.0 0:2"],
+    }
+    message = r"`PB vision\.0 vision:0\.0 0:2` \(action 2\) comes before `B llm\.0 llm:0\.0`"
+    with pytest.raises(ProgramError, match=message):
+        build(graph, kind="explicit", order=order)
+
+
+def test_ranks_of_a_lane_cut_alike():
+    graph = deeper(chain(Unit("llm", tp=2), n=1), 2)
+    order = {0: ["F llm.0 llm:0.0", "B llm.0 llm:0.0"], 1: ["PF llm.0 llm:0.0 0:2", "B llm.0 llm:0.0"]}
+    with pytest.raises(ProgramError, match="ranks 0 and 1 share the group"):
+        build(graph, kind="explicit", order=order)
+
+
+def test_validation_runs_what_is_left_of_a_gap():
+    """Backwards that nobody needs leave the gap, and their host too; the forwards in it stay."""
+    frozen = replace(GRAPH, stages=tuple(replace(s, trainable=False) for s in GRAPH.stages))
+    program = build(frozen, kind="explicit", order=ORDER)
+    assert interpret(frozen, program.actions).problems == []
+    assert not any(isinstance(a, Partial) and a.kind == "B" for a in flat(frozen, program.actions[0]))
+
+
+def test_a_microbatch_in_parts_lives_from_its_first_to_its_last():
+    """The second wave's encoder starts in a gap while the first is alive; it is freed after segment 0's backward."""
+    program = build(GRAPH, kind="explicit", order=ORDER)
+    assert peak_live(GRAPH, program.actions[0]) == {StageId("vision", 0): 2, StageId("llm", 0): 2}
+    part = Partial(StageId("vision", 0), Microbatch("vision", 0, 0), "F", 0, 1)
+    assert peak_live(GRAPH, (part,)) == {StageId("vision", 0): 1}
