@@ -5,7 +5,7 @@ from mmtrain.data.loader import Loader
 from mmtrain.data.order import GroupStream, validation_batches
 from mmtrain.data.payload import AudioPayload, TextPayload, VisionPayload
 from mmtrain.data.prepare import BadSamples, Need, Preparer, StepData
-from mmtrain.data.sample import Quarantined, Sample, Turn, write_quarantine
+from mmtrain.data.sample import Quarantined, Sample, Turn, read_quarantine, write_quarantine
 from mmtrain.data.tokenize import ChatTokenizer, Encoded
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Turn",
     "VisionPayload",
     "build",
+    "read_quarantine",
     "validation_batches",
     "write_quarantine",
 ]

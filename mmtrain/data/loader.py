@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -78,7 +79,7 @@ class Loader:
         start = time.perf_counter()
         try:
             made = self._window.take() if self._thread is not None else self._maker.make(self._request(self._step))
-            data = self._bad.first_time(made)
+            data = replace(made, quarantined=self._bad.admit(made.quarantined))
         except MmtrainError:
             raise
         except Exception as error:

@@ -1,6 +1,7 @@
 """What a rank needs for a step, made from lengths: alike in a thread, in a process and on another machine."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -154,20 +155,21 @@ class StepMaker:
 class BadSamples:
     """Remembers the samples that turned out bad while running: each is named once, and there may not be too many."""
 
-    def __init__(self, index: DataIndex, max_bad_rate: float) -> None:
-        """Count together with what `index` set aside."""
+    def __init__(self, index: DataIndex, max_bad_rate: float, known: Iterable[Quarantined] = ()) -> None:
+        """Count together with what `index` set aside; `known` ones were named before."""
         self._index, self._max_bad_rate = index, max_bad_rate
-        self._found: dict[tuple[str, int], Quarantined] = {}  # by source and place in it
+        aside = {(q.source, q.index) for q in index.quarantined}
+        self._found = {(q.source, q.index): q for q in known if (q.source, q.index) not in aside}
 
-    def first_time(self, data: StepData) -> StepData:
-        """The step, naming only those of its bad samples that no step before has named.
+    def admit(self, found: Iterable[Quarantined]) -> tuple[Quarantined, ...]:
+        """Those that are named for the first time.
 
         Raises `TooManyBadSamples` when all that are known pass the rate allowed.
         """
-        new = {(q.source, q.index): q for q in data.quarantined if (q.source, q.index) not in self._found}
+        new = {(q.source, q.index): q for q in found if (q.source, q.index) not in self._found}
         if new:
             self._found |= new
             total = len(self._index.samples) + len(self._index.quarantined)
             bad = (*self._index.quarantined, *self._found.values())
             check_bad_rate(bad[::-1], total, self._max_bad_rate)
-        return replace(data, quarantined=tuple(new.values()))
+        return tuple(new.values())

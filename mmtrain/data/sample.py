@@ -1,5 +1,6 @@
 """What reading yields, whatever the format: a sample, or one that was set aside, and why."""
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable
@@ -83,3 +84,14 @@ def write_quarantine(path: Path, entries: Iterable[Quarantined], append: bool = 
     """Write one JSON object a line: source, index, id, kind, reason."""
     with path.open("a" if append else "w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(e)) + "\n" for e in entries)
+
+
+def read_quarantine(path: Path) -> tuple[Quarantined, ...]:
+    """What `write_quarantine` wrote; none where there is no file. A line that a crash cut short is left out."""
+    if not path.exists():
+        return ()
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            entries.append(Quarantined(**json.loads(line)))
+    return tuple(entries)

@@ -2,12 +2,12 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
-from mmtrain.data import DataIndex, Loader, StepData, write_quarantine
+from mmtrain.data import BadSamples, DataIndex, Loader, Quarantined, StepData, write_quarantine
 from mmtrain.errors import CheckpointError, RunError
 from mmtrain.report import Progress, RunLog, StepMetrics
 from mmtrain.runtime.activity import LOADING, MEASURING, SAVING
@@ -37,6 +37,7 @@ class Loop:
     run_dir: Path
     saver: BackgroundSaver
     predicted_gib: float | None  # this rank's peak memory by the plan
+    bad: BadSamples  # found by any rank; kept on the first
     bad_steps: int = 0  # in a row
     failed_saves: int = 0  # in a row
 
@@ -68,15 +69,15 @@ class Loop:
         data = next(self.loader)
         lr = learning_rate(train.optimizer, step, train.steps)
         outcome = self._train(data, lr)
-        broken = self._record_broken(data)
         activity.begin(MEASURING)
-        seen = self.meter.gather(outcome, self.loader.wait_s - waited, broken, self.stop.asked, self.saver.done)
+        broken, waited = len(data.quarantined), self.loader.wait_s - waited
+        seen = self.meter.gather(outcome, waited, broken, self.stop.asked, self.saver.done)
         took = time.perf_counter() - begin
         self._judge(data, outcome)
         if self.saver.pending and seen.saved:
             self._settle(must=False)
-        if seen.broken_samples:
-            self.progress.note(f"step {step + 1}: {seen.broken_samples} samples could not be decoded, see {QUARANTINE}")
+        if seen.broken_samples and (new := self._record_broken(data)):
+            self.progress.note(f"step {step + 1}: {new} samples could not be decoded, see {QUARANTINE}")
         validates = train.validate_every and due(step, train.validate_every, train.steps) and not seen.stopped
         val_loss = self.validate() if validates else None
         return self.meter.metrics(data.meta, outcome, seen, lr, took, val_loss), seen.stopped
@@ -160,11 +161,17 @@ class Loop:
             self._write(STATE, lambda: write_state(self.run_dir, status, step))
 
     def _record_broken(self, data: StepData) -> int:
-        """Append what this rank could not decode to the quarantine; tensor-parallel ranks load alike, one records."""
-        if not data.quarantined or any(unit.groups.tp_rank for unit in self.job.units.values()):
-            return 0
-        self._write(QUARANTINE, lambda: write_quarantine(self.run_dir / QUARANTINE, data.quarantined, append=True))
-        return len(data.quarantined)
+        """Put what ranks could not decode into the quarantine, and return how many samples that are.
+
+        Each only once: several ranks may hold images of a sample, and other ranks in another epoch.
+        """
+        found = self.job.world.gather(data.quarantined)
+        return self.job.world.on_first(lambda: self._quarantine(cast(list[tuple[Quarantined, ...]], found)))
+
+    def _quarantine(self, found: Sequence[tuple[Quarantined, ...]]) -> int:
+        new = self.bad.admit([entry for entries in found for entry in entries])
+        self._write(QUARANTINE, lambda: write_quarantine(self.run_dir / QUARANTINE, new, append=True))
+        return len(new)
 
 
 def _append(path: Path, line: str) -> None:

@@ -1,5 +1,6 @@
 """`mmtrain train`: the story of a run, from a recipe to a trained model."""
 
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,17 @@ from rich.console import Console
 
 from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.checkpoint import find
-from mmtrain.data import DataIndex, GroupStream, Loader, Preparer, build, validation_batches, write_quarantine
+from mmtrain.data import (
+    BadSamples,
+    DataIndex,
+    GroupStream,
+    Loader,
+    Preparer,
+    build,
+    read_quarantine,
+    validation_batches,
+    write_quarantine,
+)
 from mmtrain.errors import LaunchError, RunError, StoppedAndSaved, UserError
 from mmtrain.plan.files import load as load_plan
 from mmtrain.plan.files import require_match
@@ -158,15 +169,18 @@ def _steps(
     meter, validate = Meter(job, stream, plan.hardware), _validation(job)
     console.print(f"MFU is the share of {meter.peak_flops:.3g} FLOP/s, {world.size} x {plan.hardware}", highlight=False)
     job.faults.begin(world.rank)
+    node = socket.gethostname()
+    ranks_here = world.gather(node).count(node)
     with (
         RunLog(request.run_dir, first + 1, enabled=world.is_first) as log,
         open_progress(console, recipe.name, recipe.train.steps, first + 1) as progress,
-        Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first) as loader,
+        Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first, ranks_here) as loader,
         Watchdog(job.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
     ):
         saver = BackgroundSaver(request.run_dir / CHECKPOINTS, job, _facts(recipe, index))
         predicted = predicted_for(world.rank, plan.predicted.peak_memory_gib)
-        loop = Loop(job, index, loader, meter, validate, log, progress, stop, request.run_dir, saver, predicted)
+        bad = BadSamples(index, recipe.data.max_bad_rate, read_quarantine(request.run_dir / QUARANTINE))
+        loop = Loop(job, index, loader, meter, validate, log, progress, stop, request.run_dir, saver, predicted, bad)
         return loop.run(first)
 
 
@@ -179,10 +193,15 @@ def _validation(job: Job) -> Callable[[], float]:
     grouping, limit = Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.validate_batches
     metas = validation_batches(index, grouping, job.dp, job.num_microbatches, limit)
     preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
+    bad = BadSamples(index, recipe.data.max_bad_rate)
     total = sum(meta.total_targets for meta in metas)
 
     def validate() -> float:
-        mine = sum(job.validate(preparer.prepare(meta)).loss * meta.total_targets / total for meta in metas)
+        mine = 0.0
+        for meta in metas:
+            data = preparer.prepare(meta)
+            bad.admit(data.quarantined)
+            mine += job.validate(data).loss * meta.total_targets / total
         return job.world.sum(mine)
 
     return validate
@@ -277,4 +296,6 @@ def _introduce(console: Console, request: Request, plan: Plan, index: DataIndex)
     aside = f", {len(index.quarantined)} set aside (see {QUARANTINE})" if index.quarantined else ""
     console.print(f"{len(index.samples)} samples{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True)
     if not console.quiet:
-        write_quarantine(request.run_dir / QUARANTINE, index.quarantined)
+        # A run that goes on keeps what it found while decoding.
+        before = read_quarantine(request.run_dir / QUARANTINE) if request.resume else ()
+        write_quarantine(request.run_dir / QUARANTINE, dict.fromkeys((*index.quarantined, *before)))
