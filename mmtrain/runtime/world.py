@@ -61,6 +61,14 @@ class World:
         dist.all_gather_object(values, value, group=group)
         return values
 
+    def collect(self, value: object) -> list[object]:
+        """Collect one picklable object from every rank on rank 0, in rank order; the others get an empty list."""
+        if self.size == 1:
+            return [value]
+        values: list[object] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(value, values)
+        return values or []
+
     def sum(self, value: float) -> float:
         """Add up one number over all ranks."""
         total = torch.tensor(value, dtype=torch.float64, device=self.device)

@@ -1,0 +1,138 @@
+"""From what the ranks recorded of a step to its timeline, drawn and booked like a simulated one."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mmtrain.program.account import Account
+from mmtrain.program.actions import Collective, Compute, Recv, Send
+from mmtrain.program.graph import StageGraph
+from mmtrain.program.recorded import StepRecord
+from mmtrain.program.timeline import BubbleKind, Span, Timeline, chrome_trace
+from mmtrain.program.wiring import members
+
+BytesMoved = Callable[[int, Collective], int]  # (rank, collective) -> bytes
+
+
+def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], bytes_moved: BytesMoved) -> Timeline:
+    """Draw one step of the given ranks, whose records are on one clock; it starts when the first of them does.
+
+    Compute begins when its messages have come. A collective begins on all its ranks when the last of them is there;
+    what the others wait is a bubble. A message is drawn on its sender from when both ends were posted to when the
+    receiver knew of it, which is when it was waited for: at most so long. What lies on a rank's communication stream
+    is drawn one after another, each from the end of the one before, since it cannot be told which moved when.
+
+    Memory is not in the records: `peak_memory_bytes` stays empty.
+    """
+    zero = min(record.begin_s for record in records.values())
+    records = {rank: record.shifted(-zero) for rank, record in records.items()}
+    step_time = max(record.end_s for record in records.values())
+    together = _together(graph, records)
+    messages = _messages(records)
+    spans: list[Span] = []
+    bubbles: dict[int, Mapping[BubbleKind, float]] = {}
+    for rank, record in records.items():
+        works = list(_works(graph, rank, record, together))
+        account = Account.of(work.action for work in works)
+        moved = messages.get(rank, [])
+        for work in works:
+            start = max(work.start_s, account.clock)  # clocks agree to some microseconds only
+            end = max(work.end_s, start)
+            account.book(work.action, start, end - start)
+            if isinstance(work.action, Compute):
+                spans.append(Span(rank, start, end - start, work.action))
+            else:
+                moved.append(Span(rank, start, end - start, work.action, bytes_moved(rank, work.action)))
+        account.close(step_time)
+        bubbles[rank] = account.bubbles
+        spans += _one_after_another(moved)
+    return Timeline(tuple(sorted(spans, key=lambda s: (s.start_s, s.rank))), step_time, bubbles, {}, simulated=False)
+
+
+class _Work(NamedTuple):
+    action: Compute | Collective
+    start_s: float
+    end_s: float
+
+
+def _works(
+    graph: StageGraph, rank: int, record: StepRecord, together: Mapping[tuple[Collective, tuple[int, ...]], float]
+) -> Iterator[_Work]:
+    """What held the rank, in order; a collective starts when its group is complete."""
+    for action, begin, end, waited in record.done:
+        if isinstance(action, Compute):
+            yield _Work(action, begin + waited, end)
+        elif isinstance(action, Collective):
+            yield _Work(action, min(together[action, members(graph, rank, action)], end), end)
+
+
+def _together(graph: StageGraph, records: Mapping[int, StepRecord]) -> dict[tuple[Collective, tuple[int, ...]], float]:
+    """When the last rank came to each collective; a group runs each of its collectives once in a step."""
+    last: defaultdict[tuple[Collective, tuple[int, ...]], float] = defaultdict(float)
+    for rank, record in records.items():
+        for action, begin, _, waited in record.done:
+            if isinstance(action, Collective):
+                key = (action, members(graph, rank, action))
+                last[key] = max(last[key], begin + waited)
+    return last
+
+
+def _messages(records: Mapping[int, StepRecord]) -> dict[int, list[Span]]:
+    """Every message on its sender."""
+    ends = {
+        (m.message.peer, Send(m.message.edge, m.message.src, m.message.dst, rank, m.message.payload)): m
+        for rank, record in records.items()
+        for m in record.moved
+        if isinstance(m.message, Recv)
+    }
+    found: dict[int, list[Span]] = {}
+    for rank, record in records.items():
+        for sent in record.moved:
+            if isinstance(sent.message, Send):
+                received = ends[rank, sent.message]
+                start = max(sent.posted_s, received.posted_s)
+                span = Span(rank, start, max(received.done_s - start, 0.0), sent.message, sent.nbytes)
+                found.setdefault(rank, []).append(span)
+    return found
+
+
+def _one_after_another(spans: Sequence[Span]) -> Iterator[Span]:
+    """Let each span begin when the one that ends before it has ended; viewers drop spans that overlap."""
+    free = 0.0
+    for span in sorted(spans, key=lambda s: (s.start_s + s.duration_s, s.start_s)):
+        end = max(span.start_s + span.duration_s, free)
+        start = max(span.start_s, free)
+        yield span._replace(start_s=start, duration_s=end - start)
+        free = end
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One recorded step of a run."""
+
+    number: int  # counts from 1
+    begin_s: float  # on the clock that all steps of the run share
+    timeline: Timeline
+
+
+def run_trace(steps: Sequence[MeasuredStep], plan_sha256: str, clock_error_s: float) -> dict[str, Any]:
+    """Return recorded steps as one Chrome trace, on one axis that begins with the first of them.
+
+    `otherData` holds their mean step time, and beside what every trace has `steps` (number, `ts` and `dur` in
+    microseconds of each) and how far the clocks of two ranks may be apart.
+    """
+    first, shifted = steps[0].begin_s, []
+    for step in steps:
+        by_s = step.begin_s - first
+        shifted += [span._replace(start_s=span.start_s + by_s) for span in step.timeline.spans]
+    mean_s = sum(step.timeline.step_time_s for step in steps) / len(steps)
+    joined = Timeline(tuple(shifted), mean_s, steps[0].timeline.bubbles, {}, simulated=False)
+    trace = chrome_trace(joined, plan_sha256)
+    trace["otherData"] |= {
+        "steps": [
+            {"step": s.number, "ts": (s.begin_s - first) * 1e6, "dur": s.timeline.step_time_s * 1e6} for s in steps
+        ],
+        "clock_error_us": clock_error_s * 1e6,
+    }
+    return trace

@@ -1,0 +1,27 @@
+import time
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.runtime.clocks import ClockOffset, clock_offset
+from mmtrain.runtime.world import World
+from tests.distributed import run_ranks
+
+APART_S = 100.0
+
+
+def offsets() -> tuple[ClockOffset, ClockOffset]:
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return clock_offset(world), clock_offset(world, lambda: time.perf_counter() + APART_S * world.rank)
+
+
+def test_clocks_of_one_machine_agree_and_others_are_set_right() -> None:
+    found = run_ranks(3, offsets)
+    for rank, (same, shifted) in enumerate(found):
+        assert same == ClockOffset(0.0, 0.0)
+        assert abs(shifted.offset_s - APART_S * rank) <= shifted.error_s + 1e-9, "the bounds hold the truth"
+        assert shifted.error_s < APART_S / 4, "and are far closer than the clocks are apart"
+
+
+def test_one_rank_has_the_first_clock() -> None:
+    assert clock_offset(World(0, 1, torch.device("cpu"))) == ClockOffset(0.0, 0.0)
