@@ -3,6 +3,7 @@
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,29 +16,32 @@ def assign(
     groups: Sequence[IntArray],
     lengths: SampleLengths,
     dp: Mapping[str, int],
-    num_microbatches: int,
+    num_microbatches: Mapping[str, int],
 ) -> BatchMeta:
-    """Lay out one global batch of `dp["llm"] * num_microbatches` groups.
+    """Lay out one global batch of as many groups as the LLM's replicas have microbatches.
 
-    groups: sample numbers of each group, in stream order. dp: data-parallel size of every unit, "llm" included.
+    groups: sample numbers of each group, in stream order. dp, num_microbatches: replicas of every unit, "llm"
+    included, and the microbatches of each.
     Groups go to LLM replicas longest first onto the least loaded, equally many each (MMScale's reordering across
-    replicas); a replica's groups keep their stream order. Items then follow in waves: encoder microbatches of index i
-    carry exactly the items of LLM microbatches of index i in their replica group, longest first onto the encoder
-    replica with the fewest tokens.
+    replicas); a replica's groups keep their stream order. Items then follow in blocks: n microbatches of an encoder
+    and m of the LLM are gcd(n, m) blocks, and the encoder's microbatches of block i carry exactly the items of the
+    LLM's of block i in their replica group, longest first onto the one with the fewest tokens.
     """
     group_tokens = np.array([int(lengths.tokens[g].sum()) for g in groups], dtype=np.int64)
-    replica_of_group, index_of_group = _place(group_tokens, dp["llm"], num_microbatches)
+    replica_of_group, index_of_group = _place(group_tokens, dp["llm"], num_microbatches["llm"])
     by_place = np.lexsort((index_of_group, replica_of_group))
     sizes = np.array([len(groups[g]) for g in by_place], dtype=np.int64)
     sample_id = np.concatenate([groups[g] for g in by_place]).astype(np.int64)
     replica = np.repeat(replica_of_group[by_place], sizes)
     index = np.repeat(index_of_group[by_place], sizes)
     num_groups = math.gcd(*dp.values())
-    wave = (replica // (dp["llm"] // num_groups)) * num_microbatches + index
-    items = {
-        unit: _items(sample_id, wave, unit_items, dp[unit] // num_groups, num_microbatches)
-        for unit, unit_items in lengths.items.items()
-    }
+    group = replica // (dp["llm"] // num_groups)
+    items = {}
+    for unit, unit_items in lengths.items.items():
+        num_blocks = math.gcd(num_microbatches["llm"], num_microbatches[unit])
+        shares = _Shares(dp[unit] // num_groups, num_blocks, num_microbatches[unit] // num_blocks)
+        block = index // (num_microbatches["llm"] // num_blocks)
+        items[unit] = _items(sample_id, group * num_blocks + block, unit_items, shares)
     return BatchMeta(
         step=step,
         epoch=epoch,
@@ -77,18 +81,28 @@ def _place(group_tokens: IntArray, dp: int, num_microbatches: int) -> tuple[IntA
     return replica, index
 
 
-def _items(sample_id: IntArray, wave: IntArray, items: ItemLengths, per_group: int, num_microbatches: int) -> ItemTable:
-    """Spread the items of each wave over the `per_group` encoder replicas of its replica group."""
+@dataclass(frozen=True)
+class _Shares:
+    """Over what the items of a block are spread, in each replica group."""
+
+    replicas: int
+    blocks: int  # in a step
+    microbatches: int  # of a replica in a block
+
+
+def _items(sample_id: IntArray, block: IntArray, items: ItemLengths, shares: _Shares) -> ItemTable:
+    """Spread the items of each block, counted through all replica groups, over its encoder microbatches."""
     counts = items.first[sample_id + 1] - items.first[sample_id]
     sample = np.repeat(np.arange(len(sample_id), dtype=np.int64), counts)
     position = np.arange(len(sample), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     row = items.first[sample_id[sample]] + position
-    tokens, item_wave = items.tokens[row], wave[sample]
-    replica = np.empty(len(sample), dtype=np.int64)
-    for w in np.unique(item_wave):
-        here = item_wave == w
-        replica[here] = w // num_microbatches * per_group + longest_first(tokens[here], per_group)
-    index = item_wave % num_microbatches
+    tokens, item_block = items.tokens[row], block[sample]
+    slot = np.empty(len(sample), dtype=np.int64)
+    for b in np.unique(item_block):
+        here = item_block == b
+        slot[here] = longest_first(tokens[here], shares.replicas * shares.microbatches)
+    replica = item_block // shares.blocks * shares.replicas + slot % shares.replicas
+    index = item_block % shares.blocks * shares.microbatches + slot // shares.replicas
     order = np.lexsort((position, sample, index, replica))
     sample, position, row = sample[order], position[order], row[order]
     return ItemTable(

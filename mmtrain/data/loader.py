@@ -39,7 +39,7 @@ class Loader:
         stream: GroupStream,
         recipe: Recipe,
         dp: Mapping[str, int],
-        num_microbatches: int,
+        num_microbatches: Mapping[str, int],
         needs: tuple[Need, ...],
         start_step: int = 0,
         local_ranks: int = 1,
@@ -52,13 +52,13 @@ class Loader:
             stream: the groups they train in.
             recipe: the settings.
             dp: every unit's data-parallel size, "llm" included.
-            num_microbatches: of each replica in a step.
+            num_microbatches: of each replica of every unit, in a step.
             needs: what this rank computes on.
             start_step: the first step to return.
             local_ranks: ranks that share this machine's processors.
             note: told, from another thread, of workers that died and what became of their steps.
         """
-        self._dp, self._num_microbatches, self._needs = dict(dp), num_microbatches, needs
+        self._dp, self._num_microbatches, self._needs = dict(dp), dict(num_microbatches), needs
         self._maker = StepMaker(index, stream, recipe)
         self._bad = BadSamples(index, recipe.data.max_bad_rate)
         self._first = self._step = start_step

@@ -57,8 +57,10 @@ class GroupStream:
         """Sample numbers of groups [first, first + count) of the stream."""
         return [self._group(place) for place in range(first, first + count)]
 
-    def batch(self, step: int, global_batch: int, dp: Mapping[str, int], num_microbatches: int) -> BatchMeta:
-        """Groups [step, step + 1) * global_batch, laid out over `dp["llm"] * num_microbatches` places."""
+    def batch(
+        self, step: int, global_batch: int, dp: Mapping[str, int], num_microbatches: Mapping[str, int]
+    ) -> BatchMeta:
+        """Groups [step, step + 1) * global_batch, laid out over the replicas and microbatches of every unit."""
         first = step * global_batch
         groups = self.groups(first, global_batch)
         return assign(step, first // self.groups_per_epoch, groups, self._lengths, dp, num_microbatches)
@@ -189,14 +191,14 @@ def _rng(purpose: int, *key: int) -> np.random.Generator:
 
 
 def validation_batches(
-    index: DataIndex, grouping: Grouping, dp: Mapping[str, int], num_microbatches: int, limit: int
+    index: DataIndex, grouping: Grouping, dp: Mapping[str, int], num_microbatches: Mapping[str, int], limit: int
 ) -> list[BatchMeta]:
     """At most `limit` global batches of held-out groups, always the same ones; `step` counts them from 0.
 
     When they fit into fewer, every sample is used exactly once: groups are halved until their number fills the last
     batch. Raises `DataError` if there are fewer samples than one batch has groups.
     """
-    per_batch = dp["llm"] * num_microbatches
+    per_batch = dp["llm"] * num_microbatches["llm"]
     order = np.random.default_rng(0).permutation(len(index.lengths))
     sizes = sizes_of(index.lengths, grouping)
     packed = pack(sizes.tokens, sizes.budgets, order, grouping.window)

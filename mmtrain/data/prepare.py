@@ -1,6 +1,6 @@
 """What a rank needs for a step, made from lengths: alike in a thread, in a process and on another machine."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,7 +47,7 @@ class StepRequest:
 
     step: int
     dp: dict[str, int]  # data-parallel size of every unit, "llm" included
-    num_microbatches: int
+    num_microbatches: dict[str, int]  # of each replica of every unit
     needs: tuple[Need, ...]
 
 
@@ -59,7 +59,7 @@ class Preparer:
         index: DataIndex,
         recipe: Recipe,
         needs: tuple[Need, ...],
-        num_microbatches: int,
+        num_microbatches: Mapping[str, int],
         tokenizer: ChatTokenizer | None = None,
     ) -> None:
         """Prepare payload of `index`'s samples; `needs` name what this rank computes. The tokenizer is the recipe's."""
@@ -80,7 +80,7 @@ class Preparer:
         audio: dict[tuple[int, int], AudioPayload] = {}
         text: dict[tuple[int, int], TextPayload] = {}
         for need in self._needs:
-            for i in range(self._num_microbatches):
+            for i in range(self._num_microbatches[need.unit]):
                 if need.unit == "llm":
                     text[need.replica, i] = self._text(meta, need, i)
                 elif need.unit == "audio":
@@ -143,7 +143,7 @@ class StepMaker:
 
     def meta(self, request: StepRequest) -> BatchMeta:
         """The step's samples, and where each goes."""
-        global_batch = request.dp["llm"] * request.num_microbatches
+        global_batch = request.dp["llm"] * request.num_microbatches["llm"]
         return self._stream.batch(request.step, global_batch, request.dp, request.num_microbatches)
 
     def make(self, request: StepRequest) -> StepData:

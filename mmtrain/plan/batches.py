@@ -26,7 +26,7 @@ class BatchSample:
         """Groups in one batch."""
         return len(self.groups[0])
 
-    def lay_out(self, dp: Mapping[str, int], num_microbatches: int) -> list[BatchMeta]:
+    def lay_out(self, dp: Mapping[str, int], num_microbatches: Mapping[str, int]) -> list[BatchMeta]:
         """The batches as a plan with these data-parallel sizes would run them."""
         return [assign(i, 0, groups, self.lengths, dp, num_microbatches) for i, groups in enumerate(self.groups)]
 

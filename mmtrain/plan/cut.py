@@ -14,9 +14,11 @@ from mmtrain.plan.layout import Layout, MeshSize, disaggregated, unified
 from mmtrain.plan.partition import BoolArray, min_max_partition
 from mmtrain.plan.plan import Placement
 from mmtrain.plan.pricing import DataParallel, Line, Pricing
-from mmtrain.program.graph import LLM, StageGraph
+from mmtrain.program.graph import LLM, StageGraph, block_sizes
+from mmtrain.program.positions import Pace
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,11 @@ def arrange(
         line = Line.join(list(lines.values()))
         masks = _unit_masks([len(x.seconds) for x in lines.values()], size.pp, [choices[n].pp for n in lines])
         if memory_bytes is not None:
-            fits = _memory_mask(line, _in_flight(size.pp, 0, num_microbatches), memory_bytes)
+            each = [_in_flight(size.pp, 0, name, num_microbatches) for name in lines]
+            flight = np.concatenate(
+                [np.tile(one, (len(x.seconds), 1)) for one, x in zip(each, lines.values(), strict=True)]
+            )
+            fits = _memory_mask(line, flight, memory_bytes)
             masks = [mask & fits for mask in masks]
         cuts = _best_cuts(line.seconds.tolist(), size.pp, masks)
         units = cuts and unified(pricing.shape, size, cuts, pricing.recompute)
@@ -59,7 +65,7 @@ def arrange(
         per_unit: dict[str, tuple[int, ...]] = {}
         for name, size in sizing.sizes.items():
             below = 0 if name == LLM else sizing.sizes[LLM].pp
-            flight = _in_flight(size.pp, below, num_microbatches)
+            flight = np.tile(_in_flight(size.pp, below, name, num_microbatches), (len(lines[name].seconds), 1))
             mask = None if memory_bytes is None else _memory_mask(lines[name], flight, memory_bytes)
             unit_cuts = min_max_partition(lines[name].seconds.tolist(), size.pp, mask)
             if unit_cuts is None:
@@ -71,17 +77,21 @@ def arrange(
 
 def graph_for(layout: Layout, pricing: Pricing) -> StageGraph:
     """The layout's stage graph."""
-    return graph_of(layout.units, dict.fromkeys(layout.units, layout.num_microbatches), pricing.shape)
+    return graph_of(layout.units, layout.num_microbatches, pricing.shape)
 
 
-def _in_flight(pp: int, below: int, num_microbatches: int) -> list[int]:
-    """Microbatches that 1F1B holds at each of `pp` pipeline ranks with `below` more after them."""
-    return [min(pp - p + below, num_microbatches) for p in range(pp)]
+def _in_flight(pp: int, below: int, unit: str, num_microbatches: Mapping[str, int]) -> list[int]:
+    """Microbatches of `unit` that 1F1B holds at each of `pp` pipeline ranks with `below` more after them."""
+    pace = Pace(*block_sizes(num_microbatches[unit], num_microbatches[LLM]), late=False)
+    return [min(pace.in_flight(pp - 1 - p + below), num_microbatches[unit]) for p in range(pp)]
 
 
-def _memory_mask(line: Line, in_flight: Sequence[int], memory_bytes: float) -> BoolArray:
-    """(parts, L + 1, L + 1): does part p fit with layers [lo, hi)? As `costs.memory.rank_memory` counts."""
-    need = np.array(in_flight)[:, None, None] * _span_sums(line.kept_bytes)[None]
+def _memory_mask(line: Line, in_flight: IntArray, memory_bytes: float) -> BoolArray:
+    """(parts, L + 1, L + 1): does part p fit with layers [lo, hi)? As `costs.memory.rank_memory` counts.
+
+    in_flight: (L, parts) microbatches of each layer's unit that are alive if the layer lies in that part.
+    """
+    need = np.stack([_span_sums(line.kept_bytes * alive) for alive in in_flight.T])
     need += (_span_sums(line.state_bytes) + _span_working(line))[None]
     return np.asarray(need * (1 + MARGIN) <= memory_bytes)
 

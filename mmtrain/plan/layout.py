@@ -32,7 +32,7 @@ class Layout:
 
     placement: Placement
     units: Mapping[str, UnitPlan]
-    num_microbatches: int  # of every replica of every unit
+    num_microbatches: Mapping[str, int]  # of each replica, by unit
 
     @property
     def summary(self) -> str:

@@ -80,6 +80,7 @@ class Pricing:
     batches: BatchSample
     seq_len: int
     recompute: Mapping[str, bool]  # by unit
+    fixed_microbatches: Mapping[str, int] = field(default_factory=dict)  # of encoders whose number the recipe fixes
     _loads: dict[DataParallel, list[StepLoads]] = field(default_factory=dict, repr=False)
     _prefix: dict[tuple[str, int, DataParallel], FloatArray] = field(default_factory=dict, repr=False)
     _stages: dict[tuple[str, int, DataParallel, tuple[int, int]], StageSeconds] = field(
@@ -95,13 +96,13 @@ class Pricing:
             sizes = {name: MeshSize(1, 1, n) for name, n in dp}
             cuts = {u.name: (0, len(u.layers)) for u in self.shape.units}
             units = disaggregated(sizes, cuts, dict.fromkeys(sizes, False))
-            graph = graph_of(units, dict.fromkeys(sizes, num_microbatches), self.shape)
+            graph = graph_of(units, num_microbatches, self.shape)
             self._loads[dp] = [step_loads(graph, meta) for meta in self.batches.lay_out(dict(dp), num_microbatches)]
         return self._loads[dp]
 
-    def num_microbatches(self, dp: DataParallel) -> int:
-        """Waves in a step: what the LLM's replicas need for the global batch."""
-        return self.batches.global_batch // dict(dp)[LLM]
+    def num_microbatches(self, dp: DataParallel) -> dict[str, int]:
+        """Microbatches of each replica, by unit: as many as the LLM's need for the global batch, or a fixed number."""
+        return dict.fromkeys(dict(dp), self.batches.global_batch // dict(dp)[LLM]) | dict(self.fixed_microbatches)
 
     def line(self, unit: str, tp: int, dp: DataParallel) -> Line:
         """The unit's layers as they are cut: mean seconds, and bytes for the largest microbatch."""
@@ -175,8 +176,8 @@ class Pricing:
         """(L + 1, 2, batches, dp, microbatches) seconds of layers [0, l): forward, and backward with recompute."""
         key = (unit, tp, _deciding(unit, dp))
         if key not in self._prefix:
-            replicas, waves = range(dict(dp)[unit]), range(self.num_microbatches(dp))
-            grid = [[[b.loads[Microbatch(unit, r, i)] for i in waves] for r in replicas] for b in self.loads(dp)]
+            replicas, indices = range(dict(dp)[unit]), range(self.num_microbatches(dp)[unit])
+            grid = [[[b.loads[Microbatch(unit, r, i)] for i in indices] for r in replicas] for b in self.loads(dp)]
             self._prefix[key] = self._sum_layers(unit, tp, grid)
         return self._prefix[key]
 

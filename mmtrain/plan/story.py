@@ -61,7 +61,7 @@ def plan(
             name: unit.model_copy(update={"sp": unit.tp > 1 and getattr(recipe.parallel, name).sp})
             for name, unit in chosen.layout.units.items()
         },
-        schedule=SchedulePlan(num_microbatches=dict.fromkeys(choices, chosen.layout.num_microbatches)),
+        schedule=SchedulePlan(num_microbatches=dict(chosen.layout.num_microbatches)),
         predicted=predict(chosen, pricing, machine, world_size),
         alternatives=tuple(losers[:top]),
     )

@@ -59,10 +59,13 @@ class UnitMesh:
         return self.ranks[first : first + self.tp]
 
 
-def block_sizes(one: UnitMesh, other: UnitMesh) -> tuple[int, int]:
-    """Microbatches of each of two units in the smallest block that both fill; see `StageGraph.sources`."""
-    num_blocks = math.gcd(one.num_microbatches, other.num_microbatches)
-    return one.num_microbatches // num_blocks, other.num_microbatches // num_blocks
+def block_sizes(one: int, other: int) -> tuple[int, int]:
+    """Microbatches of each of two units, of so many a step, in the smallest block that both fill.
+
+    See `StageGraph.sources`.
+    """
+    num_blocks = math.gcd(one, other)
+    return one // num_blocks, other // num_blocks
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class StageGraph:
     def _block(self, unit: str, mb: Microbatch) -> tuple[Microbatch, ...]:
         if unit == mb.unit:
             return (mb,)
-        own, per_block = block_sizes(self.mesh(mb.unit), self.mesh(unit))
+        own, per_block = block_sizes(self.mesh(mb.unit).num_microbatches, self.mesh(unit).num_microbatches)
         index = mb.index // own * per_block
         per_group = self.mesh(unit).dp // self.num_groups
         replica = self.group_of(mb) * per_group

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.balance.batch import BatchMeta, ItemTable
+from mmtrain.balance.batch import BatchMeta
 from mmtrain.costs.types import TokenLoad
-from mmtrain.program.graph import Microbatch, StageGraph, UnitMesh
+from mmtrain.program.graph import LLM, Microbatch, StageGraph, UnitMesh, block_sizes
 
 IntArray = npt.NDArray[np.int64]
 
@@ -35,38 +35,37 @@ class StepLoads:
 
     loads: dict[Microbatch, TokenLoad]
     routes: dict[tuple[str, str], Route]  # (source unit, destination unit)
-    rows_out: dict[Microbatch, int]  # rows that leave the unit's last layer (features of an encoder)
+    rows_out: dict[
+        Microbatch, int
+    ]  # rows that leave for other units: an encoder's features, or those that the LLM hands on
 
 
 def step_loads(graph: StageGraph, meta: BatchMeta) -> StepLoads:
-    """Sum up one global batch for every microbatch, and find where each encoder feature goes.
+    """Sum up one global batch for every microbatch, and find where each feature goes.
 
-    An LLM microbatch receives features in the order of its samples and, within a sample, of its items. Encoder
-    microbatches hold theirs in the order of the item table. All in a few sorts: no loop over samples.
+    An LLM microbatch receives an encoder's features in the order of its samples and, within a sample, of its items,
+    and hands those of a unit after it on in that order. Microbatches of other units hold theirs in the order of the
+    item table. All in a few sorts: no loop over samples.
 
     Raises:
-        KeyError: the batch has no item table for an encoder of the graph.
+        KeyError: the batch has no item table for a unit of the graph.
     """
-    loads: dict[Microbatch, TokenLoad] = {}
-    rows_out: dict[Microbatch, int] = {}
-    for mesh in graph.meshes:
-        if mesh.unit in _encoders(graph):
-            table = meta.items[mesh.unit]
-            slot = _slots(mesh, table.replica, table.index)
-            loads.update(_loads(mesh, slot, table.tokens))
-            rows = _sums(mesh, slot, table.features)
-        else:
-            slot = _slots(mesh, meta.replica, meta.index)
-            loads.update(_loads(mesh, slot, meta.tokens))
-            rows = _sums(mesh, slot, meta.tokens)
-        rows_out.update(zip(_microbatches(mesh), rows.tolist(), strict=True))
     pairs = dict.fromkeys((e.src.unit, e.dst.unit) for e in graph.edges if e.crosses_units)
-    routes = {(src, dst): Route(_spans(graph.mesh(src), graph.mesh(dst), meta.items[src], meta)) for src, dst in pairs}
+    routes = {pair: _route(graph, *pair, meta) for pair in pairs}
+    loads: dict[Microbatch, TokenLoad] = {}
+    rows_out = {mb: 0 for mesh in graph.meshes for mb in _microbatches(mesh)}
+    for mesh in graph.meshes:
+        sizes = meta if mesh.unit == LLM else meta.items[mesh.unit]
+        loads.update(_loads(mesh, _slots(mesh, sizes.replica, sizes.index), sizes.tokens))
+    for src, dst in pairs:
+        mesh, items = graph.mesh(src), meta.items[dst if src == LLM else src]
+        slot = (
+            _slots(mesh, meta.replica, meta.index)[items.sample]
+            if src == LLM
+            else _slots(mesh, items.replica, items.index)
+        )
+        rows_out.update(zip(_microbatches(mesh), _sums(mesh, slot, items.features).tolist(), strict=True))
     return StepLoads(loads, routes, rows_out)
-
-
-def _encoders(graph: StageGraph) -> set[str]:
-    return {e.src.unit for e in graph.edges if e.crosses_units}
 
 
 def _microbatches(mesh: UnitMesh) -> list[Microbatch]:
@@ -94,27 +93,32 @@ def _loads(mesh: UnitMesh, slot: IntArray, lengths: IntArray) -> dict[Microbatch
     return {mb: TokenLoad(*row) for mb, row in zip(_microbatches(mesh), rows, strict=True)}
 
 
-def _spans(
-    src: UnitMesh, dst: UnitMesh, items: ItemTable, meta: BatchMeta
-) -> dict[tuple[Microbatch, Microbatch], IntArray]:
-    """Spans of the route from encoder `src` to the unit `dst` of the samples."""
-    src_slot = _slots(src, items.replica, items.index)
-    dst_slot = _slots(dst, meta.replica, meta.index)[items.sample]
-    src_offset = _offsets(src_slot, np.arange(len(src_slot)), items.features)
+def _route(graph: StageGraph, src: str, dst: str, meta: BatchMeta) -> Route:
+    """Spans of the route from an encoder to the LLM, or from the LLM to a unit after it."""
+    unit = dst if src == LLM else src
+    items = meta.items[unit]
+    unit_slot = _slots(graph.mesh(unit), items.replica, items.index)
+    llm_slot = _slots(graph.mesh(LLM), meta.replica, meta.index)[items.sample]
+    own, other = block_sizes(graph.mesh(unit).num_microbatches, graph.mesh(LLM).num_microbatches)
+    in_block = items.index // own == meta.index[items.sample] // other
+    assert in_block.all(), "the batch was laid out for other numbers of microbatches"
     by_sample = np.lexsort((items.position, items.sample))
     place = np.empty_like(by_sample)
     place[by_sample] = np.arange(len(by_sample))
-    dst_offset = _offsets(dst_slot, place, items.features)
-
+    ends = [
+        (unit_slot, _offsets(unit_slot, np.arange(len(unit_slot)), items.features)),
+        (llm_slot, _offsets(llm_slot, place, items.features)),
+    ]
+    (src_slot, src_offset), (dst_slot, dst_offset) = ends if unit == src else reversed(ends)
     filled = items.features > 0
     columns = np.stack([src_slot, dst_slot, src_offset, dst_offset, items.features], axis=1)[filled]
     columns = columns[np.lexsort((columns[:, 3], columns[:, 1], columns[:, 0]))]
     columns = _joined(columns)
     cuts = np.flatnonzero((np.diff(columns[:, :2], axis=0) != 0).any(axis=1)) + 1
-    sources, destinations = _microbatches(src), _microbatches(dst)
-    return {
-        (sources[part[0, 0]], destinations[part[0, 1]]): part[:, 2:] for part in np.split(columns, cuts) if len(part)
-    }
+    sources, destinations = _microbatches(graph.mesh(src)), _microbatches(graph.mesh(dst))
+    return Route(
+        {(sources[part[0, 0]], destinations[part[0, 1]]): part[:, 2:] for part in np.split(columns, cuts) if len(part)}
+    )
 
 
 def _offsets(slot: IntArray, place: IntArray, rows: IntArray) -> IntArray:

@@ -185,7 +185,10 @@ def _paces(graph: StageGraph, clock: UnitMesh) -> dict[str, Pace]:
     for stage in graph.order:
         if any(e.src.unit in fed for e in graph.inputs(stage)):
             fed.add(stage.unit)
-    return {m.unit: Pace(*block_sizes(m, clock), late=m.unit in fed - {clock.unit}) for m in graph.meshes}
+    return {
+        m.unit: Pace(*block_sizes(m.num_microbatches, clock.num_microbatches), late=m.unit in fed - {clock.unit})
+        for m in graph.meshes
+    }
 
 
 def _least_ahead(pace: Pace) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.graph import StageGraph, StageId
+from mmtrain.program.graph import LLM, StageGraph, StageId
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,10 @@ def _stage_problems(graph: StageGraph) -> list[str]:
 
 def _edge_problems(graph: StageGraph) -> list[str]:
     known = {s.id for s in graph.stages}
-    return [
+    problems = [
         f"edge {edge} joins a stage that does not exist" for edge in graph.edges if not {edge.src, edge.dst} <= known
     ]
+    fed = dict.fromkeys(e.dst.unit for e in graph.edges if e.crosses_units and e.src.unit == LLM)
+    if len(fed) > 1:
+        problems.append(f"the LLM feeds {' and '.join(fed)}; it hands the rows of one unit on, not of several")
+    return problems

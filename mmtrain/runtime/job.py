@@ -56,9 +56,9 @@ class Job:
         return {mesh.unit: mesh.dp for mesh in self.graph.meshes}
 
     @property
-    def num_microbatches(self) -> int:
-        """Microbatches of each replica in one step; all units have the same number of waves."""
-        return self.graph.mesh(LLM).num_microbatches
+    def num_microbatches(self) -> dict[str, int]:
+        """Microbatches of each replica of every unit in one step."""
+        return {mesh.unit: mesh.num_microbatches for mesh in self.graph.meshes}
 
     @property
     def needs(self) -> tuple[Need, ...]:

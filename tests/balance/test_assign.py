@@ -24,21 +24,27 @@ def make_groups(rng: np.random.Generator, num_samples: int, num_groups: int) -> 
     return np.split(rng.permutation(num_samples), cuts)
 
 
-cases = st.tuples(
-    st.integers(0, 10_000), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4)
+cases = st.tuples(  # seed, dp of vision and of the llm, microbatches of each
+    st.integers(0, 10_000),
+    st.sampled_from([1, 2, 3, 4, 6]),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(1, 6),
+    st.integers(1, 4),
 )
 
 
 @given(cases)
 @settings(max_examples=80, deadline=None)
-def test_a_batch_holds_every_sample_and_item_once_in_declared_order(case: tuple[int, int, int, int]) -> None:
-    seed, dp_vision, dp_llm, num_microbatches = case
+def test_a_batch_holds_every_sample_and_item_once_in_declared_order(case: tuple[int, int, int, int, int]) -> None:
+    seed, dp_vision, dp_llm, num_vision, num_microbatches = case
     rng = np.random.default_rng(seed)
     num_groups = dp_llm * num_microbatches
     lengths = make_lengths(rng, 3 * num_groups)
     groups = make_groups(rng, 3 * num_groups, num_groups)
 
-    meta = assign(7, 2, groups, lengths, {"vision": dp_vision, "llm": dp_llm}, num_microbatches)
+    meta = assign(
+        7, 2, groups, lengths, {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num_microbatches}
+    )
 
     assert (meta.step, meta.epoch) == (7, 2)
     placed = [meta.sample_id[meta.microbatch(r, i)].tolist() for r in range(dp_llm) for i in range(num_microbatches)]
@@ -67,22 +73,26 @@ def test_a_batch_holds_every_sample_and_item_once_in_declared_order(case: tuple[
 
 @given(cases)
 @settings(max_examples=80, deadline=None)
-def test_items_stay_in_their_wave_and_are_spread_evenly(case: tuple[int, int, int, int]) -> None:
-    seed, dp_vision, dp_llm, num_microbatches = case
+def test_items_stay_in_their_block_and_are_spread_evenly(case: tuple[int, int, int, int, int]) -> None:
+    seed, dp_vision, dp_llm, num_vision, num_microbatches = case
     rng = np.random.default_rng(seed)
     num_groups = dp_llm * num_microbatches
     lengths = make_lengths(rng, 3 * num_groups)
     groups = make_groups(rng, 3 * num_groups, num_groups)
-    meta = assign(0, 0, groups, lengths, {"vision": dp_vision, "llm": dp_llm}, num_microbatches)
+    meta = assign(
+        0, 0, groups, lengths, {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num_microbatches}
+    )
     table, g = meta.items["vision"], math.gcd(dp_vision, dp_llm)
 
-    assert (table.index == meta.index[table.sample]).all()
+    blocks = math.gcd(num_vision, num_microbatches)
+    assert (table.index * blocks // num_vision == meta.index[table.sample] * blocks // num_microbatches).all()
     assert (table.replica // (dp_vision // g) == meta.replica[table.sample] // (dp_llm // g)).all()
     for q in range(g):
         of_group = range(q * dp_vision // g, (q + 1) * dp_vision // g)
-        for i in range(num_microbatches):
-            loads = [int(table.tokens[table.microbatch(r, i)].sum()) for r in of_group]
-            tokens = [int(t) for r in of_group for t in table.tokens[table.microbatch(r, i)]]
+        for b in range(blocks):
+            of_block = range(b * num_vision // blocks, (b + 1) * num_vision // blocks)
+            loads = [int(table.tokens[table.microbatch(r, i)].sum()) for r in of_group for i in of_block]
+            tokens = [int(t) for r in of_group for i in of_block for t in table.tokens[table.microbatch(r, i)]]
             assert max(loads) - min(loads) <= max(tokens, default=0)
 
 
@@ -118,7 +128,7 @@ def test_a_text_only_batch_has_an_empty_item_table() -> None:
     lengths = SampleLengths(
         np.array([5, 6]), np.array([1, 2]), {"vision": ItemLengths(np.zeros(3, dtype=np.int64), none, none, none, none)}
     )
-    meta = assign(0, 0, [np.array([1]), np.array([0])], lengths, {"vision": 1, "llm": 2}, 1)
+    meta = assign(0, 0, [np.array([1]), np.array([0])], lengths, {"vision": 1, "llm": 2}, {"vision": 1, "llm": 1})
     assert len(meta.items["vision"].sample) == 0
     assert len(meta.items["vision"].microbatch(0, 0)) == 0
     assert sorted(meta.sample_id.tolist()) == [0, 1]
@@ -127,4 +137,4 @@ def test_a_text_only_batch_has_an_empty_item_table() -> None:
 def test_the_number_of_groups_must_match() -> None:
     lengths = make_lengths(np.random.default_rng(0), 4)
     with pytest.raises(ValueError, match="3 groups for 2 replicas"):
-        assign(0, 0, [np.array([i]) for i in range(3)], lengths, {"vision": 1, "llm": 2}, 2)
+        assign(0, 0, [np.array([i]) for i in range(3)], lengths, {"vision": 1, "llm": 2}, {"vision": 2, "llm": 2})

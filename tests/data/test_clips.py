@@ -114,7 +114,7 @@ def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Pa
         (Need("audio", 0, media=True), Need("audio", 1), Need("llm", 0, ids=True)),
     )
     stream = GroupStream(index.lengths, Grouping(made.data.seq_len, 100, 2), seed=0)
-    with Loader(index, stream, made, dp, 1, needs) as loader:
+    with Loader(index, stream, made, dp, dict.fromkeys(dp, 1), needs) as loader:
         data = next(loader)
     table = data.meta.items["audio"]
     here = table.microbatch(0, 0)
@@ -133,7 +133,8 @@ def test_a_clip_that_breaks_later_becomes_silence_and_is_named(speech_recipe: Ma
     index = build(made)
     (tmp_path / "short.wav").write_text("gone")
     stream = GroupStream(index.lengths, Grouping(16, 100, 2), seed=0)
-    with Loader(index, stream, made, {"vision": 1, "audio": 1, "llm": 1}, 1, (Need("audio", 0, media=True),)) as loader:
+    once = {"vision": 1, "audio": 1, "llm": 1}
+    with Loader(index, stream, made, once, once, (Need("audio", 0, media=True),)) as loader:
         data = next(loader)
     assert data.audio[0, 0].mels is not None
     assert not data.audio[0, 0].mels.any()

@@ -17,6 +17,7 @@ from tests.data.rows import row
 
 MakeRecipe = Callable[..., Recipe]
 DP = {"vision": 1, "llm": 2}
+ONE, TWO = (dict.fromkeys(DP, n) for n in (1, 2))  # microbatches
 EVERYTHING = (
     Need("vision", 0, media=True),
     Need("llm", 0, ids=True, labels=True),
@@ -50,7 +51,7 @@ Made = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
 def test_payload_is_what_the_layout_says(made: Made) -> None:
     recipe, index, stream = made()
     tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
-    with Loader(index, stream, recipe, DP, 2, EVERYTHING) as loader:
+    with Loader(index, stream, recipe, DP, TWO, EVERYTHING) as loader:
         data = next(loader)
     meta = data.meta
     assert set(data.vision) == {(0, 0), (0, 1)}
@@ -82,13 +83,13 @@ def test_payload_is_what_the_layout_says(made: Made) -> None:
 def test_a_rank_gets_only_what_it_needs(made: Made) -> None:
     recipe, index, stream = made()
     needs = (Need("vision", 0), Need("llm", 1, labels=True))
-    with Loader(index, stream, recipe, DP, 2, needs) as loader:
+    with Loader(index, stream, recipe, DP, TWO, needs) as loader:
         data = next(loader)
     assert set(data.text) == {(1, 0), (1, 1)}
     assert all(v.patches is None and len(v.rows) == len(v.cols) for v in data.vision.values())
     assert sum(len(v.rows) for v in data.vision.values()) == len(data.meta.items["vision"].sample)
     assert all(t.ids is None and t.labels is not None and t.feature_places == {} for t in data.text.values())
-    meta_only = Preparer(index, recipe, (Need("llm", 0),), 2).prepare(data.meta)
+    meta_only = Preparer(index, recipe, (Need("llm", 0),), TWO).prepare(data.meta)
     expected = tuple(data.meta.tokens[data.meta.microbatch(0, 0)].tolist())
     assert (meta_only.text[0, 0].lengths, meta_only.text[0, 0].labels) == (expected, None)
 
@@ -96,11 +97,11 @@ def test_a_rank_gets_only_what_it_needs(made: Made) -> None:
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_steps_come_in_order_from_any_start(made: Made, prefetch: int) -> None:
     recipe, index, stream = made(prefetch=prefetch)
-    with Loader(index, stream, recipe, DP, 1, EVERYTHING, start_step=5) as loader:
+    with Loader(index, stream, recipe, DP, ONE, EVERYTHING, start_step=5) as loader:
         steps = [next(loader) for _ in range(6)]
         assert loader.wait_s > 0
     assert [s.meta.step for s in steps] == list(range(5, 11))
-    again = GroupStream(index.lengths, Grouping(recipe.data.seq_len, 100, 2), seed=0).batch(7, 2, DP, 1)
+    again = GroupStream(index.lengths, Grouping(recipe.data.seq_len, 100, 2), seed=0).batch(7, 2, DP, ONE)
     assert steps[2].meta.sample_id.tolist() == again.sample_id.tolist()
 
 
@@ -115,7 +116,7 @@ def test_an_error_in_the_background_surfaces_with_the_samples_name(made: Made, m
         return encode(self, sample, features, clips)
 
     monkeypatch.setattr(ChatTokenizer, "encode", failing)
-    with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:
+    with Loader(index, stream, recipe, DP, ONE, EVERYTHING) as loader:
         assert next(loader).meta.step == 0
         for _ in range(2):  # asking again gives the same answer instead of waiting for ever
             with pytest.raises(RunError, match=rf"sample '{bad}' .* cannot be encoded: ValueError: boom"):
@@ -130,7 +131,7 @@ def test_any_other_error_names_its_step(made: Made, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Preparer, "prepare", failing)
     with (
-        Loader(index, stream, recipe, DP, 1, EVERYTHING, start_step=3) as loader,
+        Loader(index, stream, recipe, DP, ONE, EVERYTHING, start_step=3) as loader,
         pytest.raises(RunError, match="preparing step 3 failed: KeyError: 'lost'"),
     ):
         next(loader)
@@ -139,7 +140,7 @@ def test_any_other_error_names_its_step(made: Made, monkeypatch: pytest.MonkeyPa
 def test_closing_ends_the_thread_whatever_it_is_doing(made: Made) -> None:
     recipe, index, stream = made(prefetch=1)
     before = threading.active_count()
-    loader = Loader(index, stream, recipe, DP, 1, EVERYTHING)
+    loader = Loader(index, stream, recipe, DP, ONE, EVERYTHING)
     next(loader)
     loader.close()
     assert threading.active_count() == before
@@ -161,7 +162,7 @@ def test_prefetch_stays_within_its_bound(made: Made, monkeypatch: pytest.MonkeyP
         return prepare(self, meta)
 
     monkeypatch.setattr(Preparer, "prepare", counting)
-    with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:
+    with Loader(index, stream, recipe, DP, ONE, EVERYTHING) as loader:
         assert not fourth.wait(0.3), "two are ready, a third waits for room"
         assert prepared == [0, 1, 2]
         next(loader)
@@ -172,7 +173,7 @@ def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(mad
     recipe, index, stream = made(max_bad_rate=1.0)
     victim = next(s for s in index.samples if len(s.images) == 2)
     Path(str(victim.images[1])).write_bytes(b"gone bad")
-    with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:
+    with Loader(index, stream, recipe, DP, ONE, EVERYTHING) as loader:
         steps = [next(loader) for _ in range(40)]  # several epochs
     assert steps[-1].meta.epoch >= 2
     named = [q for s in steps for q in s.quarantined]
@@ -191,7 +192,7 @@ def test_broken_images_count_towards_the_set_rate(made: Made) -> None:
     recipe, index, stream = made(max_bad_rate=0.1)
     for sample in [s for s in index.samples if s.images][:2]:
         Path(str(sample.images[0])).unlink()
-    with Loader(index, stream, recipe, DP, 1, EVERYTHING) as loader:
+    with Loader(index, stream, recipe, DP, ONE, EVERYTHING) as loader:
         steps = iter(loader)
         with pytest.raises(TooManyBadSamples, match="2 of 12 samples are unusable"):
             list(itertools.islice(steps, 40))

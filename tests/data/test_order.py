@@ -90,7 +90,9 @@ def test_every_plan_sees_the_same_batches(seed: int, step: int, method: Method) 
     grouping = Grouping(40, 32, 12, method)
     expected = sorted(sorted(g) for g in contents(make_stream(seed, 80, grouping), step * 12, 12))
     for dp, num_microbatches in ((1, 12), (2, 6), (3, 4), (4, 3), (12, 1)):
-        meta = make_stream(seed, 80, grouping).batch(step, 12, {"vision": 2, "llm": dp}, num_microbatches)
+        meta = make_stream(seed, 80, grouping).batch(
+            step, 12, {"vision": 2, "llm": dp}, dict.fromkeys(("vision", "llm"), num_microbatches)
+        )
         places = [(r, i) for r in range(dp) for i in range(num_microbatches)]
         got = sorted(sorted(meta.sample_id[meta.microbatch(r, i)].tolist()) for r, i in places)
         assert got == expected
@@ -139,7 +141,9 @@ def test_a_batch_across_two_epochs_belongs_to_the_first() -> None:
     per_epoch = stream.groups_per_epoch
     step = per_epoch // 4
     assert per_epoch % 4, "the number of samples is chosen so that a batch straddles"
-    assert [stream.batch(s, 4, {"llm": 1, "vision": 1}, 4).epoch for s in (0, step, step + 1)] == [0, 0, 1]
+    assert [
+        stream.batch(s, 4, {"llm": 1, "vision": 1}, {"llm": 4, "vision": 4}).epoch for s in (0, step, step + 1)
+    ] == [0, 0, 1]
     assert stream.epochs_done(3 * per_epoch) == 3
 
 
@@ -193,8 +197,12 @@ def make_index(lengths: SampleLengths) -> DataIndex:
 @settings(max_examples=50, deadline=None)
 def test_validation_is_always_the_same_and_uses_each_sample_once(seed: int, num_samples: int) -> None:
     index = make_index(make_lengths(seed, num_samples, longest=20))
-    batches = validation_batches(index, Grouping(40, 1000, 8), {"vision": 1, "llm": 2}, 4, limit=100)
-    again = validation_batches(index, Grouping(40, 1000, 8), {"vision": 2, "llm": 4}, 2, limit=100)
+    batches = validation_batches(
+        index, Grouping(40, 1000, 8), {"vision": 1, "llm": 2}, {"vision": 4, "llm": 4}, limit=100
+    )
+    again = validation_batches(
+        index, Grouping(40, 1000, 8), {"vision": 2, "llm": 4}, {"vision": 2, "llm": 2}, limit=100
+    )
     used = [sorted(b.sample_id.tolist()) for b in batches]
     assert sorted(s for b in used for s in b) == list(range(num_samples))
     assert used == [sorted(b.sample_id.tolist()) for b in again], "whatever the plan"
@@ -202,11 +210,13 @@ def test_validation_is_always_the_same_and_uses_each_sample_once(seed: int, num_
     for b in batches:
         for r, i in ((r, i) for r in range(2) for i in range(4)):
             assert 0 < b.tokens[b.microbatch(r, i)].sum() <= 40
-    limited = validation_batches(index, Grouping(40, 1000, 8), {"vision": 1, "llm": 2}, 4, limit=1)
+    limited = validation_batches(
+        index, Grouping(40, 1000, 8), {"vision": 1, "llm": 2}, {"vision": 4, "llm": 4}, limit=1
+    )
     assert len(limited) == 1
 
 
 def test_too_few_held_out_samples_are_an_error_of_the_data() -> None:
     index = make_index(make_lengths(0, 3))
     with pytest.raises(DataError, match=r"data\.validation: 3 usable samples, but a global batch needs 4 groups"):
-        validation_batches(index, Grouping(100, 1000, 4), {"llm": 2, "vision": 1}, 2, limit=1)
+        validation_batches(index, Grouping(100, 1000, 4), {"llm": 2, "vision": 1}, {"llm": 2, "vision": 2}, limit=1)

@@ -25,7 +25,7 @@ Made = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
 
 
 def request(step: int) -> StepRequest:
-    return StepRequest(step, {"llm": 1}, 1, ())
+    return StepRequest(step, {"llm": 1}, {"llm": 1}, ())
 
 
 def run(maker: Any, steps: int, workers: int = 2) -> tuple[dict[int, StepData | Failure], list[str]]:
@@ -112,8 +112,8 @@ from mmtrain.data.prepare import StepRequest
 from mmtrain.data.workers import Pool
 from tests.data.makers import Stuck
 
-pool = Pool(Stuck(), 2, StepRequest(0, {"llm": 1}, 1, ()), print)
-pool.submit(0, StepRequest(0, {"llm": 1}, 1, ()))
+pool = Pool(Stuck(), 2, StepRequest(0, {"llm": 1}, {"llm": 1}, ()), print)
+pool.submit(0, StepRequest(0, {"llm": 1}, {"llm": 1}, ()))
 print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
 threading.Event().wait()
 """
@@ -134,8 +134,8 @@ def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Made) -> No
     alone = made(workers=0, prefetch=0)[0]
     notes: list[str] = []
     with (
-        Loader(index, stream, alone, DP, 1, EVERYTHING, 3) as reference,
-        Loader(index, stream, recipe, DP, 1, EVERYTHING, 3, note=notes.append) as loader,
+        Loader(index, stream, alone, DP, dict.fromkeys(DP, 1), EVERYTHING, 3) as reference,
+        Loader(index, stream, recipe, DP, dict.fromkeys(DP, 1), EVERYTHING, 3, note=notes.append) as loader,
     ):
         for taken in range(24):
             assert same(next(loader), next(reference))
@@ -156,7 +156,7 @@ def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Made)
     for settings in (recipe, made(workers=0, max_bad_rate=1.0)[0]):
         for victim in victims:
             Path(str(victim.images[0])).write_bytes(b"gone bad")  # `made` draws them anew
-        with Loader(index, stream, settings, DP, 1, EVERYTHING) as loader:
+        with Loader(index, stream, settings, DP, dict.fromkeys(DP, 1), EVERYTHING) as loader:
             found.append([[q.id for q in next(loader).quarantined] for _ in range(30)])
     assert found[0] == found[1]
     assert sorted(q for step in found[0] for q in step) == sorted(victim.id for victim in victims)

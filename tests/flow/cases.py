@@ -85,6 +85,7 @@ class Mesh:
     vpp: int = 1
     recompute: tuple[int, ...] = ()
     sp: bool = False
+    n: int = 0  # microbatches of a replica; as many as the LLM's if 0
 
 
 Order = dict[int, tuple[str, ...]]
@@ -116,7 +117,9 @@ def plan(settings: Recipe, kind: ScheduleKind = "1f1b", order: Order | None = No
         if len(shared) < sum(len(m.ranks) for m in meshes.values())
         else "disaggregated",
         units=units,
-        schedule=SchedulePlan(kind=kind, num_microbatches=dict.fromkeys(meshes, num_microbatches), order=order),
+        schedule=SchedulePlan(
+            kind=kind, num_microbatches={u: m.n or num_microbatches for u, m in meshes.items()}, order=order
+        ),
         predicted=Prediction(
             step_time_s=0, mfu=0, tokens_per_s_per_gpu=0, peak_memory_gib={}, bubbles={}, cost_source="none"
         ),
@@ -170,7 +173,7 @@ def mels(sample: int, position: int, frames: int) -> np.ndarray:
     return rng.standard_normal((frames, BINS)).astype(np.float32)
 
 
-def batch(step: int, dp: dict[str, int], num_microbatches: int) -> BatchMeta:
+def batch(step: int, dp: dict[str, int], num_microbatches: dict[str, int]) -> BatchMeta:
     """Return the global batch of a step: all samples, in another order every step."""
     order = np.random.default_rng(step).permutation(len(GRIDS))
     groups = [order[2 * g : 2 * g + 2] for g in range(GLOBAL_BATCH)]
@@ -183,7 +186,7 @@ def step_data(job: Job, step: int) -> StepData:
     speech = "audio" in job.dp
     vision, audio, text = {}, {}, {}
     for need in job.needs:
-        for i in range(job.num_microbatches):
+        for i in range(job.num_microbatches[need.unit]):
             key = (need.replica, i)
             if need.unit == "llm":
                 text[key] = text_payload(meta, *key, ITEM_IDS, partial(encoded, speech=speech), need.ids, need.labels)

@@ -154,6 +154,43 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     ),
 }
 
+# Encoders with fewer microbatches than the LLM merge several of its own, with more they split each.
+COUNTS: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "one encoder microbatch for two of the llm": ({}, {"vision": Mesh((), (0,), n=2), "llm": Mesh((), (1,))}),
+    "one encoder microbatch for all of an llm of pp2 vpp2": (
+        {},
+        {"vision": Mesh((), (0,), n=1), "llm": Mesh((1, 2, 3), (1, 2), vpp=2)},
+    ),
+    "merged over two replicas, dp 1:2": ({}, {"vision": Mesh((2,), (0, 1), n=1), "llm": Mesh((), (2, 3), dp=2)}),
+    "split in two, dp 2:1": ({}, {"vision": Mesh((), (0, 1), dp=2, n=8), "llm": Mesh((), (2,))}),
+    "split in four, encoder pp2, llm pp2": (
+        {},
+        {"vision": Mesh((2,), (0, 1), n=16), "llm": Mesh((2,), (2, 3))},
+    ),
+    "split in three, tp2 with slices of tokens, dp 1:2, recomputed": (
+        {},
+        {
+            "vision": Mesh((), (0, 1), tp=2, sp=True, n=6, recompute=(1, 2)),
+            "llm": Mesh((), (2, 3, 4, 5), tp=2, sp=True, dp=2),
+        },
+    ),
+    "three encoder microbatches for four of the llm, which do not divide": (
+        {},
+        {"vision": Mesh((2,), (0, 1), n=3), "llm": Mesh((2,), (2, 3))},
+    ),
+    "six encoder microbatches for four of the llm": ({}, {"vision": Mesh((), (0,), n=6), "llm": Mesh((), (1,))}),
+    "merged on a mixed stage": ({}, {"vision": Mesh((), (0,), n=2), "llm": Mesh((2,), (0, 1))}),
+    "split on one pipeline of two ranks and two chunks": (
+        {},
+        {"vision": Mesh((2,), (0, 1), n=8), "llm": Mesh((3,), (0, 1))},
+    ),
+    "two encoders, one merged and one split": (
+        SPEECH,
+        {"vision": Mesh((), (0,), n=2), "audio": Mesh((2,), (1, 2), n=8), "llm": Mesh((2,), (3, 4))},
+    ),
+    "merged, frozen encoder": (FROZEN_VISION, {"vision": Mesh((), (0,), n=2), "llm": Mesh((2,), (1, 2))}),
+}
+
 # Encoders on the LLM's ranks under sizes of their own; their forwards before and their backwards after all else.
 COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "colocated, an encoder on every rank of a pipeline": (
@@ -174,6 +211,10 @@ COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "colocated, two encoders": (
         SPEECH,
         {"vision": Mesh((), (0, 1), dp=2), "audio": Mesh((2,), (0, 1)), "llm": Mesh((2,), (0, 1))},
+    ),
+    "colocated, encoders merged and split": (
+        SPEECH,
+        {"vision": Mesh((), (0, 1), dp=2, n=2), "audio": Mesh((2,), (0, 1), n=8), "llm": Mesh((2,), (0, 1))},
     ),
     "colocated, frozen llm": (
         {"model__llm__freeze": True},
@@ -261,9 +302,9 @@ def _run_reference(settings: Recipe) -> list[tuple[float, float, dict[str, Tenso
     return [reference.step() for _ in range(NUM_STEPS)]
 
 
-@pytest.mark.parametrize("case", [*CASES, *COLOCATED])
+@pytest.mark.parametrize("case", [*CASES, *COUNTS, *COLOCATED])
 def test_any_plan_computes_what_one_process_does(case: str) -> None:
-    changes, meshes = (CASES | COLOCATED)[case]
+    changes, meshes = (CASES | COUNTS | COLOCATED)[case]
     settings = recipe(**changes)
     world_size = len({r for m in meshes.values() for r in m.ranks})
     order = ORDERS.get(case)

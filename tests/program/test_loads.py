@@ -1,6 +1,7 @@
 """Loads and routes against a literal scatter of labelled rows."""
 
 import time
+from math import gcd
 
 import numpy as np
 import pytest
@@ -14,74 +15,86 @@ from tests.program.graphs import Unit, chain
 
 
 def random_meta(graph: StageGraph, seed: int, num_samples: int, max_items: int = 3) -> BatchMeta:
-    """Samples anywhere; each item in some encoder replica of the group and wave of its sample, in any order."""
+    """Samples anywhere; each item in some microbatch of the group and block of its sample's, in any order."""
     rng = np.random.default_rng(seed)
     llm = graph.mesh("llm")
     replica, index = rng.integers(llm.dp, size=num_samples), rng.integers(llm.num_microbatches, size=num_samples)
     order = np.lexsort((index, replica))
     replica, index = replica[order], index[order]
     tables = {}
-    for mesh in graph.meshes[:-1]:
+    for mesh in graph.meshes:
+        if mesh.unit == "llm":
+            continue
         counts = rng.integers(0, max_items + 1, size=num_samples)
         sample = np.repeat(np.arange(num_samples), counts)
         position = np.array([k for c in counts for k in range(c)], dtype=np.int64)
         per_group = mesh.dp // graph.num_groups
         group = replica[sample] // (llm.dp // graph.num_groups)
         to = group * per_group + rng.integers(per_group, size=len(sample))
+        blocks = gcd(mesh.num_microbatches, llm.num_microbatches)
+        per_block = mesh.num_microbatches // blocks
+        at = index[sample] * blocks // llm.num_microbatches * per_block + rng.integers(per_block, size=len(sample))
         shuffled = rng.permutation(len(sample))
         if rng.integers(2):
             shuffled = np.arange(len(sample))  # neighbours stay neighbours
-        by_slot = shuffled[np.lexsort((index[sample][shuffled], to[shuffled]))]
+        by_slot = shuffled[np.lexsort((at[shuffled], to[shuffled]))]
         rows, cols = rng.integers(1, 5, size=len(sample)), rng.integers(1, 5, size=len(sample))
-        table = ItemTable(
-            sample, position, rows, cols, rows * cols + 1, rng.integers(0, 4, size=len(sample)), to, index[sample]
-        )
+        table = ItemTable(sample, position, rows, cols, rows * cols + 1, rng.integers(0, 4, size=len(sample)), to, at)
         tables[mesh.unit] = ItemTable(*(column[by_slot] for column in vars(table).values()))
     tokens = rng.integers(1, 20, size=num_samples)
     return BatchMeta(0, 0, np.arange(num_samples), tokens, tokens, replica, index, tables)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
-    st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(0, 12), st.booleans(), st.integers(0, 2**32)
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(0, 12),
+    st.sampled_from(["", "audio", "generator"]),
+    st.integers(0, 2**32),
 )
-def test_rows_arrive_in_the_order_of_samples_and_items(encoders, llms, n, num_samples, two, seed):
-    units = [Unit("vision", 1, encoders), *([Unit("audio", 2, 2)] if two else []), Unit("llm", 2, llms)]
-    graph = chain(*units, n=n)
+def test_every_row_arrives_once_in_the_order_of_samples_and_items(encoders, llms, n, llm_n, num_samples, third, seed):
+    before = [Unit("audio", 2, 2, n=2)] if third == "audio" else []
+    after = [Unit("generator", 2, 3, n=n + 1)] if third == "generator" else []
+    graph = chain(Unit("vision", 1, encoders, n=n), *before, Unit("llm", 2, llms, n=llm_n), *after)
     meta = random_meta(graph, seed, num_samples)
     loads = step_loads(graph, meta)
     for unit, items in meta.items.items():
-        route = loads.routes[unit, "llm"]
-        sent: dict[Microbatch, list] = {}
-        for r in range(graph.mesh(unit).dp):
-            for i in range(n):
-                mb, rows = Microbatch(unit, r, i), items.microbatch(r, i)
-                sent[mb] = [(items.sample[k], items.position[k], row) for k in rows for row in range(items.features[k])]
-                assert loads.rows_out[mb] == len(sent[mb])
-                assert loads.loads[mb] == TokenLoad.of(items.tokens[rows])
-        for r in range(llms):
-            for i in range(n):
-                mb, samples = Microbatch("llm", r, i), meta.microbatch(r, i)
-                wanted = sorted(
-                    (s, items.position[k], row)
-                    for s in samples
-                    for k in np.flatnonzero(items.sample == s)
-                    for row in range(items.features[k])
-                )
-                arrived: list = [None] * len(wanted)
-                for (src, dst), spans in route.spans.items():
-                    if dst == mb:
-                        assert len(spans)
-                        assert route.rows(src, dst) == spans[:, 2].sum()
-                        for src_offset, dst_offset, length in spans:
-                            assert length > 0
-                            assert arrived[dst_offset : dst_offset + length] == [None] * length
-                            arrived[dst_offset : dst_offset + length] = sent[src][src_offset : src_offset + length]
-                assert arrived == wanted
-    for r in range(llms):
-        for i in range(n):
-            mb = Microbatch("llm", r, i)
-            assert loads.loads[mb] == TokenLoad.of(meta.tokens[meta.microbatch(r, i)])
+        pair = ("llm", unit) if unit == "generator" else (unit, "llm")
+        route = loads.routes[pair]
+        held: dict[Microbatch, list] = {}  # rows of features, as the two ends hold them
+        for mb in microbatches(graph, unit):
+            rows = items.microbatch(mb.replica, mb.index)
+            held[mb] = [(items.sample[k], items.position[k], row) for k in rows for row in range(items.features[k])]
+            assert loads.loads[mb] == TokenLoad.of(items.tokens[rows])
+        for mb in microbatches(graph, "llm"):
+            held[mb] = sorted(
+                (s, items.position[k], row)
+                for s in meta.microbatch(mb.replica, mb.index)
+                for k in np.flatnonzero(items.sample == s)
+                for row in range(items.features[k])
+            )
+        assert all(loads.rows_out[mb] == len(held[mb]) for mb in microbatches(graph, pair[0]))
+        arrived: dict[Microbatch, list] = {mb: [None] * len(held[mb]) for mb in microbatches(graph, pair[1])}
+        edge = next(e for e in graph.edges if (e.src.unit, e.dst.unit) == pair)
+        for (src, dst), spans in route.spans.items():
+            assert dst in graph.destinations(edge, src)
+            assert len(spans)
+            assert route.rows(src, dst) == spans[:, 2].sum()
+            for src_offset, dst_offset, length in spans:
+                assert length > 0
+                assert arrived[dst][dst_offset : dst_offset + length] == [None] * length
+                arrived[dst][dst_offset : dst_offset + length] = held[src][src_offset : src_offset + length]
+        assert all(rows == held[mb] for mb, rows in arrived.items())
+    for mb in microbatches(graph, "llm"):
+        assert loads.loads[mb] == TokenLoad.of(meta.tokens[meta.microbatch(mb.replica, mb.index)])
+
+
+def microbatches(graph: StageGraph, unit: str) -> list[Microbatch]:
+    mesh = graph.mesh(unit)
+    return [Microbatch(unit, r, i) for r in range(mesh.dp) for i in range(mesh.num_microbatches)]
 
 
 def test_neighbours_travel_as_one_span():
