@@ -3,10 +3,15 @@
 Ranks are forked from a server process that has imported torch and Megatron-core once: importing takes seconds and
 forking milliseconds. The server is not pytest's own process, because a process that has once run an autograd backward
 or started threads cannot safely be forked.
+
+`fork_ranks` forks anew for every call. `run_ranks` keeps its ranks for the next call as long as nothing fails, since
+starting a process and running through torch for the first time takes longer than most of what tests ask.
 """
 
+import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -16,6 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -35,32 +41,60 @@ class RanksFailed(AssertionError):  # noqa: N818 - a test's verdict, not an erro
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks of a gloo world; return the results in rank order.
 
-    `fn` is a module-level function; arguments and results are pickled. Raises RanksFailed, and leaves no process.
+    `fn` is a module-level function that leaves no state behind: the processes serve later calls too. Arguments and
+    results are pickled. Raises RanksFailed, and then leaves no process.
     """
-    return fork_ranks(world_size, _in_world, fn, args, timeout, timeout=timeout)
+    try:
+        return _kept.call(world_size, _in_world, fn, args, timeout, timeout=timeout)
+    except BaseException:
+        _kept.close()
+        raise
 
 
 def fork_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Call `fn(rank, world_size, folder, *args)` in `world_size` processes without torch.distributed.
+    """Call `fn(rank, world_size, folder, *args)` in `world_size` new processes without torch.distributed.
 
-    `folder` is empty and common to all of them.
+    `folder` is empty and common to all of them. Raises RanksFailed, and leaves no process.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = [_start(rank, world_size, Path(folder), fn, args) for rank in range(world_size)]
-        try:
+    ranks = _Ranks()
+    try:
+        return ranks.call(world_size, fn, *args, timeout=timeout)
+    finally:
+        ranks.close()
+
+
+@dataclass
+class _Ranks:
+    """Processes that make one call after another; as many as the largest call needed."""
+
+    ranks: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
+
+    def call(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
+        """Call `fn(rank, world_size, folder, *args)` in the first `world_size` processes; return the results."""
+        while len(self.ranks) < world_size:
+            self.ranks.append(_start())
+        ranks = self.ranks[:world_size]
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            for rank, (_, pipe) in enumerate(ranks):
+                pipe.send((fn, rank, world_size, Path(folder), args))
             return _collect(ranks, Path(folder), time.monotonic() + timeout)
-        finally:
-            for process, pipe in ranks:
-                process.kill()
-                process.join()
-                pipe.close()
+
+    def close(self) -> None:
+        """End all processes, whatever they are doing."""
+        for process, pipe in self.ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self.ranks.clear()
 
 
-def _start(
-    rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: Sequence[Any]
-) -> tuple[BaseProcess, Connection]:
-    ours, theirs = _SERVER.Pipe(duplex=False)
-    process = _SERVER.Process(target=_main, args=(theirs, rank, world_size, folder, fn, args))
+_kept = _Ranks()
+atexit.register(_kept.close)
+
+
+def _start() -> tuple[BaseProcess, Connection]:
+    ours, theirs = _SERVER.Pipe()
+    process = _SERVER.Process(target=_serve, args=(theirs,))
     process.start()
     theirs.close()
     return process, ours
@@ -80,7 +114,7 @@ def _collect(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline
             rank = rank_of[id(pipe)]
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 ok, value = False, "died without a word"
             (results if ok else failed)[rank] = value
             waiting.remove(pipe)  # type: ignore[arg-type]
@@ -105,28 +139,43 @@ def _stacks(process: BaseProcess, folder: Path) -> str:
     return path.read_text() if path.exists() else "(none)"
 
 
-def _main(
-    pipe: Connection, rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: Sequence[Any]
-) -> None:
+def _serve(pipe: Connection) -> None:
+    """Make the calls that arrive, until nobody is left to ask."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    gc.freeze()  # what was imported before the fork stays: looking through it again takes longer than most calls
+    while True:
+        try:
+            fn, rank, world_size, folder, args = pipe.recv()
+        except EOFError:
+            return
+        pipe.send_bytes(pickle.dumps(_answer(fn, rank, world_size, folder, args)))
+
+
+def _answer(
+    fn: Callable[..., Any], rank: int, world_size: int, folder: Path, args: Sequence[Any]
+) -> tuple[bool, object]:
     with (folder / f"stacks-{os.getpid()}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         try:
-            import torch
-
-            torch.set_num_threads(1)
-            warnings.simplefilter("error")
-            answer = (True, fn(rank, world_size, folder, *args))
+            return True, fn(rank, world_size, folder, *args)
         except BaseException:
-            answer = (False, traceback.format_exc())
-        pipe.send_bytes(pickle.dumps(answer))
+            return False, traceback.format_exc()
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+            gc.collect()  # process groups in circles of references would keep their sockets and threads
 
 
 def _in_world(
     rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: Sequence[Any], timeout: float
 ) -> Any:
+    import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no name look-ups, no other machine
+    torch.manual_seed(0)  # whatever the call before this one drew
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     result = fn(*args)

@@ -1,3 +1,4 @@
+import os
 import time
 
 import pytest
@@ -45,6 +46,18 @@ def test_ranks_can_run_backward_after_this_process_has() -> None:
 def test_a_failing_rank_is_quoted() -> None:
     with pytest.raises(RanksFailed, match="rank one is unwell"):
         run_ranks(2, _one_fails)
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def test_ranks_serve_later_calls_until_one_fails() -> None:
+    first = run_ranks(2, _pid)
+    assert run_ranks(3, _pid)[:2] == first
+    with pytest.raises(RanksFailed):
+        run_ranks(2, _one_fails)
+    assert not set(run_ranks(2, _pid)) & set(first)
 
 
 def test_a_hanging_rank_shows_where_it_hangs() -> None:
