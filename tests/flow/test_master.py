@@ -17,6 +17,7 @@ from mmtrain.runtime.schedule import learning_rate
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import AUDIO, Mesh, Order, Reference, plan, recipe, step_data
+from tests.flow.orders import PIPELINE, TOGETHER
 
 NUM_STEPS = 5
 FROZEN_VISION = {"model__vision__freeze": True}
@@ -224,6 +225,30 @@ COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {},
         {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
     ),
+    "in parts, one rank": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))}),
+    "in parts, one rank, recomputed, frozen encoder": (
+        FROZEN_VISION,
+        {"vision": Mesh((), (0,), recompute=(0, 1, 2, 3)), "llm": Mesh((), (0,), recompute=(1, 2, 3, 4))},
+    ),
+    "in parts, one rank, nothing of the encoder trains": (
+        FROZEN_VISION | {"model__vision__projector__freeze": True},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))},
+    ),
+    "in parts, tp2 with slices of tokens, recomputed": (
+        {},
+        {
+            "vision": Mesh((), (0, 1), tp=2, sp=True, recompute=(1, 2)),
+            "llm": Mesh((), (0, 1), tp=2, sp=True, recompute=(1, 3)),
+        },
+    ),
+    "in parts, a pipeline": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))}),
+    "in parts, a pipeline, recomputed": (
+        {},
+        {
+            "vision": Mesh((), (0, 1), dp=2, recompute=(1, 2)),
+            "llm": Mesh((2,), (0, 1), recompute=(1, 2, 3)),
+        },
+    ),
 }
 
 
@@ -237,7 +262,13 @@ ORDERS: dict[str, Order] = {
     "colocated, encoders between the llm's work": {
         0: _lines(0, "Fv0 Fl0 Fv1 Fl1 Fv2 Bl0 Fl2 Bv0 Bl1 Fv3 Fl3 Bl2 Bv2 Bl3 Bv1 Bv3"),
         1: _lines(1, "Fv0 Fv1 Fl0 Bl0 Fv2 Fl1 Bl1 Fv3 Bv0 Fl2 Bl2 Bv1 Fl3 Bl3 Bv2 Bv3"),
-    }
+    },
+    "in parts, one rank": {0: TOGETHER},
+    "in parts, one rank, recomputed, frozen encoder": {0: TOGETHER},
+    "in parts, one rank, nothing of the encoder trains": {0: TOGETHER},
+    "in parts, tp2 with slices of tokens, recomputed": {0: TOGETHER, 1: TOGETHER},
+    "in parts, a pipeline": PIPELINE,
+    "in parts, a pipeline, recomputed": PIPELINE,
 }
 
 
