@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
+from mmtrain.cli import data_group, data_stats
 from mmtrain.cli.options import AsJson
 
-app = typer.Typer(help="Make training data.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Make training data, and look at it.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.callback()
-def _group() -> None: ...  # without it, Typer would make the only subcommand the command itself
+app.command()(data_stats.stats)
+app.command()(data_group.group)
 
 
 @app.command()

@@ -1,0 +1,44 @@
+"""`mmtrain data group`."""
+
+from typing import Annotated
+
+import typer
+
+from mmtrain.cli.options import AsJson, Overrides, RecipeFile
+
+
+def group(
+    recipe: RecipeFile,
+    overrides: Overrides,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="Groups side by side. Default: parallel.llm.dp, or as many as grouping makes alike."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the ways of grouping on a recipe's samples.
+
+    For one epoch of each: groups, samples in one, how full they are, what padding would waste, and how long replicas
+    would wait for each other.
+    """
+    import json
+    import time
+    from dataclasses import asdict
+
+    from mmtrain.balance import Grouping
+    from mmtrain.data import build
+    from mmtrain.data.compare import compare_methods
+    from mmtrain.recipe import load
+    from mmtrain.report.data_view import grouping_text
+
+    settings = load(recipe, overrides).recipe
+    index, grouping = build(settings), Grouping.of(settings.data, settings.train.global_batch)
+    side_by_side = replicas or settings.parallel.llm.dp or grouping.alike
+    scores = compare_methods(
+        index.lengths, index.weights, grouping, settings.train.seed, side_by_side, time.perf_counter
+    )
+    if as_json:
+        rows = [{**asdict(row), "chosen": row.method == grouping.method} for row in scores]
+        typer.echo(json.dumps({"replicas": side_by_side, "methods": rows}))
+    else:
+        typer.echo(grouping_text(scores, grouping.method, side_by_side))

@@ -1,0 +1,65 @@
+"""What is in data files: how much of each modality every sample has, with a recipe's eyes or with none."""
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.balance.methods import unit_tokens
+from mmtrain.data.audio import HOP, SAMPLE_RATE, read_frames
+from mmtrain.data.images import read_size
+from mmtrain.data.index import HEADER_THREADS, build
+from mmtrain.data.media import BadMediaError
+from mmtrain.data.read import read
+from mmtrain.data.sample import Quarantined, Sample
+from mmtrain.recipe.schema import ImageSettings, LimitSettings, Recipe, SourceSettings
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Measures of the usable samples, and what is wrong with the others."""
+
+    names: tuple[str, ...]
+    values: npt.NDArray[np.float64]  # (samples, measures)
+    quarantined: dict[str, int]  # by kind
+
+
+def survey_as(recipe: Recipe, sources: Sequence[SourceSettings]) -> Survey:
+    """Tokens of each unit of the recipe's model, were these its sources. Raises `DataError` as indexing does."""
+    data = recipe.data.model_copy(update={"sources": tuple(sources), "max_bad_rate": 1.0})
+    index = build(recipe.model_copy(update={"data": data}))
+    units, tokens = unit_tokens(index.lengths)
+    names = tuple("LLM tokens" if unit == "llm" else f"{unit} tokens" for unit in units)
+    return Survey(names, tokens.astype(np.float64), dict(Counter(q.kind for q in index.quarantined)))
+
+
+def survey(sources: Sequence[SourceSettings]) -> Survey:
+    """Characters, pixels and seconds, which need no model; from headers, without decoding.
+
+    A sample with an image or clip that cannot be used is counted by what is wrong with it, and in nothing else.
+    Raises `DataError` if a source cannot be read.
+    """
+    entries = [entry for source in sources for entry in read(source, LimitSettings())]
+    with ThreadPoolExecutor(HEADER_THREADS) as pool:
+        found = list(pool.map(_measured, entries))
+    rows = [row for row in found if not isinstance(row, str)]
+    names = ("characters of text", "images", "pixels of images", "videos", "seconds of sound")
+    values = np.array(rows, dtype=np.float64).reshape(-1, len(names))
+    return Survey(names, values, dict(Counter(kind for kind in found if isinstance(kind, str))))
+
+
+def _measured(entry: Sample | Quarantined) -> tuple[float, ...] | str:
+    """The measures of a sample, or the kind of what is wrong with it."""
+    if isinstance(entry, Quarantined):
+        return entry.kind
+    try:
+        sizes = [read_size(image, ImageSettings().max_source_pixels) for image in entry.images]
+        frames = sum(read_frames(clip, float("inf"), 1) for clip in entry.clips)
+    except BadMediaError as bad:
+        return bad.kind
+    text = sum(len(turn.text) for turn in entry.turns)
+    pixels = sum(width * height for width, height in sizes)
+    return text, len(sizes), pixels, len(entry.videos), frames * HOP / SAMPLE_RATE

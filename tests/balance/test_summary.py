@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.balance import Groups
+from mmtrain.balance.summary import NUM_BINS, score, summarise
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 10**6), min_size=2, max_size=2), max_size=60), st.sampled_from([1.0, 0.37, 1e-3])
+)
+@settings(max_examples=200, deadline=None)
+def test_every_sample_that_has_any_is_in_one_bin(rows: list[list[int]], unit: float) -> None:
+    values = np.array(rows, dtype=np.float64).reshape(-1, 2) * unit
+    summary = summarise(("a", "b"), values)
+    for spread, column in zip(summary.spreads, values.T, strict=True):
+        some = column[column > 0]
+        assert sum(spread.counts) == spread.samples == len(some)
+        assert len(spread.counts) <= NUM_BINS
+        if len(some):
+            assert spread.edges[0] == some.min()
+            assert spread.edges[-1] >= some.max() == spread.largest
+            assert (np.diff(spread.edges) > 0).all()
+            by_hand = [
+                ((some >= lo) & (some < hi)).sum() for lo, hi in zip(spread.edges, spread.edges[1:], strict=False)
+            ]
+            by_hand[-1] += (some == spread.edges[-1]).sum()
+            assert list(spread.counts) == by_hand
+            assert spread.total == pytest.approx(some.sum())
+
+
+def test_correlation_is_numpys_and_has_none_for_what_never_varies() -> None:
+    values = np.random.default_rng(0).integers(0, 50, (40, 3)).astype(np.float64)
+    values[:, 2] = 7
+    found = summarise(("a", "b", "c"), values).correlation
+    assert found[0][1] == pytest.approx(np.corrcoef(values[:, 0], values[:, 1])[0, 1])
+    assert found[0][0] == pytest.approx(1)
+    assert [row[2] for row in found] == [None] * 3
+
+
+def test_a_score_by_hand() -> None:
+    tokens = np.array([[6, 2], [4, 0], [8, 4], [2, 0], [5, 5]])
+    groups = Groups(np.array([0, 2, 3, 4, 5]), np.arange(5))  # loads 10/2, 8/4, 2/0, 5/5
+    row = score("random", groups, ("llm", "vision"), tokens, 10, 2, seconds=0.5)
+    assert (row.groups, row.mean_batch, row.fill) == (4, 1.25, 0.625)
+    assert row.pad_ratio == pytest.approx((2 / 12) / 4)
+    waits = {"llm": ((2 / 20) + (3 / 10)) / 2, "vision": ((2 / 8) + (5 / 10)) / 2}
+    assert row.dist_ratio == pytest.approx(waits)
+    assert row.max_over_mean == pytest.approx((12 / 12 + 10 / 6) / 2)
+    assert score("matched", groups, ("llm", "vision"), tokens, 10, 2, 0.5).pad_ratio is None
+    alone = score("isf", groups, ("llm", "vision"), tokens, 10, 8, 0.5)
+    assert (alone.dist_ratio, alone.max_over_mean) == ({"llm": 0, "vision": 0}, 1.0)

@@ -1,0 +1,66 @@
+"""`mmtrain data stats` and `mmtrain data group`, on files on disk."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmtrain.data.demo import generate
+
+RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("demo") / "data"
+    generate(made, seed=1, train=120, heldout=4)
+    return made
+
+
+def mm(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mmtrain", "data", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+
+
+def test_stats_counts_two_sources_together(folder: Path, tmp_path: Path) -> None:
+    done = mm("stats", folder / "train.json", folder / "heldout.json", "--png", tmp_path / "stats.png", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["samples"] == 124
+    assert found["spreads"][0]["name"] == "characters of text"
+    assert found["quarantined"] == {}
+    assert (tmp_path / "stats.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stats_of_a_recipe_are_tokens(folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"extends: {RECIPE}\ndata: {{tokenizer: {folder}/tokenizer.json}}\n")
+    done = mm("stats", folder / "train.json", "--recipe", recipe)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("LLM tokens: ")
+    assert "\nvision tokens in " in done.stdout
+    assert "120 samples, none set aside" in done.stdout
+
+
+def test_group_compares_the_methods(folder: Path) -> None:
+    settings = [f"data.sources.0.path={folder}/train.json", f"data.tokenizer={folder}/tokenizer.json"]
+    overrides = [part for setting in [*settings, "data.grouping=isf"] for part in ("--set", setting)]
+    done = mm("group", RECIPE, *overrides, "--replicas", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["replicas"] == 2
+    assert [row["method"] for row in found["methods"] if row["chosen"]] == ["isf"]
+    assert set(found["methods"][0]["dist_ratio"]) == {"llm", "vision"}
+    table = mm("group", RECIPE, *overrides)
+    assert "4 replicas side by side" in table.stdout
+    assert "│ isf *" in table.stdout
+
+
+def test_a_missing_source_is_one_message() -> None:
+    done = mm("stats", "/no/such.json")
+    assert done.returncode == 2
+    assert done.stderr.startswith("mmtrain: ")
+    assert "/no/such.json" in done.stderr

@@ -1,0 +1,65 @@
+import builtins
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmtrain.balance.summary import Score, summarise
+from mmtrain.errors import UserError
+from mmtrain.report.data_view import grouping_text, stats_picture, stats_text
+
+VALUES = np.array([[10.0, 0.0, 1.0], [30.0, 5000.0, 1.0], [20.0, 3.0, 1.0], [20.0, 4.0, 1.0]])
+SUMMARY = summarise(("LLM tokens", "pixels", "images"), VALUES)
+
+
+def test_a_histogram_for_each_measure_and_what_was_set_aside() -> None:
+    text = stats_text(SUMMARY, {"missing_image": 1, "too_long": 2})
+    assert "LLM tokens: 80 in all, mean 20, median 20, 95% below 28.5, largest 30" in text
+    assert "pixels in 3 of 4 samples" in text
+    assert "images: 1 in each of 4 samples" in text
+    fullest = max((line for line in text.splitlines() if "█" in line), key=lambda line: line.count("█"))
+    assert fullest.split()[0] == "20"
+    assert fullest.endswith("█ 2")
+    assert "4 samples, 3 set aside besides: too_long 2, missing_image 1" in text
+    assert "Correlation over samples" in text
+    assert "none: none" not in stats_text(summarise(("a",), np.zeros((0, 1))), {})
+
+
+def test_the_table_marks_the_recipes_method() -> None:
+    rows = [
+        Score("matched", 10, 4.0, 0.98, None, {"llm": 0.001, "vision": 0.02}, 1.01, 0.5),
+        Score("random", 12, 3.3, 0.8, 0.4, {"llm": 0.3, "vision": 0.4}, 1.5, 0.01),
+    ]
+    text = grouping_text(rows, "matched", 8)
+    matched, random = (line for line in text.splitlines() if "│" in line)
+    cells = [cell.strip() for cell in matched.split("│")[1:-1]]
+    assert cells == ["matched *", "10", "4.00", "0.980", "-", "0.0010", "0.0200", "1.0100", "0.50"]
+    assert "0.400" in random
+    assert "8 replicas side by side" in text
+
+
+def test_a_picture_has_a_panel_for_each_measure_that_varies(tmp_path: Path) -> None:
+    stats_picture(SUMMARY, tmp_path / "a.png")
+    stats_picture(summarise(("LLM tokens",), VALUES[:, :1]), tmp_path / "b.png")
+    with Image.open(tmp_path / "a.png") as two, Image.open(tmp_path / "b.png") as one:
+        assert two.format == "PNG"
+        assert two.height > 1.5 * one.height
+        dark = np.asarray(two.convert("L")) < 128
+    assert 0.01 < dark.mean() < 0.5, "something is drawn"
+
+
+def test_what_cannot_be_drawn_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"--png .*: cannot write the picture: No such file"):
+        stats_picture(SUMMARY, tmp_path / "no" / "a.png")
+    imported = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return imported(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"pip install 'mmtrain\[report\]'"):
+        stats_picture(SUMMARY, tmp_path / "a.png")
