@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from mmtrain.balance.absent import clear
 from mmtrain.balance.batch import FloatArray, IntArray
 from mmtrain.balance.exchange import CANDIDATES, Aim, exchange
 from mmtrain.balance.grouping import Groups
@@ -30,11 +31,14 @@ def assemble(
     the stream stays as random as the shuffle beyond it. tokens: (n, m) sizes, budgets: (m,) what no group may pass.
     even: (q, m): the loads to even out are `tokens @ even.T`: one row a modality whose units have ranks of their own,
     or one row of costs where units share ranks; the coarsest load first. weights: (q,), all 1 by default.
-    rounds: exchange rounds a load. offset: so many groups of a step came before these; the first ones complete it.
+    rounds: exchange rounds a load; 0 leaves every group as it is. offset: so many groups of a step came before these;
+    the first ones complete it.
 
     Returns groups in the order of training, `num_replicas` a step; the last groups may fill only part of a step. A
     step across the border of two windows takes the most average groups of both.
     """
+    if rounds:
+        groups = clear(groups, windows, tokens, budgets, tokens @ even[0], num_replicas)
     loads = groups.loads(tokens) @ even.T
     order: list[IntArray] = []
     whole: list[IntArray] = []  # steps inside one window, as places in `order`

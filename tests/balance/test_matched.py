@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.balance import dist_ratio, matched, max_over_mean
+from mmtrain.balance import Groups, dist_ratio, matched, max_over_mean
+from mmtrain.balance.absent import clear
 from mmtrain.balance.exchange import CANDIDATES, Aim, exchange
+from mmtrain.balance.matched import pack_alike
 
 
 @given(st.integers(0, 10_000), st.integers(0, 90), st.integers(1, 3), st.integers(1, 5), st.integers(5, 40))
@@ -31,10 +33,10 @@ def test_every_sample_once_within_budgets_and_window(seed: int, n: int, m: int, 
     assert groups.first.tolist() == again.first.tolist()
 
 
-def _mixture(n: int) -> np.ndarray:
-    """LLM tokens and image tiles of images of three kinds, and of texts."""
+def _mixture(n: int, shares: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)) -> np.ndarray:
+    """LLM tokens and image tiles of texts and of images of three kinds."""
     rng = np.random.default_rng(0)
-    tiles = rng.choice([0, 1, 3, 5], n)
+    tiles = rng.choice([0, 1, 3, 5], n, p=shares)
     text = np.where(tiles > 0, rng.integers(40, 300, n), np.clip(rng.lognormal(5.5, 1, n), 16, 4000).astype(int))
     return np.stack([256 * tiles + text, tiles], axis=1)
 
@@ -51,6 +53,44 @@ def test_steps_are_full_and_even_on_a_mixture() -> None:
     assert tiles_waited < 0.01
     loads = matched(tokens, budgets, order, 8192, cost, 8, np.random.default_rng(2)).loads(tokens)
     assert max_over_mean((loads @ cost[0])[: len(loads) // 8 * 8].reshape(-1, 8)) < 1.003
+
+
+@given(st.integers(0, 10_000), st.integers(2, 8), st.integers(1, 3))
+@settings(max_examples=80, deadline=None)
+def test_groups_without_a_modality_come_to_fill_whole_steps(seed: int, replicas: int, num_windows: int) -> None:
+    rng = np.random.default_rng(seed)
+    num, budgets = 24 * num_windows, np.array([100, 8])
+    sizes = rng.integers(1, 4, num)
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    tiles = np.where(rng.random(first[-1]) < 0.5, 0, rng.integers(1, 3, first[-1]))
+    tokens = np.stack([5 * tiles + rng.integers(8, 20, first[-1]), tiles], axis=1)
+    groups = Groups(first, rng.permutation(first[-1]))
+    windows = np.arange(0, num + 1, 24)
+
+    after = clear(groups, windows, tokens, budgets, tokens[:, 1].astype(float), replicas)
+
+    assert after.first.tolist() == groups.first.tolist()
+    for lo, hi in itertools.pairwise(windows.tolist()):
+        part = slice(first[lo], first[hi])
+        assert sorted(after.samples[part].tolist()) == sorted(groups.samples[part].tolist())
+        was, now = ((g.loads(tokens)[lo:hi, 1] == 0).sum() for g in (groups, after))
+        assert now % replicas == 0 or after.samples[part].tolist() == groups.samples[part].tolist()
+        assert was <= now < was + replicas
+    over = groups.loads(tokens) > budgets
+    assert (after.loads(tokens)[~over] <= np.broadcast_to(budgets, over.shape)[~over]).all()
+
+
+def test_most_windows_can_be_cleared() -> None:
+    tokens = _mixture(16_384, (0.7, 0.2, 0.05, 0.05))
+    budgets = np.array([4096, 64])
+    groups, windows = pack_alike(tokens, budgets, np.random.default_rng(1).permutation(16_384), 2048)
+    cleared = clear(groups, windows, tokens, budgets, tokens[:, 1].astype(float), 16)
+    left = [
+        [int((g.loads(tokens)[lo:hi, 1] == 0).sum()) % 16 for lo, hi in itertools.pairwise(windows.tolist())]
+        for g in (groups, cleared)
+    ]
+    assert left[1].count(0) > left[0].count(0)
+    assert all(now in (0, was) for was, now in zip(*left, strict=True))
 
 
 def test_steps_come_in_no_order_of_size() -> None:
