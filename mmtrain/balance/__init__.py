@@ -13,6 +13,7 @@ from mmtrain.balance.nodes import rearrange
 from mmtrain.balance.order import across_replicas, across_time
 from mmtrain.balance.post import Cost, dominant, rebalance
 from mmtrain.balance.rearrangement import Rearrangement
+from mmtrain.balance.split import split_long
 from mmtrain.balance.steps import assemble
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "pad_ratio",
     "rearrange",
     "rebalance",
+    "split_long",
 ]

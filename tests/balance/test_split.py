@@ -1,0 +1,45 @@
+"""Items of long samples are shared out; the gather brings every feature back."""
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.balance import split_long
+
+
+def _largest(tokens: np.ndarray, rank: np.ndarray, num_ranks: int) -> float:
+    return float(np.bincount(rank, weights=tokens, minlength=num_ranks).max(initial=0.0))
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7), st.integers(1, 3))
+@settings(max_examples=80, deadline=None)
+def test_long_samples_are_shared_out_as_evenly_as_can_be(seed: int, num_items: int, num_ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    sample, tokens = np.sort(rng.integers(0, 3, num_items)), rng.integers(1, 30, num_items)
+    owner = rng.integers(0, num_ranks, 3)[sample]
+    longest = 40
+
+    moved = split_long(sample, tokens, owner, num_ranks, longest)
+
+    is_long = np.array([tokens[sample == s].sum() > longest for s in sample], dtype=bool)
+    assert (moved.dest_rank[~is_long] == owner[~is_long]).all()
+    free = np.flatnonzero(is_long)
+    best = np.inf
+    for choice in itertools.product(range(num_ranks), repeat=len(free)):
+        rank = owner.copy()
+        rank[free] = choice
+        best = min(best, _largest(tokens, rank, num_ranks))
+    assert _largest(tokens, moved.dest_rank, num_ranks) <= best * 4 / 3
+    back = moved.inverse()
+    order = np.lexsort((moved.dest_slot, moved.dest_rank))
+    assert back.dest_rank.tolist() == owner[order].tolist()
+    assert back.dest_slot.tolist() == moved.source_slot[order].tolist()
+
+
+def test_a_sample_with_most_of_the_images_no_longer_keeps_others_waiting() -> None:
+    sample, tokens = np.array([0] * 16 + [1, 2, 3]), np.full(19, 10)
+    owner = np.array([0] * 16 + [1, 2, 3])
+    moved = split_long(sample, tokens, owner, 4, 100)
+    assert np.bincount(moved.dest_rank).tolist() == [5, 5, 5, 4]
