@@ -29,10 +29,16 @@ def open_cell(cell: "ParquetCell") -> BinaryIO:
             column = _column(cell.file, (stat.st_mtime_ns, stat.st_size), cell.row_group, cell.column)
         value = column[cell.row]
         value = value if cell.place is None else value[cell.place]
+        value = plain(value)
         value = value["bytes"] if isinstance(value, pa.StructScalar) else value
         return io.BytesIO(value.as_buffer())
     except (pa.ArrowException, LookupError, AttributeError) as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
+
+
+def plain(value: Any) -> Any:
+    """A value of a column, looked up where the column stores numbers of a dictionary's entries."""
+    return value.value if isinstance(value, pa.DictionaryScalar) else value
 
 
 @lru_cache(maxsize=3)

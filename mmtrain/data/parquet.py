@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from mmtrain.data.cells import BATCH_ROWS
+from mmtrain.data.cells import BATCH_ROWS, plain
 from mmtrain.data.conversation import ANY_LAYOUT, MARKS, BadSampleError, captioned, name_of, sample_of
 from mmtrain.data.folder import Folder
 from mmtrain.data.json_files import parse
@@ -105,6 +105,7 @@ def _cells(value: Any, kind: str, where: Callable[[int | None], ParquetCell], fo
     """The media in one cell; a list's have places in it."""
     if not value.is_valid:
         return []
+    value = plain(value)
     if isinstance(value, pa.ListScalar):
         return [_cell(each, kind, where(place), folder, most) for place, each in enumerate(value)]
     return [_cell(value, kind, where(None), folder, most)]

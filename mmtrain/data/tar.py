@@ -15,6 +15,7 @@ from mmtrain.recipe.schema import LimitSettings
 
 BLOCK = 512
 _MAX_META_BYTES = 64 << 10  # of a long name or a pax header
+_MAX_PADDING = 1 << 20  # how far behind the end is looked for more
 _PLAIN, _FOLDERS, _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"\0" + b"07", b"5", b"L", b"x", b"g", b"K"
 _OTHER = {
     b"1": "a hard link",
@@ -60,7 +61,9 @@ def _members(file: BinaryIO, shard: str, end: int, limits: LimitSettings) -> Ite
     told: dict[str, str] = {}  # what meta members say of the next one
     while header := file.read(BLOCK):
         if header.count(0) == BLOCK:
-            return  # the end, or an empty archive
+            if file.read(_MAX_PADDING).strip(b"\0"):
+                raise _BrokenError(f"something follows its end at byte {file.tell()}, perhaps another archive")
+            return
         size, kind = _check(header, file.tell() - BLOCK), header[156:157]
         if kind in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL):
             body = _meta(file, size, end)
@@ -86,6 +89,7 @@ def _members(file: BinaryIO, shard: str, end: int, limits: LimitSettings) -> Ite
             continue
         what = "a sparse file" if sparse else _OTHER.get(kind)
         yield _judged(TarMember(shard, name, offset, size), what, limits)
+    raise _BrokenError("its end is missing")  # whoever wrote it was interrupted: nobody knows what else there was
 
 
 def _judged(member: TarMember, what: str | None, limits: LimitSettings) -> TarMember | BadMember:
@@ -107,8 +111,9 @@ def _check(header: bytes, at: int) -> int:
         raise _BrokenError("it is compressed; unpack it")
     if len(header) < BLOCK:
         raise _BrokenError("it ends inside of a header")
-    # The sum counts its own place as spaces.
-    if sum(header) - sum(header[148:156]) + 8 * 32 != _number(header[148:156]):
+    stated = header[148:156].strip(b" \0")
+    found = sum(header) - sum(header[148:156]) + 8 * ord(" ")  # the sum counts its own place as spaces
+    if not stated.isdigit() or found != _number(stated):
         raise _BrokenError(f"no tar header at byte {at}")
     return _number(header[124:136])
 

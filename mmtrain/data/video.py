@@ -33,8 +33,9 @@ def read_video(media: Media, max_frames: int, max_source_pixels: int) -> tuple[i
         width, height = stream.codec_context.width, stream.codec_context.height
         _, seconds = _span(media, stream)
         there = stream.frames or math.floor(seconds * float(stream.average_rate or 1))
-    if not 0 < width * height <= max_source_pixels:
-        reason = f"{media}: {width} x {height} is above data.image.max_source_pixels = {max_source_pixels}"
+    if not 0 < width * height <= max_source_pixels:  # FFmpeg tells no size of pictures that it would not decode
+        found = f"{width} x {height}" if width * height else "the size of its pictures"
+        reason = f"{media}: {found} is above data.image.max_source_pixels = {max_source_pixels}"
         raise BadVideoError("too_many_pixels", reason)
     return width, height, max(1, min(max_frames, there))
 

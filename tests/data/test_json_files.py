@@ -170,7 +170,7 @@ def test_files_are_named_by_folders_braces_and_stars(tmp_path: Path) -> None:
     for pattern, expected in names.items():
         assert [file.name for file in shards(tmp_path / pattern)] == expected, pattern
     for pattern in ("z*.json", "none"):
-        with pytest.raises(DataError, match="no file matches|no such file|cannot be guessed"):
+        with pytest.raises(DataError, match=r"no file matches|no such file|cannot be guessed"):
             _read(tmp_path / pattern)
 
 

@@ -1,0 +1,58 @@
+"""Makes tar shards, Parquet files and small media for the tests of readers."""
+
+import io
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import soundfile
+from PIL import Image
+
+
+def png(colour: str = "red", width: int = 16, height: int = 16) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), colour).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def wav(seconds: float = 0.1, rate: int = 8000, form: str = "WAV") -> bytes:
+    buffer = io.BytesIO()
+    wave = 0.1 * np.sin(np.arange(round(seconds * rate)) / 5)
+    soundfile.write(buffer, wave, rate, format=form)
+    return buffer.getvalue()
+
+
+def movie(
+    colours: list[str], seconds_each: float = 0.2, width: int = 64, height: int = 48, rate: int = 20, form: str = "mp4"
+) -> bytes:
+    """A video that shows one colour after another."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=form) as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.gop_size = 4
+        for colour in colours:
+            picture = Image.new("RGB", (width, height), colour)
+            for _ in range(round(seconds_each * rate)):
+                container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        container.mux(stream.encode(None))
+    return buffer.getvalue()
+
+
+def tar(path: Path, members: Mapping[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def parquet(path: Path, columns: Mapping[str, Any], row_group_size: int = 2, **options: Any) -> Path:
+    pyarrow.parquet.write_table(pa.table(dict(columns)), path, row_group_size=row_group_size, **options)
+    return path

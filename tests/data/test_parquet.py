@@ -1,0 +1,133 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from mmtrain.data import Quarantined, Sample
+from mmtrain.data import cells as cells_module
+from mmtrain.data.media import FileMedia, ParquetCell
+from mmtrain.data.read import read
+from mmtrain.errors import DataError
+from mmtrain.recipe.schema import LimitSettings, SourceSettings
+from tests.data.archives import parquet
+
+HF_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def _talk(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+
+
+def _read(path: Path, limits: LimitSettings | None = None) -> list[Sample | Quarantined]:
+    return list(read(SourceSettings(path=path), limits or LimitSettings()))
+
+
+def _bytes(sample: Sample | Quarantined, key: str = "images") -> list[bytes]:
+    assert isinstance(sample, Sample), sample
+    found = []
+    for media in getattr(sample, key):
+        assert isinstance(media, ParquetCell)
+        with media.open() as file:
+            found.append(file.read())
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dictionary": False, "compression": "zstd"}])
+def test_bytes_are_found_again_in_any_row(tmp_path: Path, options: dict[str, Any]) -> None:
+    images = [[b"a", b"bb"], [], None, [b"ccc"], [b"dddd"]]
+    structs = [[{"bytes": i, "path": "x.png"} for i in each] if each is not None else None for each in images]
+    columns = {
+        "messages": [_talk("hi")] * 5,
+        "images": pa.array(structs, pa.list_(HF_IMAGE)),
+        "audio": pa.array([b"1", b"22", None, b"4", b"5"]).dictionary_encode(),
+        "ignored": list(range(5)),
+        "id": ["p", "q", "r", "s", None],
+    }
+    found = _read(parquet(tmp_path / "x.parquet", columns, **options))
+    assert [_bytes(s) for s in found] == [each or [] for each in images]
+    assert [_bytes(s, "clips") for s in found] == [[b"1"], [b"22"], [], [b"4"], [b"5"]]
+    assert [(s.id, s.index) for s in found] == [("p", 0), ("q", 1), ("r", 2), ("s", 3), ("4", 4)]
+
+
+def test_conversations_may_be_json_and_media_paths(tmp_path: Path) -> None:
+    talk = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "yes"}]
+    struct = pa.array([{"bytes": None, "path": "b.png"}, {"bytes": b"x", "path": None}], HF_IMAGE)
+    columns = {"conversations": [json.dumps(talk)] * 2, "images": [["a.png"], ["c/d.png"]]}
+    first, second = _read(parquet(tmp_path / "x.parquet", columns))
+    assert isinstance(first, Sample)
+    assert isinstance(second, Sample)
+    assert first.images == (FileMedia(str(tmp_path / "a.png")),)
+    assert second.images == (FileMedia(str(tmp_path / "c" / "d.png")),)
+    first, second = _read(parquet(tmp_path / "y.parquet", {"caption": ["one", "two"], "image": struct}))
+    assert isinstance(first, Sample)
+    assert first.images == (FileMedia(str(tmp_path / "b.png")),)
+    assert [t.text for t in first.turns] == ["<image>", "one"]
+    assert _bytes(second) == [b"x"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind", "reason"),
+    [
+        ({"image": [b"x" * 11]}, "parquet_cell_size", "11 bytes, data.limits.max_member_bytes = 10"),
+        ({"image": ["../up.png"]}, "image_path", "lies outside"),
+        ({"image": ["http://x/y.png"]}, "image_url", "is a URL"),
+        ({"video": [7]}, "malformed", "is int64, expected bytes, a path or both"),
+        ({"image": pa.array([{"bytes": None, "path": None}], HF_IMAGE)}, "missing_image", "is empty"),
+        ({"messages": ["[" * 100_000]}, "malformed", "nested too deeply"),
+        ({"messages": pa.array([None], pa.string())}, "malformed", "is missing, expected a list of messages"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, columns: dict[str, Any], kind: str, reason: str) -> None:
+    columns = {"messages": [_talk("hi")]} | columns
+    (bad,) = _read(parquet(tmp_path / "x.parquet", columns), LimitSettings(max_member_bytes=10))
+    assert isinstance(bad, Quarantined)
+    assert (bad.kind, bad.index) == (kind, 0)
+    assert reason in bad.reason
+
+
+def test_rows_above_the_limit_and_damaged_groups_are_named(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    images = [rng.bytes(5000) for _ in range(6)]
+    path = parquet(tmp_path / "x.parquet", {"caption": list("abcdef"), "image": images}, use_dictionary=False)
+    *good, bad = _read(path, LimitSettings(max_members=4))
+    assert len(good) == 4
+    assert isinstance(bad, Quarantined)
+    assert (bad.kind, bad.index) == ("parquet_too_many", 4)
+    content = bytearray(path.read_bytes())
+    at = content.index(images[2])
+    content[at - 40 : at] = bytes(40)  # the header of a page of the second group
+    path.write_bytes(content)
+    found = _read(path)
+    assert [s.id for s in found if isinstance(s, Sample)] == ["0", "1", "4", "5"]
+    (bad,) = [s for s in found if isinstance(s, Quarantined)]
+    assert (bad.kind, bad.index) == ("parquet_broken", 2)
+    assert "row group 1: its rows from 0 on cannot be read" in bad.reason
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"PAR1" + b"\0" * 100 + b"PAR1", "a damaged one"), (b"", "not a Parquet file"), (None, "no such file")],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "x.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        _read(tmp_path / "x.parquet")
+
+
+def test_a_file_without_text_is_refused_with_its_columns(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no column `conversations`, .* found image, label"):
+        _read(parquet(tmp_path / "x.parquet", {"image": [b"x"], "label": [1]}))
+
+
+def test_few_bytes_that_stand_for_many_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dictionary holds one large value that every row repeats."""
+    columns = {"caption": ["x"] * 1000, "image": pa.array([b"x" * 100_000] * 1000)}
+    path = parquet(tmp_path / "x.parquet", columns, row_group_size=1000)
+    assert path.stat().st_size < 1_000_000
+    monkeypatch.setattr(cells_module, "MAX_COLUMN_BYTES", 10_000_000)
+    with pytest.raises(OSError, match="is above 10000000 bytes"):
+        ParquetCell(str(path), 0, 999, "image", None).open()

@@ -1,0 +1,105 @@
+"""Videos as a few frames, and what becomes of files that are none."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmtrain.data.media import FileMedia, TarMember
+from mmtrain.data.video import BadVideoError, load_frames, read_video
+from tests.data.archives import movie, tar, wav
+
+COLOURS = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
+LIMIT = 1_000_000
+
+
+def _file(path: Path, content: bytes) -> FileMedia:
+    path.write_bytes(content)
+    return FileMedia(str(path))
+
+
+def _seen(media: FileMedia | TarMember, count: int) -> list[str]:
+    """The colours that the frames show."""
+    found = []
+    for frame in load_frames(media, count, (32, 24), LIMIT):
+        assert frame.size == (32, 24)
+        mean = np.asarray(frame).mean(axis=(0, 1))
+        found.append(min(COLOURS, key=lambda name: float(np.abs(mean - COLOURS[name]).sum())))
+    return found
+
+
+@pytest.mark.parametrize("form", ["mp4", "matroska", "avi"])
+def test_frames_lie_evenly_over_the_whole(tmp_path: Path, form: str) -> None:
+    media = _file(tmp_path / "x", movie(list(COLOURS), form=form))
+    assert read_video(media, 4, LIMIT) == (64, 48, 4)
+    assert _seen(media, 4) == list(COLOURS)
+    assert _seen(media, 2) == ["lime", "white"]  # 1/4 and 3/4 of the way
+    assert _seen(media, 1) == ["blue"]
+    assert _seen(media, 8) == [name for name in COLOURS for _ in range(2)]
+
+
+def test_a_short_video_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
+    media = _file(tmp_path / "x.mp4", movie(["red", "blue"], seconds_each=0.1))
+    assert read_video(media, 64, LIMIT) == (64, 48, 4)
+    assert _seen(media, 4) == ["red", "red", "blue", "blue"]
+
+
+def test_jumping_over_long_stretches_finds_the_same_frames(tmp_path: Path) -> None:
+    colours = ["red", "lime", "blue", "white"]
+    media = _file(tmp_path / "x.mp4", movie(colours, seconds_each=12, rate=2))
+    assert _seen(media, 4) == colours  # 12 s apart: sought
+    assert _seen(media, 8) == [name for name in colours for _ in range(2)]  # 6 s apart: decoded through
+
+
+def test_a_video_may_lie_in_a_shard(tmp_path: Path) -> None:
+    content = movie(["red", "blue"])
+    path = tar(tmp_path / "x.tar", {"a.txt": b"y" * 700, "a.mp4": content})
+    offset = path.read_bytes().index(content)
+    media = TarMember(str(path), "a.mp4", offset, len(content))
+    assert read_video(media, 2, LIMIT) == (64, 48, 2)
+    assert _seen(media, 2) == ["red", "blue"]
+
+
+def _list_of_parts(other: Path) -> bytes:
+    return f"ffconcat version 1.0\nfile '{other}'\n".encode()
+
+
+def _playlist(other: Path) -> bytes:
+    return f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile://{other}\n#EXT-X-ENDLIST\n".encode()
+
+
+@pytest.mark.parametrize("hostile", [_list_of_parts, _playlist])
+def test_lists_that_name_other_files_are_not_followed(tmp_path: Path, hostile: object) -> None:
+    other = tmp_path / "secret.mp4"
+    other.write_bytes(movie(["red"]))
+    assert callable(hostile)
+    with pytest.raises(BadVideoError) as refused:
+        read_video(_file(tmp_path / "x.mp4", hostile(other)), 4, LIMIT)
+    assert refused.value.kind == "not_a_video"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [(None, "missing_video"), (b"no video", "not_a_video"), (wav(0.2), "not_a_video"), (b"", "not_a_video")],
+)
+def test_what_a_header_gives_away(tmp_path: Path, content: bytes | None, kind: str) -> None:
+    media = FileMedia(str(tmp_path / "x.mp4")) if content is None else _file(tmp_path / "x.mp4", content)
+    with pytest.raises(BadVideoError, match=r"x\.mp4") as refused:
+        read_video(media, 4, LIMIT)
+    assert refused.value.kind == kind
+
+
+def test_too_many_pixels_are_refused_from_the_header(tmp_path: Path) -> None:
+    media = _file(tmp_path / "x.mp4", movie(["red"]))
+    with pytest.raises(BadVideoError, match=r"is above data\.image\.max_source_pixels = 3071") as refused:
+        read_video(media, 4, 64 * 48 - 1)
+    assert refused.value.kind == "too_many_pixels"
+
+
+def test_frames_that_are_gone_are_missed(tmp_path: Path) -> None:
+    whole = movie(["red", "lime", "blue", "white"], seconds_each=2, form="matroska")
+    media = _file(tmp_path / "x.mkv", whole[: len(whole) // 2])
+    assert read_video(media, 4, LIMIT)[2] == 4  # the header is fine
+    with pytest.raises(BadVideoError) as refused:
+        load_frames(media, 4, (32, 24), LIMIT)
+    assert refused.value.kind in ("truncated", "undecodable")
