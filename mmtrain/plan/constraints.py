@@ -1,7 +1,7 @@
 """What the recipe and the model allow: mesh sizes of each unit, and the errors when that is nothing."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -9,6 +9,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.shape import ModelShape, UnitShape
 from mmtrain.plan.layout import MeshSize
 from mmtrain.plan.plan import Placement
+from mmtrain.program.graph import LLM
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
@@ -59,7 +60,15 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
                 problems.append(f"{where}: {value} {why}; allowed: {_listed(possible[key])}")
             elif value is not None:
                 possible[key] = (value,)
+        if unit.name == LLM:
+            possible["dp"] = tuple(dp for dp in possible["dp"] if _suits_microbatches(dp, recipe))
         choices[unit.name] = UnitChoices(unit.name, **possible)
+    if not problems and not choices[LLM].dp:
+        fixed_here = ", ".join(f"{path} {n}" for path, n in _fixed_microbatches(recipe.parallel, choices).items())
+        problems.append(
+            f"{fixed_here}: no size of parallel.llm.dp suits; the LLM has train.global_batch "
+            f"({recipe.train.global_batch}) / dp microbatches, of which an encoder's are a divisor or a multiple"
+        )
     if problems:
         raise PlanError("\n".join(problems))
     return choices
@@ -68,8 +77,9 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
 def why_nothing_fits(recipe: Recipe, choices: dict[str, UnitChoices], world_size: int, placement: Placement) -> str:
     """Explain why no layout of `placement` uses exactly `world_size` ranks, naming the settings that clash."""
     possible = "; ".join(map(str, choices.values()))
-    if fixed := _fixed(recipe.parallel, choices):
-        possible += "; fixed by " + ", ".join(fixed)
+    fixed = _fixed(recipe.parallel, choices)
+    if fixed | _fixed_microbatches(recipe.parallel, choices):
+        possible += "; fixed by " + ", ".join(fixed | _fixed_microbatches(recipe.parallel, choices))
     if placement == "disaggregated":
         if len(choices) > world_size:
             return f"{' and '.join(choices)} on ranks of their own need at least {len(choices)} ranks"
@@ -92,11 +102,30 @@ def _fixed(parallel: ParallelSettings, choices: dict[str, UnitChoices]) -> dict[
     return {path: value for path, value in paths.items() if value is not None}
 
 
+def encoder_microbatches(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
+    """Microbatches of each replica of those encoders whose number the recipe fixes."""
+    fixed = {name: getattr(recipe.parallel, name).num_microbatches for name in shape.encoders}
+    return {name: n for name, n in fixed.items() if n is not None}
+
+
+def _fixed_microbatches(parallel: ParallelSettings, units: Iterable[str]) -> dict[str, int]:
+    """The numbers of microbatches that the recipe fixes, by dotted path."""
+    fixed = {f"parallel.{name}.num_microbatches": getattr(parallel, name).num_microbatches for name in units}
+    return {path: n for path, n in fixed.items() if n is not None}
+
+
+def _suits_microbatches(dp: int, recipe: Recipe) -> bool:
+    """Whether the LLM with `dp` replicas has the number of microbatches asked for, and encoders can follow it."""
+    llm, waves = recipe.parallel.llm.num_microbatches, recipe.train.global_batch // dp
+    others = [getattr(recipe.parallel, name).num_microbatches or waves for name in _ENCODERS]
+    return llm in (None, waves) and all(n % waves == 0 or waves % n == 0 for n in others)
+
+
 def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not shape.encoders and recipe.parallel.placement == "disaggregated":
         yield "parallel.placement: `disaggregated` needs an encoder, but model.vision is not set; use `unified`"
     absent = [name for name in _ENCODERS if name not in shape.encoders]
-    for name, key in product(absent, _SIZES):
+    for name, key in product(absent, (*_SIZES, "num_microbatches")):
         if getattr(getattr(recipe.parallel, name), key) is not None:
             yield f"parallel.{name}.{key} is set, but model.{name} is not: remove it"
 

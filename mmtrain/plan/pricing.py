@@ -80,7 +80,7 @@ class Pricing:
     batches: BatchSample
     seq_len: int
     recompute: Mapping[str, bool]  # by unit
-    fixed_microbatches: Mapping[str, int] = field(default_factory=dict)  # of encoders whose number the recipe fixes
+    encoder_microbatches: Mapping[str, int] = field(default_factory=dict)  # of encoders whose number the recipe fixes
     _loads: dict[DataParallel, list[StepLoads]] = field(default_factory=dict, repr=False)
     _prefix: dict[tuple[str, int, DataParallel], FloatArray] = field(default_factory=dict, repr=False)
     _stages: dict[tuple[str, int, DataParallel, tuple[int, int]], StageSeconds] = field(
@@ -102,7 +102,7 @@ class Pricing:
 
     def num_microbatches(self, dp: DataParallel) -> dict[str, int]:
         """Microbatches of each replica, by unit: as many as the LLM's need for the global batch, or a fixed number."""
-        return dict.fromkeys(dict(dp), self.batches.global_batch // dict(dp)[LLM]) | dict(self.fixed_microbatches)
+        return dict.fromkeys(dict(dp), self.batches.global_batch // dict(dp)[LLM]) | dict(self.encoder_microbatches)
 
     def line(self, unit: str, tp: int, dp: DataParallel) -> Line:
         """The unit's layers as they are cut: mean seconds, and bytes for the largest microbatch."""

@@ -8,7 +8,7 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import shape as model_shape
 from mmtrain.plan.batches import draw_batches
-from mmtrain.plan.constraints import UnitChoices, unit_choices, why_nothing_fits
+from mmtrain.plan.constraints import UnitChoices, encoder_microbatches, unit_choices, why_nothing_fits
 from mmtrain.plan.cut import Sizing
 from mmtrain.plan.judge import Judged
 from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction, SchedulePlan
@@ -43,7 +43,15 @@ def plan(
     choices = unit_choices(recipe, shape, machine.ranks_per_node)
     batches = draw_batches(lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed)
     recompute = {name: getattr(recipe.parallel, name).recompute == "all" for name in choices}
-    pricing = Pricing(shape, AnalyticCosts(machine, precision), precision, batches, recipe.data.seq_len, recompute)
+    pricing = Pricing(
+        shape,
+        AnalyticCosts(machine, precision),
+        precision,
+        batches,
+        recipe.data.seq_len,
+        recompute,
+        encoder_microbatches(recipe, shape),
+    )
 
     candidates = candidates_for(recipe, choices, world_size)
     outcome = search(candidates, pricing, choices, machine, at_least=top + 1)

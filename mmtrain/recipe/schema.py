@@ -289,6 +289,12 @@ class UnitParallel(Section):
         False,
         description="Sequence parallelism, where tp is above 1: its ranks share out the tokens in norms and residuals.",
     )
+    num_microbatches: PositiveInt | None = Field(
+        None,
+        description="Microbatches of each replica in a step. The LLM's fixes its dp: all are `train.global_batch`. "
+        "An encoder's number divides the LLM's (each merges several of them) or is a multiple of it (each splits "
+        "one); default: the LLM's.",
+    )
     recompute: Literal["none", "all"] = Field(
         "none", description="Recompute every layer's activations in backward, or keep them."
     )

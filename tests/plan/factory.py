@@ -9,7 +9,7 @@ from mmtrain.balance import Grouping, ItemLengths, SampleLengths
 from mmtrain.costs import AnalyticCosts
 from mmtrain.models.shape import shape
 from mmtrain.plan.batches import draw_batches
-from mmtrain.plan.constraints import UnitChoices, unit_choices
+from mmtrain.plan.constraints import UnitChoices, encoder_microbatches, unit_choices
 from mmtrain.plan.pricing import Pricing
 from mmtrain.plan.story import machine_for, precision_for
 from mmtrain.recipe.schema import Recipe
@@ -69,4 +69,7 @@ def pricing_for(settings: Recipe, hardware: str = "cpu-core") -> tuple[Pricing, 
     samples = lengths() if settings.model.vision else text_lengths()
     batches = draw_batches(samples, Grouping.of(data, train.global_batch), train.seed)
     recompute = {name: getattr(settings.parallel, name).recompute == "all" for name in choices}
-    return Pricing(model, AnalyticCosts(machine, precision), precision, batches, data.seq_len, recompute), choices
+    counts = encoder_microbatches(settings, model)
+    return Pricing(
+        model, AnalyticCosts(machine, precision), precision, batches, data.seq_len, recompute, counts
+    ), choices

@@ -15,6 +15,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({}, "cpu-core"),
     "frozen": ({"vision": {"layers": 3, "hidden": 96, "heads": 4, "ffn": 256, "freeze": True}}, "cpu-core"),
     "gpu_nodes_of_two": ({"cluster": {"ranks_per_node": 2}}, "h100-80g"),
+    "merged": ({"parallel": {"vision": {"num_microbatches": 2}}}, "cpu-core"),
+    "split": ({"parallel": {"vision": {"num_microbatches": 16}}}, "h100-80g"),
     "recomputed": ({"parallel": {"llm": {"recompute": "all"}}}, "cpu-core"),
 }
 

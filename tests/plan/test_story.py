@@ -12,6 +12,7 @@ from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import shape
 from mmtrain.plan import Plan, plan, stage_graph
+from mmtrain.program import build
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import lengths, recipe, text_lengths
 
@@ -47,6 +48,33 @@ def test_a_plan_says_everything() -> None:
         assert other.reason
     assert {a.placement for a in chosen.alternatives} == {"unified", "disaggregated"}
     assert stage_graph(chosen, shape(recipe())).world_size == 4
+
+
+@pytest.mark.parametrize("placement", ["unified", "disaggregated"])
+@pytest.mark.parametrize("num_microbatches", [1, 4, 16])
+def test_a_number_of_microbatches_fixed_for_a_unit_is_honoured(num_microbatches: int, placement: str) -> None:
+    parallel = {"placement": placement, "vision": {"num_microbatches": num_microbatches}, "llm": {"dp": 1, "pp": 2}}
+    chosen = planned(recipe(parallel=parallel), 3)
+    assert chosen.schedule.num_microbatches == {"vision": num_microbatches, "llm": 8}
+    graph = stage_graph(chosen, shape(recipe()))
+    assert [m.num_microbatches for m in graph.meshes] == [num_microbatches, 8]
+    build(graph)
+
+
+def test_a_number_of_microbatches_of_the_llm_decides_its_replicas() -> None:
+    chosen = planned(recipe(parallel={"llm": {"num_microbatches": 2}}), 4)
+    assert chosen.units["llm"].dp == 4
+    assert set(chosen.schedule.num_microbatches.values()) == {2}
+
+
+def test_merging_microbatches_is_charged_for_in_memory() -> None:
+    parallel = {"placement": "disaggregated", "llm": {"dp": 1, "pp": 1}, "vision": {"dp": 1, "pp": 1, "tp": 1}}
+    peaks = []
+    for num_microbatches in (8, 4, 1):
+        sizes = {**parallel, "vision": {**parallel["vision"], "num_microbatches": num_microbatches}}
+        chosen = planned(recipe(parallel=sizes), 2)
+        peaks.append(chosen.predicted.peak_memory_gib["0"])
+    assert peaks[0] < peaks[1] < peaks[2]
 
 
 def test_fewer_alternatives_on_demand() -> None:
@@ -121,6 +149,21 @@ def test_a_text_model_has_one_unit() -> None:
         ),
         ({"parallel": {"llm": {"tp": 3}}}, 2, r"parallel\.llm\.tp: 3 is not a power of two .* allowed: 1, 2, 4"),
         ({"parallel": {"vision": {"dp": 3}}}, 2, r"parallel\.vision\.dp: 3 does not divide train\.global_batch \(8\)"),
+        (
+            {"parallel": {"vision": {"num_microbatches": 3}, "llm": {"num_microbatches": 2}}},
+            2,
+            r"parallel\.vision\.num_microbatches 3, parallel\.llm\.num_microbatches 2: no size of parallel\.llm\.dp",
+        ),
+        (
+            {"vision": None, "parallel": {"vision": {"num_microbatches": 2}}},
+            2,
+            r"parallel\.vision\.num_microbatches is set, but model\.vision",
+        ),
+        (
+            {"parallel": {"placement": "disaggregated", "vision": {"num_microbatches": 3}, "llm": {"tp": 2, "pp": 2}}},
+            6,
+            r"fixed by .*parallel\.vision\.num_microbatches",
+        ),
         ({"parallel": {"llm": {"pp": 9}}}, 2, r"parallel\.llm\.pp: 9 is more than llm's 6 layers; allowed: 1-6"),
         ({"parallel": {"placement": "disaggregated", "vision": {"pp": 1, "tp": 1, "dp": 1}}}, 500, "500 ranks"),
         ({"vision": None, "parallel": {"placement": "disaggregated"}}, 2, r"needs an encoder, but model\.vision"),

@@ -113,6 +113,18 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         ),
         (["parallel.llm={tp: 1, sp: true}"], "parallel.llm.sp: needs more than one tensor-parallel rank"),
         (["parallel.llm.pp=5"], "parallel.llm.pp: 5 is more than the unit's 4 layers"),
+        (
+            ["parallel.llm.num_microbatches=3"],
+            "parallel.llm.num_microbatches: 3 does not divide train.global_batch 4",
+        ),
+        (
+            ["parallel.llm={dp: 2, num_microbatches: 4}"],
+            "parallel.llm.num_microbatches: 4 times parallel.llm.dp 2 is not train.global_batch 4",
+        ),
+        (
+            ["parallel.llm.dp=1", "parallel.vision.num_microbatches=3"],
+            "parallel.vision.num_microbatches: 3 neither divides the LLM's 4 microbatches",
+        ),
         (["parallel.vision.dp=3"], "parallel.vision.dp: 3 does not divide train.global_batch 4"),
         (
             ["parallel.placement=unified", "parallel.vision.tp=2", "parallel.llm.tp=1"],
@@ -168,4 +180,4 @@ def test_checks_never_stumble_over_other_problems(base: Path, section: str, valu
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 14
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 15
