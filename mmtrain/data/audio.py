@@ -1,7 +1,7 @@
 """From a sound file to log-mel frames: their number from the header alone, and the frames when they are needed.
 
 The front end is Whisper's (arXiv 2212.04356): 16 kHz, a Hann window of 25 ms every 10 ms, Slaney's mel bands, log10 of
-the power within eight decades of the clip's loudest. Clips keep their own length instead of being padded to 30 s.
+the power within eight decades of the clip's loudest. Clips keep their own length, or all get one.
 """
 
 import math
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from mmtrain.data.extras import require
 from mmtrain.data.images import FloatArray
 from mmtrain.data.media import BadMediaError, Media
+from mmtrain.recipe.schema import AudioDataSettings
 
 SAMPLE_RATE = 16_000
 WINDOW = 400  # samples under one window
@@ -40,10 +41,10 @@ def require_soundfile() -> ModuleType:
     return require("soundfile", "audio", "model.audio: reading audio")
 
 
-def read_frames(media: Media, max_seconds: float, multiple: int) -> int:
+def read_frames(media: Media, settings: AudioDataSettings, multiple: int) -> int:
     """Log-mel frames of a clip, from its header: 10 ms each, rounded up to a multiple of `multiple`.
 
-    Raises `BadAudioError` for what no decoder could use, and for a clip longer than `max_seconds`.
+    Raises `BadAudioError` for what no decoder could use, and for a clip that is too long.
     """
     # libsndfile's errors, and whatever a damaged header makes of its numbers, mean that this is no sound
     with _opened(media, "not_audio") as sound:
@@ -53,9 +54,12 @@ def read_frames(media: Media, max_seconds: float, multiple: int) -> int:
     if rate > MAX_RATE or channels > MAX_CHANNELS:
         found = f"{media}: {channels} channels at {rate} Hz"
         raise BadAudioError("audio_too_wide", f"{found}, at most {MAX_CHANNELS} at {MAX_RATE} Hz are decoded")
-    if count > max_seconds * rate:
-        reason = f"{media}: {count / rate:.1f} s is above data.audio.max_seconds = {max_seconds:g}"
+    seconds, most = count / rate, settings.max_seconds
+    if seconds > most:
+        reason = f"{media}: {seconds:.1f} s is above data.audio.max_seconds = {most:g}"
         raise BadAudioError("clip_too_long", reason)
+    if settings.scheme == "fixed":
+        count, rate = round(most * SAMPLE_RATE), SAMPLE_RATE
     hops: int = math.ceil(count * SAMPLE_RATE / (rate * HOP))
     return math.ceil(hops / multiple) * multiple
 

@@ -196,7 +196,7 @@ def _read_sizes(samples: Sequence[Sample], recipe: Recipe, progress: Progress | 
         try:
             if kind == "audio":
                 assert audio is not None
-                return ((read_frames(media, data.audio.max_seconds, 2 * audio.downsample), 1),)
+                return ((read_frames(media, data.audio, 2 * audio.downsample), 1),)
             assert vision is not None
             return read_grids(kind, media, data, vision)
         except BadMediaError as bad:

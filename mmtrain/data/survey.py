@@ -15,7 +15,9 @@ from mmtrain.data.index import HEADER_THREADS, build
 from mmtrain.data.media import BadMediaError
 from mmtrain.data.read import read
 from mmtrain.data.sample import Quarantined, Sample
-from mmtrain.recipe.schema import ImageSettings, LimitSettings, Recipe, SourceSettings
+from mmtrain.recipe.schema import AudioDataSettings, ImageSettings, LimitSettings, Recipe, SourceSettings
+
+_ANY_LENGTH = AudioDataSettings(max_seconds=1e9)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def _measured(entry: Sample | Quarantined) -> tuple[float, ...] | str:
         return entry.kind
     try:
         sizes = [read_size(image, ImageSettings().max_source_pixels) for image in entry.images]
-        frames = sum(read_frames(clip, float("inf"), 1) for clip in entry.clips)
+        frames = sum(read_frames(clip, _ANY_LENGTH, 1) for clip in entry.clips)
     except BadMediaError as bad:
         return bad.kind
     text = sum(len(turn.text) for turn in entry.turns)

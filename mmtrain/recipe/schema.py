@@ -226,8 +226,12 @@ class VideoSettings(Section):
 
 
 class AudioDataSettings(Section):
-    """How a clip becomes log-mel frames: resampled to 16 kHz, one frame each 10 ms, as long as the clip."""
+    """How a clip becomes log-mel frames: resampled to 16 kHz, one frame each 10 ms."""
 
+    scheme: Literal["dynamic", "fixed"] = Field(
+        "dynamic",
+        description="`dynamic`: as long as the clip; `fixed` (Whisper): silence up to `max_seconds`, whatever the clip.",
+    )
     max_seconds: float = Field(30.0, gt=0, description="Samples with a longer clip are set aside and counted.")
 
 
@@ -366,6 +370,9 @@ class TrainSettings(Section):
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="When to save.")
     validate_every: int = Field(0, ge=0, description="Steps between validation losses; 0: never.")
     validate_batches: PositiveInt = Field(4, description="Global batches of one validation.")
+    trace: tuple[PositiveInt, ...] = Field(
+        (), description="Steps, counted from 1, whose timeline goes into the run's `trace.json` (for Perfetto)."
+    )
     max_bad_steps: PositiveInt = Field(
         10, description="Steps in a row whose gradient is not finite (they change nothing) before the run ends."
     )

@@ -8,6 +8,7 @@ import soundfile
 
 from mmtrain.data.audio import BadAudioError, load_mels, log_mel, read_frames, resample
 from mmtrain.data.media import FileMedia
+from mmtrain.recipe.schema import AudioDataSettings
 
 
 def _wave(seconds: float, rate: int = 16000, seed: int = 0) -> np.ndarray:
@@ -37,6 +38,41 @@ def test_frames_are_those_of_whisper(bins: int) -> None:
     assert np.abs(found - expected).max() < 1e-4
 
 
+@pytest.mark.parametrize("bins", [80, 128])
+def test_fixed_frames_are_those_whisper_pads_to(tmp_path: Path, bins: int) -> None:
+    from transformers import WhisperFeatureExtractor
+
+    wave = _wave(1.3).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", wave, 16000, subtype="FLOAT")
+    media = FileMedia(str(tmp_path / "a.wav"))
+    frames = read_frames(media, AudioDataSettings(scheme="fixed"), 8)
+    found = load_mels(media, frames, bins)
+    extract = WhisperFeatureExtractor(feature_size=bins)
+    expected = extract(wave, sampling_rate=16000, return_tensors="np").input_features[0].T
+    assert found.shape == expected.shape == (3000, bins)
+    assert np.abs(found - expected).max() < 1e-4
+    assert read_frames(media, AudioDataSettings(scheme="fixed", max_seconds=2.0), 64) == 256  # whole features
+
+
+def test_mp3_is_read_like_what_it_was_made_of(tmp_path: Path) -> None:
+    wave = _wave(1.0)
+    soundfile.write(tmp_path / "a.mp3", np.stack([wave, wave], axis=1), 16000, format="MP3")
+    soundfile.write(tmp_path / "a.wav", wave, 16000)
+    found = {}
+    for name in ("a.mp3", "a.wav"):
+        media = FileMedia(str(tmp_path / name))
+        assert read_frames(media, AudioDataSettings(), 2) in (100, 102, 104)  # encoders pad
+        found[name] = load_mels(media, 100, 20)
+    assert np.abs(found["a.mp3"][:95, :15] - found["a.wav"][:95, :15]).mean() < 0.05
+
+
+def test_clips_of_many_channels_are_refused_from_the_header(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", np.zeros((16, 100)), 8000)
+    with pytest.raises(BadAudioError, match="100 channels at 8000 Hz, at most 32") as refused:
+        read_frames(FileMedia(str(tmp_path / "a.wav")), AudioDataSettings(), 2)
+    assert refused.value.kind == "audio_too_wide"
+
+
 def test_resampling_keeps_tones_and_their_place() -> None:
     for rate in (8000, 11025, 48000):
         low = _wave(1.0, rate) if rate < 16000 else None
@@ -54,7 +90,7 @@ def test_frames_come_from_the_header(tmp_path: Path, seconds: float, multiple: i
     for rate, kind in ((8000, "wav"), (16000, "flac"), (44100, "wav")):
         path = tmp_path / f"{rate}.{kind}"
         soundfile.write(path, _wave(seconds, rate), rate)
-        assert read_frames(FileMedia(str(path)), 30.0, multiple) == frames
+        assert read_frames(FileMedia(str(path)), AudioDataSettings(max_seconds=30.0), multiple) == frames
         mels = load_mels(FileMedia(str(path)), frames, 20)
         assert mels.shape == (frames, 20)
         assert np.isfinite(mels).all()
@@ -83,7 +119,7 @@ def test_what_a_header_gives_away(clip: Path, name: str, kind: str) -> None:
     (clip.parent / "text.wav").write_text("no sound")
     soundfile.write(clip.parent / "empty.wav", np.zeros(0), 16000)
     with pytest.raises(BadAudioError) as refused:
-        read_frames(FileMedia(str(clip.parent / name)), 0.4, 2)
+        read_frames(FileMedia(str(clip.parent / name)), AudioDataSettings(max_seconds=0.4), 2)
     assert refused.value.kind == kind
     assert name in str(refused.value)
 
@@ -92,7 +128,9 @@ def test_what_only_decoding_shows(clip: Path, tmp_path: Path) -> None:
     soundfile.write(tmp_path / "whole.flac", _wave(2.0), 16000)
     (tmp_path / "cut.flac").write_bytes((tmp_path / "whole.flac").read_bytes()[:9000])
     soundfile.write(tmp_path / "nan.wav", np.full(1600, np.nan, np.float32), 16000, subtype="FLOAT")
-    assert read_frames(FileMedia(str(tmp_path / "cut.flac")), 30.0, 2) == 200  # the header is fine
+    assert (
+        read_frames(FileMedia(str(tmp_path / "cut.flac")), AudioDataSettings(max_seconds=30.0), 2) == 200
+    )  # the header is fine
     for name, kinds in {"cut.flac": ("truncated", "undecodable"), "nan.wav": ("undecodable",)}.items():
         with pytest.raises(BadAudioError) as refused:
             load_mels(FileMedia(str(tmp_path / name)), 200, 20)
