@@ -95,8 +95,9 @@ def text_payload(
     if encode is None or not (ids or labels):
         return TextPayload(lengths, None, None, {})
     encoded = [encode(int(sample_id)) for sample_id in meta.sample_id[here]]
-    all_ids = np.concatenate([e.ids for e in encoded])
+    nothing = np.empty(0, dtype=np.int64)  # a microbatch may have no samples, where answers are written
+    all_ids = np.concatenate([nothing, *(e.ids for e in encoded)])
     assert all_ids.size == sum(lengths), "the data changed under a running index"
     places = {unit: np.flatnonzero(all_ids == item_ids[unit]).astype(np.int64) for unit in meta.items} if ids else {}
-    all_labels = np.concatenate([e.labels for e in encoded])
+    all_labels = np.concatenate([nothing, *(e.labels for e in encoded)])
     return TextPayload(lengths, all_ids if ids else None, all_labels if labels else None, places)

@@ -137,7 +137,7 @@ class StageModule(nn.Module):
         context = self.context(inputs, features or {})
         out, sliced = self._through(before, hidden, context)
         # Only the last token of a sequence needs the vocabulary, the widest product of all.
-        ends = torch.tensor(list(itertools.accumulate(inputs.lengths)), device=out.device) - 1
+        ends = torch.tensor([*itertools.accumulate(inputs.lengths)], dtype=torch.int64, device=out.device) - 1
         rows = self._laid_out(out, sliced, False, context.packing.num_tokens).index_select(0, ends)
         tokens = head.likeliest(self._laid_out(rows, False, self.parts.sequence_parallel, len(rows)), limit)
         return tokens[: len(ends)]

@@ -1,8 +1,8 @@
 """What a trained model answers right, and what that is worth.
 
 Two figures stand beside the share of exactly right answers: a *baseline* that gives each question template its
-most frequent answer of the training data, without a look at anything, and the same model with *blanked* images.
-Only what lies above both was learned from the pictures.
+most frequent answer of the training data, without a look at anything, and the same model with *blanked* images and
+clips. Only what lies above both was learned from these.
 """
 
 import io
@@ -14,16 +14,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+MODALITIES = ("images", "clips")
+
 
 @dataclass(frozen=True)
 class TemplateScore:
-    """Counts for one kind of question. `blanked` is None where the questions have no image."""
+    """Counts for one kind of question. `blanked` is None where the questions have no media."""
 
     template: str
     questions: int
     exact: int  # answered exactly right
     baseline: int  # right if always answered with the most frequent answer
-    blanked: int | None  # answered exactly right without seeing the images
+    blanked: int | None  # answered exactly right without seeing the images or hearing the clips
+    modalities: tuple[str, ...] = ()  # of MODALITIES, those that some of the questions have
 
     def share(self, count: int | None) -> float | None:
         """A count as part of the questions asked; None when there is none, or nothing was asked."""
@@ -38,6 +41,7 @@ class Example:
     expected: str
     answered: str
     images: tuple[str, ...]
+    clips: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,12 @@ class EvaluationResult:
 
     @property
     def total(self) -> TemplateScore:
-        """All questions together; `blanked` only if all have images."""
+        """All questions together; `blanked` only if all have media."""
         return _sum("all", self.templates)
 
     @property
-    def with_images(self) -> TemplateScore:
-        """The questions that have images, together."""
+    def with_media(self) -> TemplateScore:
+        """The questions that have images or clips, together."""
         return _sum("all with media", [score for score in self.templates if score.blanked is not None])
 
     @property
@@ -67,15 +71,17 @@ class EvaluationResult:
 
     def to_json(self) -> str:
         """The counts, the figures drawn from them and the examples."""
-        total, seeing = self.total, self.with_images
+        total = self.total
         figures = {
             "questions": total.questions,
             "exact": total.share(total.exact),
             "baseline": total.share(total.baseline),
             "gap_closed": self.gap_closed,
-            "exact_with_images": seeing.share(seeing.exact),
-            "blanked_with_images": seeing.share(seeing.blanked),
         }
+        for modality in total.modalities:
+            having = _sum(modality, [score for score in self.templates if modality in score.modalities])
+            figures[f"exact_with_{modality}"] = having.share(having.exact)
+            figures[f"blanked_with_{modality}"] = having.share(having.blanked)
         return json.dumps({**figures, **asdict(self)}, indent=2, ensure_ascii=False)
 
     def to_text(self, width: int = 100) -> str:
@@ -93,8 +99,9 @@ def render(result: EvaluationResult, console: Console) -> None:
     for number, example in enumerate(result.examples, 1):
         right = example.expected == example.answered
         lines = [f"\n{number}. {example.question}"]
-        if example.images:
-            lines.append(f"   media     {', '.join(example.images)}")
+        for modality in MODALITIES:
+            if media := getattr(example, modality):
+                lines.append(f"   {modality:<10}{', '.join(media)}")
         lines.append(f"   expected  {example.expected}")
         console.print(Text("\n".join(lines)))
         console.print(Text.assemble("   answered  ", (example.answered, "green" if right else "red")))
@@ -110,7 +117,7 @@ def _table(result: EvaluationResult) -> Table:
     for score in sorted(result.templates, key=lambda score: score.template):
         table.add_row(*_cells(score))
     table.add_section()
-    for score in (result.with_images, result.total):
+    for score in (result.with_media, result.total):
         table.add_row(*_cells(score), style="bold")
     return table
 
@@ -124,7 +131,7 @@ def _sentences(result: EvaluationResult) -> list[str]:
     said = []
     if result.gap_closed is not None:
         said.append(f"{_percent(result.gap_closed)} of the gap from the most frequent answers to 100% is closed.")
-    seeing = result.with_images
+    seeing = result.with_media
     if seeing.questions:
         said.append(
             f"Questions with images or clips: {_percent(seeing.share(seeing.exact))} right, "
@@ -141,6 +148,7 @@ def _sum(name: str, scores: Sequence[TemplateScore]) -> TemplateScore:
         sum(score.exact for score in scores),
         sum(score.baseline for score in scores),
         sum(blanked) if len(blanked) == len(scores) else None,
+        tuple(name for name in MODALITIES if any(name in score.modalities for score in scores)),
     )
 
 

@@ -1,195 +1,255 @@
-"""Answers from a trained model, on one device: greedy decoding of packed prompts.
+"""Greedy answers by the units of a plan, for a model that need not fit one process.
 
-Nothing is cached between tokens. Each round runs the open sequences of a batch anew through the LLM, packed like a
-training microbatch, so evaluation computes what training computed; answers are short, and rounds are few.
+*Reading* is the forward program of the whole graph over a batch of prompts, laid out like a batch of training: encoders
+turn every item into features once, brokers bring those where they belong, and each stage of the LLM remembers keys and
+values. *Writing* is the forward program of the LLM alone, over one new token of every answer that has not ended. The
+last stage picks the token; it travels back along the replica's pipeline. A replica has as many microbatches as pipeline
+ranks, so that all of these have work while a token is on its way; replicas do not wait for each other.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.balance.batch import IntArray
-from mmtrain.checkpoint import Checkpoint, ShardSpec
-from mmtrain.data.images import FloatArray
-from mmtrain.data.tokenize import ChatTokenizer
+from mmtrain.checkpoint import Checkpoint
+from mmtrain.costs import TokenLoad
+from mmtrain.data import ChatTokenizer, Need, StepData
 from mmtrain.models import params
-from mmtrain.models.build import StageModule, build_stage
-from mmtrain.models.inputs import AudioInput, TextInput, UnitInput, VisionInput
-from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.shape import shape
+from mmtrain.models.inputs import TextInput
+from mmtrain.models.keyvalues import KeyValues
+from mmtrain.models.megatron import unit_scope
+from mmtrain.models.shape import ModelShape, shape
+from mmtrain.models.shards import NamedShard
+from mmtrain.plan.graph import graph_of
+from mmtrain.plan.plan import UnitPlan
+from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build, step_loads
+from mmtrain.program.inflight import send_limit
+from mmtrain.program.wiring import held_stages
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.job import LLM, compute_dtype
+from mmtrain.runtime.activity import Activity
+from mmtrain.runtime.broker import Broker
+from mmtrain.runtime.executor import Executor, StepInput
+from mmtrain.runtime.job import (
+    Job,
+    build_unit,
+    compute_dtype,
+    edge_widths,
+    forward_only,
+    payload_needs,
+    unit_inputs,
+)
+from mmtrain.runtime.process_groups import Groups, build_groups
+from mmtrain.runtime.saving import shard_spec
+from mmtrain.runtime.trial import try_channels
+from mmtrain.runtime.unit import Passage, UnitRunner
+from mmtrain.runtime.world import World
+
+NO_LOSS = {LLM: 0.0}
 
 
-@dataclass(frozen=True)
-class Picture:
-    """One image as patches."""
+class Generator:
+    """One rank's share of a model that answers. All ranks of the graph must call `write` together."""
 
-    rows: int
-    cols: int
-    patches: FloatArray  # (rows * cols, 3 * patch * patch)
+    def __init__(
+        self,
+        graph: StageGraph,
+        model: ModelShape,
+        units: Mapping[str, UnitRunner],
+        groups: Groups,
+        world: World,
+        dtype: torch.dtype,
+        tokenizer: ChatTokenizer,
+        activity: Activity | None = None,
+    ) -> None:
+        """Prepare to answer with `units`, this rank's part of `graph`; ids that `tokenizer` lacks are never written."""
+        self._world, self._dtype, self._tokenizer, self._activity = world, dtype, tokenizer, activity or Activity()
+        self._groups, self._widths = groups, edge_widths(graph, model)
+        self.units: dict[str, UnitRunner] = dict(units)
+        self._sharers = {
+            name: unit.groups.tp_size
+            for name, unit in units.items()
+            if any(stage.parts.sequence_parallel for stage in unit.stages.values())
+        }
+        reading = build(forward_only(_with_microbatches(graph, graph.mesh(LLM).pp)), kind="coarse")
+        self._graph = reading.graph
+        self._end = max((s.id for s in graph.stages if s.id.unit == LLM), key=lambda sid: sid.index)
+        if LLM in units:
+            self._llm = self.units[LLM] = _AnsweringLlm(units[LLM], self._end, tokenizer.vocab_size)
+            self._replica = next(r for sid, r in held_stages(graph, world.rank) if sid.unit == LLM)
+            self._writer = self._executor(build(_only_llm(self._graph)))
+        self._reader = self._executor(reading)
+        self.needs: tuple[Need, ...] = payload_needs(graph, units, world.rank)
+        self.dp = {mesh.unit: mesh.dp for mesh in graph.meshes}
+        self.num_microbatches = {mesh.unit: mesh.num_microbatches for mesh in reading.graph.meshes}
+        self.reading = reading
 
+    @classmethod
+    def of(cls, job: Job, tokenizer: ChatTokenizer) -> "Generator":
+        """Answer with the units of a job, as they are trained at the moment of writing."""
+        return cls(job.graph, job.shape, job.units, job.groups, job.world, job.dtype, tokenizer, job.activity)
 
-@dataclass(frozen=True)
-class Clip:
-    """One clip as log-mel frames."""
+    @torch.no_grad()
+    def write(self, data: StepData, max_new_tokens: int) -> dict[int, list[int]]:
+        """Continue the prompts of a batch by the likeliest token, again and again.
 
-    mels: FloatArray  # (frames, mel_bins)
+        An answer ends before `<|end|>`, or at `max_new_tokens`, of which there must be one. Returns the answers of the
+        LLM replica that this rank is part of, by sample id; none on a rank that holds no part of it.
+        """
+        inputs = unit_inputs(data, self._world.device, self._dtype)
+        drafts: dict[Microbatch, _Draft] = {}
+        if LLM in self.units:
+            drafts = {mb: _Draft.of(data, mb, max_new_tokens) for mb in self._microbatches()}
+            for mb, draft in drafts.items():
+                prompts = inputs[mb]
+                assert isinstance(prompts, TextInput)
+                inputs[mb] = replace(prompts, memory=draft.memory)
+        self._reader.run(StepInput(inputs, step_loads(self._graph, data.meta), NO_LOSS))
+        for num_left in range(max_new_tokens - 1, -1, -1):
+            self._accept(drafts)
+            if not num_left or not any(draft.open for draft in drafts.values()):
+                break
+            self._writer.run(self._next_tokens(drafts))
+        return {sample: answer for draft in drafts.values() for sample, answer in draft.answers.items()}
 
+    def _microbatches(self) -> list[Microbatch]:
+        return [Microbatch(LLM, self._replica, i) for i in range(self.num_microbatches[LLM])]
 
-@dataclass(frozen=True)
-class Prompt:
-    """What the model is asked."""
+    def _next_tokens(self, drafts: "Mapping[Microbatch, _Draft]") -> StepInput:
+        """The last token of every open answer."""
+        inputs = {mb: draft.last_tokens(self._world.device) for mb, draft in drafts.items()}
+        counts = {mb: len(draft.open) for mb, draft in drafts.items()}
+        loads = {mb: TokenLoad(n, n, min(n, 1), n) for mb, n in counts.items()}
+        return StepInput(dict(inputs), StepLoads(loads, {}, counts), NO_LOSS)
 
-    ids: IntArray  # (T,) tokens of images and clips included, up to where the answer starts
-    pictures: tuple[Picture, ...]  # in the order of their tokens
-    clips: tuple[Clip, ...] = ()  # likewise
+    def _accept(self, drafts: "Mapping[Microbatch, _Draft]") -> None:
+        """Bring the picked tokens from the last stage to all stages of the replica, and append them."""
+        counts = [len(draft.open) for draft in drafts.values()]
+        if not sum(counts):
+            return
+        groups = self._llm.groups
+        if self._end in self._llm.stages:
+            tokens = torch.cat([self._llm.picked.pop(draft.memory) for draft in drafts.values()])
+        else:
+            tokens = torch.empty(sum(counts), dtype=torch.int64, device=self._world.device)
+        if groups.pp.size() > 1:
+            # Tensor-parallel ranks have picked the same: each hands it to its own place in the other lanes.
+            lane = self._graph.lane(self._end, self._replica)
+            dist.broadcast(tokens, src=lane[groups.tp_rank], group=groups.pp)
+        for draft, mine in zip(drafts.values(), torch.split(tokens.cpu(), counts), strict=True):
+            draft.accept(mine.tolist(), self._tokenizer.end_id)
 
-
-@dataclass(frozen=True)
-class Model:
-    """A whole model in this process. The head is a stage of its own, so that few rows need reach it."""
-
-    encoders: Mapping[str, StageModule]
-    body: StageModule  # the LLM up to its last block
-    head: StageModule
-    device: torch.device
-    dtype: torch.dtype
-
-
-def build_model(recipe: Recipe, device: torch.device) -> Model:
-    """Build all units of the recipe's model whole on `device`, with their initial weights."""
-    whole, groups, dtype = shape(recipe), ParallelGroups.single(), compute_dtype(recipe, device)
-
-    def stage(unit: str, lo: int, hi: int) -> StageModule:
-        return build_stage(
-            recipe.model,
-            whole,
-            unit,
-            (lo, hi),
-            groups,
-            dtype=dtype,
-            device=device,
-            recompute=frozenset(),
-            seed=recipe.train.seed,
-            attention="auto",  # the recipe's choice may need the machine that it was trained on
+    def _executor(self, program: Program) -> Executor:
+        graph, rank = program.graph, self._world.rank
+        actions = [a for a in program.for_rank(rank) if not isinstance(a, Step)]
+        device, limit = self._world.device, send_limit(program)
+        broker = Broker(
+            graph, actions, rank, self._groups, self._widths, self._sharers, limit, device, self._dtype, self._activity
         )
-
-    encoders = {name: stage(name, 0, len(whole.unit(name).layers)) for name in whole.encoders}
-    last = len(whole.unit(LLM).layers) - 1
-    return Model(encoders, stage(LLM, 0, last), stage(LLM, last, last + 1), device, dtype)
+        return Executor(graph, actions, self.units, broker, None, self._activity)
 
 
-def load_weights(model: Model, checkpoint: Checkpoint) -> None:
-    """Fill the model with a checkpoint's weights, whatever plan wrote them.
+@dataclass
+class _Draft:
+    """The answers of one microbatch while they are written. All ranks of a replica keep the same."""
+
+    open: list[int]  # sample ids whose answer goes on, in the order of their sequences
+    answers: dict[int, list[int]]
+    memory: KeyValues
+    lengths: tuple[int, ...]  # tokens of each open sequence in the pass under way
+
+    @classmethod
+    def of(cls, data: StepData, mb: Microbatch, max_new_tokens: int) -> "_Draft":
+        rows = data.meta.microbatch(mb.replica, mb.index)
+        samples, lengths = data.meta.sample_id[rows].tolist(), tuple(data.meta.tokens[rows].tolist())
+        memory = KeyValues(max(lengths, default=0) + max_new_tokens, (0,) * len(lengths))
+        return cls(samples, {sample: [] for sample in samples}, memory, lengths)
+
+    def accept(self, tokens: list[int], end: int) -> None:
+        """Append a token to each open answer, or close it."""
+        self.memory.advance(self.lengths)
+        for sample, token in zip(self.open, tokens, strict=True):
+            if token != end:
+                self.answers[sample].append(token)
+        goes_on = [i for i, token in enumerate(tokens) if token != end]
+        self.memory.keep(goes_on)
+        self.open, self.lengths = [self.open[i] for i in goes_on], (1,) * len(goes_on)
+
+    def last_tokens(self, device: torch.device) -> TextInput:
+        ids = torch.tensor([self.answers[sample][-1] for sample in self.open], dtype=torch.int64, device=device)
+        return TextInput(self.lengths, ids, memory=self.memory)
+
+
+class _AnsweringLlm(UnitRunner):
+    """The LLM's stages while they answer: the last one picks tokens, and leaves them in `picked`, instead of a loss."""
+
+    def __init__(self, unit: UnitRunner, end: StageId, vocab_size: int) -> None:
+        super().__init__(unit.name, unit.stages, unit.groups)
+        self._end, self._vocab_size = end, vocab_size
+        self.picked: dict[KeyValues, Tensor] = {}
+
+    def forward(self, passage: Passage, lo: int, hi: int) -> None:
+        if passage.stage != self._end:
+            super().forward(passage, lo, hi)
+            return
+        inputs = passage.inputs
+        assert isinstance(inputs, TextInput)
+        assert inputs.memory is not None
+        hidden = next((tensor for edge, tensor in passage.received.items() if not edge.crosses_units), None)
+        features = {edge.src.unit: tensor for edge, tensor in passage.received.items() if edge.crosses_units}
+        with unit_scope(self.groups):
+            tokens = self.stages[self._end].next_tokens(hidden, inputs, features, self._vocab_size)
+        self.picked[inputs.memory] = tokens
+        passage.left.append((torch.zeros(()),))
+
+
+def load_generator(
+    recipe: Recipe, plans: Mapping[str, UnitPlan], world: World, checkpoint: Checkpoint, tokenizer: ChatTokenizer
+) -> Generator:
+    """Build this rank's stages, of the layout in `plans`, out of a checkpoint that any plan may have written.
 
     Raises CheckpointError, naming the parameter, when one is missing or has another shape.
     """
+    # The recipe's choice of attention may need the machine that it was trained on.
+    train = recipe.train.model_copy(update={"attention": "auto"})
+    recipe, model = recipe.model_copy(update={"train": train}), shape(recipe)
+    graph, dtype = graph_of(plans, dict.fromkeys(plans, 1), model), compute_dtype(recipe, world.device)
+    groups = build_groups(graph, world)
+    units = {
+        # Slices of the tokens save memory of activations, of which writing has next to none.
+        mesh.unit: build_unit(recipe, model, graph, mesh.unit, False, groups, world, dtype)
+        for mesh in graph.meshes
+        if world.rank in mesh.ranks
+    }
+    for unit in units.values():
+        load_weights(unit, checkpoint)
+    generator = Generator(graph, model, units, groups, world, dtype, tokenizer)
+    try_channels(generator.reading.for_rank(world.rank), groups, world)
+    return generator
+
+
+def load_weights(unit: UnitRunner, checkpoint: Checkpoint) -> None:
+    """Fill a unit's stages with their part of a checkpoint's weights. Raises CheckpointError."""
+    tp, tp_rank = unit.groups.tp_size, unit.groups.tp_rank
     with torch.no_grad():
-        for stage in (*model.encoders.values(), model.body, model.head):
-            specs = params.specs(stage, stage.unit, tp=1)
+        for stage in unit.stages.values():
+            specs = params.specs(stage, unit.name, tp)
             for name, param in stage.named_parameters():
-                stored = checkpoint.read(specs[name].name, ShardSpec(specs[name].full_shape))
-                param.copy_(stored.reshape(param.shape))
+                piece = NamedShard(specs[name].name, specs[name], tp_rank, tp, None, param)
+                param.copy_(checkpoint.read(piece.name, shard_spec(piece)).reshape(param.shape))
 
 
-@torch.inference_mode()
-def generate(model: Model, prompts: Sequence[Prompt], tokenizer: ChatTokenizer, max_new_tokens: int) -> list[list[int]]:
-    """Continue every prompt by the most likely token, again and again, all of them in one batch.
-
-    An answer ends before `<|end|>`, or at `max_new_tokens`. Ids at or above the tokenizer's size are padding of the
-    vocabulary and are never chosen.
-    """
-    item_ids = {unit: tokenizer.item_ids[unit] for unit in model.encoders}
-    features = _features(model, prompts, item_ids)
-    answers: list[list[int]] = [[] for _ in prompts]
-    open_ = list(range(len(prompts)))
-    for _ in range(max_new_tokens):
-        if not open_:
-            break
-        logits = _next_logits(model, [(prompts[i], answers[i], features[i]) for i in open_], item_ids)
-        chosen = logits[:, : tokenizer.vocab_size].argmax(dim=-1).tolist()
-        for i, token in zip(open_, chosen, strict=True):
-            if token != tokenizer.end_id:
-                answers[i].append(token)
-        open_ = [i for i, token in zip(open_, chosen, strict=True) if token != tokenizer.end_id]
-    return answers
+def _with_microbatches(graph: StageGraph, count: int) -> StageGraph:
+    """The same with `count` microbatches for each replica of each unit."""
+    return replace(graph, meshes=tuple(replace(mesh, num_microbatches=count) for mesh in graph.meshes))
 
 
-def batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Deal sequences to batches of at most `max_tokens` tokens, shortest first; a longer one is a batch of its own.
-
-    Equal lengths come together because attention on a CPU takes one call for each distinct length of a batch.
-
-    >>> batches([5, 2, 9, 2], max_tokens=8)
-    [[1, 3], [0], [2]]
-    """
-    dealt: list[list[int]] = []
-    room = 0
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if not dealt or lengths[i] > room:
-            dealt.append([])
-            room = max_tokens
-        dealt[-1].append(i)
-        room -= lengths[i]
-    return dealt
-
-
-Features = Mapping[str, Tensor]  # encoder unit -> (F, hidden), for the items of one prompt
-
-
-def _features(model: Model, prompts: Sequence[Prompt], item_ids: Mapping[str, int]) -> list[Features]:
-    """Encode the items of all prompts, an encoder's all at once; return each prompt's features."""
-    found: list[dict[str, Tensor]] = [{} for _ in prompts]
-    for unit, encoder in model.encoders.items():
-        inputs = _pictures(model, prompts) if unit == "vision" else _clips(model, prompts)
-        if inputs is not None:
-            features: Tensor = encoder(None, inputs)
-            split = torch.split(features, [int((prompt.ids == item_ids[unit]).sum()) for prompt in prompts])
-            for own, part in zip(found, split, strict=True):
-                own[unit] = part
-    return list(found)
-
-
-def _pictures(model: Model, prompts: Sequence[Prompt]) -> UnitInput | None:
-    pictures = [picture for prompt in prompts for picture in prompt.pictures]
-    if not pictures:
-        return None
-    patches = torch.from_numpy(np.concatenate([p.patches for p in pictures])).to(model.device, model.dtype)
-    return VisionInput(tuple(p.rows for p in pictures), tuple(p.cols for p in pictures), patches)
-
-
-def _clips(model: Model, prompts: Sequence[Prompt]) -> UnitInput | None:
-    clips = [clip for prompt in prompts for clip in prompt.clips]
-    if not clips:
-        return None
-    mels = torch.from_numpy(np.concatenate([c.mels for c in clips])).to(model.device, model.dtype)
-    return AudioInput(tuple(len(c.mels) for c in clips), mels)
-
-
-def _next_logits(
-    model: Model, asked: Sequence[tuple[Prompt, list[int], Features]], item_ids: Mapping[str, int]
-) -> Tensor:
-    """Logits (S, padded vocabulary) of the token that follows each of S prompts with the answer it has so far."""
-    lengths = tuple(len(prompt.ids) + len(answer) for prompt, answer, _ in asked)
-    ends = np.cumsum(lengths)
-    ids = np.concatenate([part for prompt, answer, _ in asked for part in (prompt.ids, np.array(answer, np.int64))])
-    # Looked for in the prompts alone: a model may also answer with an image token, which then stands for no picture.
-    starts = list(zip(ends - lengths, (prompt for prompt, _, _ in asked), strict=True))
-    places = {
-        unit: torch.from_numpy(np.concatenate([start + np.flatnonzero(p.ids == token) for start, p in starts]))
-        for unit, token in item_ids.items()
-    }
-    features = {
-        unit: torch.cat(rows) for unit in item_ids if (rows := [own[unit] for _, _, own in asked if unit in own])
-    }
-    inputs = TextInput(
-        lengths,
-        torch.from_numpy(ids).to(model.device),
-        feature_places={unit: at.to(model.device) for unit, at in places.items()},
+def _only_llm(graph: StageGraph) -> StageGraph:
+    return replace(
+        graph,
+        meshes=(graph.mesh(LLM),),
+        stages=tuple(stage for stage in graph.stages if stage.id.unit == LLM),
+        edges=tuple(edge for edge in graph.edges if edge.src.unit == edge.dst.unit == LLM),
     )
-    hidden = model.body(None, inputs, features)
-    return model.head.logits(hidden[torch.from_numpy(ends - 1).to(model.device)], TextInput((1,) * len(asked)))

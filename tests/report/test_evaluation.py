@@ -12,12 +12,12 @@ from mmtrain.report.evaluation import render
 RESULT = EvaluationResult(
     step=400,
     templates=(
-        TemplateScore("count shapes", 50, 40, 20, 18),
+        TemplateScore("count shapes", 50, 40, 20, 18, ("images",)),
         TemplateScore("arithmetic", 20, 19, 2, None),
-        TemplateScore("read digit", 30, 27, 3, 3),
+        TemplateScore("read digit", 30, 27, 3, 3, ("images", "clips")),
     ),
     examples=(
-        Example("How many red circles are there?", "3", "3", ("images/1.png", "images/2.png")),
+        Example("How many red circles are there?", "3", "3", ("images/1.png", "images/2.png"), ("1.wav",)),
         Example("What is [2 + 2]?", "4", "5", ()),
     ),
 )
@@ -31,12 +31,15 @@ def test_figures() -> None:
     assert figures["gap_closed"] == pytest.approx(0.61 / 0.75)
     assert figures["exact_with_images"] == pytest.approx(67 / 80)
     assert figures["blanked_with_images"] == pytest.approx(21 / 80)
+    assert figures["exact_with_clips"] == pytest.approx(27 / 30)
+    assert figures["blanked_with_clips"] == pytest.approx(3 / 30)
     assert figures["templates"][1] == {
         "template": "arithmetic",
         "questions": 20,
         "exact": 19,
         "baseline": 2,
         "blanked": None,
+        "modalities": [],
     }
     assert figures["examples"][1]["answered"] == "5"
 
@@ -53,7 +56,10 @@ def test_table_and_examples() -> None:
     text = RESULT.to_text(100)
     assert "81.3% of the gap from the most frequent answers to 100% is closed." in text
     assert "Questions with images or clips: 83.8% right, 26.2% when these are blanked." in text
-    assert "1. How many red circles are there?\n   media     images/1.png, images/2.png\n   expected  3" in text
+    assert (
+        "1. How many red circles are there?\n   images    images/1.png, images/2.png\n   clips     1.wav\n   expected  3"
+        in text
+    )
     assert "2. What is [2 + 2]?\n   expected  4\n   answered  5" in text
 
 
@@ -68,6 +74,6 @@ def test_text_only_perfect_and_empty_results() -> None:
     text_only = EvaluationResult(1, (TemplateScore("arithmetic", 10, 5, 10, None),), ())
     assert text_only.gap_closed is None
     assert "blanked." not in text_only.to_text()
-    assert json.loads(text_only.to_json())["blanked_with_images"] is None
+    assert not any("with" in key for key in json.loads(text_only.to_json())), "nothing is said of what nobody has"
     assert json.loads(EvaluationResult(1, (), ()).to_json())["exact"] is None
     assert "all" in EvaluationResult(1, (), ()).to_text()

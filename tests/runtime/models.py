@@ -4,14 +4,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from mmtrain.balance import assign
 from mmtrain.checkpoint import Ranks, Shard, ShardSpec, save
+from mmtrain.data import Need, Preparer, build
 from mmtrain.models import params
-from mmtrain.models.build import StageModule
-from mmtrain.recipe import Recipe
+from mmtrain.models.build import StageModule, build_stage
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shape import shape
+from mmtrain.program import LLM, Microbatch
+from mmtrain.recipe import Recipe, dump
+from mmtrain.report import EvaluationResult
+from mmtrain.runtime.evaluate import Request, run
+from mmtrain.runtime.job import unit_inputs
+from mmtrain.runtime.rundir import CHECKPOINTS, RECIPE
 
+CPU = torch.device("cpu")
 PATCH = 8
 
 
@@ -68,3 +79,56 @@ def save_in_halves(root: Path, step: int, stages: Iterable[StageModule]) -> Path
                 shards[spec.name].append(Shard(spec.name, piece, flat[lo:hi]))
     pieces = [piece for found in shards.values() for piece in found]  # a tied embedding comes twice, and is saved once
     return save(root, step, pieces, {}, {}, keep=9, ranks=Ranks.alone())
+
+
+def whole(settings: Recipe) -> dict[str, StageModule]:
+    """Every unit of the model as one stage, by name."""
+    model = shape(settings)
+    return {
+        unit.name: build_stage(
+            settings.model, model, unit.name, (0, len(unit.layers)), ParallelGroups.single(),
+            dtype=torch.float32, device=CPU, recompute=frozenset(), seed=1, attention="reference",
+        )
+        for unit in model.units
+    }  # fmt: skip
+
+
+def teach(settings: Recipe) -> dict[str, StageModule]:
+    """Train on the recipe's samples, all in one batch, until there is nothing left to learn."""
+    index, units = build(settings), whole(settings)
+    needs = tuple(Need(name, 0, media=name != LLM, ids=name == LLM, labels=name == LLM) for name in units)
+    samples = np.arange(len(index.samples))
+    one = dict.fromkeys(units, 1)
+    meta = assign(0, 0, [samples], index.lengths, one, one)
+    inputs = unit_inputs(Preparer(index, settings, needs, one).prepare(meta), CPU, torch.float32)
+    adam = torch.optim.AdamW(nn.ModuleDict(units).parameters(), lr=5e-3)
+    for _ in range(300):
+        features = {name: unit(None, inputs[Microbatch(name, 0, 0)]) for name, unit in units.items() if name != LLM}
+        loss = units[LLM](None, inputs[Microbatch(LLM, 0, 0)], features)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        if float(loss.detach()) < 0.05:
+            return units
+    raise AssertionError(f"still a loss of {float(loss.detach())}")
+
+
+def run_folder(folder: Path, settings: Recipe, units: dict[str, StageModule] | None = None, step: int = 7) -> Path:
+    """The folder of a run, with a checkpoint of `units` if there are any."""
+    folder.mkdir(exist_ok=True)
+    (folder / RECIPE).write_text(dump(settings))
+    if units is not None:
+        save_in_halves(folder / CHECKPOINTS, step, units.values())
+    return folder
+
+
+def evaluated(run_dir: Path, limit: int | None = None, blank_images: bool = False) -> EvaluationResult:
+    """What `mmtrain evaluate` finds in this process alone."""
+    results: list[EvaluationResult] = []
+    run(Request(run_dir, _no_plan, results.append, limit, blank_images))
+    [result] = results
+    return result
+
+
+def _no_plan(*_: object) -> None:
+    raise AssertionError("one rank needs no planner")

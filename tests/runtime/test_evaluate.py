@@ -7,33 +7,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from mmtrain.data.demo import generate as generate_demo
 from mmtrain.data.demo import train_tokenizer
 from mmtrain.data.index import build
-from mmtrain.data.sample import Sample, Turn
+from mmtrain.data.media import FileMedia
+from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, Sample, Turn
 from mmtrain.data.tokenize import ChatTokenizer
 from mmtrain.errors import CheckpointError, TooManyBadSamples, UserError
-from mmtrain.models.inputs import TextInput, VisionInput
-from mmtrain.recipe import Recipe, dump
+from mmtrain.recipe import Recipe
 from mmtrain.report.evaluation import TemplateScore
-from mmtrain.runtime.evaluate import Question, load_pictures, questions_of, run, score, spread
-from mmtrain.runtime.generate import Model, build_model
+from mmtrain.runtime.evaluate import score
+from mmtrain.runtime.questions import Question, prompt_lengths, questions_of, spread
 from tests.data.rows import Row, row
-from tests.runtime.models import recipe, save_in_halves
+from tests.runtime.models import evaluated, recipe, run_folder, teach, whole
 
 COLOURS = ["red", "green", "blue"]
-CPU = torch.device("cpu")
-
-
-def run_folder(folder: Path, settings: Recipe, model: Model | None = None, step: int = 7) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "recipe.yaml").write_text(dump(settings))
-    if model is not None:
-        save_in_halves(folder / "checkpoints", step, [*model.encoders.values(), model.body, model.head])
-    return folder
 
 
 def asking(template: str | None, question: Row) -> Row:
@@ -49,30 +39,6 @@ def colour_rows(folder: Path, template: str | None = "colour") -> list[Row]:
 def write(path: Path, rows: list[Row]) -> Path:
     path.write_text(json.dumps(rows))
     return path
-
-
-def teach(settings: Recipe) -> Model:
-    """Train on the recipe's samples, all in one batch, until there is nothing left to learn."""
-    index, tokenizer = build(settings), ChatTokenizer.load(settings.data.tokenizer)
-    model = build_model(settings, CPU)
-    encoded = [tokenizer.encode(s, index.features(i)) for i, s in enumerate(index.samples)]
-    ids, labels = (torch.from_numpy(np.concatenate([getattr(e, key) for e in encoded])) for key in ("ids", "labels"))
-    places = {"vision": torch.nonzero(ids == tokenizer.image_id).flatten()}
-    pictures = [p for q in questions_of(index, tokenizer, None) for p in load_pictures(q, settings, blank=False)]
-    rows, cols = (tuple(getattr(p, side) for p in pictures) for side in ("rows", "cols"))
-    images = VisionInput(rows, cols, torch.from_numpy(np.concatenate([p.patches for p in pictures])))
-    text = TextInput(tuple(len(e.ids) for e in encoded), ids, labels, places)
-    stages = torch.nn.ModuleList([*model.encoders.values(), model.body, model.head])
-    adam = torch.optim.AdamW(stages.parameters(), lr=5e-3)
-    for _ in range(200):
-        features = {"vision": model.encoders["vision"](None, images)}
-        loss = model.head(model.body(None, text, features), TextInput(text.lengths, labels=labels))
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-        if float(loss.detach()) < 0.05:
-            return model
-    raise AssertionError(f"still a loss of {float(loss.detach())}")
 
 
 class Taught:
@@ -99,7 +65,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
 
 
 def test_what_a_model_sees_is_told_from_what_it_guesses(taught: Taught, tmp_path: Path) -> None:
-    result = run(run_folder(tmp_path / "run", taught.settings, taught.model), limit=None, blank_images=False)
+    result = evaluated(run_folder(tmp_path / "run", taught.settings, taught.model))
     colour, sums = result.templates
     assert result.step == 7
     assert (colour.template, colour.questions, colour.exact, colour.baseline) == ("colour", 3, 3, 1)
@@ -112,7 +78,7 @@ def test_what_a_model_sees_is_told_from_what_it_guesses(taught: Taught, tmp_path
 
 def test_blank_images_makes_the_score_itself_blind(taught: Taught, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", taught.settings, taught.model)
-    sighted, blind = (run(folder, limit=None, blank_images=blank).templates for blank in (False, True))
+    sighted, blind = (evaluated(folder, blank_images=blank).templates for blank in (False, True))
     assert blind[0].exact == blind[0].blanked == sighted[0].blanked
     assert blind[1] == sighted[1]
 
@@ -120,14 +86,14 @@ def test_blank_images_makes_the_score_itself_blind(taught: Taught, tmp_path: Pat
 def test_data_without_templates_is_one_template(taught: Taught, tmp_path: Path) -> None:
     bare = [{key: value for key, value in r.items() if key != "template"} for r in taught.rows]
     settings = taught.recipe([*taught.rows, taught.rows[1]], bare)  # the training data may still name its own
-    (score,) = run(run_folder(tmp_path / "run", settings, taught.model), limit=None, blank_images=False).templates
+    (score,) = evaluated(run_folder(tmp_path / "run", settings, taught.model)).templates
     assert (score.template, score.questions, score.exact, score.baseline) == ("all", 4, 4, 1)
     assert score.blanked in (1, 2)  # the sum needs no image
 
 
 def test_a_limit_takes_questions_from_everywhere(taught: Taught, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
-    result = run(folder, limit=2, blank_images=False)
+    result = evaluated(folder, limit=2)
     assert [example.expected for example in result.examples] == ["red", "blue"]
     assert result.total.questions == 2
 
@@ -138,13 +104,13 @@ def test_a_broken_image_costs_its_question_and_is_named(taught: Taught, tmp_path
     (taught.folder / "broken.png").write_bytes(good[:at] + bytes(8) + good[at + 8 :])
     rows = [*taught.rows, asking("colour", row("<image>What colour?", "red", "broken.png", name="b1"))]
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, rows, max_bad_rate=0.5), taught.model)
-    assert run(folder, limit=None, blank_images=False).total.questions == 4
+    assert evaluated(folder).total.questions == 4
     err = capsys.readouterr().err
     assert err.startswith("1 of 5 held-out samples are unusable and not asked")
     assert "'b1'" in err
     run_folder(folder, taught.recipe(taught.rows, rows, max_bad_rate=0.1))
     with pytest.raises(TooManyBadSamples, match="broken"):
-        run(folder, limit=None, blank_images=False)
+        evaluated(folder)
 
 
 def test_the_prompt_ends_where_the_last_answer_begins(taught: Taught) -> None:
@@ -154,19 +120,23 @@ def test_the_prompt_ends_where_the_last_answer_begins(taught: Taught) -> None:
     rows = [{"image": ["red.png", "blue.png", "green.png"], "conversations": turns}]
     settings = taught.recipe(taught.rows, rows)
     tokenizer = ChatTokenizer.load(settings.data.tokenizer)
-    (question,) = questions_of(build(settings, "validation"), tokenizer, None)
-    assert [media.name for _, media in question.sights] == ["red.png", "blue.png"]
-    assert (question.ids == tokenizer.image_id).sum() == 2
+    index = build(settings, "validation")
+    (question,) = questions_of(index, None)
+    assert [Path(str(image)).name for image in question.images] == ["red.png", "blue.png"]
     assert question.expected == "blue"
-    assert question.answer_tokens >= len(tokenizer.encode(build(settings).samples[2], [1]).labels) - len(question.ids)
+    lengths = prompt_lengths(index, tokenizer, [question])
+    ids = tokenizer.prompt_ids(question.sample, index.features(0))
+    assert (ids == tokenizer.image_id).sum() == sum(index.features(0)[:2])
+    assert lengths.tokens.tolist() == [len(ids)]
+    assert lengths.items["vision"].first.tolist() == [0, 2]
+    assert lengths.items["vision"].rows.tolist() == index.lengths.items["vision"].rows[:2].tolist()
 
 
 def test_an_untrained_model_on_demo_data(tmp_path: Path) -> None:
     data = tmp_path / "data"
     generate_demo(data, seed=4, train=150, heldout=40)
     settings = recipe(data / "tokenizer.json", data / "train.json", data / "heldout.json")
-    model = build_model(settings, CPU)
-    result = run(run_folder(tmp_path / "run", settings, model), limit=None, blank_images=False)
+    result = evaluated(run_folder(tmp_path / "run", settings, whole(settings)))
 
     answers: dict[str, Counter[str]] = {}
     for entry in json.loads((data / "train.json").read_text()):
@@ -194,16 +164,17 @@ def _asks(entry: Row, text: str) -> bool:
 
 
 def test_scores_count_per_template() -> None:
-    def ask(template: str | None, expected: str, num_images: int) -> Question:
-        sample = Sample("", "", 0, (Turn("assistant", expected),), (Path("x.png"),) * num_images, template)
-        return Question(sample, np.zeros(0, np.int64), ((2, 2),) * num_images, 1)
+    def ask(template: str | None, expected: str, num_images: int, num_clips: int = 0) -> Question:
+        turns = Turn("user", IMAGE_MARK * num_images + AUDIO_MARK * num_clips), Turn("assistant", expected)
+        media = FileMedia("x")
+        return Question(0, Sample("", "", 0, turns, (media,) * num_images, template, (media,) * num_clips))
 
-    a, b, c, d = ask("one", "yes", 1), ask("one", "no", 2), ask("two", "7", 0), ask(None, "no", 0)
+    a, b, c, d = ask("one", "yes", 1), ask("one", "no", 2, 1), ask("two", "7", 0), ask(None, "no", 0)
     answers = {a: "yes", b: "no", c: "8", d: "no"}
     training = [("one", "no"), ("one", "yes"), ("two", "7"), ("two", "7"), ("two", "9"), ("three", "no")]
     assert score(answers, {**answers, b: "?"}, training) == (
         TemplateScore("all", questions=1, exact=1, baseline=0, blanked=None),  # of all answers "7" and "no": "7"
-        TemplateScore("one", questions=2, exact=2, baseline=1, blanked=1),  # of "no" and "yes": "no"
+        TemplateScore("one", questions=2, exact=2, baseline=1, blanked=1, modalities=("images", "clips")),  # "no"
         TemplateScore("two", questions=1, exact=0, baseline=1, blanked=None),
     )
     assert [s.baseline for s in score(answers, answers, [])] == [0, 0, 0]
@@ -226,23 +197,23 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(taught: Taught, tmp_path:
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
     shard.write_bytes(content)
-    assert run(folder, limit=1, blank_images=False).step == 7
+    assert evaluated(folder, limit=1).step == 7
     assert "step-00000009 is damaged" in capsys.readouterr().err
     (folder / "checkpoints/step-00000007/manifest.json").unlink()
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
-        run(folder, limit=1, blank_images=False)
+        evaluated(folder, limit=1)
 
 
 def test_a_folder_that_is_no_run_is_refused(taught: Taught, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere: not the folder of a run: there is no such folder\. .*mmtrain train"):
-        run(tmp_path / "nowhere", limit=None, blank_images=False)
+        evaluated(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"it has no recipe\.yaml"):
-        run(tmp_path, limit=None, blank_images=False)
+        evaluated(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint yet; training writes the first one after step 50"):
-        run(run_folder(tmp_path / "early", taught.settings), limit=None, blank_images=False)
+        evaluated(run_folder(tmp_path / "early", taught.settings))
 
 
 def test_a_recipe_without_held_out_data_is_refused(taught: Taught, tmp_path: Path) -> None:
     settings = taught.recipe(taught.rows, taught.rows, validation=())
     with pytest.raises(UserError, match=r"recipe\.yaml: data\.validation: no held-out data"):
-        run(run_folder(tmp_path / "run", settings, taught.model), limit=None, blank_images=False)
+        evaluated(run_folder(tmp_path / "run", settings, taught.model))

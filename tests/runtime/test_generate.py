@@ -1,86 +1,135 @@
-"""Generation against the plainest loop there is: one sample, one token, the whole model anew, the largest logit."""
+"""Answers of every layout against the plainest loop there is: one sample, one token, the whole model anew."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmtrain.checkpoint import open_newest_good
+from mmtrain.data import ChatTokenizer, DataIndex, build
+from mmtrain.data.audio import load_mels
 from mmtrain.data.demo import generate as generate_demo
-from mmtrain.data.index import build
-from mmtrain.data.tokenize import ChatTokenizer
+from mmtrain.data.demo import train_tokenizer
+from mmtrain.data.pictures import Pictures
+from mmtrain.data.tokenize import AUDIO
 from mmtrain.errors import CheckpointError
-from mmtrain.models.build import StageModule, build_stage
-from mmtrain.models.inputs import TextInput, VisionInput
+from mmtrain.models.inputs import AudioInput, TextInput, VisionInput
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.shape import shape
+from mmtrain.plan.plan import UnitPlan
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.evaluate import Question, load_pictures, questions_of
-from mmtrain.runtime.generate import Model, Prompt, batches, build_model, generate, load_weights
-from tests.runtime.models import randomize, recipe, save_in_halves
+from mmtrain.runtime.generate import load_generator
+from mmtrain.runtime.questions import Asker, deal, questions_of
+from mmtrain.runtime.world import World
+from tests.distributed import run_ranks
+from tests.flow.cases import Mesh, plan
+from tests.flow.runs import refuse
+from tests.runtime.models import CPU, randomize, recipe, save_in_halves, whole
 
-CPU = torch.device("cpu")
-NEW_TOKENS = 12
+Layout = dict[str, UnitPlan]
+NUM_NEW = 12
 
 
 class Naive:
     """One stage a unit, one sample at a time."""
 
     def __init__(self, settings: Recipe) -> None:
-        whole = shape(settings)
-        self.vision, self.llm = (self._whole(settings, whole.unit(unit)) for unit in ("vision", "llm"))
-        randomize(self.stages)
-
-    @staticmethod
-    def _whole(settings, unit) -> StageModule:
-        return build_stage(
-            settings.model, shape(settings), unit.name, (0, len(unit.layers)), ParallelGroups.single(),
-            dtype=torch.float32, device=CPU, recompute=frozenset(), seed=1, attention="reference",
-        )  # fmt: skip
-
-    @property
-    def stages(self) -> list[StageModule]:
-        return [self.vision, self.llm]
-
-    def logits(self, prompt: Prompt, answer: list[int], image_id: int) -> torch.Tensor:
-        ids = torch.tensor([*prompt.ids.tolist(), *answer])
-        places = torch.from_numpy(np.flatnonzero(prompt.ids == image_id))
-        features = {}
-        if prompt.pictures:
-            pixels = torch.from_numpy(np.concatenate([p.patches for p in prompt.pictures]))
-            grids = [(p.rows, p.cols) for p in prompt.pictures]
-            rows, cols = zip(*grids, strict=True)
-            features["vision"] = self.vision(None, VisionInput(rows, cols, pixels))
-        return self.llm.logits(None, TextInput((len(ids),), ids, None, {"vision": places}), features)[-1]
+        self.settings, self.units = settings, whole(settings)
+        self.index, self.tokenizer = build(settings, "validation"), ChatTokenizer.load(settings.data.tokenizer)
+        randomize(self.units.values())
 
     @torch.no_grad()
-    def answer(self, prompt: Prompt, tokenizer: ChatTokenizer) -> list[int]:
-        answer: list[int] = []
-        while len(answer) < NEW_TOKENS:
-            token = int(self.logits(prompt, answer, tokenizer.image_id)[: tokenizer.vocab_size].argmax())
-            if token == tokenizer.end_id:
+    def answer(self, number: int, num_new: int, end: int | None) -> list[int]:
+        features, answer = self._features(number), []
+        while len(answer) < num_new:
+            token = int(self.logits(number, answer, features)[: self.tokenizer.vocab_size].argmax())
+            if token == end:
                 break
             answer.append(token)
         return answer
 
+    def logits(self, number: int, answer: list[int], features: dict[str, torch.Tensor]) -> torch.Tensor:
+        sample = self.index.samples[number]
+        items = [self.index.features(number, unit) for unit in ("vision", "audio")]
+        prompt = self.tokenizer.prompt_ids(sample, *items)
+        ids = torch.from_numpy(np.concatenate([prompt, np.array(answer, np.int64)]))
+        places = {u: torch.from_numpy(np.flatnonzero(prompt == self.tokenizer.item_ids[u])) for u in features}
+        return self.units["llm"].logits(None, TextInput((len(ids),), ids, None, places), features)[-1]
 
+    def _features(self, number: int) -> dict[str, torch.Tensor]:
+        sample, found = self.index.samples[number], {}
+        vision, audio = self.settings.model.vision, self.settings.model.audio
+        if vision and sample.images:
+            pictures = Pictures(self.settings.data.image, vision.patch)
+            grids = [grid for (grid,) in self.index.grids(number)]
+            pairs = zip(sample.images, grids, strict=True)
+            pixels = np.concatenate([pictures.patches("image", image, 0, 1, grid) for image, grid in pairs])
+            rows, cols = zip(*grids, strict=True)
+            found["vision"] = self.units["vision"](None, VisionInput(rows, cols, torch.from_numpy(pixels)))
+        if audio and sample.clips:
+            frames = tuple(rows for ((rows, _),) in self.index.grids(number, "audio"))
+            clips = zip(sample.clips, frames, strict=True)
+            mels = np.concatenate([load_mels(clip, rows, audio.mel_bins) for clip, rows in clips])
+            found["audio"] = self.units["audio"](None, AudioInput(frames, torch.from_numpy(mels)))
+        return found
+
+
+@dataclass(frozen=True)
 class Case:
-    def __init__(self, folder: Path, tie_embeddings: bool) -> None:
-        self.recipe = recipe(
-            folder / "tokenizer.json", folder / "train.json", folder / "heldout.json", tie_embeddings=tie_embeddings
-        )
-        self.tokenizer = ChatTokenizer.load(folder / "tokenizer.json")
-        self.questions: list[Question] = questions_of(build(self.recipe, "validation"), self.tokenizer, None)
-        self.prompts = [Prompt(q.ids, load_pictures(q, self.recipe, blank=False)) for q in self.questions]
-        self.naive = Naive(self.recipe)
-        self.root = folder / f"checkpoints-{tie_embeddings}"
-        save_in_halves(self.root, 7, self.naive.stages)
+    """A checkpoint, questions, and what the naive loop answers to them. Travels to ranks by pickle."""
 
-    def model(self) -> Model:
-        model = build_model(self.recipe, CPU)
-        load_weights(model, open_newest_good(self.root, pytest.fail))
-        return model
+    settings: Recipe
+    root: Path
+    end: int  # an untrained model never ends by itself: the token that ends is one that it says
+    expected: list[list[int]]
+    num_params: int
+
+    @classmethod
+    def make(cls, settings: Recipe, root: Path) -> "Case":
+        naive = Naive(settings)
+        samples = range(len(naive.index.samples))
+        unstopped = [naive.answer(n, NUM_NEW, None) for n in samples]
+        assert len({tuple(answer) for answer in unstopped}) > len(unstopped) // 2
+        said = [token for answer in unstopped for token in set(answer)]
+        end = max(sorted(set(said)), key=said.count)
+        expected = [answer[: answer.index(end)] if end in answer else answer for answer in unstopped]
+        assert len({len(answer) for answer in expected}) > 3
+        save_in_halves(root, 7, naive.units.values())
+        return cls(settings, root, end, expected, _num_params(naive.units.values()))
+
+    def open(self, layout: Layout, world: World) -> tuple[Asker, DataIndex, int]:
+        """Build the rank's stages; also return how many parameters they have."""
+        # Two of them: prompts end their turns as ever.
+        tokenizer, ending = (ChatTokenizer.load(self.settings.data.tokenizer) for _ in range(2))
+        ending.end_id = self.end
+        index = build(self.settings, "validation")
+        generator = load_generator(self.settings, layout, world, open_newest_good(self.root, refuse), ending)
+        held = _num_params([stage for unit in generator.units.values() for stage in unit.stages.values()])
+        return Asker(generator, self.settings, tokenizer, index, world, NUM_NEW), index, held
+
+    def on_rank(self, layouts: Sequence[Layout]) -> list[tuple[list[list[int]], list[list[int]], int]]:
+        """Answers to all questions and to a single one, and the parameters held, by layout."""
+        world = World(dist.get_rank(), dist.get_world_size(), CPU)
+        outcomes = []
+        for layout in layouts:
+            asker, index, held = self.open(layout, world)
+            questions = questions_of(index, None)
+            answers = [asker.write(asked, blank=False) for asked in (questions, questions[3:4])]
+            assert all(not bad for _, bad in answers)
+            outcomes.append((*([*tokens.values()] for tokens, _ in answers), held))
+        return outcomes
+
+
+def _num_params(stages: Any) -> int:
+    return sum(param.numel() for stage in stages for param in stage.parameters())
 
 
 @pytest.fixture(scope="module")
@@ -90,73 +139,149 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def case(request: pytest.FixtureRequest, folder: Path) -> Case:
-    return Case(folder, request.param)
+def _seeing(folder: Path, **llm: Any) -> Recipe:
+    return recipe(folder / "tokenizer.json", folder / "train.json", folder / "heldout.json", **llm)
 
 
-def test_answers_are_those_of_the_naive_loop(case: Case) -> None:
-    counts = {len(prompt.pictures) for prompt in case.prompts}
-    assert {0, 1} < counts  # text alone, one image, several
-    tokenizer = ChatTokenizer.load(case.recipe.data.tokenizer)
-    unstopped = [case.naive.answer(prompt, tokenizer) for prompt in case.prompts]
-    assert len({tuple(answer) for answer in unstopped}) > len(unstopped) // 2
-    # An untrained model never ends by itself: the token that ends must be one that it says.
-    said = [token for answer in unstopped for token in set(answer)]
-    tokenizer.end_id = max(sorted(set(said)), key=said.count)
-    expected = [case.naive.answer(prompt, tokenizer) for prompt in case.prompts]
-    assert len({len(answer) for answer in expected}) > 3
-    assert generate(case.model(), case.prompts, tokenizer, NEW_TOKENS) == expected
+@pytest.fixture(scope="module")
+def seeing(folder: Path) -> Case:
+    return Case.make(_seeing(folder), folder / "checkpoints")
 
 
-def test_padding_of_the_vocabulary_is_never_said(case: Case) -> None:
-    tokenizer = case.tokenizer
-    with torch.no_grad():
-        first = [int(case.naive.logits(prompt, [], tokenizer.image_id).argmax()) for prompt in case.prompts]
-    assert max(first) >= tokenizer.vocab_size  # it would, if it could
-    answers = generate(case.model(), case.prompts, tokenizer, 3)
-    assert max(token for answer in answers for token in answer) < tokenizer.vocab_size
+@pytest.fixture(scope="module")
+def tied(folder: Path) -> Case:
+    return Case.make(_seeing(folder, tie_embeddings=True), folder / "checkpoints-tied")
 
 
-def test_an_image_token_in_an_answer_stands_for_no_picture(case: Case) -> None:
-    text_only = [prompt for prompt in case.prompts if not prompt.pictures]
-    tokenizer = ChatTokenizer.load(case.recipe.data.tokenizer)
-    answers = {id(prompt): case.naive.answer(prompt, tokenizer) for prompt in text_only}
-    said = next(token for p in text_only for token in answers[id(p)] if token not in p.ids)
-    tokenizer.image_id = tokenizer.item_ids["vision"] = said
-    prompts = [p for p in text_only if said not in p.ids]
-    expected = [case.naive.answer(prompt, tokenizer) for prompt in prompts]
-    assert any(tokenizer.image_id in answer for answer in expected)
-    assert generate(case.model(), prompts, tokenizer, NEW_TOKENS) == expected
+@pytest.fixture(scope="module")
+def hearing(folder: Path) -> Case:
+    """Questions with images, with clips, with both and with neither."""
+    rows = json.loads((folder / "heldout.json").read_text())[:12]
+    for i in range(5):
+        wave = 0.3 * np.sin(2 * np.pi * 300 * (i + 1) * np.arange(1600 + 400 * i) / 8000)
+        soundfile.write(folder / f"{i}.wav", wave, 8000)
+        told = {"conversations": [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value": "red"}]}
+        rows.append({"audio": f"{i}.wav", **told})
+    both = next(json.loads(json.dumps(row)) for row in rows if row.get("image"))
+    both["conversations"][0]["value"] = "<audio>" + both["conversations"][0]["value"]
+    rows.append({**both, "audio": "4.wav"})
+    (folder / "heard.json").write_text(json.dumps(rows))
+    tokenizer = train_tokenizer(turn["value"] for row in rows for turn in row["conversations"])
+    tokenizer.add_special_tokens([AUDIO])
+    tokenizer.save(str(folder / "heard-tokenizer.json"))
+    plain = recipe(folder / "heard-tokenizer.json", folder / "heard.json", folder / "heard.json").model_dump()
+    unit = {"layers": 1, "hidden": 16, "heads": 2, "ffn": 32, "mel_bins": 20, "max_frames": 80, "downsample": 2}
+    plain["model"]["audio"] = unit
+    return Case.make(Recipe.model_validate(plain), folder / "checkpoints-hearing")
 
 
-def test_weights_come_whole_out_of_pieces(case: Case) -> None:
-    model = case.model()
-    original = {f"{s.unit}.{n}": p for s in case.naive.stages for n, p in s.named_parameters()}
-    loaded = {
-        f"{s.unit}.{n}": p for s in (*model.encoders.values(), model.body, model.head) for n, p in s.named_parameters()
-    }
-    assert original.keys() == loaded.keys()
-    assert all(torch.equal(original[name], loaded[name]) for name in original)
+LLM_STAGES = (1, 2, 3)  # cuts of an LLM of embedding, two blocks and head into one layer a stage
+LAYOUTS: dict[str, tuple[str, dict[str, Mesh]]] = {
+    "one rank": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))}),
+    "disaggregated": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh((), (1,))}),
+    "unified pp 2": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1))}),
+    "colocated": ("seeing", {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))}),
+    "tp 2": ("seeing", {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (0, 1), tp=2)}),
+    "dp 2": ("seeing", {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), dp=2)}),
+    "vpp 2": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh(LLM_STAGES, (0, 1), vpp=2)}),
+    "tied pp 2": ("tied", {"vision": Mesh((1,), (0, 1)), "llm": Mesh((3,), (0, 1))}),
+    "dp 1:2": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2)}),
+    "three units": ("hearing", {"vision": Mesh((), (0,)), "audio": Mesh((), (1,)), "llm": Mesh((), (2,))}),
+    "pp 4": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh(LLM_STAGES, (0, 1, 2, 3))}),
+    "dp 2:1 tp 1:2": ("seeing", {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3), tp=2)}),
+    "colocated tp 2": ("seeing", {
+        "vision": Mesh((), (0, 1, 2, 3), tp=2, dp=2), "llm": Mesh((1,), (0, 1, 2, 3), tp=2),
+    }),
+    "dp 2 pp 2": ("seeing", {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1, 2, 3), dp=2)}),
+    "three units dp 2:1:2": ("hearing", {
+        "vision": Mesh((), (0, 1), dp=2), "audio": Mesh((), (2,)), "llm": Mesh((), (2, 3), dp=2),
+    }),
+    "dp 2:3": ("seeing", {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3, 4), dp=3)}),
+    "tp 2 pp 3": ("tied", {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((1, 3), (2, 3, 4, 5, 6, 7), tp=2)}),
+}  # fmt: skip
 
 
-def test_a_model_that_the_checkpoint_does_not_fit_is_refused(case: Case) -> None:
-    llm = case.recipe.model.llm.model_copy(update={"layers": 3})
-    deeper = case.recipe.model_copy(update={"model": case.recipe.model.model_copy(update={"llm": llm})})
+def _world_size(name: str) -> int:
+    return len({rank for mesh in LAYOUTS[name][1].values() for rank in mesh.ranks})
+
+
+@pytest.mark.parametrize("size", sorted({_world_size(name) for name in LAYOUTS}))
+def test_every_layout_answers_as_the_naive_loop(size: int, request: pytest.FixtureRequest) -> None:
+    names = [name for name in LAYOUTS if _world_size(name) == size]
+    for fixture in dict.fromkeys(LAYOUTS[name][0] for name in names):
+        case: Case = request.getfixturevalue(fixture)
+        mine = [name for name in names if LAYOUTS[name][0] == fixture]
+        layouts = [plan(case.settings, **LAYOUTS[name][1]).units for name in mine]
+        ranks = run_ranks(size, case.on_rank, layouts)
+        for i, name in enumerate(mine):
+            for answers, single, _ in (outcomes[i] for outcomes in ranks):
+                assert answers == case.expected, name
+                assert single == case.expected[3:4], name
+            held = [outcomes[i][2] for outcomes in ranks]
+            replicas = min(mesh.dp for mesh in LAYOUTS[name][1].values())
+            assert replicas * case.num_params <= sum(held), name
+            if size > 1 and replicas == 1:
+                assert max(held) < case.num_params, f"{name}: no rank holds the whole model"
+
+
+def _alone(case: Case) -> tuple[Asker, DataIndex]:
+    ParallelGroups.single()
+    layout = plan(case.settings, **LAYOUTS["one rank"][1]).units
+    asker, index, _ = case.open(layout, World(0, 1, CPU))
+    return asker, index
+
+
+def test_an_image_token_in_an_answer_stands_for_no_picture(seeing: Case) -> None:
+    naive = Naive(seeing.settings)
+    text_only = [n for n, sample in enumerate(naive.index.samples) if not sample.images]
+    answers = {n: naive.answer(n, NUM_NEW, None) for n in text_only}
+    shared = set().union(*(naive.tokenizer.prompt_ids(naive.index.samples[n], []).tolist() for n in text_only))
+    said = next(token for n in text_only for token in answers[n][:-1] if token not in shared)
+    saying = [n for n in text_only if said in answers[n]]
+    case = Case(seeing.settings, seeing.root, -1, [], 0)
+    asker, index = _alone(case)
+    asker._tokenizer.item_ids["vision"] = said
+    found, _ = asker.write(
+        [question for question in questions_of(index, None) if question.number in saying], blank=False
+    )
+    assert list(found.values()) == [answers[n] for n in saying]
+
+
+def test_a_model_that_the_checkpoint_does_not_fit_is_refused(seeing: Case) -> None:
+    llm = seeing.settings.model.llm.model_copy(update={"layers": 3})
+    model = seeing.settings.model.model_copy(update={"llm": llm})
+    deeper = Case(seeing.settings.model_copy(update={"model": model}), seeing.root, 0, [], 0)
     with pytest.raises(CheckpointError, match=r"llm\.layers\.3\..*checkpoint"):
-        load_weights(build_model(deeper, CPU), open_newest_good(case.root, pytest.fail))
+        _alone(deeper)
 
 
-def test_nothing_asked_is_nothing_answered(case: Case) -> None:
-    assert generate(case.model(), [], case.tokenizer, NEW_TOKENS) == []
-    assert generate(case.model(), case.prompts[:2], case.tokenizer, 0) == [[], []]
+def test_nothing_asked_is_nothing_answered(seeing: Case) -> None:
+    asker, _ = _alone(seeing)
+    assert asker.write([], blank=False) == ({}, [])
 
 
-def test_batches_hold_all_sequences_once_within_their_size() -> None:
-    lengths = np.random.default_rng(0).integers(1, 40, 200).tolist()
-    dealt = batches([*lengths, 500], max_tokens=100)
-    assert sorted(i for batch in dealt for i in batch) == list(range(201))
-    assert dealt[-1] == [200]  # longer than allowed, and alone
-    assert all(sum(lengths[i] for i in batch) <= 100 for batch in dealt[:-1])
-    assert len(dealt) <= 2 * sum(lengths) / 100 + 1
-    assert batches([], 100) == []
+def test_answers_do_not_depend_on_who_is_asked_together(seeing: Case) -> None:
+    asker, index = _alone(seeing)
+    questions = questions_of(index, None)
+    together, _ = asker.write(questions, blank=False)
+    assert [asker.write([question], blank=False)[0][question] for question in questions] == [*together.values()]
+    blind, _ = asker.write(questions, blank=True)
+    changed = [question for question in questions if blind[question] != together[question]]
+    assert len(changed) > 5
+    assert all(question.images for question in changed)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 6), st.integers(1, 100))
+def test_deal_gives_everybody_about_as_much(sizes: list[int], ways: int, max_tokens: int) -> None:
+    rounds = deal(sizes, ways, max_tokens)
+    batches = [batch for batches in rounds for batch in batches]
+    assert all(len(batches) == ways for batches in rounds)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
+    assert len(rounds) == -(-sum(sizes) // (ways * max_tokens))
+    loads = [sum(sizes[i] for i in batch) for batch in batches]
+    longest, mean = max(sizes, default=0), sum(sizes) / max(1, len(batches))
+    assert all(abs(load - mean) < longest for load in loads)
+    assert all(load < max_tokens + longest for load in loads)
+    in_order = [sizes[i] for batch in batches for i in batch]
+    assert in_order == sorted(in_order), "sequences of a batch are of similar length"

@@ -7,19 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-import torch
 
-from mmtrain.data import ChatTokenizer, build
 from mmtrain.data.demo import train_tokenizer
 from mmtrain.data.tokenize import AUDIO
-from mmtrain.models.inputs import AudioInput, TextInput
-from mmtrain.recipe import Recipe, dump
-from mmtrain.runtime.evaluate import load_clips, questions_of, run
-from mmtrain.runtime.generate import Model, Prompt, build_model, generate
-from tests.runtime.models import recipe, save_in_halves
+from mmtrain.models.build import StageModule
+from mmtrain.recipe import Recipe
+from tests.runtime.models import evaluated, recipe, run_folder, teach
 
 TONES = {"low": 300, "middle": 1000, "high": 3000}
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -28,8 +23,7 @@ class Taught:
 
     folder: Path
     settings: Recipe
-    model: Model
-    tokenizer: ChatTokenizer
+    units: dict[str, StageModule]
 
 
 @pytest.fixture(scope="module")
@@ -59,48 +53,16 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
     plain["model"] |= {"audio": unit, "vision": None}
     plain["data"]["audio"] = {"max_seconds": 0.4}
     settings = Recipe.model_validate(plain)
-    known = ChatTokenizer.load(folder / "tokenizer.json")
-    return Taught(folder, settings, _teach(settings, known), known)
-
-
-def _teach(settings: Recipe, tokenizer: ChatTokenizer) -> Model:
-    """Train on the recipe's samples, all in one batch, until there is nothing left to learn."""
-    index, model = build(settings), build_model(settings, CPU)
-    samples = [tokenizer.encode(s, [], index.features(i, "audio")) for i, s in enumerate(index.samples)]
-    ids, labels = (torch.from_numpy(np.concatenate([getattr(e, key) for e in samples])) for key in ("ids", "labels"))
-    clips = [c for q in questions_of(index, tokenizer, None) for c in load_clips(q, settings, blank=False)]
-    sound = AudioInput(tuple(len(c.mels) for c in clips), torch.from_numpy(np.concatenate([c.mels for c in clips])))
-    places = {"audio": torch.nonzero(ids == tokenizer.item_ids["audio"]).flatten()}
-    text = TextInput(tuple(len(e.ids) for e in samples), ids, labels, places)
-    stages = torch.nn.ModuleList([*model.encoders.values(), model.body, model.head])
-    adam = torch.optim.AdamW(stages.parameters(), lr=5e-3)
-    for _ in range(300):
-        features = {"audio": model.encoders["audio"](None, sound)}
-        loss = model.head(model.body(None, text, features), TextInput(text.lengths, labels=labels))
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-        if float(loss.detach()) < 0.05:
-            return model
-    raise AssertionError(f"still a loss of {float(loss.detach())}")
+    return Taught(folder, settings, teach(settings))
 
 
 def test_it_answers_by_ear(taught: Taught, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(dump(taught.settings))
-    stages = [*taught.model.encoders.values(), taught.model.body, taught.model.head]
-    save_in_halves(tmp_path / "checkpoints", 7, stages)
-    result = run(tmp_path, limit=None, blank_images=False)
+    result = evaluated(run_folder(tmp_path / "run", taught.settings, taught.units))
     counts = {s.template: (s.questions, s.exact) for s in result.templates}
     assert counts == {"1 tones": (3, 3), "2 tones": (2, 2)}
     assert all(s.blanked is not None and s.blanked < s.exact for s in result.templates)
-    assert result.examples[0].images[0].endswith(".wav")
-
-
-def test_answers_do_not_depend_on_the_batch(taught: Taught) -> None:
-    index = build(taught.settings, "validation")
-    questions = questions_of(index, taught.tokenizer, None)
-    prompts = [Prompt(q.ids, (), load_clips(q, taught.settings, blank=False)) for q in questions]
-    text_only = Prompt(prompts[0].ids[prompts[0].ids != taught.tokenizer.item_ids["audio"]], ())
-    together = generate(taught.model, [*prompts, text_only], taught.tokenizer, 8)
-    alone = [generate(taught.model, [p], taught.tokenizer, 8)[0] for p in (*prompts, text_only)]
-    assert together == alone
+    assert result.examples[0].clips[0].endswith(".wav")
+    figures = json.loads(result.to_json())
+    assert figures["exact_with_clips"] == 1.0
+    assert figures["blanked_with_clips"] < 1.0
+    assert "exact_with_images" not in figures
