@@ -96,6 +96,33 @@ class FailAt(Faults):
         return True
 
 
+class AllOf(Faults):
+    """Several failures in one run; checkpoints go where the first of them says."""
+
+    def __init__(self, *faults: Faults) -> None:
+        self.faults = faults
+
+    def begin(self, rank: int) -> None:
+        """See `Faults`."""
+        for fault in self.faults:
+            fault.begin(rank)
+
+    def before(self, step: int, action: Action) -> None:
+        """See `Faults`."""
+        for fault in self.faults:
+            fault.before(step, action)
+
+    def computed(self, step: int, action: Action, output: Tensor) -> Tensor:
+        """See `Faults`."""
+        for fault in self.faults:
+            output = fault.computed(step, action, output)
+        return output
+
+    def storage(self, step: int) -> Storage:
+        """See `Faults`."""
+        return self.faults[0].storage(step)
+
+
 class _FullDisk(LocalStorage):
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
         """Leave half a file."""

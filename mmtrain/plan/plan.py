@@ -1,5 +1,6 @@
 """The plan: where every layer goes and what that is predicted to cost. Saved as JSON, read back exactly."""
 
+import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -103,6 +104,11 @@ class Plan(_Frozen):
     schedule: SchedulePlan
     predicted: Prediction
     alternatives: tuple[Alternative, ...] = Field(())
+
+    @property
+    def sha256(self) -> str:
+        """Fingerprint of all that the plan says, by which traces and reports name it."""
+        return hashlib.sha256(self.model_dump_json().encode("utf-8")).hexdigest()
 
     def save(self, path: Path) -> None:
         """Write the plan as JSON."""

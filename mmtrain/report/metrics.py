@@ -1,7 +1,8 @@
 """What one training step reports, shared by the log and the display."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -27,6 +28,14 @@ class TimeSplit:
 
 
 @dataclass(frozen=True)
+class EdgeMetrics:
+    """What went over an edge of the stage graph in a step, all ranks together."""
+
+    nbytes: int  # sent, in both directions
+    wait_s: float  # that ranks stood still for it, at either end
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """One step of the whole job, over all ranks."""
 
@@ -43,6 +52,8 @@ class StepMetrics:
     time_s: TimeSplit
     peak_memory_bytes: int  # of the rank that needed most
     val_loss: float | None = None  # when it was measured after this step
+    edges: Mapping[str, EdgeMetrics] = field(default_factory=dict)  # by edge, as `vision.0>llm.0`
+    slow_ranks: tuple[str, ...] = ()  # who lags behind their peers, and at what
 
     @property
     def tokens_per_s(self) -> float:
@@ -55,7 +66,10 @@ class StepMetrics:
         return self.samples / self.step_time_s
 
     def to_json(self) -> dict[str, Any]:
-        """One object of `metrics.jsonl`. `val_loss` is there when measured; what is not finite becomes null."""
+        """One object of `metrics.jsonl`; what is not finite becomes null.
+
+        `val_loss` is there when measured, `slow_ranks` when there are any.
+        """
         values = {
             "step": self.step,
             "loss": self.loss,
@@ -72,6 +86,8 @@ class StepMetrics:
             "samples": self.samples,
             "tokens": self.tokens,
             "epoch": self.epoch,
+            **({"slow_ranks": list(self.slow_ranks)} if self.slow_ranks else {}),
+            "edges": {edge: {"bytes": e.nbytes, "wait_s": e.wait_s} for edge, e in self.edges.items()},
         }
         return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}
 

@@ -7,6 +7,7 @@ from mmtrain.program import Action, Collective, Recv, Send, action_to_text
 from mmtrain.runtime.recorder import Recorder
 
 LOADING, MEASURING, SAVING = "loading data", "gathering the metrics", "saving a checkpoint"
+TRACING = "gathering a trace"
 
 
 class Activity:
@@ -22,6 +23,7 @@ class Activity:
         self.step: int | None = None  # counts from 1, as people see it; None before the first
         self.waiting: Send | Recv | None = None  # the message that the main thread waits for
         self.doing: Action | str = "starting"
+        self.slow: str | None = None  # ranks that all of them know to be slow
         self._since = clock()
 
     def begin(self, doing: Action | str) -> None:
@@ -42,7 +44,7 @@ class Activity:
     @property
     def is_collective(self) -> bool:
         """Whether what is in progress ends only when other ranks do it too."""
-        return isinstance(self.doing, Collective) or self.doing in (MEASURING, SAVING)
+        return isinstance(self.doing, Collective) or self.doing in (MEASURING, SAVING, TRACING)
 
     def text(self) -> str:
         """Name what is in progress."""

@@ -58,6 +58,7 @@ class StepOutcome:
     grad_norm: float | None = None
     stepped: bool = False  # false in evaluation, and where a gradient was not finite
     record: StepRecord = EMPTY
+    loads: StepLoads | None = None  # that the step had
 
 
 class Executor:
@@ -80,7 +81,7 @@ class Executor:
 
     def run(self, step: StepInput) -> StepOutcome:
         """Run one step; without an optimizer, only what the program computes (validation)."""
-        self._step, self._outcome = step, StepOutcome()
+        self._step, self._outcome = step, StepOutcome(loads=step.loads)
         self._passages: dict[tuple[StageId, Microbatch], Passage] = {}
         self._loss = torch.zeros((), dtype=torch.float64)
         self._broker.begin(step.loads)

@@ -38,6 +38,7 @@ class Failure:
     peer: int | None = None  # the rank it waits for
     missing: str | None = None  # the action of `peer` that it waits for
     error: str | None = None
+    slow: str | None = None  # ranks that were slow before
 
     def to_text(self) -> str:
         """One line for people."""
@@ -62,7 +63,16 @@ def failure_of(rank: int, activity: Activity, kind: Kind, error: str | None = No
         peer = waiting.peer
         missing = action_to_text(other(waiting.edge, waiting.src, waiting.dst, rank, waiting.payload))
     return Failure(
-        rank, kind, activity.step, activity.text(), activity.stuck_s(), activity.is_collective, peer, missing, error
+        rank,
+        kind,
+        activity.step,
+        activity.text(),
+        activity.stuck_s(),
+        activity.is_collective,
+        peer,
+        missing,
+        error,
+        activity.slow,
     )
 
 
@@ -98,11 +108,11 @@ def explain(failures: Sequence[Failure], world_size: int) -> str:
         first = errors[0]
     elif silent and any(f.kind == "hang" for f in failures):
         lead = f"rank {silent[0]} left no report: it is dead, or stopped by the system"
-        return _joined(lead, failures)
+        return _joined(lead, None, failures)
     else:
         busy = [f for f in failures if f.kind == "hang" and f.missing is None and not f.together]
         first = max(busy or failures, key=lambda f: f.stuck_s)
-    return _joined(first.to_text(), [f for f in failures if f is not first])
+    return _joined(first.to_text(), first, failures)
 
 
 @contextlib.contextmanager
@@ -136,9 +146,12 @@ def stacks_path(run_dir: Path, rank: int) -> Path:
     return _path(run_dir, rank).with_suffix(".stacks.txt")
 
 
-def _joined(lead: str, others: Sequence[Failure]) -> str:
-    followed = "".join(f"\n  secondary: {f.to_text()}" for f in sorted(others, key=lambda f: f.rank))
-    return lead + followed
+def _joined(lead: str, first: Failure | None, failures: Sequence[Failure]) -> str:
+    followed = "".join(
+        f"\n  secondary: {f.to_text()}" for f in sorted(failures, key=lambda f: f.rank) if f is not first
+    )
+    slow = next((f"\n  before that: {f.slow}" for f in failures if f.slow), "")
+    return lead + followed + slow
 
 
 def _path(run_dir: Path, rank: int) -> Path:

@@ -10,16 +10,17 @@ from typing import Literal, cast
 from mmtrain.data import BadSamples, DataIndex, Loader, Quarantined, StepData, write_quarantine
 from mmtrain.errors import CheckpointError, RunError
 from mmtrain.report import Progress, RunLog, StepMetrics
-from mmtrain.runtime.activity import LOADING, MEASURING, SAVING
+from mmtrain.runtime.activity import LOADING, MEASURING, SAVING, TRACING
 from mmtrain.runtime.executor import StepOutcome
 from mmtrain.runtime.job import Job
-from mmtrain.runtime.measure import Meter
+from mmtrain.runtime.measure import Meter, Seen
 from mmtrain.runtime.memory import memory_story, out_of_memory, peak_memory
 from mmtrain.runtime.rundir import QUARANTINE, SKIPPED
 from mmtrain.runtime.runstate import STATE, write_state
 from mmtrain.runtime.saving import BackgroundSaver
 from mmtrain.runtime.schedule import learning_rate
 from mmtrain.runtime.stop import StopRequest
+from mmtrain.runtime.tracing import Tracer
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Loop:
     index: DataIndex
     loader: Loader
     meter: Meter
+    tracer: Tracer
     validate: Callable[[], float]
     log: RunLog
     progress: Progress
@@ -73,6 +75,9 @@ class Loop:
         broken, waited = len(data.quarantined), self.loader.wait_s - waited
         seen = self.meter.gather(outcome, waited, broken, self.stop.asked, self.saver.done)
         took = time.perf_counter() - begin
+        self._tell_slow(seen)
+        if self.tracer.wants(step + 1):
+            self._trace(step + 1, outcome)
         self._judge(data, outcome)
         if self.saver.pending and seen.saved:
             self._settle(must=False)
@@ -95,6 +100,19 @@ class Loop:
 
     def _names(self, data: StepData) -> list[str]:
         return [self.index.samples[i].id for i in data.meta.sample_id]
+
+    def _trace(self, step: int, outcome: StepOutcome) -> None:
+        self.job.activity.begin(TRACING)
+        try:
+            self.tracer.take(step, outcome)
+        except OSError as e:  # a full disk, on the first rank
+            self.progress.note(f"step {step}: the trace could not be written: {e}")
+
+    def _tell_slow(self, seen: Seen) -> None:
+        """Say who has become slow; keep who is for a report, should the run fail."""
+        self.job.activity.slow = "; ".join(slow.to_text() for slow in seen.slow) or None
+        for slow in seen.newly_slow:
+            self.progress.note(slow.to_text())
 
     def _judge(self, data: StepData, outcome: StepOutcome) -> None:
         """Name the samples of a step whose gradient was not finite; give up after too many in a row."""

@@ -10,6 +10,7 @@ from mmtrain.program.measured import MeasuredStep, measured_timeline, run_trace
 from mmtrain.program.recorded import StepRecord
 from mmtrain.program.wiring import members
 from mmtrain.runtime.clocks import ClockOffset, clock_offset
+from mmtrain.runtime.executor import StepOutcome
 from mmtrain.runtime.world import World
 
 
@@ -37,8 +38,10 @@ class Tracer:
         """Whether the step (counted from 1) is to be recorded."""
         return step in self._steps
 
-    def take(self, step: int, record: StepRecord, loads: StepLoads) -> None:
+    def take(self, step: int, outcome: StepOutcome) -> None:
         """Add a step to the trace; every rank must call this."""
+        record, loads = outcome.record, outcome.loads
+        assert loads is not None, "an outcome of a step that was run"
         offset = clock_offset(self._world)
         found = self._world.collect((record.shifted(-offset.offset_s), offset))
         if not found:

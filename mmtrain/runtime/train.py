@@ -40,10 +40,11 @@ from mmtrain.runtime.loop import Loop
 from mmtrain.runtime.measure import Meter
 from mmtrain.runtime.memory import predicted_for
 from mmtrain.runtime.recorder import Recorder
-from mmtrain.runtime.rundir import CHECKPOINTS, PLAN, QUARANTINE, RECIPE
+from mmtrain.runtime.rundir import CHECKPOINTS, PLAN, QUARANTINE, RECIPE, TRACE
 from mmtrain.runtime.runstate import read_state, write_state
 from mmtrain.runtime.saving import BackgroundSaver, restore_job
 from mmtrain.runtime.stop import StopRequest
+from mmtrain.runtime.tracing import Tracer
 from mmtrain.runtime.watchdog import Watchdog
 from mmtrain.runtime.world import Address, World, find_address, join, leave
 
@@ -167,6 +168,8 @@ def _steps(
     grouping = Grouping.of(recipe.data, recipe.train.global_batch)
     stream = GroupStream(index.lengths, grouping, recipe.train.seed, index.weights)
     meter, validate = Meter(job, stream, plan.hardware), _validation(job)
+    steps = frozenset(recipe.train.trace)
+    tracer = Tracer(steps, job.graph, world, meter.timing, plan.sha256, request.run_dir / TRACE)
     console.print(f"MFU is the share of {meter.peak_flops:.3g} FLOP/s, {world.size} x {plan.hardware}", highlight=False)
     job.faults.begin(world.rank)
     node = socket.gethostname()
@@ -180,7 +183,9 @@ def _steps(
         saver = BackgroundSaver(request.run_dir / CHECKPOINTS, job, _facts(recipe, index))
         predicted = predicted_for(world.rank, plan.predicted.peak_memory_gib)
         bad = BadSamples(index, recipe.data.max_bad_rate, read_quarantine(request.run_dir / QUARANTINE))
-        loop = Loop(job, index, loader, meter, validate, log, progress, stop, request.run_dir, saver, predicted, bad)
+        loop = Loop(
+            job, index, loader, meter, tracer, validate, log, progress, stop, request.run_dir, saver, predicted, bad
+        )
         return loop.run(first)
 
 

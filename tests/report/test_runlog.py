@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmtrain.report import RunLog, read_metrics
+from mmtrain.report.metrics import EdgeMetrics
 from tests.report.conftest import metrics
 
 
@@ -19,7 +20,8 @@ def log(run_dir: Path, first: int, last: int, **changes: float) -> None:
 
 
 def test_a_line_holds_what_the_step_was(tmp_path: Path) -> None:
-    log(tmp_path, 1, 2, val_loss=1.3)
+    edges = {"vision.0>llm.0": EdgeMetrics(4096, 0.25)}
+    log(tmp_path, 1, 2, val_loss=1.3, edges=edges, slow_ranks=("rank 1 takes",))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[1]) == {
@@ -38,6 +40,8 @@ def test_a_line_holds_what_the_step_was(tmp_path: Path) -> None:
         "samples": 22,
         "tokens": 6150,
         "epoch": 0.3,
+        "slow_ranks": ["rank 1 takes"],
+        "edges": {"vision.0>llm.0": {"bytes": 4096, "wait_s": 0.25}},
     }
     assert read_metrics(tmp_path) == [json.loads(line) for line in lines]
 

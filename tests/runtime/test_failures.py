@@ -62,6 +62,14 @@ def test_the_cause_leads_and_the_others_are_secondary() -> None:
     assert explain([replace(waiting, missing="x"), together, longest], 3).startswith("rank 0, step 7, in `STEP`")
 
 
+def test_who_was_slow_before_is_said_once_at_the_end() -> None:
+    activity = Activity()
+    activity.slow = "rank 2 takes 2.1x the time of its peers for F vision.0 (0.3 s a step)"
+    hung = [failure_of(rank, activity, "hang") for rank in (0, 1)]
+    assert explain(hung, 2).splitlines()[2:] == [f"  before that: {activity.slow}"]
+    assert explain(hung[:1], 2).splitlines()[2:] == [f"  before that: {activity.slow}"]
+
+
 def test_reports_come_back_in_their_order_and_are_cleared(tmp_path: Path) -> None:
     assert read_failures(tmp_path) == []
     for rank in (3, 1):

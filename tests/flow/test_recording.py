@@ -1,0 +1,67 @@
+"""What a whole run says of its time: traces, traffic by edge, slow ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmtrain.plan.files import load as load_plan
+from mmtrain.program import Forward
+from mmtrain.report import read_metrics
+from mmtrain.runtime.rundir import PLAN, TRACE
+from mmtrain.runtime.slow import WINDOW
+from tests.faults import AllOf, FailAt
+from tests.flow.runs import launch, request_for, run_all
+from tests.program.trace_format import require_trace
+
+TWO_REPLICAS = ("parallel.placement=unified", "parallel.llm.dp=2", "train.checkpoint.every=0")
+
+
+def test_a_run_writes_the_timelines_it_was_asked_for(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.trace=[2,4]", "parallel.placement=disaggregated")
+    assert run_all(request, request) == ["", ""]
+    trace = json.loads((tmp_path / TRACE).read_text())
+    require_trace(trace)
+    other = trace["otherData"]
+    assert (other["simulated"], other["plan_sha256"]) == (False, load_plan(tmp_path / PLAN).sha256)
+    assert [s["step"] for s in other["steps"]] == [2, 4]
+    assert other["step_time_us"] == pytest.approx(sum(s["dur"] for s in other["steps"]) / 2)
+    metrics = read_metrics(tmp_path)
+    plan = load_plan(tmp_path / PLAN)
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    for step in other["steps"]:
+        assert step["dur"] / 1e6 < metrics[step["step"] - 1]["step_time_s"], "loading and measuring are outside"
+        own = [e for e in spans if step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] + 1e-3]
+        computed = {
+            (e["pid"], e["args"]["unit"], e["args"]["kind"], e["args"]["microbatch"]) for e in own if e["tid"] == 0
+        }
+        assert computed == {
+            (unit.ranks[0], name, kind, mb)
+            for name, unit in plan.units.items()
+            for kind in "FB"
+            for mb in range(plan.schedule.num_microbatches[name])
+        }
+        sent = sum(e["args"]["bytes"] for e in own if e["args"]["kind"] == "p2p")
+        [edge] = metrics[step["step"] - 1]["edges"].values()
+        assert sent == edge["bytes"] > 0
+        assert edge["wait_s"] > 0
+    assert len(spans) == sum(1 for e in spans for s in other["steps"] if s["ts"] <= e["ts"] <= s["ts"] + s["dur"])
+
+
+def test_a_slow_rank_is_named(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, *TWO_REPLICAS, f"train.steps={WINDOW + 1}")
+    assert run_all(request, request, faults=FailAt(1, range(WINDOW + 1), "slow", action=Forward)) == ["", ""]
+    metrics = read_metrics(tmp_path)
+    assert all("slow_ranks" not in step for step in metrics[: WINDOW - 1])
+    for step in metrics[WINDOW - 1 :]:
+        assert any(text.startswith("rank 1 takes") and "peers for F vision.0" in text for text in step["slow_ranks"])
+
+
+def test_a_report_of_failure_names_the_rank_that_was_slow_before(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, *TWO_REPLICAS, f"train.steps={WINDOW + 1}", "train.watchdog_s=2")
+    code, message = launch(request, AllOf(FailAt(1, range(WINDOW), "slow"), FailAt(0, WINDOW, "hang")))
+    assert code == 1
+    lead, *rest = message.splitlines()
+    assert lead.startswith(f"rank 0, step {WINDOW + 1}, in `F vision.0 vision:0.0`: did not come back")
+    assert "before that: rank 1 takes" in rest[-1]
+    assert "the time of its peers for F vision.0" in rest[-1]
