@@ -23,9 +23,12 @@ from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import Job
 
 IMAGE_ID, AUDIO_ID, VOCAB, PATCH, MERGE, BINS, STACK = 3, 2, 61, 2, 2, 10, 2
+SAMPLES, TEXTS = range(8), range(8, 16)  # those of a step; and those of a step of text alone
 GRIDS = [[], [(2, 4)], [(2, 2), (4, 4), (4, 2), (6, 2)], [], [(4, 6)], [(2, 2)], [(2, 6), (2, 2)], [(8, 4)]]
+GRIDS += [[] for _ in TEXTS]
 ITEM_IDS = {"vision": IMAGE_ID, "audio": AUDIO_ID}
 CLIPS = [[], [], [8], [12, 4], [], [16], [], []]  # log-mel frames; heard only by models with an audio unit
+CLIPS += [[] for _ in TEXTS]
 AUDIO = {
     "layers": 2,
     "hidden": 16,
@@ -36,8 +39,8 @@ AUDIO = {
     "downsample": STACK,
     "positions": "learned",
 }
-TEXT_TOKENS = [9, 5, 7, 13, 4, 11, 6, 8]
-GLOBAL_BATCH = 4  # groups of two samples
+TEXT_TOKENS = [9, 5, 7, 13, 4, 11, 6, 8] * 2
+GLOBAL_BATCH = 4  # groups of two samples, unless a case says otherwise
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -106,7 +109,7 @@ def plan(settings: Recipe, kind: ScheduleKind = "1f1b", order: Order | None = No
         )
         units[name] = UnitPlan(tp=mesh.tp, pp=pp, dp=mesh.dp, vpp=mesh.vpp, sp=mesh.sp, ranks=mesh.ranks, stages=stages)
     shared = {r for m in meshes.values() for r in m.ranks}
-    num_microbatches = GLOBAL_BATCH // meshes["llm"].dp
+    num_microbatches = settings.train.global_batch // meshes["llm"].dp
     return Plan(
         recipe_sha256="",
         hardware="cpu-core",
@@ -127,7 +130,7 @@ def plan(settings: Recipe, kind: ScheduleKind = "1f1b", order: Order | None = No
 
 
 def lengths(speech: bool = False) -> SampleLengths:
-    """Return the lengths of the eight samples: text only, one image, up to four images of different sizes.
+    """Return the lengths of all samples: text only, one image, up to four images of different sizes.
 
     With `speech` some also have one or two clips, some of them beside images.
     """
@@ -173,16 +176,21 @@ def mels(sample: int, position: int, frames: int) -> np.ndarray:
     return rng.standard_normal((frames, BINS)).astype(np.float32)
 
 
-def batch(step: int, dp: dict[str, int], num_microbatches: dict[str, int]) -> BatchMeta:
-    """Return the global batch of a step: all samples, in another order every step."""
-    order = np.random.default_rng(step).permutation(len(GRIDS))
-    groups = [order[2 * g : 2 * g + 2] for g in range(GLOBAL_BATCH)]
+def samples_of(step: int, texts_between: bool = False) -> range:
+    """Return the samples of a step; with `texts_between` every second step has text alone."""
+    return TEXTS if texts_between and step % 2 else SAMPLES
+
+
+def batch(step: int, samples: range, dp: dict[str, int], num_microbatches: dict[str, int]) -> BatchMeta:
+    """Return the global batch of a step: the samples, in another order every step, in groups of near equal numbers."""
+    order = samples.start + np.random.default_rng(step).permutation(len(samples))
+    groups = np.array_split(order, dp["llm"] * num_microbatches["llm"])
     return assign(step, 0, groups, lengths("audio" in dp), dp, num_microbatches)
 
 
-def step_data(job: Job, step: int) -> StepData:
+def step_data(job: Job, step: int, texts_between: bool = False) -> StepData:
     """Return what this rank of the job needs of a step."""
-    meta = batch(step, job.dp, job.num_microbatches)
+    meta = batch(step, samples_of(step, texts_between), job.dp, job.num_microbatches)
     speech = "audio" in job.dp
     vision, audio, text = {}, {}, {}
     for need in job.needs:
@@ -230,13 +238,18 @@ class Reference:
             groups.append({"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, "lr": lr})
         self.adam = torch.optim.AdamW(groups, betas=optimizer.betas, eps=optimizer.eps)
 
-    def step(self) -> tuple[float, float, dict[str, Tensor]]:
-        """Run one optimizer step on all samples; return loss, gradient norm and gradients by name."""
-        total = int(lengths(self.speech).targets.sum())
-        self.adam.zero_grad()
+    def step(self, samples: range = SAMPLES) -> tuple[float, float, dict[str, Tensor]]:
+        """Run one optimizer step on the samples; return loss, gradient norm and gradients by name.
+
+        What no sample reaches has a gradient of zero, not none: weights decay and momentum goes on in a step without
+        images too, as it must when some ranks have images and others none.
+        """
+        total = int(lengths(self.speech).targets[samples].sum())
+        for param in self.stages.parameters():
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
         loss = 0.0
-        for sample, grids in enumerate(GRIDS):
-            part = self._loss(sample, grids) / total
+        for sample in samples:
+            part = self._loss(sample, GRIDS[sample]) / total
             loss += float(part.detach())
             if part.requires_grad:  # not for text alone through a frozen LLM
                 part.backward()

@@ -7,6 +7,11 @@ from mmtrain.models.shards import NamedShard
 from mmtrain.runtime.saving import shard_spec
 
 
+def copy(piece: NamedShard) -> NamedShard:
+    """The shard as it is now, whatever comes into its buffer later."""
+    return NamedShard(piece.name, piece.spec, piece.tp_rank, piece.tp, piece.flat, piece.tensor.clone())
+
+
 def whole(pieces: list[NamedShard]) -> dict[str, Tensor]:
     """Put the shards of all ranks together; an element that nobody or somebody else brings too stays visible."""
     whole: dict[str, Tensor] = {}

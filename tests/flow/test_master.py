@@ -3,23 +3,14 @@
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from mmtrain.models.shape import shape
-from mmtrain.models.shards import NamedShard
 from mmtrain.plan.graph import stage_graph
-from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, ScheduleKind, Send, build
-from mmtrain.recipe import Recipe
-from mmtrain.runtime.job import assemble
-from mmtrain.runtime.saving import shard_spec
-from mmtrain.runtime.schedule import learning_rate
-from mmtrain.runtime.world import World
-from tests.distributed import run_ranks
-from tests.flow.cases import AUDIO, Mesh, Order, Reference, plan, recipe, step_data
+from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, Send, build
+from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe
+from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
 
-NUM_STEPS = 5
 FROZEN_VISION = {"model__vision__freeze": True}
 SPEECH = {"model__audio": AUDIO}
 
@@ -272,84 +263,12 @@ ORDERS: dict[str, Order] = {
 }
 
 
-def _train(
-    settings: Recipe, meshes: dict[str, Mesh], kind: ScheduleKind, order: Order | None
-) -> tuple[list[tuple[float, float]], list[NamedShard]]:
-    """Run on every rank: (loss part, norm) of each step, and this rank's gradients of the first."""
-    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    job = assemble(settings, plan(settings, kind, order, **meshes), world)
-    steps, gradients = [], []
-    for step in range(NUM_STEPS):
-        outcome = job.train(step_data(job, step), learning_rate(settings.train.optimizer, step, NUM_STEPS))
-        assert outcome.stepped
-        assert outcome.grad_norm is not None
-        steps.append((outcome.loss, outcome.grad_norm))
-        if step == 0:
-            gradients = [_copy(g) for unit in job.optimizer.units.values() for g in unit.gradients()]
-    return steps, gradients
-
-
-def _copy(piece: NamedShard) -> NamedShard:
-    return NamedShard(piece.name, piece.spec, piece.tp_rank, piece.tp, piece.flat, piece.tensor.clone())
-
-
-def _whole(pieces: list[NamedShard]) -> dict[str, Tensor]:
-    """Put the shards of all ranks together; an element that nobody or somebody else brings too stays visible."""
-    whole: dict[str, Tensor] = {}
-    for piece in pieces:
-        spec = shard_spec(piece)
-        full = whole.setdefault(piece.name, torch.full(spec.full_shape, float("nan")))
-        place = full if spec.dim is None else full.narrow(spec.dim, spec.start, spec.stop - spec.start)
-        local = place.reshape(-1).clone()
-        lo, hi = spec.flat or (0, local.numel())
-        assert bool(local[lo:hi].isnan().all()), f"two ranks answer for the same elements of {piece.name}"
-        local[lo:hi] = piece.tensor.reshape(-1)
-        place.copy_(local.view(place.shape))
-    return whole
-
-
-def _assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], scale: float) -> None:
-    """Hold each gradient to `|d| <= 1e-5 * max(|g|, 1e-3 * |all|)` in norms; `scale` undoes the clipping."""
-    assert found.keys() == wanted.keys()
-    everything = float(torch.cat([g.flatten() for g in wanted.values()]).norm())
-    for name, gradient in wanted.items():
-        distance = float((found[name].reshape(gradient.shape) * scale - gradient).norm())
-        assert distance <= 1e-5 * max(float(gradient.norm()), 1e-3 * everything), f"{name}: off by {distance}"
-
-
-_references: dict[str, list[tuple[float, float, dict[str, Tensor]]]] = {}
-
-
-def _reference(settings: Recipe) -> list[tuple[float, float, dict[str, Tensor]]]:
-    """Five steps of the one process; the gradients of the first are what is compared. Kept for equal recipes."""
-    key = settings.model.model_dump_json() + settings.train.model_dump_json()
-    if key not in _references:
-        [_references[key]] = run_ranks(1, _run_reference, settings)
-    return _references[key]
-
-
-def _run_reference(settings: Recipe) -> list[tuple[float, float, dict[str, Tensor]]]:
-    reference = Reference(settings)
-    return [reference.step() for _ in range(NUM_STEPS)]
-
-
 @pytest.mark.parametrize("case", [*CASES, *COUNTS, *COLOCATED])
 def test_any_plan_computes_what_one_process_does(case: str) -> None:
     changes, meshes = (CASES | COUNTS | COLOCATED)[case]
-    settings = recipe(**changes)
-    world_size = len({r for m in meshes.values() for r in m.ranks})
-    order = ORDERS.get(case)
+    settings, order = recipe(**changes), ORDERS.get(case)
     kind = "explicit" if order else "coarse" if case in COLOCATED else "1f1b"
-    ranks = run_ranks(world_size, _train, settings, meshes, kind, order, timeout=15)
-    wanted = _reference(settings)
-    for step, (loss, norm, _) in enumerate(wanted):
-        found = sum(steps[step][0] for steps, _ in ranks)
-        assert found == pytest.approx(loss, rel=1e-5), f"loss of step {step}"
-        for steps, _ in ranks:
-            assert steps[step][1] == pytest.approx(norm, rel=1e-4), f"gradient norm of step {step}"
-    limit = settings.train.optimizer.clip_norm
-    scale = 1.0 if limit is None else max(1.0, wanted[0][1] / limit)
-    _assert_close(_whole([g for _, gradients in ranks for g in gradients]), wanted[0][2], scale)
+    assert_equals_one_process(settings, plan(settings, kind, order, **meshes))
 
 
 def test_nothing_runs_backward_below_the_first_layer_that_trains() -> None:

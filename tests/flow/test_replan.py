@@ -15,7 +15,7 @@ from mmtrain.runtime.saving import BackgroundSaver, restore_job, save_job
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data
-from tests.flow.gather import whole
+from tests.flow.gather import copy, whole
 
 LR, STEPS_BEFORE = 0.01, 2
 TIED = {"model__llm__tie_embeddings": True}
@@ -45,11 +45,7 @@ def _restore_and_train(settings: Recipe, meshes: dict[str, Mesh], root: Path) ->
     """Restore, and return this rank's part of the next loss and all that it holds."""
     job = assemble(settings, plan(settings, **meshes), _world())
     restore_job(root, job, on_bad=_refuse)
-    held = [
-        NamedShard(s.name, s.spec, s.tp_rank, s.tp, s.flat, s.tensor.clone())
-        for unit in job.optimizer.units.values()
-        for s in unit.shards()
-    ]
+    held = [copy(s) for unit in job.optimizer.units.values() for s in unit.shards()]
     return job.train(step_data(job, STEPS_BEFORE), LR).loss, held
 
 
