@@ -205,11 +205,17 @@ def upstream_trains(shape: ModelShape) -> dict[str, tuple[bool, ...]]:
 
 
 def _upstream(shape: ModelShape, unit: UnitShape) -> Iterator[bool]:
-    entering = [e.layer for e in shape.edges if e.dst == unit.name and shape.unit(e.src).first_trainable is not None]
+    entering = [e.layer for e in shape.edges if e.dst == unit.name and _trains(shape, shape.unit(e.src))]
     first = unit.first_trainable
     for i in range(len(unit.layers)):
         below = first is not None and first < i
         yield below or any(layer <= i for layer in entering)
+
+
+def _trains(shape: ModelShape, unit: UnitShape) -> bool:
+    """Whether anything trains in the unit or in those that feed it."""
+    sources = (shape.unit(e.src) for e in shape.edges if e.dst == unit.name)
+    return unit.first_trainable is not None or any(_trains(shape, source) for source in sources)
 
 
 def model_flops(shape: ModelShape, loads: Mapping[str, TokenLoad]) -> int:

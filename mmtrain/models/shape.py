@@ -85,6 +85,10 @@ class ModelShape:
         """Return the unit called `name`."""
         return next(u for u in self.units if u.name == name)
 
+    def edge(self, src: str, dst: str) -> ModelEdge:
+        """Return an edge between two units; all edges between them carry the same rows."""
+        return next(e for e in self.edges if (e.src, e.dst) == (src, dst))
+
     @property
     def encoders(self) -> tuple[str, ...]:
         """Names of the units that feed the LLM."""

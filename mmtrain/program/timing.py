@@ -151,16 +151,18 @@ class ModelTiming:
         return held
 
     def _flow_bytes(self, flow: Flow) -> int:
-        return self._rows(flow.edge, flow) * self._width(flow.edge.src) * self.element_bytes
+        return self._rows(flow.edge, flow) * self._width(flow.edge) * self.element_bytes
 
     def _rows(self, edge: Edge, flow: Flow) -> int:
         if edge.crosses_units:
             return self.loads.routes[edge.src.unit, edge.dst.unit].rows(flow.src, flow.dst)
         return self.loads.loads[flow.src].tokens
 
-    def _width(self, stage: StageId) -> int:
-        """Features of a row that leaves the stage."""
-        return self.shape.unit(stage.unit).layers[self.graph.stage(stage).layers[1] - 1].out
+    def _width(self, edge: Edge) -> int:
+        """Features of a row that flows along the edge."""
+        if edge.crosses_units:
+            return self.shape.edge(edge.src.unit, edge.dst.unit).width
+        return self.shape.unit(edge.src.unit).layers[self.graph.stage(edge.src).layers[1] - 1].out
 
     def _trained_parameters(self, rank: int, unit: str) -> int:
         tp = self.graph.mesh(unit).tp

@@ -177,9 +177,8 @@ def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
 
 def edge_widths(graph: StageGraph, model: ModelShape) -> dict[Edge, int]:
     """Features in a row of what flows along each edge."""
-    between = {(e.src, e.dst): e.width for e in model.edges}
     return {
-        edge: between[edge.src.unit, edge.dst.unit]
+        edge: model.edge(edge.src.unit, edge.dst.unit).width
         if edge.crosses_units
         else model.unit(edge.src.unit).layers[graph.stage(edge.src).layers[1] - 1].out
         for edge in graph.edges

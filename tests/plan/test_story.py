@@ -68,7 +68,7 @@ def test_a_number_of_microbatches_of_the_llm_decides_its_replicas() -> None:
 
 
 def test_merging_microbatches_is_charged_for_in_memory() -> None:
-    parallel = {"placement": "disaggregated", "llm": {"dp": 1, "pp": 1}, "vision": {"dp": 1, "pp": 1, "tp": 1}}
+    parallel: dict[str, Any] = {"placement": "disaggregated", "llm": {"dp": 1}, "vision": {"dp": 1, "pp": 1}}
     peaks = []
     for num_microbatches in (8, 4, 1):
         sizes = {**parallel, "vision": {**parallel["vision"], "num_microbatches": num_microbatches}}

@@ -1,0 +1,84 @@
+"""A unit after the LLM, as the planner's artefacts see it: costed, bounded, checked and simulated like the others."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mmtrain.balance import ItemLengths, SampleLengths
+from mmtrain.costs import upstream_trains
+from mmtrain.models.shape import ModelEdge, ModelShape, UnitShape, shape
+from mmtrain.plan.batches import BatchSample
+from mmtrain.plan.bounds import schedule_bound, work_bound
+from mmtrain.plan.cut import graph_for
+from mmtrain.plan.judge import judge, tight_bound
+from mmtrain.plan.layout import Layout, MeshSize, disaggregated
+from mmtrain.plan.story import machine_for
+from mmtrain.program import build
+from mmtrain.program.graph import StageId
+from tests.plan.factory import pricing_for, recipe
+
+
+def drawing(model: ModelShape, freeze: tuple[str, ...] = ()) -> ModelShape:
+    """The model with a generator behind it that looks like its encoder; the units named in `freeze` do not train."""
+    units = (*model.units, replace(model.unit("vision"), name="generator"))
+    edge = ModelEdge("llm", "generator", layer=0, width=model.unit("llm").layers[0].out)
+    return ModelShape(tuple(_frozen(u) if u.name in freeze else u for u in units), (*model.edges, edge))
+
+
+def _frozen(unit: UnitShape) -> UnitShape:
+    return replace(unit, layers=tuple(replace(layer, trainable=False) for layer in unit.layers))
+
+
+def with_goals(lengths: SampleLengths) -> SampleLengths:
+    """Every other sample also asks for a picture of four patches."""
+    first = np.arange(len(lengths) + 1, dtype=np.int64) // 2
+    two = np.full(first[-1], 2, dtype=np.int64)
+    return replace(lengths, items={**lengths.items, "generator": ItemLengths(first, two, two, 2 * two, two // 2)})
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8, 16])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_unit_after_the_llm_is_judged_like_any_other(pp: int, num_microbatches: int) -> None:
+    pricing, _ = pricing_for(recipe())
+    pricing = replace(
+        pricing,
+        shape=drawing(pricing.shape),
+        batches=BatchSample(with_goals(pricing.batches.lengths), pricing.batches.groups),
+        recompute={**pricing.recompute, "generator": False},
+        encoder_microbatches={"generator": num_microbatches},
+    )
+    sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, pp, 1), "generator": MeshSize(1, 2, 1)}
+    cuts = {"vision": (0, 5), "llm": (0, 3, 6) if pp == 2 else (0, 6), "generator": (0, 2, 5)}
+    layout = Layout(
+        "disaggregated",
+        disaggregated(sizes, cuts, dict.fromkeys(sizes, False)),
+        {"vision": 8, "llm": 8, "generator": num_microbatches},
+    )
+    graph, machine = graph_for(layout, pricing), machine_for(recipe(), "cpu-core")
+    assert [str(s.id) for s in graph.stages if graph.has_loss(s.id)] == [f"llm.{pp - 1}", "generator.1"]
+    build(graph)
+    seconds = pricing.stage_seconds(graph)
+    by_work, _ = work_bound(graph, seconds)
+    by_schedule = schedule_bound(graph, seconds, lambda _: 0.0)
+    judged = judge(layout, pricing, machine)
+    slack = 1 + 1e-9
+    assert 0 < by_work <= by_schedule * slack
+    assert by_schedule <= tight_bound(graph, pricing, machine) <= judged.step_time_s * slack
+    assert set(judged.memory) == set(range(3 + pp))
+    loads = pricing.loads((("vision", 1), ("llm", 1), ("generator", 1)))[0]
+    assert sum(rows for mb, rows in loads.rows_out.items() if mb.unit == "llm") > 0
+
+
+def test_gradients_pass_a_frozen_llm_where_an_encoder_trains() -> None:
+    model = shape(recipe())
+    assert all(upstream_trains(drawing(model, ("llm",)))["generator"])
+    assert not upstream_trains(drawing(model, ("vision", "llm", "generator")))["generator"][-1]
+    graph = graph_for(_layout(), replace(pricing_for(recipe())[0], shape=drawing(model, ("llm",))))
+    assert graph.needs_backward(StageId("generator", 0))
+
+
+def _layout() -> Layout:
+    sizes = dict.fromkeys(("vision", "llm", "generator"), MeshSize(1, 1, 1))
+    cuts = {"vision": (0, 5), "llm": (0, 6), "generator": (0, 5)}
+    return Layout("disaggregated", disaggregated(sizes, cuts, dict.fromkeys(sizes, False)), dict.fromkeys(sizes, 8))
