@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
-from mmtrain.data.media import BadMediaError, Media
+from mmtrain.data.headers import quick_size
+from mmtrain.data.media import BadMediaError, FileMedia, Media
 from mmtrain.recipe.schema import ImageSettings
 
 FloatArray = npt.NDArray[np.float32]
@@ -41,6 +42,9 @@ def read_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
 
     Also looks whether the end of a JPEG or PNG file is there, without decoding.
     """
+    quick = quick_size(media.path) if isinstance(media, FileMedia) else None
+    if quick is not None and quick[0] * quick[1] <= max_source_pixels:
+        return quick
     with _opened(media, max_source_pixels) as (image, file):
         width, height = image.size
         if _orientation(image) in _SWAPS_SIDES:
