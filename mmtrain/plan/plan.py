@@ -110,6 +110,16 @@ class Plan(_Frozen):
         """Fingerprint of all that the plan says, by which traces and reports name it."""
         return hashlib.sha256(self.model_dump_json().encode("utf-8")).hexdigest()
 
+    @model_validator(mode="after")
+    def _microbatches_of_every_unit(self) -> "Plan":
+        counts = self.schedule.num_microbatches
+        if counts.keys() != self.units.keys() or min(counts.values(), default=1) < 1:
+            raise ValueError(
+                f"schedule.num_microbatches is {counts}; it gives each of the units {', '.join(self.units)} a number "
+                "of at least 1"
+            )
+        return self
+
     def save(self, path: Path) -> None:
         """Write the plan as JSON."""
         path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")

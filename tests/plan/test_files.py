@@ -45,6 +45,20 @@ def test_unknown_keys_and_missing_files_are_refused(chosen: Plan, tmp_path: Path
         load(path)
 
 
+@pytest.mark.parametrize("counts", [{"llm": 8}, {"vision": 8, "llm": 8, "audio": 8}, {"vision": 0, "llm": 8}])
+def test_numbers_of_microbatches_that_are_not_those_of_the_units_are_refused(
+    chosen: Plan, counts: dict[str, int], tmp_path: Path
+) -> None:
+    saved = chosen.model_dump(mode="json")
+    saved["schedule"]["num_microbatches"] = counts
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    with pytest.raises(
+        PlanError, match=r"damaged plan file: .*num_microbatches is .*vision, llm a number of at least 1"
+    ):
+        load(path)
+
+
 def test_a_plan_for_something_else_names_all_that_differs(chosen: Plan) -> None:
     require_match(chosen, "a" * 64, 3, "cpu-core")
     with pytest.raises(PlanError, match=r"(?s)the recipe:.*number of ranks: plan 3, now 2.*hardware: plan `cpu-core`"):
