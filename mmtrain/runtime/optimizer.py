@@ -26,10 +26,11 @@ class UnitOptimizer(Protocol):
         """Gradient of the weight that another stage holds too, if this rank has one."""
 
     def reduce_grads(self) -> None:
-        """Sum the gradients over the unit's data-parallel replicas (and of sliced tokens, over the lane)."""
+        """Begin to sum the gradients over the unit's data-parallel replicas (and of sliced tokens, over the lane)."""
 
     def grad_sq_sum(self) -> Tensor:
-        """Sum of squares of the gradient elements this rank answers for (float64); each element counts once."""
+        """Sum of squares of the gradient elements this rank answers for (float64), once they are reduced; each element
+        counts once."""
 
     def step(self, lr: float, clip: float) -> None:
         """Scale the gradients by `clip` and update this rank's shard of the parameters."""
@@ -85,7 +86,7 @@ class Optimizer:
         dist.all_reduce(gradient, group=self._tied_group)
 
     def reduce_grads(self, unit: str) -> None:
-        """Sum the unit's gradients over its replicas."""
+        """Begin to sum the unit's gradients over its replicas."""
         self.units[unit].reduce_grads()
 
     def step(self, lr: float) -> tuple[float, bool]:

@@ -79,9 +79,10 @@ class ZeroAdamW:
         return tied[0].main_grad if tied else None  # type: ignore[attr-defined]
 
     def reduce_grads(self) -> None:
-        """Sum the gradients over the replicas; afterwards each replica holds the sum of its shard.
+        """Begin to sum the gradients over the replicas; `grad_sq_sum` waits until each holds the sum of its shard.
 
-        First each lane sums those of weights of which its ranks saw only their slices of the tokens.
+        What other units of this rank still compute hides it. First each lane sums, here and now, those of weights of
+        which its ranks saw only their slices of the tokens.
         """
         if partial := [p.main_grad for p in self._trained if getattr(p, "sequence_parallel", False)]:  # type: ignore[attr-defined]
             total = torch.cat([g.flatten() for g in partial])
@@ -89,12 +90,14 @@ class ZeroAdamW:
             for gradient, part in zip(partial, torch.split(total, [g.numel() for g in partial]), strict=True):
                 gradient.copy_(part.view_as(gradient))
         if self._trained and self._groups.dp_size > 1:
-            self._ddp.finish_grad_sync()
+            self._ddp.start_grad_sync()
 
     def grad_sq_sum(self) -> Tensor:
         """Sum of squares (float64) of the gradient elements that this rank answers for."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._trained:
+            if self._groups.dp_size > 1:
+                self._ddp.finish_grad_sync()
             with optimizer_scope(self._device):
                 self._optimizer.prepare_grads()  # the shard's gradients, in fp32, become `.grad` of the shards
             for param, shard in self._shards.items():
@@ -199,7 +202,11 @@ def _buffers(stages: nn.ModuleList, groups: ParallelGroups) -> DistributedDataPa
     buffers = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
     )
-    return DistributedDataParallel(config, buffers, stages, pg_collection=groups.collection())
+    ddp = DistributedDataParallel(config, buffers, stages, pg_collection=groups.collection())
+    for bucket in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+        # Only here, not in `buffers`: reductions are to run beside compute, but no hook is to start them.
+        bucket.ddp_config = dataclasses.replace(buffers, overlap_grad_reduce=True)
+    return ddp
 
 
 def _optimizer(
