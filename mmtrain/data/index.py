@@ -21,10 +21,10 @@ from mmtrain.data.media import BadMediaError, Media
 from mmtrain.data.pictures import read_grids
 from mmtrain.data.read import read
 from mmtrain.data.resize import Grid
-from mmtrain.data.sample import AUDIO_MARK, VIDEO_MARK, Quarantined, Sample
+from mmtrain.data.sample import Quarantined, Sample, find_miscount
 from mmtrain.data.tokenize import AUDIO, NO_LABEL, ChatTokenizer
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.schema import AudioSettings, Recipe, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings, VisionSettings
 
 HEADER_THREADS = 8  # reading headers waits for the disk, not for the processor
 NAMED_IN_MESSAGE = 5
@@ -101,16 +101,8 @@ def build(
     """
     data = recipe.data
     sources = data.sources if which == "train" else data.validation
-    tokenizer = ChatTokenizer.load(data.tokenizer)
-    _check_settings(recipe, tokenizer)
-    read_samples = [(entry, source.weight) for source in sources for entry in read(source, data.limits)]
-    sizes = _read_sizes([s for s, _ in read_samples if isinstance(s, Sample)], recipe, progress)
-    usable: list[_Measured] = []
-    quarantined: list[Quarantined] = []
-    for entry, weight in read_samples:
-        measured = _measure(entry, weight, recipe, tokenizer, sizes) if isinstance(entry, Sample) else entry
-        (quarantined if isinstance(measured, Quarantined) else usable).append(measured)  # type: ignore[arg-type]
-    check_bad_rate(quarantined, len(read_samples), data.max_bad_rate)
+    usable, quarantined = measure(recipe, sources, progress)
+    check_bad_rate(quarantined, len(usable) + len(quarantined), data.max_bad_rate)
     if not usable:
         where = "data.sources" if which == "train" else "data.validation"
         raise DataError(f"{where}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
@@ -121,6 +113,25 @@ def build(
         quarantined=tuple(quarantined),
         parts={unit: _parts([m.grids[unit] for m in usable]) for unit in encoders_of(recipe)},
     )
+
+
+def measure(
+    recipe: Recipe, sources: Sequence[SourceSettings], progress: Progress | None = None
+) -> tuple[list["Measured"], list[Quarantined]]:
+    """Read sources and headers of their media: the samples that can be used, with their lengths, and the others.
+
+    Raises `DataError` if a source cannot be read, or the settings fit no image.
+    """
+    tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
+    _check_settings(recipe, tokenizer)
+    read_samples = [(entry, source.weight) for source in sources for entry in read(source, recipe.data.limits)]
+    sizes = _read_sizes([s for s, _ in read_samples if isinstance(s, Sample)], recipe, progress)
+    usable: list[Measured] = []
+    quarantined: list[Quarantined] = []
+    for entry, weight in read_samples:
+        measured = _measure(entry, weight, recipe, tokenizer, sizes) if isinstance(entry, Sample) else entry
+        (quarantined if isinstance(measured, Quarantined) else usable).append(measured)  # type: ignore[arg-type]
+    return usable, quarantined
 
 
 def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: float) -> None:
@@ -136,7 +147,9 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
 
 
 @dataclass(frozen=True)
-class _Measured:
+class Measured:
+    """A usable sample and its lengths."""
+
     sample: Sample
     weight: float
     tokens: int
@@ -198,7 +211,7 @@ def _read_sizes(samples: Sequence[Sample], recipe: Recipe, progress: Progress | 
                 assert audio is not None
                 return ((read_frames(media, data.audio, 2 * audio.downsample), 1),)
             assert vision is not None
-            return read_grids(kind, media, data, vision)
+            return read_grids(kind, media, data.image, data.video, vision)
         except BadMediaError as bad:
             return bad
 
@@ -217,20 +230,12 @@ def _measure(
     recipe: Recipe,
     tokenizer: ChatTokenizer,
     sizes: _Sizes,
-) -> _Measured | Quarantined:
+) -> Measured | Quarantined:
     data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
     num_images, num_videos, num_clips = len(sample.images), len(sample.videos), len(sample.clips)
-    if sample.num_marks() != num_images:
-        reason = f"{num_images} images, but <image> stands {sample.num_marks()} times in its human turns"
-        return Quarantined.of(sample, "image_count", reason)
-    if (num_videos or vision is not None) and sample.num_marks(VIDEO_MARK) != num_videos:
-        reason = f"{num_videos} videos, but <video> stands {sample.num_marks(VIDEO_MARK)} times in its human turns"
-        return Quarantined.of(sample, "video_count", reason)
-    if (num_clips or audio is not None) and sample.num_marks(AUDIO_MARK) != num_clips:
-        reason = f"{num_clips} clips, but <audio> stands {sample.num_marks(AUDIO_MARK)} times in its human turns"
-        return Quarantined.of(sample, "audio_count", reason)
-    if not any(t.role == "assistant" and t.text.strip() for t in sample.turns):
-        return Quarantined.of(sample, "no_answer", "no gpt turn with text to learn from")
+    miscounted = find_miscount(sample, sees=vision is not None, hears=audio is not None)
+    if miscounted is not None:
+        return miscounted
     if num_images > data.max_images:
         reason = f"{num_images} images, data.max_images = {data.max_images}"
         return Quarantined.of(sample, "too_many_images", reason)
@@ -261,10 +266,10 @@ def _measure(
         key = "data.max_sample_tokens" if limit == data.max_sample_tokens else "data.seq_len"
         return Quarantined.of(sample, "too_long", f"{len(encoded.ids)} LLM tokens, {key} = {limit}")
     targets = int((encoded.labels != NO_LABEL).sum())
-    return _Measured(sample, weight, len(encoded.ids), targets, grids)
+    return Measured(sample, weight, len(encoded.ids), targets, grids)
 
 
-def _lengths(usable: Sequence[_Measured], recipe: Recipe) -> SampleLengths:
+def _lengths(usable: Sequence[Measured], recipe: Recipe) -> SampleLengths:
     tokens = np.array([m.tokens for m in usable], dtype=np.int64)
     targets = np.array([m.targets for m in usable], dtype=np.int64)
     items = {unit: _items([m.grids[unit] for m in usable], encoder) for unit, encoder in encoders_of(recipe).items()}

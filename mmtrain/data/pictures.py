@@ -12,17 +12,19 @@ from mmtrain.data.media import Media
 from mmtrain.data.resize import Grid, frame_grid, grids, tile_canvas
 from mmtrain.data.sample import Sight
 from mmtrain.data.video import load_frames, read_video
-from mmtrain.recipe.schema import DataSettings, ImageSettings, VisionSettings
+from mmtrain.recipe.schema import ImageSettings, VideoSettings, VisionSettings
 
 
-def read_grids(kind: Sight, media: Media, data: DataSettings, vision: VisionSettings) -> tuple[Grid, ...]:
+def read_grids(
+    kind: Sight, media: Media, image: ImageSettings, video: VideoSettings, vision: VisionSettings
+) -> tuple[Grid, ...]:
     """The grid of each item that an image or video becomes, from its header. Raises `BadMediaError`."""
     sides = vision.patch, vision.merge, vision.max_side
     if kind == "image":
-        width, height = read_size(media, data.image.max_source_pixels)
-        return grids(width, height, data.image, *sides)
-    width, height, frames = read_video(media, data.video.max_frames, data.image.max_source_pixels)
-    return (frame_grid(width, height, data.image, *sides),) * frames
+        width, height = read_size(media, image.max_source_pixels)
+        return grids(width, height, image, *sides)
+    width, height, frames = read_video(media, video.max_frames, image.max_source_pixels)
+    return (frame_grid(width, height, image, *sides),) * frames
 
 
 class Pictures:

@@ -80,6 +80,26 @@ class Quarantined:
         return f"{self.source}, number {self.index}, id {self.id!r}: {self.kind}: {self.reason}"
 
 
+def find_miscount(sample: Sample, sees: bool, hears: bool) -> Quarantined | None:
+    """Set a sample aside whose marks are not as many as its media, or that has nothing to learn.
+
+    sees, hears: whether the model has such an encoder; marks of media that it cannot take are text like any other.
+    """
+    counts = (
+        ("image", IMAGE_MARK, "images", len(sample.images), True),
+        ("video", VIDEO_MARK, "videos", len(sample.videos), sees),
+        ("audio", AUDIO_MARK, "clips", len(sample.clips), hears),
+    )
+    for kind, mark, name, there, counted in counts:
+        marks = sample.num_marks(mark)
+        if marks != there and (there or counted):
+            reason = f"{there} {name}, but {mark} stands {marks} times in its human turns"
+            return Quarantined.of(sample, f"{kind}_count", reason)
+    if not any(t.role == "assistant" and t.text.strip() for t in sample.turns):
+        return Quarantined.of(sample, "no_answer", "no assistant's turn with text to learn from")
+    return None
+
+
 def write_quarantine(path: Path, entries: Iterable[Quarantined], append: bool = False) -> None:
     """Write one JSON object a line: source, index, id, kind, reason."""
     with path.open("a" if append else "w", encoding="utf-8") as file:

@@ -13,7 +13,7 @@ import mmtrain
 from mmtrain.cli import app as table
 from mmtrain.errors import DataError, MmtrainError, RecipeError, RunError, StoppedAndSaved
 
-COMMANDS = ["plan", "train", "evaluate", "data", "data demo", "data stats", "data group", "schema"]
+COMMANDS = ["plan", "train", "evaluate", "data", "data demo", "data stats", "data group", "data check", "schema"]
 
 
 class Result:

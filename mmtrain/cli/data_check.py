@@ -1,0 +1,72 @@
+"""`mmtrain data check`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmtrain.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from mmtrain.data.check import CheckReport
+
+EXAMPLES = 3  # of each kind of fault
+
+
+def check(
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="SOURCE...", help="Data files; with --recipe by default its own.", show_default=False),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="RECIPE", help="Check as this recipe would use them: its limits apply.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read and decode everything, and name what cannot be used.
+
+    Exits with 1 if more samples are bad than data.max_bad_rate of the recipe allows (without one: 1 in 100).
+    """
+    import json
+    import sys
+    from dataclasses import asdict
+
+    from mmtrain.data.check import check as check_any
+    from mmtrain.data.check import check_as
+    from mmtrain.errors import UserError
+    from mmtrain.recipe import load
+    from mmtrain.recipe.schema import SourceSettings
+
+    wanted = [SourceSettings(path=source.absolute()) for source in sources or []]
+    with typer.progressbar(length=1, label="decoding", file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(1)
+
+        if recipe is not None:
+            settings = load(recipe, []).recipe
+            report = check_as(settings, wanted or [*settings.data.sources, *settings.data.validation], show)
+        elif wanted:
+            report = check_any(wanted, show)
+        else:
+            raise UserError("nothing to check: name data files, or a recipe with --recipe")
+    if as_json:
+        typer.echo(json.dumps({**asdict(report), "kinds": report.kinds, "passed": report.passed}))
+    else:
+        typer.echo(in_words(report))
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def in_words(report: "CheckReport") -> str:
+    """The report as lines: counts, then each kind of fault with its first examples."""
+    media = ", ".join(f"{count} {kind}" for kind, count in report.media.items()) or "no media"
+    sound = f" ({report.seconds_of_sound:.0f} s of sound)" if report.seconds_of_sound else ""
+    lines = [f"{report.samples} samples, {len(report.bad)} of them bad; decoded without fault: {media}{sound}"]
+    for kind, count in report.kinds.items():
+        lines.append(f"  {kind}: {count}")
+        lines += [f"    {q}" for q in [q for q in report.bad if q.kind == kind][:EXAMPLES]]
+    if not report.passed:
+        lines.append(f"more than the {report.allowed_rate:.2%} that data.max_bad_rate allows")
+    return "\n".join(lines)
