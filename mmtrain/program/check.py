@@ -142,13 +142,13 @@ def _joined(graph: StageGraph, rank: int, row: Row, expected: Counter[Action]) -
 
     What is begun and not ended counts as done, so that its missing segments are named and not the whole.
     """
-    found: Counter[Action] = Counter()
+    found: Counter[Action] = Counter(action for _, action in row)
     num_done: Counter[Pass] = Counter()  # segments, of what is run in parts
     problems = []
     for at, action in row:
         if not isinstance(action, Partial) or not expected[whole(action)]:
-            found[action] += 1
             continue
+        del found[action]
         joined, total = whole(action), num_segments(graph, action.stage)
         done = num_done[joined]
         lo, hi = (action.lo, action.hi) if action.kind == "F" else (total - action.hi, total - action.lo)

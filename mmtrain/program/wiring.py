@@ -65,13 +65,13 @@ def needs(graph: StageGraph, task: Task) -> list[Flow]:
     """Flows that a task waits for: where a forward begins all its sources, where a backward does its destinations."""
     found: list[Flow] = []
     for part in parts(graph, task):
-        match begun(graph, part):
-            case Forward(stage, mb):
-                edges = graph.inputs(stage)
-                found += [Flow(e, s, mb, "activation") for e in edges for s in graph.sources(e, mb)]
-            case Backward(stage, mb):
-                edges = graph.outputs(stage)
-                found += [Flow(e, mb, d, "gradient") for e in edges for d in graph.destinations(e, mb)]
+        begins, mb = begun(graph, part), part.mb
+        if isinstance(begins, Forward):
+            edges = graph.inputs(part.stage)
+            found += [Flow(e, s, mb, "activation") for e in edges for s in graph.sources(e, mb)]
+        elif begins:
+            edges = graph.outputs(part.stage)
+            found += [Flow(e, mb, d, "gradient") for e in edges for d in graph.destinations(e, mb)]
     return found
 
 
@@ -79,13 +79,13 @@ def gives(graph: StageGraph, task: Task) -> list[Flow]:
     """Flows that a task produces: what a forward or backward gives leaves when that ends."""
     found: list[Flow] = []
     for part in parts(graph, task):
-        match ended(graph, part):
-            case Forward(stage, mb):
-                edges = graph.outputs(stage)
-                found += [Flow(e, mb, d, "activation") for e in edges for d in graph.destinations(e, mb)]
-            case Backward(stage, mb):
-                edges = tuple(e for e in graph.inputs(stage) if graph.carries_gradient(e))
-                found += [Flow(e, s, mb, "gradient") for e in edges for s in graph.sources(e, mb)]
+        ends, mb = ended(graph, part), part.mb
+        if isinstance(ends, Forward):
+            edges = graph.outputs(part.stage)
+            found += [Flow(e, mb, d, "activation") for e in edges for d in graph.destinations(e, mb)]
+        elif ends:
+            edges = tuple(e for e in graph.inputs(part.stage) if graph.carries_gradient(e))
+            found += [Flow(e, s, mb, "gradient") for e in edges for s in graph.sources(e, mb)]
     return found
 
 
