@@ -1,0 +1,74 @@
+"""A stage run segment by segment gives, bit for bit, what it gives in one piece."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmtrain.models.build import StageModule
+from mmtrain.models.inputs import TextInput, UnitInput
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.program import Edge, StageId
+from mmtrain.runtime.unit import Passage, UnitRunner
+from tests.models.factory import gradients, images, randomize, settings, stage, text
+
+MODEL = settings()
+WHOLE: list[tuple[int, int]] = []
+CUTS = [[(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)], [(0, 4)]]
+
+
+def _runner(unit: str, recompute: Sequence[int], freeze: Sequence[str]) -> tuple[UnitRunner, StageModule]:
+    layers = (0, 4) if unit == "vision" else (1, 5)
+    module = stage(MODEL, unit, layers, recompute=recompute, freeze=freeze)
+    randomize(module)
+    return UnitRunner(unit, {StageId(unit, 1): module}, ParallelGroups.single()), module
+
+
+def _passage(unit: str, in_parts: bool) -> tuple[Passage, Tensor | None]:
+    inputs: UnitInput = images((2, 4), (4, 4)) if unit == "vision" else text(9, 5)
+    if not isinstance(inputs, TextInput):
+        return Passage(StageId(unit, 1), inputs, {}, in_parts), None
+    hidden = torch.randn(14, MODEL.llm.hidden, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    edge = Edge(StageId(unit, 0), StageId(unit, 1))
+    return Passage(StageId(unit, 1), inputs, {edge: hidden}, in_parts), hidden
+
+
+def _run(unit: str, cut: list[tuple[int, int]], recompute: Sequence[int], freeze: Sequence[str]) -> dict[str, Tensor]:
+    runner, module = _runner(unit, recompute, freeze)
+    passage, hidden = _passage(unit, bool(cut))
+    for lo, hi in cut or [(0, 4)]:
+        runner.forward(passage, lo, hi)
+    [output] = passage.left[-1]
+    passage.gradients = [torch.linspace(-1, 1, output.numel()).view(output.shape)]
+    for lo, hi in reversed(cut or [(0, 4)]):
+        runner.backward(passage, lo, hi)
+    assert not passage.left
+    assert not passage.entered
+    found = {"output": output.detach()} if hidden is None else {"output": output.detach(), "hidden": hidden.grad}
+    trained = {f"{unit}.{name}": p.grad for name, p in module.named_parameters() if p.requires_grad}
+    return found | (trained if freeze else gradients(module))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+@pytest.mark.parametrize(("recompute", "freeze"), [((), ()), ((1, 2, 3), ()), ((2,), ("*.layers.[01].*",))])
+def test_segments_are_the_stage_bit_for_bit(unit: str, recompute: Sequence[int], freeze: Sequence[str]) -> None:
+    wanted = _run(unit, WHOLE, recompute, freeze)
+    for cut in CUTS:
+        found = _run(unit, cut, recompute, freeze)
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_nothing_is_kept_for_a_backward_that_does_not_come() -> None:
+    runner, _ = _runner("vision", (), ())
+    passage, _ = _passage("vision", in_parts=True)
+    with torch.no_grad():
+        for lo, hi in CUTS[0]:
+            runner.forward(passage, lo, hi)
+            assert len(passage.left) == 1
+    [kept] = passage.left[0]
+    trained, _ = _passage("vision", in_parts=True)
+    runner.forward(trained, 0, 4)
+    assert len(trained.left) == 4
+    assert torch.equal(kept, trained.left[-1][0])
