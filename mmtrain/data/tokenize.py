@@ -6,7 +6,7 @@ The chat format, one line for reading only (nothing stands between the parts):
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmtrain.balance.batch import IntArray
+from mmtrain.data.counting import TokenCounter
 from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample
 from mmtrain.errors import DataError
 
@@ -79,6 +80,22 @@ class ChatTokenizer:
         labels[:-1] = np.where(is_target[1:], ids[1:], NO_LABEL)
         return Encoded(ids, labels)
 
+    def counter(self) -> Callable[[Sample, Sequence[int], Sequence[int]], tuple[int, int]]:
+        """A function with the arguments of `encode` that tells how many ids and how many targets that would give."""
+        count = TokenCounter(self._tokenizer)
+
+        def tell(sample: Sample, features: Sequence[int], clip_features: Sequence[int]) -> tuple[int, int]:
+            ids, targets = sum(features) + sum(clip_features), 0
+            between = "|".join(_marks(sample))
+            for turn in sample.turns:
+                is_user = turn.role == "user"
+                body = sum(map(count, re.split(between, turn.text))) if is_user else count(turn.text)
+                ids += body + 2  # who speaks, and the end of it
+                targets += body + 1 if turn.role == "assistant" else 0
+            return ids, targets
+
+        return tell
+
     def prompt_ids(self, sample: Sample, features: Sequence[int], clip_features: Sequence[int] = ()) -> IntArray:
         """Everything before the last answer, up to and including its `<|assistant|>`: where generation starts."""
         last = max((i for i, t in enumerate(sample.turns) if t.role == "assistant"), default=len(sample.turns))
@@ -96,10 +113,7 @@ class ChatTokenizer:
         """Ids of the turns before `stop`, and which of them are targets."""
         ids: list[int] = []
         is_target: list[bool] = []
-        marks = {IMAGE_MARK: "vision"}
-        # Without clips an `<audio>` is text, as it was to whoever wrote data before there was sound; so with videos.
-        marks |= {VIDEO_MARK: "vision"} if sample.videos else {}
-        marks |= {AUDIO_MARK: "audio"} if sample.clips else {}
+        marks = _marks(sample)
         left = {unit: iter(counts) for unit, counts in features.items()}
         for turn in sample.turns[:stop]:
             answers = turn.role == "assistant"
@@ -126,3 +140,14 @@ class ChatTokenizer:
         found = self._tokenizer.token_to_id(token)
         assert found is not None, token
         return int(found)
+
+
+def _marks(sample: Sample) -> dict[str, str]:
+    """What stands for an item in its user turns -> the item's unit.
+
+    Without clips an `<audio>` is text, as it was to whoever wrote data before there was sound; so with videos.
+    """
+    marks = {IMAGE_MARK: "vision"}
+    marks |= {VIDEO_MARK: "vision"} if sample.videos else {}
+    marks |= {AUDIO_MARK: "audio"} if sample.clips else {}
+    return marks

@@ -43,6 +43,17 @@ def test_the_chat_format_and_where_labels_stand(tokenizer: ChatTokenizer) -> Non
     assert encoded.labels[-1] == NO_LABEL, "nothing follows the last token, least of all the next sample"
 
 
+@given(st.lists(st.sampled_from(["x", " 1 + 2", "<image>", "<audio>", "<|end|>", "é\n"]), max_size=6), st.booleans())
+def test_counting_is_encoding_without_the_ids(tokenizer: ChatTokenizer, parts: list[str], answered: bool) -> None:
+    text = "".join(parts)
+    turns = [("system", text), ("user", text), *[("assistant", text)] * answered, ("user", "?"), ("assistant", "red ")]
+    s = sample(*turns)
+    features = [3] * text.count("<image>")
+    encoded = tokenizer.encode(s, features)
+    expected = len(encoded.ids), int((encoded.labels != NO_LABEL).sum())
+    assert tokenizer.counter()(s, features, ()) == expected
+
+
 def test_the_prompt_stops_where_the_last_answer_starts(tokenizer: ChatTokenizer) -> None:
     s = sample(("user", "q<image>"), ("assistant", "red"), ("user", "and"), ("assistant", "3"))
     prompt = tokenizer.prompt_ids(s, [3])

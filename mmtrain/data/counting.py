@@ -1,0 +1,103 @@
+"""How many tokens a text has, where nobody needs to know which: some five times faster than encoding it.
+
+A byte-level BPE splits text by a regular expression and merges inside the pieces alone, so the tokens of a text are
+those of its pieces, and people use the same words over and over. Where a tokenizer is built otherwise, or a text is not
+plain ASCII (on which the expressions of two libraries agree), the text is encoded.
+"""
+
+import json
+import re
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+# What `ByteLevel` splits by unless told otherwise (GPT-2).
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ASCII = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9"}  # classes, as they stand inside brackets
+_KNOWN = re.compile(r"\\p\{[LN]\}|\\[^p]|\[\^?|\]|.", re.S)
+# The characters that stand for bytes which are no printable ones, in byte-level vocabularies.
+_BYTE_LEVEL = {byte: 256 + byte for byte in range(33)} | {127: 256 + 33}
+_MOST_PIECES = 1 << 20
+_LONGEST = 64  # characters of a piece worth remembering
+
+
+class TokenCounter:
+    """Counts tokens exactly as `tokenizer` would encode texts, special tokens not parsed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Read how the tokenizer is built."""
+        self._tokenizer = tokenizer
+        pieces = _pieces(json.loads(tokenizer.to_str()))
+        self._split = pieces.findall if pieces is not None else None
+        self._known = _Counts(tokenizer.model)
+
+    def __call__(self, text: str) -> int:
+        """Tokens of `text`."""
+        if self._split is not None and text.isascii():
+            pieces = self._split(text)
+            if sum(map(len, pieces)) == len(text):  # else the expression leaves something between its matches
+                return sum(map(self._known.__getitem__, pieces))
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+class _Counts(dict[str, int]):
+    """Tokens of pieces of ASCII text; short ones are remembered, up to a limit."""
+
+    def __init__(self, model: BPE) -> None:
+        super().__init__()
+        self._model = model
+
+    def __missing__(self, piece: str) -> int:
+        count = len(self._model.tokenize(piece.translate(_BYTE_LEVEL)))
+        if len(piece) <= _LONGEST and len(self) < _MOST_PIECES:
+            self[piece] = count
+        return count
+
+
+def _pieces(made: dict[str, Any]) -> "re.Pattern[str] | None":
+    """The expression that splits plain ASCII text into what is merged apart; None where there is none, or none known.
+
+    made: a `tokenizers` JSON file.
+    """
+    model, added = made["model"], made["added_tokens"]
+    if made["normalizer"] is not None or model["type"] != "BPE" or model.get("dropout"):
+        return None
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return None
+    if not all(token["special"] for token in added):  # others are cut out of the text first
+        return None
+    steps = made["pre_tokenizer"] or {}
+    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+    kinds = [step.get("type") for step in steps]
+    if kinds[-1] != "ByteLevel" or steps[-1]["add_prefix_space"]:
+        return None
+    if kinds == ["ByteLevel"] and steps[0]["use_regex"]:
+        return _for_ascii(_GPT2)
+    if kinds == ["Split", "ByteLevel"] and not steps[1]["use_regex"]:
+        pattern = steps[0]["pattern"].get("Regex")
+        plain = pattern is not None and steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]
+        return _for_ascii(pattern) if plain else None
+    return None
+
+
+def _for_ascii(pattern: str) -> "re.Pattern[str] | None":
+    """An expression of Oniguruma's, with letters and digits by their Unicode classes, as Python's for ASCII text."""
+    parts, inside = [], False
+    for part in _KNOWN.findall(pattern):
+        if part in _ASCII:
+            parts.append(_ASCII[part] if inside else f"[{_ASCII[part]}]")
+            continue
+        if part.startswith("\\") and len(part) == 2 and part[1] not in "srntSdDwW\\'\"[](){}.*+?|^$-/":
+            return None
+        if part == "\\" or (inside and part.startswith("[")):  # \P, \X, sets of sets: no need so far
+            return None
+        if part == "]" and parts and parts[-1].startswith("[") and inside:  # a bracket inside a set
+            return None
+        inside = part.startswith("[") or (inside and part != "]")
+        parts.append(part)
+    try:
+        found = re.compile("".join(parts), re.ASCII)
+    except re.error:
+        return None
+    return found if found.groups == 0 else None
