@@ -3,13 +3,15 @@
     python scripts/bench_runtime.py recipes/demo.yaml [--set a.b=c ...]
 
 Every rank runs pinned to one core. A bare loop would spend only the seconds inside the units' forwards and backwards
-and inside the optimizer; what the executor spends beyond them, waiting for other ranks apart, is overhead.
+and inside the optimizer; what the executor spends beyond them, waiting for other ranks apart, is overhead. Part of that
+is recording, which every step does; a step whose trace is wanted pays for gathering and writing it once it is over.
 """
 
 import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,12 +26,15 @@ from mmtrain.plan.plan import Plan
 from mmtrain.recipe import Recipe, load, sha256
 from mmtrain.runtime.job import assemble
 from mmtrain.runtime.launch import launch_local
+from mmtrain.runtime.measure import Meter
 from mmtrain.runtime.optimizer import Optimizer
+from mmtrain.runtime.recorder import Recorder
+from mmtrain.runtime.tracing import Tracer
 from mmtrain.runtime.unit import UnitRunner
 from mmtrain.runtime.world import Address, join, leave
 
 WARM_UP, STEPS = 5, 30
-LIMIT = 0.03  # of a step
+LIMIT, RECORD_LIMIT = 0.03, 0.01  # of a step
 
 
 class Stopwatch:
@@ -65,7 +70,9 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     """Run the steps on one rank and print what they cost."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[address.rank % len(cores)]})
-    inside = Stopwatch()
+    inside, recording = Stopwatch(), Stopwatch()
+    for name in ("start", "begin", "wait", "arrived", "stop"):
+        setattr(Recorder, name, recording.timed(getattr(Recorder, name)))
     for owner, names in ((UnitRunner, ("forward", "backward")), (Optimizer, ("zero_grad", "step"))):
         for name in names:
             setattr(owner, name, inside.timed(getattr(owner, name)))
@@ -76,22 +83,33 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     stream = GroupStream(index.lengths, grouping, recipe.train.seed, index.weights)
     preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
     num_actions = len(job.program.for_rank(world.rank))
+    meter = Meter(job, stream, chosen.hardware)
+    trace = Path(tempfile.gettempdir()) / f"bench-trace-{os.getppid()}.json"
+    tracer = Tracer(frozenset(), job.graph, world, meter.timing, chosen.sha256, trace)
     rows = []
     for step in range(WARM_UP + STEPS):
         data = preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
         world.barrier()
-        before, begin = inside.seconds, time.perf_counter()
+        before, recorded, begin = inside.seconds, recording.seconds, time.perf_counter()
         outcome = job.train(data, lr=1e-3)
         step_s = time.perf_counter() - begin
         bare_s, wait_s = inside.seconds - before, outcome.record.seconds()["wait"]
-        rows.append((step_s, bare_s, wait_s, step_s - bare_s - wait_s))
-    step_s, bare_s, wait_s, over_s = (statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True))
+        over_s, record_s, begin = step_s - bare_s - wait_s, recording.seconds - recorded, time.perf_counter()
+        if step == WARM_UP:
+            tracer.take(step, outcome)
+            trace_s = time.perf_counter() - begin
+        rows.append((step_s, bare_s, wait_s, over_s, record_s))
+    trace.unlink(missing_ok=True)
+    step_s, bare_s, wait_s, over_s, record_s = (
+        statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True)
+    )
     verdict = "within" if over_s <= LIMIT * step_s else "above"
     parts = f"compute {bare_s * 1e3:.1f} + waiting {wait_s * 1e3:.1f} + overhead {over_s * 1e3:.2f} ms"
     print(
         f"rank {world.rank} ({', '.join(job.units)}): step {step_s * 1e3:.1f} ms = {parts}\n  overhead is "
         f"{over_s / step_s:.1%} of the step ({verdict} {LIMIT:.0%}), {over_s / num_actions * 1e6:.0f} us for each of "
-        f"{num_actions} actions",
+        f"{num_actions} actions\n  recording is {record_s / step_s:.2%} of the step (limit {RECORD_LIMIT:.0%}), "
+        f"{record_s / num_actions * 1e6:.1f} us for each action; a trace took {trace_s * 1e3:.1f} ms after its step",
         flush=True,
     )
     leave()

@@ -24,7 +24,7 @@ from mmtrain.runtime.executor import Executor, StepInput, StepOutcome
 from mmtrain.runtime.faults import Faults
 from mmtrain.runtime.optimizer import Optimizer
 from mmtrain.runtime.process_groups import Groups, build_groups
-from mmtrain.runtime.recorder import Recorder
+from mmtrain.runtime.recorder import Recorder, clock_of
 from mmtrain.runtime.trial import try_channels
 from mmtrain.runtime.unit import UnitRunner
 from mmtrain.runtime.world import World
@@ -86,7 +86,7 @@ def assemble(
 
     The program is checked before anything is built, and every channel is tried before anything is trained.
     """
-    activity, faults = activity or Activity(recorder=Recorder(world.device)), faults or Faults()
+    activity, faults = activity or Activity(recorder=Recorder(clock_of(world.device))), faults or Faults()
     model = shape(recipe)
     graph = stage_graph(plan, model)
     kind, order = plan.schedule.kind, plan.schedule.order

@@ -72,6 +72,11 @@ class CudaClock:
         return [self._zero_s + self._zero.elapsed_time(mark) / 1e3 for mark in marks]
 
 
+def clock_of(device: torch.device) -> Clock:
+    """The clock by which actions on the device are timed."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
 class Recorder:
     """Records one step at a time: `start`, then begins, waits and arrivals, then `stop`.
 
@@ -79,8 +84,8 @@ class Recorder:
     is worked out in `stop`. What is noted outside a step is not kept.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._clock: Clock = HostClock() if device is None or device.type == "cpu" else CudaClock()
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or HostClock()
         self._on = False
         self._notes: list[tuple[Action | Send | Recv | str | None, int]] = []
         self._marks: list[Any] = []

@@ -39,7 +39,7 @@ from mmtrain.runtime.launch import free_port, launch_local
 from mmtrain.runtime.loop import Loop
 from mmtrain.runtime.measure import Meter
 from mmtrain.runtime.memory import predicted_for
-from mmtrain.runtime.recorder import Recorder
+from mmtrain.runtime.recorder import Recorder, clock_of
 from mmtrain.runtime.rundir import CHECKPOINTS, PLAN, QUARANTINE, RECIPE, TRACE
 from mmtrain.runtime.runstate import read_state, write_state
 from mmtrain.runtime.saving import BackgroundSaver, restore_job
@@ -148,7 +148,7 @@ def _train(request: Request, world: World, stop: StopRequest) -> Path | None:
     recipe = request.loaded.recipe
     agree(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
     world.on_first(lambda: _claim(request))
-    activity = Activity(recorder=Recorder(world.device))
+    activity = Activity(recorder=Recorder(clock_of(world.device)))
     with reporting(request.run_dir, world.rank, activity):
         index = build(recipe)
         agree(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})

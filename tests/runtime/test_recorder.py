@@ -1,0 +1,103 @@
+"""Records of steps, with clocks that the tests set."""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+import pytest
+import torch
+
+from mmtrain.program import Edge, Forward, Microbatch, Recv, Send, StageId, Step
+from mmtrain.program.recorded import Done, Moved, StepRecord
+from mmtrain.runtime import recorder as module
+from mmtrain.runtime.activity import Activity
+from mmtrain.runtime.recorder import CudaClock, HostClock, Recorder, clock_of
+
+VISION, LLM = StageId("vision", 0), StageId("llm", 0)
+EDGE = Edge(VISION, LLM)
+IMAGE, TEXT = Microbatch("vision", 0, 0), Microbatch("llm", 0, 0)
+RECV, SEND = Recv(EDGE, IMAGE, TEXT, 0, "activation"), Send(EDGE, IMAGE, TEXT, 0, "gradient")
+
+
+class Ticks:
+    """Counts the marks."""
+
+    def start(self) -> None:
+        self._ticks: Iterator[int] = count()
+
+    def mark(self) -> int:
+        return next(self._ticks)
+
+    def seconds(self, marks: Sequence[int]) -> list[float]:
+        return [float(mark) for mark in marks]
+
+
+def test_a_record_holds_actions_waits_and_messages() -> None:
+    activity = Activity(recorder=Recorder(Ticks()))
+    activity.begin("loading data")
+    for _ in range(2):  # nothing of a step is left in the next
+        activity.recorder.start()
+        activity.begin(RECV)  # 0
+        activity.begin(SEND)  # 1
+        activity.begin(Forward(LLM, TEXT))  # 2
+        activity.wait(RECV)  # 3
+        activity.arrived(48)  # 4
+        activity.begin(Step())  # 5
+        activity.begin("waiting for what was sent to leave")  # 6
+        activity.wait(SEND)  # 7
+        activity.arrived(64)  # 8
+        record = activity.recorder.stop()  # 9
+        assert record == StepRecord(
+            0.0,
+            9.0,
+            (
+                Done(RECV, 0.0, 1.0, 0.0),
+                Done(SEND, 1.0, 2.0, 0.0),
+                Done(Forward(LLM, TEXT), 2.0, 5.0, 1.0),
+                Done(Step(), 5.0, 6.0, 0.0),
+            ),
+            (Moved(RECV, 0.0, 4.0, 1.0, 48), Moved(SEND, 1.0, 8.0, 1.0, 64)),
+        )
+        activity.begin("gathering the metrics")
+
+
+def test_a_shifted_record_is_the_same_on_another_clock() -> None:
+    record = StepRecord(1.0, 5.0, (Done(Step(), 1.0, 2.0, 0.5),), (Moved(RECV, 1.5, 3.0, 0.5, 8),))
+    assert record.shifted(10.0) == StepRecord(
+        11.0, 15.0, (Done(Step(), 11.0, 12.0, 0.5),), (Moved(RECV, 11.5, 13.0, 0.5, 8),)
+    )
+    assert record.shifted(10.0).seconds() == record.seconds()
+
+
+class Event:
+    """Stands for an event of a GPU whose kernels take 3 ms each; one is launched before every event."""
+
+    launched = 0
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        Event.made += 1
+
+    def record(self) -> None:
+        Event.launched += 1
+        self.at_ms = 3.0 * Event.launched
+
+    def synchronize(self) -> None:
+        """Done at once."""
+
+    def elapsed_time(self, later: "Event") -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: 100.0)
+    clock = clock_of(torch.device("cuda", 0))
+    assert isinstance(clock, CudaClock)
+    for _ in range(2):
+        clock.start()
+        marks = [clock.mark() for _ in range(3)]
+        assert clock.seconds(marks) == pytest.approx([100.003, 100.006, 100.009])
+    assert Event.made == 4, "events are used again"
+    assert isinstance(clock_of(torch.device("cpu")), HostClock)
