@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mmtrain.cli import data_check, data_group, data_stats
+from mmtrain.cli import data_check, data_group, data_serve, data_stats
 from mmtrain.cli.options import AsJson
 
 app = typer.Typer(help="Make training data, and look at it.", no_args_is_help=True, rich_markup_mode=None)
@@ -13,6 +13,7 @@ app = typer.Typer(help="Make training data, and look at it.", no_args_is_help=Tr
 
 app.command()(data_stats.stats)
 app.command()(data_group.group)
+app.command()(data_serve.serve)
 app.command()(data_check.check)
 
 

@@ -13,8 +13,9 @@ from mmtrain.data.index import DataIndex
 from mmtrain.data.makers import make_here, make_in_workers
 from mmtrain.data.order import GroupStream
 from mmtrain.data.prepare import BadSamples, Need, StepData, StepMaker, StepRequest
+from mmtrain.data.protocol import facts, require_zmq
 from mmtrain.data.window import Window
-from mmtrain.data.workers import Note
+from mmtrain.data.workers import Note, Pool
 from mmtrain.errors import MmtrainError, RunError
 from mmtrain.recipe.schema import DataSettings, Recipe
 
@@ -28,9 +29,9 @@ def _to_stderr(text: str) -> None:
 class Loader:
     """Iterates over the steps of a run from `start_step` on, without end.
 
-    Keeps `data.prefetch` steps ready, made in a thread or in worker processes; what goes wrong while one is prepared is
-    raised by the `next` that would have returned it. Whoever makes them, the steps are the same. Close it, or use it as
-    a context manager.
+    Keeps `data.prefetch` steps ready, made in a thread, in worker processes or by producers on other machines; what
+    goes wrong while one is prepared is raised by the `next` that would have returned it. Whoever makes them, the steps
+    are the same. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -56,18 +57,22 @@ class Loader:
             needs: what this rank computes on.
             start_step: the first step to return.
             local_ranks: ranks that share this machine's processors.
-            note: told, from another thread, of workers that died and what became of their steps.
+            note: told, from another thread, of workers and producers that died, and of what became of their steps.
         """
+        if recipe.data.producers:
+            require_zmq("data.producers")
         self._dp, self._num_microbatches, self._needs = dict(dp), dict(num_microbatches), needs
         self._maker = StepMaker(index, stream, recipe)
         self._bad = BadSamples(index, recipe.data.max_bad_rate)
-        self._first = self._step = start_step
+        self._step = start_step
         self._note = note
         self._num_workers = num_workers(recipe.data, needs, local_ranks, len(os.sched_getaffinity(0)))
-        ahead = recipe.data.prefetch
-        self._window = Window[StepData](start_step, ahead + max(1, self._num_workers))  # ready, and in the making
+        self._data = recipe.data
+        self._facts = facts(recipe, index) if recipe.data.producers else {}
+        in_the_making = max(1, self._num_workers, len(recipe.data.producers))
+        self._window = Window[StepData](start_step, recipe.data.prefetch + in_the_making)
         self._thread: threading.Thread | None = None
-        if ahead:
+        if recipe.data.prefetch or recipe.data.producers:
             self._thread = threading.Thread(target=self._prepare, name="mmtrain-loader", daemon=True)
             self._thread.start()
         self.wait_s = 0.0  # how long `next` kept its caller waiting, all together
@@ -94,12 +99,23 @@ class Loader:
 
     def _prepare(self) -> None:
         try:
-            if self._num_workers:
-                make_in_workers(self._window, self._maker, self._request, self._first, self._num_workers, self._note)
+            if self._data.producers:
+                self._prepare_elsewhere()
+            elif self._num_workers:
+                make_in_workers(self._window, self._maker, self._request, self._num_workers, self._note)
             else:
                 make_here(self._window, self._maker, self._request)
         except Exception as error:  # not a step's: the machinery broke, and whoever waits must know
             self._window.fail(error)
+
+    def _prepare_elsewhere(self) -> None:
+        from mmtrain.data.remote import RemoteMakers  # ZeroMQ is not everybody's
+
+        def workers_here() -> Pool[int]:
+            return Pool(self._maker, max(1, self._num_workers), self._note)
+
+        addresses, timeout_s = self._data.producers, self._data.producer_timeout_s
+        RemoteMakers(self._window, addresses, self._request, self._facts, timeout_s, workers_here, self._note).run()
 
     def close(self) -> None:
         """Stop preparing and wait for that to end."""

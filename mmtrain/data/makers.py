@@ -23,11 +23,9 @@ def make_here(window: Window[StepData], maker: StepMaker, request_of: RequestOf)
         window.put(step, result)
 
 
-def make_in_workers(
-    window: Window[StepData], maker: StepMaker, request_of: RequestOf, first: int, size: int, note: Note
-) -> None:
+def make_in_workers(window: Window[StepData], maker: StepMaker, request_of: RequestOf, size: int, note: Note) -> None:
     """Make steps in `size` worker processes until the window closes; `note` is told of those that die."""
-    with Waker() as waker, Pool[int](maker, size, request_of(first), note) as pool:
+    with Waker() as waker, Pool[int](maker, size, note) as pool:
         window.watch(waker.wake)
         while not window.closed:
             while pool.idle and (step := window.claim()) is not None:

@@ -36,14 +36,10 @@ def main() -> None:
 def host(control: socket.socket, maker: StepMaker) -> None:
     """Fork a worker for every pipe that comes, and say how the one it replaces ended; end all of them at last."""
     workers: set[int] = set()
-    warm = False
+    gc.freeze()  # so that collecting garbage does not copy what workers share
     try:
         while (message := receive(control)) is not None:
             request, (pipe,) = message
-            if not warm:  # once, for all workers
-                maker.meta(from_json(StepRequest, request["first"]))
-                gc.freeze()  # so that collecting garbage does not copy what workers share
-                warm = True
             ended = None
             if request["replaces"] in workers:
                 workers.discard(request["replaces"])

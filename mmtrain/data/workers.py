@@ -57,9 +57,9 @@ class Pool(Generic[Tag]):
     that dies is replaced and its step made again, which `note` is told; one step may cost `MAX_DEATHS` workers.
     """
 
-    def __init__(self, maker: StepMaker, size: int, first: StepRequest, note: Note) -> None:
-        """Start the workers; `first` is made ready for, so that they need not each find their way to it."""
-        self._first, self._note = to_json(first), note
+    def __init__(self, maker: StepMaker, size: int, note: Note) -> None:
+        """Start the workers."""
+        self._note = note
         self._state = memory_file([memoryview(pickle.dumps(maker, pickle.HIGHEST_PROTOCOL))])
         self._host: subprocess.Popen[bytes] | None = None
         self._deaths: dict[Tag, int] = {}
@@ -147,7 +147,7 @@ class Pool(Generic[Tag]):
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
-                    send(control, {"replaces": replaces, "first": self._first}, [theirs.fileno()])
+                    send(control, {"replaces": replaces}, [theirs.fileno()])
                 answer = receive(control)
             except OSError:
                 answer = None

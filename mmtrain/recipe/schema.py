@@ -279,6 +279,14 @@ class DataSettings(Section):
         description="Processes in which each rank prepares steps, one each beside those kept ready; 0: a thread. "
         "Default: up to 4 for ranks that load media, where there are cores to spare.",
     )
+    producers: tuple[Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")], ...] = Field(
+        (),
+        description="Where `mmtrain data serve` prepares steps of this recipe (`tcp://node7:5557`); steps are prepared "
+        "here while none answers.",
+    )
+    producer_timeout_s: float = Field(
+        10.0, gt=0, description="Silence in seconds after which a producer is given up and its steps go to others."
+    )
 
 
 class UnitParallel(Section):

@@ -52,7 +52,7 @@ def test_a_step_comes_back_as_it_was(step: StepData) -> None:
     assert same(unpack(StepData, message(step)), step)
 
 
-@given(st.builds(StepRequest, st.integers(), st.dictionaries(texts, st.integers()), st.integers(), st.just(())))
+@given(st.builds(StepRequest, st.integers(), *[st.dictionaries(texts, st.integers())] * 2, st.just(())))
 def test_a_request_comes_back_as_it_was(request: StepRequest) -> None:
     needs = (Need("vision", 1, media=True), Need("llm", 0, ids=True, labels=True))
     for asked in (request, replace(request, needs=needs)):

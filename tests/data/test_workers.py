@@ -28,11 +28,16 @@ def request(step: int) -> StepRequest:
     return StepRequest(step, {"llm": 1}, {"llm": 1}, ())
 
 
+def hosts() -> list[psutil.Process]:
+    """The hosts of our workers; other tests leave servers of their own running."""
+    return [child for child in psutil.Process().children() if "mmtrain.data.worker" in child.cmdline()]
+
+
 def run(maker: Any, steps: int, workers: int = 2) -> tuple[dict[int, StepData | Failure], list[str]]:
     """Make steps [0, steps) in a pool; what they became, and what was noted."""
     notes: list[str] = []
     results: dict[int, StepData | Failure] = {}
-    with Pool[int](maker, workers, request(0), notes.append) as pool:
+    with Pool[int](maker, workers, notes.append) as pool:
         left = list(range(steps))
         while len(results) < steps:
             while left and pool.idle:
@@ -81,8 +86,8 @@ def test_workers_have_no_torch_and_outlive_the_signals_of_launchers() -> None:
 
 def test_a_lost_host_is_replaced() -> None:
     notes: list[str] = []
-    with Pool[int](Fake(), 1, request(0), notes.append) as pool:
-        [host] = psutil.Process().children()
+    with Pool[int](Fake(), 1, notes.append) as pool:
+        [host] = hosts()
         [worker] = host.children()
         host.kill()
         host.wait()
@@ -98,9 +103,10 @@ def test_a_lost_host_is_replaced() -> None:
 
 
 def test_closing_ends_workers_that_never_would() -> None:
-    with Pool[int](Stuck(), 2, request(0), print) as pool:
+    with Pool[int](Stuck(), 2, print) as pool:
         pool.submit(0, request(0))
-        family = psutil.Process().children(recursive=True)
+        [host] = hosts()
+        family = [host, *host.children()]
         assert len(family) == 3
     assert psutil.wait_procs(family, timeout=60)[1] == []
 
@@ -112,7 +118,7 @@ from mmtrain.data.prepare import StepRequest
 from mmtrain.data.workers import Pool
 from tests.data.makers import Stuck
 
-pool = Pool(Stuck(), 2, StepRequest(0, {"llm": 1}, {"llm": 1}, ()), print)
+pool = Pool(Stuck(), 2, print)
 pool.submit(0, StepRequest(0, {"llm": 1}, {"llm": 1}, ()))
 print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
 threading.Event().wait()
@@ -140,11 +146,11 @@ def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Made) -> No
         for taken in range(24):
             assert same(next(loader), next(reference))
             if taken in (5, 11):
-                [host] = psutil.Process().children()
+                [host] = hosts()
                 for worker in host.children():
                     worker.kill()
     assert len(notes) >= 2
-    assert psutil.Process().children() == []
+    assert hosts() == []
 
 
 def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Made) -> None:  # noqa: F811

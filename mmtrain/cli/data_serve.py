@@ -1,0 +1,41 @@
+"""`mmtrain data serve`."""
+
+from typing import Annotated
+
+import typer
+
+from mmtrain.cli.options import Overrides, RecipeFile
+
+
+def serve(
+    recipe: RecipeFile,
+    overrides: Overrides,
+    bind: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where to listen; tcp://0.0.0.0:5557 is every network interface.")
+    ] = "tcp://127.0.0.1:5557",
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=256, metavar="N", help="Worker processes. Default: one for each core.")
+    ] = None,
+) -> None:
+    """Prepare steps for trainers on other machines.
+
+    Trainers name this address in `data.producers`. Anybody who reaches it can read the data: listen on a network of
+    your own. SIGTERM and Ctrl-C end it; trainers then take its steps elsewhere.
+    """
+    import os
+    import sys
+    from functools import partial
+
+    from mmtrain.data.protocol import require_zmq
+    from mmtrain.recipe import load
+
+    made = load(recipe, overrides).recipe
+    require_zmq("mmtrain data serve")
+    from mmtrain.data.serve import open_producer
+    from mmtrain.runtime.stop import SignalPipe
+
+    number = workers or len(os.sched_getaffinity(0))
+    with SignalPipe() as signals:
+        producer = open_producer(made, bind, number, partial(print, "mmtrain:", file=sys.stderr, flush=True))
+        print(f"{number} workers prepare steps of {made.name} at {producer.address}", flush=True)
+        producer.serve(signals.reader)

@@ -1,0 +1,50 @@
+"""Producers in processes of their own, as `mmtrain data serve` starts them."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from mmtrain.recipe import dump
+from mmtrain.recipe.schema import Recipe
+
+
+class Served:
+    """A running `mmtrain data serve`."""
+
+    def __init__(self, recipe: Recipe, folder: Path, address: str = "tcp://127.0.0.1:*", *changes: str) -> None:
+        path = folder / "served.yaml"
+        path.write_text(dump(recipe))
+        sets = [argument for change in changes for argument in ("--set", change)]
+        command = ["data", "serve", str(path), "--bind", address, "--workers", "1", *sets]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mmtrain", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+
+    @property
+    def address(self) -> str:
+        """Where it listens, once it does."""
+        assert self.process.stdout is not None
+        if not hasattr(self, "_address"):
+            self._address = self.process.stdout.readline().split()[-1]
+        return self._address
+
+    def end(self) -> tuple[int, str]:
+        """Ask it to end; its exit code, and what it said on stderr."""
+        self.process.terminate()
+        said = self.process.communicate()[1]
+        return self.process.returncode, said
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.communicate()

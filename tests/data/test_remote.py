@@ -1,0 +1,385 @@
+"""Steps made by producers over the network: the same ones, whatever happens to the producers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, cast
+
+import pytest
+import zmq
+
+from mmtrain.data import DataIndex, GroupStream, Loader
+from mmtrain.data.makers import RequestOf
+from mmtrain.data.pipes import Waker
+from mmtrain.data.prepare import StepData, StepRequest
+from mmtrain.data.protocol import (
+    Failed,
+    FromProducer,
+    FromTrainer,
+    Got,
+    Hello,
+    Made,
+    Ping,
+    Pong,
+    Refused,
+    Unknown,
+    Want,
+    Welcome,
+    differences,
+    facts,
+    read,
+    write,
+)
+from mmtrain.data.remote import RemoteMakers
+from mmtrain.data.serve import Producer
+from mmtrain.data.window import Window
+from mmtrain.data.wire import pack, unpack
+from mmtrain.data.workers import Failure, Pool
+from mmtrain.errors import DataError, RunError
+from mmtrain.recipe.schema import Recipe
+from tests.data.makers import Failing, Fake
+from tests.data.producers import Served
+from tests.data.steps import same
+from tests.data.test_loader import DP, EVERYTHING, ONE, made  # noqa: F401 - a fixture
+
+Dataset = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
+FACTS = {"train.seed": "0"}
+
+
+def asking(recipe: Recipe, *producers: str) -> Recipe:
+    """The recipe of a trainer that asks these producers."""
+    data = recipe.data.model_copy(update={"producers": producers})
+    return recipe.model_copy(update={"data": data})
+
+
+def test_steps_are_those_of_one_process_whatever_becomes_of_the_producers(made: Dataset, tmp_path: Path) -> None:  # noqa: F811
+    recipe, index, stream = made(prefetch=2)
+    alone = made(prefetch=0)[0]
+    notes: list[str] = []
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(Served(recipe, tmp_path)) for _ in range(2))
+        asked = asking(recipe, one.address, two.address)
+        reference = stack.enter_context(Loader(index, stream, alone, DP, ONE, EVERYTHING, 3))
+        loader = stack.enter_context(Loader(index, stream, asked, DP, ONE, EVERYTHING, 3, note=notes.append))
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                assert same(next(loader), next(reference))
+
+        steps(8)
+        assert notes == []
+        one.process.kill()
+        steps(16)
+        assert [note for note in notes if f"{one.address} has closed the connection" in note]
+        assert two.end()[0] == 0
+        steps(16)
+        assert [note for note in notes if f"{two.address} has left" in note]
+        assert [note for note in notes if "no producer answers" in note and "prepared here" in note]
+        again = stack.enter_context(Served(recipe, tmp_path, one.address))
+        assert again.address == one.address
+        while not [note for note in notes if f"{one.address} is there" in note]:
+            steps(1)
+        steps(8)
+
+
+def test_a_producer_of_other_steps_refuses_and_says_why(made: Dataset, tmp_path: Path) -> None:  # noqa: F811
+    recipe, index, stream = made(prefetch=2)
+    with Served(recipe, tmp_path, "tcp://127.0.0.1:*", "train.seed=7", "data.image.max_pixels=512") as producer:
+        asked = asking(recipe, producer.address)
+        with (
+            Loader(index, stream, asked, DP, ONE, EVERYTHING, note=print) as loader,
+            pytest.raises(DataError, match=r"data.image.max_pixels is 1024 in the trainer and 512 here.*train.seed"),
+        ):
+            next(loader)
+        code, said = producer.end()
+        assert code == 0
+        assert "refused: " in said
+
+
+def test_an_address_that_cannot_be_used_is_named(made: Dataset, tmp_path: Path) -> None:  # noqa: F811
+    recipe, *_ = made()
+    with Served(recipe, tmp_path, "tcp://203.0.113.1:5557") as producer:
+        said = producer.process.communicate()[1]
+        assert producer.process.returncode == 2
+        assert "--bind: tcp://203.0.113.1:5557 cannot be used" in said
+        assert "Traceback" not in said
+
+
+def test_facts_are_what_decides_the_content_of_steps(made: Dataset) -> None:  # noqa: F811
+    recipe, index, _ = made()
+    ours = facts(recipe, index)
+    assert differences(ours, facts(asking(made(workers=3, prefetch=5)[0], "tcp://x:1"), index)) == ""
+    other, other_index, _ = made(seq_len=48, window=7)
+    found = differences(ours, facts(other, other_index))
+    assert "data.seq_len is 48 in the trainer and 64 here" in found
+    assert "data.window is 7 in the trainer" in found
+
+
+# A producer whose every word is the test's.
+
+
+class Sockets:
+    """The test's sockets, which are closed after it."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._open: list[zmq.Socket[bytes]] = []
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        self._open.append(self._context.socket(kind))
+        return self._open[-1]
+
+    def close(self) -> None:
+        for socket in self._open:
+            socket.close(linger=0)
+        self._context.term()
+
+
+class Puppet:
+    """What the trainer takes for a producer."""
+
+    def __init__(self, context: Sockets) -> None:
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def hear(self) -> tuple[bytes, object]:
+        """The next message that is no ping, and who said it."""
+        while True:
+            trainer, *frames = self._socket.recv_multipart()
+            if not isinstance(message := read(frames), Ping):
+                return trainer, message
+
+    def say(self, trainer: bytes, message: FromProducer, *more: bytes) -> None:
+        self._socket.send_multipart([trainer, *write(message), *more])
+
+    def raw(self, trainer: bytes, *frames: bytes) -> None:
+        self._socket.send_multipart([trainer, *frames])
+
+    def welcome(self, credit: int) -> bytes:
+        """Let a trainer in."""
+        trainer, message = self.hear()
+        assert message == Hello(FACTS)
+        self.say(trainer, Welcome(credit))
+        return trainer
+
+    def quiet(self) -> bool:
+        """Whether nothing was asked for beyond what has been heard, pings aside."""
+        while self._socket.poll(0):
+            _, *frames = self._socket.recv_multipart()
+            if not isinstance(read(frames), Ping):
+                return False
+        return True
+
+
+def request_of(step: int) -> StepRequest:
+    return StepRequest(step, {"llm": 1}, {"llm": 1}, ())
+
+
+def step_bytes(step: int) -> bytes:
+    return b"".join(pack(Fake().make(request_of(step))).chunks)
+
+
+@contextmanager
+def consuming(
+    window: Window[StepData], *puppets: Puppet, timeout_s: float = 60.0, request: RequestOf = request_of
+) -> Iterator[list[str]]:
+    """Have the window's steps made by puppets; yields what is noted."""
+    notes: list[str] = []
+
+    def here() -> Pool[int]:
+        return Pool(Fake(), 1, notes.append)  # type: ignore[arg-type]
+
+    makers = RemoteMakers(window, [p.address for p in puppets], request, FACTS, timeout_s, here, notes.append)
+
+    def run() -> None:
+        try:
+            makers.run()
+        except Exception as error:
+            window.fail(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    try:
+        yield notes
+    finally:
+        window.close()
+        thread.join()
+
+
+@pytest.fixture
+def context() -> Iterator[Sockets]:
+    sockets = Sockets()
+    yield sockets
+    sockets.close()
+
+
+def test_a_trainer_asks_for_no_more_than_its_credit_and_says_what_it_got(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 8), Puppet(context)
+    with consuming(window, puppet):
+        trainer = puppet.welcome(credit=2)
+        assert [puppet.hear()[1] for _ in range(2)] == [Want(request_of(0)), Want(request_of(1))]
+        assert puppet.quiet()
+        puppet.say(trainer, Made(1), step_bytes(1))
+        assert puppet.hear()[1] == Got(1)
+        assert puppet.hear()[1] == Want(request_of(2))
+        puppet.say(trainer, Made(0), step_bytes(0))
+        assert [window.take().meta.step for _ in range(2)] == [0, 1]
+
+
+def test_a_trainer_holds_no_more_than_its_window(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 2), Puppet(context)
+    with consuming(window, puppet):
+        trainer = puppet.welcome(credit=100)
+        assert [puppet.hear()[1] for _ in range(2)] == [Want(request_of(0)), Want(request_of(1))]
+        for step in (1, 0):
+            puppet.say(trainer, Made(step), step_bytes(step))
+            assert puppet.hear()[1] == Got(step)
+        assert puppet.quiet()
+        window.take()
+        assert puppet.hear()[1] == Want(request_of(2))
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"made", b'{"step":0}', b"\x80\x04junk"], "less than the start"),
+        ([b"made", b'{"step":5}', step_bytes(5)], "not asked for"),
+        ([b"made", b'{"step":0}'], "2 frames"),
+        ([b"made", b'{"step":true}', b""], "expected int"),
+        ([b"pickle", b"{}"], "is no message"),
+        ([b"pong"], "is no message"),
+    ],
+)
+def test_a_producer_that_talks_nonsense_loses_its_steps_to_another(
+    context: Sockets, frames: list[bytes], why: str
+) -> None:
+    window, bad, good = Window[StepData](0, 1), Puppet(context), Puppet(context)
+    with consuming(window, bad, good) as notes:
+        trainer = bad.welcome(credit=1)
+        assert bad.hear() == (trainer, Want(request_of(0)))
+        other = good.welcome(credit=1)
+        bad.raw(trainer, *frames)
+        assert good.hear() == (other, Want(request_of(0)))
+        good.say(other, Made(0), step_bytes(0))
+        assert window.take().meta.step == 0
+        new, message = bad.hear()  # it may try again
+        assert new != trainer
+        assert isinstance(message, Hello)
+    assert [note for note in notes if "cannot be read" in note and why in note]
+
+
+def test_a_silent_producer_is_given_up(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 1), Puppet(context)
+    with consuming(window, puppet, timeout_s=0.2) as notes:
+        puppet.welcome(credit=1)
+        assert window.take().meta.step == 0
+    assert [note for note in notes if "has been silent for 0.2 s; 1 steps go to others" in note]
+
+
+def test_without_a_producer_at_the_start_steps_are_made_here(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 2), Puppet(context)
+    with consuming(window, puppet, timeout_s=0.2) as notes:
+        assert window.take().meta.step == 0
+    assert "no producer answers" in notes[0]
+
+
+def test_a_producer_started_anew_is_greeted_again(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 1), Puppet(context)
+    with consuming(window, puppet) as notes:
+        trainer = puppet.welcome(credit=1)
+        assert puppet.hear()[1] == Want(request_of(0))
+        puppet.say(trainer, Unknown())
+        again = puppet.welcome(credit=1)
+        assert again != trainer
+        assert window.take().meta.step == 0  # made here or there: whoever comes first
+    assert [note for note in notes if "has forgotten this trainer; 1 steps go to others" in note]
+
+
+def test_errors_travel_with_their_traceback(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 1), Puppet(context)
+    with consuming(window, puppet):
+        trainer = puppet.welcome(credit=1)
+        puppet.hear()
+        puppet.say(trainer, Failed(0, Failure("", "KeyError: 'lost'", "Traceback: there")))
+        with pytest.raises(RunError, match=r"preparing step 0 failed: KeyError: 'lost'\nTraceback: there"):
+            window.take()
+
+
+# A trainer whose every word is the test's.
+
+
+@contextmanager
+def producing(maker: Any, timeout_s: float = 60.0) -> Iterator[tuple[str, SimpleQueue[str]]]:
+    """Serve what `maker` makes with one worker; yields the address, and what is noted."""
+    notes: SimpleQueue[str] = SimpleQueue()
+    producer = Producer(maker, FACTS, "tcp://127.0.0.1:*", 1, timeout_s, notes.put)
+    with Waker() as stop:
+        thread = Thread(target=producer.serve, args=(stop.fileno(),))
+        thread.start()
+        try:
+            yield producer.address, notes
+        finally:
+            stop.wake()
+            thread.join()
+
+
+class Dealer:
+    """What the producer takes for a trainer."""
+
+    def __init__(self, context: Sockets, address: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.connect(address)
+
+    def ask(self, message: FromTrainer) -> FromProducer:
+        """Say something, and hear the next answer."""
+        self.socket.send_multipart(write(message))
+        return self.hear()
+
+    def hear(self) -> FromProducer:
+        self.frames = self.socket.recv_multipart()
+        return cast(FromProducer, read(self.frames))
+
+
+def test_a_producer_makes_what_is_asked_for(context: Sockets) -> None:
+    with producing(Fake()) as (address, _):
+        trainer = Dealer(context, address)
+        assert trainer.ask(Want(request_of(0))) == Unknown()
+        assert trainer.ask(Hello({"train.seed": "1"})) == Refused("train.seed is 1 in the trainer and 0 here")
+        assert trainer.ask(Hello(FACTS)) == Welcome(2)
+        assert trainer.ask(Ping()) == Pong()
+        assert trainer.ask(Want(request_of(10**6))) == Made(10**6)
+        assert unpack(StepData, trainer.frames[2]).meta.step == 10**6
+
+
+def test_a_producer_holds_no_more_than_it_may(context: Sockets) -> None:
+    with producing(Fake()) as (address, _):
+        one, two = (Dealer(context, address) for _ in range(2))
+        assert [trainer.ask(Hello(FACTS)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
+        assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
+        two.socket.send_multipart(write(Want(request_of(7))))
+        assert not two.socket.poll(200), "what the first trainer has not got yet fills the room"
+        one.socket.send_multipart(write(Got(0)))
+        assert two.hear() == Made(7)
+        one.socket.send_multipart(write(Want(request_of(2))))
+        assert one.ask(Want(request_of(3))) == Refused(
+            "a message could not be read: step 3 is asked for twice or beyond the credit of 2"
+        )
+
+
+def test_a_producer_survives_nonsense_errors_and_silence(context: Sockets) -> None:
+    with producing(Failing(), timeout_s=0.2) as (address, notes):
+        for frames in ([b"junk"], [b"hello", b"{"], [b"want", b'{"request":{}}'], [b"", b"", b""]):
+            stranger = Dealer(context, address)
+            stranger.socket.send_multipart(frames)
+            assert isinstance(stranger.hear(), Refused)
+        trainer = Dealer(context, address)
+        assert trainer.ask(Hello(FACTS)) == Welcome(2)
+        answer = trainer.ask(Want(request_of(1)))
+        assert isinstance(answer, Failed)
+        assert answer.failure.message == "KeyError: 'lost'"
+        while "has been silent for 0.2 s" not in notes.get(timeout=60):
+            pass
+        assert trainer.ask(Ping()) == Unknown()
