@@ -61,11 +61,13 @@ def check(
 
 def in_words(report: "CheckReport") -> str:
     """The report as lines: counts, then each kind of fault with its first examples."""
+    from mmtrain.data.kinds import KINDS
+
     media = ", ".join(f"{count} {kind}" for kind, count in report.media.items()) or "no media"
     sound = f" ({report.seconds_of_sound:.0f} s of sound)" if report.seconds_of_sound else ""
     lines = [f"{report.samples} samples, {len(report.bad)} of them bad; decoded without fault: {media}{sound}"]
     for kind, count in report.kinds.items():
-        lines.append(f"  {kind}: {count}")
+        lines.append(f"  {kind}: {count} ({KINDS[kind]})")
         lines += [f"    {q}" for q in [q for q in report.bad if q.kind == kind][:EXAMPLES]]
     if not report.passed:
         lines.append(f"more than the {report.allowed_rate:.2%} that data.max_bad_rate allows")
