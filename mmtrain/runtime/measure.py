@@ -1,5 +1,6 @@
 """What a step reports: every rank's seconds, loss and memory, gathered into the metrics of the whole job."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from mmtrain.balance import BatchMeta
 from mmtrain.costs import AnalyticCosts, Precision, TokenLoad, model_flops, parameters, preset, upstream_trains
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.data import GroupStream
-from mmtrain.program import ModelTiming, StepLoads
+from mmtrain.program import ModelTiming, Stage, StepLoads
 from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.report.metrics import EdgeMetrics
 from mmtrain.runtime.executor import StepOutcome
@@ -41,7 +42,7 @@ class Meter:
         precision: Precision = "bf16" if job.dtype == torch.bfloat16 else "fp32"
         self._machine, self._precision = preset(hardware), precision
         self._costs, self._input_grad = AnalyticCosts(self._machine, precision), upstream_trains(job.shape)
-        self._slow = SlowRanks(job.graph)
+        self._slow = SlowRanks(job.graph, self._work_of)
         self.peak_flops = self._machine.peak_flops(precision) * job.world.size
 
     def timing(self, loads: StepLoads) -> ModelTiming:
@@ -49,6 +50,11 @@ class Meter:
         job, element_bytes = self._job, ELEMENT_BYTES[self._precision]
         rules = (self._input_grad, parameters, element_bytes, self._machine.ranks_per_node)
         return ModelTiming(job.graph, job.shape, self._costs, loads, *rules)
+
+    def _work_of(self, stage: Stage) -> Hashable:
+        """What a stage does, whatever the number of its layers: stages of which this is equal take comparable time."""
+        layers = self._job.shape.unit(stage.id.unit).layers
+        return stage.id.unit, frozenset((layers[at], at in stage.recompute) for at in range(*stage.layers))
 
     def gather(self, outcome: StepOutcome, data_wait_s: float, broken_samples: int, stop: bool, saved: bool) -> Seen:
         """Bring all ranks' figures together; every rank must call this once a step."""

@@ -1,35 +1,33 @@
 """Slow ranks: those whose compute takes longer than their load and the pace of their peers explain."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.program import Compute, StageGraph, StageId, Timing
+from mmtrain.program import Compute, Stage, StageGraph, StageId, Timing
 from mmtrain.program.actions import Direction
 from mmtrain.program.recorded import StepRecord
 from mmtrain.program.segments import direction
 from mmtrain.program.wiring import held_stages
 
 FloatArray = npt.NDArray[np.float64]
+Lane = tuple[int, ...]
 
-Work = tuple[StageId, Direction]
 KINDS: tuple[Direction, Direction] = ("F", "B")
-
 WINDOW = 5  # steps; what is slow in most of them is called slow
 FACTOR = 1.5  # times the peers' pace; less is within what busy machines do to each other
-SHARE = 0.05  # of a step's time; a stage that loses less holds nobody up
+SHARE = 0.05  # of a step's time; who loses less holds nobody up
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A lane that is slower than its peers at one kind of work."""
+    """A lane that is slower than its peers at some kinds of work."""
 
-    ranks: tuple[int, ...]
-    stage: StageId
-    kind: Direction
+    ranks: Lane
+    works: tuple[str, ...]  # like `F vision.0`
     times: float  # the peers' time for the same load
     lost_s: float  # a step
 
@@ -37,32 +35,53 @@ class Slow:
         """One line for people."""
         one = len(self.ranks) == 1
         who = f"rank {self.ranks[0]} takes" if one else f"ranks {', '.join(map(str, self.ranks))} together take"
-        what = f"{self.times:.1f}x the time of {'its' if one else 'their'} peers for {self.kind} {self.stage}"
+        what = f"{self.times:.1f}x the time of {'its' if one else 'their'} peers for {', '.join(self.works)}"
         return f"{who} {what} ({self.lost_s:.2g} s a step)"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Forwards or backwards of stages that do the same, wherever they lie; entry k is a stage on a lane."""
+
+    kind: Direction
+    entries: tuple[tuple[StageId, Lane], ...]
+    rows: npt.NDArray[np.int64]  # where the figures of each entry are
+    columns: npt.NDArray[np.int64]
+    seen: deque[FloatArray]  # the last steps: (2, entries) times the peers' pace, seconds lost
 
 
 class SlowRanks:
     """Compares ranks, step by step, by the seconds of each stage's forwards and backwards.
 
-    Measured seconds are divided by predicted ones, so that loads do not count; what is wrong in the prediction is
-    wrong for all replicas of a stage, which are each other's peers. Ranks of a lane wait for each other inside
-    compute and are judged as one. A stage without a second replica has no peers: how fast it should be cannot be told
-    from modelled costs, nor from stages with other layers.
+    Measured seconds are divided by predicted ones, so that loads do not count. Peers are lanes with stages that are
+    `alike` (its values compare equal): the other replicas, and stages of the same kinds of layers. What is wrong in
+    the prediction is wrong for all of them; so modelled costs will do, and a stage that no other is like is not
+    judged. Ranks of a lane wait for each other inside compute and are judged as one.
     """
 
-    def __init__(self, graph: StageGraph) -> None:
-        self._graph = graph
+    def __init__(self, graph: StageGraph, alike: Callable[[Stage], Hashable]) -> None:
         ranks = {rank for mesh in graph.meshes for rank in mesh.ranks}
-        self._slots = {rank: [stage for stage, _ in held_stages(graph, rank)] for rank in ranks}
+        slots = {rank: [stage for stage, _ in held_stages(graph, rank)] for rank in ranks}
+        groups: defaultdict[Hashable, list[tuple[StageId, Lane]]] = defaultdict(list)
+        for stage in graph.stages:
+            groups[alike(stage)] += [(stage.id, lane) for lane in stage.lanes]
+        compared = [tuple(entries) for entries in groups.values() if len({lane for _, lane in entries}) > 1]
+        self._judged = {stage for entries in compared for stage, _ in entries}
+        self._slots = {rank: [stage for stage in held if stage in self._judged] for rank, held in slots.items()}
         self.num_figures = 4 * max(map(len, self._slots.values()))
-        self._seen: dict[Work, deque[FloatArray]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._known: set[tuple[Work, tuple[int, ...]]] = set()
+        self._works = [self._work(kind, entries) for entries in compared for kind in KINDS]
+        self._known: set[Lane] = set()
+
+    def _work(self, kind: Direction, entries: tuple[tuple[StageId, Lane], ...]) -> _Work:
+        rows = [lane[0] for _, lane in entries]
+        columns = [4 * self._slots[lane[0]].index(stage) + 2 * KINDS.index(kind) for stage, lane in entries]
+        return _Work(kind, entries, np.array(rows), np.array(columns), deque(maxlen=WINDOW))
 
     def figures(self, rank: int, record: StepRecord, timing: Timing) -> list[float]:
         """What a rank tells the others of its step: measured and predicted seconds, forward and backward, by stage."""
         sums = {(stage, kind): [0.0, 0.0] for stage in self._slots[rank] for kind in KINDS}
         for done in record.done:
-            if isinstance(done.action, Compute) and self._has_peers(done.action.stage):
+            if isinstance(done.action, Compute) and done.action.stage in self._judged:
                 entry = sums[done.action.stage, direction(done.action)]
                 entry[0] += done.busy_s
                 entry[1] += timing.compute(done.action)
@@ -71,27 +90,32 @@ class SlowRanks:
 
     def judge(self, table: FloatArray, step_time_s: float) -> tuple[list[Slow], list[Slow]]:
         """Take a step's figures, row k of rank k; return who is slow now, and who of them was not before."""
-        works = [(s.id, kind) for s in self._graph.stages if self._has_peers(s.id) for kind in KINDS]
-        now = [slow for work in works for slow in self._slow_at(work, table, step_time_s)]
-        known, self._known = self._known, {((slow.stage, slow.kind), slow.ranks) for slow in now}
-        return now, [slow for slow in now if ((slow.stage, slow.kind), slow.ranks) not in known]
+        late: defaultdict[Lane, list[tuple[str, float, float]]] = defaultdict(list)
+        for work in self._works:
+            _compare(work, table)
+            if len(work.seen) == WINDOW:
+                times, lost_s = _medians(np.stack(list(work.seen)))
+                for k in np.flatnonzero(times >= FACTOR):
+                    stage, lane = work.entries[k]
+                    late[lane].append((f"{work.kind} {stage}", float(times[k]), float(lost_s[k])))
+        slow = [_slow(lane, works) for lane, works in late.items()]
+        now = [s for s in slow if s.lost_s >= SHARE * step_time_s]
+        known, self._known = self._known, {s.ranks for s in now}
+        return now, [s for s in now if s.ranks not in known]
 
-    def _has_peers(self, stage: StageId) -> bool:
-        return len(self._graph.stage(stage).lanes) > 1
 
-    def _slow_at(self, work: Work, table: FloatArray, step_time_s: float) -> Iterator[Slow]:
-        lanes = self._graph.stage(work[0]).lanes
-        rows = [lane[0] for lane in lanes]
-        columns = np.array([4 * self._slots[rank].index(work[0]) + 2 * KINDS.index(work[1]) for rank in rows])
-        measured, predicted = table[rows, columns], table[rows, columns + 1]
-        pace = np.divide(measured, predicted, out=np.full(len(lanes), np.nan), where=predicted > 0)
-        peers = median_of_others(pace)
-        self._seen[work].append(np.stack([pace / peers, measured - predicted * peers]))
-        if len(self._seen[work]) < WINDOW:
-            return
-        times, lost_s = _medians(np.stack(list(self._seen[work])))
-        for lane in np.flatnonzero((times >= FACTOR) & (lost_s >= SHARE * step_time_s)):
-            yield Slow(lanes[lane], *work, float(times[lane]), float(lost_s[lane]))
+def _compare(work: _Work, table: FloatArray) -> None:
+    """Note how each entry does beside the others in this step; one without load is left out."""
+    measured, predicted = table[work.rows, work.columns], table[work.rows, work.columns + 1]
+    pace = np.divide(measured, predicted, out=np.full(len(measured), np.nan), where=predicted > 0)
+    peers = median_of_others(pace)
+    work.seen.append(np.stack([pace / peers, measured - predicted * peers]))
+
+
+def _slow(lane: Lane, works: list[tuple[str, float, float]]) -> Slow:
+    lost_s = sum(lost for _, _, lost in works)
+    wanted_s = sum(lost / (times - 1) for _, times, lost in works)
+    return Slow(lane, tuple(name for name, _, _ in works), 1 + lost_s / wanted_s, lost_s)
 
 
 def median_of_others(values: FloatArray) -> FloatArray:
