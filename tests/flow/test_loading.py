@@ -1,12 +1,18 @@
 """Whole runs whose data comes from worker processes, or turns out bad on the way."""
 
+import contextlib
+import os
 import shutil
-from dataclasses import replace
+import signal
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmtrain.data import read_quarantine
+from mmtrain.program import Action
 from mmtrain.report import read_metrics
+from mmtrain.runtime.faults import Faults
 from mmtrain.runtime.rundir import QUARANTINE
+from tests.data.producers import Served
 from tests.flow.runs import request_for, run_all
 
 
@@ -33,3 +39,27 @@ def test_what_several_ranks_and_epochs_find_broken_is_quarantined_once(data: Pat
     assert len({(q.source, q.index) for q in found}) == len(found)
     assert found[: len(first)] == first, "resuming forgets nothing"
     assert len(first) < len(found)
+
+
+@dataclass
+class KillProducer(Faults):
+    """Kills a process when step `step` begins."""
+
+    pid: int
+    step: int
+
+    def before(self, step: int, action: Action) -> None:
+        """See `Faults`."""
+        if step == self.step:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def test_a_run_whose_producer_is_killed_is_the_run_without(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    alone = request_for(data, tmp_path)
+    served = alone.loaded.recipe
+    with Served(served, tmp_path) as one, Served(served, tmp_path) as two:
+        addresses = f"data.producers=[{one.address},{two.address}]"
+        request = request_for(data, tmp_path / "run", addresses)
+        assert run_all(request, request, faults=KillProducer(one.process.pid, 2)) == ["", ""]
+    assert [s["loss"] for s in read_metrics(tmp_path / "run")] == [s["loss"] for s in read_metrics(unbroken)]

@@ -1,0 +1,74 @@
+"""Order and content of steps hang neither on who prepares them, nor on how many ranks there are, nor on a resume."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmtrain.data import DataIndex, GroupStream, Loader, Need, StepData
+from mmtrain.recipe.schema import Recipe
+from tests.data.producers import Served
+from tests.data.test_loader import made  # noqa: F401 - a fixture
+from tests.data.test_remote import asking
+
+Dataset = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
+GROUPS, FIRST, LAST = 4, 3, 9
+Content = tuple[list[tuple[int, bytes, bytes]], list[tuple[int, int, bytes]]]
+
+
+def content(step: StepData, replica: int) -> Content:
+    """Texts by sample and images by (sample, position), of one replica."""
+    texts, images = [], []
+    meta, table = step.meta, step.meta.items["vision"]
+    for (r, i), text in step.text.items():
+        assert r == replica
+        lo = 0
+        assert text.ids is not None
+        assert text.labels is not None
+        for sample, length in zip(meta.sample_id[meta.microbatch(r, i)].tolist(), text.lengths, strict=True):
+            texts.append((sample, text.ids[lo : lo + length].tobytes(), text.labels[lo : lo + length].tobytes()))
+            lo += length
+    for (r, i), vision in step.vision.items():
+        lo = 0
+        assert vision.patches is not None
+        for item, rows, cols in zip(table.microbatch(r, i), vision.rows, vision.cols, strict=True):
+            sample = int(meta.sample_id[table.sample[item]])
+            images.append((sample, int(table.position[item]), vision.patches[lo : lo + rows * cols].tobytes()))
+            lo += rows * cols
+    return texts, images
+
+
+def steps(recipe: Recipe, index: DataIndex, stream: GroupStream, ranks: int, first: int) -> list[Content]:
+    """What `ranks` ranks see together in each of the steps [first, LAST)."""
+    dp = dict.fromkeys(("vision", "llm"), ranks)
+    microbatches = dict.fromkeys(dp, GROUPS // ranks)
+    with ExitStack() as stack:
+        loaders = [
+            stack.enter_context(Loader(index, stream, recipe, dp, microbatches, needs, first, note=refuse))
+            for needs in ((Need("vision", r, media=True), Need("llm", r, ids=True, labels=True)) for r in range(ranks))
+        ]
+        found = []
+        for step in range(first, LAST):
+            parts = [content(data, r) for r, data in enumerate(map(next, loaders)) if data.meta.step == step]
+            assert len(parts) == ranks
+            found.append(tuple(sorted(entry for part in parts for entry in part[kind]) for kind in range(2)))
+    return found  # type: ignore[return-value]
+
+
+def refuse(note: str) -> None:
+    raise AssertionError(note)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("who", ["thread", "workers", "producer"])
+def test_steps_are_the_same(made: Dataset, tmp_path: Path, who: str, ranks: int) -> None:  # noqa: F811
+    settings: dict[str, dict[str, Any]] = {"thread": {}, "workers": {"workers": 2}, "producer": {}}
+    recipe, index, stream = made(seq_len=28, prefetch=2, **settings[who])
+    expected = steps(made(seq_len=28, prefetch=0)[0], index, stream, 1, 0)
+    assert len({str(step[0]) for step in expected}) > len(expected) // 2, "few samples, but not the same in each step"
+    with ExitStack() as stack:
+        if who == "producer":
+            recipe = asking(recipe, stack.enter_context(Served(recipe, tmp_path)).address)
+        assert steps(recipe, index, stream, ranks, FIRST) == expected[FIRST:]
