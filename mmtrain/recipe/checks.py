@@ -114,9 +114,11 @@ def learning_rates(recipe: Recipe) -> Iterator[Problem]:
 
 def validation(recipe: Recipe) -> Iterator[Problem]:
     """Validation has something to validate on."""
-    if recipe.train.validate_every and not recipe.data.validation:
-        text = f"{recipe.train.validate_every}, but data.validation is empty; add a source, or set 0"
-        yield Problem(("train", "validate_every"), text)
+    for key in ("validate_every", "evaluate_every"):
+        every = getattr(recipe.train, key)
+        if every and not recipe.data.validation:
+            text = f"{every}, but data.validation is empty; add a source, or set 0"
+            yield Problem(("train", key), text)
 
 
 def sample_length(recipe: Recipe) -> Iterator[Problem]:

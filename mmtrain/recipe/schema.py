@@ -378,6 +378,10 @@ class TrainSettings(Section):
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="When to save.")
     validate_every: int = Field(0, ge=0, description="Steps between validation losses; 0: never.")
     validate_batches: PositiveInt = Field(4, description="Global batches of one validation.")
+    evaluate_every: int = Field(
+        0, ge=0, description="Steps between evaluations, in which the model answers held-out questions; 0: never."
+    )
+    evaluate_questions: PositiveInt = Field(64, description="Most questions of one evaluation.")
     trace: tuple[PositiveInt, ...] = Field(
         (), description="Steps, counted from 1, whose timeline goes into the run's `trace.json` (for Perfetto)."
     )

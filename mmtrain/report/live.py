@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmtrain.report.metrics import StepMetrics, compact
-from mmtrain.report.progress import SHORT_NAMES, Pace, clock_text
+from mmtrain.report.progress import Pace, SHORT_NAMES, clock_text, held_out_text
 
 _COLOURS = {"compute": "green", "wait": "yellow", "communication": "cyan", "data": "magenta"}
 
@@ -29,6 +29,7 @@ class LiveProgress:
         self._losses: list[float] = []
         self._last: StepMetrics | None = None
         self._val_loss: float | None = None
+        self._val_exact: float | None = None
         # The clock goes on between steps: a display that stands still for a minute looks like a hang.
         self._live = Live(self, console=console, refresh_per_second=4)
 
@@ -37,6 +38,7 @@ class LiveProgress:
         self._pace.done(metrics.step)
         self._losses.append(metrics.loss)
         self._val_loss = self._val_loss if metrics.val_loss is None else metrics.val_loss
+        self._val_exact = self._val_exact if metrics.val_exact is None else metrics.val_exact
         self._last = metrics
 
     def note(self, text: str) -> None:
@@ -62,7 +64,7 @@ class LiveProgress:
             lines.append(Text("waiting for the first step", style="dim"))
         else:
             lines += [
-                _loss(self._losses, self._val_loss, inner, options.ascii_only),
+                _loss(self._losses, held_out_text(self._val_loss, self._val_exact), inner, options.ascii_only),
                 _figures(last),
                 _time(last, inner, options.ascii_only),
             ]
@@ -94,9 +96,8 @@ def _bar(pace: Pace, done: int) -> Table:
     return row
 
 
-def _loss(losses: Sequence[float], val_loss: float | None, width: int, ascii_only: bool) -> Text:
+def _loss(losses: Sequence[float], held_out: str, width: int, ascii_only: bool) -> Text:
     label = f"loss {losses[-1]:.4f}  "
-    held_out = "" if val_loss is None else f"  val {val_loss:.4f}"
     curve = sparkline(losses, max(8, width - len(label) - len(held_out)), ascii_only)
     return Text.assemble((label, "bold"), (curve, "blue"), held_out, no_wrap=True)
 

@@ -52,6 +52,7 @@ class StepMetrics:
     time_s: TimeSplit
     peak_memory_bytes: int  # of the rank that needed most
     val_loss: float | None = None  # when it was measured after this step
+    val_exact: float | None = None  # share of held-out questions answered exactly right, when asked after this step
     edges: Mapping[str, EdgeMetrics] = field(default_factory=dict)  # by edge, as `vision.0>llm.0`
     slow_ranks: tuple[str, ...] = ()  # who lags behind their peers, and at what
 
@@ -68,12 +69,13 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """One object of `metrics.jsonl`; what is not finite becomes null.
 
-        `val_loss` is there when measured, `slow_ranks` when there are any.
+        `val_loss` and `val_exact` are there when measured, `slow_ranks` when there are any.
         """
         values = {
             "step": self.step,
             "loss": self.loss,
             **({} if self.val_loss is None else {"val_loss": self.val_loss}),
+            **({} if self.val_exact is None else {"val_exact": self.val_exact}),
             "grad_norm": self.grad_norm,
             "lr": self.lr,
             "step_time_s": self.step_time_s,

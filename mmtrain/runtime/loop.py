@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -33,6 +33,7 @@ class Loop:
     meter: Meter
     tracer: Tracer
     validate: Callable[[], float]
+    evaluate: Callable[[], float]
     log: RunLog
     progress: Progress
     stop: StopRequest
@@ -64,7 +65,7 @@ class Loop:
         return None
 
     def _step(self, step: int) -> tuple[StepMetrics, bool]:
-        """Load, train, measure; and validate where that is due. Also return whether a signal asked to stop."""
+        """Load, train, measure; validate and evaluate where that is due. Also return whether a signal asked to stop."""
         train, activity = self.job.recipe.train, self.job.activity
         begin, waited = time.perf_counter(), self.loader.wait_s
         activity.begin(LOADING)
@@ -85,7 +86,9 @@ class Loop:
             self.progress.note(f"step {step + 1}: {new} samples could not be decoded, see {QUARANTINE}")
         validates = train.validate_every and due(step, train.validate_every, train.steps) and not seen.stopped
         val_loss = self.validate() if validates else None
-        return self.meter.metrics(data.meta, outcome, seen, lr, took, val_loss), seen.stopped
+        evaluates = train.evaluate_every and due(step, train.evaluate_every, train.steps) and not seen.stopped
+        metrics = self.meter.metrics(data.meta, outcome, seen, lr, took, val_loss)
+        return replace(metrics, val_exact=self.evaluate() if evaluates else None), seen.stopped
 
     def _train(self, data: StepData, lr: float) -> StepOutcome:
         """Run the step; explain it when memory was not enough."""

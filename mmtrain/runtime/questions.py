@@ -1,6 +1,6 @@
 """Questions about held-out samples, dealt to the replicas of a model and answered by it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from mmtrain.balance import IntArray, ItemLengths, SampleLengths, assign
-from mmtrain.data import ChatTokenizer, DataIndex, Encoded, Preparer, Quarantined, Sample, Turn
+from mmtrain.data import ChatTokenizer, DataIndex, Encoded, Preparer, Quarantined, Sample, Turn, build
 from mmtrain.data.images import FloatArray
 from mmtrain.data.media import Media
 from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
@@ -16,6 +16,7 @@ from mmtrain.data.tokenize import NO_LABEL
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.generate import Generator
+from mmtrain.runtime.job import Job
 from mmtrain.runtime.world import World
 
 MAX_BATCH_TOKENS = 8192  # about as many in one microbatch, answers included
@@ -138,6 +139,25 @@ class Asker:
             if (question.sample.source, question.sample.index) not in bad
         }
         return answers, [bad[key] for key in sorted(bad)]
+
+
+def evaluation(job: Job) -> Callable[[], float]:
+    """Return a function that asks the model in training and returns the share of answers that are exactly right.
+
+    All ranks must call it together. Questions with broken media count as wrong.
+    """
+    recipe = job.recipe
+    if not recipe.train.evaluate_every:
+        return lambda: float("nan")
+    index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer)
+    questions = questions_of(index, recipe.train.evaluate_questions)
+    asker = Asker(Generator.of(job, tokenizer), recipe, tokenizer, index, job.world)
+
+    def evaluate() -> float:
+        answers, _ = asker.ask(questions, blank=False)
+        return sum(answer == question.expected for question, answer in answers.items()) / len(questions)
+
+    return evaluate
 
 
 class _Prompts(Preparer):

@@ -39,6 +39,7 @@ from mmtrain.runtime.launch import free_port, launch_local
 from mmtrain.runtime.loop import Loop
 from mmtrain.runtime.measure import Meter
 from mmtrain.runtime.memory import predicted_for
+from mmtrain.runtime.questions import evaluation
 from mmtrain.runtime.recorder import Recorder, clock_of
 from mmtrain.runtime.rundir import CHECKPOINTS, PLAN, QUARANTINE, RECIPE, TRACE
 from mmtrain.runtime.runstate import read_state, write_state
@@ -184,7 +185,20 @@ def _steps(
         predicted = predicted_for(world.rank, plan.predicted.peak_memory_gib)
         bad = BadSamples(index, recipe.data.max_bad_rate, read_quarantine(request.run_dir / QUARANTINE))
         loop = Loop(
-            job, index, loader, meter, tracer, validate, log, progress, stop, request.run_dir, saver, predicted, bad
+            job,
+            index,
+            loader,
+            meter,
+            tracer,
+            validate,
+            evaluation(job),
+            log,
+            progress,
+            stop,
+            request.run_dir,
+            saver,
+            predicted,
+            bad,
         )
         return loop.run(first)
 

@@ -44,12 +44,17 @@ def test_plan_train_alone_and_evaluate(folder: Path) -> None:
     planned = _mmtrain(folder, "plan", "recipes/demo.yaml", *_sets(*SMALL), "--out", "plan.json")
     assert planned.returncode == 0, planned.stderr
     assert "disaggregated" in planned.stdout
-    trained = _mmtrain(folder, "train", "recipes/demo.yaml", *_sets(*SMALL), "--plan", "plan.json")
+    asking = _sets(*SMALL, "train.evaluate_every=3")
+    trained = _mmtrain(folder, "train", "recipes/demo.yaml", *asking, "--plan", "plan.json")
     assert trained.returncode == 0, trained.stderr
     assert "step 3/3" in trained.stdout.replace("  ", " ")
-    scored = _mmtrain(folder, "evaluate", "runs/demo", "--json")
+    scored = _mmtrain(folder, "evaluate", "runs/demo", "--json", "--ranks", "2")
     assert scored.returncode == 0, scored.stderr
-    assert sum(t["questions"] for t in json.loads(scored.stdout)["templates"]) == 12
+    assert "evaluating on 2 ranks by the plan of its training: disaggregated" in scored.stderr
+    found = json.loads(scored.stdout)
+    assert found["questions"] == 12
+    *_, last = (folder / "runs/demo/metrics.jsonl").read_text().splitlines()
+    assert json.loads(last)["val_exact"] == found["exact"]
 
 
 def test_train_under_torchrun(folder: Path) -> None:

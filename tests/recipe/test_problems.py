@@ -142,6 +142,7 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["model.llm.head_dim=15"], "model.llm.head_dim: a head is 15 wide; allowed: an even width"),
         (["train.optimizer.min_lr=0.01"], "train.optimizer.min_lr: 0.01 is above train.optimizer.lr 0.001"),
         (["train.validate_every=5"], "train.validate_every: 5, but data.validation is empty"),
+        (["train.evaluate_every=5"], "train.evaluate_every: 5, but data.validation is empty"),
         (["data.max_sample_tokens=4096"], "data.max_sample_tokens: 4096 is above data.seq_len 2048"),
         (["data.budgets={audio: 5}"], "data.budgets.audio: no encoder of this model is called audio; allowed: vision"),
         (["data.budgets={llm: 5}"], "data.budgets.llm: the LLM's budget is data.seq_len; remove it here"),

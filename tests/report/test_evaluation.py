@@ -56,10 +56,8 @@ def test_table_and_examples() -> None:
     text = RESULT.to_text(100)
     assert "81.3% of the gap from the most frequent answers to 100% is closed." in text
     assert "Questions with images or clips: 83.8% right, 26.2% when these are blanked." in text
-    assert (
-        "1. How many red circles are there?\n   images    images/1.png, images/2.png\n   clips     1.wav\n   expected  3"
-        in text
-    )
+    asked = "1. How many red circles are there?\n   images    images/1.png, images/2.png\n   clips     1.wav\n"
+    assert f"{asked}   expected  3" in text
     assert "2. What is [2 + 2]?\n   expected  4\n   answered  5" in text
 
 

@@ -26,13 +26,13 @@ def test_plain_lines() -> None:
         clock.now = 0.5
         progress.step(metrics(120))
         clock.now = 1.0
-        progress.step(metrics(121, val_loss=1.3))
+        progress.step(metrics(121, val_loss=1.3, val_exact=0.4))
         progress.note("saved [bold]runs/demo/checkpoints/step-00000121 " + 60 * "x")
     assert file.getvalue().splitlines() == [
         "step  120/400  loss 1.2393  lr 3.0e-04  gnorm 0.81  tok/s 12.3k  mfu 3.1%  left 2:20  "
         "| compute 71% wait 20% comm 5% data 4%",
-        "step  121/400  loss 1.2273  val 1.3000  lr 3.0e-04  gnorm 0.81  tok/s 12.3k  mfu 3.1%  left 2:20  "
-        "| compute 71% wait 20% comm 5% data 4%",
+        "step  121/400  loss 1.2273  val 1.3000  exact 40.0%  lr 3.0e-04  gnorm 0.81  tok/s 12.3k  mfu 3.1%  "
+        "left 2:20  | compute 71% wait 20% comm 5% data 4%",
         "saved [bold]runs/demo/checkpoints/step-00000121 " + 60 * "x",
     ]
 
@@ -53,14 +53,23 @@ def test_the_panel_fits_and_says_everything(width: int) -> None:
     assert "waiting for the first step" in before
     for step in range(1, 121):
         clock.now += 0.5
-        panel.step(metrics(step, val_loss=1.3 if step == 100 else None))
+        panel.step(metrics(step, **({"val_loss": 1.3, "val_exact": 0.4} if step == 100 else {})))
     console.print(panel)
     lines = console.export_text().splitlines()
     assert {len(line) for line in lines} == {width}
     assert len(lines) == 6
     text = "\n".join(lines)
     for figure in (
-        *("demo", "step 120/400", "30%", "1:00 passed, 2:20 left", "loss 1.2393", "val 1.3000", "lr 3.0e-04"),
+        *(
+            "demo",
+            "step 120/400",
+            "30%",
+            "1:00 passed, 2:20 left",
+            "loss 1.2393",
+            "val 1.3000",
+            "exact 40.0%",
+            "lr 3.0e-04",
+        ),
         *("grad norm 0.81", "12.3k tok/s", "44 samples/s", "MFU 3.1%", "1.5 GiB"),
         *("compute 71%", "wait 20%", "comm 5%", "data 4%", "█▇", "▁"),
     ):

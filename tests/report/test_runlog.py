@@ -21,13 +21,14 @@ def log(run_dir: Path, first: int, last: int, **changes: float) -> None:
 
 def test_a_line_holds_what_the_step_was(tmp_path: Path) -> None:
     edges = {"vision.0>llm.0": EdgeMetrics(4096, 0.25)}
-    log(tmp_path, 1, 2, val_loss=1.3, edges=edges, slow_ranks=("rank 1 takes",))
+    log(tmp_path, 1, 2, val_loss=1.3, val_exact=0.4, edges=edges, slow_ranks=("rank 1 takes",))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[1]) == {
         "step": 2,
         "loss": metrics(2).loss,
         "val_loss": 1.3,
+        "val_exact": 0.4,
         "grad_norm": 0.81,
         "lr": 3e-4,
         "step_time_s": 0.5,

@@ -45,7 +45,7 @@ def recipe(tokenizer: Path, train: Path, heldout: Path | None, **llm: Any) -> Re
                 "seq_len": 256,
                 "image": {"min_pixels": 256, "max_pixels": 2304},
             },
-            "train": {"steps": 50, "global_batch": 2, "optimizer": {"lr": 1e-3}},
+            "train": {"steps": 50, "global_batch": 6, "optimizer": {"lr": 1e-3}},
         }
     )  # fmt: skip
 

@@ -1,0 +1,121 @@
+"""Evaluation by several ranks: as a command under a launcher, and in the middle of training."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mmtrain.balance import SampleLengths
+from mmtrain.checkpoint import open_newest_good
+from mmtrain.data import build
+from mmtrain.errors import MmtrainError
+from mmtrain.plan import Plan
+from mmtrain.plan import plan as planner
+from mmtrain.recipe import Recipe, load, sha256
+from mmtrain.report import EvaluationResult
+from mmtrain.runtime.evaluate import Request, run
+from mmtrain.runtime.generate import load_weights
+from mmtrain.runtime.job import assemble
+from mmtrain.runtime.launch import free_port
+from mmtrain.runtime.questions import evaluation
+from mmtrain.runtime.rundir import CHECKPOINTS, PLAN, RECIPE
+from mmtrain.runtime.world import World
+from tests.data.rows import row
+from tests.distributed import fork_ranks, run_ranks
+from tests.flow.cases import Mesh, plan
+from tests.flow.runs import refuse
+from tests.runtime.models import CPU, evaluated, run_folder
+from tests.runtime.taught import Taught, asking
+
+APART = {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}
+
+
+def _plan(recipe: Recipe, lengths: SampleLengths, num_ranks: int) -> Plan:
+    return planner(recipe, lengths, world_size=num_ranks, hardware="cpu-core", recipe_sha256=sha256(recipe))
+
+
+def _evaluate(rank: int, world_size: int, _: Path, run_dir: Path, port: int) -> tuple[list[EvaluationResult], str]:
+    """Be one rank that torchrun started; return what it showed and said."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    os.environ |= {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    shown: list[EvaluationResult] = []
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            run(Request(run_dir, _plan, shown.append))
+        except MmtrainError as e:
+            print(e, file=said)
+    return shown, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "says"),
+    [
+        (3, "evaluating on 3 ranks by the plan of its training: disaggregated, vision tp1 pp1 dp1, llm tp1 pp2 dp1"),
+        (2, "evaluating on 2 ranks by a plan made for them: "),
+    ],
+)
+def test_ranks_score_together_what_one_scores(taught: Taught, tmp_path: Path, num_ranks: int, says: str) -> None:
+    folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
+    settings = load(folder / RECIPE).recipe
+    training = plan(settings, **APART).model_copy(update={"recipe_sha256": sha256(settings)})
+    training.save(folder / PLAN)
+    (first, said), *others = fork_ranks(num_ranks, _evaluate, folder, free_port())
+    assert first == [evaluated(folder)]
+    assert said.startswith(says)
+    assert others == [([], "")] * (num_ranks - 1), "one rank speaks"
+
+
+def test_too_many_broken_images_end_all_ranks(taught: Taught, tmp_path: Path) -> None:
+    good = (taught.folder / "red.png").read_bytes()
+    at = good.index(b"IDAT") + 6
+    (taught.folder / "split.png").write_bytes(good[:at] + bytes(8) + good[at + 8 :])
+    rows = [*taught.rows, asking("colour", row("<image>What colour?", "red", "split.png", name="b1"))]
+    folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, rows), taught.model)
+    for shown, said in fork_ranks(2, _evaluate, folder, free_port()):
+        assert not shown
+        assert "1 of 5 samples are unusable" in said
+        assert "'b1'" in said
+
+
+def _ask_in_training(settings: Recipe, root: Path, plans: list[Plan]) -> list[tuple[float, float, float]]:
+    """The share of right answers of a job with taught weights, without them, and with them again."""
+    world, shares = World(dist.get_rank(), dist.get_world_size(), CPU), []
+    for chosen in plans:
+        job = assemble(settings, chosen, world)
+        evaluate = evaluation(job)
+        untaught = {
+            p: p.detach().clone() for u in job.units.values() for s in u.stages.values() for p in s.parameters()
+        }
+        found = []
+        for weights_are_taught in (True, False, True):
+            for unit in job.units.values():
+                load_weights(unit, open_newest_good(root, refuse))
+            if not weights_are_taught:
+                with torch.no_grad():
+                    for param, value in untaught.items():
+                        param.copy_(value)
+            found.append(evaluate())
+        shares.append((found[0], found[1], found[2]))
+    return shares
+
+
+def test_a_job_asks_the_model_that_it_trains(taught: Taught, tmp_path: Path) -> None:
+    """By its own units as they stand, with slices of tokens where training has them."""
+    folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
+    settings = load(folder / RECIPE).recipe
+    train = settings.train.model_copy(update={"evaluate_every": 1, "evaluate_questions": 3})
+    settings = settings.model_copy(update={"train": train})
+    assert len(build(settings, "validation").samples) == 4
+    plans = [
+        plan(settings, vision=Mesh((), (0, 1), tp=2, sp=True), llm=Mesh((1,), (0, 1, 2, 3), tp=2, sp=True)),
+        plan(settings, vision=Mesh((), (0, 1), dp=2), llm=Mesh((), (2, 3), dp=2)),
+    ]
+    for shares in run_ranks(4, _ask_in_training, settings, folder / CHECKPOINTS, plans):
+        for taught_share, untaught_share, again in shares:
+            assert taught_share == again == 1.0
+            assert untaught_share < 1.0
