@@ -57,7 +57,8 @@ class UnitPlan(_Frozen):
 class SchedulePlan(_Frozen):
     """Which builder makes the program, and each replica's microbatches in a step, per unit.
 
-    An explicit `order` lists forwards and backwards, like `F llm.0 llm:0.3`, of each rank of replica group 0.
+    An explicit `order` lists forwards and backwards, like `F llm.0 llm:0.3`, of each rank of replica group 0, or parts
+    of them and work in gaps (`program.actions`).
     """
 
     kind: ScheduleKind = "1f1b"

@@ -1,0 +1,87 @@
+"""What it costs to run every forward and backward layer by layer instead of in one piece.
+
+    python scripts/bench_parts.py recipes/demo.yaml [--set a.b=c ...]
+
+One rank, one core, all units on it. Two programs over the same plan take turns on the same batches: the planner's own
+order, and the same with every action cut at every layer. They compute the same numbers; the difference is cutting.
+"""
+
+import os
+import platform
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from mmtrain.balance import Grouping
+from mmtrain.data import GroupStream, Preparer, build
+from mmtrain.models.shape import shape
+from mmtrain.plan import plan
+from mmtrain.plan.graph import stage_graph
+from mmtrain.plan.plan import Plan
+from mmtrain.program import Partial, action_to_text, build_1f1b
+from mmtrain.program.segments import direction, num_segments
+from mmtrain.recipe import Recipe, load, sha256
+from mmtrain.runtime.job import assemble
+from mmtrain.runtime.launch import launch_local
+from mmtrain.runtime.world import Address, join, leave
+
+WARM_UP, STEPS = 5, 30
+
+
+def main() -> None:
+    recipe_file, *options = sys.argv[1:]
+    recipe = load(Path(recipe_file), [*(o for o in options if o != "--set"), "parallel.placement=unified"]).recipe
+    chosen = plan(recipe, build(recipe).lengths, world_size=1, hardware="cpu-core", recipe_sha256=sha256(recipe))
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {chosen.placement} plan")
+    launch_local(1, partial(bench_rank, recipe, chosen))
+
+
+def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
+    """Run the steps of both programs in turn, and print how long theirs took."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    world = join(address)
+    jobs = [assemble(recipe, of_kind, world) for of_kind in (chosen, cut(recipe, chosen))]
+    index = build(recipe)
+    stream = GroupStream(
+        index.lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed, index.weights
+    )
+    preparer = Preparer(index, recipe, jobs[0].needs, jobs[0].num_microbatches)
+    seconds: list[list[float]] = [[], []]
+    for step in range(WARM_UP + STEPS):
+        data = preparer.prepare(stream.batch(step, recipe.train.global_batch, jobs[0].dp, jobs[0].num_microbatches))
+        losses = []
+        for job, times in zip(jobs, seconds, strict=True):
+            begin = time.perf_counter()
+            losses.append(job.train(data, lr=1e-3).loss)
+            times.append(time.perf_counter() - begin)
+        # Not to the bit: what two layers give a shared (tied) weight adds up in another order.
+        assert abs(losses[0] - losses[1]) < 1e-5 * losses[0], f"step {step}: losses {losses}"
+    ratio = statistics.median(b / a for a, b in list(zip(*seconds, strict=True))[WARM_UP:])
+    one, many = (statistics.median(times[WARM_UP:]) for times in seconds)
+    counts = [len(job.program.for_rank(0)) for job in jobs]
+    print(
+        f"step {one * 1e3:.1f} ms with {counts[0]} actions, {many * 1e3:.1f} ms with {counts[1]}: "
+        f"{ratio - 1:+.1%} (median of {STEPS} ratios), {(many - one) / (counts[1] - counts[0]) * 1e6:.0f} us an action"
+    )
+    leave()
+
+
+def cut(recipe: Recipe, chosen: Plan) -> Plan:
+    """The plan with its order written down, every action cut at every layer."""
+    graph = stage_graph(chosen, shape(recipe))
+    order = {}
+    for rank, todo in build_1f1b(graph).actions.items():
+        lines = []
+        for action in todo:
+            kind, layers = direction(action), range(num_segments(graph, action.stage))
+            pieces = [Partial(action.stage, action.mb, kind, i, i + 1) for i in layers]
+            lines += [action_to_text(piece) for piece in (pieces if kind == "F" else reversed(pieces))]
+        order[rank] = tuple(lines)
+    schedule = chosen.schedule.model_copy(update={"kind": "explicit", "order": order})
+    return chosen.model_copy(update={"schedule": schedule})
+
+
+if __name__ == "__main__":
+    main()
