@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmtrain.report.metrics import StepMetrics, compact
-from mmtrain.report.progress import Pace, SHORT_NAMES, clock_text, held_out_text
+from mmtrain.report.progress import SHORT_NAMES, Pace, clock_text, held_out_text
 
 _COLOURS = {"compute": "green", "wait": "yellow", "communication": "cyan", "data": "magenta"}
 

@@ -98,21 +98,20 @@ def _evaluate(request: Request, recipe: Recipe, world: World) -> None:
 
 
 def _layout(request: Request, recipe: Recipe, index: DataIndex, num_ranks: int) -> dict[str, UnitPlan]:
-    """Choose where the stages lie; say so where there is a choice.
+    """Choose where the stages lie, and say so.
 
-    As in training on as many ranks as then, whole on one rank, and else as the planner says, whatever the recipe
+    Whole on one rank, as in training on as many ranks as then, and else as the planner says, whatever the recipe
     wanted for training.
     """
+    if num_ranks == 1:
+        _say("evaluating on 1 rank, which holds the whole model")
+        return {unit.name: _whole(len(unit.layers)) for unit in shape(recipe).units}
     saved = request.run_dir / PLAN
     plan = load_plan(saved) if saved.exists() else None
-    if plan is not None and (plan.world_size, plan.recipe_sha256) == (num_ranks, sha256(recipe)):
-        whose = "the plan of its training"
-    elif num_ranks == 1:
-        return {unit.name: _whole(len(unit.layers)) for unit in shape(recipe).units}
-    else:
+    whose = "the plan of its training"
+    if plan is None or (plan.world_size, plan.recipe_sha256) != (num_ranks, sha256(recipe)):
         free = recipe.model_copy(update={"parallel": ParallelSettings()})
-        plan = request.planner(free, index.lengths, num_ranks)
-        whose = "a plan made for them"
+        plan, whose = request.planner(free, index.lengths, num_ranks), "a plan made for them"
     meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
     _say(f"evaluating on {num_ranks} ranks by {whose}: {plan.placement}, {meshes}")
     return plan.units
