@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmtrain.cli.options import AsJson
+from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
     from mmtrain.data.check import CheckReport
@@ -14,6 +14,7 @@ EXAMPLES = 3  # of each kind of fault
 
 
 def check(
+    overrides: Overrides,
     sources: Annotated[
         list[Path] | None,
         typer.Argument(metavar="SOURCE...", help="Data files; with --recipe by default its own.", show_default=False),
@@ -45,7 +46,7 @@ def check(
             bar.update(1)
 
         if recipe is not None:
-            settings = load(recipe, []).recipe
+            settings = load(recipe, overrides).recipe
             report = check_as(settings, wanted or [*settings.data.sources, *settings.data.validation], show)
         elif wanted:
             report = check_any(wanted, show)

@@ -18,6 +18,7 @@ from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample
 LAYOUTS = {"llava": ("conversations",), "messages": ("messages",)}  # format -> where its turns stand
 ANY_LAYOUT = ("conversations", "messages")
 MARKS = {"image": IMAGE_MARK, "audio": AUDIO_MARK, "video": VIDEO_MARK}
+_KEYS = {kind: (kind, f"{kind}s") for kind in MARKS}
 MediaOf = Callable[[str, Any], Media]  # kind, what stands for a medium -> the medium; raises BadSampleError
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -48,10 +49,7 @@ def sample_of(
     """
     if not isinstance(entry, dict):
         raise BadSampleError("malformed", f"found {describe(entry)}, expected an object with `{'` or `'.join(layout)}`")
-    found: dict[str, list[Media]] = {kind: [] for kind in MARKS}
-    listed = {kind: _listed(entry, kind) for kind in MARKS}
-    for kind, values in listed.items():
-        found[kind] += [media_of(kind, value) for value in values]
+    found = {kind: [media_of(kind, value) for value in _listed(entry, *keys)] for kind, keys in _KEYS.items()}
     turns = _turns(entry, layout, found, media_of)
     template = entry.get("template")
     return Sample(
@@ -110,59 +108,78 @@ def _turns(
     if not isinstance(turns, list) or not turns:
         found_instead = "an empty list" if turns == [] else describe(turns)
         raise BadSampleError("malformed", f"`{key}` is {found_instead}, expected a list of messages")
-    return tuple(_turn(f"`{key}[{i}]`", turn, found, media_of) for i, turn in enumerate(turns))
+    try:
+        return tuple([_turn(turn, found, media_of) for turn in turns])
+    except _BadTurnError as bad:
+        raise BadSampleError(bad.kind, f"`{key}`: message {bad.number(turns)} of {len(turns)} {bad.reason}") from None
 
 
-def _turn(where: str, turn: Any, found: dict[str, list[Media]], media_of: MediaOf) -> Turn:
-    says, who = ("content", "role") if isinstance(turn, dict) and "role" in turn else ("value", "from")
-    text = turn.get(says) if isinstance(turn, dict) else None
+class _BadTurnError(BadSampleError):
+    """A turn that cannot be used; the reason goes on where the place of the turn was told."""
+
+    def __init__(self, turn: Any, reason: str, kind: str = "malformed") -> None:
+        super().__init__(kind, reason)
+        self._turn = turn
+
+    def number(self, turns: list[Any]) -> int:
+        """Which of the turns it is, from 1."""
+        return next(i for i, turn in enumerate(turns, 1) if turn is self._turn)
+
+
+def _turn(turn: Any, found: dict[str, list[Media]], media_of: MediaOf) -> Turn:
+    if not isinstance(turn, dict):
+        raise _BadTurnError(turn, f"is {describe(turn)}, expected an object")
+    says, who = ("content", "role") if "role" in turn else ("value", "from")
+    text = turn.get(says)
     if isinstance(text, list) and says == "content":
-        text = "".join(_part(where, part, found, media_of) for part in text)
+        text = "".join(_part(turn, part, found, media_of) for part in text)
     if not isinstance(text, str):
-        raise BadSampleError("malformed", f"{where} has no text `{says}`")
+        raise _BadTurnError(turn, f"has no text `{says}`")
     role = turn.get(who)
     if not isinstance(role, str) or role not in _ROLES:
-        raise BadSampleError("malformed", f"{where}.{who} is {role!r}, expected one of {', '.join(sorted(_ROLES))}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; no tokenizer takes it
-        raise BadSampleError("malformed", f"{where}.{says} is not valid Unicode: {error.reason}") from None
+        raise _BadTurnError(turn, f"has `{who}` {role!r}, expected one of {', '.join(sorted(_ROLES))}")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; no tokenizer takes it
+            raise _BadTurnError(turn, f"has a text that is not valid Unicode: {error.reason}") from None
     return Turn(_ROLES[role], text)
 
 
-def _part(where: str, part: Any, found: dict[str, list[Media]], media_of: MediaOf) -> str:
+def _part(turn: Any, part: Any, found: dict[str, list[Media]], media_of: MediaOf) -> str:
     """The text of a part of a message: a mark where it is a medium, which is added to those found."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if not isinstance(kind, str) or kind not in _PARTS:
         allowed = ", ".join(("text", *_PARTS))
-        raise BadSampleError("malformed", f"{where} has a part of type {kind!r}, expected one of {allowed}")
+        raise _BadTurnError(turn, f"has a part of type {kind!r}, expected one of {allowed}")
     value = part.get(kind)
     if isinstance(value, dict) and isinstance(value.get("url"), str):
         value = value["url"]
     if isinstance(value, dict):
-        raise BadSampleError(f"{_PARTS[kind]}_url", f"{where} holds its {_PARTS[kind]} itself; write it to a file")
+        raise _BadTurnError(turn, f"holds its {_PARTS[kind]} itself; write it to a file", f"{_PARTS[kind]}_url")
     if value is not None:  # else it only shows where a medium of the sample's list goes
         found[_PARTS[kind]].append(media_of(_PARTS[kind], _path(value, kind)))
     return MARKS[_PARTS[kind]]
 
 
-def _listed(entry: dict[str, Any], kind: str) -> list[Any]:
+def _listed(entry: dict[str, Any], one: str, several: str) -> list[Any]:
     """What stands for the media of one kind, under its singular or its plural."""
-    keys = [key for key in (kind, f"{kind}s") if entry.get(key) is not None]
-    if len(keys) > 1:
-        raise BadSampleError("malformed", f"it has both `{kind}` and `{kind}s`; give one of them")
-    if not keys:
+    values, key = entry.get(one), one
+    if (more := entry.get(several)) is not None:
+        if values is not None:
+            raise BadSampleError("malformed", f"it has both `{one}` and `{several}`; give one of them")
+        values, key = more, several
+    if values is None:
         return []
-    values = entry[keys[0]]
     if not isinstance(values, list):
         values = [values]
-    return [_path(value, keys[0]) for value in values]
+    return [_path(value, key) for value in values]
 
 
 def _path(value: Any, key: str) -> Any:
-    if isinstance(value, Media) or (isinstance(value, str) and value):
+    if (isinstance(value, str) and value) or isinstance(value, Media):
         return value
     found = "an empty path" if value == "" else describe(value)
     raise BadSampleError("malformed", f"`{key}` is or holds {found}, expected a path or a list of paths")

@@ -36,7 +36,7 @@ class Folder:
         return FileMedia(full)
 
     def _leads_inside(self, full: str) -> bool:
-        folder = os.path.dirname(full)
+        folder = full.rpartition(os.sep)[0]
         if folder not in self._inside:
             self._inside[folder] = _below(os.path.join(os.path.realpath(folder), "file"), self._real)
         return self._inside[folder] and (not os.path.islink(full) or _below(os.path.realpath(full), self._real))

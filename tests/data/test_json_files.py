@@ -190,7 +190,7 @@ def test_a_format_that_is_not_read_is_named(tmp_path: Path, name: str, message: 
         ("text", "found a text"),
         ({"id": "x"}, "`conversations` is missing"),
         ({"conversations": []}, "`conversations` is an empty list"),
-        ({"conversations": [{"from": "human"}]}, "`conversations[0]` has no text `value`"),
+        ({"conversations": [{"from": "human"}]}, "`conversations`: message 1 of 1 has no text `value`"),
         (
             {"conversations": [{"from": "robot", "value": ""}]},
             "'robot', expected one of assistant, gpt, human, system, user",
