@@ -1,0 +1,68 @@
+"""The master test of programs in parts, cut and filled at random: whatever the checker lets pass computes the same."""
+
+from typing import Any
+
+import pytest
+
+from mmtrain.errors import ProgramError
+from mmtrain.models.shape import shape
+from mmtrain.plan.graph import stage_graph
+from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coarse, check, lower
+from mmtrain.recipe import Recipe
+from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe
+from tests.flow.equality import assert_equals_one_process
+from tests.program.parts import fill
+
+MAX_SEEDS = 400
+
+# name -> (recipe changes, meshes, whether encoders work before and after the LLM, gaps to fill at least)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh], bool, int]] = {
+    "unified pp2 dp2": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1, 2, 3), dp=2)}, False, 2),
+    "the encoder is the first round, recomputed": (
+        {},
+        {"vision": Mesh((2,), (0, 1), recompute=(1, 2)), "llm": Mesh((2,), (0, 1), recompute=(1, 2, 3, 4))},
+        False,
+        2,
+    ),
+    "unified tp2 with slices of tokens, tied, partly frozen": (
+        {"model__llm__tie_embeddings": True, "train__freeze": ("vision.layers.[01].*", "llm.layers.2.*")},
+        {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, sp=True)},
+        False,
+        2,
+    ),
+    "three units on two ranks, vpp2": (
+        {"model__audio": AUDIO},
+        {
+            "vision": Mesh((), (0, 1), dp=2),
+            "audio": Mesh((2,), (0, 1)),
+            "llm": Mesh((1, 2, 3), (0, 1), vpp=2),
+        },
+        True,
+        1,
+    ),
+    "an encoder's microbatches merged": ({}, {"vision": Mesh((), (0,), n=2), "llm": Mesh((3,), (0, 1))}, False, 2),
+    "disaggregated, cut only": ({}, {"vision": Mesh((2,), (0, 1)), "llm": Mesh((), (2, 3), dp=2)}, False, 0),
+}
+
+
+def in_parts(settings: Recipe, meshes: dict[str, Mesh], coarse: bool, gaps: int) -> Order:
+    """The first order, of those drawn one after another, that passes the checker and fills so many gaps."""
+    graph = stage_graph(plan(settings, **meshes), shape(settings))
+    whole = (build_coarse if coarse else build_1f1b)(graph)
+    for seed in range(MAX_SEEDS):
+        program = Program(graph, {rank: fill(graph, todo, seed) for rank, todo in whole.actions.items()})
+        if sum(isinstance(a, Fill) for todo in program.actions.values() for a in todo) < gaps:
+            continue
+        try:
+            check(lower(program))
+        except ProgramError:
+            continue
+        return {rank: tuple(map(action_to_text, todo)) for rank, todo in program.actions.items()}
+    raise AssertionError(f"none of {MAX_SEEDS} orders with {gaps} filled gaps runs")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_and_gaps_compute_what_one_process_does(case: str) -> None:
+    changes, meshes, coarse, gaps = CASES[case]
+    settings = recipe(**changes)
+    assert_equals_one_process(settings, plan(settings, "explicit", in_parts(settings, meshes, coarse, gaps), **meshes))
