@@ -13,9 +13,11 @@ from PIL import Image
 
 from mmtrain.data.extras import require
 from mmtrain.data.media import BadMediaError, Media
+from mmtrain.data.mp4 import quarter_turns
 
 # Containers that hold their frames themselves.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv"
+_CLOCKWISE = {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_90}
 _SEEK_SECONDS = 8.0  # between frames further apart than this, jumping to a key frame is cheaper than decoding all
 _SPARE_SECONDS = 1.0  # the last frame may be shown longer than the others
 
@@ -25,7 +27,7 @@ class BadVideoError(BadMediaError):
 
 
 def read_video(media: Media, max_frames: int, max_source_pixels: int) -> tuple[int, int, int]:
-    """Width and height of the frames, and how many of them are used; from the header, without decoding.
+    """Upright width and height of the frames, and how many of them are used; from the header, without decoding.
 
     Raises `BadVideoError` for what no decoder could use.
     """
@@ -37,6 +39,8 @@ def read_video(media: Media, max_frames: int, max_source_pixels: int) -> tuple[i
         found = f"{width} x {height}" if width * height else "the size of its pictures"
         reason = f"{media}: {found} is above data.image.max_source_pixels = {max_source_pixels}"
         raise BadVideoError("too_many_pixels", reason)
+    if _turns(media) % 2:
+        width, height = height, width
     return width, height, max(1, min(max_frames, there))
 
 
@@ -54,7 +58,15 @@ def load_frames(media: Media, count: int, size: tuple[int, int], max_source_pixe
             frames = list(_shown_at(container.decode(stream), times))
         if len(frames) < count:
             raise BadVideoError("truncated", f"{media}: {len(frames)} of {count} frames are there")
-        return [frame.to_image().resize(size, Image.Resampling.BICUBIC) for frame in frames]
+        turn = _CLOCKWISE.get(_turns(media))
+        pictures = [frame.to_image() for frame in frames]
+    upright = [picture.transpose(turn) for picture in pictures] if turn is not None else pictures
+    return [picture.resize(size, Image.Resampling.BICUBIC) for picture in upright]
+
+
+def _turns(media: Media) -> int:
+    with media.open() as file:
+        return quarter_turns(file)
 
 
 def _sought(container: Any, stream: Any, time: float) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 import io
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,24 @@ def wav(seconds: float = 0.1, rate: int = 8000, form: str = "WAV") -> bytes:
 
 
 def movie(
-    colours: list[str], seconds_each: float = 0.2, width: int = 64, height: int = 48, rate: int = 20, form: str = "mp4"
+    colours: Sequence[str | Image.Image],
+    seconds_each: float = 0.2,
+    width: int = 64,
+    height: int = 48,
+    rate: int = 20,
+    form: str = "mp4",
+    rotation: float | None = None,
 ) -> bytes:
-    """A video that shows one colour after another."""
+    """A video of one colour or picture after another, which players turn by `rotation` degrees to the left."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=form) as container:
         stream = container.add_stream("mpeg4", rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.codec_context.gop_size = 4
+        if rotation is not None:
+            stream.set_display_rotation(rotation)
         for colour in colours:
-            picture = Image.new("RGB", (width, height), colour)
+            picture = colour if isinstance(colour, Image.Image) else Image.new("RGB", (width, height), colour)
             for _ in range(round(seconds_each * rate)):
                 container.mux(stream.encode(av.VideoFrame.from_image(picture)))
         container.mux(stream.encode(None))

@@ -1,11 +1,18 @@
 """Videos as a few frames, and what becomes of files that are none."""
 
+import io
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
+from av.video.stream import VideoStream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
 
 from mmtrain.data.media import FileMedia, TarMember
+from mmtrain.data.mp4 import quarter_turns
 from mmtrain.data.video import BadVideoError, load_frames, read_video
 from tests.data.archives import movie, tar, wav
 
@@ -36,6 +43,35 @@ def test_frames_lie_evenly_over_the_whole(tmp_path: Path, form: str) -> None:
     assert _seen(media, 2) == ["lime", "white"]  # 1/4 and 3/4 of the way
     assert _seen(media, 1) == ["blue"]
     assert _seen(media, 8) == [name for name in COLOURS for _ in range(2)]
+
+
+@pytest.mark.skipif(not hasattr(VideoStream, "set_display_rotation"), reason="this PyAV cannot write it")
+@pytest.mark.parametrize(("rotation", "turns"), [(0, 0), (-90, 1), (180, 2), (90, 3)])
+@pytest.mark.parametrize("form", ["mp4", "mov"])
+def test_films_are_stood_upright_as_their_header_says(tmp_path: Path, rotation: int, turns: int, form: str) -> None:
+    filmed = Image.new("RGB", (64, 48), "red")
+    filmed.paste((0, 0, 255), (32, 0, 64, 48))  # red on the left, blue on the right
+    content = movie([filmed], form=form, rotation=rotation)
+    with av.open(io.BytesIO(content)) as container:
+        assert next(container.decode(video=0)).rotation % 360 == rotation % 360
+    media = _file(tmp_path / "x.mp4", content)
+    with media.open() as file:
+        assert quarter_turns(file) == turns
+    width, height, _ = read_video(media, 1, LIMIT)
+    assert (width, height) == ((64, 48) if turns % 2 == 0 else (48, 64))
+    (frame,) = load_frames(media, 1, (width, height), LIMIT)
+    expected = np.asarray(filmed.rotate(rotation, expand=True), dtype=float)
+    assert np.abs(np.asarray(frame, dtype=float) - expected).mean() < 20
+
+
+@given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 1 << 64))
+@settings(max_examples=100, deadline=None)
+def test_damaged_headers_turn_nothing_or_something_and_end(noise: bytes, at: int, size: int) -> None:
+    content = movie(["red"], form="mov")
+    moov = content.index(b"moov") - 4
+    broken = content[: moov + at] + size.to_bytes(9, "big")[-8:] + noise + content[moov + at + 20 :]
+    for piece in (broken, noise, b"\0\0\0\x01moov" + size.to_bytes(9, "big")[-8:] + noise):
+        assert 0 <= quarter_turns(io.BytesIO(piece)) <= 3
 
 
 def test_a_short_video_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
