@@ -11,6 +11,7 @@ from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coa
 from mmtrain.recipe import Recipe
 from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe
 from tests.flow.equality import assert_equals_one_process
+from tests.flow.orders import TOGETHER
 from tests.program.parts import fill
 
 MAX_SEEDS = 400
@@ -66,3 +67,10 @@ def test_parts_and_gaps_compute_what_one_process_does(case: str) -> None:
     changes, meshes, coarse, gaps = CASES[case]
     settings = recipe(**changes)
     assert_equals_one_process(settings, plan(settings, "explicit", in_parts(settings, meshes, coarse, gaps), **meshes))
+
+
+def test_ranks_of_a_host_have_guests_of_their_own() -> None:
+    """Each rank of a tensor-parallel LLM holds a replica of the encoder, whose segments lie in the same gaps."""
+    settings, meshes = recipe(), {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), tp=2)}
+    order = {rank: tuple(line.replace("vision:0", f"vision:{rank}") for line in TOGETHER) for rank in (0, 1)}
+    assert_equals_one_process(settings, plan(settings, "explicit", order, **meshes))
