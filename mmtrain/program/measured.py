@@ -1,8 +1,11 @@
 """From what the ranks recorded of a step to its timeline, drawn and booked like a simulated one."""
 
+import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from mmtrain.program.account import Account
@@ -20,8 +23,8 @@ def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], byte
 
     Compute begins when its messages have come. A collective begins on all its ranks when the last of them is there;
     what the others wait is a bubble. A message is drawn on its sender from when both ends were posted to when the
-    receiver knew of it, which is when it was waited for: at most so long. What lies on a rank's communication stream
-    is drawn one after another, each from the end of the one before, since it cannot be told which moved when.
+    receiver knew of it, which is when it was waited for: at most so long. It ends in the drawing when the next message
+    or collective of its sender begins, since it cannot be told which moved when.
 
     Memory is not in the records: `peak_memory_bytes` stays empty.
     """
@@ -35,7 +38,7 @@ def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], byte
     for rank, record in records.items():
         works = list(_works(graph, rank, record, together))
         account = Account.of(work.action for work in works)
-        moved = messages.get(rank, [])
+        collectives: list[Span] = []
         for work in works:
             start = max(work.start_s, account.clock)  # clocks agree to some microseconds only
             end = max(work.end_s, start)
@@ -43,10 +46,10 @@ def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], byte
             if isinstance(work.action, Compute):
                 spans.append(Span(rank, start, end - start, work.action))
             else:
-                moved.append(Span(rank, start, end - start, work.action, bytes_moved(rank, work.action)))
+                collectives.append(Span(rank, start, end - start, work.action, bytes_moved(rank, work.action)))
         account.close(step_time)
         bubbles[rank] = account.bubbles
-        spans += _one_after_another(moved)
+        spans += _apart(collectives, messages.get(rank, []))
     return Timeline(tuple(sorted(spans, key=lambda s: (s.start_s, s.rank))), step_time, bubbles, {}, simulated=False)
 
 
@@ -97,14 +100,26 @@ def _messages(records: Mapping[int, StepRecord]) -> dict[int, list[Span]]:
     return found
 
 
-def _one_after_another(spans: Sequence[Span]) -> Iterator[Span]:
-    """Let each span begin when the one that ends before it has ended; viewers drop spans that overlap."""
-    free = 0.0
-    for span in sorted(spans, key=lambda s: (s.start_s + s.duration_s, s.start_s)):
-        end = max(span.start_s + span.duration_s, free)
-        start = max(span.start_s, free)
-        yield span._replace(start_s=start, duration_s=end - start)
-        free = end
+def _apart(collectives: Sequence[Span], messages: Sequence[Span]) -> Iterator[Span]:
+    """Draw a rank's communication without overlaps, of which viewers drop one: collectives where they were.
+
+    A message begins when a collective that ran has ended, and ends at the latest when something else begins.
+    """
+    ends = [(c.start_s, c.start_s + c.duration_s) for c in sorted(collectives, key=_start)]
+    spans = list(collectives)
+    for message in messages:
+        at = bisect_right(ends, (message.start_s, math.inf)) - 1
+        start = max(message.start_s, ends[at][1]) if at >= 0 else message.start_s
+        spans.append(message._replace(start_s=start, duration_s=max(0.0, message.start_s + message.duration_s - start)))
+    spans.sort(key=_start)
+    for span, after in pairwise([*spans, None]):
+        assert span is not None
+        left = math.inf if after is None else after.start_s - span.start_s
+        yield span._replace(duration_s=min(span.duration_s, left))
+
+
+def _start(span: Span) -> float:
+    return span.start_s
 
 
 @dataclass(frozen=True)

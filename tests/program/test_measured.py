@@ -1,5 +1,6 @@
 """Measured timelines: a simulated step told as records gives the simulated timeline back."""
 
+from itertools import pairwise
 from zlib import crc32
 
 import pytest
@@ -14,6 +15,7 @@ from mmtrain.program import (
     Microbatch,
     Recv,
     Send,
+    Span,
     StageGraph,
     StageId,
     Step,
@@ -23,7 +25,7 @@ from mmtrain.program import (
     chrome_trace,
     simulate,
 )
-from mmtrain.program.measured import MeasuredStep, measured_timeline, run_trace
+from mmtrain.program.measured import MeasuredStep, _apart, measured_timeline, run_trace
 from mmtrain.program.recorded import Done, Moved, StepRecord, Traffic
 from mmtrain.program.wiring import members
 from tests.program.graphs import Unit, chain, graphs
@@ -141,6 +143,26 @@ def test_messages_lie_on_their_sender_and_collectives_begin_together() -> None:
     assert found.bubbles[0] == pytest.approx(
         dict.fromkeys(BUBBLE_KINDS, 0.0) | {"pp_cooldown": 4, "dp_reduce": 2, "dp_gather": 1}
     )
+
+
+moments = st.integers(0, 20).map(float)
+
+
+@given(st.lists(moments, unique=True, max_size=6).map(sorted), st.lists(st.tuples(moments, moments).map(sorted)))
+def test_communication_is_drawn_apart(borders: list[float], moved: list[tuple[float, float]]) -> None:
+    """Collectives as they were, messages within the time that they may have taken."""
+    collectives = [Span(0, a, b - a, Step()) for a, b in zip(borders[::2], borders[1::2], strict=False)]
+    messages = [Span(0, a, b - a, SEND, nbytes=k) for k, (a, b) in enumerate(moved)]
+    drawn = list(_apart(collectives, messages))
+    assert [s for s in drawn if s.action == Step()] == collectives
+    assert sorted(s.nbytes for s in drawn if s.action == SEND) == list(range(len(messages)))
+    for span, after in pairwise(drawn):
+        assert span.start_s + span.duration_s <= after.start_s
+    for span in (s for s in drawn if s.action == SEND):
+        first, last = moved[span.nbytes]
+        assert span.duration_s >= 0
+        assert span.start_s >= first
+        assert span.start_s + span.duration_s <= last or span.duration_s == 0
 
 
 def test_a_record_says_where_the_time_went() -> None:

@@ -1,5 +1,6 @@
 """Records of steps, with clocks that the tests set."""
 
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 
@@ -101,3 +102,18 @@ def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> No
         assert clock.seconds(marks) == pytest.approx([100.003, 100.006, 100.009])
     assert Event.made == 4, "events are used again"
     assert isinstance(clock_of(torch.device("cpu")), HostClock)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_are_timed_where_they_run() -> None:
+    clock, device = CudaClock(), torch.device("cuda")
+    matrix = torch.ones(4096, 4096, device=device)
+    clock.start()
+    before = time.perf_counter()
+    first = clock.mark()
+    for _ in range(20):
+        matrix = matrix @ matrix * 0.0
+    launched = time.perf_counter()
+    begin, end = clock.seconds([first, clock.mark()])
+    after = time.perf_counter()
+    assert before - 1e-3 < begin < launched < end < after + 1e-3, "the host is ahead of the device"
