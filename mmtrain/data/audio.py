@@ -7,6 +7,7 @@ the power within eight decades of the clip's loudest. Clips keep their own lengt
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -69,15 +70,37 @@ def load_mels(media: Media, frames: int, bins: int) -> FloatArray:
 
     Raises `BadAudioError`.
     """
-    with _opened(media, "undecodable") as sound:
-        promised, rate = sound.frames, sound.samplerate
-        samples = sound.read(promised, dtype="float32", always_2d=True)
-    if len(samples) < promised - _SPARE_SECONDS * rate:
-        raise BadAudioError("truncated", f"{media}: {len(samples)} of {promised} samples are there")
-    if not np.isfinite(samples).all():
-        raise BadAudioError("undecodable", f"{media}: holds samples that are not finite")
-    wave = resample(samples.mean(axis=1, dtype=np.float64), rate)[: frames * HOP]
+    seconds = list(_decoded(media))
+    rate = seconds[0].rate if seconds else SAMPLE_RATE
+    mixed = np.concatenate([np.zeros(0), *(second.samples.mean(axis=1, dtype=np.float64) for second in seconds)])
+    wave = resample(mixed, rate)[: frames * HOP]
     return log_mel(np.pad(wave, (0, frames * HOP - len(wave))), bins)
+
+
+def try_decoding(media: Media) -> float:
+    """Decode a clip of any length without keeping it; its seconds. Raises `BadAudioError`."""
+    return sum(len(second.samples) / second.rate for second in _decoded(media))
+
+
+@dataclass(frozen=True)
+class _Second:
+    """A second of a clip, or what is left of it."""
+
+    samples: FloatArray  # (n, channels)
+    rate: int
+
+
+def _decoded(media: Media) -> Iterator[_Second]:
+    """Decode a clip second by second, so that one of many channels is never in memory whole."""
+    with _opened(media, "undecodable") as sound:
+        promised, rate, found = sound.frames, sound.samplerate, 0
+        while len(samples := sound.read(rate, dtype="float32", always_2d=True)):
+            if not np.isfinite(samples).all():
+                raise BadAudioError("undecodable", f"{media}: holds samples that are not finite")
+            found += len(samples)
+            yield _Second(samples, rate)
+        if found < promised - _SPARE_SECONDS * rate:
+            raise BadAudioError("truncated", f"{media}: {found} of {promised} samples are there")
 
 
 def resample(wave: Doubles, rate: int) -> Doubles:
@@ -143,5 +166,7 @@ def _opened(media: Media, broken: str) -> Iterator[Any]:
             yield sound
     except FileNotFoundError:
         raise BadAudioError("missing_audio", f"{media}: no such file") from None
+    except BadAudioError:
+        raise
     except Exception as error:
         raise BadAudioError(broken, f"{media}: {type(error).__name__}: {error}") from None

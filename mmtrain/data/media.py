@@ -28,9 +28,11 @@ class FileMedia:
 
     def open(self) -> BinaryIO:
         """Open for reading. Raises OSError; a pipe or device is refused, since reading one may wait for ever."""
-        if not stat.S_ISREG(os.stat(self.path).st_mode):
+        file = os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
             raise OSError(f"{self.path} is not a regular file")
-        return open(self.path, "rb")
+        return file
 
     def __str__(self) -> str:
         return self.path

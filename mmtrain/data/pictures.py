@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from mmtrain.data.images import FloatArray, cut_patches, load_rgb, read_size
-from mmtrain.data.media import Media
+from mmtrain.data.media import BadMediaError, Media
 from mmtrain.data.resize import Grid, frame_grid, grids, tile_canvas
 from mmtrain.data.sample import Sight
 from mmtrain.data.video import load_frames, read_video
@@ -33,7 +33,7 @@ class Pictures:
     def __init__(self, settings: ImageSettings, patch: int) -> None:
         """Prepare patches of `patch` x `patch` pixels as `settings` say."""
         self._settings, self._patch = settings, patch
-        self._last: tuple[object, list[Image.Image]] = None, []
+        self._last: tuple[object, list[Image.Image] | BadMediaError] = None, []
 
     def patches(self, kind: Sight, media: Media, part: int, parts: int, grid: Grid) -> FloatArray:
         """Patches (rows * cols, 3 * patch * patch) of one of the `parts` of an image or video, all of one grid.
@@ -42,8 +42,14 @@ class Pictures:
         """
         key = kind, media, parts, grid
         if self._last[0] != key:
-            self._last = key, self._decoded(kind, media, parts, grid)
-        return cut_patches(self._last[1][part], self._settings, self._patch)
+            try:
+                self._last = key, self._decoded(kind, media, parts, grid)
+            except BadMediaError as bad:
+                self._last = key, bad
+        decoded = self._last[1]
+        if isinstance(decoded, BadMediaError):
+            raise decoded
+        return cut_patches(decoded[part], self._settings, self._patch)
 
     def blank(self, grid: Grid) -> FloatArray:
         """Zeros in place of an item's patches."""

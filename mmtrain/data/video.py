@@ -7,6 +7,7 @@ would follow playlists and lists of parts to any file of this machine, and into 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from PIL import Image
@@ -53,15 +54,19 @@ def load_frames(media: Media, count: int, size: tuple[int, int], max_source_pixe
         start, seconds = _span(media, stream)
         times = [start + (i + 0.5) / count * seconds for i in range(count)]
         if seconds / count > _SEEK_SECONDS:
-            frames = [frame for time in times for frame in _sought(container, stream, time)]
+            frames: Iterator[Any] = chain.from_iterable(_sought(container, stream, time) for time in times)
         else:
-            frames = list(_shown_at(container.decode(stream), times))
-        if len(frames) < count:
-            raise BadVideoError("truncated", f"{media}: {len(frames)} of {count} frames are there")
+            frames = _shown_at(container.decode(stream), times)
         turn = _CLOCKWISE.get(_turns(media))
-        pictures = [frame.to_image() for frame in frames]
-    upright = [picture.transpose(turn) for picture in pictures] if turn is not None else pictures
-    return [picture.resize(size, Image.Resampling.BICUBIC) for picture in upright]
+        pictures = [_picture(frame, turn, size) for frame in frames]  # one by one: whole frames may be large
+    if len(pictures) < count:
+        raise BadVideoError("truncated", f"{media}: {len(pictures)} of {count} frames are there")
+    return pictures
+
+
+def _picture(frame: Any, turn: Image.Transpose | None, size: tuple[int, int]) -> Image.Image:
+    whole: Image.Image = frame.to_image()
+    return (whole if turn is None else whole.transpose(turn)).resize(size, Image.Resampling.BICUBIC)
 
 
 def _turns(media: Media) -> int:
