@@ -1,0 +1,75 @@
+"""Media with bytes changed, cut out or put in are read or refused by name, never anything else."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmtrain.data.audio import load_mels, read_frames
+from mmtrain.data.images import load_rgb, read_size
+from mmtrain.data.kinds import KINDS
+from mmtrain.data.media import BadMediaError, FileMedia, Media
+from mmtrain.data.video import load_frames, read_video
+from mmtrain.recipe.schema import AudioDataSettings
+from tests.data.archives import movie, wav
+
+LIMIT = 1_000_000
+
+
+def _picture(form: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 32, 3), dtype=np.uint8)).save(buffer, form)
+    return buffer.getvalue()
+
+
+def _look_at_picture(media: Media) -> None:
+    read_size(media, LIMIT)
+    assert load_rgb(media, [(16, 16)], LIMIT)[0].size == (16, 16)
+
+
+def _listen(media: Media) -> None:
+    frames = read_frames(media, AudioDataSettings(), 2)
+    assert np.isfinite(load_mels(media, frames, 16)).all()
+
+
+def _watch(media: Media) -> None:
+    _, _, frames = read_video(media, 3, LIMIT)
+    assert len(load_frames(media, frames, (16, 16), LIMIT)) == frames
+
+
+CASES: dict[str, tuple[Callable[[], bytes], Callable[[Media], None]]] = {
+    **{form: (lambda form=form: _picture(form), _look_at_picture) for form in ("png", "jpeg", "webp", "gif", "tiff")},  # type: ignore[misc]
+    **{form: (lambda form=form: wav(0.2, 16000, form), _listen) for form in ("WAV", "FLAC", "MP3")},  # type: ignore[misc]
+    **{form: (lambda form=form: movie(["red", "blue"], form=form), _watch) for form in ("mp4", "matroska")},  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@seed(7)
+def test_damaged_media_are_used_or_refused_by_name(tmp_path: Path, name: str, data: st.DataObject) -> None:
+    make, use = CASES[name]
+    content = make()
+    use(FileMedia(str(_write(tmp_path, content))))
+    places = st.integers(0, len(content) - 1)
+    for at in data.draw(st.lists(places, min_size=1, max_size=4)):
+        content = content[:at] + data.draw(st.binary(max_size=8)) + content[at + data.draw(st.integers(0, 8)) :]
+    if data.draw(st.booleans()):
+        content = content[: data.draw(places)]
+    kind = None
+    try:
+        use(FileMedia(str(_write(tmp_path, content))))
+    except BadMediaError as bad:
+        kind = bad.kind
+    assert kind is None or kind in KINDS
+
+
+def _write(folder: Path, content: bytes) -> Path:
+    (folder / "media").write_bytes(content)
+    return folder / "media"
