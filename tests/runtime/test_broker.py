@@ -23,7 +23,9 @@ from tests.program.graphs import Unit, chain
 CPU = torch.device("cpu")
 WIDTH = 3
 WORLD = 8
-NUM_DRAWS = 4
+NUM_DRAWS = 3
+LIMIT = 1  # sends under way on a channel
+NUM_MICROBATCHES = 4
 
 # name -> (units, ranks of a lane that share out the tokens of a unit)
 CASES: dict[str, tuple[tuple[Unit, ...], dict[str, int]]] = {
@@ -37,6 +39,9 @@ CASES: dict[str, tuple[tuple[Unit, ...], dict[str, int]]] = {
     "tp2 to tp2, 1:2": ((Unit("vision", tp=2), Unit("llm", dp=2, tp=2)), {}),
     "2:1 to tp2 pp2 with slices": ((Unit("vision", dp=2), Unit("llm", pp=2, tp=2)), {"llm": 2}),
     "two encoders, 1:2 and 2:2": ((Unit("vision"), Unit("audio", dp=2), Unit("llm", dp=2, pp=2)), {}),
+    "2:3, two merged into one": ((Unit("vision", dp=2, n=2), Unit("llm", dp=3)), {}),
+    "3:2, one split into two, tp2": ((Unit("vision", dp=3, n=8), Unit("llm", dp=2, tp=2)), {}),
+    "a unit after the LLM": ((Unit("vision"), Unit("llm", dp=2, tp=2), Unit("generator", dp=3)), {}),
     "2:3 on the same ranks": ((Unit("vision", dp=2, ranks=(0, 1)), Unit("llm", dp=3, ranks=(0, 1, 2))), {}),
     "tp2 lane of two encoder ranks": ((Unit("vision", dp=2, ranks=(0, 1)), Unit("llm", tp=2, ranks=(0, 1))), {}),
 }
@@ -155,21 +160,21 @@ class Stages:
 def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
     """Run all draws of a case on this rank; return what was wrong, and for each step the bytes sent by edge."""
     units, sharers = CASES[name]
-    graph = chain(*units, n=3)
+    graph = chain(*units, n=NUM_MICROBATCHES)
     groups = build_groups(graph, world)
     wrong: list[str] = []
     sent: list[dict[str, int]] = []
     if all(world.rank not in mesh.ranks for mesh in graph.meshes):
         return wrong, sent
     program = build(graph)
-    assert send_limit(program, 1) == 1
+    assert send_limit(program, LIMIT) == LIMIT, "or the sends below might wait for ever"
     actions = [a for a in program.for_rank(world.rank) if isinstance(a, Forward | Backward | Send | Recv | Share)]
     widths = dict.fromkeys(graph.edges, WIDTH)
     for seed in range(NUM_DRAWS):
         for dtype in (torch.float32, torch.bfloat16):
             step, activity = draw(graph, seed), Activity()
             stages = Stages(graph, world.rank, sharers, dtype, step)
-            broker = Broker(graph, actions, world.rank, groups, widths, sharers, 1, CPU, dtype, activity)
+            broker = Broker(graph, actions, world.rank, groups, widths, sharers, LIMIT, CPU, dtype, activity)
             broker.begin(step.loads)
             activity.recorder.start()
             for action in actions:
@@ -179,6 +184,8 @@ def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
                         stages.run(broker, action)
                     case Send():
                         broker.send(action)
+                        most = max((len(channel) for channel in broker._sending.values()), default=0)
+                        assert most <= LIMIT, f"{most} sends are under way"
                     case Recv():
                         broker.receive(action)
                     case Share():
@@ -211,7 +218,7 @@ def test_every_row_comes_where_the_route_says(name: str, outcomes: dict) -> None
 @pytest.mark.parametrize("name", [n for n, (units, _) in CASES.items() if all(not u.ranks for u in units)])
 def test_between_units_each_row_travels_once_each_way(name: str, outcomes: dict) -> None:
     """One transfer serves a replica, however many ranks it has; what goes nowhere is not sent."""
-    graph = chain(*CASES[name][0], n=3)
+    graph = chain(*CASES[name][0], n=NUM_MICROBATCHES)
     for seed in range(NUM_DRAWS):
         for at, element_bytes in ((2 * seed, 4), (2 * seed + 1, 2)):
             for edge, items in draw(graph, seed).items.items():
