@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from mmtrain.errors import ProgramError
 from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
 from mmtrain.program.check import MemoryLimit, check
 from mmtrain.program.graph import StageGraph
@@ -20,7 +21,8 @@ def build(
 ) -> Program:
     """Order the compute of one step, add the communication, and prove that the result runs to its end.
 
-    `order` is that of an explicit schedule, by rank; see `build_explicit`.
+    `order` is that of an explicit schedule, by rank; see `build_explicit`. Gradients are reduced as early as it lets
+    them be: right after a unit's last backward, or after all compute where ranks would otherwise wait in a circle.
 
     Raises:
         ProgramError: the graph's parts do not fit together, an explicit order is incomplete or would wait for ever,
@@ -33,6 +35,13 @@ def build(
             program = build_coarse(graph)
         case "explicit":
             program = build_explicit(graph, order or {})
-    program = lower(program)
-    check(program, memory)
-    return program
+    lowered = lower(program)
+    try:
+        check(lowered, memory)
+    except ProgramError:
+        if kind != "explicit":
+            raise
+        # Ranks that end their work on two encoders in different orders would wait for each other's reductions.
+        lowered = lower(program, reduce_last=True)
+        check(lowered, memory)
+    return lowered

@@ -10,22 +10,29 @@ from mmtrain.program.segments import direction, parts
 from mmtrain.program.wiring import EMBEDDINGS, holds_shared_embeddings, receives, sends, shares, trained_units
 
 
-def lower(program: Program) -> Program:
+def lower(program: Program, reduce_last: bool = False) -> Program:
     """Insert communication into a program of compute actions.
 
     A receive is posted one compute action ahead of its consumer, so that the transfer overlaps with compute; a send
     starts right after its producer; a lane shares right before the consumer. Gradients of a unit are reduced after
     its last backward on the rank, shared weights just before; then the optimizer step and the gathering of parameters.
+
+    `reduce_last`: gradients of all units are reduced after all compute, in one order everywhere. Then nothing is hidden
+    beside other units' compute, but no order of compute makes two ranks wait for each other's reductions either.
     """
-    graph = program.graph
-    return Program(graph, in_channel_order({r: _lower_rank(graph, r, todo) for r, todo in program.actions.items()}))
+    graph, actions = program.graph, program.actions
+    return Program(
+        graph, in_channel_order({rank: _lower_rank(graph, rank, todo, reduce_last) for rank, todo in actions.items()})
+    )
 
 
-def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action]) -> list[Action]:
+def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action], reduce_last: bool) -> list[Action]:
     compute = [a for a in actions if isinstance(a, Task)]
     posts: list[list[Recv]] = [receives(graph, rank, action) for action in compute] + [[]]
     units = trained_units(graph, rank)
     last = {unit: at for at, task in enumerate(compute) for unit in _backward_units(graph, task)}
+    if reduce_last:
+        last = dict.fromkeys(last, len(compute) - 1)
     out: list[Action] = [*posts[0]]
     for at, action in enumerate(compute):
         out += posts[at + 1]

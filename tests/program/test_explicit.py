@@ -69,3 +69,17 @@ def test_an_order_that_cannot_run_is_refused(order, message):
 def test_a_line_that_is_no_compute_is_named(line):
     with pytest.raises(ProgramError, match=f"order of rank 0, line 1: '{line}'.*write forwards and backwards"):
         build(chain(Unit("llm"), n=1), kind="explicit", order={0: ["F llm.0 llm:0.0", line]})
+
+
+def test_encoders_may_end_in_another_order_on_another_rank():
+    """Their reductions then come last, in one order: each right after its last backward, they would wait in a circle."""
+    encoders = [Unit(name, dp=2, ranks=(0, 1)) for name in ("vision", "audio")]
+    graph = chain(*encoders, Unit("llm", 2, ranks=(0, 1)), n=1)
+    order = {}
+    for rank, last in enumerate((["audio", "vision"], ["vision", "audio"])):
+        forwards = [f"F {unit}.0 {unit}:{rank}.0" for unit in last] + [f"F llm.{rank} llm:0.0"]
+        order[rank] = [*forwards, f"B llm.{rank} llm:0.0", *(f"B {unit}.0 {unit}:{rank}.0" for unit in last)]
+    program = build(graph, kind="explicit", order=order)
+    for rank in (0, 1):
+        lines = [action_to_text(a) for a in program.actions[rank]]
+        assert [line for line in lines if line.startswith(("RS", "B"))][-3:] == ["RS llm", "RS audio", "RS vision"]

@@ -1,0 +1,329 @@
+"""Cells of the master test: every feasible combination of placement, mesh, model and training settings.
+
+`CELLS` is the same on every machine: hypothesis draws a pool without chance, and out of it come those that show the
+most pairs of values together for the fewest ranks. `python -m tests.flow.cells` prints them as a table.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, product
+from typing import Any, Literal
+
+import numpy as np
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from mmtrain.models.shape import ModelShape, shape
+from mmtrain.plan import Plan, stage_graph
+from mmtrain.plan import layout as layouts
+from mmtrain.plan.layout import MeshSize
+from mmtrain.program import Microbatch, StageGraph, StageId
+from mmtrain.recipe import Recipe
+from tests.flow.cases import AUDIO, SAMPLES, Mesh, Order, plan, recipe
+
+Placement = Literal["unified", "disaggregated", "coarse", "explicit"]  # the last two are both colocated
+PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "coarse", "explicit")
+MAX_RANKS, POOL, PER_PLACEMENT = 8, 120, 12
+LLM_LAYERS = 5  # embedding, three blocks, head
+ENCODER_LAYERS = 4  # first layer, two blocks, projector; vision and audio alike
+
+# Vision's replicas to the LLM's.
+RATIOS = ((1, 1), (2, 2), (1, 2), (2, 1), (2, 3), (3, 2), (4, 1))
+FROZEN: dict[str, dict[str, Any]] = {
+    "none": {},
+    "vision": {"model__vision__freeze": True},
+    "llm": {"model__llm__freeze": True},
+    "ends": {"train__freeze": ("vision.layers.[01].*", "llm.layers.[04].*")},
+    "parts": {"train__freeze": ("*norm.weight", "llm.layers.2.*", "vision.layers.2.mlp.*")},
+}
+RECOMPUTED = {"none": (), "all": (0, 1, 2, 3, 4), "some": (1, 3)}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A unit's mesh in one word, like `tp2s pp2x2 dp1 n4`: s for slices of tokens, x2 for two chunks a rank."""
+
+    tp: int
+    sp: bool
+    pp: int
+    vpp: int
+    dp: int
+    n: int
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        slices, chunks = "s" * self.sp, f"x{self.vpp}" * (self.vpp > 1)
+        return f"tp{self.tp}{slices} pp{self.pp}{chunks} dp{self.dp} n{self.n}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination. `sizes`: of every unit, the LLM's last; in `unified` all units share the LLM's."""
+
+    placement: Placement
+    sizes: tuple[tuple[str, Size], ...]
+    texts_between: bool
+    frozen: str
+    recompute: str
+    seed: int  # of where stages end, and of an explicit order
+
+    def __str__(self) -> str:
+        units = " | ".join(f"{unit} {size}" for unit, size in self.sizes)
+        texts = ", texts between" * self.texts_between
+        return f"{self.placement}: {units}; frozen {self.frozen}, recompute {self.recompute}{texts}"
+
+    @cached_property
+    def axes(self) -> dict[str, object]:
+        """The value of every axis that this cell has."""
+        sizes = dict(self.sizes)
+        found: dict[str, object] = {
+            "placement": self.placement,
+            "encoders": len(sizes) - 1,
+            "texts between": self.texts_between,
+            "frozen": self.frozen,
+            "recompute": self.recompute,
+            "dp ratio": self.ratio,
+            "llm dp": sizes["llm"].dp,
+            "llm n": sizes["llm"].n,
+            "sharded optimizer": any(size.dp > 1 for size in sizes.values()),
+            "microbatches": "/".join(sorted({_compared(s.n, sizes["llm"].n) for s in sizes.values()})),
+        }
+        for unit, size in self.sizes:
+            found |= {f"{unit} tp": (size.tp, size.sp), f"{unit} pp": size.pp, f"{unit} vpp": size.vpp}
+        return found
+
+    @property
+    def ratio(self) -> str:
+        """Vision's replicas to the LLM's, without common factors."""
+        sizes = dict(self.sizes)
+        ratio = np.array([sizes["vision"].dp, sizes["llm"].dp])
+        return "{}:{}".format(*ratio // np.gcd.reduce(ratio))
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the cell takes."""
+        sizes = [size.ranks for _, size in self.sizes]
+        return sum(sizes) if self.placement == "disaggregated" else sizes[-1]
+
+    def recipe(self) -> Recipe:
+        """The tiny recipe with this cell's model and training settings."""
+        sizes = dict(self.sizes)
+        speech = {"model__audio": AUDIO} if "audio" in sizes else {}
+        changes = speech | FROZEN[self.frozen] | {"train__global_batch": sizes["llm"].n * sizes["llm"].dp}
+        return recipe(**changes)
+
+    def plan(self) -> Plan:
+        """The plan that puts the units where the cell says."""
+        settings = self.recipe()
+        rng, model = np.random.default_rng(self.seed), shape(settings)
+        meshes = _unified(self, model, rng) if self.placement == "unified" else _own_meshes(self, model, rng)
+        match self.placement:
+            case "explicit":
+                graph = stage_graph(plan(settings, "coarse", **meshes), model)
+                return plan(settings, "explicit", any_order(graph, rng), **meshes)
+            case "coarse":
+                return plan(settings, "coarse", **meshes)
+        return plan(settings, "1f1b", **meshes)
+
+
+def _compared(n: int, wanted: int) -> str:
+    return "equal" if n == wanted else "merged" if n < wanted else "split"
+
+
+# What is feasible --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cells(draw: st.DrawFn, placement: Placement) -> Cell:
+    """Combinations of at most eight ranks that fit together."""
+    encoders = draw(st.sampled_from([("vision",), ("vision", "audio")]))
+    sizes = {"unified": _one_size, "disaggregated": _sizes_apart}.get(placement, _sizes_on_top)(draw, encoders)
+    return Cell(
+        placement,
+        tuple(sizes.items()),
+        draw(st.booleans()),
+        draw(st.sampled_from(list(FROZEN))),
+        draw(st.sampled_from(list(RECOMPUTED))),
+        draw(st.integers(0, 999)),
+    )
+
+
+def _one_size(draw: st.DrawFn, encoders: Sequence[str]) -> dict[str, Size]:
+    """Unified: one size for all units, which pass through one pipeline."""
+    dp = draw(st.sampled_from((1, 2, 4)))
+    size = draw(st.sampled_from(_sizes(dp, _counts(dp), MAX_RANKS, 8)))
+    return dict.fromkeys((*encoders, "llm"), size)
+
+
+def _sizes_apart(draw: st.DrawFn, encoders: Sequence[str]) -> dict[str, Size]:
+    """Disaggregated: sizes that leave enough ranks for those that follow."""
+    vision_dp, llm_dp = draw(st.sampled_from(RATIOS))
+    dp = {"vision": vision_dp, "audio": draw(st.sampled_from((1, llm_dp))), "llm": llm_dp}
+    n = draw(st.sampled_from(_counts(llm_dp)))
+    left, after = MAX_RANKS, ["llm", *encoders]
+    sizes = {}
+    for unit in ("llm", *encoders):
+        after.remove(unit)
+        layers = LLM_LAYERS if unit == "llm" else ENCODER_LAYERS
+        counts = (n,) if unit == "llm" else (n, n, 2 * n) + (n // 2,) * (n % 2 == 0)
+        sizes[unit] = draw(st.sampled_from(_sizes(dp[unit], counts, left - sum(dp[u] for u in after), layers)))
+        left -= sizes[unit].ranks
+    return {unit: sizes[unit] for unit in (*encoders, "llm")}
+
+
+def _sizes_on_top(draw: st.DrawFn, encoders: Sequence[str]) -> dict[str, Size]:
+    """Colocated: pp_enc divides pp_llm, tp_enc tp_llm, and an encoder's replicas fill all ranks of the LLM's."""
+    dp = draw(st.sampled_from((1, 2)))
+    llm = draw(st.sampled_from([s for s in _sizes(dp, _counts(dp), MAX_RANKS, LLM_LAYERS) if s.ranks > 1]))
+    sizes = {}
+    for unit in encoders:
+        possible = [
+            Size(tp, sp, pp, vpp, llm.ranks // (tp * pp), llm.n)
+            for tp, sp, pp, vpp in _meshes(ENCODER_LAYERS)
+            if llm.tp % tp == 0 and llm.pp % pp == 0
+        ]
+        sizes[unit] = draw(st.sampled_from(possible))
+    return sizes | {"llm": llm}
+
+
+def _sizes(dp: int, counts: Iterable[int], max_ranks: int, layers: int) -> list[Size]:
+    found = [Size(tp, sp, pp, vpp, dp, n) for (tp, sp, pp, vpp), n in product(_meshes(layers), counts)]
+    return [size for size in found if size.ranks <= max_ranks]
+
+
+def _meshes(layers: int) -> Iterator[tuple[int, bool, int, int]]:
+    """Sizes whose last round over the ranks has at least one stage, of one layer at least."""
+    for (tp, sp), pp, vpp in product(((1, False), (2, False), (2, True)), (1, 2, 4), (1, 2)):
+        if (vpp - 1) * pp + 1 <= layers and pp <= layers:
+            yield tp, sp, pp, vpp
+
+
+def _counts(dp: int) -> tuple[int, ...]:
+    """Microbatches of an LLM replica: every group has a sample."""
+    return tuple(n for n in (1, 2, 3, 4) if n * dp <= len(SAMPLES))
+
+
+# Where the layers go -----------------------------------------------------------------------------------------------
+
+
+def _unified(cell: Cell, model: ModelShape, rng: np.random.Generator) -> dict[str, Mesh]:
+    size = cell.sizes[-1][1]
+    num_layers = sum(len(unit.layers) for unit in model.units)
+    cuts = _bounds(num_layers, size.pp * size.vpp, rng)
+    whole = MeshSize(size.tp, size.pp, size.dp, size.vpp)
+    units = layouts.unified(model, whole, cuts, {unit.name: False for unit in model.units})
+    return {
+        name: Mesh(
+            tuple(stage.layers[0] for stage in unit.stages[1:]),
+            unit.ranks,
+            unit.tp,
+            unit.dp,
+            unit.vpp,
+            RECOMPUTED[cell.recompute],
+            size.sp,
+        )
+        for name, unit in units.items()
+    }
+
+
+def _own_meshes(cell: Cell, model: ModelShape, rng: np.random.Generator) -> dict[str, Mesh]:
+    sizes, first = dict(cell.sizes), 0
+    meshes = {}
+    for unit, size in sizes.items():
+        if cell.placement == "disaggregated":
+            ranks, first = tuple(range(first, first + size.ranks)), first + size.ranks
+        else:
+            ranks = _on_top(size, sizes["llm"])
+        layers = len(model.unit(unit).layers)
+        cuts = _bounds(layers, min(size.pp * size.vpp, layers), rng)[1:-1]
+        meshes[unit] = Mesh(cuts, ranks, size.tp, size.dp, size.vpp, RECOMPUTED[cell.recompute], size.sp, size.n)
+    return meshes
+
+
+def _on_top(size: Size, llm: Size) -> tuple[int, ...]:
+    """Ranks of a colocated encoder: each LLM replica's ranks fall into blocks of pp x tp, a replica on each."""
+    grid = np.arange(llm.ranks).reshape(llm.pp // size.pp, size.pp, llm.dp, llm.tp // size.tp, size.tp)
+    return tuple(grid.transpose(1, 2, 0, 3, 4).ravel().tolist())
+
+
+def _bounds(num_layers: int, num_parts: int, rng: np.random.Generator) -> tuple[int, ...]:
+    cuts = rng.choice(np.arange(1, num_layers), num_parts - 1, replace=False)
+    return (0, *sorted(cuts.tolist()), num_layers)
+
+
+def any_order(graph: StageGraph, rng: np.random.Generator) -> Order:
+    """Any order that runs: of all that is ready, one forward or backward after the other, by lot.
+
+    Read along one rank it is a strange schedule, but a possible one, since nothing comes before what it waits for.
+    """
+    waits: dict[tuple[str, StageId, Microbatch], set[tuple[str, StageId, Microbatch]]] = {}
+    for stage in graph.stages:
+        mesh = graph.mesh(stage.id.unit)
+        for replica, index in product(range(mesh.dp // graph.num_groups), range(mesh.num_microbatches)):
+            mb = Microbatch(mesh.unit, replica, index)
+            sources = {("F", e.src, m) for e in graph.inputs(stage.id) for m in graph.sources(e, mb)}
+            returned = {("B", e.dst, m) for e in graph.outputs(stage.id) for m in graph.destinations(e, mb)}
+            waits["F", stage.id, mb], waits["B", stage.id, mb] = sources, returned | {("F", stage.id, mb)}
+    order: dict[int, list[str]] = {}
+    done: set[tuple[str, StageId, Microbatch]] = set()
+    while waits:
+        ready = [action for action, before in waits.items() if before <= done]
+        kind, stage, mb = action = ready[rng.integers(len(ready))]
+        del waits[action]
+        done.add(action)
+        for rank in graph.lane(stage, mb.replica):
+            order.setdefault(rank, []).append(f"{kind} {stage} {mb}")
+    return {rank: tuple(lines) for rank, lines in order.items()}
+
+
+# Which of them run -------------------------------------------------------------------------------------------------
+
+
+def drawn(placement: Placement) -> tuple[Cell, ...]:
+    """Every run draws the same cells, whatever other tests have drawn."""
+    found: dict[Cell, None] = {}
+
+    @settings(derandomize=True, max_examples=POOL, database=None, deadline=None, phases=[Phase.generate])
+    @given(cells(placement))
+    def collect(cell: Cell) -> None:
+        found[cell] = None
+
+    collect()
+    return tuple(found)
+
+
+def spread(pools: Mapping[Placement, Sequence[Cell]], count: int) -> tuple[Cell, ...]:
+    """Of each placement in turn the cell that shows most pairs of values for the first time, for each rank it takes."""
+    left = {p: {cell: tuple(combinations(cell.axes.items(), 2)) for cell in pool} for p, pool in pools.items()}
+    seen: Counter[tuple[object, ...]] = Counter()
+    chosen = []
+    for _, placement in product(range(count), pools):
+        pairs = left[placement]
+        best = max(pairs, key=lambda cell: sum(0.125 ** seen[p] for p in pairs[cell]) / (2 + cell.num_ranks))
+        seen.update(pairs.pop(best))
+        chosen.append(best)
+    return tuple(chosen)
+
+
+_pools = {placement: drawn(placement) for placement in PLACEMENTS}
+_chosen = spread(_pools, 3 * PER_PLACEMENT)
+CELLS, MORE_CELLS = _chosen[: len(PLACEMENTS) * PER_PLACEMENT], _chosen[len(PLACEMENTS) * PER_PLACEMENT :]
+
+
+def main() -> None:
+    """Print the cells, and how often each value of each axis occurs."""
+    for cell in CELLS:
+        print(f"{cell.num_ranks} ranks  {cell}")
+    counts = Counter(item for cell in CELLS for item in cell.axes.items())
+    for axis in dict.fromkeys(axis for axis, _ in counts):
+        values = {str(value): count for (name, value), count in counts.items() if name == axis}
+        print(f"{axis}: " + ", ".join(f"{value} {count}" for value, count in sorted(values.items())))
+
+
+if __name__ == "__main__":
+    main()

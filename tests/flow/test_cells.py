@@ -1,0 +1,51 @@
+"""The master test over drawn combinations of everything: see `tests.flow.cells`."""
+
+from collections import Counter
+
+import pytest
+
+from tests.flow.cells import CELLS, FROZEN, MORE_CELLS, PLACEMENTS, RECOMPUTED, Cell
+from tests.flow.equality import assert_equals_one_process
+
+# Every value of every axis, for `CELLS` to have.
+AXES: dict[str, set[object]] = {
+    "placement": set(PLACEMENTS),
+    "encoders": {1, 2},
+    "texts between": {False, True},
+    "frozen": set(FROZEN),
+    "recompute": set(RECOMPUTED),
+    "sharded optimizer": {False, True},
+    "dp ratio": {"1:1", "1:2", "2:1", "2:3", "3:2", "4:1"},
+    "llm dp": {1, 2, 3},
+    "llm n": {1, 2, 3, 4},
+    "microbatches": {"equal", "equal/merged", "equal/split"},
+    "vision tp": {(1, False), (2, False), (2, True)},
+    "audio tp": {(1, False), (2, False), (2, True)},
+    "llm tp": {(1, False), (2, False), (2, True)},
+    "vision pp": {1, 2, 4},
+    "audio pp": {1, 2, 4},
+    "llm pp": {1, 2, 4},
+    "vision vpp": {1, 2},
+    "audio vpp": {1, 2},
+    "llm vpp": {1, 2},
+}
+
+
+def test_the_cells_show_every_value_of_every_axis() -> None:
+    assert len(set(CELLS)) == len(CELLS) >= 40
+    assert min(Counter(cell.placement for cell in CELLS).values()) >= 8
+    assert not set(CELLS) & set(MORE_CELLS)
+    assert max(cell.num_ranks for cell in (*CELLS, *MORE_CELLS)) <= 8
+    shown = {item for cell in CELLS for item in cell.axes.items()}
+    assert {(axis, value) for axis, values in AXES.items() for value in values} - shown == set()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_any_cell_computes_what_one_process_does(cell: Cell) -> None:
+    assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", MORE_CELLS, ids=str)
+def test_more_cells_compute_what_one_process_does(cell: Cell) -> None:
+    assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)
