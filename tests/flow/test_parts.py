@@ -3,13 +3,18 @@
 from typing import Any
 
 import pytest
+import torch
 
 from mmtrain.errors import ProgramError
 from mmtrain.models.shape import shape
 from mmtrain.plan.graph import stage_graph
 from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coarse, check, lower
 from mmtrain.recipe import Recipe
-from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe
+from mmtrain.runtime.job import assemble
+from mmtrain.runtime.world import World
+from tests.distributed import run_ranks
+from tests.faults import FailAt
+from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe, step_data
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import TOGETHER
 from tests.program.parts import fill
@@ -74,3 +79,22 @@ def test_ranks_of_a_host_have_guests_of_their_own() -> None:
     settings, meshes = recipe(), {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), tp=2)}
     order = {rank: tuple(line.replace("vision:0", f"vision:{rank}") for line in TOGETHER) for rank in (0, 1)}
     assert_equals_one_process(settings, plan(settings, "explicit", order, **meshes))
+
+
+def _validate_train_spoil() -> tuple[float, float, bool, bool]:
+    """The loss of a batch without training it and with; whether a good step was taken, and one spoiled by NaN."""
+    settings, meshes = recipe(), {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))}
+    faults = FailAt(0, 1, "nan")
+    faults.begin(0)
+    chosen = plan(settings, "explicit", {0: TOGETHER}, **meshes)
+    job = assemble(settings, chosen, World(0, 1, torch.device("cpu")), faults=faults)
+    validated = job.validate(step_data(job, 0)).loss
+    good, spoiled = job.train(step_data(job, 0), 0.01), job.train(step_data(job, 1), 0.01)
+    return validated, good.loss, good.stepped, spoiled.stepped
+
+
+def test_programs_in_parts_validate_and_refuse_broken_steps() -> None:
+    [(validated, trained, good, spoiled)] = run_ranks(1, _validate_train_spoil)
+    assert validated == trained
+    assert good
+    assert not spoiled
