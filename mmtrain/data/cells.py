@@ -16,8 +16,8 @@ import pyarrow.parquet
 if TYPE_CHECKING:
     from mmtrain.data.media import ParquetCell
 
-BATCH_ROWS = 64
-MAX_COLUMN_BYTES = 4 << 30  # of one column of a row group, decoded: few bytes may stand for many (dictionaries)
+BATCH_ROWS = 1  # rows decoded at once: a few bytes may stand for one large value in each of them (dictionaries)
+MAX_COLUMN_BYTES = 4 << 30  # of one column of a row group, decoded
 _reading = threading.Lock()  # several threads asking for the same column must not decode it each
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from mmtrain.data import Quarantined, Sample
@@ -123,11 +124,19 @@ def test_a_file_without_text_is_refused_with_its_columns(tmp_path: Path) -> None
         _read(parquet(tmp_path / "x.parquet", {"image": [b"x"], "label": [1]}))
 
 
+def batch_bytes(path: Path) -> list[int]:
+    """The sizes of what reading decodes at once."""
+    with pyarrow.parquet.ParquetFile(path) as file:
+        return [batch.nbytes for batch in file.iter_batches(batch_size=cells_module.BATCH_ROWS)]
+
+
 def test_few_bytes_that_stand_for_many_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dictionary holds one large value that every row repeats."""
     columns = {"caption": ["x"] * 1000, "image": pa.array([b"x" * 100_000] * 1000)}
     path = parquet(tmp_path / "x.parquet", columns, row_group_size=1000)
     assert path.stat().st_size < 1_000_000
+    most = max(batch_bytes(path))
+    assert most < 2 * 100_000, "rows are decoded one at a time"
     monkeypatch.setattr(cells_module, "MAX_COLUMN_BYTES", 10_000_000)
     with pytest.raises(OSError, match="is above 10000000 bytes"):
         ParquetCell(str(path), 0, 999, "image", None).open()
