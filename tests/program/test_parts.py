@@ -170,6 +170,21 @@ def test_a_part_in_a_gap_may_not_need_its_own_host():
         build(graph, kind="explicit", order=order)
 
 
+def test_a_deadlock_names_the_part_that_comes_too_late():
+    """Rank 0 ends wave 1's forward after a backward for which rank 1 must have had that wave."""
+    graph = deeper(chain(Unit("llm", 2), n=2), 2)
+    order = {
+        0: ["F llm.0 llm:0.0", "PF llm.0 llm:0.1 0:1", "B llm.0 llm:0.0", "PF llm.0 llm:0.1 1:2", "B llm.0 llm:0.1"],
+        1: [f"{kind} llm.1 llm:0.{wave}" for kind in "FB" for wave in (0, 1)],
+    }
+    with pytest.raises(
+        ProgramError, match=r"deadlock: .*rank 0 `PF llm\.0 llm:0\.1 1:2` -> rank 1 `F llm\.1 llm:0\.1`"
+    ):
+        build(graph, kind="explicit", order=order)
+    order[0][2:4] = reversed(order[0][2:4])
+    check(build(graph, kind="explicit", order=order))
+
+
 def test_ranks_of_a_lane_cut_alike():
     graph = deeper(chain(Unit("llm", tp=2), n=1), 2)
     order = {0: ["F llm.0 llm:0.0", "B llm.0 llm:0.0"], 1: ["PF llm.0 llm:0.0 0:2", "B llm.0 llm:0.0"]}
