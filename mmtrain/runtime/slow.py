@@ -17,7 +17,7 @@ FloatArray = npt.NDArray[np.float64]
 Lane = tuple[int, ...]
 
 KINDS: tuple[Direction, Direction] = ("F", "B")
-WINDOW = 5  # steps; what is slow in most of them is called slow
+WINDOW = 10  # steps; what is slow in most of them is called slow
 FACTOR = 1.5  # times the peers' pace; less is within what busy machines do to each other
 SHARE = 0.05  # of a step's time; who loses less holds nobody up
 

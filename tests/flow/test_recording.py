@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from mmtrain.plan.files import load as load_plan
-from mmtrain.program import Forward
 from mmtrain.report import read_metrics
 from mmtrain.runtime.rundir import PLAN, TRACE
 from mmtrain.runtime.slow import WINDOW
@@ -47,20 +46,15 @@ def test_a_run_writes_the_timelines_it_was_asked_for(data: Path, tmp_path: Path)
     assert len(spans) == sum(1 for e in spans for s in other["steps"] if s["ts"] <= e["ts"] <= s["ts"] + s["dur"])
 
 
-def test_a_slow_rank_is_named(data: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path, *TWO_REPLICAS, f"train.steps={WINDOW + 1}")
-    assert run_all(request, request, faults=FailAt(1, range(WINDOW + 1), "slow", action=Forward)) == ["", ""]
-    metrics = read_metrics(tmp_path)
-    assert all("slow_ranks" not in step for step in metrics[: WINDOW - 1])
-    for step in metrics[WINDOW - 1 :]:
-        assert any(text.startswith("rank 1 takes") and "peers for F vision.0" in text for text in step["slow_ranks"])
-
-
-def test_a_report_of_failure_names_the_rank_that_was_slow_before(data: Path, tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_in_the_metrics_and_in_the_report_of_a_failure(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, *TWO_REPLICAS, f"train.steps={WINDOW + 1}", "train.watchdog_s=2")
     code, message = launch(request, AllOf(FailAt(1, range(WINDOW), "slow"), FailAt(0, WINDOW, "hang")))
     assert code == 1
+    metrics = read_metrics(tmp_path)
+    assert [step["step"] for step in metrics if "slow_ranks" in step] == [WINDOW]
+    named = [text for text in metrics[-1]["slow_ranks"] if text.startswith("rank 1 takes")]
+    assert "the time of its peers for F vision.0" in named[0]
     lead, *rest = message.splitlines()
     assert lead.startswith(f"rank 0, step {WINDOW + 1}, in `F vision.0 vision:0.0`: did not come back")
-    assert "before that: rank 1 takes" in rest[-1]
-    assert "the time of its peers for F vision.0" in rest[-1]
+    assert rest[-1].startswith("  before that: ")
+    assert named[0] in rest[-1]
