@@ -5,6 +5,7 @@ would follow playlists and lists of parts to any file of this machine, and into 
 """
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -20,7 +21,7 @@ from mmtrain.data.mp4 import quarter_turns
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv"
 _CLOCKWISE = {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_90}
 _SEEK_SECONDS = 8.0  # between frames further apart than this, jumping to a key frame is cheaper than decoding all
-_SPARE_SECONDS = 1.0  # the last frame may be shown longer than the others
+_SPARE_SECONDS, _SPARE_SHARE = 1.0, 0.1  # the last frame may be shown longer, and sound may outlast it
 
 
 class BadVideoError(BadMediaError):
@@ -52,11 +53,12 @@ def load_frames(media: Media, count: int, size: tuple[int, int], max_source_pixe
     """
     with _opened(media, "undecodable", max_source_pixels) as (container, stream):
         start, seconds = _span(media, stream)
+        spare = max(_SPARE_SECONDS, _SPARE_SHARE * seconds)
         times = [start + (i + 0.5) / count * seconds for i in range(count)]
         if seconds / count > _SEEK_SECONDS:
-            frames: Iterator[Any] = chain.from_iterable(_sought(container, stream, time) for time in times)
+            frames: Iterator[Any] = chain.from_iterable(_sought(container, stream, time, spare) for time in times)
         else:
-            frames = _shown_at(container.decode(stream), times)
+            frames = _shown_at(container.decode(stream), times, spare)
         turn = _CLOCKWISE.get(_turns(media))
         pictures = [_picture(frame, turn, size) for frame in frames]  # one by one: whole frames may be large
     if len(pictures) < count:
@@ -74,13 +76,13 @@ def _turns(media: Media) -> int:
         return quarter_turns(file)
 
 
-def _sought(container: Any, stream: Any, time: float) -> Iterator[Any]:
+def _sought(container: Any, stream: Any, time: float, spare: float) -> Iterator[Any]:
     container.seek(math.floor(time / stream.time_base), stream=stream)  # to the last key frame before
-    return _shown_at(container.decode(stream), [time])
+    return _shown_at(container.decode(stream), [time], spare)
 
 
-def _shown_at(frames: Iterator[Any], times: list[float]) -> Iterator[Any]:
-    """The frames on show at some moments, in seconds and ascending."""
+def _shown_at(frames: Iterator[Any], times: list[float], spare: float) -> Iterator[Any]:
+    """The frames on show at some moments, in seconds and ascending; the last stays on show for `spare` seconds."""
     wanted = iter(times)
     time = next(wanted, None)
     shown = None
@@ -93,18 +95,21 @@ def _shown_at(frames: Iterator[Any], times: list[float]) -> Iterator[Any]:
         if time is None:
             return
         shown = frame
-    while shown is not None and time is not None and time < shown.time + _SPARE_SECONDS:
+    while shown is not None and time is not None and time < shown.time + spare:
         yield shown
         time = next(wanted, None)
 
 
 def _span(media: Media, stream: Any) -> tuple[float, float]:
     """When a video starts, and how many seconds it lasts."""
-    base, container = stream.time_base, stream.container
+    base = stream.time_base
+    tag = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", stream.metadata.get("DURATION", ""))
     if stream.duration is not None and base is not None:
         seconds = float(stream.duration * base)
+    elif tag is not None:  # Matroska; the container's own is that of its longest stream, perhaps of sound
+        seconds = 3600 * int(tag[1]) + 60 * int(tag[2]) + float(tag[3])
     else:
-        seconds = (container.duration or 0) / 1e6
+        seconds = (stream.container.duration or 0) / 1e6
     if seconds <= 0:
         raise BadVideoError("empty_video", f"{media}: the header tells no duration")
     return float((stream.start_time or 0) * base), seconds

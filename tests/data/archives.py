@@ -35,6 +35,7 @@ def movie(
     rate: int = 20,
     form: str = "mp4",
     rotation: float | None = None,
+    seconds_of_sound: float = 0,
 ) -> bytes:
     """A video of one colour or picture after another, which players turn by `rotation` degrees to the left."""
     buffer = io.BytesIO()
@@ -42,6 +43,7 @@ def movie(
         stream = container.add_stream("mpeg4", rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.codec_context.gop_size = 4
+        sound = container.add_stream("pcm_s16le", rate=8000, layout="mono") if seconds_of_sound else None
         if rotation is not None:
             stream.set_display_rotation(rotation)
         for colour in colours:
@@ -49,6 +51,12 @@ def movie(
             for _ in range(round(seconds_each * rate)):
                 container.mux(stream.encode(av.VideoFrame.from_image(picture)))
         container.mux(stream.encode(None))
+        if sound is not None:
+            samples = np.zeros((1, round(8000 * seconds_of_sound)), dtype=np.int16)
+            frame = av.AudioFrame.from_ndarray(samples, "s16", "mono")
+            frame.sample_rate = 8000
+            container.mux(sound.encode(frame))
+            container.mux(sound.encode(None))
     return buffer.getvalue()
 
 

@@ -80,6 +80,12 @@ def test_a_short_video_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
     assert _seen(media, 4) == ["red", "red", "blue", "blue"]
 
 
+@pytest.mark.parametrize("form", ["matroska", "mov", "avi"])
+def test_sound_that_outlasts_the_pictures_does_not_stretch_them(tmp_path: Path, form: str) -> None:
+    media = _file(tmp_path / "x", movie(["red", "blue"], seconds_each=2, form=form, seconds_of_sound=30))
+    assert _seen(media, 4) == ["red", "red", "blue", "blue"]
+
+
 def test_jumping_over_long_stretches_finds_the_same_frames(tmp_path: Path) -> None:
     colours = ["red", "lime", "blue", "white"]
     media = _file(tmp_path / "x.mp4", movie(colours, seconds_each=12, rate=2))
