@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mmtrain import __version__
-from mmtrain.cli import data, evaluate, plan, schema, train
+from mmtrain.cli import data, evaluate, plan, profile, schema, train
 from mmtrain.errors import MmtrainError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(plan.plan)
 app.command()(train.train)
+app.command()(profile.profile)
 app.command()(evaluate.evaluate)
 app.add_typer(data.app, name="data")
 app.command()(schema.schema)

@@ -2,8 +2,10 @@
 
 from mmtrain.costs.analytic import model_flops, parameters, upstream_trains
 from mmtrain.costs.hardware import PRESETS, Hardware, Precision, preset, preset_for_device
+from mmtrain.costs.measured import MeasuredCosts
 from mmtrain.costs.memory import HeldLayers, RankMemory, rank_memory
 from mmtrain.costs.model import AnalyticCosts
+from mmtrain.costs.table import CostTable
 from mmtrain.costs.types import CollectiveKind, ComputeKind, CostModel, TokenLoad
 
 __all__ = [
@@ -12,8 +14,10 @@ __all__ = [
     "CollectiveKind",
     "ComputeKind",
     "CostModel",
+    "CostTable",
     "Hardware",
     "HeldLayers",
+    "MeasuredCosts",
     "Precision",
     "RankMemory",
     "TokenLoad",

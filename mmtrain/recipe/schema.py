@@ -268,6 +268,11 @@ class DataSettings(Section):
     long_tokens: PositiveInt | None = Field(
         None, description="Samples with more LLM tokens than this train in steps of their own. Default: no such steps."
     )
+    index_cache: Path | None = Field(
+        None,
+        description="Folder that keeps the index of large sources, so that the next run need not read them again. "
+        "Default: `.mmtrain-index` beside the first data file; where that cannot be written, none.",
+    )
     window: PositiveInt = Field(16384, description="Samples that grouping may look at together; bounds displacement.")
     limits: LimitSettings = Field(LimitSettings(), description="What archives may ask of this machine.")
     max_bad_rate: float = Field(0.01, ge=0, le=1, description="Share of unusable samples above which the run stops.")
@@ -334,6 +339,9 @@ class ClusterSettings(Section):
     )
     ranks_per_node: PositiveInt | None = Field(None, description="Ranks on one node. Default: the preset's.")
     memory_gib: float | None = Field(None, gt=0, description="Memory per rank in GiB. Default: the preset's.")
+    costs: Path | None = Field(
+        None, description="A cost table made by `mmtrain profile`. Default: costs are modelled from the preset."
+    )
 
 
 class OptimizerSettings(Section):

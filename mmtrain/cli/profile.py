@@ -1,0 +1,60 @@
+"""`mmtrain profile`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmtrain.cli.options import AsJson, Overrides, RecipeFile
+
+
+def profile(
+    recipe: RecipeFile,
+    overrides: Overrides,
+    only: Annotated[
+        list[str],
+        typer.Option(
+            metavar="UNIT", default_factory=list, show_default=False, help="Measure this unit alone. Repeatable."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The cost table to write; one that is there is added to.")
+    ] = Path("costs.json"),
+    tp: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N", help="Tensor-parallel sizes. Default: those the recipe allows on the ranks of this machine."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what layers and messages take on this machine, for `cluster.costs`.
+
+    Each kind of layer is timed forward and backward, with and without recomputation, on several loads, and so are
+    messages between local ranks. Then loads in between are timed, to tell how far the table can be trusted.
+    """
+    import json
+    import statistics
+
+    from mmtrain.recipe import load
+
+    settings = load(recipe, overrides).recipe  # a wrong recipe is told before torch has loaded
+    from mmtrain.cli.cluster import cluster_of
+    from mmtrain.costs.table import CostTable
+    from mmtrain.plan.profiling import sizes_to_measure
+    from mmtrain.runtime.profile import ProfileRequest
+    from mmtrain.runtime.profile import profile as measure
+
+    ranks, hardware = cluster_of(settings)
+    before = CostTable.load(out, "--out") if out.exists() else None
+    found = measure(ProfileRequest(settings, hardware, sizes_to_measure(settings, ranks, only, tp)))
+    table = found.table if before is None else before.merged(found.table)
+    table.save(out)
+    if as_json:
+        report = {"table": str(out), "device": table.device, "errors": found.errors, "median_error": found.median_error}
+        typer.echo(json.dumps(report))
+        return
+    typer.echo(f"{out}: {len(found.table.layers)} layers and {len(found.table.messages)} messages on {table.device}")
+    for name, values in found.errors.items():
+        typer.echo(f"  {name:<14} interpolated loads are off by {statistics.median(values):.1%} (median)")
+    typer.echo(f"median error on loads held out: {found.median_error:.1%}; plan with --set cluster.costs={out}")

@@ -1,0 +1,203 @@
+"""`MeasuredCosts`: a cost model that interpolates what `mmtrain profile` measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.costs import analytic
+from mmtrain.costs.model import AnalyticCosts
+from mmtrain.costs.table import CostTable, LayerEntry, LayerSample, Timed, described, layer_key
+from mmtrain.costs.types import CollectiveKind, ComputeKind, TokenLoad
+from mmtrain.models.shape import LayerShape
+
+FloatArray = npt.NDArray[np.float64]
+Quantity = Timed | Literal["bytes"]
+SAME_NODE = 0.1  # numbers of tokens that differ by less are one node
+_COMPARED: tuple[Timed, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity of a layer by load: piecewise linear in tokens, and linear in what attention and sequences add.
+
+    value = base(tokens) + per_pair * sum_sq + per_sequence * num_sequences. Beyond the outermost nodes base goes on
+    as straight as it came, but never below zero.
+    """
+
+    tokens: FloatArray  # (k,) ascending nodes
+    base: FloatArray  # (k,)
+    per_pair: float
+    per_sequence: float
+
+    @classmethod
+    def fit(cls, loads: Sequence[TokenLoad], values: Sequence[float]) -> "Curve":
+        """Least squares over measured values.
+
+        Loads of about as many tokens share a node; where they are all alike nothing tells the terms apart, and base
+        takes it all. A term that comes out negative, by noise, is left out.
+        """
+        tokens = np.array([load.tokens for load in loads], dtype=np.float64)
+        nodes = _apart(np.unique(tokens))
+        base = np.stack([np.interp(tokens, nodes, row) for row in np.eye(len(nodes))], axis=1)
+        terms = np.array([[load.sum_sq, load.num_sequences] for load in loads], dtype=np.float64)
+        used = [0, 1]
+        # Short loads say as much as long ones: errors count relative to what was measured.
+        weight = 1 / np.maximum(np.asarray(values, dtype=np.float64), 1e-12)
+        while True:
+            matrix = np.concatenate([base, terms[:, used]], axis=1) * weight[:, None]
+            scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+            found, _, rank, _ = np.linalg.lstsq(matrix / scale, np.ones(len(loads)), rcond=1e-9)
+            if rank < len(nodes) + len(used) and used:
+                used.pop()
+                continue
+            solution = found / scale
+            negative = [term for term, value in zip(used, solution[len(nodes) :], strict=True) if value < 0]
+            if not negative:
+                break
+            used.remove(negative[0])
+        by_term = dict(zip(used, solution[len(nodes) :].tolist(), strict=True))
+        return cls(nodes, solution[: len(nodes)], by_term.get(0, 0.0), by_term.get(1, 0.0))
+
+    def at(self, load: TokenLoad) -> float:
+        """The value at a load."""
+        x, y, t = self.tokens, self.base, float(load.tokens)
+        if len(x) == 1:
+            base = y[0] * t / max(x[0], 1.0)
+        else:
+            i = int(np.clip(np.searchsorted(x, t) - 1, 0, len(x) - 2))
+            base = y[i] + (y[i + 1] - y[i]) * (t - x[i]) / (x[i + 1] - x[i])
+        return max(0.0, float(base) + self.per_pair * load.sum_sq + self.per_sequence * load.num_sequences)
+
+    def covers(self, load: TokenLoad) -> bool:
+        """Whether a load lies between the outermost nodes."""
+        return bool(self.tokens[0] <= load.tokens <= self.tokens[-1])
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Implements `costs.types.CostModel` from a table; what the table lacks is modelled.
+
+    `extrapolated` collects what was asked for beyond the measured range, `missing` what was modelled instead.
+    """
+
+    table: CostTable
+    model: AnalyticCosts
+    extrapolated: set[str] = field(default_factory=set, compare=False)
+    missing: set[str] = field(default_factory=set, compare=False)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @property
+    def source(self) -> str:
+        """`measured`, and what of it is not."""
+        parts = [f"measured: {self.table.device}, {self.table.date}"]
+        if self.missing:
+            parts.append(f"modelled ({self.model.hardware.name}): {', '.join(sorted(self.missing))}")
+        if self.extrapolated:
+            parts.append(f"extrapolated: {', '.join(sorted(self.extrapolated))}")
+        return "; ".join(parts)
+
+    def seconds(
+        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
+    ) -> float:
+        """Seconds one rank of `tp` spends on `layer`; see `CostModel`."""
+        if load.tokens == 0 or (kind == "backward" and not (layer.trainable or input_grad)):
+            return 0.0
+        entry = self.table.by_layer.get((_key(layer), tp))
+        timed: Timed = kind
+        if kind == "backward" and not (layer.trainable and input_grad):
+            timed = "backward_weight" if layer.trainable else "backward_input"
+        if entry is not None and timed == "backward_weight" and timed not in entry.samples[0].seconds:
+            timed = "backward"  # of a layer whose input has no gradient there is but one
+        if entry is None or timed not in entry.samples[0].seconds:
+            self.missing.add(f"{layer.kind} tp{tp}")
+            return self.model.seconds(layer, tp, load, kind, input_grad=input_grad)
+        return self._flagged(_curve(entry, timed), layer, tp, load)
+
+    def activation_bytes(
+        self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
+    ) -> int:
+        """Bytes one rank keeps between forward and backward of `layer`; see `CostModel`."""
+        entry = self.table.by_layer.get((_key(layer), tp))
+        if entry is None or recompute or load.tokens == 0 or not (layer.trainable or input_grad):
+            return self.model.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
+        least = analytic.input_bytes(layer, load, self.model.element_bytes)
+        return max(least, round(self._flagged(_curve(entry, "bytes"), layer, tp, load)))
+
+    def transfer(self, nbytes: int, same_node: bool) -> float:
+        """Seconds of one message of `nbytes` between two ranks."""
+        measured = self._message("p2p", 2, nbytes) if same_node else None
+        return self.model.transfer(nbytes, same_node) if measured is None else measured
+
+    def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
+        """Seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
+        measured = self._message(kind, size, nbytes) if same_node and size > 1 else None
+        return self.model.collective(kind, nbytes, size, same_node) if measured is None else measured
+
+    def _message(self, kind: str, size: int, nbytes: int) -> float | None:
+        entry = self.table.by_message.get((kind, size))
+        if entry is None:
+            return None
+        x, y = np.array(entry.nbytes, dtype=np.float64), np.array(entry.seconds)
+        if nbytes > x[-1]:  # large messages are bandwidth alone
+            return float(y[-1] * nbytes / x[-1])
+        return float(np.interp(nbytes, x, y))
+
+    def _flagged(self, curve: Curve, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        if not curve.covers(load):
+            lo, hi = curve.tokens[[0, -1]].astype(int).tolist()
+            self.extrapolated.add(f"{layer.kind} tp{tp} beyond {lo} to {hi} tokens")
+        return curve.at(load)
+
+
+def errors(entry: LayerEntry, held_out: Sequence[LayerSample]) -> list[float]:
+    """Relative errors of interpolated forwards and backwards at loads that the entry does not hold."""
+    found = []
+    for sample in held_out:
+        for timed in _COMPARED:
+            if timed in sample.seconds and timed in entry.samples[0].seconds:
+                found.append(abs(_curve(entry, timed).at(sample.load) / sample.seconds[timed] - 1))
+    return found
+
+
+def _curve(entry: LayerEntry, quantity: Quantity) -> Curve:
+    return _fit(_Same(entry), quantity)
+
+
+@dataclass(frozen=True)
+class _Same:
+    """An entry that is only equal to itself, so that its curves can be kept."""
+
+    entry: LayerEntry
+
+    def __hash__(self) -> int:
+        return id(self.entry)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.entry is self.entry
+
+
+@lru_cache(maxsize=4096)
+def _fit(same: _Same, quantity: Quantity) -> Curve:
+    samples = same.entry.samples
+    values = [float(s.activation_bytes) if quantity == "bytes" else s.seconds[quantity] for s in samples]
+    return Curve.fit([s.load for s in samples], values)
+
+
+def _apart(ascending: FloatArray) -> FloatArray:
+    """Without the values that hardly differ from one before; the largest stays."""
+    kept = [ascending[-1]]
+    for value in ascending[-2::-1]:
+        if value < kept[-1] * (1 - SAME_NODE):
+            kept.append(value)
+    return np.array(kept[::-1])
+
+
+@lru_cache(maxsize=4096)
+def _key(layer: LayerShape) -> str:
+    return layer_key(described(layer))

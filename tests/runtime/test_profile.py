@@ -1,0 +1,108 @@
+"""Layers of a small model are measured in processes of their own; the planner takes the table."""
+
+from pathlib import Path
+
+import pytest
+
+from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
+from mmtrain.errors import PlanError, UserError
+from mmtrain.models.shape import shape
+from mmtrain.plan import plan
+from mmtrain.plan.profiling import sizes_to_measure
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.probes import probes
+from mmtrain.runtime.profile import ProfileRequest, profile, typical
+from tests.distributed import fork_ranks
+from tests.plan import factory
+
+AUDIO = {"layers": 1, "hidden": 32, "heads": 2, "ffn": 64, "mel_bins": 16, "max_frames": 80, "downsample": 2}
+
+
+def _recipe(**changes: object) -> Recipe:
+    return factory.recipe(
+        vision={**factory.VISION, "layers": 1, "hidden": 32, "ffn": 64},
+        llm={"layers": 1, "hidden": 64, "ffn": 96},
+        seq_len=128,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def _measure(_rank: int, _size: int, folder: Path, tp: tuple[int, ...]) -> str:
+    found = profile(ProfileRequest(_recipe(), "cpu-core", {"vision": (1,), "llm": tp}))
+    found.table.save(folder / "costs.json")
+    assert set(found.errors) == {"vision tp1", *(f"llm tp{n}" for n in tp)}
+    assert all(error >= 0 for errors in found.errors.values() for error in errors)
+    return found.table.model_dump_json()
+
+
+@pytest.fixture(scope="module")
+def table() -> CostTable:
+    """Measured in a process of its own: one that has run a backward, as pytest's may have, starts no others."""
+    [text] = fork_ranks(1, _measure, (1, 2), timeout=200)
+    return CostTable.model_validate_json(text)
+
+
+def test_every_kind_of_layer_is_in_the_table(table: CostTable) -> None:
+    kinds = [(entry.layer["kind"], entry.tp) for entry in table.layers]
+    llm = ["embedding", "decoder_block", "head"]
+    vision = ["patch_embed", "vit_block", "projector"]
+    assert sorted(kinds) == sorted([(k, 1) for k in vision] + [(k, tp) for k in llm for tp in (1, 2)])
+    for entry in table.layers:
+        assert len({s.tokens for s in entry.samples}) >= 4
+        for sample in entry.samples:
+            assert sample.seconds["forward"] > 0
+            assert sample.seconds["backward"] > 0
+    assert {(m.kind, m.size) for m in table.messages} == {
+        (kind, 2) for kind in ("p2p", "all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    }
+    assert all(seconds > 0 for message in table.messages for seconds in message.seconds)
+
+
+def test_saved_bytes_are_near_the_memory_model(table: CostTable) -> None:
+    model, costs = (
+        AnalyticCosts(preset("cpu-core"), "fp32"),
+        MeasuredCosts(table, AnalyticCosts(preset("cpu-core"), "fp32")),
+    )
+    for unit in shape(_recipe()).units:
+        for layer in unit.layers:
+            load = TokenLoad(64, 64 * 64, 64, 1)
+            counted = costs.activation_bytes(layer, 1, load, False)
+            assert counted <= model.activation_bytes(layer, 1, load, False) <= 1.35 * counted, layer.kind
+
+
+def test_the_planner_takes_a_table_and_says_so(table: CostTable, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    table.save(path)
+    settings = _recipe(cluster={"costs": path})
+    found = plan(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
+    assert found.predicted.cost_source.startswith("measured: ")
+    with pytest.raises(PlanError, match=r"cluster\.costs: .* was measured with hardware cpu-core, but .* h100-80g"):
+        plan(settings, factory.lengths(), world_size=8, hardware="h100-80g", recipe_sha256="x")
+
+
+def test_probes_fill_the_recipes_sequences() -> None:
+    settings = _recipe()
+    for unit in shape(settings).units:
+        fitted, held_out = probes(settings, unit)
+        largest = max(p.load.tokens for p in fitted)
+        assert 0.7 <= largest / (128 * unit.layers[-1].joins) <= 1.3
+        assert held_out
+        assert not set(held_out) & set(fitted)
+        assert len({p.load.num_sequences for p in fitted}) > 1
+
+
+def test_sizes_are_those_that_the_recipe_allows() -> None:
+    settings = _recipe()
+    assert sizes_to_measure(settings, 2) == {"vision": (1, 2), "llm": (1, 2)}
+    assert sizes_to_measure(settings, 4, ["llm"], "1,4") == {"llm": (1, 4)}
+    with pytest.raises(UserError, match="--only lmm: no such unit; allowed: vision, llm"):
+        sizes_to_measure(settings, 2, ["lmm"])
+    with pytest.raises(UserError, match="--tp 3: not possible on 4 ranks; allowed: vision: 1, 2, 4"):
+        sizes_to_measure(settings, 4, (), "3")
+    with pytest.raises(UserError, match="whole numbers"):
+        sizes_to_measure(settings, 4, (), "two")
+
+
+def test_outliers_do_not_move_what_is_typical() -> None:
+    assert typical([1.0, 1.1, 0.9, 1.0, 50.0, 60.0]) == 1.0
+    assert typical([2.0, 2.0, 2.0, 9.0]) == 2.0
