@@ -4,7 +4,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -50,7 +50,14 @@ def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], byte
         account.close(step_time)
         bubbles[rank] = account.bubbles
         spans += _apart(collectives, messages.get(rank, []))
-    return Timeline(tuple(sorted(spans, key=lambda s: (s.start_s, s.rank))), step_time, bubbles, {}, simulated=False)
+    return Timeline(
+        spans=tuple(sorted(spans, key=lambda s: (s.start_s, s.rank))),
+        step_time_s=step_time,
+        bubbles=bubbles,
+        peak_memory_bytes={},
+        simulated=False,
+        pipeline_ranks={mesh.unit: mesh.pp for mesh in graph.meshes},
+    )
 
 
 class _Work(NamedTuple):
@@ -142,7 +149,7 @@ def run_trace(steps: Sequence[MeasuredStep], plan_sha256: str, clock_error_s: fl
         by_s = step.begin_s - first
         shifted += [span._replace(start_s=span.start_s + by_s) for span in step.timeline.spans]
     mean_s = sum(step.timeline.step_time_s for step in steps) / len(steps)
-    joined = Timeline(tuple(shifted), mean_s, steps[0].timeline.bubbles, {}, simulated=False)
+    joined = replace(steps[0].timeline, spans=tuple(shifted), step_time_s=mean_s)
     trace = chrome_trace(joined, plan_sha256)
     trace["otherData"] |= {
         "steps": [

@@ -45,6 +45,7 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
             rank: peak_bytes(program.graph, program.for_rank(rank), timing.activation_bytes)[0] for rank in replay.walks
         },
         simulated=True,
+        pipeline_ranks={mesh.unit: mesh.pp for mesh in program.graph.meshes},
     )
 
 

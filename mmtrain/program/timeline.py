@@ -58,6 +58,7 @@ class Timeline:
     bubbles: Mapping[int, Mapping[BubbleKind, float]]  # rank -> kind -> seconds its compute stream is idle
     peak_memory_bytes: Mapping[int, int]  # rank -> activations alive at the fullest moment
     simulated: bool
+    pipeline_ranks: Mapping[str, int]  # unit -> ranks that its stages go round; each round is a chunk
 
     def bubble_shares(self) -> dict[BubbleKind, float]:
         """Idle time by kind as a share of all rank-seconds of the step."""
@@ -72,7 +73,7 @@ def chrome_trace(timeline: Timeline, plan_sha256: str) -> dict[str, Any]:
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         for tid, name in enumerate(("compute", "communication")):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
-    events += [_event(span) for span in timeline.spans]
+    events += [_event(span, timeline.pipeline_ranks) for span in timeline.spans]
     other = {
         "simulated": timeline.simulated,
         "step_time_us": timeline.step_time_s * 1e6,
@@ -86,8 +87,8 @@ def write_chrome_trace(timeline: Timeline, plan_sha256: str, path: Path) -> None
     path.write_text(json.dumps(chrome_trace(timeline, plan_sha256)), encoding="utf-8")
 
 
-def _event(span: Span) -> dict[str, Any]:
-    name, args = _describe(span)
+def _event(span: Span, pipeline_ranks: Mapping[str, int]) -> dict[str, Any]:
+    name, args = _describe(span, pipeline_ranks)
     is_compute = isinstance(span.action, Compute)
     return {
         "ph": "X",
@@ -100,7 +101,7 @@ def _event(span: Span) -> dict[str, Any]:
     }
 
 
-def _describe(span: Span) -> tuple[str, dict[str, Any]]:
+def _describe(span: Span, pipeline_ranks: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
     match span.action:
         case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
             kind, more, segments = direction(span.action), {}, ""
@@ -111,7 +112,7 @@ def _describe(span: Span) -> tuple[str, dict[str, Any]]:
                 "kind": "partial" if more else kind,
                 "unit": stage.unit,
                 "stage": stage.index,
-                "chunk": 0,
+                "chunk": stage.index // pipeline_ranks[stage.unit],
                 "replica": mb.replica,
                 "microbatch": mb.index,
             }

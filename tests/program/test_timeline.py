@@ -172,6 +172,20 @@ def test_chrome_trace_has_the_fields_of_the_design(timing, tmp_path):
     assert names == {rank: f"rank {rank}" for rank in range(5)}
 
 
+def test_a_stage_of_a_later_round_is_a_later_chunk():
+    graph = chain(Unit("llm", pp=2, num_stages=4), n=1)
+
+    class Alike:
+        compute = staticmethod(lambda action: 1.0)
+        message = staticmethod(lambda sender, action: (0.0, 0))
+        collective = staticmethod(lambda rank, action, group: (0.0, 0))
+        activation_bytes = staticmethod(lambda stage, mb: 0)
+
+    trace = chrome_trace(simulate(build(graph), Alike()), "")
+    found = {(e["args"]["stage"], e["args"]["chunk"]) for e in trace["traceEvents"] if e.get("tid") == 0 and "dur" in e}
+    assert found == {(0, 0), (1, 0), (2, 1), (3, 1)}
+
+
 def test_measured_receives_are_drawn_like_messages(timing):
     timeline = simulate(build(timing.graph), timing)
     sent = next(s for s in timeline.spans if isinstance(s.action, Send))
