@@ -1,6 +1,7 @@
 """What layers and messages cost in seconds and bytes, from shapes and hardware presets; no torch."""
 
 from mmtrain.costs.analytic import model_flops, parameters, upstream_trains
+from mmtrain.costs.choose import costs_for
 from mmtrain.costs.hardware import PRESETS, Hardware, Precision, preset, preset_for_device
 from mmtrain.costs.measured import MeasuredCosts
 from mmtrain.costs.memory import HeldLayers, RankMemory, rank_memory
@@ -21,6 +22,7 @@ __all__ = [
     "Precision",
     "RankMemory",
     "TokenLoad",
+    "costs_for",
     "model_flops",
     "parameters",
     "preset",

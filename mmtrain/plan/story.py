@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mmtrain.balance import Grouping, SampleLengths
-from mmtrain.costs import AnalyticCosts, CostModel, CostTable, Hardware, MeasuredCosts, Precision, preset
+from mmtrain.costs import Hardware, Precision, costs_for, preset
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import shape as model_shape
@@ -45,7 +45,7 @@ def plan(
     recompute = {name: getattr(recipe.parallel, name).recompute == "all" for name in choices}
     pricing = Pricing(
         shape,
-        costs_for(recipe, machine, precision),
+        costs_for(machine, precision, recipe.cluster.costs),
         precision,
         batches,
         recipe.data.seq_len,
@@ -83,27 +83,6 @@ def machine_for(recipe: Recipe, hardware: str) -> Hardware:
         ranks_per_node=cluster.ranks_per_node or machine.ranks_per_node,
         memory_bytes=cluster.memory_gib * GIB if cluster.memory_gib else machine.memory_bytes,
     )
-
-
-def costs_for(recipe: Recipe, machine: Hardware, precision: Precision) -> CostModel:
-    """Costs from the recipe's table, modelled where it has none.
-
-    Raises PlanError for a table of other hardware or another precision.
-    """
-    model, path = AnalyticCosts(machine, precision), recipe.cluster.costs
-    if path is None:
-        return model
-    table = CostTable.load(path)
-    for what, found, needed in (
-        ("hardware", table.hardware, machine.name),
-        ("precision", table.precision, precision),
-    ):
-        if found != needed:
-            raise PlanError(
-                f"cluster.costs: {path} was measured with {what} {found}, but this is planned for {needed}; "
-                "make one with `mmtrain profile` there, or leave cluster.costs out"
-            )
-    return MeasuredCosts(table, model)
 
 
 def precision_for(recipe: Recipe, machine: Hardware) -> Precision:

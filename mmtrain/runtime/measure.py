@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.balance import BatchMeta
-from mmtrain.costs import AnalyticCosts, Precision, TokenLoad, model_flops, parameters, preset, upstream_trains
+from mmtrain.costs import Precision, TokenLoad, costs_for, model_flops, parameters, preset, upstream_trains
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.data import GroupStream
 from mmtrain.program import ModelTiming, Stage, StepLoads
@@ -41,7 +41,10 @@ class Meter:
         self._job, self._stream = job, stream
         precision: Precision = "bf16" if job.dtype == torch.bfloat16 else "fp32"
         self._machine, self._precision = preset(hardware), precision
-        self._costs, self._input_grad = AnalyticCosts(self._machine, precision), upstream_trains(job.shape)
+        self._costs, self._input_grad = (
+            costs_for(self._machine, precision, job.recipe.cluster.costs),
+            upstream_trains(job.shape),
+        )
         self._slow = SlowRanks(job.graph, self._work_of)
         self.peak_flops = self._machine.peak_flops(precision) * job.world.size
 
