@@ -22,11 +22,11 @@ def serve(
     Trainers name this address in `data.producers`. Anybody who reaches it can read the data: listen on a network of
     your own. SIGTERM and Ctrl-C end it; trainers then take its steps elsewhere.
     """
-    import os
     import sys
     from functools import partial
 
     from mmtrain.data.protocol import require_zmq
+    from mmtrain.data.workers import processors
     from mmtrain.recipe import load
 
     made = load(recipe, overrides).recipe
@@ -34,7 +34,7 @@ def serve(
     from mmtrain.data.serve import open_producer
     from mmtrain.runtime.stop import SignalPipe
 
-    number = workers or len(os.sched_getaffinity(0))
+    number = workers or processors()
     with SignalPipe() as signals:
         producer = open_producer(made, bind, number, partial(print, "mmtrain:", file=sys.stderr, flush=True))
         print(f"{number} workers prepare steps of {made.name} at {producer.address}", flush=True)

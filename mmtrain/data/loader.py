@@ -1,6 +1,5 @@
 """The loader: steps in order, prepared ahead of the one being trained."""
 
-import os
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from mmtrain.data.order import GroupStream
 from mmtrain.data.prepare import BadSamples, Need, StepData, StepMaker, StepRequest
 from mmtrain.data.protocol import facts, require_zmq
 from mmtrain.data.window import Window
-from mmtrain.data.workers import Note, Pool
+from mmtrain.data.workers import Note, Pool, processors
 from mmtrain.errors import MmtrainError, RunError
 from mmtrain.recipe.schema import DataSettings, Recipe
 
@@ -66,7 +65,7 @@ class Loader:
         self._bad = BadSamples(index, recipe.data.max_bad_rate)
         self._step = start_step
         self._note = note
-        self._num_workers = num_workers(recipe.data, needs, local_ranks, len(os.sched_getaffinity(0)))
+        self._num_workers = num_workers(recipe.data, needs, local_ranks, processors())
         self._data = recipe.data
         self._facts = facts(recipe, index) if recipe.data.producers else {}
         in_the_making = max(1, self._num_workers, len(recipe.data.producers))

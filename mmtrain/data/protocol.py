@@ -28,6 +28,7 @@ _OWN_DATA = {
     "sources",
     "validation",
     "tokenizer",
+    "index_cache",
     "max_bad_rate",
     "prefetch",
     "workers",

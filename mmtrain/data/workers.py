@@ -182,6 +182,11 @@ class Pool(Generic[Tag]):
             self._host = None
 
 
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _how(status: int | None) -> str:
     """How a process ended, from what `waitpid` gave."""
     if status is None:

@@ -1,5 +1,6 @@
 """Steps made by producers over the network: the same ones, whatever happens to the producers."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -105,6 +106,13 @@ def test_an_address_that_cannot_be_used_is_named(made: Dataset, tmp_path: Path) 
         assert producer.process.returncode == 2
         assert "--bind: tcp://203.0.113.1:5557 cannot be used" in said
         assert "Traceback" not in said
+
+
+def test_who_has_no_zeromq_is_told_how_to_get_it(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    recipe, index, stream = made()
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(DataError, match=r"data.producers needs ZeroMQ: pip install 'mmtrain\[serve\]'"):
+        Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1"), DP, ONE, EVERYTHING)
 
 
 def test_facts_are_what_decides_the_content_of_steps(made: Dataset) -> None:  # noqa: F811
