@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mmtrain.data.check import CheckReport
 
 EXAMPLES = 3  # of each kind of fault
+_PLURALS = {"image": "images", "video": "videos", "audio": "clips"}
 
 
 def check(
@@ -64,7 +65,7 @@ def in_words(report: "CheckReport") -> str:
     """The report as lines: counts, then each kind of fault with its first examples."""
     from mmtrain.data.kinds import KINDS
 
-    media = ", ".join(f"{count} {kind}" for kind, count in report.media.items()) or "no media"
+    media = ", ".join(f"{_PLURALS[kind]} {count}" for kind, count in report.media.items()) or "no media"
     sound = f" ({report.seconds_of_sound:.0f} s of sound)" if report.seconds_of_sound else ""
     lines = [f"{report.samples} samples, {len(report.bad)} of them bad; decoded without fault: {media}{sound}"]
     for kind, count in report.kinds.items():

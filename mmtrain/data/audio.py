@@ -169,4 +169,5 @@ def _opened(media: Media, broken: str) -> Iterator[Any]:
     except BadAudioError:
         raise
     except Exception as error:
-        raise BadAudioError(broken, f"{media}: {type(error).__name__}: {error}") from None
+        why = getattr(error, "error_string", error)  # libsndfile's own words, without the name of our stream
+        raise BadAudioError(broken, f"{media}: {type(error).__name__}: {why}") from None

@@ -136,4 +136,5 @@ def _opened(media: Media, broken: str, max_source_pixels: int) -> Iterator[tuple
     except BadVideoError:
         raise
     except Exception as error:
-        raise BadVideoError(broken, f"{media}: {type(error).__name__}: {error}") from None
+        why = getattr(error, "strerror", None) or error  # FFmpeg's own words, without the number of our stream
+        raise BadVideoError(broken, f"{media}: {type(error).__name__}: {why}") from None
