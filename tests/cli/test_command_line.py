@@ -13,7 +13,18 @@ import mmtrain
 from mmtrain.cli import app as table
 from mmtrain.errors import DataError, MmtrainError, RecipeError, RunError, StoppedAndSaved
 
-COMMANDS = ["plan", "train", "evaluate", "data", "data demo", "data stats", "data group", "data check", "schema"]
+COMMANDS = [
+    "plan",
+    "train",
+    "evaluate",
+    "data",
+    "data demo",
+    "data stats",
+    "data group",
+    "data check",
+    "data serve",
+    "schema",
+]
 
 
 class Result:
