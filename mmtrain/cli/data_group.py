@@ -24,6 +24,7 @@ def group(
     import json
     import time
     from dataclasses import asdict
+    from functools import partial
 
     from mmtrain.balance import Grouping
     from mmtrain.data import build
@@ -32,7 +33,8 @@ def group(
     from mmtrain.report.data_view import grouping_text
 
     settings = load(recipe, overrides).recipe
-    index, grouping = build(settings), Grouping.of(settings.data, settings.train.global_batch)
+    index = build(settings, note=partial(typer.echo, err=True))
+    grouping = Grouping.of(settings.data, settings.train.global_batch)
     side_by_side = replicas or settings.parallel.llm.dp or grouping.alike
     scores = compare_methods(
         index.lengths, index.weights, grouping, settings.train.seed, side_by_side, time.perf_counter

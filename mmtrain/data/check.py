@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtrain.data.audio import HOP, SAMPLE_RATE, load_mels, read_frames
-from mmtrain.data.index import Progress, measure
+from mmtrain.data.audio import HOP, SAMPLE_RATE, load_mels, read_frames, try_decoding
+from mmtrain.data.index import Progress
+from mmtrain.data.measure import Measured, measure
 from mmtrain.data.media import BadMediaError, Media
 from mmtrain.data.pictures import Pictures, read_grids
 from mmtrain.data.read import read
@@ -26,7 +27,7 @@ from mmtrain.recipe.schema import (
 
 Kind = Literal["image", "video", "audio"]
 _PER_CORE = 8  # media in flight, so that results wait in order without filling the memory
-_PATCH, _BINS = 14, 80  # without a recipe; decoding is the same for any
+_PATCH = 14  # where no recipe says; decoding is the same for any
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ def check_as(recipe: Recipe, sources: Sequence[SourceSettings], progress: Progre
 
     Raises `DataError` if a source cannot be read at all.
     """
-    usable, bad = measure(recipe, sources)
+    looked = list(measure(recipe, sources))
+    usable = [one for one in looked if isinstance(one, Measured)]
+    bad = [one for one in looked if isinstance(one, Quarantined)]
     found: list[tuple[Sample, list[_Seen]]] = []
     for one in usable:
         sights = zip(one.sample.sights, one.grids["vision"], strict=True)
@@ -72,7 +75,7 @@ def check_as(recipe: Recipe, sources: Sequence[SourceSettings], progress: Progre
         media = [_Seen(kind, medium, grids) for (kind, medium), grids in sights]
         found.append((one.sample, media + [_Seen("audio", medium, grids) for medium, grids in clips]))
     vision, audio = recipe.model.vision, recipe.model.audio
-    decoder = _Decoder(recipe.data.image, vision.patch if vision else _PATCH, audio.mel_bins if audio else _BINS)
+    decoder = _Decoder(recipe.data.image, vision.patch if vision else _PATCH, audio.mel_bins if audio else None)
     return _report(found, bad, decoder, recipe.data.max_bad_rate, progress)
 
 
@@ -90,7 +93,7 @@ def check(sources: Sequence[SourceSettings], progress: Progress | None = None) -
         else:
             assert isinstance(entry, Sample)
             found.append((entry, looked))
-    return _report(found, bad, _Decoder(ImageSettings(), _PATCH, _BINS), _DEFAULT_BAD_RATE, progress)
+    return _report(found, bad, _Decoder(ImageSettings(), _PATCH, None), _DEFAULT_BAD_RATE, progress)
 
 
 _DEFAULT_BAD_RATE = 0.01
@@ -119,14 +122,16 @@ class _Decoder:
 
     image: ImageSettings
     patch: int
-    bins: int
+    bins: int | None  # None: clips of any length are decoded, and not looked at further
 
     def __call__(self, seen: _Seen) -> BadMediaError | None:
         try:
-            if seen.kind == "audio":
-                load_mels(seen.media, seen.grids[0][0], self.bins)
-            else:
+            if seen.kind != "audio":
                 Pictures(self.image, self.patch).patches(seen.kind, seen.media, 0, len(seen.grids), seen.grids[0])
+            elif self.bins is None:
+                try_decoding(seen.media)
+            else:
+                load_mels(seen.media, seen.grids[0][0], self.bins)
         except BadMediaError as bad:
             return bad
         return None

@@ -28,15 +28,19 @@ class TokenCounter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Read how the tokenizer is built."""
         self._tokenizer = tokenizer
-        pieces = _pieces(json.loads(tokenizer.to_str()))
-        self._split = pieces.findall if pieces is not None else None
+        steps = _steps(json.loads(tokenizer.to_str()))
+        self._splits = [step.findall for step in steps] if steps is not None else None
         self._known = _Counts(tokenizer.model)
 
     def __call__(self, text: str) -> int:
         """Tokens of `text`."""
-        if self._split is not None and text.isascii():
-            pieces = self._split(text)
-            if sum(map(len, pieces)) == len(text):  # else the expression leaves something between its matches
+        if not text:
+            return 0
+        if self._splits is not None and text.isascii():
+            pieces = [text]
+            for split in self._splits:
+                pieces = [part for piece in pieces for part in split(piece)]
+            if sum(map(len, pieces)) == len(text):  # else an expression leaves something between its matches
                 return sum(map(self._known.__getitem__, pieces))
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -55,8 +59,8 @@ class _Counts(dict[str, int]):
         return count
 
 
-def _pieces(made: dict[str, Any]) -> "re.Pattern[str] | None":
-    """The expression that splits plain ASCII text into what is merged apart; None where there is none, or none known.
+def _steps(made: dict[str, Any]) -> "list[re.Pattern[str]] | None":
+    """What splits plain ASCII text, one after the other, into what is merged apart; None if a step is not known.
 
     made: a `tokenizers` JSON file.
     """
@@ -67,17 +71,21 @@ def _pieces(made: dict[str, Any]) -> "re.Pattern[str] | None":
         return None
     if not all(token["special"] for token in added):  # others are cut out of the text first
         return None
-    steps = made["pre_tokenizer"] or {}
-    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
-    kinds = [step.get("type") for step in steps]
-    if kinds[-1] != "ByteLevel" or steps[-1]["add_prefix_space"]:
+    last = made["pre_tokenizer"] or {}
+    *steps, last = last["pretokenizers"] if last.get("type") == "Sequence" else [last]
+    if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
         return None
-    if kinds == ["ByteLevel"] and steps[0]["use_regex"]:
-        return _for_ascii(_GPT2)
-    if kinds == ["Split", "ByteLevel"] and not steps[1]["use_regex"]:
-        pattern = steps[0]["pattern"].get("Regex")
-        plain = pattern is not None and steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]
-        return _for_ascii(pattern) if plain else None
+    found = [_step(step) for step in steps] + ([_for_ascii(_GPT2)] if last["use_regex"] else [])
+    known = [step for step in found if step is not None]
+    return known if len(known) == len(found) else None
+
+
+def _step(step: dict[str, Any]) -> "re.Pattern[str] | None":
+    """What one step of a pre-tokenizer splits by."""
+    if step["type"] == "Digits":
+        return _for_ascii(r"\p{N}|[^\p{N}]+" if step["individual_digits"] else r"\p{N}+|[^\p{N}]+")
+    if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"] and "Regex" in step["pattern"]:
+        return _for_ascii(step["pattern"]["Regex"])
     return None
 
 

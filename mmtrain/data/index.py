@@ -1,49 +1,50 @@
 """The index of a dataset: every usable sample with its lengths, and every other one with the reason why not.
 
-Reads the data files and headers of media, never pixels or sound; each rank builds its own, and fingerprints tell
-that they agree.
+Reads the data files and headers of media, never pixels or sound. What was read is kept beside large files, so that the
+next run, and the other ranks of this one, read it from there; fingerprints tell that ranks agree.
 """
 
+import gc
 import hashlib
+import io
+from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance.batch import IntArray, ItemLengths, SampleLengths
-from mmtrain.data.audio import read_frames, require_soundfile
-from mmtrain.data.media import BadMediaError, Media
-from mmtrain.data.pictures import read_grids
-from mmtrain.data.read import read
+from mmtrain.data.index_cache import Cache, Stored
+from mmtrain.data.measure import Measured, encoders_of, measure
 from mmtrain.data.resize import Grid
-from mmtrain.data.sample import Quarantined, Sample, find_miscount
-from mmtrain.data.tokenize import AUDIO, NO_LABEL, ChatTokenizer
+from mmtrain.data.sample import Quarantined, Sample
+from mmtrain.data.table import SampleTable, to_record
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings
 
-HEADER_THREADS = 8  # reading headers waits for the disk, not for the processor
 NAMED_IN_MESSAGE = 5
+_TOLD_EVERY = 100_000  # samples
 
 Progress = Callable[[int, int], None]  # done, total
-_Kind = Literal["image", "video", "audio"]
-_Sizes = dict[tuple[_Kind, Media], tuple[Grid, ...] | BadMediaError]  # the items that each medium becomes
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class DataIndex:
     """The usable samples of a dataset, their lengths, and what was set aside."""
 
-    samples: tuple[Sample, ...]
+    samples: Sequence[Sample]
     lengths: SampleLengths
     weights: npt.NDArray[np.float64]  # (S,) how often an epoch uses each sample
     quarantined: tuple[Quarantined, ...]
     # encoder unit -> (I,) which part of its medium (image, video, clip) an item is, from 0
     parts: dict[str, IntArray] = field(default_factory=dict)
+    names_sha256: str = ""  # of the samples' places and ids
 
     def features(self, sample: int, unit: str = "vision") -> list[int]:
         """LLM tokens of each medium of a sample, all its items together; none where the model has no such encoder."""
@@ -79,59 +80,39 @@ class DataIndex:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over ids, weights and lengths: equal on two ranks iff they see the same data."""
-        digest = hashlib.sha256()
-        for sample in self.samples:
-            digest.update(f"{sample.index}:{sample.id}\n".encode())
+        digest = hashlib.sha256(self.names_sha256.encode())
         arrays = [self.weights, self.lengths.tokens, self.lengths.targets]
         for unit, items in sorted(self.lengths.items.items()):
             digest.update(unit.encode())
             arrays += [items.first, items.rows, items.cols, items.tokens, items.features]
-        for array in arrays:
-            digest.update(array.tobytes())
+        for values in arrays:
+            digest.update(values.tobytes())
         return digest.hexdigest()
 
 
-def build(
-    recipe: Recipe, which: Literal["train", "validation"] = "train", progress: Progress | None = None
-) -> DataIndex:
-    """Index the recipe's samples.
+def build(recipe: Recipe, which: Literal["train", "validation"] = "train", note: Note = lambda _: None) -> DataIndex:
+    """Index the recipe's samples, or read the index kept since nothing changed.
 
-    Samples that cannot be used are set aside with kind and reason. Raises `DataError` if a source cannot be read, no
-    sample is usable, or the settings fit no image; `TooManyBadSamples` above `data.max_bad_rate`.
+    Samples that cannot be used are set aside with kind and reason. note: told how reading a large source goes on, and
+    of a kept index that turned out broken. Raises `DataError` if a source cannot be read, no sample is usable, or the
+    settings fit no image; `TooManyBadSamples` above `data.max_bad_rate`.
     """
-    data = recipe.data
-    sources = data.sources if which == "train" else data.validation
-    usable, quarantined = measure(recipe, sources, progress)
-    check_bad_rate(quarantined, len(usable) + len(quarantined), data.max_bad_rate)
-    if not usable:
+    sources = recipe.data.sources if which == "train" else recipe.data.validation
+    cache = Cache.of(recipe, sources)
+    with nullcontext() if cache is None else cache.held():  # others on this machine wait here for whoever builds
+        stored = cache.load(note) if cache is not None else None
+        if stored is None and cache is not None:
+            try:
+                stored = _read(recipe, sources, cache, note)
+            except OSError as error:  # of the cache: a full disk, say; what is wrong with sources is a DataError
+                note(f"the index cannot be kept in {cache.folder}: {error}")
+        if stored is None:
+            stored = _read(recipe, sources, None, note)
+    check_bad_rate(stored.quarantined, len(stored.samples) + len(stored.quarantined), recipe.data.max_bad_rate)
+    if not len(stored.samples):
         where = "data.sources" if which == "train" else "data.validation"
         raise DataError(f"{where}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
-    return DataIndex(
-        samples=tuple(m.sample for m in usable),
-        lengths=_lengths(usable, recipe),
-        weights=np.array([m.weight for m in usable], dtype=np.float64),
-        quarantined=tuple(quarantined),
-        parts={unit: _parts([m.grids[unit] for m in usable]) for unit in encoders_of(recipe)},
-    )
-
-
-def measure(
-    recipe: Recipe, sources: Sequence[SourceSettings], progress: Progress | None = None
-) -> tuple[list["Measured"], list[Quarantined]]:
-    """Read sources and headers of their media: the samples that can be used, with their lengths, and the others.
-
-    Raises `DataError` if a source cannot be read, or the settings fit no image.
-    """
-    tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
-    _check_settings(recipe, tokenizer)
-    read_samples = [(entry, source.weight) for source in sources for entry in read(source, recipe.data.limits)]
-    sizes = _read_sizes([s for s, _ in read_samples if isinstance(s, Sample)], recipe, progress)
-    usable: list[Measured] = []
-    quarantined: list[Quarantined] = []
-    for entry, weight in read_samples:
-        measured = _measure(entry, weight, recipe, tokenizer, sizes) if isinstance(entry, Sample) else entry
-        (quarantined if isinstance(measured, Quarantined) else usable).append(measured)  # type: ignore[arg-type]
-    return usable, quarantined
+    return _index(stored, recipe, sources)
 
 
 def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: float) -> None:
@@ -146,154 +127,88 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
     )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A usable sample and its lengths."""
-
-    sample: Sample
-    weight: float
-    tokens: int
-    targets: int
-    grids: dict[str, list[tuple[Grid, ...]]]  # encoder unit -> by medium, of each item; a clip's are its frames and 1
-
-
-def _check_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
-    """Settings of data and model that contradict each other, whatever the samples are."""
-    vocab = recipe.model.llm.vocab
-    if tokenizer.vocab_size > vocab:
-        raise DataError(
-            f"model.llm.vocab is {vocab}, but {recipe.data.tokenizer} (data.tokenizer) has {tokenizer.vocab_size}: "
-            f"set model.llm.vocab to at least {tokenizer.vocab_size}"
-        )
-    if recipe.model.audio is not None:
-        require_soundfile()
-        if "audio" not in tokenizer.item_ids:
-            raise DataError(
-                f"data.tokenizer: {recipe.data.tokenizer} lacks the special token {AUDIO} that model.audio needs; "
-                "add it with `Tokenizer.add_special_tokens` of the `tokenizers` library and save it"
-            )
-    vision, image = recipe.model.vision, recipe.data.image
-    if vision is None:
-        return
-    unit = vision.patch * vision.merge
-    if image.scheme == "native" and not unit**2 <= image.max_pixels >= image.min_pixels:
-        raise DataError(
-            f"data.image.max_pixels is {image.max_pixels}; it must be at least data.image.min_pixels = "
-            f"{image.min_pixels} and one merged patch of {unit} x {unit} = {unit**2} pixels"
-        )
-    if image.scheme == "tiles" and (image.tile % unit or image.tile // vision.patch > vision.max_side):
-        raise DataError(
-            f"data.image.tile is {image.tile}; it must be a multiple of patch * merge = {unit} and at most "
-            f"patch * max_side = {vision.patch * vision.max_side} pixels"
-        )
-    if image.scheme == "fixed" and (image.size % unit or image.size // vision.patch > vision.max_side):
-        raise DataError(
-            f"data.image.size is {image.size}; it must be a multiple of patch * merge = {unit} and at most "
-            f"patch * max_side = {vision.patch * vision.max_side} pixels"
-        )
+def _read(recipe: Recipe, sources: Sequence[SourceSettings], cache: Cache | None, note: Note) -> Stored:
+    """Read all sources, and keep what was found where there is a cache."""
+    with _no_cycles(), io.BytesIO() if cache is None else cache.records() as records:
+        columns = _Columns(records, list(encoders_of(recipe)))
+        quarantined: list[Quarantined] = []
+        for done, entry in enumerate(measure(recipe, sources), 1):
+            if isinstance(entry, Measured):
+                columns.add(entry)
+            else:
+                quarantined.append(entry)
+            if done % _TOLD_EVERY == 0:
+                note(f"reading headers: {done:,} samples so far")
+        arrays, names = columns.arrays(), columns.names.hexdigest()
+        if cache is None:
+            table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]
+            return Stored(table, arrays, tuple(quarantined), names)
+        return cache.store(records, arrays, quarantined, names)
 
 
-def _read_sizes(samples: Sequence[Sample], recipe: Recipe, progress: Progress | None) -> _Sizes:
-    """The grid of every image and clip of the samples, or what is wrong with it; each file is looked at once."""
-    data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
-    files: list[tuple[_Kind, Media]] = []
-    if vision is not None:
-        files += [("image", image) for s in samples if len(s.images) <= data.max_images for image in s.images]
-        files += [("video", video) for s in samples for video in s.videos]
-    if audio is not None:
-        files += [("audio", clip) for s in samples for clip in s.clips]
-    files = list(dict.fromkeys(files))
-
-    def look(file: tuple[_Kind, Media]) -> tuple[Grid, ...] | BadMediaError:
-        kind, media = file
-        try:
-            if kind == "audio":
-                assert audio is not None
-                return ((read_frames(media, data.audio, 2 * audio.downsample), 1),)
-            assert vision is not None
-            return read_grids(kind, media, data.image, data.video, vision)
-        except BadMediaError as bad:
-            return bad
-
-    found: _Sizes = {}
-    with ThreadPoolExecutor(HEADER_THREADS) as pool:
-        for done, (file, size) in enumerate(zip(files, pool.map(look, files), strict=True), 1):
-            found[file] = size
-            if progress is not None:
-                progress(done, len(files))
-    return found
+@contextmanager
+def _no_cycles() -> Iterator[None]:
+    """Let the collector of cycles rest: there are none here, and looking for them takes a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
-def _measure(
-    sample: Sample,
-    weight: float,
-    recipe: Recipe,
-    tokenizer: ChatTokenizer,
-    sizes: _Sizes,
-) -> Measured | Quarantined:
-    data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
-    num_images, num_videos, num_clips = len(sample.images), len(sample.videos), len(sample.clips)
-    miscounted = find_miscount(sample, sees=vision is not None, hears=audio is not None)
-    if miscounted is not None:
-        return miscounted
-    if num_images > data.max_images:
-        reason = f"{num_images} images, data.max_images = {data.max_images}"
-        return Quarantined.of(sample, "too_many_images", reason)
-    if num_images + num_videos and vision is None:
-        return Quarantined.of(sample, "no_vision", "it has images or videos, but the recipe's model has no vision unit")
-    if num_clips and audio is None:
-        return Quarantined.of(sample, "no_audio", "it has clips, but the recipe's model has no audio unit")
-    grids: dict[str, list[tuple[Grid, ...]]] = {"vision": [], "audio": []}
-    pictures = num_images
-    media_of: list[tuple[_Kind, Media]] = [*sample.sights, *(("audio", clip) for clip in sample.clips)]
-    for kind, media in media_of:
-        size = sizes[kind, media]
-        if isinstance(size, BadMediaError):
-            return Quarantined.of(sample, size.kind, str(size))
-        pictures += len(size) if kind == "video" else 0
-        grids["audio" if kind == "audio" else "vision"].append(size)
-    if pictures > data.max_images:
-        reason = f"{pictures} images, frames of videos included, data.max_images = {data.max_images}"
-        return Quarantined.of(sample, "too_many_images", reason)
-    merged, stacked = vision.merge**2 if vision else 1, 2 * audio.downsample if audio else 1
-    encoded = tokenizer.encode(
-        sample,
-        [sum(r * c // merged for r, c in items) for items in grids["vision"]],
-        [frames // stacked for ((frames, _),) in grids["audio"]],
+class _Columns:
+    """Collects measured samples: one number a value instead of objects, and the samples as records."""
+
+    def __init__(self, records: BinaryIO, units: Sequence[str]) -> None:
+        self._records, self._units = records, units
+        self._ends = 0
+        self._sample = {name: array("q") for name in ("tokens", "targets", "source", "ends")}
+        self._items = {f"{unit}.{name}": array("q") for unit in units for name in ("count", "rows", "cols", "part")}
+        self.names = hashlib.sha256()  # of the samples' places and ids
+
+    def add(self, one: Measured) -> None:
+        record = to_record(one.sample)
+        self._records.write(record)
+        self._ends += len(record)
+        self.names.update(f"{one.sample.index}:{one.sample.id}\n".encode(errors="surrogatepass"))
+        for name, value in (("tokens", one.tokens), ("targets", one.targets), ("source", one.source)):
+            self._sample[name].append(value)
+        self._sample["ends"].append(self._ends)
+        for unit in self._units:
+            self._add_items(unit, one.grids[unit])
+
+    def _add_items(self, unit: str, media: Sequence[tuple[Grid, ...]]) -> None:
+        items = self._items
+        items[f"{unit}.count"].append(sum(map(len, media)))
+        for grids in media:
+            for part, (rows, cols) in enumerate(grids):
+                items[f"{unit}.rows"].append(rows)
+                items[f"{unit}.cols"].append(cols)
+                items[f"{unit}.part"].append(part)
+
+    def arrays(self) -> dict[str, IntArray]:
+        return {name: np.array(column, dtype=np.int64) for name, column in (self._sample | self._items).items()}
+
+
+def _index(stored: Stored, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
+    arrays = stored.arrays
+    items: dict[str, ItemLengths] = {}
+    for unit, encoder in encoders_of(recipe).items():
+        first = np.concatenate([[0], np.cumsum(arrays[f"{unit}.count"])]).astype(np.int64)
+        rows, cols = arrays[f"{unit}.rows"], arrays[f"{unit}.cols"]
+        if isinstance(encoder, AudioSettings):
+            items[unit] = ItemLengths(first, rows, cols, rows // 2, rows // (2 * encoder.downsample))
+        else:
+            area: IntArray = rows * cols
+            features = area // encoder.merge**2
+            items[unit] = ItemLengths(first, rows, cols, area + int(encoder.class_token), features)
+    return DataIndex(
+        samples=stored.samples,
+        lengths=SampleLengths(arrays["tokens"], arrays["targets"], items),
+        weights=np.array([source.weight for source in sources], dtype=np.float64)[arrays["source"]],
+        quarantined=stored.quarantined,
+        parts={unit: arrays[f"{unit}.part"] for unit in items},
+        names_sha256=stored.names_sha256,
     )
-    limit = min(data.max_sample_tokens or data.seq_len, data.seq_len)
-    if len(encoded.ids) > limit:
-        key = "data.max_sample_tokens" if limit == data.max_sample_tokens else "data.seq_len"
-        return Quarantined.of(sample, "too_long", f"{len(encoded.ids)} LLM tokens, {key} = {limit}")
-    targets = int((encoded.labels != NO_LABEL).sum())
-    return Measured(sample, weight, len(encoded.ids), targets, grids)
-
-
-def _lengths(usable: Sequence[Measured], recipe: Recipe) -> SampleLengths:
-    tokens = np.array([m.tokens for m in usable], dtype=np.int64)
-    targets = np.array([m.targets for m in usable], dtype=np.int64)
-    items = {unit: _items([m.grids[unit] for m in usable], encoder) for unit, encoder in encoders_of(recipe).items()}
-    return SampleLengths(tokens, targets, items)
-
-
-def encoders_of(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:
-    """The encoders that the recipe's model has."""
-    settings = {"vision": recipe.model.vision, "audio": recipe.model.audio}
-    return {unit: encoder for unit, encoder in settings.items() if encoder is not None}
-
-
-def _parts(grids: Sequence[list[tuple[Grid, ...]]]) -> IntArray:
-    """Which part of its medium each item is; the grids are by sample and medium."""
-    counts = np.array([len(items) for media in grids for items in media], dtype=np.int64)
-    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _items(grids: Sequence[list[tuple[Grid, ...]]], encoder: VisionSettings | AudioSettings) -> ItemLengths:
-    """One encoder's items; the grids are by sample and medium."""
-    first = np.cumsum([0, *(sum(map(len, media)) for media in grids)], dtype=np.int64)
-    sides = np.array([side for media in grids for items in media for side in items], dtype=np.int64).reshape(-1, 2)
-    rows, cols = np.ascontiguousarray(sides[:, 0]), np.ascontiguousarray(sides[:, 1])
-    if isinstance(encoder, AudioSettings):
-        return ItemLengths(first, rows, cols, rows // 2, rows // (2 * encoder.downsample))
-    area: IntArray = rows * cols
-    return ItemLengths(first, rows, cols, area + int(encoder.class_token), area // encoder.merge**2)

@@ -1,6 +1,7 @@
 """Reading JSON lists and JSON lines of conversations, whose media are files beside them."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,6 +11,7 @@ from mmtrain.data.sample import Quarantined, Sample
 from mmtrain.errors import DataError
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
+_SPACES = re.compile(r"[ \t\n\r]*")
 MAX_ENTRY_BYTES = 64 << 20  # of one line, or of one JSON or text member of a tar
 
 
@@ -20,7 +22,7 @@ def read_json(path: Path, media_of: MediaOf, layout: tuple[str, ...]) -> Iterato
     """
     try:
         with path.open("rb") as file:
-            entries = _lines(file) if path.suffix in LINE_SUFFIXES else iter(_list(path, file.read()))
+            entries = _lines(file) if path.suffix in LINE_SUFFIXES else _list(path, file.read())
             for index, entry in enumerate(entries):
                 try:
                     if isinstance(entry, BadSampleError):
@@ -42,9 +44,10 @@ def parse(text: bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def _list(path: Path, text: bytes) -> list[Any]:
+def _list(path: Path, text: bytes) -> Iterator[Any]:
+    """The entries of a JSON list, one after the other: all together would take gigabytes."""
     try:
-        entries = parse(text)
+        yield from _elements(path, text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     except ValueError as error:
@@ -52,9 +55,37 @@ def _list(path: Path, text: bytes) -> list[Any]:
         raise DataError(
             f"{path}:{line}: not valid JSON: {message}; a file with one sample a line must be called .jsonl"
         ) from None
-    if not isinstance(entries, list):
-        raise DataError(f"{path}:1: found {describe(entries)} at the top, expected a list of samples")
-    return entries
+    except RecursionError:
+        raise DataError(f"{path}:1: not valid JSON: nested too deeply") from None
+
+
+def _elements(path: Path, text: str) -> Iterator[Any]:
+    """The elements of a list in JSON. Raises `ValueError` as `json.loads` would, and `DataError` if it is no list."""
+    at = _after_spaces(text, 0)
+    if not text.startswith("[", at):
+        found = describe(json.loads(text))
+        raise DataError(f"{path}:1: found {found} at the top, expected a list of samples")
+    decode = json.JSONDecoder().raw_decode
+    at = _after_spaces(text, at + 1)
+    more = not text.startswith("]", at)
+    while more:
+        entry, at = decode(text, at)
+        yield entry
+        at = _after_spaces(text, at)
+        more = text.startswith(",", at)
+        if more:
+            at = _after_spaces(text, at + 1)
+        elif not text.startswith("]", at):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+    at = _after_spaces(text, at + 1)
+    if at != len(text):
+        raise json.JSONDecodeError("Extra data", text, at)
+
+
+def _after_spaces(text: str, at: int) -> int:
+    found = _SPACES.match(text, at)
+    assert found is not None, "no spaces are spaces too"
+    return found.end()
 
 
 def _lines(file: BinaryIO) -> Iterator[Any]:

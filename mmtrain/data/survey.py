@@ -11,7 +11,8 @@ import numpy.typing as npt
 from mmtrain.balance.methods import unit_tokens
 from mmtrain.data.audio import HOP, SAMPLE_RATE, read_frames
 from mmtrain.data.images import read_size
-from mmtrain.data.index import HEADER_THREADS, build
+from mmtrain.data.index import build
+from mmtrain.data.measure import HEADER_THREADS
 from mmtrain.data.media import BadMediaError
 from mmtrain.data.read import read
 from mmtrain.data.sample import Quarantined, Sample

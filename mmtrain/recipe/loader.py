@@ -14,6 +14,7 @@ from mmtrain.recipe.tree import Keys, Node, Origin, Problem, dotted, merge, put,
 
 _DATA_PATHS = (  # settings whose relative paths start at the folder of the file that wrote them
     ("data", "tokenizer"),
+    ("data", "index_cache"),
     ("data", "sources", "*", "path"),
     ("data", "sources", "*", "image_root"),
     ("data", "validation", "*", "path"),

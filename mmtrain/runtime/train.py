@@ -151,7 +151,7 @@ def _train(request: Request, world: World, stop: StopRequest) -> Path | None:
     world.on_first(lambda: _claim(request))
     activity = Activity(recorder=Recorder(clock_of(world.device)))
     with reporting(request.run_dir, world.rank, activity):
-        index = build(recipe)
+        index = build(recipe, note=partial(print, flush=True))  # told by the rank that reads, whichever that is
         agree(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
         plan = _agreed_plan(request, world, index)
         job = assemble(recipe, plan, world, activity, request.faults)

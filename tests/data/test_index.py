@@ -1,11 +1,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mmtrain.data import build
+from mmtrain.data import build, measure
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import row
@@ -143,13 +144,28 @@ def test_fingerprints_tell_different_data_apart(tmp_path: Path, picture: Picture
     assert build(doubled).fingerprint != first
 
 
-def test_sources_keep_their_weights_and_progress_is_told(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
+def test_sources_keep_their_weights(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png")
     (tmp_path / "more.jsonl").write_text(json.dumps(row("<image>", "b", "a.png")) + "\n")
     sources = [{"path": tmp_path / "train.json", "weight": 0.5}, {"path": tmp_path / "more.jsonl", "weight": 3}]
-    seen: list[tuple[int, int]] = []
-    index = build(
-        recipe([row("q", "a"), row("<image>", "a", "a.png")], sources=sources), progress=lambda *a: seen.append(a)
-    )
+    index = build(recipe([row("q", "a"), row("<image>", "a", "a.png")], sources=sources))
     assert np.array_equal(index.weights, [0.5, 0.5, 3])
-    assert seen == [(1, 1)], "a file used twice is looked at once"
+
+
+def test_a_picture_used_often_is_looked_at_once(
+    picture: Picture, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture("a.png")
+    looked: list[object] = []
+    read_grids = measure.read_grids
+
+    def counting(kind: Any, media: Any, *settings: Any) -> Any:
+        looked.append(media)
+        return read_grids(kind, media, *settings)
+
+    monkeypatch.setattr(measure, "read_grids", counting)
+    told: list[str] = []
+    monkeypatch.setattr("mmtrain.data.index._TOLD_EVERY", 2)
+    index = build(recipe([row("<image>", "a", "a.png")] * 5), note=told.append)
+    assert (len(index.samples), len(looked)) == (5, 1)
+    assert told == [f"reading headers: {n} samples so far" for n in (2, 4)]

@@ -111,7 +111,7 @@ def test_an_error_in_the_background_surfaces_with_the_samples_name(made: Made, m
     encode = ChatTokenizer.encode
 
     def failing(self: ChatTokenizer, sample: Any, features: Any, clips: Any) -> Any:
-        if sample is index.samples[bad]:
+        if sample == index.samples[bad]:
             raise ValueError("boom")
         return encode(self, sample, features, clips)
 
@@ -182,7 +182,7 @@ def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(mad
     table, vision = where.meta.items["vision"], where.vision[0, 0]
     lo = 0
     for j, r, c in zip(table.microbatch(0, 0), vision.rows, vision.cols, strict=True):
-        is_victim = index.samples[where.meta.sample_id[table.sample[j]]] is victim and table.position[j] == 1
+        is_victim = index.samples[where.meta.sample_id[table.sample[j]]] == victim and table.position[j] == 1
         assert vision.patches is not None
         assert (not vision.patches[lo : lo + r * c].any()) == is_victim
         lo += r * c

@@ -1,0 +1,83 @@
+"""Samples kept as the bytes of one file: a million of them take what their text takes, and processes share them.
+
+As objects, a million samples take gigabytes in every process that trains or loads.
+"""
+
+import json
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from mmtrain.balance.batch import IntArray
+from mmtrain.data.media import FileMedia, Media, ParquetCell, TarMember
+from mmtrain.data.sample import Sample, Turn
+
+_PIECES: dict[str, type[TarMember] | type[ParquetCell]] = {"tar": TarMember, "cell": ParquetCell}
+
+
+class SampleTable(Sequence[Sample]):
+    """Samples that are made when they are asked for, from records one after another."""
+
+    def __init__(self, records: bytes | Path, ends: IntArray) -> None:
+        """Read from memory, or from a file that does not change any more; record i ends at byte `ends[i]`."""
+        self._records, self._ends = records, ends
+        self._bytes: bytes | mmap.mmap = records if isinstance(records, bytes) else _mapped(records)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, i: int) -> Sample: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Sample]: ...
+    def __getitem__(self, i: int | slice) -> Sample | list[Sample]:
+        if isinstance(i, slice):
+            return [self[n] for n in range(*i.indices(len(self)))]
+        if not -len(self) <= i < len(self):
+            raise IndexError(i)
+        i %= len(self)
+        return from_record(self._bytes[int(self._ends[i - 1]) if i else 0 : int(self._ends[i])])
+
+    def __reduce__(self) -> tuple[Any, ...]:  # what is mapped is mapped again
+        return SampleTable, (self._records, self._ends)
+
+
+def to_record(sample: Sample) -> bytes:
+    """The bytes of a sample."""
+    media = [[_media_out(medium) for medium in media] for media in (sample.images, sample.clips, sample.videos)]
+    turns = [(turn.role, turn.text) for turn in sample.turns]
+    return json.dumps((sample.id, sample.source, sample.index, turns, *media, sample.template)).encode("ascii")
+
+
+def from_record(record: bytes) -> Sample:
+    """The sample of some bytes."""
+    name, source, index, turns, images, clips, videos, template = json.loads(record)
+    return Sample(
+        name,
+        source,
+        index,
+        tuple(Turn(role, text) for role, text in turns),
+        tuple(map(_media_in, images)),
+        template,
+        tuple(map(_media_in, clips)),
+        tuple(map(_media_in, videos)),
+    )
+
+
+def _media_out(media: Media) -> Any:
+    if isinstance(media, FileMedia):
+        return media.path
+    if isinstance(media, TarMember):
+        return "tar", media.shard, media.name, media.offset, media.size
+    return "cell", media.file, media.row_group, media.row, media.column, media.place
+
+
+def _media_in(value: Any) -> Media:
+    return FileMedia(value) if isinstance(value, str) else _PIECES[value[0]](*value[1:])
+
+
+def _mapped(path: Path) -> bytes | mmap.mmap:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""

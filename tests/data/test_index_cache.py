@@ -1,0 +1,219 @@
+"""The index kept on disk: the same as one built anew, gone as soon as anything it depends on changes."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.data import DataIndex, build, index_cache
+from mmtrain.data import index as index_module
+from mmtrain.data.media import FileMedia, ParquetCell, TarMember
+from mmtrain.data.sample import Sample, Turn
+from mmtrain.data.table import SampleTable, from_record, to_record
+from mmtrain.errors import TooManyBadSamples
+from mmtrain.recipe.schema import Recipe
+from tests.data.rows import row
+
+Picture = Callable[..., Path]
+MakeRecipe = Callable[..., Recipe]
+MEDIA = st.one_of(
+    st.builds(FileMedia, st.text()),
+    st.builds(TarMember, st.text(), st.text(), st.integers(0), st.integers(0)),
+    st.builds(ParquetCell, st.text(), st.integers(0), st.integers(0), st.text(), st.none() | st.integers(0)),
+)
+TURNS = st.lists(st.builds(Turn, st.sampled_from(["system", "user", "assistant"]), st.text())).map(tuple)
+SAMPLES = st.builds(
+    Sample,
+    st.text(),
+    st.text(),
+    st.integers(0),
+    TURNS,
+    st.lists(MEDIA, max_size=3).map(tuple),
+    st.none() | st.text(),
+    st.lists(MEDIA, max_size=3).map(tuple),
+    st.lists(MEDIA, max_size=3).map(tuple),
+)
+
+
+@given(st.lists(SAMPLES, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_samples_survive_as_records(samples: list[Sample]) -> None:
+    assert [from_record(to_record(sample)) for sample in samples] == samples
+    table = SampleTable(b"".join(map(to_record, samples)), np.cumsum([len(to_record(s)) for s in samples]))
+    assert list(table) == samples
+    assert table[::-1] == samples[::-1]
+    assert list(pickle.loads(pickle.dumps(table))) == samples
+    if samples:
+        assert table[-1] == table[np.int64(len(samples) - 1)] == samples[-1]
+    with pytest.raises(IndexError):
+        table[len(samples)]
+
+
+@pytest.fixture
+def made(picture: Picture, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """A small dataset that is kept as if it were large."""
+    monkeypatch.setattr(index_cache, "LEAST_BYTES", 1)
+    picture("a.png", 16, 24)
+    rows = [row("<image>x<image>", "red", "a.png", "a.png", name="two"), row("1 + 2", "3"), row("<image>", "a", "no")]
+    return recipe(rows)
+
+
+def same(one: DataIndex, other: DataIndex) -> bool:
+    return (
+        list(one.samples) == list(other.samples)
+        and one.fingerprint == other.fingerprint
+        and one.quarantined == other.quarantined
+        and {u: p.tolist() for u, p in one.parts.items()} == {u: p.tolist() for u, p in other.parts.items()}
+    )
+
+
+class Reads:
+    """Counts how often sources are read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, measure = 0, index_module.measure
+
+        def counted(*args: Any) -> Any:
+            self.count += 1
+            return measure(*args)
+
+        monkeypatch.setattr(index_module, "measure", counted)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+def kept(folder: Path) -> list[Path]:
+    return [entry for entry in (folder / index_cache.FOLDER).iterdir() if entry.is_dir()]
+
+
+def test_what_is_kept_is_what_was_built(made: Recipe, tmp_path: Path, reads: Reads) -> None:
+    first, again = build(made), build(made)
+    assert reads.count == 1
+    assert same(first, again)
+    assert len(again.quarantined) == 1
+    assert again.samples[0].images == (FileMedia(str(tmp_path / "a.png")),) * 2
+    small = index_cache.LEAST_BYTES
+    index_cache.LEAST_BYTES = 1 << 30
+    try:
+        assert same(build(made), first), "as without a cache"
+    finally:
+        index_cache.LEAST_BYTES = small
+    assert same(pickle.loads(pickle.dumps(again)), first)
+
+
+def changed(recipe: Recipe, **data: Any) -> Recipe:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
+
+
+def test_changes_that_matter_are_noticed_and_others_are_not(
+    made: Recipe, tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(made)
+    train = made.train.model_copy(update={"steps": 99, "seed": 5})
+    build(made.model_copy(update={"train": train}))
+    build(changed(made, window=5, grouping="isf", max_bad_rate=0.9))
+    source = made.data.sources[0].model_copy(update={"weight": 3.0})
+    assert build(changed(made, sources=(source,))).weights.tolist() == [3, 3]
+    assert reads.count == 1
+    with pytest.raises(TooManyBadSamples):
+        build(changed(made, max_bad_rate=0.1))
+    build(changed(made, seq_len=63))
+    assert reads.count == 2
+    build(changed(made, image=made.data.image.model_copy(update={"max_pixels": 900})))
+    assert reads.count == 3
+    path = tmp_path / "train.json"
+    rows = json.loads(path.read_text())
+    path.write_text(json.dumps(rows[:1]))
+    assert len(build(made).samples) == 1
+    assert reads.count == 4
+    monkeypatch.setattr(index_cache, "_code_sha256", lambda: "another version")
+    build(made)
+    assert reads.count == 5
+    assert len(kept(tmp_path)) == index_cache.KEPT, "old ones go"
+
+
+@pytest.mark.parametrize("name", ["samples.bin", "arrays.safetensors", "rest.json"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
+def test_a_broken_one_is_told_and_built_anew(
+    made: Recipe, tmp_path: Path, reads: Reads, name: str, damage: str
+) -> None:
+    first = build(made)
+    first = replace(first, samples=list(first.samples))  # else it would read what is damaged below
+    (place,) = kept(tmp_path)
+    content = bytearray((place / name).read_bytes())
+    content[len(content) // 2] ^= 0x10
+    match damage:
+        case "cut":
+            os.truncate(place / name, len(content) // 2)
+        case "flip":
+            (place / name).write_bytes(content)
+        case "gone":
+            (place / name).unlink()
+    told: list[str] = []
+    again = build(made, note=told.append)
+    if reads.count == 1:
+        assert (name, damage) == ("rest.json", "flip"), "a change that JSON survives is one of a text"
+        return
+    assert same(again, first)
+    assert len(told) == 1
+    assert str(place) in told[0]
+    assert "is broken" in told[0]
+    assert same(build(made, note=told.append), first)
+    assert (reads.count, len(told)) == (2, 1)
+
+
+def test_what_cannot_be_kept_is_built_all_the_same(
+    made: Recipe, tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    told: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(index_cache, "save_file", full)
+        index = build(made, note=told.append)
+    assert len(index.samples) == 2
+    assert told == [f"the index cannot be kept in {tmp_path / index_cache.FOLDER}: [Errno 28] No space left on device"]
+    assert kept(tmp_path) == [], "nothing half-made stays"
+    (tmp_path / "file").write_text("")
+    assert same(build(changed(made, index_cache=tmp_path / "file")), index), "a folder that cannot be"
+    assert same(build(changed(made, index_cache=tmp_path / "new" / "folder")), index)
+    assert len(list((tmp_path / "new" / "folder").iterdir())) == 2, "the index and its lock"
+
+
+def test_small_sources_are_not_kept(recipe: MakeRecipe, tmp_path: Path) -> None:
+    build(recipe([row("1 + 2", "3")]))
+    assert not (tmp_path / index_cache.FOLDER).exists()
+
+
+BUILDER = """
+import sys
+from mmtrain.data import build, index, index_cache
+from mmtrain.recipe.schema import Recipe
+index_cache.LEAST_BYTES = 1
+measure = index.measure
+index.measure = lambda *args: (print("reads"), measure(*args))[1]
+print(build(Recipe.model_validate_json(sys.argv[1])).fingerprint)
+"""
+
+
+def test_of_several_processes_one_reads(made: Recipe) -> None:
+    command = [sys.executable, "-c", BUILDER, made.model_dump_json()]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0].split() for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert sum(words.count("reads") for words in said) == 1
+    assert len({words[-1] for words in said}) == 1
