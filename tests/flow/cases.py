@@ -1,7 +1,7 @@
 """A tiny model, a fixed batch of ragged samples, and what one process makes of it sample by sample."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -185,7 +185,9 @@ def batch(step: int, samples: range, dp: dict[str, int], num_microbatches: dict[
     """Return the global batch of a step: the samples, in another order every step, in groups of near equal numbers."""
     order = samples.start + np.random.default_rng(step).permutation(len(samples))
     groups = np.array_split(order, dp["llm"] * num_microbatches["llm"])
-    return assign(step, 0, groups, lengths("audio" in dp), dp, num_microbatches)
+    found = lengths("audio" in dp)
+    found = replace(found, items={unit: items for unit, items in found.items.items() if unit in dp})
+    return assign(step, 0, groups, found, dp, num_microbatches)
 
 
 def step_data(job: Job, step: int, texts_between: bool = False) -> StepData:
