@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mmtrain import __version__
-from mmtrain.cli import data, evaluate, plan, profile, schema, train
+from mmtrain.cli import data, doctor, evaluate, plan, profile, schema, train
 from mmtrain.errors import MmtrainError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command()(profile.profile)
 app.command()(evaluate.evaluate)
 app.add_typer(data.app, name="data")
 app.command()(schema.schema)
+app.command()(doctor.doctor)
 
 
 def main() -> None:

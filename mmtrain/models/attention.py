@@ -100,21 +100,26 @@ def choose(backend: Literal["auto"] | Backend, device: torch.device, dtype: torc
 
     Raises UserError if the named backend does not work on this device with this dtype.
     """
-    problems: dict[Backend, str | None] = {
+    found = problems(device, dtype)
+    usable = [name for name, problem in found.items() if problem is None]
+    if backend == "auto":
+        return usable[0]
+    if backend not in usable:
+        raise UserError(
+            f"train.attention: {backend} cannot be used here: {found[backend]}. "
+            f"Usable on this machine: auto, {', '.join(usable)}."
+        )
+    return backend
+
+
+def problems(device: torch.device, dtype: torch.dtype) -> dict[Backend, str | None]:
+    """Every backend, the fastest first, with what keeps it from computing in `dtype` on this device, if anything."""
+    return {
         "flash_attn": _flash_attn_problem(device, dtype),
         "varlen": _varlen_problem(device, dtype),
         "sdpa": None,
         "reference": None,
     }
-    usable = [name for name in problems if problems[name] is None]
-    if backend == "auto":
-        return usable[0]
-    if backend not in usable:
-        raise UserError(
-            f"train.attention: {backend} cannot be used here: {problems[backend]}. "
-            f"Usable on this machine: auto, {', '.join(usable)}."
-        )
-    return backend
 
 
 def _half_on_cuda_problem(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -113,7 +113,7 @@ def _measure_rank(request: ProfileRequest, tp: int, out: Path, address: Address)
             found.layers.append(entry)
             found.errors.setdefault(f"{unit.name} tp{tp}", []).extend(off)
             progress.advance(task)
-        found.messages = _measure_messages(world) if tp > 1 else []
+        found.messages = measure_messages(world, MESSAGE_BYTES) if tp > 1 else []
     if world.is_first:
         out.write_text(found.model_dump_json(), encoding="utf-8")
     leave()
@@ -257,19 +257,22 @@ def typical(seconds: Sequence[float]) -> float:
     return statistics.median([s for s in seconds if abs(s - middle) <= OUTLIER * spread or spread == 0])
 
 
-def _measure_messages(world: World) -> list[MessageEntry]:
-    """Messages between the first two ranks, and collectives over all."""
+def measure_messages(world: World, sizes: tuple[int, ...]) -> list[MessageEntry]:
+    """Time messages of `sizes` bytes between the first two ranks, and collectives over all."""
     found = []
+    # torch 2.13 renamed them and warns of the old names.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     ways: dict[str, Callable[[Tensor], None]] = {
         "p2p": lambda x: _pass_on(x, world),
         "all_reduce": lambda x: dist.all_reduce(x),
         "broadcast": lambda x: dist.broadcast(x, src=0),
-        "all_gather": lambda x: dist.all_gather_into_tensor(x, x.chunk(world.size)[world.rank].clone()),
-        "reduce_scatter": lambda x: dist.reduce_scatter_tensor(x.chunk(world.size)[world.rank].clone(), x),
+        "all_gather": lambda x: gather(x, x.chunk(world.size)[world.rank].clone()),
+        "reduce_scatter": lambda x: scatter(x.chunk(world.size)[world.rank].clone(), x),
     }
     for kind, way in ways.items():
         seconds = []
-        for nbytes in MESSAGE_BYTES:
+        for nbytes in sizes:
             data = torch.zeros(nbytes // 4 // world.size * world.size, device=world.device)
             for _ in range(WARM_UP):
                 way(data)
@@ -281,7 +284,7 @@ def _measure_messages(world: World) -> list[MessageEntry]:
                 times.append(_now(world.device) - begin)
             seconds.append(typical(times))
         size = 2 if kind == "p2p" else world.size
-        found.append(MessageEntry(kind=kind, size=size, nbytes=MESSAGE_BYTES, seconds=tuple(seconds)))
+        found.append(MessageEntry(kind=kind, size=size, nbytes=sizes, seconds=tuple(seconds)))
     return found
 
 

@@ -1,0 +1,43 @@
+"""`mmtrain doctor`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmtrain.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from mmtrain.runtime.doctor import Health
+
+
+def doctor(
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where runs would be written.")] = Path("runs"),
+    links: Annotated[bool, typer.Option(help="Start two processes and time their messages.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what this machine can do, what would be slow and why, and what is missing for which command."""
+    import json
+    from dataclasses import asdict
+
+    from mmtrain.runtime.doctor import examine
+
+    health = examine(run_dir, links)
+    typer.echo(json.dumps(asdict(health), indent=2) if as_json else "\n".join(_lines(health)))
+
+
+def _lines(health: "Health") -> list[str]:
+    lines = ["Versions    " + ", ".join(f"{name} {version}" for name, version in health.versions.items())]
+    lines += [f"{'Devices' if i == 0 else '':<12}{device}" for i, device in enumerate(health.devices)]
+    lines.append(f"{'Preset':<12}{health.preset or 'none'}, for plans without a cost table")
+    lines.append(f"{'Backends':<12}" + ", ".join(f"{n} {'yes' if ok else 'no'}" for n, ok in health.backends.items()))
+    chosen = next((name for name, problem in health.attention.items() if problem is None), "none")
+    lines.append(f"{'Attention':<12}{chosen} is used")
+    lines += [f"{'':<12}{name}: {problem}" for name, problem in health.attention.items() if problem]
+    for i, (kind, (small, large)) in enumerate(health.messages.items()):
+        heading = "Links" if i == 0 else ""
+        lines.append(f"{heading:<12}{kind}: 1 KiB in {small * 1e6:.0f} us, 4 MiB in {large * 1e3:.2f} ms")
+    for kind, heading in (("slow", "Slow"), ("missing", "Missing")):
+        found = [f for f in health.findings if f.kind == kind]
+        lines += [f"{heading if i == 0 else '':<12}{f.what}: {f.remedy}" for i, f in enumerate(found)]
+    return lines if health.findings else [*lines, "Nothing is missing."]

@@ -1,0 +1,33 @@
+"""`mmtrain doctor` on this machine, in words and as JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def _doctor(*arguments: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "mmtrain", "doctor", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_knows_this_machine(tmp_path: Path) -> None:
+    found = json.loads(_doctor("--json", folder=tmp_path))
+    assert {"python", "torch", "megatron-core", "mmtrain"} <= set(found["versions"])
+    assert found["backends"]["gloo"]
+    assert found["attention"]["sdpa"] is None
+    assert found["attention"]["reference"] is None
+    assert "cores" in found["devices"][0]
+    assert set(found["messages"]) == {"p2p", "all_reduce", "broadcast", "all_gather", "reduce_scatter"}
+    assert all(seconds > 0 for pair in found["messages"].values() for seconds in pair)
+    assert all(f["kind"] in ("slow", "missing") and f["what"] and f["remedy"] for f in found["findings"])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_in_words_it_says_what_is_used_and_why_not_the_rest(tmp_path: Path) -> None:
+    words = _doctor("--no-links", folder=tmp_path)
+    assert "sdpa is used" in words or "flash_attn is used" in words or "varlen is used" in words
+    assert "all_reduce" not in words
+    assert "Versions" in words
