@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from mmtrain.data import ChatTokenizer, Preparer, build
+from mmtrain.balance import assign
+from mmtrain.data import ChatTokenizer, Need, Preparer, build
 from mmtrain.data.index import DataIndex
 from mmtrain.data.media import FileMedia
 from mmtrain.data.pictures import Pictures
@@ -67,15 +68,13 @@ def test_an_image_yields_several_items_and_its_mark_the_tokens_of_all(tmp_path: 
 
 
 def _payload(recipe: Recipe, index: DataIndex) -> np.ndarray:
-    """The patches of all items, one after another."""
-    items, preparer = index.lengths.items["vision"], Preparer(index, recipe, (), {})
-    found = []
-    for sample in range(len(index.samples)):
-        first, last = items.first[sample : sample + 2]
-        sides = zip(items.rows[first:last].tolist(), items.cols[first:last].tolist(), strict=True)
-        found += [preparer._patches(sample, position, *grid) for position, grid in enumerate(sides)]
-    assert not preparer._bad
-    return np.concatenate(found)
+    """The patches of all items, one microbatch a sample."""
+    groups = [np.array([sample]) for sample in range(len(index.samples))]
+    counts = dict.fromkeys(("vision", "llm"), len(groups))
+    meta = assign(0, 0, groups, index.lengths, {"vision": 1, "llm": 1}, counts)
+    data = Preparer(index, recipe, (Need("vision", 0, media=True),), counts).prepare(meta)
+    assert data.quarantined == ()
+    return np.concatenate([data.vision[0, i].patches for i in range(len(groups))])
 
 
 @pytest.mark.parametrize("image", [{"min_pixels": 64, "max_pixels": 1024}, TILES, {"scheme": "fixed", "size": 16}])
@@ -139,6 +138,18 @@ def test_frames_count_as_images_and_marks_are_counted(tmp_path: Path, recipe: Ma
     assert [s.id for s in index.samples] == ["fits"]
     kinds = {"too many": "too_many_images", "none there": "video_count", "none asked": "video_count"}
     assert {q.id: q.kind for q in index.quarantined} == kinds | {"gone": "missing_video"}
+
+
+def test_a_bad_medium_is_zeros_for_all_its_parts_and_named_once(tmp_path: Path, recipe: MakeRecipe) -> None:
+    (tmp_path / "a.png").write_bytes(_gradient(32, 16))
+    made = recipe([_talk("<image>", images=["a.png"], id="x")], image=TILES)
+    index = build(made)
+    (tmp_path / "a.png").write_bytes(b"gone")
+    meta = assign(0, 0, [np.array([0])], index.lengths, {"vision": 1, "llm": 1}, {"vision": 1, "llm": 1})
+    data = Preparer(index, made, (Need("vision", 0, media=True),), {"vision": 1}).prepare(meta)
+    assert data.vision[0, 0].patches.shape == (12, 192)
+    assert not data.vision[0, 0].patches.any()
+    assert [(q.id, q.kind) for q in data.quarantined] == [("x", "not_an_image")]
 
 
 def test_a_medium_is_decoded_once_for_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
