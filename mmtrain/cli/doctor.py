@@ -16,7 +16,11 @@ def doctor(
     links: Annotated[bool, typer.Option(help="Start two processes and time their messages.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what this machine can do, what would be slow and why, and what is missing for which command."""
+    """Tell what this machine can do and what it lacks.
+
+    Versions, devices, backends, attention kernels, links between two processes; what would be slow and why; what is
+    missing for which command.
+    """
     import json
     from dataclasses import asdict
 

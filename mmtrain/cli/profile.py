@@ -28,8 +28,9 @@ def profile(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what layers and messages take on this machine, for `cluster.costs`.
+    """Measure what layers and messages take here.
 
+    The table is for `cluster.costs`: plans then rest on it, not on a model of the hardware.
     Each kind of layer is timed forward and backward, with and without recomputation, on several loads, and so are
     messages between local ranks. Then loads in between are timed, to tell how far the table can be trusted.
     """
