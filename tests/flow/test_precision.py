@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -9,34 +10,66 @@ import pytest
 import torch
 
 from mmtrain.models.attention import attend
+from mmtrain.models.shards import NamedShard
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import assemble
 from mmtrain.runtime.schedule import learning_rate
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data
+from tests.flow.gather import copy, whole
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "smoke_cuda.py"
-APART = {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}
+APART = {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3, 4), dp=3)}  # all that travels goes through brokers
+NUM_STEPS = 5
 
 
-def _losses(settings: Recipe, meshes: dict[str, Mesh]) -> tuple[list[float], set[torch.dtype], set[torch.dtype]]:
-    """Return this rank's part of each loss, and the types of the weights it computes with and of those it updates."""
+@dataclass(frozen=True)
+class Seen:
+    """What a rank saw: its part of every loss, the norms, gradients of the first step, bytes received, and types."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[NamedShard]
+    nbytes: int
+    weights: set[torch.dtype]
+    masters: set[torch.dtype]
+
+
+def _train_apart(precision: str) -> Seen:
+    settings = recipe(train__precision=precision, train__global_batch=6)
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    job = assemble(settings, plan(settings, **meshes), world)
-    optimizer = settings.train.optimizer
-    losses = [job.train(step_data(job, s), learning_rate(optimizer, s, 3)).loss for s in range(3)]
+    job = assemble(settings, plan(settings, **APART), world)
+    outcomes, gradients, nbytes = [], [], 0
+    for step in range(NUM_STEPS):
+        lr = learning_rate(settings.train.optimizer, step, NUM_STEPS)
+        outcomes.append(job.train(step_data(job, step), lr))
+        if step == 0:
+            gradients = [copy(g) for unit in job.optimizer.units.values() for g in unit.gradients()]
+            nbytes = sum(traffic.nbytes for traffic in outcomes[0].record.traffic().values())
     weights = {p.dtype for unit in job.units.values() for s in unit.stages.values() for p in s.parameters()}
     masters = {piece.tensor.dtype for unit in job.optimizer.units.values() for piece in unit.shards()}
-    return losses, weights, masters
+    return Seen([o.loss for o in outcomes], [o.grad_norm or 0.0 for o in outcomes], gradients, nbytes, weights, masters)
 
 
-def test_bf16_follows_fp32_and_updates_fp32_weights() -> None:
-    full, half = (run_ranks(3, _losses, recipe(train__precision=p), APART) for p in ("fp32", "bf16"))
-    for step in range(3):
-        wanted = sum(losses[step] for losses, _, _ in full)
-        assert sum(losses[step] for losses, _, _ in half) == pytest.approx(wanted, rel=0.02)
-    assert all(weights == {torch.bfloat16} and masters == {torch.float32} for _, weights, masters in half)
+def test_brokers_carry_bf16_and_training_stays_near_fp32() -> None:
+    full: list[Seen]
+    half: list[Seen]
+    full, half = (run_ranks(5, _train_apart, precision) for precision in ("fp32", "bf16"))
+    assert all(seen.weights == {torch.bfloat16} and seen.masters == {torch.float32} for seen in half)
+    assert 0 < 2 * sum(seen.nbytes for seen in half) == sum(seen.nbytes for seen in full)
+    for step in range(NUM_STEPS):
+        wanted = sum(seen.losses[step] for seen in full)
+        assert sum(seen.losses[step] for seen in half) == pytest.approx(wanted, rel=0.02), f"loss of step {step}"
+        assert half[0].norms[step] == pytest.approx(full[0].norms[step], rel=0.1), f"gradient norm of step {step}"
+    wanted_gradients, found = (whole([g for seen in ranks for g in seen.gradients]) for ranks in (full, half))
+    assert found.keys() == wanted_gradients.keys()
+    for unit in APART:
+        one, other = (
+            torch.cat([g.flatten() for name, g in gradients.items() if name.startswith(f"{unit}.")])
+            for gradients in (wanted_gradients, found)
+        )
+        assert float((one - other).norm()) <= 0.05 * float(one.norm()), f"gradients of {unit}"
 
 
 def _script() -> ModuleType:
