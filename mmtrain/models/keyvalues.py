@@ -23,6 +23,7 @@ class KeyValues:
     room: int  # tokens that the longest sequence may reach
     held: tuple[int, ...]  # (S,) tokens of each sequence that are remembered
     _of_block: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)  # each (S, room, kv_heads, d)
+    _pass: "_Places | None" = None  # of the pass under way, the same for all blocks
 
     def attend(
         self, block: object, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], backend: Backend
@@ -35,13 +36,16 @@ class KeyValues:
         num_new, (lengths, padding) = len(q), (lengths[: len(self.held)], lengths[len(self.held) :])
         num_tokens = num_new - sum(padding)
         q, k, v = (x[:num_tokens] for x in (q, k, v))
-        self._remember(block, k, v, lengths)
-        out = attend(q, k, v, lengths, True, backend) if not any(self.held) else self._attend_one(block, q)
+        if self._pass is None:
+            self._pass = _Places.of(self.held, lengths, q.device)
+        kept = self._remember(block, k, v)
+        out = attend(q, k, v, lengths, True, backend) if not any(self.held) else self._attend_one(q, *kept)
         return F.pad(out, (0, 0, 0, 0, 0, num_new - num_tokens))
 
     def advance(self, lengths: tuple[int, ...]) -> None:
         """Count the tokens that all blocks have seen now."""
         self.held = tuple(before + new for before, new in zip(self.held, lengths, strict=True))
+        self._pass = None
 
     def keep(self, places: list[int]) -> None:
         """Forget all sequences but those at `places`, which move together."""
@@ -52,22 +56,40 @@ class KeyValues:
             index = torch.tensor(places, dtype=torch.int64, device=pair[0].device)
             self._of_block[block] = (pair[0].index_select(0, index), pair[1].index_select(0, index))
 
-    def _remember(self, block: object, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> None:
+    def _remember(self, block: object, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._pass is not None
         if block not in self._of_block:
-            size = (len(lengths), self.room, *k.shape[1:])
+            size = (len(self.held), self.room, *k.shape[1:])
             self._of_block[block] = (k.new_zeros(size), v.new_zeros(size))
-        sequence = [s for s, new in enumerate(lengths) for _ in range(new)]
-        place = [at + i for at, new in zip(self.held, lengths, strict=True) for i in range(new)]
-        where = tuple(torch.tensor(index, device=k.device) for index in (sequence, place))
-        for kept, new_rows in zip(self._of_block[block], (k, v), strict=True):
-            kept[where] = new_rows
+        keys, values = self._of_block[block]
+        keys[self._pass.sequence, self._pass.place] = k
+        values[self._pass.sequence, self._pass.place] = v
+        return keys, values
 
-    def _attend_one(self, block: object, q: Tensor) -> Tensor:
+    def _attend_one(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One new token of each sequence, (S, heads, d), sees all that its sequence has; the rest is masked."""
         assert len(q) == len(self.held), "after its first tokens a sequence grows by one at a time"
-        longest = max(self.held) + 1
-        k, v = (kept[:, :longest].transpose(1, 2) for kept in self._of_block[block])
-        ends = torch.tensor(self.held, device=q.device)
-        seen = (torch.arange(longest, device=q.device)[None, :] <= ends[:, None])[:, None, None]
+        assert self._pass is not None
+        seen = self._pass.seen
+        k, v = (kept[:, : seen.shape[-1]].transpose(1, 2) for kept in (keys, values))
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=seen, enable_gqa=grouped)[:, :, 0]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the new tokens of a pass go: made once for all blocks, since each would wait for the device."""
+
+    sequence: Tensor  # (T,)
+    place: Tensor  # (T,) in its sequence
+    seen: Tensor  # (S, 1, 1, longest) whether a place is filled after the pass
+
+    @classmethod
+    def of(cls, held: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> "_Places":
+        sequence = [s for s, new in enumerate(lengths) for _ in range(new)]
+        place = [at + i for at, new in zip(held, lengths, strict=True) for i in range(new)]
+        filled = [at + new for at, new in zip(held, lengths, strict=True)]
+        tensors = (torch.tensor(column, dtype=torch.int64).to(device) for column in (sequence, place, filled))
+        sequences, places, ends = tensors
+        seen = torch.arange(max(place, default=-1) + 1, device=device) < ends[:, None]
+        return cls(sequences, places, seen[:, None, None])

@@ -7,7 +7,7 @@ from mmtrain.program import Action, Collective, Recv, Send, action_to_text
 from mmtrain.runtime.recorder import Recorder
 
 LOADING, MEASURING, SAVING = "loading data", "gathering the metrics", "saving a checkpoint"
-TRACING = "gathering a trace"
+TRACING, ASKING = "gathering a trace", "gathering the answers"
 
 
 class Activity:
@@ -44,7 +44,7 @@ class Activity:
     @property
     def is_collective(self) -> bool:
         """Whether what is in progress ends only when other ranks do it too."""
-        return isinstance(self.doing, Collective) or self.doing in (MEASURING, SAVING, TRACING)
+        return isinstance(self.doing, Collective) or self.doing in (MEASURING, SAVING, TRACING, ASKING)
 
     def text(self) -> str:
         """Name what is in progress."""

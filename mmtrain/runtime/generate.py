@@ -65,7 +65,7 @@ class Generator:
         activity: Activity | None = None,
     ) -> None:
         """Prepare to answer with `units`, this rank's part of `graph`; ids that `tokenizer` lacks are never written."""
-        self._world, self._dtype, self._tokenizer, self._activity = world, dtype, tokenizer, activity or Activity()
+        self._world, self._dtype, self._tokenizer, self.activity = world, dtype, tokenizer, activity or Activity()
         self._groups, self._widths = groups, edge_widths(graph, model)
         self.units: dict[str, UnitRunner] = dict(units)
         self._sharers = {
@@ -146,9 +146,9 @@ class Generator:
         actions = [a for a in program.for_rank(rank) if not isinstance(a, Step)]
         device, limit = self._world.device, send_limit(program)
         broker = Broker(
-            graph, actions, rank, self._groups, self._widths, self._sharers, limit, device, self._dtype, self._activity
+            graph, actions, rank, self._groups, self._widths, self._sharers, limit, device, self._dtype, self.activity
         )
-        return Executor(graph, actions, self.units, broker, None, self._activity)
+        return Executor(graph, actions, self.units, broker, None, self.activity)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
 from mmtrain.data.tokenize import NO_LABEL
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
+from mmtrain.runtime.activity import ASKING
 from mmtrain.runtime.generate import Generator
 from mmtrain.runtime.job import Job
 from mmtrain.runtime.world import World
@@ -130,6 +131,7 @@ class Asker:
             data = preparer.prepare(assign(0, 0, samples, lengths, dp, num_microbatches))
             bad |= {(q.source, q.index): q for q in data.quarantined}
             written |= self._generator.write(data, max_new_tokens)
+        self._generator.activity.begin(ASKING)
         for theirs in self._world.gather((written, bad)):
             assert isinstance(theirs, tuple)
             written, bad = written | theirs[0], bad | theirs[1]

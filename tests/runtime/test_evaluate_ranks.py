@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import torch.distributed as dist
 
 from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.data import build
 from mmtrain.errors import MmtrainError
 from mmtrain.plan import Plan
 from mmtrain.plan import plan as planner
@@ -82,25 +82,24 @@ def test_too_many_broken_images_end_all_ranks(taught: Taught, tmp_path: Path) ->
         assert "'b1'" in said
 
 
-def _ask_in_training(settings: Recipe, root: Path, plans: list[Plan]) -> list[tuple[float, float, float]]:
+def _ask_in_training(asking: list[Recipe], root: Path, plans: list[Plan]) -> list[tuple[float, ...]]:
     """The share of right answers of a job with taught weights, without them, and with them again."""
     world, shares = World(dist.get_rank(), dist.get_world_size(), CPU), []
-    for chosen in plans:
+    for settings, chosen in itertools.product(asking, plans):
         job = assemble(settings, chosen, world)
         evaluate = evaluation(job)
-        untaught = {
-            p: p.detach().clone() for u in job.units.values() for s in u.stages.values() for p in s.parameters()
-        }
+        params = [p for unit in job.units.values() for stage in unit.stages.values() for p in stage.parameters()]
+        untaught = [p.detach().clone() for p in params]
         found = []
         for weights_are_taught in (True, False, True):
             for unit in job.units.values():
                 load_weights(unit, open_newest_good(root, refuse))
             if not weights_are_taught:
                 with torch.no_grad():
-                    for param, value in untaught.items():
+                    for param, value in zip(params, untaught, strict=True):
                         param.copy_(value)
             found.append(evaluate())
-        shares.append((found[0], found[1], found[2]))
+        shares.append(tuple(found))
     return shares
 
 
@@ -108,14 +107,15 @@ def test_a_job_asks_the_model_that_it_trains(taught: Taught, tmp_path: Path) -> 
     """By its own units as they stand, with slices of tokens where training has them."""
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
     settings = load(folder / RECIPE).recipe
-    train = settings.train.model_copy(update={"evaluate_every": 1, "evaluate_questions": 3})
-    settings = settings.model_copy(update={"train": train})
-    assert len(build(settings, "validation").samples) == 4
+    # Of two microbatches or replicas, one has nothing to do with a single question.
+    changes = [{"evaluate_every": 1, "evaluate_questions": count} for count in (3, 1)]
+    asking = [settings.model_copy(update={"train": settings.train.model_copy(update=c)}) for c in changes]
     plans = [
         plan(settings, vision=Mesh((), (0, 1), tp=2, sp=True), llm=Mesh((1,), (0, 1, 2, 3), tp=2, sp=True)),
         plan(settings, vision=Mesh((), (0, 1), dp=2), llm=Mesh((), (2, 3), dp=2)),
     ]
-    for shares in run_ranks(4, _ask_in_training, settings, folder / CHECKPOINTS, plans):
+    for shares in run_ranks(4, _ask_in_training, asking, folder / CHECKPOINTS, plans):
+        assert len(shares) == len(asking) * len(plans)
         for taught_share, untaught_share, again in shares:
             assert taught_share == again == 1.0
             assert untaught_share < 1.0

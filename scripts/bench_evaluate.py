@@ -1,0 +1,95 @@
+"""How fast a run's model answers its held-out questions, and what each rank holds of it, by layout.
+
+    python scripts/bench_evaluate.py RUN [QUESTIONS]
+
+Seconds are those of asking, start-up and loading apart: media are read, encoded, and answers written token by token.
+The last column lets every answer run on to LONG tokens. Each rank runs pinned to one core, if there are as many.
+"""
+
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from mmtrain.checkpoint import open_newest_good
+from mmtrain.data import ChatTokenizer, build
+from mmtrain.models.shape import ModelShape, shape
+from mmtrain.plan.plan import StagePlan, UnitPlan
+from mmtrain.recipe import load
+from mmtrain.runtime.generate import load_generator
+from mmtrain.runtime.launch import launch_local
+from mmtrain.runtime.questions import Asker, questions_of
+from mmtrain.runtime.rundir import CHECKPOINTS, RECIPE
+from mmtrain.runtime.saving import ranks_of
+from mmtrain.runtime.world import Address, join, leave
+
+WARM_UP = 8  # questions
+LONG = 128  # tokens of an answer that does not end
+Layout = dict[str, UnitPlan]
+
+
+def main() -> None:
+    run_dir = Path(sys.argv[1])
+    limit = int(sys.argv[2]) if len(sys.argv) > 2 else 200
+    print("| layout | ranks | parameters on the fullest rank | seconds | questions/s | tokens/s | tokens/s, long |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (num_ranks, layout) in layouts(shape(load(run_dir / RECIPE).recipe)).items():
+        launch_local(num_ranks, partial(measure, run_dir, limit, name, layout))
+
+
+def layouts(model: ModelShape) -> dict[str, tuple[int, Layout]]:
+    def of(encoder: partial[UnitPlan], llm: partial[UnitPlan]) -> Layout:
+        return {unit.name: (llm if unit.kind == "llm" else encoder)(len(unit.layers)) for unit in model.units}
+
+    whole = partial(unit, ranks=(0,))
+    return {
+        "whole": (1, of(whole, whole)),
+        "disaggregated": (2, of(whole, partial(unit, ranks=(1,)))),
+        "LLM in two stages": (2, of(whole, partial(unit, ranks=(0, 1), pp=2))),
+        "tensor-parallel": (2, of(partial(unit, ranks=(0, 1), tp=2), partial(unit, ranks=(0, 1), tp=2))),
+        "two replicas": (2, of(partial(unit, ranks=(0, 1), dp=2), partial(unit, ranks=(0, 1), dp=2))),
+    }
+
+
+def unit(num_layers: int, *, ranks: tuple[int, ...], tp: int = 1, pp: int = 1, dp: int = 1) -> UnitPlan:
+    cuts = [num_layers * i // pp for i in range(pp + 1)]
+    stages = tuple(StagePlan(stage=i, layers=(cuts[i], cuts[i + 1])) for i in range(pp))
+    return UnitPlan(tp=tp, pp=pp, dp=dp, ranks=ranks, stages=stages)
+
+
+def measure(run_dir: Path, limit: int, name: str, layout: Layout, address: Address) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {address.rank % (os.cpu_count() or 1)})
+    torch.set_num_threads(1)
+    world = join(address)
+    recipe = load(run_dir / RECIPE).recipe
+    checkpoint = open_newest_good(run_dir / CHECKPOINTS, print, ranks_of(world))
+    index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer)
+    endless = ChatTokenizer.load(recipe.data.tokenizer)
+    endless.end_id = -1
+    rates, num_params = [], 0
+    for ending, max_new_tokens in ((tokenizer, None), (endless, LONG)):
+        generator = load_generator(recipe, layout, world, checkpoint, ending)
+        asker, questions = Asker(generator, recipe, tokenizer, index, world, max_new_tokens), questions_of(index, limit)
+        asker.ask(questions[:WARM_UP], blank=False)
+        world.barrier()
+        begin = time.perf_counter()
+        written, _ = asker.write(questions, blank=False)
+        seconds = time.perf_counter() - begin
+        num_tokens = sum(len(tokens) + (max_new_tokens is None) for tokens in written.values())  # with the last one
+        rates.append((seconds, len(questions) / seconds, num_tokens / seconds))
+        stages = [stage for unit in generator.units.values() for stage in unit.stages.values()]
+        num_params = sum(param.numel() for stage in stages for param in stage.parameters())
+    held = max(count for count in world.gather(num_params) if isinstance(count, int))
+    if world.is_first:
+        (seconds, questions_per_s, tokens_per_s), (_, _, long) = rates
+        figures = f"{held:,} | {seconds:.2f} | {questions_per_s:.0f} | {tokens_per_s:.0f} | {long:.0f}"
+        print(f"| {name} | {world.size} | {figures} |", flush=True)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
