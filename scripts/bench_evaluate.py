@@ -2,11 +2,10 @@
 
     python scripts/bench_evaluate.py RUN [QUESTIONS]
 
-Seconds are those of asking, start-up and loading apart: media are read, encoded, and answers written token by token.
-The last column lets every answer run on to LONG tokens. Each rank runs pinned to one core, if there are as many.
+Seconds are those of the busiest rank's processor, start-up and loading apart: media are read, encoded, and answers
+written token by token. The last columns let every answer run on to LONG tokens.
 """
 
-import os
 import sys
 import time
 from functools import partial
@@ -24,7 +23,7 @@ from mmtrain.runtime.launch import launch_local
 from mmtrain.runtime.questions import Asker, questions_of
 from mmtrain.runtime.rundir import CHECKPOINTS, RECIPE
 from mmtrain.runtime.saving import ranks_of
-from mmtrain.runtime.world import Address, join, leave
+from mmtrain.runtime.world import Address, World, join, leave
 
 WARM_UP = 8  # questions
 LONG = 128  # tokens of an answer that does not end
@@ -34,7 +33,7 @@ Layout = dict[str, UnitPlan]
 def main() -> None:
     run_dir = Path(sys.argv[1])
     limit = int(sys.argv[2]) if len(sys.argv) > 2 else 200
-    print("| layout | ranks | parameters on the fullest rank | seconds | questions/s | tokens/s | tokens/s, long |")
+    print("| layout | ranks | parameters on the fullest rank | seconds | tokens/s | long: seconds | tokens/s |")
     print("|---|---|---|---|---|---|---|")
     for name, (num_ranks, layout) in layouts(shape(load(run_dir / RECIPE).recipe)).items():
         launch_local(num_ranks, partial(measure, run_dir, limit, name, layout))
@@ -61,8 +60,6 @@ def unit(num_layers: int, *, ranks: tuple[int, ...], tp: int = 1, pp: int = 1, d
 
 
 def measure(run_dir: Path, limit: int, name: str, layout: Layout, address: Address) -> None:
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {address.rank % (os.cpu_count() or 1)})
     torch.set_num_threads(1)
     world = join(address)
     recipe = load(run_dir / RECIPE).recipe
@@ -70,25 +67,28 @@ def measure(run_dir: Path, limit: int, name: str, layout: Layout, address: Addre
     index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer)
     endless = ChatTokenizer.load(recipe.data.tokenizer)
     endless.end_id = -1
-    rates, num_params = [], 0
+    rates: list[float] = []
     for ending, max_new_tokens in ((tokenizer, None), (endless, LONG)):
         generator = load_generator(recipe, layout, world, checkpoint, ending)
         asker, questions = Asker(generator, recipe, tokenizer, index, world, max_new_tokens), questions_of(index, limit)
         asker.ask(questions[:WARM_UP], blank=False)
         world.barrier()
-        begin = time.perf_counter()
+        begin = time.process_time()
         written, _ = asker.write(questions, blank=False)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         num_tokens = sum(len(tokens) + (max_new_tokens is None) for tokens in written.values())  # with the last one
-        rates.append((seconds, len(questions) / seconds, num_tokens / seconds))
+        busiest = most(world, seconds)
+        rates += [busiest, num_tokens / busiest]
         stages = [stage for unit in generator.units.values() for stage in unit.stages.values()]
-        num_params = sum(param.numel() for stage in stages for param in stage.parameters())
-    held = max(count for count in world.gather(num_params) if isinstance(count, int))
+        held = most(world, sum(param.numel() for stage in stages for param in stage.parameters()))
     if world.is_first:
-        (seconds, questions_per_s, tokens_per_s), (_, _, long) = rates
-        figures = f"{held:,} | {seconds:.2f} | {questions_per_s:.0f} | {tokens_per_s:.0f} | {long:.0f}"
+        figures = "{:,.0f} | {:.2f} | {:.0f} | {:.2f} | {:.0f}".format(held, *rates)
         print(f"| {name} | {world.size} | {figures} |", flush=True)
     leave()
+
+
+def most(world: World, value: float) -> float:
+    return max(float(str(theirs)) for theirs in world.gather(value))
 
 
 if __name__ == "__main__":
