@@ -56,18 +56,6 @@ class DataIndex:
         features: list[int] = np.add.reduceat(items.features[here], starts).tolist()
         return features
 
-    def grids(self, sample: int, unit: str = "vision") -> tuple[tuple[Grid, ...], ...]:
-        """Rows and columns of the items of each medium of a sample; none where the model has no such encoder."""
-        items = self.lengths.items.get(unit)
-        if items is None:
-            return ()
-        here = slice(items.first[sample], items.first[sample + 1])
-        found: list[tuple[Grid, ...]] = []
-        for part, rows, cols in zip(self.parts[unit][here], items.rows[here], items.cols[here], strict=True):
-            so_far = found.pop() if part else ()
-            found.append((*so_far, (int(rows), int(cols))))
-        return tuple(found)
-
     def part_of(self, sample: int, position: int, unit: str = "vision") -> tuple[int, int, int]:
         """Which medium of its sample an item is of, which part of that, and how many parts it has."""
         first = self.lengths.items[unit].first
