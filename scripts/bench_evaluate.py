@@ -3,11 +3,13 @@
     python scripts/bench_evaluate.py RUN [QUESTIONS]
 
 Seconds are those of the busiest rank's processor, start-up and loading apart: media are read, encoded, and answers
-written token by token. The last columns let every answer run on to LONG tokens.
+written token by token. The last columns let every answer run on to LONG tokens, and sum up all of these: layouts that
+write the same show the same sum.
 """
 
 import sys
 import time
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -33,8 +35,8 @@ Layout = dict[str, UnitPlan]
 def main() -> None:
     run_dir = Path(sys.argv[1])
     limit = int(sys.argv[2]) if len(sys.argv) > 2 else 200
-    print("| layout | ranks | parameters on the fullest rank | seconds | tokens/s | long: seconds | tokens/s |")
-    print("|---|---|---|---|---|---|---|")
+    print("| layout | ranks | parameters on the fullest rank | seconds | tokens/s | long: seconds | tokens/s | sum |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, (num_ranks, layout) in layouts(shape(load(run_dir / RECIPE).recipe)).items():
         launch_local(num_ranks, partial(measure, run_dir, limit, name, layout))
 
@@ -77,12 +79,13 @@ def measure(run_dir: Path, limit: int, name: str, layout: Layout, address: Addre
         written, _ = asker.write(questions, blank=False)
         seconds = time.process_time() - begin
         num_tokens = sum(len(tokens) + (max_new_tokens is None) for tokens in written.values())  # with the last one
+        checksum = zlib.crc32(repr([*written.values()]).encode())
         busiest = most(world, seconds)
         rates += [busiest, num_tokens / busiest]
         stages = [stage for unit in generator.units.values() for stage in unit.stages.values()]
         held = most(world, sum(param.numel() for stage in stages for param in stage.parameters()))
     if world.is_first:
-        figures = "{:,.0f} | {:.2f} | {:.0f} | {:.2f} | {:.0f}".format(held, *rates)
+        figures = "{:,.0f} | {:.2f} | {:.0f} | {:.2f} | {:.0f} | {:08x}".format(held, *rates, checksum)
         print(f"| {name} | {world.size} | {figures} |", flush=True)
     leave()
 
