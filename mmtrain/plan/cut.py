@@ -15,7 +15,7 @@ from mmtrain.plan.partition import BoolArray, min_max_partition
 from mmtrain.plan.plan import Placement
 from mmtrain.plan.pricing import DataParallel, Line, Pricing
 from mmtrain.program.graph import LLM, StageGraph, block_sizes
-from mmtrain.program.positions import Pace
+from mmtrain.program.paces import Pace
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -81,9 +81,16 @@ def graph_for(layout: Layout, pricing: Pricing) -> StageGraph:
 
 
 def _in_flight(pp: int, below: int, unit: str, num_microbatches: Mapping[str, int]) -> list[int]:
-    """Microbatches of `unit` that 1F1B holds at each of `pp` pipeline ranks with `below` more after them."""
-    pace = Pace(*block_sizes(num_microbatches[unit], num_microbatches[LLM]), late=False)
-    return [min(pace.in_flight(pp - 1 - p + below), num_microbatches[unit]) for p in range(pp)]
+    """Microbatches of `unit` that 1F1B holds at each of `pp` pipeline ranks, with `below` more of the LLM after them.
+
+    With none they are the LLM's own ranks, and all units there keep its time.
+    """
+    own, llm = block_sizes(num_microbatches[unit], num_microbatches[LLM])
+    if below == 0:
+        pace = Pace(own, llm, late=False)
+        return [min(pace.in_flight(pp - 1 - p), num_microbatches[unit]) for p in range(pp)]
+    last = -(-(llm + below - 1) // llm) * own + own  # all that the LLM holds when a block returns, and one block more
+    return [min(last + pp - 1 - p, num_microbatches[unit]) for p in range(pp)]
 
 
 def _memory_mask(line: Line, in_flight: IntArray, memory_bytes: float) -> BoolArray:

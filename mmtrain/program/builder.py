@@ -1,20 +1,21 @@
 """Builders write the order of compute actions; `lower` adds the communication.
 
-1F1B (one forward, one backward; PipeDream-Flush, Megatron-LM) over a stage graph: microbatches move in waves, wave i
-being the LLM's microbatch i and whatever of other units is due with it (`Pace`: the same microbatch, if they have
-equally many). A rank runs the forwards of a wave for all its stages, sources first, and the backwards in reverse. A
-rank that lies d positions before the end of the pipeline starts with d waves of forwards, then alternates one wave of
-forwards with one of backwards, and ends with the d waves of backwards that are left. So the LLM keeps its order, and
-other units run when it needs them, holding no more than what its d waves ask of them.
-Where the path goes round the same ranks several times (vpp chunks), they interleave: see `Position.turns`.
+1F1B (one forward, one backward; PipeDream-Flush, Megatron-LM) over a stage graph, position by position from its end.
+A rank runs the forwards of a wave (mostly one microbatch) for all its stages, sources first, and the backwards in
+reverse. It starts with as many waves of forwards as must be `ahead` of the first that comes back, then alternates one
+wave of forwards with one of backwards, and ends with the backwards that are left. In a plain pipeline of equal numbers
+of microbatches, `ahead` counts the positions that follow. The LLM keeps this order whatever feeds it; units with other
+numbers of microbatches run when it needs their outputs and returns their gradients, and hold no more than `ahead` says
+(see `paces`). Where the path goes round the same ranks several times (vpp chunks), they interleave: see
+`Position.turns`.
 
-No deadlock along plain positions: give wave i of position d the times F = 2i - d and B = 2i + d + 1. They rise along
-every rank's order and along every data edge, since d falls along edges; ties inside a position are broken by the
-stages' order. That holds for any numbers of microbatches: a source's forward is due in no later a wave than those
-that read it, its backward in no earlier one than those that return its gradient. Only a unit that reads from the LLM
-has a block's forward due w - 1 waves after its backward, w waves being a block; F < B there because d >= w - 1.
-An interleaved position looks to those before it like a plain one whose d is the number of waves that its first stage
-is ahead: whatever they wait for, it has waited for itself.
+No deadlock: let B(w) be a position's backward of wave w, and let need be how far beyond w the forwards reach without
+which its gradients cannot come. By its own order a forward F(f) waits for B(f - ahead - 1) and what lies before. That
+needs forwards up to F(f - ahead - 1 + need), so none from f on, as need <= ahead. Therefore a position that is put
+before others never makes one of their forwards wait for a backward that needs it: it adds no order among them. One
+after another from the end, positions thus close no circle. (Inside a position, several places are those of
+interleaved 1F1B, to others like one whose need is that of its first stage; a unit on the LLM's ranks that reads from
+it has a block's forward due w - 1 waves after its backward, w waves being a block, and there ahead >= w - 1.)
 """
 
 from collections.abc import Iterable, Mapping, Sequence

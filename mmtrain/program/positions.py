@@ -5,8 +5,7 @@ them. Mostly it is one lane of ranks. If the path goes round several lanes again
 of interleaved pipelines, those lanes are the *places* of one position, and the stages of one visit to a lane a *part*:
 part k sits on place k % num_places and is chunk k // num_places there.
 
-Time is counted in *waves*: wave i is the LLM's microbatch i. Units with other numbers of microbatches run theirs in
-the waves in which the LLM needs their outputs and returns their gradients: see `Pace`.
+A position counts its turns in *waves*: mostly one microbatch of its units, see `paces`.
 """
 
 from collections import Counter
@@ -16,7 +15,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
-from mmtrain.program.graph import LLM, StageGraph, StageId, UnitMesh, block_sizes
+from mmtrain.program.graph import StageGraph, StageId
+from mmtrain.program.paces import Demand, Pace, paces_of, waves_ahead
 
 
 class Turn(NamedTuple):
@@ -25,34 +25,6 @@ class Turn(NamedTuple):
     is_forward: bool
     chunk: int
     wave: int
-
-
-@dataclass(frozen=True)
-class Pace:
-    """In which waves a unit runs its microbatches: blocks of `num_microbatches` for each `num_waves` waves.
-
-    What the LLM reads must be there for the first wave of its block, and its gradient is whole after the last one. A
-    unit that reads from the LLM is `late`: its input is whole with the last wave, and the first waits for its gradient.
-    """
-
-    num_microbatches: int
-    num_waves: int
-    late: bool
-
-    def due(self, is_forward: bool, wave: int) -> range:
-        """Microbatches, by index, whose forward or backward is due in `wave`."""
-        block, at = divmod(wave, self.num_waves)
-        due_at = self.num_waves - 1 if is_forward == self.late else 0
-        first = block * self.num_microbatches
-        return range(first, first + self.num_microbatches) if at == due_at else range(0)
-
-    def in_flight(self, ahead: int) -> int:
-        """Microbatches between forward and backward at most, where `ahead` waves run forward before the first returns.
-
-        In a step of any length; one that is shorter holds no more than all of its microbatches.
-        """
-        blocks = (ahead + 1) // self.num_waves if self.late else 1 + (ahead + self.num_waves - 1) // self.num_waves
-        return blocks * self.num_microbatches
 
 
 @dataclass(frozen=True)
@@ -114,6 +86,15 @@ class Position:
                 depth.update(dict.fromkeys(self.part(place, chunk), peak[chunk] - 1))
         return depth
 
+    @property
+    def stock(self) -> int:
+        """Waves that must be ready for a source that is as fast to keep up.
+
+        Chunks take what a group of `num_places` waves brings one after another, in the time in which such a source
+        makes only the share of one chunk.
+        """
+        return max(1, self.num_places - self.num_places // self.num_chunks)
+
     def in_flight(self) -> dict[StageId, int]:
         """Count, for each stage, the microbatches that are between forward and backward at most."""
         peak: Counter[StageId] = Counter()
@@ -154,46 +135,25 @@ class Position:
 
 def positions(graph: StageGraph) -> list[Position]:
     """Find the positions of a graph, each after all those it feeds."""
-    if not graph.meshes:
-        return []
-    joined, clock = _neighbours(graph), _clock(graph)
-    paces = _paces(graph, clock)
+    joined = _neighbours(graph)
     reach = {stage: _reachable(stage, joined) for stage in joined}
-    depth: dict[StageId, int] = {}
+    demands: dict[StageId, Demand] = {}
     found = []
     for stage in sorted(reach, key=lambda s: len(reach[s])):  # a later position reaches strictly less
-        if stage in depth:
+        if stage in demands:
             continue
         here = [other for other in graph.order if other in reach[stage] and stage in reach[other]]
-        fed = {e.dst for other in here for e in graph.outputs(other)} - set(here)
-        own = {stage.unit: paces[stage.unit] for stage in here}
-        ahead = max(1 + max((depth[other] for other in fed), default=-1), *(_least_ahead(p) for p in own.values()))
-        position = Position(*_parts(graph, here), clock.num_microbatches, ahead, own)
-        depth.update(position.depths())
+        num_waves, own = paces_of(graph, dict.fromkeys(s.unit for s in here))
+        leaving = [e for other in here for e in graph.outputs(other) if e.dst not in here]
+        ahead = max(
+            *(pace.least_ahead for pace in own.values()),
+            *(waves_ahead(graph, e, own[e.src.unit], demands[e.dst]) for e in leaving),
+            0,
+        )
+        position = Position(*_parts(graph, here), num_waves, ahead, own)
+        demands.update({s: Demand(own[s.unit], depth, position.stock) for s, depth in position.depths().items()})
         found.append(position)
     return found
-
-
-def _clock(graph: StageGraph) -> UnitMesh:
-    """The unit whose microbatches are the waves: the LLM, or without one a unit with most of them."""
-    llm = [mesh for mesh in graph.meshes if mesh.unit == LLM]
-    return llm[0] if llm else max(graph.meshes, key=lambda mesh: mesh.num_microbatches)
-
-
-def _paces(graph: StageGraph, clock: UnitMesh) -> dict[str, Pace]:
-    fed = {clock.unit}
-    for stage in graph.order:
-        if any(e.src.unit in fed for e in graph.inputs(stage)):
-            fed.add(stage.unit)
-    return {
-        m.unit: Pace(*block_sizes(m.num_microbatches, clock.num_microbatches), late=m.unit in fed - {clock.unit})
-        for m in graph.meshes
-    }
-
-
-def _least_ahead(pace: Pace) -> int:
-    """Waves that must have left before a late unit's block, due with its last wave, can come back with its first."""
-    return pace.num_waves - 1 if pace.late else 0
 
 
 def _parts(graph: StageGraph, stages: Sequence[StageId]) -> tuple[tuple[tuple[StageId, ...], ...], int]:

@@ -62,15 +62,21 @@ def test_a_merged_encoder_microbatch_runs_when_the_llm_needs_it_and_returns():
     assert compute(graph, 0) == "Fv0 Fv1 Bv0 Fv2 Bv1 Bv2"
 
 
-def test_split_encoder_microbatches_of_one_llm_microbatch_run_together():
+def test_split_encoder_microbatches_run_ahead_by_those_of_one_llm_microbatch():
     graph = chain(Unit("vision", n=8), Unit("llm", n=4))
-    assert compute(graph, 0) == "Fv0 Fv1 Fv2 Fv3 Bv0 Bv1 Fv4 Fv5 Bv2 Bv3 Fv6 Fv7 Bv4 Bv5 Bv6 Bv7"
+    assert compute(graph, 0) == "Fv0 Fv1 Fv2 Fv3 Bv0 Fv4 Bv1 Fv5 Bv2 Fv6 Bv3 Fv7 Bv4 Bv5 Bv6 Bv7"
 
 
 def test_a_merged_generator_makes_the_llm_run_ahead_by_a_block():
     graph = chain(Unit("llm", n=6), Unit("generator", n=3))
     assert compute(graph, 1) == "Fg0 Bg0 Fg1 Bg1 Fg2 Bg2"
-    assert compute(graph, 0) == "Fl0 Fl1 Fl2 Bl0 Fl3 Bl1 Fl4 Bl2 Fl5 Bl3 Bl4 Bl5"
+    assert compute(graph, 0) == "Fl0 Fl1 Fl2 Fl3 Bl0 Fl4 Bl1 Fl5 Bl2 Bl3 Bl4 Bl5"
+
+
+def test_a_position_before_another_of_its_unit_runs_ahead_by_one_of_its_own():
+    graph = chain(Unit("vision", 2, n=4), Unit("llm", n=8))
+    assert compute(graph, 1) == "Fv0 Fv1 Bv0 Fv2 Bv1 Fv3 Bv2 Bv3"
+    assert compute(graph, 0) == "Fv0 Fv1 Fv2 Bv0 Fv3 Bv1 Bv2 Bv3"
 
 
 def test_a_mixed_stage_runs_the_encoder_with_the_first_and_the_last_of_a_block():
@@ -106,15 +112,14 @@ def test_a_grid_of_meshes_and_numbers_runs_to_its_end(vision_n, tp, dp, chunks, 
     assert interpret(program.graph, program.actions).problems == []
 
 
-class FastEncoder:
-    """A forward of the LLM takes one second, a backward two, the encoder a twelfth of that; messages take nothing."""
+class Seconds:
+    """What a forward of each unit takes; a backward takes twice that, and messages nothing."""
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    def __init__(self, **forward: float) -> None:
+        self.forward = forward
 
     def compute(self, action: Compute) -> float:
-        seconds = 1.0 if isinstance(action, Forward) else 2.0
-        return seconds * (self.share / 12 if action.stage.unit == "vision" else 1)
+        return self.forward[action.stage.unit] * (1 if isinstance(action, Forward) else 2)
 
     def message(self, sender, action):
         return Transport(0.0, 1)
@@ -126,10 +131,35 @@ class FastEncoder:
         return 1
 
 
-@pytest.mark.parametrize(("pp", "chunks", "vision_n"), [*product((1, 2, 4), (1, 2), (1, 2, 3, 6, 12, 24, 36))])
-def test_an_encoder_with_time_to_spare_never_keeps_the_llm_waiting_once_it_runs(pp, chunks, vision_n):
-    graph = chain(Unit("vision", n=vision_n), Unit("llm", pp, num_stages=pp * chunks), n=12)
-    share = 12 / vision_n  # of what one LLM microbatch reads
-    before, after = max(share, 1) / 12, 2 * max(share, 1) / 12  # the first block's forwards, the last one's backwards
-    llm = 3 * (12 * chunks + pp - 1)
-    assert simulate(build(graph), FastEncoder(share)).step_time_s == pytest.approx(before + llm + after)
+@pytest.mark.parametrize("share", [1, 1 / 12], ids=["as fast", "faster"])
+@pytest.mark.parametrize(("pp", "vision_n"), [*product((1, 2, 4), (1, 2, 3, 6, 12, 24, 36))])
+def test_an_encoder_never_keeps_the_llm_waiting_once_it_runs(pp, vision_n, share):
+    """The step is the first block's forward, the LLM's pipeline as if alone, and the last block's backward."""
+    graph = chain(Unit("vision", n=vision_n), Unit("llm", pp), n=12)
+    vision = share * 12 / vision_n
+    block = max(vision, share)
+    timeline = simulate(build(graph), Seconds(vision=vision, llm=1))
+    assert timeline.step_time_s == pytest.approx(block + 3 * (12 + pp - 1) + 2 * block)
+
+
+@pytest.mark.parametrize(("pp", "chunks", "vision_n"), [*product((2, 4, 8), (2, 3), (6, 12, 24, 48))])
+def test_an_encoder_as_fast_as_an_interleaved_llm_has_what_its_chunks_take_at_once(pp, chunks, vision_n):
+    """It waits only while the first group of microbatches comes in at the encoder's speed, and the last goes back."""
+    graph = chain(Unit("vision", n=vision_n), Unit("llm", pp, num_stages=pp * chunks), n=24)
+    vision = chunks * 24 / vision_n
+    block = max(vision, chunks)
+    alone, first_and_last = 3 * (24 * chunks + pp - 1), 3 * (pp - 1) * (chunks - 1)
+    slack = 1 + 1e-9
+    assert (
+        simulate(build(graph), Seconds(vision=vision, llm=1)).step_time_s
+        <= (3 * block + alone + first_and_last) * slack
+    )
+
+
+@pytest.mark.parametrize(("pp", "chunks", "merged"), [*product((1, 2, 3, 4), (1, 2, 3), (2, 3, 4))])
+@pytest.mark.parametrize("other", ["vision", "generator"])
+def test_a_merged_unit_runs_as_if_there_was_nothing_to_merge(other, pp, chunks, merged):
+    units = [Unit("llm"), Unit(other, pp, num_stages=pp * chunks, n=12 // merged)][:: 1 if other == "generator" else -1]
+    time = simulate(build(chain(*units, n=12)), Seconds(llm=0.01, **{other: 1})).step_time_s
+    equal = simulate(build(chain(*units, n=12 // merged)), Seconds(llm=0.01 * merged, **{other: 1})).step_time_s
+    assert time == pytest.approx(equal)
