@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mmtrain import __version__
-from mmtrain.cli import data, doctor, evaluate, plan, profile, schema, train
+from mmtrain.cli import data, doctor, evaluate, plan, profile, schema, simulate, train
 from mmtrain.errors import MmtrainError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command()(plan.plan)
 app.command()(train.train)
 app.command()(profile.profile)
+app.command()(simulate.simulate)
 app.command()(evaluate.evaluate)
 app.add_typer(data.app, name="data")
 app.command()(schema.schema)

@@ -1,17 +1,16 @@
 """Lengths and groupings for reading: histograms and tables in the terminal, and the same as a picture."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from mmtrain.balance.summary import Score, Spread, Summary
 from mmtrain.errors import UserError
+from mmtrain.report.text import rendered
 
-WIDTH = 120
 _BAR = 50  # characters of the fullest bin
 _INK, _GROUND, _GREY = "#1f5a8c", "#ffffff", "#5c6670"
 
@@ -26,7 +25,7 @@ def stats_text(summary: Summary, quarantined: Mapping[str, int]) -> str:
     if sum(present) > 1:
         parts += [Text(""), _correlation(summary, present)]
     parts.append(Text(f"\n{summary.samples} samples, {_set_aside(quarantined)}"))
-    return _rendered(parts)
+    return rendered(*parts).strip("\n")
 
 
 def grouping_text(scores: Sequence[Score], chosen: str, num_replicas: int) -> str:
@@ -54,7 +53,7 @@ def grouping_text(scores: Sequence[Score], chosen: str, num_replicas: int) -> st
         "waste (groups are packed, none is padded); dist: share of a step that replicas of a unit wait for the most "
         "loaded one, each unit on ranks of its own; max/mean: of the tokens of all units together."
     )
-    return _rendered([table, Text(notes)])
+    return rendered(table, notes).strip("\n")
 
 
 def stats_picture(summary: Summary, path: Path) -> None:
@@ -151,11 +150,3 @@ def _short(value: float) -> str:
         if value >= size:
             return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
     return f"{value:.4g}"
-
-
-def _rendered(parts: Sequence[RenderableType]) -> str:
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, force_terminal=False)
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-    return capture.get().strip("\n")

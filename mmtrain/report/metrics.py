@@ -69,7 +69,7 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """One object of `metrics.jsonl`; what is not finite becomes null.
 
-        `val_loss` and `val_exact` are there when measured, `slow_ranks` when there are any.
+        `val_loss` and `val_exact` are there when measured.
         """
         values = {
             "step": self.step,
@@ -88,7 +88,7 @@ class StepMetrics:
             "samples": self.samples,
             "tokens": self.tokens,
             "epoch": self.epoch,
-            **({"slow_ranks": list(self.slow_ranks)} if self.slow_ranks else {}),
+            "slow_ranks": list(self.slow_ranks),
             "edges": {edge: {"bytes": e.nbytes, "wait_s": e.wait_s} for edge, e in self.edges.items()},
         }
         return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}

@@ -1,24 +1,17 @@
 """A plan for reading: where every layer goes, what that is predicted to cost, and what it beat."""
 
-import io
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from mmtrain.plan.plan import Plan, StagePlan
+from mmtrain.report.text import rendered
 
 
 def plan_table(plan: Plan, width: int = 120) -> str:
     """Write a plan as text `width` columns wide: stages, prediction, the reason it was chosen, alternatives."""
-    console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
-    with console.capture() as capture:
-        console.print(_stages(plan))
-        console.print(Text("\n".join(_sentences(plan))))
-        if plan.alternatives:
-            console.print(_alternatives(plan))
-    return capture.get()
+    beaten = [_alternatives(plan)] if plan.alternatives else []
+    return rendered(_stages(plan), "\n".join(_sentences(plan)), *beaten, width=width)
 
 
 def _stages(plan: Plan) -> Table:

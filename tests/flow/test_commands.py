@@ -57,6 +57,20 @@ def test_plan_train_alone_and_evaluate(folder: Path) -> None:
     assert json.loads(last)["val_exact"] == found["exact"]
 
 
+def test_a_run_is_held_beside_what_was_foretold(folder: Path) -> None:
+    settings = _sets(*SMALL, "train.trace=[2,3]")
+    trained = _mmtrain(folder, "train", "recipes/demo.yaml", *settings, "--run-dir", "runs/traced")
+    assert trained.returncode == 0, trained.stderr
+    told = ["simulate", "recipes/demo.yaml", *settings, "--against", "runs/traced", "--out", "both.json", "--json"]
+    compared = _mmtrain(folder, *told)
+    assert compared.returncode == 0, compared.stderr
+    found = json.loads(compared.stdout)
+    assert found["steps"] == [2, 3]
+    assert {row["what"].split()[0] for row in found["seconds"]} == {"llm.0", "vision.0", "step"}
+    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in found["seconds"])
+    assert len(json.loads((folder / "both.json").read_text())["traceEvents"]) > 100
+
+
 def test_train_under_torchrun(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "mmtrain", "train"]
     done = _run(folder, *command, "recipes/demo.yaml", *_sets(*SMALL), "--run-dir", "runs/three")

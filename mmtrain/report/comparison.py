@@ -1,0 +1,135 @@
+"""What a run's trace says beside what was simulated for the same steps: per stage, for the step, and in one picture."""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from mmtrain.errors import UserError
+from mmtrain.program import BubbleKind, Timeline, chrome_trace
+from mmtrain.report.text import rendered
+
+_COMPUTE, _US = 0, 1e-6
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds a step: of a stage's forwards or backwards, summed over microbatches, replicas and ranks; or of all."""
+
+    what: str
+    measured_s: float | None
+    predicted_s: float
+
+    @property
+    def error(self) -> float | None:
+        """How far the prediction is off, as a share of what was measured."""
+        return None if not self.measured_s else self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A run's recorded steps, as Chrome trace JSON holds them."""
+
+    content: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, path: Path) -> "Trace":
+        """Read a trace; UserError if there is none or it is none of a run."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot read the trace ({error.strerror}); record steps with --set 'train.trace=[2,3]'"
+            ) from None
+        except ValueError as error:
+            raise UserError(f"{path}: no trace, it is no JSON ({error})") from None
+        if "steps" not in content.get("otherData", {}):
+            raise UserError(f"{path}: no trace of a run; record one with --set 'train.trace=[2,3]'")
+        return cls(content)
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the recorded steps, counted from 1."""
+        return [step["step"] for step in self.content["otherData"]["steps"]]
+
+    @property
+    def plan_sha256(self) -> str:
+        """Of the plan that was run."""
+        return str(self.content["otherData"]["plan_sha256"])
+
+    @property
+    def step_time_s(self) -> float:
+        """Mean over the recorded steps."""
+        return float(self.content["otherData"]["step_time_us"]) * _US
+
+    def stage_seconds(self) -> dict[tuple[str, int, str], float]:
+        """Seconds a step of each (unit, stage, kind)."""
+        return {key: total / len(self.steps) for key, total in stage_seconds(self.content["traceEvents"]).items()}
+
+
+def stage_seconds(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], float]:
+    """Compute seconds of a Chrome trace by (unit, stage, F or B), parts counted with what they are part of."""
+    found: defaultdict[tuple[str, int, str], float] = defaultdict(float)
+    for event in events:
+        if event["ph"] == "X" and event["tid"] == _COMPUTE:
+            args = event["args"]
+            found[args["unit"], args["stage"], event["name"][0]] += event["dur"] * _US
+    return dict(found)
+
+
+def compare(simulated: Sequence[Timeline], trace: Trace | None) -> list[Row]:
+    """A row for each stage's forwards and backwards, and one for the step: means over the simulated steps."""
+    predicted: defaultdict[tuple[str, int, str], float] = defaultdict(float)
+    for timeline in simulated:
+        for key, seconds in stage_seconds(chrome_trace(timeline, "")["traceEvents"]).items():
+            predicted[key] += seconds / len(simulated)
+    measured = {} if trace is None else trace.stage_seconds()
+    rows = [
+        Row(f"{unit}.{stage} {'forward' if kind == 'F' else 'backward'}", measured.get((unit, stage, kind)), seconds)
+        for (unit, stage, kind), seconds in sorted(predicted.items())
+    ]
+    step = sum(t.step_time_s for t in simulated) / len(simulated)
+    return [*rows, Row("step", None if trace is None else trace.step_time_s, step)]
+
+
+def comparison_text(rows: Sequence[Row], bubbles: Mapping[BubbleKind, float]) -> str:
+    """The rows as a table, and the simulated idle time by kind."""
+    measured = any(row.measured_s is not None for row in rows)
+    table = Table(title="Seconds a step" + (", predicted and measured" if measured else ""), title_justify="left")
+    for column in ("", "predicted", *(("measured", "error") if measured else ())):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in rows:
+        cells = [f"{row.predicted_s * 1e3:.2f} ms"]
+        if measured:
+            cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f} ms")
+            cells.append("-" if row.error is None else f"{row.error:+.1%}")
+        table.add_row(row.what, *cells)
+    idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles.items() if share >= 0.0005)
+    return rendered(
+        table, f"Simulated ranks idle {sum(bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
+    )
+
+
+def overlay(simulated: Sequence[Timeline], trace: Trace | None, plan_sha256: str) -> dict[str, Any]:
+    """One Chrome trace: the run's ranks, and under them, one for one, the simulated ones of the same steps."""
+    starts = [0.0] * len(simulated)
+    if trace is not None:
+        starts = [step["ts"] for step in trace.content["otherData"]["steps"]]
+    parts = [chrome_trace(timeline, plan_sha256) for timeline in simulated]
+    if trace is None:
+        return parts[0]
+    ranks = 1 + max(event["pid"] for event in trace.content["traceEvents"])
+    events = list(trace.content["traceEvents"])
+    for start, part in zip(starts, parts, strict=True):
+        for event in part["traceEvents"]:
+            moved = {**event, "pid": event["pid"] + ranks}
+            if event["ph"] == "M" and event["name"] == "process_name":
+                moved["args"] = {"name": f"{event['args']['name']}, simulated"}
+            if event["ph"] == "X":
+                moved["ts"] = event["ts"] + start
+            events.append(moved)
+    return {**trace.content, "traceEvents": events}

@@ -1,0 +1,17 @@
+"""Tables and sentences as plain text, the same width everywhere."""
+
+import io
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+WIDTH = 120
+
+
+def rendered(*parts: RenderableType, width: int = WIDTH) -> str:
+    """Write the parts below each other, without colours."""
+    console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(Text(part) if isinstance(part, str) else part)
+    return capture.get()

@@ -1,0 +1,90 @@
+"""Simulated and recorded steps side by side."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmtrain.errors import UserError
+from mmtrain.plan import plan
+from mmtrain.plan.rehearse import rehearse
+from mmtrain.program import Timeline
+from mmtrain.program.measured import MeasuredStep, run_trace
+from mmtrain.report.comparison import Trace, compare, comparison_text, overlay, stage_seconds
+from tests.plan import factory
+
+SHA = "ab" * 32
+
+
+@pytest.fixture(scope="module")
+def timeline() -> Timeline:
+    settings = factory.recipe()
+    chosen = plan(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
+    pricing, _ = factory.pricing_for(settings)
+    dp = {name: unit.dp for name, unit in chosen.units.items()}
+    [batch, *_] = pricing.batches.lay_out(dp, chosen.schedule.num_microbatches)
+    return rehearse(settings, chosen, batch)
+
+
+def _slower(timeline: Timeline, factor: float) -> Timeline:
+    """What a machine would record that takes `factor` times as long."""
+    spans = tuple(s._replace(start_s=s.start_s * factor, duration_s=s.duration_s * factor) for s in timeline.spans)
+    return replace(timeline, spans=spans, step_time_s=timeline.step_time_s * factor, simulated=False)
+
+
+def _recorded(*timelines: Timeline) -> Trace:
+    steps = [MeasuredStep(4 + i, 10.0 + i, t) for i, t in enumerate(timelines)]
+    return Trace(json.loads(json.dumps(run_trace(steps, SHA, 1e-6))))
+
+
+def test_every_stage_and_the_step_are_compared(timeline: Timeline) -> None:
+    rows = compare([timeline, timeline], _recorded(_slower(timeline, 2.0), _slower(timeline, 3.0)))
+    assert [row.what for row in rows] == [
+        *("llm.0 backward", "llm.0 forward", "vision.0 backward", "vision.0 forward"),
+        "step",
+    ]
+    for row in rows:
+        assert row.measured_s == pytest.approx(2.5 * row.predicted_s)
+        assert row.error == pytest.approx(1 / 2.5 - 1)
+    assert rows[-1].predicted_s == timeline.step_time_s
+    words = comparison_text(rows, timeline.bubble_shares())
+    assert "-60.0%" in words
+    assert "Simulated ranks idle" in words
+
+
+def test_stage_seconds_add_up_to_the_compute_of_the_step(timeline: Timeline) -> None:
+    busy = sum(stage_seconds(_recorded(timeline).content["traceEvents"]).values())
+    idle = sum(sum(kinds.values()) for kinds in timeline.bubbles.values())
+    assert busy + idle <= timeline.step_time_s * len(timeline.bubbles) * (1 + 1e-9)
+    assert busy > 0
+
+
+def test_without_a_run_there_is_only_what_was_simulated(timeline: Timeline) -> None:
+    rows = compare([timeline], None)
+    assert {row.error for row in rows} == {None}
+    assert "measured" not in comparison_text(rows, timeline.bubble_shares())
+    assert overlay([timeline], None, SHA)["otherData"]["simulated"] is True
+
+
+def test_an_overlay_shows_simulated_ranks_under_those_of_the_run(timeline: Timeline) -> None:
+    trace = _recorded(_slower(timeline, 2.0), timeline)
+    joined = overlay([timeline, timeline], trace, SHA)
+    names = {e["pid"]: e["args"]["name"] for e in joined["traceEvents"] if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 0, simulated", 3: "rank 1, simulated"}
+    of_run = [e for e in joined["traceEvents"] if e["ph"] == "X" and e["pid"] < 2]
+    below = [e for e in joined["traceEvents"] if e["ph"] == "X" and e["pid"] >= 2]
+    assert len(of_run) == len(below) == 2 * len(timeline.spans)
+    second = trace.content["otherData"]["steps"][1]["ts"]
+    assert min(e["ts"] for e in below[len(below) // 2 :]) == pytest.approx(second)
+
+
+def test_what_is_no_trace_of_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read the trace .*train\.trace"):
+        Trace.load(tmp_path / "none.json")
+    (tmp_path / "text.json").write_text("no")
+    with pytest.raises(UserError, match="it is no JSON"):
+        Trace.load(tmp_path / "text.json")
+    (tmp_path / "other.json").write_text('{"otherData": {"simulated": true}}')
+    with pytest.raises(UserError, match="no trace of a run"):
+        Trace.load(tmp_path / "other.json")
