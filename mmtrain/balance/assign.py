@@ -22,10 +22,12 @@ def assign(
 
     groups: sample numbers of each group, in stream order. dp, num_microbatches: replicas of every unit, "llm"
     included, and the microbatches of each.
-    Groups go to LLM replicas longest first onto the least loaded, equally many each (MMScale's reordering across
-    replicas); a replica's groups keep their stream order. Items then follow in blocks: n microbatches of an encoder
-    and m of the LLM are gcd(n, m) blocks, and the encoder's microbatches of block i carry exactly the items of the
-    LLM's of block i in their replica group, longest first onto the one with the fewest tokens.
+    Each run of as many groups as there are LLM replicas becomes microbatch i of all of them, the longest on the least
+    loaded (MMScale's reordering across replicas, one microbatch after the other): grouping puts groups alike in every
+    modality next to each other, so replicas wait for each other neither at the end of a step nor inside it. Items then
+    follow in blocks: n microbatches of an encoder and m of the LLM are gcd(n, m) blocks, and the encoder's microbatches
+    of block i carry exactly the items of the LLM's of block i in their replica group, longest first onto the one with
+    the fewest tokens.
     """
     group_tokens = np.array([int(lengths.tokens[g].sum()) for g in groups], dtype=np.int64)
     replica_of_group, index_of_group = _place(group_tokens, dp["llm"], num_microbatches["llm"])
@@ -74,10 +76,13 @@ def _place(group_tokens: IntArray, dp: int, num_microbatches: int) -> tuple[IntA
     """Replica and microbatch index of each group."""
     if len(group_tokens) != dp * num_microbatches:
         raise ValueError(f"{len(group_tokens)} groups for {dp} replicas of {num_microbatches} microbatches")
-    replica = longest_first(group_tokens, dp, capacity=num_microbatches)
-    index = np.empty_like(replica)
-    for r in range(dp):
-        index[replica == r] = np.arange(num_microbatches)
+    replica, index = np.empty_like(group_tokens), np.repeat(np.arange(num_microbatches, dtype=np.int64), dp)
+    loads = np.zeros(dp, dtype=np.int64)
+    for i in range(num_microbatches):
+        here = slice(i * dp, (i + 1) * dp)
+        least_loaded = np.argsort(loads, kind="stable")
+        replica[here][np.argsort(-group_tokens[here], kind="stable")] = least_loaded
+        loads[replica[here]] += group_tokens[here]
     return replica, index
 
 

@@ -123,6 +123,24 @@ def test_equal_counts_stay_near_the_best_equal_count_partition(sizes: list[int],
     assert worst <= 4 / 3 * _best_partition(sizes, bins, capacity)
 
 
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_neighbours_in_the_stream_run_side_by_side_and_replicas_stay_even(seed: int, dp: int, num: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = make_lengths(rng, 3 * dp * num)
+    groups = make_groups(rng, 3 * dp * num, dp * num)
+    meta = assign(0, 0, groups, lengths, {"vision": 1, "llm": dp}, {"vision": num, "llm": num})
+    tokens = np.array([lengths.tokens[g].sum() for g in groups]).reshape(num, dp)
+    loads = np.zeros((num, dp), dtype=np.int64)
+    for i, r in itertools.product(range(num), range(dp)):
+        here = meta.microbatch(r, i)
+        loads[i, r] = meta.tokens[here].sum()
+        assert set(meta.sample_id[here].tolist()) in [set(g.tolist()) for g in groups[i * dp : (i + 1) * dp]]
+    assert np.sort(loads).tolist() == np.sort(tokens).tolist()
+    total, differ = loads.sum(axis=0), tokens.max(axis=1) - tokens.min(axis=1)
+    assert total.max() - total.min() <= differ.max(), "what one microbatch leaves uneven, the next makes good"
+
+
 def test_a_text_only_batch_has_an_empty_item_table() -> None:
     none = np.empty(0, dtype=np.int64)
     lengths = SampleLengths(
