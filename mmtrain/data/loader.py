@@ -1,6 +1,5 @@
 """The loader: steps in order, prepared ahead of the one being trained."""
 
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,10 +20,6 @@ from mmtrain.recipe.schema import DataSettings, Recipe
 MOST_WORKERS = 4  # that a rank gets without asking
 
 
-def _to_stderr(text: str) -> None:
-    print(f"mmtrain: {text}", file=sys.stderr, flush=True)
-
-
 class Loader:
     """Iterates over the steps of a run from `start_step` on, without end.
 
@@ -43,7 +38,7 @@ class Loader:
         needs: tuple[Need, ...],
         start_step: int = 0,
         local_ranks: int = 1,
-        note: Note = _to_stderr,
+        note: Note = print,
     ) -> None:
         """Start preparing.
 

@@ -29,7 +29,7 @@ def receive(pipe: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Read one message and the files that came with it; None when the other side is gone."""
     files: list[int] = []
     try:
-        head, files, _, _ = socket.recv_fds(pipe, _LENGTH.size, _MAX_FILES)
+        head, files, _, _ = socket.recv_fds(pipe, _LENGTH.size, _MAX_FILES, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
         head += _exactly(pipe, _LENGTH.size - len(head)) if head else b""
         text = _exactly(pipe, _LENGTH.unpack(head)[0]) if head else b""
     except OSError:  # a peer that was killed resets the connection

@@ -40,9 +40,10 @@ _OWN_MODEL = {"freeze", "lr_scale", "weight_decay", "projector"}
 
 @dataclass(frozen=True)
 class Hello:
-    """A trainer introduces itself."""
+    """A trainer introduces itself; it will not be silent for `timeout_s` seconds as long as it lives."""
 
     facts: dict[str, str]
+    timeout_s: float
 
 
 @dataclass(frozen=True)

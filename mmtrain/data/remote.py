@@ -109,7 +109,7 @@ class RemoteMakers:
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(address)
         producer = _Producer(address, socket, monitor)
-        producer.say(Hello(self._facts), time.monotonic())
+        producer.say(Hello(self._facts, self._timeout_s), time.monotonic())
         return producer
 
     def _assign(self) -> None:
@@ -209,7 +209,7 @@ class RemoteMakers:
                 self._lose(producer, "has closed the connection")
             else:  # the same connection tries again, ever more rarely
                 producer.state = "asked"
-                producer.say(Hello(self._facts), now)
+                producer.say(Hello(self._facts, self._timeout_s), now)
         elif producer.state == "up" and now - producer.heard_s > self._timeout_s:
             self._lose(producer, f"has been silent for {self._timeout_s:g} s")
         elif producer.state == "up" and now - producer.said_s > self._timeout_s / PINGS_IN_TIMEOUT:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from socket import socket
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from mmtrain.balance import Grouping
 from mmtrain.data.index import build
@@ -48,6 +49,7 @@ _Job = tuple[bytes, int]  # trainer, step
 @dataclass
 class _Trainer:
     heard_s: float
+    timeout_s: float
     wanted: dict[int, StepRequest] = field(default_factory=dict)  # not yet sent
     sent: set[int] = field(default_factory=set)  # not yet known to have arrived
 
@@ -61,15 +63,14 @@ class Producer:
         known_facts: Mapping[str, str],
         bind: str,
         workers: int,
-        timeout_s: float,
         note: Note,
     ) -> None:
-        """Listen at `bind`; raises `DataError` if that is not possible. A trainer silent for `timeout_s` is given up.
+        """Listen at `bind`; raises `DataError` if that is not possible.
 
         Each trainer may ask for twice as many steps at a time as there are workers, and so many steps in all are made
         or held at a time.
         """
-        self._facts, self._note, self._timeout_s = known_facts, note, timeout_s
+        self._facts, self._note = known_facts, note
         self._credit = 2 * workers
         self._trainers: dict[bytes, _Trainer] = {}
         self._queue: deque[_Job] = deque()
@@ -88,14 +89,15 @@ class Producer:
                 f"--bind: {bind} cannot be used: {error.strerror}; expected an address of this machine and a free "
                 "port, such as tcp://0.0.0.0:5557"
             ) from None
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._pool = Pool[_Job](maker, workers, note)
 
     def serve(self, stop: int) -> None:
         """Serve until the descriptor `stop` becomes readable; then tell the trainers, and close."""
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(stop, zmq.POLLIN)
+        for source in (self._socket, self._monitor, stop):
+            poller.register(source, zmq.POLLIN)
         pipes: list[socket] = []
         try:
             while True:
@@ -104,19 +106,29 @@ class Producer:
                 pipes = self._pool.pipes  # workers that died have left, others have come
                 for pipe in pipes:
                     poller.register(pipe, zmq.POLLIN)
-                ready = dict(poller.poll(round(1000 * self._timeout_s / PINGS_IN_TIMEOUT)))
-                now = time.monotonic()
+                least_s = min((trainer.timeout_s for trainer in self._trainers.values()), default=60.0)
+                ready = dict(poller.poll(round(1000 * least_s / PINGS_IN_TIMEOUT)))
+                now = time.monotonic()  # before reading, so that a pause of ours is not taken for one of theirs
                 if stop in ready:
                     return
                 self._hear(now)
+                if self._monitor in ready:
+                    self._look_around()
                 for pipe in pipes:
                     if pipe.fileno() in ready and (received := self._pool.receive(pipe)) is not None:
                         self._finish(*received)
-                for trainer in [t for t, known in self._trainers.items() if now - known.heard_s > self._timeout_s]:
-                    self._forget(trainer, f"has been silent for {self._timeout_s:g} s")
+                for trainer, known in list(self._trainers.items()):
+                    if now - known.heard_s > known.timeout_s:
+                        self._forget(trainer, f"has been silent for {known.timeout_s:g} s")
                 self._start()
         finally:
             self._close()
+
+    def _look_around(self) -> None:
+        """Find out whose connection has broken: it can hold no more room, and only sending to it tells."""
+        recv_monitor_message(self._monitor)
+        for trainer in list(self._trainers):
+            self._say(trainer, Pong())
 
     def _hear(self, now: float) -> None:
         """Read everything that trainers have sent."""
@@ -134,11 +146,13 @@ class Producer:
     def _answer(self, trainer: bytes, message: object, now: float) -> None:
         if isinstance(message, Hello):
             self._forget(trainer)
+            if not 0 < message.timeout_s < float("inf"):
+                raise WireError(f"a timeout of {message.timeout_s} s")
             if different := differences(self._facts, message.facts):
                 self._note(f"trainer {trainer.hex()[:8]} refused: {different}")
                 self._say(trainer, Refused(different))
             else:
-                self._trainers[trainer] = _Trainer(now)
+                self._trainers[trainer] = _Trainer(now, message.timeout_s)
                 self._note(f"trainer {trainer.hex()[:8]} joined")
                 self._say(trainer, Welcome(self._credit))
             return
@@ -202,6 +216,8 @@ class Producer:
         self._pool.close()
         for trainer in list(self._trainers):
             self._say(trainer, Leaving())
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
 
@@ -212,4 +228,4 @@ def open_producer(recipe: Recipe, bind: str, workers: int, note: Note) -> Produc
     grouping = Grouping.of(recipe.data, recipe.train.global_batch)
     stream = GroupStream(index.lengths, grouping, recipe.train.seed, index.weights)
     maker = StepMaker(index, stream, recipe)
-    return Producer(maker, facts(recipe, index), bind, workers, recipe.data.producer_timeout_s, note)
+    return Producer(maker, facts(recipe, index), bind, workers, note)

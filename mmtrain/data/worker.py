@@ -54,6 +54,7 @@ def host(control: socket.socket, maker: StepMaker) -> None:
     finally:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
 
 
 def _work(pipe: socket.socket, maker: StepMaker) -> NoReturn:

@@ -174,11 +174,11 @@ def _steps(
     console.print(f"MFU is the share of {meter.peak_flops:.3g} FLOP/s, {world.size} x {plan.hardware}", highlight=False)
     job.faults.begin(world.rank)
     node = socket.gethostname()
-    ranks_here = world.gather(node).count(node)
+    ranks_here, tell = world.gather(node).count(node), partial(_tell, world.rank)
     with (
         RunLog(request.run_dir, first + 1, enabled=world.is_first) as log,
         open_progress(console, recipe.name, recipe.train.steps, first + 1) as progress,
-        Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first, ranks_here) as loader,
+        Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first, ranks_here, tell) as loader,
         Watchdog(job.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
     ):
         saver = BackgroundSaver(request.run_dir / CHECKPOINTS, job, _facts(recipe, index))
@@ -224,6 +224,11 @@ def _validation(job: Job) -> Callable[[], float]:
         return job.world.sum(mine)
 
     return validate
+
+
+def _tell(rank: int, text: str) -> None:
+    """Say something that concerns one rank, which the first need not know of."""
+    print(f"mmtrain: rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 def _agreed_plan(request: Request, world: World, index: DataIndex) -> Plan:

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -65,3 +65,10 @@ class Telling(Fake):
     def make(self, request: StepRequest) -> NoReturn:
         ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         raise DataError(f"torch {'torch' in sys.modules}, SIGTERM ignored {ignored}")
+
+
+class Unloadable(Fake):
+    """Cannot be read back."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)

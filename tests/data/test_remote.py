@@ -169,7 +169,8 @@ class Puppet:
     def welcome(self, credit: int) -> bytes:
         """Let a trainer in."""
         trainer, message = self.hear()
-        assert message == Hello(FACTS)
+        assert isinstance(message, Hello)
+        assert message.facts == FACTS
         self.say(trainer, Welcome(credit))
         return trainer
 
@@ -320,10 +321,10 @@ def test_errors_travel_with_their_traceback(context: Sockets) -> None:
 
 
 @contextmanager
-def producing(maker: Any, timeout_s: float = 60.0) -> Iterator[tuple[str, SimpleQueue[str]]]:
+def producing(maker: Any) -> Iterator[tuple[str, SimpleQueue[str]]]:
     """Serve what `maker` makes with one worker; yields the address, and what is noted."""
     notes: SimpleQueue[str] = SimpleQueue()
-    producer = Producer(maker, FACTS, "tcp://127.0.0.1:*", 1, timeout_s, notes.put)
+    producer = Producer(maker, FACTS, "tcp://127.0.0.1:*", 1, notes.put)
     with Waker() as stop:
         thread = Thread(target=producer.serve, args=(stop.fileno(),))
         thread.start()
@@ -355,8 +356,8 @@ def test_a_producer_makes_what_is_asked_for(context: Sockets) -> None:
     with producing(Fake()) as (address, _):
         trainer = Dealer(context, address)
         assert trainer.ask(Want(request_of(0))) == Unknown()
-        assert trainer.ask(Hello({"train.seed": "1"})) == Refused("train.seed is 1 in the trainer and 0 here")
-        assert trainer.ask(Hello(FACTS)) == Welcome(2)
+        assert trainer.ask(Hello({"train.seed": "1"}, 60.0)) == Refused("train.seed is 1 in the trainer and 0 here")
+        assert trainer.ask(Hello(FACTS, 60.0)) == Welcome(2)
         assert trainer.ask(Ping()) == Pong()
         assert trainer.ask(Want(request_of(10**6))) == Made(10**6)
         assert unpack(StepData, trainer.frames[2]).meta.step == 10**6
@@ -365,7 +366,7 @@ def test_a_producer_makes_what_is_asked_for(context: Sockets) -> None:
 def test_a_producer_holds_no_more_than_it_may(context: Sockets) -> None:
     with producing(Fake()) as (address, _):
         one, two = (Dealer(context, address) for _ in range(2))
-        assert [trainer.ask(Hello(FACTS)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
+        assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
         assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
         two.socket.send_multipart(write(Want(request_of(7))))
         assert not two.socket.poll(200), "what the first trainer has not got yet fills the room"
@@ -377,14 +378,34 @@ def test_a_producer_holds_no_more_than_it_may(context: Sockets) -> None:
         )
 
 
+def test_a_trainer_that_is_killed_holds_no_room(context: Sockets) -> None:
+    with producing(Fake()) as (address, notes):
+        one, two = (Dealer(context, address) for _ in range(2))
+        assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
+        assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
+        two.socket.send_multipart(write(Want(request_of(7))))
+        one.socket.close(linger=0)
+        while (heard := two.hear()) == Pong():
+            pass
+        assert heard == Made(7)
+        while "is gone" not in notes.get(timeout=60):
+            pass
+
+
 def test_a_producer_survives_nonsense_errors_and_silence(context: Sockets) -> None:
-    with producing(Failing(), timeout_s=0.2) as (address, notes):
-        for frames in ([b"junk"], [b"hello", b"{"], [b"want", b'{"request":{}}'], [b"", b"", b""]):
+    with producing(Failing()) as (address, notes):
+        for frames in (
+            [b"junk"],
+            [b"hello", b"{"],
+            [b"want", b'{"request":{}}'],
+            [b"", b"", b""],
+            write(Hello(FACTS, -1.0)),
+        ):
             stranger = Dealer(context, address)
             stranger.socket.send_multipart(frames)
             assert isinstance(stranger.hear(), Refused)
         trainer = Dealer(context, address)
-        assert trainer.ask(Hello(FACTS)) == Welcome(2)
+        assert trainer.ask(Hello(FACTS, 0.2)) == Welcome(2)
         answer = trainer.ask(Want(request_of(1)))
         assert isinstance(answer, Failed)
         assert answer.failure.message == "KeyError: 'lost'"

@@ -17,7 +17,7 @@ from mmtrain.data.wire import unpack
 from mmtrain.data.workers import MAX_DEATHS, Failure, Pool
 from mmtrain.errors import DataError, RunError
 from mmtrain.recipe.schema import DataSettings, Recipe
-from tests.data.makers import Deadly, Failing, Fake, Stuck, Telling
+from tests.data.makers import Deadly, Failing, Fake, Stuck, Telling, Unloadable
 from tests.data.steps import same
 from tests.data.test_loader import DP, EVERYTHING, made  # noqa: F401 - a fixture
 
@@ -100,6 +100,13 @@ def test_a_lost_host_is_replaced() -> None:
         assert received is not None
         assert received[0] == 5
     assert "was lost while idle" in notes[0]
+
+
+def test_a_host_that_cannot_start_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunError, match="ends at once"):
+        Pool[int](Unloadable(), 1, print)
+    assert "invalid literal for int()" in capfd.readouterr().err
+    assert hosts() == []
 
 
 def test_closing_ends_workers_that_never_would() -> None:
