@@ -69,17 +69,23 @@ class Naive:
         vision, audio = self.settings.model.vision, self.settings.model.audio
         if vision and sample.images:
             pictures = Pictures(self.settings.data.image, vision.patch)
-            grids = [grid for (grid,) in self.index.grids(number)]
+            grids = self._grids(number, "vision")
             pairs = zip(sample.images, grids, strict=True)
             pixels = np.concatenate([pictures.patches("image", image, 0, 1, grid) for image, grid in pairs])
             rows, cols = zip(*grids, strict=True)
             found["vision"] = self.units["vision"](None, VisionInput(rows, cols, torch.from_numpy(pixels)))
         if audio and sample.clips:
-            frames = tuple(rows for ((rows, _),) in self.index.grids(number, "audio"))
+            frames = tuple(rows for rows, _ in self._grids(number, "audio"))
             clips = zip(sample.clips, frames, strict=True)
             mels = np.concatenate([load_mels(clip, rows, audio.mel_bins) for clip, rows in clips])
             found["audio"] = self.units["audio"](None, AudioInput(frames, torch.from_numpy(mels)))
         return found
+
+    def _grids(self, number: int, unit: str) -> list[tuple[int, int]]:
+        """Rows and columns of a sample's items."""
+        items = self.index.lengths.items[unit]
+        here = slice(items.first[number], items.first[number + 1])
+        return list(zip(items.rows[here].tolist(), items.cols[here].tolist(), strict=True))
 
 
 @dataclass(frozen=True)
