@@ -153,7 +153,8 @@ class Executor:
         outputs = tuple(self._faults.computed(self._step.number, Forward(stage, mb), o) for o in passage.left[-1])
         passage.left[-1] = outputs
         if self._graph.has_loss(stage) and self._units[stage.unit].groups.tp_rank == 0:  # the lane sees the same loss
-            self._loss += outputs[-1].detach().double().cpu() * self._step.loss_scale[stage.unit]
+            # Stays on the device: fetched here, every microbatch would wait until the GPU has caught up.
+            self._loss = self._loss + outputs[-1].detach().double() * self._step.loss_scale[stage.unit]
         for edge in self._graph.outputs(stage):
             self._broker.put(edge, mb, "activation", outputs[0].detach())
 
