@@ -18,7 +18,7 @@ from mmtrain.checkpoint import find, open_newest_good
 from mmtrain.data import ChatTokenizer, DataIndex, Quarantined, Sample, build
 from mmtrain.data.index import check_bad_rate
 from mmtrain.data.read import read
-from mmtrain.errors import CheckpointError, UserError
+from mmtrain.errors import CheckpointError, LaunchError, UserError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shape import shape
 from mmtrain.plan.files import load as load_plan
@@ -62,6 +62,11 @@ def run(request: Request) -> None:
     _require_checkpoint(request.run_dir / CHECKPOINTS, recipe)
     address = find_address()
     if address is not None:
+        if request.ranks not in (1, address.world_size):
+            raise LaunchError(
+                f"--ranks: {request.ranks} found, but {address.launcher} started {address.world_size} processes; "
+                "leave it out here"
+            )
         _evaluate_rank(request, recipe, address)
     elif request.ranks > 1:
         launch_local(request.ranks, partial(_evaluate_rank, request, recipe))
@@ -81,7 +86,7 @@ def _evaluate_rank(request: Request, recipe: Recipe, address: Address) -> None:
 def _evaluate(request: Request, recipe: Recipe, world: World) -> None:
     """Load, ask, score."""
     checkpoint = open_newest_good(request.run_dir / CHECKPOINTS, _say, ranks_of(world))
-    index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer)
+    index, tokenizer = build(recipe, "validation", _say), ChatTokenizer.load(recipe.data.tokenizer)
     layout = world.on_first(lambda: _layout(request, recipe, index, world.size))
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
     asker = Asker(generator, recipe, tokenizer, index, world)

@@ -126,10 +126,9 @@ class Generator:
 
     def _accept(self, drafts: "Mapping[Microbatch, _Draft]") -> None:
         """Bring the picked tokens from the last stage to all stages of the replica, and append them."""
-        counts = [len(draft.open) for draft in drafts.values()]
-        if not sum(counts):
+        if not drafts:
             return
-        groups = self._llm.groups
+        groups, counts = self._llm.groups, [len(draft.open) for draft in drafts.values()]
         if self._end in self._llm.stages:
             tokens = torch.cat([self._llm.picked.pop(draft.memory) for draft in drafts.values()])
         else:

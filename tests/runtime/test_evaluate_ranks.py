@@ -38,7 +38,9 @@ def _plan(recipe: Recipe, lengths: SampleLengths, num_ranks: int) -> Plan:
     return planner(recipe, lengths, world_size=num_ranks, hardware="cpu-core", recipe_sha256=sha256(recipe))
 
 
-def _evaluate(rank: int, world_size: int, _: Path, run_dir: Path, port: int) -> tuple[list[EvaluationResult], str]:
+def _evaluate(
+    rank: int, world_size: int, _: Path, run_dir: Path, port: int, ranks: int = 1
+) -> tuple[list[EvaluationResult], str]:
     """Be one rank that torchrun started; return what it showed and said."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
@@ -46,7 +48,7 @@ def _evaluate(rank: int, world_size: int, _: Path, run_dir: Path, port: int) -> 
     shown: list[EvaluationResult] = []
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            run(Request(run_dir, _plan, shown.append))
+            run(Request(run_dir, _plan, shown.append, ranks=ranks))
         except MmtrainError as e:
             print(e, file=said)
     return shown, said.getvalue()
@@ -68,6 +70,12 @@ def test_ranks_score_together_what_one_scores(taught: Taught, tmp_path: Path, nu
     assert first == [evaluated(folder)]
     assert said.startswith(says)
     assert others == [([], "")] * (num_ranks - 1), "one rank speaks"
+
+
+def test_a_launcher_decides_how_many_ranks_there_are(taught: Taught, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
+    for shown, said in fork_ranks(2, _evaluate, folder, free_port(), 3):
+        assert (shown, said) == ([], "--ranks: 3 found, but torchrun started 2 processes; leave it out here\n")
 
 
 def test_too_many_broken_images_end_all_ranks(taught: Taught, tmp_path: Path) -> None:
