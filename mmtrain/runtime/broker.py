@@ -27,17 +27,9 @@ Channel = tuple[Edge, Payload, int]  # and the rank at its other end
 
 
 class _Posted(NamedTuple):
-    """A receive under way: its buffer fills until `work` is done."""
+    """A message under way: its rows fill, or must live, until `work` is done."""
 
-    action: Recv
-    work: dist.Work
-    rows: Tensor
-
-
-class _Sending(NamedTuple):
-    """A send under way: its rows must live until `work` is done."""
-
-    action: Send
+    action: Send | Recv
     work: dist.Work
     rows: Tensor
 
@@ -96,11 +88,11 @@ class Broker:
             rows = rows.contiguous()
             channel = self._sending[action.edge, action.payload, action.peer]
             if len(channel) == self._send_limit:
-                self._wait(*channel.popleft())
+                self._wait(channel.popleft())
             group = self._groups.channels[action.edge, action.payload]
             work = dist.isend(rows, action.peer, group=group)
             assert work is not None
-            channel.append(_Sending(action, work, rows))
+            channel.append(_Posted(action, work, rows))
 
     def receive(self, action: Recv) -> None:
         """Post the receive that matches a peer's send."""
@@ -135,14 +127,14 @@ class Broker:
         """Wait until everything sent in this step has left."""
         for channel in self._sending.values():
             while channel:
-                self._wait(*channel.popleft())
+                self._wait(channel.popleft())
 
     def _begin_empty(self) -> None:
         self._held: dict[Key, Tensor] = {}
         self._left: Counter[Key] = Counter()
         self._posted: dict[tuple[Edge, Microbatch, Microbatch, Payload], _Posted] = {}
         self._shared: dict[Key, Tensor] = {}
-        self._sending: defaultdict[Channel, deque[_Sending]] = defaultdict(deque)
+        self._sending: defaultdict[Channel, deque[_Posted]] = defaultdict(deque)
 
     def _use(self, key: Key) -> Tensor:
         tensor = self._held[key]
@@ -176,13 +168,13 @@ class Broker:
             spans = self._spans(edge, src, dst)
             return tensor if spans is None else _pick(tensor, spans[:, 0 if payload == "activation" else 1], spans)
         posted = self._posted.pop((edge, src, dst, payload))
-        self._wait(posted.action, posted.work, posted.rows)
+        self._wait(posted)
         return posted.rows
 
-    def _wait(self, action: Send | Recv, work: dist.Work, rows: Tensor) -> None:
-        self._activity.wait(action)
-        work.wait()
-        self._activity.arrived(rows.nbytes)
+    def _wait(self, message: _Posted) -> None:
+        self._activity.wait(message.action)
+        message.work.wait()
+        self._activity.arrived(message.rows.nbytes)
 
     def _spans(self, edge: Edge, src: Microbatch, dst: Microbatch) -> IntArray | None:
         """Spans (src_offset, dst_offset, length) between two units; None inside a unit, where all rows travel."""
