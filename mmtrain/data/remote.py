@@ -93,7 +93,8 @@ class RemoteMakers:
             waker = stack.enter_context(Waker())
             stack.callback(self._close)
             self._window.watch(waker.wake)
-            self._producers = {address: self._connect(address) for address in self._addresses}
+            for address in self._addresses:
+                self._producers[address] = self._connect(address)
             while not self._window.closed:
                 self._assign()
                 self._wait(waker)
@@ -106,8 +107,14 @@ class RemoteMakers:
         socket.set(zmq.RECONNECT_IVL_MAX, 5000)
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, 0)  # credit bounds what is under way
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise DataError(
+                f"data.producers: {address} is no address to connect to ({error.strerror}); expected tcp://HOST:PORT"
+            ) from None
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.connect(address)
         producer = _Producer(address, socket, monitor)
         producer.say(Hello(self._facts, self._timeout_s), time.monotonic())
         return producer

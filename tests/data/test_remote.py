@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -108,6 +109,16 @@ def test_an_address_that_cannot_be_used_is_named(made: Dataset, tmp_path: Path) 
         assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1", "tcp://127.0.0.1:port", "ipc://"])
+def test_an_address_that_is_none_is_an_error_of_the_recipe(made: Dataset, address: str) -> None:  # noqa: F811
+    recipe, index, stream = made()
+    with (
+        Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1", address), DP, ONE, EVERYTHING) as loader,
+        pytest.raises(DataError, match=f"data.producers: {address} is no address .* expected tcp://HOST:PORT"),
+    ):
+        next(loader)
+
+
 def test_who_has_no_zeromq_is_told_how_to_get_it(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     recipe, index, stream = made()
     monkeypatch.setitem(sys.modules, "zmq", None)
@@ -119,6 +130,10 @@ def test_facts_are_what_decides_the_content_of_steps(made: Dataset) -> None:  # 
     recipe, index, _ = made()
     ours = facts(recipe, index)
     assert differences(ours, facts(asking(made(workers=3, prefetch=5)[0], "tcp://x:1"), index)) == ""
+    fewer = replace(index, samples=index.samples[:-1], weights=index.weights[:-1])
+    assert differences(ours, facts(recipe, fewer)).startswith(
+        "samples is 11 in the trainer and 12 here; fingerprint of"
+    )
     other, other_index, _ = made(seq_len=48, window=7)
     found = differences(ours, facts(other, other_index))
     assert "data.seq_len is 48 in the trainer and 64 here" in found
