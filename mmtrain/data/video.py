@@ -6,9 +6,10 @@ would follow playlists and lists of parts to any file of this machine, and into 
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from PIL import Image
@@ -20,7 +21,8 @@ from mmtrain.data.mp4 import quarter_turns
 # Containers that hold their frames themselves.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv"
 _CLOCKWISE = {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_90}
-_SEEK_SECONDS = 8.0  # between frames further apart than this, jumping to a key frame is cheaper than decoding all
+_SEEK_SECONDS = 8.0  # where key frames are unknown: frames further apart than this are jumped to
+_BACK_SECONDS = (0.0, 1.0, 10.0)  # how much earlier a key frame is looked for, one after the other
 _SPARE_SECONDS, _SPARE_SHARE = 1.0, 0.1  # the last frame may be shown longer, and sound may outlast it
 
 
@@ -55,12 +57,12 @@ def load_frames(media: Media, count: int, size: tuple[int, int], max_source_pixe
         start, seconds = _span(media, stream)
         spare = max(_SPARE_SECONDS, _SPARE_SHARE * seconds)
         times = [start + (i + 0.5) / count * seconds for i in range(count)]
-        if seconds / count > _SEEK_SECONDS:
-            frames: Iterator[Any] = chain.from_iterable(_sought(container, stream, time, spare) for time in times)
-        else:
-            frames = _shown_at(container.decode(stream), times, spare)
         turn = _CLOCKWISE.get(_turns(media))
-        pictures = [_picture(frame, turn, size) for frame in frames]  # one by one: whole frames may be large
+        pictures = [  # one by one: whole frames may be large
+            _picture(frame, turn, size)
+            for run in _runs(stream, times)
+            for frame in _shown_at(_from(container, stream, run[0], run[0] > times[0]), run, spare)
+        ]
     if len(pictures) < count:
         raise BadVideoError("truncated", f"{media}: {len(pictures)} of {count} frames are there")
     return pictures
@@ -76,9 +78,33 @@ def _turns(media: Media) -> int:
         return quarter_turns(file)
 
 
-def _sought(container: Any, stream: Any, time: float, spare: float) -> Iterator[Any]:
-    container.seek(math.floor(time / stream.time_base), stream=stream)  # to the last key frame before
-    return _shown_at(container.decode(stream), [time], spare)
+def _runs(stream: Any, times: list[float]) -> list[list[float]]:
+    """The moments in runs, each decoded through; between runs it takes less to jump to a key frame."""
+    entries = getattr(stream, "index_entries", ())
+    keys = [float(entry.timestamp * stream.time_base) for entry in entries if entry.is_keyframe]
+    runs = [times[:1]]
+    for before, time in pairwise(times):
+        known = len(entries) > 1  # some containers tell where key frames are only after the first jump
+        jump = bisect_right(keys, before) < bisect_right(keys, time) if known else time - before > _SEEK_SECONDS
+        if jump:
+            runs.append([])
+        runs[-1].append(time)
+    return runs
+
+
+def _from(container: Any, stream: Any, time: float, jump: bool) -> Iterator[Any]:
+    """The frames from the one on show at `time`, or an earlier one; all of them unless it takes a jump."""
+    for back in _BACK_SECONDS if jump else ():
+        container.seek(math.floor((time - back) / stream.time_base), stream=stream)  # to a key frame before
+        frames = container.decode(stream)
+        first = next(frames, None)
+        # Indexes go by when frames are decoded: a key frame may be decoded before `time` and shown after it.
+        if first is not None and first.time is not None and first.time <= time:
+            return chain([first], frames)
+    if jump:
+        container.seek(0)
+    frames_from_start: Iterator[Any] = container.decode(stream)
+    return frames_from_start
 
 
 def _shown_at(frames: Iterator[Any], times: list[float], spare: float) -> Iterator[Any]:

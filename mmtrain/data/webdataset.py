@@ -78,7 +78,10 @@ def _entry(key: str, found: dict[str, TarMember]) -> Any:
         except ValueError as error:
             raise BadSampleError("malformed", f"{found['json']} is not valid JSON: {error}") from None
     elif "txt" in found:
-        entry = {"caption": _text(found["txt"]).decode("utf-8", "replace").strip()}
+        try:
+            entry = {"caption": _text(found["txt"]).decode("utf-8-sig").strip()}
+        except UnicodeDecodeError as error:
+            raise BadSampleError("malformed", f"{found['txt']} is not UTF-8 text: {error.reason}") from None
     else:
         raise BadSampleError("malformed", f"sample {key!r} has neither a .json nor a .txt member")
     media = {ending: kind for ending in found if (kind := _KINDS.get(ending.rsplit(".", 1)[-1]))}

@@ -36,13 +36,15 @@ def movie(
     form: str = "mp4",
     rotation: float | None = None,
     seconds_of_sound: float = 0,
+    codec: str = "mpeg4",
+    key_every: int = 4,
 ) -> bytes:
     """A video of one colour or picture after another, which players turn by `rotation` degrees to the left."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=form) as container:
-        stream = container.add_stream("mpeg4", rate=rate)
+        stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        stream.codec_context.gop_size = 4
+        stream.codec_context.gop_size = key_every
         sound = container.add_stream("pcm_s16le", rate=8000, layout="mono") if seconds_of_sound else None
         if rotation is not None:
             stream.set_display_rotation(rotation)

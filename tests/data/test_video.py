@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmtrain.data.media import FileMedia, TarMember
 from mmtrain.data.mp4 import quarter_turns
-from mmtrain.data.video import BadVideoError, load_frames, read_video
+from mmtrain.data.video import BadVideoError, _span, load_frames, read_video
 from tests.data.archives import movie, tar, wav
 
 COLOURS = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
@@ -78,6 +78,30 @@ def test_a_short_video_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
     media = _file(tmp_path / "x.mp4", movie(["red", "blue"], seconds_each=0.1))
     assert read_video(media, 64, LIMIT) == (64, 48, 4)
     assert _seen(media, 4) == ["red", "red", "blue", "blue"]
+
+
+@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])  # the second shows frames in another order than it stores them
+@pytest.mark.parametrize("form", ["mp4", "matroska", "mpegts"])
+@pytest.mark.parametrize("key_every", [5, 24])
+def test_frames_are_those_on_show_however_they_are_reached(
+    tmp_path: Path, codec: str, form: str, key_every: int
+) -> None:
+    if codec not in av.codecs_available:
+        pytest.skip(f"this PyAV cannot write {codec}")
+    shades = [Image.new("L", (32, 32), 4 * i).convert("RGB") for i in range(60)]
+    content = movie(shades, 0.5, 32, 32, rate=2, form=form, codec=codec, key_every=key_every)
+    with av.open(io.BytesIO(content)) as container:
+        shown = [
+            (frame.time, float(np.asarray(frame.to_image().convert("L")).mean())) for frame in container.decode(video=0)
+        ]
+    media = _file(tmp_path / "x", content)
+    with av.open(io.BytesIO(content)) as container:
+        start, seconds = _span(media, container.streams.video[0])
+    for count in (1, 2, 3, 7, 20, 60):
+        times = [start + (i + 0.5) / count * seconds for i in range(count)]
+        expected = [[shade for time, shade in shown if time <= wanted][-1] for wanted in times]
+        found = [float(np.asarray(frame.convert("L")).mean()) for frame in load_frames(media, count, (32, 32), LIMIT)]
+        assert np.abs(np.array(found) - expected).max() < 0.5, count
 
 
 @pytest.mark.parametrize("form", ["matroska", "mov", "avi"])

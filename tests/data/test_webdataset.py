@@ -86,6 +86,7 @@ def test_shards_follow_each_other(tmp_path: Path) -> None:
         ({"1.json": b"{", "1.png": b"x"}, "malformed", "is not valid JSON"),
         ({"1.json": b"[" * 100_000}, "malformed", "nested too deeply"),
         ({"1.json": b"[]"}, "malformed", "found a list"),
+        ({"1.txt": b"\xff\xfe"}, "malformed", "is not UTF-8 text"),
         ({"1.txt": b"a", "1.png": b"x", "1.PNG": b"y"}, "malformed", "two members called '1.PNG'"),
         ({"1.txt": b"a", "1.png": b"x" * 101}, "tar_member_size", "101 bytes, data.limits.max_member_bytes = 100"),
         ({"1.json": _json("x", images=["../2.png"])[:100]}, "missing_image", "no member '../2.png'"),
