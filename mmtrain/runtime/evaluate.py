@@ -26,6 +26,7 @@ from mmtrain.plan.plan import Plan, StagePlan, UnitPlan
 from mmtrain.recipe import Recipe, load, sha256
 from mmtrain.recipe.schema import ParallelSettings
 from mmtrain.report.evaluation import MODALITIES, EvaluationResult, Example, TemplateScore
+from mmtrain.runtime.agree import agree
 from mmtrain.runtime.generate import load_generator
 from mmtrain.runtime.launch import launch_local
 from mmtrain.runtime.questions import NO_TEMPLATE, Asker, Question, questions_of, spread
@@ -87,6 +88,7 @@ def _evaluate(request: Request, recipe: Recipe, world: World) -> None:
     """Load, ask, score."""
     checkpoint = open_newest_good(request.run_dir / CHECKPOINTS, _say, ranks_of(world))
     index, tokenizer = build(recipe, "validation", _say), ChatTokenizer.load(recipe.data.tokenizer)
+    agree(world, {"held-out data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
     layout = world.on_first(lambda: _layout(request, recipe, index, world.size))
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
     asker = Asker(generator, recipe, tokenizer, index, world)
