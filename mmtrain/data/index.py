@@ -93,7 +93,7 @@ def build(recipe: Recipe, which: Literal["train", "validation"] = "train", note:
             try:
                 stored = _read(recipe, sources, cache, note)
             except OSError as error:  # of the cache: a full disk, say; what is wrong with sources is a DataError
-                note(f"the index cannot be kept in {cache.folder}: {error}")
+                note(f"the index cannot be kept in {cache.folder} (data.index_cache chooses another place): {error}")
         if stored is None:
             stored = _read(recipe, sources, None, note)
     check_bad_rate(stored.quarantined, len(stored.samples) + len(stored.quarantined), recipe.data.max_bad_rate)

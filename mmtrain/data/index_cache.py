@@ -66,7 +66,7 @@ class Cache:
 
     @classmethod
     def of(cls, recipe: Recipe, sources: Sequence[SourceSettings]) -> "Cache | None":
-        """The place for a recipe's index; None for small sources and where nothing can be written."""
+        """The place for a recipe's index; None for small sources."""
         try:
             files = [(file, file.stat()) for source in sources for file in shards(source.path)]
             tokenizer = recipe.data.tokenizer.read_bytes()
@@ -75,12 +75,6 @@ class Cache:
         if sum(status.st_size for _, status in files) < LEAST_BYTES:
             return None
         folder = recipe.data.index_cache or files[0][0].parent / FOLDER
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return None
-        if not os.access(folder, os.W_OK):
-            return None
         facts = {
             "format": _FORMAT,
             "code": _code_sha256(),
@@ -96,9 +90,10 @@ class Cache:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the place alone; where a file system knows no locks, everybody builds for himself."""
+        """Hold the place alone; where nothing can be written or locked, everybody builds for himself."""
         with ExitStack() as closing:
             with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
                 lock = closing.enter_context(open(self.folder / "lock", "ab"))
                 fcntl.flock(lock, fcntl.LOCK_EX)  # given back by closing, or by the end of the process
             yield
@@ -124,7 +119,10 @@ class Cache:
 
     @contextmanager
     def records(self) -> Iterator[BinaryIO]:
-        """A new file for the records; what `store` does not make part of the index is gone afterwards."""
+        """A new file for the records; what `store` does not make part of the index is gone afterwards.
+
+        Raises OSError where nothing can be written.
+        """
         self._made = Path(tempfile.mkdtemp(prefix="making-", dir=self.folder))
         try:
             with open(self._made / _RECORDS, "wb") as file:

@@ -55,13 +55,27 @@ def test_counts_are_those_of_encoding(text: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_known_pieces_are_not_encoded_again(name: str) -> None:
+def test_known_words_and_pieces_are_not_encoded_again(name: str) -> None:
     counter = TokenCounter(FAST[name])
-    assert counter._splits is not None
+    assert counter._words is not None
+    assert counter._pieces is not None
     counter("What colour is the circle?")
-    known = dict(counter._known)
-    counter("the circle is What")
-    assert set(counter._known) - set(known) <= {"the", " What", "What"}
+    counter("the is What  is")
+    pieces, words = dict(counter._pieces), dict(counter._words[1])
+    counter("What is the circle? is colour")
+    assert (counter._pieces, counter._words[1]) == (pieces, words)
+    counter("the is  What ")
+    assert set(counter._pieces) - set(pieces) <= {" "}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_single_spaces_begin_pieces(name: str) -> None:
+    """What counting by words rests on, tried with every pair of characters around a space."""
+    tokenizer, odd = FAST[name], "aZ'7.(-_\t\n\r\x0b\x1c\x7f<"
+    for left in ("x" + c for c in odd):
+        for right in (c + "y" for c in odd if not c.isspace()):
+            apart = len(tokenizer.encode(left).ids) + len(tokenizer.encode(" " + right).ids)
+            assert len(tokenizer.encode(f"{left} {right}").ids) == apart
 
 
 SLOW = {

@@ -186,10 +186,18 @@ def test_what_cannot_be_kept_is_built_all_the_same(
         patch.setattr(index_cache, "save_file", full)
         index = build(made, note=told.append)
     assert len(index.samples) == 2
-    assert told == [f"the index cannot be kept in {tmp_path / index_cache.FOLDER}: [Errno 28] No space left on device"]
+    (message,) = told
+    assert message.startswith(f"the index cannot be kept in {tmp_path / index_cache.FOLDER} (data.index_cache chooses")
+    assert message.endswith("No space left on device")
     assert kept(tmp_path) == [], "nothing half-made stays"
     (tmp_path / "file").write_text("")
-    assert same(build(changed(made, index_cache=tmp_path / "file")), index), "a folder that cannot be"
+    assert same(build(changed(made, index_cache=tmp_path / "file"), note=told.append), index), "a folder that cannot be"
+    assert str(tmp_path / "file") in told[1]
+    count = reads.count
+    os.chmod(tmp_path / index_cache.FOLDER, 0o500)
+    build(changed(made, index_cache=tmp_path / index_cache.FOLDER))
+    os.chmod(tmp_path / index_cache.FOLDER, 0o700)
+    assert reads.count == count + 1, "kept nowhere so far"
     assert same(build(changed(made, index_cache=tmp_path / "new" / "folder")), index)
     assert len(list((tmp_path / "new" / "folder").iterdir())) == 2, "the index and its lock"
 
