@@ -22,7 +22,10 @@ TIED = {"model__llm__tie_embeddings": True}
 PLANS: dict[str, dict[str, Mesh]] = {
     "one rank": {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))},
     "disaggregated, llm pp2 dp2": {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2, 3, 4), dp=2)},
-    "disaggregated, both tp2": {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (2, 3), tp=2)},
+    "disaggregated, both tp2, encoder microbatches merged": {
+        "vision": Mesh((), (0, 1), tp=2, n=2),
+        "llm": Mesh((), (2, 3), tp=2),
+    },
     "unified pp2 dp2": {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((3,), (0, 1, 2, 3), dp=2)},
 }
 Seen = tuple[float, list[NamedShard]]
@@ -61,7 +64,9 @@ def _stored(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {n: checkpoint.read(n, ShardSpec(checkpoint.full_shape(n))) for n in checkpoint.names()}
 
 
-@pytest.mark.parametrize("before", ["disaggregated, llm pp2 dp2", "disaggregated, both tp2"])
+@pytest.mark.parametrize(
+    "before", ["disaggregated, llm pp2 dp2", "disaggregated, both tp2, encoder microbatches merged"]
+)
 def test_a_run_continues_on_any_plan(tmp_path: Path, before: str) -> None:
     settings: Any = recipe(**TIED)
     expected = sum(run_ranks(_ranks(PLANS[before]), _train_and_save, settings, PLANS[before], tmp_path))

@@ -5,10 +5,12 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 
+from mmtrain.errors import ProgramError
 from mmtrain.program import build, build_1f1b, peak_live, simulate
 from mmtrain.program.actions import Backward, Compute, Forward
 from mmtrain.program.builder import in_flight
 from mmtrain.program.graph import Edge, Microbatch, StageId
+from mmtrain.program.text import action_to_text
 from mmtrain.program.timing import Transport
 from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.interpreter import interpret
@@ -163,3 +165,31 @@ def test_a_merged_unit_runs_as_if_there_was_nothing_to_merge(other, pp, chunks, 
     time = simulate(build(chain(*units, n=12)), Seconds(llm=0.01, **{other: 1})).step_time_s
     equal = simulate(build(chain(*units, n=12 // merged)), Seconds(llm=0.01 * merged, **{other: 1})).step_time_s
     assert time == pytest.approx(equal)
+
+
+@settings(max_examples=60)
+@given(graphs(max_n=6))
+def test_any_order_may_be_written_down(graph):
+    order = {rank: [action_to_text(a) for a in actions] for rank, actions in build_1f1b(graph).actions.items()}
+    assert build(graph, kind="explicit", order=order).actions == build(graph).actions
+
+
+def test_a_gradient_that_cannot_be_there_yet_is_refused_by_name():
+    """One encoder microbatch for both of the LLM's on the same rank, written to return after the first of them."""
+    graph = unified(1, n=2, vision_n=1)
+    order = ["F vision.0 vision:0.0", "F llm.0 llm:0.0", "B llm.0 llm:0.0"]
+    early = ["B vision.0 vision:0.0", "F llm.0 llm:0.1", "B llm.0 llm:0.1"]
+    with pytest.raises(ProgramError, match=r"`B vision\.0 vision:0\.0` .* comes before `B llm\.0 llm:0\.1`"):
+        build(graph, kind="explicit", order={0: [*order, *early]})
+    build(graph, kind="explicit", order={0: [*order, *early[1:], early[0]]})
+
+
+def test_one_rank_cannot_wait_for_a_block_that_it_holds_up():
+    """The LLM returns its first microbatch before it runs the second, which the generator's block needs."""
+    graph = chain(Unit("llm"), Unit("generator", n=1), n=2)
+    order = {
+        0: ["F llm.0 llm:0.0", "B llm.0 llm:0.0", "F llm.0 llm:0.1", "B llm.0 llm:0.1"],
+        1: ["F generator.0 generator:0.0", "B generator.0 generator:0.0"],
+    }
+    with pytest.raises(ProgramError, match=r"deadlock: .*`B llm\.0 llm:0\.0`"):
+        build(graph, kind="explicit", order=order)
