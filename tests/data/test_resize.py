@@ -1,6 +1,7 @@
 """Sizes and cuts of the schemes against the processors of the model families they come from."""
 
 import importlib
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -11,6 +12,7 @@ from mmtrain.data.resize import frame_grid, grids, native, num_tiles, tile_canva
 from mmtrain.recipe.schema import ImageSettings
 
 
+@cache
 def _processor(family: str) -> ModuleType:
     """Transformers' image processor of a family that needs no torchvision."""
     names = (f"image_processing_pil_{family}", f"image_processing_{family}")  # the first since version 5
