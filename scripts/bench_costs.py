@@ -5,7 +5,7 @@
 Measures a cost table of the recipe's layers as `mmtrain profile` does, plans once with the preset and once with the
 table, and runs the plan on as many local processes, one core each. Prints the interpolation error on loads held out,
 the error of the simulated step and of every stage on the same batches, and for each rank the predicted peak memory over
-the measured one: saved tensors alive at the fullest moment, parameters, gradients and optimizer state, counted.
+the measured one, counted: saved tensors alive at the fullest moment of all steps, parameters, gradients, optimizer.
 """
 
 import os
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def run_rank(recipe: Recipe, chosen: Plan, out: Path, address: Address) -> None:
-    """Train some steps, the later ones recorded; count memory in the last."""
+    """Train some steps, the later ones recorded; then take these once more, and count memory."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[address.rank]})
     torch.set_num_threads(1)
     world = join(address)
@@ -76,9 +76,11 @@ def run_rank(recipe: Recipe, chosen: Plan, out: Path, address: Address) -> None:
     meter = Meter(job, stream, chosen.hardware)
     recorded = frozenset(range(WARM_UP + 1, WARM_UP + STEPS + 1))
     tracer = Tracer(recorded, job.graph, world, meter.timing, chosen.sha256, out)
-    for step in range(WARM_UP + STEPS):
-        batch = stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches)
-        data = preparer.prepare(batch)
+    batches = [
+        preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
+        for step in range(WARM_UP + STEPS)
+    ]
+    for step, data in enumerate(batches):
         world.barrier()
         outcome = job.train(data, lr=1e-4)
         if tracer.wants(step + 1):
@@ -86,7 +88,8 @@ def run_rank(recipe: Recipe, chosen: Plan, out: Path, address: Address) -> None:
     params = [p for unit in job.units.values() for stage in unit.stages.values() for p in stage.parameters()]
     saved = Saved({p.untyped_storage().data_ptr() for p in params})
     with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda kept: kept.tensor):
-        job.train(data, lr=1e-4)
+        for data in batches[WARM_UP:]:
+            job.train(data, lr=1e-4)
     shards = [shard for unit in job.optimizer.units.values() for shard in unit.shards()]
     moments = sum(shard.tensor.nbytes for shard in shards if "#" in shard.name)
     weights = 2 * sum(p.nbytes for p in params)  # and their gradients
