@@ -3,6 +3,8 @@
 Loads of zero in every replica (a modality that a step lacks) count as perfectly even: nobody waits for anybody.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -43,6 +45,39 @@ def max_over_mean(loads: Loads) -> float:
     loads: (steps, N), one summed cost per replica. 1.0 is perfect.
     """
     return float(np.mean(1 / _share(loads.sum(axis=1), loads.max(axis=1) * loads.shape[1])))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What single samples force on the replicas of a step, however the others are arranged."""
+
+    dist_ratio: float  # no arrangement of the same steps gets below, mean over steps
+    steps: float  # share of steps in which one sample alone exceeds the mean load
+    sample: int | None  # the one that exceeds it most, where any does
+
+
+def bound(groups: Groups, tokens: IntArray, num_replicas: int) -> Bound:
+    """Bound reached: how far samples that alone exceed the mean load of their step keep it from being even.
+
+    tokens: (n,) of each sample for one unit; each run of `num_replicas` groups is a step. Only splitting such a
+    sample's items over ranks helps (`split.split_long`).
+    """
+    whole = len(groups) // num_replicas * num_replicas
+    if not whole:
+        return Bound(0.0, 0.0, None)
+    of_sample = tokens[groups.samples[: groups.first[whole]]]
+    largest = np.maximum.reduceat(of_sample, groups.first[:whole]).reshape(-1, num_replicas).max(axis=1)
+    total = np.add.reduceat(of_sample, groups.first[:whole]).reshape(-1, num_replicas).sum(axis=1)
+    mean = total / num_replicas
+    least = np.maximum(largest, mean)
+    forced = float(np.mean(1 - _share(mean, least)))
+    over = np.where(largest > mean, 1 - _share(mean, least), 0.0)
+    if not over.any():
+        return Bound(forced, 0.0, None)
+    step = int(over.argmax())
+    lo, hi = groups.first[step * num_replicas], groups.first[(step + 1) * num_replicas]
+    here = groups.samples[lo:hi]
+    return Bound(forced, float((over > 0).mean()), int(here[tokens[here].argmax()]))
 
 
 def _share(part: Loads, whole: Loads) -> FloatArray:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from mmtrain.balance.batch import FloatArray, IntArray
 from mmtrain.balance.grouping import Groups
 from mmtrain.balance.methods import Method
-from mmtrain.balance.metrics import dist_ratio, max_over_mean, pad_ratio
+from mmtrain.balance.metrics import Bound, bound, dist_ratio, max_over_mean, pad_ratio
 
 NUM_BINS = 16
 _SKEWED = 20.0  # largest over median, above which bins grow geometrically
@@ -49,6 +49,7 @@ class Score:
     fill: float  # LLM tokens over what groups could hold
     pad_ratio: float | None  # what padding its mini-batches would waste; None for methods that do without
     dist_ratio: dict[str, float]  # unit -> share of a step that its replicas would wait for the most loaded one
+    bounds: dict[str, Bound]  # unit -> what single samples force on that
     max_over_mean: float  # of all units' tokens together
     seconds: float
 
@@ -92,6 +93,7 @@ def score(
         float(loads[:, 0].mean() / seq_len),
         pad_ratio(tokens[:, 0], groups) if method in ("random", "length", "device") else None,
         dict(zip(units, waits.tolist(), strict=True)),
+        {unit: bound(groups, tokens[:, i], num_replicas) for i, unit in enumerate(units)},
         max_over_mean(steps.sum(axis=2)) if whole else 1.0,
         seconds,
     )

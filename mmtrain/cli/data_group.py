@@ -43,4 +43,4 @@ def group(
         rows = [{**asdict(row), "chosen": row.method == grouping.method} for row in scores]
         typer.echo(json.dumps({"replicas": side_by_side, "methods": rows}))
     else:
-        typer.echo(grouping_text(scores, grouping.method, side_by_side))
+        typer.echo(grouping_text(scores, grouping.method, side_by_side, lambda i: str(index.samples[i])))

@@ -1,6 +1,6 @@
 """Lengths and groupings for reading: histograms and tables in the terminal, and the same as a picture."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -28,8 +28,8 @@ def stats_text(summary: Summary, quarantined: Mapping[str, int]) -> str:
     return rendered(*parts).strip("\n")
 
 
-def grouping_text(scores: Sequence[Score], chosen: str, num_replicas: int) -> str:
-    """A row for each method of grouping; `chosen` is the recipe's."""
+def grouping_text(scores: Sequence[Score], chosen: str, num_replicas: int, name: Callable[[int], str]) -> str:
+    """A row for each method of grouping; `chosen` is the recipe's. `name` names a sample by its number."""
     table = Table(title=f"One epoch, {num_replicas} replicas side by side", title_justify="left")
     table.add_column("method")
     units = list(scores[0].dist_ratio)
@@ -53,7 +53,15 @@ def grouping_text(scores: Sequence[Score], chosen: str, num_replicas: int) -> st
         "waste (groups are packed, none is padded); dist: share of a step that replicas of a unit wait for the most "
         "loaded one, each unit on ranks of its own; max/mean: of the tokens of all units together."
     )
-    return rendered(table, notes).strip("\n")
+    reached = [
+        f"bound reached, {unit}: in {found.steps:.0%} of steps one sample alone exceeds the mean load, most of all "
+        f"{name(found.sample)}; no rearrangement gets dist below {found.dist_ratio:.4f}, only splitting it would"
+        for row in scores
+        if row.method == chosen
+        for unit, found in row.bounds.items()
+        if found.sample is not None
+    ]
+    return rendered(table, notes, *reached).strip("\n")
 
 
 def stats_picture(summary: Summary, path: Path) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmtrain.balance.metrics import Bound
 from mmtrain.balance.summary import Score, summarise
 from mmtrain.errors import UserError
 from mmtrain.report.data_view import grouping_text, stats_picture, stats_text
@@ -27,12 +28,18 @@ def test_a_histogram_for_each_measure_and_what_was_set_aside() -> None:
     assert "none: none" not in stats_text(summarise(("a",), np.zeros((0, 1))), {})
 
 
+BOUNDS = {"llm": Bound(0.0, 0.0, None), "vision": Bound(0.01, 0.12, 7)}
+
+
 def test_the_table_marks_the_recipes_method() -> None:
     rows = [
-        Score("matched", 10, 4.0, 0.98, None, {"llm": 0.001, "vision": 0.02}, 1.01, 0.5),
-        Score("random", 12, 3.3, 0.8, 0.4, {"llm": 0.3, "vision": 0.4}, 1.5, 0.01),
+        Score("matched", 10, 4.0, 0.98, None, {"llm": 0.001, "vision": 0.02}, BOUNDS, 1.01, 0.5),
+        Score("random", 12, 3.3, 0.8, 0.4, {"llm": 0.3, "vision": 0.4}, BOUNDS, 1.5, 0.01),
     ]
-    text = grouping_text(rows, "matched", 8)
+    text = grouping_text(rows, "matched", 8, lambda i: f"sample number {i}")
+    assert "bound reached, vision: in 12% of steps one sample alone exceeds the mean load" in text
+    assert "sample number 7; no rearrangement gets dist below 0.0100" in " ".join(text.split())
+    assert "bound reached, llm" not in text
     matched, random = (line for line in text.splitlines() if "│" in line)
     cells = [cell.strip() for cell in matched.split("│")[1:-1]]
     assert cells == ["matched *", "10", "4.00", "0.980", "-", "0.0010", "0.0200", "1.0100", "0.50"]
