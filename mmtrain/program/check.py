@@ -18,7 +18,6 @@ from mmtrain.program.actions import (
     Part,
     Partial,
     Pass,
-    Payload,
     Recv,
     ReduceGrads,
     ReduceShared,
@@ -26,8 +25,9 @@ from mmtrain.program.actions import (
     Share,
     Step,
 )
+from mmtrain.program.channels import Channel, Pair
 from mmtrain.program.deadlock import waiting_circle
-from mmtrain.program.graph import LLM, Edge, Microbatch, StageGraph
+from mmtrain.program.graph import LLM, Microbatch, StageGraph
 from mmtrain.program.links import Work
 from mmtrain.program.memory import BytesOf, peak_bytes
 from mmtrain.program.program import Program
@@ -49,8 +49,6 @@ from mmtrain.program.wiring import (
     transfers,
 )
 
-Channel = tuple[Edge, Payload, int, int]  # sender, receiver
-Pair = tuple[Microbatch, Microbatch]  # source, destination
 Row = list[tuple[int, Part]]  # what a rank does, one thing after another, each with its place among the actions
 
 MAX_REPORTED = 20  # problems printed; one misplaced action can cause hundreds

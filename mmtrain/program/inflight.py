@@ -8,15 +8,12 @@ receive, as encoders on the LLM's ranks do, need as many in flight as they send.
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from mmtrain.program.actions import Payload
+from mmtrain.program.channels import Channel
 from mmtrain.program.deadlock import circle
-from mmtrain.program.graph import Edge
 from mmtrain.program.links import Links, Post
 from mmtrain.program.program import Program
 
 WANTED = 4  # enough to keep a link busy while the receiver computes
-
-Channel = tuple[Edge, Payload, int, int]  # sender, receiver
 
 
 def send_limit(program: Program, wanted: int = WANTED) -> int:
