@@ -1,5 +1,8 @@
 """Steps made by producers over the network: the same ones, whatever happens to the producers."""
 
+import contextlib
+import random
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,6 +12,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, cast
 
+import psutil
 import pytest
 import zmq
 
@@ -84,6 +88,41 @@ def test_steps_are_those_of_one_process_whatever_becomes_of_the_producers(made: 
         while not [note for note in notes if f"{one.address} is there" in note]:
             steps(1)
         steps(8)
+
+
+@pytest.mark.slow
+def test_steps_stay_the_same_through_random_deaths(made: Dataset, tmp_path: Path) -> None:  # noqa: F811
+    recipe, index, stream = made(prefetch=3, producer_timeout_s=1.0)
+    alone = made(prefetch=0)[0]
+    rng = random.Random(0)
+    with ExitStack() as stack:
+        producers = [stack.enter_context(Served(recipe, tmp_path)) for _ in range(2)]
+        asked = asking(recipe, *(producer.address for producer in producers))
+        reference = stack.enter_context(Loader(index, stream, alone, DP, ONE, EVERYTHING))
+        loader = stack.enter_context(Loader(index, stream, asked, DP, ONE, EVERYTHING))
+        for _ in range(14):
+            for _ in range(rng.randrange(1, 100)):
+                assert same(next(loader), next(reference))
+            place = rng.randrange(2)
+            victim = psutil.Process(producers[place].process.pid)
+            match rng.choice(["kill", "end", "stop", "family"]):
+                case "kill":
+                    victim.kill()
+                case "end":
+                    producers[place].end()
+                case "stop":
+                    victim.suspend()
+                    for _ in range(30):
+                        assert same(next(loader), next(reference))
+                    victim.resume()
+                case "family":  # a worker, or the host of the workers
+                    for process in rng.sample(victim.children(recursive=True), 1):
+                        process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                producers[place].process.wait(0.1)
+                again = stack.enter_context(Served(recipe, tmp_path, producers[place].address))
+                assert again.address == producers[place].address
+                producers[place] = again
 
 
 def test_a_producer_of_other_steps_refuses_and_says_why(made: Dataset, tmp_path: Path) -> None:  # noqa: F811
