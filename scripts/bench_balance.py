@@ -16,16 +16,32 @@ from typing import TypeVar
 
 import numpy as np
 
-from mmtrain.balance import Cost, Groups, dist_ratio, isf, matched, max_over_mean, pack, pad_ratio, rearrange, rebalance
+from mmtrain.balance import (
+    Cost,
+    Grouping,
+    Groups,
+    ItemLengths,
+    SampleLengths,
+    dist_ratio,
+    isf,
+    matched,
+    max_over_mean,
+    pack,
+    pad_ratio,
+    rearrange,
+    rebalance,
+)
 from mmtrain.balance.grouping import device, length, random
 from mmtrain.balance.nodes import off_node_bytes
 from mmtrain.balance.order import across_time, construct, makespans, work_bound
+from mmtrain.data import GroupStream
 
 NUM_SAMPLES, WINDOW = 100_000, 16_384
 TOKENS, TILES, AUDIO = range(3)  # columns of a mixture
 APART = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])  # image tiles, LLM tokens: units on different ranks
 SUMMED = np.array([[1.0, 300.0, 1.0]])  # units on the same ranks: tile : token = 300 : 1
 MOST_TOKENS = 4096
+TILE_PATCHES = 1024  # tokens that a vision unit sees of a tile of 448 pixels
 T = TypeVar("T")
 
 
@@ -40,6 +56,7 @@ def main() -> None:
     tokens = mixture(options.lengths, NUM_SAMPLES)
     print(f"means: {tokens.mean(axis=0).round(2).tolist()} LLM tokens, tiles, audio tokens; {NUM_SAMPLES} samples")
     grouping(tokens)
+    training(tokens)
     isf_speed(mixture(options.lengths, 1_200_000))
     post_and_nodes(tokens, exact=not options.no_milp)
     ordering()
@@ -124,6 +141,46 @@ def _matched_targets(
         f"  randomness: mean move {moved.mean():.0f} places; correlation of place and tiles {spread:+.3f}; "
         f"a step's mean tiles vary by {neighbours:.2f}, by chance {chance:.2f}"
     )
+
+
+def training(tokens: np.ndarray) -> None:
+    """The stream that training reads: steps over one epoch, evened in every modality, whatever the plan."""
+    lengths = SampleLengths(
+        tokens[:, TOKENS],
+        tokens[:, TOKENS] // 2,
+        {"audio": _items(tokens[:, AUDIO]), "vision": _items(TILE_PATCHES * tokens[:, TILES])},
+    )
+    for replicas, microbatches in ((8, 1), (64, 1), (8, 64), (64, 8)):
+        global_batch = replicas * microbatches
+        seconds, stream = _least_seconds(
+            lambda b=global_batch: GroupStream(lengths, Grouping(MOST_TOKENS, WINDOW, b), 0), 1
+        )
+        far, _ = _least_seconds(lambda s=stream, b=global_batch: s.groups(10**6 * b, b), 1)
+        slots, sums = [], []
+        counts = {"llm": microbatches, "vision": microbatches, "audio": microbatches}
+        for step in range(stream.groups_per_epoch // global_batch):
+            dp = {"llm": replicas, "vision": 1, "audio": 1}
+            meta = stream.batch(step, global_batch, dp, counts)
+            loads = np.zeros((microbatches, replicas, 3), dtype=np.int64)
+            np.add.at(loads, (meta.index, meta.replica), tokens[meta.sample_id])
+            slots.append(loads)
+            sums.append(loads.sum(axis=0))
+        side_by_side = np.concatenate(slots)
+        waits, in_all = dist_ratio(side_by_side), dist_ratio(np.stack(sums))
+        over = max_over_mean(side_by_side @ SUMMED[0]) - 1
+        print(
+            f"  training, {replicas} replicas of {microbatches} microbatches: dist tiles / tokens / audio "
+            f"{waits[TILES]:.4f} / {waits[TOKENS]:.4f} / {waits[AUDIO]:.3f} a microbatch, {in_all[TILES]:.4f} / "
+            f"{in_all[TOKENS]:.4f} / {in_all[AUDIO]:.3f} a step; summed {over:.4f}; fill "
+            f"{side_by_side[:, :, TOKENS].mean() / MOST_TOKENS:.4f}; starts in {seconds:.2f} s, step 1,000,000 after "
+            f"{far * 1e3:.0f} ms"
+        )
+
+
+def _items(counts: np.ndarray) -> ItemLengths:
+    """One item for each sample that has any."""
+    some = counts[counts > 0]
+    return ItemLengths(np.concatenate([[0], np.cumsum(counts > 0)]), some, np.ones_like(some), some, some)
 
 
 def isf_speed(many: np.ndarray) -> None:

@@ -29,9 +29,8 @@ NUM_PICTURES = 64  # of each format; file systems allow some 65,000 links to one
 PER_FOLDER = 10_000
 WANTED = 20_000  # samples a second and core
 WORDS = (
-    "the a chart shows how many people live in each city what colour is largest bar left right of table please answer "
-    "shortly describe image detail there are two small dogs sitting near red car while woman holds umbrella street"
-).split()
+    "the a chart shows how many people live in each city what colour is largest bar left right please answer shortly"
+)
 T = TypeVar("T")
 
 
@@ -67,7 +66,7 @@ def write(folder: Path, num: int) -> Recipe:
     if not file.exists():
         rng = np.random.default_rng(0)
         pictures = _pictures(folder, rng)
-        texts = [" ".join(rng.choice(WORDS, rng.integers(5, 40))) for _ in range(2000)]
+        texts = [" ".join(rng.choice(WORDS.split(), rng.integers(5, 40))) for _ in range(2000)]
         entries = []
         for i in range(num):
             source = pictures[i % len(pictures)]
@@ -114,7 +113,8 @@ def timed(work: Callable[[], T]) -> tuple[float, float, T]:
 
 
 def _processor_s() -> float:
-    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def peak_gib() -> float:
