@@ -76,8 +76,8 @@ def _advance(
 
 def _by_group(graph: StageGraph, sid: StageId, seconds: StageSeconds) -> tuple[FloatArray, FloatArray]:
     """Forward and backward seconds as (batches, groups, replicas of a group, microbatches)."""
-    batches, _, waves = seconds.forward.shape
-    shape = (batches, graph.num_groups, -1, waves)
+    batches, _, num_microbatches = seconds.forward.shape
+    shape = (batches, graph.num_groups, -1, num_microbatches)
     return seconds.forward.reshape(shape), seconds.backward.reshape(shape)
 
 

@@ -116,9 +116,9 @@ def _fixed_microbatches(parallel: ParallelSettings, units: Iterable[str]) -> dic
 
 def _suits_microbatches(dp: int, recipe: Recipe) -> bool:
     """Whether the LLM with `dp` replicas has the number of microbatches asked for, and encoders can follow it."""
-    llm, waves = recipe.parallel.llm.num_microbatches, recipe.train.global_batch // dp
-    others = [getattr(recipe.parallel, name).num_microbatches or waves for name in _ENCODERS]
-    return llm in (None, waves) and all(n % waves == 0 or waves % n == 0 for n in others)
+    asked, has = recipe.parallel.llm.num_microbatches, recipe.train.global_batch // dp
+    others = [getattr(recipe.parallel, name).num_microbatches or has for name in _ENCODERS]
+    return asked in (None, has) and all(n % has == 0 or has % n == 0 for n in others)
 
 
 def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

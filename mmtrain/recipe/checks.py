@@ -50,17 +50,17 @@ def llm_replicas(recipe: Recipe) -> Iterator[Problem]:
 def microbatches(recipe: Recipe) -> Iterator[Problem]:
     """The LLM's microbatches make up the global batch; an encoder's merge or split them evenly."""
     llm, batch = recipe.parallel.llm, recipe.train.global_batch
-    waves, where = llm.num_microbatches, ("parallel", "llm", "num_microbatches")
-    if waves is None and llm.dp is not None and batch % llm.dp == 0:
-        waves = batch // llm.dp
-    elif waves is not None and batch % waves:
-        yield Problem(where, f"{waves} does not divide train.global_batch {batch}")
-    elif waves is not None and llm.dp is not None and waves * llm.dp != batch:
-        yield Problem(where, f"{waves} times parallel.llm.dp {llm.dp} is not train.global_batch {batch}")
+    wanted, where = llm.num_microbatches, ("parallel", "llm", "num_microbatches")
+    if wanted is None and llm.dp is not None and batch % llm.dp == 0:
+        wanted = batch // llm.dp
+    elif wanted is not None and batch % wanted:
+        yield Problem(where, f"{wanted} does not divide train.global_batch {batch}")
+    elif wanted is not None and llm.dp is not None and wanted * llm.dp != batch:
+        yield Problem(where, f"{wanted} times parallel.llm.dp {llm.dp} is not train.global_batch {batch}")
     for name in ENCODERS:
         own = getattr(recipe.parallel, name).num_microbatches
-        if own is not None and waves is not None and own % waves and waves % own:
-            text = f"{own} neither divides the LLM's {waves} microbatches (train.global_batch / dp) nor is a multiple"
+        if own is not None and wanted is not None and own % wanted and wanted % own:
+            text = f"{own} neither divides the LLM's {wanted} microbatches (train.global_batch / dp) nor is a multiple"
             yield Problem(("parallel", name, "num_microbatches"), text)
 
 

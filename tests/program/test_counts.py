@@ -7,13 +7,13 @@ from hypothesis import given, settings
 
 from mmtrain.errors import ProgramError
 from mmtrain.program import build, build_1f1b, peak_live, simulate
-from mmtrain.program.actions import Backward, Compute, Forward
+from mmtrain.program.actions import Backward, Forward
 from mmtrain.program.builder import in_flight
 from mmtrain.program.graph import Edge, Microbatch, StageId
 from mmtrain.program.text import action_to_text
-from mmtrain.program.timing import Transport
 from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.interpreter import interpret
+from tests.program.timings import Seconds
 
 
 def compute(graph, rank):
@@ -112,25 +112,6 @@ def test_a_grid_of_meshes_and_numbers_runs_to_its_end(vision_n, tp, dp, chunks, 
     vision, llm = Unit("vision", 2, dp[0], n=vision_n), Unit("llm", 2, dp[1], tp, num_stages=2 * chunks)
     program = build(chain(vision, llm, n=4), kind=kind)
     assert interpret(program.graph, program.actions).problems == []
-
-
-class Seconds:
-    """What a forward of each unit takes; a backward takes twice that, and messages nothing."""
-
-    def __init__(self, **forward: float) -> None:
-        self.forward = forward
-
-    def compute(self, action: Compute) -> float:
-        return self.forward[action.stage.unit] * (1 if isinstance(action, Forward) else 2)
-
-    def message(self, sender, action):
-        return Transport(0.0, 1)
-
-    def collective(self, rank, action, group):
-        return Transport(0.0, 0)
-
-    def activation_bytes(self, stage, mb):
-        return 1
 
 
 @pytest.mark.parametrize("share", [1, 1 / 12], ids=["as fast", "faster"])

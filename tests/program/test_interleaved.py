@@ -9,8 +9,8 @@ from mmtrain.program import build, build_1f1b, peak_live, simulate
 from mmtrain.program.actions import Backward, Forward, Recv, ReduceShared, Send
 from mmtrain.program.builder import in_flight
 from mmtrain.program.graph import StageGraph
-from mmtrain.program.timing import Transport
 from tests.program.graphs import Unit, chain, unified
+from tests.program.timings import Seconds
 
 
 def interleaved(pp: int, vpp: int, n: int) -> StageGraph:
@@ -51,35 +51,19 @@ def test_the_order_is_that_of_megatron_core(pp, vpp, groups):
         assert compute(graph, rank, pp) == megatron_order(pp, vpp, n, rank)
 
 
-class Unequal:
-    """A forward takes one second, a backward two, messages nothing."""
-
-    def compute(self, action):
-        return 1.0 if isinstance(action, Forward) else 2.0
-
-    def message(self, sender, action):
-        return Transport(0.0, 1)
-
-    def collective(self, rank, action, group):
-        return Transport(0.0, 0)
-
-    def activation_bytes(self, stage, mb):
-        return 1
-
-
 @pytest.mark.parametrize(("pp", "vpp", "groups"), [*product((2, 3, 4), (2, 3), (1, 2, 3))])
 def test_the_pipeline_fills_and_drains_in_one_chunk_a_place(pp, vpp, groups):
     """The least any order needs: all of a rank's work, and the way of one chunk down to it and back up."""
     n = groups * pp
-    timeline = simulate(build(interleaved(pp, vpp, n)), Unequal())
+    timeline = simulate(build(interleaved(pp, vpp, n)), Seconds(llm=1))
     assert timeline.step_time_s == 3 * (n * vpp + pp - 1)
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [*product((2, 3, 4), (2, 3))])
 def test_missing_microbatches_cost_less_than_running_them(pp, vpp):
     for n in range(1, 3 * pp):
-        full = simulate(build(interleaved(pp, vpp, -(-n // pp) * pp)), Unequal()).step_time_s
-        assert simulate(build(interleaved(pp, vpp, n)), Unequal()).step_time_s <= full
+        full = simulate(build(interleaved(pp, vpp, -(-n // pp) * pp)), Seconds(llm=1)).step_time_s
+        assert simulate(build(interleaved(pp, vpp, n)), Seconds(llm=1)).step_time_s <= full
 
 
 def test_an_incomplete_group_passes_over_the_turns_that_are_missing():
@@ -101,12 +85,7 @@ def test_no_deadlock_whatever_lies_before_and_after():
 
 def test_a_fast_encoder_never_makes_an_interleaved_llm_wait_once_it_runs():
     graph = chain(Unit("vision"), Unit("llm", 2, num_stages=4), n=6)
-
-    class FastEncoder(Unequal):
-        def compute(self, action):
-            return super().compute(action) * (0.25 if action.stage.unit == "vision" else 1)
-
-    assert simulate(build(graph), FastEncoder()).step_time_s == 0.25 + 3 * (6 * 2 + 2 - 1) + 0.5
+    assert simulate(build(graph), Seconds(vision=0.25, llm=1)).step_time_s == 0.25 + 3 * (6 * 2 + 2 - 1) + 0.5
 
 
 def test_encoder_and_llm_on_the_same_ranks_are_chunks_of_one_round():

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmtrain.balance import assign
 from mmtrain.balance.batch import BatchMeta, ItemTable
 from mmtrain.costs.types import TokenLoad
 from mmtrain.program import Microbatch, StageGraph, step_loads
+from tests.balance.test_assign import make_groups, make_lengths
 from tests.program.graphs import Unit, chain
 
 
@@ -90,6 +92,26 @@ def test_every_row_arrives_once_in_the_order_of_samples_and_items(encoders, llms
         assert all(rows == held[mb] for mb, rows in arrived.items())
     for mb in microbatches(graph, "llm"):
         assert loads.loads[mb] == TokenLoad.of(meta.tokens[meta.microbatch(mb.replica, mb.index)])
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 3), (4, 2)]),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(0, 2**32),
+)
+def test_what_is_laid_out_for_a_graph_flows_along_it(dp, n, llm_n, seed):
+    graph = chain(Unit("vision", dp=dp[0], n=n), Unit("llm", dp=dp[1], n=llm_n))
+    rng, num_groups = np.random.default_rng(seed), dp[1] * llm_n
+    lengths = make_lengths(rng, 3 * num_groups)
+    counts = {"vision": n, "llm": llm_n}
+    meta = assign(0, 0, make_groups(rng, 3 * num_groups, num_groups), lengths, {"vision": dp[0], "llm": dp[1]}, counts)
+    loads = step_loads(graph, meta)
+    spans = loads.routes["vision", "llm"].spans
+    edge = graph.edges[-1]
+    assert all(dst in graph.destinations(edge, src) for src, dst in spans)
+    assert sum(int(s[:, 2].sum()) for s in spans.values()) == lengths.items["vision"].features.sum()
 
 
 def microbatches(graph: StageGraph, unit: str) -> list[Microbatch]:

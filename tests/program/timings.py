@@ -1,0 +1,24 @@
+"""Times for simulated programs."""
+
+from mmtrain.program.actions import Collective, Compute, Forward, Send
+from mmtrain.program.graph import Microbatch, StageId
+from mmtrain.program.timing import Transport
+
+
+class Seconds:
+    """What a forward of each unit takes; a backward takes twice that, messages and collectives nothing."""
+
+    def __init__(self, **forward: float) -> None:
+        self.forward = forward
+
+    def compute(self, action: Compute) -> float:
+        return self.forward[action.stage.unit] * (1 if isinstance(action, Forward) else 2)
+
+    def message(self, sender: int, action: Send) -> Transport:
+        return Transport(0.0, 1)
+
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
+        return Transport(0.0, 0)
+
+    def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
+        return 1
