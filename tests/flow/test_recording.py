@@ -4,15 +4,29 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from mmtrain.models.shape import shape
 from mmtrain.plan.files import load as load_plan
+from mmtrain.plan.graph import stage_graph
+from mmtrain.program import Compute, Partial, build, chrome_trace
+from mmtrain.program.measured import measured_timeline
+from mmtrain.program.recorded import StepRecord
+from mmtrain.program.segments import flat
 from mmtrain.report import read_metrics
+from mmtrain.runtime.job import assemble
 from mmtrain.runtime.rundir import PLAN, TRACE
 from mmtrain.runtime.slow import WINDOW
+from mmtrain.runtime.world import World
+from tests.distributed import run_ranks
 from tests.faults import AllOf, FailAt
+from tests.flow.cases import Mesh, plan, recipe, step_data
+from tests.flow.orders import PIPELINE
 from tests.flow.runs import launch, request_for, run_all
 from tests.program.trace_format import require_trace
 
+GUESTS = {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))}
 TWO_REPLICAS = ("parallel.placement=unified", "parallel.llm.dp=2", "train.checkpoint.every=0")
 
 
@@ -58,3 +72,23 @@ def test_a_slow_rank_is_named_in_the_metrics_and_in_the_report_of_a_failure(data
     assert lead.startswith(f"rank 0, step {WINDOW + 1}, in `F vision.0 vision:0.0`: did not come back")
     assert rest[-1].startswith("  before that: ")
     assert named[0] in rest[-1]
+
+
+def recorded_step() -> StepRecord:
+    """Take one step of the encoder in parts between and inside the stages of an LLM pipeline."""
+    settings, world = recipe(), World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    job = assemble(settings, plan(settings, "explicit", PIPELINE, **GUESTS), world)
+    return job.train(step_data(job, 0), lr=0.01).record
+
+
+def test_parts_of_stages_are_drawn_where_they_ran() -> None:
+    records = dict(enumerate(run_ranks(2, recorded_step)))
+    settings = recipe()
+    graph = stage_graph(plan(settings, "explicit", PIPELINE, **GUESTS), shape(settings))
+    program = build(graph, kind="explicit", order=PIPELINE)
+    timeline = measured_timeline(graph, records, lambda rank, action: 0)
+    require_trace(chrome_trace(timeline, ""))
+    for rank in records:
+        todo = [a for a in flat(graph, program.for_rank(rank)) if isinstance(a, Compute)]
+        assert any(isinstance(a, Partial) for a in todo)
+        assert [s.action for s in timeline.spans if s.rank == rank and isinstance(s.action, Compute)] == todo
