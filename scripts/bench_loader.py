@@ -40,10 +40,11 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print(f"{'way':<10}  {'waits':>6}  {'step s':>7}  {'samples/s':>9}  {'CPU s':>6}  {'samples':>7}")
     for way in arguments.way or WAYS:
-        with tempfile.TemporaryDirectory() as folder, producer(way, arguments.recipe, changes) as more:
-            before = processor_s()
-            train(arguments.recipe, [*changes, *WAYS[way], *more], Path(folder) / "run")
-            report(way, Path(folder) / "run", processor_s() - before)
+        with tempfile.TemporaryDirectory() as folder:
+            before, run = processor_s(), Path(folder) / "run"
+            with producer(way, arguments.recipe, changes) as more:
+                train(arguments.recipe, [*changes, *WAYS[way], *more], run)
+            report(way, run, processor_s() - before)
 
 
 @contextmanager
