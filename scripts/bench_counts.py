@@ -1,4 +1,4 @@
-"""What the number of an encoder's microbatches does to a step, as the planner sees it: `python scripts/bench_counts.py`.
+"""What the number of an encoder's microbatches does to a step, as predicted: `python scripts/bench_counts.py`.
 
 No hardware is measured: costs are those modelled for eight H100, lengths are drawn. A vision unit of 0.3 billion
 parameters feeds an LLM of 1.1 billion; the global batch is 32 groups.
