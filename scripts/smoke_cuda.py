@@ -30,7 +30,7 @@ from mmtrain.runtime.job import assemble
 from mmtrain.runtime.schedule import learning_rate
 from mmtrain.runtime.world import World
 from tests.flow.cases import Mesh, Reference, plan, recipe, step_data
-from tests.flow.test_master import CASES
+from tests.flow.test_master import CASES, PLAIN
 
 Meshes = dict[str, Mesh]
 Curve = list[tuple[float, ...]]  # (loss, gradient norm) of each step
@@ -126,7 +126,7 @@ def training_rows(device: torch.device, run: Run) -> Iterator[Row]:
 
 def mesh_rows(num_devices: int, run: Run) -> Iterator[Row]:
     """The master test's meshes of two and more ranks that fit, each against one process on the CPU."""
-    for name, (changes, meshes) in CASES.items():
+    for name, (changes, meshes) in (PLAIN | CASES).items():
         if not 1 < num_ranks(meshes) <= num_devices:
             continue
         settings = recipe(**{**KERNELS_NEED, **FP32, **changes})

@@ -16,7 +16,7 @@ import pytest
 from mmtrain.errors import MmtrainError
 from mmtrain.report import read_metrics
 from mmtrain.runtime.launch import free_port
-from mmtrain.runtime.loop import CHECKPOINTS
+from mmtrain.runtime.rundir import CHECKPOINTS
 from mmtrain.runtime.runstate import read_state, write_state
 from mmtrain.runtime.train import Request, run
 from tests.distributed import RanksFailed, fork_ranks

@@ -18,28 +18,11 @@ SPEECH = {"model__audio": AUDIO}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "one rank": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))}),
     "unified pp2, mixed first stage": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((2,), (0, 1))}),
-    "unified pp2, encoder on both": ({}, {"vision": Mesh((2,), (0, 1)), "llm": Mesh((), (1,))}),
-    "unified pp2 dp2": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1, 2, 3), dp=2)}),
-    "unified tp2 pp2": ({}, {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((3,), (0, 1, 2, 3), tp=2)}),
-    "disaggregated 1:1": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (1,))}),
-    "disaggregated 1:2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2)}),
-    "disaggregated 2:1": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2,))}),
-    "disaggregated 2:4, two replica groups": (
-        {},
-        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3, 4, 5), dp=4)},
-    ),
-    "llm pp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}),
-    "vision pp2": ({}, {"vision": Mesh((2,), (0, 1)), "llm": Mesh((), (2,))}),
-    "llm tp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), tp=2)}),
-    "vision tp2": ({}, {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (2,))}),
-    "both tp2, dp 1:2": ({}, {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (2, 3, 4, 5), tp=2, dp=2)}),
     "llm tp4 with one kv head, pp2": (
         {"model__llm__kv_heads": 1},
         {"vision": Mesh((), (0,)), "llm": Mesh((2,), tuple(range(8)), tp=4)},
     ),
     "llm tp4 with two kv heads": ({}, {"vision": Mesh((), (4,)), "llm": Mesh((), (0, 1, 2, 3), tp=4)}),
-    "llm tp2 with slices of tokens": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), tp=2, sp=True)}),
-    "vision tp2 with slices of tokens": ({}, {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((), (2,))}),
     "both tp2 with slices of tokens, pp2, recomputed, partly frozen": (
         {"train__freeze": ("llm.layers.1.*", "vision.layers.1.mlp.*", "llm.layers.2.*norm.weight")},
         {
@@ -59,16 +42,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {},
         {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 4), (1, 2, 3, 4), tp=2, vpp=2, sp=True)},
     ),
-    "llm tp2 dp2 with slices of tokens": (
-        {},
-        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), tp=2, dp=2, sp=True)},
-    ),
-    "frozen encoder": (FROZEN_VISION, {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}),
     "frozen encoder and projector": (
         FROZEN_VISION | {"model__vision__projector__freeze": True},
         {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2)},
     ),
-    "frozen llm": ({"model__llm__freeze": True}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (2, 3))}),
     "frozen by name, nothing to train on two ranks of four": (
         {"train__freeze": ("vision.*", "llm.layers.[0-2].*")},
         {"vision": Mesh((), (0,)), "llm": Mesh((1, 3), (1, 2, 3))},
@@ -85,31 +62,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"model__vision__weight_decay": 0.5, "model__vision__lr_scale": 0.5, "model__llm__weight_decay": 0.0},
         {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (2, 3))},
     ),
-    "everything recomputed": (
-        {},
-        {
-            "vision": Mesh((2,), (0, 1), recompute=(0, 1, 2, 3)),
-            "llm": Mesh((2,), (2, 3, 4, 5), tp=2, recompute=(0, 1, 2, 3, 4)),
-        },
-    ),
-    "some layers recomputed, some frozen": (
-        {"train__freeze": ("vision.layers.[01].*", "llm.layers.[02].*")},
-        {"vision": Mesh((), (0,), recompute=(1, 2)), "llm": Mesh((2,), (1, 2), recompute=(2, 4))},
-    ),
     "tied embeddings pp2 dp2": (
         {"model__llm__tie_embeddings": True},
         {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2, 3, 4), dp=2)},
     ),
-    "llm pp2 vpp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 4), (1, 2), vpp=2)}),
-    "llm pp2 vpp2, vision pp2": ({}, {"vision": Mesh((1,), (0, 1)), "llm": Mesh((1, 2, 3), (2, 3), vpp=2)}),
-    "llm tp2 pp2 vpp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), tp=2, vpp=2)}),
-    "llm pp2 vpp2 dp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), dp=2, vpp=2)}),
     "llm pp3 vpp2, an incomplete group and an incomplete round": (
         {},
         {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3, 4), (1, 2, 3), vpp=2)},
     ),
     "llm pp1 vpp3": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 3), (1,), vpp=3)}),
-    "vision pp2 vpp2": ({}, {"vision": Mesh((1, 2, 3), (0, 1), vpp=2), "llm": Mesh((3,), (2, 3))}),
     "unified pp2, the encoder is the first round": ({}, {"vision": Mesh((2,), (0, 1)), "llm": Mesh((2,), (0, 1))}),
     "unified pp2 vpp2, mixed in the middle": (
         {},
@@ -123,19 +84,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"model__llm__tie_embeddings": True},
         {"vision": Mesh((), (0,)), "llm": Mesh((1, 3), (1, 2, 3, 4), dp=2, vpp=2)},
     ),
-    "frozen encoder, llm pp2 vpp2": (
-        FROZEN_VISION | {"model__vision__projector__freeze": True},
-        {"vision": Mesh((2,), (0, 1)), "llm": Mesh((1, 2, 3), (2, 3), vpp=2)},
-    ),
-    "three units apart": (SPEECH, {"vision": Mesh((), (0,)), "audio": Mesh((), (1,)), "llm": Mesh((), (2,))}),
-    "three units in one pipeline": (
-        SPEECH,
-        {"vision": Mesh((), (0,)), "audio": Mesh((1,), (0, 1)), "llm": Mesh((), (1,))},
-    ),
-    "three units of dp 1, 2 and 2, audio pp2": (
-        SPEECH,
-        {"vision": Mesh((), (0,)), "audio": Mesh((2,), (1, 2, 3, 4), dp=2), "llm": Mesh((), (5, 6), dp=2)},
-    ),
     "three units tp2, audio frozen": (
         SPEECH | {"model__audio": AUDIO | {"freeze": True}},
         {"vision": Mesh((), (0, 1), tp=2), "audio": Mesh((), (0, 1), tp=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2)},
@@ -148,13 +96,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
 
 # Encoders with fewer microbatches than the LLM merge several of its own, with more they split each.
 COUNTS: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
-    "one encoder microbatch for two of the llm": ({}, {"vision": Mesh((), (0,), n=2), "llm": Mesh((), (1,))}),
     "one encoder microbatch for all of an llm of pp2 vpp2": (
         {},
         {"vision": Mesh((), (0,), n=1), "llm": Mesh((1, 2, 3), (1, 2), vpp=2)},
     ),
     "merged over two replicas, dp 1:2": ({}, {"vision": Mesh((2,), (0, 1), n=1), "llm": Mesh((), (2, 3), dp=2)}),
-    "split in two, dp 2:1": ({}, {"vision": Mesh((), (0, 1), dp=2, n=8), "llm": Mesh((), (2,))}),
     "split in four, encoder pp2, llm pp2": (
         {},
         {"vision": Mesh((2,), (0, 1), n=16), "llm": Mesh((2,), (2, 3))},
@@ -170,7 +116,6 @@ COUNTS: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {},
         {"vision": Mesh((2,), (0, 1), n=3), "llm": Mesh((2,), (2, 3))},
     ),
-    "six encoder microbatches for four of the llm": ({}, {"vision": Mesh((), (0,), n=6), "llm": Mesh((), (1,))}),
     "merged on a mixed stage": ({}, {"vision": Mesh((), (0,), n=2), "llm": Mesh((2,), (0, 1))}),
     "split on one pipeline of two ranks and two chunks": (
         {},
@@ -185,32 +130,9 @@ COUNTS: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
 
 # Encoders on the LLM's ranks under sizes of their own; their forwards before and their backwards after all else.
 COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
-    "colocated, an encoder on every rank of a pipeline": (
-        {},
-        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
-    ),
-    "colocated, two replica groups": (
-        {},
-        {"vision": Mesh((), (0, 2, 1, 3), dp=4), "llm": Mesh((2,), (0, 1, 2, 3), dp=2)},
-    ),
-    "colocated tp2": ({}, {"vision": Mesh((), (0, 1, 2, 3), tp=2, dp=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2)}),
-    "colocated, encoder tp1 in an llm of tp2": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), tp=2)}),
-    "colocated, encoder pp2 in an llm of pp4": (
-        {},
-        {"vision": Mesh((2,), (0, 2, 1, 3), dp=2), "llm": Mesh((1, 2, 3), (0, 1, 2, 3))},
-    ),
-    "colocated, llm vpp2": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((1, 2, 3), (0, 1), vpp=2)}),
-    "colocated, two encoders": (
-        SPEECH,
-        {"vision": Mesh((), (0, 1), dp=2), "audio": Mesh((2,), (0, 1)), "llm": Mesh((2,), (0, 1))},
-    ),
     "colocated, encoders merged and split": (
         SPEECH,
         {"vision": Mesh((), (0, 1), dp=2, n=2), "audio": Mesh((2,), (0, 1), n=8), "llm": Mesh((2,), (0, 1))},
-    ),
-    "colocated, frozen llm": (
-        {"model__llm__freeze": True},
-        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1))},
     ),
     "colocated, encoders between the llm's work": (
         {},
@@ -243,6 +165,67 @@ COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
 }
 
 
+# Plain meshes. `tests.flow.cells` has all that they show, so they are long runs here; the smoke script for GPUs, whose
+# rows people read, runs those that fit.
+PLAIN: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "unified pp2, encoder on both": ({}, {"vision": Mesh((2,), (0, 1)), "llm": Mesh((), (1,))}),
+    "unified pp2 dp2": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1, 2, 3), dp=2)}),
+    "unified tp2 pp2": ({}, {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((3,), (0, 1, 2, 3), tp=2)}),
+    "disaggregated 1:1": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (1,))}),
+    "disaggregated 1:2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2)}),
+    "disaggregated 2:1": ({}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2,))}),
+    "disaggregated 2:4, two replica groups": (
+        {},
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3, 4, 5), dp=4)},
+    ),
+    "llm pp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}),
+    "vision pp2": ({}, {"vision": Mesh((2,), (0, 1)), "llm": Mesh((), (2,))}),
+    "llm tp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), tp=2)}),
+    "vision tp2": ({}, {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (2,))}),
+    "both tp2, dp 1:2": ({}, {"vision": Mesh((), (0, 1), tp=2), "llm": Mesh((), (2, 3, 4, 5), tp=2, dp=2)}),
+    "llm tp2 with slices of tokens": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), tp=2, sp=True)}),
+    "vision tp2 with slices of tokens": ({}, {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((), (2,))}),
+    "llm tp2 dp2 with slices of tokens": (
+        {},
+        {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2, 3, 4), tp=2, dp=2, sp=True)},
+    ),
+    "frozen encoder": (FROZEN_VISION, {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}),
+    "frozen llm": ({"model__llm__freeze": True}, {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (2, 3))}),
+    "everything recomputed": (
+        {},
+        {
+            "vision": Mesh((2,), (0, 1), recompute=(0, 1, 2, 3)),
+            "llm": Mesh((2,), (2, 3, 4, 5), tp=2, recompute=(0, 1, 2, 3, 4)),
+        },
+    ),
+    "some layers recomputed, some frozen": (
+        {"train__freeze": ("vision.layers.[01].*", "llm.layers.[02].*")},
+        {"vision": Mesh((), (0,), recompute=(1, 2)), "llm": Mesh((2,), (1, 2), recompute=(2, 4))},
+    ),
+    "llm pp2 vpp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 4), (1, 2), vpp=2)}),
+    "llm pp2 vpp2, vision pp2": ({}, {"vision": Mesh((1,), (0, 1)), "llm": Mesh((1, 2, 3), (2, 3), vpp=2)}),
+    "llm tp2 pp2 vpp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), tp=2, vpp=2)}),
+    "llm pp2 vpp2 dp2": ({}, {"vision": Mesh((), (0,)), "llm": Mesh((1, 2, 3), (1, 2, 3, 4), dp=2, vpp=2)}),
+    "vision pp2 vpp2": ({}, {"vision": Mesh((1, 2, 3), (0, 1), vpp=2), "llm": Mesh((3,), (2, 3))}),
+    "frozen encoder, llm pp2 vpp2": (
+        FROZEN_VISION | {"model__vision__projector__freeze": True},
+        {"vision": Mesh((2,), (0, 1)), "llm": Mesh((1, 2, 3), (2, 3), vpp=2)},
+    ),
+    "three units apart": (SPEECH, {"vision": Mesh((), (0,)), "audio": Mesh((), (1,)), "llm": Mesh((), (2,))}),
+    "three units in one pipeline": (
+        SPEECH,
+        {"vision": Mesh((), (0,)), "audio": Mesh((1,), (0, 1)), "llm": Mesh((), (1,))},
+    ),
+    "three units of dp 1, 2 and 2, audio pp2": (
+        SPEECH,
+        {"vision": Mesh((), (0,)), "audio": Mesh((2,), (1, 2, 3, 4), dp=2), "llm": Mesh((), (5, 6), dp=2)},
+    ),
+    "one encoder microbatch for two of the llm": ({}, {"vision": Mesh((), (0,), n=2), "llm": Mesh((), (1,))}),
+    "split in two, dp 2:1": ({}, {"vision": Mesh((), (0, 1), dp=2, n=8), "llm": Mesh((), (2,))}),
+    "six encoder microbatches for four of the llm": ({}, {"vision": Mesh((), (0,), n=6), "llm": Mesh((), (1,))}),
+}
+
+
 def _lines(rank: int, order: str) -> tuple[str, ...]:
     """Write `Fv0` out as vision's forward of wave 0 on the encoder replica, `Bl1` as a backward of the LLM's stage."""
     full = {"v": f"vision.0 vision:{rank}", "l": f"llm.{rank} llm:0"}
@@ -263,9 +246,15 @@ ORDERS: dict[str, Order] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *COUNTS, *COLOCATED])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=case) for case in [*CASES, *COUNTS, *COLOCATED]),
+        *(pytest.param(case, marks=pytest.mark.slow, id=case) for case in PLAIN),
+    ],
+)
 def test_any_plan_computes_what_one_process_does(case: str) -> None:
-    changes, meshes = (CASES | COUNTS | COLOCATED)[case]
+    changes, meshes = (CASES | COUNTS | COLOCATED | PLAIN)[case]
     settings, order = recipe(**changes), ORDERS.get(case)
     kind = "explicit" if order else "coarse" if case in COLOCATED else "1f1b"
     assert_equals_one_process(settings, plan(settings, kind, order, **meshes))
