@@ -20,6 +20,7 @@ from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 
 PINGS_IN_TIMEOUT = 4
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 86400.0  # as `data.producer_timeout_s` allows
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STEP_BYTES = 1 << 34
 

@@ -19,6 +19,8 @@ from mmtrain.data.order import GroupStream
 from mmtrain.data.prepare import StepMaker, StepRequest
 from mmtrain.data.protocol import (
     MAX_REQUEST_BYTES,
+    MAX_TIMEOUT_S,
+    MIN_TIMEOUT_S,
     PINGS_IN_TIMEOUT,
     Bye,
     Failed,
@@ -146,7 +148,7 @@ class Producer:
     def _answer(self, trainer: bytes, message: object, now: float) -> None:
         if isinstance(message, Hello):
             self._forget(trainer)
-            if not 0 < message.timeout_s < float("inf"):
+            if not MIN_TIMEOUT_S <= message.timeout_s <= MAX_TIMEOUT_S:
                 raise WireError(f"a timeout of {message.timeout_s} s")
             if different := differences(self._facts, message.facts):
                 self._note(f"trainer {trainer.hex()[:8]} refused: {different}")

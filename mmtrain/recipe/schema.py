@@ -290,7 +290,10 @@ class DataSettings(Section):
         "here while none answers.",
     )
     producer_timeout_s: float = Field(
-        10.0, gt=0, description="Silence in seconds after which a producer is given up and its steps go to others."
+        10.0,
+        ge=0.1,
+        le=86400,
+        description="Silence in seconds after which a producer is given up and its steps go to others.",
     )
 
 

@@ -453,7 +453,8 @@ def test_a_producer_survives_nonsense_errors_and_silence(context: Sockets) -> No
             [b"hello", b"{"],
             [b"want", b'{"request":{}}'],
             [b"", b"", b""],
-            write(Hello(FACTS, -1.0)),
+            write(Hello(FACTS, 0.0)),
+            write(Hello(FACTS, 1e300)),
         ):
             stranger = Dealer(context, address)
             stranger.socket.send_multipart(frames)
