@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.balance import IntArray, ItemLengths, SampleLengths, assign, longest_first
+from mmtrain.balance import BatchMeta, IntArray, ItemLengths, SampleLengths, assign, longest_first
 
 
 def make_lengths(rng: np.random.Generator, num_samples: int) -> SampleLengths:
@@ -33,18 +33,21 @@ cases = st.tuples(  # seed, dp of vision and of the llm, microbatches of each
 )
 
 
-@given(cases)
-@settings(max_examples=80, deadline=None)
-def test_a_batch_holds_every_sample_and_item_once_in_declared_order(case: tuple[int, int, int, int, int]) -> None:
+def laid_out(case: tuple[int, int, int, int, int]) -> tuple[SampleLengths, list[IntArray], BatchMeta]:
     seed, dp_vision, dp_llm, num_vision, num_microbatches = case
     rng = np.random.default_rng(seed)
     num_groups = dp_llm * num_microbatches
     lengths = make_lengths(rng, 3 * num_groups)
     groups = make_groups(rng, 3 * num_groups, num_groups)
+    dp, counts = {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num_microbatches}
+    return lengths, groups, assign(7, 2, groups, lengths, dp, counts)
 
-    meta = assign(
-        7, 2, groups, lengths, {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num_microbatches}
-    )
+
+@given(cases)
+@settings(max_examples=80, deadline=None)
+def test_a_batch_holds_every_sample_and_item_once_in_declared_order(case: tuple[int, int, int, int, int]) -> None:
+    _, _, dp_llm, _, num_microbatches = case
+    lengths, groups, meta = laid_out(case)
 
     assert (meta.step, meta.epoch) == (7, 2)
     placed = [meta.sample_id[meta.microbatch(r, i)].tolist() for r in range(dp_llm) for i in range(num_microbatches)]
@@ -74,14 +77,8 @@ def test_a_batch_holds_every_sample_and_item_once_in_declared_order(case: tuple[
 @given(cases)
 @settings(max_examples=80, deadline=None)
 def test_items_stay_in_their_block_and_are_spread_evenly(case: tuple[int, int, int, int, int]) -> None:
-    seed, dp_vision, dp_llm, num_vision, num_microbatches = case
-    rng = np.random.default_rng(seed)
-    num_groups = dp_llm * num_microbatches
-    lengths = make_lengths(rng, 3 * num_groups)
-    groups = make_groups(rng, 3 * num_groups, num_groups)
-    meta = assign(
-        0, 0, groups, lengths, {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num_microbatches}
-    )
+    _, dp_vision, dp_llm, num_vision, num_microbatches = case
+    _, _, meta = laid_out(case)
     table, g = meta.items["vision"], math.gcd(dp_vision, dp_llm)
 
     blocks = math.gcd(num_vision, num_microbatches)
