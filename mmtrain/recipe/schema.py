@@ -35,13 +35,29 @@ class ProjectorSettings(Section):
     freeze: bool = Field(False, description="Keep the projector's weights fixed as well.")
 
 
-class VisionSettings(Section):
-    """A vision transformer over image patches, with downsampling and projector."""
+class UnitSettings(Section):
+    """What every unit of the model has."""
 
     layers: PositiveInt = Field(description="Number of transformer blocks.")
     hidden: PositiveInt = Field(description="Width of the residual stream.")
+    lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
+    weight_decay: float | None = Field(
+        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
+    )
+
+
+class EncoderSettings(UnitSettings):
+    """What every encoder in front of the LLM has."""
+
     heads: PositiveInt = Field(description="Attention heads; divides `hidden`.")
     ffn: PositiveInt = Field(description="Width of the MLP's inner layer.")
+    projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
+    freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
+
+
+class VisionSettings(EncoderSettings):
+    """A vision transformer over image patches, with downsampling and projector."""
+
     patch: PositiveInt = Field(14, description="Side of a square patch, in pixels.")
     activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = Field("gelu", description="Activation of the MLP.")
     norm_eps: float = Field(1e-6, gt=0, description="Epsilon of the layer norms.")
@@ -64,12 +80,6 @@ class VisionSettings(Section):
     merge: PositiveInt = Field(
         1, description="Side of the square of patches that `pixel_shuffle` joins; 1 with `identity`."
     )
-    projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
-    freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
-    lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
-    weight_decay: float | None = Field(
-        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "VisionSettings":
@@ -81,16 +91,12 @@ class VisionSettings(Section):
         return self._without(problems)
 
 
-class AudioSettings(Section):
+class AudioSettings(EncoderSettings):
     """A Whisper-shaped encoder over log-mel frames (10 ms each), with downsampling and projector.
 
     Two convolutions of kernel 3, the second of stride 2, then pre-norm blocks (Radford et al., arXiv 2212.04356).
     """
 
-    layers: PositiveInt = Field(description="Number of transformer blocks.")
-    hidden: PositiveInt = Field(description="Width of the residual stream.")
-    heads: PositiveInt = Field(description="Attention heads; divides `hidden`.")
-    ffn: PositiveInt = Field(description="Width of the MLP's inner layer.")
     mel_bins: PositiveInt = Field(80, description="Mel bands of a frame (Whisper: 80, large-v3: 128).")
     activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="Activation of convolutions and MLP.")
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the layer norms.")
@@ -100,12 +106,6 @@ class AudioSettings(Section):
     max_frames: PositiveInt = Field(3000, description="Longest clip in log-mel frames; even. 3000 are 30 s.")
     downsample: PositiveInt = Field(
         1, description="Neighbouring outputs (20 ms each) that are stacked to one LLM token."
-    )
-    projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
-    freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
-    lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
-    weight_decay: float | None = Field(
-        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
     )
 
     @model_validator(mode="after")
@@ -120,11 +120,9 @@ class AudioSettings(Section):
         return self._without(problems)
 
 
-class LlmSettings(Section):
+class LlmSettings(UnitSettings):
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Llama, Qwen2)."""
 
-    layers: PositiveInt = Field(description="Number of transformer blocks.")
-    hidden: PositiveInt = Field(description="Width of the residual stream.")
     heads: PositiveInt = Field(description="Query heads.")
     kv_heads: PositiveInt | None = Field(
         None, description="Key and value heads; divides `heads`. Default: as many as heads."
@@ -139,10 +137,6 @@ class LlmSettings(Section):
     qkv_bias: bool = Field(False, description="Bias in the query, key and value projections (Qwen2).")
     tie_embeddings: bool = Field(False, description="Use the embedding matrix as output projection too.")
     freeze: bool = Field(False, description="Keep the LLM's weights fixed.")
-    lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
-    weight_decay: float | None = Field(
-        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "LlmSettings":
@@ -230,7 +224,8 @@ class AudioDataSettings(Section):
 
     scheme: Literal["dynamic", "fixed"] = Field(
         "dynamic",
-        description="`dynamic`: as long as the clip; `fixed` (Whisper): silence up to `max_seconds`, whatever the clip.",
+        description="`dynamic`: as long as the clip; `fixed` (Whisper): silence up to `max_seconds`, whatever the "
+        "clip.",
     )
     max_seconds: float = Field(30.0, gt=0, description="Samples with a longer clip are set aside and counted.")
 
@@ -255,10 +250,10 @@ class DataSettings(Section):
     audio: AudioDataSettings = Field(AudioDataSettings(), description="How a clip becomes log-mel frames.")
     grouping: Literal["matched", "isf", "random", "length", "device"] = Field(
         "matched",
-        description="How samples become groups: `matched` fills groups by search and runs near-equal ones side by side; "
-        "`isf` (OmniBal) fills them from a shuffle; baselines with as many samples a group as fill it on average, fewer "
-        "where they would not fit: `random`; `length`, samples of similar length in a group; `device`, of similar "
-        "length across replicas.",
+        description="How samples become groups: `matched` fills groups by search and runs near-equal ones side by "
+        "side; `isf` (OmniBal) fills them from a shuffle; baselines with as many samples a group as fill it on "
+        "average, fewer where they would not fit: `random`; `length`, samples of similar length in a group; `device`, "
+        "of similar length across replicas.",
     )
     budgets: dict[str, PositiveInt] = Field(
         {},
