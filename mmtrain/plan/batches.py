@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, assign
-from mmtrain.balance.methods import arrange, compose, sizes_of
+from mmtrain.balance.methods import arrange, compose, sizes_of, unit_tokens
 from mmtrain.errors import PlanError
 
 NUM_BATCHES = 3
@@ -32,20 +32,24 @@ class BatchSample:
 
 
 def draw_batches(lengths: SampleLengths, grouping: Grouping, seed: int, num_batches: int = NUM_BATCHES) -> BatchSample:
-    """Draw samples at random and group them as training does.
+    """Draw samples at random, group them as training does, and take steps that stand for all.
 
-    A dataset too small for that many groups is used over and over, as further epochs would. Long samples that train in
-    steps of their own are drawn among the others: on average a step costs what it will.
-    Raises PlanError if there are no samples.
+    Grouping makes the groups of a step alike, so steps differ: from a light one to a heavy one, the steps in the middle
+    of as many equal parts are taken. A dataset too small for so many groups is used over and over, as further epochs
+    would. Long samples that train in steps of their own are drawn among the others: on average a step costs what it
+    will. Raises PlanError if there are no samples.
     """
     if len(lengths) == 0:
         raise PlanError("data.sources: no usable sample, so there is nothing to plan for")
-    wanted = num_batches * grouping.global_batch
+    size = grouping.global_batch
     per_group = grouping.seq_len / max(float(lengths.tokens.mean()), 1.0)
-    num_samples = max(int(np.ceil(SPARE * wanted * per_group)), min(LOOKED_AT, grouping.window))
+    num_samples = max(int(np.ceil(SPARE * num_batches * size * per_group)), min(LOOKED_AT, grouping.window))
     rng, sizes = np.random.default_rng(seed), sizes_of(lengths, grouping)
     order = rng.permutation(len(lengths))[:num_samples].astype(np.int64)
     packed = arrange(sizes, compose(sizes, order, grouping, rng), grouping, 0, rng)
-    groups = [packed[i % len(packed)] for i in range(wanted)]
-    size = grouping.global_batch
-    return BatchSample(lengths, tuple(groups[i * size : (i + 1) * size] for i in range(num_batches)))
+    num_steps = max(num_batches, len(packed) // size)
+    steps = [[packed[i % len(packed)] for i in range(s * size, (s + 1) * size)] for s in range(num_steps)]
+    work = unit_tokens(lengths)[1].sum(axis=1)
+    steps.sort(key=lambda groups: int(work[np.concatenate(groups)].sum()))
+    middles = [(2 * i + 1) * num_steps // (2 * num_batches) for i in range(num_batches)]
+    return BatchSample(lengths, tuple(steps[middle] for middle in middles))
