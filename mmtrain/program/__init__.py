@@ -36,7 +36,6 @@ from mmtrain.program.timeline import (
     Span,
     Timeline,
     chrome_trace,
-    write_chrome_trace,
 )
 from mmtrain.program.timing import ModelTiming, Timing, Transport
 
@@ -92,5 +91,4 @@ __all__ = [
     "simulate",
     "step_loads",
     "to_text",
-    "write_chrome_trace",
 ]

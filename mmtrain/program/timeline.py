@@ -1,9 +1,7 @@
 """Timelines: what every rank did when, simulated or measured; Chrome trace JSON (opens in Perfetto)."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mmtrain.program.actions import (
@@ -80,11 +78,6 @@ def chrome_trace(timeline: Timeline, plan_sha256: str) -> dict[str, Any]:
         "plan_sha256": plan_sha256,
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
-
-
-def write_chrome_trace(timeline: Timeline, plan_sha256: str, path: Path) -> None:
-    """Write the timeline where Perfetto or chrome://tracing can open it."""
-    path.write_text(json.dumps(chrome_trace(timeline, plan_sha256)), encoding="utf-8")
 
 
 def _event(span: Span, pipeline_ranks: Mapping[str, int]) -> dict[str, Any]:
