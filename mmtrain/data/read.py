@@ -31,6 +31,11 @@ def read(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Qua
     if source.path.is_dir():
         files = [file for file in files if _SUFFIXES[file.suffix] == container]
     if container == "webdataset":
+        if source.image_root is not None:
+            raise DataError(
+                f"{source.path}: image_root is {source.image_root}, but the media of a tar shard lie in the shard: "
+                "remove image_root"
+            )
         return chain.from_iterable(read_shard(file, limits) for file in files)
     if container == "parquet":
         require("pyarrow.parquet", "parquet", f"{files[0]}: reading Parquet")

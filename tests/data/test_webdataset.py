@@ -6,6 +6,7 @@ import pytest
 from mmtrain.data import Quarantined, Sample
 from mmtrain.data.media import TarMember
 from mmtrain.data.read import read
+from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
 from tests.data.archives import png, tar, wav
 
@@ -68,6 +69,12 @@ def test_an_entry_may_name_its_media(tmp_path: Path) -> None:
     assert isinstance(third, Quarantined)
     assert (third.kind, third.id) == ("missing_image", "3")
     assert "no member '2.png'" in third.reason
+
+
+def test_an_image_root_is_refused_where_nothing_would_look_there(tmp_path: Path) -> None:
+    path = tar(tmp_path / "x.tar", {"1.txt": b"a"})
+    with pytest.raises(DataError, match=r"x\.tar: image_root is .* remove image_root"):
+        list(read(SourceSettings(path=path, image_root=tmp_path), LimitSettings()))
 
 
 def test_shards_follow_each_other(tmp_path: Path) -> None:
