@@ -6,7 +6,7 @@ models: `mmtrain plan` prints "modelled" beside every figure that comes from her
 """
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mmtrain.errors import PlanError
@@ -119,20 +119,7 @@ _H100 = Hardware(
 )
 
 # NVIDIA H200 SXM data sheet: the H100's compute with 141 GB at 4.8 TB/s. DGX H200: links as in DGX H100.
-_H200 = Hardware(
-    name="h200-141g",
-    fp32_flops=_H100.fp32_flops,
-    bf16_flops=_H100.bf16_flops,
-    gemm_efficiency=_H100.gemm_efficiency,
-    half_side=_H100.half_side,
-    attention_efficiency=_H100.attention_efficiency,
-    memory_bytes_per_s=4800 * GB,
-    memory_bytes=141 * GB,
-    kernel_launch_s=_H100.kernel_launch_s,
-    intra_node=_H100.intra_node,
-    inter_node=_H100.inter_node,
-    ranks_per_node=8,
-)
+_H200 = replace(_H100, name="h200-141g", memory_bytes_per_s=4800 * GB, memory_bytes=141 * GB)
 
 PRESETS = {h.name: h for h in (_CPU_CORE, _A100, _H100, _H200)}
 _DEVICE_NAMES = {"A100": "a100-80g", "H100": "h100-80g", "H200": "h200-141g"}

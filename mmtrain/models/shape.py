@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmtrain.models.freezing import freeze
-from mmtrain.recipe.schema import AudioSettings, LlmSettings, Recipe, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, EncoderSettings, LlmSettings, Recipe, VisionSettings
 
 LayerKind = Literal["patch_embed", "audio_embed", "vit_block", "projector", "embedding", "decoder_block", "head"]
 VOCAB_MULTIPLE = 64  # the padded vocabulary must not depend on tp, or two plans would train two models
@@ -124,17 +124,6 @@ def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
         norm_widths=(v.hidden,) if v.pre_norm else (),
         linear_bias=v.patch_bias,
     )
-    block = LayerShape(
-        "vit_block",
-        hidden=v.hidden,
-        out=v.hidden,
-        heads=v.heads,
-        kv_heads=v.heads,
-        head_dim=v.hidden // v.heads,
-        ffn=v.ffn,
-        linear_bias=True,
-        qkv_bias=v.qkv_bias,
-    )
     projector = LayerShape(
         "projector",
         hidden=v.hidden,
@@ -145,7 +134,7 @@ def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:
         norm_widths=(v.hidden,) * v.post_norm + (v.hidden * v.merge**2,) * v.projector.norm,
         linear_bias=True,
     )
-    return UnitShape("vision", "encoder", (embed, *[block] * v.layers, projector))
+    return UnitShape("vision", "encoder", (embed, *[_vit_block(v, v.qkv_bias)] * v.layers, projector))
 
 
 def _audio(a: AudioSettings, llm_hidden: int) -> UnitShape:
@@ -157,17 +146,6 @@ def _audio(a: AudioSettings, llm_hidden: int) -> UnitShape:
         position_rows=a.max_frames // 2 if a.positions == "learned" else 0,
         linear_bias=True,
     )
-    block = LayerShape(
-        "vit_block",
-        hidden=a.hidden,
-        out=a.hidden,
-        heads=a.heads,
-        kv_heads=a.heads,
-        head_dim=a.hidden // a.heads,
-        ffn=a.ffn,
-        linear_bias=True,
-        qkv_bias=True,
-    )
     projector = LayerShape(
         "projector",
         hidden=a.hidden,
@@ -177,7 +155,21 @@ def _audio(a: AudioSettings, llm_hidden: int) -> UnitShape:
         norm_widths=(a.hidden,) + (a.hidden * a.downsample,) * a.projector.norm,
         linear_bias=True,
     )
-    return UnitShape("audio", "encoder", (embed, *[block] * a.layers, projector))
+    return UnitShape("audio", "encoder", (embed, *[_vit_block(a, qkv_bias=True)] * a.layers, projector))
+
+
+def _vit_block(e: EncoderSettings, qkv_bias: bool) -> LayerShape:
+    return LayerShape(
+        "vit_block",
+        hidden=e.hidden,
+        out=e.hidden,
+        heads=e.heads,
+        kv_heads=e.heads,
+        head_dim=e.hidden // e.heads,
+        ffn=e.ffn,
+        linear_bias=True,
+        qkv_bias=qkv_bias,
+    )
 
 
 def _llm(m: LlmSettings) -> UnitShape:

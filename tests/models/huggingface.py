@@ -34,18 +34,25 @@ def clip_unit(state: State, num_blocks: int, heads: int) -> dict[str, Tensor]:
     }
     for i in range(num_blocks):
         block = _under(state, f"{tower}encoder.layers.{i}.")
-        for kind in ("weight", "bias"):
-            qkv = [block[f"self_attn.{x}_proj.{kind}"] for x in "qkv"]
-            found |= {
-                f"layers.{i + 1}.input_layernorm.{kind}": block[f"layer_norm1.{kind}"],
-                f"layers.{i + 1}.self_attention.linear_qkv.{kind}": interleave(*qkv, heads),
-                f"layers.{i + 1}.self_attention.linear_proj.{kind}": block[f"self_attn.out_proj.{kind}"],
-                f"layers.{i + 1}.pre_mlp_layernorm.{kind}": block[f"layer_norm2.{kind}"],
-                f"layers.{i + 1}.mlp.linear_fc1.{kind}": block[f"mlp.fc1.{kind}"],
-                f"layers.{i + 1}.mlp.linear_fc2.{kind}": block[f"mlp.fc2.{kind}"],
-            }
+        found |= _encoder_block(i + 1, block, heads, ("layer_norm1", "layer_norm2"), "mlp.")
     for name, value in _under(state, projector).items():
         found[f"layers.{num_blocks + 1}.{name}"] = value
+    return found
+
+
+def _encoder_block(layer: int, block: State, heads: int, norms: tuple[str, str], mlp: str) -> dict[str, Tensor]:
+    """A block of an encoder as layer `layer` of ours; `norms` and `mlp` are what CLIP and Whisper call differently."""
+    found = {}
+    for kind in ("weight", "bias"):
+        qkv = [block[f"self_attn.{x}_proj.{kind}"] for x in "qkv"]
+        found |= {
+            f"layers.{layer}.input_layernorm.{kind}": block[f"{norms[0]}.{kind}"],
+            f"layers.{layer}.self_attention.linear_qkv.{kind}": interleave(*qkv, heads),
+            f"layers.{layer}.self_attention.linear_proj.{kind}": block[f"self_attn.out_proj.{kind}"],
+            f"layers.{layer}.pre_mlp_layernorm.{kind}": block[f"{norms[1]}.{kind}"],
+            f"layers.{layer}.mlp.linear_fc1.{kind}": block[f"{mlp}fc1.{kind}"],
+            f"layers.{layer}.mlp.linear_fc2.{kind}": block[f"{mlp}fc2.{kind}"],
+        }
     return found
 
 
@@ -56,18 +63,9 @@ def whisper_unit(state: State, num_blocks: int, heads: int) -> dict[str, Tensor]
         found[f"layers.0.{conv}.weight"] = state[f"{conv}.weight"].flatten(1)
         found[f"layers.0.{conv}.bias"] = state[f"{conv}.bias"]
     for i in range(num_blocks):
-        block, ours = _under(state, f"layers.{i}."), f"layers.{i + 1}."
+        block = _under(state, f"layers.{i}.")
         block["self_attn.k_proj.bias"] = torch.zeros_like(block["self_attn.q_proj.bias"])
-        for kind in ("weight", "bias"):
-            qkv = [block[f"self_attn.{x}_proj.{kind}"] for x in "qkv"]
-            found |= {
-                f"{ours}input_layernorm.{kind}": block[f"self_attn_layer_norm.{kind}"],
-                f"{ours}self_attention.linear_qkv.{kind}": interleave(*qkv, heads),
-                f"{ours}self_attention.linear_proj.{kind}": block[f"self_attn.out_proj.{kind}"],
-                f"{ours}pre_mlp_layernorm.{kind}": block[f"final_layer_norm.{kind}"],
-                f"{ours}mlp.linear_fc1.{kind}": block[f"fc1.{kind}"],
-                f"{ours}mlp.linear_fc2.{kind}": block[f"fc2.{kind}"],
-            }
+        found |= _encoder_block(i + 1, block, heads, ("self_attn_layer_norm", "final_layer_norm"), "")
     for kind in ("weight", "bias"):
         found[f"layers.{num_blocks + 1}.post_norm.{kind}"] = state[f"layer_norm.{kind}"]
     return found
