@@ -161,8 +161,9 @@ class _Columns:
         self._records.write(record)
         self._ends += len(record)
         self.names.update(f"{one.sample.index}:{one.sample.id}\n".encode(errors="surrogatepass"))
-        for name, value in (("tokens", one.tokens), ("targets", one.targets), ("source", one.source)):
-            self._sample[name].append(value)
+        self._sample["tokens"].append(one.tokens)
+        self._sample["targets"].append(one.targets)
+        self._sample["source"].append(one.source)
         self._sample["ends"].append(self._ends)
         for unit in self._units:
             self._add_items(unit, one.grids[unit])

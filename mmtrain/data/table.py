@@ -6,6 +6,7 @@ As objects, a million samples take gigabytes in every process that trains or loa
 import json
 import mmap
 from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
 from typing import Any, overload
 
@@ -44,10 +45,12 @@ class SampleTable(Sequence[Sample]):
 
 
 def to_record(sample: Sample) -> bytes:
-    """The bytes of a sample."""
-    media = [[_media_out(medium) for medium in media] for media in (sample.images, sample.clips, sample.videos)]
-    turns = [(turn.role, turn.text) for turn in sample.turns]
-    return json.dumps((sample.id, sample.source, sample.index, turns, *media, sample.template)).encode("ascii")
+    """The bytes of a sample: JSON, put together by hand in half the time."""
+    turns = ",".join([f"[{_quoted(turn.role)},{_quoted(turn.text)}]" for turn in sample.turns])
+    media = [",".join(map(_medium, media)) for media in (sample.images, sample.clips, sample.videos)]
+    template = "null" if sample.template is None else _quoted(sample.template)
+    head = f"[{_quoted(sample.id)},{_quoted(sample.source)},{sample.index},[{turns}]"
+    return f"{head},[{media[0]}],[{media[1]}],[{media[2]}],{template}]".encode("ascii")
 
 
 def from_record(record: bytes) -> Sample:
@@ -65,12 +68,12 @@ def from_record(record: bytes) -> Sample:
     )
 
 
-def _media_out(media: Media) -> Any:
+def _medium(media: Media) -> str:
     if isinstance(media, FileMedia):
-        return media.path
+        return _quoted(media.path)
     if isinstance(media, TarMember):
-        return "tar", media.shard, media.name, media.offset, media.size
-    return "cell", media.file, media.row_group, media.row, media.column, media.place
+        return json.dumps(("tar", media.shard, media.name, media.offset, media.size))
+    return json.dumps(("cell", media.file, media.row_group, media.row, media.column, media.place))
 
 
 def _media_in(value: Any) -> Media:
