@@ -3,12 +3,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from mmtrain.balance import Grouping
+from mmtrain.data import DataIndex, GroupStream, build
 from mmtrain.data.demo import train_tokenizer
 from mmtrain.recipe.schema import Recipe
-from tests.data.rows import Row
+from tests.data.rows import Row, row
+from tests.data.steps import Dataset
 
 
 @pytest.fixture(scope="session")
@@ -52,5 +56,25 @@ def recipe(tmp_path: Path, tokenizer_path: Path) -> Callable[..., Recipe]:
         train = {"steps": 1, "global_batch": 2, "optimizer": {"lr": 1e-3}}
         model = {"vision": vision, "llm": llm}
         return Recipe.model_validate({"name": "t", "model": model, "data": settings | data, "train": train})
+
+    return make
+
+
+@pytest.fixture
+def made(tmp_path: Path, recipe: Callable[..., Recipe]) -> Dataset:
+    """A dataset of samples with no, one and two images."""
+
+    def make(**data: Any) -> tuple[Recipe, DataIndex, GroupStream]:
+        rng = np.random.default_rng(0)
+        rows = []
+        for s in range(12):
+            names = [f"{s}-{i}.png" for i in range(s % 3)]
+            for name in names:
+                width, height = rng.integers(1, 4, 2) * 8
+                Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(tmp_path / name)
+            rows.append(row("x<image>" * len(names) + "why", f"answer {s}", *names, name=str(s)))
+        made_recipe = recipe(rows, **data)
+        index = build(made_recipe)
+        return made_recipe, index, GroupStream(index.lengths, Grouping(made_recipe.data.seq_len, 100, 2), seed=0)
 
     return make

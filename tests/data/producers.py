@@ -10,6 +10,12 @@ from mmtrain.recipe import dump
 from mmtrain.recipe.schema import Recipe
 
 
+def asking(recipe: Recipe, *producers: str) -> Recipe:
+    """The recipe of a trainer that asks these producers."""
+    data = recipe.data.model_copy(update={"producers": producers})
+    return recipe.model_copy(update={"data": data})
+
+
 class Served:
     """A running `mmtrain data serve`."""
 

@@ -1,12 +1,22 @@
-"""Steps as comparable values."""
+"""What tests of the loader ask for, and steps as comparable values."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
-from mmtrain.data import StepData
+from mmtrain.data import DataIndex, GroupStream, Need, StepData
+from mmtrain.recipe.schema import Recipe
+
+Dataset = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
+DP = {"vision": 1, "llm": 2}
+ONE, TWO = (dict.fromkeys(DP, n) for n in (1, 2))  # microbatches
+EVERYTHING = (
+    Need("vision", 0, media=True),
+    Need("llm", 0, ids=True, labels=True),
+    Need("llm", 1, ids=True, labels=True),
+)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

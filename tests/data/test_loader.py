@@ -6,49 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from mmtrain.balance import Grouping
-from mmtrain.data import ChatTokenizer, DataIndex, GroupStream, Loader, Need, Preparer, build
+from mmtrain.data import ChatTokenizer, GroupStream, Loader, Need, Preparer
 from mmtrain.data.pictures import Pictures
 from mmtrain.errors import RunError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
-from tests.data.rows import row
+from tests.data.steps import DP, EVERYTHING, ONE, TWO, Dataset
 
 MakeRecipe = Callable[..., Recipe]
-DP = {"vision": 1, "llm": 2}
-ONE, TWO = (dict.fromkeys(DP, n) for n in (1, 2))  # microbatches
-EVERYTHING = (
-    Need("vision", 0, media=True),
-    Need("llm", 0, ids=True, labels=True),
-    Need("llm", 1, ids=True, labels=True),
-)
 
 
-@pytest.fixture
-def made(tmp_path: Path, recipe: MakeRecipe) -> Callable[..., tuple[Recipe, DataIndex, GroupStream]]:
-    """A dataset of samples with no, one and two images."""
-
-    def make(**data: Any) -> tuple[Recipe, DataIndex, GroupStream]:
-        rng = np.random.default_rng(0)
-        rows = []
-        for s in range(12):
-            names = [f"{s}-{i}.png" for i in range(s % 3)]
-            for name in names:
-                width, height = rng.integers(1, 4, 2) * 8
-                Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(tmp_path / name)
-            rows.append(row("x<image>" * len(names) + "why", f"answer {s}", *names, name=str(s)))
-        made_recipe = recipe(rows, **data)
-        index = build(made_recipe)
-        return made_recipe, index, GroupStream(index.lengths, Grouping(made_recipe.data.seq_len, 100, 2), seed=0)
-
-    return make
-
-
-Made = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
-
-
-def test_payload_is_what_the_layout_says(made: Made) -> None:
+def test_payload_is_what_the_layout_says(made: Dataset) -> None:
     recipe, index, stream = made()
     tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
     with Loader(index, stream, recipe, DP, TWO, EVERYTHING) as loader:
@@ -80,7 +49,7 @@ def test_payload_is_what_the_layout_says(made: Made) -> None:
         assert np.array_equal(vision.patches, np.concatenate(expected))
 
 
-def test_a_rank_gets_only_what_it_needs(made: Made) -> None:
+def test_a_rank_gets_only_what_it_needs(made: Dataset) -> None:
     recipe, index, stream = made()
     needs = (Need("vision", 0), Need("llm", 1, labels=True))
     with Loader(index, stream, recipe, DP, TWO, needs) as loader:
@@ -95,7 +64,7 @@ def test_a_rank_gets_only_what_it_needs(made: Made) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_steps_come_in_order_from_any_start(made: Made, prefetch: int) -> None:
+def test_steps_come_in_order_from_any_start(made: Dataset, prefetch: int) -> None:
     recipe, index, stream = made(prefetch=prefetch)
     with Loader(index, stream, recipe, DP, ONE, EVERYTHING, start_step=5) as loader:
         steps = [next(loader) for _ in range(6)]
@@ -105,7 +74,9 @@ def test_steps_come_in_order_from_any_start(made: Made, prefetch: int) -> None:
     assert steps[2].meta.sample_id.tolist() == again.sample_id.tolist()
 
 
-def test_an_error_in_the_background_surfaces_with_the_samples_name(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_background_surfaces_with_the_samples_name(
+    made: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe, index, stream = made(prefetch=2)
     bad = int(stream.groups(2, 2)[0][0])
     encode = ChatTokenizer.encode
@@ -123,7 +94,7 @@ def test_an_error_in_the_background_surfaces_with_the_samples_name(made: Made, m
                 next(loader)
 
 
-def test_any_other_error_names_its_step(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_error_names_its_step(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, index, stream = made(prefetch=2)
 
     def failing(*_: Any) -> Any:
@@ -137,7 +108,7 @@ def test_any_other_error_names_its_step(made: Made, monkeypatch: pytest.MonkeyPa
         next(loader)
 
 
-def test_closing_ends_the_thread_whatever_it_is_doing(made: Made) -> None:
+def test_closing_ends_the_thread_whatever_it_is_doing(made: Dataset) -> None:
     recipe, index, stream = made(prefetch=1)
     before = threading.active_count()
     loader = Loader(index, stream, recipe, DP, ONE, EVERYTHING)
@@ -149,7 +120,7 @@ def test_closing_ends_the_thread_whatever_it_is_doing(made: Made) -> None:
     loader.close()
 
 
-def test_prefetch_stays_within_its_bound(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_stays_within_its_bound(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, index, stream = made(prefetch=2)
     prepared: list[int] = []
     fourth = threading.Event()
@@ -169,7 +140,7 @@ def test_prefetch_stays_within_its_bound(made: Made, monkeypatch: pytest.MonkeyP
         assert fourth.wait(10)
 
 
-def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(made: Made) -> None:
+def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(made: Dataset) -> None:
     recipe, index, stream = made(max_bad_rate=1.0)
     victim = next(s for s in index.samples if len(s.images) == 2)
     Path(str(victim.images[1])).write_bytes(b"gone bad")
@@ -188,7 +159,7 @@ def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(mad
         lo += r * c
 
 
-def test_broken_images_count_towards_the_set_rate(made: Made) -> None:
+def test_broken_images_count_towards_the_set_rate(made: Dataset) -> None:
     recipe, index, stream = made(max_bad_rate=0.1)
     for sample in [s for s in index.samples if s.images][:2]:
         Path(str(sample.images[0])).unlink()

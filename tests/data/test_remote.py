@@ -4,7 +4,7 @@ import contextlib
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import psutil
 import pytest
 import zmq
 
-from mmtrain.data import DataIndex, GroupStream, Loader
+from mmtrain.data import Loader
 from mmtrain.data.makers import RequestOf
 from mmtrain.data.pipes import Waker
 from mmtrain.data.prepare import StepData, StepRequest
@@ -44,23 +44,14 @@ from mmtrain.data.window import Window
 from mmtrain.data.wire import pack, unpack
 from mmtrain.data.workers import Failure, Pool
 from mmtrain.errors import DataError, RunError
-from mmtrain.recipe.schema import Recipe
 from tests.data.makers import Failing, Fake
-from tests.data.producers import Served
-from tests.data.steps import same
-from tests.data.test_loader import DP, EVERYTHING, ONE, made  # noqa: F401 - a fixture
+from tests.data.producers import Served, asking
+from tests.data.steps import DP, EVERYTHING, ONE, Dataset, same
 
-Dataset = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
 FACTS = {"train.seed": "0"}
 
 
-def asking(recipe: Recipe, *producers: str) -> Recipe:
-    """The recipe of a trainer that asks these producers."""
-    data = recipe.data.model_copy(update={"producers": producers})
-    return recipe.model_copy(update={"data": data})
-
-
-def test_steps_are_those_of_one_process_whatever_becomes_of_the_producers(made: Dataset, tmp_path: Path) -> None:  # noqa: F811
+def test_steps_are_those_of_one_process_whatever_becomes_of_the_producers(made: Dataset, tmp_path: Path) -> None:
     recipe, index, stream = made(prefetch=2)
     alone = made(prefetch=0)[0]
     notes: list[str] = []
@@ -91,7 +82,7 @@ def test_steps_are_those_of_one_process_whatever_becomes_of_the_producers(made: 
 
 
 @pytest.mark.slow
-def test_steps_stay_the_same_through_random_deaths(made: Dataset, tmp_path: Path) -> None:  # noqa: F811
+def test_steps_stay_the_same_through_random_deaths(made: Dataset, tmp_path: Path) -> None:
     recipe, index, stream = made(prefetch=3, producer_timeout_s=1.0)
     alone = made(prefetch=0)[0]
     rng = random.Random(0)
@@ -125,7 +116,7 @@ def test_steps_stay_the_same_through_random_deaths(made: Dataset, tmp_path: Path
                 producers[place] = again
 
 
-def test_a_producer_of_other_steps_refuses_and_says_why(made: Dataset, tmp_path: Path) -> None:  # noqa: F811
+def test_a_producer_of_other_steps_refuses_and_says_why(made: Dataset, tmp_path: Path) -> None:
     recipe, index, stream = made(prefetch=2)
     with Served(recipe, tmp_path, "tcp://127.0.0.1:*", "train.seed=7", "data.image.max_pixels=512") as producer:
         asked = asking(recipe, producer.address)
@@ -139,7 +130,7 @@ def test_a_producer_of_other_steps_refuses_and_says_why(made: Dataset, tmp_path:
         assert "refused: " in said
 
 
-def test_an_address_that_cannot_be_used_is_named(made: Dataset, tmp_path: Path) -> None:  # noqa: F811
+def test_an_address_that_cannot_be_used_is_named(made: Dataset, tmp_path: Path) -> None:
     recipe, *_ = made()
     with Served(recipe, tmp_path, "tcp://203.0.113.1:5557") as producer:
         said = producer.process.communicate()[1]
@@ -149,7 +140,7 @@ def test_an_address_that_cannot_be_used_is_named(made: Dataset, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1", "tcp://127.0.0.1:port", "ipc://"])
-def test_an_address_that_is_none_is_an_error_of_the_recipe(made: Dataset, address: str) -> None:  # noqa: F811
+def test_an_address_that_is_none_is_an_error_of_the_recipe(made: Dataset, address: str) -> None:
     recipe, index, stream = made()
     with (
         Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1", address), DP, ONE, EVERYTHING) as loader,
@@ -158,14 +149,14 @@ def test_an_address_that_is_none_is_an_error_of_the_recipe(made: Dataset, addres
         next(loader)
 
 
-def test_who_has_no_zeromq_is_told_how_to_get_it(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_who_has_no_zeromq_is_told_how_to_get_it(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, index, stream = made()
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(DataError, match=r"data.producers needs ZeroMQ: pip install 'mmtrain\[serve\]'"):
         Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1"), DP, ONE, EVERYTHING)
 
 
-def test_facts_are_what_decides_the_content_of_steps(made: Dataset) -> None:  # noqa: F811
+def test_facts_are_what_decides_the_content_of_steps(made: Dataset) -> None:
     recipe, index, _ = made()
     ours = facts(recipe, index)
     assert differences(ours, facts(asking(made(workers=3, prefetch=5)[0], "tcp://x:1"), index)) == ""

@@ -1,6 +1,5 @@
 """Order and content of steps hang neither on who prepares them, nor on how many ranks there are, nor on a resume."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,9 @@ import pytest
 
 from mmtrain.data import DataIndex, GroupStream, Loader, Need, StepData
 from mmtrain.recipe.schema import Recipe
-from tests.data.producers import Served
-from tests.data.test_loader import made  # noqa: F401 - a fixture
-from tests.data.test_remote import asking
+from tests.data.producers import Served, asking
+from tests.data.steps import Dataset
 
-Dataset = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
 GROUPS, FIRST, LAST = 4, 3, 9
 Content = tuple[list[tuple[int, bytes, bytes]], list[tuple[int, int, bytes]]]
 
@@ -63,7 +60,7 @@ def refuse(note: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("who", ["thread", "workers", "producer"])
-def test_steps_are_the_same(made: Dataset, tmp_path: Path, who: str, ranks: int) -> None:  # noqa: F811
+def test_steps_are_the_same(made: Dataset, tmp_path: Path, who: str, ranks: int) -> None:
     settings: dict[str, dict[str, Any]] = {"thread": {}, "workers": {"workers": 2}, "producer": {}}
     recipe, index, stream = made(seq_len=28, prefetch=2, **settings[who])
     expected = steps(made(seq_len=28, prefetch=0)[0], index, stream, 1, 0)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,15 @@ from typing import Any
 import psutil
 import pytest
 
-from mmtrain.data import DataIndex, GroupStream, Loader, StepData
+from mmtrain.data import Loader, StepData
 from mmtrain.data.loader import num_workers
 from mmtrain.data.prepare import Need, StepRequest
 from mmtrain.data.wire import unpack
 from mmtrain.data.workers import MAX_DEATHS, Failure, Pool
 from mmtrain.errors import DataError, RunError
-from mmtrain.recipe.schema import DataSettings, Recipe
+from mmtrain.recipe.schema import DataSettings
 from tests.data.makers import Deadly, Failing, Fake, Stuck, Telling, Unloadable
-from tests.data.steps import same
-from tests.data.test_loader import DP, EVERYTHING, made  # noqa: F401 - a fixture
-
-Made = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
+from tests.data.steps import DP, EVERYTHING, Dataset, same
 
 
 def request(step: int) -> StepRequest:
@@ -142,7 +138,7 @@ def test_workers_end_with_a_trainer_that_is_killed() -> None:
     assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
-def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Made) -> None:  # noqa: F811
+def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Dataset) -> None:
     recipe, index, stream = made(workers=2, prefetch=2)
     alone = made(workers=0, prefetch=0)[0]
     notes: list[str] = []
@@ -160,7 +156,7 @@ def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Made) -> No
     assert hosts() == []
 
 
-def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Made) -> None:  # noqa: F811
+def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Dataset) -> None:
     recipe, index, stream = made(workers=2, max_bad_rate=1.0)
     victims = [sample for sample in index.samples if sample.images][:3]
     for victim in victims:
