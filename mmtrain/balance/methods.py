@@ -6,7 +6,7 @@ before it knows where in a step they begin. Neither knows a plan: whatever it is
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isqrt
+from math import isqrt, log
 from typing import Literal, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ METHODS: tuple[Method, ...] = ("matched", "isf", "random", "length", "device")
 LLM = "llm"
 ISF_ROUNDS, ISF_SLACK = 10, 32  # the published slack of 128 is a 32nd of a budget of 4,096
 LIGHT = 0.05  # share of all tokens below which a unit's evenness is worth little
-MOST_ALIKE = 64  # more groups alike in a row would even nothing more out, and make steps less random
+ALIKE = 64  # groups in a row that are alike; many more would make steps less random, few would wait for each other
 
 
 class GroupingSettings(Protocol):
@@ -70,8 +70,9 @@ class Grouping:
 
     @property
     def alike(self) -> int:
-        """The largest divisor of the global batch that is at most `MOST_ALIKE`."""
-        return max(n for n in range(1, min(self.global_batch, MOST_ALIKE) + 1) if self.global_batch % n == 0)
+        """The divisor of the global batch that is nearest to `ALIKE`, as a ratio."""
+        divisors = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
+        return min(divisors, key=lambda n: abs(log(n / ALIKE)))
 
 
 @dataclass(frozen=True)

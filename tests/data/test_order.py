@@ -160,6 +160,14 @@ def test_matched_steps_are_even_across_windows_and_epochs() -> None:
     assert (even < [0.002, 0.06]).all()
     for method in ("random", "length", "isf"):
         assert (even < waits(method) / 3).all()
+    assert waits("device")[0] < waits("random")[0] / 2, "its rows lie where steps begin"
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "alike"), [(1, 1), (48, 48), (64, 64), (96, 48), (67, 67), (268, 67), (512, 64)]
+)
+def test_rows_are_equal_parts_of_a_step(global_batch: int, alike: int) -> None:
+    assert Grouping(40, 16, global_batch).alike == alike
 
 
 @given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3]))
