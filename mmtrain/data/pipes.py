@@ -8,7 +8,6 @@ import socket
 import struct
 import tempfile
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 _LENGTH = struct.Struct("<I")
@@ -104,8 +103,6 @@ class Waker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._reader.close()
         self._writer.close()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import mmtrain.errors
@@ -115,9 +114,7 @@ class Pool(Generic[Tag]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _replace(self, dead: _Worker[Tag]) -> tuple[Tag, Failure] | None:

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
@@ -26,9 +25,7 @@ class Progress(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 def open_progress(
@@ -98,9 +95,7 @@ class LineProgress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
 
 

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -29,9 +29,7 @@ class SignalPipe:
         self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         for number, handler in self._old.items():
             signal.signal(number, handler)
@@ -66,12 +64,10 @@ class StopRequest:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pipe.wake()
         self._thread.join()
-        self._pipe.__exit__(kind, error, trace)
+        self._pipe.__exit__(*error)
 
     def _listen(self) -> None:
         interrupts = 0
