@@ -5,9 +5,11 @@
         arrays.safetensors        where records end, and all lengths
         rest.json                 format, what was set aside, sums of the two files above
 
-A folder appears whole, by renaming, and does not change afterwards. Media are not among what the key covers (looking
-at a million files is what a cache saves): who replaces pictures under the same names touches the data file, or removes
-the folder.
+A folder appears whole, by renaming, and does not change afterwards. Beside the data its name also depends on a secret
+of the user: data sets come from elsewhere, and an index that came with one could name any file of this machine.
+
+Media are not among what the key covers (looking at a million files is what a cache saves): who replaces pictures under
+the same names touches the data file, or removes the folder.
 """
 
 import fcntl
@@ -74,8 +76,13 @@ class Cache:
             return None
         if sum(status.st_size for _, status in files) < LEAST_BYTES:
             return None
-        folder = recipe.data.index_cache or files[0][0].parent / FOLDER
+        folder, secret = recipe.data.index_cache, ""
+        if folder is None:
+            folder, secret = files[0][0].parent / FOLDER, _secret()
+            if not secret:
+                return None
         facts = {
+            "secret": secret,
             "format": _FORMAT,
             "code": _code_sha256(),
             "libraries": [PIL.__version__, tokenizers.__version__],
@@ -167,6 +174,22 @@ def _narrow(array: IntArray) -> "np.ndarray[Any, Any]":
 def _sum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _secret() -> str:
+    """Sixteen bytes that only this user knows, made once; none where nothing of the user's can be kept."""
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmtrain" / "secret"
+    try:
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=place.parent) as file:  # readable by its owner alone
+                file.write(os.urandom(16).hex())
+                file.flush()
+                with suppress(FileExistsError):  # another process was first, and its secret is the one
+                    os.link(file.name, place)
+        return place.read_text(encoding="ascii")
+    except (OSError, RuntimeError):  # no home, or none to write to
+        return ""
 
 
 @cache

@@ -60,8 +60,9 @@ def test_samples_survive_as_records(samples: list[Sample]) -> None:
 
 
 @pytest.fixture
-def made(picture: Picture, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """A small dataset that is kept as if it were large."""
+def made(picture: Picture, recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """A small dataset that is kept as if it were large, by a user of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(index_cache, "LEAST_BYTES", 1)
     picture("a.png", 16, 24)
     rows = [row("<image>x<image>", "red", "a.png", "a.png", name="two"), row("1 + 2", "3"), row("<image>", "a", "no")]
@@ -112,6 +113,28 @@ def test_what_is_kept_is_what_was_built(made: Recipe, tmp_path: Path, reads: Rea
     finally:
         index_cache.LEAST_BYTES = small
     assert same(pickle.loads(pickle.dumps(again)), first)
+
+
+def test_an_index_that_came_with_the_data_is_not_believed(
+    made: Recipe, tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(made)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "somebody else"))
+    build(made)
+    assert reads.count == 2
+    secret = tmp_path / "somebody else" / "mmtrain" / "secret"
+    assert len(bytes.fromhex(secret.read_text())) == 16
+    assert secret.stat().st_mode & 0o077 == 0
+    build(made)
+    assert reads.count == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    build(made)
+    build(made)
+    assert reads.count == 4, "who cannot keep a secret keeps no index beside data"
+    named = changed(made, index_cache=tmp_path / "mine")
+    build(named)
+    build(named)
+    assert reads.count == 5, "a folder that the user names is the user's"
 
 
 def changed(recipe: Recipe, **data: Any) -> Recipe:
