@@ -37,7 +37,7 @@ def read_video(media: Media, max_frames: int, max_source_pixels: int) -> tuple[i
     """
     with _opened(media, "not_a_video", max_source_pixels) as (_, stream):
         width, height = stream.codec_context.width, stream.codec_context.height
-        _, seconds = _span(media, stream)
+        _, seconds = span(media, stream)
         there = stream.frames or math.floor(seconds * float(stream.average_rate or 1))
     if not 0 < width * height <= max_source_pixels:  # FFmpeg tells no size of pictures that it would not decode
         found = f"{width} x {height}" if width * height else "the size of its pictures"
@@ -54,7 +54,7 @@ def load_frames(media: Media, count: int, size: tuple[int, int], max_source_pixe
     Raises `BadVideoError`.
     """
     with _opened(media, "undecodable", max_source_pixels) as (container, stream):
-        start, seconds = _span(media, stream)
+        start, seconds = span(media, stream)
         spare = max(_SPARE_SECONDS, _SPARE_SHARE * seconds)
         times = [start + (i + 0.5) / count * seconds for i in range(count)]
         turn = _CLOCKWISE.get(_turns(media))
@@ -126,7 +126,7 @@ def _shown_at(frames: Iterator[Any], times: list[float], spare: float) -> Iterat
         time = next(wanted, None)
 
 
-def _span(media: Media, stream: Any) -> tuple[float, float]:
+def span(media: Media, stream: Any) -> tuple[float, float]:
     """When a video starts, and how many seconds it lasts."""
     base = stream.time_base
     tag = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", stream.metadata.get("DURATION", ""))

@@ -10,10 +10,10 @@ from mmtrain.models.shape import ModelShape, UnitShape
 from mmtrain.plan.layout import MeshSize
 from mmtrain.plan.plan import Placement
 from mmtrain.program.graph import LLM
+from mmtrain.recipe.checks import ENCODERS
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
-_ENCODERS = ("vision", "audio")
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ def _fixed_microbatches(parallel: ParallelSettings, units: Iterable[str]) -> dic
 def _suits_microbatches(dp: int, recipe: Recipe) -> bool:
     """Whether the LLM with `dp` replicas has the number of microbatches asked for, and encoders can follow it."""
     asked, has = recipe.parallel.llm.num_microbatches, recipe.train.global_batch // dp
-    others = [getattr(recipe.parallel, name).num_microbatches or has for name in _ENCODERS]
+    others = [getattr(recipe.parallel, name).num_microbatches or has for name in ENCODERS]
     return asked in (None, has) and all(n % has == 0 or has % n == 0 for n in others)
 
 
 def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not shape.encoders and recipe.parallel.placement == "disaggregated":
         yield "parallel.placement: `disaggregated` needs an encoder, but model.vision is not set; use `unified`"
-    absent = [name for name in _ENCODERS if name not in shape.encoders]
+    absent = [name for name in ENCODERS if name not in shape.encoders]
     for name, key in product(absent, (*_SIZES, "num_microbatches")):
         if getattr(getattr(recipe.parallel, name), key) is not None:
             yield f"parallel.{name}.{key} is set, but model.{name} is not: remove it"

@@ -49,7 +49,7 @@ def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], byte
                 collectives.append(Span(rank, start, end - start, work.action, bytes_moved(rank, work.action)))
         account.close(step_time)
         bubbles[rank] = account.bubbles
-        spans += _apart(collectives, messages.get(rank, []))
+        spans += apart(collectives, messages.get(rank, []))
     return Timeline(
         spans=tuple(sorted(spans, key=lambda s: (s.start_s, s.rank))),
         step_time_s=step_time,
@@ -107,7 +107,7 @@ def _messages(records: Mapping[int, StepRecord]) -> dict[int, list[Span]]:
     return found
 
 
-def _apart(collectives: Sequence[Span], messages: Sequence[Span]) -> Iterator[Span]:
+def apart(collectives: Sequence[Span], messages: Sequence[Span]) -> Iterator[Span]:
     """Draw a rank's communication without overlaps, of which viewers drop one: collectives where they were.
 
     A message begins when a collective that ran has ended, and ends at the latest when something else begins.

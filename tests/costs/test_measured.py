@@ -31,7 +31,7 @@ def _sample(load: TokenLoad, factor: float) -> LayerSample:
         sum_sq=load.sum_sq,
         max_len=load.max_len,
         num_sequences=load.num_sequences,
-        seconds=seconds,  # type: ignore[arg-type]
+        seconds=seconds,
         activation_bytes=1000 * load.tokens,
     )
 

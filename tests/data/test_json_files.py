@@ -140,7 +140,7 @@ def test_a_set_format_asks_for_its_own_key(tmp_path: Path) -> None:
     assert all(isinstance(s, Sample) for s in _read(path))
     kinds = {}
     for form in ("llava", "messages"):
-        found = read(SourceSettings(path=path, format=form), LimitSettings())  # type: ignore[arg-type]
+        found = read(SourceSettings(path=path, format=form), LimitSettings())
         kinds[form] = [s.kind if isinstance(s, Quarantined) else "good" for s in found]
     assert kinds == {"llava": ["malformed", "good"], "messages": ["good", "malformed"]}
 

@@ -36,7 +36,7 @@ def _talk(text: str, **media: Any) -> dict[str, Any]:
 
 def test_tiles_cover_the_canvas_and_the_last_is_the_whole(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(_gradient(32, 16))
-    image = ImageSettings(**TILES, mean=(0, 0, 0), std=(1, 1, 1))  # type: ignore[arg-type]
+    image = ImageSettings(**TILES, mean=(0, 0, 0), std=(1, 1, 1))
     pictures, media = Pictures(image, 8), FileMedia(str(tmp_path / "a.png"))
     left, right, whole = (pictures.patches("image", media, part, 3, (2, 2)) for part in range(3))
     pixels = np.asarray(Image.open(tmp_path / "a.png"), dtype=np.float32) / 255
@@ -159,7 +159,7 @@ def test_a_medium_is_decoded_once_for_all_its_parts(tmp_path: Path, monkeypatch:
     calls = []
     decode = module.load_rgb
     monkeypatch.setattr(module, "load_rgb", lambda *a: (calls.append(1), decode(*a))[1])
-    pictures = Pictures(ImageSettings(**TILES), 8)  # type: ignore[arg-type]
+    pictures = Pictures(ImageSettings(**TILES), 8)
     for part in range(3):
         pictures.patches("image", FileMedia(str(tmp_path / "a.png")), part, 3, (2, 2))
     assert len(calls) == 1

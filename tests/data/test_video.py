@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmtrain.data.media import FileMedia, TarMember
 from mmtrain.data.mp4 import quarter_turns
-from mmtrain.data.video import BadVideoError, _span, load_frames, read_video
+from mmtrain.data.video import BadVideoError, load_frames, read_video, span
 from tests.data.archives import movie, tar, wav
 
 COLOURS = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
@@ -96,7 +96,7 @@ def test_frames_are_those_on_show_however_they_are_reached(
         ]
     media = _file(tmp_path / "x", content)
     with av.open(io.BytesIO(content)) as container:
-        start, seconds = _span(media, container.streams.video[0])
+        start, seconds = span(media, container.streams.video[0])
     for count in (1, 2, 3, 7, 20, 60):
         times = [start + (i + 0.5) / count * seconds for i in range(count)]
         expected = [[shade for time, shade in shown if time <= wanted][-1] for wanted in times]

@@ -188,5 +188,5 @@ def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Datas
 def test_workers_are_taken_where_there_is_room(
     settings: dict[str, Any], media: bool, local_ranks: int, cores: int, expected: int
 ) -> None:
-    data = DataSettings(sources=[{"path": "x.json"}], tokenizer="t.json", seq_len=8, **settings)  # type: ignore[arg-type,list-item]
+    data = DataSettings(sources=[{"path": "x.json"}], tokenizer="t.json", seq_len=8, **settings)
     assert num_workers(data, (Need("vision", 0, media=media),), local_ranks, cores) == expected

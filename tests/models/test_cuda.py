@@ -23,7 +23,7 @@ def test_backends_equal_the_reference(backend: str, causal: bool) -> None:
     weights = torch.randn(80, 4, 64, device=device, dtype=torch.bfloat16)
     outcomes = []
     for name in (backend, "reference"):
-        out = attend(qkv[0], qkv[1], qkv[2], lengths, causal, name)  # type: ignore[arg-type]
+        out = attend(qkv[0], qkv[1], qkv[2], lengths, causal, name)
         outcomes.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
     for got, want in zip(*outcomes, strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=5e-2, atol=5e-2)

@@ -25,7 +25,7 @@ from mmtrain.program import (
     chrome_trace,
     simulate,
 )
-from mmtrain.program.measured import MeasuredStep, _apart, measured_timeline, run_trace
+from mmtrain.program.measured import MeasuredStep, apart, measured_timeline, run_trace
 from mmtrain.program.recorded import Done, Moved, StepRecord, Traffic
 from mmtrain.program.wiring import members
 from tests.program.graphs import Unit, chain, graphs
@@ -153,7 +153,7 @@ def test_communication_is_drawn_apart(borders: list[float], moved: list[tuple[fl
     """Collectives as they were, messages within the time that they may have taken."""
     collectives = [Span(0, a, b - a, Step()) for a, b in zip(borders[::2], borders[1::2], strict=False)]
     messages = [Span(0, a, b - a, SEND, nbytes=k) for k, (a, b) in enumerate(moved)]
-    drawn = list(_apart(collectives, messages))
+    drawn = list(apart(collectives, messages))
     assert [s for s in drawn if s.action == Step()] == collectives
     assert sorted(s.nbytes for s in drawn if s.action == SEND) == list(range(len(messages)))
     for span, after in pairwise(drawn):

@@ -13,5 +13,5 @@ from mmtrain.runtime.schedule import learning_rate
     ],
 )
 def test_warm_up_then_decay(schedule: str, expected: list[float]) -> None:
-    settings = OptimizerSettings(lr=1.0, min_lr=0.1, warmup_steps=2, schedule=schedule)  # type: ignore[arg-type]
+    settings = OptimizerSettings(lr=1.0, min_lr=0.1, warmup_steps=2, schedule=schedule)
     assert [learning_rate(settings, step, 6) for step in range(6)] == pytest.approx(expected)

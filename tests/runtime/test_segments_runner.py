@@ -47,7 +47,7 @@ def _run(unit: str, cut: list[tuple[int, int]], recompute: Sequence[int], freeze
     assert not passage.entered
     found = {"output": output.detach()} if hidden is None else {"output": output.detach(), "hidden": hidden.grad}
     trained = {f"{unit}.{name}": p.grad for name, p in module.named_parameters() if p.requires_grad}
-    return found | (trained if freeze else gradients(module))  # type: ignore[operator]
+    return found | (trained if freeze else gradients(module))
 
 
 @pytest.mark.parametrize("unit", ["vision", "llm"])
