@@ -154,8 +154,9 @@ class Loop:
         self.job.activity.begin(SAVING)
         if self.saver.pending:
             self._settle(must=False)
-        self.saver.start(next_step)
-        return self._settle(must) if must or not self.job.recipe.train.checkpoint.background else None
+        waits = must or not self.job.recipe.train.checkpoint.background
+        self.saver.start(next_step, copy=not waits)
+        return self._settle(must) if waits else None
 
     def _settle(self, must: bool) -> Path | None:
         """Close the save under way; go on without, where it failed, unless nothing comes after or too many failed."""

@@ -52,18 +52,13 @@ def snapshot(job: Job, next_step: int, facts: dict[str, object], copy: bool) -> 
     return Snapshot(next_step, shards, state, own)
 
 
-def save_job(root: Path, job: Job, next_step: int, facts: dict[str, object]) -> Path:
-    """Save the job while it stands still; return the checkpoint."""
-    return _write(root, job, snapshot(job, next_step, facts, copy=False), ranks_of(job.world))
-
-
 def _write(root: Path, job: Job, taken: Snapshot, ranks: Ranks) -> Path:
     keep, storage = job.recipe.train.checkpoint.keep, job.faults.storage(taken.next_step)
     return save(root, taken.next_step, taken.shards, taken.state, taken.own, keep=keep, ranks=ranks, storage=storage)
 
 
 class BackgroundSaver:
-    """Saves from a copy in a thread while training goes on; at most one save at a time.
+    """Saves in a thread, from a copy where training is to go on meanwhile; at most one save at a time.
 
     `done` says whether this rank's part is over; `settle` waits for it and raises what went wrong. Ranks must settle
     in the same step, since a failed save counts on all of them.
@@ -89,11 +84,11 @@ class BackgroundSaver:
         """Whether settling would not wait."""
         return self._thread is None or not self._thread.is_alive()
 
-    def start(self, next_step: int) -> None:
-        """Copy what is to be saved and begin to write it."""
+    def start(self, next_step: int, copy: bool) -> None:
+        """Begin to write; without `copy`, which takes host memory, nothing may change before `settle`."""
         assert not self.pending, "two saves at once would remove each other's drafts"
         self.step = next_step
-        taken = snapshot(self._job, next_step, self._facts, copy=True)
+        taken = snapshot(self._job, next_step, self._facts, copy=copy)
         # A daemon: after a failure elsewhere, a save whose peers are gone must not keep the process.
         self._thread = threading.Thread(target=self._save, args=(taken,), name="mmtrain-saver", daemon=True)
         self._thread.start()

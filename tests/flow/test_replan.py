@@ -10,8 +10,8 @@ from torch import Tensor
 from mmtrain.checkpoint import Checkpoint, ShardSpec, open_newest_good
 from mmtrain.models.shards import NamedShard
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.job import assemble
-from mmtrain.runtime.saving import BackgroundSaver, restore_job, save_job
+from mmtrain.runtime.job import Job, assemble
+from mmtrain.runtime.saving import BackgroundSaver, restore_job
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data
@@ -35,12 +35,19 @@ def _world() -> World:
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
 
 
+def _save(root: Path, job: Job, next_step: int) -> None:
+    """Save while standing still."""
+    saver = BackgroundSaver(root, job, {})
+    saver.start(next_step, copy=False)
+    saver.settle()
+
+
 def _train_and_save(settings: Recipe, meshes: dict[str, Mesh], root: Path) -> float:
     """Train, save, and return this rank's part of the loss of one step more."""
     job = assemble(settings, plan(settings, **meshes), _world())
     for step in range(STEPS_BEFORE):
         job.train(step_data(job, step), LR)
-    save_job(root, job, STEPS_BEFORE, {})
+    _save(root, job, STEPS_BEFORE)
     return job.train(step_data(job, STEPS_BEFORE), LR).loss
 
 
@@ -83,9 +90,9 @@ def _save_both_ways(settings: Recipe, meshes: dict[str, Mesh], root: Path) -> No
     """Save while standing still, then from a copy while the next step runs."""
     job = assemble(settings, plan(settings, **meshes), _world())
     job.train(step_data(job, 0), LR)
-    save_job(root / "still", job, 1, {})
+    _save(root / "still", job, 1)
     saver = BackgroundSaver(root / "moving", job, {})
-    saver.start(1)
+    saver.start(1, copy=True)
     job.train(step_data(job, 1), LR)
     assert saver.settle() == root / "moving" / "step-00000001"
     assert not saver.pending
