@@ -1,4 +1,4 @@
-"""What layers and messages cost in seconds and bytes, from shapes and hardware presets; no torch."""
+"""What layers and messages cost in seconds and bytes: measured, or modelled from shapes and presets; no torch."""
 
 from mmtrain.costs.analytic import model_flops, parameters, upstream_trains
 from mmtrain.costs.choose import costs_for
