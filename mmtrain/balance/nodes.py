@@ -40,7 +40,7 @@ def rearrange(
     best = min(found, key=lambda node: float(volume.off_node(node).max(initial=0.0)))
     if comb(num_replicas, per_node) <= FEW_SUBSETS:
         best = _exact(volume, best)
-    return _replicas(best, per_node)
+    return _replicas(best)
 
 
 def off_node_bytes(
@@ -210,7 +210,7 @@ def _cover(masks: list[list[int]]) -> list[int]:
     return []
 
 
-def _replicas(node: IntArray, per_node: int) -> IntArray:
+def _replicas(node: IntArray) -> IntArray:
     """(d,) replica of each batch: the places of a node in the order of the batches it gets."""
     replica = np.empty(len(node), dtype=np.int64)
     replica[np.argsort(node, kind="stable")] = np.arange(len(node))

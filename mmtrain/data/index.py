@@ -56,10 +56,10 @@ class DataIndex:
         features: list[int] = np.add.reduceat(items.features[here], starts).tolist()
         return features
 
-    def part_of(self, sample: int, position: int, unit: str = "vision") -> tuple[int, int, int]:
-        """Which medium of its sample an item is of, which part of that, and how many parts it has."""
-        first = self.lengths.items[unit].first
-        parts = self.parts[unit][first[sample] : first[sample + 1]]
+    def part_of(self, sample: int, position: int) -> tuple[int, int, int]:
+        """Which medium of its sample a vision item is of, which part of that, and how many parts it has."""
+        first = self.lengths.items["vision"].first
+        parts = self.parts["vision"][first[sample] : first[sample + 1]]
         starts = np.flatnonzero(parts == 0)
         medium = int(np.searchsorted(starts, position, side="right")) - 1
         end = starts[medium + 1] if medium + 1 < len(starts) else len(parts)
