@@ -81,7 +81,7 @@ def dominant(lengths: IntArray, num_ranks: int, cost: Cost, rank: IntArray) -> i
 def _packed(lengths: IntArray, num_ranks: int, cost: Cost) -> IntArray:
     """Longest first onto the least loaded: at most 4/3 - 1/(3 d) of the optimum, since costs of samples add up."""
     alone = cost.of_samples(lengths)
-    return _deal(alone[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0])
+    return deal(alone[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0])
 
 
 def _two_key(lengths: IntArray, num_ranks: int, cost: Cost) -> IntArray:
@@ -91,7 +91,7 @@ def _two_key(lengths: IntArray, num_ranks: int, cost: Cost) -> IntArray:
     """
     sizes = np.stack([lengths, lengths.astype(np.float64) ** 2], axis=1)
     step, squares = max(TOLERANCE * float(lengths.mean()), 1.0) if len(lengths) else 1.0, float(sizes[:, 1].sum()) + 1.0
-    return _deal(
+    return deal(
         sizes,
         stable_order(lengths)[::-1],
         num_ranks,
@@ -99,7 +99,7 @@ def _two_key(lengths: IntArray, num_ranks: int, cost: Cost) -> IntArray:
     )
 
 
-def _deal(sizes: FloatArray, order: IntArray, num_ranks: int, keys: Keys) -> IntArray:
+def deal(sizes: FloatArray, order: IntArray, num_ranks: int, keys: Keys) -> IntArray:
     """Deal samples in `order`, each to the rank with the least key; returns (n,) ranks.
 
     keys: loads (d, k) -> (d,), growing with the loads.
@@ -204,9 +204,7 @@ def _convolution(lengths: IntArray, num_ranks: int, cost: Cost) -> IntArray:
     At most `num_ranks` batches are opened; each takes samples of near equal length, so that its padding is small.
     The plain deal, or neighbours under the true cost, are kept where they are cheaper.
     """
-    plain = _deal(
-        lengths.astype(np.float64)[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0]
-    )
+    plain = deal(lengths.astype(np.float64)[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0])
     bound = float(np.bincount(plain, weights=lengths, minlength=num_ranks).max(initial=0.0))
     order = stable_order(lengths)[::-1].tolist()
     rank = np.empty(len(lengths), dtype=np.int64)

@@ -25,7 +25,7 @@ WARM_UP, COOL_DOWN = -1, -2  # stand for the terms of many positions, among posi
 
 
 @dataclass(frozen=True)
-class _Uneven:
+class UnevenStage:
     """The uneven stage of one pipeline."""
 
     forward: FloatArray  # (l,) f
@@ -42,7 +42,7 @@ def even_out(forward: FloatArray, backward: FloatArray, order: IntArray) -> IntA
     Where a pipeline has too few microbatches for a steady state, `order` is returned. What is found is good where the
     formula is, so score it by the recurrence.
     """
-    pipelines = [_uneven(f, b) for f, b in zip(forward, backward, strict=True)]
+    pipelines = [uneven_stage(f, b) for f, b in zip(forward, backward, strict=True)]
     num = len(order)
     if max(p.after for p in pipelines) * 2 > num:
         return order
@@ -50,32 +50,33 @@ def even_out(forward: FloatArray, backward: FloatArray, order: IntArray) -> IntA
     for _ in range(SWEEPS):
         for p in pipelines:
             _sort_ends(p, order)
-        change = np.sum([_change(p, order) for p in pipelines], axis=0)[:, order]
+        change = np.sum([change_of(p, order) for p in pipelines], axis=0)[:, order]
         gain = change + change.T  # of swapping positions (i, j), as long as neither changes what the other's is
         for p in pipelines:
-            _forbid(gain, p.after)
+            forbid(gain, p.after)
         if not _swap(order, gain, {p.after for p in pipelines}):
             break
     return order
 
 
-def _uneven(forward: FloatArray, backward: FloatArray) -> _Uneven:
+def uneven_stage(forward: FloatArray, backward: FloatArray) -> UnevenStage:
+    """Find it in (p, l) seconds of stages by microbatches: the stage whose times vary most."""
     busy = forward + backward
     v = int(busy.std(axis=1).argmax())
     mean = busy.mean(axis=1)
     others = np.delete(mean, v)
-    return _Uneven(
+    return UnevenStage(
         forward[v], backward[v], float(others.max(initial=0.0)), float(mean[v + 1 :].sum()), len(forward) - v
     )
 
 
-def _sort_ends(p: _Uneven, order: IntArray) -> None:
+def _sort_ends(p: UnevenStage, order: IntArray) -> None:
     """The least backward last: what has piled up by then is least."""
     last = order[len(order) - p.after :]
     last[:] = last[np.argsort(-p.backward[last], kind="stable")]
 
 
-def _change(p: _Uneven, order: IntArray) -> FloatArray:
+def change_of(p: UnevenStage, order: IntArray) -> FloatArray:
     """(l, l) change of the formula if position i held microbatch y instead, all others as they are."""
     q, num = p.after, len(order)
     f, b = p.forward[order], p.backward[order]
@@ -94,7 +95,7 @@ def _change(p: _Uneven, order: IntArray) -> FloatArray:
     return change
 
 
-def _forbid(gain: FloatArray, q: int) -> None:
+def forbid(gain: FloatArray, q: int) -> None:
     """Leave alone swaps of positions that stand in one term."""
     num = len(gain)
     at = np.arange(num - q)

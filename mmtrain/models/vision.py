@@ -160,7 +160,7 @@ class Projector(nn.Module):
             hidden = self.post_norm(hidden)
         if isinstance(context, VisionContext):
             if context.extra_tokens or self.merge > 1:
-                hidden = hidden.index_select(0, context.to_device(self._feature_order(context)))
+                hidden = hidden.index_select(0, context.to_device(self.feature_order(context)))
         else:
             self._check_clips(context)
         features = hidden.reshape(-1, hidden.shape[1] * self.joins)
@@ -170,7 +170,7 @@ class Projector(nn.Module):
         out: Tensor = self.linear_2(inner)[0]
         return out
 
-    def _feature_order(self, context: VisionContext) -> IntArray:
+    def feature_order(self, context: VisionContext) -> IntArray:
         """Tokens in the order of features: by image, square of neighbours, place inside the square; row by row."""
         inputs, grid, merge = context.inputs, context.patches, self.merge
         for rows, cols in zip(inputs.rows, inputs.cols, strict=True):

@@ -71,7 +71,7 @@ def test_dealing_many_at_once_is_dealing_one_by_one(seed: int, n: int, num_ranks
     for few in (0, 1000):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(post_module, "FEW_BINS", few)
-            rank = post_module._deal(sizes, order, num_ranks, lambda loads: loads[:, 0])
+            rank = post_module.deal(sizes, order, num_ranks, lambda loads: loads[:, 0])
         loads.append(sorted(np.bincount(rank, weights=sizes[:, 0], minlength=num_ranks)))
     assert loads[0] == loads[1]
 

@@ -130,9 +130,9 @@ def test_where_the_first_stage_is_uneven_a_swap_gains_what_the_formula_says(seed
     forward[0, 0] = rng.gamma(1 / 0.36, 0.9 * 0.36, num)
     backward = 2 * forward
     order = rng.permutation(num)
-    change = uneven._change(uneven._uneven(forward[0], backward[0]), order)[:, order]
+    change = uneven.change_of(uneven.uneven_stage(forward[0], backward[0]), order)[:, order]
     gain = change + change.T
-    uneven._forbid(gain, p)
+    uneven.forbid(gain, p)
     assert (gain < 0).any()
     said, found = [0.0], [0.0]
     before = reorder.makespans(forward, backward, order[None])[0]

@@ -55,7 +55,7 @@ def test_pixel_shuffle_joins_squares_of_neighbours() -> None:
     projector = stage(settings(vision={"class_token": True}), "vision", (3, 4)).layers["3"]
     assert isinstance(projector, Projector)
     context = _context(VisionInput((2, 4), (4, 2)), extra_tokens=1)
-    order = projector._feature_order(context)
+    order = projector.feature_order(context)
     # the class tokens are 0 and 9; each line is one feature: top left, top right, bottom left, bottom right
     assert order.reshape(-1, 4).tolist() == [[1, 2, 5, 6], [3, 4, 7, 8], [10, 11, 12, 13], [14, 15, 16, 17]]
 
@@ -87,8 +87,8 @@ def test_an_image_that_merge_does_not_divide_is_named() -> None:
         stage(settings(), "vision")(None, images((3, 4)))
 
 
-def test_feature_order_is_a_permutation_of_the_patches() -> None:
+def testfeature_order_is_a_permutation_of_the_patches() -> None:
     projector = stage(settings(), "vision", (3, 4)).layers["3"]
     assert isinstance(projector, Projector)
-    order = projector._feature_order(_context(VisionInput((8, 2, 4), (6, 8, 4))))
+    order = projector.feature_order(_context(VisionInput((8, 2, 4), (6, 8, 4))))
     assert np.array_equal(np.sort(order), np.arange(8 * 6 + 16 + 16))
