@@ -87,7 +87,7 @@ def test_an_image_that_merge_does_not_divide_is_named() -> None:
         stage(settings(), "vision")(None, images((3, 4)))
 
 
-def testfeature_order_is_a_permutation_of_the_patches() -> None:
+def test_feature_order_is_a_permutation_of_the_patches() -> None:
     projector = stage(settings(), "vision", (3, 4)).layers["3"]
     assert isinstance(projector, Projector)
     order = projector.feature_order(_context(VisionInput((8, 2, 4), (6, 8, 4))))
