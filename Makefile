@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all check format schema surface clean
+.PHONY: demo test test-slow test-all check format schema surface clean
 
 # torch comes first and alone: what follows must build against the pinned version, and never replace it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -20,8 +20,10 @@ demo: $(VENV)/.installed      ## demo data, plan, train on CPU, report what it l
 test: $(VENV)/.installed      ## the test suite
 	$(BIN)/pytest -m 'not slow'
 
-test-all: $(VENV)/.installed  ## the test suite with its long runs
-	$(BIN)/pytest
+test-slow: $(VENV)/.installed ## its long runs alone
+	$(BIN)/pytest -m slow
+
+test-all: test test-slow      ## the test suite with its long runs
 
 check: $(VENV)/.installed     ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -28,8 +28,9 @@ from mmtrain.runtime.launch import launch_local
 from mmtrain.runtime.probes import Probe, probes
 from mmtrain.runtime.world import Address, World, join, leave
 
-WARM_UP, REPEATS, MOST_REPEATS = 2, 7, 25
-BUDGET_S = 0.25  # for the repeats of one measurement, as far as REPEATS allow
+WARM_UP = 2
+BUDGET_S = 0.25  # for the repeats of one measurement, as far as their least number allows
+MESSAGES = 7  # repeats of one
 OUTLIER = 3.0  # median deviations beyond which a repeat is dropped
 MESSAGE_BYTES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
 
@@ -41,6 +42,7 @@ class ProfileRequest:
     recipe: Recipe
     hardware: str  # preset that stands for this machine
     tp: Mapping[str, tuple[int, ...]]  # tensor-parallel sizes of each unit to measure
+    repeats: tuple[int, int] = (7, 25)  # of one measurement, at least and at most
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _measure_rank(request: ProfileRequest, tp: int, out: Path, address: Address)
         task = progress.add_task(f"tp {tp}", total=len(distinct) + 1)
         for unit, index in distinct:
             progress.update(task, description=f"tp {tp}: {unit.name} {unit.layers[index].kind}")
-            entry, off = _measure_layer(request.recipe, model, unit, index, groups, world)
+            entry, off = _measure_layer(request, model, unit, index, groups, world)
             found.layers.append(entry)
             found.errors.setdefault(f"{unit.name} tp{tp}", []).extend(off)
             progress.advance(task)
@@ -138,9 +140,10 @@ def _distinct(unit: UnitShape) -> list[int]:
 
 
 def _measure_layer(
-    recipe: Recipe, model: ModelShape, unit: UnitShape, index: int, groups: ParallelGroups, world: World
+    request: ProfileRequest, model: ModelShape, unit: UnitShape, index: int, groups: ParallelGroups, world: World
 ) -> tuple[LayerEntry, list[float]]:
     """Time one layer on its probes; return its entry and the errors of what the entry foretells for others."""
+    recipe = request.recipe
     dtype = compute_dtype(recipe, world.device)
     layer = unit.layers[index]
 
@@ -159,7 +162,7 @@ def _measure_layer(
         )
         return built.requires_grad_(True)
 
-    bench = _Bench(layer, stage(False), stage(True), groups, world)
+    bench = _Bench(layer, stage(False), stage(True), groups, world, request.repeats)
     fitted, held_out = (
         [bench.sample(probe, probe.inputs(recipe, world.device, dtype), dtype) for probe in some]
         for some in probes(recipe, unit)
@@ -179,6 +182,7 @@ class _Bench:
     again: StageModule
     groups: ParallelGroups
     world: World
+    repeats: tuple[int, int]
 
     def sample(self, probe: Probe, inputs: UnitInput, dtype: torch.dtype) -> LayerSample:
         """Medians of everything a load can be timed for."""
@@ -210,7 +214,8 @@ class _Bench:
         """Time again and again, as often on every rank."""
         for _ in range(WARM_UP):
             took = sum(way())
-        wanted = min(MOST_REPEATS, max(REPEATS, round(BUDGET_S / max(took, 1e-6))))
+        least, most = self.repeats
+        wanted = min(most, max(least, round(BUDGET_S / max(took, 1e-6))))
         times = self.world.broadcast(wanted)
         assert isinstance(times, int)
         return [way() for _ in range(times)]
@@ -277,7 +282,7 @@ def measure_messages(world: World, sizes: tuple[int, ...]) -> list[MessageEntry]
             for _ in range(WARM_UP):
                 way(data)
             times = []
-            for _ in range(REPEATS):
+            for _ in range(MESSAGES):
                 world.barrier()
                 begin = _now(world.device)
                 way(data)

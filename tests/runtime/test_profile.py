@@ -28,7 +28,7 @@ def _recipe(**changes: object) -> Recipe:
 
 
 def _measure(_rank: int, _size: int, folder: Path, tp: tuple[int, ...]) -> str:
-    found = profile(ProfileRequest(_recipe(), "cpu-core", {"vision": (1,), "llm": tp}))
+    found = profile(ProfileRequest(_recipe(), "cpu-core", {"vision": (1,), "llm": tp}, repeats=(2, 2)))
     found.table.save(folder / "costs.json")
     assert set(found.errors) == {"vision tp1", *(f"llm tp{n}" for n in tp)}
     assert all(error >= 0 for errors in found.errors.values() for error in errors)
