@@ -66,5 +66,8 @@ def report(
         trace=trace,
         metrics=read_metrics(source) if is_run else None,
     )
-    out.write_text(page(contents), encoding="utf-8")
+    try:
+        out.write_text(page(contents), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot write the page: {error.strerror}") from None
     typer.echo(f"{out} written")

@@ -23,6 +23,7 @@ svg text{font:12px system-ui,sans-serif;fill:var(--soft)}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 td,th{padding:4px 16px 4px 0;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 td:first-child,th:first-child{text-align:left}th{color:var(--soft);font-weight:500}
+@media(max-width:600px){td,th{padding-right:9px;font-size:13px}}
 .u0{fill:var(--u0);color:var(--u0)}.u1{fill:var(--u1);color:var(--u1)}.u2{fill:var(--u2);color:var(--u2)}
 .u3{fill:var(--u3);color:var(--u3)}.u4{fill:var(--u4);color:var(--u4)}.u5{fill:var(--u5);color:var(--u5)}
 .back{fill-opacity:.55}.comm{fill:var(--soft)}.merged{fill:var(--soft);fill-opacity:.5}.grid{stroke:var(--line)}

@@ -85,12 +85,12 @@ def _rect(left: float, top: float, width: float, style: str, words: str) -> str:
 
 def bars(rows: Mapping[str, float], full: float, unit: str, limit: float | None = None) -> str:
     """A bar for each row, `full` wide at most; `limit` is drawn as a line across."""
-    span, left, parts = WIDTH - 330, 210, []
+    span, left, parts = WIDTH - 222, 220, []
     for row, (name, value) in enumerate(rows.items()):
         y, width = row * 24, span * value / full if full > 0 else 0.0
         parts.append(f'<text x="0" y="{y + 14}">{escape(name)}</text>')
         parts.append(f'<rect x="{left}" y="{y + 3}" width="{width:.2f}" height="14" class="u0"/>')
-        parts.append(f'<text x="{WIDTH}" y="{y + 14}" text-anchor="end">{value:.4g} {escape(unit)}</text>')
+        parts.append(f'<text x="{left - 10}" y="{y + 14}" text-anchor="end">{value:.4g} {escape(unit)}</text>')
     if limit is not None and full > 0:
         parts.append(f'<path class="limit" d="M{left + span * limit / full:.1f} 0V{24 * len(rows)}"/>')
     return _svg(24 * len(rows) + 4, parts)
