@@ -21,18 +21,14 @@ def report(
     """
     import time
 
-    from mmtrain.balance import Grouping
+    from mmtrain.cli.rehearsal import rehearsal
     from mmtrain.costs.hardware import GIB
-    from mmtrain.data import GroupStream, build
     from mmtrain.data.compare import compare_methods
     from mmtrain.errors import UserError
-    from mmtrain.plan.files import load as load_plan
-    from mmtrain.plan.files import require_match
-    from mmtrain.plan.rehearse import rehearse
     from mmtrain.plan.story import machine_for
-    from mmtrain.recipe import load, sha256
+    from mmtrain.recipe import load
     from mmtrain.report import read_metrics
-    from mmtrain.report.comparison import Trace, compare
+    from mmtrain.report.comparison import compare
     from mmtrain.report.html import Contents, page
     from mmtrain.runtime.rundir import PLAN, RECIPE, TRACE
 
@@ -40,30 +36,25 @@ def report(
     if is_run == (plan is not None):
         raise UserError(f"report {source}: a run's folder comes without --plan, a recipe with --plan FILE")
     settings = load(source / RECIPE if is_run else source, overrides).recipe
-    chosen = load_plan(plan or source / PLAN)
-    require_match(chosen, sha256(settings), chosen.world_size, chosen.hardware)
-    trace = Trace.load(source / TRACE) if is_run and (source / TRACE).exists() else None
-    if trace is not None and trace.plan_sha256 != chosen.sha256:
-        raise UserError(f"{source / TRACE}: recorded with another plan than {source / PLAN}")
-    index = build(settings)
-    grouping = Grouping.of(settings.data, settings.train.global_batch)
-    stream = GroupStream(index.lengths, grouping, settings.train.seed, index.weights)
-    dp = {name: unit.dp for name, unit in chosen.units.items()}
-    counts = chosen.schedule.num_microbatches
-    simulated = [
-        rehearse(settings, chosen, stream.batch(step - 1, settings.train.global_batch, dp, counts))
-        for step in (trace.steps if trace else [1])
-    ]
-    scores = compare_methods(index.lengths, index.weights, grouping, settings.train.seed, dp["llm"], time.perf_counter)
+    recorded = source / TRACE if is_run and (source / TRACE).exists() else None
+    found = rehearsal(settings, plan or source / PLAN, recorded)
+    scores = compare_methods(
+        found.index.lengths,
+        found.index.weights,
+        found.grouping,
+        settings.train.seed,
+        found.plan.units["llm"].dp,
+        time.perf_counter,
+    )
     contents = Contents(
         name=source.resolve().name,
-        plan=chosen,
-        simulated=simulated,
-        rows=compare(simulated, trace),
-        memory_limit_gib=machine_for(settings, chosen.hardware).memory_bytes / GIB,
+        plan=found.plan,
+        simulated=found.timelines,
+        rows=compare(found.timelines, found.trace),
+        memory_limit_gib=machine_for(settings, found.plan.hardware).memory_bytes / GIB,
         scores=scores,
-        chosen=grouping.method,
-        trace=trace,
+        chosen=found.grouping.method,
+        trace=found.trace,
         metrics=read_metrics(source) if is_run else None,
     )
     try:

@@ -26,54 +26,32 @@ def simulate(
 ) -> None:
     """Foretell a step, and compare with a run.
 
-    The plan's program is simulated on the batches that training will see. With --against the errors per stage and for
-    the step are printed.
+    The plan's program is simulated on the batches that training will see. Beside a run's trace the errors per stage
+    and for the step are printed.
     """
     import json
 
-    from mmtrain.recipe import load, sha256
+    from mmtrain.errors import UserError
+    from mmtrain.recipe import load
 
     settings = load(recipe, overrides).recipe
-    from mmtrain.balance import Grouping
-    from mmtrain.cli.cluster import cluster_of
-    from mmtrain.data import GroupStream, build
-    from mmtrain.errors import UserError
-    from mmtrain.plan import plan as choose
-    from mmtrain.plan.files import load as load_plan
-    from mmtrain.plan.files import require_match
-    from mmtrain.plan.rehearse import rehearse
-    from mmtrain.report.comparison import Trace, compare, comparison_text, overlay
+    from mmtrain.cli.rehearsal import rehearsal
+    from mmtrain.report.comparison import compare, comparison_text, overlay
     from mmtrain.runtime.rundir import PLAN, TRACE
 
-    index, sha = build(settings), sha256(settings)
-    path = plan or (against / PLAN if against else None)
-    if path is None:
-        ranks, hardware = cluster_of(settings)
-        chosen = choose(settings, index.lengths, world_size=ranks, hardware=hardware, recipe_sha256=sha)
-    else:
-        chosen = load_plan(path)
-        require_match(chosen, sha, chosen.world_size, chosen.hardware)
-    trace = Trace.load(against / TRACE) if against else None
-    if trace is not None and trace.plan_sha256 != chosen.sha256:
-        raise UserError(f"--against {against}: that run did not run {path}; leave --plan out to simulate its own")
-    grouping = Grouping.of(settings.data, settings.train.global_batch)
-    stream = GroupStream(index.lengths, grouping, settings.train.seed, index.weights)
-    dp = {name: unit.dp for name, unit in chosen.units.items()}
-    timelines = [
-        rehearse(
-            settings,
-            chosen,
-            stream.batch(number - 1, settings.train.global_batch, dp, chosen.schedule.num_microbatches),
-        )
-        for number in (trace.steps if trace else [step])
-    ]
-    rows, bubbles = compare(timelines, trace), timelines[0].bubble_shares()
+    found = rehearsal(
+        settings, plan or (against / PLAN if against else None), against / TRACE if against else None, (step,)
+    )
+    rows, bubbles = compare(found.timelines, found.trace), found.timelines[0].bubble_shares()
     if out is not None:
-        out.write_text(json.dumps(overlay(timelines, trace, chosen.sha256)), encoding="utf-8")
+        try:
+            out.write_text(json.dumps(overlay(found.timelines, found.trace, found.plan.sha256)), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--out {out}: cannot write the trace: {error.strerror}") from None
     if as_json:
         seconds = [
             {"what": r.what, "predicted_s": r.predicted_s, "measured_s": r.measured_s, "error": r.error} for r in rows
         ]
-        typer.echo(json.dumps({"seconds": seconds, "bubbles": bubbles, "steps": trace.steps if trace else [step]}))
+        typer.echo(json.dumps({"seconds": seconds, "bubbles": bubbles, "steps": found.steps}))
     else:
         typer.echo(comparison_text(rows, bubbles))

@@ -69,6 +69,9 @@ def test_a_run_is_held_beside_what_was_foretold(folder: Path) -> None:
     assert {row["what"].split()[0] for row in found["seconds"]} == {"llm.0", "vision.0", "step"}
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in found["seconds"])
     assert len(json.loads((folder / "both.json").read_text())["traceEvents"]) > 100
+    page = _mmtrain(folder, "report", "runs/traced", "-o", "page.html")
+    assert page.returncode == 0, page.stderr
+    assert "vision.0 forward" in (folder / "page.html").read_text()
 
 
 def test_train_under_torchrun(folder: Path) -> None:
