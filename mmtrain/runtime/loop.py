@@ -23,7 +23,7 @@ from mmtrain.runtime.stop import StopRequest
 from mmtrain.runtime.tracing import Tracer
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Loop:
     """One rank's way through the steps of a run."""
 

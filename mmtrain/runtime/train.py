@@ -185,20 +185,20 @@ def _steps(
         predicted = predicted_for(world.rank, plan.predicted.peak_memory_gib)
         bad = BadSamples(index, recipe.data.max_bad_rate, read_quarantine(request.run_dir / QUARANTINE))
         loop = Loop(
-            job,
-            index,
-            loader,
-            meter,
-            tracer,
-            validate,
-            evaluation(job),
-            log,
-            progress,
-            stop,
-            request.run_dir,
-            saver,
-            predicted,
-            bad,
+            job=job,
+            index=index,
+            loader=loader,
+            meter=meter,
+            tracer=tracer,
+            validate=validate,
+            evaluate=evaluation(job),
+            log=log,
+            progress=progress,
+            stop=stop,
+            run_dir=request.run_dir,
+            saver=saver,
+            predicted_gib=predicted,
+            bad=bad,
         )
         return loop.run(first)
 
