@@ -4,6 +4,7 @@ It knows nothing of the runs it serves. Every request says what to make, so any 
 and one that is started anew goes on as if nothing had been.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -46,6 +47,8 @@ from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 
 _Job = tuple[bytes, int]  # trainer, step
+# A connection is told to be broken a moment before sending to it fails.
+LOOKS_S = 0.0, 0.05, 0.2, 1.0, 3.0
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Producer:
         self._trainers: dict[bytes, _Trainer] = {}
         self._queue: deque[_Job] = deque()
         self._running: set[_Job] = set()
+        self._looks: list[float] = []  # when to look around, ascending
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a trainer that is gone is an error, not silence
@@ -109,12 +113,19 @@ class Producer:
                 for pipe in pipes:
                     poller.register(pipe, zmq.POLLIN)
                 least_s = min((trainer.timeout_s for trainer in self._trainers.values()), default=60.0)
-                ready = dict(poller.poll(round(1000 * least_s / PINGS_IN_TIMEOUT)))
+                wait_s = least_s / PINGS_IN_TIMEOUT
+                if self._looks:
+                    wait_s = min(wait_s, max(0.0, self._looks[0] - time.monotonic()))
+                ready = dict(poller.poll(math.ceil(1000 * wait_s)))
                 now = time.monotonic()  # before reading, so that a pause of ours is not taken for one of theirs
                 if stop in ready:
                     return
                 self._hear(now)
                 if self._monitor in ready:
+                    recv_monitor_message(self._monitor)
+                    self._looks = [now + later_s for later_s in LOOKS_S]
+                if self._looks and self._looks[0] <= now:
+                    self._looks.pop(0)
                     self._look_around()
                 for pipe in pipes:
                     if pipe.fileno() in ready and (received := self._pool.receive(pipe)) is not None:
@@ -128,7 +139,6 @@ class Producer:
 
     def _look_around(self) -> None:
         """Find out whose connection has broken: it can hold no more room, and only sending to it tells."""
-        recv_monitor_message(self._monitor)
         for trainer in list(self._trainers):
             self._say(trainer, Pong())
 
