@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmtrain.balance import Grouping
 from mmtrain.costs.hardware import GIB
 from mmtrain.data import GroupStream, Preparer, build
 from mmtrain.plan import Plan, plan
@@ -71,7 +70,7 @@ def run_rank(recipe: Recipe, chosen: Plan, out: Path, address: Address) -> None:
     world = join(address)
     job = assemble(recipe, chosen, world, Activity(recorder=Recorder(clock_of(world.device))))
     index = build(recipe)
-    stream = stream_of(recipe)
+    stream = GroupStream.of(recipe, index)
     preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
     meter = Meter(job, stream, chosen.hardware)
     recorded = frozenset(range(WARM_UP + 1, WARM_UP + STEPS + 1))
@@ -144,15 +143,9 @@ class Saved:
                 self._bytes -= storage.nbytes()
 
 
-def stream_of(recipe: Recipe) -> GroupStream:
-    index = build(recipe)
-    grouping = Grouping.of(recipe.data, recipe.train.global_batch)
-    return GroupStream(index.lengths, grouping, recipe.train.seed, index.weights)
-
-
 def report(recipe: Recipe, chosen: Plan, trace: Trace) -> None:
     """Print the simulated steps beside the recorded ones."""
-    stream, dp = stream_of(recipe), {name: unit.dp for name, unit in chosen.units.items()}
+    stream, dp = GroupStream.of(recipe, build(recipe)), {name: unit.dp for name, unit in chosen.units.items()}
     counts = chosen.schedule.num_microbatches
     batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts) for number in trace.steps]
     timelines = [rehearse(recipe, chosen, batch) for batch in batches]

@@ -14,7 +14,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-from mmtrain.balance import Grouping
 from mmtrain.data import GroupStream, Preparer, build
 from mmtrain.models.shape import shape
 from mmtrain.plan import plan
@@ -44,9 +43,7 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     world = join(address)
     jobs = [assemble(recipe, of_kind, world) for of_kind in (chosen, cut(recipe, chosen))]
     index = build(recipe)
-    stream = GroupStream(
-        index.lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed, index.weights
-    )
+    stream = GroupStream.of(recipe, index)
     preparer = Preparer(index, recipe, jobs[0].needs, jobs[0].num_microbatches)
     seconds: list[list[float]] = [[], []]
     for step in range(WARM_UP + STEPS):

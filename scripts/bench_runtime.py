@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmtrain.balance import Grouping
 from mmtrain.cli.cluster import cluster_of
 from mmtrain.data import GroupStream, Preparer, build
 from mmtrain.plan import plan
@@ -79,8 +78,7 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     world = join(address)
     job = assemble(recipe, chosen, world)
     index = build(recipe)
-    grouping = Grouping.of(recipe.data, recipe.train.global_batch)
-    stream = GroupStream(index.lengths, grouping, recipe.train.seed, index.weights)
+    stream = GroupStream.of(recipe, index)
     preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
     num_actions = len(job.program.for_rank(world.rank))
     meter = Meter(job, stream, chosen.hardware)

@@ -1,6 +1,12 @@
 """What to plan for where the recipe leaves it open: this machine."""
 
-from mmtrain.recipe import Recipe
+from typing import TYPE_CHECKING
+
+from mmtrain.recipe import Recipe, sha256
+
+if TYPE_CHECKING:
+    from mmtrain.balance import SampleLengths
+    from mmtrain.plan import Plan
 
 
 def cluster_of(recipe: Recipe) -> tuple[int, str]:
@@ -22,3 +28,12 @@ def cluster_of(recipe: Recipe) -> tuple[int, str]:
         if ranks is None:
             ranks = torch.cuda.device_count() if has_gpu else 2  # two processes are the least that can cooperate
     return ranks, hardware
+
+
+def plan_here(recipe: Recipe, lengths: "SampleLengths", num_ranks: int | None = None, top: int = 5) -> "Plan":
+    """The plan for the recipe's cluster, or for this machine; on `num_ranks` ranks where their number is given."""
+    from mmtrain.plan import plan
+
+    ranks, hardware = cluster_of(recipe)
+    sha = sha256(recipe)
+    return plan(recipe, lengths, world_size=num_ranks or ranks, hardware=hardware, recipe_sha256=sha, top=top)

@@ -8,9 +8,6 @@ import typer
 from mmtrain.cli.options import AsJson, RunFolder
 
 if TYPE_CHECKING:
-    from mmtrain.balance import SampleLengths
-    from mmtrain.plan import Plan
-    from mmtrain.recipe import Recipe
     from mmtrain.report import EvaluationResult
 
 
@@ -34,19 +31,11 @@ def evaluate(
     An answer counts when it matches exactly; the baseline gives each question template its most frequent answer.
     Under torchrun or SLURM each process started is one rank, and holds its own stages of the model alone.
     """
+    from mmtrain.cli.cluster import plan_here
     from mmtrain.runtime.evaluate import Request
     from mmtrain.runtime.evaluate import run as evaluate_run
 
-    evaluate_run(Request(run, _plan, partial(_show, as_json), limit, blank_images, ranks))
-
-
-def _plan(recipe: "Recipe", lengths: "SampleLengths", num_ranks: int) -> "Plan":
-    from mmtrain.cli.cluster import cluster_of
-    from mmtrain.plan import plan
-    from mmtrain.recipe import sha256
-
-    _, hardware = cluster_of(recipe)
-    return plan(recipe, lengths, world_size=num_ranks, hardware=hardware, recipe_sha256=sha256(recipe))
+    evaluate_run(Request(run, plan_here, partial(_show, as_json), limit, blank_images, ranks))
 
 
 def _show(as_json: bool, report: "EvaluationResult") -> None:

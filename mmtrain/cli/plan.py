@@ -19,17 +19,14 @@ def plan(
 ) -> None:
     """Choose a parallel plan and show what it beat."""
     from mmtrain.errors import UserError
-    from mmtrain.recipe import load, sha256
+    from mmtrain.recipe import load
 
     settings = load(recipe, overrides).recipe  # a wrong recipe is told before anything slow starts
-    from mmtrain.cli.cluster import cluster_of
+    from mmtrain.cli.cluster import plan_here
     from mmtrain.data import build
-    from mmtrain.plan import plan as choose
     from mmtrain.report import plan_table
 
-    ranks, hardware = cluster_of(settings)
-    lengths = build(settings).lengths
-    chosen = choose(settings, lengths, world_size=ranks, hardware=hardware, recipe_sha256=sha256(settings), top=top)
+    chosen = plan_here(settings, build(settings).lengths, top=top)
     if out is not None:
         try:
             chosen.save(out)

@@ -36,19 +36,29 @@ def profile(
     """
     import json
     import statistics
+    from tempfile import TemporaryFile
 
+    from mmtrain.errors import UserError
     from mmtrain.recipe import load
 
     settings = load(recipe, overrides).recipe  # a wrong recipe is told before torch has loaded
     from mmtrain.cli.cluster import cluster_of
     from mmtrain.costs.table import CostTable
     from mmtrain.plan.profiling import sizes_to_measure
-    from mmtrain.runtime.profile import ProfileRequest
+    from mmtrain.runtime.profile import ProfileRequest, unmeasured
     from mmtrain.runtime.profile import profile as measure
 
     ranks, hardware = cluster_of(settings)
+    request = ProfileRequest(settings, hardware, sizes_to_measure(settings, ranks, only, tp))
     before = CostTable.load(out, "--out") if out.exists() else None
-    found = measure(ProfileRequest(settings, hardware, sizes_to_measure(settings, ranks, only, tp)))
+    if before is not None:
+        before.merged(unmeasured(request))  # refused now rather than after minutes of measuring
+    try:
+        with TemporaryFile(dir=out.parent):  # likewise
+            pass
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot write the cost table: {error.strerror}") from None
+    found = measure(request)
     table = found.table if before is None else before.merged(found.table)
     table.save(out)
     if as_json:

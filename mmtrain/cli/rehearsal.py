@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mmtrain.balance import Grouping
     from mmtrain.data import DataIndex
     from mmtrain.plan import Plan
     from mmtrain.program import Timeline
@@ -18,7 +17,6 @@ class Rehearsal:
     """What was simulated, on what, and the trace of a run that took the same steps."""
 
     index: "DataIndex"
-    grouping: "Grouping"
     plan: "Plan"
     steps: list[int]  # counted from 1
     timelines: "list[Timeline]"  # of the steps
@@ -32,33 +30,28 @@ def rehearsal(
 
     Raises UserError for a plan of another recipe, and for a trace that cannot be read or is of another plan.
     """
-    from mmtrain.balance import Grouping
-    from mmtrain.cli.cluster import cluster_of
+    from mmtrain.cli.cluster import plan_here
     from mmtrain.data import GroupStream, build
     from mmtrain.errors import UserError
-    from mmtrain.plan import plan as choose
     from mmtrain.plan.files import load as load_plan
     from mmtrain.plan.files import require_match
     from mmtrain.plan.rehearse import rehearse
     from mmtrain.recipe import sha256
     from mmtrain.report.comparison import Trace
 
-    index, sha = build(recipe), sha256(recipe)
+    index = build(recipe)
     if plan_path is None:
-        ranks, hardware = cluster_of(recipe)
-        plan = choose(recipe, index.lengths, world_size=ranks, hardware=hardware, recipe_sha256=sha)
+        plan = plan_here(recipe, index.lengths)
     else:
         plan = load_plan(plan_path)
-        require_match(plan, sha, plan.world_size, plan.hardware)
+        require_match(plan, sha256(recipe), plan.world_size, plan.hardware)
     trace = None if trace_path is None else Trace.load(trace_path)
     if trace is not None and trace.plan_sha256 != plan.sha256:
         raise UserError(f"{trace_path}: recorded with another plan than {plan_path}; give the one that was run")
-    grouping, train = Grouping.of(recipe.data, recipe.train.global_batch), recipe.train
-    stream = GroupStream(index.lengths, grouping, train.seed, index.weights)
+    stream, global_batch = GroupStream.of(recipe, index), recipe.train.global_batch
     dp = {name: unit.dp for name, unit in plan.units.items()}
     numbers = list(steps) if trace is None else trace.steps
     timelines = [
-        rehearse(recipe, plan, stream.batch(n - 1, train.global_batch, dp, plan.schedule.num_microbatches))
-        for n in numbers
+        rehearse(recipe, plan, stream.batch(n - 1, global_batch, dp, plan.schedule.num_microbatches)) for n in numbers
     ]
-    return Rehearsal(index, grouping, plan, numbers, timelines, trace)
+    return Rehearsal(index, plan, numbers, timelines, trace)

@@ -21,6 +21,7 @@ def report(
     """
     import time
 
+    from mmtrain.balance import Grouping
     from mmtrain.cli.rehearsal import rehearsal
     from mmtrain.costs.hardware import GIB
     from mmtrain.data.compare import compare_methods
@@ -38,10 +39,11 @@ def report(
     settings = load(source / RECIPE if is_run else source, overrides).recipe
     recorded = source / TRACE if is_run and (source / TRACE).exists() else None
     found = rehearsal(settings, plan or source / PLAN, recorded)
+    grouping = Grouping.of(settings.data, settings.train.global_batch)
     scores = compare_methods(
         found.index.lengths,
         found.index.weights,
-        found.grouping,
+        grouping,
         settings.train.seed,
         found.plan.units["llm"].dp,
         time.perf_counter,
@@ -53,7 +55,7 @@ def report(
         rows=compare(found.timelines, found.trace),
         memory_limit_gib=machine_for(settings, found.plan.hardware).memory_bytes / GIB,
         scores=scores,
-        chosen=found.grouping.method,
+        chosen=grouping.method,
         trace=found.trace,
         metrics=read_metrics(source) if is_run else None,
     )

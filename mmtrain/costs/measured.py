@@ -88,9 +88,7 @@ class MeasuredCosts:
     model: AnalyticCosts
     extrapolated: set[str] = field(default_factory=set, compare=False)
     missing: set[str] = field(default_factory=set, compare=False)
-
-    def __hash__(self) -> int:
-        return id(self)
+    _curves: dict[tuple[str, int, Quantity], Curve] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def source(self) -> str:
@@ -108,7 +106,7 @@ class MeasuredCosts:
         """Seconds one rank of `tp` spends on `layer`; see `CostModel`."""
         if load.tokens == 0 or (kind == "backward" and not (layer.trainable or input_grad)):
             return 0.0
-        entry = self.table.by_layer.get((_key(layer), tp))
+        entry = self._entry(layer, tp)
         timed: Timed = kind
         if kind == "backward" and not (layer.trainable and input_grad):
             timed = "backward_weight" if layer.trainable else "backward_input"
@@ -117,17 +115,17 @@ class MeasuredCosts:
         if entry is None or timed not in entry.samples[0].seconds:
             self.missing.add(f"{layer.kind} tp{tp}")
             return self.model.seconds(layer, tp, load, kind, input_grad=input_grad)
-        return self._flagged(_curve(entry, timed), layer, tp, load)
+        return self._flagged(entry, timed, layer, load)
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
     ) -> int:
         """Bytes one rank keeps between forward and backward of `layer`; see `CostModel`."""
-        entry = self.table.by_layer.get((_key(layer), tp))
+        entry = self._entry(layer, tp)
         if entry is None or recompute or load.tokens == 0 or not (layer.trainable or input_grad):
             return self.model.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
         least = analytic.input_bytes(layer, load, self.model.element_bytes)
-        return max(least, round(self._flagged(_curve(entry, "bytes"), layer, tp, load)))
+        return max(least, round(self._flagged(entry, "bytes", layer, load)))
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Seconds of one message of `nbytes` between two ranks."""
@@ -143,48 +141,39 @@ class MeasuredCosts:
         entry = self.table.by_message.get((kind, size))
         if entry is None:
             return None
-        x, y = np.array(entry.nbytes, dtype=np.float64), np.array(entry.seconds)
-        if nbytes > x[-1]:  # large messages are bandwidth alone
-            return float(y[-1] * nbytes / x[-1])
-        return float(np.interp(nbytes, x, y))
+        largest, seconds = entry.nbytes[-1], entry.seconds
+        if nbytes > largest:  # large messages are bandwidth alone
+            return seconds[-1] * nbytes / largest
+        return float(np.interp(nbytes, entry.nbytes, seconds))
 
-    def _flagged(self, curve: Curve, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+    def _entry(self, layer: LayerShape, tp: int) -> LayerEntry | None:
+        return self.table.by_layer.get((_key(layer), tp))
+
+    def _flagged(self, entry: LayerEntry, quantity: Quantity, layer: LayerShape, load: TokenLoad) -> float:
+        key = (_key(layer), entry.tp, quantity)
+        if key not in self._curves:
+            self._curves[key] = fitted(entry, quantity)
+        curve = self._curves[key]
         if not curve.covers(load):
             lo, hi = curve.tokens[[0, -1]].astype(int).tolist()
-            self.extrapolated.add(f"{layer.kind} tp{tp} beyond {lo} to {hi} tokens")
+            self.extrapolated.add(f"{layer.kind} tp{entry.tp} beyond {lo} to {hi} tokens")
         return curve.at(load)
 
 
 def errors(entry: LayerEntry, held_out: Sequence[LayerSample]) -> list[float]:
     """Relative errors of interpolated forwards and backwards at loads that the entry does not hold."""
-    found = []
-    for sample in held_out:
-        for timed in _COMPARED:
-            if timed in sample.seconds and timed in entry.samples[0].seconds:
-                found.append(abs(_curve(entry, timed).at(sample.load) / sample.seconds[timed] - 1))
-    return found
+    curves = {timed: fitted(entry, timed) for timed in _COMPARED if timed in entry.samples[0].seconds}
+    return [
+        abs(curve.at(sample.load) / sample.seconds[timed] - 1)
+        for sample in held_out
+        for timed, curve in curves.items()
+        if timed in sample.seconds
+    ]
 
 
-def _curve(entry: LayerEntry, quantity: Quantity) -> Curve:
-    return _fit(_Same(entry), quantity)
-
-
-@dataclass(frozen=True)
-class _Same:
-    """An entry that is only equal to itself, so that its curves can be kept."""
-
-    entry: LayerEntry
-
-    def __hash__(self) -> int:
-        return id(self.entry)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.entry is self.entry
-
-
-@lru_cache(maxsize=4096)
-def _fit(same: _Same, quantity: Quantity) -> Curve:
-    samples = same.entry.samples
+def fitted(entry: LayerEntry, quantity: Quantity) -> Curve:
+    """The curve through an entry's samples."""
+    samples = entry.samples
     values = [float(s.activation_bytes) if quantity == "bytes" else s.seconds[quantity] for s in samples]
     return Curve.fit([s.load for s in samples], values)
 

@@ -1,6 +1,6 @@
 """The cost table: what layers and messages were measured to take on one kind of hardware. JSON, read back exactly."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -121,18 +121,13 @@ class CostTable(_Frozen):
 
 def described(layer: LayerShape) -> dict[str, Any]:
     """A layer's fields without defaults, and without what trains: that decides which measured seconds count."""
-    bare, default = asdict(trained(layer)), asdict(LayerShape(layer.kind, 0, 0))
+    bare, default = asdict(layer), asdict(LayerShape(layer.kind, 0, 0))
     del bare["trainable"], bare["frozen"]
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in bare.items()
         if value != default[name] or name == "kind"
     }
-
-
-def trained(layer: LayerShape) -> LayerShape:
-    """The layer with nothing frozen."""
-    return replace(layer, trainable=True, frozen=frozenset())
 
 
 def layer_key(fields: dict[str, Any]) -> str:

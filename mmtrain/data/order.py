@@ -11,6 +11,7 @@ from mmtrain.balance import BatchMeta, Grouping, Groups, IntArray, SampleLengths
 from mmtrain.balance.methods import Sizes, arrange, compose, sizes_of, spare_groups, split_to
 from mmtrain.data.index import DataIndex
 from mmtrain.errors import DataError
+from mmtrain.recipe.schema import Recipe
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -47,6 +48,12 @@ class GroupStream:
             if len(samples)
         )
         self._turns: tuple[int, IntArray] | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe, index: DataIndex) -> "GroupStream":
+        """The order in which a recipe trains on its samples."""
+        grouping = Grouping.of(recipe.data, recipe.train.global_batch)
+        return cls(index.lengths, grouping, recipe.train.seed, index.weights)
 
     @property
     def groups_per_epoch(self) -> int:

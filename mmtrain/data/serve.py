@@ -14,7 +14,6 @@ from socket import socket
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from mmtrain.balance import Grouping
 from mmtrain.data.index import build
 from mmtrain.data.order import GroupStream
 from mmtrain.data.prepare import StepMaker, StepRequest
@@ -237,7 +236,5 @@ class Producer:
 def open_producer(recipe: Recipe, bind: str, workers: int, note: Note) -> Producer:
     """A producer of the recipe's steps. Raises `DataError` if the data or the address cannot be used."""
     index = build(recipe)
-    grouping = Grouping.of(recipe.data, recipe.train.global_batch)
-    stream = GroupStream(index.lengths, grouping, recipe.train.seed, index.weights)
-    maker = StepMaker(index, stream, recipe)
+    maker = StepMaker(index, GroupStream.of(recipe, index), recipe)
     return Producer(maker, facts(recipe, index), bind, workers, note)

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import resource
 import shutil
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,7 @@ OPTIONAL = (
     ("zmq", "serve", "`mmtrain data serve` and data.producers"),
     ("matplotlib", "report", "pictures of `mmtrain data stats --png`"),
 )
+TALK = "look at firewalls, and at GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,13 @@ def examine(folder: Path, links: bool = True) -> Health:
         try:
             messages = _links()
         except MmtrainError as error:
-            findings.append(Finding("missing", f"two processes of this machine cannot talk: {error}", _TALK))
-    return Health(_versions(), _devices(cuda), _preset(cuda, findings), backends, attention, messages, findings)
-
-
-_TALK = "look at firewalls, and at GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+            findings.append(Finding("missing", f"two processes of this machine cannot talk: {error}", TALK))
+    try:
+        preset = preset_for_device(torch.cuda.get_device_name(0) if cuda else None)
+    except PlanError as error:
+        preset = None
+        findings.append(Finding("missing", "plans for this hardware", str(error)))
+    return Health(_versions(), _devices(cuda), preset, backends, attention, messages, findings)
 
 
 def _versions() -> dict[str, str]:
@@ -99,14 +103,6 @@ def _devices(cuda: bool) -> list[str]:
         properties = torch.cuda.get_device_properties(index)
         gpus.append(f"GPU {index}: {properties.name}, {properties.total_memory / GIB:.0f} GiB")
     return [host, *gpus]
-
-
-def _preset(cuda: bool, findings: list[Finding]) -> str | None:
-    try:
-        return preset_for_device(torch.cuda.get_device_name(0) if cuda else None)
-    except PlanError as error:
-        findings.append(Finding("missing", "plans for this hardware", str(error)))
-        return None
 
 
 def _missing() -> list[Finding]:
@@ -144,8 +140,6 @@ def _system(folder: Path) -> list[Finding]:
         found.append(
             Finding("slow", "/dev/shm is small, which data workers and NCCL use", "docker run --shm-size=8g or more")
         )
-    import resource
-
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < FEW_FILES:
         found.append(

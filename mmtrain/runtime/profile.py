@@ -62,7 +62,6 @@ class Profile:
 class _Found(BaseModel):
     """What the ranks of one tensor-parallel size measured."""
 
-    device: str
     layers: list[LayerEntry]
     messages: list[MessageEntry]
     errors: dict[str, list[float]]
@@ -80,17 +79,24 @@ def profile(request: ProfileRequest) -> Profile:
             out = Path(folder) / f"tp{tp}.json"
             launch_local(tp, partial(_measure_rank, request, tp, out))
             found.append(_Found.model_validate_json(out.read_text(encoding="utf-8")))
-    dtype = compute_dtype(request.recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    table = CostTable(
+    entries = {
+        "layers": tuple(entry for part in found for entry in part.layers),
+        "messages": tuple(entry for part in found for entry in part.messages),
+    }
+    table = unmeasured(request).model_copy(update=entries)
+    return Profile(table, {name: tuple(values) for part in found for name, values in part.errors.items()})
+
+
+def unmeasured(request: ProfileRequest) -> CostTable:
+    """The table without its entries: what it will say of this machine."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return CostTable(
         hardware=request.hardware,
-        device=found[0].device,
-        precision="bf16" if dtype == torch.bfloat16 else "fp32",
+        device=device_name(device),
+        precision="bf16" if compute_dtype(request.recipe, device) == torch.bfloat16 else "fp32",
         software={"python": platform.python_version(), "torch": torch.__version__},
         date=time.strftime("%Y-%m-%d"),
-        layers=tuple(entry for part in found for entry in part.layers),
-        messages=tuple(entry for part in found for entry in part.messages),
     )
-    return Profile(table, {name: tuple(values) for part in found for name, values in part.errors.items()})
 
 
 def _measure_rank(request: ProfileRequest, tp: int, out: Path, address: Address) -> None:
@@ -106,7 +112,7 @@ def _measure_rank(request: ProfileRequest, tp: int, out: Path, address: Address)
     model = shape(request.recipe)
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
     distinct = [(unit, index) for unit in units for index in _distinct(unit)]
-    found = _Found(device=device_name(world.device), layers=[], messages=[], errors={})
+    found = _Found(layers=[], messages=[], errors={})
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"tp {tp}", total=len(distinct) + 1)
         for unit, index in distinct:

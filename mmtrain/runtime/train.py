@@ -166,8 +166,7 @@ def _steps(
 ) -> Path | None:
     """Open everything that steps need, and take them."""
     recipe, world = job.recipe, job.world
-    grouping = Grouping.of(recipe.data, recipe.train.global_batch)
-    stream = GroupStream(index.lengths, grouping, recipe.train.seed, index.weights)
+    stream = GroupStream.of(recipe, index)
     meter, validate = Meter(job, stream, plan.hardware), _validation(job)
     steps = frozenset(recipe.train.trace)
     tracer = Tracer(steps, job.graph, world, meter.timing, plan.sha256, request.run_dir / TRACE)

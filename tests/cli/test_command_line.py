@@ -11,6 +11,7 @@ import typer
 
 import mmtrain
 from mmtrain.cli import app as table
+from mmtrain.costs import CostTable
 from mmtrain.errors import DataError, MmtrainError, RecipeError, RunError, StoppedAndSaved
 
 COMMANDS = [
@@ -189,3 +190,15 @@ def test_demo_data_spares_other_files(mm, tmp_path: Path) -> None:
     result = mm("data", "demo", "--out", str(tmp_path))
     assert result.code == 2
     assert (tmp_path / "thesis.txt").exists()
+
+
+def test_a_table_that_could_not_be_kept_is_told_before_anything_is_measured(mm, tmp_path: Path) -> None:
+    demo = str(Path(__file__).parents[2] / "recipes/demo.yaml")
+    nowhere = mm("profile", demo, "--tp", "1", "--out", str(tmp_path / "none" / "costs.json"))
+    assert nowhere.code == 2
+    assert "costs.json: cannot write the cost table: No such file or directory" in nowhere.err
+    other = tmp_path / "costs.json"
+    CostTable(hardware="h100-80g", device="x", precision="bf16", software={}, date="2026-01-01").save(other)
+    refused = mm("profile", demo, "--tp", "1", "--set", "cluster.hardware=cpu-core", "--out", str(other))
+    assert refused.code == 2
+    assert "was measured with hardware h100-80g, now it is cpu-core" in refused.err

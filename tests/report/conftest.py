@@ -4,7 +4,24 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
+from mmtrain.plan import Plan, plan
+from mmtrain.plan.rehearse import rehearse
+from mmtrain.program import Timeline
 from mmtrain.report import StepMetrics, TimeSplit
+from tests.plan import factory
+
+
+@pytest.fixture(scope="package")
+def rehearsed() -> tuple[Plan, Timeline]:
+    """A plan on two ranks, and its step simulated."""
+    settings = factory.recipe()
+    chosen = plan(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
+    pricing, _ = factory.pricing_for(settings)
+    dp = {name: unit.dp for name, unit in chosen.units.items()}
+    [batch, *_] = pricing.batches.lay_out(dp, chosen.schedule.num_microbatches)
+    return chosen, rehearse(settings, chosen, batch)
 
 
 def metrics(step: int, **changes: Any) -> StepMetrics:

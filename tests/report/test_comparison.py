@@ -7,24 +7,17 @@ from pathlib import Path
 import pytest
 
 from mmtrain.errors import UserError
-from mmtrain.plan import plan
-from mmtrain.plan.rehearse import rehearse
+from mmtrain.plan import Plan
 from mmtrain.program import Timeline
 from mmtrain.program.measured import MeasuredStep, run_trace
 from mmtrain.report.comparison import Trace, compare, comparison_text, overlay, stage_seconds
-from tests.plan import factory
 
 SHA = "ab" * 32
 
 
-@pytest.fixture(scope="module")
-def timeline() -> Timeline:
-    settings = factory.recipe()
-    chosen = plan(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
-    pricing, _ = factory.pricing_for(settings)
-    dp = {name: unit.dp for name, unit in chosen.units.items()}
-    [batch, *_] = pricing.batches.lay_out(dp, chosen.schedule.num_microbatches)
-    return rehearse(settings, chosen, batch)
+@pytest.fixture
+def timeline(rehearsed: tuple[Plan, Timeline]) -> Timeline:
+    return rehearsed[1]
 
 
 def _slower(timeline: Timeline, factor: float) -> Timeline:

@@ -6,13 +6,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mmtrain.plan import plan
-from mmtrain.plan.rehearse import rehearse
+from mmtrain.plan import Plan
+from mmtrain.program import Timeline
 from mmtrain.program.measured import MeasuredStep, run_trace
 from mmtrain.report.comparison import Trace, compare
 from mmtrain.report.html import Contents, page
 from mmtrain.report.html_svg import curve, timeline
-from tests.plan import factory
 from tests.report.conftest import metrics
 
 VOID = {"meta"}
@@ -47,14 +46,9 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-@pytest.fixture(scope="module")
-def contents() -> Contents:
-    settings = factory.recipe()
-    chosen = plan(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
-    pricing, _ = factory.pricing_for(settings)
-    dp = {name: unit.dp for name, unit in chosen.units.items()}
-    [batch, *_] = pricing.batches.lay_out(dp, chosen.schedule.num_microbatches)
-    step = rehearse(settings, chosen, batch)
+@pytest.fixture
+def contents(rehearsed: tuple[Plan, Timeline]) -> Contents:
+    chosen, step = rehearsed
     return Contents("try", chosen, [step], compare([step], None), 4.0)
 
 
