@@ -183,7 +183,7 @@ def _llm(m: LlmSettings) -> UnitShape:
         kv_heads=m.kv_heads or m.heads,
         head_dim=m.head_dim or m.hidden // m.heads,
         ffn=m.ffn,
-        gated=True,
+        gated=m.mlp == "swiglu",
         causal=True,
         rms_norm=True,
         qkv_bias=m.qkv_bias,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe import yaml
+from mmtrain.recipe import presets, yaml
 from mmtrain.recipe.checks import CHECKS
 from mmtrain.recipe.problems import validate
 from mmtrain.recipe.schema import Recipe
@@ -45,7 +45,7 @@ class _Files:
 
 
 def load(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Loaded:
-    """Load the recipe at `path`: its `extends` ancestors, `${env:NAME}`, then the overrides `a.b.0=c`.
+    """Load the recipe at `path`: its `extends` ancestors, `${env:NAME}`, the overrides `a.b.0=c`, then presets.
 
     Raises `RecipeError` with every problem at once: dotted path, what was found, what is allowed, file and line.
     """
@@ -53,7 +53,7 @@ def load(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | Non
     tree = _read(path, files, ())
     for override in overrides:
         tree = _override(tree, override, files)
-    tree = _anchor_paths(tree)
+    tree = presets.fill(_anchor_paths(tree))
     problems, recipe = validate(tree, files.problems, CHECKS)
     if recipe is None:
         raise RecipeError(_message(path, problems))

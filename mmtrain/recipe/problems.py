@@ -76,8 +76,10 @@ def _run(check: Check, recipe: Recipe, tree: Node) -> Iterator[Problem]:
 
 
 def _follows(details: dict[str, Any], others: list[dict[str, Any]]) -> bool:
-    """A list that is too short only because its bad items were left out of the count is no problem of its own."""
+    """Whether a problem comes from another: a list too short without its bad items, what an unknown preset lacks."""
     keys = details["loc"]
+    if details["type"] == "missing" and any(o["loc"] == (*keys[:-1], "preset") for o in others):
+        return True
     return details["type"] == "too_short" and any(keys == o["loc"][: len(keys)] for o in others if o is not details)
 
 
@@ -97,7 +99,8 @@ def _problem(details: dict[str, Any], tree: Node) -> Problem:
         return Problem(keys, f"missing; allowed: {allowed}" + (f" ({about})" if about else ""), node.origin)
     if kind in ("too_short", "too_long"):
         return Problem(keys, f"{details['msg']}; allowed: {allowed}", node.origin)
-    near = get_close_matches(str(node.value), schema.get("enum", ()), n=1)
+    names = [name for branch in schema.get("anyOf", [schema]) for name in branch.get("enum", ())]
+    near = get_close_matches(str(node.value), names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return Problem(keys, f"found {_shown(node)}, allowed: {allowed}{hint}", node.origin)
 

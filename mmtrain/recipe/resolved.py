@@ -23,7 +23,7 @@ def sha256(recipe: Recipe) -> str:
 
     Learning rates, seeds, steps, checkpoints and folders of output leave it unchanged, so they do not void a plan.
     """
-    updates = {unit: {"lr_scale", "weight_decay"} for unit in type(recipe.model).model_fields}
+    updates = {unit: {"preset", "lr_scale", "weight_decay"} for unit in type(recipe.model).model_fields}
     settings = {
         "model": recipe.model.model_dump(mode="json", exclude=updates),
         "data": recipe.data.model_dump(mode="json", include=_PLANNED_DATA),

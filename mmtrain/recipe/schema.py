@@ -9,10 +9,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mmtrain.recipe.presets import AudioPreset, LlmPreset, VisionPreset
+
 PositiveInt = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 UnitName = Literal["vision", "audio", "llm"]
+_PRESET = "A published model, whose settings fill in those not written here."
 
 
 class Section(BaseModel):
@@ -58,6 +61,7 @@ class EncoderSettings(UnitSettings):
 class VisionSettings(EncoderSettings):
     """A vision transformer over image patches, with downsampling and projector."""
 
+    preset: VisionPreset | None = Field(None, description=_PRESET)
     patch: PositiveInt = Field(14, description="Side of a square patch, in pixels.")
     activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = Field("gelu", description="Activation of the MLP.")
     norm_eps: float = Field(1e-6, gt=0, description="Epsilon of the layer norms.")
@@ -97,6 +101,7 @@ class AudioSettings(EncoderSettings):
     Two convolutions of kernel 3, the second of stride 2, then pre-norm blocks (Radford et al., arXiv 2212.04356).
     """
 
+    preset: AudioPreset | None = Field(None, description=_PRESET)
     mel_bins: PositiveInt = Field(80, description="Mel bands of a frame (Whisper: 80, large-v3: 128).")
     activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="Activation of convolutions and MLP.")
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the layer norms.")
@@ -121,14 +126,18 @@ class AudioSettings(EncoderSettings):
 
 
 class LlmSettings(UnitSettings):
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Llama, Qwen2)."""
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention (Llama, Qwen2)."""
 
+    preset: LlmPreset | None = Field(None, description=_PRESET)
     heads: PositiveInt = Field(description="Query heads.")
     kv_heads: PositiveInt | None = Field(
         None, description="Key and value heads; divides `heads`. Default: as many as heads."
     )
     head_dim: PositiveInt | None = Field(None, description="Width of one head. Default: hidden / heads.")
-    ffn: PositiveInt = Field(description="Width of the gated MLP's inner layer.")
+    ffn: PositiveInt = Field(description="Width of the MLP's inner layer.")
+    mlp: Literal["swiglu", "gelu"] = Field(
+        "swiglu", description="`swiglu`: two input projections, one gating the other; `gelu`: one (GPT)."
+    )
     vocab: PositiveInt = Field(
         description="Rows of the embedding; at least the tokenizer's size. Padded up to a multiple of 64."
     )

@@ -33,6 +33,7 @@ MODELS = {
         },
         llm={"qkv_bias": True},
     ),
+    "gelu": settings(llm={"mlp": "gelu"}),
     "frozen_encoder": settings(vision={"freeze": True}),
     "frozen_llm": settings(llm={"freeze": True}),
     "only_projector": settings(vision={"freeze": True}, llm={"freeze": True}),

@@ -1,0 +1,93 @@
+"""Presets: what they fill in, and that their shapes have as many parameters as their sources say."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from mmtrain.costs import parameters
+from mmtrain.errors import RecipeError
+from mmtrain.models.shape import shape
+from mmtrain.recipe import dump, editor_schema, load, sha256
+from mmtrain.recipe.presets import AUDIO, LLM, PRESETS, VISION, AudioPreset, LlmPreset, VisionPreset
+from mmtrain.recipe.schema import Recipe
+from tests.recipe.conftest import Write
+
+UNITS = [(unit, name) for unit, known in PRESETS.items() for name in known]
+
+
+@pytest.fixture
+def tiny(write: Write) -> Path:
+    """A recipe that writes nothing of its vision unit but what it takes from a preset."""
+    return write(
+        "tiny.yaml",
+        """
+        name: tiny
+        model:
+          vision: {preset: internvit-300m, layers: 2}
+          llm: {layers: 2, hidden: 64, heads: 4, ffn: 128, vocab: 512}
+        data:
+          sources: [{path: train.json}]
+          tokenizer: tok.json
+          seq_len: 2048
+        train: {steps: 10, global_batch: 4, optimizer: {lr: 1e-3}}
+        """,
+    )
+
+
+def test_what_is_written_stands_and_the_preset_fills_the_rest(tiny: Path) -> None:
+    loaded = load(tiny, env={})
+    vision = loaded.recipe.model.vision
+    assert vision is not None
+    assert (vision.layers, vision.hidden, vision.heads, vision.class_token) == (2, 1024, 16, True)
+    assert loaded.origin("model.vision.layers") == f"{tiny}:3"
+    assert loaded.origin("model.vision.hidden") == f"{tiny}:3, preset internvit-300m"
+
+
+def test_a_preset_of_the_command_line_fills_what_no_file_writes(tiny: Path) -> None:
+    vision = load(tiny, ["model.vision.preset=vit-huge"], env={}).recipe.model.vision
+    assert vision is not None
+    assert (vision.layers, vision.hidden) == (2, 1280)
+
+
+def test_a_preset_means_the_settings_it_stands_for(tiny: Path, tmp_path: Path) -> None:
+    recipe = load(tiny, env={}).recipe
+    again = tmp_path / "resolved.yaml"
+    again.write_text(dump(recipe), encoding="utf-8")
+    assert load(again, env={}).recipe == recipe
+    spelt = load(again, ["model.vision.preset=null"], env={}).recipe
+    assert sha256(spelt) == sha256(recipe)
+
+
+def test_an_unknown_preset_is_the_only_problem_told(tiny: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        load(tiny, ["model.vision.preset=internvit-6"], env={})
+    first, *others = str(error.value).splitlines()[1:]
+    assert "model.vision.preset: found the text 'internvit-6', allowed: eva-clip-18b" in first
+    assert "did you mean internvit-6b?" in first
+    assert not others
+
+
+def test_editors_are_told_all_names() -> None:
+    assert set(get_args(VisionPreset)) == set(VISION)
+    assert set(get_args(AudioPreset)) == set(AUDIO)
+    assert set(get_args(LlmPreset)) == set(LLM)
+    settings = editor_schema()["$defs"]["LlmSettings"]["properties"]["preset"]
+    assert "internlm2-20b" in str(settings)
+
+
+@pytest.mark.parametrize(("unit", "name"), UNITS)
+def test_parameters_are_those_published(unit: str, name: str) -> None:
+    preset = PRESETS[unit][name]
+    llm = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 512}
+    model: dict[str, Any] = {"llm": llm} | {unit: dict(preset.settings)}
+    recipe = Recipe.model_validate(
+        {
+            "name": "preset",
+            "model": model,
+            "data": {"sources": [{"path": "x.json"}], "tokenizer": "t.json", "seq_len": 2048},
+            "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}},
+        }
+    )
+    layers = [layer for layer in shape(recipe).unit(unit).layers if layer.kind != "projector"]
+    assert sum(map(parameters, layers)) == pytest.approx(preset.parameters, rel=preset.tolerance)
