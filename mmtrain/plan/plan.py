@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mmtrain.program.assemble import ScheduleKind
 
 PLAN_VERSION = 1
-Placement = Literal["unified", "disaggregated", "colocated"]
+Placement = Literal["unified", "disaggregated", "colocated", "replicated"]
 
 
 class _Frozen(BaseModel):
@@ -84,13 +84,14 @@ class Prediction(_Frozen):
 
 
 class Alternative(_Frozen):
-    """A plan that was considered and lost, and why."""
+    """A plan that was considered and lost, and why; one that is not `runnable` may be faster than the chosen one."""
 
     summary: str
     placement: Placement
     step_time_s: float | None
     peak_memory_gib: float | None
     reason: str
+    runnable: bool = True  # by this version's runtime
 
 
 class Plan(_Frozen):

@@ -1,5 +1,7 @@
 """The planner's story: from a recipe and the lengths of its data to the fastest plan that fits, and why."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mmtrain.balance import Grouping, SampleLengths
@@ -13,6 +15,7 @@ from mmtrain.plan.cut import Sizing
 from mmtrain.plan.judge import Judged
 from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction, SchedulePlan
 from mmtrain.plan.pricing import Pricing, sizes_of
+from mmtrain.plan.replicated import Phases
 from mmtrain.plan.search import SAME, Outcome, search, sizings
 from mmtrain.program import build
 from mmtrain.recipe.schema import Recipe
@@ -60,6 +63,9 @@ def plan(
     chosen, *slower = outcome.judged
     build(chosen.graph)  # refuses what the runtime could not run to its end
     losers = [*(_slower(j, chosen) for j in slower), *outcome.losers]
+    if recipe.parallel.placement == "auto" and world_size > 1:
+        phases = Phases(shape, pricing.costs, precision, batches, machine, world_size)
+        losers.append(phases.alternative(chosen.step_time_s))
     return Plan(
         recipe_sha256=recipe_sha256,
         hardware=hardware,
@@ -71,8 +77,17 @@ def plan(
         },
         schedule=SchedulePlan(num_microbatches=dict(chosen.layout.num_microbatches)),
         predicted=predict(chosen, pricing, machine, world_size),
-        alternatives=tuple(losers[:top]),
+        alternatives=shown(losers, top),
     )
+
+
+def shown(losers: Sequence[Alternative], top: int) -> tuple[Alternative, ...]:
+    """The `top` best losers, fastest first, those never simulated last; of each placement at least one if it can be."""
+    ranked = sorted(losers, key=lambda a: math.inf if a.step_time_s is None else a.step_time_s)
+    placements = [a.placement for a in ranked]
+    first = [placements.index(p) == i for i, p in enumerate(placements)]
+    kept = sorted(range(len(ranked)), key=lambda i: not first[i])[:top]
+    return tuple(ranked[i] for i in sorted(kept))
 
 
 def machine_for(recipe: Recipe, hardware: str) -> Hardware:

@@ -54,12 +54,16 @@ def _sentences(plan: Plan) -> Iterator[str]:
     bubbles = sorted(p.bubbles.items(), key=lambda item: -item[1])
     idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles if share >= 0.0005)
     yield f"Ranks idle {sum(p.bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
-    slower = next((other for other in plan.alternatives if other.step_time_s is not None), None)
+    judged = [other for other in plan.alternatives if other.step_time_s is not None]
+    slower = next((other for other in judged if other.runnable), None)
     if slower is not None and slower.step_time_s is not None:
         ratio = slower.step_time_s / p.step_time_s
         yield f"Chosen as the fastest that fits; the next, {slower.summary}, takes {ratio:.2f} times as long."
     else:
         yield "Chosen as the only one that fits."
+    faster = [other for other in judged if (other.step_time_s or 0.0) < p.step_time_s and not other.runnable]
+    if faster:
+        yield f"Faster, but beyond what this version can run: {faster[0].summary}."
 
 
 def _layers(stage: StagePlan) -> str:
