@@ -49,7 +49,10 @@ def sample_of(
     """
     if not isinstance(entry, dict):
         raise BadSampleError("malformed", f"found {describe(entry)}, expected an object with `{'` or `'.join(layout)}`")
-    found = {kind: [media_of(kind, value) for value in _listed(entry, *keys)] for kind, keys in _KEYS.items()}
+    found: dict[str, list[Media]] = {}
+    for kind, (one, several) in _KEYS.items():
+        named = _listed(entry, one, several) if one in entry or several in entry else ()
+        found[kind] = [media_of(kind, value) for value in named]
     turns = _turns(entry, layout, found, media_of)
     template = entry.get("template")
     return Sample(

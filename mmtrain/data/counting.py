@@ -42,10 +42,11 @@ class TokenCounter:
     def __call__(self, text: str) -> int:
         """Tokens of `text`."""
         if self._pieces is not None and text.isascii():
-            with suppress(_NotSoSimpleError):
-                return self._by_words(text)
-            with suppress(_NotSoSimpleError):
-                return self._pieces.count(text)
+            try:
+                return self._by_words(text) if text else 0
+            except _NotSoSimpleError:
+                with suppress(_NotSoSimpleError):
+                    return self._pieces.count(text)
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _by_words(self, text: str) -> int:

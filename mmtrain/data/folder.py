@@ -10,6 +10,8 @@ from pathlib import Path
 from mmtrain.data.conversation import BadSampleError
 from mmtrain.data.media import FileMedia
 
+# Names one below the other, without dots in front, colons and nothing between slashes: no URL, and normal as it stands.
+_PLAIN = re.compile(r"(?:[^/.:\0][^/:\0]*/)*[^/.:\0][^/:\0]*")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://|(?:data|file|blob|about|javascript|pipe|fd|concat|https?|ftps?):", re.I)
 
 
@@ -19,11 +21,14 @@ class Folder:
     def __init__(self, root: Path) -> None:
         """Take paths from `root` on, the `image_root` of a source or the folder of its file."""
         self._root = os.path.abspath(root)
+        self._below = self._root if self._root.endswith(os.sep) else self._root + os.sep
         self._real = os.path.realpath(root)
         self._inside: dict[str, bool] = {}  # by folder: whether, links resolved, it lies below the root
 
     def file(self, kind: str, path: str) -> FileMedia:
         """The file that a sample names. Raises `BadSampleError` of kind `<kind>_url` or `<kind>_path`."""
+        if _PLAIN.fullmatch(path) and self._leads_inside(full := f"{self._below}{path}"):
+            return FileMedia(full)
         if _URL.match(path):
             shown = path if len(path) <= 200 else f"{path[:200]}..."
             raise BadSampleError(f"{kind}_url", f"{shown!r} is a URL; download it and give its path")

@@ -1,13 +1,15 @@
 """From data files to samples with their lengths: text is counted in tokens, of media only the headers are read."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Literal
 
 from mmtrain.data.audio import read_frames, require_soundfile
-from mmtrain.data.media import BadMediaError, Media
+from mmtrain.data.media import BadMediaError, FileMedia, Media
 from mmtrain.data.pictures import read_grids
 from mmtrain.data.read import read
 from mmtrain.data.resize import Grid
@@ -22,8 +24,8 @@ _PER_TASK = 64  # files that a thread looks at in a row
 _REMEMBERED = 1 << 16  # media, since samples about the same picture mostly follow each other
 
 _Kind = Literal["image", "video", "audio"]
-_File = tuple[_Kind, Media]
 _Found = tuple[Grid, ...] | BadMediaError  # the items that a medium becomes, or what is wrong with it
+_FoundOf = dict[_Kind, dict[str | Media, _Found]]  # by path where a medium is a file of its own: they compare faster
 _Count = Callable[[Sample, Sequence[int], Sequence[int]], tuple[int, int]]
 
 
@@ -105,26 +107,36 @@ class _Headers:
 
     def __init__(self, recipe: Recipe) -> None:
         self._data, self._vision, self._audio = recipe.data, recipe.model.vision, recipe.model.audio
-        self.found: dict[_File, _Found] = {}
+        self.found: _FoundOf = {"image": {}, "video": {}, "audio": {}}
 
     def look(self, pool: ThreadPoolExecutor, samples: Sequence[Sample]) -> None:
         """Look at all media of the samples; what was found before may be forgotten."""
-        if len(self.found) > _REMEMBERED:
-            self.found = {}
-        files: list[_File] = []
         if self._vision is not None:
             most = self._data.max_images
-            files += [("image", image) for s in samples if len(s.images) <= most for image in s.images]
-            files += [("video", video) for s in samples for video in s.videos]
+            self._look(pool, "image", [image for s in samples if len(s.images) <= most for image in s.images])
+            self._look(pool, "video", [video for s in samples for video in s.videos])
         if self._audio is not None:
-            files += [("audio", clip) for s in samples for clip in s.clips]
-        files = [file for file in dict.fromkeys(files) if file not in self.found]
-        tasks = [files[i : i + _PER_TASK] for i in range(0, len(files), _PER_TASK)]
-        for task, found in zip(tasks, pool.map(self._look_at, tasks), strict=True):
-            self.found.update(zip(task, found, strict=True))
+            self._look(pool, "audio", [clip for s in samples for clip in s.clips])
 
-    def _look_at(self, files: Sequence[_File]) -> list[_Found]:
-        return [self._one(*file) for file in files]
+    def _look(self, pool: ThreadPoolExecutor, kind: _Kind, media: Sequence[Media]) -> None:
+        """Look at what is new: in this thread while that is work, in several where it is waiting for a disk."""
+        found = self.found[kind]
+        if len(found) > _REMEMBERED:
+            found.clear()
+        new = {key: one for one in media if (key := _key(one)) not in found}
+        keys, files = list(new), list(new.values())
+        tasks = [files[i : i + _PER_TASK] for i in range(0, len(files), _PER_TASK)]
+        seen: list[list[_Found]] = []
+        waits = False
+        while len(seen) < len(tasks) and not waits:  # threads that have nothing to wait for wait for each other
+            clock, worked = time.perf_counter(), time.thread_time()
+            seen.append(self._look_at(kind, tasks[len(seen)]))
+            waits = time.perf_counter() - clock > 2 * (time.thread_time() - worked)
+        seen += pool.map(partial(self._look_at, kind), tasks[len(seen) :])
+        found.update(zip(keys, chain.from_iterable(seen), strict=True))
+
+    def _look_at(self, kind: _Kind, files: Sequence[Media]) -> list[_Found]:
+        return [self._one(kind, file) for file in files]
 
     def _one(self, kind: _Kind, media: Media) -> _Found:
         data, vision, audio = self._data, self._vision, self._audio
@@ -138,9 +150,11 @@ class _Headers:
             return bad
 
 
-def _measure(
-    sample: Sample, source: int, recipe: Recipe, count: _Count, found: dict[_File, _Found]
-) -> Measured | Quarantined:
+def _key(media: Media) -> str | Media:
+    return media.path if isinstance(media, FileMedia) else media
+
+
+def _measure(sample: Sample, source: int, recipe: Recipe, count: _Count, found: _FoundOf) -> Measured | Quarantined:
     data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
     num_images, num_videos, num_clips = len(sample.images), len(sample.videos), len(sample.clips)
     miscounted = find_miscount(sample, sees=vision is not None, hears=audio is not None)
@@ -155,9 +169,9 @@ def _measure(
         return Quarantined.of(sample, "no_audio", "it has clips, but the recipe's model has no audio unit")
     grids: dict[str, list[tuple[Grid, ...]]] = {"vision": [], "audio": []}
     pictures = num_images
-    media_of: list[_File] = [*sample.sights, *(("audio", clip) for clip in sample.clips)]
+    media_of: list[tuple[_Kind, Media]] = [*sample.sights, *[("audio", clip) for clip in sample.clips]]
     for kind, media in media_of:
-        size = found[kind, media]
+        size = found[kind][_key(media)]
         if isinstance(size, BadMediaError):
             return Quarantined.of(sample, size.kind, str(size))
         pictures += len(size) if kind == "video" else 0

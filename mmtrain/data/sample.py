@@ -90,12 +90,15 @@ def find_miscount(sample: Sample, sees: bool, hears: bool) -> Quarantined | None
         ("video", VIDEO_MARK, "videos", len(sample.videos), sees),
         ("audio", AUDIO_MARK, "clips", len(sample.clips), hears),
     )
+    asked = [t.text for t in sample.turns if t.role == "user"]
     for kind, mark, name, there, counted in counts:
-        marks = sample.num_marks(mark)
-        if marks != there and (there or counted):
+        if not (there or counted):
+            continue
+        marks = sum([text.count(mark) for text in asked])
+        if marks != there:
             reason = f"{there} {name}, but {mark} stands {marks} times in its human turns"
             return Quarantined.of(sample, f"{kind}_count", reason)
-    if not any(t.role == "assistant" and t.text.strip() for t in sample.turns):
+    if not "".join([t.text for t in sample.turns if t.role == "assistant"]).strip():
         return Quarantined.of(sample, "no_answer", "no assistant's turn with text to learn from")
     return None
 

@@ -86,10 +86,12 @@ class ChatTokenizer:
 
         def tell(sample: Sample, features: Sequence[int], clip_features: Sequence[int]) -> tuple[int, int]:
             ids, targets = sum(features) + sum(clip_features), 0
-            between = "|".join(_marks(sample))
+            first, *others = _marks(sample)
             for turn in sample.turns:
-                is_user = turn.role == "user"
-                body = sum(map(count, re.split(between, turn.text))) if is_user else count(turn.text)
+                parts = [turn.text]
+                if turn.role == "user":
+                    parts = re.split("|".join((first, *others)), turn.text) if others else turn.text.split(first)
+                body = sum(map(count, parts))
                 ids += body + 2  # who speaks, and the end of it
                 targets += body + 1 if turn.role == "assistant" else 0
             return ids, targets

@@ -1,6 +1,8 @@
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -169,3 +171,32 @@ def test_a_picture_used_often_is_looked_at_once(
     index = build(recipe([row("<image>", "a", "a.png")] * 5), note=told.append)
     assert (len(index.samples), len(looked)) == (5, 1)
     assert told == [f"reading headers: {n} samples so far" for n in (2, 4)]
+
+
+def test_threads_look_at_files_that_are_waited_for(
+    picture: Picture, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether looking is work or waiting decides who looks, and nothing else."""
+    for i in range(5):
+        picture(f"{i}.png", 8 * (i + 1), 8)
+    made = recipe([row("<image>", "a", f"{i}.png") for i in (0, 1, 2, 3, 4, 1, 9)])
+    monkeypatch.setattr(measure, "_PER_TASK", 2)
+    lookers: list[str] = []
+    read_grids = measure.read_grids
+
+    def watched(kind: Any, media: Any, *settings: Any) -> Any:
+        lookers.append(threading.current_thread().name)
+        return read_grids(kind, media, *settings)
+
+    monkeypatch.setattr(measure, "read_grids", watched)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: 0.0))
+    here = build(made)
+    assert set(lookers) == {threading.main_thread().name}
+    lookers.clear()
+    passing = SimpleNamespace(perf_counter=iter(range(1000)).__next__, thread_time=lambda: 0.0)  # time without work
+    monkeypatch.setattr(measure, "time", passing)
+    there = build(made)
+    assert [name == threading.main_thread().name for name in lookers].count(True) == 2  # the first task tells
+    assert len(lookers) == 6
+    assert there.fingerprint == here.fingerprint
+    assert there.quarantined == here.quarantined

@@ -1,9 +1,13 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mmtrain.data import Quarantined, Sample, write_quarantine
+from mmtrain.data import Quarantined, Sample, folder, write_quarantine
+from mmtrain.data.conversation import BadSampleError
 from mmtrain.data.media import FileMedia
 from mmtrain.data.read import read, shards
 from mmtrain.errors import DataError
@@ -245,3 +249,19 @@ def test_quarantine_is_written_one_object_a_line(tmp_path: Path) -> None:
     lines = (tmp_path / "q.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["ä\n", "\ud800"]
     assert json.loads(lines[0]) == {"source": "f.json", "index": 3, "id": "ä\n", "kind": "truncated", "reason": "why"}
+
+
+@given(st.text("ab./:\\ \0\n~", max_size=12))
+@settings(max_examples=300, deadline=None)
+def test_plain_paths_are_found_as_all_others_are(path: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        quick = _looked_up(path)
+        patch.setattr(folder, "_PLAIN", re.compile(r"(?!)"))
+        assert quick == _looked_up(path)
+
+
+def _looked_up(path: str) -> object:
+    try:
+        return folder.Folder(Path("/nowhere/at all")).file("image", path)
+    except BadSampleError as bad:
+        return bad.kind, bad.reason
