@@ -142,7 +142,8 @@ def run_trace(steps: Sequence[MeasuredStep], plan_sha256: str, clock_error_s: fl
     """Return recorded steps as one Chrome trace, on one axis that begins with the first of them.
 
     `otherData` holds their mean step time, and beside what every trace has `steps` (number, `ts` and `dur` in
-    microseconds of each) and how far the clocks of two ranks may be apart.
+    microseconds of each, and `bubbles`, its idle time by kind as shares) and how far the clocks of two ranks may be
+    apart.
     """
     first, shifted = steps[0].begin_s, []
     for step in steps:
@@ -153,7 +154,13 @@ def run_trace(steps: Sequence[MeasuredStep], plan_sha256: str, clock_error_s: fl
     trace = chrome_trace(joined, plan_sha256)
     trace["otherData"] |= {
         "steps": [
-            {"step": s.number, "ts": (s.begin_s - first) * 1e6, "dur": s.timeline.step_time_s * 1e6} for s in steps
+            {
+                "step": s.number,
+                "ts": (s.begin_s - first) * 1e6,
+                "dur": s.timeline.step_time_s * 1e6,
+                "bubbles": s.timeline.bubble_shares(),
+            }
+            for s in steps
         ],
         "clock_error_us": clock_error_s * 1e6,
     }

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from mmtrain.errors import UserError
-from mmtrain.program import BubbleKind, Timeline, chrome_trace
+from mmtrain.program import BUBBLE_KINDS, BubbleKind, Timeline, chrome_trace
 from mmtrain.report.text import rendered
 
 _COMPUTE, _US = 0, 1e-6
@@ -65,6 +65,13 @@ class Trace:
     def step_time_s(self) -> float:
         """Mean over the recorded steps."""
         return float(self.content["otherData"]["step_time_us"]) * _US
+
+    def bubble_shares(self) -> dict[str, float] | None:
+        """Idle time by kind as a share of all rank-seconds, mean over the steps; None in traces that do not say."""
+        steps = self.content["otherData"]["steps"]
+        if not all("bubbles" in step for step in steps):
+            return None
+        return {kind: sum(step["bubbles"][kind] for step in steps) / len(steps) for kind in BUBBLE_KINDS}
 
     def stage_seconds(self) -> dict[tuple[str, int, str], float]:
         """Seconds a step of each (unit, stage, kind)."""

@@ -178,10 +178,15 @@ def test_steps_of_a_run_share_an_axis() -> None:
     require_trace(trace)
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [e["ts"] for e in spans[5:]] == pytest.approx([e["ts"] + 30e6 for e in spans[:5]])
+    idle = timeline.bubble_shares()
+    assert 0 < sum(idle.values()) < 1
     assert trace["otherData"] == {
         "simulated": False,
         "step_time_us": 10e6,
         "plan_sha256": "abc",
-        "steps": [{"step": 3, "ts": 0.0, "dur": 10e6}, {"step": 7, "ts": 30e6, "dur": 10e6}],
+        "steps": [
+            {"step": 3, "ts": 0.0, "dur": 10e6, "bubbles": idle},
+            {"step": 7, "ts": 30e6, "dur": 10e6, "bubbles": idle},
+        ],
         "clock_error_us": 2.0,
     }

@@ -72,6 +72,14 @@ def test_an_overlay_shows_simulated_ranks_under_those_of_the_run(timeline: Timel
     assert min(e["ts"] for e in below[len(below) // 2 :]) == pytest.approx(second)
 
 
+def test_idle_time_of_a_run_is_the_mean_of_its_steps(timeline: Timeline) -> None:
+    twice = replace(timeline, bubbles={r: {k: 2 * s for k, s in b.items()} for r, b in timeline.bubbles.items()})
+    found = _recorded(timeline, twice).bubble_shares()
+    assert found == pytest.approx({kind: 1.5 * share for kind, share in timeline.bubble_shares().items()})
+    without = {"otherData": {"steps": [{"step": 1, "ts": 0.0, "dur": 1.0}]}}
+    assert Trace(without).bubble_shares() is None
+
+
 def test_what_is_no_trace_of_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read the trace .*train\.trace"):
         Trace.load(tmp_path / "none.json")
