@@ -10,25 +10,24 @@ This version's runtime cannot run the placement: the planner shows what it would
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from functools import cached_property
+from itertools import compress, groupby, product
 
 import numpy as np
 
-from mmtrain.balance import IntArray
-from mmtrain.balance.post import Cost, rebalance
 from mmtrain.costs import CostModel, Hardware, HeldLayers, Precision, RankMemory, TokenLoad, parameters, upstream_trains
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.memory import MARGIN, layer_state, microbatch_bytes, working_bytes
 from mmtrain.models.shape import LayerShape, ModelShape, UnitShape
 from mmtrain.plan.batches import BatchSample
+from mmtrain.plan.dealing import Dealing, Rounds
 from mmtrain.plan.plan import Alternative
-from mmtrain.program.graph import LLM
+from mmtrain.plan.pricing import FloatArray
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 GATHERED_AHEAD = 2  # layers whose whole weights a rank holds: the one computed and the one gathered meanwhile
-PHASES = 2  # all-to-alls of an encoder's features in a round: theirs, and their gradients'
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,28 @@ class Phases:
     batches: BatchSample
     machine: Hardware
     num_ranks: int
-    _dealt: dict[int, "_Rounds"] = field(default_factory=dict, repr=False)
+    _priced: dict[tuple[str, int], "_Seconds"] = field(default_factory=dict, repr=False)
 
     def best(self) -> tuple[list[Rehearsed], Rehearsed | None]:
-        """All layouts that fit into memory, fastest first, and the smallest one where none does."""
-        found = [self.rehearse(layout) for layout in self.layouts()]
-        fitting = [r for r in found if r.memory.total <= self.machine.memory_bytes]
+        """All layouts worth a look that fit into memory, fastest first, and the smallest one where none fits.
+
+        More rounds only save memory: once all fit whose state does, no more are tried.
+        """
+        fitting: list[Rehearsed] = []
+        smallest: Rehearsed | None = None
+        for _, layouts in groupby(self.layouts(), key=lambda layout: layout.num_rounds):
+            found = [self.rehearse(layout) for layout in layouts]
+            here = [r for r in found if r.memory.total <= self.machine.memory_bytes]
+            fitting += here
+            smallest = min([*found, *filter(None, [smallest])], key=lambda r: r.memory.total)
+            if len(here) == sum(map(self._state_fits, found)) > 0:
+                break
         fitting.sort(key=lambda r: (r.step_time_s, len(r.layout.recompute), r.layout.shard))
-        return fitting, None if fitting else min(found, key=lambda r: r.memory.total)
+        return fitting, None if fitting else smallest
+
+    def _state_fits(self, found: Rehearsed) -> bool:
+        memory = found.memory
+        return memory.parameters + memory.gradients + memory.optimizer <= self.machine.memory_bytes
 
     def alternative(self, chosen_step_s: float) -> Alternative:
         """The best layout as a line of the plan's ranking, beside the chosen plan's step time."""
@@ -102,60 +115,81 @@ class Phases:
     def layouts(self) -> Iterator[Replicated]:
         """Shard groups of whole nodes or inside one, rounds in powers of two, recompute by unit."""
         samples = min(sum(len(g) for g in groups) for groups in self.batches.groups)
-        most = max(samples // self.num_ranks, 1)
-        rounds = [1 << i for i in range(most.bit_length())]
         names = [u.name for u in self.shape.units]
-        kept = [
-            frozenset(n for n, again in zip(names, flags, strict=True) if again)
-            for flags in product((False, True), repeat=len(names))
-        ]
-        for shard in _shards(self.num_ranks, self.machine.ranks_per_node):
-            for num_rounds, recompute in product(rounds, kept):
-                yield Replicated(self.num_ranks, shard, num_rounds, recompute)
+        kept = [frozenset(compress(names, flags)) for flags in product((False, True), repeat=len(names))]
+        for i in range(max(samples // self.num_ranks, 1).bit_length()):
+            for shard, recompute in product(_shards(self.num_ranks, self.machine.ranks_per_node), kept):
+                yield Replicated(self.num_ranks, shard, 1 << i, recompute)
 
     def rehearse(self, layout: Replicated) -> Rehearsed:
         """Step time and memory of one layout."""
-        dealt = self._rounds(layout.num_rounds)
-        compute, exposed = {u.name: 0.0 for u in self.shape.units}, 0.0
-        for batch in dealt.loads:
-            for i, loads in enumerate(batch):
-                for unit in self.shape.units:
-                    busy, waits = self._phase(unit, loads[unit.name], layout, last=i == layout.num_rounds - 1)
-                    compute[unit.name] += busy + waits
-                    exposed += waits
-        num = len(dealt.loads)
-        phase_s = {name: seconds / num for name, seconds in compute.items()}
+        dealt = self.dealing.rounds(layout.num_rounds)
+        taken = {u.name: self._phase(u, layout) for u in self.shape.units}
+        phase_s = {name: busy + waits for name, (busy, waits) in taken.items()}
         return Rehearsed(
             layout,
             sum(phase_s.values()) + dealt.dispatch_s,
             phase_s,
-            exposed / num,
+            sum(waits for _, waits in taken.values()),
             dealt.dispatch_s,
             dealt.max_over_mean,
             self._memory(layout, dealt),
         )
 
-    def _phase(self, unit: UnitShape, load: TokenLoad, layout: Replicated, *, last: bool) -> tuple[float, float]:
-        """Seconds of a unit's forward and backward in one round: computing, and waiting for collectives.
+    def _phase(self, unit: UnitShape, layout: Replicated) -> tuple[float, float]:
+        """Seconds of a unit's forwards and backwards in a step (mean of the batches): computing, and waiting.
 
         Gradients are reduced inside the shard group each round, between the groups in the last one.
         """
-        needs = upstream_trains(self.shape)[unit.name]
-        gathers = [self._gather(layer, layout.shard) for layer in unit.layers]
-        forward = [self.costs.seconds(layer, 1, load, "forward") for layer in unit.layers]
-        backward, again, reductions = [], [], []
-        for layer, gather, needed in zip(reversed(unit.layers), reversed(gathers), reversed(needs), strict=True):
-            if not (layer.trainable or needed):
-                break
-            seconds = self.costs.seconds(layer, 1, load, "backward", input_grad=needed)
-            if unit.name in layout.recompute:
-                seconds += self.costs.seconds(layer, 1, load, "recompute")
-            backward.append(seconds)
-            again.append(gather)
-            reductions.append(self._reduce(layer, layout.shard, last) if layer.trainable else 0.0)
-        busy = sum(forward) + sum(backward)
-        taken = overlapped(forward, gathers, [0.0] * len(forward)) + overlapped(backward, again, reductions)
-        return busy, taken - busy
+        runs, seconds = self._runs[unit.name], self._seconds_of(unit.name, layout.num_rounds)
+        count = [run.count for run in runs]
+        gathers = np.repeat([self._gather(run.layer, layout.shard) for run in runs], count)
+        forward = np.repeat(seconds.forward, count, axis=0)
+        has_backward = np.repeat([run.layer.trainable or run.input_grad for run in runs], count)
+        one_way = seconds.backward + (seconds.recompute if unit.name in layout.recompute else 0.0)
+        backward = np.repeat(one_way, count, axis=0)[has_backward][::-1]
+        reductions = np.zeros_like(backward)
+        for place in range(layout.num_rounds):
+            last = place == layout.num_rounds - 1
+            each = [self._reduce(run.layer, layout.shard, last) if run.layer.trainable else 0.0 for run in runs]
+            reductions[:, :, place] = np.repeat(each, count)[has_backward][::-1, None]
+        taken = overlapped(forward, gathers, np.zeros_like(forward))
+        taken = taken + overlapped(backward, gathers[has_backward][::-1], reductions)
+        busy = forward.sum(axis=0) + backward.sum(axis=0)
+        num_batches = busy.shape[0]
+        return float(busy.sum() / num_batches), float((taken - busy).sum() / num_batches)
+
+    @cached_property
+    def dealing(self) -> Dealing:
+        """The drawn batches, dealt out over rounds and ranks."""
+        nbytes = ELEMENT_BYTES[self.precision]
+        return Dealing(self.shape, self.costs, nbytes, self.batches, self.num_ranks, self.machine.ranks_per_node)
+
+    @cached_property
+    def _runs(self) -> dict[str, tuple["_Run", ...]]:
+        """Every unit's layers, equal neighbours together."""
+        needs = upstream_trains(self.shape)
+        return {
+            u.name: tuple(
+                _Run(*key, len(list(same))) for key, same in groupby(zip(u.layers, needs[u.name], strict=True))
+            )
+            for u in self.shape.units
+        }
+
+    def _seconds_of(self, unit: str, num_rounds: int) -> "_Seconds":
+        """(runs, batches, rounds) seconds of one layer of each run, on the fullest rank."""
+        if (unit, num_rounds) not in self._priced:
+            loads = [[loads[unit] for loads in batch] for batch in self.dealing.rounds(num_rounds).loads]
+
+            def grid(price: Callable[[_Run, TokenLoad], float]) -> FloatArray:
+                return np.array([[[price(run, load) for load in row] for row in loads] for run in self._runs[unit]])
+
+            self._priced[unit, num_rounds] = _Seconds(
+                grid(lambda run, load: self.costs.seconds(run.layer, 1, load, "forward")),
+                grid(lambda run, load: self.costs.seconds(run.layer, 1, load, "backward", input_grad=run.input_grad)),
+                grid(lambda run, load: self.costs.seconds(run.layer, 1, load, "recompute")),
+            )
+        return self._priced[unit, num_rounds]
 
     def _gather(self, layer: LayerShape, shard: int) -> float:
         nbytes = parameters(layer) * ELEMENT_BYTES[self.precision]
@@ -169,7 +203,7 @@ class Phases:
             seconds += self.costs.collective("all_reduce", nbytes // shard, copies, near)
         return seconds
 
-    def _memory(self, layout: Replicated, dealt: "_Rounds") -> RankMemory:
+    def _memory(self, layout: Replicated, dealt: Rounds) -> RankMemory:
         """Everything of the fullest rank: a shard of the state, one mini-batch of every unit, layers gathered whole."""
         state = np.zeros(3)
         activations = buffers = 0.0
@@ -187,115 +221,38 @@ class Phases:
         total = float(own.sum()) + activations + buffers
         return RankMemory(float(own[0]), float(own[1]), float(own[2]), activations, buffers, MARGIN * total)
 
-    def _rounds(self, num_rounds: int) -> "_Rounds":
-        if num_rounds not in self._dealt:
-            self._dealt[num_rounds] = self._deal(num_rounds)
-        return self._dealt[num_rounds]
 
-    def _deal(self, num_rounds: int) -> "_Rounds":
-        """Spread every drawn batch over rounds and ranks, in each phase by what it costs there."""
-        names = [u.name for u in self.shape.units]
-        largest = dict.fromkeys(names, TokenLoad(0, 0, 0, 0))
-        uneven: dict[str, list[float]] = {name: [] for name in names}
-        loads, dispatch = [], 0.0
-        for groups in self.batches.groups:
-            samples = np.concatenate(groups).astype(np.int64)
-            tokens = self.batches.lengths.tokens[samples]
-            place = self._spread(LLM, tokens, self.num_ranks * num_rounds)
-            # Bins of like cost share a round, so that its ranks wait for each other as little as can be.
-            cost = self._cost(LLM, tokens).of_ranks(tokens, place, self.num_ranks * num_rounds)
-            order = np.argsort(np.argsort(-cost, kind="stable"), kind="stable")[place]
-            batch = []
-            for i in range(num_rounds):
-                here = order // self.num_ranks == i
-                fullest, seconds = self._round(samples[here], order[here] % self.num_ranks, uneven)
-                dispatch += seconds
-                batch.append(fullest)
-                largest = {n: max(largest[n], fullest[n], key=lambda load: load.tokens) for n in names}
-            loads.append(tuple(batch))
-        num = len(self.batches.groups)
-        evenness = {name: float(np.mean(values)) if values else 1.0 for name, values in uneven.items()}
-        return _Rounds(tuple(loads), largest, dispatch / num, evenness)
+@dataclass(frozen=True)
+class _Run:
+    """Equal layers one after another."""
 
-    def _round(
-        self, samples: IntArray, rank: IntArray, uneven: dict[str, list[float]]
-    ) -> tuple[dict[str, TokenLoad], float]:
-        """The fullest rank's load of every unit in a round, and the seconds its dispatches take."""
-        tokens = self.batches.lengths.tokens[samples]
-        fullest = {LLM: self._fullest(LLM, tokens, rank, uneven)}
-        seconds = 0.0
-        for unit in self.shape.units:
-            if unit.name == LLM:
-                continue
-            items = self.batches.lengths.items[unit.name]
-            counts = items.first[samples + 1] - items.first[samples]
-            row = np.concatenate([np.arange(a, a + n) for a, n in zip(items.first[samples], counts, strict=True)])
-            row = row.astype(np.int64)
-            goes = self._spread(unit.name, items.tokens[row], self.num_ranks)
-            fullest[unit.name] = self._fullest(unit.name, items.tokens[row], goes, uneven)
-            moved = goes != np.repeat(rank, counts)
-            width = next(e.width for e in self.shape.edges if unit.name in (e.src, e.dst))
-            nbytes = items.features[row] * width * ELEMENT_BYTES[self.precision] * moved
-            seconds += PHASES * self._all_to_all(nbytes, goes, np.repeat(rank, counts))
-        return fullest, seconds
-
-    def _fullest(self, unit: str, tokens: IntArray, rank: IntArray, uneven: dict[str, list[float]]) -> TokenLoad:
-        """The load of the rank that costs most."""
-        costs = self._cost(unit, tokens).of_ranks(tokens, rank, self.num_ranks)
-        if costs.sum() > 0:
-            uneven[unit].append(float(costs.max() / costs.mean()))
-        return TokenLoad.of(tokens[rank == costs.argmax()])
-
-    def _spread(self, unit: str, tokens: IntArray, bins: int) -> IntArray:
-        """Post-balancing: who computes which, for the least cost of the fullest."""
-        dealt = np.arange(len(tokens), dtype=np.int64) % bins
-        return rebalance(tokens, dealt, bins, self._cost(unit, tokens)).dest_rank
-
-    def _cost(self, unit: str, tokens: IntArray) -> Cost:
-        """Seconds of a token and of a pair of tokens in the unit's attention, about the mean mini-batch."""
-        load = TokenLoad.of(tokens)
-        if load.tokens == 0:
-            return Cost()
-        num = self.num_ranks
-        mean = TokenLoad(max(load.tokens // num, 1), max(load.sum_sq // num, 1), load.max_len, 1)
-        double = TokenLoad(mean.tokens, 2 * mean.sum_sq, mean.max_len, 1)
-        one, two = self._seconds(unit, mean), self._seconds(unit, double)
-        return Cost(linear=(2 * one - two) / mean.tokens, quadratic=(two - one) / mean.sum_sq)
-
-    def _seconds(self, unit: str, load: TokenLoad) -> float:
-        return sum(self.costs.seconds(layer, 1, load, "forward") for layer in self.shape.unit(unit).layers)
-
-    def _all_to_all(self, nbytes: IntArray, source: IntArray, destination: IntArray) -> float:
-        """Seconds until the rank that sends or receives most is done; messages of one rank follow each other."""
-        if self.num_ranks == 1 or not nbytes.any():
-            return 0.0
-        out, into = (np.bincount(ranks, nbytes, self.num_ranks) for ranks in (source, destination))
-        return self.costs.transfer(int(max(out.max(), into.max())), self.num_ranks <= self.machine.ranks_per_node)
+    layer: LayerShape
+    input_grad: bool  # something below trains
+    count: int
 
 
 @dataclass(frozen=True)
-class _Rounds:
-    """The drawn batches dealt out over rounds and ranks."""
+class _Seconds:
+    """(runs, batches, rounds) seconds of one layer of each run."""
 
-    loads: tuple[tuple[Mapping[str, TokenLoad], ...], ...]  # per batch and round: the fullest rank's, by unit
-    largest: Mapping[str, TokenLoad]
-    dispatch_s: float  # of a step, mean
-    max_over_mean: Mapping[str, float]
+    forward: FloatArray
+    backward: FloatArray
+    recompute: FloatArray
 
 
-def overlapped(compute: Sequence[float], gathers: Sequence[float], reductions: Sequence[float]) -> float:
+def overlapped(compute: FloatArray, gathers: FloatArray, reductions: FloatArray) -> FloatArray:
     """Seconds for layers one after another whose weights are gathered before, and gradients reduced after, each.
 
-    While layer i is computed, the weights of layer i + 1 arrive and the gradients of layer i - 1 leave; layer i + 1
-    begins when all three are done. The first gather and the last reduction have nothing to hide behind.
-
-        >>> overlapped([4.0, 4.0], [1.0, 1.0], [0.0, 5.0])
-        14.0
+    compute, reductions: (L, ...) seconds; gathers: (L,). Returns (...). While layer i is computed, the weights of layer
+    i + 1 arrive and the gradients of layer i - 1 leave; layer i + 1 begins when all three are done. The first gather
+    and the last reduction have nothing to hide behind.
     """
-    if not compute:
-        return 0.0
-    beside = [a + b for a, b in zip([*gathers[1:], 0.0], [0.0, *reductions[:-1]], strict=True)]
-    return gathers[0] + sum(map(max, compute, beside)) + reductions[-1]
+    if not len(compute):
+        return np.zeros(compute.shape[1:])
+    beside = np.zeros_like(compute)
+    beside[:-1] += gathers[1:].reshape(-1, *(1,) * (compute.ndim - 1))
+    beside[1:] += reductions[:-1]
+    return np.asarray(gathers[0] + np.maximum(compute, beside).sum(axis=0) + reductions[-1])
 
 
 def _shards(num_ranks: int, per_node: int) -> Sequence[int]:

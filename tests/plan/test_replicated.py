@@ -61,7 +61,8 @@ def test_overlapped_layers_follow_their_dependencies(layers: list[tuple[float, f
         if i > 0:
             comm += reductions[i - 1]
         clock = max(clock + seconds, comm)
-    assert overlapped(compute, gathers, reductions) == pytest.approx(clock + reductions[-1])
+    found = overlapped(np.array(compute), np.array(gathers), np.array(reductions))
+    assert found == pytest.approx(clock + reductions[-1])
 
 
 def test_a_frozen_encoder_has_no_backward() -> None:
@@ -79,7 +80,7 @@ def test_no_dealing_of_the_items_is_much_evener(num_ranks: int) -> None:
         items = here.batches.lengths.items["vision"]
         rows = np.concatenate([np.arange(items.first[s], items.first[s + 1]) for s in np.concatenate(groups)])
         tokens = items.tokens[rows.astype(np.int64)]
-        alone = here._cost("vision", tokens).of_samples(tokens)
+        alone = here.dealing.unit_costs["vision"].of_samples(tokens)
         every = np.array(list(product(range(num_ranks), repeat=len(tokens))))
         fullest = np.max([(every == rank) @ alone for rank in range(num_ranks)], axis=0)
         best.append(float(fullest.min() / alone.sum() * num_ranks))
