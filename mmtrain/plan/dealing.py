@@ -28,7 +28,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Dealing:
-    """Samples over rounds and ranks by their cost in the LLM, each round's items over ranks by that in their encoder."""
+    """Samples over rounds and ranks by their cost in the LLM, a round's items over ranks by that in their encoder."""
 
     shape: ModelShape
     costs: CostModel
