@@ -7,12 +7,15 @@ next run, and the other ranks of this one, read it from there; fingerprints tell
 import gc
 import hashlib
 import io
+import json
+import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
@@ -23,7 +26,7 @@ from mmtrain.data.index_cache import Cache, Stored
 from mmtrain.data.measure import Measured, encoders_of, measure
 from mmtrain.data.resize import Grid
 from mmtrain.data.sample import Quarantined, Sample
-from mmtrain.data.table import SampleTable, to_record
+from mmtrain.data.table import SampleTable, halves, joined
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings
 
@@ -44,7 +47,7 @@ class DataIndex:
     quarantined: tuple[Quarantined, ...]
     # encoder unit -> (I,) which part of its medium (image, video, clip) an item is, from 0
     parts: dict[str, IntArray] = field(default_factory=dict)
-    names_sha256: str = ""  # of the samples' places and ids
+    content_sha256: str = ""  # of what stands in the samples, the folders apart that their files lie in
 
     def features(self, sample: int, unit: str = "vision") -> list[int]:
         """LLM tokens of each medium of a sample, all its items together; none where the model has no such encoder."""
@@ -67,12 +70,12 @@ class DataIndex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over ids, weights and lengths: equal on two ranks iff they see the same data."""
-        digest = hashlib.sha256(self.names_sha256.encode())
+        """SHA-256 over samples, weights and lengths: equal on two ranks iff they see the same data."""
+        digest = hashlib.sha256(self.content_sha256.encode())
         arrays = [self.weights, self.lengths.tokens, self.lengths.targets]
         for unit, items in sorted(self.lengths.items.items()):
             digest.update(unit.encode())
-            arrays += [items.first, items.rows, items.cols, items.tokens, items.features]
+            arrays += [items.first, items.rows, items.cols, items.tokens, items.features, self.parts[unit]]
         for values in arrays:
             digest.update(values.tobytes())
         return digest.hexdigest()
@@ -118,7 +121,7 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
 def _read(recipe: Recipe, sources: Sequence[SourceSettings], cache: Cache | None, note: Note) -> Stored:
     """Read all sources, and keep what was found where there is a cache."""
     with _no_cycles(), io.BytesIO() if cache is None else cache.records() as records:
-        columns = _Columns(records, list(encoders_of(recipe)))
+        columns = _Columns(records, list(encoders_of(recipe)), [source.image_root for source in sources])
         quarantined: list[Quarantined] = []
         for done, entry in enumerate(measure(recipe, sources), 1):
             if isinstance(entry, Measured):
@@ -127,11 +130,11 @@ def _read(recipe: Recipe, sources: Sequence[SourceSettings], cache: Cache | None
                 quarantined.append(entry)
             if done % _TOLD_EVERY == 0:
                 note(f"reading headers: {done:,} samples so far")
-        arrays, names = columns.arrays(), columns.names.hexdigest()
+        arrays, content = columns.arrays(), columns.content.hexdigest()
         if cache is None:
             table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]
-            return Stored(table, arrays, tuple(quarantined), names)
-        return cache.store(records, arrays, quarantined, names)
+            return Stored(table, arrays, tuple(quarantined), content)
+        return cache.store(records, arrays, quarantined, content)
 
 
 @contextmanager
@@ -149,18 +152,21 @@ def _no_cycles() -> Iterator[None]:
 class _Columns:
     """Collects measured samples: one number a value instead of objects, and the samples as records."""
 
-    def __init__(self, records: BinaryIO, units: Sequence[str]) -> None:
-        self._records, self._units = records, units
+    def __init__(self, records: BinaryIO, units: Sequence[str], roots: Sequence[Path | None]) -> None:
+        """Write records; `roots` are where the media of each source lie, None: beside its files."""
+        self._records, self._units, self._roots = records, units, roots
         self._ends = 0
         self._sample = {name: array("q") for name in ("tokens", "targets", "source", "ends")}
         self._items = {f"{unit}.{name}": array("q") for unit in units for name in ("count", "rows", "cols", "part")}
-        self.names = hashlib.sha256()  # of the samples' places and ids
+        self.content = hashlib.sha256()
 
     def add(self, one: Measured) -> None:
-        record = to_record(one.sample)
+        media, said = halves(one.sample)
+        record = joined(one.sample, media, said)
         self._records.write(record)
         self._ends += len(record)
-        self.names.update(f"{one.sample.index}:{one.sample.id}\n".encode(errors="surrogatepass"))
+        folder = _folder(one.sample.source, self._roots[one.source])
+        self.content.update(f"{media.replace(folder, '')},{said}\n".encode("ascii"))
         self._sample["tokens"].append(one.tokens)
         self._sample["targets"].append(one.targets)
         self._sample["source"].append(one.source)
@@ -181,6 +187,12 @@ class _Columns:
         return {name: np.array(column, dtype=np.int64) for name, column in (self._sample | self._items).items()}
 
 
+@lru_cache
+def _folder(source: str, root: Path | None) -> str:
+    """Where the media of a file of samples lie, as it stands in records: elsewhere on every machine."""
+    return json.dumps(os.path.join(os.path.abspath(root or os.path.dirname(source)), ""))[1:-1]
+
+
 def _index(stored: Stored, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
     arrays = stored.arrays
     items: dict[str, ItemLengths] = {}
@@ -199,5 +211,5 @@ def _index(stored: Stored, recipe: Recipe, sources: Sequence[SourceSettings]) ->
         weights=np.array([source.weight for source in sources], dtype=np.float64)[arrays["source"]],
         quarantined=stored.quarantined,
         parts={unit: arrays[f"{unit}.part"] for unit in items},
-        names_sha256=stored.names_sha256,
+        content_sha256=stored.content_sha256,
     )

@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import PIL
-import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from mmtrain.balance.batch import IntArray
@@ -40,7 +39,8 @@ from mmtrain.recipe.schema import Recipe, SourceSettings
 FOLDER = ".mmtrain-index"
 LEAST_BYTES = 1 << 20  # smaller sources are read in no time
 KEPT = 4  # indexes in one folder; the ones used longest ago go
-_FORMAT = 1
+_FORMAT = 2
+_LIBRARIES = ("Pillow", "tokenizers", "soundfile", "av", "pyarrow")
 _RECORDS, _ARRAYS, _REST = "samples.bin", "arrays.safetensors", "rest.json"
 _DATA_SETTINGS = {"seq_len", "max_sample_tokens", "max_images", "image", "video", "audio", "limits"}
 
@@ -52,7 +52,7 @@ class Stored:
     samples: SampleTable
     arrays: dict[str, IntArray]
     quarantined: tuple[Quarantined, ...]
-    names_sha256: str
+    content_sha256: str
 
 
 class Cache:
@@ -85,8 +85,9 @@ class Cache:
             "secret": secret,
             "format": _FORMAT,
             "code": _code_sha256(),
-            "libraries": [PIL.__version__, tokenizers.__version__],
-            "files": [(str(file), status.st_size, status.st_mtime_ns) for file, status in files],
+            "libraries": _versions(),
+            # Unpacking may give new content an old time, but never an old time of the change.
+            "files": [(str(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in files],
             "sources": [s.model_dump(mode="json", exclude={"weight"}) for s in sources],
             "tokenizer": hashlib.sha256(tokenizer).hexdigest(),
             "data": recipe.data.model_dump(mode="json", include=_DATA_SETTINGS),
@@ -118,7 +119,7 @@ class Cache:
             table = SampleTable(self._place / _RECORDS, arrays["ends"])
             quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
             os.utime(self._place)
-            return Stored(table, arrays, quarantined, rest["names_sha256"])
+            return Stored(table, arrays, quarantined, rest["content_sha256"])
         except Exception as error:  # whatever is wrong with it, the sources are still there
             note(f"the index kept in {self._place} is broken ({type(error).__name__}: {error}); building it anew")
             shutil.rmtree(self._place, ignore_errors=True)
@@ -138,14 +139,14 @@ class Cache:
             shutil.rmtree(self._made, ignore_errors=True)
 
     def store(
-        self, records: BinaryIO, arrays: dict[str, IntArray], quarantined: Sequence[Quarantined], names_sha256: str
+        self, records: BinaryIO, arrays: dict[str, IntArray], quarantined: Sequence[Quarantined], content_sha256: str
     ) -> Stored:
         """Keep an index whose records are in the file that `records` opened."""
         assert self._made is not None, "store is called while the file of `records` is open"
         records.flush()
         save_file({name: _narrow(array) for name, array in arrays.items()}, self._made / _ARRAYS)
         sums = {name: _sum(self._made / name) for name in (_RECORDS, _ARRAYS)}
-        rest: dict[str, Any] = {"sums": sums, "names_sha256": names_sha256}
+        rest: dict[str, Any] = {"sums": sums, "content_sha256": content_sha256}
         rest["quarantined"] = [asdict(entry) for entry in quarantined]
         (self._made / _REST).write_text(json.dumps(rest), encoding="utf-8")
         for path, mode in ((self._made / _ARRAYS, 0o644), (self._made, 0o755)):
@@ -156,7 +157,7 @@ class Cache:
             if not self._place.exists():  # else, without locks, another process was first
                 raise
         self._forget()
-        return Stored(SampleTable(self._place / _RECORDS, arrays["ends"]), arrays, tuple(quarantined), names_sha256)
+        return Stored(SampleTable(self._place / _RECORDS, arrays["ends"]), arrays, tuple(quarantined), content_sha256)
 
     def _forget(self) -> None:
         """Remove the indexes that were used longest ago, and what a killed process left behind."""
@@ -190,6 +191,16 @@ def _secret() -> str:
         return place.read_text(encoding="ascii")
     except (OSError, RuntimeError):  # no home, or none to write to
         return ""
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Of the libraries that read headers and split texts, those that are there."""
+    found = {}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @cache

@@ -46,16 +46,26 @@ class SampleTable(Sequence[Sample]):
 
 def to_record(sample: Sample) -> bytes:
     """The bytes of a sample: JSON, put together by hand in half the time."""
-    turns = ",".join([f"[{_quoted(turn.role)},{_quoted(turn.text)}]" for turn in sample.turns])
+    return joined(sample, *halves(sample))
+
+
+def joined(sample: Sample, media: str, said: str) -> bytes:
+    """The bytes of a sample whose `halves` are known."""
+    return f"[{_quoted(sample.source)},{media},{said}]".encode("ascii")
+
+
+def halves(sample: Sample) -> tuple[str, str]:
+    """Where the media of a sample lie, and what is said about them, as they stand in its record."""
     media = [",".join(map(_medium, media)) for media in (sample.images, sample.clips, sample.videos)]
+    turns = ",".join([f"[{_quoted(turn.role)},{_quoted(turn.text)}]" for turn in sample.turns])
     template = "null" if sample.template is None else _quoted(sample.template)
-    head = f"[{_quoted(sample.id)},{_quoted(sample.source)},{sample.index},[{turns}]"
-    return f"{head},[{media[0]}],[{media[1]}],[{media[2]}],{template}]".encode("ascii")
+    said = f"{_quoted(sample.id)},{sample.index},[{turns}],{template}"
+    return f"[{media[0]}],[{media[1]}],[{media[2]}]", said
 
 
 def from_record(record: bytes) -> Sample:
     """The sample of some bytes."""
-    name, source, index, turns, images, clips, videos, template = json.loads(record)
+    source, images, clips, videos, name, index, turns, template = json.loads(record)
     return Sample(
         name,
         source,

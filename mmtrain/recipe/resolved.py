@@ -8,7 +8,7 @@ from mmtrain.recipe.schema import Recipe
 
 _PLANNED_DATA = {
     *("sources", "tokenizer", "seq_len", "max_sample_tokens", "max_images", "image", "video", "audio"),
-    *("window", "grouping", "budgets", "long_tokens"),
+    *("limits", "window", "grouping", "budgets", "long_tokens"),
 }
 _PLANNED_TRAIN = {"global_batch", "precision", "freeze"}
 

@@ -1,6 +1,7 @@
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,8 +143,32 @@ def test_fingerprints_tell_different_data_apart(tmp_path: Path, picture: Picture
     assert build(recipe(rows)).fingerprint != first
     picture("a.png", 16, 16)
     assert build(recipe([rows[0], row("q", "a", name="other")])).fingerprint != first
+    other = build(recipe([rows[0], row("Q", "a")]))
+    assert other.lengths.tokens.tolist() == build(recipe(rows)).lengths.tokens.tolist()
+    assert other.fingerprint != first, "as long, and something else"
     doubled = recipe(rows, sources=[{"path": tmp_path / "train.json", "weight": 2}])
     assert build(doubled).fingerprint != first
+
+
+def test_fingerprints_cover_which_item_is_of_which_medium(picture: Picture, recipe: MakeRecipe) -> None:
+    picture("a.png")
+    two = build(recipe([row("<image><image>", "a", "a.png", "a.png")]))
+    frames = replace(two, parts={"vision": np.array([0, 1])})
+    assert two.parts["vision"].tolist() == [0, 0]
+    assert frames.fingerprint != two.fingerprint
+
+
+def test_fingerprints_are_those_of_the_same_data_elsewhere(
+    tmp_path: Path, picture: Picture, recipe: MakeRecipe
+) -> None:
+    picture("a.png")
+    here = build(recipe([row("<image>", "a", "a.png")]))
+    (tmp_path / "pictures").mkdir()
+    moved = tmp_path / "moved.json"
+    (tmp_path / "train.json").rename(moved)
+    (tmp_path / "a.png").rename(tmp_path / "pictures" / "a.png")
+    sources = [{"path": moved, "image_root": tmp_path / "pictures"}]
+    assert build(recipe([], sources=sources)).fingerprint == here.fingerprint
 
 
 def test_sources_keep_their_weights(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:

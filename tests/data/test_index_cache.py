@@ -162,9 +162,19 @@ def test_changes_that_matter_are_noticed_and_others_are_not(
     path.write_text(json.dumps(rows[:1]))
     assert len(build(made).samples) == 1
     assert reads.count == 4
+    before, text = path.stat(), path.read_text()
+    path.unlink()
+    path.write_text(text.replace('"red"', '"rot"'))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    assert build(made).samples[0].answer == "rot", "as old and as large as before"
+    assert reads.count == 5
+    monkeypatch.setattr(index_cache, "_versions", lambda: {"av": "another"})
+    build(made)
+    assert reads.count == 6
     monkeypatch.setattr(index_cache, "_code_sha256", lambda: "another version")
     build(made)
-    assert reads.count == 5
+    assert reads.count == 7
     assert len(kept(tmp_path)) == index_cache.KEPT, "old ones go"
 
 

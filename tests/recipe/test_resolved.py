@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.recipe import Recipe, dump, load, sha256
+from mmtrain.data import index_cache
+from mmtrain.recipe import Recipe, dump, load, resolved, sha256
+from mmtrain.recipe.schema import DataSettings
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=6)
 paths = names.filter(lambda n: n not in (".", "..")).map(lambda n: f"/data/{n}")
@@ -82,6 +84,7 @@ def test_a_loaded_recipe_dumps_from_anywhere(base: Path, tmp_path: Path) -> None
         ("data.seq_len=4096", True),
         ("data.image.max_pixels=10000", True),
         ("data.sources.0.path=other.json", True),
+        ("data.limits.max_member_bytes=1000", True),
         ("data.tokenizer=other.json", True),
         ("parallel.placement=unified", True),
         ("parallel.llm.recompute=all", True),
@@ -104,6 +107,13 @@ def test_the_fingerprint_covers_what_a_plan_depends_on(base: Path, override: str
     before, after = load(base, env={}).recipe, load(base, [override], {}).recipe
     assert before != after
     assert (sha256(before) != sha256(after)) == moves
+
+
+def test_every_setting_of_the_data_shapes_plans_or_is_known_not_to() -> None:
+    """A new setting is to be decided on; what changes lengths changes plans."""
+    elsewhere = {"validation", "index_cache", "max_bad_rate", "prefetch", "workers", "producers", "producer_timeout_s"}
+    assert set(DataSettings.model_fields) == resolved._PLANNED_DATA | elsewhere
+    assert index_cache._DATA_SETTINGS <= resolved._PLANNED_DATA
 
 
 def test_the_fingerprint_is_stable(base: Path) -> None:
