@@ -27,9 +27,10 @@ def serve(
 
     from mmtrain.data.protocol import require_zmq
     from mmtrain.data.workers import processors
-    from mmtrain.recipe import load
+    from mmtrain.recipe import load, require_runnable
 
     made = load(recipe, overrides).recipe
+    require_runnable(made, "data serve")
     require_zmq("mmtrain data serve")
     from mmtrain.data.serve import open_producer
     from mmtrain.runtime.stop import SignalPipe

@@ -28,9 +28,10 @@ def train(
 
     Alone it starts its own processes; under torchrun or SLURM each process started is one rank.
     """
-    from mmtrain.recipe import load
+    from mmtrain.recipe import load, require_runnable
 
     loaded = load(recipe, overrides)  # a wrong recipe is told before torch has loaded
+    require_runnable(loaded.recipe, "train")
     from mmtrain.cli.cluster import cluster_of
     from mmtrain.plan import plan as planner
     from mmtrain.runtime.train import Request, run

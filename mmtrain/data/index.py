@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from mmtrain.balance.batch import IntArray, ItemLengths, SampleLengths
 from mmtrain.data.index_cache import Cache, Stored
+from mmtrain.data.lengths import read_lengths
 from mmtrain.data.measure import Measured, encoders_of, measure
 from mmtrain.data.resize import Grid
 from mmtrain.data.sample import Quarantined, Sample
@@ -89,6 +90,8 @@ def build(recipe: Recipe, which: Literal["train", "validation"] = "train", note:
     settings fit no image; `TooManyBadSamples` above `data.max_bad_rate`.
     """
     sources = recipe.data.sources if which == "train" else recipe.data.validation
+    if sources and sources[0].states_lengths:
+        return _stated(recipe, sources)
     cache = Cache.of(recipe, sources)
     with nullcontext() if cache is None else cache.held():  # others on this machine wait here for whoever builds
         stored = cache.load(note) if cache is not None else None
@@ -104,6 +107,18 @@ def build(recipe: Recipe, which: Literal["train", "validation"] = "train", note:
         where = "data.sources" if which == "train" else "data.validation"
         raise DataError(f"{where}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
     return _index(stored, recipe, sources)
+
+
+def _stated(recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
+    """An index of lengths without samples."""
+    stated = read_lengths(recipe, sources)
+    num_usable, aside = len(stated.lengths), stated.quarantined
+    check_bad_rate(aside, num_usable + len(aside), recipe.data.max_bad_rate)
+    if not num_usable:
+        raise DataError(f"data.sources: no usable rows in {', '.join(str(s.path) for s in sources)}")
+    parts = {unit: np.zeros(len(items.tokens), dtype=np.int64) for unit, items in stated.lengths.items.items()}
+    weights = np.array([source.weight for source in sources], dtype=np.float64)[stated.source]
+    return DataIndex((), stated.lengths, weights, aside, parts, stated.sha256)
 
 
 def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: float) -> None:

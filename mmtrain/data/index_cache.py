@@ -71,7 +71,7 @@ class Cache:
         """The place for a recipe's index; None for small sources."""
         try:
             files = [(file, file.stat()) for source in sources for file in shards(source.path)]
-            tokenizer = recipe.data.tokenizer.read_bytes()
+            tokenizer = recipe.data.tokenizer_file.read_bytes()
         except (OSError, DataError):  # reading them will say what is wrong
             return None
         if sum(status.st_size for _, status in files) < LEAST_BYTES:

@@ -45,7 +45,7 @@ def measure(recipe: Recipe, sources: Sequence[SourceSettings]) -> Iterator[Measu
 
     Raises `DataError` if a source cannot be read, or the settings fit no image.
     """
-    tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
+    tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
     check_settings(recipe, tokenizer)
     count, headers = tokenizer.counter(), _Headers(recipe)
     with ThreadPoolExecutor(HEADER_THREADS) as pool:

@@ -65,7 +65,7 @@ class Preparer:
         """Prepare payload of `index`'s samples; `needs` name what this rank computes. The tokenizer is the recipe's."""
         self._index, self._recipe, self._needs = index, recipe, needs
         self._num_microbatches = num_microbatches
-        self._tokenizer = tokenizer or ChatTokenizer.load(recipe.data.tokenizer)
+        self._tokenizer = tokenizer or ChatTokenizer.load(recipe.data.tokenizer_file)
         self._bad: dict[int, Quarantined] = {}  # by sample id, of the step being prepared
         vision = recipe.model.vision
         self._pictures = Pictures(recipe.data.image, vision.patch) if vision is not None else None
@@ -139,7 +139,7 @@ class StepMaker:
     def __init__(self, index: DataIndex, stream: GroupStream, recipe: Recipe) -> None:
         """Make steps of `stream`, whose samples `index` names."""
         self._index, self._stream, self._recipe = index, stream, recipe
-        self._tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
+        self._tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
 
     def meta(self, request: StepRequest) -> BatchMeta:
         """The step's samples, and where each goes."""

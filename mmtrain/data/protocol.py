@@ -151,7 +151,7 @@ def facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
         "format of requests": fingerprint(StepRequest),
         "samples": str(len(index.samples)),
         "fingerprint of the samples": index.fingerprint,
-        "SHA-256 of data.tokenizer": hashlib.sha256(recipe.data.tokenizer.read_bytes()).hexdigest(),
+        "SHA-256 of data.tokenizer": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
         **dict(_flat(settings, "")),
     }
 

@@ -26,6 +26,8 @@ def read(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Qua
 
     Raises `DataError` if nothing is there, or if it is in no format that is read.
     """
+    if source.states_lengths:
+        raise DataError(f"{source.path}: states lengths (format `lengths`), to plan with; there are no samples to read")
     files = shards(source.path)
     container = _container(source, files)
     if source.path.is_dir():

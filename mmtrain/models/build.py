@@ -214,7 +214,8 @@ def _parts(
 
     block = next(layer for layer in unit.layers if layer.kind in _BLOCKS)
     if unit.kind == "llm":
-        return Parts(block, "silu" if block.gated else "gelu", model.llm.norm_eps, groups, dtype, attention, sequence_parallel)
+        activation = "silu" if block.gated else "gelu"
+        return Parts(block, activation, model.llm.norm_eps, groups, dtype, attention, sequence_parallel)
     encoder = _encoder(model, unit.name)
     return Parts(block, encoder.activation, encoder.norm_eps, groups, dtype, attention, sequence_parallel)
 

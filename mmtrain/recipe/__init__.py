@@ -6,7 +6,8 @@ once with path, line and what is allowed. The settings themselves are the pydant
 
 from mmtrain.recipe.json_schema import editor_schema
 from mmtrain.recipe.loader import Loaded, load
+from mmtrain.recipe.only_planned import require_runnable
 from mmtrain.recipe.resolved import dump, sha256
 from mmtrain.recipe.schema import Recipe
 
-__all__ = ["Loaded", "Recipe", "dump", "editor_schema", "load", "sha256"]
+__all__ = ["Loaded", "Recipe", "dump", "editor_schema", "load", "require_runnable", "sha256"]

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import isqrt
+from pathlib import Path
 
-from mmtrain.recipe.schema import AudioSettings, LlmSettings, Recipe, UnitParallel, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, LlmSettings, Recipe, UnitParallel, VisionSettings, are_lengths
 from mmtrain.recipe.tree import Keys, Problem
 
 Check = Callable[[Recipe], Iterator[Problem]]
@@ -121,6 +122,21 @@ def validation(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("train", key), text)
 
 
+def sources(recipe: Recipe) -> Iterator[Problem]:
+    """Samples are read with a tokenizer, and do not stand beside lengths without samples."""
+    data = recipe.data
+    stated = _stated(recipe)
+    if any(stated) and not all(stated):
+        text = "states lengths, other sources hold samples; allowed: one kind alone"
+        yield Problem(("data", "sources", stated.index(True)), text)
+    for i, source in enumerate(data.validation):
+        if are_lengths(Path(source.path), source.format):
+            yield Problem(("data", "validation", i), "states lengths, which is nothing to validate on")
+    if data.tokenizer is None and not all(stated):
+        text = "missing; allowed: the path of a `tokenizers` JSON file (only sources that state lengths need none)"
+        yield Problem(("data", "tokenizer"), text)
+
+
 def sample_length(recipe: Recipe) -> Iterator[Problem]:
     """A sample that is let in fits a group."""
     data = recipe.data
@@ -143,7 +159,7 @@ def budgets(recipe: Recipe) -> Iterator[Problem]:
 def image_grid(recipe: Recipe) -> Iterator[Problem]:
     """Image sizes are whole numbers of merged patches, within the positions the encoder has."""
     vision, image = recipe.model.vision, recipe.data.image
-    if vision is None:
+    if vision is None or all(_stated(recipe)):
         return
     cell = vision.patch * vision.merge
     unit = f"model.vision.patch {vision.patch} x merge {vision.merge}"
@@ -167,7 +183,7 @@ def image_grid(recipe: Recipe) -> Iterator[Problem]:
 def image_length(recipe: Recipe) -> Iterator[Problem]:
     """The largest image leaves room for text in a group."""
     vision, image, seq_len = recipe.model.vision, recipe.data.image, recipe.data.seq_len
-    if vision is None:
+    if vision is None or all(_stated(recipe)):
         return
     most_tiles = image.max_tiles + (image.max_tiles > 1)  # with the one of the whole
     where, area = {
@@ -184,11 +200,13 @@ def image_length(recipe: Recipe) -> Iterator[Problem]:
 def clip_length(recipe: Recipe) -> Iterator[Problem]:
     """The longest clip let in lies within the positions the encoder has."""
     audio, longest = recipe.model.audio, recipe.data.audio.max_seconds
-    if audio is not None and longest * FRAMES_PER_SECOND > audio.max_frames:
+    if audio is None or all(_stated(recipe)):
+        return
+    if longest * FRAMES_PER_SECOND > audio.max_frames:
         frames = longest * FRAMES_PER_SECOND
         text = f"{longest:g} s become {frames:g} frames, model.audio.max_frames is {audio.max_frames}"
         yield Problem(("data", "audio", "max_seconds"), text)
-    elif audio is not None and audio.max_frames % (2 * audio.downsample):
+    elif audio.max_frames % (2 * audio.downsample):
         text = f"{audio.max_frames} is not a multiple of 2 x model.audio.downsample {audio.downsample}"
         yield Problem(("model", "audio", "max_frames"), text)
 
@@ -204,12 +222,18 @@ CHECKS: tuple[Check, ...] = (
     rotary,
     learning_rates,
     validation,
+    sources,
     sample_length,
     budgets,
     image_grid,
     image_length,
     clip_length,
 )
+
+
+def _stated(recipe: Recipe) -> list[bool]:
+    """Of each source, whether it states lengths."""
+    return [are_lengths(Path(source.path), source.format) for source in recipe.data.sources]
 
 
 def _encoders(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:

@@ -59,10 +59,13 @@ class _Readable:
             return _Readable(section, value, self._refused, here)
         if any(bad[: len(here)] == here for bad in self._refused):
             raise UnknownSetting(here)
+        if section and isinstance(value, list):
+            return [_Readable(section, item, self._refused, (*here, i)) for i, item in enumerate(value)]
         return value
 
 
 def _section(annotation: object) -> type[BaseModel] | None:
+    """The section that a setting holds, or holds several of."""
     choices = getattr(annotation, "__args__", (annotation,))
     return next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
 

@@ -172,11 +172,11 @@ class SourceSettings(Section):
         description="A file of samples, a folder of such, or several as `train-{000..123}.tar`, `{a,b}.json` or "
         "`*.parquet`; relative paths start at the recipe's folder."
     )
-    format: Literal["llava", "messages", "webdataset", "parquet"] | None = Field(
+    format: Literal["llava", "messages", "webdataset", "parquet", "lengths"] | None = Field(
         None,
         description="`llava`: JSON or JSONL with `conversations`; `messages`: the same with `messages` (ShareGPT, "
-        "OpenAI); `webdataset`: tar shards; `parquet`. Default: guessed from the file's ending, each JSON entry by its "
-        "keys.",
+        "OpenAI); `webdataset`: tar shards; `parquet`; `lengths`: a CSV file that states lengths, to plan with. "
+        "Default: guessed from the file's ending, each JSON entry by its keys.",
     )
     image_root: Path | None = Field(
         None,
@@ -184,6 +184,16 @@ class SourceSettings(Section):
         "the data file.",
     )
     weight: float = Field(1.0, gt=0, description="How often an epoch uses each sample of this source (2 = twice).")
+
+    @property
+    def states_lengths(self) -> bool:
+        """Whether there are only lengths, no samples."""
+        return are_lengths(self.path, self.format)
+
+
+def are_lengths(path: Path, format: str | None) -> bool:
+    """Whether a source of this path and format states lengths: there are no samples then."""
+    return format == "lengths" or (format is None and path.suffix == ".csv")
 
 
 class LimitSettings(Section):
@@ -246,7 +256,11 @@ class DataSettings(Section):
     validation: tuple[SourceSettings, ...] = Field(
         (), description="Held-out samples for validation loss and `evaluate`."
     )
-    tokenizer: Path = Field(description="A `tokenizers` JSON file; relative paths start at the recipe's folder.")
+    tokenizer: Path | None = Field(
+        None,
+        description="A `tokenizers` JSON file; relative paths start at the recipe's folder. Only sources that state "
+        "lengths need none.",
+    )
     seq_len: PositiveInt = Field(description="Most LLM tokens in one group (one packed sequence, one LLM microbatch).")
     max_sample_tokens: PositiveInt | None = Field(
         None, description="Samples with more LLM tokens are set aside and counted. Default: `seq_len`."
@@ -299,6 +313,12 @@ class DataSettings(Section):
         le=86400,
         description="Silence in seconds after which a producer is given up and its steps go to others.",
     )
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer, where samples are read."""
+        assert self.tokenizer is not None, "checks hold that recipes with samples have one"
+        return self.tokenizer
 
 
 class UnitParallel(Section):

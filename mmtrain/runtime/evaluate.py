@@ -87,7 +87,7 @@ def _evaluate_rank(request: Request, recipe: Recipe, address: Address) -> None:
 def _evaluate(request: Request, recipe: Recipe, world: World) -> None:
     """Load, ask, score."""
     checkpoint = open_newest_good(request.run_dir / CHECKPOINTS, _say, ranks_of(world))
-    index, tokenizer = build(recipe, "validation", _say), ChatTokenizer.load(recipe.data.tokenizer)
+    index, tokenizer = build(recipe, "validation", _say), ChatTokenizer.load(recipe.data.tokenizer_file)
     agree(world, {"held-out data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
     layout = world.on_first(lambda: _layout(request, recipe, index, world.size))
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)

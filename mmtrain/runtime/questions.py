@@ -151,7 +151,7 @@ def evaluation(job: Job) -> Callable[[], float]:
     recipe = job.recipe
     if not recipe.train.evaluate_every:
         return lambda: float("nan")
-    index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer)
+    index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer_file)
     questions = questions_of(index, recipe.train.evaluate_questions)
     asker = Asker(Generator.of(job, tokenizer), recipe, tokenizer, index, job.world)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.data import build
 from mmtrain.data.demo import generate
 from mmtrain.plan import load
 
@@ -63,8 +64,19 @@ def test_what_cannot_be_planned_is_one_message(data: Path, args: list[str], mess
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", [path.name for path in RECIPE.parent.glob("*.yaml")])
+@pytest.mark.parametrize("name", [str(path.relative_to(RECIPE.parent)) for path in RECIPE.parent.rglob("*.yaml")])
 def test_every_recipe_of_ours_is_right(name: str) -> None:
     from mmtrain import recipe
 
-    assert recipe.load(RECIPE.parent / name).recipe.name
+    loaded = recipe.load(RECIPE.parent / name).recipe
+    if loaded.data.sources[0].states_lengths:  # other data is made by the user
+        assert len(build(loaded).lengths)
+
+
+def test_a_recipe_of_lengths_is_planned_but_not_trained() -> None:
+    recipe = RECIPE.parent / "whatif/optimus_14b.yaml"
+    command = [sys.executable, "-m", "mmtrain", "train", str(recipe)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "train cannot run this recipe" in done.stderr
+    assert "data.sources.0: " in done.stderr

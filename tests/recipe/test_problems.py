@@ -159,6 +159,12 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             [AUDIO, "parallel.placement=unified", "parallel.audio.dp=2", "parallel.llm.dp=1"],
             "parallel.audio.dp: 2 differs from parallel.llm.dp 1",
         ),
+        (
+            ["data.sources=[{path: a.csv}, {path: b.json}]"],
+            "data.sources.0: states lengths, other sources hold samples",
+        ),
+        (["data.validation=[{path: a.txt, format: lengths}]"], "data.validation.0: states lengths, which is nothing"),
+        (["data.tokenizer=null"], "data.tokenizer: missing; allowed: the path of a `tokenizers` JSON file"),
         (["data.seq_len=1024"], "data.image.max_pixels: one image becomes up to 1024 LLM tokens, data.seq_len is 1024"),
     ],
 )
@@ -168,7 +174,14 @@ def test_settings_that_do_not_fit_together(base: Path, overrides: list[str], mes
     assert found[0].startswith(message)
 
 
-@pytest.mark.parametrize("overrides", [["model.vision=null"], ["parallel.placement=unified", "parallel.llm.tp=2"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.vision=null"],
+        ["parallel.placement=unified", "parallel.llm.tp=2"],
+        ["data.sources=[{path: a.csv}]", "data.tokenizer=null", "model.vision.max_side=8"],
+    ],
+)
 def test_checks_accept_what_fits(base: Path, overrides: list[str]) -> None:
     load(base, overrides, {})
 
@@ -181,4 +194,4 @@ def test_checks_never_stumble_over_other_problems(base: Path, section: str, valu
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 15
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 16

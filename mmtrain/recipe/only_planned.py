@@ -1,0 +1,22 @@
+"""What a recipe may hold that can be planned for, and cannot be run."""
+
+from collections.abc import Iterator
+
+from mmtrain.errors import RecipeError
+from mmtrain.recipe.schema import Recipe
+
+
+def require_runnable(recipe: Recipe, command: str) -> None:
+    """Raise RecipeError, naming everything that `command` cannot do with this recipe and `mmtrain plan` can."""
+    reasons = list(_only_planned(recipe))
+    if reasons:
+        raise RecipeError(
+            f"{command} cannot run this recipe, which is for `mmtrain plan`, `simulate` and `report` alone:\n  "
+            + "\n  ".join(reasons)
+        )
+
+
+def _only_planned(recipe: Recipe) -> Iterator[str]:
+    for i, source in enumerate(recipe.data.sources):
+        if source.states_lengths:
+            yield f"data.sources.{i}: {source.path} states lengths; name a file of samples, and data.tokenizer"

@@ -1,0 +1,101 @@
+"""Stated lengths: what the CSV says is what grouping and planning see."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmtrain.data import GroupStream, build
+from mmtrain.errors import DataError, TooManyBadSamples
+from mmtrain.recipe.schema import Recipe
+
+UNIT = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 64}
+
+
+def recipe(path: Path, text: str, **data: Any) -> Recipe:
+    path.write_text(text, encoding="utf-8")
+    return Recipe.model_validate(
+        {
+            "name": "stated",
+            "model": {
+                "vision": UNIT | {"downsample": "pixel_shuffle", "merge": 2, "class_token": True},
+                "audio": UNIT | {"downsample": 5},
+                "llm": UNIT | {"vocab": 64},
+            },
+            "data": {"sources": [{"path": path, "weight": 2.0}], "seq_len": 1000} | data,
+            "train": {"steps": 1, "global_batch": 2, "optimizer": {"lr": 1e-3}},
+        }
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "lengths.csv"
+
+
+def test_rows_become_samples_with_items(file: Path) -> None:
+    index = build(recipe(file, "# stated\ntext,vision,audio,count\n10,2x16 4,25,2\n\n7,,,1  # only text\n"))
+    lengths = index.lengths
+    assert lengths.tokens.tolist() == [10 + 4 + 4 + 1 + 5] * 2 + [7]
+    assert lengths.targets.tolist() == [10, 10, 7]
+    vision, audio = lengths.items["vision"], lengths.items["audio"]
+    assert vision.first.tolist() == [0, 3, 6, 6]
+    assert vision.tokens.tolist() == [17, 17, 5] * 2  # each with its class token
+    assert vision.features.tolist() == [4, 4, 1] * 2
+    assert audio.first.tolist() == [0, 1, 2, 2]
+    assert (audio.rows.tolist(), audio.tokens.tolist(), audio.features.tolist()) == ([50, 50], [25, 25], [5, 5])
+    assert index.weights.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_lengths_are_grouped_as_samples_are(file: Path) -> None:
+    settings = recipe(file, "count,text,vision\n20,100,16\n5,900,\n")
+    index = build(settings)
+    stream = GroupStream.of(settings, index)
+    epoch = stream.epoch(0)
+    assert np.bincount(epoch.samples).tolist() == [2] * 25
+
+
+def test_two_files_differ_in_their_fingerprint(file: Path) -> None:
+    first = build(recipe(file, "text\n1\n2\n")).fingerprint
+    assert build(recipe(file, "text\n1\n3\n")).fingerprint != first
+
+
+def test_samples_that_are_too_long_are_set_aside_and_counted(file: Path) -> None:
+    text = "count,text\n98,10\n2,1001\n"
+    index = build(recipe(file, text, max_bad_rate=0.02))
+    assert len(index.lengths) == 98
+    assert [(q.kind, q.id) for q in index.quarantined] == [("too_long", f"{file}:3")] * 2
+    with pytest.raises(TooManyBadSamples, match=r"2 of 100 samples are unusable \(too_long 2\)"):
+        build(recipe(file, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the columns are nothing; needed: text; allowed besides, once each: count, vision, audio"),
+        ("text,video\n1,2\n", "the columns are text, video; needed: text"),
+        ("text,text\n1,2\n", "the columns are text, text"),
+        ("text\n", "no usable rows"),
+        ("text,vision\n1\n", ":2: 1 values for the 2 columns text, vision"),
+        ("text\n-1\n", ":2: text: found '-1'; allowed: a whole number from 0"),
+        ("text\nmany\n", ":2: text: found 'many'"),
+        ("count,text\n0,1\n", ":2: count: found '0'; allowed: a whole number from 1"),
+        ("text,vision\n1,0x4\n", ":2: vision: found '0'"),
+        ("text,vision\n1,4x\n", ":2: vision: found ''"),
+        ("text,vision\n1,18\n", ":2: vision: 18 tokens are not a multiple of the 4"),
+        ("text,count\n1,10000000\n1,10000000\n1,10000000\n", "more than 20,000,000 samples in all"),
+    ],
+)
+def test_what_is_no_length_is_named_with_its_line(file: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError) as error:
+        build(recipe(file, text))
+    assert message in str(error.value)
+    assert str(error.value).startswith((str(file), "data.sources"))
+
+
+def test_a_file_that_is_not_there(file: Path) -> None:
+    settings = recipe(file, "text\n1\n")
+    file.unlink()
+    with pytest.raises(DataError, match="cannot read the lengths: No such file"):
+        build(settings)
