@@ -7,6 +7,9 @@ messages (OpenAI): {"messages": [{"role": "user", "content": "<image>What colour
 
 Media may also stand where they are shown: `content` as a list of parts `{"type": "text", "text": ...}` and
 `{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`).
+
+A `system` beside the turns becomes the first of them. What tools gave back (`tool`, `function`, `observation`) is read
+as a user's turn: context, from which nothing is learned.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,11 +25,16 @@ _KEYS = {kind: (kind, f"{kind}s") for kind in MARKS}
 MediaOf = Callable[[str, Any], Media]  # kind, what stands for a medium -> the medium; raises BadSampleError
 _ROLES: dict[str, Role] = {
     "system": "system",
+    "developer": "system",
     "human": "user",
     "user": "user",
+    **dict.fromkeys(("tool", "function", "observation", "function_response"), "user"),
     "gpt": "assistant",
     "assistant": "assistant",
+    "function_call": "assistant",
 }
+_TOOLS = ("tools", "functions")  # beside the turns: what tools there are
+_CALLS = ("tool_calls", "function_call")  # in a turn: which ones to call
 _PARTS = {"image": "image", "image_url": "image", "audio": "audio", "audio_url": "audio", "input_audio": "audio"}
 _PARTS |= {"video": "video", "video_url": "video"}
 _CAPTIONS = ("caption", "text")
@@ -111,10 +119,41 @@ def _turns(
     if not isinstance(turns, list) or not turns:
         found_instead = "an empty list" if turns == [] else describe(turns)
         raise BadSampleError("malformed", f"`{key}` is {found_instead}, expected a list of messages")
+    for tools in _TOOLS:
+        if tools in entry and entry[tools] not in (None, "", "[]", []):
+            raise BadSampleError("tools", f"its tools stand in `{tools}`; write them into a `system` text")
     try:
-        return tuple([_turn(turn, found, media_of) for turn in turns])
+        made = tuple([_turn(turn, found, media_of) for turn in turns])
     except _BadTurnError as bad:
         raise BadSampleError(bad.kind, f"`{key}`: message {bad.number(turns)} of {len(turns)} {bad.reason}") from None
+    return _led(entry["system"], made) if "system" in entry else made
+
+
+def _led(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """The turns, behind the text that stands beside them for all."""
+    if system is None or system == "":
+        return turns
+    if not isinstance(system, str):
+        raise BadSampleError("malformed", f"`system` is {describe(system)}, expected a text")
+    if (wrong := _not_unicode(system)) is not None:
+        raise BadSampleError("malformed", f"`system` is {wrong}")
+    first = Turn("system", system)
+    if turns[0] == first:
+        return turns
+    if any(turn.role == "system" for turn in turns):
+        raise BadSampleError("malformed", "it has both a `system` and a system's turn; give one of them")
+    return (first, *turns)
+
+
+def _not_unicode(text: str) -> str | None:
+    """What is wrong with a text: JSON can spell half a surrogate pair, and no tokenizer takes it."""
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"a text that is not valid Unicode: {error.reason}"
+    return None
 
 
 class _BadTurnError(BadSampleError):
@@ -134,6 +173,8 @@ def _turn(turn: Any, found: dict[str, list[Media]], media_of: MediaOf) -> Turn:
         raise _BadTurnError(turn, f"is {describe(turn)}, expected an object")
     says, who = ("content", "role") if "role" in turn else ("value", "from")
     text = turn.get(says)
+    if len(turn) > 2:
+        _check_rest(turn)
     if isinstance(text, list) and says == "content":
         text = "".join(_part(turn, part, found, media_of) for part in text)
     if not isinstance(text, str):
@@ -141,12 +182,18 @@ def _turn(turn: Any, found: dict[str, list[Media]], media_of: MediaOf) -> Turn:
     role = turn.get(who)
     if not isinstance(role, str) or role not in _ROLES:
         raise _BadTurnError(turn, f"has `{who}` {role!r}, expected one of {', '.join(sorted(_ROLES))}")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; no tokenizer takes it
-            raise _BadTurnError(turn, f"has a text that is not valid Unicode: {error.reason}") from None
+    if (wrong := _not_unicode(text)) is not None:
+        raise _BadTurnError(turn, f"has {wrong}")
     return Turn(_ROLES[role], text)
+
+
+def _check_rest(turn: dict[str, Any]) -> None:
+    """Refuse what stands beside a turn's text and changes what is learned from it."""
+    called = next((key for key in _CALLS if turn.get(key)), None)
+    if called is not None:
+        raise _BadTurnError(turn, f"calls tools in `{called}`; write the calls into its text", "tools")
+    if turn.get("weight") not in (None, 1):
+        raise _BadTurnError(turn, f"has `weight` {turn['weight']!r}; every answer is learned from alike")
 
 
 def _part(turn: Any, part: Any, found: dict[str, list[Media]], media_of: MediaOf) -> str:

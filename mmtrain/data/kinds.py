@@ -3,6 +3,7 @@
 KINDS = {
     # the entry
     "malformed": "not JSON, or not in a layout that is read: turns, roles, texts, parts, media",
+    "tools": "it describes or calls tools beside its texts (`tools`, `functions`, `tool_calls`, `function_call`)",
     "no_answer": "no assistant's turn with text to learn from",
     "image_count": "`<image>` does not stand in its user turns as often as it has images",
     "audio_count": "`<audio>` does not stand in its user turns as often as it has clips",

@@ -23,7 +23,7 @@ from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings
 
 _MEDIA_COLUMNS = {key: kind for kind in MARKS for key in (kind, f"{kind}s")}
-_TEXT_COLUMNS = (*ANY_LAYOUT, "caption", "text", "id", "template")
+_TEXT_COLUMNS = (*ANY_LAYOUT, "system", "tools", "functions", "caption", "text", "id", "template")
 _MAX_STRUCTURE_BYTES = 256 << 20  # of what describes a file: names, row groups, statistics
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.data import Quarantined, Sample, folder, write_quarantine
+from mmtrain.data import ChatTokenizer, Quarantined, Sample, folder, write_quarantine
 from mmtrain.data.conversation import BadSampleError
 from mmtrain.data.media import FileMedia
 from mmtrain.data.read import read, shards
@@ -94,6 +94,47 @@ def _talk(content: object, **media: object) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}], **media}
 
 
+def _answer(content: object, **more: object) -> dict[str, object]:
+    return {"messages": [{"role": "assistant", "content": content, **more}]}
+
+
+SYSTEM = {"messages": [{"role": "system", "content": "Be brief."}, *_answer("yes")["messages"]]}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_beside_the_turns_is_the_first_of_them(tmp_path: Path, role: str) -> None:
+    talk = _sample(tmp_path, _talk("hi", system="Be brief."))
+    assert [(t.role, t.text) for t in talk.turns] == [("system", "Be brief."), ("user", "hi"), ("assistant", "yes")]
+    for system in ("Be brief.", "", None):
+        turns = [{"role": role, "content": "Be brief."}, {"role": "assistant", "content": "yes"}]
+        same = _sample(tmp_path, {"messages": turns, "system": system})
+        assert [t.text for t in same.turns] == ["Be brief.", "yes"], "once"
+    assert len(_sample(tmp_path, GOOD | {"system": ""}).turns) == 2
+
+
+@pytest.mark.parametrize("tool", ["tool", "function", "observation", "function_response"])
+def test_what_tools_say_is_context_and_calling_them_is_learned(tmp_path: Path, tokenizer_path: Path, tool: str) -> None:
+    turns = [
+        {"from": "human", "value": "What is 1 + 2?"},
+        {"from": "function_call", "value": "add"},
+        {"from": tool, "value": "3"},
+        {"from": "gpt", "value": "It is 3"},
+    ]
+    sample = _sample(tmp_path, {"conversations": turns, "tools": "[]"})
+    assert [t.role for t in sample.turns] == ["user", "assistant", "user", "assistant"]
+    tokenizer = ChatTokenizer.load(tokenizer_path)
+    labels = tokenizer.encode(sample, []).labels
+    learned = tokenizer.decode(labels[labels >= 0])
+    assert learned == "addIt is 3"
+
+
+def test_what_a_tool_shows_is_an_image_like_any_other(tmp_path: Path) -> None:
+    shown = {"role": "tool", "tool_call_id": "1", "content": [{"type": "image", "image": "screen.png"}]}
+    sample = _sample(tmp_path, {"messages": [shown, {"role": "assistant", "content": "ok", "tool_calls": None}]})
+    assert sample.images == _files(tmp_path / "screen.png")
+    assert sample.num_marks() == 1
+
+
 def test_messages_with_lists_of_media(tmp_path: Path) -> None:
     media = {"images": ["a.png", "b.png"], "audios": ["c.mp3"], "videos": "d.mp4"}
     sample = _sample(tmp_path, _talk("<image><video>what?<audio><image>", **media))
@@ -128,7 +169,15 @@ def test_messages_of_parts(tmp_path: Path) -> None:
         (_talk([{"type": "input_audio", "input_audio": {"data": "AA"}}]), "audio_url", "write it to a file"),
         (_talk([{"type": "tool"}]), "malformed", "a part of type 'tool', expected one of text, image"),
         (_talk("x", image="a.png", images=["b.png"]), "malformed", "both `image` and `images`"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "malformed", "'tool', expected one of"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "malformed", "'bot', expected one of assistant, developer"),
+        (_talk("x", system=["Be brief."]), "malformed", "`system` is a list, expected a text"),
+        (_talk("x", system="\udc00"), "malformed", "`system` is a text that is not valid Unicode"),
+        ({**SYSTEM, "system": "Be long."}, "malformed", "both a `system` and a system's turn"),
+        (_talk("x", tools=[{"type": "function"}]), "tools", "its tools stand in `tools`"),
+        (_talk("x", functions='[{"name": "f"}]'), "tools", "its tools stand in `functions`"),
+        (_answer(None, tool_calls=[{"id": "1"}]), "tools", "message 1 of 1 calls tools in `tool_calls`"),
+        (_answer("f", function_call={"name": "f"}), "tools", "calls tools in `function_call`"),
+        (_answer("yes", weight=0), "malformed", "has `weight` 0"),
     ],
 )
 def test_messages_that_are_refused(tmp_path: Path, entry: object, kind: str, reason: str) -> None:
@@ -180,7 +229,7 @@ def test_files_are_named_by_folders_braces_and_stars(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("data.tar.gz", "cannot be opened in the middle; unpack it"), ("data.csv", r"found \.csv, expected")],
+    [("data.tar.gz", "cannot be opened in the middle; unpack it"), ("data.txt", r"found \.txt, expected")],
 )
 def test_a_format_that_is_not_read_is_named(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("")
@@ -197,7 +246,7 @@ def test_a_format_that_is_not_read_is_named(tmp_path: Path, name: str, message: 
         ({"conversations": [{"from": "human"}]}, "`conversations`: message 1 of 1 has no text `value`"),
         (
             {"conversations": [{"from": "robot", "value": ""}]},
-            "'robot', expected one of assistant, gpt, human, system, user",
+            "'robot', expected one of assistant, developer, function",
         ),
         ({"conversations": [{"from": "human", "value": "\ud800"}]}, "not valid Unicode"),
         (GOOD | {"image": 3}, "`image` is or holds a int"),

@@ -75,6 +75,7 @@ def _with(text: str, **media: Any) -> Row:
 
 ROWS: dict[str, Row] = {
     "malformed": {},
+    "tools": _with("hi", tools=[{"name": "f"}]),
     "no_answer": row("hm?", " "),
     "image_count": row("<image><image>", "a", "good.png"),
     "audio_count": _with("<audio>"),
