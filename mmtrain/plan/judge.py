@@ -112,6 +112,10 @@ class DrawnTiming:
         """As `ModelTiming` says."""
         return self.model.collective(rank, action, group)
 
+    def link(self, ranks: tuple[int, ...]) -> bool:
+        """As `ModelTiming` says."""
+        return self.model.link(ranks)
+
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
         """Not asked of a candidate: its memory was held against the limit before (`Pricing.memory`)."""
         return 0

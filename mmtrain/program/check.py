@@ -93,7 +93,7 @@ def check(program: Program, memory: MemoryLimit | None = None) -> None:
     _refuse([text for rank, row in rows for text in _not_exactly_once(graph, rank, row)])
     early = [text for rank, row in rows for text in _out_of_order(graph, rank, row)]
     _refuse([*early, *_channels_disagree(program), *_groups_disagree(program)])
-    if circle := waiting_circle(program.links_of(0)):
+    if circle := waiting_circle(program.links):
         _refuse([_circle_text(circle)])
     if memory is not None:
         _refuse(_too_large(program, memory))

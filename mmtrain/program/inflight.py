@@ -21,7 +21,7 @@ def send_limit(program: Program, wanted: int = WANTED) -> int:
 
     As many as the busiest channel has messages always will do, so the search ends.
     """
-    links = program.links_of(0)
+    links = program.links
     busiest = max(Counter(_channel(links, m) for m in range(len(links.messages))).values(), default=0)
     limit = wanted
     while limit < busiest and not ends(links, limit):

@@ -1,6 +1,6 @@
 """A program with its ends tied together: which send meets which receive, which ranks run a collective together.
 
-Computed once for a replica group and then walked by the deadlock test and, again and again, by the simulator.
+The deadlock test walks it, and the simulator makes its tracks of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,6 @@ class Work(NamedTuple):
     ranks: tuple[int, ...]  # of this replica group
     group: tuple[int, ...]  # of all replica groups; longer than `ranks` for data-parallel collectives and the step
 
-    @property
-    def crosses_groups(self) -> bool:
-        """Whether ranks of other replica groups take part."""
-        return len(self.group) > len(self.ranks)
-
 
 class Post(NamedTuple):
     """A rank starts its end of a message, and goes on."""
@@ -48,10 +43,7 @@ class Do(NamedTuple):
 
 @dataclass(frozen=True)
 class Links:
-    """What the ranks of one replica group do, in order, with messages and works as shared objects.
-
-    The same indices stand for the same messages and works in every group.
-    """
+    """What the ranks of one replica group do, in order, with messages and works as shared objects."""
 
     messages: tuple[Message, ...]
     works: tuple[Work, ...]
@@ -84,6 +76,6 @@ def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
                 if work == len(all_works):
                     all_works.append(Work(action, tuple(r for r in group if r in actions), group))
                 reader = begun(graph, action) if isinstance(action, Compute) else action
-                out.append(Do(work, reads.get(reader, ()) if reader else ()))
+                out.append(Do(work, reads.pop(reader, ()) if reader else ()))
         steps[rank] = tuple(out)
     return Links(tuple(Message(sender, send) for send, sender in messages), tuple(all_works), steps)

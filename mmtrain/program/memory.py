@@ -1,7 +1,8 @@
 """How much a rank keeps alive: activations between a forward and its backward, counted from the program itself."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from mmtrain.program.actions import Action, Backward, Compute, Forward, Pass
 from mmtrain.program.graph import Microbatch, StageGraph, StageId
@@ -10,34 +11,51 @@ from mmtrain.program.segments import begun, ended, parts
 BytesOf = Callable[[StageId, Microbatch], int]  # bytes one rank keeps between forward and backward
 
 
-def peak_bytes(graph: StageGraph, actions: Sequence[Action], bytes_of: BytesOf) -> tuple[int, int]:
-    """Return the most bytes of activations alive on a rank, and the place in `actions` where that first happens.
+class Border(NamedTuple):
+    """Where activations of a microbatch begin or end to live."""
+
+    at: int  # place among the rank's actions
+    begins: bool
+    stage: StageId
+    mb: Microbatch
+
+
+def borders(graph: StageGraph, actions: Sequence[Action]) -> list[Border]:
+    """What a rank keeps of its microbatches, and until when.
 
     A microbatch counts in full from the first segment of its forward to the last of its backward. What a stage
     without backward computes is alive during its forward only.
     """
-    live = peak = peak_at = 0
-    for at, begins, whole in _borders(graph, actions):
-        if begins and isinstance(whole, Forward):
-            live += bytes_of(whole.stage, whole.mb)
-            if live > peak:
-                peak, peak_at = live, at
-        if not begins and _frees(graph, whole):
-            live -= bytes_of(whole.stage, whole.mb)
-    return peak, peak_at
+    return [
+        Border(at, begins, whole.stage, whole.mb)
+        for at, begins, whole in _borders(graph, actions)
+        if (isinstance(whole, Forward) if begins else _frees(graph, whole))
+    ]
+
+
+def peak(alive: Iterable[Border], bytes_of: BytesOf) -> tuple[int, int]:
+    """Return the most bytes alive at once, and the place where that first happens."""
+    live = most = most_at = 0
+    for at, begins, stage, mb in alive:
+        live += bytes_of(stage, mb) if begins else -bytes_of(stage, mb)
+        if live > most:
+            most, most_at = live, at
+    return most, most_at
+
+
+def peak_bytes(graph: StageGraph, actions: Sequence[Action], bytes_of: BytesOf) -> tuple[int, int]:
+    """Return the most bytes of activations alive on a rank, and the place in `actions` where that first happens."""
+    return peak(borders(graph, actions), bytes_of)
 
 
 def peak_live(graph: StageGraph, actions: Sequence[Action]) -> dict[StageId, int]:
     """Return how many microbatches of each stage a rank holds alive at most (each stage's own peak)."""
     live: Counter[StageId] = Counter()
-    peak: dict[StageId, int] = {}
-    for _, begins, whole in _borders(graph, actions):
-        if begins and isinstance(whole, Forward):
-            live[whole.stage] += 1
-            peak[whole.stage] = max(peak.get(whole.stage, 0), live[whole.stage])
-        if not begins and _frees(graph, whole):
-            live[whole.stage] -= 1
-    return peak
+    most: dict[StageId, int] = {}
+    for _, begins, stage, _ in borders(graph, actions):
+        live[stage] += 1 if begins else -1
+        most[stage] = max(most.get(stage, 0), live[stage])
+    return most
 
 
 def _borders(graph: StageGraph, actions: Sequence[Action]) -> Iterator[tuple[int, bool, Pass]]:

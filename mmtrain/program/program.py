@@ -3,13 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.actions import Action, Backward, Fill, Forward, Partial, Recv, Send, Share
 from mmtrain.program.graph import Microbatch, StageGraph
-from mmtrain.program.links import Links, Message, Work, link
+from mmtrain.program.links import Links, link
 from mmtrain.program.symmetry import Symmetry, symmetry
+from mmtrain.program.twins import do_the_same
+
+if TYPE_CHECKING:
+    from mmtrain.program.tracks import Tracks
 
 A = TypeVar("A", bound=Action)
 
@@ -41,47 +45,49 @@ class Program:
                 "start as many processes as the plan has ranks"
             )
         group, first = self.symmetry.place[rank]
-        return tuple(self._translate(action, group) for action in self.actions[first])
+        return tuple(self.translate(action, group) for action in self.actions[first])
 
-    def links_of(self, group: int) -> Links:
-        """Messages and collectives of a replica group with their ends tied together."""
-        if group not in self._links:
-            self._links[group] = self._translate_links(group) if group else link(self.graph, self.actions)
-        return self._links[group]
+    @cached_property
+    def links(self) -> Links:
+        """Messages and collectives of group 0 with their ends tied together."""
+        return link(self.graph, self.actions)
 
-    def _translate(self, action: A, group: int) -> A:
+    @cached_property
+    def tracks(self) -> "dict[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], Tracks]":
+        """What `tracks.tracks` made of the program: by the number of replica groups, and the ranks that do the same."""
+        return {}
+
+    def do_the_same(self, one: int, other: int) -> bool:
+        """Whether two ranks of group 0 do the same things in the same order, each with peers of its own."""
+        if (one, other) not in self._same:
+            self._same[one, other] = do_the_same(self.actions.get(one), self.actions.get(other))
+        return self._same[one, other]
+
+    def translate(self, action: A, group: int) -> A:
         """Return group 0's action as another replica group does it: other replicas, other peers."""
         if group == 0:
             return action
         match action:
             case Forward(stage, mb) | Backward(stage, mb):
-                return type(action)(stage, self._shift(mb, group))
+                return type(action)(stage, self.shift(mb, group))
             case Partial(stage, mb, kind, lo, hi):
-                return type(action)(stage, self._shift(mb, group), kind, lo, hi)
+                return type(action)(stage, self.shift(mb, group), kind, lo, hi)
             case Fill(host, gap, partials):
-                moved = tuple(self._translate(part, group) for part in partials)
-                return type(action)(self._translate(host, group), gap, moved)
+                moved = tuple(self.translate(part, group) for part in partials)
+                return type(action)(self.translate(host, group), gap, moved)
             case Share(edge, mb, payload):
-                return type(action)(edge, self._shift(mb, group), payload)
+                return type(action)(edge, self.shift(mb, group), payload)
             case Send(edge, src, dst, peer, payload) | Recv(edge, src, dst, peer, payload):
                 there = self.symmetry.ranks[group][peer]
-                return type(action)(edge, self._shift(src, group), self._shift(dst, group), there, payload)
+                return type(action)(edge, self.shift(src, group), self.shift(dst, group), there, payload)
         return action
 
-    def _translate_links(self, group: int) -> Links:
-        first, mirror = self.links_of(0), self.symmetry.ranks[group]
-        messages = tuple(Message(mirror[m.sender], self._translate(m.send, group)) for m in first.messages)
-        works = []
-        for action, ranks, everyone in first.works:
-            there = tuple(mirror[rank] for rank in ranks)
-            works.append(Work(self._translate(action, group), there, everyone if len(everyone) > len(ranks) else there))
-        return Links(messages, tuple(works), {mirror[rank]: steps for rank, steps in first.steps.items()})
-
     @cached_property
-    def _links(self) -> dict[int, Links]:
+    def _same(self) -> dict[tuple[int, int], bool]:
         return {}
 
-    def _shift(self, mb: Microbatch, group: int) -> Microbatch:
+    def shift(self, mb: Microbatch, group: int) -> Microbatch:
+        """Return group 0's microbatch as another replica group has it."""
         per_group = self.graph.mesh(mb.unit).dp // self.graph.num_groups
         return Microbatch(mb.unit, mb.replica + group * per_group, mb.index)
 

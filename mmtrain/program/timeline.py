@@ -1,8 +1,9 @@
 """Timelines: what every rank did when, simulated or measured; Chrome trace JSON (opens in Perfetto)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, overload
 
 from mmtrain.program.actions import (
     Action,
@@ -47,16 +48,42 @@ class Span(NamedTuple):
     nbytes: int = 0
 
 
+class Later(Sequence[Span]):
+    """Spans that are made when somebody first looks: of most simulated steps only the time is asked."""
+
+    def __init__(self, make: Callable[[], tuple[Span, ...]]) -> None:
+        self._make = make
+
+    @overload
+    def __getitem__(self, at: int) -> Span: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Span, ...]: ...
+    def __getitem__(self, at: int | slice) -> Span | tuple[Span, ...]:
+        return self._made[at]
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @cached_property
+    def _made(self) -> tuple[Span, ...]:
+        return self._make()
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """One step: spans in the order of their start, and what they add up to."""
+    """One step: spans in the order of their start, and what they add up to.
 
-    spans: tuple[Span, ...]
+    Only a simulated step knows its critical path: actions, in order, of which each begins when the one before ends,
+    from the begin of the step to its end.
+    """
+
+    spans: Sequence[Span]
     step_time_s: float
     bubbles: Mapping[int, Mapping[BubbleKind, float]]  # rank -> kind -> seconds its compute stream is idle
     peak_memory_bytes: Mapping[int, int]  # rank -> activations alive at the fullest moment
     simulated: bool
     pipeline_ranks: Mapping[str, int]  # unit -> ranks that its stages go round; each round is a chunk
+    critical_path: Sequence[Span] = ()
 
     def bubble_shares(self) -> dict[BubbleKind, float]:
         """Idle time by kind as a share of all rank-seconds of the step."""

@@ -1,6 +1,6 @@
 """How long actions take: the protocol the simulator asks, and the answer from a cost model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -55,6 +55,10 @@ class Timing(Protocol):
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
         """Cost of a collective of `group` (global ranks of all replica groups), to which `rank` belongs."""
+        ...
+
+    def link(self, ranks: tuple[int, ...]) -> Hashable:
+        """What messages and collectives among these ranks cost by, beside what they move: equal ones cost the same."""
         ...
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
@@ -118,6 +122,10 @@ class ModelTiming:
                 nbytes = NORM_BYTES
                 seconds = self.costs.collective("all_reduce", nbytes, size, same_node)
         return Transport(seconds, nbytes)
+
+    def link(self, ranks: tuple[int, ...]) -> bool:
+        """Whether they share a node."""
+        return self._same_node(ranks)
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
         """Bytes kept by the stage's layers; recomputed ones keep their input."""

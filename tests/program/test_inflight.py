@@ -70,7 +70,7 @@ def shuffled(program: Program, seed: int) -> Program:
 @given(graphs(max_n=5), st.integers(1, 3), st.sampled_from(["1f1b", "coarse"]), st.integers(0, 99))
 def test_what_is_proved_is_what_happens(graph: StageGraph, limit: int, kind: str, seed: int) -> None:
     program = shuffled(build(graph, kind=kind), seed)  # type: ignore[arg-type]
-    links = program.links_of(0)
+    links = program.links
     assert ends(links, limit) == walks_to_its_end(links, limit)
     assert walks_to_its_end(links, send_limit(program, limit))
 
@@ -78,7 +78,7 @@ def test_what_is_proved_is_what_happens(graph: StageGraph, limit: int, kind: str
 def test_encoders_that_send_to_each_other_first_need_as_many_in_flight() -> None:
     graph = chain(Unit("vision", dp=3, ranks=(0, 1, 2)), Unit("llm", dp=2, ranks=(0, 1)), n=6)
     program = build(graph, kind="coarse")
-    assert not ends(program.links_of(0), 4)
+    assert not ends(program.links, 4)
     assert send_limit(program, 1) == 8
 
 

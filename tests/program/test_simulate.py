@@ -39,6 +39,9 @@ class Given:
     def collective(self, rank, action, group):
         return Transport(self.share_s if isinstance(action, Share) else self.collective_s, 1)
 
+    def link(self, ranks):
+        return len(ranks)
+
     def activation_bytes(self, stage, mb):
         return self.sizes.get(str(stage), 0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.balance.batch import BatchMeta, ItemTable
 from mmtrain.models.shape import LayerShape, ModelEdge, ModelShape, UnitShape
-from mmtrain.program import ModelTiming, build, chrome_trace, simulate, step_loads
+from mmtrain.program import ModelTiming, Transport, build, chrome_trace, simulate, step_loads
 from mmtrain.program.actions import (
     Backward,
     Forward,
@@ -175,8 +175,9 @@ def test_a_stage_of_a_later_round_is_a_later_chunk():
 
     class Alike:
         compute = staticmethod(lambda action: 1.0)
-        message = staticmethod(lambda sender, action: (0.0, 0))
-        collective = staticmethod(lambda rank, action, group: (0.0, 0))
+        message = staticmethod(lambda sender, action: Transport(0.0, 0))
+        collective = staticmethod(lambda rank, action, group: Transport(0.0, 0))
+        link = staticmethod(len)
         activation_bytes = staticmethod(lambda stage, mb: 0)
 
     trace = chrome_trace(simulate(build(graph), Alike()), "")

@@ -20,5 +20,8 @@ class Seconds:
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
         return Transport(0.0, 0)
 
+    def link(self, ranks: tuple[int, ...]) -> int:
+        return len(ranks)
+
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
         return 1

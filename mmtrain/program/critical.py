@@ -1,0 +1,80 @@
+"""The critical path: the chain of actions, each begun by the end of the one before, that a step's time is."""
+
+from collections.abc import Iterator
+
+from mmtrain.program.replay import Moments
+from mmtrain.program.timeline import Span
+from mmtrain.program.tracks import Tracks
+
+
+def critical_path(tracks: Tracks, moments: Moments) -> tuple[Span, ...]:
+    """Return compute, messages and collectives from the begin of the step to its end, without a gap between them.
+
+    What ends last has waited for something that ended when it began, and so on back to the begin. Of several such
+    chains one is returned: the one that stays on its rank, where it can. A message without rows is in no chain; it
+    hands on what its ends waited for. Jobs of several ranks are shown on one that kept the others waiting.
+    """
+    return tuple(_Walk(tracks, moments).backwards())[::-1]
+
+
+class _Walk:
+    def __init__(self, tracks: Tracks, moments: Moments) -> None:
+        self.tracks, self.moments = tracks, moments
+        self.posters: dict[int, list[int]] = {}
+        for number, visit in enumerate(tracks.visits):
+            for parcel in visit.posts:
+                self.posters.setdefault(parcel, []).append(number)
+        self.place = [{what: at for at, what in enumerate(moved)} for moved in moments.moved]
+
+    def backwards(self) -> Iterator[Span]:
+        """Spans of the path, the last one first."""
+        tracks, moments = self.tracks, self.moments
+        last = max(range(len(tracks.jobs)), key=lambda job: moments.ended[job])
+        at = -1 - last
+        while at != -1 - tracks.start:
+            if at < 0:
+                job = tracks.jobs[-1 - at]
+                assert job is not None
+                begin, end = moments.began[-1 - at], moments.ended[-1 - at]
+                at, track = self._before_job(-1 - at)
+                yield Span(tracks.ranks[track][0], begin, end - begin, job.action, 0)
+            else:
+                parcel, begin = tracks.parcels[at], moments.left[at]
+                if self.place[tracks.sender[at]].get(at) is not None:
+                    yield Span(parcel.senders[0], begin, moments.arrived[at] - begin, parcel.send, 0)
+                at = self._before_parcel(at)
+
+    def _before_job(self, job: int) -> tuple[int, int]:
+        """What the job waited for last, a parcel or -1 - another job, and the track on which it did."""
+        visits, begin = self.tracks.visits, self.moments.began[job]
+        numbers = self.tracks.visits_of[job]
+        for v in numbers:
+            if self.moments.ended[visits[v - 1].job] == begin:
+                return -1 - visits[v - 1].job, visits[v].track
+        for v in numbers:
+            for parcel in visits[v].reads:
+                if self.moments.arrived[parcel] == begin:
+                    return parcel, visits[v].track
+        for v in numbers:
+            if (before := self._on_stream(visits[v].track, -1 - job, begin)) is not None:
+                return before, visits[v].track
+        raise AssertionError("a job begins when what it waits for ends")
+
+    def _before_parcel(self, parcel: int) -> int:
+        """What ended when the message left: work of one of its ends, or what its sender's stream did before."""
+        begin = self.moments.left[parcel]
+        for v in self.posters[parcel]:
+            if self.moments.ended[self.tracks.visits[v].job] == begin:
+                return -1 - self.tracks.visits[v].job
+        before = self._on_stream(self.tracks.sender[parcel], parcel, begin)
+        assert before is not None, "a message leaves when what it waits for ends"
+        return before
+
+    def _on_stream(self, track: int, what: int, begin: float) -> int | None:
+        """What the communication stream did right before, if it ended then."""
+        at = self.place[track].get(what, 0)
+        if at == 0:
+            return None
+        before = self.moments.moved[track][at - 1]
+        ended = self.moments.ended[-1 - before] if before < 0 else self.moments.arrived[before]
+        return before if ended == begin else None
