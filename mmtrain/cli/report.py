@@ -1,44 +1,99 @@
 """`mmtrain report`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmtrain.cli.options import Overrides
+from mmtrain.cli.options import AsJson, Overrides
+
+if TYPE_CHECKING:
+    from mmtrain.report.contents import Contents
 
 
 def report(
-    source: Annotated[Path, typer.Argument(metavar="RUN|RECIPE", help="The folder of a run, or a recipe with --plan.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="PLAN|RUN|RECIPE", help="A plan's JSON, the folder of a run, or a recipe.")
+    ],
     overrides: Overrides,
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="The plan to show of a recipe.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")] = Path("report.html"),
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The plan to show of a recipe. Default: plan first.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it as one HTML page.")] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw plan and step for a paper: PNG, or PDF or SVG by the ending."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write one page about a plan or a run.
+    """Show a plan or a run: in the terminal, as a page, as a picture.
 
-    The page loads nothing from elsewhere. Of a run that recorded steps (train.trace) it shows predicted beside
-    measured.
+    The page loads nothing from elsewhere. A plan by itself shows what it says; with its recipe (RECIPE --plan FILE)
+    also its step, simulated on the data. Of a run that recorded steps (train.trace) predicted stands beside measured.
     """
+    import json
+
+    from mmtrain.errors import UserError
+    from mmtrain.report.contents import to_json
+
+    is_plan = source.suffix.lower() == ".json"
+    if plan is not None and (is_plan or source.is_dir()):
+        raise UserError(f"report {source}: --plan FILE belongs to a recipe; a plan and a run come by themselves")
+    if is_plan and overrides:
+        raise UserError(f"report {source}: --set changes a recipe; give that, and the plan as --plan {source}")
+    contents = _of_plan(source) if is_plan else _rehearsed(source, plan, overrides)
+    if out is not None:
+        from mmtrain.report.html import page
+
+        try:
+            out.write_text(page(contents), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--out {out}: cannot write the page: {error.strerror}") from None
+    if png is not None:
+        from mmtrain.report.paper import save_picture
+        from mmtrain.report.pictures import pictures
+
+        save_picture(pictures(contents), png)
+    if as_json:
+        typer.echo(json.dumps(to_json(contents), indent=2))
+    elif out is None and png is None:
+        from mmtrain.report.terminal import report_text
+
+        typer.echo(report_text(contents))
+    else:
+        typer.echo("\n".join(f"{path} written" for path in (out, png) if path is not None))
+
+
+def _of_plan(path: Path) -> "Contents":
+    """A plan by itself; the limit of its memory is that of the hardware's preset."""
+    from mmtrain.costs import preset
+    from mmtrain.costs.hardware import GIB
+    from mmtrain.plan.files import load
+    from mmtrain.report.contents import Contents
+
+    plan = load(path)
+    return Contents(path.stem, plan, preset(plan.hardware).memory_bytes / GIB)
+
+
+def _rehearsed(source: Path, plan: Path | None, overrides: list[str]) -> "Contents":
+    """A run, or a recipe with its plan: with a step simulated on its data."""
     import time
 
     from mmtrain.balance import Grouping
     from mmtrain.cli.rehearsal import rehearsal
     from mmtrain.costs.hardware import GIB
     from mmtrain.data.compare import compare_methods
-    from mmtrain.errors import UserError
     from mmtrain.plan.story import machine_for
     from mmtrain.recipe import load
     from mmtrain.report import read_metrics
     from mmtrain.report.comparison import compare
-    from mmtrain.report.html import Contents, page
+    from mmtrain.report.contents import Contents
     from mmtrain.runtime.rundir import PLAN, RECIPE, TRACE
 
     is_run = source.is_dir()
-    if is_run == (plan is not None):
-        raise UserError(f"report {source}: a run's folder comes without --plan, a recipe with --plan FILE")
     settings = load(source / RECIPE if is_run else source, overrides).recipe
     recorded = source / TRACE if is_run and (source / TRACE).exists() else None
-    found = rehearsal(settings, plan or source / PLAN, recorded)
+    found = rehearsal(settings, source / PLAN if is_run else plan, recorded)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
     scores = compare_methods(
         found.index.lengths,
@@ -48,19 +103,14 @@ def report(
         found.plan.units["llm"].dp,
         time.perf_counter,
     )
-    contents = Contents(
-        name=source.resolve().name,
+    return Contents(
+        name=source.resolve().name if is_run else settings.name,
         plan=found.plan,
+        memory_limit_gib=machine_for(settings, found.plan.hardware).memory_bytes / GIB,
         simulated=found.timelines,
         rows=compare(found.timelines, found.trace),
-        memory_limit_gib=machine_for(settings, found.plan.hardware).memory_bytes / GIB,
         scores=scores,
         chosen=grouping.method,
         trace=found.trace,
         metrics=read_metrics(source) if is_run else None,
     )
-    try:
-        out.write_text(page(contents), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot write the page: {error.strerror}") from None
-    typer.echo(f"{out} written")

@@ -1,49 +1,19 @@
 """One self-contained page about a plan or a run: its numbers are those of the artefacts, and it loads nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from mmtrain.balance.summary import Score
 from mmtrain.plan.plan import Plan
-from mmtrain.program import Timeline, chrome_trace
-from mmtrain.report.comparison import Row, Trace
-from mmtrain.report.html_svg import bars, curve, timeline
-
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1c2630;--soft:#5c6670;--ground:#fff;--line:#d9dee3;
---u0:#2b6cb0;--u1:#c05621;--u2:#2f855a;--u3:#805ad5;--u4:#b7791f;--u5:#b83280}
-@media(prefers-color-scheme:dark){:root{--ink:#e4e9ee;--soft:#9aa6b2;--ground:#12171c;--line:#33404c;
---u0:#63a4e8;--u1:#ed8b4f;--u2:#5cbb8a;--u3:#a98bf0;--u4:#e0b04e;--u5:#e874b4}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--ground);max-width:1000px;margin:0 auto;
-padding:16px}h1{font-size:24px;overflow-wrap:anywhere}h2{font-size:17px;margin:32px 0 8px}p{color:var(--soft)}
-.draw,.scroll{overflow-x:auto}svg{width:100%;min-width:640px;display:block}
-svg text{font:12px system-ui,sans-serif;fill:var(--soft)}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-td,th{padding:4px 16px 4px 0;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-td:first-child,th:first-child{text-align:left}th{color:var(--soft);font-weight:500}
-@media(max-width:600px){td,th{padding-right:9px;font-size:13px}}
-.u0{fill:var(--u0);color:var(--u0)}.u1{fill:var(--u1);color:var(--u1)}.u2{fill:var(--u2);color:var(--u2)}
-.u3{fill:var(--u3);color:var(--u3)}.u4{fill:var(--u4);color:var(--u4)}.u5{fill:var(--u5);color:var(--u5)}
-.back{fill-opacity:.55}.comm{fill:var(--soft)}.merged{fill:var(--soft);fill-opacity:.5}.grid{stroke:var(--line)}
-.line{stroke:var(--u0);stroke-width:2;fill:none}.limit{stroke:#d33;stroke-width:2}
-"""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a page is drawn from. `simulated` is of the trace's steps where there is a trace."""
-
-    name: str
-    plan: Plan
-    simulated: Sequence[Timeline]
-    rows: Sequence[Row]
-    memory_limit_gib: float
-    scores: Sequence[Score] = ()
-    chosen: str = ""  # the recipe's way of grouping
-    trace: Trace | None = None
-    metrics: Sequence[Mapping[str, Any]] | None = None  # None for a plan that was not run
+from mmtrain.report.arrangement import layers_text, recompute_text, spans, stage_ranks
+from mmtrain.report.contents import IDLE_MEANINGS, Contents, figures, idle, steps
+from mmtrain.report.drawing import svg, unit_paint
+from mmtrain.report.html_style import STYLE
+from mmtrain.report.plan_picture import plan_picture
+from mmtrain.report.tables import balance_rows, figure_text, memory_rows, row_cells
+from mmtrain.report.text import seconds_text
+from mmtrain.report.timeline_picture import curve, timeline_picture
 
 
 def page(contents: Contents) -> str:
@@ -56,102 +26,146 @@ def page(contents: Contents) -> str:
     sections = {
         "Plan": _plan(plan),
         "Timeline of one step": _timelines(contents),
-        "Idle time, simulated": _bubbles(contents.simulated[0]),
-        "Peak memory of each rank, predicted": _memory(plan, contents.memory_limit_gib),
-        "Seconds a step": _rows(contents.rows),
+        "Idle time": _idle(contents),
+        "Peak memory of each rank": _memory(contents),
+        "Predicted and measured" if contents.trace else "Seconds a step, predicted": _rows(contents),
         "Balance of the data": _balance(contents.scores, contents.chosen),
         "Training": _training(contents.metrics),
+        "What the plan beat": _alternatives(plan),
     }
     body = "".join(f"<section><h2>{title}</h2>{drawn}</section>" for title, drawn in sections.items() if drawn)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{name}</title><style>{_STYLE}</style></head>"
-        f"<body><h1>{name}</h1><p>{about}</p>{body}</body></html>\n"
+        f"<title>{name}</title><style>{STYLE}</style></head>"
+        f"<body><main><h1>{name}</h1><p>{about}</p>{_figures(contents)}{body}</main></body></html>\n"
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], wordy: bool = False) -> str:
+    """A table of text; `wordy` lets the last column wrap."""
+    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+    kind = ' class="wordy"' if wordy else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _figures(contents: Contents) -> str:
+    cards = []
+    for figure in figures(contents):
+        both = figure.measured is not None
+        large, small = figure_text(figure, measured=both), ""
+        if both and figure.predicted is not None:
+            small = f"<span>predicted {escape(figure_text(figure, measured=False))}</span>"
+        elif not both:
+            small = "<span>predicted</span>"
+        cards.append(
+            f'<div><dt title="{escape(figure.meaning)}">{escape(figure.what)}</dt><dd><b>{escape(large)}</b>{small}'
+            f"<small>{escape(figure.meaning)}</small></dd></div>"
+        )
+    return f'<dl class="figures">{"".join(cards)}</dl>'
 
 
 def _plan(plan: Plan) -> str:
-    rows = []
-    for name, unit in plan.units.items():
-        mesh = f"tp {unit.tp}, dp {unit.dp}, pp {unit.pp}" + (", sp" if unit.sp else "")
-        for stage in unit.stages:
-            # ranks are tp fastest, then dp, then pp
-            size, place = unit.tp * unit.dp, stage.stage % unit.pp
-            ranks = unit.ranks[place * size : (place + 1) * size]
-            lo, hi = stage.layers
-            rows.append(
-                (
-                    f"{name}.{stage.stage}",
-                    mesh,
-                    ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""),
-                    f"{lo} to {hi - 1}",
-                    ", ".join(map(str, stage.recompute)) or "none",
-                    str(plan.schedule.num_microbatches[name]),
-                )
-            )
-    return _table(("stage", "mesh", "ranks", "layers", "recomputed", "microbatches"), rows)
+    rows = [
+        (
+            f"{name}.{stage.stage}",
+            layers_text(stage),
+            recompute_text(stage),
+            spans(tuple(sorted(stage_ranks(unit, stage.stage)))),
+        )
+        for name, unit in plan.units.items()
+        for stage in unit.stages
+    ]
+    table = _table(("stage", "layers", "recomputed", "ranks"), rows)
+    return svg(plan_picture(plan)) + f"<details><summary>The same as a table</summary>{table}</details>"
 
 
 def _timelines(contents: Contents) -> str:
-    units = list(contents.plan.units)
-    legend = "".join(f'<b class="u{i % 6}">■</b> {escape(unit)} ' for i, unit in enumerate(units))
-    first = contents.simulated[0]
-    events = chrome_trace(first, "")["traceEvents"]
-    drawn = f"<p>{legend}(backward lighter); grey: communication, and spans too short to be drawn apart.</p>"
-    drawn += f"<p>Simulated: {first.step_time_s * 1e3:.2f} ms</p>"
-    drawn += timeline(events, 0.0, first.step_time_s * 1e6, units)
-    if contents.trace is not None:
-        step = contents.trace.content["otherData"]["steps"][0]
-        drawn += f"<p>Measured, step {step['step']}: {step['dur'] / 1e3:.2f} ms</p>"
-        drawn += timeline(contents.trace.content["traceEvents"], step["ts"], step["dur"], units)
-    return drawn
-
-
-def _bubbles(step: Timeline) -> str:
-    shares = {str(kind): 100 * share for kind, share in step.bubble_shares().items()}
-    return bars(shares, max(*shares.values(), 1.0), "%")
-
-
-def _memory(plan: Plan, limit_gib: float) -> str:
-    peaks = {f"rank {ranks}": gib for ranks, gib in plan.predicted.peak_memory_gib.items()}
-    return bars(peaks, max(limit_gib, *peaks.values()), "GiB", limit_gib) + f"<p>Red: limit, {limit_gib:.4g} GiB.</p>"
-
-
-def _rows(rows: Sequence[Row]) -> str:
-    cells = [
-        (
-            row.what,
-            f"{row.predicted_s * 1e3:.2f} ms",
-            "-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f} ms",
-            "-" if row.error is None else f"{row.error:+.1%}",
+    drawn, ranks = steps(contents)
+    if not drawn:
+        return ""
+    units = tuple(contents.plan.units)
+    legend = "".join(f'<b class="{unit_paint(unit, units)}">■</b> {escape(unit)} ' for unit in units)
+    page = (
+        f"<p>{legend}forward full, backward pale, with the number of the microbatch. The thin row below each rank is "
+        "communication; grey boxes among computations are spans too short to be drawn apart.</p>"
+    )
+    if len(ranks) < contents.plan.world_size:
+        page += (
+            f"<p>{len(ranks)} of {contents.plan.world_size} ranks: one of each lane. The others of a lane do the same "
+            "on their share, other replicas on other samples.</p>"
         )
-        for row in rows
+    longest = max(step.length_us for step in drawn)
+    for step in drawn:
+        page += f"<h3>{step.name}: {step.length_us / 1e3:.4g} ms</h3>"
+        page += svg(timeline_picture(step, units, ranks, longest))
+    return page
+
+
+def _bar(*shares: tuple[float, str], limit: float | None = None) -> str:
+    """Bars under each other, each a share of the whole width; the cell's numbers stand beside them."""
+    drawn = "".join(f'<i class="{kind}" style="width:{100 * min(share, 1):.2f}%"></i>' for share, kind in shares)
+    line = "" if limit is None else f'<s style="left:{100 * min(limit, 1):.2f}%"></s>'
+    return f'<td class="bar"><div aria-hidden="true">{drawn}{line}</div></td>'
+
+
+def _bar_table(head: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], keys: Sequence[str] = ()) -> str:
+    """A table whose rows end in bars; columns in `keys` say which of them is theirs."""
+    key = '<b class="key {}" aria-hidden="true">■</b> '
+    names = (f"{key.format(cell) if cell in keys else ''}{escape(cell)}" for cell in head)
+    top = "".join(f'<th scope="col">{name}</th>' for name in names) + "<td></td>"
+    lines = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + f"{bar}</tr>" for cells, bar in rows)
+    return f'<div class="scroll"><table class="bars"><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _idle(contents: Contents) -> str:
+    predicted, measured = idle(contents)
+    full = max(*predicted.values(), *(measured or {}).values(), 0.01)
+    rows = []
+    for kind, share in predicted.items():
+        cells, bars = [kind, f"{share:.1%}"], [(share / full, "predicted")]
+        if measured is not None:
+            cells.append(f"{measured[kind]:.1%}")
+            bars.append((measured[kind] / full, "measured"))
+        rows.append((cells, _bar(*bars)))
+    total = [f"{sum(shares.values()):.1%}" for shares in (predicted, measured) if shares is not None]
+    rows.append((["all", *total], "<td></td>"))
+    meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in IDLE_MEANINGS.items())
+    head = ("kind", "predicted", *(("measured",) if measured is not None else ()))
+    return _bar_table(head, rows, head[1:]) + f"<p>Shares of all rank-seconds of the step. {escape(meanings)}.</p>"
+
+
+def _memory(contents: Contents) -> str:
+    limit, rows = contents.memory_limit_gib, memory_rows(contents)
+    if not rows:
+        return ""
+    full = max(limit, *(gib for _, gib, _ in rows))
+    lines = [
+        ((what, f"{gib:.4g} GiB", f"{gib / limit:.1%}"), _bar((gib / full, kind), limit=limit / full))
+        for what, gib, kind in rows
     ]
-    return _table(("", "predicted", "measured", "error"), cells)
+    return (
+        _bar_table(("ranks", "peak", "of limit"), lines) + f"<p>The line at the end is the limit, {limit:.4g} GiB.</p>"
+    )
+
+
+def _rows(contents: Contents) -> str:
+    if not contents.rows:
+        return ""
+    measured = contents.trace is not None
+    head = ("", "predicted", *(("measured", "error") if measured else ()))
+    note = ""
+    if measured:
+        note = "<p>Means over the recorded steps, of a stage summed over its microbatches, replicas and ranks.</p>"
+    return _table(head, [row_cells(row, measured) for row in contents.rows]) + note
 
 
 def _balance(scores: Sequence[Score], chosen: str) -> str:
     if not scores:
         return ""
-    units = list(scores[0].dist_ratio)
-    rows = [
-        (
-            f"{score.method} (this recipe)" if score.method == chosen else score.method,
-            f"{score.fill:.3f}",
-            *(f"{score.dist_ratio[unit]:.4f}" for unit in units),
-            f"{score.max_over_mean:.4f}",
-        )
-        for score in scores
-    ]
-    note = "<p>dist: share of a step that a unit's replicas wait for the most loaded one.</p>"
-    return _table(("grouping", "fill", *(f"dist {unit}" for unit in units), "max/mean"), rows) + note
+    head, rows, note = balance_rows(scores, chosen)
+    return _table(head, rows) + f"<p>{escape(note)}</p>"
 
 
 def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:
@@ -159,12 +173,32 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:
         return ""
     if not metrics:
         return "<p>No step was logged.</p>"
-    return "".join(
-        f"<p>{words}, last {_number(metrics[-1].get(key))}</p>"
-        + curve([(m["step"], m.get(key)) for m in metrics], unit)
-        for key, words, unit in (("loss", "Loss", "nats a token"), ("tokens_per_s", "Throughput", "LLM tokens/s"))
-    )
+    drawn = ""
+    for key, words, unit in (
+        ("loss", "Loss", "nats a token"),
+        ("val_loss", "Held-out loss", "nats a token"),
+        ("tokens_per_s", "Throughput", "LLM tokens a second"),
+        ("mfu", "MFU", "share of the peak"),
+    ):
+        points = [(m["step"], m.get(key)) for m in metrics if key in m]
+        if not points:
+            continue
+        picture, last = curve(points, words, unit), points[-1][1]
+        drawn += f"<h3>{words}, {unit}: last {'not finite' if last is None else f'{last:.4g}'}</h3>"
+        drawn += "<p>Fewer than two finite values.</p>" if picture is None else svg(picture)
+    return drawn
 
 
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"
+def _alternatives(plan: Plan) -> str:
+    if not plan.alternatives:
+        return ""
+    rows = [
+        (
+            other.summary,
+            "-" if other.step_time_s is None else seconds_text(other.step_time_s),
+            "-" if other.peak_memory_gib is None else f"{other.peak_memory_gib:.3g}",
+            other.reason,
+        )
+        for other in plan.alternatives
+    ]
+    return _table(("plan", "step", "peak GiB", "why it lost"), rows, wordy=True)

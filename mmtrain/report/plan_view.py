@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from mmtrain.plan.plan import Plan, StagePlan
-from mmtrain.report.text import rendered
+from mmtrain.plan.plan import Plan
+from mmtrain.report.arrangement import layers_text, recompute_text, spans, stage_ranks
+from mmtrain.report.text import rendered, seconds_text
 
 
 def plan_table(plan: Plan, width: int = 120) -> str:
@@ -22,11 +23,10 @@ def _stages(plan: Plan) -> Table:
     for name, unit in plan.units.items():
         mesh = f"{unit.tp} x {unit.pp} x {unit.dp}"
         microbatches = str(plan.schedule.num_microbatches[name])
-        per_stage = unit.tp * unit.dp
         for i, stage in enumerate(unit.stages):
             about = (name, mesh, microbatches) if i == 0 else ("", "", "")
-            ranks = unit.ranks[i * per_stage : (i + 1) * per_stage]
-            table.add_row(*about, str(stage.stage), _layers(stage), _recomputed(stage), _spans(ranks))
+            ranks = spans(tuple(sorted(stage_ranks(unit, stage.stage))))
+            table.add_row(*about, str(stage.stage), layers_text(stage), recompute_text(stage), ranks)
         table.add_section()
     return table
 
@@ -38,7 +38,7 @@ def _alternatives(plan: Plan) -> Table:
     table.add_column("peak GiB", justify="right")
     table.add_column("why it lost")
     for other in plan.alternatives:
-        step = "-" if other.step_time_s is None else _seconds(other.step_time_s)
+        step = "-" if other.step_time_s is None else seconds_text(other.step_time_s)
         peak = "-" if other.peak_memory_gib is None else f"{other.peak_memory_gib:.3g}"
         table.add_row(other.summary, step, peak, other.reason)
     return table
@@ -48,7 +48,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
     p = plan.predicted
     peak = max(p.peak_memory_gib.values(), default=0.0)
     yield (
-        f"Predicted ({p.cost_source}): {_seconds(p.step_time_s)} a step, MFU {p.mfu:.1%}, "
+        f"Predicted ({p.cost_source}): {seconds_text(p.step_time_s)} a step, MFU {p.mfu:.1%}, "
         f"{p.tokens_per_s_per_gpu:,.0f} tokens/s a rank, at most {peak:.3g} GiB a rank."
     )
     bubbles = sorted(p.bubbles.items(), key=lambda item: -item[1])
@@ -64,30 +64,3 @@ def _sentences(plan: Plan) -> Iterator[str]:
     faster = [other for other in judged if (other.step_time_s or 0.0) < p.step_time_s and not other.runnable]
     if faster:
         yield f"Faster, but beyond what this version can run: {faster[0].summary}."
-
-
-def _layers(stage: StagePlan) -> str:
-    lo, hi = stage.layers
-    return f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo)
-
-
-def _recomputed(stage: StagePlan) -> str:
-    lo, hi = stage.layers
-    if not stage.recompute:
-        return "none"
-    return "all" if len(stage.recompute) == hi - lo else _spans(stage.recompute)
-
-
-def _spans(numbers: tuple[int, ...]) -> str:
-    """Shorten runs of consecutive numbers: (0, 1, 2, 5) is `0-2, 5`."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -15,3 +15,8 @@ def rendered(*parts: RenderableType, width: int = WIDTH) -> str:
         for part in parts:
             console.print(Text(part) if isinstance(part, str) else part)
     return capture.get()
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits: `1.23 s`, `97.1 ms`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -1,7 +1,8 @@
 """Steps and clocks for the tests of what people see."""
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from mmtrain.plan import Plan, plan
 from mmtrain.plan.rehearse import rehearse
 from mmtrain.program import Timeline
+from mmtrain.program.measured import MeasuredStep, run_trace
 from mmtrain.report import StepMetrics, TimeSplit
+from mmtrain.report.comparison import Trace, compare
+from mmtrain.report.contents import Contents
 from tests.plan import factory
 
 
@@ -48,3 +52,18 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def contents_of(plan: Plan, step: Timeline) -> Contents:
+    """A plan that was rehearsed and not run."""
+    return Contents("try", plan, 4.0, [step], compare([step], None))
+
+
+def run_of(contents: Contents) -> Contents:
+    """The same run on a machine half as fast; the second step's loss is not finite."""
+    step = contents.simulated[0]
+    spans = tuple(s._replace(start_s=2 * s.start_s, duration_s=2 * s.duration_s) for s in step.spans)
+    slower = replace(step, spans=spans, step_time_s=2 * step.step_time_s, simulated=False)
+    trace = Trace(json.loads(json.dumps(run_trace([MeasuredStep(4, 10.0, slower)], contents.plan.sha256, 1e-6))))
+    logged = [metrics(i, loss=math.nan if i == 2 else 1 / i).to_json() for i in (1, 2, 3, 4)]
+    return replace(contents, trace=trace, rows=compare([step], trace), metrics=logged)

@@ -1,0 +1,71 @@
+"""The rows of a report's tables as text, the same on the page and in a terminal."""
+
+from collections.abc import Sequence
+
+from mmtrain.balance.summary import Score
+from mmtrain.costs.hardware import GIB
+from mmtrain.report.comparison import Row
+from mmtrain.report.contents import Contents, Figure
+from mmtrain.report.metrics import compact
+from mmtrain.report.text import seconds_text
+
+MOST_MEMORY_ROWS = 16
+BEFORE = "random"  # what training without balancing does
+
+
+def figure_text(figure: Figure, measured: bool) -> str:
+    """A figure with its unit, `97.1 ms` or `41.2 %`."""
+    value = figure.measured if measured else figure.predicted
+    if value is None:
+        return "-"
+    if figure.unit == "s":
+        return seconds_text(value)
+    if figure.unit == "/s":
+        return f"{compact(value)}/s"
+    return f"{value:.3g} {figure.unit}"
+
+
+def row_cells(row: Row, measured: bool) -> list[str]:
+    """What, predicted, and where something was measured that and the error."""
+    cells = [row.what, f"{row.predicted_s * 1e3:.2f} ms"]
+    if measured:
+        cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f} ms")
+        cells.append("-" if row.error is None else f"{row.error:+.1%}")
+    return cells
+
+
+def memory_rows(contents: Contents) -> list[tuple[str, float, str]]:
+    """(ranks, GiB, `predicted` or `measured`): the fullest ranks as predicted, and what the run's fullest took."""
+    peaks = contents.plan.predicted.peak_memory_gib
+    rows = [(f"rank{'s' * ('-' in ranks)} {ranks}, predicted", gib, "predicted") for ranks, gib in peaks.items()]
+    if len(rows) > MOST_MEMORY_ROWS:
+        rows = sorted(rows, key=lambda row: -row[1])[:MOST_MEMORY_ROWS]
+    measured = max((m["peak_memory_bytes"] for m in contents.metrics or ()), default=None)
+    if measured is not None:
+        what = "whole process" if contents.plan.hardware == "cpu-core" else "fullest rank"
+        rows.append((f"{what}, measured", measured / GIB, "measured"))
+    return rows
+
+
+def balance_rows(scores: Sequence[Score], chosen: str) -> tuple[list[str], list[list[str]], str]:
+    """Head, rows and a sentence that says what the recipe's grouping gains over random batches."""
+    units = list(scores[0].dist_ratio)
+    head = ["grouping", "fill", *(f"dist {unit}" for unit in units), "max/mean"]
+    rows = []
+    for score in scores:
+        name = f"{score.method} (this recipe)" if score.method == chosen else score.method
+        waits = (f"{score.dist_ratio[unit]:.4f}" for unit in units)
+        rows.append([name, f"{score.fill:.3f}", *waits, f"{score.max_over_mean:.4f}"])
+    by_name = {score.method: score for score in scores}
+    gain = ""
+    if chosen in by_name and BEFORE in by_name and chosen != BEFORE:
+        before, after = by_name[BEFORE], by_name[chosen]
+        changes = [f"fill {before.fill:.3f} to {after.fill:.3f}"]
+        pairs = {unit: (before.dist_ratio[unit], after.dist_ratio[unit]) for unit in units}
+        changes += [f"dist {unit} {old:.4f} to {new:.4f}" for unit, (old, new) in pairs.items() if old or new]
+        gain = f"From random batches to this recipe: {', '.join(changes)}. "
+    note = (
+        f"{gain}fill: LLM tokens over what groups could hold; dist: share of a step that a unit's replicas wait for "
+        "the most loaded one (0 where there is one replica); max/mean: of all units' tokens together."
+    )
+    return head, rows, note
