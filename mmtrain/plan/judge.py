@@ -16,6 +16,7 @@ from mmtrain.program.loads import StepLoads
 from mmtrain.program.lower import lower
 from mmtrain.program.simulate import simulate
 from mmtrain.program.timing import ModelTiming, Transport
+from mmtrain.program.twins import leaders
 from mmtrain.program.wiring import members, trained_units
 
 
@@ -40,12 +41,13 @@ class Judged:
 def judge(layout: Layout, pricing: Pricing, machine: Hardware) -> Judged:
     """Simulate the layout's program on every drawn batch."""
     graph = graph_for(layout, pricing)
-    program = lower(build_1f1b(graph))  # the chosen one is checked as well, see `story`
     seconds = pricing.stage_seconds(graph)
     timings = [
         DrawnTiming(model_timing(graph, pricing, loads, machine), seconds, batch)
         for batch, loads in enumerate(pricing.loads(sizes_of(graph)))
     ]
+    # Not checked; the chosen one is, see `story`.
+    program = lower(build_1f1b(graph, leaders(graph, timings[0].link)))
     lines = [simulate(program, timing, graph.num_groups) for timing in timings]
     step_time = sum(t.step_time_s for t in lines) / len(lines)
     shares = [t.bubble_shares() for t in lines]

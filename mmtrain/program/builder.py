@@ -37,13 +37,15 @@ _WANTED = (
 )
 
 
-def build_1f1b(graph: StageGraph) -> Program:
+def build_1f1b(graph: StageGraph, ranks: Sequence[int] | None = None) -> Program:
     """Order the compute actions of every rank of replica group 0 as (interleaved) 1F1B; communication is missing.
+
+    With `ranks`, of these only: to simulate a program, some are enough (see `twins.leaders`).
 
     Raises:
         ProgramError: the graph's parts do not fit together.
     """
-    ranks = sorted(symmetry(graph).ranks[0])
+    ranks = sorted(symmetry(graph).ranks[0]) if ranks is None else ranks
     order = _one_f_one_b(graph, ranks)
     return Program(
         graph,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from mmtrain.program.actions import Action, Recv, Send
 from mmtrain.program.graph import Stage, StageGraph, StageId
+from mmtrain.program.symmetry import symmetry
 from mmtrain.program.wiring import shared_embedding_stages
 
 LinkOf = Callable[[tuple[int, ...]], Hashable]  # what costs among these ranks depend on
@@ -51,6 +52,15 @@ def twins(
                 found[rank] = (rank, *(t[seat] for t in [*others, *missing]))
             missing = []
     return {rank: found[rank] for rank in sorted(found) if rank in ranks}
+
+
+def leaders(graph: StageGraph, link: LinkOf) -> tuple[int, ...]:
+    """Ranks of group 0 whose actions are enough to simulate all groups: others do as one of them.
+
+    True of programs that give ranks which hold the same stages the same order, as builders do.
+    """
+    mirrors = symmetry(graph).ranks
+    return tuple(twins(graph, mirrors[0], lambda one, other: True, mirrors, link))
 
 
 def _seats(graph: StageGraph) -> dict[int, Seat]:
