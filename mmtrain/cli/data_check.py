@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mmtrain.data.check import CheckReport
 
 EXAMPLES = 3  # of each kind of fault
+TOLD = 4  # how often progress is told where no bar can be drawn
 _PLURALS = {"image": "images", "video": "videos", "audio": "clips"}
 
 
@@ -33,6 +34,7 @@ def check(
     import sys
     from dataclasses import asdict
 
+    from mmtrain.cli.indexing import tell
     from mmtrain.data.check import check as check_any
     from mmtrain.data.check import check_as
     from mmtrain.errors import UserError
@@ -45,12 +47,14 @@ def check(
         def show(done: int, total: int) -> None:
             bar.length = total
             bar.update(1)
+            if not sys.stderr.isatty() and done * TOLD // total > (done - 1) * TOLD // total:
+                tell(f"decoded {done:,} of {total:,}")
 
         if recipe is not None:
             settings = load(recipe, overrides).recipe
-            report = check_as(settings, wanted or [*settings.data.sources, *settings.data.validation], show)
+            report = check_as(settings, wanted or [*settings.data.sources, *settings.data.validation], show, tell)
         elif wanted:
-            report = check_any(wanted, show)
+            report = check_any(wanted, show, tell)
         else:
             raise UserError("nothing to check: name data files, or a recipe with --recipe")
     if as_json:

@@ -24,16 +24,15 @@ def group(
     import json
     import time
     from dataclasses import asdict
-    from functools import partial
 
     from mmtrain.balance import Grouping
-    from mmtrain.data import build
+    from mmtrain.cli.indexing import indexed
     from mmtrain.data.compare import compare_methods
     from mmtrain.recipe import load
     from mmtrain.report.data_view import grouping_text
 
     settings = load(recipe, overrides).recipe
-    index = build(settings, note=partial(typer.echo, err=True))
+    index = indexed(settings)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
     side_by_side = replicas or settings.parallel.llm.dp or grouping.alike
     scores = compare_methods(

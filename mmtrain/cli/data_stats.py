@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
-from mmtrain.cli.options import AsJson
+from mmtrain.cli.options import AsJson, Overrides
 
 
 def stats(
+    overrides: Overrides,
     sources: Annotated[list[Path], typer.Argument(metavar="SOURCE...", help="Data files.", show_default=False)],
     recipe: Annotated[
         Path | None,
@@ -26,13 +27,14 @@ def stats(
     from dataclasses import asdict
 
     from mmtrain.balance.summary import summarise
+    from mmtrain.cli.indexing import tell
     from mmtrain.data.survey import survey, survey_as
     from mmtrain.recipe import load
     from mmtrain.recipe.schema import SourceSettings
     from mmtrain.report.data_view import stats_picture, stats_text
 
     wanted = [SourceSettings(path=source.absolute()) for source in sources]
-    seen = survey(wanted) if recipe is None else survey_as(load(recipe, []).recipe, wanted)
+    seen = survey(wanted, tell) if recipe is None else survey_as(load(recipe, overrides).recipe, wanted, tell)
     summary = summarise(seen.names, seen.values)
     if png is not None:
         stats_picture(summary, png)

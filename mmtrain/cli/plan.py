@@ -23,10 +23,10 @@ def plan(
 
     settings = load(recipe, overrides).recipe  # a wrong recipe is told before anything slow starts
     from mmtrain.cli.cluster import plan_here
-    from mmtrain.data import build
+    from mmtrain.cli.indexing import indexed
     from mmtrain.report import plan_table
 
-    chosen = plan_here(settings, build(settings).lengths, top=top)
+    chosen = plan_here(settings, indexed(settings).lengths, top=top)
     if out is not None:
         try:
             chosen.save(out)

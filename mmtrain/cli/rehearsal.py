@@ -31,7 +31,8 @@ def rehearsal(
     Raises UserError for a plan of another recipe, and for a trace that cannot be read or is of another plan.
     """
     from mmtrain.cli.cluster import plan_here
-    from mmtrain.data import GroupStream, build
+    from mmtrain.cli.indexing import indexed
+    from mmtrain.data import GroupStream
     from mmtrain.errors import UserError
     from mmtrain.plan.files import load as load_plan
     from mmtrain.plan.files import require_match
@@ -39,7 +40,7 @@ def rehearsal(
     from mmtrain.recipe import sha256
     from mmtrain.report.comparison import Trace
 
-    index = build(recipe)
+    index = indexed(recipe)
     if plan_path is None:
         plan = plan_here(recipe, index.lengths)
     else:

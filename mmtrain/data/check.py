@@ -9,7 +9,7 @@ from typing import Literal
 
 from mmtrain.data.audio import HOP, SAMPLE_RATE, load_mels, read_frames, try_decoding
 from mmtrain.data.index import Progress
-from mmtrain.data.measure import Measured, measure
+from mmtrain.data.measure import Measured, Note, measure, told
 from mmtrain.data.media import BadMediaError, Media
 from mmtrain.data.pictures import Pictures, read_grids
 from mmtrain.data.read import read
@@ -60,12 +60,15 @@ class _Seen:
     grids: tuple[Grid, ...]
 
 
-def check_as(recipe: Recipe, sources: Sequence[SourceSettings], progress: Progress | None = None) -> CheckReport:
+def check_as(
+    recipe: Recipe, sources: Sequence[SourceSettings], progress: Progress | None = None, note: Note = lambda _: None
+) -> CheckReport:
     """Check sources as a recipe would use them: its limits, its preprocessing and its tokenizer apply.
 
+    progress: told how decoding goes on; note: how reading does, before that.
     Raises `DataError` if a source cannot be read at all.
     """
-    looked = list(measure(recipe, sources))
+    looked = list(told(measure(recipe, sources), note))
     usable = [one for one in looked if isinstance(one, Measured)]
     bad = [one for one in looked if isinstance(one, Quarantined)]
     found: list[tuple[Sample, list[_Seen]]] = []
@@ -79,14 +82,17 @@ def check_as(recipe: Recipe, sources: Sequence[SourceSettings], progress: Progre
     return _report(found, bad, decoder, recipe.data.max_bad_rate, progress)
 
 
-def check(sources: Sequence[SourceSettings], progress: Progress | None = None) -> CheckReport:
+def check(
+    sources: Sequence[SourceSettings], progress: Progress | None = None, note: Note = lambda _: None
+) -> CheckReport:
     """Check sources for no model in particular: default limits, any length.
 
+    progress: told how decoding goes on; note: how reading does, before that.
     Raises `DataError` if a source cannot be read at all.
     """
     found: list[tuple[Sample, list[_Seen]]] = []
     bad: list[Quarantined] = []
-    for entry in (entry for source in sources for entry in read(source, LimitSettings())):
+    for entry in told((entry for source in sources for entry in read(source, LimitSettings())), note):
         looked = entry if isinstance(entry, Quarantined) else _look(entry)
         if isinstance(looked, Quarantined):
             bad.append(looked)

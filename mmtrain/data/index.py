@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from mmtrain.balance.batch import IntArray, ItemLengths, SampleLengths
 from mmtrain.data.index_cache import Cache, Stored
 from mmtrain.data.lengths import read_lengths
-from mmtrain.data.measure import Measured, encoders_of, measure
+from mmtrain.data.measure import Measured, Note, encoders_of, measure, told
 from mmtrain.data.resize import Grid
 from mmtrain.data.sample import Quarantined, Sample
 from mmtrain.data.table import SampleTable, halves, joined
@@ -32,10 +32,8 @@ from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings
 
 NAMED_IN_MESSAGE = 5
-_TOLD_EVERY = 100_000  # samples
 
 Progress = Callable[[int, int], None]  # done, total
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ class DataIndex:
     # encoder unit -> (I,) which part of its medium (image, video, clip) an item is, from 0
     parts: dict[str, IntArray] = field(default_factory=dict)
     content_sha256: str = ""  # of what stands in the samples, the folders apart that their files lie in
+    kept_in: Path | None = None  # where it was read from, if not from the data
 
     def features(self, sample: int, unit: str = "vision") -> list[int]:
         """LLM tokens of each medium of a sample, all its items together; none where the model has no such encoder."""
@@ -69,6 +68,11 @@ class DataIndex:
         end = starts[medium + 1] if medium + 1 < len(starts) else len(parts)
         return medium, int(parts[position]), int(end - starts[medium])
 
+    def remarks(self) -> tuple[str, ...]:
+        """What whoever uses it may want to know: that nothing was read anew, and what was set aside."""
+        kept = f"{len(self.lengths):,} samples are known from the index kept in {self.kept_in}"
+        return (*([kept] if self.kept_in else []), *([_set_aside(self)] if self.quarantined else []))
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over samples, weights and lengths: equal on two ranks iff they see the same data."""
@@ -80,6 +84,16 @@ class DataIndex:
         for values in arrays:
             digest.update(values.tobytes())
         return digest.hexdigest()
+
+
+def _set_aside(index: DataIndex) -> str:
+    total = len(index.lengths) + len(index.quarantined)
+    kinds = _by_kind(index.quarantined)
+    return f"{len(index.quarantined):,} of {total:,} samples are set aside ({kinds}); the first: {index.quarantined[0]}"
+
+
+def _by_kind(quarantined: Sequence[Quarantined]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in Counter(q.kind for q in quarantined).most_common())
 
 
 def build(recipe: Recipe, which: Literal["train", "validation"] = "train", note: Note = lambda _: None) -> DataIndex:
@@ -95,6 +109,7 @@ def build(recipe: Recipe, which: Literal["train", "validation"] = "train", note:
     cache = Cache.of(recipe, sources)
     with nullcontext() if cache is None else cache.held():  # others on this machine wait here for whoever builds
         stored = cache.load(note) if cache is not None else None
+        kept_in = cache.folder if cache is not None and stored is not None else None
         if stored is None and cache is not None:
             try:
                 stored = _read(recipe, sources, cache, note)
@@ -106,7 +121,7 @@ def build(recipe: Recipe, which: Literal["train", "validation"] = "train", note:
     if not len(stored.samples):
         where = "data.sources" if which == "train" else "data.validation"
         raise DataError(f"{where}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
-    return _index(stored, recipe, sources)
+    return replace(_index(stored, recipe, sources), kept_in=kept_in)
 
 
 def _stated(recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
@@ -125,11 +140,11 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
     """Raise `TooManyBadSamples`, with counts by kind and the first few named, above the rate `allowed`."""
     if len(quarantined) <= allowed * total:
         return
-    kinds = ", ".join(f"{kind} {count}" for kind, count in Counter(q.kind for q in quarantined).most_common())
     first = "".join(f"\n  {q}" for q in quarantined[:NAMED_IN_MESSAGE])
     raise TooManyBadSamples(
-        f"{len(quarantined)} of {total} samples are unusable ({kinds}); data.max_bad_rate = {allowed:g} allows "
-        f"{int(allowed * total)}. Repair them or raise the rate. The first ones:{first}"
+        f"{len(quarantined)} of {total} samples are unusable ({_by_kind(quarantined)}); "
+        f"data.max_bad_rate = {allowed:g} allows {int(allowed * total)}. Repair them or raise the rate. "
+        f"The first ones:{first}"
     )
 
 
@@ -138,13 +153,11 @@ def _read(recipe: Recipe, sources: Sequence[SourceSettings], cache: Cache | None
     with _no_cycles(), io.BytesIO() if cache is None else cache.records() as records:
         columns = _Columns(records, list(encoders_of(recipe)), [source.image_root for source in sources])
         quarantined: list[Quarantined] = []
-        for done, entry in enumerate(measure(recipe, sources), 1):
+        for entry in told(measure(recipe, sources), note):
             if isinstance(entry, Measured):
                 columns.add(entry)
             else:
                 quarantined.append(entry)
-            if done % _TOLD_EVERY == 0:
-                note(f"reading headers: {done:,} samples so far")
         arrays, content = columns.arrays(), columns.content.hexdigest()
         if cache is None:
             table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
 """From data files to samples with their lengths: text is counted in tokens, of media only the headers are read."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mmtrain.data.audio import read_frames, require_soundfile
 from mmtrain.data.media import BadMediaError, FileMedia, Media
@@ -23,6 +23,10 @@ _AT_ONCE = 2048  # samples whose media are looked at together
 _PER_TASK = 64  # files that a thread looks at in a row
 _REMEMBERED = 1 << 16  # media, since samples about the same picture mostly follow each other
 
+_TOLD_EVERY = 100_000  # samples
+
+Note = Callable[[str], None]
+_T = TypeVar("_T")
 _Kind = Literal["image", "video", "audio"]
 _Found = tuple[Grid, ...] | BadMediaError  # the items that a medium becomes, or what is wrong with it
 _FoundOf = dict[_Kind, dict[str | Media, _Found]]  # by path where a medium is a file of its own: they compare faster
@@ -58,6 +62,14 @@ def measure(recipe: Recipe, sources: Sequence[SourceSettings]) -> Iterator[Measu
                         yield _measure(entry, number, recipe, count, headers.found)
                     else:
                         yield entry
+
+
+def told(entries: Iterable[_T], note: Note) -> Iterator[_T]:
+    """The entries; `note` hears now and then how many there were."""
+    for done, entry in enumerate(entries, 1):
+        yield entry
+        if done % _TOLD_EVERY == 0:
+            note(f"reading headers: {done:,} samples so far")
 
 
 def encoders_of(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:

@@ -235,6 +235,8 @@ class Producer:
 
 def open_producer(recipe: Recipe, bind: str, workers: int, note: Note) -> Producer:
     """A producer of the recipe's steps. Raises `DataError` if the data or the address cannot be used."""
-    index = build(recipe)
+    index = build(recipe, note=note)
+    for remark in index.remarks():
+        note(remark)
     maker = StepMaker(index, GroupStream.of(recipe, index), recipe)
     return Producer(maker, facts(recipe, index), bind, workers, note)

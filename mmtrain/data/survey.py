@@ -12,7 +12,7 @@ from mmtrain.balance.methods import unit_tokens
 from mmtrain.data.audio import HOP, SAMPLE_RATE, read_frames
 from mmtrain.data.images import read_size
 from mmtrain.data.index import build
-from mmtrain.data.measure import HEADER_THREADS
+from mmtrain.data.measure import HEADER_THREADS, Note, told
 from mmtrain.data.media import BadMediaError
 from mmtrain.data.read import read
 from mmtrain.data.sample import Quarantined, Sample
@@ -30,24 +30,29 @@ class Survey:
     quarantined: dict[str, int]  # by kind
 
 
-def survey_as(recipe: Recipe, sources: Sequence[SourceSettings]) -> Survey:
-    """Tokens of each unit of the recipe's model, were these its sources. Raises `DataError` as indexing does."""
+def survey_as(recipe: Recipe, sources: Sequence[SourceSettings], note: Note = lambda _: None) -> Survey:
+    """Tokens of each unit of the recipe's model, were these its sources. Raises `DataError` as indexing does.
+
+    note: told how reading goes on, and whether an index was there already.
+    """
     data = recipe.data.model_copy(update={"sources": tuple(sources), "max_bad_rate": 1.0})
-    index = build(recipe.model_copy(update={"data": data}))
+    index = build(recipe.model_copy(update={"data": data}), note=note)
+    if index.kept_in is not None:
+        note(index.remarks()[0])
     units, tokens = unit_tokens(index.lengths)
     names = tuple("LLM tokens" if unit == "llm" else f"{unit} tokens" for unit in units)
     return Survey(names, tokens.astype(np.float64), dict(Counter(q.kind for q in index.quarantined)))
 
 
-def survey(sources: Sequence[SourceSettings]) -> Survey:
+def survey(sources: Sequence[SourceSettings], note: Note = lambda _: None) -> Survey:
     """Characters, pixels and seconds, which need no model; from headers, without decoding.
 
     A sample with an image or clip that cannot be used is counted by what is wrong with it, and in nothing else.
-    Raises `DataError` if a source cannot be read.
+    note: told how reading goes on. Raises `DataError` if a source cannot be read.
     """
-    entries = [entry for source in sources for entry in read(source, LimitSettings())]
+    entries = (entry for source in sources for entry in read(source, LimitSettings()))
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
-        found = list(pool.map(_measured, entries))
+        found = list(told(pool.map(_measured, entries), note))
     rows = [row for row in found if not isinstance(row, str)]
     names = ("characters of text", "images", "pixels of images", "videos", "seconds of sound")
     values = np.array(rows, dtype=np.float64).reshape(-1, len(names))

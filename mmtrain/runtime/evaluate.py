@@ -89,6 +89,8 @@ def _evaluate(request: Request, recipe: Recipe, world: World) -> None:
     checkpoint = open_newest_good(request.run_dir / CHECKPOINTS, _say, ranks_of(world))
     index, tokenizer = build(recipe, "validation", _say), ChatTokenizer.load(recipe.data.tokenizer_file)
     agree(world, {"held-out data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
+    if index.kept_in is not None and world.is_first:
+        _say(index.remarks()[0])  # what was set aside is told with what only asking finds bad
     layout = world.on_first(lambda: _layout(request, recipe, index, world.size))
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
     asker = Asker(generator, recipe, tokenizer, index, world)

@@ -316,8 +316,11 @@ def _introduce(console: Console, request: Request, plan: Plan, index: DataIndex)
         highlight=False,
         soft_wrap=True,
     )
+    kept = f" known from the index kept in {index.kept_in}" if index.kept_in else ""
     aside = f", {len(index.quarantined)} set aside (see {QUARANTINE})" if index.quarantined else ""
-    console.print(f"{len(index.samples)} samples{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{len(index.samples)} samples{kept}{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True
+    )
     if not console.quiet:
         # A run that goes on keeps what it found while decoding.
         before = read_quarantine(request.run_dir / QUARANTINE) if request.resume else ()

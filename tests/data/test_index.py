@@ -192,7 +192,7 @@ def test_a_picture_used_often_is_looked_at_once(
 
     monkeypatch.setattr(measure, "read_grids", counting)
     told: list[str] = []
-    monkeypatch.setattr("mmtrain.data.index._TOLD_EVERY", 2)
+    monkeypatch.setattr("mmtrain.data.measure._TOLD_EVERY", 2)
     index = build(recipe([row("<image>", "a", "a.png")] * 5), note=told.append)
     assert (len(index.samples), len(looked)) == (5, 1)
     assert told == [f"reading headers: {n} samples so far" for n in (2, 4)]

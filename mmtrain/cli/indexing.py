@@ -1,0 +1,25 @@
+"""The index of a recipe's data, for commands that are no training."""
+
+from typing import TYPE_CHECKING
+
+from mmtrain.recipe import Recipe
+
+if TYPE_CHECKING:
+    from mmtrain.data import DataIndex
+
+
+def indexed(recipe: Recipe) -> "DataIndex":
+    """Index the recipe's samples, or read the index kept; what is worth knowing goes to stderr, a line each."""
+    from mmtrain.data import build
+
+    index = build(recipe, note=tell)
+    for remark in index.remarks():
+        tell(remark)
+    return index
+
+
+def tell(line: str) -> None:
+    """Say something beside a command's output."""
+    import typer
+
+    typer.echo(line, err=True)
