@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -136,6 +136,25 @@ class MeasuredCosts:
         """Seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
         measured = self._message(kind, size, nbytes) if same_node and size > 1 else None
         return self.model.collective(kind, nbytes, size, same_node) if measured is None else measured
+
+    def optimizer(self, parameters: int) -> float:
+        """Seconds of an optimizer step over `parameters` of one rank: a line through what was measured."""
+        if not self.table.optimizer:
+            return self.model.optimizer(parameters)
+        start, per_parameter = self._optimizer_line
+        return start + per_parameter * parameters if parameters else 0.0
+
+    @cached_property
+    def _optimizer_line(self) -> tuple[float, float]:
+        """Seconds of an optimizer step without parameters, and of each; least relative squares, neither negative."""
+        counts = np.array([e.parameters for e in self.table.optimizer], dtype=np.float64)
+        seconds = np.maximum([e.seconds for e in self.table.optimizer], 1e-12)
+        if len(counts) > 1:
+            matrix = np.stack([1 / seconds, counts / seconds], axis=1)
+            start, slope = np.linalg.lstsq(matrix, np.ones(len(counts)), rcond=None)[0].tolist()
+            if start >= 0 and slope >= 0:
+                return start, slope
+        return 0.0, float(np.mean(seconds / counts))
 
     def _message(self, kind: str, size: int, nbytes: int) -> float | None:
         entry = self.table.by_message.get((kind, size))

@@ -18,6 +18,16 @@ FORWARD_KERNELS = {
     "projector": 10,
     "embedding": 3,
     "head": 10,
+    "context_projector": 2,
+    "unet_embed": 10,
+    "unet_residual": 14,
+    "unet_attention": 40,
+    "unet_down": 2,
+    "unet_up": 3,
+    "unet_out": 4,
+    "dit_embed": 12,
+    "dit_block": 36,
+    "dit_out": 6,
 }
 # All-reduces that tensor parallelism adds to forward and to the input part of backward (Megatron-LM, arXiv 1909.08053).
 TP_REDUCES = {
@@ -28,7 +38,13 @@ TP_REDUCES = {
     "projector": (1, 1),
     "embedding": (1, 0),
     "head": (0, 1),
-}
+}  # a generator is not split
+
+
+# Bytes of a parameter that the gradient norm, clipping and AdamW read and write, in fp32: the gradient is read for the
+# norm (and once more as a double, written and read), read and written by clipping; AdamW reads gradient, weight and two
+# moments and writes all but the gradient.
+OPTIMIZER_BYTES = 4 * (1 + 4 + 2 + 4 + 3)
 
 
 @dataclass(frozen=True)
@@ -85,10 +101,14 @@ class AnalyticCosts:
         rounds = (size - 1) * (2 if kind == "all_reduce" else 1)
         return rounds * link.seconds(nbytes / size)
 
+    def optimizer(self, parameters: int) -> float:
+        """Seconds of an optimizer step over `parameters` of one rank."""
+        return parameters * OPTIMIZER_BYTES / self.hardware.memory_bytes_per_s
+
     @lru_cache(maxsize=1 << 16)  # noqa: B019 - a model is a small value kept for the whole planning, its layers repeat
     def _forward(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         products = sum(self._product(g) for g in analytic.gemms(layer, load, tp))
-        reduces = TP_REDUCES[layer.kind][0] * self._tp_reduce(layer, tp, load)
+        reduces = TP_REDUCES.get(layer.kind, (0, 0))[0] * self._tp_reduce(layer, tp, load)
         moving = self._moving(layer, tp, load) + self._launches(layer)
         return products + self._attention(layer, tp, load) + moving + reduces + self._kv_gather(layer, tp, load)
 
@@ -99,7 +119,7 @@ class AnalyticCosts:
             return 0.0
         passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
         products = sum(times * self._product(g) for g, times in passes)
-        reduces = TP_REDUCES[layer.kind][1] * self._tp_reduce(layer, tp, load)
+        reduces = TP_REDUCES.get(layer.kind, (0, 0))[1] * self._tp_reduce(layer, tp, load)
         # Backward has about twice the kernels, but starts them without Python in between.
         moving = 2 * self._moving(layer, tp, load) + self._launches(layer)
         gather = self._kv_gather(layer, tp, load)

@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mmtrain.costs.types import TokenLoad
 from mmtrain.errors import PlanError
@@ -13,6 +13,11 @@ from mmtrain.models.shape import LayerShape
 
 Timed = Literal["forward", "recompute", "backward", "backward_weight", "backward_input"]
 TIMED: tuple[Timed, ...] = ("forward", "recompute", "backward", "backward_weight", "backward_input")
+
+
+Source = Literal["measured", "modelled"]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
 
 
 class _Frozen(BaseModel):
@@ -26,12 +31,18 @@ class LayerSample(_Frozen):
     layer cannot do (an embedding has no input) is absent. `recompute` is what recomputing adds to a backward.
     """
 
-    tokens: int
-    sum_sq: int
-    max_len: int
-    num_sequences: int
-    seconds: dict[Timed, float]
-    activation_bytes: int
+    tokens: Annotated[int, Field(gt=0)]
+    sum_sq: Count
+    max_len: Count
+    num_sequences: Count
+    seconds: dict[Timed, Seconds]
+    activation_bytes: Count
+
+    @model_validator(mode="after")
+    def _always_timed(self) -> Self:
+        if missing := [name for name in ("forward", "recompute", "backward") if name not in self.seconds]:
+            raise ValueError(f"seconds lacks {', '.join(missing)} at {self.tokens} tokens")
+        return self
 
     @property
     def load(self) -> TokenLoad:
@@ -43,17 +54,33 @@ class LayerEntry(_Frozen):
     """All samples of one layer kind at one tensor-parallel size, in ascending order of tokens."""
 
     layer: dict[str, Any]  # the fields of its shape that are not their defaults, whatever trains
-    tp: int
-    samples: tuple[LayerSample, ...]
+    tp: Annotated[int, Field(gt=0)]
+    source: Source = "measured"
+    samples: Annotated[tuple[LayerSample, ...], Field(min_length=1)]
 
 
 class MessageEntry(_Frozen):
     """Seconds by bytes of a message between two ranks of a node, or of a collective over `size` of them."""
 
     kind: Literal["p2p", "all_gather", "reduce_scatter", "all_reduce", "broadcast"]
-    size: int
-    nbytes: tuple[int, ...]  # ascending; the whole (gathered or reduced) tensor of a collective
-    seconds: tuple[float, ...]
+    size: Annotated[int, Field(gt=1)]
+    source: Source = "measured"
+    nbytes: Annotated[tuple[int, ...], Field(min_length=1)]  # ascending; the whole (gathered or reduced) tensor
+    seconds: tuple[Seconds, ...]
+
+    @model_validator(mode="after")
+    def _one_time_for_each(self) -> Self:
+        if len(self.seconds) != len(self.nbytes) or list(self.nbytes) != sorted(set(self.nbytes)):
+            raise ValueError(f"{self.kind} needs ascending nbytes, and one time for each; found {self.nbytes}")
+        return self
+
+
+class OptimizerEntry(_Frozen):
+    """Seconds of an optimizer step over so many parameters of one rank."""
+
+    parameters: Annotated[int, Field(gt=0)]
+    seconds: Seconds
+    source: Source = "measured"
 
 
 class CostTable(_Frozen):
@@ -67,6 +94,7 @@ class CostTable(_Frozen):
     date: str
     layers: tuple[LayerEntry, ...] = ()
     messages: tuple[MessageEntry, ...] = ()
+    optimizer: tuple[OptimizerEntry, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write the table in one step."""
@@ -86,8 +114,9 @@ class CostTable(_Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
+            found = f" (found {first['input']})" if isinstance(first["input"], int | float | str) else ""
             raise PlanError(
-                f"{key}: {path} is no cost table of version 1: {where}: {first['msg']}; "
+                f"{key}: {path} is no cost table of version 1: {where}: {first['msg']}{found}; "
                 "make it anew with `mmtrain profile`"
             ) from None
 
@@ -106,7 +135,14 @@ class CostTable(_Frozen):
                 )
         layers = {(layer_key(e.layer), e.tp): e for e in (*self.layers, *newer.layers)}
         messages = {(e.kind, e.size): e for e in (*self.messages, *newer.messages)}
-        return newer.model_copy(update={"layers": tuple(layers.values()), "messages": tuple(messages.values())})
+        steps = {e.parameters: e for e in (*self.optimizer, *newer.optimizer)}
+        return newer.model_copy(
+            update={
+                "layers": tuple(layers.values()),
+                "messages": tuple(messages.values()),
+                "optimizer": tuple(steps[n] for n in sorted(steps)),
+            }
+        )
 
     @cached_property
     def by_layer(self) -> dict[tuple[str, int], LayerEntry]:

@@ -73,3 +73,7 @@ class CostModel(Protocol):
     def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
         """Seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
         ...
+
+    def optimizer(self, parameters: int) -> float:
+        """Seconds one rank takes to sum up the squares of so many gradients, clip them and update their parameters."""
+        ...

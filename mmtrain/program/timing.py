@@ -1,7 +1,7 @@
 """How long actions take: the protocol the simulator asks, and the answer from a cost model."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -71,7 +71,8 @@ class ModelTiming:
     """Sums a cost model's layers over stages, for the loads of one step.
 
     A stage's backward covers the layers from the first that trains or must hand gradients on; recomputed layers among
-    them pay a forward again. Optimizer arithmetic is not modelled: `Step` is the agreement on the gradient norm.
+    them pay a forward again. `Step` is the agreement on the gradient norm, and the optimizer of the rank with most
+    parameters (replicas share them out), for which the step's end waits.
     """
 
     graph: StageGraph
@@ -91,6 +92,10 @@ class ModelTiming:
         layers = self._layers[action.stage]
         if isinstance(action, Partial):
             layers = layers[action.lo : action.hi]
+            if action.kind == "BI":
+                return self._input_gradients(stage, layers, load)
+            if action.kind == "BW":
+                return self._backward(stage, layers, load) - self._input_gradients(stage, layers, load)
         forward = direction(action) == "F"
         return self._forward(stage, layers, load) if forward else self._backward(stage, layers, load)
 
@@ -120,7 +125,7 @@ class ModelTiming:
                 seconds = self.costs.collective("all_reduce", nbytes, size, same_node)
             case Step():
                 nbytes = NORM_BYTES
-                seconds = self.costs.collective("all_reduce", nbytes, size, same_node)
+                seconds = self.costs.collective("all_reduce", nbytes, size, same_node) + self._optimizer_s
         return Transport(seconds, nbytes)
 
     def link(self, ranks: tuple[int, ...]) -> bool:
@@ -148,6 +153,20 @@ class ModelTiming:
                 if at in stage.recompute:
                     seconds += self.costs.seconds(layer, tp, load, "recompute")
         return seconds
+
+    @cached_property
+    def _optimizer_s(self) -> float:
+        """Seconds of the longest optimizer step of a rank."""
+        ranks = {stage.lanes[0][0] for stage in self.graph.stages}  # other replicas and lanes do the same
+        units = {mesh.unit: mesh.dp for mesh in self.graph.meshes}
+        counts = [sum(self._trained_parameters(rank, name) // dp for name, dp in units.items()) for rank in ranks]
+        return max(map(self.costs.optimizer, counts))
+
+    def _input_gradients(self, stage: Stage, layers: Layers, load: TokenLoad) -> float:
+        """Seconds of the part of a backward that those upstream wait for: what it takes if the layers are frozen."""
+        return self._backward(
+            stage, [(at, replace(layer, trainable=False), needed) for at, layer, needed in layers], load
+        )
 
     @cached_property
     def _layers(self) -> dict[StageId, Layers]:

@@ -1,5 +1,6 @@
 """A table of measured costs: what it foretells, what it refuses, and what is modelled in its place."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,3 +157,39 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
 def test_what_trains_does_not_make_another_layer() -> None:
     assert described(BLOCK) == described(replace(BLOCK, trainable=False, frozen=frozenset({"x"})))
     assert described(BLOCK) != described(replace(BLOCK, ffn=BLOCK.ffn + 1))
+
+
+def test_an_optimizer_step_is_a_line_through_what_was_measured() -> None:
+    points = [{"parameters": n, "seconds": 1e-3 + 2e-9 * n} for n in (1000, 50_000, 10**6)]
+    costs = MeasuredCosts(_table(optimizer=points), MODEL)
+    assert costs.optimizer(500_000) == pytest.approx(2e-3)
+    assert costs.optimizer(0) == 0.0
+    single = MeasuredCosts(_table(optimizer=points[:1]), MODEL)
+    assert single.optimizer(2000) == pytest.approx(2 * points[0]["seconds"])
+    assert MeasuredCosts(_table(), MODEL).optimizer(1000) == MODEL.optimizer(1000) > 0
+    merged = _table(optimizer=points[:2]).merged(_table(optimizer=[{"parameters": 1000, "seconds": 1.0}]))
+    assert [(e.parameters, e.seconds) for e in merged.optimizer][0] == (1000, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "told"),
+    [
+        (("layers", 0, "samples", 1, "seconds", "forward"), -1.0, "layers.0.samples.1.seconds.forward: .*-1"),
+        (("layers", 0, "samples", 1, "seconds", "backward"), float("nan"), "seconds.backward: .*finite"),
+        (("layers", 0, "samples", 2, "seconds"), {"forward": 1.0}, "lacks recompute, backward at 256 tokens"),
+        (("layers", 0, "samples"), [], "layers.0.samples: "),
+        (("messages", 0, "seconds", 0), float("inf"), "messages.0.seconds.0: .*finite"),
+        (("messages", 0, "nbytes"), [7, 7], "p2p needs ascending nbytes"),
+    ],
+)
+def test_times_that_are_none_are_named(tmp_path: Path, where: tuple[str | int, ...], value: object, told: str) -> None:
+    content = _table().model_dump(mode="json")
+    at = content
+    for key in where[:-1]:
+        at = at[key]  # type: ignore[index]
+    at[where[-1]] = value  # type: ignore[index]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match=told) as caught:
+        CostTable.load(path)
+    assert "mmtrain profile" in str(caught.value)

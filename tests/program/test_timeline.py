@@ -43,6 +43,9 @@ class LayerCosts:
     def collective(self, kind, nbytes, size, same_node):
         return nbytes * {"broadcast": 1.0, "reduce_scatter": 2.0, "all_gather": 3.0, "all_reduce": 4.0}[kind]
 
+    def optimizer(self, parameters):
+        return parameters * 0.5
+
 
 def layer(kind, hidden, out, **more):
     return LayerShape(kind, hidden=hidden, out=out, **more)
@@ -134,7 +137,7 @@ def test_collectives_move_what_trains(timing):
     assert timing.collective(0, ReduceGrads("vision"), (0,)) == (2 * 100 * 4, 100 * 4)
     assert timing.collective(1, GatherParams("llm"), (1,)) == (3 * 2 * 50 * 2, 2 * 50 * 2)
     assert timing.collective(1, ReduceShared("embeddings"), (1, 3)) == (4 * 64 * 8 * 4 / 2, 64 * 8 * 4 // 2)
-    assert timing.collective(1, Step(), (0, 1, 2, 3, 4)) == (16.0, 4)
+    assert timing.collective(1, Step(), (0, 1, 2, 3, 4)) == (4 * 4 + 0.5 * 100, 4)  # the norm, then the fullest rank
 
 
 def test_nothing_is_sent_for_a_text_only_microbatch(timing):
