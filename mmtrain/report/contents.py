@@ -58,9 +58,16 @@ def figures(contents: Contents) -> list[Figure]:
     plan, measured = contents.plan, _steady(contents.metrics)
     predicted_idle, measured_idle = idle(contents)
     memory = max((m["peak_memory_bytes"] for m in contents.metrics or ()), default=None)
-    what_memory = "device memory" if plan.hardware != "cpu-core" else "resident, libraries included"
+    how = "device memory" if plan.hardware != "cpu-core" else "the whole process with its libraries"
+    counted = "" if memory is None else f"; measured: {how}"
     return [
-        Figure("Step", "s", plan.predicted.step_time_s, measured.get("step_time_s"), "median of the steps"),
+        Figure(
+            "Step",
+            "s",
+            plan.predicted.step_time_s,
+            measured.get("step_time_s"),
+            "median of the run's steps" if measured else "typical batches of the data",
+        ),
         Figure(
             "MFU",
             "%",
@@ -80,7 +87,7 @@ def figures(contents: Contents) -> list[Figure]:
             "GiB",
             max(plan.predicted.peak_memory_gib.values(), default=None),
             None if memory is None else memory / GIB,
-            f"fullest rank, limit {contents.memory_limit_gib:.4g} GiB; measured: {what_memory}",
+            f"fullest rank, limit {contents.memory_limit_gib:.4g} GiB{counted}",
         ),
         Figure(
             "Idle",

@@ -31,7 +31,7 @@ def page(contents: Contents) -> str:
         "Predicted and measured" if contents.trace else "Seconds a step, predicted": _rows(contents),
         "Balance of the data": _balance(contents.scores, contents.chosen),
         "Training": _training(contents.metrics),
-        "What the plan beat": _alternatives(plan),
+        "Alternatives, and why they lost": _alternatives(plan),
     }
     body = "".join(f"<section><h2>{title}</h2>{drawn}</section>" for title, drawn in sections.items() if drawn)
     return (
@@ -141,13 +141,13 @@ def _memory(contents: Contents) -> str:
     if not rows:
         return ""
     full = max(limit, *(gib for _, gib, _ in rows))
+    measured = "" if contents.metrics is None else " Pale: predicted, full: measured."
+    note = f"<p>The red line is the limit, {limit:.4g} GiB.{measured}</p>"
     lines = [
         ((what, f"{gib:.4g} GiB", f"{gib / limit:.1%}"), _bar((gib / full, kind), limit=limit / full))
         for what, gib, kind in rows
     ]
-    return (
-        _bar_table(("ranks", "peak", "of limit"), lines) + f"<p>The line at the end is the limit, {limit:.4g} GiB.</p>"
-    )
+    return _bar_table(("ranks", "peak", "of limit"), lines) + note
 
 
 def _rows(contents: Contents) -> str:
@@ -155,9 +155,8 @@ def _rows(contents: Contents) -> str:
         return ""
     measured = contents.trace is not None
     head = ("", "predicted", *(("measured", "error") if measured else ()))
-    note = ""
-    if measured:
-        note = "<p>Means over the recorded steps, of a stage summed over its microbatches, replicas and ranks.</p>"
+    over = "Means over the recorded steps; of" if measured else "Of"
+    note = f"<p>{over} a stage summed over its microbatches, replicas and ranks.</p>"
     return _table(head, [row_cells(row, measured) for row in contents.rows]) + note
 
 
@@ -184,9 +183,9 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:
         if not points:
             continue
         picture, last = curve(points, words, unit), points[-1][1]
-        drawn += f"<h3>{words}, {unit}: last {'not finite' if last is None else f'{last:.4g}'}</h3>"
-        drawn += "<p>Fewer than two finite values.</p>" if picture is None else svg(picture)
-    return drawn
+        drawn += f"<div><h3>{words}, {unit}: last {'not finite' if last is None else f'{last:.4g}'}</h3>"
+        drawn += ("<p>Fewer than two finite values.</p>" if picture is None else svg(picture)) + "</div>"
+    return f'<div class="curves">{drawn}</div>'
 
 
 def _alternatives(plan: Plan) -> str:

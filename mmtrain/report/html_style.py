@@ -25,6 +25,8 @@ section{{break-inside:avoid-page}}summary{{color:var(--soft);cursor:pointer;marg
 svg{{display:block;width:100%;min-width:720px;font:12px system-ui,sans-serif}}svg[style]{{min-width:0;max-width:none}}
 {_NAMES}
 .path{{fill:none}}{"".join(f".{p}.path{{stroke:var(--{p})}}.{p}.edge{{stroke:var(--{p})}}" for p in LIGHT)}
+.curves{{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:0 20px}}
+.curves .draw svg{{min-width:0}}
 .figures{{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:8px;margin:16px 0}}
 .figures div{{border:1px solid var(--line);border-radius:6px;padding:8px 12px}}
 dt{{color:var(--soft);font-size:13px}}dd{{margin:0}}dd b{{font-size:20px;font-weight:600;display:block}}

@@ -37,13 +37,13 @@ def row_cells(row: Row, measured: bool) -> list[str]:
 def memory_rows(contents: Contents) -> list[tuple[str, float, str]]:
     """(ranks, GiB, `predicted` or `measured`): the fullest ranks as predicted, and what the run's fullest took."""
     peaks = contents.plan.predicted.peak_memory_gib
-    rows = [(f"rank{'s' * ('-' in ranks)} {ranks}, predicted", gib, "predicted") for ranks, gib in peaks.items()]
+    rows = [(f"rank{'s' * ('-' in ranks)} {ranks}", gib, "predicted") for ranks, gib in peaks.items()]
     if len(rows) > MOST_MEMORY_ROWS:
         rows = sorted(rows, key=lambda row: -row[1])[:MOST_MEMORY_ROWS]
     measured = max((m["peak_memory_bytes"] for m in contents.metrics or ()), default=None)
     if measured is not None:
-        what = "whole process" if contents.plan.hardware == "cpu-core" else "fullest rank"
-        rows.append((f"{what}, measured", measured / GIB, "measured"))
+        what = "process" if contents.plan.hardware == "cpu-core" else "fullest rank"
+        rows.append((f"measured, {what}", measured / GIB, "measured"))
     return rows
 
 

@@ -129,20 +129,23 @@ def _about(lanes: Mapping[tuple[int, int], Sequence[Event]], ranks: Sequence[int
 
 
 def curve(points: Sequence[tuple[float, float | None]], what: str, unit: str) -> Drawing | None:
-    """A line over steps with a gap where a value is missing; None where fewer than two are there."""
+    """A line over steps with a gap where a value is missing; None where fewer than two are there.
+
+    Half as wide as a timeline: two stand side by side, and one fits a phone.
+    """
     there = [(x, y) for x, y in points if y is not None]
     if len(there) < 2:
         return None
     lo, hi = min(y for _, y in there), max(y for _, y in there)
-    first, last = points[0][0], points[-1][0]
+    first, last, wide = points[0][0], points[-1][0], WIDTH / 2 - 10
     pieces: list[list[tuple[float, float]]] = [[]]
     for x, y in points:
         if y is None:
             pieces.append([])
             continue
         height = 150 - 140 * (y - lo) / ((hi - lo) or 1)
-        pieces[-1].append((LEFT + (WIDTH - LEFT) * (x - first) / max(last - first, 1), height))
-    lines: list[Mark] = [Line(((LEFT, y), (WIDTH, y)), "line") for y in (10.0, 150.0)]
+        pieces[-1].append((LEFT + (wide - LEFT) * (x - first) / max(last - first, 1), height))
+    lines: list[Mark] = [Line(((LEFT, y), (wide, y)), "line") for y in (10.0, 150.0)]
     for piece in pieces:
         if len(piece) == 1:
             lines.append(Box(piece[0][0] - 2, piece[0][1] - 2, 4, 4, "u0"))
@@ -152,10 +155,10 @@ def curve(points: Sequence[tuple[float, float | None]], what: str, unit: str) ->
         Label(0, 14, f"{hi:.4g}"),
         Label(0, 154, f"{lo:.4g}"),
         Label(LEFT, 172, f"step {first:.0f}"),
-        Label(WIDTH, 172, f"step {last:.0f}", "end"),
+        Label(wide, 172, f"step {last:.0f}", "end"),
     ]
     about = (
         f"{what} in {unit} over steps {first:.0f} to {last:.0f}: {there[0][1]:.4g} at first, {there[-1][1]:.4g} at "
         f"last, between {lo:.4g} and {hi:.4g}."
     )
-    return Drawing(WIDTH, 178, about, (*lines, *texts))
+    return Drawing(wide, 178, about, (*lines, *texts))

@@ -70,7 +70,7 @@ def test_every_number_is_that_of_its_artefact(run: Contents) -> None:
     for kind, share in run.simulated[0].bubble_shares().items():
         assert f"{kind} {share:.1%} {measured[kind]:.1%}" in words
     for ranks, gib in run.plan.predicted.peak_memory_gib.items():
-        assert f" {ranks}, predicted {gib:.4g} GiB {gib / 4:.1%}" in words
+        assert f" {ranks} {gib:.4g} GiB {gib / 4:.1%}" in words
     assert "Step 4, measured" in words
     assert "Loss, nats a token: last 0.25" in words
 
