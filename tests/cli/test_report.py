@@ -1,0 +1,125 @@
+"""`mmtrain report`: of a plan, a recipe and a run, to the terminal, a page and a picture; and what it refuses."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from mmtrain.cli.app import app
+from mmtrain.cli.rehearsal import rehearsal
+from mmtrain.data.demo import generate
+from mmtrain.errors import MmtrainError
+from mmtrain.plan import load as load_plan
+from mmtrain.program.measured import MeasuredStep, run_trace
+from mmtrain.recipe import dump, load
+from mmtrain.runtime.rundir import PLAN, RECIPE, TRACE
+from tests.report.conftest import metrics
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the demo on a machine that takes twice as long as foretold."""
+    folder = tmp_path_factory.mktemp("runs") / "try"
+    data = folder.parent / "data"
+    generate(data, seed=1, train=60, heldout=4)
+    settings = [f"data.sources.0.path={data}/train.json", f"data.validation.0.path={data}/heldout.json"]
+    recipe = load(DEMO, [*settings, f"data.tokenizer={data}/tokenizer.json"]).recipe
+    found = rehearsal(recipe, None)
+    [step] = found.timelines
+    spans = tuple(s._replace(start_s=2 * s.start_s, duration_s=2 * s.duration_s) for s in step.spans)
+    slower = replace(step, spans=spans, step_time_s=2 * step.step_time_s, simulated=False)
+    folder.mkdir()
+    (folder / RECIPE).write_text(dump(recipe))
+    found.plan.save(folder / PLAN)
+    trace = run_trace([MeasuredStep(1, 10.0, slower)], found.plan.sha256, 1e-6)
+    (folder / TRACE).write_text(json.dumps(trace))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics(i).to_json()) + "\n" for i in (1, 2, 3)))
+    return folder
+
+
+def report(*arguments: object) -> Result:
+    done = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_a_run_as_a_page_and_a_picture(run_dir: Path, tmp_path: Path) -> None:
+    out, png = tmp_path / "page.html", tmp_path / "a.pdf"
+    done = report(run_dir, "-o", out, "--png", png)
+    assert done.output == f"{out} written\n{png} written\n"
+    assert "Step 1, measured" in out.read_text()
+    assert png.read_bytes().startswith(b"%PDF")
+
+
+def test_a_run_in_the_terminal_and_as_json(run_dir: Path) -> None:
+    words = report(run_dir).stdout
+    assert "Step 1, measured" in words
+    assert "over 3 steps" in words
+    found = json.loads(report(run_dir, "--json").stdout)
+    assert found["name"] == "try"
+    assert [row["error"] for row in found["seconds"]] == pytest.approx([-0.5] * len(found["seconds"]))
+    assert found["training"]["steps"] == 3
+
+
+def test_a_run_without_a_trace_has_only_simulated_steps(run_dir: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(run_dir, bare)
+    (bare / TRACE).unlink()
+    (bare / "metrics.jsonl").unlink()
+    found = json.loads(report(bare, "--json").stdout)
+    assert found["idle"]["measured"] is None
+    assert {row["measured_s"] for row in found["seconds"]} == {None}
+    assert found["training"] == {"steps": 0}
+    report(bare, "-o", tmp_path / "page.html")
+    words = (tmp_path / "page.html").read_text()
+    assert "Simulated step" in words
+    assert "No step was logged." in words
+
+
+def test_a_plan_by_itself_and_a_recipe_with_it(run_dir: Path) -> None:
+    alone = json.loads(report(run_dir / PLAN, "--json").stdout)
+    assert alone["name"] == "plan"
+    assert alone["seconds"] == []
+    assert alone["training"] is None
+    assert alone["idle"]["predicted"] == pytest.approx(load_plan(run_dir / PLAN).predicted.bubbles)
+    with_recipe = json.loads(report(run_dir / RECIPE, "--plan", run_dir / PLAN, "--json").stdout)
+    assert with_recipe["plan_sha256"] == alone["plan_sha256"]
+    assert with_recipe["name"] == "demo"
+    assert with_recipe["seconds"][-1]["what"] == "step"
+    planned_now = json.loads(report(run_dir / RECIPE, "--set", "train.global_batch=2", "--json").stdout)
+    assert planned_now["plan_sha256"] != alone["plan_sha256"]
+
+
+def test_what_cannot_be_shown_is_one_message(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text("no")
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    untraced = tmp_path / "untraced"
+    shutil.copytree(run_dir, untraced)
+    (untraced / TRACE).write_text("{}")
+    plan, recipe, nowhere = run_dir / PLAN, run_dir / RECIPE, tmp_path / "none" / "x.html"
+    for arguments, message in (
+        ([tmp_path / "gone.json"], r"gone.json: cannot read the plan \(No such file"),
+        ([tmp_path / "gone.yaml"], r"gone.yaml"),
+        ([tmp_path / "empty"], r"empty/recipe.yaml"),
+        ([tmp_path / "text.json"], r"not a plan file, it is no JSON"),
+        ([tmp_path / "other.json"], r"version None of the plan file"),
+        ([untraced], r"trace.json: no trace of a run"),
+        ([recipe, "--plan", tmp_path / "gone.json"], r"gone.json: cannot read the plan"),
+        ([recipe, "--plan", plan, "--set", "model.llm.layers=2"], r"does not match this run:\n  the recipe"),
+        ([run_dir, "--plan", plan], r"--plan FILE belongs to a recipe"),
+        ([plan, "--set", "train.steps=2"], r"--set changes a recipe"),
+        ([run_dir, "-o", nowhere], r"--out .*x.html: cannot write the page: No such file"),
+        ([plan, "--png", tmp_path / "x.jpg"], r"a picture ends in"),
+    ):
+        done = CliRunner().invoke(app, ["report", *map(str, arguments)])
+        assert isinstance(done.exception, MmtrainError), (arguments, done.output)
+        assert done.exception.exit_code == 2
+        assert done.exc_info is not None
+        with pytest.raises(MmtrainError, match=message):
+            raise done.exception
