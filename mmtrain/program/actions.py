@@ -8,6 +8,7 @@ Compute actions come from builders; `lower` adds the communication. Text form, o
     RA / SG / RG                             receive activations, send / receive gradients
     XA vision.0>llm.0 llm:1.2                share received activations inside the lane (XG: gradients)
     PF vision.0 vision:0.2 0:3               segments 0 to 2 of that stage's forward (PB: of its backward, 2 first)
+    PBI vision.0 vision:0.2 0:3              gradients of those segments' inputs alone; PBW those of their weights
     F llm.0 llm:0.3 |2| PF ..., PB ...       forward with partials in its gap 2, between its segments 1 and 2
     RS llm   GP llm   RT embeddings   STEP   reduce gradients, gather parameters, reduce shared weights, optimizer
 """
@@ -19,6 +20,7 @@ from mmtrain.program.graph import Edge, Microbatch, StageId
 
 Payload = Literal["activation", "gradient"]
 Direction = Literal["F", "B"]
+PartKind = Literal["F", "B", "BI", "BW"]  # BI and BW: a backward's gradients of inputs, and those of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,17 @@ class Partial:
     A forward goes through its segments upwards, a backward downwards. What enters a forward must be there before its
     segment 0, and what it gives leaves after its last; a backward waits before its last segment and gives after 0.
 
+    A backward can also be split (Zero Bubble, arXiv 2401.10241): `BI` waits and gives as a backward does, `BW` comes
+    later, and until then the activations are kept. Split backwards can be simulated and drawn; `check` refuses them,
+    since Megatron's linears compute both gradients at once.
+
     Raises:
         ValueError: no segment lies in [lo, hi).
     """
 
     stage: StageId
     mb: Microbatch
-    kind: Direction
+    kind: PartKind
     lo: int
     hi: int
 

@@ -90,6 +90,7 @@ def check(program: Program, memory: MemoryLimit | None = None) -> None:
         (rank, [(at, part) for at, action in enumerate(actions) for part in parts(graph, action)])
         for rank, actions in program.actions.items()
     ]
+    _refuse([text for rank, row in rows for text in _split_backwards(rank, row)])
     _refuse([text for rank, row in rows for text in _not_exactly_once(graph, rank, row)])
     early = [text for rank, row in rows for text in _out_of_order(graph, rank, row)]
     _refuse([*early, *_channels_disagree(program), *_groups_disagree(program)])
@@ -119,6 +120,15 @@ def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
         expected[ReduceShared(EMBEDDINGS)] += 1
     expected[Step()] += 1
     return expected
+
+
+def _split_backwards(rank: int, row: Row) -> list[str]:
+    return [
+        f"rank {rank}: `{action_to_text(part)}` (action {at}) splits a backward, which can be simulated but not run: "
+        "the runtime computes gradients of inputs and weights at once; write PB"
+        for at, part in row
+        if isinstance(part, Partial) and part.kind in ("BI", "BW")
+    ]
 
 
 def _not_exactly_once(graph: StageGraph, rank: int, row: Row) -> list[str]:

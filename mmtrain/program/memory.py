@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from mmtrain.program.actions import Action, Backward, Compute, Forward, Pass
+from mmtrain.program.actions import Action, Backward, Compute, Forward, Partial, Pass
 from mmtrain.program.graph import Microbatch, StageGraph, StageId
-from mmtrain.program.segments import begun, ended, parts
+from mmtrain.program.segments import begun, ended, parts, whole
 
 BytesOf = Callable[[StageId, Microbatch], int]  # bytes one rank keeps between forward and backward
 
@@ -23,8 +23,8 @@ class Border(NamedTuple):
 def borders(graph: StageGraph, actions: Sequence[Action]) -> list[Border]:
     """What a rank keeps of its microbatches, and until when.
 
-    A microbatch counts in full from the first segment of its forward to the last of its backward. What a stage
-    without backward computes is alive during its forward only.
+    A microbatch counts in full from the first segment of its forward to the last of its backward, or of the gradients
+    of its weights where these come later. What a stage without backward computes is alive during its forward only.
     """
     return [
         Border(at, begins, whole.stage, whole.mb)
@@ -60,12 +60,21 @@ def peak_live(graph: StageGraph, actions: Sequence[Action]) -> dict[StageId, int
 
 def _borders(graph: StageGraph, actions: Sequence[Action]) -> Iterator[tuple[int, bool, Pass]]:
     """Beginnings (True) and ends (False) of forwards and backwards, with their place in `actions`."""
+    later: Counter[Pass] = Counter()  # segments of split backwards whose weights have yet to get their gradients
+    for action in actions:
+        for part in parts(graph, action):
+            if isinstance(part, Partial) and part.kind == "BW":
+                later[whole(part)] += part.hi - part.lo
     for at, action in enumerate(actions):
         for part in parts(graph, action):
-            if isinstance(part, Compute):
+            if isinstance(part, Partial) and part.kind == "BW":
+                later[whole(part)] -= part.hi - part.lo
+                if not later[whole(part)]:
+                    yield at, False, whole(part)
+            elif isinstance(part, Compute):
                 if begins := begun(graph, part):
                     yield at, True, begins
-                if ends := ended(graph, part):
+                if (ends := ended(graph, part)) and not later[ends]:
                     yield at, False, ends
 
 

@@ -35,7 +35,7 @@ def parts(graph: StageGraph, action: Action) -> tuple[Part, ...]:
     if not lo < gap < hi:
         allowed = f"{lo + 1} to {hi - 1}" if lo + 1 < hi else "none, it has one segment"
         raise ProgramError(f"gap {gap} of {direction(host)} {host.stage} {host.mb}: allowed are {allowed}")
-    kind = direction(host)
+    kind = host.kind if isinstance(host, Partial) else direction(host)
     below, above = Partial(host.stage, host.mb, kind, lo, gap), Partial(host.stage, host.mb, kind, gap, hi)
     first, second = (below, above) if kind == "F" else (above, below)
     return (first, *action.partials, second)
@@ -49,7 +49,7 @@ def flat(graph: StageGraph, actions: Iterable[Action]) -> tuple[Part, ...]:
 def direction(action: Compute) -> Direction:
     """Whether an action goes forward or backward."""
     if isinstance(action, Partial):
-        return action.kind
+        return "F" if action.kind == "F" else "B"
     return "F" if isinstance(action, Forward) else "B"
 
 
@@ -58,15 +58,15 @@ def begun(graph: StageGraph, action: Compute) -> Pass | None:
     if not isinstance(action, Partial):
         return action
     begins = action.lo == 0 if action.kind == "F" else action.hi == num_segments(graph, action.stage)
-    return whole(action) if begins else None
+    return whole(action) if begins and action.kind != "BW" else None
 
 
 def ended(graph: StageGraph, action: Compute) -> Pass | None:
     """The forward or backward that the action ends, or is; None for an earlier part of one."""
     if not isinstance(action, Partial):
         return action
-    ends = action.lo == 0 if action.kind == "B" else action.hi == num_segments(graph, action.stage)
-    return whole(action) if ends else None
+    ends = action.hi == num_segments(graph, action.stage) if action.kind == "F" else action.lo == 0
+    return whole(action) if ends and action.kind != "BW" else None
 
 
 def whole(part: Compute) -> Pass:

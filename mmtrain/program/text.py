@@ -9,11 +9,11 @@ from mmtrain.program.actions import (
     Action,
     Backward,
     Compute,
-    Direction,
     Fill,
     Forward,
     GatherParams,
     Partial,
+    PartKind,
     Payload,
     Recv,
     ReduceGrads,
@@ -27,9 +27,9 @@ from mmtrain.program.program import Program
 
 _LETTER: dict[Payload, str] = {"activation": "A", "gradient": "G"}
 _PAYLOAD: dict[str, Payload] = {letter: payload for payload, letter in _LETTER.items()}
-_DIRECTION: dict[str, Direction] = {"F": "F", "B": "B"}
+_PART: dict[str, PartKind] = {"PF": "F", "PB": "B", "PBI": "BI", "PBW": "BW"}
 _FORMS = (
-    "F STAGE MB, B STAGE MB, PF|PB STAGE MB LO:HI, any of these followed by |GAP| PF ..., PB ..., "
+    "F STAGE MB, B STAGE MB, PF|PB|PBI|PBW STAGE MB LO:HI, any of these followed by |GAP| PF ..., PB ..., "
     "SA|SG|RA|RG EDGE MB MB @RANK, XA|XG EDGE MB, RS UNIT, GP UNIT, RT NAME, STEP, "
     "with STAGE like llm.0, MB like llm:0.3, EDGE like vision.0>llm.0"
 )
@@ -71,8 +71,8 @@ def action_from_text(line: str) -> Action:
     if "|" in line:
         return _fill(line)
     match line.split():
-        case ["PF" | "PB" as verb, stage, mb, segments]:
-            return Partial(_stage(stage), _microbatch(mb), _DIRECTION[verb[1]], *_segments(segments))
+        case ["PF" | "PB" | "PBI" | "PBW" as verb, stage, mb, segments]:
+            return Partial(_stage(stage), _microbatch(mb), _PART[verb], *_segments(segments))
         case ["F", stage, mb]:
             return Forward(_stage(stage), _microbatch(mb))
         case ["B", stage, mb]:

@@ -13,6 +13,7 @@ from mmtrain.program.actions import (
     Forward,
     GatherParams,
     Partial,
+    PartKind,
     Recv,
     ReduceGrads,
     ReduceShared,
@@ -124,19 +125,21 @@ def _event(span: Span, pipeline_ranks: Mapping[str, int]) -> dict[str, Any]:
 def _describe(span: Span, pipeline_ranks: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
     match span.action:
         case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
-            kind, more, segments = direction(span.action), {}, ""
+            does: PartKind = direction(span.action)
+            kind, more, segments = str(does), {}, ""
             if isinstance(span.action, Partial):
-                lo, hi = span.action.lo, span.action.hi
+                does, lo, hi = span.action.kind, span.action.lo, span.action.hi
                 more, segments = {"lo": lo, "hi": hi}, f" {lo}:{hi}"
+                kind = "partial" if does == kind else does
             args = {
-                "kind": "partial" if more else kind,
+                "kind": kind,
                 "unit": stage.unit,
                 "stage": stage.index,
                 "chunk": stage.index // pipeline_ranks[stage.unit],
                 "replica": mb.replica,
                 "microbatch": mb.index,
             }
-            return f"{kind} {stage} {mb}{segments}", args | more
+            return f"{does} {stage} {mb}{segments}", args | more
         case Fill(host):
             raise AssertionError(f"a filled {host} runs, and is drawn, part by part")
         case Send(edge, src, dst, _, payload) | Recv(edge, src, dst, _, payload):

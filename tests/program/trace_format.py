@@ -36,7 +36,7 @@ def require_trace(trace: dict[str, Any]) -> None:
 def require_args(tid: int, args: dict[str, Any]) -> None:
     """Assert that the arguments of a span suit its track."""
     if tid == 0:
-        parts = {"lo", "hi"} if args["kind"] == "partial" else set()
+        parts = {"lo", "hi"} if args["kind"] in ("partial", "BI", "BW") else set()
         assert args.keys() == COMPUTE | parts
         assert args["kind"] in ("F", "B", "BI", "BW", "partial")
         return

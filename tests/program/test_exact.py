@@ -1,0 +1,264 @@
+"""Schedules solved by hand: the simulator says what the arithmetic beside each of them says."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from mmtrain.errors import ProgramError
+from mmtrain.program import (
+    Backward,
+    Collective,
+    Compute,
+    Forward,
+    GatherParams,
+    Microbatch,
+    Partial,
+    Program,
+    ReduceGrads,
+    Send,
+    StageGraph,
+    StageId,
+    Step,
+    Timeline,
+    Transport,
+    action_from_text,
+    action_to_text,
+    build,
+    check,
+    chrome_trace,
+    lower,
+    simulate,
+)
+from tests.program.graphs import Unit, chain
+from tests.program.trace_format import require_trace
+
+
+class Table:
+    """Seconds of a layer by unit and kind of work (F, B, BI, BW); of messages; of collectives by type."""
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        seconds: Mapping[str, Mapping[str, float]],
+        message_s: float = 0.0,
+        collectives: Mapping[type, float] | None = None,
+        load: Mapping[Microbatch, float] | None = None,
+    ) -> None:
+        self.graph, self.seconds, self.message_s = graph, seconds, message_s
+        self.collectives, self.load = collectives or {}, load or {}
+
+    def compute(self, action: Compute) -> float:
+        lo, hi = self.graph.stage(action.stage).layers
+        kind, layers = "F" if isinstance(action, Forward) else "B", hi - lo
+        if isinstance(action, Partial):
+            kind, layers = action.kind, action.hi - action.lo
+        return self.seconds[action.stage.unit][kind] * layers * self.load.get(action.mb, 1.0)
+
+    def message(self, sender: int, action: Send) -> Transport:
+        return Transport(self.message_s, 8)
+
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
+        return Transport(self.collectives.get(type(action), 0.0), 8)
+
+    def link(self, ranks: tuple[int, ...]) -> int:
+        return len(ranks)
+
+    def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
+        return 1
+
+
+def written(graph: StageGraph, order: Mapping[int, Sequence[str]]) -> Program:
+    """A program of these compute actions, not checked: it may split backwards."""
+    return lower(Program(graph, {rank: tuple(map(action_from_text, todo)) for rank, todo in order.items()}))  # type: ignore[arg-type]
+
+
+def computed(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
+    """What the rank computed: text, begin and end."""
+    return [
+        (action_to_text(s.action), s.start_s, s.start_s + s.duration_s)
+        for s in timeline.spans
+        if s.rank == rank and isinstance(s.action, Compute)
+    ]
+
+
+LLM = {"llm": {"F": 0.5, "B": 1.0, "BI": 0.5, "BW": 0.5}}  # stages have two layers: 1 s forward, 2 s backward
+
+
+def test_1f1b_with_messages() -> None:
+    """Two stages, three microbatches, a message takes 1/4 s. Rank 1 begins at 1.25 with what rank 0 sent at 1.
+
+    It runs F0 -2.25, B0 -4.25, F1 -5.25 (whose activation came at 2.25), B1 -7.25. Rank 0 runs F0 and F1 until 2, waits
+    for the first gradient until 4.5, then B0 -6.5 and F2 -7.5. So rank 1 has the activation of 2 at 7.75: F2 -8.75,
+    B2 -10.75. Rank 0 has had the gradient of 1 since 7.5: B1 -9.5; that of 2 comes at 11: B2 -13.
+    """
+    graph = chain(Unit("llm", 2), n=3)
+    timeline = simulate(build(graph), Table(graph, LLM, message_s=0.25))
+    assert [end for _, _, end in computed(timeline, 1)] == [2.25, 4.25, 5.25, 7.25, 8.75, 10.75]
+    assert [end for _, _, end in computed(timeline, 0)] == [1.0, 2.0, 6.5, 7.5, 9.5, 13.0]
+    assert timeline.step_time_s == 13.0
+    assert timeline.bubbles[0] == {
+        "dp_gather": 0.0,
+        "dp_reduce": 0.0,
+        "pp_warmup": 0.0,
+        "pp_cooldown": 1.5,
+        "pp_other": 2.5,
+        "tp": 0.0,
+        "imbalance": 0.0,
+    }
+    path = ["F llm.0 llm:0.0", "SA", "F llm.1 llm:0.0", "B llm.1 llm:0.0", "SG", "B llm.0 llm:0.0", "F llm.0 llm:0.2"]
+    path += ["SA", "F llm.1 llm:0.2", "B llm.1 llm:0.2", "SG", "B llm.0 llm:0.2"]
+    found = [action_to_text(s.action) for s in timeline.critical_path]
+    assert [text if text[0] in "FB" else text.split()[0] for text in found] == path
+
+
+def test_interleaved_1f1b_fills_in_chunks() -> None:
+    """p = 4 ranks, v = 2 chunks, n = 8: the pipeline fills and drains in p - 1 chunks of 1 + 2 s; work is n * v * 3."""
+    graph = chain(Unit("llm", 4, num_stages=8), n=8)
+    timeline = simulate(build(graph), Table(graph, LLM))
+    assert timeline.step_time_s == 3.0 * (8 * 2 + 4 - 1)
+    assert all(sum(kinds.values()) == 3.0 * (4 - 1) for kinds in timeline.bubbles.values())
+
+
+SPLIT = {
+    0: "F llm.0 0, F llm.0 1, PBI llm.0 0, PBW llm.0 0, PBI llm.0 1, PBW llm.0 1",
+    1: "F llm.1 0, PBI llm.1 0, F llm.1 1, PBI llm.1 1, PBW llm.1 0, PBW llm.1 1",
+}
+
+
+def split(graph: StageGraph) -> Program:
+    """The program of `SPLIT`, whose backwards are all split in one piece."""
+    order = {}
+    for rank, todo in SPLIT.items():
+        words = [action.split() for action in todo.split(", ")]
+        order[rank] = [f"{kind} {stage} llm:0.{mb}{' 0:2' if kind != 'F' else ''}" for kind, stage, mb in words]
+    return written(graph, order)
+
+
+def test_a_split_backward_shortens_the_pipeline() -> None:
+    """Two stages, two microbatches. Whole backwards: 3 * (2 + 2 - 1) = 9 s.
+
+    Split, rank 0 need not wait for weights: rank 1 runs F0 1-2, BI0 -3, F1 -4, BI1 -5, both BW until 7; rank 0 F0 -1,
+    F1 -2, BI0 at 3 with the gradient of rank 1, BW0 -5, BI1 -6, BW1 -7. Nobody does better: 6 s of work each, and
+    rank 1 cannot begin before 1.
+    """
+    graph = chain(Unit("llm", 2), n=2)
+    assert simulate(build(graph), Table(graph, LLM)).step_time_s == 9.0
+    program = split(graph)
+    timeline = simulate(program, Table(graph, LLM))
+    assert timeline.step_time_s == 7.0
+    assert [begin for _, begin, _ in computed(timeline, 0)] == [0, 1, 3, 4, 5, 6]
+    assert [begin for _, begin, _ in computed(timeline, 1)] == [1, 2, 3, 4, 5, 6]
+    assert sum(timeline.bubbles[0].values()) == sum(timeline.bubbles[1].values()) == 1.0
+    trace = chrome_trace(timeline, "")
+    require_trace(trace)
+    kinds = [e["args"]["kind"] for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0 and e["tid"] == 0]
+    assert kinds == ["F", "F", "BI", "BW", "BI", "BW"]
+
+
+def test_activations_live_until_the_weights_have_their_gradients() -> None:
+    """Rank 1 keeps both microbatches until BW0, though BI0 is done before F1; whole backwards keep one."""
+    graph = chain(Unit("llm", 2), n=2)
+    assert simulate(split(graph), Table(graph, LLM)).peak_memory_bytes == {0: 2, 1: 2}
+    assert simulate(build(graph), Table(graph, LLM)).peak_memory_bytes == {0: 2, 1: 1}
+
+
+def test_a_split_backward_is_not_run() -> None:
+    program = split(chain(Unit("llm", 2), n=2))
+    with pytest.raises(ProgramError, match=r"rank 0: `PBI llm.0 llm:0.0 0:2` .*simulated but not run.*write PB"):
+        check(program)
+
+
+def test_two_encoders_feed_one_llm() -> None:
+    """Vision (2 s forward) and audio (3 s) on ranks of their own, frozen; one LLM stage, 1 + 2 s; messages 1 s.
+
+    Vision ends its microbatches at 2, 4, audio at 3, 6. The LLM waits for the later of both: 3 + 1 = 4 for the
+    first, F0 -5, B0 -7; the second came at 6 + 1 = 7: F1 -8, B1 -10.
+    """
+    graph = chain(Unit("vision", trainable=(False,)), Unit("audio", trainable=(False,)), Unit("llm"), n=2)
+    table = Table(graph, {"vision": {"F": 1.0}, "audio": {"F": 1.5}, "llm": LLM["llm"]}, message_s=1.0)
+    timeline = simulate(build(graph), table)
+    assert [end for _, _, end in computed(timeline, 2)] == [5.0, 7.0, 8.0, 10.0]
+    assert timeline.bubbles[2]["pp_warmup"] == 4.0
+    assert [(action_to_text(s.action).split()[:2], s.duration_s) for s in timeline.critical_path][:3] == [
+        (["F", "audio.0"], 3.0),
+        (["SA", "audio.0>llm.0"], 1.0),
+        (["F", "llm.0"], 1.0),
+    ]
+
+
+def test_two_encoder_replicas_feed_three_llm_replicas() -> None:
+    """Brokers 2:3, one microbatch each, messages 1 s, one after another from each encoder to all three LLM replicas.
+
+    Encoder 0 (load 1) ends at 1 and sends until 4, encoder 1 (load 2) ends at 2 and sends until 5. The LLM replicas
+    have all at 3, 4, 5; F 1 s, B 2 s: gradients for encoder 0 leave at 6, 7, 8, those for encoder 1 after them at 7,
+    8, 9. Encoders have theirs at 9 and 10: backwards end at 9 + 2 and 10 + 4.
+    """
+    graph = chain(Unit("vision", dp=2), Unit("llm", dp=3), n=1)
+    table = Table(
+        graph, {"vision": LLM["llm"], "llm": LLM["llm"]}, message_s=1.0, load={Microbatch("vision", 1, 0): 2.0}
+    )
+    timeline = simulate(build(graph), table)
+    begins = {s.rank: s.start_s for s in timeline.spans if isinstance(s.action, Forward)}
+    assert begins == {0: 0.0, 1: 0.0, 2: 3.0, 3: 4.0, 4: 5.0}
+    ends = {s.rank: s.start_s + s.duration_s for s in timeline.spans if isinstance(s.action, Backward)}
+    assert ends == {2: 6.0, 3: 7.0, 4: 8.0, 0: 11.0, 1: 14.0}
+    assert timeline.step_time_s == 14.0
+
+
+def test_a_reduction_is_hidden_beside_the_work_of_other_ranks() -> None:
+    """Encoder on rank 0, LLM on rank 1, one microbatch: F 1 s, B 2 s each; reductions and gathers take 3 s, the step 1.
+
+    LLM: F 1-2, B -4, reduces its gradients 4-7 while the encoder runs its backward 4-6 and reduces 6-9: the step does
+    not see the LLM's reduction. Then the optimizer 9-10 and both gathers until 13. With both units on one rank all of
+    it follows: forwards 2, backwards 4, reductions 3 + 3, optimizer 1, gathers 3 + 3.
+    """
+    apart = chain(Unit("vision"), Unit("llm"), n=1)
+    slow = {ReduceGrads: 3.0, GatherParams: 3.0, Step: 1.0}
+    both = {"vision": LLM["llm"], "llm": LLM["llm"]}
+    timeline = simulate(build(apart), Table(apart, both, collectives=slow))
+    reduced = {
+        s.rank: (s.start_s, s.start_s + s.duration_s) for s in timeline.spans if isinstance(s.action, ReduceGrads)
+    }
+    assert reduced == {0: (6.0, 9.0), 1: (4.0, 7.0)}
+    assert timeline.step_time_s == 6 + 3 + 1 + 3
+    assert timeline.bubbles[1] == {
+        "pp_warmup": 1.0,
+        "dp_reduce": 3.0 + 1.0,
+        "pp_cooldown": 2.0,  # until the encoder has reduced too
+        "dp_gather": 3.0,
+        "pp_other": 0.0,
+        "tp": 0.0,
+        "imbalance": 0.0,
+    }
+    together = chain(Unit("vision", ranks=(0,)), Unit("llm", ranks=(0,)), n=1)
+    timeline = simulate(build(together), Table(together, both, collectives=slow))
+    assert timeline.step_time_s == 2 + 4 + 3 + 3 + 1 + 3 + 3
+    assert timeline.bubbles[0]["dp_reduce"] == 7.0
+
+
+def test_work_in_a_gap_ends_before_its_host() -> None:
+    """Encoder and LLM stage 0 on rank 0, stage 1 on rank 1; layers take 1/2 s forward, 1 s backward, in all units.
+
+    Rank 0: vision F0 0-1; LLM F0 with vision F1 between its two layers: 1-1.5, 1.5-2.5, 2.5-3; LLM F1 3-4. Rank 1
+    begins at 3 and goes on until 5.
+    """
+    vision, llm = Unit("vision", ranks=(0,), trainable=(False,)), Unit("llm", 2, ranks=(0, 1), trainable=(False, False))
+    graph = chain(vision, llm, n=2)
+    filled = written(
+        graph,
+        {
+            0: ["F vision.0 vision:0.0", "F llm.0 llm:0.0 |1| PF vision.0 vision:0.1 0:2", "F llm.0 llm:0.1"],
+            1: ["F llm.1 llm:0.0", "F llm.1 llm:0.1"],
+        },
+    )
+    timeline = simulate(filled, Table(graph, {"vision": LLM["llm"], "llm": LLM["llm"]}))
+    assert computed(timeline, 0) == [
+        ("F vision.0 vision:0.0", 0.0, 1.0),
+        ("PF llm.0 llm:0.0 0:1", 1.0, 1.5),
+        ("PF vision.0 vision:0.1 0:2", 1.5, 2.5),
+        ("PF llm.0 llm:0.0 1:2", 2.5, 3.0),
+        ("F llm.0 llm:0.1", 3.0, 4.0),
+    ]
+    assert [begin for _, begin, _ in computed(timeline, 1)] == [3.0, 4.0]
+    assert timeline.step_time_s == 5.0
+    assert [s.rank for s in timeline.critical_path if s.duration_s] == [0, 0, 0, 0, 1, 1]
