@@ -15,6 +15,7 @@ Conventions, the same for every figure mmtrain prints:
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mmtrain.costs import diffusion
 from mmtrain.costs.types import TokenLoad
 from mmtrain.models.shape import LayerShape, ModelShape, UnitShape
 
@@ -23,6 +24,7 @@ READS_INPUT_RAW = (
     "patch_embed",
     "audio_embed",
     "projector",
+    "context_projector",
 )  # no trainable norm between the layer's input and its first product
 
 
@@ -65,6 +67,8 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
             return ()
         case "head":
             return (Gemm(t, layer.vocab // tp, h),)
+        case _:
+            return tuple(Gemm(*sides) for sides in diffusion.products(layer, load))
 
 
 def features(layer: LayerShape, load: TokenLoad) -> int:
@@ -74,7 +78,7 @@ def features(layer: LayerShape, load: TokenLoad) -> int:
 
 def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Forward FLOPs of the two products inside attention: scores, and their sum over values."""
-    pairs = (load.sum_sq + load.tokens) // 2 if layer.causal else load.sum_sq
+    pairs = (load.sum_sq + load.tokens) // 2 if layer.causal else diffusion.pairs(layer, load)
     return 4 * pairs * layer.heads * layer.head_dim // tp
 
 
@@ -97,8 +101,12 @@ def backward_passes(
     if not weight_grad and not input_grad:
         return ()
     forward = gemms(layer, load, tp)
-    skip_first_input = not input_grad and layer.kind in READS_INPUT_RAW
-    return tuple((g, int(weight_grad) + int(not (skip_first_input and i == 0))) for i, g in enumerate(forward))
+    without = diffusion.needs_no_input(layer)  # first products whose input needs no gradient
+    if not input_grad and layer.kind in READS_INPUT_RAW:
+        without = max(without, 1)
+    if not weight_grad and without:
+        return ()
+    return tuple((g, int(weight_grad) + int(i >= without)) for i, g in enumerate(forward))
 
 
 def parameters(layer: LayerShape, tp: int = 1) -> int:
@@ -127,6 +135,8 @@ def parameters(layer: LayerShape, tp: int = 1) -> int:
             return layer.vocab * h // tp
         case "head":
             return layer.vocab * h // tp + norm
+        case _:
+            return diffusion.parameters(layer)
 
 
 def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
@@ -162,6 +172,8 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
             return _INDEX_BYTES * t
         case "head":
             return t * (element_bytes * (2 * h + normalised) + 4 * layer.vocab // tp + 2 * _INDEX_BYTES)
+        case _:
+            return element_bytes * diffusion.kept_elements(layer, load)
 
 
 def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
@@ -184,6 +196,8 @@ def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
             return 2 * t * h
         case "head":
             return t * (2 * h + 8 * layer.vocab // tp)
+        case _:
+            return diffusion.moved_elements(layer, load)
 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
@@ -196,7 +210,7 @@ def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
         case "embedding":
             return load.tokens * _INDEX_BYTES
         case _:
-            return load.tokens * layer.hidden * element_bytes
+            return diffusion.input_rows(layer, load) * layer.hidden * element_bytes
 
 
 def upstream_trains(shape: ModelShape) -> dict[str, tuple[bool, ...]]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from mmtrain.costs import analytic
+from mmtrain.costs import analytic, diffusion
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.costs.types import CostModel, TokenLoad
 from mmtrain.models.shape import LayerShape
@@ -125,7 +125,7 @@ def layer_working(layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:
     """Bytes of the hidden states that enter a layer."""
-    return layer.hidden * load.tokens * ELEMENT_BYTES[precision]
+    return layer.hidden * diffusion.input_rows(layer, load) * ELEMENT_BYTES[precision]
 
 
 def _tied_layers(held: Iterable[HeldLayers]) -> list[tuple[LayerShape, int, int]]:

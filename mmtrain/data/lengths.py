@@ -6,8 +6,9 @@
     500,2000,               # and 500 of text alone
 
 One row is one sample, or `count` like ones; `text` is tokens of text; a column named as a unit of the model holds the
-sample's items, each in tokens of that unit's blocks: patches of an image, 20 ms pieces of a clip, latent positions of a
-generated image. What they become in the LLM follows from the model, so a file serves for any downsampling.
+sample's items, each in tokens of that unit's blocks: patches of an image, 20 ms pieces of a clip, positions of the
+latent of a generated image (of its patches, in a transformer). What they become in the LLM follows from the model, so a
+file serves for any downsampling.
 """
 
 import csv
@@ -53,12 +54,13 @@ class _Unit:
     """How a unit's items count in the LLM."""
 
     extra: int = 0  # tokens that its blocks see and no file states: a class token
-    joins: int = 1  # tokens that become one of the LLM
+    joins: int = 1  # tokens that become one of the LLM, or of the coarsest level
+    always: int | None = None  # LLM tokens of an item, where they do not depend on it
     rows: int = 1  # rows of the item's grid for one of its tokens
 
     def features(self, tokens: int) -> int:
         """LLM tokens of an item of so many tokens."""
-        return tokens // self.joins
+        return tokens // self.joins if self.always is None else self.always
 
 
 def read_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> Stated:
@@ -99,6 +101,9 @@ def _units(recipe: Recipe) -> dict[str, _Unit]:
         units["vision"] = _Unit(extra=int(model.vision.class_token), joins=model.vision.merge**2)
     if model.audio is not None:
         units["audio"] = _Unit(joins=model.audio.downsample, rows=2)
+    if model.generator is not None:
+        coarsest = 4 ** (len(model.generator.widths) - 1)
+        units["generator"] = _Unit(joins=coarsest, always=model.generator.context_tokens)
     return units
 
 
@@ -164,9 +169,7 @@ def _items(cell: str, where: str, unit: _Unit) -> tuple[int, ...]:
         found += [_number(tokens, 1, where)] * (_number(times, 1, where) if x else 1)
     uneven = next((n for n in found if n % unit.joins), None)
     if uneven is not None:
-        raise DataError(
-            f"{where}: {uneven} tokens are not a multiple of the {unit.joins} that the model joins to one of the LLM's"
-        )
+        raise DataError(f"{where}: {uneven} tokens are not a multiple of the {unit.joins} that the model joins to one")
     return tuple(found)
 
 

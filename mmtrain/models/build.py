@@ -200,6 +200,8 @@ class StageModule(nn.Module):
             case "head":
                 assert tied is None or isinstance(tied, Embedding)
                 return Head(layer, self.parts, tied)
+            case _:
+                raise AssertionError(f"{layer.kind} is a shape only; `require_runnable` lets no such recipe through")
 
 
 def _parts(

@@ -11,12 +11,12 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe.schema import AudioSettings, LlmSettings, Recipe, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, GeneratorSettings, LlmSettings, Recipe, VisionSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.shape import LayerShape, UnitShape
 
-UnitSettings = VisionSettings | AudioSettings | LlmSettings
+UnitSettings = VisionSettings | AudioSettings | LlmSettings | GeneratorSettings
 
 
 def freeze(units: Iterable["UnitShape"], recipe: Recipe) -> tuple["UnitShape", ...]:
@@ -72,7 +72,7 @@ def parameter_names(layer: "LayerShape", settings: UnitSettings) -> Iterator[str
             yield from (*_linear("conv1", layer.linear_bias), *_linear("conv2", layer.linear_bias))
             yield from ("positions",) if layer.position_rows else ()
         case "projector":
-            assert not isinstance(settings, LlmSettings)
+            assert isinstance(settings, VisionSettings | AudioSettings)
             yield from _norm("post_norm", layer) if isinstance(settings, AudioSettings) or settings.post_norm else ()
             yield from _norm("norm", layer) if settings.projector.norm else ()
             yield from _linear("linear_1", layer.linear_bias)
@@ -83,6 +83,8 @@ def parameter_names(layer: "LayerShape", settings: UnitSettings) -> Iterator[str
             assert isinstance(settings, LlmSettings)
             yield from _norm("norm", layer)
             yield from () if settings.tie_embeddings else ("output.weight",)
+        case _:  # of a generator: no module has parameters to name, and patterns reach each layer as a whole
+            yield "weight"
 
 
 def _settings(recipe: Recipe, unit: str) -> UnitSettings:
@@ -100,8 +102,10 @@ def _linear(name: str, bias: bool) -> tuple[str, ...]:
 
 def _by_flag(layer: "LayerShape", settings: UnitSettings, name: str) -> bool:
     """A frozen encoder's projector trains on, but for the encoder's last norm, which it holds."""
+    if layer.kind == "context_projector":
+        return False
     if layer.kind == "projector" and not name.startswith("post_norm."):
-        assert not isinstance(settings, LlmSettings)
+        assert isinstance(settings, VisionSettings | AudioSettings)
         return settings.projector.freeze
     return settings.freeze
 

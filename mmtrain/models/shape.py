@@ -7,43 +7,14 @@ Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and st
 from dataclasses import dataclass
 from typing import Literal
 
+from mmtrain.models.diffusion import generator_layers
 from mmtrain.models.freezing import freeze
+from mmtrain.models.layers import LayerShape
 from mmtrain.recipe.schema import AudioSettings, EncoderSettings, LlmSettings, Recipe, VisionSettings
 
-LayerKind = Literal["patch_embed", "audio_embed", "vit_block", "projector", "embedding", "decoder_block", "head"]
+__all__ = ["LayerShape", "ModelEdge", "ModelShape", "UnitShape", "padded_vocab", "shape"]
+
 VOCAB_MULTIPLE = 64  # the padded vocabulary must not depend on tp, or two plans would train two models
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """One layer. Widths are in features of the whole layer, before tensor parallelism divides them.
-
-    A `vit_block` is the block of every encoder. Two layers change the number of tokens: an `audio_embed` reads two
-    frames for each token it hands on, a projector joins `joins` tokens to one feature.
-    """
-
-    kind: LayerKind
-    hidden: int  # width of the residual stream the layer reads
-    out: int  # width it hands on
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    ffn: int = 0  # inner width of an MLP
-    gated: bool = False  # SwiGLU: two input projections
-    causal: bool = False
-    rms_norm: bool = False  # RMSNorm without bias, or LayerNorm with bias
-    linear_bias: bool = False
-    qkv_bias: bool = False
-    patch_features: int = 0  # patch_embed: 3 * patch * patch
-    mel_bins: int = 0  # audio_embed: features of a frame
-    max_side: int = 0  # patch_embed: side of the position table, in patches
-    vocab: int = 0  # embedding, head: padded rows
-    joins: int = 1  # projector: tokens joined to one feature: a square of patches, or neighbours in time
-    extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token) and a projector drops
-    position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
-    norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their layer norms
-    trainable: bool = True
-    frozen: frozenset[str] = frozenset()  # parameters, by their names inside the layer, that do not train
 
 
 @dataclass(frozen=True)
@@ -54,8 +25,16 @@ class UnitShape:
     """
 
     name: str
-    kind: Literal["encoder", "llm"]
+    kind: Literal["encoder", "llm", "generator"]
     layers: tuple[LayerShape, ...]
+
+    @property
+    def splits(self) -> bool:
+        """Whether its layers may go to several stages, and each to tensor-parallel ranks.
+
+        A generator's do not: all of them read the context, and skips join the ends of a U-Net.
+        """
+        return self.kind != "generator"
 
     @property
     def first_trainable(self) -> int | None:
@@ -101,15 +80,20 @@ def padded_vocab(vocab: int) -> int:
 
 
 def shape(recipe: Recipe) -> ModelShape:
-    """Describe the recipe's model: units in data-flow order, encoders first."""
+    """Describe the recipe's model: units in data-flow order, encoders first, a generator last."""
     llm = _llm(recipe.model.llm)
     encoders: list[UnitShape] = []
     if recipe.model.vision is not None:
         encoders.append(_vision(recipe.model.vision, recipe.model.llm.hidden))
     if recipe.model.audio is not None:
         encoders.append(_audio(recipe.model.audio, recipe.model.llm.hidden))
-    edges = tuple(ModelEdge(unit.name, "llm", layer=0, width=recipe.model.llm.hidden) for unit in encoders)
-    return ModelShape(freeze((*encoders, llm), recipe), edges, recipe.model.llm.tie_embeddings)
+    edges = [ModelEdge(unit.name, "llm", layer=0, width=recipe.model.llm.hidden) for unit in encoders]
+    after: list[UnitShape] = []
+    if recipe.model.generator is not None:
+        layers = generator_layers(recipe.model.generator, recipe.model.llm.hidden)
+        after.append(UnitShape("generator", "generator", layers))
+        edges.append(ModelEdge("llm", "generator", layer=0, width=recipe.model.llm.hidden))
+    return ModelShape(freeze((*encoders, llm, *after), recipe), tuple(edges), recipe.model.llm.tie_embeddings)
 
 
 def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:

@@ -10,7 +10,7 @@ from mmtrain.models.shape import ModelShape, UnitShape
 from mmtrain.plan.layout import MeshSize
 from mmtrain.plan.plan import Placement
 from mmtrain.program.graph import LLM
-from mmtrain.recipe.checks import ENCODERS
+from mmtrain.recipe.checks import AROUND
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
@@ -49,8 +49,8 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
     for unit in shape.units:
         fixed: UnitParallel = getattr(recipe.parallel, unit.name)
         possible = {
-            "tp": _tensor_sizes(unit, ranks_per_node),
-            "pp": tuple(range(1, len(unit.layers) + 1)),
+            "tp": _tensor_sizes(unit, ranks_per_node) if unit.splits else (1,),
+            "pp": tuple(range(1, len(unit.layers) + 1)) if unit.splits else (1,),
             "dp": _divisors(recipe.train.global_batch),
         }
         for key, why in _reasons(unit, ranks_per_node, recipe.train.global_batch).items():
@@ -103,8 +103,9 @@ def _fixed(parallel: ParallelSettings, choices: dict[str, UnitChoices]) -> dict[
 
 
 def encoder_microbatches(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
-    """Microbatches of each replica of those encoders whose number the recipe fixes."""
-    fixed = {name: getattr(recipe.parallel, name).num_microbatches for name in shape.encoders}
+    """Microbatches of each replica of those units beside the LLM whose number the recipe fixes."""
+    others = [unit.name for unit in shape.units if unit.name != LLM]
+    fixed = {name: getattr(recipe.parallel, name).num_microbatches for name in others}
     return {name: n for name, n in fixed.items() if n is not None}
 
 
@@ -117,14 +118,15 @@ def _fixed_microbatches(parallel: ParallelSettings, units: Iterable[str]) -> dic
 def _suits_microbatches(dp: int, recipe: Recipe) -> bool:
     """Whether the LLM with `dp` replicas has the number of microbatches asked for, and encoders can follow it."""
     asked, has = recipe.parallel.llm.num_microbatches, recipe.train.global_batch // dp
-    others = [getattr(recipe.parallel, name).num_microbatches or has for name in ENCODERS]
+    others = [getattr(recipe.parallel, name).num_microbatches or has for name in AROUND]
     return asked in (None, has) and all(n % has == 0 or has % n == 0 for n in others)
 
 
 def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    if not shape.encoders and recipe.parallel.placement == "disaggregated":
+    names = [unit.name for unit in shape.units]
+    if names == [LLM] and recipe.parallel.placement == "disaggregated":
         yield "parallel.placement: `disaggregated` needs an encoder, but model.vision is not set; use `unified`"
-    absent = [name for name in ENCODERS if name not in shape.encoders]
+    absent = [name for name in AROUND if name not in names]
     for name, key in product(absent, (*_SIZES, "num_microbatches")):
         if getattr(getattr(recipe.parallel, name), key) is not None:
             yield f"parallel.{name}.{key} is set, but model.{name} is not: remove it"

@@ -10,6 +10,7 @@ from mmtrain.recipe.tree import Keys, Problem
 
 Check = Callable[[Recipe], Iterator[Problem]]
 ENCODERS = ("vision", "audio")
+AROUND = (*ENCODERS, "generator")  # the LLM
 FRAMES_PER_SECOND = 100  # of log-mel features
 
 
@@ -37,9 +38,9 @@ def llm_splits(recipe: Recipe) -> Iterator[Problem]:
     yield from _pp("llm", recipe.parallel.llm, llm)
 
 
-def encoder_replicas(recipe: Recipe) -> Iterator[Problem]:
-    """An encoder's replicas share the global batch evenly."""
-    for name in ENCODERS:
+def other_replicas(recipe: Recipe) -> Iterator[Problem]:
+    """The replicas of a unit beside the LLM share the global batch evenly."""
+    for name in AROUND:
         yield from _dp(name, getattr(recipe.parallel, name), recipe)
 
 
@@ -58,7 +59,7 @@ def microbatches(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(where, f"{wanted} does not divide train.global_batch {batch}")
     elif wanted is not None and llm.dp is not None and wanted * llm.dp != batch:
         yield Problem(where, f"{wanted} times parallel.llm.dp {llm.dp} is not train.global_batch {batch}")
-    for name in ENCODERS:
+    for name in AROUND:
         own = getattr(recipe.parallel, name).num_microbatches
         if own is not None and wanted is not None and own % wanted and wanted % own:
             text = f"{own} neither divides the LLM's {wanted} microbatches (train.global_batch / dp) nor is a multiple"
@@ -68,11 +69,11 @@ def microbatches(recipe: Recipe) -> Iterator[Problem]:
 def placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the units there are and the sizes fixed for them."""
     parallel = recipe.parallel
-    if parallel.placement == "disaggregated" and not _encoders(recipe):
-        text = "found disaggregated, but the model has no encoder: one unit has nothing to be apart from"
+    if parallel.placement == "disaggregated" and not _others(recipe):
+        text = "found disaggregated, but the model has no unit but the LLM: one has nothing to be apart from"
         yield Problem(("parallel", "placement"), text)
     if parallel.placement == "unified":
-        for name, size in product(ENCODERS, ("tp", "dp")):
+        for name, size in product(AROUND, ("tp", "dp")):
             own, llm = getattr(getattr(parallel, name), size), getattr(parallel.llm, size)
             if own is not None and llm is not None and own != llm:
                 text = f"{own} differs from parallel.llm.{size} {llm}, but `unified` puts all units on one mesh"
@@ -84,7 +85,7 @@ def ranks(recipe: Recipe) -> Iterator[Problem]:
     parallel, available = recipe.parallel, recipe.cluster.ranks
     if available is None:
         return
-    units = {name: getattr(parallel, name) for name in ("llm", *_encoders(recipe))}
+    units = {name: getattr(parallel, name) for name in ("llm", *_others(recipe))}
     sizes = {name: (unit.tp or 1) * (unit.pp or 1) * (unit.dp or 1) for name, unit in units.items()}
     for name, size in sizes.items():
         if size > available:
@@ -135,6 +136,20 @@ def sources(recipe: Recipe) -> Iterator[Problem]:
     if data.tokenizer is None and not all(stated):
         text = "missing; allowed: the path of a `tokenizers` JSON file (only sources that state lengths need none)"
         yield Problem(("data", "tokenizer"), text)
+
+
+def generator(recipe: Recipe) -> Iterator[Problem]:
+    """A generator is planned for on stated lengths, whole on every rank that holds one."""
+    if recipe.model.generator is None:
+        return
+    if not all(_stated(recipe)):
+        text = "needs sources that state lengths, since no data file says what to generate; see docs/data.md"
+        yield Problem(("model", "generator"), text)
+    for size in ("tp", "pp"):
+        value = getattr(recipe.parallel.generator, size)
+        if value not in (None, 1):
+            text = f"found {value}, allowed: 1 (all layers of a generator read its context; dp splits its work)"
+            yield Problem(("parallel", "generator", size), text)
 
 
 def sample_length(recipe: Recipe) -> Iterator[Problem]:
@@ -214,7 +229,7 @@ def clip_length(recipe: Recipe) -> Iterator[Problem]:
 CHECKS: tuple[Check, ...] = (
     encoder_splits,
     llm_splits,
-    encoder_replicas,
+    other_replicas,
     llm_replicas,
     microbatches,
     placement,
@@ -223,6 +238,7 @@ CHECKS: tuple[Check, ...] = (
     learning_rates,
     validation,
     sources,
+    generator,
     sample_length,
     budgets,
     image_grid,
@@ -234,6 +250,11 @@ CHECKS: tuple[Check, ...] = (
 def _stated(recipe: Recipe) -> list[bool]:
     """Of each source, whether it states lengths."""
     return [are_lengths(Path(source.path), source.format) for source in recipe.data.sources]
+
+
+def _others(recipe: Recipe) -> list[str]:
+    """The units that the model has beside the LLM."""
+    return [name for name in AROUND if getattr(recipe.model, name) is not None]
 
 
 def _encoders(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:

@@ -17,6 +17,8 @@ def require_runnable(recipe: Recipe, command: str) -> None:
 
 
 def _only_planned(recipe: Recipe) -> Iterator[str]:
+    if recipe.model.generator is not None:
+        yield "model.generator: a generator is only a shape so far; remove it"
     for i, source in enumerate(recipe.data.sources):
         if source.states_lengths:
             yield f"data.sources.{i}: {source.path} states lengths; name a file of samples, and data.tokenizer"

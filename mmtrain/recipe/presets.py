@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mmtrain.recipe.tree import Node, put
+from mmtrain.recipe.tree import Node, Origin, put
 
 VisionPreset = Literal[
     "eva-clip-18b",
@@ -29,6 +29,7 @@ VisionPreset = Literal[
     "vit-huge",
 ]
 AudioPreset = Literal["whisper-6b", "whisper-large"]
+GeneratorPreset = Literal["pixart-alpha", "stable-diffusion-2.1"]
 LlmPreset = Literal[
     "gpt-11b",
     "gpt-175b",
@@ -44,7 +45,7 @@ LlmPreset = Literal[
     "yi-34b",
 ]
 
-Value = int | float | str | bool
+Value = int | float | str | bool | tuple[int, ...]
 Settings = Mapping[str, Value]
 
 
@@ -167,10 +168,40 @@ LLM: Mapping[LlmPreset, Preset] = {
     ),
 }
 
+GENERATOR: Mapping[GeneratorPreset, Preset] = {
+    "stable-diffusion-2.1": Preset(
+        {
+            "kind": "unet",
+            "widths": (320, 640, 1280, 1280),
+            "heads": (5, 10, 20, 20),
+            "layers": 2,
+            "context_width": 1024,
+        },
+        865.91e6,
+        "stabilityai/stable-diffusion-2-1: unet/config.json",
+        tolerance=1e-4,
+    ),
+    "pixart-alpha": Preset(
+        {
+            "kind": "dit",
+            "widths": (1152,),
+            "heads": (16,),
+            "layers": 28,
+            "patch": 2,
+            "context_width": 1152,
+            "context_tokens": 120,
+        },
+        0.6e9,
+        "PixArt-alpha (arXiv 2310.00426): DiT-XL/2 with cross-attention",
+        tolerance=0.03,
+    ),
+}
+
 PRESETS: Mapping[str, Mapping[str, Preset]] = {
     "vision": dict(VISION.items()),
     "audio": dict(AUDIO.items()),
     "llm": dict(LLM.items()),
+    "generator": dict(GENERATOR.items()),
 }
 
 
@@ -183,11 +214,15 @@ def fill(tree: Node) -> Node:
             continue
         origin = replace(name.origin, source=f"{name.origin}, preset {name.value}", line=None)
         own = found.value if isinstance(found.value, dict) else {}
-        preset = {key: Node(value, origin) for key, value in known[str(name.value)].settings.items()}
+        preset = {key: _node(value, origin) for key, value in known[str(name.value)].settings.items()}
         filled = put(tree, ("model", unit), replace(found, value={**preset, **own}))
         assert isinstance(filled, Node)
         tree = filled
     return tree
+
+
+def _node(value: Value, origin: Origin) -> Node:
+    return Node([Node(item, origin) for item in value] if isinstance(value, tuple) else value, origin)
 
 
 def _below(node: Node | None, key: str) -> Node | None:

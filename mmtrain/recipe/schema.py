@@ -9,12 +9,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mmtrain.recipe.presets import AudioPreset, LlmPreset, VisionPreset
+from mmtrain.recipe.presets import AudioPreset, GeneratorPreset, LlmPreset, VisionPreset
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
-UnitName = Literal["vision", "audio", "llm"]
+UnitName = Literal["vision", "audio", "llm", "generator"]
 _PRESET = "A published model, whose settings fill in those not written here."
 
 
@@ -157,12 +157,54 @@ class LlmSettings(UnitSettings):
         return self._without(problems)
 
 
+class GeneratorSettings(Section):
+    """An image generator after the LLM, as a shape to plan with; no version of mmtrain trains one yet.
+
+    `unet`: Stable Diffusion 2 (arXiv 2112.10752); `dit`: a diffusion transformer with cross-attention (PixArt, arXiv
+    2310.00426).
+    """
+
+    preset: GeneratorPreset | None = Field(None, description=_PRESET)
+    kind: Literal["unet", "dit"] = Field(description="A U-Net, or a diffusion transformer.")
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = Field(
+        description="Channels of each level of a U-Net, the finest first; the one width of a transformer."
+    )
+    heads: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = Field(
+        description="Attention heads of each of the `widths`; divide them."
+    )
+    layers: PositiveInt = Field(
+        description="Residual blocks of each level on the way down (one more on the way up); blocks of a transformer."
+    )
+    channels: PositiveInt = Field(4, description="Channels of the latent image.")
+    patch: PositiveInt = Field(1, description="Side of a square of the latent that becomes one token; 1 for a U-Net.")
+    context_width: PositiveInt = Field(description="Width of what cross-attention reads.")
+    context_tokens: PositiveInt = Field(77, description="Tokens of the LLM that condition one image.")
+    freeze: bool = Field(False, description="Keep the weights fixed (the projector of the context still trains).")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "GeneratorSettings":
+        problems = []
+        if len(self.heads) != len(self.widths):
+            problems.append(f"{len(self.heads)} heads for {len(self.widths)} widths")
+        problems += [
+            f"width {w} is not divisible by {h} heads" for w, h in zip(self.widths, self.heads, strict=False) if w % h
+        ]
+        if self.kind == "dit" and len(self.widths) > 1:
+            problems.append(f"{len(self.widths)} widths, but a transformer (`dit`) has one")
+        if self.kind == "unet" and self.patch > 1:
+            problems.append(f"patch is {self.patch}, but a U-Net reads every position of the latent: set patch to 1")
+        return self._without(problems)
+
+
 class ModelSettings(Section):
     """The units of the model."""
 
     vision: VisionSettings | None = Field(None, description="The image encoder; leave out for a text-only model.")
     audio: AudioSettings | None = Field(None, description="The audio encoder; leave out for a model without speech.")
     llm: LlmSettings = Field(description="The language model.")
+    generator: GeneratorSettings | None = Field(
+        None, description="An image generator after the LLM, to plan with: `train` refuses it."
+    )
 
 
 class SourceSettings(Section):
@@ -351,6 +393,9 @@ class ParallelSettings(Section):
     vision: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the vision unit.")
     audio: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the audio unit.")
     llm: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the LLM unit.")
+    generator: UnitParallel = Field(
+        UnitParallel(), description="Fixed sizes of the generator, which only data parallelism splits."
+    )
 
 
 class ClusterSettings(Section):

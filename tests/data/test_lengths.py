@@ -48,6 +48,21 @@ def test_rows_become_samples_with_items(file: Path) -> None:
     assert index.weights.tolist() == [2.0, 2.0, 2.0]
 
 
+def test_a_generated_image_is_conditioned_by_tokens_of_the_llm(file: Path) -> None:
+    settings = recipe(file, "text,generator\n10,64 2x256\n")
+    plain = settings.model_dump() | {}
+    plain["model"]["generator"] = {
+        "kind": "unet", "widths": (8, 8, 8), "heads": (2, 2, 2), "layers": 1, "context_width": 8, "context_tokens": 7,
+    }  # fmt: skip
+    lengths = build(Recipe.model_validate(plain)).lengths
+    images = lengths.items["generator"]
+    assert lengths.tokens.tolist() == [10 + 3 * 7]
+    assert (images.tokens.tolist(), images.features.tolist()) == ([64, 256, 256], [7, 7, 7])
+    file.write_text("text,generator\n10,24\n", encoding="utf-8")
+    with pytest.raises(DataError, match="24 tokens are not a multiple of the 16"):
+        build(Recipe.model_validate(plain))
+
+
 def test_lengths_are_grouped_as_samples_are(file: Path) -> None:
     settings = recipe(file, "count,text,vision\n20,100,16\n5,900,\n")
     index = build(settings)

@@ -9,7 +9,17 @@ from mmtrain.costs import parameters
 from mmtrain.errors import RecipeError
 from mmtrain.models.shape import shape
 from mmtrain.recipe import dump, editor_schema, load, sha256
-from mmtrain.recipe.presets import AUDIO, LLM, PRESETS, VISION, AudioPreset, LlmPreset, VisionPreset
+from mmtrain.recipe.presets import (
+    AUDIO,
+    GENERATOR,
+    LLM,
+    PRESETS,
+    VISION,
+    AudioPreset,
+    GeneratorPreset,
+    LlmPreset,
+    VisionPreset,
+)
 from mmtrain.recipe.schema import Recipe
 from tests.recipe.conftest import Write
 
@@ -72,6 +82,7 @@ def test_editors_are_told_all_names() -> None:
     assert set(get_args(VisionPreset)) == set(VISION)
     assert set(get_args(AudioPreset)) == set(AUDIO)
     assert set(get_args(LlmPreset)) == set(LLM)
+    assert set(get_args(GeneratorPreset)) == set(GENERATOR)
     settings = editor_schema()["$defs"]["LlmSettings"]["properties"]["preset"]
     assert "internlm2-20b" in str(settings)
 
@@ -89,5 +100,5 @@ def test_parameters_are_those_published(unit: str, name: str) -> None:
             "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}},
         }
     )
-    layers = [layer for layer in shape(recipe).unit(unit).layers if layer.kind != "projector"]
+    layers = [layer for layer in shape(recipe).unit(unit).layers if "projector" not in layer.kind]
     assert sum(map(parameters, layers)) == pytest.approx(preset.parameters, rel=preset.tolerance)

@@ -9,6 +9,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.recipe import load
 from mmtrain.recipe.checks import CHECKS
 
+GENERATOR = "model.generator={preset: stable-diffusion-2.1}"
 AUDIO = "model.audio={layers: 2, hidden: 32, heads: 4, ffn: 64}"
 Write = Callable[[str, str], Path]
 
@@ -96,6 +97,20 @@ def test_one_setting(base: Path, override: str, message: str) -> None:
     assert found[0].startswith(override.partition("=")[0].partition(".std")[0].rpartition(".")[0])
 
 
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        ("{kind: dit, widths: [8, 8], heads: [2, 2], layers: 1, context_width: 8}", "2 widths, but a transformer"),
+        ("{preset: stable-diffusion-2.1, heads: [5, 3, 5, 5]}", "width 640 is not divisible by 3 heads"),
+        ("{preset: stable-diffusion-2.1, heads: [5, 5, 5]}", "3 heads for 4 widths"),
+        ("{preset: stable-diffusion-2.1, patch: 2}", "patch is 2, but a U-Net reads every position"),
+    ],
+)
+def test_a_generator(base: Path, generator: str, message: str) -> None:
+    (found,) = problems(base, "data.sources=[{path: a.csv}]", f"model.generator={generator}")
+    assert found.startswith(f"model.generator: {message}")
+
+
 def test_missing_settings_say_what_they_are(write: Write) -> None:
     found = problems(write("r.yaml", "name: x\ntrain: {steps: 3}\n"))
     assert [line.partition(":")[0] for line in found] == ["model", "data", "train.global_batch", "train.optimizer"]
@@ -164,6 +179,11 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "data.sources.0: states lengths, other sources hold samples",
         ),
         (["data.validation=[{path: a.txt, format: lengths}]"], "data.validation.0: states lengths, which is nothing"),
+        ([GENERATOR], "model.generator: needs sources that state lengths"),
+        (
+            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.generator.tp=2"],
+            "parallel.generator.tp: found 2, allowed: 1",
+        ),
         (["data.tokenizer=null"], "data.tokenizer: missing; allowed: the path of a `tokenizers` JSON file"),
         (["data.seq_len=1024"], "data.image.max_pixels: one image becomes up to 1024 LLM tokens, data.seq_len is 1024"),
     ],
@@ -194,4 +214,4 @@ def test_checks_never_stumble_over_other_problems(base: Path, section: str, valu
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 16
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 17
