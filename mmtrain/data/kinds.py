@@ -33,6 +33,7 @@ KINDS = {
     "audio_too_wide": "a clip of more channels or a higher rate than anybody hears",
     "truncated": "the end of an image, clip or video is missing",
     "undecodable": "the header is fine, what follows is not",
+    "deadly": "reading it has twice ended a worker process, or kept it for a minute",
     # tar shards
     "tar_member": "a member that is no plain file: a link, a device, a pipe, a sparse file",
     "tar_name": "a member whose name is absolute, leads upwards or holds control characters",

@@ -8,7 +8,7 @@ from mmtrain.data.pipes import Waker
 from mmtrain.data.prepare import StepData, StepMaker, StepRequest
 from mmtrain.data.window import Window
 from mmtrain.data.wire import unpack
-from mmtrain.data.workers import Failure, Note, Pool
+from mmtrain.data.workers import LOOK_S, Failure, Note, Pool
 
 RequestOf = Callable[[int], StepRequest]
 
@@ -30,7 +30,8 @@ def make_in_workers(window: Window[StepData], maker: StepMaker, request_of: Requ
         while not window.closed:
             while pool.idle and (step := window.claim()) is not None:
                 pool.submit(step, request_of(step))
-            for ready in wait([waker.fileno(), *pool.pipes]):
+            pool.look()
+            for ready in wait([waker.fileno(), *pool.pipes], LOOK_S):
                 if not isinstance(ready, socket):
                     waker.drain()
                 elif (received := pool.receive(ready)) is not None:

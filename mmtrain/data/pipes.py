@@ -77,6 +77,31 @@ def mapped(file: int) -> memoryview:
         os.close(file)
 
 
+class Sign:
+    """What a process is at, in memory that another one looks at: no message is needed, and it outlives the process."""
+
+    _LAYOUT = struct.Struct("<qq")  # how often something was shown, and what last
+
+    def __init__(self, memory: memoryview) -> None:
+        """Show or read in memory that both have mapped, see `blank`."""
+        self._memory = memory
+
+    @staticmethod
+    def blank() -> int:
+        """A file to map; nothing was shown yet."""
+        return memory_file([memoryview(bytes(Sign._LAYOUT.size))])
+
+    def show(self, what: int) -> None:
+        """Say what is begun now."""
+        count, _ = self.read()
+        self._LAYOUT.pack_into(self._memory, 0, count + 1, what)
+
+    def read(self) -> tuple[int, int]:
+        """How often something was shown, and what last."""
+        count, what = self._LAYOUT.unpack_from(self._memory)
+        return count, what
+
+
 class Waker:
     """Something to wait on that any thread can make readable."""
 

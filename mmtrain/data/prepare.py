@@ -1,6 +1,6 @@
 """What a rank needs for a step, made from lengths: alike in a thread, in a process and on another machine."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,6 +51,20 @@ class StepRequest:
     needs: tuple[Need, ...]
 
 
+NO_SAMPLE = -1
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Looking on while a step is made, and knowing better."""
+
+    reads: Callable[[int], None] = lambda _: None  # told the id of the sample whose media are read next, or NO_SAMPLE
+    deadly: frozenset[int] = frozenset()  # samples whose media are not to be read again
+
+
+NOBODY = Watch()
+
+
 class Preparer:
     """Turns a `BatchMeta` into the `StepData` of one rank."""
 
@@ -61,10 +75,11 @@ class Preparer:
         needs: tuple[Need, ...],
         num_microbatches: Mapping[str, int],
         tokenizer: ChatTokenizer | None = None,
+        watch: Watch = NOBODY,
     ) -> None:
         """Prepare payload of `index`'s samples; `needs` name what this rank computes. The tokenizer is the recipe's."""
         self._index, self._recipe, self._needs = index, recipe, needs
-        self._num_microbatches = num_microbatches
+        self._num_microbatches, self._watch = num_microbatches, watch
         self._tokenizer = tokenizer or ChatTokenizer.load(recipe.data.tokenizer_file)
         self._bad: dict[int, Quarantined] = {}  # by sample id, of the step being prepared
         vision = recipe.model.vision
@@ -106,6 +121,7 @@ class Preparer:
 
     def _encode(self, sample_id: int) -> Encoded:
         sample = self._index.samples[sample_id]
+        self._watch.reads(NO_SAMPLE)
         try:
             features, clip_features = (self._index.features(sample_id, unit) for unit in ("vision", "audio"))
             return self._tokenizer.encode(sample, features, clip_features)
@@ -116,17 +132,25 @@ class Preparer:
         assert self._pictures is not None, "an image in a model without encoder"
         sample = self._index.samples[sample_id]
         try:
+            self._begin(sample_id)
             medium, part, parts = self._index.part_of(sample_id, position)
             return self._pictures.patches(*sample.sights[medium], part, parts, (rows, cols))
         except BadMediaError as bad:  # its header was fine: too late to leave the sample out, all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
             return self._pictures.blank((rows, cols))
 
+    def _begin(self, sample_id: int) -> None:
+        """Say what is read next, since decoders of what comes from elsewhere may crash or never end."""
+        if sample_id in self._watch.deadly:
+            raise BadMediaError("deadly", "reading its media ended worker processes or kept them for ever")
+        self._watch.reads(sample_id)
+
     def _mels(self, sample_id: int, position: int, frames: int) -> FloatArray:
         settings = self._recipe.model.audio
         assert settings is not None, "a clip in a model without audio unit"
         sample = self._index.samples[sample_id]
         try:
+            self._begin(sample_id)
             return load_mels(sample.clips[position], frames, settings.mel_bins)
         except BadMediaError as bad:  # as with images: all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
@@ -146,9 +170,13 @@ class StepMaker:
         global_batch = request.dp["llm"] * request.num_microbatches["llm"]
         return self._stream.batch(request.step, global_batch, request.dp, request.num_microbatches)
 
-    def make(self, request: StepRequest) -> StepData:
+    def name(self, sample_id: int) -> str:
+        """What to call a sample in messages."""
+        return str(self._index.samples[sample_id])
+
+    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
         """Everything that the request needs."""
-        preparer = Preparer(self._index, self._recipe, request.needs, request.num_microbatches, self._tokenizer)
+        preparer = Preparer(self._index, self._recipe, request.needs, request.num_microbatches, self._tokenizer, watch)
         return preparer.prepare(self.meta(request))
 
 

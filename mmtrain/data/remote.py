@@ -32,7 +32,7 @@ from mmtrain.data.protocol import (
 )
 from mmtrain.data.window import Window
 from mmtrain.data.wire import WireError
-from mmtrain.data.workers import Note, Pool
+from mmtrain.data.workers import LOOK_S, Note, Pool
 from mmtrain.errors import DataError
 
 GOODBYE_MS = 200  # for the last words of a trainer to leave this machine
@@ -156,9 +156,11 @@ class RemoteMakers:
         pipes = self._pool.pipes if self._pool is not None else []
         for source in (*pipes, *(s for p in self._producers.values() for s in (p.socket, p.monitor))):
             poller.register(source, zmq.POLLIN)
-        ready = dict(poller.poll(round(1000 * self._timeout_s / PINGS_IN_TIMEOUT)))
+        ready = dict(poller.poll(round(1000 * min(LOOK_S, self._timeout_s / PINGS_IN_TIMEOUT))))
         now = time.monotonic()  # before reading, so that a pause of ours is not taken for one of theirs
         waker.drain()
+        if self._pool is not None:
+            self._pool.look()
         for pipe in pipes:
             assert self._pool is not None
             if pipe.fileno() in ready and (received := self._pool.receive(pipe)) is not None:

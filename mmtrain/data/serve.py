@@ -41,7 +41,7 @@ from mmtrain.data.protocol import (
     write,
 )
 from mmtrain.data.wire import WireError
-from mmtrain.data.workers import Failure, Note, Pool
+from mmtrain.data.workers import LOOK_S, Failure, Note, Pool
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 
@@ -112,7 +112,7 @@ class Producer:
                 for pipe in pipes:
                     poller.register(pipe, zmq.POLLIN)
                 least_s = min((trainer.timeout_s for trainer in self._trainers.values()), default=60.0)
-                wait_s = least_s / PINGS_IN_TIMEOUT
+                wait_s = min(LOOK_S, least_s / PINGS_IN_TIMEOUT)
                 if self._looks:
                     wait_s = min(wait_s, max(0.0, self._looks[0] - time.monotonic()))
                 ready = dict(poller.poll(math.ceil(1000 * wait_s)))
@@ -120,6 +120,7 @@ class Producer:
                 if stop in ready:
                     return
                 self._hear(now)
+                self._pool.look()
                 if self._monitor in ready:
                     recv_monitor_message(self._monitor)
                     self._looks = [now + later_s for later_s in LOOKS_S]

@@ -15,8 +15,8 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from mmtrain.data.pipes import memory_file, receive, send
-from mmtrain.data.prepare import StepMaker, StepRequest
+from mmtrain.data.pipes import Sign, mapped, memory_file, receive, send
+from mmtrain.data.prepare import NO_SAMPLE, StepMaker, StepRequest, Watch
 from mmtrain.data.wire import from_json, pack
 from mmtrain.errors import MmtrainError
 
@@ -39,7 +39,7 @@ def host(control: socket.socket, maker: StepMaker) -> None:
     gc.freeze()  # so that collecting garbage does not copy what workers share
     try:
         while (message := receive(control)) is not None:
-            request, (pipe,) = message
+            request, (pipe, sign) = message
             ended = None
             if request["replaces"] in workers:
                 workers.discard(request["replaces"])
@@ -47,8 +47,9 @@ def host(control: socket.socket, maker: StepMaker) -> None:
             worker = os.fork()
             if worker == 0:
                 control.close()
-                _work(socket.socket(fileno=pipe), maker)
+                _work(socket.socket(fileno=pipe), Sign(mapped(sign)), maker)
             os.close(pipe)
+            os.close(sign)
             workers.add(worker)
             send(control, {"pid": worker, "ended": ended})
     finally:
@@ -57,12 +58,13 @@ def host(control: socket.socket, maker: StepMaker) -> None:
             os.waitpid(worker, 0)
 
 
-def _work(pipe: socket.socket, maker: StepMaker) -> NoReturn:
-    """Make what is asked for until nobody asks any more."""
+def _work(pipe: socket.socket, sign: Sign, maker: StepMaker) -> NoReturn:
+    """Make what is asked for until nobody asks any more; `sign` shows whoever looks which sample is being read."""
     code = 1
     try:
         while (message := receive(pipe)) is not None:
-            answer, files = _answer(message[0]["request"], maker)
+            watch = Watch(sign.show, frozenset(message[0]["deadly"]))
+            answer, files = _answer(message[0]["request"], watch, maker)
             send(pipe, answer, files)
             for file in files:
                 os.close(file)
@@ -75,9 +77,11 @@ def _work(pipe: socket.socket, maker: StepMaker) -> NoReturn:
         os._exit(code)  # without running what the host would run at its end
 
 
-def _answer(request: str, maker: StepMaker) -> tuple[dict[str, Any], list[int]]:
+def _answer(request: str, watch: Watch, maker: StepMaker) -> tuple[dict[str, Any], list[int]]:
     try:
-        return {}, [memory_file(pack(maker.make(from_json(StepRequest, request))).chunks)]
+        made = maker.make(from_json(StepRequest, request), watch)
+        watch.reads(NO_SAMPLE)
+        return {}, [memory_file(pack(made).chunks)]
     except Exception as error:
         return {"error": describe(error)}, []
 

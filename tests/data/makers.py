@@ -1,6 +1,7 @@
 """Makers of steps that misbehave, for workers: they find this module by name."""
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mmtrain.balance import BatchMeta
-from mmtrain.data.prepare import StepData, StepRequest
+from mmtrain.data.prepare import NOBODY, StepData, StepRequest, Watch
 from mmtrain.errors import DataError
 
 EMPTY = np.zeros(0, dtype=np.int64)
@@ -23,8 +24,11 @@ class Fake:
     def meta(self, request: StepRequest) -> BatchMeta:
         return BatchMeta(request.step, 0, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, {})
 
-    def make(self, request: StepRequest) -> StepData:
+    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
         return StepData(self.meta(request), {}, {}, ())
+
+    def name(self, sample_id: int) -> str:
+        return f"sample {sample_id}"
 
 
 @dataclass
@@ -34,18 +38,58 @@ class Deadly(Fake):
     step: int
     once: str = ""
 
-    def make(self, request: StepRequest) -> StepData:
+    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
         if request.step == self.step and not (self.once and os.path.exists(self.once)):
             if self.once:
                 open(self.once, "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().make(request)
+        return super().make(request, watch)
+
+
+@dataclass
+class Hanging(Fake):
+    """Hangs over sample 7 unless told that it is deadly; whoever opens `reached` knows that it has begun."""
+
+    reached: str
+
+    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
+        if 7 not in watch.deadly:
+            watch.reads(7)
+            open(self.reached, "w").close()
+            threading.Event().wait()
+        return super().make(request, watch)
+
+
+@dataclass
+class Slow(Fake):
+    """Reads three samples, each until `go` is opened; whoever opens `reached` knows that it has begun one."""
+
+    reached: str
+    go: str
+
+    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
+        for sample in range(3):
+            watch.reads(sample)
+            open(self.reached, "w").close()
+            open(self.go).close()
+        return super().make(request, watch)
+
+
+class Crashing(Fake):
+    """Ends as a decoder written in C would that follows a wrong pointer in sample 7."""
+
+    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
+        if 7 not in watch.deadly:
+            watch.reads(7)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().make(request, watch)
 
 
 class Failing(Fake):
     """A mistake of the user's in step 0, one of ours in step 1."""
 
-    def make(self, request: StepRequest) -> StepData:
+    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
         if request.step == 0:
             raise DataError("data.seq_len is wrong")
         raise KeyError("lost")
@@ -54,7 +98,7 @@ class Failing(Fake):
 class Stuck(Fake):
     """Never ends."""
 
-    def make(self, request: StepRequest) -> NoReturn:
+    def make(self, request: StepRequest, watch: Watch = NOBODY) -> NoReturn:
         while True:
             threading.Event().wait()
 
@@ -62,7 +106,7 @@ class Stuck(Fake):
 class Telling(Fake):
     """Fails with what it sees of its process."""
 
-    def make(self, request: StepRequest) -> NoReturn:
+    def make(self, request: StepRequest, watch: Watch = NOBODY) -> NoReturn:
         ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         raise DataError(f"torch {'torch' in sys.modules}, SIGTERM ignored {ignored}")
 

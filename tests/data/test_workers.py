@@ -1,22 +1,24 @@
 """Steps made in worker processes: the same ones, whatever happens to the workers."""
 
+import os
 import subprocess
 import sys
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from mmtrain.data import Loader, StepData
 from mmtrain.data.loader import num_workers
-from mmtrain.data.prepare import Need, StepRequest
+from mmtrain.data.prepare import NO_SAMPLE, Need, StepMaker, StepRequest, Watch
 from mmtrain.data.wire import unpack
-from mmtrain.data.workers import MAX_DEATHS, Failure, Pool
+from mmtrain.data.workers import MAX_DEATHS, STILL_S, Failure, Pool
 from mmtrain.errors import DataError, RunError
 from mmtrain.recipe.schema import DataSettings
-from tests.data.makers import Deadly, Failing, Fake, Stuck, Telling, Unloadable
+from tests.data.makers import Crashing, Deadly, Failing, Fake, Hanging, Slow, Stuck, Telling, Unloadable
 from tests.data.steps import DP, EVERYTHING, Dataset, same
 
 
@@ -103,6 +105,90 @@ def test_a_host_that_cannot_start_is_an_error(capfd: pytest.CaptureFixture[str])
         Pool[int](Unloadable(), 1, print)
     assert "invalid literal for int()" in capfd.readouterr().err
     assert hosts() == []
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_worker_that_hangs_is_replaced_and_after_the_second_time_the_sample_is_not_read(tmp_path: Path) -> None:
+    reached, clock, notes = tmp_path / "reached", Clock(), list[str]()
+    os.mkfifo(reached)
+    with Pool[int](Hanging(str(reached)), 1, notes.append, clock) as pool:
+        pool.submit(3, request(3))
+        pool.look()
+        clock.now_s += 10 * STILL_S
+        pool.look()  # who did not look for so long was not there either
+        for times in (1, 2):
+            reached.open().close()
+            pool.look()
+            clock.now_s += STILL_S
+            pool.look()
+            assert len(notes) == times - 1, "not yet too long"
+            clock.now_s += 1
+            pool.look()
+            wait(pool.pipes)
+            assert pool.receive(pool.pipes[0]) is None
+        wait(pool.pipes)
+        received = pool.receive(pool.pipes[0])
+    assert received is not None
+    assert received[0] == 3
+    assert not isinstance(received[1], Failure)
+    assert [note.partition("hung for 60 s and was killed while reading media of ")[2] for note in notes] == [
+        "sample 7; another tries it once more",
+        "sample 7; it is not read again",
+    ]
+
+
+def test_a_worker_that_gets_on_may_take_its_time(tmp_path: Path) -> None:
+    reached, go, clock = tmp_path / "reached", tmp_path / "go", Clock()
+    os.mkfifo(reached)
+    os.mkfifo(go)
+    with Pool[int](Slow(str(reached), str(go)), 1, pytest.fail, clock) as pool:
+        pool.submit(0, request(0))
+        for _ in range(3):
+            reached.open().close()
+            pool.look()
+            clock.now_s += STILL_S - 1
+            pool.look()
+            go.open("w").close()
+        wait(pool.pipes)
+        assert pool.receive(pool.pipes[0]) is not None
+        clock.now_s += 10 * STILL_S
+        pool.look()  # an idle one does not hang
+        pool.submit(1, request(1))
+        pool.look()
+        reached.open().close()
+
+
+def test_a_sample_that_crashes_two_workers_is_not_read_again() -> None:
+    results, notes = run(Crashing(), 2, workers=1)
+    assert all(isinstance(result, StepData) for result in results.values())
+    assert [note.partition("was killed by SIGSEGV while reading media of ")[2] for note in notes] == [
+        "sample 7; another tries it once more",
+        "sample 7; it is not read again",
+    ]
+
+
+def test_what_is_deadly_becomes_zeros_and_is_named(made: Dataset) -> None:
+    recipe, index, stream = made()
+    maker, read = StepMaker(index, stream, recipe), list[int]()
+    asked = StepRequest(0, DP, dict.fromkeys(DP, 1), EVERYTHING)
+    whole = maker.make(asked, Watch(read.append))
+    shown = [int(whole.meta.sample_id[s]) for s in whole.meta.items["vision"].sample]
+    assert set(shown) <= set(read) <= {*shown, NO_SAMPLE}
+    victim = shown[0]
+    read.clear()
+    without = maker.make(asked, Watch(read.append, frozenset([victim])))
+    assert victim not in read
+    [named] = without.quarantined
+    assert (named.id, named.kind) == (index.samples[victim].id, "deadly")
+    patches = [(payload.patches, without.vision[key].patches) for key, payload in whole.vision.items()]
+    assert any(not np.array_equal(a, b) for a, b in patches if a is not None and b is not None)
+    assert all(np.all((b == a) | (b == 0)) for a, b in patches if a is not None and b is not None)
 
 
 def test_closing_ends_workers_that_never_would() -> None:
