@@ -23,6 +23,7 @@ from torch import Tensor
 from mmtrain.costs.hardware import GIB
 from mmtrain.data import GroupStream, Preparer, build
 from mmtrain.plan import Plan, plan
+from mmtrain.plan.aims import step_aims
 from mmtrain.plan.profiling import sizes_to_measure
 from mmtrain.plan.rehearse import rehearse
 from mmtrain.recipe import Recipe, load, sha256
@@ -145,9 +146,10 @@ class Saved:
 
 def report(recipe: Recipe, chosen: Plan, trace: Trace) -> None:
     """Print the simulated steps beside the recorded ones."""
-    stream, dp = GroupStream.of(recipe, build(recipe)), {name: unit.dp for name, unit in chosen.units.items()}
-    counts = chosen.schedule.num_microbatches
-    batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts) for number in trace.steps]
+    index = build(recipe)
+    stream, dp = GroupStream.of(recipe, index), {name: unit.dp for name, unit in chosen.units.items()}
+    counts, aims = chosen.schedule.num_microbatches, step_aims(recipe, chosen, index.lengths)
+    batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts, aims) for number in trace.steps]
     timelines = [rehearse(recipe, chosen, batch) for batch in batches]
     print(comparison_text(compare(timelines, trace), timelines[0].bubble_shares()))
 

@@ -3,9 +3,11 @@
 Knows no files, no tensors and no model, so that the planner can ask it about clusters and data that do not exist.
 """
 
-from mmtrain.balance.assign import assign, longest_first
+from mmtrain.balance.aims import Load, Place, Price, StepAims
+from mmtrain.balance.assign import assign
 from mmtrain.balance.batch import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths
 from mmtrain.balance.grouping import Groups, isf, pack
+from mmtrain.balance.longest import longest_first
 from mmtrain.balance.matched import matched
 from mmtrain.balance.methods import Grouping
 from mmtrain.balance.metrics import dist_ratio, max_over_mean, pad_ratio
@@ -25,8 +27,12 @@ __all__ = [
     "IntArray",
     "ItemLengths",
     "ItemTable",
+    "Load",
+    "Place",
+    "Price",
     "Rearrangement",
     "SampleLengths",
+    "StepAims",
     "across_replicas",
     "across_time",
     "assemble",

@@ -1,13 +1,18 @@
-"""From groups to a global batch: which replica computes which group, and which encoder replica which item."""
+"""From groups to a global batch: which replica computes which group when, and which encoder replica which item."""
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mmtrain.balance.batch import BatchMeta, IntArray, ItemLengths, ItemTable, SampleLengths
+from mmtrain.balance.aims import LLM, Price, StepAims, Work
+from mmtrain.balance.batch import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
+from mmtrain.balance.longest import longest_first
+from mmtrain.balance.turns import in_turn
+
+NO_AIMS = StepAims()
+TOKENS = Price(1)
 
 
 def assign(
@@ -17,33 +22,43 @@ def assign(
     lengths: SampleLengths,
     dp: Mapping[str, int],
     num_microbatches: Mapping[str, int],
+    aims: StepAims = NO_AIMS,
 ) -> BatchMeta:
     """Lay out one global batch of as many groups as the LLM's replicas have microbatches.
 
     groups: sample numbers of each group, in stream order. dp, num_microbatches: replicas of every unit, "llm"
     included, and the microbatches of each.
-    Each run of as many groups as there are LLM replicas becomes microbatch i of all of them, the longest on the least
+    Each run of as many groups as there are LLM replicas becomes one microbatch of all of them, the longest on the least
     loaded (MMScale's reordering across replicas, one microbatch after the other): grouping puts groups alike in every
-    modality next to each other, so replicas wait for each other neither at the end of a step nor inside it. Items then
-    follow in blocks: n microbatches of an encoder and m of the LLM are gcd(n, m) blocks, and the encoder's microbatches
-    of block i carry exactly the items of the LLM's of block i in their replica group, longest first onto the one with
-    the fewest tokens.
+    modality next to each other, so replicas wait for each other neither at the end of a step nor inside it. Where
+    `aims` know a pipeline, microbatches then take their turns by `turns.in_turn`. Items follow in blocks: n
+    microbatches of an encoder and m of the LLM are gcd(n, m) blocks, and the encoder's microbatches of block i carry
+    exactly the items of the LLM's of block i in their replica group, longest first onto the one with the least to do.
     """
-    group_tokens = np.array([int(lengths.tokens[g].sum()) for g in groups], dtype=np.int64)
-    replica_of_group, index_of_group = _place(group_tokens, dp["llm"], num_microbatches["llm"])
+    first = np.concatenate([[0], np.cumsum([len(group) for group in groups])])
+    samples = np.concatenate(groups).astype(np.int64)
+    work = Work(lengths, samples)
+    shares = _shares_of_mean(np.add.reduceat(work.loads(aims), first[:-1], axis=0), aims)
+    if not aims.loads:
+        shares = np.add.reduceat(lengths.tokens[samples], first[:-1]).astype(np.float64)
+    replica_of_group, index_of_group = _place(shares, dp[LLM], num_microbatches[LLM])
+    owner = np.repeat(np.arange(len(groups)), np.diff(first))
+    turns = in_turn(work, replica_of_group[owner], index_of_group[owner], aims, dp, num_microbatches)
+    index_of_group = np.argsort(turns)[index_of_group]
     by_place = np.lexsort((index_of_group, replica_of_group))
     sizes = np.array([len(groups[g]) for g in by_place], dtype=np.int64)
     sample_id = np.concatenate([groups[g] for g in by_place]).astype(np.int64)
     replica = np.repeat(replica_of_group[by_place], sizes)
     index = np.repeat(index_of_group[by_place], sizes)
     num_groups = math.gcd(*dp.values())
-    group = replica // (dp["llm"] // num_groups)
+    group = replica // (dp[LLM] // num_groups)
     items = {}
     for unit, unit_items in lengths.items.items():
-        num_blocks = math.gcd(num_microbatches["llm"], num_microbatches[unit])
-        shares = _Shares(dp[unit] // num_groups, num_blocks, num_microbatches[unit] // num_blocks)
-        block = index // (num_microbatches["llm"] // num_blocks)
-        items[unit] = _items(sample_id, group * num_blocks + block, unit_items, shares)
+        num_blocks = math.gcd(num_microbatches[LLM], num_microbatches[unit])
+        spread = _Spread(dp[unit] // num_groups, num_blocks, num_microbatches[unit] // num_blocks)
+        block = index // (num_microbatches[LLM] // num_blocks)
+        price = aims.items.get(unit, TOKENS)
+        items[unit] = _items(sample_id, group * num_blocks + block, unit_items, spread, price)
     return BatchMeta(
         step=step,
         epoch=epoch,
@@ -56,38 +71,32 @@ def assign(
     )
 
 
-def longest_first(sizes: IntArray, bins: int, capacity: int | None = None) -> IntArray:
-    """Put each size into one of `bins`, longest first onto the least loaded; returns (n,) bins.
-
-    The largest load is at most 4/3 - 1/(3 * bins) of the best possible one (Graham 1969). With `capacity` no bin takes
-    more than that many.
-    """
-    placed = np.empty(len(sizes), dtype=np.int64)
-    heap = [(0, 0, b) for b in range(bins)]  # load, count, bin: among equal loads the emptier one
-    for i in np.argsort(-sizes, kind="stable"):
-        load, count, b = heapq.heappop(heap)
-        placed[i] = b
-        if capacity is None or count + 1 < capacity:
-            heapq.heappush(heap, (load + int(sizes[i]), count + 1, b))
-    return placed
+def _shares_of_mean(loads: IntArray, aims: StepAims) -> FloatArray:
+    """(G,) the groups' loads (G, q) as one number: their shares of the mean, weighted."""
+    mean = np.maximum(loads.mean(axis=0), 1.0)
+    total = np.zeros(len(loads))
+    for column, load in zip((loads / mean).T, aims.loads, strict=True):
+        total += load.weight * column
+    return total
 
 
-def _place(group_tokens: IntArray, dp: int, num_microbatches: int) -> tuple[IntArray, IntArray]:
-    """Replica and microbatch index of each group."""
-    if len(group_tokens) != dp * num_microbatches:
-        raise ValueError(f"{len(group_tokens)} groups for {dp} replicas of {num_microbatches} microbatches")
-    replica, index = np.empty_like(group_tokens), np.repeat(np.arange(num_microbatches, dtype=np.int64), dp)
-    loads = np.zeros(dp, dtype=np.int64)
+def _place(size: FloatArray, dp: int, num_microbatches: int) -> tuple[IntArray, IntArray]:
+    """Replica and microbatch index of each group, by what they weigh."""
+    if len(size) != dp * num_microbatches:
+        raise ValueError(f"{len(size)} groups for {dp} replicas of {num_microbatches} microbatches")
+    replica = np.empty(len(size), dtype=np.int64)
+    index = np.repeat(np.arange(num_microbatches, dtype=np.int64), dp)
+    loads = np.zeros(dp)
     for i in range(num_microbatches):
         here = slice(i * dp, (i + 1) * dp)
         least_loaded = np.argsort(loads, kind="stable")
-        replica[here][np.argsort(-group_tokens[here], kind="stable")] = least_loaded
-        loads[replica[here]] += group_tokens[here]
+        replica[here][np.argsort(-size[here], kind="stable")] = least_loaded
+        loads[replica[here]] += size[here]
     return replica, index
 
 
 @dataclass(frozen=True)
-class _Shares:
+class _Spread:
     """Over what the items of a block are spread, in each replica group."""
 
     replicas: int
@@ -95,19 +104,11 @@ class _Shares:
     microbatches: int  # of a replica in a block
 
 
-def _items(sample_id: IntArray, block: IntArray, items: ItemLengths, shares: _Shares) -> ItemTable:
+def _items(sample_id: IntArray, block: IntArray, items: ItemLengths, spread: _Spread, price: Price) -> ItemTable:
     """Spread the items of each block, counted through all replica groups, over its encoder microbatches."""
-    counts = items.first[sample_id + 1] - items.first[sample_id]
-    sample = np.repeat(np.arange(len(sample_id), dtype=np.int64), counts)
-    position = np.arange(len(sample), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    row = items.first[sample_id[sample]] + position
-    tokens, item_block = items.tokens[row], block[sample]
-    slot = np.empty(len(sample), dtype=np.int64)
-    for b in np.unique(item_block):
-        here = item_block == b
-        slot[here] = longest_first(tokens[here], shares.replicas * shares.microbatches)
-    replica = item_block // shares.blocks * shares.replicas + slot % shares.replicas
-    index = item_block % shares.blocks * shares.microbatches + slot // shares.replicas
+    sample, row = item_rows(items, sample_id)
+    position = row - items.first[sample_id[sample]]
+    replica, index = _deal(price.of(items.tokens[row]), block[sample], spread)
     order = np.lexsort((position, sample, index, replica))
     sample, position, row = sample[order], position[order], row[order]
     return ItemTable(
@@ -120,3 +121,31 @@ def _items(sample_id: IntArray, block: IntArray, items: ItemLengths, shares: _Sh
         replica=replica[order],
         index=index[order],
     )
+
+
+def _deal(costs: IntArray, block: IntArray, spread: _Spread) -> tuple[IntArray, IntArray]:
+    """Encoder replica and microbatch of each item, from its block, counted through all replica groups.
+
+    Inside a block longest first onto the least. What that makes heaviest goes to the replica of the group that has had
+    the least, so that what one block leaves uneven the next makes good.
+    """
+    replica, index = np.empty_like(block), np.empty_like(block)
+    num = spread.replicas * spread.microbatches
+    so_far = np.zeros(spread.replicas, dtype=np.int64)
+    by_block = np.argsort(block, kind="stable")
+    cuts = np.searchsorted(block[by_block], np.arange(block.max(initial=-1) + 2))
+    for b in range(len(cuts) - 1):
+        here = by_block[cuts[b] : cuts[b + 1]]
+        group, in_step = divmod(b, spread.blocks)
+        if in_step == 0:
+            so_far = np.zeros(spread.replicas, dtype=np.int64)
+        slot = longest_first(costs[here], num)
+        taken = np.zeros(num, dtype=np.int64)
+        np.add.at(taken, slot, costs[here])
+        of_replica = taken.reshape(spread.microbatches, spread.replicas).sum(axis=0)
+        to = np.empty(spread.replicas, dtype=np.int64)
+        to[np.argsort(-of_replica, kind="stable")] = np.argsort(so_far, kind="stable")
+        so_far[to] += of_replica
+        replica[here] = group * spread.replicas + to[slot % spread.replicas]
+        index[here] = in_step * spread.microbatches + slot // spread.replicas
+    return replica, index

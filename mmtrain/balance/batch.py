@@ -27,6 +27,14 @@ class ItemLengths:
     features: IntArray  # (I,) LLM tokens the item becomes after downsampling
 
 
+def item_rows(items: ItemLengths, samples: IntArray) -> tuple[IntArray, IntArray]:
+    """The items of `samples` (k,), sample by sample: (n,) place of the item's sample in `samples`, and (n,) its row."""
+    counts = items.first[samples + 1] - items.first[samples]
+    owner = np.repeat(np.arange(len(samples), dtype=np.int64), counts)
+    within = np.arange(len(owner), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    return owner, items.first[samples[owner]] + within
+
+
 @dataclass(frozen=True)
 class SampleLengths:
     """Lengths of every usable sample of a dataset."""

@@ -8,7 +8,7 @@ import numpy as np
 from mmtrain.balance.batch import FloatArray, IntArray
 
 CANDIDATES = 8  # samples of each of two groups that one round considers
-PARTNERS = 12  # the smallest groups of a step have the most to take; beyond these a round is rarely of use
+PARTNERS = 40  # the smallest groups of a step have the most to take; beyond these a round is rarely of use
 TIE = 0.3  # weight of the pair's own evenness: without it ties for the largest block all progress
 NOTHING = CANDIDATES  # stands for no sample in an offer
 
@@ -22,9 +22,9 @@ OFFERS = OFFERS[(OFFERS[:, 0] != OFFERS[:, 1]) | (OFFERS[:, 0] == NOTHING)]
 class Aim:
     """What exchange may not pass, and what it evens out."""
 
-    sizes: FloatArray  # (n + 1, m) of each sample under each budget; the last, all zeros, stands for an empty place
-    budgets: IntArray  # (m,)
-    even: FloatArray  # (q, m): sizes @ even.T are the q loads to even out
+    sizes: FloatArray  # (n + 1, c) of each sample; the last, all zeros, stands for an empty place
+    budgets: IntArray  # (m,) what a group may hold under the first m columns
+    even: FloatArray  # (q, c): sizes @ even.T are the q loads to even out
     weights: FloatArray  # (q,) what a share of a load's mean is worth
 
 
@@ -33,7 +33,7 @@ class _Steps:
     """All steps side by side, so that one round improves every step at once. The arrays change in place."""
 
     members: IntArray  # (S, N, K) samples of each group, then empty places
-    used: FloatArray  # (S, N, m) load of each group under each budget
+    used: FloatArray  # (S, N, c) sum of each group's sizes
     loads: FloatArray  # (S, N, q) loads to even out, in shares of the step's mean
     scale: FloatArray  # (S, q) 1 / that mean
 
@@ -56,16 +56,22 @@ def exchange(members: IntArray, aim: Aim, rounds: int) -> IntArray:
     scale = np.divide(1.0, mean, out=np.zeros_like(mean), where=mean > 0)
     steps = _Steps(members.copy(), used, (used @ aim.even.T) * scale[:, None], scale)
     before = steps.loads.max(axis=1) @ aim.weights
+    partners = min(num_groups - 1, PARTNERS)
+    offered = -(-int((members != len(aim.sizes) - 1).sum(axis=2).max()) // CANDIDATES)  # turns until all were
+    idle = 0
     for number in range(rounds):
         turn, by = divmod(number, len(aim.even))
         order = np.argsort(steps.loads[:, :, by], axis=1, kind="stable")
-        _exchange_pairs(steps, order[:, -1], order[:, turn % min(num_groups - 1, PARTNERS)], aim, turn)
+        moved = _exchange_pairs(steps, order[:, -1], order[:, turn % partners], aim, turn)
+        idle = 0 if moved else idle + 1
+        if idle == offered * partners * len(aim.even):  # whoever could help has been asked
+            break
     worse = steps.loads.max(axis=1) @ aim.weights > before + 1e-9
     return np.where(worse[:, None, None], members, steps.members)
 
 
-def _exchange_pairs(steps: _Steps, high: IntArray, low: IntArray, aim: Aim, turn: int) -> None:
-    """In every step s make the best exchange between groups high[s] and low[s], if it helps."""
+def _exchange_pairs(steps: _Steps, high: IntArray, low: IntArray, aim: Aim, turn: int) -> bool:
+    """In every step s make the best exchange between groups high[s] and low[s], if it helps; whether any was made."""
     rows, empty = np.arange(len(high)), len(aim.sizes) - 1
     offer_high = _offers(steps.members[rows, high], empty, turn)  # (S, O, 2) samples
     offer_low = _offers(steps.members[rows, low], empty, turn)
@@ -87,9 +93,11 @@ def _exchange_pairs(steps: _Steps, high: IntArray, low: IntArray, aim: Aim, turn
     flat = after.reshape(len(rows), -1)
     best = flat.argmin(axis=1)
     now = _worth(top, bottom, floor) @ aim.weights
-    for s in np.flatnonzero(flat[rows, best] < now - 1e-9).tolist():
+    better = np.flatnonzero(flat[rows, best] < now - 1e-9).tolist()
+    for s in better:
         i, j = divmod(int(best[s]), len(OFFERS))
         _move(steps, s, (int(high[s]), int(low[s])), (offer_high[s, i], offer_low[s, j]), aim)
+    return bool(better)
 
 
 def _worth(top: FloatArray, bottom: FloatArray, floor: FloatArray) -> FloatArray:

@@ -11,6 +11,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from mmtrain.balance.absent import clear
+from mmtrain.balance.aims import LLM, Load, Price, StepAims
 from mmtrain.balance.batch import FloatArray, IntArray, SampleLengths
 from mmtrain.balance.grouping import Groups, device, isf, length, random
 from mmtrain.balance.matched import pack_alike, rounds_for
@@ -18,7 +20,6 @@ from mmtrain.balance.steps import assemble
 
 Method = Literal["matched", "isf", "random", "length", "device"]
 METHODS: tuple[Method, ...] = ("matched", "isf", "random", "length", "device")
-LLM = "llm"
 ISF_ROUNDS, ISF_SLACK = 10, 32  # the published slack of 128 is a 32nd of a budget of 4,096
 LIGHT = 0.05  # share of all tokens below which a unit's evenness is worth little
 ALIKE = 64  # groups in a row that are alike; many more would make steps less random, few would wait for each other
@@ -95,6 +96,14 @@ def unit_tokens(lengths: SampleLengths) -> tuple[tuple[str, ...], IntArray]:
     return tuple(columns), np.stack(list(columns.values()), axis=1).astype(np.int64)
 
 
+def token_aims(lengths: SampleLengths, grouping: Grouping) -> StepAims:
+    """Even out every unit's tokens apart, as `sizes_of` weighs them: what to aim for where no plan is known."""
+    units, sizes = unit_tokens(lengths)[0], sizes_of(lengths, grouping)
+    columns = sizes.even.argmax(axis=1).tolist()
+    weights = sizes.weights.tolist()
+    return StepAims(tuple(Load({units[c]: Price(1)}, w) for c, w in zip(columns, weights, strict=True)))
+
+
 def sizes_of(lengths: SampleLengths, grouping: Grouping) -> Sizes:
     """Prepare a dataset's lengths for `compose` and `arrange`.
 
@@ -141,14 +150,19 @@ def compose(sizes: Sizes, order: IntArray, grouping: Grouping, rng: np.random.Ge
     return Groups(groups.first, order[groups.samples])
 
 
-def arrange(sizes: Sizes, groups: Groups, grouping: Grouping, offset: int, rng: np.random.Generator) -> Groups:
+def arrange(
+    sizes: Sizes, groups: Groups, grouping: Grouping, offset: int, rng: np.random.Generator, exchanged: bool = True
+) -> Groups:
     """Put the groups of one window in the order of training; `offset` groups of a row came before them.
 
-    `matched` exchanges samples between the groups of a row here, so groups change, but no row does.
+    `matched` exchanges samples between the groups of a row here, so groups change, but no row does; unless that is to
+    be done step by step (`even.even_out`), when it is known what to even out and much of the window is not needed.
     """
     if grouping.method == "matched":
-        ends, rounds = np.array([0, len(groups)]), rounds_for(grouping.alike)
+        ends, rounds = np.array([0, len(groups)]), rounds_for(grouping.alike) if exchanged else 0
         tokens, budgets, even, weights = sizes.tokens, sizes.budgets, sizes.even, sizes.weights
+        if not exchanged:
+            groups = clear(groups, ends, tokens, budgets, tokens @ even[0], grouping.alike)
         return assemble(groups, ends, tokens, budgets, even, grouping.alike, rounds, rng, weights, offset)
     if grouping.method == "device":  # its rows are made; what completes the row before comes from the loose end
         head = min(-offset % grouping.alike, len(groups))

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mmtrain.balance.assign import longest_first
 from mmtrain.balance.batch import FloatArray, IntArray
 from mmtrain.balance.interleaved import Interleaved
+from mmtrain.balance.longest import longest_first
 from mmtrain.balance.uneven import even_out
 
 SWAPS = 256  # candidates scored together in one round; the recurrence costs little more for many than for one
@@ -72,23 +72,24 @@ def makespans(forward: FloatArray, backward: FloatArray, orders: IntArray) -> Fl
     forward, backward: (c, p, l). The recurrence of 1F1B: a stage starts an action when it has ended the one before
     and its neighbour has ended the same microbatch's; messages cost nothing.
     """
-    spans = [_makespans(f, b, orders) for f, b in zip(forward, backward, strict=True)]
-    longest: FloatArray = np.max(spans, axis=0)
-    return longest
+    num_pipelines, p, num = forward.shape
+    f, b = (np.moveaxis(t[:, :, orders.T], 0, 3).reshape(p, num, -1) for t in (forward, backward))
+    spans: FloatArray = _makespans(f, b).reshape(len(orders), num_pipelines).max(axis=1)
+    return spans
 
 
-def _makespans(forward: FloatArray, backward: FloatArray, orders: IntArray) -> FloatArray:
-    """One pipeline, all orders at once, tick by tick.
+def _makespans(forward: FloatArray, backward: FloatArray) -> FloatArray:
+    """(k,) seconds of k pipelines, (p, l, k) by stage and place, all at once, tick by tick.
 
     With F(s, i) at tick 2i + s and B(s, i) at tick 2i + 2p - 1 - s every stage keeps 1F1B's order, does one action a
     tick, and what it waits for is what its neighbour did the tick before: F that of s - 1, B that of s + 1. In steady
     state the two of a pair (s - 1, s) wait for each other: both start at the later end of both.
     """
-    (p, num), k = forward.shape, len(orders)
+    p, num, k = forward.shape
     stage, place = np.arange(p)[:, None], np.arange(num)[None]
     seconds = np.zeros((2 * num + 2 * p - 2, p + 2, k))  # row s + 1 is stage s; the outer rows wait for nobody
-    seconds[2 * place + stage, stage + 1] = forward[:, orders.T]
-    seconds[2 * place + 2 * p - 1 - stage, stage + 1] = backward[:, orders.T]
+    seconds[2 * place + stage, stage + 1] = forward
+    seconds[2 * place + 2 * p - 1 - stage, stage + 1] = backward
     end = np.zeros((p + 2, k))
     views, waits = [], []  # of `end` and `seconds` as pairs of stages, at even and at odd ticks
     for odd in (0, 1):

@@ -34,6 +34,7 @@ def rehearsal(
     from mmtrain.cli.indexing import indexed
     from mmtrain.data import GroupStream
     from mmtrain.errors import UserError
+    from mmtrain.plan.aims import step_aims
     from mmtrain.plan.files import load as load_plan
     from mmtrain.plan.files import require_match
     from mmtrain.plan.rehearse import rehearse
@@ -52,7 +53,6 @@ def rehearsal(
     stream, global_batch = GroupStream.of(recipe, index), recipe.train.global_batch
     dp = {name: unit.dp for name, unit in plan.units.items()}
     numbers = list(steps) if trace is None else trace.steps
-    timelines = [
-        rehearse(recipe, plan, stream.batch(n - 1, global_batch, dp, plan.schedule.num_microbatches)) for n in numbers
-    ]
+    counts, aims = plan.schedule.num_microbatches, step_aims(recipe, plan, index.lengths)
+    timelines = [rehearse(recipe, plan, stream.batch(n - 1, global_batch, dp, counts, aims)) for n in numbers]
     return Rehearsal(index, plan, numbers, timelines, trace)

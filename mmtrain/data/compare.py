@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance import Grouping, SampleLengths
-from mmtrain.balance.methods import METHODS, unit_tokens
+from mmtrain.balance.methods import METHODS, token_aims, unit_tokens
 from mmtrain.balance.summary import Score, score
 from mmtrain.data.order import GroupStream
 
@@ -25,9 +25,9 @@ def compare_methods(
     clock: seconds from any start; an epoch's grouping is timed by it.
     """
     units, tokens = unit_tokens(lengths)
-    scores = []
+    aims, scores = token_aims(lengths, grouping), []
     for method in METHODS:
         begin = clock()
-        groups = GroupStream(lengths, replace(grouping, method=method), seed, weights).epoch(0)
+        groups = GroupStream(lengths, replace(grouping, method=method), seed, weights).epoch(0, num_replicas, aims)
         scores.append(score(method, groups, units, tokens, grouping.seq_len, num_replicas, clock() - begin))
     return scores

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Self
 
+from mmtrain.balance.aims import StepAims
+from mmtrain.balance.assign import NO_AIMS
 from mmtrain.data.index import DataIndex
 from mmtrain.data.makers import make_here, make_in_workers
 from mmtrain.data.order import GroupStream
@@ -38,6 +40,7 @@ class Loader:
         start_step: int = 0,
         local_ranks: int = 1,
         note: Note = print,
+        aims: StepAims = NO_AIMS,
     ) -> None:
         """Start preparing.
 
@@ -51,10 +54,11 @@ class Loader:
             start_step: the first step to return.
             local_ranks: ranks that share this machine's processors.
             note: told, from another thread, of workers and producers that died, and of what became of their steps.
+            aims: what to arrange a step's samples for; the same on all ranks.
         """
         if recipe.data.producers:
             require_zmq("data.producers")
-        self._dp, self._num_microbatches, self._needs = dict(dp), dict(num_microbatches), needs
+        self._dp, self._num_microbatches, self._needs, self._aims = dict(dp), dict(num_microbatches), needs, aims
         self._maker = StepMaker(index, stream, recipe)
         self._bad = BadSamples(index, recipe.data.max_bad_rate)
         self._step = start_step
@@ -88,7 +92,7 @@ class Loader:
         return data
 
     def _request(self, step: int) -> StepRequest:
-        return StepRequest(step, self._dp, self._num_microbatches, self._needs)
+        return StepRequest(step, self._dp, self._num_microbatches, self._needs, self._aims)
 
     def _prepare(self) -> None:
         try:

@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.balance import BatchMeta, Grouping, Groups, IntArray, SampleLengths, assign, pack
+from mmtrain.balance import BatchMeta, Grouping, Groups, IntArray, SampleLengths, StepAims, assign, pack
+from mmtrain.balance.aims import LLM, Work
+from mmtrain.balance.assign import NO_AIMS
+from mmtrain.balance.even import even_out
 from mmtrain.balance.methods import Sizes, arrange, compose, sizes_of, spare_groups, split_to
 from mmtrain.data.index import DataIndex
 from mmtrain.errors import DataError
@@ -17,6 +21,7 @@ FloatArray = npt.NDArray[np.float64]
 
 # What a generator is for; first in its seed, since numpy takes no notice of zeros at the end of one.
 _LAYOUT, _COUNT, _WINDOWS, _WINDOW, _STEPS = range(1, 6)
+_ROWS_AT_ONCE = 256  # of groups side by side that exchange samples at once: more would take much memory
 _KEPT = 4  # windows kept in memory: the one in use, the one begun ahead, and the same of another reader
 
 
@@ -38,7 +43,7 @@ class GroupStream:
         """Group samples of these lengths as `grouping` says."""
         self._lengths, self._grouping, self._seed = lengths, grouping, seed
         weights = np.ones(len(lengths)) if weights is None else weights
-        sizes = sizes_of(lengths, grouping)
+        sizes = self._sizes = sizes_of(lengths, grouping)
         limit = grouping.long_tokens
         is_long = np.zeros(len(lengths), dtype=bool) if limit is None else lengths.tokens > limit
         kinds = [np.flatnonzero(is_long == kind) for kind in (False, True)]
@@ -65,18 +70,43 @@ class GroupStream:
         return [self._group(place) for place in range(first, first + count)]
 
     def batch(
-        self, step: int, global_batch: int, dp: Mapping[str, int], num_microbatches: Mapping[str, int]
+        self,
+        step: int,
+        global_batch: int,
+        dp: Mapping[str, int],
+        num_microbatches: Mapping[str, int],
+        aims: StepAims = NO_AIMS,
     ) -> BatchMeta:
-        """Groups [step, step + 1) * global_batch, laid out over the replicas and microbatches of every unit."""
+        """Groups [step, step + 1) * global_batch, laid out over the replicas and microbatches of every unit.
+
+        Which samples these are hangs on nothing else; who computes which, beside which and when, is what `aims` ask
+        for. Samples change groups for their sake where the method is `matched`.
+        """
         first = step * global_batch
         groups = self.groups(first, global_batch)
-        return assign(step, first // self.groups_per_epoch, groups, self._lengths, dp, num_microbatches)
+        groups = self._evened(groups, dp[LLM], aims)
+        return assign(step, first // self.groups_per_epoch, groups, self._lengths, dp, num_microbatches, aims)
 
-    def epoch(self, epoch: int) -> Groups:
-        """All groups of one epoch."""
-        groups = self.groups(epoch * self.groups_per_epoch, self.groups_per_epoch)
+    def epoch(self, epoch: int, num_replicas: int = 1, aims: StepAims = NO_AIMS) -> Groups:
+        """All groups of one epoch, evened for replicas that compute so many in a row side by side."""
+        total = self.groups_per_epoch
+        groups = self.groups(epoch * total, total)
+        rows = [groups[i : i + num_replicas] for i in range(0, total // num_replicas * num_replicas, num_replicas)]
+        groups[: len(rows) * num_replicas] = [
+            group
+            for lo in range(0, len(rows), _ROWS_AT_ONCE)
+            for group in self._evened(list(chain(*rows[lo : lo + _ROWS_AT_ONCE])), num_replicas, aims)
+        ]
         sizes = np.array([0, *map(len, groups)], dtype=np.int64)
         return Groups(np.cumsum(sizes), np.concatenate(groups))
+
+    def _evened(self, groups: list[IntArray], num_replicas: int, aims: StepAims) -> list[IntArray]:
+        if not aims.loads or self._grouping.method != "matched":
+            return groups
+        samples = np.concatenate(groups)
+        loads = Work(self._lengths, samples).loads(aims)
+        weights = [load.weight for load in aims.loads]
+        return even_out(groups, self._sizes.tokens[samples], self._sizes.budgets, loads, weights, num_replicas)
 
     def epochs_done(self, num_groups: int) -> float:
         """Passes over the data that the first `num_groups` groups of the stream make."""
@@ -181,7 +211,7 @@ class _Strand:
         if len(groups) > window.num_groups or len(groups.samples) < window.num_groups:
             groups = self._reference(w, window.samples, window.chance)
         groups = split_to(groups, window.num_groups)
-        return arrange(self._sizes, groups, self._grouping, offset, rng)
+        return arrange(self._sizes, groups, self._grouping, offset, rng, exchanged=False)
 
     def _reference(self, w: int, samples: IntArray, chance: FloatArray) -> Groups:
         """The groups that decide how many a window has."""

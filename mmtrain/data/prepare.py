@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mmtrain.balance.aims import StepAims
+from mmtrain.balance.assign import NO_AIMS
 from mmtrain.balance.batch import BatchMeta
 from mmtrain.data.audio import load_mels
 from mmtrain.data.images import FloatArray
@@ -49,6 +51,7 @@ class StepRequest:
     dp: dict[str, int]  # data-parallel size of every unit, "llm" included
     num_microbatches: dict[str, int]  # of each replica of every unit
     needs: tuple[Need, ...]
+    aims: StepAims = NO_AIMS  # what to arrange the step's samples for
 
 
 NO_SAMPLE = -1
@@ -168,7 +171,7 @@ class StepMaker:
     def meta(self, request: StepRequest) -> BatchMeta:
         """The step's samples, and where each goes."""
         global_batch = request.dp["llm"] * request.num_microbatches["llm"]
-        return self._stream.batch(request.step, global_batch, request.dp, request.num_microbatches)
+        return self._stream.batch(request.step, global_batch, request.dp, request.num_microbatches, request.aims)
 
     def name(self, sample_id: int) -> str:
         """What to call a sample in messages."""

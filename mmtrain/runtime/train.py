@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from rich.console import Console
 
-from mmtrain.balance import Grouping, SampleLengths
+from mmtrain.balance import Grouping, SampleLengths, StepAims
 from mmtrain.checkpoint import find
 from mmtrain.data import (
     BadSamples,
@@ -24,7 +24,9 @@ from mmtrain.data import (
     validation_batches,
     write_quarantine,
 )
+from mmtrain.data.wire import from_json, to_json
 from mmtrain.errors import LaunchError, RunError, StoppedAndSaved, UserError
+from mmtrain.plan.aims import step_aims
 from mmtrain.plan.files import load as load_plan
 from mmtrain.plan.files import require_match
 from mmtrain.plan.plan import Plan
@@ -166,7 +168,7 @@ def _steps(
 ) -> Path | None:
     """Open everything that steps need, and take them."""
     recipe, world = job.recipe, job.world
-    stream = GroupStream.of(recipe, index)
+    stream, aims = GroupStream.of(recipe, index), _agreed_aims(world, recipe, plan, index)
     meter, validate = Meter(job, stream, plan.hardware), _validation(job)
     steps = frozenset(recipe.train.trace)
     tracer = Tracer(steps, job.graph, world, meter.timing, plan.sha256, request.run_dir / TRACE)
@@ -177,7 +179,7 @@ def _steps(
     with (
         RunLog(request.run_dir, first + 1, enabled=world.is_first) as log,
         open_progress(console, recipe.name, recipe.train.steps, first + 1) as progress,
-        Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first, ranks_here, tell) as loader,
+        Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first, ranks_here, tell, aims) as loader,
         Watchdog(job.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
     ):
         saver = BackgroundSaver(request.run_dir / CHECKPOINTS, job, _facts(recipe, index))
@@ -250,6 +252,12 @@ def _agreed_plan(request: Request, world: World, index: DataIndex) -> Plan:
         return plan.model_dump_json()
 
     return Plan.model_validate_json(world.on_first(choose))
+
+
+def _agreed_aims(world: World, recipe: Recipe, plan: Plan, index: DataIndex) -> StepAims:
+    """What steps are arranged for, as rank 0 has it: a cost table may be missing, or another one, elsewhere."""
+    text: str = world.on_first(lambda: to_json(step_aims(recipe, plan, index.lengths)))
+    return from_json(StepAims, text)
 
 
 def _matches(path: Path, sha: str, world_size: int, hardware: str) -> bool:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, Groups, IntArray, ItemLengths, SampleLengths, dist_ratio
-from mmtrain.balance.methods import Method, Sizes, compose, unit_tokens
+from mmtrain.balance.methods import Method, Sizes, compose, token_aims, unit_tokens
 from mmtrain.data import DataIndex, GroupStream, validation_batches
 from mmtrain.errors import DataError
 
@@ -152,9 +152,14 @@ def test_matched_steps_are_even_across_windows_and_epochs() -> None:
     tokens = unit_tokens(lengths)[1]
 
     def waits(method: Method) -> np.ndarray:
-        stream = GroupStream(lengths, Grouping(400, 2000, 8, method), 0)
-        groups = stream.groups(0, 3 * stream.groups_per_epoch // 8 * 8)
-        return dist_ratio(np.stack([tokens[g].sum(axis=0) for g in groups]).reshape(-1, 8, 2))
+        grouping = Grouping(400, 2000, 8, method)
+        stream, aims = GroupStream(lengths, grouping, 0), token_aims(lengths, grouping)
+        num_steps = 3 * stream.groups_per_epoch // 8
+        loads = np.zeros((num_steps, 8, 2), dtype=np.int64)
+        for step in range(num_steps):
+            meta = stream.batch(step, 8, {"llm": 8, "vision": 1}, {"llm": 1, "vision": 1}, aims)
+            np.add.at(loads[step], meta.replica, tokens[meta.sample_id])
+        return dist_ratio(loads)
 
     even = waits("matched")
     assert (even < [0.002, 0.06]).all()

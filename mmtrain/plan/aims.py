@@ -1,0 +1,203 @@
+"""What a plan wants the loader to even out and to order, as the numbers that `balance` applies."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from mmtrain.balance import Load, Place, Price, SampleLengths, StepAims
+from mmtrain.costs import CostModel, TokenLoad, costs_for, upstream_trains
+from mmtrain.models.shape import LayerShape, ModelShape, shape
+from mmtrain.plan.graph import stage_graph
+from mmtrain.plan.plan import Plan
+from mmtrain.plan.story import machine_for, precision_for
+from mmtrain.program.graph import LLM, Stage, StageGraph
+from mmtrain.recipe.schema import Recipe
+
+FILL = 0.98  # of `data.seq_len`, in a typical microbatch
+SCALE = 2.0**36  # units of cost in a typical microbatch on the busiest rank: sums over a step stay below 2^53
+ALIKE = 0.1  # of two ranks' time spent on different things, up to which one of them stands for both
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of n tokens in sequences whose squares sum to s, near a typical load: linear * n + quadratic * s."""
+
+    linear: float = 0.0
+    quadratic: float = 0.0
+
+    def __add__(self, other: "Line") -> "Line":
+        return Line(self.linear + other.linear, self.quadratic + other.quadratic)
+
+
+Lines = dict[str, Line]  # by unit
+
+
+@dataclass(frozen=True)
+class _RankWork:
+    """What one rank computes of every unit."""
+
+    forward: Lines
+    backward: Lines
+
+    def busy(self, units: frozenset[str]) -> Lines:
+        both = [self.forward, self.backward]
+        return {u: sum((lines[u] for lines in both if u in lines), Line()) for u in self.forward if u in units}
+
+
+def step_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
+    """What to arrange the samples of a step for, under this plan and its costs.
+
+    Units that share ranks are summed, units on ranks of their own evened apart. Prices are the slopes of the cost model
+    at a typical microbatch: what a sample adds to one. An encoder that serves all LLM replicas at once asks nothing of
+    them, since its items go to any of its replicas. Order in time matters to a 1F1B pipeline over several ranks.
+    """
+    model, machine = shape(recipe), machine_for(recipe, plan.hardware)
+    graph = stage_graph(plan, model)
+    costs = costs_for(machine, precision_for(recipe, machine), recipe.cluster.costs)
+    typical = typical_loads(graph, lengths, recipe.data.seq_len)
+    ranks = _work_of_ranks(graph, model, costs, typical)
+    totals = [sum(_seconds(work.busy(frozenset(typical)), typical).values()) for work in ranks]
+    scale = SCALE / max(max(totals), 1e-15)
+    encoders = [mesh.unit for mesh in graph.meshes if mesh.unit != LLM]
+    simple = plan.schedule.kind == "1f1b" and all(mesh.vpp == 1 for mesh in graph.meshes)
+    return StepAims(
+        loads=_loads(ranks, graph, typical, scale),
+        places=tuple(Place(_prices(work.forward, scale), _prices(work.backward, scale)) for work in ranks)
+        if simple and encoders and len(ranks) > 1
+        else (),
+        items={u: _prices(_together(ranks, u), scale)[u] for u in encoders},
+        nodes={mesh.unit: _nodes(graph, mesh.unit, machine.ranks_per_node) for mesh in graph.meshes},
+    )
+
+
+def typical_loads(graph: StageGraph, lengths: SampleLengths, seq_len: int) -> dict[str, TokenLoad]:
+    """The mean microbatch of every unit, when the LLM's are as full as grouping makes them."""
+    tokens, llm = max(int(FILL * seq_len), 1), graph.mesh(LLM)
+    groups = max(float(lengths.tokens.sum()) / tokens, 1e-9)  # in the whole dataset
+    found = {LLM: _mean_load(lengths.tokens, groups)}
+    for unit, items in lengths.items.items():
+        mesh = graph.mesh(unit)
+        share = mesh.dp * mesh.num_microbatches / (llm.dp * llm.num_microbatches)
+        found[unit] = _mean_load(items.tokens, groups * share)
+    return found
+
+
+def _mean_load(lengths: np.ndarray, microbatches: float) -> TokenLoad:
+    if not len(lengths):
+        return TokenLoad(0, 0, 0, 0)
+    sums = (float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()), float(len(lengths)))
+    tokens, sum_sq, num = (max(round(value / microbatches), 1) for value in sums)
+    return TokenLoad(tokens, sum_sq, int(lengths.max()), num)
+
+
+def _work_of_ranks(
+    graph: StageGraph, model: ModelShape, costs: CostModel, typical: Mapping[str, TokenLoad]
+) -> list[_RankWork]:
+    """Of the ranks that the first LLM replica's microbatches pass, in the order of passing, one of each lane."""
+    home = {rank: s.lanes[0][0] for s in graph.stages if s.id.unit == LLM for rank in s.lanes[0]}
+    others = {rank for s in graph.stages if s.id.unit == LLM for lane in s.lanes[1:] for rank in lane}
+    needs = upstream_trains(model)
+    found: dict[int, _RankWork] = {}
+    for stage in (graph.stage(sid) for sid in graph.order):
+        unit = stage.id.unit
+        mesh, layers = graph.mesh(unit), model.unit(unit).layers
+        lines = _stage_lines(stage, layers, needs[unit], mesh.tp, costs, typical[unit])
+        own = 1 if unit == LLM else mesh.dp // graph.num_groups
+        at = [home.get(lane[0], lane[0]) for lane in stage.lanes[:own] if lane[0] not in others]
+        shared = [rank for rank in dict.fromkeys(at) if rank in home.values()]
+        for rank in shared or at[:1]:
+            work = found.setdefault(rank, _RankWork({}, {}))
+            for kept, line in zip((work.forward, work.backward), lines, strict=True):
+                kept[unit] = kept.get(unit, Line()) + line
+    return list(found.values())
+
+
+def _stage_lines(
+    stage: Stage, layers: Sequence[LayerShape], needs: Sequence[bool], tp: int, costs: CostModel, typical: TokenLoad
+) -> tuple[Line, Line]:
+    """Forward and backward (recompute included) of a stage near a typical load."""
+
+    @cache
+    def lines(layer: LayerShape, input_grad: bool, again: bool) -> tuple[Line, Line]:
+        def backward(load: TokenLoad) -> float:
+            seconds = costs.seconds(layer, tp, load, "backward", input_grad=input_grad)
+            return seconds + (costs.seconds(layer, tp, load, "recompute") if again else 0.0)
+
+        return slope(lambda load: costs.seconds(layer, tp, load, "forward"), typical), slope(backward, typical)
+
+    each = [
+        lines(layers[i], needs[i], i in stage.recompute and (layers[i].trainable or needs[i]))
+        for i in range(*stage.layers)
+    ]
+    return sum((forward for forward, _ in each), Line()), sum((backward for _, backward in each), Line())
+
+
+def slope(seconds: Callable[[TokenLoad], float], at: TokenLoad) -> Line:
+    """What another token, and another pair of tokens in one sequence, cost on average near the load `at`.
+
+    Where the time does not grow (the weights are read, however few the tokens), the mean takes the place of the slope.
+    """
+    if at.tokens < 2:
+        return Line()
+
+    def probe(tokens: float, pairs: float) -> float:
+        return seconds(TokenLoad(round(at.tokens * tokens), round(at.sum_sq * pairs), at.max_len, at.num_sequences))
+
+    linear = (probe(1.5, 1) - probe(0.5, 1)) / at.tokens
+    quadratic = max((probe(1, 1.5) - probe(1, 0.5)) / max(at.sum_sq, 1), 0.0)
+    if linear <= 0:
+        linear = max(probe(1, 1) - quadratic * at.sum_sq, 0.0) / at.tokens
+    return Line(linear, quadratic)
+
+
+def _loads(
+    ranks: list[_RankWork], graph: StageGraph, typical: Mapping[str, TokenLoad], scale: float
+) -> tuple[Load, ...]:
+    """The different kinds of work that ranks do, each once, the coarsest (most of encoders) first."""
+    if graph.mesh(LLM).dp == 1:
+        return ()
+    counted = frozenset(typical) if graph.num_groups > 1 else frozenset({LLM})
+    busy = [(lines, _seconds(lines, typical)) for lines in (work.busy(counted) for work in ranks)]
+    busy = sorted((entry for entry in busy if sum(entry[1].values()) > 0), key=lambda e: -sum(e[1].values()))
+    kept: list[tuple[Lines, dict[tuple[str, str], float]]] = []
+    for lines, seconds in busy:
+        if all(_apart(seconds, other) > ALIKE for _, other in kept):
+            kept.append((lines, seconds))
+    whole = sum(sum(seconds.values()) for _, seconds in kept)
+    kept.sort(key=lambda e: -sum(s for (unit, _), s in e[1].items() if unit != LLM) / sum(e[1].values()))
+    return tuple(Load(_prices(lines, scale), round(sum(s.values()) / whole, 6)) for lines, s in kept)
+
+
+def _seconds(lines: Lines, typical: Mapping[str, TokenLoad]) -> dict[tuple[str, str], float]:
+    """Seconds of a typical microbatch, by unit and by what they grow with."""
+    found: dict[tuple[str, str], float] = {}
+    for unit, line in lines.items():
+        found[unit, "tokens"] = line.linear * typical[unit].tokens
+        found[unit, "pairs"] = line.quadratic * typical[unit].sum_sq
+    return found
+
+
+def _apart(one: Mapping[tuple[str, str], float], other: Mapping[tuple[str, str], float]) -> float:
+    """How much of their time two ranks spend on different things, 0 to 1."""
+    shares = [{key: s / sum(seconds.values()) for key, s in seconds.items()} for seconds in (one, other)]
+    keys = shares[0].keys() | shares[1].keys()
+    return sum(abs(shares[0].get(key, 0.0) - shares[1].get(key, 0.0)) for key in sorted(keys)) / 2
+
+
+def _together(ranks: list[_RankWork], unit: str) -> Lines:
+    """All of a unit's stages, both ways."""
+    lines = (work.busy(frozenset({unit})).get(unit, Line()) for work in ranks)
+    return {unit: sum(lines, Line())}
+
+
+def _prices(lines: Lines, scale: float) -> dict[str, Price]:
+    return {u: Price(round(line.linear * scale), round(line.quadratic * scale)) for u, line in sorted(lines.items())}
+
+
+def _nodes(graph: StageGraph, unit: str, ranks_per_node: int) -> tuple[int, ...]:
+    """Node of each replica's end at which features leave (an encoder's last stage) or arrive (the LLM's first)."""
+    stages = [s for s in graph.stages if s.id.unit == unit]
+    end = min(stages, key=lambda s: s.id.index) if unit == LLM else max(stages, key=lambda s: s.id.index)
+    return tuple(lane[0] // ranks_per_node for lane in end.lanes)
