@@ -1,25 +1,30 @@
 """The critical path: the chain of actions, each begun by the end of the one before, that a step's time is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mmtrain.program.replay import Moments
 from mmtrain.program.timeline import Span
+from mmtrain.program.timing import Transport
 from mmtrain.program.tracks import Tracks
 
 
-def critical_path(tracks: Tracks, moments: Moments) -> tuple[Span, ...]:
+def critical_path(
+    tracks: Tracks, moments: Moments, costs: Sequence[Transport], transits: Sequence[Transport]
+) -> tuple[Span, ...]:
     """Return compute, messages and collectives from the begin of the step to its end, without a gap between them.
 
     What ends last has waited for something that ended when it began, and so on back to the begin. Of several such
     chains one is returned: the one that stays on its rank, where it can. A message without rows is in no chain; it
     hands on what its ends waited for. Jobs of several ranks are shown on one that kept the others waiting.
     """
-    return tuple(_Walk(tracks, moments).backwards())[::-1]
+    return tuple(_Walk(tracks, moments, costs, transits).backwards())[::-1]
 
 
 class _Walk:
-    def __init__(self, tracks: Tracks, moments: Moments) -> None:
-        self.tracks, self.moments = tracks, moments
+    def __init__(
+        self, tracks: Tracks, moments: Moments, costs: Sequence[Transport], transits: Sequence[Transport]
+    ) -> None:
+        self.tracks, self.moments, self.costs, self.transits = tracks, moments, costs, transits
         self.posters: dict[int, list[int]] = {}
         for number, visit in enumerate(tracks.visits):
             for parcel in visit.posts:
@@ -35,13 +40,13 @@ class _Walk:
             if at < 0:
                 job = tracks.jobs[-1 - at]
                 assert job is not None
-                begin, end = moments.began[-1 - at], moments.ended[-1 - at]
+                begin, (seconds, nbytes) = moments.began[-1 - at], self.costs[-1 - at]
                 at, track = self._before_job(-1 - at)
-                yield Span(tracks.ranks[track][0], begin, end - begin, job.action, 0)
+                yield Span(tracks.ranks[track][0], begin, seconds, job.action, nbytes)
             else:
-                parcel, begin = tracks.parcels[at], moments.left[at]
-                if self.place[tracks.sender[at]].get(at) is not None:
-                    yield Span(parcel.senders[0], begin, moments.arrived[at] - begin, parcel.send, 0)
+                parcel, (seconds, nbytes) = tracks.parcels[at], self.transits[at]
+                if nbytes:
+                    yield Span(parcel.senders[0], moments.left[at], seconds, parcel.send, nbytes)
                 at = self._before_parcel(at)
 
     def _before_job(self, job: int) -> tuple[int, int]:

@@ -52,7 +52,7 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
         peak_memory_bytes=_by_rank(met, memory),
         simulated=True,
         pipeline_ranks={mesh.unit: mesh.pp for mesh in program.graph.meshes},
-        critical_path=Later(partial(critical_path, met, moments)),
+        critical_path=Later(partial(critical_path, met, moments, costs, transits)),
     )
 
 

@@ -1,0 +1,124 @@
+"""When everything in a program begins, by relaxing its precedences until nothing moves: an oracle for the simulator.
+
+It knows what each rank does, what messages are for and who takes part in what, from the actions and the interpreter;
+and, for nothing else says it, in which order the simulator used each communication stream. From these it finds the
+earliest begin of everything. That the order is the promised one, first ready first, is tested on what it finds.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from mmtrain.program import Program
+from mmtrain.program.actions import (
+    Action,
+    Backward,
+    Compute,
+    Fill,
+    Forward,
+    Partial,
+    Recv,
+    Send,
+    Share,
+)
+from mmtrain.program.timeline import Timeline
+from tests.program.interpreter import Interpreter
+
+Node = tuple[object, ...]  # ("work", action, group) or ("message", sender, send)
+
+
+@dataclass
+class Precedences:
+    """What must have ended before each node begins, and, for messages, before each node is ready to move."""
+
+    seconds: dict[Node, float]
+    before: dict[Node, set[Node]]
+    on_rank: dict[int, list[Node]]  # work in order
+
+    def solve(self, streams: Sequence[Sequence[Node]]) -> dict[Node, float]:
+        """Earliest begins where the nodes of each stream follow each other."""
+        before = {node: set(nodes) for node, nodes in self.before.items()}
+        for stream in streams:
+            for one, two in pairwise(stream):
+                before[two].add(one)
+        begin = dict.fromkeys(self.seconds, 0.0)
+        moved = True
+        while moved:
+            moved = False
+            for node, nodes in before.items():
+                at = max((begin[b] + self.seconds[b] for b in nodes), default=0.0)
+                if at > begin[node]:
+                    begin[node], moved = at, True
+        return begin
+
+    def ready(self, begin: Mapping[Node, float], node: Node) -> float:
+        """When a message or collective could move if no stream were busy."""
+        return max((begin[b] + self.seconds[b] for b in self.before[node]), default=0.0)
+
+
+def precedences(program: Program, timing: object) -> Precedences:
+    """All replica groups of a program that runs, timed."""
+    graph = program.graph
+    actions = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.place)}
+    who = Interpreter(graph, actions, lambda action: 0.0)
+    found = Precedences({}, defaultdict(set), {rank: [] for rank in actions})
+    for rank in actions:
+        last: Node | None = None
+        waiting: list[tuple[Recv, Node]] = []
+        for action in who.ranks[rank].actions:
+            if isinstance(action, Send | Recv):
+                node = _message(rank, action)
+                if isinstance(action, Recv):
+                    waiting.append((action, node))
+                else:
+                    found.seconds[node] = timing.message(rank, action).seconds  # type: ignore[attr-defined]
+                found.before[node] |= {last} if last else set()
+                continue
+            group = tuple(sorted(who._group(rank, action)))
+            node = ("work", action, group)
+            if isinstance(action, Compute):
+                found.seconds[node] = timing.compute(action)  # type: ignore[attr-defined]
+            else:
+                found.seconds[node] = timing.collective(group[0], action, group).seconds  # type: ignore[attr-defined]
+            reads = [(recv, message) for recv, message in waiting if _reads(action, recv)]
+            found.before[node] |= ({last} if last else set()) | {message for _, message in reads}
+            waiting = [pair for pair in waiting if pair not in reads]
+            found.on_rank[rank].append(node)
+            last = node
+    return found
+
+
+def nodes_of(timeline: Timeline, found: Precedences) -> tuple[dict[Node, float], list[list[Node]]]:
+    """What a timeline says: begins of nodes, and the order of each communication stream."""
+    begins: dict[Node, float] = {}
+    streams: defaultdict[int, list[tuple[float, float, Node]]] = defaultdict(list)
+    works = {(rank, node[1]): node for rank, nodes in found.on_rank.items() for node in nodes}
+    for span in timeline.spans:
+        node = _message(span.rank, span.action) if isinstance(span.action, Send) else works[span.rank, span.action]
+        assert begins.setdefault(node, span.start_s) == span.start_s, "all ranks of a work begin it together"
+        if not isinstance(span.action, Compute):
+            streams[span.rank].append((span.start_s, span.start_s + span.duration_s, node))
+    return begins, [[node for _, _, node in sorted(s, key=lambda entry: entry[:2])] for s in streams.values()]
+
+
+def _message(rank: int, action: Action) -> Node:
+    assert isinstance(action, Send | Recv)
+    if isinstance(action, Send):
+        return ("message", rank, action)
+    return ("message", action.peer, Send(action.edge, action.src, action.dst, rank, action.payload))
+
+
+def _reads(action: Action, recv: Recv) -> bool:
+    """Whether the action is the first that can need what the message brings."""
+    forward = recv.payload == "activation"
+    stage, mb = (recv.edge.dst, recv.dst) if forward else (recv.edge.src, recv.src)
+    match action:
+        case Share(edge, shared, payload):
+            return (edge, shared, payload) == (recv.edge, mb, recv.payload)
+        case Forward() | Backward() | Partial():
+            kind = action.kind == "F" if isinstance(action, Partial) else isinstance(action, Forward)
+            return (action.stage, action.mb, kind) == (stage, mb, forward)
+        case Fill():
+            raise AssertionError("the interpreter has taken it apart")
+    return False
