@@ -27,21 +27,27 @@ def doctor(
     from mmtrain.runtime.doctor import examine
 
     health = examine(run_dir, links)
-    typer.echo(json.dumps(asdict(health), indent=2) if as_json else "\n".join(_lines(health)))
+    typer.echo(json.dumps(asdict(health), indent=2) if as_json else "\n".join(lines(health)))
 
 
-def _lines(health: "Health") -> list[str]:
-    lines = ["Versions    " + ", ".join(f"{name} {version}" for name, version in health.versions.items())]
-    lines += [f"{'Devices' if i == 0 else '':<12}{device}" for i, device in enumerate(health.devices)]
-    lines.append(f"{'Preset':<12}{health.preset or 'none'}, for plans without a cost table")
-    lines.append(f"{'Backends':<12}" + ", ".join(f"{n} {'yes' if ok else 'no'}" for n, ok in health.backends.items()))
+def lines(health: "Health") -> list[str]:
+    """What was found, for people."""
+    text = ["Versions    " + ", ".join(f"{name} {version}" for name, version in health.versions.items())]
+    text += [f"{'Devices' if i == 0 else '':<12}{device}" for i, device in enumerate(health.devices)]
+    text.append(f"{'Products':<12}{health.flops / 1e12:.3g} TFLOP/s on one {'GPU' if health.devices[1:] else 'core'}")
+    text.append(f"{'Preset':<12}{health.preset or 'none'}, for plans without a cost table")
+    text.append(f"{'Backends':<12}" + ", ".join(f"{n} {'yes' if ok else 'no'}" for n, ok in health.backends.items()))
     chosen = next((name for name, problem in health.attention.items() if problem is None), "none")
-    lines.append(f"{'Attention':<12}{chosen} is used")
-    lines += [f"{'':<12}{name}: {problem}" for name, problem in health.attention.items() if problem]
+    text.append(f"{'Attention':<12}{chosen} is used")
+    text += [f"{'':<12}{name}: {problem}" for name, problem in health.attention.items() if problem]
     for i, (kind, (small, large)) in enumerate(health.messages.items()):
         heading = "Links" if i == 0 else ""
-        lines.append(f"{heading:<12}{kind}: 1 KiB in {small * 1e6:.0f} us, 4 MiB in {large * 1e3:.2f} ms")
+        text.append(f"{heading:<12}{kind}: 1 KiB in {small * 1e6:.0f} us, 4 MiB in {large * 1e3:.2f} ms")
     for kind, heading in (("slow", "Slow"), ("missing", "Missing")):
         found = [f for f in health.findings if f.kind == kind]
-        lines += [f"{heading if i == 0 else '':<12}{f.what}: {f.remedy}" for i, f in enumerate(found)]
-    return lines if health.findings else [*lines, "Nothing is missing."]
+        for i, finding in enumerate(found):
+            whom = f" [{', '.join(finding.commands)}]" if finding.commands else ""
+            text.append(f"{heading if i == 0 else '':<12}{finding.what}{whom}: {finding.remedy}")
+        if not found:
+            text.append(f"{heading:<12}nothing found")
+    return text

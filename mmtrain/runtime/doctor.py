@@ -1,52 +1,34 @@
 """`mmtrain doctor`: what this machine can do, what would be slow and why, and what is missing for which command."""
 
+import contextlib
 import importlib.metadata
-import importlib.util
-import os
 import platform
-import resource
-import shutil
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 import psutil
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from mmtrain.costs import preset_for_device
+from mmtrain.costs import preset, preset_for_device
 from mmtrain.costs.hardware import GIB
 from mmtrain.costs.table import MessageEntry
 from mmtrain.errors import MmtrainError, PlanError
 from mmtrain.models.attention import problems
+from mmtrain.runtime.ailments import Finding, accelerators, host, num_cores, packages, rates
 from mmtrain.runtime.launch import launch_local
 from mmtrain.runtime.profile import device_name, measure_messages
 from mmtrain.runtime.world import Address, join, leave
 
 QUICK_BYTES = (2**10, 2**22)
-FEW_FILES, LITTLE_DISK, LITTLE_SHARED = 4096, 10 * GIB, GIB
+PRODUCTS = 5
 PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "safetensors", "pydantic", "pillow")
-# Module, extra that brings it, and what cannot be done without.
-OPTIONAL = (
-    ("soundfile", "audio", "recipes with model.audio, `mmtrain data digits`"),
-    ("av", "video", "samples with videos"),
-    ("pyarrow", "parquet", "sources in Parquet"),
-    ("zmq", "serve", "`mmtrain data serve` and data.producers"),
-    ("matplotlib", "report", "pictures of `mmtrain data stats --png`"),
-)
+EXTRAS = ("flash-attn", "soundfile", "av", "pyarrow", "pyzmq", "matplotlib")
 TALK = "look at firewalls, and at GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something a user may want to change."""
-
-    kind: Literal["slow", "missing"]
-    what: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -58,6 +40,7 @@ class Health:
     preset: str | None  # stands for this hardware in plans
     backends: dict[str, bool]  # of torch.distributed
     attention: dict[str, str | None]  # backend -> why it cannot be used, in the precision training takes by default
+    flops: float  # FLOP/s of large products on one rank: a GPU, or one core
     messages: dict[str, list[float]] = field(default_factory=dict)  # kind -> seconds of 1 KiB and of 4 MiB
     findings: list[Finding] = field(default_factory=list)
 
@@ -73,31 +56,37 @@ def examine(folder: Path, links: bool = True) -> Health:
     dtype = torch.bfloat16 if cuda else torch.float32
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     attention = {str(name): problem for name, problem in problems(device, dtype).items()}
-    findings = [*_missing(), *_hardware(cuda, backends, attention), *_system(folder)]
+    findings = [*packages(), *accelerators(cuda, backends["nccl"], attention)]
+    findings += host(folder, psutil.virtual_memory().available)
     messages: dict[str, list[float]] = {}
     if links and (not cuda or torch.cuda.device_count() > 1):
         try:
             messages = _links()
         except MmtrainError as error:
-            findings.append(Finding("missing", f"two processes of this machine cannot talk: {error}", TALK))
+            what = f"two processes of this machine cannot talk: {error}"
+            findings.append(Finding("missing", what, TALK, ("train", "profile")))
+    preset_name, flops = None, _rate(device, dtype)
     try:
-        preset = preset_for_device(torch.cuda.get_device_name(0) if cuda else None)
+        preset_name = preset_for_device(torch.cuda.get_device_name(0) if cuda else None)
+        findings += rates(preset(preset_name), "bf16" if cuda else "fp32", flops, messages)
     except PlanError as error:
-        preset = None
-        findings.append(Finding("missing", "plans for this hardware", str(error)))
-    return Health(_versions(), _devices(cuda), preset, backends, attention, messages, findings)
+        findings.append(Finding("missing", "plans for this hardware", str(error), ("plan", "train")))
+    return Health(_versions(), _devices(cuda), preset_name, backends, attention, flops, messages, findings)
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "mmtrain": importlib.metadata.version("mmtrain")}
-    return found | {name: importlib.metadata.version(name) for name in PACKAGES}
+    """Of what is needed, and of what extras brought."""
+    found = {"python": platform.python_version()}
+    for name in ("mmtrain", *PACKAGES, *EXTRAS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _devices(cuda: bool) -> list[str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     name = device_name(torch.device("cpu")).removeprefix("one core of ")
     memory = psutil.virtual_memory()
-    host = f"{cores} cores, {name}, {memory.total / GIB:.0f} GiB memory, {memory.available / GIB:.0f} GiB free"
+    host = f"{num_cores()} cores, {name}, {memory.total / GIB:.0f} GiB memory, {memory.available / GIB:.0f} GiB free"
     gpus = []
     for index in range(torch.cuda.device_count() if cuda else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -105,47 +94,21 @@ def _devices(cuda: bool) -> list[str]:
     return [host, *gpus]
 
 
-def _missing() -> list[Finding]:
-    return [
-        Finding("missing", f"{module}, for {purpose}", f"pip install 'mmtrain[{extra}]'")
-        for module, extra, purpose in OPTIONAL
-        if importlib.util.find_spec(module) is None
-    ]
-
-
-def _hardware(cuda: bool, backends: dict[str, bool], attention: dict[str, str | None]) -> list[Finding]:
-    if not cuda:
-        return [Finding("slow", "no GPU: models beyond some million parameters take long", "train where GPUs are")]
-    found = []
-    if not backends["nccl"]:
-        found.append(Finding("missing", "NCCL, for more than one GPU", "install a CUDA build of torch"))
-    fused = [attention[name] for name in ("flash_attn", "varlen") if name in attention]
-    if all(problem is not None for problem in fused):
-        found.append(
-            Finding("slow", f"attention has no fused kernel for packed sequences: {fused[0]}", "see `attention` above")
-        )
-    return found
-
-
-def _system(folder: Path) -> list[Finding]:
-    found = []
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < LITTLE_DISK:
-        found.append(
-            Finding("slow", f"{free / GIB:.1f} GiB of disk free in {existing}", "checkpoints need room; see --run-dir")
-        )
-    shared = Path("/dev/shm")
-    if shared.exists() and shutil.disk_usage(shared).total < LITTLE_SHARED:
-        found.append(
-            Finding("slow", "/dev/shm is small, which data workers and NCCL use", "docker run --shm-size=8g or more")
-        )
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and files < FEW_FILES:
-        found.append(
-            Finding("slow", f"{files} open files allowed; many ranks and workers need more", "ulimit -n 65536")
-        )
-    return found
+def _rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large product on one rank's share of this machine: a GPU, or one core."""
+    side = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = []
+        for _ in range(PRODUCTS):
+            begin = time.perf_counter()
+            (a @ b)[0, 0].item()  # a GPU has finished when its value is here
+            seconds.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * side**3 / min(seconds)
 
 
 def _links() -> dict[str, list[float]]:

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mmtrain.cli.doctor import lines
+from mmtrain.runtime.ailments import Finding
+from mmtrain.runtime.doctor import Health
+
 
 def _doctor(*arguments: str, folder: Path) -> str:
     command = [sys.executable, "-m", "mmtrain", "doctor", *arguments]
@@ -23,6 +27,9 @@ def test_it_knows_this_machine(tmp_path: Path) -> None:
     assert set(found["messages"]) == {"p2p", "all_reduce", "broadcast", "all_gather", "reduce_scatter"}
     assert all(seconds > 0 for pair in found["messages"].values() for seconds in pair)
     assert all(f["kind"] in ("slow", "missing") and f["what"] and f["remedy"] for f in found["findings"])
+    assert found["flops"] > 1e8
+    assert {"soundfile", "pyarrow"} <= set(found["versions"])
+    assert not any("pip install 'mmtrain[" in f["remedy"] for f in found["findings"])
     assert not (tmp_path / "runs").exists()
 
 
@@ -31,3 +38,12 @@ def test_in_words_it_says_what_is_used_and_why_not_the_rest(tmp_path: Path) -> N
     assert "sdpa is used" in words or "flash_attn is used" in words or "varlen is used" in words
     assert "all_reduce" not in words
     assert "Versions" in words
+    assert "FLOP/s on one" in words
+
+
+def test_what_is_missing_is_told_with_the_commands_it_is_missing_for() -> None:
+    missing = Finding("missing", "av, for samples with videos", "pip install 'mmtrain[video]'", ("plan", "train"))
+    health = Health({}, ["2 cores"], None, {}, {"sdpa": None}, 1e11, {}, [missing])
+    words = lines(health)
+    assert "Missing     av, for samples with videos [plan, train]: pip install 'mmtrain[video]'" in words
+    assert "Slow        nothing found" in words
