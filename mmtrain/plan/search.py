@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmtrain.costs import Hardware, RankMemory
@@ -16,6 +16,7 @@ from mmtrain.plan.plan import Alternative
 from mmtrain.plan.pricing import Pricing
 from mmtrain.program.graph import StageGraph, StageId
 
+Progress = Callable[[int, int], None]  # done, total
 SAME = 1.001  # step times within this factor count as equal; the simpler layout then wins
 
 
@@ -63,18 +64,26 @@ def _split(choices: list[UnitChoices], ranks: int) -> Iterator[dict[str, MeshSiz
 
 
 def search(
-    sizings: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware, at_least: int
+    sizings: Sequence[Sizing],
+    pricing: Pricing,
+    choices: Mapping[str, UnitChoices],
+    machine: Hardware,
+    at_least: int,
+    progress: Progress | None = None,
 ) -> Outcome:
     """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
 
     A candidate is first bounded by its work, then, when its turn comes, by its schedule without communication, and
     simulated when it is still first. At least `at_least` are, if so many fit, so that the ranking has figures to show.
     """
-    candidates, losers = _cut_all(sizings, pricing, choices, machine)
+    total = 2 * len(sizings)  # each is cut, then judged or dismissed
+    candidates, losers = _cut_all(_told(sizings, total, progress), pricing, choices, machine)
     queue = [(c.bound, place, False) for place, c in enumerate(candidates)]
     heapq.heapify(queue)
     judged: list[Judged] = []
     while queue:
+        if progress is not None:
+            progress(total - len(queue), total)
         bound, place, is_tight = heapq.heappop(queue)
         candidate = candidates[place]
         best = min((j.step_time_s for j in judged), default=math.inf)
@@ -92,8 +101,15 @@ def search(
     return Outcome(tuple(_ranked(judged)), tuple(losers))
 
 
+def _told(sizings: Sequence[Sizing], total: int, progress: Progress | None) -> Iterator[Sizing]:
+    for done, sizing in enumerate(sizings):
+        if progress is not None:
+            progress(done, total)
+        yield sizing
+
+
 def _cut_all(
-    sizings: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
+    sizings: Iterable[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
 ) -> tuple[list[Candidate], list[Alternative]]:
     """Cut every candidate into stages; also return those that cannot be."""
     losers: list[Alternative] = []

@@ -1,8 +1,8 @@
 """The planner's story: from a recipe and the lengths of its data to the fastest plan that fits, and why."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.costs import Hardware, Precision, costs_for, preset
@@ -16,7 +16,7 @@ from mmtrain.plan.judge import Judged
 from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction, SchedulePlan
 from mmtrain.plan.pricing import Pricing, sizes_of
 from mmtrain.plan.replicated import Phases
-from mmtrain.plan.search import SAME, Outcome, search, sizings
+from mmtrain.plan.search import SAME, Outcome, Progress, search, sizings
 from mmtrain.program import build
 from mmtrain.recipe.schema import Recipe
 
@@ -31,12 +31,17 @@ def plan(
     hardware: str,
     recipe_sha256: str,
     top: int = 5,
+    explain: bool = False,
+    progress: Progress | None = None,
+    measure: Callable[[Plan], float] | None = None,
 ) -> Plan:
     """Choose the fastest plan that uses `world_size` ranks of `hardware` (a preset's name) and fits their memory.
 
     Every placement and mesh size the recipe allows is cut into stages, held against the memory limit, and simulated
-    on a few global batches of the recipe's own lengths; `top` losers are kept with the reason they lost.
-    Pure: the same arguments give the same plan.
+    on a few global batches of the recipe's own lengths; `top` losers are kept with the reason they lost, or all to
+    `explain`. With `parallel.max_gpus` it may use fewer ranks. Pure: the same arguments give the same plan. progress:
+    told how many candidates are settled, of how many. measure: seconds of a step as run; the `top` plans predicted to
+    be fastest are then ranked by it (OmniBal, arXiv 2407.20761).
 
     Raises:
         PlanError: constraints contradict each other or the cluster, or nothing fits into memory.
@@ -57,28 +62,59 @@ def plan(
     )
 
     candidates = candidates_for(recipe, choices, world_size)
-    outcome = search(candidates, pricing, choices, machine, at_least=top + 1)
+    outcome = search(candidates, pricing, choices, machine, at_least=top + 1, progress=progress)
     if not outcome.judged:
         raise PlanError(_nothing_fits(outcome, machine, world_size))
-    chosen, *slower = outcome.judged
+    about = About(recipe, recipe_sha256, pricing, machine)
+    judged, seconds = by_measure(outcome.judged, top, about, measure) if measure else (outcome.judged, {})
+    chosen, *slower = judged
     build(chosen.graph)  # refuses what the runtime could not run to its end
-    losers = [*(_slower(j, chosen) for j in slower), *outcome.losers]
+    losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.losers]
     if recipe.parallel.placement == "auto" and world_size > 1:
         phases = Phases(shape, pricing.costs, precision, batches, machine, world_size)
         losers.append(phases.alternative(chosen.step_time_s))
-    return Plan(
-        recipe_sha256=recipe_sha256,
-        hardware=hardware,
-        world_size=world_size,
-        placement=chosen.layout.placement,
-        units={
-            name: unit.model_copy(update={"sp": unit.tp > 1 and getattr(recipe.parallel, name).sp})
-            for name, unit in chosen.layout.units.items()
-        },
-        schedule=SchedulePlan(num_microbatches=dict(chosen.layout.num_microbatches)),
-        predicted=predict(chosen, pricing, machine, world_size),
-        alternatives=shown(losers, top),
-    )
+    return about.plan(chosen, shown(losers, len(losers) if explain else top))
+
+
+@dataclass(frozen=True)
+class About:
+    """What a plan says beside its layout."""
+
+    recipe: Recipe
+    recipe_sha256: str
+    pricing: Pricing
+    machine: Hardware
+
+    def plan(self, chosen: Judged, alternatives: tuple[Alternative, ...] = ()) -> Plan:
+        """The saved artefact of a layout."""
+        world_size = chosen.graph.world_size
+        return Plan(
+            recipe_sha256=self.recipe_sha256,
+            hardware=self.machine.name,
+            world_size=world_size,
+            placement=chosen.layout.placement,
+            units={
+                name: unit.model_copy(update={"sp": unit.tp > 1 and getattr(self.recipe.parallel, name).sp})
+                for name, unit in chosen.layout.units.items()
+            },
+            schedule=SchedulePlan(num_microbatches=dict(chosen.layout.num_microbatches)),
+            predicted=predict(chosen, self.pricing, self.machine, world_size),
+            alternatives=alternatives,
+        )
+
+
+def by_measure(
+    judged: Sequence[Judged], top: int, about: About, measure: Callable[[Plan], float]
+) -> tuple[list[Judged], dict[int, float]]:
+    """The layouts with the first `top` of them in the order of what their steps take, and that by `id`.
+
+    A layout that could not be run takes for ever.
+    """
+    seconds = {id(j): measure(about.plan(j)) for j in judged[:top]}
+    first = sorted(judged[:top], key=lambda j: seconds[id(j)])
+    if math.isinf(seconds[id(first[0])]):
+        raise PlanError(f"--measure: none of the {len(first)} plans predicted to be fastest could be run here")
+    return [*first, *judged[top:]], seconds
 
 
 def shown(losers: Sequence[Alternative], top: int) -> tuple[Alternative, ...]:
@@ -110,7 +146,8 @@ def precision_for(recipe: Recipe, machine: Hardware) -> Precision:
 def candidates_for(recipe: Recipe, choices: dict[str, UnitChoices], world_size: int) -> list[Sizing]:
     """All sizes the recipe's placement allows on `world_size` ranks; PlanError says why there are none."""
     wanted = recipe.parallel.placement
-    found = [s for s in sizings(choices, world_size) if wanted in ("auto", s.placement)]
+    counts = [world_size] if recipe.parallel.max_gpus is None else fewer(min(world_size, recipe.parallel.max_gpus))
+    found = [s for n in counts for s in sizings(choices, n) if wanted in ("auto", s.placement)]
     if found:
         return found
     both: tuple[Placement, ...] = ("unified", "disaggregated") if len(choices) > 1 else ("unified",)
@@ -120,6 +157,12 @@ def candidates_for(recipe: Recipe, choices: dict[str, UnitChoices], world_size: 
         f"no plan uses exactly {world_size} ranks.\n  " + "\n  ".join(why) + "\n"
         "Change the constraints under `parallel`, train.global_batch, or the number of ranks."
     )
+
+
+def fewer(most: int) -> list[int]:
+    """Numbers of ranks worth trying where fewer than `most` will do: eight, in steps of a sixteenth."""
+    step = max(1, most // 16)
+    return list(range(most, 0, -step))[:8]
 
 
 def predict(chosen: Judged, pricing: Pricing, machine: Hardware, world_size: int) -> Prediction:
@@ -147,13 +190,18 @@ def _peak_by_ranks(chosen: Judged) -> dict[str, float]:
     return peaks
 
 
-def _slower(loser: Judged, chosen: Judged) -> Alternative:
-    """One line on a plan that fits but is not the fastest."""
+def _slower(loser: Judged, chosen: Judged, seconds: Mapping[int, float]) -> Alternative:
+    """One line on a plan that fits but is not the fastest; seconds: of those that were measured, by `id`."""
     ratio = loser.step_time_s / chosen.step_time_s
     idle_kind = max(loser.bubbles, key=lambda kind: loser.bubbles[kind])
     idle = sum(loser.bubbles.values())
     lo, hi = loser.graph.stage(loser.busiest).layers
-    if ratio <= SAME:
+    if id(loser) in seconds:
+        ran = seconds[id(loser)] / seconds[id(chosen)]
+        reason = (
+            "could not be run here" if math.isinf(ran) else f"{ran:.2f}x slower as measured, {ratio:.2f}x predicted"
+        )
+    elif ratio <= SAME:
         reason = "as fast, but with more pipeline ranks or tensor parallelism"
     elif idle < IDLE_MATTERS or loser.busiest_share > 1 - IDLE_MATTERS:
         reason = (

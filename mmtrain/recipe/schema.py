@@ -393,6 +393,11 @@ class ParallelSettings(Section):
     vision: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the vision unit.")
     audio: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the audio unit.")
     llm: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the LLM unit.")
+    max_gpus: PositiveInt | None = Field(
+        None,
+        description="Most ranks that a plan may take; it may then take fewer, where that is faster. Default: all of "
+        "the cluster's, exactly.",
+    )
     generator: UnitParallel = Field(
         UnitParallel(), description="Fixed sizes of the generator, which only data parallelism splits."
     )

@@ -1,0 +1,63 @@
+"""What the command line may ask of the planner: fewer ranks, all losers, measured order, progress."""
+
+import math
+from typing import Any
+
+import pytest
+
+from mmtrain.errors import PlanError
+from mmtrain.plan import Plan, plan
+from mmtrain.recipe.schema import Recipe
+from tests.plan.factory import lengths, recipe, text_lengths
+
+
+def planned(settings: Recipe, world_size: int = 4, **more: Any) -> Plan:
+    samples = lengths() if settings.model.vision else text_lengths()
+    return plan(settings, samples, world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64, **more)
+
+
+def test_fewer_ranks_are_taken_only_where_they_may_be() -> None:
+    """With one group a step the LLM has one replica, and a longer pipeline is no faster."""
+    tiny: dict[str, Any] = {"vision": None, "global_batch": 1, "seq_len": 224}
+    assert planned(recipe(**tiny, parallel={"llm": {"tp": 1}})).world_size == 4
+    free = planned(recipe(**tiny, parallel={"llm": {"tp": 1}, "max_gpus": 4}))
+    assert free.world_size == len(free.units["llm"].ranks) < 4
+    assert planned(recipe(parallel={"max_gpus": 2})).world_size <= 2
+
+
+def test_all_losers_are_explained_on_demand() -> None:
+    few, every = planned(recipe(), top=1), planned(recipe(), top=1, explain=True)
+    assert len(few.alternatives) == 1 < len(every.alternatives)
+    assert all(a.reason for a in every.alternatives)
+    assert every.model_copy(update={"alternatives": ()}) == few.model_copy(update={"alternatives": ()})
+
+
+def test_the_plan_that_measures_fastest_is_chosen() -> None:
+    asked: list[Plan] = []
+
+    def backwards(candidate: Plan) -> float:
+        asked.append(candidate)
+        return 10.0 - len(asked)
+
+    chosen = planned(recipe(), top=3, measure=backwards)
+    assert len(asked) == 3
+    assert [p.predicted.step_time_s for p in asked] == sorted(p.predicted.step_time_s for p in asked)
+    assert chosen.units == asked[2].units
+    assert "1.29x slower as measured" in " ".join(a.reason for a in chosen.alternatives)
+
+
+def test_plans_that_cannot_be_run_are_not_chosen() -> None:
+    seconds = iter([math.inf, 1.0, math.inf])
+    chosen = planned(recipe(), top=3, explain=True, measure=lambda _: next(seconds))
+    assert [a.reason for a in chosen.alternatives].count("could not be run here") == 2
+    with pytest.raises(PlanError, match="none of the 2 plans predicted to be fastest could be run"):
+        planned(recipe(), top=2, measure=lambda _: math.inf)
+
+
+def test_progress_runs_to_its_end() -> None:
+    told: list[tuple[int, int]] = []
+    planned(recipe(), progress=lambda done, total: told.append((done, total)))
+    totals = {total for _, total in told}
+    assert len(totals) == 1
+    assert told[0][0] == 0
+    assert max(done for done, _ in told) == totals.pop() - 1
