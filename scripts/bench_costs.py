@@ -49,7 +49,9 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
     with tempfile.TemporaryDirectory() as folder:
-        found = profile(ProfileRequest(recipe, "cpu-core", sizes_to_measure(recipe, RANKS)))
+        found = profile(
+            ProfileRequest(recipe, "cpu-core", RANKS, sizes_to_measure(recipe, RANKS), build(recipe).lengths)
+        )
         for name, errors in found.errors.items():
             print(f"{name:<12} {len(errors)} loads held out: off by {statistics.median(errors):.1%} (median)")
         print(f"all: {found.median_error:.1%} (limit 10%)")

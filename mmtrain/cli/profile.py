@@ -31,25 +31,33 @@ def profile(
     """Measure what layers and messages take here.
 
     The table is for `cluster.costs`: plans then rest on it, not on a model of the hardware.
-    Each kind of layer is timed forward and backward, with and without recomputation, on several loads, and so are
-    messages between local ranks. Then loads in between are timed, to tell how far the table can be trusted.
+    Each kind of layer is timed forward and backward, with and without recomputation, on several loads like those of
+    the recipe's data, by all local ranks at once; so are messages between them. Then loads in between are timed, to
+    tell how far the table can be trusted.
     """
     import json
     import statistics
     from tempfile import TemporaryFile
 
-    from mmtrain.errors import UserError
+    from mmtrain.errors import DataError, UserError
     from mmtrain.recipe import load
 
     settings = load(recipe, overrides).recipe  # a wrong recipe is told before torch has loaded
     from mmtrain.cli.cluster import cluster_of
     from mmtrain.costs.table import CostTable
+    from mmtrain.data import build
     from mmtrain.plan.profiling import sizes_to_measure
     from mmtrain.runtime.profile import ProfileRequest, unmeasured
     from mmtrain.runtime.profile import profile as measure
 
     ranks, hardware = cluster_of(settings)
-    request = ProfileRequest(settings, hardware, sizes_to_measure(settings, ranks, only, tp))
+    sizes = sizes_to_measure(settings, ranks, only, tp)
+    try:
+        lengths = build(settings).lengths
+    except DataError as error:
+        lengths = None
+        typer.echo(f"mmtrain: measured on loads made up from the recipe, as its data cannot be read: {error}", err=True)
+    request = ProfileRequest(settings, hardware, ranks, sizes, lengths)
     before = CostTable.load(out, "--out") if out.exists() else None
     if before is not None:
         before.merged(unmeasured(request))  # refused now rather than after minutes of measuring

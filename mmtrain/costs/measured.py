@@ -108,6 +108,9 @@ class MeasuredCosts:
             return 0.0
         entry = self._entry(layer, tp)
         timed: Timed = kind
+        alone = kind == "forward" and not (layer.trainable or input_grad)
+        if alone and entry is not None and "forward_only" in entry.samples[0].seconds:
+            timed = "forward_only"
         if kind == "backward" and not (layer.trainable and input_grad):
             timed = "backward_weight" if layer.trainable else "backward_input"
         if entry is not None and timed == "backward_weight" and timed not in entry.samples[0].seconds:

@@ -11,8 +11,8 @@ from mmtrain.costs.types import TokenLoad
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import LayerShape
 
-Timed = Literal["forward", "recompute", "backward", "backward_weight", "backward_input"]
-TIMED: tuple[Timed, ...] = ("forward", "recompute", "backward", "backward_weight", "backward_input")
+Timed = Literal["forward", "forward_only", "recompute", "backward", "backward_weight", "backward_input"]
+TIMED: tuple[Timed, ...] = ("forward", "forward_only", "recompute", "backward", "backward_weight", "backward_input")
 
 
 Source = Literal["measured", "modelled"]
@@ -28,7 +28,8 @@ class LayerSample(_Frozen):
     """One load, and the medians measured for it.
 
     `backward` makes the gradients of weights and input, `backward_weight` and `backward_input` only the one; what a
-    layer cannot do (an embedding has no input) is absent. `recompute` is what recomputing adds to a backward.
+    layer cannot do (an embedding has no input) is absent. `forward_only` is a forward that no backward follows.
+    `recompute` is what recomputing adds to a backward.
     """
 
     tokens: Annotated[int, Field(gt=0)]

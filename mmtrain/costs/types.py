@@ -57,7 +57,10 @@ class CostModel(Protocol):
     def seconds(
         self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
     ) -> float:
-        """Seconds one rank of `tp` spends on `layer`. `backward` excludes `recompute`."""
+        """Seconds one rank of `tp` spends on `layer`.
+
+        `backward` excludes `recompute`; a forward that no backward follows keeps nothing for one.
+        """
         ...
 
     def activation_bytes(

@@ -124,14 +124,21 @@ class Pricing:
             )
         return self._lines[key]
 
+    def layer_seconds(self, unit: str, tp: int, dp: DataParallel) -> FloatArray:
+        """(L, 2) mean seconds of a microbatch's forward, and backward with recompute, in each of the unit's layers."""
+        return np.asarray(np.diff(self._prefix_sums(unit, tp, dp).mean(axis=(2, 3, 4)), axis=0))
+
     def stage_seconds(self, graph: StageGraph) -> dict[StageId, StageSeconds]:
         """What every stage costs in each batch."""
         dp = sizes_of(graph)
         return {s.id: self._seconds_of(s.id.unit, graph.mesh(s.id.unit).tp, dp, s.layers) for s in graph.stages}
 
-    def memory(self, graph: StageGraph) -> dict[int, RankMemory]:
-        """What every rank of the first replica holds at most; all replicas hold the same."""
-        needs, alive = upstream_trains(self.shape), in_flight(graph)
+    def memory(self, graph: StageGraph, alive: Mapping[StageId, int] | None = None) -> dict[int, RankMemory]:
+        """What every rank of the first replica holds at most; all replicas hold the same.
+
+        alive: microbatches that each stage holds between forward and backward at most; by default those of 1F1B.
+        """
+        needs, alive = upstream_trains(self.shape), in_flight(graph) if alive is None else alive
         held: dict[int, list[HeldLayers]] = {}
         for stage in graph.stages:
             mesh, (lo, hi) = graph.mesh(stage.id.unit), stage.layers
@@ -194,7 +201,7 @@ class Pricing:
 
     def _price(self, unit: str, layer: LayerShape, input_grad: bool, tp: int, load: TokenLoad) -> tuple[float, float]:
         """Seconds of a layer's forward, and of its backward with what that recomputes."""
-        forward = self.costs.seconds(layer, tp, load, "forward")
+        forward = self.costs.seconds(layer, tp, load, "forward", input_grad=input_grad)
         backward = self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad)
         if self.recompute[unit] and (layer.trainable or input_grad):
             backward += self.costs.seconds(layer, tp, load, "recompute")

@@ -142,7 +142,7 @@ class ModelTiming:
 
     def _forward(self, stage: Stage, layers: Layers, load: TokenLoad) -> float:
         tp = self.graph.mesh(stage.id.unit).tp
-        return sum(self.costs.seconds(layer, tp, load, "forward") for _, layer, _ in layers)
+        return sum(self.costs.seconds(layer, tp, load, "forward", input_grad=needed) for _, layer, needed in layers)
 
     def _backward(self, stage: Stage, layers: Layers, load: TokenLoad) -> float:
         tp = self.graph.mesh(stage.id.unit).tp
@@ -164,9 +164,8 @@ class ModelTiming:
 
     def _input_gradients(self, stage: Stage, layers: Layers, load: TokenLoad) -> float:
         """Seconds of the part of a backward that those upstream wait for: what it takes if the layers are frozen."""
-        return self._backward(
-            stage, [(at, replace(layer, trainable=False), needed) for at, layer, needed in layers], load
-        )
+        frozen = [(at, replace(layer, trainable=False), needed) for at, layer, needed in layers]
+        return self._backward(stage, frozen, load)
 
     @cached_property
     def _layers(self) -> dict[StageId, Layers]:

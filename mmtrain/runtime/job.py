@@ -101,7 +101,7 @@ def assemble(
         if world.rank in mesh.ranks
     }
     optimizer = Optimizer(
-        {name: _unit_optimizer(recipe, unit, world) for name, unit in units.items()},
+        {name: unit_optimizer(recipe, unit, world) for name, unit in units.items()},
         recipe.train.optimizer,
         world,
         groups.tied_embeddings,
@@ -231,7 +231,8 @@ def _is_copy(param: nn.Parameter) -> bool:
     return getattr(param, "shared", None) is not None
 
 
-def _unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW:
+def unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW:
+    """The optimizer of the unit's stages on this rank, with the recipe's settings for it."""
     held: dict[nn.Parameter, Held] = {}
     for stage in unit.stages.values():
         specs = params.specs(stage, unit.name, unit.groups.tp_size)

@@ -1,13 +1,13 @@
 """Loads to measure layers on, like those a recipe's microbatches will be, and the inputs that have them."""
 
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mmtrain.balance import SampleLengths
 from mmtrain.costs import TokenLoad
 from mmtrain.models.inputs import AudioInput, TextInput, UnitInput, VisionInput
 from mmtrain.models.shape import UnitShape
@@ -15,20 +15,23 @@ from mmtrain.recipe.schema import Recipe
 
 NODES = 5  # numbers of tokens, each twice the one before
 HELD_OUT = (0.37, 0.74)  # of the largest load
+NUM_MADE_UP = 64  # items of a recipe without data
+
+Size = tuple[int, int] | int  # of an image (rows, cols), of a clip frames, of a sequence tokens
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A microbatch to measure on: of images `sizes` are (rows, cols), of clips frames, of sequences tokens."""
+    """A microbatch to measure on."""
 
     unit: str
-    sizes: tuple[tuple[int, int], ...] | tuple[int, ...]
+    sizes: tuple[Size, ...]
     extra_tokens: int = 0
 
     @property
     def load(self) -> TokenLoad:
         """What layers see of it."""
-        return TokenLoad.of(np.array([self._tokens(size) for size in self.sizes]))
+        return TokenLoad.of(np.array([num_tokens(self.unit, size, self.extra_tokens) for size in self.sizes]))
 
     def inputs(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> UnitInput:
         """Random payload of this size."""
@@ -46,63 +49,92 @@ class Probe:
         ids = torch.randint(0, recipe.model.llm.vocab, (sum(lengths),), device=device)
         return TextInput(lengths, ids, ids.roll(-1))
 
-    def _tokens(self, size: tuple[int, int] | int) -> int:
-        if isinstance(size, tuple):
-            return size[0] * size[1] + self.extra_tokens
-        return size // 2 if self.unit == "audio" else size
+
+def num_tokens(unit: str, size: Size, extra_tokens: int) -> int:
+    """Tokens of one item as the unit's blocks see them."""
+    if isinstance(size, tuple):
+        return size[0] * size[1] + extra_tokens
+    return size // 2 if unit == "audio" else size
 
 
-def probes(recipe: Recipe, unit: UnitShape) -> tuple[list[Probe], list[Probe]]:
+def probes(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None = None) -> tuple[list[Probe], list[Probe]]:
     """Loads to fit a unit's costs to, and others to hold the fit against.
 
-    The largest is what fills `data.seq_len`. Each number of tokens comes as few long items and as many short ones,
-    which tells apart what attention costs and what each item does.
+    The largest is what fills `data.seq_len`. Items are drawn from the data's `lengths`: kernels are started for every
+    distinct length, so items that are all alike would pass too fast. Without data they are made up from what the
+    recipe allows. Each number of tokens comes as any items, as long ones and as short ones, which tells apart what
+    attention costs and what each item does.
     """
     largest = recipe.data.seq_len * unit.layers[-1].joins  # of an encoder: all of it features
+    pool = sorted(_items(unit, lengths) or _made_up(recipe, unit), key=lambda size: _tokens(unit, size))
+    longer, shorter = pool[len(pool) // 2 :], pool[: len(pool) // 2] or pool
+    rng = np.random.default_rng(recipe.train.seed)
     counts = [max(1, largest >> k) for k in range(NODES)][::-1]
-    fitted = [p for n in counts for p in _both(recipe, unit, n)]
-    between = [p for share in HELD_OUT for p in _both(recipe, unit, max(1, round(share * largest)))]
+    fitted = [_filled(unit, some, n, rng) for n in counts for some in (pool, longer, shorter)]
+    between = [_filled(unit, pool, max(1, round(share * largest)), rng) for share in HELD_OUT for _ in range(2)]
     return list(dict.fromkeys(fitted)), [p for p in dict.fromkeys(between) if p not in fitted]
 
 
-def _both(recipe: Recipe, unit: UnitShape, tokens: int) -> Iterator[Probe]:
-    """About so many tokens in long items, and in short ones."""
-    extra = unit.layers[0].extra_tokens
-    for short in (False, True):
-        if unit.name == "vision":
-            size = _image(recipe, short)
-            count = max(1, round(tokens / (size[0] * size[1] + extra)))
-            yield Probe(unit.name, (size,) * count, extra)
-        elif unit.name == "audio":
-            frames = _clip(recipe, short)
-            yield Probe(unit.name, (frames,) * max(1, round(2 * tokens / frames)))
-        else:
-            pieces = 8 if short and tokens >= 8 else 1
-            yield Probe(unit.name, tuple(len(part) for part in _split(range(tokens), pieces)))
+def _filled(unit: UnitShape, pool: Sequence[Size], tokens: int, rng: np.random.Generator) -> Probe:
+    """Items drawn from the pool, at least one, of about so many tokens; a text's last sequence is cut to fit."""
+    sizes: list[Size] = []
+    missing = tokens
+    for pick in _forever(rng, len(pool)):
+        size = pool[pick]
+        of_it = _tokens(unit, size)
+        if unit.kind == "llm":
+            assert isinstance(size, int)
+            size = of_it = min(size, missing)
+        elif sizes and of_it > 2 * missing:  # further from the number with it than without
+            break
+        sizes.append(size)
+        missing -= of_it
+        if missing <= 0:
+            break
+    return Probe(unit.name, tuple(sizes), unit.layers[0].extra_tokens)
 
 
-def _image(recipe: Recipe, short: bool) -> tuple[int, int]:
-    """Patch rows and columns of a large image of this recipe, or of one of a quarter of its area."""
-    vision, image = recipe.model.vision, recipe.data.image
-    assert vision is not None
-    if vision.positions == "grid":
-        return vision.max_side, vision.max_side
-    pixels = image.max_pixels if image.scheme == "native" else image.size**2
-    side = min(vision.max_side, math.isqrt(pixels) // vision.patch) // (1 + short)
-    side = max(vision.merge, side // vision.merge * vision.merge)
-    return side, side
+def _forever(rng: np.random.Generator, size: int) -> Iterator[int]:
+    """Numbers below `size` in random order, all before one comes again."""
+    while True:
+        yield from rng.permutation(size).tolist()
 
 
-def _clip(recipe: Recipe, short: bool) -> int:
-    """Frames of the longest clip of this recipe, or of one a quarter as long."""
-    audio = recipe.model.audio
-    assert audio is not None
-    step = 2 * audio.downsample
-    frames = min(audio.max_frames, int(100 * recipe.data.audio.max_seconds)) // (4 if short else 1)
-    return max(step, frames // step * step)
+def _tokens(unit: UnitShape, size: Size) -> int:
+    return num_tokens(unit.name, size, unit.layers[0].extra_tokens)
 
 
-def _split(items: range, parts: int) -> Iterator[range]:
-    """Cut into nearly equal parts."""
-    cuts = [len(items) * k // parts for k in range(parts + 1)]
-    return (items[lo:hi] for lo, hi in itertools.pairwise(cuts))
+def _items(unit: UnitShape, lengths: SampleLengths | None) -> list[Size]:
+    """Sizes of what the data holds for the unit."""
+    if lengths is None:
+        return []
+    if unit.kind == "llm":
+        return [n for n in lengths.tokens.tolist() if n]
+    items = lengths.items.get(unit.name)
+    if items is None:
+        return []
+    if unit.name == "audio":
+        return list(items.rows.tolist())
+    return list(zip(items.rows.tolist(), items.cols.tolist(), strict=True))
+
+
+def _made_up(recipe: Recipe, unit: UnitShape) -> list[Size]:
+    """Sizes that a recipe without data allows: texts up to `seq_len`, images of a quarter of the area up to all of it,
+    clips of a quarter of the length up to all of it."""
+    shares = np.linspace(0.25, 1.0, NUM_MADE_UP)
+    if unit.name == "vision":
+        vision, image = recipe.model.vision, recipe.data.image
+        assert vision is not None
+        if vision.positions == "grid":
+            return [(vision.max_side, vision.max_side)]
+        pixels = image.max_pixels if image.scheme == "native" else image.size**2
+        side = min(vision.max_side, math.isqrt(pixels) // vision.patch)
+        sides = [max(vision.merge, int(side * s**0.5) // vision.merge * vision.merge) for s in shares]
+        return [(side, side)] if image.scheme != "native" else [*zip(sides, sides[::-1], strict=True)]
+    if unit.name == "audio":
+        audio = recipe.model.audio
+        assert audio is not None
+        step = 2 * audio.downsample
+        frames = min(audio.max_frames, int(100 * recipe.data.audio.max_seconds))
+        return [max(step, int(frames * s) // step * step) for s in shares]
+    return [max(1, int(recipe.data.seq_len * s / 4)) for s in shares]

@@ -1,13 +1,15 @@
 """`mmtrain profile`: measure what the layers of a recipe's model and messages between local ranks take here."""
 
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,22 +18,29 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from mmtrain.balance import SampleLengths
 from mmtrain.costs.measured import errors
-from mmtrain.costs.table import CostTable, LayerEntry, LayerSample, MessageEntry, Timed, described, layer_key
-from mmtrain.models.build import StageModule, build_stage
-from mmtrain.models.inputs import UnitInput
-from mmtrain.models.megatron import ParallelGroups, unit_scope
-from mmtrain.models.shape import LayerShape, ModelShape, UnitShape, shape
+from mmtrain.costs.table import (
+    CostTable,
+    LayerEntry,
+    LayerSample,
+    MessageEntry,
+    OptimizerEntry,
+    Timed,
+    described,
+    layer_key,
+)
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shape import UnitShape, shape
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import compute_dtype
 from mmtrain.runtime.launch import launch_local
 from mmtrain.runtime.probes import Probe, probes
+from mmtrain.runtime.stack import Stack, build_stack, typical
 from mmtrain.runtime.world import Address, World, join, leave
 
 WARM_UP = 2
-BUDGET_S = 0.25  # for the repeats of one measurement, as far as their least number allows
 MESSAGES = 7  # repeats of one
-OUTLIER = 3.0  # median deviations beyond which a repeat is dropped
 MESSAGE_BYTES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
 
 
@@ -41,8 +50,10 @@ class ProfileRequest:
 
     recipe: Recipe
     hardware: str  # preset that stands for this machine
+    ranks: int  # of this machine, which measure all at once, as they will train
     tp: Mapping[str, tuple[int, ...]]  # tensor-parallel sizes of each unit to measure
-    repeats: tuple[int, int] = (7, 25)  # of one measurement, at least and at most
+    lengths: SampleLengths | None = None  # of the recipe's data; without, loads are made up
+    repeats: tuple[int, int] = (3, 12)  # of one measurement, at least and at most
 
 
 @dataclass(frozen=True)
@@ -60,11 +71,12 @@ class Profile:
 
 
 class _Found(BaseModel):
-    """What the ranks of one tensor-parallel size measured."""
+    """What the ranks of one launch measured."""
 
-    layers: list[LayerEntry]
-    messages: list[MessageEntry]
-    errors: dict[str, list[float]]
+    layers: list[LayerEntry] = []
+    messages: list[MessageEntry] = []
+    optimizer: list[OptimizerEntry] = []
+    errors: dict[str, list[float]] = {}
 
 
 def profile(request: ProfileRequest) -> Profile:
@@ -73,17 +85,20 @@ def profile(request: ProfileRequest) -> Profile:
     Raises RunError where a process fails.
     """
     sizes = sorted({tp for sizes in request.tp.values() for tp in sizes})
+    together = [2**k for k in range(1, request.ranks.bit_length()) if 2**k <= request.ranks]
+    todo: list[tuple[int, Callable[[World], _Found]]]
+    todo = [(request.ranks // tp * tp, partial(_measure_layers, request, tp)) for tp in sizes]
+    todo += [(size, _measure_messages) for size in together]
     found: list[_Found] = []
     with TemporaryDirectory(prefix="mmtrain-profile-") as folder:
-        for tp in sizes:
-            out = Path(folder) / f"tp{tp}.json"
-            launch_local(tp, partial(_measure_rank, request, tp, out))
+        for number, (ranks, measure) in enumerate(todo):
+            out = Path(folder) / f"{number}.json"
+            launch_local(ranks, partial(_rank_main, measure, out))
             found.append(_Found.model_validate_json(out.read_text(encoding="utf-8")))
-    entries = {
-        "layers": tuple(entry for part in found for entry in part.layers),
-        "messages": tuple(entry for part in found for entry in part.messages),
-    }
-    table = unmeasured(request).model_copy(update=entries)
+    table = unmeasured(request)
+    for part in found:
+        entries = {"layers": (*part.layers,), "messages": (*part.messages,), "optimizer": (*part.optimizer,)}
+        table = table.merged(table.model_copy(update=entries))
     return Profile(table, {name: tuple(values) for part in found for name, values in part.errors.items()})
 
 
@@ -99,32 +114,84 @@ def unmeasured(request: ProfileRequest) -> CostTable:
     )
 
 
-def _measure_rank(request: ProfileRequest, tp: int, out: Path, address: Address) -> None:
-    """Be one rank of a tensor-parallel group; the first one writes what was found."""
+def _rank_main(measure: Callable[[World], _Found], out: Path, address: Address) -> None:
+    """Be one of the ranks that measure; the first one writes what was found."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # a rank is one core
+        if hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[address.local_rank % len(cores)]})
     world = join(address)
-    alone = dist.new_group([world.rank], use_local_synchronization=True)
-    group = dist.group.WORLD if tp > 1 else alone
-    assert group is not None
-    groups = ParallelGroups(tp=group, dp=alone, pp=alone)
-    console = Console(stderr=True, quiet=not world.is_first)
-    model = shape(request.recipe)
-    units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
-    distinct = [(unit, index) for unit in units for index in _distinct(unit)]
-    found = _Found(layers=[], messages=[], errors={})
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"tp {tp}", total=len(distinct) + 1)
-        for unit, index in distinct:
-            progress.update(task, description=f"tp {tp}: {unit.name} {unit.layers[index].kind}")
-            entry, off = _measure_layer(request, model, unit, index, groups, world)
-            found.layers.append(entry)
-            found.errors.setdefault(f"{unit.name} tp{tp}", []).extend(off)
-            progress.advance(task)
-        found.messages = measure_messages(world, MESSAGE_BYTES) if tp > 1 else []
+    found = measure(world)
     if world.is_first:
         out.write_text(found.model_dump_json(), encoding="utf-8")
     leave()
+
+
+def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Found:
+    """Time the layers of every unit that may be split so; lanes of as many ranks do the same side by side."""
+    groups = _lanes(world, tp)
+    model, found = shape(request.recipe), _Found()
+    units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
+    plans = [(unit, probes(request.recipe, unit, request.lengths)) for unit in units]
+    console = Console(stderr=True, quiet=not world.is_first)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"tp {tp}", total=sum(len(fitted) + len(held_out) for _, (fitted, held_out) in plans))
+        for unit, (fitted, held_out) in plans:
+            progress.update(task, description=f"tp {tp}: {unit.name}")
+            stack = build_stack(request.recipe, model, unit, groups, world)
+
+            def sampled(probe: Probe, every_way: bool, stack: Stack = stack) -> dict[str, LayerSample]:
+                mine = stack.sample(probe, request.recipe, request.repeats, every_way)
+                progress.advance(task)
+                return _mean(world, mine)
+
+            samples = [sampled(probe, True) for probe in fitted]
+            others = [sampled(probe, False) for probe in held_out]
+            entries = _entries(unit, tp, samples)
+            found.layers.extend(entries.values())
+            off = found.errors.setdefault(f"{unit.name} tp{tp}", [])
+            off += [e for key, entry in entries.items() for e in errors(entry, [other[key] for other in others])]
+            parameters, seconds = stack.optimizer_seconds(request.repeats)
+            found.optimizer.append(OptimizerEntry(parameters=parameters, seconds=seconds))
+    return found
+
+
+def _measure_messages(world: World) -> _Found:
+    """Time what goes between all ranks of this launch."""
+    return _Found(messages=measure_messages(world, MESSAGE_BYTES))
+
+
+def _lanes(world: World, tp: int) -> ParallelGroups:
+    """Groups of this rank in a world that is cut into lanes of `tp` ranks."""
+    alone = dist.new_group([world.rank], use_local_synchronization=True)
+    lane = world.rank // tp
+    group = dist.new_group([*range(lane * tp, (lane + 1) * tp)], use_local_synchronization=True) if tp > 1 else alone
+    assert group is not None
+    return ParallelGroups(tp=group, dp=alone, pp=alone)
+
+
+def _mean(world: World, samples: dict[str, LayerSample]) -> dict[str, LayerSample]:
+    """Of the seconds that the ranks saw: none of them stands for all."""
+    seen = cast(list[dict[str, LayerSample]], world.gather(samples))
+
+    def over_ranks(key: str, timed: Timed) -> float:
+        return statistics.fmean(one[key].seconds[timed] for one in seen)
+
+    return {
+        key: sample.model_copy(update={"seconds": {timed: over_ranks(key, timed) for timed in sample.seconds}})
+        for key, sample in samples.items()
+    }
+
+
+def _entries(unit: UnitShape, tp: int, samples: list[dict[str, LayerSample]]) -> dict[str, LayerEntry]:
+    """Samples of all loads by layer, in ascending order of tokens."""
+    layers = {layer_key(described(layer)): described(layer) for layer in unit.layers}
+    ordered = sorted(samples, key=_size)
+    return {
+        key: LayerEntry(layer=fields, tp=tp, samples=tuple(found[key] for found in ordered))
+        for key, fields in layers.items()
+    }
 
 
 def device_name(device: torch.device) -> str:
@@ -137,135 +204,10 @@ def device_name(device: torch.device) -> str:
     return f"one core of {models[0] if models else platform.processor() or platform.machine()}"
 
 
-def _distinct(unit: UnitShape) -> list[int]:
-    """The first layer of each kind that differs in more than what trains."""
-    keys: dict[str, int] = {}
-    for index, layer in enumerate(unit.layers):
-        keys.setdefault(layer_key(described(layer)), index)
-    return list(keys.values())
-
-
-def _measure_layer(
-    request: ProfileRequest, model: ModelShape, unit: UnitShape, index: int, groups: ParallelGroups, world: World
-) -> tuple[LayerEntry, list[float]]:
-    """Time one layer on its probes; return its entry and the errors of what the entry foretells for others."""
-    recipe = request.recipe
-    dtype = compute_dtype(recipe, world.device)
-    layer = unit.layers[index]
-
-    def stage(recompute: bool) -> StageModule:
-        built = build_stage(
-            recipe.model,
-            model,
-            unit.name,
-            (index, index + 1),
-            groups,
-            dtype=dtype,
-            device=world.device,
-            recompute=frozenset({index} if recompute else ()),
-            seed=recipe.train.seed,
-            attention=recipe.train.attention,
-        )
-        return built.requires_grad_(True)
-
-    bench = _Bench(layer, stage(False), stage(True), groups, world, request.repeats)
-    fitted, held_out = (
-        [bench.sample(probe, probe.inputs(recipe, world.device, dtype), dtype) for probe in some]
-        for some in probes(recipe, unit)
-    )
-    entry = LayerEntry(
-        layer=described(layer), tp=groups.tp_size, samples=tuple(sorted(fitted, key=lambda s: (s.tokens, s.sum_sq)))
-    )
-    return entry, errors(entry, held_out)
-
-
-@dataclass(frozen=True)
-class _Bench:
-    """One layer as two stages, the second of which recomputes it."""
-
-    layer: LayerShape
-    plain: StageModule
-    again: StageModule
-    groups: ParallelGroups
-    world: World
-    repeats: tuple[int, int]
-
-    def sample(self, probe: Probe, inputs: UnitInput, dtype: torch.dtype) -> LayerSample:
-        """Medians of everything a load can be timed for."""
-        load = probe.load
-        hidden = None
-        if self.layer.kind not in ("patch_embed", "audio_embed", "embedding"):
-            hidden = torch.randn(load.tokens, self.layer.hidden, device=self.world.device, dtype=dtype)
-        ways: dict[Timed, Callable[[], tuple[float, float]]] = {
-            "backward": lambda: self._once(self.plain, inputs, hidden, weights=True, input_grad=True),
-            "recompute": lambda: self._once(self.again, inputs, hidden, weights=True, input_grad=True),
-        }
-        if hidden is not None:
-            ways["backward_weight"] = lambda: self._once(self.plain, inputs, hidden, weights=True, input_grad=False)
-            ways["backward_input"] = lambda: self._once(self.plain, inputs, hidden, weights=False, input_grad=True)
-        pairs = {name: self._repeat(way) for name, way in ways.items()}
-        seconds: dict[Timed, float] = {"forward": typical([f for f, _ in pairs["backward"]])}
-        seconds |= {name: typical([b for _, b in found]) for name, found in pairs.items()}
-        seconds["recompute"] = max(0.0, seconds["recompute"] - seconds["backward"])
-        return LayerSample(
-            tokens=load.tokens,
-            sum_sq=load.sum_sq,
-            max_len=load.max_len,
-            num_sequences=load.num_sequences,
-            seconds=seconds,
-            activation_bytes=self._saved_bytes(inputs, hidden),
-        )
-
-    def _repeat(self, way: Callable[[], tuple[float, float]]) -> list[tuple[float, float]]:
-        """Time again and again, as often on every rank."""
-        for _ in range(WARM_UP):
-            took = sum(way())
-        least, most = self.repeats
-        wanted = min(most, max(least, round(BUDGET_S / max(took, 1e-6))))
-        times = self.world.broadcast(wanted)
-        assert isinstance(times, int)
-        return [way() for _ in range(times)]
-
-    def _once(
-        self, stage: StageModule, inputs: UnitInput, hidden: Tensor | None, *, weights: bool, input_grad: bool
-    ) -> tuple[float, float]:
-        """Seconds of a forward and of its backward."""
-        stage.requires_grad_(weights)
-        given = None if hidden is None else hidden.detach().requires_grad_(input_grad)
-        with unit_scope(self.groups):
-            self.world.barrier()
-            begin = _now(self.world.device)
-            out = stage(given, inputs, {})
-            middle = _now(self.world.device)
-            torch.autograd.backward(out, torch.ones_like(out))
-            end = _now(self.world.device)
-        stage.zero_grad(set_to_none=True)
-        return middle - begin, end - middle
-
-    def _saved_bytes(self, inputs: UnitInput, hidden: Tensor | None) -> int:
-        """Bytes that a forward keeps for its backward, each storage once, weights not counted."""
-        self.plain.requires_grad_(True)
-        held = {p.untyped_storage().data_ptr() for p in self.plain.parameters()}
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in held:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        given = None if hidden is None else hidden.detach().requires_grad_()
-        with unit_scope(self.groups), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = self.plain(given, inputs, {})
-        del out
-        return sum(kept.values())
-
-
-def typical(seconds: Sequence[float]) -> float:
-    """The median of repeats without outliers."""
-    middle = statistics.median(seconds)
-    spread = statistics.median([abs(s - middle) for s in seconds])
-    return statistics.median([s for s in seconds if abs(s - middle) <= OUTLIER * spread or spread == 0])
+def _size(found: dict[str, LayerSample]) -> tuple[int, int]:
+    """What samples of one load are ordered by."""
+    sample = next(iter(found.values()))
+    return sample.tokens, sample.sum_sq
 
 
 def measure_messages(world: World, sizes: tuple[int, ...]) -> list[MessageEntry]:

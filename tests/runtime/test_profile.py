@@ -11,7 +11,8 @@ from mmtrain.plan import plan
 from mmtrain.plan.profiling import sizes_to_measure
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.probes import probes
-from mmtrain.runtime.profile import ProfileRequest, profile, typical
+from mmtrain.runtime.profile import ProfileRequest, profile
+from mmtrain.runtime.stack import typical
 from tests.distributed import fork_ranks
 from tests.plan import factory
 
@@ -28,7 +29,9 @@ def _recipe(**changes: object) -> Recipe:
 
 
 def _measure(_rank: int, _size: int, folder: Path, tp: tuple[int, ...]) -> str:
-    found = profile(ProfileRequest(_recipe(), "cpu-core", {"vision": (1,), "llm": tp}, repeats=(2, 2)))
+    found = profile(
+        ProfileRequest(_recipe(), "cpu-core", 2, {"vision": (1,), "llm": tp}, factory.lengths(), repeats=(1, 1))
+    )
     found.table.save(folder / "costs.json")
     assert set(found.errors) == {"vision tp1", *(f"llm tp{n}" for n in tp)}
     assert all(error >= 0 for errors in found.errors.values() for error in errors)
@@ -67,7 +70,7 @@ def test_saved_bytes_are_near_the_memory_model(table: CostTable) -> None:
         for layer in unit.layers:
             load = TokenLoad(64, 64 * 64, 64, 1)
             counted = costs.activation_bytes(layer, 1, load, False)
-            assert counted <= model.activation_bytes(layer, 1, load, False) <= 1.35 * counted, layer.kind
+            assert 0.95 * counted <= model.activation_bytes(layer, 1, load, False) <= 1.35 * counted, layer.kind
 
 
 def test_the_planner_takes_a_table_and_says_so(table: CostTable, tmp_path: Path) -> None:
