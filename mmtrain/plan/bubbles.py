@@ -121,7 +121,7 @@ def fill(lane: Lane, chains: Sequence[Chain], cut_cost: float = 0.0) -> tuple[Pl
         return Placed(np.zeros((0, 2)), none, none, none.astype(bool)), {}
     filling = _Filling(lane, chains, cut_cost)
     filling.run()
-    rows = np.array(filling.rows)
+    rows = np.array(filling.rows, dtype=np.float64).reshape(-1, 5)  # none where chains are empty
     placed = Placed(rows[:, :2], rows[:, 2].astype(np.int64), rows[:, 3].astype(np.int64), rows[:, 4] > 0)
     return placed, {run.name: run.ready for run in filling.runs}
 

@@ -149,6 +149,13 @@ def _faster(best: Schedule, other: Schedule) -> Schedule:
     return other if other.step_time < best.step_time * (1 - 1e-9) else best
 
 
+def schedule_as_dealt(host: Host, plan: EncoderPlan, owner: IntArray) -> Schedule:
+    """Place all kernels when it is settled who computes which microbatch, whichever ends first."""
+    return _place(
+        host, replace(plan, forward=_joined(plan.forward), backward=_joined(plan.backward)), owner, plan, False
+    )
+
+
 def search(host: Host, plans: Iterable[EncoderPlan]) -> Schedule:
     """The fine schedule of least step time, over all plans; those whose bound is no better are not tried.
 
@@ -209,8 +216,11 @@ def _coarse(host: Host, plan: EncoderPlan, owner: IntArray) -> Schedule:
     return replace(found, host=host, forward=forward, backward=backward)
 
 
-def _place(host: Host, stages: EncoderPlan, owner: IntArray, plan: EncoderPlan) -> Schedule:
-    """Place forwards as late and then backwards as early as they fit; `stages` has one `Kernels` a stage."""
+def _place(host: Host, stages: EncoderPlan, owner: IntArray, plan: EncoderPlan, renumber: bool = True) -> Schedule:
+    """Place forwards as late and then backwards as early as they fit; `stages` has one `Kernels` a stage.
+
+    renumber: the i-th forward to end becomes LLM microbatch i.
+    """
     forward: dict[tuple[int, int], Placed] = {}
     backward: dict[tuple[int, int], Placed] = {}
     ends, head, tail = np.empty(len(owner)), 0.0, 0.0
@@ -226,7 +236,7 @@ def _place(host: Host, stages: EncoderPlan, owner: IntArray, plan: EncoderPlan) 
                 ends[mine] = _ends(forward[pipeline, stage], mine) + _way(host, plan, pipeline)
             due = np.array([-ready[int(mb)] for mb in mine]) - host.transfer
         head = max(head, *(-due - host.transfer), 0.0)
-    order = np.argsort(ends, kind="stable")  # the i-th to end becomes LLM microbatch i
+    order = np.argsort(ends, kind="stable") if renumber else np.arange(len(ends))
     label = np.argsort(order)
     forward = {key: replace(placed, chains=label[placed.chains]) for key, placed in forward.items()}
     owner, ends = owner[order], ends[order]

@@ -1,6 +1,6 @@
 """What one layout costs on the drawn batches, by the simulator."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmtrain.costs import Hardware, RankMemory, parameters, upstream_trains
@@ -8,12 +8,15 @@ from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.plan.bounds import schedule_bound
 from mmtrain.plan.cut import graph_for
 from mmtrain.plan.layout import Layout
+from mmtrain.plan.plan import SchedulePlan
 from mmtrain.plan.pricing import Pricing, StageSeconds, sizes_of
 from mmtrain.program.actions import Collective, Compute, Forward, GatherParams, Partial, ReduceGrads, Send
-from mmtrain.program.builder import build_1f1b
+from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
 from mmtrain.program.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.loads import StepLoads
 from mmtrain.program.lower import lower
+from mmtrain.program.memory import peak_live
+from mmtrain.program.program import Program
 from mmtrain.program.simulate import simulate
 from mmtrain.program.timing import ModelTiming, Transport
 from mmtrain.program.twins import leaders
@@ -31,6 +34,7 @@ class Judged:
     memory: Mapping[int, RankMemory]  # ranks of the first replica
     busiest: StageId
     busiest_share: float  # of the step that its ranks work on it
+    schedule: SchedulePlan
 
     @property
     def peak_bytes(self) -> float:
@@ -38,8 +42,9 @@ class Judged:
         return max(m.total for m in self.memory.values())
 
 
-def judge(layout: Layout, pricing: Pricing, machine: Hardware) -> Judged:
-    """Simulate the layout's program on every drawn batch."""
+def judge(layout: Layout, pricing: Pricing, machine: Hardware, schedule: SchedulePlan | None = None) -> Judged:
+    """Simulate the layout's program, by default that of 1F1B, on every drawn batch."""
+    schedule = schedule or SchedulePlan(num_microbatches=dict(layout.num_microbatches))
     graph = graph_for(layout, pricing)
     seconds = pricing.stage_seconds(graph)
     timings = [
@@ -47,7 +52,7 @@ def judge(layout: Layout, pricing: Pricing, machine: Hardware) -> Judged:
         for batch, loads in enumerate(pricing.loads(sizes_of(graph)))
     ]
     # Not checked; the chosen one is, see `story`.
-    program = lower(build_1f1b(graph, leaders(graph, timings[0].link)))
+    program = lower(_ordered(graph, schedule, leaders(graph, timings[0].link)))
     lines = [simulate(program, timing, graph.num_groups) for timing in timings]
     step_time = sum(t.step_time_s for t in lines) / len(lines)
     shares = [t.bubble_shares() for t in lines]
@@ -58,10 +63,27 @@ def judge(layout: Layout, pricing: Pricing, machine: Hardware) -> Judged:
         graph,
         step_time,
         {kind: sum(s[kind] for s in shares) / len(shares) for kind in shares[0]},
-        pricing.memory(graph),
+        pricing.memory(graph, None if schedule.kind == "1f1b" else most_alive(program)),
         busiest,
         busy[busiest] / step_time if step_time else 0.0,
+        schedule,
     )
+
+
+def most_alive(program: Program) -> dict[StageId, int]:
+    """Microbatches of each stage between forward and backward at most, counted from the program."""
+    alive: dict[StageId, int] = {}
+    for actions in program.actions.values():
+        for stage, count in peak_live(program.graph, actions).items():
+            alive[stage] = max(alive.get(stage, 0), count)
+    return alive
+
+
+def _ordered(graph: StageGraph, schedule: SchedulePlan, ranks: Sequence[int]) -> Program:
+    """Compute of these ranks in the order that the schedule says."""
+    if schedule.order is not None:
+        return build_explicit(graph, {rank: schedule.order[rank] for rank in ranks})
+    return (build_coarse if schedule.kind == "coarse" else build_1f1b)(graph, ranks)
 
 
 def tight_bound(graph: StageGraph, pricing: Pricing, machine: Hardware) -> float:

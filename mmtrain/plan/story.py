@@ -13,7 +13,7 @@ from mmtrain.plan.batches import draw_batches
 from mmtrain.plan.constraints import UnitChoices, encoder_microbatches, unit_choices, why_nothing_fits
 from mmtrain.plan.cut import Sizing
 from mmtrain.plan.judge import Judged
-from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction, SchedulePlan
+from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction
 from mmtrain.plan.pricing import Pricing, sizes_of
 from mmtrain.plan.replicated import Phases
 from mmtrain.plan.search import SAME, Outcome, Progress, search, sizings
@@ -68,7 +68,9 @@ def plan(
     about = About(recipe, recipe_sha256, pricing, machine)
     judged, seconds = by_measure(outcome.judged, top, about, measure) if measure else (outcome.judged, {})
     chosen, *slower = judged
-    build(chosen.graph)  # refuses what the runtime could not run to its end
+    build(
+        chosen.graph, kind=chosen.schedule.kind, order=chosen.schedule.order
+    )  # refuses what the runtime could not run to its end
     losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.losers]
     if recipe.parallel.placement == "auto" and world_size > 1:
         phases = Phases(shape, pricing.costs, precision, batches, machine, world_size)
@@ -97,7 +99,7 @@ class About:
                 name: unit.model_copy(update={"sp": unit.tp > 1 and getattr(self.recipe.parallel, name).sp})
                 for name, unit in chosen.layout.units.items()
             },
-            schedule=SchedulePlan(num_microbatches=dict(chosen.layout.num_microbatches)),
+            schedule=chosen.schedule,
             predicted=predict(chosen, self.pricing, self.machine, world_size),
             alternatives=alternatives,
         )

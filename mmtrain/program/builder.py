@@ -56,12 +56,12 @@ def build_1f1b(graph: StageGraph, ranks: Sequence[int] | None = None) -> Program
     )
 
 
-def build_coarse(graph: StageGraph) -> Program:
+def build_coarse(graph: StageGraph, ranks: Sequence[int] | None = None) -> Program:
     """Order compute for units on the same ranks: encoder forwards, the LLM's 1F1B, encoder backwards.
 
     The coarse schedule of Optimus (arXiv 2408.03505, section 4.2): encoders keep nobody waiting inside the LLM's
     pipeline, at the price of holding all their activations, and fill nothing but its ends. Each half of the encoders'
-    work is ordered as in 1F1B of encoders alone.
+    work is ordered as in 1F1B of encoders alone. `ranks` are as for `build_1f1b`.
 
     No deadlock: within each of the three phases the order is one that 1F1B proves, data never flows to an earlier
     phase, and every rank runs the phases in the same order.
@@ -69,7 +69,7 @@ def build_coarse(graph: StageGraph) -> Program:
     Raises:
         ProgramError: the graph's parts do not fit together.
     """
-    ranks = sorted(symmetry(graph).ranks[0])
+    ranks = sorted(symmetry(graph).ranks[0]) if ranks is None else ranks
     encoders = {e.src.unit for e in graph.edges if e.crosses_units and e.dst.unit == LLM}
     around = _one_f_one_b(_only(graph, encoders), ranks)
     between = _one_f_one_b(_only(graph, {m.unit for m in graph.meshes} - encoders), ranks)

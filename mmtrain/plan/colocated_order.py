@@ -1,0 +1,253 @@
+"""From a colocated layout to the order of its program: encoder layers between the LLM's forwards and backwards.
+
+An encoder's replicas lie on blocks of the LLM's ranks: with `pp` dividing the LLM's and `tp` dividing its, every LLM
+replica holds m of them. Their microbatches and the LLM's meet in blocks (`StageGraph.sources`): a forward must have
+ended when the LLM starts the first microbatch of its block, a backward begins when it has ended the last one's. All
+replicas of an encoder thus have the same work to do at the same time, and those on the same pipeline ranks one order.
+
+The runtime shows a stage as layers, with the communication of tensor parallelism inside them. So gaps are those
+between the LLM's actions, and layers what fills them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from mmtrain.costs import Hardware
+from mmtrain.plan.bubbles import Kernels, Lane
+from mmtrain.plan.colocated import EncoderPlan, Host, Schedule, schedule_as_dealt
+from mmtrain.plan.judge import model_timing
+from mmtrain.plan.pricing import Pricing, sizes_of
+from mmtrain.program.actions import (
+    Backward,
+    Collective,
+    Compute,
+    Direction,
+    Forward,
+    Partial,
+    Pass,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+)
+from mmtrain.program.builder import build_1f1b
+from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId, UnitMesh, block_sizes
+from mmtrain.program.lower import lower
+from mmtrain.program.simulate import simulate
+from mmtrain.program.text import action_to_text
+from mmtrain.program.timeline import Timeline
+from mmtrain.program.timing import ModelTiming, Transport
+
+Order = dict[int, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An order, and how much of the encoders' work it puts into the LLM's step."""
+
+    order: Order
+    efficiency: float  # scheduling efficiency, as of typical microbatches
+    alone_s: float  # step time of the LLM by itself
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Something a rank does: a whole forward or backward of the LLM, or a layer of an encoder."""
+
+    start: float
+    turn: int  # of tasks that start together
+    action: Pass
+    layer: int | None  # in the stage; all of them if None
+
+
+def plan_order(graph: StageGraph, pricing: Pricing, machine: Hardware, *, whole_stages: bool = False) -> Planned:
+    """Put the encoders of a colocated graph into the bubbles of its LLM, for microbatches of mean cost.
+
+    whole_stages: do not cut stages between layers.
+    """
+    alone = _llm_alone(graph, pricing, machine)
+    host, llm_tasks = _host(graph, alone), _llm_tasks(graph, alone)
+    tasks: dict[int, list[_Task]] = {rank: list(found) for rank, found in llm_tasks.items()}
+    inside = total = 0.0
+    for mesh in (m for m in graph.meshes if m.unit != LLM):
+        found = _schedule(graph, pricing, host, mesh, whole_stages)
+        taken = list(found.forward.items()) + list(found.backward.items())
+        free = list(host.lanes)
+        for (pipeline, stage), placed in taken:
+            place = found.plan.place(pipeline, stage)
+            free[place] = free[place].without(placed)
+        host = replace(host, lanes=tuple(free))
+        work = sum(float((p.spans[:, 1] - p.spans[:, 0]).sum()) for _, p in taken)
+        inside, total = inside + work * found.efficiency, total + work
+        for rank, task in _encoder_tasks(graph, mesh, found, whole_stages):
+            tasks[rank].append(task)
+    order = {rank: tuple(_lines(graph, todo)) for rank, todo in sorted(tasks.items())}
+    return Planned(order, inside / total if total else 1.0, alone.step_time_s)
+
+
+# The LLM by itself -------------------------------------------------------------------------------------------------
+
+
+def _llm_alone(graph: StageGraph, pricing: Pricing, machine: Hardware) -> Timeline:
+    """One replica group's LLM, every microbatch of mean cost."""
+    only = replace(
+        graph,
+        meshes=(graph.mesh(LLM),),
+        stages=tuple(
+            replace(s, trainable=graph.needs_backward(s.id))  # also where only an encoder in front of it trains
+            for s in graph.stages
+            if s.id.unit == LLM
+        ),
+        edges=tuple(e for e in graph.edges if {e.src.unit, e.dst.unit} == {LLM}),
+    )
+    seconds = {
+        sid: (float(s.forward.mean()), float(s.backward.mean()))
+        for sid, s in pricing.stage_seconds(graph).items()
+        if sid.unit == LLM
+    }
+    model = model_timing(only, pricing, pricing.loads(sizes_of(graph))[0], machine)
+    return simulate(lower(build_1f1b(only)), _Typical(model, seconds), 1)
+
+
+@dataclass(frozen=True)
+class _Typical:
+    """`ModelTiming` with the same seconds for every microbatch."""
+
+    model: ModelTiming
+    seconds: Mapping[StageId, tuple[float, float]]  # forward, backward
+
+    def compute(self, action: Compute) -> float:
+        """Mean seconds of the stage."""
+        forward, backward = self.seconds[action.stage]
+        return forward if isinstance(action, Forward) else backward
+
+    def message(self, sender: int, action: Send) -> Transport:
+        """As `ModelTiming` says."""
+        return self.model.message(sender, action)
+
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
+        """As `ModelTiming` says."""
+        return self.model.collective(rank, action, group)
+
+    def link(self, ranks: tuple[int, ...]) -> bool:
+        """As `ModelTiming` says."""
+        return self.model.link(ranks)
+
+    def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
+        """Not asked."""
+        return 0
+
+
+def _host(graph: StageGraph, alone: Timeline) -> Host:
+    """The LLM's gaps, and when it starts and ends each microbatch at the first stage that an encoder enters."""
+    mesh = graph.mesh(LLM)
+    place = {rank: p for p in range(mesh.pp) for rank in mesh.lane(p, 0)}
+    busy: list[set[tuple[float, float]]] = [set() for _ in range(mesh.pp)]
+    entered = {e.dst for e in graph.edges if e.crosses_units and e.dst.unit == LLM}
+    first = np.full(mesh.num_microbatches, np.inf)
+    last = np.full(mesh.num_microbatches, -np.inf)
+    for span in alone.spans:
+        if span.rank not in place or not isinstance(span.action, Compute | ReduceGrads | ReduceShared):
+            continue
+        start, end = span.start_s, span.start_s + span.duration_s
+        if end > start:
+            busy[place[span.rank]].add((start, end))
+        if isinstance(span.action, Compute) and span.action.stage in entered:
+            index = span.action.mb.index
+            if isinstance(span.action, Forward):
+                first[index] = min(first[index], start)
+            else:
+                last[index] = max(last[index], end)
+    spans = [np.array(sorted(one)).reshape(-1, 2) for one in busy]
+    end = max((float(one[-1, 1]) for one in spans if len(one)), default=0.0)
+    none = np.zeros((0, 2))
+    return Host(
+        tuple(Lane.around(one, none) for one in spans), end, 0.0, 0.0, first, np.where(last < 0, end, last), 0.0
+    )
+
+
+def _llm_tasks(graph: StageGraph, alone: Timeline) -> dict[int, list[_Task]]:
+    """The LLM's forwards and backwards on each rank of its first replica."""
+    mesh = graph.mesh(LLM)
+    found: dict[StageId, dict[Pass, float]] = {}
+    for span in alone.spans:
+        if isinstance(span.action, Forward | Backward):
+            found.setdefault(span.action.stage, {})[span.action] = span.start_s
+    tasks: dict[int, list[_Task]] = {}
+    for stage, starts in found.items():
+        for rank in mesh.lane(stage.index, 0):
+            tasks.setdefault(rank, []).extend(_Task(start, 1, action, None) for action, start in starts.items())
+    return tasks
+
+
+# The encoders ------------------------------------------------------------------------------------------------------
+
+
+def _schedule(graph: StageGraph, pricing: Pricing, host: Host, mesh: UnitMesh, whole_stages: bool) -> Schedule:
+    """Place the encoder's layers on one block of pipeline ranks after another; each replica has a part of each block."""
+    own, llm = block_sizes(mesh.num_microbatches, graph.mesh(LLM).num_microbatches)
+    begins = host.first_forwards.reshape(-1, llm).min(axis=1).repeat(own)
+    ends = host.last_backwards.reshape(-1, llm).max(axis=1).repeat(own)
+    stages = [s for s in graph.stages if s.id.unit == mesh.unit]
+    plan = EncoderPlan(
+        mesh.tp,
+        mesh.pp,
+        1,
+        tuple(_kernels(pricing, graph, s.id, "F", whole_stages) for s in stages),
+        tuple(_kernels(pricing, graph, s.id, "B", whole_stages) for s in stages),
+    )
+    blocks = len(host.lanes) // mesh.pp
+    per_block = replace(host, first_forwards=begins.repeat(blocks), last_backwards=ends.repeat(blocks))
+    return schedule_as_dealt(per_block, plan, np.arange(mesh.num_microbatches * blocks) % blocks)
+
+
+def _kernels(
+    pricing: Pricing, graph: StageGraph, stage: StageId, kind: Direction, whole_stages: bool
+) -> tuple[Kernels, ...]:
+    """Mean seconds of a stage's layers, in the order in which they run, or of all of them together."""
+    if kind == "B" and not graph.needs_backward(stage):
+        return ()
+    lo, hi = graph.stage(stage).layers
+    seconds = pricing.layer_seconds(stage.unit, graph.mesh(stage.unit).tp, sizes_of(graph))[lo:hi]
+    each = seconds[:, 0].tolist() if kind == "F" else seconds[::-1, 1].tolist()
+    if whole_stages:
+        each = [sum(each)]
+    return (Kernels.of(each, [True] * len(each)),)
+
+
+def _encoder_tasks(
+    graph: StageGraph, mesh: UnitMesh, found: Schedule, whole_stages: bool
+) -> Iterator[tuple[int, _Task]]:
+    """What each rank of the first LLM replica does for an encoder."""
+    per_group = mesh.dp // graph.num_groups
+    llm = graph.mesh(LLM)
+    blocks = llm.pp // mesh.pp
+    slices = per_group // blocks
+    for half in (found.forward, found.backward):
+        for (block, stage), placed in half.items():
+            sid = StageId(mesh.unit, stage)
+            lo, hi = graph.stage(sid).layers
+            for (start, _), chain, kernel in zip(placed.spans, placed.chains, placed.kernels, strict=True):
+                index = int(chain) // blocks
+                layer = None if whole_stages else int(kernel) if half is found.forward else hi - lo - 1 - int(kernel)
+                for replica in range(block * slices, (block + 1) * slices):
+                    mb = Microbatch(mesh.unit, replica, index)
+                    action = Forward(sid, mb) if half is found.forward else Backward(sid, mb)
+                    task = _Task(float(start), 0 if half is found.forward else 2, action, layer)
+                    for rank in mesh.lane(stage, replica):
+                        yield rank, task
+
+
+def _lines(graph: StageGraph, tasks: Sequence[_Task]) -> Iterator[str]:
+    """One rank's order as text: layers of a stage that follow each other are one part of it, or the whole."""
+    ordered = sorted(tasks, key=lambda task: (task.start, task.turn))
+    for (action, is_whole), run in groupby(ordered, key=lambda task: (task.action, task.layer is None)):
+        layers = [task.layer for task in run if task.layer is not None]
+        lo, hi = graph.stage(action.stage).layers
+        if is_whole or len(layers) == hi - lo:
+            yield action_to_text(action)
+        else:
+            kind: Direction = "F" if isinstance(action, Forward) else "B"
+            yield action_to_text(Partial(action.stage, action.mb, kind, min(layers), max(layers) + 1))
