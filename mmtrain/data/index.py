@@ -7,14 +7,12 @@ next run, and the other ranks of this one, read it from there; fingerprints tell
 import gc
 import hashlib
 import io
-import json
-import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -27,7 +25,7 @@ from mmtrain.data.lengths import read_lengths
 from mmtrain.data.measure import Measured, Note, encoders_of, measure, told
 from mmtrain.data.resize import Grid
 from mmtrain.data.sample import Quarantined, Sample
-from mmtrain.data.table import SampleTable, halves, joined
+from mmtrain.data.table import SampleTable, joined, said_in
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings
 
@@ -46,7 +44,7 @@ class DataIndex:
     quarantined: tuple[Quarantined, ...]
     # encoder unit -> (I,) which part of its medium (image, video, clip) an item is, from 0
     parts: dict[str, IntArray] = field(default_factory=dict)
-    content_sha256: str = ""  # of what stands in the samples, the folders apart that their files lie in
+    content_sha256: str = ""  # of what is said in the samples, wherever their files lie
     kept_in: Path | None = None  # where it was read from, if not from the data
 
     def features(self, sample: int, unit: str = "vision") -> list[int]:
@@ -151,7 +149,7 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
 def _read(recipe: Recipe, sources: Sequence[SourceSettings], cache: Cache | None, note: Note) -> Stored:
     """Read all sources, and keep what was found where there is a cache."""
     with _no_cycles(), io.BytesIO() if cache is None else cache.records() as records:
-        columns = _Columns(records, list(encoders_of(recipe)), [source.image_root for source in sources])
+        columns = _Columns(records, list(encoders_of(recipe)))
         quarantined: list[Quarantined] = []
         for entry in told(measure(recipe, sources), note):
             if isinstance(entry, Measured):
@@ -180,21 +178,19 @@ def _no_cycles() -> Iterator[None]:
 class _Columns:
     """Collects measured samples: one number a value instead of objects, and the samples as records."""
 
-    def __init__(self, records: BinaryIO, units: Sequence[str], roots: Sequence[Path | None]) -> None:
-        """Write records; `roots` are where the media of each source lie, None: beside its files."""
-        self._records, self._units, self._roots = records, units, roots
+    def __init__(self, records: BinaryIO, units: Sequence[str]) -> None:
+        self._records, self._units = records, units
         self._ends = 0
         self._sample = {name: array("q") for name in ("tokens", "targets", "source", "ends")}
         self._items = {f"{unit}.{name}": array("q") for unit in units for name in ("count", "rows", "cols", "part")}
         self.content = hashlib.sha256()
 
     def add(self, one: Measured) -> None:
-        media, said = halves(one.sample)
-        record = joined(one.sample, media, said)
+        said = said_in(one.sample)
+        record = joined(one.sample, said)
         self._records.write(record)
         self._ends += len(record)
-        folder = _folder(one.sample.source, self._roots[one.source])
-        self.content.update(f"{media.replace(folder, '')},{said}\n".encode("ascii"))
+        self.content.update(said.encode("ascii"))
         self._sample["tokens"].append(one.tokens)
         self._sample["targets"].append(one.targets)
         self._sample["source"].append(one.source)
@@ -213,12 +209,6 @@ class _Columns:
 
     def arrays(self) -> dict[str, IntArray]:
         return {name: np.array(column, dtype=np.int64) for name, column in (self._sample | self._items).items()}
-
-
-@lru_cache
-def _folder(source: str, root: Path | None) -> str:
-    """Where the media of a file of samples lie, as it stands in records: elsewhere on every machine."""
-    return json.dumps(os.path.join(os.path.abspath(root or os.path.dirname(source)), ""))[1:-1]
 
 
 def _index(stored: Stored, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
