@@ -1,35 +1,74 @@
 """`mmtrain plan`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmtrain.cli.options import AsJson, Overrides, RecipeFile
 
+if TYPE_CHECKING:
+    from mmtrain.plan import Plan
+
 
 def plan(
     recipe: RecipeFile,
     overrides: Overrides,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="HARDWARE:nodes=N", help="Plan for a cluster that is not here, like h100:nodes=384."),
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Plan for each number of GPUs, and compare: 64,128,256.")
+    ] = None,
+    placement: Annotated[str | None, typer.Option(help="Allow this placement alone.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the best few for three steps on this machine, take the fastest.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON, for `train --plan FILE`.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the alternatives to show.")] = 5,
+    explain: Annotated[bool, typer.Option("--explain", help="Show every alternative, and why it lost.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Choose a parallel plan and show what it beat."""
+    import json
+    from functools import partial
+
+    from mmtrain.cli.whatif import cluster_settings, counts, sweep
     from mmtrain.errors import UserError
     from mmtrain.recipe import load
 
-    settings = load(recipe, overrides).recipe  # a wrong recipe is told before anything slow starts
-    from mmtrain.cli.cluster import plan_here
+    if gpus is not None and (out is not None or measure):
+        raise UserError("--gpus compares clusters: it saves no plan (--out) and runs none (--measure)")
+    numbers = None if gpus is None else counts(gpus)
+    short = [] if cluster is None else cluster_settings(cluster)
+    short += [] if placement is None else [f"parallel.placement={placement}"]
+    settings = load(recipe, [*short, *overrides]).recipe  # a wrong recipe is told before anything slow starts
+    from mmtrain.cli.cluster import measuring, plan_here, planning_bar
     from mmtrain.cli.indexing import indexed
     from mmtrain.report import plan_table
 
-    chosen = plan_here(settings, indexed(settings).lengths, top=top)
+    lengths = indexed(settings).lengths
+    with planning_bar() as bar:
+        if numbers is not None:
+            from mmtrain.report.scaling import scaling_json, scaling_table
+
+            found = sweep(settings, numbers, partial(plan_here, lengths=lengths, top=1, progress=bar))
+            typer.echo(json.dumps(list(scaling_json(found)), indent=2) if as_json else scaling_table(found))
+            return
+        runs = measuring(settings) if measure else None
+        chosen = plan_here(settings, lengths, top=top, explain=explain, progress=bar, measure=runs)
     if out is not None:
-        try:
-            chosen.save(out)
-        except OSError as error:
-            raise UserError(f"--out {out}: cannot write the plan: {error.strerror}") from None
+        _save(chosen, out)
     typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen))
+
+
+def _save(chosen: "Plan", out: Path) -> None:
+    from mmtrain.errors import UserError
+
+    try:
+        chosen.save(out)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot write the plan: {error.strerror}") from None

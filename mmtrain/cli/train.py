@@ -32,10 +32,16 @@ def train(
 
     loaded = load(recipe, overrides)  # a wrong recipe is told before torch has loaded
     require_runnable(loaded.recipe, "train")
-    from mmtrain.cli.cluster import cluster_of
-    from mmtrain.plan import plan as planner
+    from mmtrain.cli.cluster import cluster_of, plan_for_started
+    from mmtrain.plan import load as load_plan
     from mmtrain.runtime.train import Request, run
 
     folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
     ranks, hardware = cluster_of(loaded.recipe)
-    run(Request(loaded, planner, hardware, ranks, folder, plan_path=plan, resume=resume, max_restarts=max_restarts))
+    if plan is not None and loaded.recipe.cluster.ranks is None:
+        ranks = load_plan(plan).world_size  # it may use fewer than there are
+    run(
+        Request(
+            loaded, plan_for_started, hardware, ranks, folder, plan_path=plan, resume=resume, max_restarts=max_restarts
+        )
+    )

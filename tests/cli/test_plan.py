@@ -64,6 +64,64 @@ def test_what_cannot_be_planned_is_one_message(data: Path, args: list[str], mess
     assert "Traceback" not in done.stderr
 
 
+def whatif(*args: str) -> subprocess.CompletedProcess[str]:
+    recipe = RECIPE.parent / "whatif/optimus_14b.yaml"
+    command = [sys.executable, "-m", "mmtrain", "plan", str(recipe), *args]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+
+
+def test_a_cluster_that_is_not_here_is_planned_for() -> None:
+    done = whatif("--cluster", "h100:nodes=2", "--placement", "unified", "--json", "--top", "1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["hardware"], found["world_size"], found["placement"]) == ("h100-80g", 16, "unified")
+    assert len(found["alternatives"]) == 1
+
+
+def test_a_sweep_tells_where_more_gpus_stop_paying() -> None:
+    shown, as_json = whatif("--gpus", "16,8"), whatif("--gpus", "8,16", "--json")
+    assert shown.stdout.startswith("Scaling of the same global batch")
+    assert "GPUs do not pay" in shown.stdout or "Every step of this sweep pays." in shown.stdout
+    rows = json.loads(as_json.stdout)
+    assert [row["gpus"] for row in rows] == [8, 16]
+    assert rows[0]["efficiency"] == 1.0 > rows[1]["efficiency"]
+    assert rows[1]["plan"]["world_size"] == 16
+
+
+def test_every_alternative_is_explained_on_demand(data: Path) -> None:
+    few, every = (json.loads(plan(data, "--json", "--set", "parallel.placement=auto", *more).stdout)["alternatives"]
+                  for more in (["--top", "1"], ["--top", "1", "--explain"]))  # fmt: skip
+    assert len(few) == 1 < len(every)
+
+
+@pytest.mark.slow
+def test_the_best_plans_are_run_and_the_fastest_is_taken(data: Path) -> None:
+    done = plan(data, "--measure", "--top", "2", "--set", "parallel.placement=auto", "--set", "cluster.ranks=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(" a step, predicted ") == 2
+    assert "as measured" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--cluster", "h100:node=2"], "--cluster h100:node=2: 'node' is not known; allowed: h100-80g:nodes=8"),
+        (["--cluster", "h100:nodes=two"], "--cluster h100:nodes=two: nodes is 'two'; allowed: a number"),
+        (["--cluster", "h100:nodes=2,ranks=8"], "nodes and ranks both say how many; give one"),
+        (["--cluster", "b300:nodes=2"], "`b300` is not a known preset"),
+        (["--cluster", "h100:nodes=0"], "cluster.ranks: found 0, allowed: a whole number of at least 1"),
+        (["--gpus", "8,0"], "--gpus 8,0: allowed: numbers of at least 1"),
+        (["--gpus", "8", "--out", "plan.json"], "--gpus compares clusters: it saves no plan"),
+        (["--placement", "unfied"], "did you mean unified?"),
+        (["--measure"], "plan --measure cannot run this recipe"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_one_message(args: list[str], message: str) -> None:
+    done = whatif(*args)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
 @pytest.mark.parametrize("name", [str(path.relative_to(RECIPE.parent)) for path in RECIPE.parent.rglob("*.yaml")])
 def test_every_recipe_of_ours_is_right(name: str) -> None:
     from mmtrain import recipe

@@ -1,0 +1,100 @@
+"""What more GPUs bring: the best plan for each number of them, side by side."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.table import Table
+
+from mmtrain.plan.plan import Plan
+from mmtrain.report.text import rendered, seconds_text
+
+PAYS = 0.5  # of what a GPU of the smallest cluster does that one more must add
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The best plan for a number of GPUs, or the reason that there is none."""
+
+    gpus: int
+    plan: Plan | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """One number of GPUs beside the smallest of the sweep that has a plan."""
+
+    gpus: int
+    plan: Plan
+    tokens_per_s: float
+    efficiency: float  # tokens/s of a GPU over those of a GPU in the smallest
+    added: float | None  # tokens/s that each GPU more than in the row before adds, over those of one in the smallest
+
+
+def scaling(found: Sequence[Scaled]) -> list[ScalingRow]:
+    """Rows for the numbers that have a plan, in rising order."""
+    rows: list[ScalingRow] = []
+    for gpus, plan in ((one.gpus, one.plan) for one in sorted(found, key=lambda one: one.gpus)):
+        if plan is None:
+            continue
+        total = plan.predicted.tokens_per_s_per_gpu * plan.world_size
+        base = rows[0].tokens_per_s / rows[0].gpus if rows else total / gpus
+        added = (total - rows[-1].tokens_per_s) / (gpus - rows[-1].gpus) / base if rows else None
+        rows.append(ScalingRow(gpus, plan, total, total / gpus / base, added))
+    return rows
+
+
+def stops_paying(rows: Sequence[ScalingRow]) -> str:
+    """The sentence below the table."""
+    for before, row in pairwise(rows):
+        if row.added is not None and row.added < PAYS:
+            return (
+                f"More than {before.gpus} GPUs do not pay: each of the next {row.gpus - before.gpus} adds "
+                f"{max(row.added, 0.0):.0%} of what one of the first {rows[0].gpus} does."
+            )
+    return "Every step of this sweep pays." if len(rows) > 1 else "One number of GPUs shows no scaling."
+
+
+def scaling_table(found: Sequence[Scaled], width: int = 120) -> str:
+    """The sweep as text `width` columns wide; numbers without a plan with the reason's first line."""
+    table = Table(title="Scaling of the same global batch", title_justify="left")
+    for column in ("GPUs", "plan", "step", "MFU", "tokens/s/GPU", "efficiency", "added"):
+        table.add_column(column, justify="left" if column == "plan" else "right")
+    rows = {row.gpus: row for row in scaling(found)}
+    for one in sorted(found, key=lambda one: one.gpus):
+        if one.gpus not in rows:
+            table.add_row(str(one.gpus), f"none: {one.reason.splitlines()[0]}", "-", "-", "-", "-", "-")
+            continue
+        row, p = rows[one.gpus], rows[one.gpus].plan.predicted
+        added = "" if row.added is None else f"{row.added:.0%}"
+        figures = (seconds_text(p.step_time_s), f"{p.mfu:.1%}", f"{row.tokens_per_s / row.gpus:,.0f}")
+        table.add_row(str(row.gpus), mesh_text(row.plan), *figures, f"{row.efficiency:.0%}", added)
+    sources = sorted({row.plan.predicted.cost_source for row in rows.values()})
+    return rendered(table, f"{stops_paying(list(rows.values()))} Predicted ({', '.join(sources)}).", width=width)
+
+
+def mesh_text(plan: Plan) -> str:
+    """A plan in one line: `disaggregated: vision 1x1x8, llm 4x2x8` (tp x pp x dp)."""
+    meshes = ", ".join(f"{name} {u.tp}x{u.pp}x{u.dp}" for name, u in plan.units.items())
+    return f"{plan.placement}: {meshes}"
+
+
+def scaling_json(found: Sequence[Scaled]) -> Iterator[dict[str, Any]]:
+    """One mapping for each number of GPUs."""
+    rows = {row.gpus: row for row in scaling(found)}
+    for one in found:
+        row = rows.get(one.gpus)
+        if row is None:
+            yield {"gpus": one.gpus, "plan": None, "reason": one.reason}
+            continue
+        yield {
+            "gpus": row.gpus,
+            "step_time_s": row.plan.predicted.step_time_s,
+            "mfu": row.plan.predicted.mfu,
+            "tokens_per_s_per_gpu": row.tokens_per_s / row.gpus,
+            "efficiency": row.efficiency,
+            "added": row.added,
+            "plan": row.plan.model_dump(mode="json"),
+        }
