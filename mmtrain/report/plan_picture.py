@@ -15,11 +15,12 @@ from mmtrain.report.arrangement import (
     stage_ranks,
     unit_edges,
 )
-from mmtrain.report.drawing import Box, Drawing, Label, Line, Mark, unit_paint
+from mmtrain.report.drawing import Box, Drawing, Label, Line, Mark, Paint, unit_paint
 
 CARD, GAP, ROW = 216, 44, 4  # width of a card, room for arrows between two, cards side by side
 _PAD, _STAGE, _LANE, _TAG = 10, 34, 19, 14  # inside a card; heights of a stage, a lane and a line of small print
 _MOST_LANES, _MOST_CARDS, _MOST_STAGES = 4, 16, 12
+_ROOMY, _SHORT_STAGE = 3, 17  # stages of a unit on a card, up to which each has two lines; height of one that has one
 _LEGEND = 20
 
 
@@ -57,7 +58,9 @@ def _legend(plan: Plan, num_cards: int) -> Iterator[Mark]:
 
 
 def _card_height(card: Slice, edges: Sequence[UnitEdge]) -> float:
-    stages = sum(min(len(h.stages), _MOST_STAGES) * _STAGE + (len(h.stages) > _MOST_STAGES) * _TAG for h in card.held)
+    stages = sum(
+        min(len(h.stages), _MOST_STAGES) * _stage_height(h) + (len(h.stages) > _MOST_STAGES) * _TAG for h in card.held
+    )
     lanes = sum(_TAG + _LANE * min(len(lanes), _MOST_LANES) + 4 for _, lanes in _alike(card.held))
     return 26 + stages + len(_tags(card, edges)) * _TAG + lanes + _PAD
 
@@ -69,8 +72,9 @@ def _card(card: Slice, plan: Plan, edges: Sequence[UnitEdge], left: float, top: 
     y = top + 26
     for held in card.held:
         for stage in held.stages[:_MOST_STAGES]:
-            yield from _stage(held.unit, stage, units, left + _PAD, y)
-            y += _STAGE
+            draw = _stage if len(held.stages) <= _ROOMY else _short_stage
+            yield from draw(held.unit, stage, units, left + _PAD, y)
+            y += _stage_height(held)
         if len(held.stages) > _MOST_STAGES:
             yield Label(left + _PAD, y + 10, f"and {len(held.stages) - _MOST_STAGES} more stages", size=10)
             y += _TAG
@@ -82,17 +86,34 @@ def _card(card: Slice, plan: Plan, edges: Sequence[UnitEdge], left: float, top: 
         y += _TAG + _LANE * min(len(lanes), _MOST_LANES) + 4
 
 
+def _stage_height(held: Lanes) -> int:
+    return _STAGE if len(held.stages) <= _ROOMY else _SHORT_STAGE
+
+
 def _stage(unit: str, stage: StagePlan, units: tuple[str, ...], left: float, y: float) -> Iterator[Mark]:
     paint, width = unit_paint(unit, units), CARD - 2 * _PAD
     lo, hi = stage.layers
     redone = recompute_text(stage)
     again = "" if redone == "none" else f", recompute {redone if redone == 'all' else len(stage.recompute)}"
     yield Label(left, y + 14, f"{unit}.{stage.stage}", paint="ink", bold=True)
-    yield Label(left + width, y + 14, f"layers {layers_text(stage)}{again}", "end", size=11)
+    yield Label(left + width, y + 14, f"layer{'s' * (hi - lo != 1)} {layers_text(stage)}{again}", "end", size=11)
+    yield from _layers(unit, stage, paint, left, y + 19, width)
+
+
+def _short_stage(unit: str, stage: StagePlan, units: tuple[str, ...], left: float, y: float) -> Iterator[Mark]:
+    """One of many chunks, in one line."""
+    width = (CARD - 2 * _PAD) / 2
+    yield Label(left, y + 12, f"{unit}.{stage.stage}", paint="ink", size=11, bold=True)
+    yield Label(left + width - 6, y + 12, layers_text(stage), "end", size=10)
+    yield from _layers(unit, stage, unit_paint(unit, units), left + width, y + 3, width)
+
+
+def _layers(unit: str, stage: StagePlan, paint: Paint, left: float, y: float, width: float) -> Iterator[Mark]:
+    lo, hi = stage.layers
     for first, last, recomputed in _runs(stage, by_one=hi - lo <= width / 5):
         x, end = (left + width * (at - lo) / (hi - lo) for at in (first, last))
         words = f"{unit} layers {first} to {last - 1}: {'recomputed' if recomputed else 'kept'}"
-        yield Box(x + 0.5, y + 19, end - x - 1, 10, paint, words=words, outlined=recomputed)
+        yield Box(x + 0.5, y, end - x - 1, 10, paint, words=words, outlined=recomputed)
 
 
 def _runs(stage: StagePlan, by_one: bool) -> Iterator[tuple[int, int, bool]]:
@@ -146,7 +167,7 @@ def _lanes(
         cell = width / tp
         for place, rank in enumerate(ranks):
             words = f"rank {rank}: replica {replica}, place {place} of its lane"
-            paint = unit_paint(names[place % len(names)] if tp >= len(names) > 1 else names[0], units)
+            paint: Paint = unit_paint(names[0], units) if len(names) == 1 else "soft"
             yield Box(left + indent + place * cell + 0.5, y + 1, cell - 1, _LANE - 4, paint, 0.3, words)
         fits = cell > 7 * len(str(ranks[-1]))
         texts = [(i, str(rank)) for i, rank in enumerate(ranks)] if fits else [((tp - 1) / 2, spans(ranks))]
