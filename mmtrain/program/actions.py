@@ -1,5 +1,7 @@
 """Actions: the things one rank does in a step, in a form that prints, parses and compares.
 
+Those that come by the hundred thousand hash in one step: programs are made of dictionaries of them.
+
 Compute actions come from builders; `lower` adds the communication. Text form, one action a line:
 
     F llm.0 llm:0.3                          forward of stage llm.0 on microbatch 3 of replica 0
@@ -30,6 +32,9 @@ class Forward:
     stage: StageId
     mb: Microbatch
 
+    def __hash__(self) -> int:
+        return hash(("F", self.stage.unit, self.stage.index, self.mb.replica, self.mb.index))
+
 
 @dataclass(frozen=True, slots=True)
 class Backward:
@@ -37,6 +42,9 @@ class Backward:
 
     stage: StageId
     mb: Microbatch
+
+    def __hash__(self) -> int:
+        return hash(("B", self.stage.unit, self.stage.index, self.mb.replica, self.mb.index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,9 @@ class Send:
     peer: int
     payload: Payload
 
+    def __hash__(self) -> int:
+        return _hash_of_message(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Recv:
@@ -109,6 +120,15 @@ class Recv:
     dst: Microbatch
     peer: int
     payload: Payload
+
+    def __hash__(self) -> int:
+        return _hash_of_message(self)
+
+
+def _hash_of_message(message: Send | Recv) -> int:
+    edge, src, dst = message.edge, message.src, message.dst
+    places = (edge.src.index, edge.dst.index, src.replica, src.index, dst.replica, dst.index, message.peer)
+    return hash((edge.src.unit, edge.dst.unit, message.payload, places))
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
     works: dict[tuple[tuple[int, ...], int], int] = {}
     all_works: list[Work] = []
     steps: dict[int, tuple[Post | Do, ...]] = {}
+    lanes: dict[tuple[str, int, int], tuple[int, ...]] = {}
     for rank, todo in actions.items():
         reads: dict[Action, tuple[int, ...]] = {}
         num_done: dict[tuple[int, ...], int] = {}
@@ -70,7 +71,7 @@ def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
                 reads[waits] = (*reads.get(waits, ()), message)
                 out.append(Post(message))
             else:
-                group = members(graph, rank, action)
+                group = _members(graph, rank, action, lanes)
                 nth = num_done[group] = num_done.get(group, 0) + 1
                 work = works.setdefault((group, nth), len(works))
                 if work == len(all_works):
@@ -79,3 +80,15 @@ def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
                 out.append(Do(work, reads.pop(reader, ()) if reader else ()))
         steps[rank] = tuple(out)
     return Links(tuple(Message(sender, send) for send, sender in messages), tuple(all_works), steps)
+
+
+def _members(
+    graph: StageGraph, rank: int, action: Action, lanes: dict[tuple[str, int, int], tuple[int, ...]]
+) -> tuple[int, ...]:
+    """As `wiring.members` says, with the lanes of compute kept, of which there are few."""
+    if not isinstance(action, Compute):
+        return members(graph, rank, action)
+    key = (action.stage.unit, action.stage.index, action.mb.replica)
+    if key not in lanes:
+        lanes[key] = members(graph, rank, action)
+    return lanes[key]

@@ -1,0 +1,120 @@
+"""How fast a step is simulated: `python scripts/bench_simulate.py`.
+
+A model of GPT-3's size (96 blocks of width 12,288) on 3,072 GPUs: tp 8, 8 pipeline ranks of 12 chunks, 48 replicas of 32
+microbatches. Replica groups are alike, so one stands for all. Costs are those modelled for H100; microbatches are
+packed of texts of drawn lengths, anew for every batch. The second figure is of the simulator alone, without its knowing
+which ranks do the same: as many microbatches as make a million actions.
+"""
+
+import gc
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from mmtrain.costs import AnalyticCosts, TokenLoad, parameters, preset
+from mmtrain.models.shape import LayerShape, ModelShape, UnitShape
+from mmtrain.program import (
+    LLM,
+    Edge,
+    Microbatch,
+    ModelTiming,
+    Stage,
+    StageGraph,
+    StageId,
+    StepLoads,
+    UnitMesh,
+    build_1f1b,
+    lower,
+    simulate,
+)
+from mmtrain.program.twins import leaders
+
+TP, PP, DP, VPP, MICROBATCHES = 8, 8, 48, 12, 32
+MILLION = 1_000_000
+REPEATS = 5
+BLOCK = LayerShape("decoder_block", 12288, 12288, heads=96, kv_heads=96, head_dim=128, ffn=49152, causal=True)
+LAYERS = (
+    LayerShape("embedding", 12288, 12288, vocab=51200),
+    *[BLOCK] * (PP * VPP),
+    LayerShape("head", 12288, 51200, vocab=51200),
+)
+SHAPE = ModelShape((UnitShape(LLM, "llm", LAYERS),), (), tied_embeddings=False)
+
+T = TypeVar("T")
+
+
+class Unlike(ModelTiming):
+    """Takes no two ranks to be alike."""
+
+    def link(self, ranks: tuple[int, ...]) -> tuple[int, ...]:  # type: ignore[override]
+        """The ranks themselves."""
+        return ranks
+
+
+def main() -> None:
+    print(f"{platform.machine()}, Python {platform.python_version()}, seconds of one core")
+    graph = graph_of(DP, MICROBATCHES)
+    followed, found_s = timed(lambda: leaders(graph, timing(graph, 0).link))
+    program, built_s = timed(lambda: lower(build_1f1b(graph, followed)))
+    _, first_s = timed(lambda: simulate(program, timing(graph, 0)))
+    again = [timed(lambda seed=seed: simulate(program, timing(graph, seed))) for seed in range(1, REPEATS + 1)]  # type: ignore[misc]
+    line = again[-1][0]
+    spans, spans_s = timed(lambda: len(line.spans))
+    path, path_s = timed(lambda: len(line.critical_path))
+    more_s = min(s for _, s in again)
+    print(f"{graph.world_size} GPUs, one replica group of {len(line.bubbles)} ranks, step {line.step_time_s:.2f} s")
+    print(f"  find {len(followed)} ranks to follow {found_s:.3f} s, build their program {built_s:.3f} s")
+    print(f"  simulate the first batch {first_s:.3f} s (target 0.3 s), every other {more_s:.3f} s")
+    print(f"  on demand: {spans:,} spans {spans_s:.3f} s, critical path of {path:,} actions {path_s:.3f} s")
+
+    one = sum(map(len, lower(build_1f1b(graph_of(1, MICROBATCHES))).actions.values()))
+    graph = graph_of(1, -(-MILLION * MICROBATCHES // one // PP) * PP)
+    program = lower(build_1f1b(graph))
+    actions, costs = sum(map(len, program.actions.values())), timing(graph, 0)
+    unlike = Unlike(**{name: getattr(costs, name) for name in costs.__dataclass_fields__})
+    gc.collect()
+    _, first_s = timed(lambda: simulate(program, unlike))
+    _, again_s = timed(lambda: simulate(program, unlike))
+    print(f"{actions:,} actions of {graph.world_size} ranks, each followed")
+    print(f"  simulate the first time {first_s:.1f} s (target 10 s), again {again_s:.1f} s")
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """What the work returns, and the seconds of one core it took."""
+    begin = time.process_time()
+    return work(), time.process_time() - begin
+
+
+def graph_of(dp: int, num_microbatches: int) -> StageGraph:
+    """The pipeline: a block a stage, the embedding before the first, the head behind the last."""
+    mesh = UnitMesh(LLM, TP, PP, dp, tuple(range(TP * PP * dp)), num_microbatches, VPP)
+    last = PP * VPP
+    borders = [0, *range(2, last + 1), len(LAYERS)]
+    stages = tuple(
+        Stage(StageId(LLM, s), (borders[s], borders[s + 1]), tuple(mesh.lane(s, r) for r in range(dp)), True)
+        for s in range(last)
+    )
+    return StageGraph((mesh,), stages, tuple(Edge(StageId(LLM, s), StageId(LLM, s + 1)) for s in range(last - 1)))
+
+
+def timing(graph: StageGraph, seed: int) -> ModelTiming:
+    """Costs of a batch whose microbatches are packed of texts that fill 2,048 tokens, more or less."""
+    rng = np.random.default_rng(seed)
+    mesh, lengths = graph.mesh(LLM), rng.integers(200, 600, (graph.mesh(LLM).num_microbatches, 5))
+    loads = {
+        Microbatch(LLM, replica, index): TokenLoad.of(lengths[index])
+        for replica in range(mesh.dp)
+        for index in range(mesh.num_microbatches)
+    }
+    machine = replace(preset("h100-80g"), ranks_per_node=8)
+    inputs = {LLM: (False, *[True] * (len(LAYERS) - 1))}
+    costs = AnalyticCosts(machine, "bf16")
+    return ModelTiming(graph, SHAPE, costs, StepLoads(loads, {}, {}), inputs, parameters, 2, machine.ranks_per_node)
+
+
+if __name__ == "__main__":
+    main()
