@@ -107,9 +107,7 @@ def test_the_same_samples_are_the_same_in_every_format(
         )
         index = build(other)
         assert index.quarantined == ()
-        assert index.fingerprint != expected.fingerprint, "what stands in a sample names its media, kept elsewhere here"
-        assert index.lengths.tokens.tolist() == expected.lengths.tokens.tolist()
-        assert index.lengths.targets.tolist() == expected.lengths.targets.tolist()
+        assert index.fingerprint == expected.fingerprint
         assert np.array_equal(_payload(other, index), payload)
 
 
