@@ -89,7 +89,8 @@ def _timelines(contents: Contents) -> str:
     legend = "".join(f'<b class="{unit_paint(unit, units)}">■</b> {escape(unit)} ' for unit in units)
     page = (
         f"<p>{legend}forward full, backward pale, with the number of the microbatch. The thin row below each rank is "
-        "communication; grey boxes among computations are spans too short to be drawn apart.</p>"
+        "communication; grey boxes among computations are spans too short to be drawn apart. Underlined in the "
+        "simulated step: its critical path, where whatever takes longer makes the step longer.</p>"
     )
     if len(ranks) < contents.plan.world_size:
         page += (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import floor, log10
 from typing import Any
 
-from mmtrain.program import Timeline, chrome_trace
+from mmtrain.program import Compute, Timeline, chrome_trace
 from mmtrain.report.drawing import Box, Drawing, Label, Line, Mark, Paint, unit_paint
 
 WIDTH, LEFT = 1000.0, 66.0
@@ -24,13 +24,16 @@ class Step:
     events: Sequence[Event]
     start_us: float
     length_us: float
+    critical: frozenset[tuple[int, float]] = frozenset()  # (rank, begin in us) of computations on the critical path
 
     @classmethod
     def simulated(cls, name: str, timeline: Timeline, ranks: Sequence[int]) -> "Step":
         """A simulated step, of which only these ranks are turned into events."""
         wanted = set(ranks)
         few = replace(timeline, spans=tuple(span for span in timeline.spans if span.rank in wanted))
-        return cls(name, chrome_trace(few, "")["traceEvents"], 0.0, timeline.step_time_s * 1e6)
+        path = (span for span in timeline.critical_path if isinstance(span.action, Compute))
+        critical = frozenset((span.rank, span.start_s * 1e6) for span in path)
+        return cls(name, chrome_trace(few, "")["traceEvents"], 0.0, timeline.step_time_s * 1e6, critical)
 
 
 def timeline_picture(step: Step, units: Sequence[str], ranks: Sequence[int], length_us: float) -> Drawing:
@@ -60,9 +63,36 @@ def timeline_picture(step: Step, units: Sequence[str], ranks: Sequence[int], len
         if len(boxes) <= MAX_BOXES or narrow > WIDTH:
             break
         narrow *= 2
+    marks += _critical(step, lanes, ranks, scale, pitch, tall)
     marks += [Label(0, row * pitch + tall * 0.75, f"rank {rank}", paint="ink") for row, rank in enumerate(ranks)]
     about = f"{step.name}: {step.length_us / 1e3:.4g} ms on {len(ranks)} ranks. " + _about(lanes, ranks, step)
     return Drawing(WIDTH, len(ranks) * pitch + 20, about, (*marks, *boxes))
+
+
+def _critical(
+    step: Step,
+    lanes: Mapping[tuple[int, int], Sequence[Event]],
+    ranks: Sequence[int],
+    scale: float,
+    pitch: float,
+    tall: float,
+) -> Iterator[Mark]:
+    """A line under each computation that the step's time depends on, neighbours in one."""
+    for row, rank in enumerate(ranks):
+        y, line = row * pitch + tall + 0.5, None
+        for event in lanes.get((rank, _COMPUTE), ()):
+            if (rank, event["ts"]) not in step.critical:
+                continue
+            left = LEFT + (event["ts"] - step.start_us) * scale
+            right = left + event["dur"] * scale
+            if line is not None and left - line[1] < 1:
+                line = (line[0], right)
+                continue
+            if line is not None:
+                yield Line(((line[0], y), (line[1], y)), "ink", 2)
+            line = (left, right)
+        if line is not None:
+            yield Line(((line[0], y), (line[1], y)), "ink", 2)
 
 
 def _axis(length_us: float, scale: float, bottom: float) -> Iterator[Mark]:

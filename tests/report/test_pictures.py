@@ -10,13 +10,13 @@ import pytest
 
 from mmtrain.errors import UserError
 from mmtrain.plan import Plan, SchedulePlan, StagePlan, UnitPlan
-from mmtrain.program import Timeline
+from mmtrain.program import Compute, Timeline
 from mmtrain.report.arrangement import shown_ranks, slices, spans, stage_ranks, unit_edges
 from mmtrain.report.drawing import Box, Drawing, Label, Line, svg
 from mmtrain.report.paper import save_picture
 from mmtrain.report.pictures import pictures
 from mmtrain.report.plan_picture import CARD, plan_picture
-from mmtrain.report.timeline_picture import MAX_BOXES, WIDTH, Step, curve, timeline_picture
+from mmtrain.report.timeline_picture import LEFT, MAX_BOXES, WIDTH, Step, curve, timeline_picture
 from tests.report.conftest import contents_of, run_of
 from tests.report.test_plan_view import plan as two_units
 
@@ -148,6 +148,19 @@ def test_a_step_shows_each_computation_with_its_microbatch(rehearsed: tuple[Plan
     assert "rank 1 computes" in drawing.about
     half = timeline_picture(step, tuple(plan.units), [0, 1], 2 * step.length_us)
     assert max(m.x + m.width for m in half.marks if isinstance(m, Box)) < WIDTH * 0.55
+
+
+def test_the_critical_path_is_underlined_once_at_a_time(rehearsed: tuple[Plan, Timeline]) -> None:
+    plan, timeline = rehearsed
+    step = Step.simulated("Simulated step", timeline, [0, 1])
+    drawing = timeline_picture(step, tuple(plan.units), [0, 1], step.length_us)
+    lines = sorted(m.points for m in drawing.marks if isinstance(m, Line) and m.paint == "ink")
+    assert lines[0][0][0] == LEFT
+    for (_, (end, _)), ((begin, _), _) in pairwise(lines):
+        assert end <= begin + 1
+    computed = sum(s.duration_s for s in timeline.critical_path if isinstance(s.action, Compute))
+    underlined = sum(end[0] - begin[0] for begin, end in lines) / (WIDTH - LEFT)
+    assert underlined == pytest.approx(computed / timeline.step_time_s, rel=0.02)
 
 
 def test_spans_below_a_pixel_are_merged_and_boxes_bounded() -> None:
