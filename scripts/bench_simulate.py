@@ -1,7 +1,7 @@
 """How fast a step is simulated: `python scripts/bench_simulate.py`.
 
-A model of GPT-3's size (96 blocks of width 12,288) on 3,072 GPUs: tp 8, 8 pipeline ranks of 12 chunks, 48 replicas of 32
-microbatches. Replica groups are alike, so one stands for all. Costs are those modelled for H100; microbatches are
+A model of GPT-3's size (96 blocks of width 12,288) on 3,072 GPUs: tp 8, 8 pipeline ranks of 12 chunks, 48 replicas of
+32 microbatches. Replica groups are alike, so one stands for all. Costs are those modelled for H100; microbatches are
 packed of texts of drawn lengths, anew for every batch. The second figure is of the simulator alone, without its knowing
 which ranks do the same: as many microbatches as make a million actions.
 """

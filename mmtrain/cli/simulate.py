@@ -1,22 +1,30 @@
 """`mmtrain simulate`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmtrain.cli.options import AsJson, Overrides, RecipeFile
+from mmtrain.cli.options import AsJson, Overrides
+
+if TYPE_CHECKING:
+    from mmtrain.cli.rehearsal import Rehearsal
 
 
 def simulate(
-    recipe: RecipeFile,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|PLAN|RUN", help="A recipe, a plan's JSON with --against, or the folder of a run."
+        ),
+    ],
     overrides: Overrides,
     plan: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Simulate this plan. Default: that of --against, or plan first."),
+        typer.Option(metavar="FILE", help="Simulate this plan of a recipe. Default: that of --against, or plan first."),
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="A run of this recipe whose trace to hold beside (train.trace).")
+        Path | None, typer.Option(metavar="RUN", help="A run of it whose trace to hold beside (train.trace).")
     ] = None,
     step: Annotated[int, typer.Option(min=1, help="Step to simulate; with --against, those that it recorded.")] = 1,
     out: Annotated[
@@ -24,25 +32,19 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Foretell a step, and compare with a run.
+    """Foretell a step, say what it waits for, and compare with a run.
 
     The plan's program is simulated on the batches that training will see. Beside a run's trace the errors per stage
-    and for the step are printed.
+    and for the step are printed. What a tensor-parallel stage takes includes its collectives, foretold and measured.
     """
     import json
 
     from mmtrain.errors import UserError
-    from mmtrain.recipe import load
+    from mmtrain.report.comparison import compare, comparison_text, overlay, path_rows
 
-    settings = load(recipe, overrides).recipe
-    from mmtrain.cli.rehearsal import rehearsal
-    from mmtrain.report.comparison import compare, comparison_text, overlay
-    from mmtrain.runtime.rundir import PLAN, TRACE
-
-    found = rehearsal(
-        settings, plan or (against / PLAN if against else None), against / TRACE if against else None, (step,)
-    )
-    rows, bubbles = compare(found.timelines, found.trace), found.timelines[0].bubble_shares()
+    found = _rehearsed(source, overrides, plan, against, step)
+    rows, path = compare(found.timelines, found.trace), path_rows(found.timelines)
+    bubbles = found.timelines[0].bubble_shares()
     if out is not None:
         try:
             out.write_text(json.dumps(overlay(found.timelines, found.trace, found.plan.sha256)), encoding="utf-8")
@@ -52,6 +54,49 @@ def simulate(
         seconds = [
             {"what": r.what, "predicted_s": r.predicted_s, "measured_s": r.measured_s, "error": r.error} for r in rows
         ]
-        typer.echo(json.dumps({"seconds": seconds, "bubbles": bubbles, "steps": found.steps}))
+        parts = [{"what": part.what, "seconds": part.seconds, "actions": part.count} for part in path]
+        told = {"seconds": seconds, "bubbles": bubbles, "steps": found.steps, "critical": parts}
+        typer.echo(json.dumps({**told, "critical_path": _path_json(found)}))
     else:
-        typer.echo(comparison_text(rows, bubbles))
+        typer.echo(comparison_text(rows, bubbles, path))
+
+
+def _rehearsed(source: Path, overrides: list[str], plan: Path | None, against: Path | None, step: int) -> "Rehearsal":
+    """Take recipe, plan and trace from where they are.
+
+    Raises UserError for what does not go together.
+    """
+    from mmtrain.cli.rehearsal import rehearsal
+    from mmtrain.errors import UserError
+    from mmtrain.recipe import load
+    from mmtrain.runtime.rundir import PLAN, RECIPE, TRACE
+
+    is_plan, is_run = source.suffix.lower() == ".json", source.is_dir()
+    if is_plan and against is None:
+        raise UserError(
+            f"simulate {source}: a plan does not say on what data; give its recipe (RECIPE --plan {source}), "
+            "or a run of it (--against RUN)"
+        )
+    if plan is not None and (is_plan or is_run):
+        raise UserError(f"simulate {source}: --plan FILE belongs to a recipe; a plan and a run come by themselves")
+    if is_run and against is not None:
+        raise UserError(f"simulate {source}: is a run, and held beside its own trace; give --against with a recipe")
+    run = source if is_run else against
+    recipe = load(run / RECIPE if run is not None and (is_plan or is_run) else source, overrides).recipe
+    chosen = source if is_plan else plan or (run / PLAN if run else None)
+    return rehearsal(recipe, chosen, run / TRACE if run else None, (step,))
+
+
+def _path_json(found: "Rehearsal") -> list[dict[str, Any]]:
+    """The critical path of the first simulated step, action by action."""
+    from mmtrain.program import action_to_text
+
+    return [
+        {
+            "action": action_to_text(span.action),
+            "rank": span.rank,
+            "start_s": span.start_s,
+            "seconds": span.duration_s,
+        }
+        for span in found.timelines[0].critical_path
+    ]

@@ -10,10 +10,27 @@ from typing import Any
 from rich.table import Table
 
 from mmtrain.errors import UserError
-from mmtrain.program import BUBBLE_KINDS, BubbleKind, Timeline, chrome_trace
+from mmtrain.program import (
+    BUBBLE_KINDS,
+    Action,
+    Backward,
+    BubbleKind,
+    Forward,
+    GatherParams,
+    Partial,
+    Recv,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+    Share,
+    Timeline,
+    chrome_trace,
+)
+from mmtrain.program.segments import direction
 from mmtrain.report.text import rendered
 
 _COMPUTE, _US = 0, 1e-6
+MAX_PATH_ROWS = 12  # printed; a plan of many chunks has hundreds of kinds
 
 
 @dataclass(frozen=True)
@@ -103,8 +120,44 @@ def compare(simulated: Sequence[Timeline], trace: Trace | None) -> list[Row]:
     return [*rows, Row("step", None if trace is None else trace.step_time_s, step)]
 
 
-def comparison_text(rows: Sequence[Row], bubbles: Mapping[BubbleKind, float]) -> str:
-    """The rows as a table, and the simulated idle time by kind."""
+@dataclass(frozen=True)
+class PathRow:
+    """What work of one kind has of the critical path: seconds a step, and how many actions."""
+
+    what: str  # `llm.0 forward`, `vision.0>llm.0 activation`, `reduce llm`, `step`
+    seconds: float
+    count: float
+
+
+def path_rows(simulated: Sequence[Timeline]) -> list[PathRow]:
+    """Where the step time comes from, largest first: means over the simulated steps. The seconds add up to the step."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    count: defaultdict[str, float] = defaultdict(float)
+    for timeline in simulated:
+        for span in timeline.critical_path:
+            what = _path_word(span.action)
+            seconds[what] += span.duration_s / len(simulated)
+            count[what] += 1 / len(simulated)
+    return sorted((PathRow(what, s, count[what]) for what, s in seconds.items()), key=lambda row: -row.seconds)
+
+
+def _path_word(action: Action) -> str:
+    match action:
+        case Forward() | Backward() | Partial():
+            return f"{action.stage} {'forward' if direction(action) == 'F' else 'backward'}"
+        case Send(edge, _, _, _, payload) | Recv(edge, _, _, _, payload):
+            return f"{edge} {payload}"
+        case Share(edge, _, payload):
+            return f"{edge} {payload} shared"
+        case ReduceGrads(name) | ReduceShared(name):
+            return f"reduce {name}"
+        case GatherParams(unit):
+            return f"gather {unit}"
+    return "optimizer"
+
+
+def comparison_text(rows: Sequence[Row], bubbles: Mapping[BubbleKind, float], path: Sequence[PathRow]) -> str:
+    """The rows as a table, the simulated idle time by kind, and what the step time is made of."""
     measured = any(row.measured_s is not None for row in rows)
     table = Table(title="Seconds a step" + (", predicted and measured" if measured else ""), title_justify="left")
     for column in ("", "predicted", *(("measured", "error") if measured else ())):
@@ -115,10 +168,19 @@ def comparison_text(rows: Sequence[Row], bubbles: Mapping[BubbleKind, float]) ->
             cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f} ms")
             cells.append("-" if row.error is None else f"{row.error:+.1%}")
         table.add_row(row.what, *cells)
+    chain = Table(title="Critical path: what the step waits for, one after another", title_justify="left")
+    for column in ("", "seconds", "share", "actions"):
+        chain.add_column(column, justify="left" if not column else "right")
+    whole = sum(row.seconds for row in path) or 1.0
+    for part in path[:MAX_PATH_ROWS]:
+        cells = [f"{part.seconds * 1e3:.2f} ms", f"{part.seconds / whole:.1%}", f"{part.count:g}"]
+        chain.add_row(part.what, *cells)
+    if rest := path[MAX_PATH_ROWS:]:
+        seconds = sum(part.seconds for part in rest)
+        chain.add_row(f"{len(rest)} others", f"{seconds * 1e3:.2f} ms", f"{seconds / whole:.1%}", "")
     idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles.items() if share >= 0.0005)
-    return rendered(
-        table, f"Simulated ranks idle {sum(bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
-    )
+    told = f"Simulated ranks idle {sum(bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
+    return rendered(table, told, "", chain)
 
 
 def overlay(simulated: Sequence[Timeline], trace: Trace | None, plan_sha256: str) -> dict[str, Any]:

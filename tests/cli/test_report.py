@@ -2,44 +2,17 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from mmtrain.cli.app import app
-from mmtrain.cli.rehearsal import rehearsal
-from mmtrain.data.demo import generate
 from mmtrain.errors import MmtrainError
 from mmtrain.plan import load as load_plan
-from mmtrain.program.measured import MeasuredStep, run_trace
-from mmtrain.recipe import dump, load
 from mmtrain.runtime.rundir import PLAN, RECIPE, TRACE
-from tests.report.conftest import metrics
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of the demo on a machine that takes twice as long as foretold."""
-    folder = tmp_path_factory.mktemp("runs") / "try"
-    data = folder.parent / "data"
-    generate(data, seed=1, train=60, heldout=4)
-    settings = [f"data.sources.0.path={data}/train.json", f"data.validation.0.path={data}/heldout.json"]
-    recipe = load(DEMO, [*settings, f"data.tokenizer={data}/tokenizer.json"]).recipe
-    found = rehearsal(recipe, None)
-    [step] = found.timelines
-    spans = tuple(s._replace(start_s=2 * s.start_s, duration_s=2 * s.duration_s) for s in step.spans)
-    slower = replace(step, spans=spans, step_time_s=2 * step.step_time_s, simulated=False)
-    folder.mkdir()
-    (folder / RECIPE).write_text(dump(recipe))
-    found.plan.save(folder / PLAN)
-    trace = run_trace([MeasuredStep(1, 10.0, slower)], found.plan.sha256, 1e-6)
-    (folder / TRACE).write_text(json.dumps(trace))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics(i).to_json()) + "\n" for i in (1, 2, 3)))
-    return folder
 
 
 def report(*arguments: object) -> Result:

@@ -10,7 +10,7 @@ from mmtrain.errors import UserError
 from mmtrain.plan import Plan
 from mmtrain.program import Timeline
 from mmtrain.program.measured import MeasuredStep, run_trace
-from mmtrain.report.comparison import Trace, compare, comparison_text, overlay, stage_seconds
+from mmtrain.report.comparison import PathRow, Trace, compare, comparison_text, overlay, path_rows, stage_seconds
 
 SHA = "ab" * 32
 
@@ -41,9 +41,29 @@ def test_every_stage_and_the_step_are_compared(timeline: Timeline) -> None:
         assert row.measured_s == pytest.approx(2.5 * row.predicted_s)
         assert row.error == pytest.approx(1 / 2.5 - 1)
     assert rows[-1].predicted_s == timeline.step_time_s
-    words = comparison_text(rows, timeline.bubble_shares())
+    words = comparison_text(rows, timeline.bubble_shares(), path_rows([timeline]))
     assert "-60.0%" in words
     assert "Simulated ranks idle" in words
+
+
+def test_the_critical_path_is_told_by_what_it_waits_for(timeline: Timeline) -> None:
+    """The demo's encoder on one rank, its LLM on another; its parts add up to the step."""
+    rows = path_rows([timeline, timeline])
+    assert sum(row.seconds for row in rows) == pytest.approx(timeline.step_time_s)
+    assert sum(row.count for row in rows) == len(timeline.critical_path)
+    assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
+    kinds = {"llm.0 forward", "llm.0 backward", "vision.0 forward", "vision.0 backward", "optimizer", "reduce vision"}
+    kinds |= {"vision.0>llm.0 activation", "vision.0>llm.0 gradient", "reduce llm", "gather llm", "gather vision"}
+    assert {row.what for row in rows} <= kinds
+    words = comparison_text(compare([timeline], None), timeline.bubble_shares(), rows)
+    assert rows[0].what in words.split("Critical path")[1]
+
+
+def test_a_long_path_is_told_in_part() -> None:
+    rows = [PathRow(f"llm.{i} forward", 1.0, 2) for i in range(20)]
+    words = comparison_text([], {}, rows)
+    assert "8 others" in words
+    assert "40.0%" in words
 
 
 def test_stage_seconds_add_up_to_the_compute_of_the_step(timeline: Timeline) -> None:
@@ -56,7 +76,7 @@ def test_stage_seconds_add_up_to_the_compute_of_the_step(timeline: Timeline) -> 
 def test_without_a_run_there_is_only_what_was_simulated(timeline: Timeline) -> None:
     rows = compare([timeline], None)
     assert {row.error for row in rows} == {None}
-    assert "measured" not in comparison_text(rows, timeline.bubble_shares())
+    assert "measured" not in comparison_text(rows, timeline.bubble_shares(), [])
     assert overlay([timeline], None, SHA)["otherData"]["simulated"] is True
 
 

@@ -1,0 +1,65 @@
+"""`mmtrain simulate`: of a recipe, a plan and a run, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from mmtrain.cli.app import app
+from mmtrain.errors import MmtrainError
+from mmtrain.runtime.rundir import PLAN, RECIPE
+from tests.program.trace_format import require_trace
+
+
+def simulate(*arguments: object) -> Result:
+    done = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    if isinstance(done.exception, MmtrainError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_a_run_is_held_beside_its_own_trace(run_dir: Path, tmp_path: Path) -> None:
+    """The run took twice as long as foretold, in every stage and as a whole."""
+    out = tmp_path / "both.json"
+    found = json.loads(simulate(run_dir, "--json", "--out", out).stdout)
+    assert {row["what"] for row in found["seconds"]} >= {"llm.0 forward", "vision.0 backward", "step"}
+    assert all(row["error"] == pytest.approx(-0.5) for row in found["seconds"])
+    step = next(row["predicted_s"] for row in found["seconds"] if row["what"] == "step")
+    path = found["critical_path"]
+    assert path[0]["start_s"] == 0
+    assert sum(action["seconds"] for action in path) == pytest.approx(step)
+    assert sum(part["seconds"] for part in found["critical"]) == pytest.approx(step)
+    assert sum(part["actions"] for part in found["critical"]) == len(path)
+    trace = json.loads(out.read_text())
+    require_trace(trace)
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert {"rank 0", "rank 0, simulated"} <= names
+
+
+def test_recipe_and_plan_against_a_run_are_the_same(run_dir: Path) -> None:
+    words = simulate(run_dir).stdout
+    assert "-50.0%" in words
+    assert "Critical path" in words
+    assert simulate(run_dir / PLAN, "--against", run_dir).stdout == words
+    assert simulate(run_dir / RECIPE, "--against", run_dir).stdout == words
+
+
+def test_without_a_run_there_is_only_what_is_foretold(run_dir: Path) -> None:
+    words = simulate(run_dir / RECIPE, "--plan", run_dir / PLAN).stdout
+    assert "measured" not in words
+    assert "Critical path" in words
+
+
+def test_what_does_not_go_together_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(MmtrainError, match=r"does not say on what data; give its recipe .*--against RUN"):
+        simulate(run_dir / PLAN)
+    with pytest.raises(MmtrainError, match="--plan FILE belongs to a recipe"):
+        simulate(run_dir, "--plan", run_dir / PLAN)
+    with pytest.raises(MmtrainError, match="held beside its own trace"):
+        simulate(run_dir, "--against", run_dir)
+    with pytest.raises(MmtrainError, match="cannot read the trace"):
+        simulate(run_dir / RECIPE, "--plan", run_dir / PLAN, "--against", tmp_path)
+    with pytest.raises(MmtrainError, match="cannot write the trace"):
+        simulate(run_dir, "--out", tmp_path / "none" / "trace.json")
