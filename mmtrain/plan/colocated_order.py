@@ -11,14 +11,14 @@ between the LLM's actions, and layers what fills them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 
 from mmtrain.costs import Hardware
 from mmtrain.plan.bubbles import Kernels, Lane
 from mmtrain.plan.colocated import EncoderPlan, Host, Schedule, schedule_as_dealt
-from mmtrain.plan.judge import model_timing
+from mmtrain.plan.judge import Judged, model_timing, rehearsed
 from mmtrain.plan.pricing import Pricing, sizes_of
 from mmtrain.program.actions import (
     Backward,
@@ -44,15 +44,6 @@ Order = dict[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Planned:
-    """An order, and how much of the encoders' work it puts into the LLM's step."""
-
-    order: Order
-    efficiency: float  # scheduling efficiency, as of typical microbatches
-    alone_s: float  # step time of the LLM by itself
-
-
-@dataclass(frozen=True)
 class _Task:
     """Something a rank does: a whole forward or backward of the LLM, or a layer of an encoder."""
 
@@ -62,29 +53,45 @@ class _Task:
     layer: int | None  # in the stage; all of them if None
 
 
-def plan_order(graph: StageGraph, pricing: Pricing, machine: Hardware, *, whole_stages: bool = False) -> Planned:
+def plan_order(graph: StageGraph, pricing: Pricing, machine: Hardware, *, whole_stages: bool = False) -> Order:
     """Put the encoders of a colocated graph into the bubbles of its LLM, for microbatches of mean cost.
 
     whole_stages: do not cut stages between layers.
     """
     alone = _llm_alone(graph, pricing, machine)
-    host, llm_tasks = _host(graph, alone), _llm_tasks(graph, alone)
-    tasks: dict[int, list[_Task]] = {rank: list(found) for rank, found in llm_tasks.items()}
-    inside = total = 0.0
+    host, tasks = _host(graph, alone), _llm_tasks(graph, alone)
     for mesh in (m for m in graph.meshes if m.unit != LLM):
         found = _schedule(graph, pricing, host, mesh, whole_stages)
-        taken = list(found.forward.items()) + list(found.backward.items())
         free = list(host.lanes)
-        for (pipeline, stage), placed in taken:
+        for (pipeline, stage), placed in chain(found.forward.items(), found.backward.items()):
             place = found.plan.place(pipeline, stage)
             free[place] = free[place].without(placed)
         host = replace(host, lanes=tuple(free))
-        work = sum(float((p.spans[:, 1] - p.spans[:, 0]).sum()) for _, p in taken)
-        inside, total = inside + work * found.efficiency, total + work
         for rank, task in _encoder_tasks(graph, mesh, found, whole_stages):
             tasks[rank].append(task)
-    order = {rank: tuple(_lines(graph, todo)) for rank, todo in sorted(tasks.items())}
-    return Planned(order, inside / total if total else 1.0, alone.step_time_s)
+    return {rank: tuple(_lines(graph, todo)) for rank, todo in sorted(tasks.items())}
+
+
+def scheduling_efficiency(judged: Judged, pricing: Pricing, machine: Hardware) -> float | None:
+    """Share of the encoders' compute that lies inside the LLM's own step, of the first drawn batch; None if apart.
+
+    That step begins with the LLM's first forward and takes what the LLM takes by itself (Optimus' measure).
+    """
+    if judged.layout.placement != "colocated":
+        return None
+    graph = judged.graph
+    alone = _llm_alone(graph, pricing, machine).step_time_s
+    work = [
+        (span.action.stage.unit, span.start_s, span.duration_s)
+        for span in rehearsed(judged, pricing, machine).spans
+        if isinstance(span.action, Compute)
+    ]
+    begin = min(start for unit, start, _ in work if unit == LLM)
+    inside = total = 0.0
+    for start, seconds in ((start, seconds) for unit, start, seconds in work if unit != LLM):
+        first, last = max(start, begin), min(start + seconds, begin + alone)
+        inside, total = inside + max(0.0, last - first), total + seconds
+    return inside / total if total else None
 
 
 # The LLM by itself -------------------------------------------------------------------------------------------------
@@ -186,7 +193,7 @@ def _llm_tasks(graph: StageGraph, alone: Timeline) -> dict[int, list[_Task]]:
 
 
 def _schedule(graph: StageGraph, pricing: Pricing, host: Host, mesh: UnitMesh, whole_stages: bool) -> Schedule:
-    """Place the encoder's layers on one block of pipeline ranks after another; each replica has a part of each block."""
+    """Place the encoder's layers, for one of its replicas on each block of the LLM's pipeline ranks."""
     own, llm = block_sizes(mesh.num_microbatches, graph.mesh(LLM).num_microbatches)
     begins = host.first_forwards.reshape(-1, llm).min(axis=1).repeat(own)
     ends = host.last_backwards.reshape(-1, llm).max(axis=1).repeat(own)
@@ -229,8 +236,8 @@ def _encoder_tasks(
         for (block, stage), placed in half.items():
             sid = StageId(mesh.unit, stage)
             lo, hi = graph.stage(sid).layers
-            for (start, _), chain, kernel in zip(placed.spans, placed.chains, placed.kernels, strict=True):
-                index = int(chain) // blocks
+            for (start, _), name, kernel in zip(placed.spans, placed.chains, placed.kernels, strict=True):
+                index = int(name) // blocks
                 layer = None if whole_stages else int(kernel) if half is found.forward else hi - lo - 1 - int(kernel)
                 for replica in range(block * slices, (block + 1) * slices):
                     mb = Microbatch(mesh.unit, replica, index)

@@ -80,6 +80,9 @@ def why_nothing_fits(recipe: Recipe, choices: dict[str, UnitChoices], world_size
     fixed = _fixed(recipe.parallel, choices)
     if fixed | _fixed_microbatches(recipe.parallel, choices):
         possible += "; fixed by " + ", ".join(fixed | _fixed_microbatches(recipe.parallel, choices))
+    if placement == "colocated":
+        encoders = " and ".join(name for name in choices if name != LLM)
+        return f"no sizes of {encoders} whose tp and pp divide the LLM's fill the LLM's {world_size} ranks ({possible})"
     if placement == "disaggregated":
         if len(choices) > world_size:
             return f"{' and '.join(choices)} on ranks of their own need at least {len(choices)} ranks"
@@ -124,8 +127,8 @@ def _suits_microbatches(dp: int, recipe: Recipe) -> bool:
 
 def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     names = [unit.name for unit in shape.units]
-    if names == [LLM] and recipe.parallel.placement == "disaggregated":
-        yield "parallel.placement: `disaggregated` needs an encoder, but model.vision is not set; use `unified`"
+    if names == [LLM] and (wanted := recipe.parallel.placement) in ("disaggregated", "colocated"):
+        yield f"parallel.placement: `{wanted}` needs an encoder, but model.vision is not set; use `unified`"
     absent = [name for name in AROUND if name not in names]
     for name, key in product(absent, (*_SIZES, "num_microbatches")):
         if getattr(getattr(recipe.parallel, name), key) is not None:

@@ -18,6 +18,7 @@ from mmtrain.program.lower import lower
 from mmtrain.program.memory import peak_live
 from mmtrain.program.program import Program
 from mmtrain.program.simulate import simulate
+from mmtrain.program.timeline import Timeline
 from mmtrain.program.timing import ModelTiming, Transport
 from mmtrain.program.twins import leaders
 from mmtrain.program.wiring import members, trained_units
@@ -31,7 +32,7 @@ class Judged:
     graph: StageGraph
     step_time_s: float
     bubbles: Mapping[str, float]  # kind -> share of all rank-seconds
-    memory: Mapping[int, RankMemory]  # ranks of the first replica
+    memory: Mapping[int, RankMemory]  # ranks of the first replica group
     busiest: StageId
     busiest_share: float  # of the step that its ranks work on it
     schedule: SchedulePlan
@@ -46,14 +47,9 @@ def judge(layout: Layout, pricing: Pricing, machine: Hardware, schedule: Schedul
     """Simulate the layout's program, by default that of 1F1B, on every drawn batch."""
     schedule = schedule or SchedulePlan(num_microbatches=dict(layout.num_microbatches))
     graph = graph_for(layout, pricing)
-    seconds = pricing.stage_seconds(graph)
-    timings = [
-        DrawnTiming(model_timing(graph, pricing, loads, machine), seconds, batch)
-        for batch, loads in enumerate(pricing.loads(sizes_of(graph)))
-    ]
-    # Not checked; the chosen one is, see `story`.
-    program = lower(_ordered(graph, schedule, leaders(graph, timings[0].link)))
+    program, timings = _program(graph, schedule, pricing, machine)
     lines = [simulate(program, timing, graph.num_groups) for timing in timings]
+    seconds = pricing.stage_seconds(graph)
     step_time = sum(t.step_time_s for t in lines) / len(lines)
     shares = [t.bubble_shares() for t in lines]
     busy = {sid: float(s.busy.max(axis=1).mean()) for sid, s in seconds.items()}
@@ -68,6 +64,25 @@ def judge(layout: Layout, pricing: Pricing, machine: Hardware, schedule: Schedul
         busy[busiest] / step_time if step_time else 0.0,
         schedule,
     )
+
+
+def rehearsed(judged: Judged, pricing: Pricing, machine: Hardware) -> Timeline:
+    """The layout's step on the first drawn batch."""
+    program, timings = _program(judged.graph, judged.schedule, pricing, machine)
+    return simulate(program, timings[0], judged.graph.num_groups)
+
+
+def _program(
+    graph: StageGraph, schedule: SchedulePlan, pricing: Pricing, machine: Hardware
+) -> tuple[Program, "list[DrawnTiming]"]:
+    """What the simulator replays: for the ranks that stand for others, and on every drawn batch."""
+    seconds = pricing.stage_seconds(graph)
+    timings = [
+        DrawnTiming(model_timing(graph, pricing, loads, machine), seconds, batch)
+        for batch, loads in enumerate(pricing.loads(sizes_of(graph)))
+    ]
+    # Not checked; the chosen one is, see `story`.
+    return lower(_ordered(graph, schedule, leaders(graph, timings[0].link))), timings
 
 
 def most_alive(program: Program) -> dict[StageId, int]:

@@ -80,6 +80,7 @@ class Prediction(_Frozen):
     tokens_per_s_per_gpu: float
     peak_memory_gib: dict[str, float]  # by rank, or range of ranks
     bubbles: dict[str, float]  # kind -> share of rank-seconds
+    scheduling_efficiency: float | None = None  # colocated: share of the encoders' work inside the LLM's own step
     cost_source: str
 
 

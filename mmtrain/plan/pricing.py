@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -134,7 +135,7 @@ class Pricing:
         return {s.id: self._seconds_of(s.id.unit, graph.mesh(s.id.unit).tp, dp, s.layers) for s in graph.stages}
 
     def memory(self, graph: StageGraph, alive: Mapping[StageId, int] | None = None) -> dict[int, RankMemory]:
-        """What every rank of the first replica holds at most; all replicas hold the same.
+        """What every rank of the first replica group holds at most; all groups hold the same.
 
         alive: microbatches that each stage holds between forward and backward at most; by default those of 1F1B.
         """
@@ -151,7 +152,7 @@ class Pricing:
                 in_flight=alive[stage.id],
                 load=self.largest_load(stage.id.unit, sizes_of(graph)),
             )
-            for rank in stage.lanes[0]:
+            for rank in chain.from_iterable(stage.lanes[: mesh.dp // graph.num_groups]):
                 held.setdefault(rank, []).append(part)
         return {r: rank_memory(parts, self.costs, self.precision, graph.tied_embeddings) for r, parts in held.items()}
 

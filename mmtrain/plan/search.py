@@ -101,6 +101,14 @@ def search(
     return Outcome(tuple(_ranked(judged)), tuple(losers))
 
 
+def joined(*outcomes: Outcome) -> Outcome:
+    """What several searches learned, ranked together."""
+    return Outcome(
+        tuple(_ranked([j for outcome in outcomes for j in outcome.judged])),
+        tuple(loser for outcome in outcomes for loser in outcome.losers),
+    )
+
+
 def _told(sizings: Sequence[Sizing], total: int, progress: Progress | None) -> Iterator[Sizing]:
     for done, sizing in enumerate(sizings):
         if progress is not None:

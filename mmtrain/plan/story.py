@@ -10,13 +10,15 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import shape as model_shape
 from mmtrain.plan.batches import draw_batches
+from mmtrain.plan.colocated_order import scheduling_efficiency
+from mmtrain.plan.colocated_search import colocated_candidates, fits_on
 from mmtrain.plan.constraints import UnitChoices, encoder_microbatches, unit_choices, why_nothing_fits
 from mmtrain.plan.cut import Sizing
 from mmtrain.plan.judge import Judged
 from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction
 from mmtrain.plan.pricing import Pricing, sizes_of
 from mmtrain.plan.replicated import Phases
-from mmtrain.plan.search import SAME, Outcome, Progress, search, sizings
+from mmtrain.plan.search import SAME, Outcome, Progress, joined, search, sizings
 from mmtrain.program import build
 from mmtrain.recipe.schema import Recipe
 
@@ -63,6 +65,10 @@ def plan(
 
     candidates = candidates_for(recipe, choices, world_size)
     outcome = search(candidates, pricing, choices, machine, at_least=top + 1, progress=progress)
+    if recipe.parallel.placement in ("auto", "colocated"):
+        fastest = outcome.judged[0].step_time_s if outcome.judged else math.inf
+        rest = (colocated_candidates(pricing, choices, machine, n, fastest) for n in rank_counts(recipe, world_size))
+        outcome = joined(outcome, *rest)
     if not outcome.judged:
         raise PlanError(_nothing_fits(outcome, machine, world_size))
     about = About(recipe, recipe_sha256, pricing, machine)
@@ -148,17 +154,23 @@ def precision_for(recipe: Recipe, machine: Hardware) -> Precision:
 def candidates_for(recipe: Recipe, choices: dict[str, UnitChoices], world_size: int) -> list[Sizing]:
     """All sizes the recipe's placement allows on `world_size` ranks; PlanError says why there are none."""
     wanted = recipe.parallel.placement
-    counts = [world_size] if recipe.parallel.max_gpus is None else fewer(min(world_size, recipe.parallel.max_gpus))
+    counts = rank_counts(recipe, world_size)
     found = [s for n in counts for s in sizings(choices, n) if wanted in ("auto", s.placement)]
-    if found:
+    if found or (wanted in ("auto", "colocated") and any(fits_on(choices, n) for n in counts)):
         return found
-    both: tuple[Placement, ...] = ("unified", "disaggregated") if len(choices) > 1 else ("unified",)
+    both: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
     placements = both if wanted == "auto" else (wanted,)
     why = [f"{p}: {why_nothing_fits(recipe, choices, world_size, p)}" for p in placements]
     raise PlanError(
         f"no plan uses exactly {world_size} ranks.\n  " + "\n  ".join(why) + "\n"
         "Change the constraints under `parallel`, train.global_batch, or the number of ranks."
     )
+
+
+def rank_counts(recipe: Recipe, world_size: int) -> list[int]:
+    """Numbers of ranks that a plan may take: all, or with `parallel.max_gpus` at most so many."""
+    limit = recipe.parallel.max_gpus
+    return [world_size] if limit is None else fewer(min(world_size, limit))
 
 
 def fewer(most: int) -> list[int]:
@@ -179,6 +191,7 @@ def predict(chosen: Judged, pricing: Pricing, machine: Hardware, world_size: int
         peak_memory_gib=_peak_by_ranks(chosen),
         bubbles=dict(chosen.bubbles),
         cost_source=pricing.costs.source,
+        scheduling_efficiency=scheduling_efficiency(chosen, pricing, machine),
     )
 
 

@@ -69,8 +69,9 @@ def microbatches(recipe: Recipe) -> Iterator[Problem]:
 def placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the units there are and the sizes fixed for them."""
     parallel = recipe.parallel
-    if parallel.placement == "disaggregated" and not _others(recipe):
-        text = "found disaggregated, but the model has no unit but the LLM: one has nothing to be apart from"
+    if parallel.placement in ("disaggregated", "colocated") and not _others(recipe):
+        lacks = "to be apart from" if parallel.placement == "disaggregated" else "to share its ranks with"
+        text = f"found {parallel.placement}, but the model has no unit but the LLM: one has nothing {lacks}"
         yield Problem(("parallel", "placement"), text)
     if parallel.placement == "unified":
         for name, size in product(AROUND, ("tp", "dp")):

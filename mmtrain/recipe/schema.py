@@ -389,7 +389,9 @@ class UnitParallel(Section):
 class ParallelSettings(Section):
     """Constraints on the plan."""
 
-    placement: Literal["auto", "unified", "disaggregated"] = Field("auto", description="How units share ranks.")
+    placement: Literal["auto", "unified", "disaggregated", "colocated"] = Field(
+        "auto", description="How units share ranks."
+    )
     vision: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the vision unit.")
     audio: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the audio unit.")
     llm: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the LLM unit.")

@@ -47,7 +47,7 @@ def test_a_plan_says_everything() -> None:
         slower = other.step_time_s is None or other.step_time_s >= chosen.predicted.step_time_s / 1.001
         assert slower or not other.runnable
         assert other.reason
-    assert {a.placement for a in chosen.alternatives} == {"unified", "disaggregated", "replicated"}
+    assert {a.placement for a in chosen.alternatives} == {"unified", "disaggregated", "colocated", "replicated"}
     assert stage_graph(chosen, shape(recipe())).world_size == 4
 
 

@@ -48,7 +48,8 @@ def test_every_placement_is_planned(vision: dict[str, Any] | None, world_size: i
     assert set(chosen.units) == units
     assert {r for u in chosen.units.values() for r in u.ranks} == set(range(world_size))
     seen = {chosen.placement, *(a.placement for a in chosen.alternatives if a.runnable)}
-    assert seen == ({"unified", "disaggregated"} if world_size >= len(units) else {"unified"})
+    apart = {"disaggregated"} if world_size >= len(units) else set()
+    assert seen == {"unified"} | apart | ({"colocated"} if world_size > 1 else set())
     build(stage_graph(chosen, shape(settings)))
 
 

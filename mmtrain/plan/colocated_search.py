@@ -1,0 +1,134 @@
+"""The fastest colocated plans of a recipe: sizes by what they take at least, then orders, held to the simulator."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mmtrain.costs import Hardware
+from mmtrain.costs.hardware import GIB
+from mmtrain.plan.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
+from mmtrain.plan.colocated_order import plan_order
+from mmtrain.plan.constraints import UnitChoices
+from mmtrain.plan.cut import graph_for
+from mmtrain.plan.judge import Judged, judge
+from mmtrain.plan.layout import Layout, MeshSize, split_lane
+from mmtrain.plan.plan import Alternative, SchedulePlan
+from mmtrain.plan.pricing import Pricing
+from mmtrain.plan.search import SAME, Outcome
+from mmtrain.program.graph import LLM, StageGraph
+
+TRIED = 8  # layouts whose orders are planned and simulated
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of all units, uncut, and seconds that their step takes at least."""
+
+    encoders: Mapping[str, MeshSize]
+    llm: MeshSize
+    bound: float
+
+    def __str__(self) -> str:
+        return "colocated: " + ", ".join(f"{n} {size}" for n, size in [*self.encoders.items(), (LLM, self.llm)])
+
+
+def colocated_candidates(
+    pricing: Pricing,
+    choices: Mapping[str, UnitChoices],
+    machine: Hardware,
+    world_size: int,
+    fastest: float = math.inf,
+) -> Outcome:
+    """Plan and simulate the colocated layouts on `world_size` ranks that may beat `fastest` seconds.
+
+    Layouts are tried in the order of what they take at least: the LLM its pipeline, a rank its share of all work. Of
+    each, the encoders' layers are put into the LLM's bubbles, and the order is kept if it is faster than the coarse
+    one and fits into memory. Models with a unit behind the LLM have no colocated layouts here, nor those without one
+    before it.
+    """
+    encoders = {edge.src for edge in pricing.shape.edges if edge.dst == LLM}
+    if not encoders or {unit.name for unit in pricing.shape.units} != encoders | {LLM}:
+        return Outcome((), ())
+    judged: list[Judged] = []
+    losers: list[Alternative] = []
+    for sizes in sorted(_all_sizes(pricing, choices, world_size), key=lambda s: (s.bound, s.llm.pp, s.llm.tp)):
+        if sizes.bound > fastest * SAME or len(judged) == TRIED:
+            break
+        found = _judged(sizes, pricing, machine)
+        if isinstance(found, Judged):
+            judged.append(found)
+            fastest = min(fastest, found.step_time_s)
+        elif found is not None:
+            losers.append(found)
+    return Outcome(tuple(judged), tuple(losers))
+
+
+def fits_on(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
+    """Whether there are colocated sizes on so many ranks."""
+    return len(choices) > 1 and any(True for llm in llm_sizes(choices, world_size) for _ in encoder_sizes(choices, llm))
+
+
+def _all_sizes(pricing: Pricing, choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[_Sizes]:
+    for one in llm_sizes(choices, world_size):
+        for llm in _with_chunks(one, pricing):
+            for encoders in encoder_sizes(choices, one):
+                yield _Sizes(encoders, llm, _bound(pricing, encoders, llm))
+
+
+def _with_chunks(size: MeshSize, pricing: Pricing) -> Iterator[MeshSize]:
+    """The size, and with two and four chunks a rank where layers are enough."""
+    layers = len(pricing.shape.unit(LLM).layers)
+    yield from (replace(size, vpp=v) for v in (1, 2, 4) if v == 1 or (size.pp > 1 and size.pp * v <= layers))
+
+
+def _bound(pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize) -> float:
+    """Seconds of the LLM's pipeline by itself, or of a rank's work if that is more; mean microbatches, no messages."""
+    sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in pricing.shape.units}
+    dp = tuple((name, size.dp) for name, size in sizes.items())
+    count = pricing.num_microbatches(dp)
+    rank = {
+        name: float(pricing.line(name, size.tp, dp).seconds.sum()) / size.pp * count[name]
+        for name, size in sizes.items()
+    }
+    alone = rank[LLM] * (1 + (llm.pp - 1) / llm.vpp / count[LLM])
+    return max(alone, sum(rank.values()))
+
+
+def _judged(sizes: _Sizes, pricing: Pricing, machine: Hardware) -> Judged | Alternative | None:
+    """The faster of coarse and planned order that fits, or why there is none; None if the layers are too few."""
+    layout = colocated_layout(pricing, sizes.encoders, sizes.llm)
+    if layout is None:
+        return None
+    if lane := split_lane(layout.units, machine.ranks_per_node):
+        return _lost(sizes, f"the tensor-parallel group of ranks {lane} lies on two nodes")
+    graph = graph_for(layout, pricing)
+    least = pricing.memory(graph, {stage.id: 1 for stage in graph.stages})
+    if (need := max(memory.total for memory in least.values())) > machine.memory_bytes:
+        return _lost(sizes, _too_large(need, machine, "with one microbatch of each stage alive"), need / GIB)
+    tried = [judge(layout, pricing, machine, schedule) for schedule in _schedules(layout, graph, pricing, machine)]
+    fitting = [one for one in tried if one.peak_bytes <= machine.memory_bytes]
+    if not fitting:
+        need = min(one.peak_bytes for one in tried)
+        return _lost(sizes, _too_large(need, machine, "in the order that holds least"), need / GIB)
+    return min(fitting, key=lambda one: one.step_time_s)
+
+
+def _schedules(layout: Layout, graph: StageGraph, pricing: Pricing, machine: Hardware) -> Sequence[SchedulePlan]:
+    """The coarse order, and those planned that run; of equal ones the first is taken."""
+    counts = dict(layout.num_microbatches)
+    found = [SchedulePlan(kind="coarse", num_microbatches=counts)]
+    for whole_stages in (True, False):
+        order = plan_order(graph, pricing, machine, whole_stages=whole_stages)
+        if order not in [one.order for one in found]:
+            found.append(SchedulePlan(kind="explicit", num_microbatches=counts, order=order))
+    return found
+
+
+def _lost(sizes: _Sizes, reason: str, peak_gib: float | None = None) -> Alternative:
+    return Alternative(
+        summary=str(sizes), placement="colocated", step_time_s=None, peak_memory_gib=peak_gib, reason=reason
+    )
+
+
+def _too_large(need: float, machine: Hardware, when: str) -> str:
+    return f"does not fit: a rank needs {need / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB {when}"
