@@ -18,7 +18,9 @@ def sizes_to_measure(
     """
     hardware = preset(recipe.cluster.hardware) if recipe.cluster.hardware != "auto" else None
     per_node = recipe.cluster.ranks_per_node or (hardware.ranks_per_node if hardware else ranks)
-    choices = unit_choices(recipe, shape(recipe), per_node)
+    model = shape(recipe)
+    shapes = [unit.name for unit in model.units if unit.kind == "generator"]  # there are no modules to measure
+    choices = {name: c for name, c in unit_choices(recipe, model, per_node).items() if name not in shapes}
     unknown = [name for name in only if name not in choices]
     if unknown:
         raise UserError(f"--only {unknown[0]}: no such unit; allowed: {', '.join(choices)}")

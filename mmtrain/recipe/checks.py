@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import isqrt
+from operator import itemgetter
 from pathlib import Path
 
 from mmtrain.recipe.schema import AudioSettings, LlmSettings, Recipe, UnitParallel, VisionSettings, are_lengths
@@ -83,17 +84,19 @@ def placement(recipe: Recipe) -> Iterator[Problem]:
 
 def ranks(recipe: Recipe) -> Iterator[Problem]:
     """The fixed meshes fit the cluster."""
-    parallel, available = recipe.parallel, recipe.cluster.ranks
+    parallel = recipe.parallel
+    limits = {"cluster.ranks": recipe.cluster.ranks, "parallel.max_gpus": parallel.max_gpus}
+    limit, available = min(((k, v) for k, v in limits.items() if v is not None), key=itemgetter(1), default=("", None))
     if available is None:
         return
     units = {name: getattr(parallel, name) for name in ("llm", *_others(recipe))}
     sizes = {name: (unit.tp or 1) * (unit.pp or 1) * (unit.dp or 1) for name, unit in units.items()}
     for name, size in sizes.items():
         if size > available:
-            yield Problem(("parallel", name), f"tp x pp x dp needs {size} ranks, cluster.ranks is {available}")
+            yield Problem(("parallel", name), f"tp x pp x dp needs {size} ranks, {limit} is {available}")
     if parallel.placement == "disaggregated" and max(sizes.values()) <= available < sum(sizes.values()):
         needs = " + ".join(f"{size} ({name})" for name, size in sizes.items())
-        text = f"disaggregated units need {needs} ranks, cluster.ranks is {available}"
+        text = f"disaggregated units need {needs} ranks, {limit} is {available}"
         yield Problem(("parallel", "placement"), text)
 
 

@@ -185,6 +185,10 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             "parallel.generator.tp: found 2, allowed: 1",
         ),
         (["data.tokenizer=null"], "data.tokenizer: missing; allowed: the path of a `tokenizers` JSON file"),
+        (
+            ["parallel.max_gpus=4", "cluster.ranks=8", "parallel.llm={tp: 2, dp: 4}"],
+            "parallel.llm: tp x pp x dp needs 8 ranks, parallel.max_gpus is 4",
+        ),
         (["data.seq_len=1024"], "data.image.max_pixels: one image becomes up to 1024 LLM tokens, data.seq_len is 1024"),
     ],
 )

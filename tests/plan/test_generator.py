@@ -1,0 +1,68 @@
+"""An image generator after the LLM, from lengths that are stated to a plan that is checked and simulated."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmtrain.data import build as index
+from mmtrain.errors import PlanError
+from mmtrain.models.shape import shape
+from mmtrain.plan import Plan, plan, stage_graph
+from mmtrain.plan.profiling import sizes_to_measure
+from mmtrain.program import build
+from mmtrain.recipe.schema import Recipe
+from tests.plan.factory import recipe
+
+UNET: dict[str, Any] = {
+    "kind": "unet", "widths": (16, 32), "heads": (2, 4), "layers": 1, "context_width": 24, "context_tokens": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def drawing(tmp_path: Path) -> Recipe:
+    """A recipe whose samples ask for some pictures."""
+    file = tmp_path / "lengths.csv"
+    file.write_text("count,text,vision,generator\n40,60,16,64\n20,100,36,\n20,30,,2x64\n", encoding="utf-8")
+    plain = recipe().model_dump()
+    plain["model"]["generator"] = UNET
+    plain["data"] |= {"sources": [{"path": file}], "tokenizer": None}
+    return Recipe.model_validate(plain)
+
+
+def planned(settings: Recipe, world_size: int, **parallel: Any) -> Plan:
+    sizes = settings.parallel.model_copy(update=parallel)
+    settings = settings.model_copy(update={"parallel": sizes})
+    lengths = index(settings).lengths
+    return plan(settings, lengths, world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64, explain=True)
+
+
+@pytest.mark.parametrize("placement", ["unified", "disaggregated"])
+def test_a_generator_is_placed_and_its_program_checked(drawing: Recipe, placement: str) -> None:
+    chosen = planned(drawing, 4, placement=placement)
+    assert chosen.placement == placement
+    unit = chosen.units["generator"]
+    assert (unit.tp, unit.pp, len(unit.stages)) == (1, 1, 1)
+    graph = stage_graph(chosen, shape(drawing))
+    assert any((e.src.unit, e.dst.unit) == ("llm", "generator") for e in graph.edges)
+    build(graph)
+    assert 0 < chosen.predicted.mfu < 1
+
+
+def test_every_step_waits_for_the_pictures(drawing: Recipe) -> None:
+    """Ten times the layers, and the LLM's backward waits for all of them."""
+    model = drawing.model
+    assert model.generator is not None
+    larger = model.generator.model_copy(update={"layers": 10})
+    slower = drawing.model_copy(update={"model": model.model_copy(update={"generator": larger})})
+    assert planned(slower, 3).predicted.step_time_s > planned(drawing, 3).predicted.step_time_s
+
+
+def test_a_generator_is_not_cut(drawing: Recipe) -> None:
+    for size in ("tp", "pp"):
+        with pytest.raises(PlanError, match=f"parallel.generator.{size}: 2 .*; allowed: 1$"):
+            planned(drawing, 4, generator=drawing.parallel.generator.model_copy(update={size: 2}))
+
+
+def test_only_units_with_modules_are_measured(drawing: Recipe) -> None:
+    assert set(sizes_to_measure(drawing, 2)) == {"vision", "llm"}
