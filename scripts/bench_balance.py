@@ -21,7 +21,10 @@ from mmtrain.balance import (
     Grouping,
     Groups,
     ItemLengths,
+    Load,
+    Price,
     SampleLengths,
+    StepAims,
     dist_ratio,
     isf,
     matched,
@@ -32,6 +35,7 @@ from mmtrain.balance import (
     rebalance,
 )
 from mmtrain.balance.grouping import device, length, random
+from mmtrain.balance.methods import token_aims
 from mmtrain.balance.nodes import off_node_bytes
 from mmtrain.balance.order import across_time, construct, makespans, work_bound
 from mmtrain.data import GroupStream
@@ -41,6 +45,7 @@ TOKENS, TILES, AUDIO = range(3)  # columns of a mixture
 APART = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])  # image tiles, LLM tokens: units on different ranks
 SUMMED = np.array([[1.0, 300.0, 1.0]])  # units on the same ranks: tile : token = 300 : 1
 MOST_TOKENS = 4096
+TARGETS = {8: (0.003, 0.002, 0.0008), 64: (0.02, 0.003, 0.006)}  # replicas -> tiles, tokens apart; summed
 TILE_PATCHES = 1024  # tokens that a vision unit sees of a tile of 448 pixels
 T = TypeVar("T")
 
@@ -115,7 +120,7 @@ def _matched_targets(
     filled: float,
     seconds: float,
 ) -> None:
-    tiles, llm, summed = {8: (0.003, 0.002, 0.0008), 64: (0.02, 0.003, 0.006)}[replicas]
+    tiles, llm, summed = TARGETS[replicas]
     target(f"matched, {replicas} replicas: dist ratio of image tiles", dist[TILES], tiles)
     target(f"matched, {replicas} replicas: dist ratio of LLM tokens", dist[TOKENS], llm)
     audio = _steps(groups.loads(tokens), replicas)[:, :, AUDIO]
@@ -144,37 +149,57 @@ def _matched_targets(
 
 
 def training(tokens: np.ndarray) -> None:
-    """The stream that training reads: steps over one epoch, evened in every modality, whatever the plan."""
+    """The stream that training reads, arranged for plans whose units share ranks and for plans where they do not."""
     lengths = SampleLengths(
         tokens[:, TOKENS],
         tokens[:, TOKENS] // 2,
         {"audio": _items(tokens[:, AUDIO]), "vision": _items(TILE_PATCHES * tokens[:, TILES])},
     )
+    tile = {"llm": Price(TILE_PATCHES), "vision": Price(300), "audio": Price(TILE_PATCHES)}  # tile : token = 300 : 1
     for replicas, microbatches in ((8, 1), (64, 1), (8, 64), (64, 8)):
-        global_batch = replicas * microbatches
-        seconds, stream = _least_seconds(
-            lambda b=global_batch: GroupStream(lengths, Grouping(MOST_TOKENS, WINDOW, b), 0), 1
-        )
-        far, _ = _least_seconds(lambda s=stream, b=global_batch: s.groups(10**6 * b, b), 1)
-        slots, sums = [], []
-        counts = {"llm": microbatches, "vision": microbatches, "audio": microbatches}
-        for step in range(stream.groups_per_epoch // global_batch):
-            dp = {"llm": replicas, "vision": 1, "audio": 1}
-            meta = stream.batch(step, global_batch, dp, counts)
-            loads = np.zeros((microbatches, replicas, 3), dtype=np.int64)
-            np.add.at(loads, (meta.index, meta.replica), tokens[meta.sample_id])
-            slots.append(loads)
-            sums.append(loads.sum(axis=0))
-        side_by_side = np.concatenate(slots)
-        waits, in_all = dist_ratio(side_by_side), dist_ratio(np.stack(sums))
-        over = max_over_mean(side_by_side @ SUMMED[0]) - 1
+        grouping = Grouping(MOST_TOKENS, WINDOW, replicas * microbatches)
+        seconds, stream = _least_seconds(lambda g=grouping: GroupStream(lengths, g, 0), 1)
+        far, _ = _least_seconds(lambda s=stream, g=grouping: s.groups(10**6 * g.global_batch, g.global_batch), 1)
         print(
-            f"  training, {replicas} replicas of {microbatches} microbatches: dist tiles / tokens / audio "
-            f"{waits[TILES]:.4f} / {waits[TOKENS]:.4f} / {waits[AUDIO]:.3f} a microbatch, {in_all[TILES]:.4f} / "
-            f"{in_all[TOKENS]:.4f} / {in_all[AUDIO]:.3f} a step; summed {over:.4f}; fill "
-            f"{side_by_side[:, :, TOKENS].mean() / MOST_TOKENS:.4f}; starts in {seconds:.2f} s, step 1,000,000 after "
-            f"{far * 1e3:.0f} ms"
+            f"  training, {replicas} replicas of {microbatches} microbatches: starts in {seconds:.2f} s, "
+            f"step 1,000,000 found in {far * 1e3:.0f} ms"
         )
+        for name, aims in (("apart", token_aims(lengths, grouping)), ("summed", StepAims((Load(tile),)))):
+            _arranged(name, aims, tokens, stream, replicas, microbatches)
+
+
+def _arranged(
+    name: str, aims: StepAims, tokens: np.ndarray, stream: GroupStream, replicas: int, microbatches: int
+) -> None:
+    """Arrange an epoch's steps for `aims`, and print how even they are."""
+    dp = {"llm": replicas, "vision": replicas, "audio": replicas}
+    num_steps = stream.groups_per_epoch // (replicas * microbatches)
+    slots = np.zeros((num_steps, microbatches, replicas, 3), dtype=np.int64)
+    start = time.process_time()
+    for step in range(num_steps):
+        meta = stream.batch(step, replicas * microbatches, dp, dict.fromkeys(dp, microbatches), aims)
+        np.add.at(slots[step], (meta.index, meta.replica), tokens[meta.sample_id])
+    each_ms = (time.process_time() - start) / num_steps * 1e3
+    side_by_side, in_all = slots.reshape(-1, replicas, 3), slots.sum(axis=1)
+    over, over_all = (max_over_mean(loads @ SUMMED[0]) - 1 for loads in (side_by_side, in_all))
+    fill = side_by_side[:, :, TOKENS].mean() / MOST_TOKENS
+    print(
+        f"    {name}: dist tiles / tokens / audio {_ratios(side_by_side)} a microbatch, {_ratios(in_all)} a step; "
+        f"summed {over:.5f} a microbatch, {over_all:.5f} a step; fill {fill:.4f}; {each_ms:.0f} ms a step"
+    )
+    if microbatches > 1:
+        return
+    tiles, llm, summed = TARGETS[replicas]
+    if name == "apart":
+        target(f"training, {replicas} replicas: dist ratio of image tiles", dist_ratio(in_all)[TILES], tiles)
+        target(f"training, {replicas} replicas: dist ratio of LLM tokens", dist_ratio(in_all)[TOKENS], llm)
+    else:
+        target(f"training, {replicas} replicas: summed cost, max/mean - 1", over_all, summed)
+
+
+def _ratios(loads: np.ndarray) -> str:
+    waits = dist_ratio(loads)
+    return f"{waits[TILES]:.4f} / {waits[TOKENS]:.4f} / {waits[AUDIO]:.3f}"
 
 
 def _items(counts: np.ndarray) -> ItemLengths:

@@ -59,8 +59,9 @@ def pack_alike(tokens: IntArray, budgets: IntArray, order: IntArray, window: int
 
 
 def _packed_to(tokens: IntArray, budgets: IntArray) -> IntArray:
-    """What packing fills groups to: the budgets less some slack, but not less than the largest sample."""
-    room: IntArray = np.maximum(budgets - np.floor(budgets * SLACK).astype(np.int64), tokens.max(axis=0))
+    """What packing fills groups to: budgets that bind less some slack, but not less than the largest sample."""
+    slack = np.where(tokens.sum(axis=0) > budgets, np.floor(budgets * SLACK).astype(np.int64), 0)
+    room: IntArray = np.maximum(budgets - slack, tokens.max(axis=0))
     return room
 
 

@@ -80,6 +80,20 @@ def bound(groups: Groups, tokens: IntArray, num_replicas: int) -> Bound:
     return Bound(forced, float((over > 0).mean()), int(here[tokens[here].argmax()]))
 
 
+def bound_reached(loads: IntArray, num_replicas: int) -> tuple[int, float] | None:
+    """The sample of a step that keeps replicas uneven however samples are arranged, and how far above the mean it is.
+
+    loads: (k, q) what each sample adds to each load of a step. A sample that alone is more than a replica's mean load
+    makes its replica the last; returned is the row of the worst one, and its load over that mean. None if there is
+    none. Only splitting its items over ranks helps.
+    """
+    mean = loads.sum(axis=0) / num_replicas
+    over = np.divide(loads, mean, out=np.zeros(loads.shape), where=mean > 0)
+    if not over.size or over.max() <= 1:
+        return None
+    return int(over.max(axis=1).argmax()), float(over.max())
+
+
 def _share(part: Loads, whole: Loads) -> FloatArray:
     """part / whole, and 1 where there is nothing to share."""
     shares: FloatArray = np.divide(part, whole, out=np.ones(np.shape(whole)), where=np.asarray(whole) > 0)

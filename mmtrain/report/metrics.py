@@ -55,6 +55,7 @@ class StepMetrics:
     val_exact: float | None = None  # share of held-out questions answered exactly right, when asked after this step
     edges: Mapping[str, EdgeMetrics] = field(default_factory=dict)  # by edge, as `vision.0>llm.0`
     slow_ranks: tuple[str, ...] = ()  # who lags behind their peers, and at what
+    bound_sample: str | None = None  # alone more than a replica's mean share of the step, so no arrangement is even
 
     @property
     def tokens_per_s(self) -> float:
@@ -69,7 +70,7 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """One object of `metrics.jsonl`; what is not finite becomes null.
 
-        `val_loss` and `val_exact` are there when measured.
+        `val_loss` and `val_exact` are there when measured, `bound_sample` where there is one.
         """
         values = {
             "step": self.step,
@@ -89,6 +90,7 @@ class StepMetrics:
             "tokens": self.tokens,
             "epoch": self.epoch,
             "slow_ranks": list(self.slow_ranks),
+            **({} if self.bound_sample is None else {"bound_sample": self.bound_sample}),
             "edges": {edge: {"bytes": e.nbytes, "wait_s": e.wait_s} for edge, e in self.edges.items()},
         }
         return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}

@@ -3,10 +3,13 @@
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from mmtrain.balance import StepAims
+from mmtrain.balance.aims import Work
+from mmtrain.balance.metrics import bound_reached
 from mmtrain.data import BadSamples, DataIndex, Loader, Quarantined, StepData, write_quarantine
 from mmtrain.errors import CheckpointError, RunError
 from mmtrain.report import Progress, RunLog, StepMetrics
@@ -21,6 +24,8 @@ from mmtrain.runtime.saving import BackgroundSaver
 from mmtrain.runtime.schedule import learning_rate
 from mmtrain.runtime.stop import StopRequest
 from mmtrain.runtime.tracing import Tracer
+
+MOST_BOUNDS_TOLD = 20  # samples; `metrics.jsonl` names that of every step
 
 
 @dataclass(kw_only=True)
@@ -41,6 +46,8 @@ class Loop:
     saver: BackgroundSaver
     predicted_gib: float | None  # this rank's peak memory by the plan
     bad: BadSamples  # found by any rank; kept on the first
+    aims: StepAims  # what steps are arranged for
+    bound: set[int] = field(default_factory=set)  # samples told of that no arrangement can even out
     bad_steps: int = 0  # in a row
     failed_saves: int = 0  # in a row
 
@@ -88,7 +95,8 @@ class Loop:
         val_loss = self.validate() if validates else None
         evaluates = train.evaluate_every and due(step, train.evaluate_every, train.steps) and not seen.stopped
         metrics = self.meter.metrics(data.meta, outcome, seen, lr, took, val_loss)
-        return replace(metrics, val_exact=self.evaluate() if evaluates else None), seen.stopped
+        val_exact, bound = self.evaluate() if evaluates else None, self._bound_reached(data)
+        return replace(metrics, val_exact=val_exact, bound_sample=bound), seen.stopped
 
     def _train(self, data: StepData, lr: float) -> StepOutcome:
         """Run the step; explain it when memory was not enough."""
@@ -137,6 +145,22 @@ class Loop:
                 f"the weights are those before them. {SKIPPED} in {self.run_dir} names their samples; look at those, "
                 "at the learning rate and at train.precision"
             )
+
+    def _bound_reached(self, data: StepData) -> str | None:
+        """Name the sample that alone exceeds the mean load of this step, and tell of each such sample once."""
+        meta = data.meta
+        found = bound_reached(Work(self.index.lengths, meta.sample_id).loads(self.aims), self.job.dp["llm"])
+        if found is None:
+            return None
+        number = int(meta.sample_id[found[0]])
+        sample = self.index.samples[number].id
+        if number not in self.bound and len(self.bound) < MOST_BOUNDS_TOLD:
+            self.bound.add(number)
+            self.progress.note(
+                f"step {meta.step + 1}: bound reached: sample {sample} alone is {found[1]:.2f} times a replica's mean "
+                "share; no arrangement evens this step, a larger train.global_batch or shorter samples would"
+            )
+        return sample
 
     def _record(self, metrics: StepMetrics) -> None:
         self._write(f"step {metrics.step}: metrics", lambda: self.log.step(metrics))

@@ -200,6 +200,7 @@ def _steps(
             saver=saver,
             predicted_gib=predicted,
             bad=bad,
+            aims=aims,
         )
         return loop.run(first)
 

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.balance import BatchMeta, IntArray, ItemLengths, SampleLengths, assign, longest_first
+from mmtrain.balance import (
+    BatchMeta,
+    IntArray,
+    ItemLengths,
+    Load,
+    Price,
+    SampleLengths,
+    StepAims,
+    assign,
+    longest_first,
+)
 
 
 def make_lengths(rng: np.random.Generator, num_samples: int) -> SampleLengths:
@@ -91,6 +101,42 @@ def test_items_stay_in_their_block_and_are_spread_evenly(case: tuple[int, int, i
             loads = [int(table.tokens[table.microbatch(r, i)].sum()) for r in of_group for i in of_block]
             tokens = [int(t) for r in of_group for i in of_block for t in table.tokens[table.microbatch(r, i)]]
             assert max(loads) - min(loads) <= max(tokens, default=0)
+
+
+@given(cases)
+@settings(max_examples=60, deadline=None)
+def test_items_are_dealt_by_what_they_cost_and_blocks_make_up_for_each_other(
+    case: tuple[int, int, int, int, int],
+) -> None:
+    seed, dp_vision, dp_llm, num_vision, num = case
+    rng = np.random.default_rng(seed)
+    lengths, groups = make_lengths(rng, 3 * dp_llm * num), make_groups(rng, 3 * dp_llm * num, dp_llm * num)
+    dp, counts = {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num}
+    price = Price(1, 5)
+    table = assign(0, 0, groups, lengths, dp, counts, StepAims(items={"vision": price})).items["vision"]
+    costs = price.of(table.tokens)
+    loads = np.zeros((dp_vision, num_vision), dtype=np.int64)
+    np.add.at(loads, (table.replica, table.index), costs)
+    g, blocks = math.gcd(dp_vision, dp_llm), math.gcd(num_vision, num)
+    of_block = loads.reshape(g, dp_vision // g, blocks, num_vision // blocks)
+    largest = int(costs.max(initial=0))
+    assert (of_block.max(axis=(1, 3)) - of_block.min(axis=(1, 3)) <= largest).all()
+    a_step, a_block = of_block.sum(axis=(2, 3)), of_block.sum(axis=3)  # (groups, replicas) and (.., blocks)
+    differ = (a_block.max(axis=1) - a_block.min(axis=1)).max(initial=0)
+    assert (a_step.max(axis=1) - a_step.min(axis=1) <= differ).all(), "not more in a step than in one block"
+
+
+@given(st.integers(0, 10_000), st.integers(2, 4), st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_replicas_are_even_in_the_cost_that_is_aimed_at(seed: int, dp: int, num: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths, groups = make_lengths(rng, 3 * dp * num), make_groups(rng, 3 * dp * num, dp * num)
+    aims = StepAims((Load({"llm": Price(1, 3)}),))
+    meta = assign(0, 0, groups, lengths, {"vision": 1, "llm": dp}, {"vision": num, "llm": num}, aims)
+    loads = np.zeros((num, dp), dtype=np.int64)
+    np.add.at(loads, (meta.index, meta.replica), Price(1, 3).of(meta.tokens))
+    total, differ = loads.sum(axis=0), loads.max(axis=1) - loads.min(axis=1)
+    assert total.max() - total.min() <= differ.max() + 1e-6 * total.max()
 
 
 def _best_partition(sizes: list[int], bins: int, capacity: int) -> int:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmtrain.balance import pack
+from mmtrain.balance.grouping import best_fit
 
 
 def _fewest_groups(sizes: list[int], budget: int) -> int:
@@ -59,6 +60,26 @@ def test_number_of_groups_is_near_the_best_possible(sizes: list[int]) -> None:
     tokens = np.array(sizes)[:, None]
     groups = pack(tokens, np.array([20]), np.arange(len(sizes)), window=64)
     assert len(groups) <= 11 / 9 * _fewest_groups(sizes, 20) + 6 / 9  # the bound of best-fit decreasing
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=40), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_each_sample_joins_the_fullest_group_that_can_take_it(sizes: list[int], bound_twice: bool) -> None:
+    order = np.random.default_rng(len(sizes) + sum(sizes)).permutation(len(sizes))
+    tokens = np.array([sizes, [1] * len(sizes)]).T
+    budgets = np.array([20, 4 if bound_twice else len(sizes)])
+    left: list[list[int]] = []
+    expected = [0] * len(sizes)
+    for i in order.tolist():
+        fits = [g for g, room in enumerate(left) if (tokens[i] <= room).all()]
+        if bound_twice and int((tokens.sum(axis=0) / budgets).argmax()) == 1:
+            return  # "fullest" is then another
+        best = min(fits, key=lambda g: (left[g][0], g), default=len(left))
+        if best == len(left):
+            left.append(budgets.tolist())
+        left[best] = [room - part for room, part in zip(left[best], tokens[i].tolist(), strict=True)]
+        expected[i] = best
+    assert best_fit(tokens, budgets, order).tolist() == expected
 
 
 def test_repeated_samples_are_packed_as_often_as_the_order_names_them() -> None:

@@ -168,6 +168,34 @@ def test_matched_steps_are_even_across_windows_and_epochs() -> None:
     assert waits("device")[0] < waits("random")[0] / 2, "its rows lie where steps begin"
 
 
+@given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3, 6]))
+@settings(max_examples=30, deadline=None)
+def test_what_a_step_trains_on_hangs_on_no_plan(seed: int, method: Method, replicas: int) -> None:
+    lengths, grouping = make_lengths(seed, 120), Grouping(60, 50, 6, method)
+    stream = GroupStream(lengths, grouping, seed)
+    dp, counts = {"llm": replicas, "vision": 1}, {"llm": 6 // replicas, "vision": 6 // replicas}
+    for step in range(stream.groups_per_epoch // 6 + 1):
+        meta = stream.batch(step, 6, dp, counts, token_aims(lengths, grouping))
+        assert sorted(meta.sample_id) == sorted(np.concatenate(stream.groups(6 * step, 6)))
+        for r, i in np.ndindex(replicas, 6 // replicas):
+            assert len(meta.microbatch(r, i))
+            assert method in ("random", "length", "device") or meta.tokens[meta.microbatch(r, i)].sum() <= 60
+
+
+def test_an_epoch_is_evened_as_its_steps_are() -> None:
+    lengths, grouping = make_lengths(3, 500), Grouping(60, 200, 4)
+    stream, aims = GroupStream(lengths, grouping, 0), token_aims(lengths, grouping)
+    epoch = stream.epoch(1, 4, aims)
+    assert sorted(epoch.samples) == list(range(500))
+    per_epoch = stream.groups_per_epoch
+    assert [len(stream.epoch(0)), len(epoch)] == [per_epoch] * 2
+    tokens = unit_tokens(lengths)[1]
+    even, plain = (
+        dist_ratio(g.loads(tokens)[: per_epoch // 4 * 4].reshape(-1, 4, 2)) for g in (epoch, stream.epoch(1))
+    )
+    assert (even < plain).all()
+
+
 @pytest.mark.parametrize(
     ("global_batch", "alike"), [(1, 1), (48, 48), (64, 64), (96, 48), (67, 67), (268, 67), (512, 64)]
 )
