@@ -10,7 +10,7 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.plan.plan import Plan
 from mmtrain.program import BUBBLE_KINDS, Timeline
 from mmtrain.report.arrangement import shown_ranks
-from mmtrain.report.comparison import Row, Trace
+from mmtrain.report.comparison import Row, Trace, path_rows
 from mmtrain.report.timeline_picture import MAX_RANKS, Step
 
 IDLE_MEANINGS = {
@@ -149,6 +149,9 @@ def to_json(contents: Contents) -> dict[str, Any]:
         "cost_source": plan.predicted.cost_source,
         "figures": [asdict(figure) for figure in figures(contents)],
         "idle": {"predicted": predicted, "measured": measured},
+        "critical": [
+            {"what": row.what, "seconds": row.seconds, "actions": row.count} for row in path_rows(contents.simulated)
+        ],
         "memory": {"predicted_gib": dict(plan.predicted.peak_memory_gib), "limit_gib": contents.memory_limit_gib},
         "seconds": [
             {"what": r.what, "predicted_s": r.predicted_s, "measured_s": r.measured_s, "error": r.error}

@@ -11,7 +11,7 @@ from mmtrain.report.contents import IDLE_MEANINGS, Contents, figures, idle, step
 from mmtrain.report.drawing import svg, unit_paint
 from mmtrain.report.html_style import STYLE
 from mmtrain.report.plan_picture import plan_picture
-from mmtrain.report.tables import balance_rows, figure_text, memory_rows, row_cells
+from mmtrain.report.tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
 from mmtrain.report.text import seconds_text
 from mmtrain.report.timeline_picture import curve, timeline_picture
 
@@ -26,6 +26,7 @@ def page(contents: Contents) -> str:
     sections = {
         "Plan": _plan(plan),
         "Timeline of one step": _timelines(contents),
+        "Critical path": _path(contents),
         "Idle time": _idle(contents),
         "Peak memory of each rank": _memory(contents),
         "Predicted and measured" if contents.trace else "Seconds a step, predicted": _rows(contents),
@@ -118,6 +119,16 @@ def _bar_table(head: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], k
     top = "".join(f'<th scope="col">{name}</th>' for name in names) + "<td></td>"
     lines = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + f"{bar}</tr>" for cells, bar in rows)
     return f'<div class="scroll"><table class="bars"><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _path(contents: Contents) -> str:
+    rows = path_cells(contents)
+    if not rows:
+        return ""
+    full = max(share for _, share in rows)
+    note = "<p>What the simulated step waits for, one after another; the seconds add up to it.</p>"
+    lines = [(cells, _bar((share / full, "whole"))) for cells, share in rows]
+    return _bar_table(("work", "seconds", "share"), lines) + note
 
 
 def _idle(contents: Contents) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mmtrain.balance.summary import Score
 from mmtrain.costs.hardware import GIB
-from mmtrain.report.comparison import Row
+from mmtrain.report.comparison import MAX_PATH_ROWS, Row, path_rows
 from mmtrain.report.contents import Contents, Figure
 from mmtrain.report.metrics import compact
 from mmtrain.report.text import seconds_text
@@ -32,6 +32,16 @@ def row_cells(row: Row, measured: bool) -> list[str]:
         cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f} ms")
         cells.append("-" if row.error is None else f"{row.error:+.1%}")
     return cells
+
+
+def path_cells(contents: Contents) -> list[tuple[list[str], float]]:
+    """What the simulated steps wait for, one after another: cells (what, seconds, share) and the share again."""
+    found = [(row.what, row.seconds) for row in path_rows(contents.simulated)]
+    few, rest = found[:MAX_PATH_ROWS], found[MAX_PATH_ROWS:]
+    if rest:
+        few.append((f"{len(rest)} others", sum(seconds for _, seconds in rest)))
+    whole = sum(seconds for _, seconds in found)
+    return [([what, seconds_text(s), f"{s / whole:.1%}"], s / whole) for what, s in few if whole]
 
 
 def memory_rows(contents: Contents) -> list[tuple[str, float, str]]:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from mmtrain.report.contents import Contents, figures, idle, steps
 from mmtrain.report.plan_view import plan_table
-from mmtrain.report.tables import balance_rows, figure_text, memory_rows, row_cells
+from mmtrain.report.tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
 from mmtrain.report.text import WIDTH, rendered
 from mmtrain.report.timeline_picture import Step
 
@@ -18,7 +18,12 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 def report_text(contents: Contents) -> str:
     """The whole report as text."""
-    parts: list[RenderableType] = [_figures(contents), *_timelines(contents), _idle(contents), _memory(contents)]
+    parts: list[RenderableType] = [_figures(contents), *_timelines(contents)]
+    if path := path_cells(contents):
+        full = max(share for _, share in path)
+        waits = [(*cells, _bar(share / full)) for cells, share in path]
+        parts.append(_left_last(_table("Critical path of the simulated step", ("work", "seconds", "share", ""), waits)))
+    parts += [_idle(contents), _memory(contents)]
     if contents.rows:
         measured = contents.trace is not None
         head = ("", "predicted", *(("measured", "error") if measured else ()))
@@ -47,7 +52,7 @@ def _figures(contents: Contents) -> Table:
         for f in figures(contents)
     ]
     head = ("", "predicted", *(("measured",) if measured else ()), "")
-    return _table(contents.name, head, rows)
+    return _left_last(_table(contents.name, head, rows))
 
 
 def _timelines(contents: Contents) -> Iterator[str]:
@@ -101,17 +106,17 @@ def _idle(contents: Contents) -> Table:
     ]
     rows.append(["all", *(f"{sum(shares.values()):.1%}" for shares in columns), ""])
     head = ["idle time", "predicted", *(["measured"] if measured is not None else []), ""]
-    return _left_bars(_table("Share of the step that ranks idle", head, rows))
+    return _left_last(_table("Share of the step that ranks idle", head, rows))
 
 
 def _memory(contents: Contents) -> Table:
     limit, rows = contents.memory_limit_gib, memory_rows(contents)
     full = max(limit, *(gib for _, gib, _ in rows)) if rows else limit
     cells = [(what, f"{gib:.4g} GiB", _bar(gib / full)) for what, gib, _ in rows]
-    return _left_bars(_table(f"Peak memory, limit {limit:.4g} GiB", ("", "peak", ""), cells))
+    return _left_last(_table(f"Peak memory, limit {limit:.4g} GiB", ("", "peak", ""), cells))
 
 
-def _left_bars(table: Table) -> Table:
+def _left_last(table: Table) -> Table:
     table.columns[-1].justify = "left"
     return table
 

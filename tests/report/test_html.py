@@ -7,6 +7,7 @@ import pytest
 
 from mmtrain.plan import Plan
 from mmtrain.program import Timeline
+from mmtrain.report.comparison import path_rows
 from mmtrain.report.contents import Contents
 from mmtrain.report.html import page
 from tests.report.conftest import contents_of, run_of
@@ -72,6 +73,8 @@ def test_every_number_is_that_of_its_artefact(run: Contents) -> None:
     for ranks, gib in run.plan.predicted.peak_memory_gib.items():
         assert f" {ranks} {gib:.4g} GiB {gib / 4:.1%}" in words
     assert "Step 4, measured" in words
+    for path in path_rows(run.simulated)[:3]:
+        assert f"{path.what} {path.seconds * 1e3:.3g} ms {path.seconds / run.simulated[0].step_time_s:.1%}" in words
     assert "Loss, nats a token: last 0.25" in words
 
 

@@ -1,9 +1,12 @@
 """The report in a terminal: the numbers of the page, and a step in letters."""
 
+import re
+
 import pytest
 
 from mmtrain.plan import Plan
 from mmtrain.program import Timeline
+from mmtrain.report.comparison import path_rows
 from mmtrain.report.contents import Contents, figures, to_json
 from mmtrain.report.terminal import letters, report_text, sparkline
 from mmtrain.report.timeline_picture import Step
@@ -19,6 +22,8 @@ def test_a_run_is_told_with_predicted_beside_measured(rehearsed: tuple[Plan, Tim
         assert f"{row.measured_s * 1e3:.2f} ms" in text
     assert text.count("-50.0%") == len(run.rows)
     assert "Step 4, simulated" in text
+    for path in path_rows(run.simulated)[:3]:
+        assert re.search(rf"{re.escape(path.what)} +│ +{path.seconds * 1e3:.3g} ms │ +[\d.]+%", text), path
     assert "Step 4, measured" in text
     assert "Loss          1 to 0.25 over 4 steps" in text
     assert max(map(len, text.splitlines())) <= 120
@@ -51,6 +56,7 @@ def test_json_holds_the_same_figures(rehearsed: tuple[Plan, Timeline]) -> None:
     measured, predicted = found["idle"]["measured"], found["idle"]["predicted"]
     assert predicted == pytest.approx(run.simulated[0].bubble_shares())
     assert measured.keys() == predicted.keys()
+    assert sum(row["seconds"] for row in found["critical"]) == pytest.approx(run.simulated[0].step_time_s)
     assert [row["error"] for row in found["seconds"]] == pytest.approx([-0.5] * len(run.rows))
 
 
