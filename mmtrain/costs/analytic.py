@@ -176,6 +176,18 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
             return element_bytes * diffusion.kept_elements(layer, load)
 
 
+def sliced_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int, recompute: bool = False) -> int:
+    """How much less of `activation_bytes` (if recomputed: of `input_bytes`) a rank keeps with sequence parallelism.
+
+    Inputs and outputs of norms are then a slice of the tokens on each rank (Korthikanti et al., arXiv 2205.05198).
+    """
+    h, normalised = layer.hidden, layer.hidden if layer.rms_norm else 0
+    widths = {"vit_block": 4 * h + 2 * normalised, "decoder_block": 4 * h + 2 * normalised, "head": 2 * h + normalised}
+    width = widths.get(layer.kind, 0)
+    whole = load.tokens * (min(h, width) if recompute else width) * element_bytes
+    return whole - whole // tp
+
+
 def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Numbers one of `tp` ranks reads and writes in the element-wise work of a forward: norms, activations, residuals.
 

@@ -34,6 +34,7 @@ class HeldLayers:
     dp: int
     in_flight: int  # microbatches whose forward ran and whose backward did not, at the fullest moment
     load: TokenLoad  # of the largest microbatch
+    sp: bool = False  # sequence parallelism: ranks of a lane share out the tokens between products
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def rank_memory(held: Sequence[HeldLayers], costs: CostModel, precision: Precisi
         for twice in _tied_layers(held):
             own = matrix_state(twice[0], twice[1], twice[2], precision)
             parameters, gradients, optimizer = parameters - own[0], gradients - own[1], optimizer - own[2]
-    activations = float(sum(stage.in_flight * microbatch_bytes(stage, costs) for stage in held))
+    activations = float(sum(stage.in_flight * microbatch_bytes(stage, costs, precision) for stage in held))
     buffers = max((working_bytes(stage, costs, precision) for stage in held), default=0)
     margin = MARGIN * (parameters + gradients + optimizer + activations + buffers)
     return RankMemory(parameters, gradients, optimizer, activations, buffers, margin)
@@ -100,26 +101,52 @@ def _state(count: int, trainable: bool, dp: int, precision: Precision) -> tuple[
     return (float(count * size.parameter), float(count * size.gradient), count * size.optimizer / dp)
 
 
-def microbatch_bytes(stage: HeldLayers, costs: CostModel) -> int:
+def microbatch_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
     """Bytes of activations that one microbatch leaves behind between forward and backward."""
     return sum(
-        costs.activation_bytes(layer, stage.tp, stage.load, again, input_grad=needed)
+        kept_bytes(layer, stage.tp, stage.load, again, costs, precision, input_grad=needed, sp=stage.sp)
         for layer, again, needed in zip(stage.layers, stage.recompute, stage.input_grad, strict=True)
     )
+
+
+def kept_bytes(
+    layer: LayerShape,
+    tp: int,
+    load: TokenLoad,
+    recompute: bool,
+    costs: CostModel,
+    precision: Precision,
+    *,
+    input_grad: bool = True,
+    sp: bool = False,
+) -> int:
+    """Bytes of activations that one microbatch leaves behind in a layer."""
+    kept = costs.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
+    sliced = analytic.sliced_bytes(layer, load, ELEMENT_BYTES[precision], tp, recompute) if sp else 0
+    return max(kept - sliced, 0)
 
 
 def working_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
     """Bytes that live only while a layer is computed, and the messages at both ends of the stage."""
     largest = max(
-        layer_working(layer, stage.tp, stage.load, again, costs)
+        layer_working(layer, stage.tp, stage.load, again, costs, precision, sp=stage.sp)
         for layer, again in zip(stage.layers, stage.recompute, strict=True)
     )
     return largest + sum(input_bytes(layer, stage.load, precision) for layer in (stage.layers[0], stage.layers[-1]))
 
 
-def layer_working(layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, costs: CostModel) -> int:
+def layer_working(
+    layer: LayerShape,
+    tp: int,
+    load: TokenLoad,
+    recompute: bool,
+    costs: CostModel,
+    precision: Precision,
+    *,
+    sp: bool = False,
+) -> int:
     """Bytes a layer's backward needs for a while: gradients as large as what forward keeps, and that if recomputed."""
-    kept = costs.activation_bytes(layer, tp, load, False)
+    kept = kept_bytes(layer, tp, load, False, costs, precision, sp=sp)
     return 2 * kept if recompute else kept
 
 

@@ -18,7 +18,7 @@ from mmtrain.costs import (
     rank_memory,
     upstream_trains,
 )
-from mmtrain.costs.memory import input_bytes, layer_state, layer_working
+from mmtrain.costs.memory import input_bytes, kept_bytes, layer_state, layer_working
 from mmtrain.models.shape import LayerShape, ModelShape
 from mmtrain.plan.batches import BatchSample
 from mmtrain.plan.graph import graph_of
@@ -82,6 +82,7 @@ class Pricing:
     seq_len: int
     recompute: Mapping[str, bool]  # by unit
     encoder_microbatches: Mapping[str, int] = field(default_factory=dict)  # of encoders whose number the recipe fixes
+    sp: Mapping[str, bool] = field(default_factory=dict)  # units with sequence parallelism, where tp is above 1
     _loads: dict[DataParallel, list[StepLoads]] = field(default_factory=dict, repr=False)
     _prefix: dict[tuple[str, int, DataParallel], FloatArray] = field(default_factory=dict, repr=False)
     _stages: dict[tuple[str, int, DataParallel, tuple[int, int]], StageSeconds] = field(
@@ -111,16 +112,18 @@ class Pricing:
         if key not in self._lines:
             total = self._prefix_sums(unit, tp, dp).sum(axis=1).mean(axis=(1, 2, 3))
             layers, needs = self.shape.unit(unit).layers, upstream_trains(self.shape)[unit]
-            load, again = self.largest_load(unit, dp), self.recompute[unit]
+            load, again, sp = self.largest_load(unit, dp), self.recompute[unit], self.sp.get(unit, False)
             kept = [
-                self.costs.activation_bytes(layer, tp, load, again, input_grad=needed)
+                kept_bytes(layer, tp, load, again, self.costs, self.precision, input_grad=needed, sp=sp)
                 for layer, needed in zip(layers, needs, strict=True)
             ]
             self._lines[key] = Line(
                 seconds=np.diff(total),
                 state_bytes=np.array([sum(layer_state(x, tp, dict(dp)[unit], self.precision)) for x in layers]),
                 kept_bytes=np.array(kept, dtype=np.float64),
-                working_bytes=np.array([layer_working(x, tp, load, again, self.costs) for x in layers], np.float64),
+                working_bytes=np.array(
+                    [layer_working(x, tp, load, again, self.costs, self.precision, sp=sp) for x in layers], np.float64
+                ),
                 input_bytes=np.array([input_bytes(x, load, self.precision) for x in layers], np.float64),
             )
         return self._lines[key]
@@ -151,6 +154,7 @@ class Pricing:
                 dp=mesh.dp,
                 in_flight=alive[stage.id],
                 load=self.largest_load(stage.id.unit, sizes_of(graph)),
+                sp=self.sp.get(stage.id.unit, False),
             )
             for rank in chain.from_iterable(stage.lanes[: mesh.dp // graph.num_groups]):
                 held.setdefault(rank, []).append(part)

@@ -212,7 +212,7 @@ class Phases:
             state += sum(np.array(layer_state(layer, 1, 1, self.precision)) for layer in unit.layers)
             again = (unit.name in layout.recompute,) * len(unit.layers)
             held = HeldLayers(unit.layers, needs[unit.name], again, 1, 1, 1, dealt.largest[unit.name])
-            activations += microbatch_bytes(held, self.costs)
+            activations += microbatch_bytes(held, self.costs, self.precision)
             buffers = max(buffers, working_bytes(held, self.costs, self.precision))
         largest = max(parameters(layer) for unit in self.shape.units for layer in unit.layers)
         if layout.shard > 1:

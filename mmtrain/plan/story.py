@@ -61,6 +61,7 @@ def plan(
         recipe.data.seq_len,
         recompute,
         encoder_microbatches(recipe, shape),
+        {name: getattr(recipe.parallel, name).sp for name in choices},
     )
 
     candidates = candidates_for(recipe, choices, world_size)

@@ -1,19 +1,31 @@
 """The memory rule, by hand on small cases and against what autograd really saves."""
 
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, parameters, preset, rank_memory
-from mmtrain.costs.memory import MARGIN
+from mmtrain.costs.memory import MARGIN, kept_bytes
+from mmtrain.models.build import StageModule
+from mmtrain.models.inputs import UnitInput
+from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shape import LayerShape
+from tests.distributed import run_ranks
 from tests.models.factory import clips, images, settings, shape_of, stage, text
 
 COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
 LENGTHS = (90, 120, 60, 100)
 CLIPS = (60, 80, 20)
 IMAGES = ((6, 6), (4, 6), (6, 4), (2, 2))
+EVEN = (30, 40, 10)  # two ranks share these tokens without padding
+WIDE = settings(vision={"hidden": 96, "ffn": 256}, llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512})
+SLICED = (("vision", (1, 3)), ("llm", (2, 5)))  # units, and layers of theirs that share out tokens
 
 
 def held(layers: tuple[LayerShape, ...], dp: int = 1, in_flight: int = 1, recompute: bool = False) -> HeldLayers:
@@ -98,3 +110,32 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str) -> None:
     predicted = sum(COSTS.activation_bytes(layer, 1, load, False, input_grad=i > 0) for i, layer in enumerate(layers))
     # Layers share the tensor between them, which the model counts with both: it must not count less than there is.
     assert 1.0 <= predicted / real <= 1.1
+
+
+def _saved_on_this_rank() -> dict[tuple[str, bool], int]:
+    """Bytes that a lane of two ranks saves in two blocks and a head, without and with slices of the tokens."""
+    groups = replace(ParallelGroups.single(), tp=dist.group.WORLD)
+    found = {}
+    for (unit, layers), sp in product(SLICED, (False, True)):
+        module = stage(WIDE, unit, layers, groups=groups, sequence_parallel=sp)
+        inputs = images(*IMAGES) if unit == "vision" else text(*EVEN)
+        rows = sum(r * c for r, c in IMAGES) if unit == "vision" else sum(EVEN)
+        hidden = torch.randn(rows // 2 if sp else rows, module.shape.layers[1].hidden, requires_grad=True)
+        found[unit, sp] = saved_bytes(module, hidden, partial(_through, module, inputs))
+    return found
+
+
+def _through(module: StageModule, inputs: UnitInput, hidden: Tensor | None) -> object:
+    return module(hidden, inputs, {})
+
+
+def test_sequence_parallelism_saves_what_autograd_no_longer_keeps() -> None:
+    (found, _) = run_ranks(2, _saved_on_this_rank)
+    for unit, (lo, hi) in SLICED:
+        lengths = [r * c for r, c in IMAGES] if unit == "vision" else EVEN
+        load, layers = TokenLoad.of(np.array(lengths)), shape_of(WIDE).unit(unit).layers[lo:hi]
+        predicted = [
+            sum(kept_bytes(layer, 2, load, False, COSTS, "fp32", sp=sp) for layer in layers) for sp in (False, True)
+        ]
+        assert predicted[0] - predicted[1] == pytest.approx(found[unit, False] - found[unit, True], rel=0.03)
+        assert predicted == pytest.approx([found[unit, False], found[unit, True]], rel=0.03)
