@@ -31,6 +31,8 @@ def open_cell(cell: "ParquetCell") -> BinaryIO:
         value = value if cell.place is None else value[cell.place]
         value = plain(value)
         value = value["bytes"] if isinstance(value, pa.StructScalar) else value
+        if not value.is_valid:
+            raise OSError(f"{cell} is empty")
         return io.BytesIO(value.as_buffer())
     except (pa.ArrowException, LookupError, AttributeError) as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
@@ -46,7 +48,7 @@ def _column(file: str, stamp: tuple[int, int], row_group: int, name: str) -> Any
     """A column of a row group; `stamp` tells versions of the file apart."""
     batches, size = [], 0
     with pyarrow.parquet.ParquetFile(file) as parquet:
-        for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=[row_group], columns=[name]):
+        for batch in parquet.iter_batches(BATCH_ROWS, [row_group], [name], use_threads=False):
             size += batch.nbytes
             if size > MAX_COLUMN_BYTES:
                 raise OSError(f"{file}: column {name} of row group {row_group} is above {MAX_COLUMN_BYTES} bytes")

@@ -7,6 +7,8 @@ chunks, damage of any kind) is left to the reader that knows it all: the answer 
 import os
 import stat
 import zlib
+from collections.abc import Callable
+from typing import BinaryIO
 
 _LOOK = 1 << 14  # bytes read at once; most headers, and small pictures, are shorter
 _PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
@@ -27,23 +29,38 @@ def quick_size(path: str) -> tuple[int, int] | None:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             return None
-        head, size = os.read(file, _LOOK), status.st_size
-        if head.startswith(_PNG):
-            found = _png_size(head)
-            end = _PNG_END
-        elif head.startswith(_JPEG):
-            found = _jpeg_size(head)
-            end = _JPEG_END
-        else:
-            return None
-        if found is None or size < len(head):
-            return None
-        tail = head[-len(end) :] if size == len(head) else os.pread(file, len(end), size - len(end))
-        return found if tail == end else None
+        return _size(os.read(file, _LOOK), status.st_size, lambda count, at: os.pread(file, count, at))
     except OSError:
         return None
     finally:
         os.close(file)
+
+
+def quick_size_in(file: BinaryIO) -> tuple[int, int] | None:
+    """The same of what an open file holds, a member of an archive for one. Raises OSError."""
+
+    def read_at(count: int, at: int) -> bytes:
+        file.seek(at)
+        return file.read(count)
+
+    size = file.seek(0, os.SEEK_END)
+    return _size(read_at(_LOOK, 0), size, read_at)
+
+
+def _size(head: bytes, size: int, read_at: Callable[[int, int], bytes]) -> tuple[int, int] | None:
+    """Width and height from the first of `size` bytes; `read_at` gets so many others from a place."""
+    if head.startswith(_PNG):
+        found = _png_size(head)
+        end = _PNG_END
+    elif head.startswith(_JPEG):
+        found = _jpeg_size(head)
+        end = _JPEG_END
+    else:
+        return None
+    if found is None or size < len(head):
+        return None
+    tail = head[-len(end) :] if size == len(head) else read_at(len(end), size - len(end))
+    return found if tail == end else None
 
 
 def _png_size(head: bytes) -> tuple[int, int] | None:

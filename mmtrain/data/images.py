@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
-from mmtrain.data.headers import quick_size
+from mmtrain.data.headers import quick_size, quick_size_in
 from mmtrain.data.media import BadMediaError, FileMedia, Media
 from mmtrain.recipe.schema import ImageSettings
 
@@ -42,7 +42,7 @@ def read_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
 
     Also looks whether the end of a JPEG or PNG file is there, without decoding.
     """
-    quick = quick_size(media.path) if isinstance(media, FileMedia) else None
+    quick = quick_size(media.path) if isinstance(media, FileMedia) else _quick_size(media)
     if quick is not None and quick[0] * quick[1] <= max_source_pixels:
         return quick
     with _opened(media, max_source_pixels) as (image, file):
@@ -53,6 +53,15 @@ def read_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
         if kind in _ENDS and not _ENDS[kind](file):
             raise BadImageError("truncated", f"{media}: the end of the {kind} file is missing")
     return width, height
+
+
+def _quick_size(media: Media) -> tuple[int, int] | None:
+    """Width and height of an ordinary picture in an archive; the general reader will say what is wrong with others."""
+    try:
+        with media.open() as file:
+            return quick_size_in(file)
+    except Exception:  # as many as there are decoders, see `_opened`
+        return None
 
 
 def load_rgb(media: Media, sizes: Sequence[tuple[int, int]], max_source_pixels: int) -> list[Image.Image]:

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Literal, TypeVar
 
 from mmtrain.data.audio import read_frames, require_soundfile
-from mmtrain.data.media import BadMediaError, FileMedia, Media
+from mmtrain.data.media import BadMediaError, FileMedia, Media, ParquetCell
 from mmtrain.data.pictures import read_grids
 from mmtrain.data.read import read
 from mmtrain.data.resize import Grid
@@ -139,11 +139,12 @@ class _Headers:
         keys, files = list(new), list(new.values())
         tasks = [files[i : i + _PER_TASK] for i in range(0, len(files), _PER_TASK)]
         seen: list[list[_Found]] = []
+        in_columns = any(isinstance(file, ParquetCell) for file in files)  # of which threads would each decode more
         waits = False
         while len(seen) < len(tasks) and not waits:  # threads that have nothing to wait for wait for each other
             clock, worked = time.perf_counter(), time.thread_time()
             seen.append(self._look_at(kind, tasks[len(seen)]))
-            waits = time.perf_counter() - clock > 2 * (time.thread_time() - worked)
+            waits = not in_columns and time.perf_counter() - clock > 2 * (time.thread_time() - worked)
         seen += pool.map(partial(self._look_at, kind), tasks[len(seen) :])
         found.update(zip(keys, chain.from_iterable(seen), strict=True))
 

@@ -59,32 +59,58 @@ def _group(
     file: Any, path: Path, group: int, first: int, columns: list[str], folder: Folder, limits: LimitSettings
 ) -> Iterator[Sample | Quarantined]:
     """The rows of one row group, of which the first is row `first` of the file."""
-    done = 0
+    done, full = 0, _full(file, group, limits.max_member_bytes)
+    read = [name for name in columns if name not in full]
+    media = {name: name in full for name in columns if name in _MEDIA_COLUMNS}
     try:
-        for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=columns):
-            texts = {name: batch[name].to_pylist() for name in columns if name not in _MEDIA_COLUMNS}
+        for batch in file.iter_batches(BATCH_ROWS, [group], read, use_threads=False):
+            texts = {name: batch[name].to_pylist() for name in read if name not in _MEDIA_COLUMNS}
             for row in range(batch.num_rows):
                 entry = {name: values[row] for name, values in texts.items() if values[row] is not None}
                 where = partial(ParquetCell, str(path), group, done + row)
-                yield _row(entry, batch, row, first + done + row, where, folder, limits)
+                yield _row(entry, media, batch, row, first + done + row, where, folder, limits)
             done += batch.num_rows
     except Exception as error:
         reason = f"{path}, row group {group}: its rows from {done} on cannot be read: {type(error).__name__}: {error}"
         yield Quarantined(str(path), first + done, str(path), "parquet_broken", reason)
 
 
+def _full(file: Any, group: int, most: int) -> set[str]:
+    """Columns of media with bytes in every row of a group, none too large: where these lie is known without reading."""
+    metadata, found = file.metadata.row_group(group), set()
+    for number in range(metadata.num_columns):
+        leaf = metadata.column(number)
+        name, _, rest = leaf.path_in_schema.partition(".")
+        if name in _MEDIA_COLUMNS and rest in ("", "bytes") and name in file.schema_arrow.names:
+            kind = file.schema_arrow.field(name).type
+            kind = kind.field("bytes").type if pa.types.is_struct(kind) else kind
+            counted = leaf.statistics is not None and leaf.statistics.has_null_count
+            none_missing = counted and leaf.statistics.null_count == 0
+            if pa.types.is_binary(kind) and none_missing and leaf.total_uncompressed_size <= most:
+                found.add(name)
+    return found
+
+
 def _row(
-    entry: dict[str, Any], batch: Any, row: int, number: int, where: Any, folder: Folder, limits: LimitSettings
+    entry: dict[str, Any],
+    media: dict[str, bool],
+    batch: Any,
+    row: int,
+    number: int,
+    where: Any,
+    folder: Folder,
+    limits: LimitSettings,
 ) -> Sample | Quarantined:
+    """A row of a batch; `media` are its columns of such, and whether each surely holds bytes, and was not read."""
     source = where.args[0]
     try:
         kinds: list[str] = []
-        for name in batch.schema.names:
-            if name in _MEDIA_COLUMNS:
-                kind = _MEDIA_COLUMNS[name]
+        for name, full in media.items():
+            kind, cells = _MEDIA_COLUMNS[name], [where(name, None)]
+            if not full:
                 cells = _cells(batch[name][row], kind, partial(where, name), folder, limits.max_member_bytes)
-                kinds += [kind] * len(cells)
-                entry[name] = cells or None
+            kinds += [kind] * len(cells)
+            entry[name] = cells or None
         for key in ANY_LAYOUT:
             if isinstance(entry.get(key), str):
                 entry[key] = parse(entry[key].encode())

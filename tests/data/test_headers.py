@@ -1,5 +1,6 @@
 """The quick reader of headers says what the thorough one says, or nothing."""
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
 from mmtrain.data import headers, images
-from mmtrain.data.headers import quick_size
+from mmtrain.data.headers import quick_size, quick_size_in
 from mmtrain.data.media import BadMediaError, FileMedia
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (9, 14, 3), dtype=np.uint8)
@@ -67,9 +68,9 @@ def test_a_file_longer_than_one_look_is_read_to_its_end(folder: Path, monkeypatc
         path = folder / f"long{suffix}"
         path.write_bytes(encode(folder, suffix))
         monkeypatch.setattr(headers, "_LOOK", path.stat().st_size - 30)
-        assert quick_size(str(path)) == (14, 9)
+        assert quick_size(str(path)) == quick_size_in(io.BytesIO(path.read_bytes())) == (14, 9)
         os.truncate(path, path.stat().st_size - 1)
-        assert quick_size(str(path)) is None
+        assert quick_size(str(path)) is quick_size_in(io.BytesIO(path.read_bytes())) is None
 
 
 def test_what_is_out_of_the_ordinary_is_left_to_others(folder: Path) -> None:
@@ -104,6 +105,7 @@ def test_a_changed_byte_never_leads_to_another_answer(
     path = folder / "changed"
     path.write_bytes(content)
     quick = quick_size(str(path))
+    assert quick_size_in(io.BytesIO(content)) == quick
     assert quick is None or quick == thorough_size(path)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mmtrain.data import Quarantined, Sample
 from mmtrain.data import cells as cells_module
+from mmtrain.data import parquet as parquet_module
 from mmtrain.data.media import FileMedia, ParquetCell
 from mmtrain.data.read import read
 from mmtrain.errors import DataError
@@ -53,6 +54,34 @@ def test_bytes_are_found_again_in_any_row(tmp_path: Path, options: dict[str, Any
     assert [(s.id, s.index) for s in found] == [("p", 0), ("q", 1), ("r", 2), ("s", 3), ("4", 4)]
 
 
+@pytest.mark.parametrize("struct", [False, True])
+def test_columns_full_of_bytes_are_not_read_to_know_where_they_lie(
+    tmp_path: Path, struct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [b"a", b"bb", b"ccc", None, b"dddd", b"e" * 200]
+    values = [{"bytes": i, "path": None} for i in images] if struct else images
+    columns = {
+        "audio": pa.array([b"1"] * 6),
+        "caption": list("abcdef"),
+        "image": pa.array(values, HF_IMAGE if struct else pa.binary()),
+    }
+    path = parquet(tmp_path / "x.parquet", columns)
+    cells, looked = parquet_module._cells, []
+
+    def watched(value: Any, *args: Any) -> Any:
+        looked.append(value)
+        return cells(value, *args)
+
+    monkeypatch.setattr(parquet_module, "_cells", watched)
+    found = _read(path, LimitSettings(max_member_bytes=150))
+    assert len(looked) == 4, "those of a group with a gap, and of one that may hold something too large"
+    kinds = [s.kind if isinstance(s, Quarantined) else _bytes(s) for s in found]
+    gap = "missing_image" if struct else []
+    assert kinds == [[b"a"], [b"bb"], [b"ccc"], gap, [b"dddd"], "parquet_cell_size"]
+    assert isinstance(found[0], Sample)
+    assert found[0].turns[0].text == "<audio><image>", "in the order of the columns"
+
+
 def test_conversations_may_be_json_and_media_paths(tmp_path: Path) -> None:
     talk = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "yes"}]
     struct = pa.array([{"bytes": None, "path": "b.png"}, {"bytes": b"x", "path": None}], HF_IMAGE)
@@ -89,10 +118,12 @@ def test_bad_rows_are_named(tmp_path: Path, columns: dict[str, Any], kind: str, 
     assert reason in bad.reason
 
 
-def test_rows_above_the_limit_and_damaged_groups_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("statistics", [False, True])
+def test_rows_above_the_limit_and_damaged_groups_are_named(tmp_path: Path, statistics: bool) -> None:
     rng = np.random.default_rng(0)
     images = [rng.bytes(5000) for _ in range(6)]
-    path = parquet(tmp_path / "x.parquet", {"caption": list("abcdef"), "image": images}, use_dictionary=False)
+    columns = {"caption": list("abcdef"), "image": images}
+    path = parquet(tmp_path / "x.parquet", columns, use_dictionary=False, write_statistics=statistics)
     *good, bad = _read(path, LimitSettings(max_members=4))
     assert len(good) == 4
     assert isinstance(bad, Quarantined)
@@ -102,6 +133,11 @@ def test_rows_above_the_limit_and_damaged_groups_are_named(tmp_path: Path) -> No
     content[at - 40 : at] = bytes(40)  # the header of a page of the second group
     path.write_bytes(content)
     found = _read(path)
+    if statistics:  # they say that every row has an image, so that its column is not read before the images are
+        assert _bytes(found[4]) == [images[4]]
+        with pytest.raises(OSError, match="deserialize"):
+            _bytes(found[3])
+        return
     assert [s.id for s in found if isinstance(s, Sample)] == ["0", "1", "4", "5"]
     (bad,) = [s for s in found if isinstance(s, Quarantined)]
     assert (bad.kind, bad.index) == ("parquet_broken", 2)
