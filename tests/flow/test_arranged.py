@@ -1,0 +1,68 @@
+"""Arranging a step for its plan changes who computes what, and neither losses nor the order of the data."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmtrain.balance import SampleLengths, StepAims
+from mmtrain.data import GroupStream, build
+from mmtrain.plan import Plan
+from mmtrain.plan import load as load_plan
+from mmtrain.plan.aims import step_aims
+from mmtrain.recipe import Recipe
+from mmtrain.report import read_metrics
+from mmtrain.runtime import train
+from mmtrain.runtime.rundir import CHECKPOINTS, PLAN
+from mmtrain.runtime.train import Request
+from tests.flow.runs import request_for, run_all
+
+TOGETHER = ("parallel.placement=unified", "parallel.llm.dp=2", "train.global_batch=8")
+APART = ("parallel.placement=disaggregated", "train.global_batch=8")
+
+
+def _losses(run_dir: Path) -> list[float]:
+    return [step["loss"] for step in read_metrics(run_dir)]
+
+
+def _no_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
+    return StepAims()
+
+
+def _rearranged(request: Request, plan: Plan) -> bool:
+    """Whether aims change some of the first steps of a run."""
+    recipe = request.loaded.recipe
+    index = build(recipe)
+    stream, aims = GroupStream.of(recipe, index), step_aims(recipe, plan, index.lengths)
+    dp = {name: unit.dp for name, unit in plan.units.items()}
+    ways = [
+        [stream.batch(s, 8, dp, plan.schedule.num_microbatches, a).sample_id.tolist() for s in range(3)]
+        for a in (aims, StepAims())
+    ]
+    return ways[0] != ways[1]
+
+
+@pytest.mark.parametrize("changes", [TOGETHER, APART], ids=["units together, two replicas", "a pipeline of two"])
+def test_losses_are_those_of_steps_as_they_come(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: tuple[str, ...]
+) -> None:
+    arranged, plain = (request_for(data, tmp_path / name, *changes) for name in ("arranged", "plain"))
+    assert run_all(arranged, arranged) == ["", ""]
+    assert _rearranged(arranged, load_plan(arranged.run_dir / PLAN))
+    monkeypatch.setattr(train, "step_aims", _no_aims)  # ranks are forked from here
+    assert run_all(plain, plain) == ["", ""]
+    assert _losses(arranged.run_dir) == pytest.approx(_losses(plain.run_dir), rel=1e-5)
+
+
+def test_a_run_continues_in_the_same_data_under_another_plan(data: Path, tmp_path: Path) -> None:
+    whole = request_for(data, tmp_path / "whole", *TOGETHER)
+    assert run_all(whole, whole) == ["", ""]
+    shutil.copytree(whole.run_dir, tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / CHECKPOINTS / "step-00000006")
+    moved = replace(request_for(data, tmp_path / "moved", *APART), resume=True)
+    assert run_all(moved, moved) == ["", ""]
+    assert load_plan(moved.run_dir / PLAN).placement == "disaggregated"
+    steps = [(s["samples"], s["tokens"]) for s in read_metrics(moved.run_dir)]
+    assert steps == [(s["samples"], s["tokens"]) for s in read_metrics(whole.run_dir)]
+    assert _losses(moved.run_dir) == pytest.approx(_losses(whole.run_dir), rel=1e-5)
