@@ -43,8 +43,8 @@ def colocated_candidates(
 
     Layouts are tried in the order of what they take at least: the LLM its pipeline, a rank its share of all work. Of
     each, the encoders' layers are put into the LLM's bubbles, and the order is kept if it is faster than the coarse
-    one and fits into memory. Models with a unit behind the LLM have no colocated layouts here, nor those without one
-    before it.
+    one and fits into memory; where neither fits, 1F1B over all units may. Models with a unit behind the LLM have no
+    colocated layouts here, nor those without one before it.
     """
     encoders = {edge.src for edge in pricing.shape.edges if edge.dst == LLM}
     if not encoders or {unit.name for unit in pricing.shape.units} != encoders | {LLM}:
@@ -106,6 +106,8 @@ def _judged(sizes: _Sizes, pricing: Pricing, machine: Hardware) -> Judged | Alte
     if (need := max(memory.total for memory in least.values())) > machine.memory_bytes:
         return _lost(sizes, _too_large(need, machine, "with one microbatch of each stage alive"), need / GIB)
     tried = [judge(layout, pricing, machine, schedule) for schedule in _schedules(layout, graph, pricing, machine)]
+    if all(one.peak_bytes > machine.memory_bytes for one in tried):
+        tried.append(judge(layout, pricing, machine))  # 1F1B holds least
     fitting = [one for one in tried if one.peak_bytes <= machine.memory_bytes]
     if not fitting:
         need = min(one.peak_bytes for one in tried)

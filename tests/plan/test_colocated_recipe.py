@@ -1,0 +1,141 @@
+"""Colocated plans of whole recipes: orders that run, are no slower than the coarse one, and fit."""
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from mmtrain.errors import PlanError
+from mmtrain.models.shape import shape
+from mmtrain.plan.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
+from mmtrain.plan.colocated_order import plan_order, scheduling_efficiency
+from mmtrain.plan.colocated_search import colocated_candidates
+from mmtrain.plan.cut import graph_for
+from mmtrain.plan.graph import stage_graph
+from mmtrain.plan.judge import DrawnTiming, judge, model_timing, most_alive
+from mmtrain.plan.layout import Layout
+from mmtrain.plan.plan import SchedulePlan
+from mmtrain.plan.pricing import sizes_of
+from mmtrain.plan.story import machine_for, plan
+from mmtrain.program import build
+from mmtrain.program.graph import LLM
+from mmtrain.program.simulate import simulate
+from mmtrain.recipe.schema import Recipe
+from tests.plan.factory import VISION, lengths, pricing_for, recipe
+
+MACHINE = machine_for(recipe(), "cpu-core")
+
+
+def layouts(settings: Recipe, world_size: int, vpp: int = 1) -> list[Layout]:
+    """Colocated layouts of all sizes."""
+    pricing, choices = pricing_for(settings)
+    found = [
+        colocated_layout(pricing, encoders, replace(llm, vpp=vpp))
+        for llm in llm_sizes(choices, world_size)
+        for encoders in encoder_sizes(choices, llm)
+    ]
+    return [layout for layout in found if layout is not None]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("vision_trains", [True, False], ids=["trained", "frozen"])
+def test_an_encoder_lies_on_all_ranks_and_its_sizes_divide_the_llms(world_size: int, vision_trains: bool) -> None:
+    settings = recipe(vision={**VISION, "freeze": not vision_trains})
+    for layout in layouts(settings, world_size):
+        vision, llm = layout.units["vision"], layout.units[LLM]
+        assert llm.pp % vision.pp == 0
+        assert llm.tp % vision.tp == 0
+        assert sorted(vision.ranks) == sorted(llm.ranks) == list(range(world_size))
+        graph = graph_for(layout, pricing_for(settings)[0])
+        per_llm = vision.dp // llm.dp
+        for replica in range(vision.dp):
+            ranks = {r for s in graph.stages if s.id.unit == "vision" for r in s.lanes[replica]}
+            hosts = {r for s in graph.stages if s.id.unit == LLM for r in s.lanes[replica // per_llm]}
+            assert ranks <= hosts, "an encoder's replica lies inside one LLM replica"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "vpp", "changes"),
+    [
+        pytest.param(2, 1, {}, id="two ranks"),
+        pytest.param(4, 1, {}, id="four ranks"),
+        pytest.param(4, 2, {"llm": {"layers": 9}}, id="interleaved"),
+        pytest.param(4, 1, {"parallel": {"vision": {"num_microbatches": 4}}}, id="merged"),
+        pytest.param(4, 1, {"parallel": {"vision": {"num_microbatches": 16}, "llm": {"dp": 1}}}, id="split"),
+    ],
+)
+def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
+    world_size: int, vpp: int, changes: dict[str, Any]
+) -> None:
+    settings = recipe(**changes)
+    pricing, _ = pricing_for(settings)
+    faster = 0
+    for layout in layouts(settings, world_size, vpp)[::2]:
+        graph, counts = graph_for(layout, pricing), dict(layout.num_microbatches)
+        coarse = judge(layout, pricing, MACHINE, SchedulePlan(kind="coarse", num_microbatches=counts))
+        seconds = pricing.stage_seconds(graph)
+        for whole_stages in (True, False):
+            order = plan_order(graph, pricing, MACHINE, whole_stages=whole_stages)
+            program = build(graph, kind="explicit", order=order)
+            found = judge(layout, pricing, MACHINE, SchedulePlan(kind="explicit", num_microbatches=counts, order=order))
+            times = [
+                simulate(program, DrawnTiming(model_timing(graph, pricing, loads, MACHINE), seconds, batch)).step_time_s
+                for batch, loads in enumerate(pricing.loads(sizes_of(graph)))
+            ]
+            if graph.num_groups == 1:
+                assert found.step_time_s == pytest.approx(sum(times) / len(times))
+            assert found.memory == pricing.memory(graph, most_alive(program))
+            faster += found.step_time_s < coarse.step_time_s * 0.999
+            assert 0 <= (scheduling_efficiency(found, pricing, MACHINE) or 0) <= 1
+    assert faster, "bubbles were used"
+
+
+def test_candidates_are_never_slower_than_their_coarse_order() -> None:
+    pricing, choices = pricing_for(recipe(global_batch=16))
+    found = colocated_candidates(pricing, choices, MACHINE, 4)
+    assert {one.schedule.kind for one in found.judged} >= {"explicit"}
+    for one in found.judged:
+        coarse = SchedulePlan(kind="coarse", num_microbatches=dict(one.layout.num_microbatches))
+        assert one.step_time_s <= judge(one.layout, pricing, MACHINE, coarse).step_time_s
+
+
+def test_no_candidate_that_can_be_seen_to_be_slower_is_tried() -> None:
+    pricing, choices = pricing_for(recipe())
+    everything = colocated_candidates(pricing, choices, MACHINE, 2)
+    best = min(one.step_time_s for one in everything.judged)
+    assert colocated_candidates(pricing, choices, MACHINE, 2, fastest=best / 10).judged == ()
+
+
+def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
+    settings = recipe(parallel={"placement": "colocated"})
+    chosen = plan(settings, lengths(), world_size=4, hardware="cpu-core", recipe_sha256="f")
+    assert chosen.placement == "colocated"
+    assert chosen.predicted.scheduling_efficiency is not None
+    assert {other.placement for other in chosen.alternatives} == {"colocated"}
+    build(stage_graph(chosen, shape(settings)), kind=chosen.schedule.kind, order=chosen.schedule.order)
+
+
+def test_orders_that_hold_too_much_give_way_to_ones_that_fit() -> None:
+    settings = recipe(global_batch=32, parallel={"placement": "colocated", "llm": {"pp": 2, "tp": 1}})
+    pricing, choices = pricing_for(settings)
+    free = colocated_candidates(pricing, choices, MACHINE, 2)
+    tight = replace(MACHINE, memory_bytes=0.9 * min(one.peak_bytes for one in free.judged))
+    found = colocated_candidates(pricing, choices, tight, 2)
+    assert found.judged or found.losers
+    assert all(one.peak_bytes <= tight.memory_bytes for one in found.judged)
+    nothing = colocated_candidates(pricing, choices, replace(MACHINE, memory_bytes=1e4), 2)
+    assert nothing.judged == ()
+    assert all("does not fit: a rank needs" in loser.reason for loser in islice(nothing.losers, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": {"placement": "colocated", "vision": {"pp": 3}, "llm": {"pp": 2}}}, "divide the LLM's"),
+        ({"parallel": {"placement": "colocated"}, "cluster": {"memory_gib": 0.001}}, "no plan fits"),
+    ],
+)
+def test_a_colocated_plan_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(recipe(**changes), lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f")
