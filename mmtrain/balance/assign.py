@@ -9,6 +9,7 @@ import numpy as np
 from mmtrain.balance.aims import LLM, Price, StepAims, Work
 from mmtrain.balance.batch import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
 from mmtrain.balance.longest import longest_first
+from mmtrain.balance.settle import settled
 from mmtrain.balance.turns import in_turn
 
 NO_AIMS = StepAims()
@@ -34,6 +35,7 @@ def assign(
     `aims` know a pipeline, microbatches then take their turns by `turns.in_turn`. Items follow in blocks: n
     microbatches of an encoder and m of the LLM are gcd(n, m) blocks, and the encoder's microbatches of block i carry
     exactly the items of the LLM's of block i in their replica group, longest first onto the one with the least to do.
+    Where `aims` know of several nodes, encoder replicas of a group then change places by `settle.settle`.
     """
     first = np.concatenate([[0], np.cumsum([len(group) for group in groups])])
     samples = np.concatenate(groups).astype(np.int64)
@@ -57,8 +59,7 @@ def assign(
         num_blocks = math.gcd(num_microbatches[LLM], num_microbatches[unit])
         spread = _Spread(dp[unit] // num_groups, num_blocks, num_microbatches[unit] // num_blocks)
         block = index // (num_microbatches[LLM] // num_blocks)
-        price = aims.items.get(unit, TOKENS)
-        items[unit] = _items(sample_id, group * num_blocks + block, unit_items, spread, price)
+        items[unit] = _items(unit, sample_id, replica, group * num_blocks + block, unit_items, spread, aims)
     return BatchMeta(
         step=step,
         epoch=epoch,
@@ -104,11 +105,22 @@ class _Spread:
     microbatches: int  # of a replica in a block
 
 
-def _items(sample_id: IntArray, block: IntArray, items: ItemLengths, spread: _Spread, price: Price) -> ItemTable:
+def _items(
+    unit: str,
+    sample_id: IntArray,
+    llm_replica: IntArray,
+    block: IntArray,
+    items: ItemLengths,
+    spread: _Spread,
+    aims: StepAims,
+) -> ItemTable:
     """Spread the items of each block, counted through all replica groups, over its encoder microbatches."""
     sample, row = item_rows(items, sample_id)
     position = row - items.first[sample_id[sample]]
-    replica, index = _deal(price.of(items.tokens[row]), block[sample], spread)
+    replica, index = _deal(aims.items.get(unit, TOKENS).of(items.tokens[row]), block[sample], spread)
+    if len(set(aims.nodes.get(unit, ()))) > 1:
+        nodes, to_node = aims.nodes[unit], np.array(aims.nodes[LLM])[llm_replica[sample]]
+        replica = settled(replica, items.features[row], to_node, nodes, len(nodes) // spread.replicas)
     order = np.lexsort((position, sample, index, replica))
     sample, position, row = sample[order], position[order], row[order]
     return ItemTable(
