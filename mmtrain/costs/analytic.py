@@ -225,6 +225,20 @@ def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
             return diffusion.input_rows(layer, load) * layer.hidden * element_bytes
 
 
+def context_share(load: TokenLoad, cp: int) -> TokenLoad:
+    """What each of `cp` context-parallel ranks works on: an even share of the tokens, and of the query-key pairs.
+
+    Ranks take a sequence's pieces in pairs from both its ends, so that a causal mask leaves all of them as many pairs
+    (Liu et al., arXiv 2310.01889, as balanced in Megatron-core). All other costs follow from the share's tokens.
+    """
+    return TokenLoad(-(-load.tokens // cp), -(-load.sum_sq // cp), -(-load.max_len // cp), load.num_sequences)
+
+
+def context_bytes(layer: LayerShape, share: TokenLoad, element_bytes: int, tp: int, cp: int) -> int:
+    """Bytes of keys and values that a context-parallel rank receives in a forward: those of all other ranks."""
+    return (cp - 1) * share.tokens * 2 * layer.kv_heads * layer.head_dim // tp * element_bytes
+
+
 def upstream_trains(shape: ModelShape) -> dict[str, tuple[bool, ...]]:
     """For every unit and layer: must the layer's backward hand on a gradient (does anything below it train)?"""
     return {unit.name: tuple(_upstream(shape, unit)) for unit in shape.units}

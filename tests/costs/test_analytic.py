@@ -132,6 +132,18 @@ def test_tensor_parallel_ranks_share_parameters_and_work(tp: int) -> None:
             assert analytic.parameters(layer) / tp <= analytic.parameters(layer, tp) <= analytic.parameters(layer)
 
 
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_context_parallel_ranks_share_tokens_and_pairs(cp: int) -> None:
+    whole = TokenLoad.of(np.array([16, 48, 8]))
+    share = analytic.context_share(whole, cp)
+    for layer in shape_of(settings(llm={"kv_heads": 2})).unit("llm").layers:
+        assert cp * analytic.forward_flops(layer, share) == analytic.forward_flops(layer, whole)
+        assert cp * analytic.activation_bytes(layer, share, 2) == analytic.activation_bytes(layer, whole, 2)
+    block = shape_of(settings(llm={"kv_heads": 2})).unit("llm").layers[1]
+    others = whole.tokens - share.tokens
+    assert analytic.context_bytes(block, share, 2, 1, cp) == others * 2 * 2 * block.kv_heads * block.head_dim
+
+
 def test_no_layer_keeps_less_than_its_input() -> None:
     load = TokenLoad.of(np.array([8, 16]))
     for unit in shape_of(settings(audio={})).units:
