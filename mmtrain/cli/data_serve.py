@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from mmtrain.cli.options import Overrides, RecipeFile
+from mmtrain.cli.options import AsJson, Overrides, RecipeFile
 
 
 def serve(
@@ -16,12 +16,14 @@ def serve(
     workers: Annotated[
         int | None, typer.Option(min=1, max=256, metavar="N", help="Worker processes. Default: one for each core.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Prepare steps for trainers on other machines.
 
     Trainers name this address in `data.producers`. Anybody who reaches it can read the data: listen on a network of
     your own. SIGTERM and Ctrl-C end it; trainers then take its steps elsewhere.
     """
+    import json
     import sys
     from functools import partial
 
@@ -38,5 +40,7 @@ def serve(
     number = workers or processors()
     with SignalPipe() as signals:
         producer = open_producer(made, bind, number, partial(print, "mmtrain:", file=sys.stderr, flush=True))
-        print(f"{number} workers prepare steps of {made.name} at {producer.address}", flush=True)
+        in_words = f"{number} workers prepare steps of {made.name} at {producer.address}"
+        found = {"recipe": made.name, "address": producer.address, "workers": number}
+        print(json.dumps(found) if as_json else in_words, flush=True)
         producer.serve(signals.reader)

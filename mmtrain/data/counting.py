@@ -39,6 +39,12 @@ class TokenCounter:
         self._pieces = pieces
         self._words = None if pieces is None or not _cuts_at_spaces(made) else (_Words(pieces, ""), _Words(pieces, " "))
 
+        self._longest = max(map(len, made["model"]["vocab"])) if pieces is not None else None
+
+    def at_least(self, characters: int) -> int:
+        """A number of tokens that a text so long surely has: none is longer than the longest of the vocabulary."""
+        return 0 if self._longest is None else -(-characters // self._longest)
+
     def __call__(self, text: str) -> int:
         """Tokens of `text`."""
         if self._pieces is not None and text.isascii():

@@ -16,7 +16,7 @@ from mmtrain.data.resize import Grid
 from mmtrain.data.sample import Quarantined, Sample, find_miscount
 from mmtrain.data.tokenize import AUDIO, ChatTokenizer
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings, VisionSettings
+from mmtrain.recipe.schema import AudioSettings, DataSettings, Recipe, SourceSettings, VisionSettings
 
 HEADER_THREADS = 4  # reading headers waits for the disk; more threads would only wait for each other
 _AT_ONCE = 2048  # samples whose media are looked at together
@@ -51,7 +51,7 @@ def measure(recipe: Recipe, sources: Sequence[SourceSettings]) -> Iterator[Measu
     """
     tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
     check_settings(recipe, tokenizer)
-    count, headers = tokenizer.counter(), _Headers(recipe)
+    count, headers = tokenizer.counter(_most_tokens(recipe.data)), _Headers(recipe)
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
         for number, source in enumerate(sources):
             entries = read(source, recipe.data.limits)
@@ -163,6 +163,11 @@ class _Headers:
             return bad
 
 
+def _most_tokens(data: DataSettings) -> int:
+    """Of one sample."""
+    return min(data.max_sample_tokens or data.seq_len, data.seq_len)
+
+
 def _key(media: Media) -> str | Media:
     return media.path if isinstance(media, FileMedia) else media
 
@@ -198,8 +203,9 @@ def _measure(sample: Sample, source: int, recipe: Recipe, count: _Count, found: 
         [sum(r * c // merged for r, c in items) for items in grids["vision"]],
         [frames // stacked for ((frames, _),) in grids["audio"]],
     )
-    limit = min(data.max_sample_tokens or data.seq_len, data.seq_len)
+    limit = _most_tokens(data)
     if tokens > limit:
         key = "data.max_sample_tokens" if limit == data.max_sample_tokens else "data.seq_len"
-        return Quarantined.of(sample, "too_long", f"{tokens} LLM tokens, {key} = {limit}")
+        at_least = "" if targets else "at least "  # nobody counted further
+        return Quarantined.of(sample, "too_long", f"{at_least}{tokens} LLM tokens, {key} = {limit}")
     return Measured(sample, source, tokens, targets, grids)

@@ -80,12 +80,20 @@ class ChatTokenizer:
         labels[:-1] = np.where(is_target[1:], ids[1:], NO_LABEL)
         return Encoded(ids, labels)
 
-    def counter(self) -> Callable[[Sample, Sequence[int], Sequence[int]], tuple[int, int]]:
-        """A function with the arguments of `encode` that tells how many ids and how many targets that would give."""
+    def counter(self, most: int) -> Callable[[Sample, Sequence[int], Sequence[int]], tuple[int, int]]:
+        """A function with the arguments of `encode` that tells how many ids and how many targets that would give.
+
+        Texts that surely have more than `most` tokens are not looked at (megabytes of them take minutes, and memory a
+        hundred times theirs): it tells what they have at least, and no targets.
+        """
         count = TokenCounter(self._tokenizer)
 
         def tell(sample: Sample, features: Sequence[int], clip_features: Sequence[int]) -> tuple[int, int]:
             ids, targets = sum(features) + sum(clip_features), 0
+            marked = len(IMAGE_MARK) * (len(features) + len(clip_features))  # all marks are as long
+            least = count.at_least(sum([len(turn.text) for turn in sample.turns]) - marked)
+            if least > most:
+                return least, 0
             first, *others = _marks(sample)
             for turn in sample.turns:
                 parts = [turn.text]

@@ -1,5 +1,6 @@
 """Producers in processes of their own, as `mmtrain data serve` starts them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ class Served:
         path = folder / "served.yaml"
         path.write_text(dump(recipe))
         sets = [argument for change in changes for argument in ("--set", change)]
-        command = ["data", "serve", str(path), "--bind", address, "--workers", "1", *sets]
+        command = ["data", "serve", str(path), "--bind", address, "--workers", "1", "--json", *sets]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mmtrain", *command],
             stdout=subprocess.PIPE,
@@ -36,7 +37,7 @@ class Served:
         """Where it listens, once it does."""
         assert self.process.stdout is not None
         if not hasattr(self, "_address"):
-            self._address = self.process.stdout.readline().split()[-1]
+            self._address = json.loads(self.process.stdout.readline())["address"]
         return self._address
 
     def end(self) -> tuple[int, str]:

@@ -39,6 +39,17 @@ FAST |= {
     f"digits {alone}": trained(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=alone), GPT2]))
     for alone in (True, False)
 }
+SLOW = {
+    "normalised": trained(GPT2, normalizers.NFC()),
+    "prefixed": trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "gaps": trained(split(r"\p{L}+")),
+    "merged": trained(split(QWEN2, "merged_with_next")),
+    "groups": trained(split(r"(\s+)|\S+")),
+    "sets in sets": trained(split(r"[\p{L}[1-3]]+|[^\p{L}]")),
+    "upper": trained(split(r"\p{Lu}|\P{Lu}+")),
+    "hex": trained(split(r"[\x20-\x7e]+|\h|.")),
+    "words": trained(pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), GPT2])),
+}
 TEXTS = st.one_of(
     st.text(st.characters(max_codepoint=127), max_size=60),
     st.text("aT's 'LL1\n\r\t\x1c\v.<|end|>é", max_size=40),
@@ -52,6 +63,14 @@ TEXTS = st.one_of(
 def test_counts_are_those_of_encoding(text: str, name: str) -> None:
     tokenizer = FAST[name]
     assert TokenCounter(tokenizer)(text) == len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@given(TEXTS, st.sampled_from(sorted(FAST | SLOW)))
+@settings(max_examples=300, deadline=None)
+def test_a_text_has_at_least_as_many_tokens_as_its_length_says(text: str, name: str) -> None:
+    counter = TokenCounter((FAST | SLOW)[name])
+    assert counter.at_least(len(text)) <= counter(text)
+    assert counter.at_least(10**6) > 1000 or name in SLOW, "of others nothing may be known"
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -76,19 +95,6 @@ def test_single_spaces_begin_pieces(name: str) -> None:
         for right in (c + "y" for c in odd if not c.isspace()):
             apart = len(tokenizer.encode(left).ids) + len(tokenizer.encode(" " + right).ids)
             assert len(tokenizer.encode(f"{left} {right}").ids) == apart
-
-
-SLOW = {
-    "normalised": trained(GPT2, normalizers.NFC()),
-    "prefixed": trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "gaps": trained(split(r"\p{L}+")),
-    "merged": trained(split(QWEN2, "merged_with_next")),
-    "groups": trained(split(r"(\s+)|\S+")),
-    "sets in sets": trained(split(r"[\p{L}[1-3]]+|[^\p{L}]")),
-    "upper": trained(split(r"\p{Lu}|\P{Lu}+")),
-    "hex": trained(split(r"[\x20-\x7e]+|\h|.")),
-    "words": trained(pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), GPT2])),
-}
 
 
 @given(TEXTS, st.sampled_from(sorted(SLOW)))

@@ -1,4 +1,5 @@
 import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from mmtrain.data import build, measure
+from mmtrain.data.counting import TokenCounter
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import row
@@ -81,6 +83,22 @@ def test_every_kind_of_unusable_sample_is_named(tmp_path: Path, picture: Picture
     assert "gone.png" in by_id["missing_image"].reason
     assert "1 images, but <image> stands 2 times" in by_id["image_count"].reason
     assert "data.seq_len = 64" in by_id["too_long"].reason
+
+
+def test_texts_beyond_any_measure_are_not_even_counted(recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    count = TokenCounter.__call__
+
+    def watched(self: TokenCounter, text: str) -> int:
+        counted.append(text)
+        return count(self, text)
+
+    monkeypatch.setattr(TokenCounter, "__call__", watched)
+    index = build(recipe([row("é" * 10_000, "a"), row("word " * 20, "a"), row("q", "a")]))
+    assert [q.kind for q in index.quarantined] == ["too_long"] * 2
+    assert re.search(r"at least \d{3,} LLM tokens, data\.seq_len = 64", index.quarantined[0].reason)
+    assert "least" not in index.quarantined[1].reason
+    assert max(map(len, counted)) <= 100
 
 
 def test_a_text_only_model_sets_samples_with_images_aside(picture: Picture, recipe: MakeRecipe) -> None:
