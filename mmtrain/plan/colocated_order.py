@@ -16,7 +16,7 @@ from itertools import chain, groupby
 import numpy as np
 
 from mmtrain.costs import Hardware
-from mmtrain.plan.bubbles import Kernels, Lane
+from mmtrain.plan.bubbles import FloatArray, Kernels, Lane
 from mmtrain.plan.colocated import EncoderPlan, Host, Schedule, schedule_as_dealt
 from mmtrain.plan.judge import Judged, model_timing, rehearsed
 from mmtrain.plan.pricing import Pricing, sizes_of
@@ -53,21 +53,29 @@ class _Task:
     layer: int | None  # in the stage; all of them if None
 
 
-def plan_order(graph: StageGraph, pricing: Pricing, machine: Hardware, *, whole_stages: bool = False) -> Order:
+def plan_order(
+    graph: StageGraph, pricing: Pricing, machine: Hardware, *, ahead: int | None = None, alone: Timeline | None = None
+) -> Order:
     """Put the encoders of a colocated graph into the bubbles of its LLM, for microbatches of mean cost.
 
-    whole_stages: do not cut stages between layers.
+    Args:
+        graph: the layout's.
+        pricing: what its layers cost.
+        machine: what they run on.
+        ahead: microbatches by which a forward may be ahead of the LLM's, and a backward behind it: fewer hold fewer
+            activations, but what finds no bubble then makes the LLM wait in its midst. Default: any number.
+        alone: `llm_alone` of the same LLM, to save its making.
     """
-    alone = _llm_alone(graph, pricing, machine)
+    alone = alone or llm_alone(graph, pricing, machine)
     host, tasks = _host(graph, alone), _llm_tasks(graph, alone)
     for mesh in (m for m in graph.meshes if m.unit != LLM):
-        found = _schedule(graph, pricing, host, mesh, whole_stages)
+        found = _schedule(graph, pricing, host, mesh)
         free = list(host.lanes)
         for (pipeline, stage), placed in chain(found.forward.items(), found.backward.items()):
             place = found.plan.place(pipeline, stage)
             free[place] = free[place].without(placed)
         host = replace(host, lanes=tuple(free))
-        for rank, task in _encoder_tasks(graph, mesh, found, whole_stages):
+        for rank, task in _encoder_tasks(graph, mesh, found, ahead):
             tasks[rank].append(task)
     return {rank: tuple(_lines(graph, todo)) for rank, todo in sorted(tasks.items())}
 
@@ -80,7 +88,7 @@ def scheduling_efficiency(judged: Judged, pricing: Pricing, machine: Hardware) -
     if judged.layout.placement != "colocated":
         return None
     graph = judged.graph
-    alone = _llm_alone(graph, pricing, machine).step_time_s
+    alone = llm_alone(graph, pricing, machine).step_time_s
     work = [
         (span.action.stage.unit, span.start_s, span.duration_s)
         for span in rehearsed(judged, pricing, machine).spans
@@ -97,8 +105,8 @@ def scheduling_efficiency(judged: Judged, pricing: Pricing, machine: Hardware) -
 # The LLM by itself -------------------------------------------------------------------------------------------------
 
 
-def _llm_alone(graph: StageGraph, pricing: Pricing, machine: Hardware) -> Timeline:
-    """One replica group's LLM, every microbatch of mean cost."""
+def llm_alone(graph: StageGraph, pricing: Pricing, machine: Hardware) -> Timeline:
+    """The LLM of one replica group without its encoders, every microbatch of mean cost."""
     only = replace(
         graph,
         meshes=(graph.mesh(LLM),),
@@ -192,7 +200,7 @@ def _llm_tasks(graph: StageGraph, alone: Timeline) -> dict[int, list[_Task]]:
 # The encoders ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(graph: StageGraph, pricing: Pricing, host: Host, mesh: UnitMesh, whole_stages: bool) -> Schedule:
+def _schedule(graph: StageGraph, pricing: Pricing, host: Host, mesh: UnitMesh) -> Schedule:
     """Place the encoder's layers, for one of its replicas on each block of the LLM's pipeline ranks."""
     own, llm = block_sizes(mesh.num_microbatches, graph.mesh(LLM).num_microbatches)
     begins = host.first_forwards.reshape(-1, llm).min(axis=1).repeat(own)
@@ -202,54 +210,61 @@ def _schedule(graph: StageGraph, pricing: Pricing, host: Host, mesh: UnitMesh, w
         mesh.tp,
         mesh.pp,
         1,
-        tuple(_kernels(pricing, graph, s.id, "F", whole_stages) for s in stages),
-        tuple(_kernels(pricing, graph, s.id, "B", whole_stages) for s in stages),
+        tuple(_kernels(pricing, graph, s.id, "F") for s in stages),
+        tuple(_kernels(pricing, graph, s.id, "B") for s in stages),
     )
     blocks = len(host.lanes) // mesh.pp
     per_block = replace(host, first_forwards=begins.repeat(blocks), last_backwards=ends.repeat(blocks))
     return schedule_as_dealt(per_block, plan, np.arange(mesh.num_microbatches * blocks) % blocks)
 
 
-def _kernels(
-    pricing: Pricing, graph: StageGraph, stage: StageId, kind: Direction, whole_stages: bool
-) -> tuple[Kernels, ...]:
-    """Mean seconds of a stage's layers, in the order in which they run, or of all of them together."""
+def _kernels(pricing: Pricing, graph: StageGraph, stage: StageId, kind: Direction) -> tuple[Kernels, ...]:
+    """Mean seconds of a stage's layers, in the order in which they run."""
     if kind == "B" and not graph.needs_backward(stage):
         return ()
     lo, hi = graph.stage(stage).layers
     seconds = pricing.layer_seconds(stage.unit, graph.mesh(stage.unit).tp, sizes_of(graph))[lo:hi]
     each = seconds[:, 0].tolist() if kind == "F" else seconds[::-1, 1].tolist()
-    if whole_stages:
-        each = [sum(each)]
     return (Kernels.of(each, [True] * len(each)),)
 
 
 def _encoder_tasks(
-    graph: StageGraph, mesh: UnitMesh, found: Schedule, whole_stages: bool
+    graph: StageGraph, mesh: UnitMesh, found: Schedule, ahead: int | None
 ) -> Iterator[tuple[int, _Task]]:
-    """What each rank of the first LLM replica does for an encoder."""
+    """What each rank of the first LLM replica does for an encoder, and when, within what `ahead` allows."""
     per_group = mesh.dp // graph.num_groups
     llm = graph.mesh(LLM)
     blocks = llm.pp // mesh.pp
     slices = per_group // blocks
+    earliest = _shifted(found.host.first_forwards[::blocks], ahead, -np.inf)
+    latest = -_shifted(-found.host.last_backwards[::-1][::blocks], ahead, -np.inf)[::-1]
     for half in (found.forward, found.backward):
         for (block, stage), placed in half.items():
             sid = StageId(mesh.unit, stage)
             lo, hi = graph.stage(sid).layers
             for (start, _), name, kernel in zip(placed.spans, placed.chains, placed.kernels, strict=True):
                 index = int(name) // blocks
-                layer = None if whole_stages else int(kernel) if half is found.forward else hi - lo - 1 - int(kernel)
+                is_forward = half is found.forward
+                layer = int(kernel) if is_forward else hi - lo - 1 - int(kernel)
+                when = max(start, earliest[index]) if is_forward else min(start, latest[index])
                 for replica in range(block * slices, (block + 1) * slices):
                     mb = Microbatch(mesh.unit, replica, index)
-                    action = Forward(sid, mb) if half is found.forward else Backward(sid, mb)
-                    task = _Task(float(start), 0 if half is found.forward else 2, action, layer)
+                    action = Forward(sid, mb) if is_forward else Backward(sid, mb)
+                    task = _Task(float(when), 0 if is_forward else 2, action, layer)
                     for rank in mesh.lane(stage, replica):
                         yield rank, task
 
 
+def _shifted(times: FloatArray, ahead: int | None, none: float) -> FloatArray:
+    """For each microbatch the time of the one `ahead` before it, where there is one."""
+    if ahead is None:
+        return np.full(len(times), none)
+    return np.concatenate([np.full(ahead, none), times])[: len(times)]
+
+
 def _lines(graph: StageGraph, tasks: Sequence[_Task]) -> Iterator[str]:
     """One rank's order as text: layers of a stage that follow each other are one part of it, or the whole."""
-    ordered = sorted(tasks, key=lambda task: (task.start, task.turn))
+    ordered = sorted(tasks, key=lambda task: (task.start, task.turn, task.action.mb.index, task.action.stage.unit))
     for (action, is_whole), run in groupby(ordered, key=lambda task: (task.action, task.layer is None)):
         layers = [task.layer for task in run if task.layer is not None]
         lo, hi = graph.stage(action.stage).layers

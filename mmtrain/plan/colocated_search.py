@@ -1,21 +1,21 @@
 """The fastest colocated plans of a recipe: sizes by what they take at least, then orders, held to the simulator."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mmtrain.costs import Hardware
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
-from mmtrain.plan.colocated_order import plan_order
+from mmtrain.plan.colocated_order import llm_alone, plan_order
 from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.cut import graph_for
-from mmtrain.plan.judge import Judged, judge
-from mmtrain.plan.layout import Layout, MeshSize, split_lane
+from mmtrain.plan.judge import Judged, judge, memory_of
+from mmtrain.plan.layout import MeshSize, split_lane
 from mmtrain.plan.plan import Alternative, SchedulePlan
 from mmtrain.plan.pricing import Pricing
 from mmtrain.plan.search import SAME, Outcome
-from mmtrain.program.graph import LLM, StageGraph
+from mmtrain.program.graph import LLM
 
 TRIED = 8  # layouts whose orders are planned and simulated
 
@@ -43,8 +43,8 @@ def colocated_candidates(
 
     Layouts are tried in the order of what they take at least: the LLM its pipeline, a rank its share of all work. Of
     each, the encoders' layers are put into the LLM's bubbles, and the order is kept if it is faster than the coarse
-    one and fits into memory; where neither fits, 1F1B over all units may. Models with a unit behind the LLM have no
-    colocated layouts here, nor those without one before it.
+    one. Where neither fits into memory, the encoders are kept closer to the LLM, at the price of making it wait.
+    Models with a unit behind the LLM have no colocated layouts here, nor those without one before it.
     """
     encoders = {edge.src for edge in pricing.shape.edges if edge.dst == LLM}
     if not encoders or {unit.name for unit in pricing.shape.units} != encoders | {LLM}:
@@ -95,7 +95,7 @@ def _bound(pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize) ->
 
 
 def _judged(sizes: _Sizes, pricing: Pricing, machine: Hardware) -> Judged | Alternative | None:
-    """The faster of coarse and planned order that fits, or why there is none; None if the layers are too few."""
+    """The faster of planned and coarse order that fits, or why there is none; None if the layers are too few."""
     layout = colocated_layout(pricing, sizes.encoders, sizes.llm)
     if layout is None:
         return None
@@ -105,25 +105,21 @@ def _judged(sizes: _Sizes, pricing: Pricing, machine: Hardware) -> Judged | Alte
     least = pricing.memory(graph, {stage.id: 1 for stage in graph.stages})
     if (need := max(memory.total for memory in least.values())) > machine.memory_bytes:
         return _lost(sizes, _too_large(need, machine, "with one microbatch of each stage alive"), need / GIB)
-    tried = [judge(layout, pricing, machine, schedule) for schedule in _schedules(layout, graph, pricing, machine)]
-    if all(one.peak_bytes > machine.memory_bytes for one in tried):
-        tried.append(judge(layout, pricing, machine))  # 1F1B holds least
-    fitting = [one for one in tried if one.peak_bytes <= machine.memory_bytes]
-    if not fitting:
-        need = min(one.peak_bytes for one in tried)
-        return _lost(sizes, _too_large(need, machine, "in the order that holds least"), need / GIB)
-    return min(fitting, key=lambda one: one.step_time_s)
-
-
-def _schedules(layout: Layout, graph: StageGraph, pricing: Pricing, machine: Hardware) -> Sequence[SchedulePlan]:
-    """The coarse order, and those planned that run; of equal ones the first is taken."""
-    counts = dict(layout.num_microbatches)
-    found = [SchedulePlan(kind="coarse", num_microbatches=counts)]
-    for whole_stages in (True, False):
-        order = plan_order(graph, pricing, machine, whole_stages=whole_stages)
-        if order not in [one.order for one in found]:
-            found.append(SchedulePlan(kind="explicit", num_microbatches=counts, order=order))
-    return found
+    alone = llm_alone(graph, pricing, machine)
+    counts, needs = dict(layout.num_microbatches), []
+    fitting: list[SchedulePlan] = []
+    coarse = SchedulePlan(kind="coarse", num_microbatches=counts)
+    for ahead in (None, 2 * sizes.llm.pp, 1):
+        order = plan_order(graph, pricing, machine, ahead=ahead, alone=alone)
+        planned = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
+        for schedule in (planned, coarse) if ahead is None else (planned,):
+            needs.append(max(m.total for m in memory_of(graph, schedule, pricing, machine).values()))
+            if needs[-1] <= machine.memory_bytes:
+                fitting.append(schedule)
+        if fitting:
+            tried = [judge(layout, pricing, machine, schedule) for schedule in fitting]
+            return min(tried, key=lambda one: one.step_time_s)
+    return _lost(sizes, _too_large(min(needs), machine, "in the order that holds least"), min(needs) / GIB)
 
 
 def _lost(sizes: _Sizes, reason: str, peak_gib: float | None = None) -> Alternative:

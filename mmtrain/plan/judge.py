@@ -85,6 +85,14 @@ def _program(
     return lower(_ordered(graph, schedule, leaders(graph, timings[0].link))), timings
 
 
+def memory_of(
+    graph: StageGraph, schedule: SchedulePlan, pricing: Pricing, machine: Hardware
+) -> Mapping[int, RankMemory]:
+    """What the ranks of the first replica group hold at most in that order."""
+    program, _ = _program(graph, schedule, pricing, machine)
+    return pricing.memory(graph, most_alive(program))
+
+
 def most_alive(program: Program) -> dict[StageId, int]:
     """Microbatches of each stage between forward and backward at most, counted from the program."""
     alive: dict[StageId, int] = {}

@@ -75,8 +75,8 @@ def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
         graph, counts = graph_for(layout, pricing), dict(layout.num_microbatches)
         coarse = judge(layout, pricing, MACHINE, SchedulePlan(kind="coarse", num_microbatches=counts))
         seconds = pricing.stage_seconds(graph)
-        for whole_stages in (True, False):
-            order = plan_order(graph, pricing, MACHINE, whole_stages=whole_stages)
+        for ahead in (None, 2, 1):
+            order = plan_order(graph, pricing, MACHINE, ahead=ahead)
             program = build(graph, kind="explicit", order=order)
             found = judge(layout, pricing, MACHINE, SchedulePlan(kind="explicit", num_microbatches=counts, order=order))
             times = [

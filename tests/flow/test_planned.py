@@ -1,0 +1,31 @@
+"""What the planner chooses trains as one process does: colocated programs with encoders in the LLM's bubbles."""
+
+from typing import Any
+
+import pytest
+
+from mmtrain.plan.story import plan
+from tests.flow.cases import AUDIO, lengths, recipe
+from tests.flow.equality import assert_equals_one_process
+
+TWO_RANKS = {"parallel__llm__pp": 2, "parallel__vision__pp": 1}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "an encoder's layers in parts, on two ranks": (2, TWO_RANKS),
+    "an encoder of which the projector alone trains": (2, TWO_RANKS | {"model__vision__freeze": True}),
+    "two encoders, one of them over both ranks": (
+        2,
+        {"model__audio": AUDIO, "parallel__llm__pp": 2, "parallel__vision__pp": 2, "parallel__audio__pp": 1},
+    ),
+    "two replicas of the llm": (4, {"parallel__llm__pp": 2, "train__global_batch": 8}),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case) for case in CASES])
+def test_a_planned_colocated_program_trains_as_one_process_does(case: str) -> None:
+    world_size, changes = CASES[case]
+    settings = recipe(parallel__placement="colocated", **changes)
+    speech = settings.model.audio is not None
+    chosen = plan(settings, lengths(speech), world_size=world_size, hardware="cpu-core", recipe_sha256="")
+    assert (chosen.placement, chosen.schedule.kind) == ("colocated", "explicit")
+    assert 0 < (chosen.predicted.scheduling_efficiency or 0) < 1
+    assert_equals_one_process(settings, chosen)
