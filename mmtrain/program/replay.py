@@ -4,7 +4,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmtrain.program.actions import Compute
 from mmtrain.program.tracks import Tracks
 
 
@@ -33,8 +32,7 @@ def replay(tracks: Tracks, seconds: Sequence[float], transit: Sequence[float | N
     """
     num_jobs, visits, visits_of = len(tracks.jobs), tracks.visits, tracks.visits_of
     sender, reader = tracks.sender, tracks.reader
-    is_compute = [job is not None and isinstance(job.action, Compute) for job in tracks.jobs]
-    missing = [len(of) + sum([len(visits[v].reads) for v in of]) for of in visits_of]
+    missing, computes = list(tracks.waits), tracks.computes
     ready = [0.0] * num_jobs  # the latest time of what a job waits for, as far as it is known
     began, ended = [-1.0] * (num_jobs + 1), [-1.0] * (num_jobs + 1)
     left, arrived = [-1.0] * len(sender), [-1.0] * len(sender)
@@ -81,7 +79,7 @@ def replay(tracks: Tracks, seconds: Sequence[float], transit: Sequence[float | N
             if missing[other] == 0:
                 begin = ready[other]
                 num_events += 1
-                if is_compute[other]:
+                if computes[other]:
                     began[other], ended[other] = begin, begin + seconds[other]
                     push(events, (ended[other], num_events, other))
                 else:

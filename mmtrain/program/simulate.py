@@ -95,6 +95,8 @@ def _spans(
 
 
 def _refuse_stuck(met: Tracks, moments: Moments) -> None:
+    if all(began >= 0 or not of for began, of in zip(moments.began, met.visits_of, strict=True)):
+        return
     for track, ranks in enumerate(met.ranks):
         for at, (number, job) in enumerate(met.path(track)):
             if moments.began[number] < 0:

@@ -14,13 +14,14 @@ from mmtrain.program.actions import (
     Forward,
     GatherParams,
     Partial,
+    PartKind,
     ReduceGrads,
     ReduceShared,
     Send,
     Share,
     Step,
 )
-from mmtrain.program.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId
+from mmtrain.program.graph import LLM, Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.loads import StepLoads
 from mmtrain.program.segments import direction
 from mmtrain.program.wiring import Flow, held_stages, needs
@@ -29,7 +30,20 @@ GRADIENT_BYTES = 4  # gradients are summed in fp32 whatever the parameters are
 NORM_BYTES = 4  # Step agrees on one number
 
 
-Layers = Sequence[tuple[int, LayerShape, bool]]  # index in the unit, layer, whether it must hand gradients on
+class Held(NamedTuple):
+    """A layer of a stage."""
+
+    layer: LayerShape
+    input_grad: bool  # must hand gradients on
+    recompute: bool
+
+
+class Content(NamedTuple):
+    """What a stage costs by: its layers and how they are shared out. Stages of one `number` cost the same."""
+
+    number: int
+    tp: int
+    layers: tuple[Held, ...]
 
 
 class Transport(NamedTuple):
@@ -86,18 +100,16 @@ class ModelTiming:
 
     def compute(self, action: Compute) -> float:
         """Seconds of a forward or backward, or of some of its layers."""
-        stage, load = self.graph.stage(action.stage), self.loads.loads[action.mb]
-        if load.tokens == 0:
-            return 0.0
-        layers = self._layers[action.stage]
+        content, mb = self._contents[action.stage], action.mb
         if isinstance(action, Partial):
-            layers = layers[action.lo : action.hi]
-            if action.kind == "BI":
-                return self._input_gradients(stage, layers, load)
-            if action.kind == "BW":
-                return self._backward(stage, layers, load) - self._input_gradients(stage, layers, load)
-        forward = direction(action) == "F"
-        return self._forward(stage, layers, load) if forward else self._backward(stage, layers, load)
+            kind, lo, hi = action.kind, action.lo, action.hi
+        else:
+            kind, lo, hi = direction(action), 0, len(content.layers)
+        key = (content.number, kind, lo, hi, mb.replica, mb.index)
+        if key not in self._known:
+            load, layers = self.loads.loads[mb], content.layers[lo:hi]
+            self._known[key] = self._seconds(kind, layers, content.tp, load) if load.tokens else 0.0
+        return self._known[key]
 
     def message(self, sender: int, action: Send) -> Transport:
         """Rows of hidden states inside a unit, or the routed features between units; gradients are as large."""
@@ -134,25 +146,30 @@ class ModelTiming:
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
         """Bytes kept by the stage's layers; recomputed ones keep their input."""
-        tp, load, node = self.graph.mesh(stage.unit).tp, self.loads.loads[mb], self.graph.stage(stage)
-        return sum(
-            self.costs.activation_bytes(layer, tp, load, at in node.recompute, input_grad=needed)
-            for at, layer, needed in self._layers[stage]
-        )
+        content = self._contents[stage]
+        key = (content.number, mb.replica, mb.index)
+        if key not in self._kept:
+            load, bytes_of = self.loads.loads[mb], self.costs.activation_bytes
+            self._kept[key] = sum(
+                bytes_of(h.layer, content.tp, load, h.recompute, input_grad=h.input_grad) for h in content.layers
+            )
+        return self._kept[key]
 
-    def _forward(self, stage: Stage, layers: Layers, load: TokenLoad) -> float:
-        tp = self.graph.mesh(stage.id.unit).tp
-        return sum(self.costs.seconds(layer, tp, load, "forward", input_grad=needed) for _, layer, needed in layers)
-
-    def _backward(self, stage: Stage, layers: Layers, load: TokenLoad) -> float:
-        tp = self.graph.mesh(stage.id.unit).tp
-        seconds = 0.0
-        for at, layer, input_grad in layers:
-            if layer.trainable or input_grad:
-                seconds += self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad)
-                if at in stage.recompute:
-                    seconds += self.costs.seconds(layer, tp, load, "recompute")
-        return seconds
+    def _seconds(self, kind: PartKind, layers: Sequence[Held], tp: int, load: TokenLoad) -> float:
+        seconds = self.costs.seconds
+        if kind == "F":
+            return sum(seconds(h.layer, tp, load, "forward", input_grad=h.input_grad) for h in layers)
+        if kind == "BI":  # what those upstream wait for: a backward of layers that are frozen
+            layers = [h._replace(layer=replace(h.layer, trainable=False)) for h in layers]
+        if kind == "BW":
+            return self._seconds("B", layers, tp, load) - self._seconds("BI", layers, tp, load)
+        total = 0.0
+        for h in layers:
+            if h.layer.trainable or h.input_grad:
+                total += seconds(h.layer, tp, load, "backward", input_grad=h.input_grad)
+                if h.recompute:
+                    total += seconds(h.layer, tp, load, "recompute")
+        return total
 
     @cached_property
     def _optimizer_s(self) -> float:
@@ -162,38 +179,54 @@ class ModelTiming:
         counts = [sum(self._trained_parameters(rank, name) // dp for name, dp in units.items()) for rank in ranks]
         return max(map(self.costs.optimizer, counts))
 
-    def _input_gradients(self, stage: Stage, layers: Layers, load: TokenLoad) -> float:
-        """Seconds of the part of a backward that those upstream wait for: what it takes if the layers are frozen."""
-        frozen = [(at, replace(layer, trainable=False), needed) for at, layer, needed in layers]
-        return self._backward(stage, frozen, load)
+    @cached_property
+    def _contents(self) -> dict[StageId, Content]:
+        numbers: dict[object, int] = {}
+        found: dict[StageId, Content] = {}
+        for stage in self.graph.stages:
+            unit = stage.id.unit
+            layers, wanted = self.shape.unit(unit).layers, self.input_grad[unit]
+            held = tuple(Held(layers[i], wanted[i], i in stage.recompute) for i in range(*stage.layers))
+            number = numbers.setdefault((unit, held), len(numbers))
+            found[stage.id] = Content(number, self.graph.mesh(unit).tp, held)
+        return found
 
     @cached_property
-    def _layers(self) -> dict[StageId, Layers]:
-        """The layers of every stage."""
-        held: dict[StageId, Layers] = {}
-        for stage in self.graph.stages:
-            layers, wanted = self.shape.unit(stage.id.unit).layers, self.input_grad[stage.id.unit]
-            held[stage.id] = [(i, layers[i], wanted[i]) for i in range(*stage.layers)]
-        return held
+    def _known(self) -> dict[tuple[int, PartKind, int, int, int, int], float]:
+        """Seconds so far asked for: of stages by number, kind, segments, replica and index of the microbatch."""
+        return {}
+
+    @cached_property
+    def _kept(self) -> dict[tuple[int, int, int], int]:
+        """Bytes of activations so far asked for, likewise."""
+        return {}
 
     def _flow_bytes(self, flow: Flow) -> int:
-        return self._rows(flow.edge, flow) * self._width(flow.edge) * self.element_bytes
+        return self._rows(flow.edge, flow) * self._widths[flow.edge] * self.element_bytes
 
     def _rows(self, edge: Edge, flow: Flow) -> int:
         if edge.crosses_units:
             return self.loads.routes[edge.src.unit, edge.dst.unit].rows(flow.src, flow.dst)
         return self.loads.loads[flow.src].tokens
 
-    def _width(self, edge: Edge) -> int:
-        """Features of a row that flows along the edge."""
-        if edge.crosses_units:
-            return self.shape.edge(edge.src.unit, edge.dst.unit).width
-        return self.shape.unit(edge.src.unit).layers[self.graph.stage(edge.src).layers[1] - 1].out
+    @cached_property
+    def _widths(self) -> dict[Edge, int]:
+        """Features of a row that flows along an edge."""
+        widths = {}
+        for edge in self.graph.edges:
+            if edge.crosses_units:
+                widths[edge] = self.shape.edge(edge.src.unit, edge.dst.unit).width
+            else:
+                widths[edge] = self.shape.unit(edge.src.unit).layers[self.graph.stage(edge.src).layers[1] - 1].out
+        return widths
 
     def _trained_parameters(self, rank: int, unit: str) -> int:
         tp = self.graph.mesh(unit).tp
         held = [sid for sid, _ in held_stages(self.graph, rank) if sid.unit == unit]
-        return sum(self.parameters(layer, tp) for sid in held for _, layer, _ in self._layers[sid] if layer.trainable)
+        return sum(
+            self.parameters(h.layer, tp) for sid in held for h in self._contents[sid].layers if h.layer.trainable
+        )
 
     def _same_node(self, ranks: tuple[int, ...]) -> bool:
-        return len({rank // self.ranks_per_node for rank in ranks}) == 1
+        node = ranks[0] // self.ranks_per_node
+        return all(rank // self.ranks_per_node == node for rank in ranks)

@@ -5,6 +5,7 @@ Made once for a program and then run over the times of batch after batch.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from mmtrain.program.actions import Collective, Compute, GatherParams, ReduceGrads, Send, Step
@@ -62,6 +63,16 @@ class Tracks:
     def start(self) -> int:
         """The job that begins the step."""
         return len(self.jobs)
+
+    @cached_property
+    def waits(self) -> tuple[int, ...]:
+        """By job: visits that must come to it, and parcels that must have arrived before them."""
+        return tuple([len(of) + sum([len(self.visits[v].reads) for v in of]) for of in self.visits_of])
+
+    @cached_property
+    def computes(self) -> tuple[bool, ...]:
+        """By job: whether it is no collective, which would occupy communication streams."""
+        return tuple([job is not None and isinstance(job.action, Compute) for job in self.jobs])
 
     def path(self, track: int) -> Iterator[tuple[int, Job]]:
         """Jobs of a track, in order, each with its number."""

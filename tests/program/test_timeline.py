@@ -109,6 +109,48 @@ def test_segments_take_what_their_layers_take(timing):
     assert timing.compute(Partial(*vision, "B", 0, 2)) == timing.compute(Backward(*vision))
 
 
+class SplitCosts(LayerCosts):
+    """A weight gradient takes 2 s a token, an input gradient 1."""
+
+    def seconds(self, layer, tp, load, kind, *, input_grad=True):
+        if kind != "backward":
+            return super().seconds(layer, tp, load, kind)
+        return load.tokens * (2.0 * layer.trainable + input_grad) / tp
+
+
+def test_a_split_backward_takes_what_the_whole_takes(timing):
+    """Stage llm.0 computes its block again before the gradients that others wait for; vision's need none."""
+    timing = replace(timing, costs=SplitCosts())
+    llm, vision = flat("llm"), flat("vision")
+    assert timing.compute(Partial(*llm, "BI", 0, 2)) == (2 * 6 * 1.0 + 6 * 10.0) / 2
+    assert timing.compute(Partial(*llm, "BW", 0, 2)) == 2 * 6 * 2.0 / 2
+    assert timing.compute(Partial(*vision, "BI", 0, 2)) == 0
+    assert timing.compute(Partial(*vision, "BW", 0, 2)) == timing.compute(Backward(*vision)) == 5 * 2.0
+
+
+def test_costs_of_links_depend_on_the_node(timing):
+    """Two ranks a node."""
+    assert timing.link((0, 1)) == timing.link((2, 3))
+    assert timing.link((0, 1)) != timing.link((1, 2))
+
+
+def test_stages_of_the_same_layers_are_asked_once(timing):
+    asked = []
+
+    class Counted(LayerCosts):
+        def seconds(self, layer, tp, load, kind, *, input_grad=True):
+            asked.append(kind)
+            return super().seconds(layer, tp, load, kind, input_grad=input_grad)
+
+    blocks = ModelShape((UnitShape("llm", "llm", (layer("decoder_block", 8, 8),) * 8),), ())
+    graph = chain(Unit("llm", 2, num_stages=4), n=1)
+    loads = replace(timing.loads, routes={})
+    timing = replace(timing, graph=graph, shape=blocks, costs=Counted(), loads=loads, input_grad={"llm": (True,) * 8})
+    times = {timing.compute(Forward(StageId("llm", k), Microbatch("llm", 0, 0))) for k in range(4)}
+    assert times == {2 * 6.0}
+    assert asked == ["forward"] * 2
+
+
 def test_parts_are_drawn_with_their_segments(timing):
     order = {
         0: ["PF vision.0 vision:0.0 0:1", "PF vision.0 vision:0.0 1:2", "B vision.0 vision:0.0"],
