@@ -1,33 +1,40 @@
-"""How far the costs can be trusted here: what is predicted of a step, beside what is measured.
+"""How far predictions can be trusted here: step times and memory, predicted beside measured.
 
-    python scripts/bench_costs.py recipes/demo.yaml [--set a.b=c ...]
+    python scripts/bench_costs.py                                  # all cases, about eight minutes
+    python scripts/bench_costs.py --only frozen-vision             # one of them
+    python scripts/bench_costs.py --recipe recipes/x.yaml --set a.b=c
 
-Measures a cost table of the recipe's layers as `mmtrain profile` does, plans once with the preset and once with the
-table, and runs the plan on as many local processes, one core each. Prints the interpolation error on loads held out,
-the error of the simulated step and of every stage on the same batches, and for each rank the predicted peak memory over
-the measured one, counted: saved tensors alive at the fullest moment of all steps, parameters, gradients, optimizer.
+Two ranks, one core each. For each model of the cases, `mmtrain profile` measures a cost table first; then each case is
+planned with it and run. Of the recorded steps, the simulated time of the same batches is set beside the measured one
+(medians of the steps' ratios), and for each rank its predicted peak memory beside what is counted: all tensors alive at
+the fullest moment of all steps, batches aside. `--modelled` plans by the preset's figures.
 """
 
+import argparse
+import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from mmtrain.costs.hardware import GIB
 from mmtrain.data import GroupStream, Preparer, build
+from mmtrain.data.demo import generate
 from mmtrain.plan import Plan, plan
-from mmtrain.plan.aims import step_aims
 from mmtrain.plan.profiling import sizes_to_measure
 from mmtrain.plan.rehearse import rehearse
 from mmtrain.recipe import Recipe, load, sha256
-from mmtrain.report.comparison import Trace, compare, comparison_text
+from mmtrain.report.comparison import Trace, compare, comparison_text, path_rows
 from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.job import assemble
 from mmtrain.runtime.launch import launch_local
@@ -38,35 +45,122 @@ from mmtrain.runtime.recorder import Recorder, clock_of
 from mmtrain.runtime.tracing import Tracer
 from mmtrain.runtime.world import Address, join, leave
 
-RANKS, WARM_UP, STEPS = 2, 4, 12
+RANKS, WARM_UP, STEPS = 2, 4, 16
 MIB = 2**20
+DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"
+WIDE = ("model.vision.hidden=192", "model.vision.ffn=512", "model.vision.layers=2", "model.llm.hidden=256",
+        "model.llm.ffn=640", "model.llm.layers=4", "model.llm.kv_heads=2", "data.seq_len=384")  # fmt: skip
+UNIFIED = "parallel.placement=unified"
+# name -> (model, settings): placements, numbers of microbatches, frozen or not
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "apart": ("demo", ("train.global_batch=4",)),
+    "apart, 12 microbatches": ("demo", ("train.global_batch=12",)),
+    "frozen-vision": ("demo", ("train.global_batch=6", "model.vision.freeze=true")),
+    "pipeline": ("demo", (UNIFIED, "parallel.llm.pp=2", "train.global_batch=8")),
+    "replicas": ("demo", (UNIFIED, "parallel.llm.dp=2", "train.global_batch=8")),
+    "wide, apart": ("wide", ("train.global_batch=6",)),
+    "wide, replicas, frozen LLM": ("wide", (UNIFIED, "parallel.llm.dp=2", "train.global_batch=4",
+                                            "model.llm.freeze=true")),
+    "wide, pipeline, recompute": ("wide", (UNIFIED, "parallel.llm.pp=2", "train.global_batch=6",
+                                           "parallel.llm.recompute=all", "parallel.vision.recompute=all")),
+    "wide, tensor-parallel": ("wide", (UNIFIED, "parallel.llm.tp=2", "train.global_batch=4")),
+}  # fmt: skip
+MODELS: dict[str, tuple[str, ...]] = {"demo": (), "wide": WIDE}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case: predicted over measured."""
+
+    step: float
+    memory: tuple[float, ...]  # of each rank
 
 
 def main() -> None:
-    recipe_file, *options = sys.argv[1:]
-    recipe = load(Path(recipe_file), [o for o in options if o != "--set"]).recipe
+    options = _options()
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        found = profile(
-            ProfileRequest(recipe, "cpu-core", RANKS, sizes_to_measure(recipe, RANKS), build(recipe).lengths)
-        )
-        for name, errors in found.errors.items():
-            print(f"{name:<12} {len(errors)} loads held out: off by {statistics.median(errors):.1%} (median)")
-        print(f"all: {found.median_error:.1%} (limit 10%)")
-        table = Path(folder) / "costs.json"
-        found.table.save(table)
-        measured = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"costs": table})})
-        lengths = build(recipe).lengths
-        for name, settings in (("modelled", recipe), ("measured", measured)):
-            chosen = plan(settings, lengths, world_size=RANKS, hardware="cpu-core", recipe_sha256=sha256(settings))
-            print(f"\nplanned with {name} costs: {chosen.placement}")
-            launch_local(RANKS, partial(run_rank, settings, chosen, Path(folder) / f"{name}.json"))
-            report(settings, chosen, Trace.load(Path(folder) / f"{name}.json"))
+    found: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for model, cases in _cases(options, folder).items():
+            first = next(iter(cases.values()))
+            table = None if options.modelled else _profile(first, folder / f"{model}.json")
+            for case, recipe in cases.items():
+                cluster = recipe.cluster.model_copy(update={"costs": table})
+                found[case] = run(case, recipe.model_copy(update={"cluster": cluster}), folder, options.detail)
+    off = [abs(outcome.step - 1) for outcome in found.values()]
+    ratios = [ratio for outcome in found.values() for ratio in outcome.memory]
+    print(f"\n{'predicted over measured':<30} {'step':>6}  memory of each rank")
+    for case, outcome in found.items():
+        print(f"{case:<30} {outcome.step:6.2f}  {', '.join(f'{r:.2f}' for r in outcome.memory)}")
+    print(f"steps are off by {statistics.median(off):.1%} (median; limit 10%), at worst {max(off):.1%} (limit 20%)")
+    print(f"memory: {min(ratios):.2f} to {max(ratios):.2f} (wanted 1.00 to 1.25)")
 
 
-def run_rank(recipe: Recipe, chosen: Plan, out: Path, address: Address) -> None:
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", default=[], help=f"one of: {', '.join(CASES)}")
+    parser.add_argument("--recipe", type=Path, help="this recipe alone, instead of the cases")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
+    parser.add_argument("--modelled", action="store_true", help="plan by the preset, measure no table")
+    parser.add_argument("--detail", action="store_true", help="stages beside the step")
+    return parser.parse_args()
+
+
+def _cases(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Recipe]]:
+    """Recipes by model and case."""
+    if options.recipe is not None:
+        return {"recipe": {options.recipe.stem: load(options.recipe, options.set).recipe}}
+    data = folder / "data"
+    generate(data, seed=0, train=2000, heldout=10)
+    common = ("cluster.hardware=cpu-core", "data.validation=[]", "train.validate_every=0",
+              f"data.sources=[{{path: {data / 'train.json'}}}]", f"data.tokenizer={data / 'tokenizer.json'}",
+              "parallel.placement=disaggregated", *options.set)  # fmt: skip
+    found: dict[str, dict[str, Recipe]] = {}
+    for case, (model, settings) in CASES.items():
+        if not options.only or case in options.only:
+            found.setdefault(model, {})[case] = load(DEMO, [*common, *MODELS[model], *settings]).recipe
+    return found
+
+
+def _profile(recipe: Recipe, out: Path) -> Path:
+    """Measure the recipe's layers, in all the sizes that its placements may ask for."""
+    free = recipe.model_copy(update={"parallel": type(recipe.parallel)()})
+    found = profile(ProfileRequest(free, "cpu-core", RANKS, sizes_to_measure(free, RANKS), build(recipe).lengths))
+    for name, errors in found.errors.items():
+        print(f"{name:<12} {len(errors)} loads held out: off by {statistics.median(errors):.1%} (median)")
+    print(f"all: {found.median_error:.1%} (limit 10%)", flush=True)
+    found.table.save(out)
+    return out
+
+
+def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
+    """Plan, train some steps, and compare."""
+    chosen = plan(recipe, build(recipe).lengths, world_size=RANKS, hardware="cpu-core", recipe_sha256=sha256(recipe))
+    trace_file, memory_file = folder / "trace.json", folder / "memory.json"
+    launch_local(RANKS, partial(run_rank, recipe, chosen, trace_file, memory_file))
+    trace = Trace.load(trace_file)
+    stream, dp = GroupStream.of(recipe, build(recipe)), {name: unit.dp for name, unit in chosen.units.items()}
+    counts = chosen.schedule.num_microbatches
+    batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts) for number in trace.steps]
+    timelines = [rehearse(recipe, chosen, batch) for batch in batches]
+    measured = [step["dur"] * 1e-6 for step in trace.content["otherData"]["steps"]]
+    ratios = [line.step_time_s / took for line, took in zip(timelines, measured, strict=True)]
+    lines, memory = json.loads(memory_file.read_text())
+    print(f"\n{case}: {chosen.placement}, {_sizes(chosen)}; step {statistics.median(measured) * 1e3:.0f} ms")
+    print(*lines, sep="\n", flush=True)
+    if detail:
+        print(comparison_text(compare(timelines, trace), timelines[0].bubble_shares(), path_rows(timelines)))
+    return Outcome(statistics.median(ratios), tuple(memory))
+
+
+def _sizes(chosen: Plan) -> str:
+    return ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in chosen.units.items())
+
+
+def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, address: Address) -> None:
     """Train some steps, the later ones recorded; then take these once more, and count memory."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[address.rank]})
     torch.set_num_threads(1)
@@ -77,7 +171,7 @@ def run_rank(recipe: Recipe, chosen: Plan, out: Path, address: Address) -> None:
     preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
     meter = Meter(job, stream, chosen.hardware)
     recorded = frozenset(range(WARM_UP + 1, WARM_UP + STEPS + 1))
-    tracer = Tracer(recorded, job.graph, world, meter.timing, chosen.sha256, out)
+    tracer = Tracer(recorded, job.graph, world, meter.timing, chosen.sha256, trace_file)
     batches = [
         preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
         for step in range(WARM_UP + STEPS)
@@ -88,72 +182,53 @@ def run_rank(recipe: Recipe, chosen: Plan, out: Path, address: Address) -> None:
         if tracer.wants(step + 1):
             tracer.take(step + 1, outcome)
     params = [p for unit in job.units.values() for stage in unit.stages.values() for p in stage.parameters()]
-    saved = Saved({p.untyped_storage().data_ptr() for p in params})
-    with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda kept: kept.tensor):
+    shards = [shard.tensor for unit in job.optimizer.units.values() for shard in unit.shards()]
+    gradients = [p.main_grad for p in params if hasattr(p, "main_grad")]
+    alive = Alive()
+    alive.see([*params, *shards, *gradients])
+    lasting = alive.bytes
+    with alive:
         for data in batches[WARM_UP:]:
             job.train(data, lr=1e-4)
-    shards = [shard for unit in job.optimizer.units.values() for shard in unit.shards()]
-    moments = sum(shard.tensor.nbytes for shard in shards if "#" in shard.name)
-    weights = 2 * sum(p.nbytes for p in params)  # and their gradients
-    counted = saved.peak + moments + weights
+    counted = alive.peak
     predicted = predicted_for(world.rank, chosen.predicted.peak_memory_gib)
     assert predicted is not None
-    parts = " + ".join(f"{n / MIB:.1f}" for n in (saved.peak, weights, moments))
-    lines = world.gather(
-        f"rank {world.rank}: predicted {predicted * 1024:.1f} MiB over {parts} counted (saved, weights and gradients, "
-        f"optimizer) = {predicted * GIB / counted:.2f} (wanted 1.00 to 1.25)"
+    ratio = predicted * 2**30 / counted
+    line = (
+        f"rank {world.rank}: predicted {predicted * 1024:.1f} MiB over {lasting / MIB:.1f} + "
+        f"{(counted - lasting) / MIB:.1f} counted (weights, gradients and optimizer, the step's tensors) = {ratio:.2f}"
     )
+    lines, ratios = world.gather(line), world.gather(ratio)
     if world.is_first:
-        print(*lines, sep="\n", flush=True)
+        memory_file.write_text(json.dumps([lines, ratios]))
     leave()
 
 
-@dataclass
-class _Kept:
-    """A saved tensor; counted as long as autograd holds it."""
+class Alive(TorchDispatchMode):
+    """Bytes of all tensors that operations have made and that are still alive, each storage once."""
 
-    tensor: Tensor
-    saved: "Saved"
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, int] = {}
+        self.bytes = self.peak = 0
 
-    def __del__(self) -> None:
-        self.saved.drop(self.tensor)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.see([tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)])
+        return out
 
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in self._seen:
+                self._seen[key] = nbytes
+                self.bytes += nbytes
+                weakref.finalize(storage, self._gone, key)
+        self.peak = max(self.peak, self.bytes)
 
-class Saved:
-    """Bytes of saved tensors alive, each storage once, weights left out."""
-
-    def __init__(self, weights: set[int]) -> None:
-        self._weights, self._alive = weights, dict[int, int]()
-        self._bytes = self.peak = 0
-
-    def keep(self, tensor: Tensor) -> _Kept:
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
-        if key not in self._weights:
-            self._alive[key] = self._alive.get(key, 0) + 1
-            if self._alive[key] == 1:
-                self._bytes += storage.nbytes()
-                self.peak = max(self.peak, self._bytes)
-        return _Kept(tensor, self)
-
-    def drop(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
-        if key in self._alive:
-            self._alive[key] -= 1
-            if not self._alive[key]:
-                del self._alive[key]
-                self._bytes -= storage.nbytes()
-
-
-def report(recipe: Recipe, chosen: Plan, trace: Trace) -> None:
-    """Print the simulated steps beside the recorded ones."""
-    index = build(recipe)
-    stream, dp = GroupStream.of(recipe, index), {name: unit.dp for name, unit in chosen.units.items()}
-    counts, aims = chosen.schedule.num_microbatches, step_aims(recipe, chosen, index.lengths)
-    batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts, aims) for number in trace.steps]
-    timelines = [rehearse(recipe, chosen, batch) for batch in batches]
-    print(comparison_text(compare(timelines, trace), timelines[0].bubble_shares()))
+    def _gone(self, key: int) -> None:
+        self.bytes -= self._seen.pop(key)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId
 from mmtrain.program.loads import StepLoads, step_loads
 
 FloatArray = npt.NDArray[np.float64]
+UNSEEN = 1.1  # of the largest microbatch drawn: room for what three batches of a run do not show
 DataParallel = tuple[tuple[str, int], ...]  # (unit, dp) in the order of the model's units
 
 
@@ -161,11 +162,22 @@ class Pricing:
         return {r: rank_memory(parts, self.costs, self.precision, graph.tied_embeddings) for r, parts in held.items()}
 
     def largest_load(self, unit: str, dp: DataParallel) -> TokenLoad:
-        """The largest microbatch: for the LLM one that fills `seq_len`, for encoders the largest drawn."""
-        if unit == LLM:
-            return TokenLoad(self.seq_len, self.seq_len**2, self.seq_len, 1)
+        """The largest microbatch to make room for: a little more than the largest drawn, which few batches exceed.
+
+        The LLM's never exceed `seq_len`, and may hold the data's longest sample alone.
+        """
         seen = [load for loads in self.loads(dp) for mb, load in loads.loads.items() if mb.unit == unit]
-        return max(seen, key=lambda load: load.tokens)
+        largest = max(seen, key=lambda load: load.tokens)
+        if unit != LLM:
+            return _scaled(largest, UNSEEN)
+        longest = min(self.seq_len, self._longest)
+        packed = _scaled(largest, min(UNSEEN, self.seq_len / max(1, largest.tokens)))
+        return max(packed, TokenLoad(longest, longest**2, longest, 1), key=lambda load: (load.tokens, load.sum_sq))
+
+    @cached_property
+    def _longest(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self.batches.lengths.tokens.max())
 
     def model_flops(self, dp: DataParallel) -> float:
         """FLOPs that MFU counts, mean over the batches."""
@@ -211,6 +223,12 @@ class Pricing:
         if self.recompute[unit] and (layer.trainable or input_grad):
             backward += self.costs.seconds(layer, tp, load, "recompute")
         return forward, backward
+
+
+def _scaled(load: TokenLoad, factor: float) -> TokenLoad:
+    """As many sequences, longer by a factor."""
+    tokens, longest = round(load.tokens * factor), round(load.max_len * factor)
+    return TokenLoad(tokens, round(load.sum_sq * factor**2), longest, load.num_sequences)
 
 
 def sizes_of(graph: StageGraph) -> DataParallel:

@@ -1,8 +1,8 @@
 """Loads to measure layers on, like those a recipe's microbatches will be, and the inputs that have them."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,11 +27,16 @@ class Probe:
     unit: str
     sizes: tuple[Size, ...]
     extra_tokens: int = 0
+    features: tuple[tuple[str, int], ...] = ()  # of a text: how many rows come from each encoder
 
     @property
     def load(self) -> TokenLoad:
         """What layers see of it."""
         return TokenLoad.of(np.array([num_tokens(self.unit, size, self.extra_tokens) for size in self.sizes]))
+
+    def shuffled(self, rng: np.random.Generator) -> "Probe":
+        """The same items in another order: no two microbatches of a run are laid out alike."""
+        return replace(self, sizes=tuple(self.sizes[i] for i in rng.permutation(len(self.sizes))))
 
     def inputs(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> UnitInput:
         """Random payload of this size."""
@@ -47,7 +52,11 @@ class Probe:
             mels = torch.randn(sum(lengths), recipe.model.audio.mel_bins, device=device, dtype=dtype)
             return AudioInput(lengths, mels)
         ids = torch.randint(0, recipe.model.llm.vocab, (sum(lengths),), device=device)
-        return TextInput(lengths, ids, ids.roll(-1))
+        places, start = {}, 0
+        for encoder, num in self.features:
+            places[encoder] = torch.arange(start, start + num, device=device)
+            start += num
+        return TextInput(lengths, ids, ids.roll(-1), places)
 
 
 def num_tokens(unit: str, size: Size, extra_tokens: int) -> int:
@@ -68,14 +77,25 @@ def probes(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None = None
     largest = recipe.data.seq_len * unit.layers[-1].joins  # of an encoder: all of it features
     pool = sorted(_items(unit, lengths) or _made_up(recipe, unit), key=lambda size: _tokens(unit, size))
     longer, shorter = pool[len(pool) // 2 :], pool[: len(pool) // 2] or pool
+    shares = _feature_shares(unit, lengths)
     rng = np.random.default_rng(recipe.train.seed)
     counts = [max(1, largest >> k) for k in range(NODES)][::-1]
-    fitted = [_filled(unit, some, n, rng) for n in counts for some in (pool, longer, shorter)]
-    between = [_filled(unit, pool, max(1, round(share * largest)), rng) for share in HELD_OUT for _ in range(2)]
+    fitted = [_filled(unit, some, n, shares, rng) for n in counts for some in (pool, longer, shorter)]
+    between = [_filled(unit, pool, max(1, round(share * largest)), shares, rng) for share in HELD_OUT for _ in range(2)]
     return list(dict.fromkeys(fitted)), [p for p in dict.fromkeys(between) if p not in fitted]
 
 
-def _filled(unit: UnitShape, pool: Sequence[Size], tokens: int, rng: np.random.Generator) -> Probe:
+def _feature_shares(unit: UnitShape, lengths: SampleLengths | None) -> dict[str, float]:
+    """Of the LLM's tokens, the share that each encoder's features are."""
+    if unit.kind != "llm" or lengths is None:
+        return {}
+    total = max(1, int(lengths.tokens.sum()))
+    return {name: float(items.features.sum()) / total for name, items in lengths.items.items()}
+
+
+def _filled(
+    unit: UnitShape, pool: Sequence[Size], tokens: int, shares: Mapping[str, float], rng: np.random.Generator
+) -> Probe:
     """Items drawn from the pool, at least one, of about so many tokens; a text's last sequence is cut to fit."""
     sizes: list[Size] = []
     missing = tokens
@@ -91,7 +111,8 @@ def _filled(unit: UnitShape, pool: Sequence[Size], tokens: int, rng: np.random.G
         missing -= of_it
         if missing <= 0:
             break
-    return Probe(unit.name, tuple(sizes), unit.layers[0].extra_tokens)
+    features = tuple((name, int(share * (tokens - missing))) for name, share in shares.items())
+    return Probe(unit.name, tuple(sizes), unit.layers[0].extra_tokens, features)
 
 
 def _forever(rng: np.random.Generator, size: int) -> Iterator[int]:

@@ -8,16 +8,17 @@ gradients are added up in the optimizer's buffers, and the neighbouring cores do
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmtrain.costs.table import LayerSample, Timed, described, layer_key
 from mmtrain.models.build import StageModule, build_stage
-from mmtrain.models.inputs import UnitInput
+from mmtrain.models.inputs import TextInput, UnitInput
 from mmtrain.models.megatron import ParallelGroups, unit_scope
 from mmtrain.models.megatron.optim import ZeroAdamW
 from mmtrain.models.shape import ModelShape, UnitShape
@@ -78,12 +79,16 @@ class Stack:
 
         repeats: rounds of each way, at least and at most. Every rank must call this, and they measure at once.
         """
-        load, inputs = probe.load, probe.inputs(recipe, self.world.device, self.dtype)
-        kept = self._saved_bytes(inputs)
+        load, rng = probe.load, np.random.default_rng(0)  # ranks of a lane must shuffle alike
+
+        def fresh() -> UnitInput:
+            return probe.shuffled(rng).inputs(recipe, self.world.device, self.dtype)
+
+        kept = self._saved_bytes(fresh())
         held = max(1, min(IN_FLIGHT, IN_FLIGHT_BYTES // max(1, sum(kept))))
         seconds: defaultdict[str, dict[Timed, float]] = defaultdict(dict)
         for way in (_PLAIN, *(_OTHERS if every_way else ())):
-            for key, (forward, backward) in self._repeat(way, inputs, held, repeats).items():
+            for key, (forward, backward) in self._repeat(way, fresh, held, repeats).items():
                 if way.forward:
                     seconds[key][way.forward] = typical(forward)
                 if way.backward and (key != self.keys[0] or way.weights):  # the first layer has no input to go back to
@@ -120,34 +125,35 @@ class Stack:
         return sum(p.numel() for p in params), typical(found[WARM_UP:])
 
     def _repeat(
-        self, way: _Way, inputs: UnitInput, held: int, repeats: tuple[int, int]
+        self, way: _Way, fresh: Callable[[], UnitInput], held: int, repeats: tuple[int, int]
     ) -> dict[str, tuple[list[float], list[float]]]:
         """Seconds of forwards and backwards by layer, of as many rounds on every rank."""
         for _ in range(WARM_UP):
-            took = sum(sum(f) + sum(b) for f, b in self._round(way, inputs, held).values())
+            took = sum(sum(f) + sum(b) for f, b in self._round(way, [fresh() for _ in range(held)]).values())
         least, most = repeats
         rounds = self.world.broadcast(min(most, max(least, round(BUDGET_S / max(took, 1e-6)))))
         assert isinstance(rounds, int)
         found: dict[str, tuple[list[float], list[float]]] = {key: ([], []) for key in self.keys}
         for _ in range(rounds):
-            for key, (forward, backward) in self._round(way, inputs, held).items():
+            for key, (forward, backward) in self._round(way, [fresh() for _ in range(held)]).items():
                 found[key][0].extend(forward)
                 found[key][1].extend(backward)
         return found
 
-    def _round(self, way: _Way, inputs: UnitInput, held: int) -> dict[str, tuple[list[float], list[float]]]:
-        """Seconds by layer of `held` forwards through the stack, and then of their backwards."""
+    def _round(self, way: _Way, inputs: Sequence[UnitInput]) -> dict[str, tuple[list[float], list[float]]]:
+        """Seconds by layer of a forward for each of the inputs through the stack, and then of their backwards."""
         stage, clock = self.stage, clock_of(self.world.device)
         stage.recompute = frozenset(stage.indices if way.again else ())
         stage.requires_grad_(way.weights)
         marks: list[Any] = []
         passages: list[tuple[list[Tensor | None], list[Tensor]]] = []
+        features = [self._features(given, way.input_grad) for given in inputs]
         self.world.barrier()
         clock.start()
         with unit_scope(self.groups):
-            for _ in range(held):
+            for given, rows in zip(inputs, features, strict=True):
                 marks.append(clock.mark())
-                context, entered, left = stage.context(inputs, {}), [], []  # type: ignore[var-annotated]
+                context, entered, left = stage.context(given, rows), [], []  # type: ignore[var-annotated]
                 for index in stage.indices:
                     entered.append(left[-1].detach().requires_grad_(way.input_grad) if left else None)
                     left.append(stage.run(context, entered[-1], range(index, index + 1)))
@@ -156,7 +162,16 @@ class Stack:
             for entered, left in passages:
                 self._back(entered, left, clock.mark, marks)
         self.optimizer.zero_grad()
-        return self._by_layer(clock.seconds(marks), held)
+        return self._by_layer(clock.seconds(marks), len(inputs))
+
+    def _features(self, inputs: UnitInput, input_grad: bool) -> dict[str, Tensor]:
+        """What encoders hand to the LLM."""
+        places = inputs.feature_places if isinstance(inputs, TextInput) else {}
+        width, device = self.stage.shape.layers[0].out, self.world.device
+        return {
+            name: torch.randn(len(at), width, device=device, dtype=self.dtype).requires_grad_(input_grad)
+            for name, at in places.items()
+        }
 
     @staticmethod
     def _back(entered: list[Tensor | None], left: list[Tensor], mark: Any, marks: list[Any]) -> None:
@@ -199,7 +214,7 @@ class Stack:
             return tensor
 
         with unit_scope(self.groups), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            context, hidden = stage.context(inputs, {}), None
+            context, hidden = stage.context(inputs, self._features(inputs, True)), None
             for index in stage.indices:
                 hidden = stage.run(context, hidden, range(index, index + 1))
                 sums.append(sum(nbytes for nbytes, _ in kept.values()))

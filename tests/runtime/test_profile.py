@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
@@ -92,6 +93,23 @@ def test_probes_fill_the_recipes_sequences() -> None:
         assert held_out
         assert not set(held_out) & set(fitted)
         assert len({p.load.num_sequences for p in fitted}) > 1
+
+
+def test_probes_hold_what_the_data_holds_in_any_order() -> None:
+    lengths, settings = factory.lengths(), _recipe()
+    vision, llm = shape(settings).units
+    images = lengths.items["vision"]
+    held = set(zip(images.rows.tolist(), images.cols.tolist(), strict=True))
+    for probe in [p for some in probes(settings, vision, lengths) for p in some]:
+        assert set(probe.sizes) <= held
+    share = images.features.sum() / lengths.tokens.sum()
+    for probe in [p for some in probes(settings, llm, lengths) for p in some]:
+        assert set(probe.sizes[:-1]) <= set(lengths.tokens.tolist())  # the last is cut
+        assert probe.load.tokens <= settings.data.seq_len
+        assert probe.features == (("vision", int(share * probe.load.tokens)),)
+        again = probe.shuffled(np.random.default_rng(1))
+        assert sorted(again.sizes) == sorted(probe.sizes)
+        assert again.load == probe.load
 
 
 def test_sizes_are_those_that_the_recipe_allows() -> None:
