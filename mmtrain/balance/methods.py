@@ -16,6 +16,7 @@ from mmtrain.balance.aims import LLM, Load, Price, StepAims
 from mmtrain.balance.batch import FloatArray, IntArray, SampleLengths
 from mmtrain.balance.grouping import Groups, device, isf, length, random
 from mmtrain.balance.matched import pack_alike, rounds_for
+from mmtrain.balance.refill import refill
 from mmtrain.balance.steps import assemble
 
 Method = Literal["matched", "isf", "random", "length", "device"]
@@ -161,6 +162,7 @@ def arrange(
     if grouping.method == "matched":
         ends, rounds = np.array([0, len(groups)]), rounds_for(grouping.alike) if exchanged else 0
         tokens, budgets, even, weights = sizes.tokens, sizes.budgets, sizes.even, sizes.weights
+        groups = refill(groups, tokens)
         if not exchanged:
             groups = clear(groups, ends, tokens, budgets, tokens @ even[0], grouping.alike)
         return assemble(groups, ends, tokens, budgets, even, grouping.alike, rounds, rng, weights, offset)
