@@ -1,6 +1,7 @@
 """Which ranks hold what: a plan's ranks grouped by the stages they hold, and the edges between them."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
@@ -91,27 +92,33 @@ def unit_edges(plan: Plan) -> list[UnitEdge]:
     return found
 
 
-def shown_ranks(plan: Plan, most: int) -> list[int]:
-    """Ranks for a picture of at most `most`: all, else one of each lane of replica group 0, else of each stage.
+def shown_ranks(plan: Plan, most: int, group: int = 0) -> list[int]:
+    """Ranks for a picture of at most `most`: all, else one of each lane of a replica group, else of each stage there.
 
     Other groups and the other ranks of a lane do the same on other samples or slices, so they add little to a picture.
     """
     if plan.world_size <= most:
         return sorted({rank for unit in plan.units.values() for rank in unit.ranks})
-    groups = gcd(*(unit.dp for unit in plan.units.values()))
-    of_group = _firsts(plan, {name: unit.dp // groups for name, unit in plan.units.items()})
-    found = of_group if len(of_group) <= most else _firsts(plan, dict.fromkeys(plan.units, 1))
-    return found[:most]
+    sizes = {name: unit.dp // num_groups(plan) for name, unit in plan.units.items()}
+    of_group = _firsts(plan, {name: range(group * size, (group + 1) * size) for name, size in sizes.items()})
+    if len(of_group) > most:
+        of_group = _firsts(plan, {name: range(group * size, group * size + 1) for name, size in sizes.items()})
+    return of_group[:most]
 
 
-def _firsts(plan: Plan, replicas: dict[str, int]) -> list[int]:
-    """The first rank of each lane of the first replicas."""
+def num_groups(plan: Plan) -> int:
+    """Number of replica groups."""
+    return gcd(*(unit.dp for unit in plan.units.values()))
+
+
+def _firsts(plan: Plan, replicas: Mapping[str, range]) -> list[int]:
+    """The first rank of each lane of these replicas."""
     return sorted(
         {
             unit.ranks[(place * unit.dp + replica) * unit.tp]
             for name, unit in plan.units.items()
             for place in range(min(unit.pp, len(unit.stages)))
-            for replica in range(replicas[name])
+            for replica in replicas[name]
         }
     )
 

@@ -8,8 +8,8 @@ from typing import Any
 from mmtrain.balance.summary import Score
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.plan import Plan
-from mmtrain.program import BUBBLE_KINDS, Timeline
-from mmtrain.report.arrangement import shown_ranks
+from mmtrain.program import BUBBLE_KINDS, Compute, Timeline
+from mmtrain.report.arrangement import num_groups, shown_ranks
 from mmtrain.report.comparison import Row, Trace, path_rows
 from mmtrain.report.timeline_picture import MAX_RANKS, Step
 
@@ -124,10 +124,10 @@ def idle(contents: Contents) -> tuple[dict[str, float], dict[str, float] | None]
 
 def steps(contents: Contents) -> tuple[list[Step], list[int]]:
     """The first simulated step and, of a run that recorded some, its first one; and the ranks to draw of them."""
-    ranks = shown_ranks(contents.plan, MAX_RANKS)
     if not contents.simulated:
-        return [], ranks
+        return [], []
     simulated, found = contents.simulated[0], []
+    ranks = shown_ranks(contents.plan, MAX_RANKS, _slowest_group(contents.plan, simulated))
     if contents.trace is None:
         return [Step.simulated("Simulated step", simulated, ranks)], ranks
     step = contents.trace.content["otherData"]["steps"][0]
@@ -135,6 +135,16 @@ def steps(contents: Contents) -> tuple[list[Step], list[int]]:
     events = contents.trace.content["traceEvents"]
     found.append(Step(f"Step {step['step']}, measured", events, step["ts"], step["dur"]))
     return found, ranks
+
+
+def _slowest_group(plan: Plan, step: Timeline) -> int:
+    """The replica group in which most of the critical path lies."""
+    spent = [0.0] * num_groups(plan)
+    for span in step.critical_path:
+        if isinstance(span.action, Compute):
+            per_group = plan.units[span.action.stage.unit].dp // len(spent)
+            spent[span.action.mb.replica // per_group] += span.duration_s
+    return spent.index(max(spent))
 
 
 def to_json(contents: Contents) -> dict[str, Any]:

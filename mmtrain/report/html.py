@@ -88,21 +88,21 @@ def _timelines(contents: Contents) -> str:
         return ""
     units = tuple(contents.plan.units)
     legend = "".join(f'<b class="{unit_paint(unit, units)}">■</b> {escape(unit)} ' for unit in units)
-    page = (
+    words = (
         f"<p>{legend}forward full, backward pale, with the number of the microbatch. The thin row below each rank is "
         "communication; grey boxes among computations are spans too short to be drawn apart. Underlined in the "
         "simulated step: its critical path, where whatever takes longer makes the step longer.</p>"
     )
     if len(ranks) < contents.plan.world_size:
-        page += (
-            f"<p>{len(ranks)} of {contents.plan.world_size} ranks: one of each lane. The others of a lane do the same "
-            "on their share, other replicas on other samples.</p>"
+        words += (
+            f"<p>{len(ranks)} of {contents.plan.world_size} ranks: one of each lane of the replica group that "
+            "the step waits for most. The others of a lane do the same on their share, other groups on other samples.</p>"
         )
     longest = max(step.length_us for step in drawn)
     for step in drawn:
-        page += f"<h3>{step.name}: {step.length_us / 1e3:.4g} ms</h3>"
-        page += svg(timeline_picture(step, units, ranks, longest))
-    return page
+        words += f"<h3>{step.name}: {step.length_us / 1e3:.4g} ms</h3>"
+        words += svg(timeline_picture(step, units, ranks, longest))
+    return words
 
 
 def _bar(*shares: tuple[float, str], limit: float | None = None) -> str:

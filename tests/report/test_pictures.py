@@ -10,8 +10,9 @@ import pytest
 
 from mmtrain.errors import UserError
 from mmtrain.plan import Plan, SchedulePlan, StagePlan, UnitPlan
-from mmtrain.program import Compute, Timeline
+from mmtrain.program import Compute, Forward, Microbatch, Span, StageId, Timeline
 from mmtrain.report.arrangement import shown_ranks, slices, spans, stage_ranks, unit_edges
+from mmtrain.report.contents import Contents, steps
 from mmtrain.report.drawing import Box, Drawing, Label, Line, svg
 from mmtrain.report.paper import save_picture
 from mmtrain.report.pictures import pictures
@@ -99,9 +100,22 @@ def test_shown_ranks_stand_for_the_others() -> None:
     plan = planned(vision=unit(2, 1, 32, 0, 8), llm=unit(8, 4, 16, 64, 32))
     assert shown_ranks(plan, 2000) == list(range(576))
     assert shown_ranks(plan, 24) == [0, 2, 64, 192, 320, 448]
+    assert shown_ranks(plan, 24, group=3) == [12, 14, 64 + 24, 192 + 24, 320 + 24, 448 + 24]
     odd = planned(vision=unit(1, 1, 31, 0, 8), llm=unit(1, 2, 32, 31, 32))
     assert shown_ranks(odd, 24) == [0, 31, 63]
     assert len(shown_ranks(planned(llm=unit(1, 64, 4, 0, 64)), 24)) == 24
+
+
+def test_the_replica_group_that_the_step_waits_for_is_drawn(rehearsed: tuple[Plan, Timeline]) -> None:
+    plan = planned(vision=unit(2, 1, 32, 0, 8), llm=unit(8, 4, 16, 64, 32))
+    path = [
+        Span(0, 0.0, 2.0, Forward(StageId("vision", 0), Microbatch("vision", 0, 0))),
+        Span(12, 2.0, 1.5, Forward(StageId("vision", 0), Microbatch("vision", 7, 0))),
+        Span(88, 3.5, 1.0, Forward(StageId("llm", 0), Microbatch("llm", 3, 0))),
+    ]
+    waiting = replace(rehearsed[1], critical_path=path)
+    _, ranks = steps(Contents("big", plan, 4.0, [waiting]))
+    assert ranks == shown_ranks(plan, 24, group=3)
 
 
 def test_a_plan_of_thousands_of_ranks_stays_a_small_picture() -> None:
