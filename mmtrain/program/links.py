@@ -3,7 +3,7 @@
 The deadlock test walks it, and the simulator makes its tracks of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,13 +53,13 @@ class Links:
 def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
     """Tie sends to receives by what they carry, and the k-th collectives of a group's ranks to each other."""
     messages: dict[tuple[Send, int], int] = {}
-    works: dict[tuple[tuple[int, ...], int], int] = {}
+    works: dict[tuple[int, int], int] = {}  # number of a group, and how many works it had before -> number of the work
     all_works: list[Work] = []
     steps: dict[int, tuple[Post | Do, ...]] = {}
-    lanes: dict[tuple[str, int, int], tuple[int, ...]] = {}
+    groups = _Groups(graph, actions)
     for rank, todo in actions.items():
         reads: dict[Action, tuple[int, ...]] = {}
-        num_done: dict[tuple[int, ...], int] = {}
+        num_done: dict[int, int] = {}
         out: list[Post | Do] = []
         for action in flat(graph, todo):
             if isinstance(action, Send):
@@ -71,24 +71,40 @@ def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
                 reads[waits] = (*reads.get(waits, ()), message)
                 out.append(Post(message))
             else:
-                group = _members(graph, rank, action, lanes)
+                group = groups.number(rank, action)
                 nth = num_done[group] = num_done.get(group, 0) + 1
                 work = works.setdefault((group, nth), len(works))
                 if work == len(all_works):
-                    all_works.append(Work(action, tuple(r for r in group if r in actions), group))
+                    all_works.append(Work(action, groups.here[group], groups.everyone[group]))
                 reader = begun(graph, action) if isinstance(action, Compute) else action
                 out.append(Do(work, reads.pop(reader, ()) if reader else ()))
         steps[rank] = tuple(out)
     return Links(tuple(Message(sender, send) for send, sender in messages), tuple(all_works), steps)
 
 
-def _members(
-    graph: StageGraph, rank: int, action: Action, lanes: dict[tuple[str, int, int], tuple[int, ...]]
-) -> tuple[int, ...]:
-    """As `wiring.members` says, with the lanes of compute kept, of which there are few."""
-    if not isinstance(action, Compute):
-        return members(graph, rank, action)
-    key = (action.stage.unit, action.stage.index, action.mb.replica)
-    if key not in lanes:
-        lanes[key] = members(graph, rank, action)
-    return lanes[key]
+class _Groups:
+    """Ranks that work together, numbered: of all replica groups (`everyone`), and those that have actions (`here`)."""
+
+    def __init__(self, graph: StageGraph, actions: Collection[int]) -> None:
+        self._graph, self._actions = graph, actions
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._lanes: dict[tuple[str, int, int], int] = {}  # compute, of which there is much, by stage and replica
+        self.everyone: list[tuple[int, ...]] = []
+        self.here: list[tuple[int, ...]] = []
+
+    def number(self, rank: int, action: Compute | Collective) -> int:
+        """The group in which `rank` does this."""
+        if not isinstance(action, Compute):
+            return self._number_of(members(self._graph, rank, action))
+        lane = (action.stage.unit, action.stage.index, action.mb.replica)
+        number = self._lanes.get(lane)
+        if number is None:
+            number = self._lanes[lane] = self._number_of(members(self._graph, rank, action))
+        return number
+
+    def _number_of(self, ranks: tuple[int, ...]) -> int:
+        number = self._numbers.setdefault(ranks, len(self._numbers))
+        if number == len(self.everyone):
+            self.everyone.append(ranks)
+            self.here.append(tuple(rank for rank in ranks if rank in self._actions))
+        return number

@@ -144,6 +144,8 @@ def shares(graph: StageGraph, task: Task) -> list[Share]:
 
 def waiter(graph: StageGraph, recv: Recv) -> Share | Pass:
     """What waits for the message on the receiving rank."""
+    if not recv.edge.crosses_units:  # most messages of a step
+        return Forward(recv.edge.dst, recv.dst) if recv.payload == "activation" else Backward(recv.edge.src, recv.src)
     flow = Flow(recv.edge, recv.src, recv.dst, recv.payload)
     if is_shared(graph, flow.edge, flow.receiver, flow.payload):
         return Share(flow.edge, flow.receiver, flow.payload)
