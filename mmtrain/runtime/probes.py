@@ -77,6 +77,8 @@ def probes(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None = None
     largest = recipe.data.seq_len * unit.layers[-1].joins  # of an encoder: all of it features
     pool = sorted(_items(unit, lengths) or _made_up(recipe, unit), key=lambda size: _tokens(unit, size))
     longer, shorter = pool[len(pool) // 2 :], pool[: len(pool) // 2] or pool
+    if unit.kind == "llm":
+        longer = [largest]  # a text may fill a sequence by itself
     shares = _feature_shares(unit, lengths)
     rng = np.random.default_rng(recipe.train.seed)
     counts = [max(1, largest >> k) for k in range(NODES)][::-1]
