@@ -79,6 +79,7 @@ class Prediction(_Frozen):
     mfu: float
     tokens_per_s_per_gpu: float
     peak_memory_gib: dict[str, float]  # by rank, or range of ranks
+    memory_kinds_gib: dict[str, dict[str, float]] = Field({})  # the same ranks -> kind of what is held -> its part
     bubbles: dict[str, float]  # kind -> share of rank-seconds
     scheduling_efficiency: float | None = None  # colocated: share of the encoders' work inside the LLM's own step
     cost_source: str
