@@ -200,7 +200,7 @@ def _measure(sample: Sample, source: int, recipe: Recipe, count: _Count, found: 
     merged, stacked = vision.merge**2 if vision else 1, 2 * audio.downsample if audio else 1
     tokens, targets = count(
         sample,
-        [sum(r * c // merged for r, c in items) for items in grids["vision"]],
+        [sum([r * c // merged for r, c in items]) for items in grids["vision"]],
         [frames // stacked for ((frames, _),) in grids["audio"]],
     )
     limit = _most_tokens(data)

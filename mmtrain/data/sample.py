@@ -85,22 +85,21 @@ def find_miscount(sample: Sample, sees: bool, hears: bool) -> Quarantined | None
 
     sees, hears: whether the model has such an encoder; marks of media that it cannot take are text like any other.
     """
-    counts = (
-        ("image", IMAGE_MARK, "images", len(sample.images), True),
-        ("video", VIDEO_MARK, "videos", len(sample.videos), sees),
-        ("audio", AUDIO_MARK, "clips", len(sample.clips), hears),
-    )
-    asked = [t.text for t in sample.turns if t.role == "user"]
-    for kind, mark, name, there, counted in counts:
-        if not (there or counted):
-            continue
-        marks = sum([text.count(mark) for text in asked])
-        if marks != there:
-            reason = f"{there} {name}, but {mark} stands {marks} times in its human turns"
-            return Quarantined.of(sample, f"{kind}_count", reason)
+    asked = "\n".join([t.text for t in sample.turns if t.role == "user"])
+    if asked.count(IMAGE_MARK) != len(sample.images):
+        return _miscounted(sample, "image", "images", len(sample.images), asked.count(IMAGE_MARK))
+    if (sees or sample.videos) and asked.count(VIDEO_MARK) != len(sample.videos):
+        return _miscounted(sample, "video", "videos", len(sample.videos), asked.count(VIDEO_MARK))
+    if (hears or sample.clips) and asked.count(AUDIO_MARK) != len(sample.clips):
+        return _miscounted(sample, "audio", "clips", len(sample.clips), asked.count(AUDIO_MARK))
     if not "".join([t.text for t in sample.turns if t.role == "assistant"]).strip():
         return Quarantined.of(sample, "no_answer", "no assistant's turn with text to learn from")
     return None
+
+
+def _miscounted(sample: Sample, kind: str, name: str, there: int, marks: int) -> Quarantined:
+    reason = f"{there} {name}, but <{kind}> stands {marks} times in its human turns"
+    return Quarantined.of(sample, f"{kind}_count", reason)
 
 
 def write_quarantine(path: Path, entries: Iterable[Quarantined], append: bool = False) -> None:
