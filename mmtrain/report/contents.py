@@ -162,7 +162,11 @@ def to_json(contents: Contents) -> dict[str, Any]:
         "critical": [
             {"what": row.what, "seconds": row.seconds, "actions": row.count} for row in path_rows(contents.simulated)
         ],
-        "memory": {"predicted_gib": dict(plan.predicted.peak_memory_gib), "limit_gib": contents.memory_limit_gib},
+        "memory": {
+            "predicted_gib": plan.predicted.peak_memory_gib,
+            "kinds_gib": plan.predicted.memory_kinds_gib,
+            "limit_gib": contents.memory_limit_gib,
+        },
         "seconds": [
             {"what": r.what, "predicted_s": r.predicted_s, "measured_s": r.measured_s, "error": r.error}
             for r in contents.rows

@@ -8,7 +8,7 @@ from mmtrain.balance.summary import Score
 from mmtrain.plan.plan import Plan
 from mmtrain.report.arrangement import layers_text, recompute_text, spans, stage_ranks
 from mmtrain.report.contents import IDLE_MEANINGS, Contents, figures, idle, steps
-from mmtrain.report.drawing import svg, unit_paint
+from mmtrain.report.drawing import UNIT_PAINTS, svg, unit_paint
 from mmtrain.report.html_style import STYLE
 from mmtrain.report.plan_picture import plan_picture
 from mmtrain.report.tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
@@ -152,14 +152,26 @@ def _memory(contents: Contents) -> str:
     limit, rows = contents.memory_limit_gib, memory_rows(contents)
     if not rows:
         return ""
-    full = max(limit, *(gib for _, gib, _ in rows))
-    measured = "" if contents.metrics is None else " Pale: predicted, full: measured."
-    note = f"<p>The red line is the limit, {limit:.4g} GiB.{measured}</p>"
-    lines = [
-        ((what, f"{gib:.4g} GiB", f"{gib / limit:.1%}"), _bar((gib / full, kind), limit=limit / full))
-        for what, gib, kind in rows
-    ]
-    return _bar_table(("ranks", "peak", "of limit"), lines) + note
+    full = max(limit, *(row.gib for row in rows))
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row.kinds))
+    paints = dict(zip(kinds, (*UNIT_PAINTS[: len(kinds) - 1], "soft"), strict=True)) if kinds else {}
+    lines = []
+    for row in rows:
+        parts = [(gib / full, paints[kind]) for kind, gib in row.kinds.items()]
+        bar = _parts(parts, limit / full) if parts else _bar((row.gib / full, "whole"), limit=limit / full)
+        lines.append(((row.what, f"{row.gib:.4g} GiB", f"{row.gib / limit:.1%}", row.most), bar))
+    legend = "".join(f'<b class="{paint}">■</b> {escape(kind)} ' for kind, paint in paints.items())
+    note = f"<p>{legend}The red line is the limit, {limit:.4g} GiB.</p>"
+    detail = [(row.what, *(f"{row.kinds.get(kind, 0.0):.4g}" for kind in kinds)) for row in rows if row.kinds]
+    table = f"<details><summary>By kind, in GiB</summary>{_table(('ranks', *kinds), detail)}</details>" if kinds else ""
+    return _bar_table(("ranks", "peak", "of limit", "most of it"), lines) + note + table
+
+
+def _parts(parts: Sequence[tuple[float, str]], limit: float) -> str:
+    """One bar of parts side by side."""
+    drawn = "".join(f'<u class="{paint}" style="width:{100 * share:.2f}%"></u>' for share, paint in parts)
+    line = f'<s style="left:{100 * min(limit, 1):.2f}%"></s>'
+    return f'<td class="bar"><div aria-hidden="true" class="parts">{drawn}{line}</div></td>'
 
 
 def _rows(contents: Contents) -> str:

@@ -39,6 +39,7 @@ th{{color:var(--soft);font-weight:500}}.wordy td:last-child{{white-space:normal;
 .bars{{width:100%}}.bars .bar{{width:70%;padding-right:6px}}.bar div{{position:relative;padding:2px 0}}
 .bar i{{display:block;height:7px;min-width:1px;margin:1px 0;background:var(--u0)}}
 .bar i.predicted,.key.predicted{{opacity:.4}}.key{{color:var(--u0)}}
+.bar .parts{{display:flex}}.bar u{{display:block;height:12px;background:currentColor}}
 .bar s{{position:absolute;top:-2px;bottom:-2px;border-right:2px solid var(--limit)}}
 @media(max-width:600px){{main{{padding:12px}}td,th{{padding-right:9px;font-size:13px}}
 .figures{{grid-template-columns:1fr 1fr}}.bars .bar{{width:40%;min-width:90px}}}}

@@ -1,6 +1,7 @@
 """The rows of a report's tables as text, the same on the page and in a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mmtrain.balance.summary import Score
 from mmtrain.costs.hardware import GIB
@@ -44,16 +45,37 @@ def path_cells(contents: Contents) -> list[tuple[list[str], float]]:
     return [([what, seconds_text(s), f"{s / whole:.1%}"], s / whole) for what, s in few if whole]
 
 
-def memory_rows(contents: Contents) -> list[tuple[str, float, str]]:
-    """(ranks, GiB, `predicted` or `measured`): the fullest ranks as predicted, and what the run's fullest took."""
-    peaks = contents.plan.predicted.peak_memory_gib
-    rows = [(f"rank{'s' * ('-' in ranks)} {ranks}", gib, "predicted") for ranks, gib in peaks.items()]
+@dataclass(frozen=True)
+class MemoryRow:
+    """GiB at the fullest moment: of ranks as predicted, by kind where the plan says, or of a run's fullest rank."""
+
+    what: str
+    gib: float
+    is_measured: bool
+    kinds: Mapping[str, float]
+
+    @property
+    def most(self) -> str:
+        """The kind that takes most, and its share."""
+        if not self.kinds:
+            return "-"
+        kind = max(self.kinds, key=lambda name: self.kinds[name])
+        return f"{kind} {self.kinds[kind] / self.gib:.0%}" if self.gib else kind
+
+
+def memory_rows(contents: Contents) -> list[MemoryRow]:
+    """The fullest ranks as predicted, and what the run's fullest took."""
+    predicted = contents.plan.predicted
+    rows = [
+        MemoryRow(f"rank{'s' * ('-' in ranks)} {ranks}", gib, False, predicted.memory_kinds_gib.get(ranks, {}))
+        for ranks, gib in predicted.peak_memory_gib.items()
+    ]
     if len(rows) > MOST_MEMORY_ROWS:
-        rows = sorted(rows, key=lambda row: -row[1])[:MOST_MEMORY_ROWS]
+        rows = sorted(rows, key=lambda row: -row.gib)[:MOST_MEMORY_ROWS]
     measured = max((m["peak_memory_bytes"] for m in contents.metrics or ()), default=None)
     if measured is not None:
         what = "process" if contents.plan.hardware == "cpu-core" else "fullest rank"
-        rows.append((f"measured, {what}", measured / GIB, "measured"))
+        rows.append(MemoryRow(f"measured, {what}", measured / GIB, True, {}))
     return rows
 
 

@@ -111,9 +111,9 @@ def _idle(contents: Contents) -> Table:
 
 def _memory(contents: Contents) -> Table:
     limit, rows = contents.memory_limit_gib, memory_rows(contents)
-    full = max(limit, *(gib for _, gib, _ in rows)) if rows else limit
-    cells = [(what, f"{gib:.4g} GiB", _bar(gib / full)) for what, gib, _ in rows]
-    return _left_last(_table(f"Peak memory, limit {limit:.4g} GiB", ("", "peak", ""), cells))
+    full = max(limit, *(row.gib for row in rows)) if rows else limit
+    cells = [(row.what, f"{row.gib:.4g} GiB", row.most, _bar(row.gib / full)) for row in rows]
+    return _left_last(_table(f"Peak memory, limit {limit:.4g} GiB", ("", "peak", "most of it", ""), cells))
 
 
 def _left_last(table: Table) -> Table:

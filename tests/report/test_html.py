@@ -70,6 +70,9 @@ def test_every_number_is_that_of_its_artefact(run: Contents) -> None:
     assert measured is not None
     for kind, share in run.simulated[0].bubble_shares().items():
         assert f"{kind} {share:.1%} {measured[kind]:.1%}" in words
+    for ranks, kinds in run.plan.predicted.memory_kinds_gib.items():
+        assert " ".join(f"{gib:.4g}" for gib in kinds.values()) in words
+        assert sum(kinds.values()) == pytest.approx(run.plan.predicted.peak_memory_gib[ranks], abs=3e-4)
     for ranks, gib in run.plan.predicted.peak_memory_gib.items():
         assert f" {ranks} {gib:.4g} GiB {gib / 4:.1%}" in words
     assert "Step 4, measured" in words
