@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mmtrain.balance import Grouping, SampleLengths
-from mmtrain.costs import Hardware, Precision, costs_for, preset
+from mmtrain.costs import Hardware, Precision, RankMemory, costs_for, preset
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import shape as model_shape
+from mmtrain.plan.advice import nearest_counts, what_would_fit
 from mmtrain.plan.batches import draw_batches
 from mmtrain.plan.colocated_order import scheduling_efficiency
 from mmtrain.plan.colocated_search import colocated_candidates, fits_on
@@ -71,7 +72,8 @@ def plan(
         rest = (colocated_candidates(pricing, choices, machine, n, fastest) for n in rank_counts(recipe, world_size))
         outcome = joined(outcome, *rest)
     if not outcome.judged:
-        raise PlanError(_nothing_fits(outcome, machine, world_size))
+        changes = what_would_fit(candidates, outcome.losers, pricing, choices, machine, world_size)
+        raise PlanError(_nothing_fits(outcome, machine, world_size, changes))
     about = About(recipe, recipe_sha256, pricing, machine)
     judged, seconds = by_measure(outcome.judged, top, about, measure) if measure else (outcome.judged, {})
     chosen, *slower = judged
@@ -162,9 +164,11 @@ def candidates_for(recipe: Recipe, choices: dict[str, UnitChoices], world_size: 
     both: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
     placements = both if wanted == "auto" else (wanted,)
     why = [f"{p}: {why_nothing_fits(recipe, choices, world_size, p)}" for p in placements]
+    near = nearest_counts(choices, world_size, placements)
     raise PlanError(
         f"no plan uses exactly {world_size} ranks.\n  " + "\n  ".join(why) + "\n"
-        "Change the constraints under `parallel`, train.global_batch, or the number of ranks."
+        "Change the constraints under `parallel`, train.global_batch, or the number of ranks"
+        + (f": {' or '.join(map(str, near))} would do." if near else ".")
     )
 
 
@@ -182,28 +186,32 @@ def fewer(most: int) -> list[int]:
 
 def predict(chosen: Judged, pricing: Pricing, machine: Hardware, world_size: int) -> Prediction:
     """What the run will see, if the costs are right."""
-    dp = sizes_of(chosen.graph)
+    dp, memory = sizes_of(chosen.graph), _memory_by_ranks(chosen)
     rank_seconds = chosen.step_time_s * world_size
     tokens = sum(int(meta.tokens.sum()) for meta in pricing.batches.lay_out(dict(dp), pricing.num_microbatches(dp)))
     return Prediction(
         step_time_s=chosen.step_time_s,
         mfu=pricing.model_flops(dp) / (rank_seconds * machine.peak_flops(pricing.precision)),
         tokens_per_s_per_gpu=tokens / len(pricing.batches.groups) / rank_seconds,
-        peak_memory_gib=_peak_by_ranks(chosen),
+        peak_memory_gib={ranks: round(held.total / GIB, 4) for ranks, held in memory.items()},
+        memory_kinds_gib={
+            ranks: {kind: round(held_bytes / GIB, 4) for kind, held_bytes in held.by_kind().items()}
+            for ranks, held in memory.items()
+        },
         bubbles=dict(chosen.bubbles),
         cost_source=pricing.costs.source,
         scheduling_efficiency=scheduling_efficiency(chosen, pricing, machine),
     )
 
 
-def _peak_by_ranks(chosen: Judged) -> dict[str, float]:
-    """GiB by range of ranks that hold the same stages."""
-    peaks = {}
+def _memory_by_ranks(chosen: Judged) -> dict[str, RankMemory]:
+    """What is held, by range of ranks that hold the same stages."""
+    found = {}
     for stage in chosen.graph.stages:
         ranks = [rank for lane in stage.lanes for rank in lane]
         name = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
-        peaks[name] = round(chosen.memory[stage.lanes[0][0]].total / GIB, 4)
-    return peaks
+        found[name] = chosen.memory[stage.lanes[0][0]]
+    return found
 
 
 def _slower(loser: Judged, chosen: Judged, seconds: Mapping[int, float]) -> Alternative:
@@ -235,12 +243,12 @@ def _slower(loser: Judged, chosen: Judged, seconds: Mapping[int, float]) -> Alte
     )
 
 
-def _nothing_fits(outcome: Outcome, machine: Hardware, world_size: int) -> str:
+def _nothing_fits(outcome: Outcome, machine: Hardware, world_size: int, changes: Sequence[str]) -> str:
     closest = sorted(outcome.losers, key=lambda a: a.peak_memory_gib or float("inf"))[:3]
     lines = "\n  ".join(f"{a.summary}: {a.reason}" for a in closest)
     return (
         f"no plan fits {world_size} ranks of {machine.name} with {machine.memory_bytes / GIB:.1f} GiB each. "
         f"The closest:\n  {lines}\n"
-        "Set `recompute: all` for a unit under `parallel`, lower data.seq_len, use more ranks, "
-        "or correct cluster.memory_gib."
+        f"Any one of these makes room: {'; '.join((*changes, 'perhaps a lower data.seq_len'))}. "
+        "If the ranks have more memory than that, correct cluster.memory_gib."
     )

@@ -1,0 +1,108 @@
+"""What to change when no plan fits: the smallest change of each kind with which one would."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from mmtrain.costs import Hardware
+from mmtrain.plan.constraints import UnitChoices
+from mmtrain.plan.cut import Sizing, arrange, graph_for
+from mmtrain.plan.plan import Alternative
+from mmtrain.plan.pricing import Pricing
+from mmtrain.plan.search import sizings
+
+DOUBLINGS = 6  # of the number of ranks
+NEAR = 64  # ranks more or less
+TRIED = 20  # sizes for each change, those that split state and activations most first
+LOOKED_AT = 500  # sizes of one number of ranks among which those are sought
+
+
+def nearest_counts(choices: Mapping[str, UnitChoices], world_size: int, placements: Sequence[str]) -> list[int]:
+    """The next smaller and the next larger number of ranks that some sizes make up, if there are such nearby."""
+
+    def possible(count: int) -> bool:
+        return any(s.placement in placements for s in sizings(choices, count))
+
+    below = next((n for n in range(world_size - 1, max(world_size - NEAR, 0), -1) if possible(n)), None)
+    above = next((n for n in range(world_size + 1, world_size + NEAR) if possible(n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def what_would_fit(
+    found: Sequence[Sizing],
+    losers: Sequence[Alternative],
+    pricing: Pricing,
+    choices: Mapping[str, UnitChoices],
+    machine: Hardware,
+    world_size: int,
+) -> list[str]:
+    """Changes of one setting with which a plan fits, in words: recompute, sequence parallelism, ranks, memory.
+
+    found: the sizes that were tried on `world_size` ranks; losers: what became of them.
+    """
+    in_settings = _settings(found, pricing, choices, machine)
+    return [*in_settings, *_ranks(found, pricing, choices, machine, world_size), *_memory(losers)]
+
+
+def _settings(
+    found: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
+) -> Iterator[str]:
+    keep = [unit for unit, again in pricing.recompute.items() if not again]
+    for units in (*((unit,) for unit in keep), tuple(keep)):
+        again = {**pricing.recompute, **dict.fromkeys(units, True)}
+        if units and _fits(found, _anew(pricing, again, pricing.sp), choices, machine):
+            yield " and ".join(f"parallel.{unit}.recompute: all" for unit in units)
+            break
+    whole = [unit.name for unit in pricing.shape.units if unit.splits and not pricing.sp.get(unit.name)]
+    sliced = {**pricing.sp, **dict.fromkeys(whole, True)}
+    if whole and _fits(
+        [s for s in found if _max_tp(s) > 1], _anew(pricing, pricing.recompute, sliced), choices, machine
+    ):
+        yield " and ".join(f"parallel.{unit}.sp: true" for unit in whole)
+
+
+def _ranks(
+    found: Sequence[Sizing],
+    pricing: Pricing,
+    choices: Mapping[str, UnitChoices],
+    machine: Hardware,
+    world_size: int,
+) -> Iterator[str]:
+    placements = {sizing.placement for sizing in found}
+    for count in (world_size * 2**i for i in range(1, DOUBLINGS + 1)):
+        some = islice((s for s in sizings(choices, count) if s.placement in placements), LOOKED_AT)
+        if _fits(list(some), pricing, choices, machine):
+            yield f"{count} ranks"
+            return
+
+
+def _memory(losers: Sequence[Alternative]) -> Iterator[str]:
+    needs = [loser.peak_memory_gib for loser in losers if loser.peak_memory_gib is not None]
+    if needs:
+        yield f"ranks of {min(needs):.3g} GiB"
+
+
+def _fits(found: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware) -> bool:
+    """Whether one of the sizes fits; the most split ones are tried first, and not all of very many."""
+    for sizing in islice(sorted(found, key=_most_split), TRIED):
+        layout = arrange(sizing, pricing, choices, machine.memory_bytes)
+        if layout is None:
+            continue
+        memory = pricing.memory(graph_for(layout, pricing))
+        if all(m.total <= machine.memory_bytes for m in memory.values()):
+            return True
+    return False
+
+
+def _most_split(sizing: Sizing) -> tuple[int, ...]:
+    """Puts first those whose least split unit is cut into most parts."""
+    return tuple(sorted(-size.tp * size.pp for size in sizing.sizes.values()))[::-1]
+
+
+def _max_tp(sizing: Sizing) -> int:
+    return max(size.tp for size in sizing.sizes.values())
+
+
+def _anew(pricing: Pricing, recompute: Mapping[str, bool], sp: Mapping[str, bool]) -> Pricing:
+    """The same costs under other settings; what was computed for the old ones is forgotten."""
+    return replace(pricing, recompute=recompute, sp=sp, _prefix={}, _stages={}, _lines={})
