@@ -92,12 +92,14 @@ class MeasuredCosts:
 
     @property
     def source(self) -> str:
-        """`measured`, and what of it is not."""
-        parts = [f"measured: {self.table.device}, {self.table.date}"]
+        """Where the table's entries come from, and what of them is not in it."""
+        parts = [f"{self.table.made}: {self.table.device}, {self.table.date}"]
         if self.missing:
             parts.append(f"modelled ({self.model.hardware.name}): {', '.join(sorted(self.missing))}")
         if self.extrapolated:
             parts.append(f"extrapolated: {', '.join(sorted(self.extrapolated))}")
+        if self.missing or self.extrapolated:
+            parts.append("`mmtrain profile` on such hardware measures them")
         return "; ".join(parts)
 
     def seconds(

@@ -85,7 +85,7 @@ class OptimizerEntry(_Frozen):
 
 
 class CostTable(_Frozen):
-    """What `mmtrain profile` measured."""
+    """What `mmtrain profile` measured; of a table that comes with the package, what it would where nothing could be."""
 
     version: Literal[1] = 1
     hardware: str  # name of the preset that stands for it where nothing was measured
@@ -144,6 +144,11 @@ class CostTable(_Frozen):
                 "optimizer": tuple(steps[n] for n in sorted(steps)),
             }
         )
+
+    @property
+    def made(self) -> str:
+        """`measured`, `modelled`, or both, as its entries say."""
+        return " and ".join(sorted({e.source for e in (*self.layers, *self.messages, *self.optimizer)})) or "measured"
 
     @cached_property
     def by_layer(self) -> dict[tuple[str, int], LayerEntry]:

@@ -12,13 +12,15 @@ from mmtrain.recipe.problems import validate
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.tree import Keys, Node, Origin, Problem, dotted, merge, put, walk
 
-_DATA_PATHS = (  # settings whose relative paths start at the folder of the file that wrote them
+_TABLE = ("cluster", "costs")
+_PATHS = (  # settings whose relative paths start at the folder of the file that wrote them
     ("data", "tokenizer"),
     ("data", "index_cache"),
     ("data", "sources", "*", "path"),
     ("data", "sources", "*", "image_root"),
     ("data", "validation", "*", "path"),
     ("data", "validation", "*", "image_root"),
+    _TABLE,
 )
 
 
@@ -124,14 +126,19 @@ def _override(tree: Node, override: str, files: _Files) -> Node:
 
 
 def _anchor_paths(tree: Node) -> Node:
-    """Make the data paths absolute: each starts at the folder of whoever wrote it."""
+    """Make paths absolute: each starts at the folder of whoever wrote it. The name of a shipped table is no path."""
     for at, node in list(walk(tree)):
         pattern = tuple("*" if isinstance(key, int) else key for key in at)
-        if pattern in _DATA_PATHS and isinstance(node.value, str):
+        if pattern in _PATHS and isinstance(node.value, str) and not (at == _TABLE and _is_name(node.value)):
             anchored = put(tree, at, replace(node, value=os.path.abspath(node.origin.folder / node.value)))
             assert isinstance(anchored, Node)
             tree = anchored
     return tree
+
+
+def _is_name(value: str) -> bool:
+    """Whether a value is a bare word: neither in a folder nor with a suffix."""
+    return os.path.basename(value) == value and not os.path.splitext(value)[1]
 
 
 def _message(path: Path, problems: Sequence[Problem]) -> str:

@@ -91,6 +91,14 @@ def test_an_absolute_path_stays(base: Path) -> None:
     assert load(base, ["data.tokenizer=/x/t.json"], {}).recipe.data.tokenizer == Path("/x/t.json")
 
 
+def test_a_table_of_costs_starts_where_it_was_written_and_a_shipped_one_is_a_name(base: Path, write: Write) -> None:
+    child = write("deep/child.yaml", "extends: ../base.yaml\ncluster: {costs: costs.json}\n")
+    assert load(child, [], {}).recipe.cluster.costs == child.parent / "costs.json"
+    assert load(child, ["cluster.costs=c.json"], {}).recipe.cluster.costs == Path.cwd() / "c.json"
+    assert load(child, ["cluster.costs=cpu-core"], {}).recipe.cluster.costs == Path("cpu-core")
+    assert load(child, ["cluster.costs=tables/mine"], {}).recipe.cluster.costs == Path.cwd() / "tables" / "mine"
+
+
 def test_origins_name_line_or_override(base: Path, write: Write) -> None:
     child = write("child.yaml", "extends: base.yaml\ntrain:\n  seed: 5\n")
     loaded = load(child, ["train.steps=3"], {})

@@ -79,7 +79,7 @@ def test_the_planner_takes_a_table_and_says_so(table: CostTable, tmp_path: Path)
     settings = _recipe(cluster={"costs": path})
     found = plan(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
     assert found.predicted.cost_source.startswith("measured: ")
-    with pytest.raises(PlanError, match=r"cluster\.costs: .* was measured with hardware cpu-core, but .* h100-80g"):
+    with pytest.raises(PlanError, match=r"cluster\.costs: .* was made for hardware cpu-core, but .* h100-80g"):
         plan(settings, factory.lengths(), world_size=8, hardware="h100-80g", recipe_sha256="x")
 
 

@@ -1,0 +1,65 @@
+"""Which costs a recipe asks for: the preset's, a file's, or those of a table that comes with the package."""
+
+from pathlib import Path
+
+import pytest
+
+from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, costs_for, preset
+from mmtrain.costs.choose import is_shipped
+from mmtrain.errors import PlanError
+from mmtrain.models.shape import LayerShape
+
+TABLES = Path(__file__).parents[2] / "mmtrain" / "costs" / "tables"
+
+
+@pytest.mark.parametrize("path", sorted(TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_every_shipped_table_stands_for_its_hardware(path: Path) -> None:
+    table = CostTable.load(path)
+    assert table.hardware == path.stem
+    costs = costs_for(preset(table.hardware), table.precision, Path(path.stem))
+    assert isinstance(costs, MeasuredCosts)
+    assert costs.source.startswith(f"{table.made}: {table.device}")
+    assert {entry.tp for entry in table.layers} >= {1, 2}
+    entry = table.layers[0]
+    layer, load = LayerShape(**{"hidden": 0, "out": 0, **entry.layer}), entry.samples[-1].load
+    assert costs.seconds(layer, entry.tp, load, "forward") == pytest.approx(
+        entry.samples[-1].seconds["forward"], rel=0.25
+    )
+    assert not costs.missing
+
+
+def test_what_was_not_measured_on_an_h200_says_so() -> None:
+    table = CostTable.load(TABLES / "h200-141g.json")
+    kinds = {(entry.layer["kind"], entry.layer["hidden"], entry.tp) for entry in table.layers}
+    for hidden in (8192, 6144, 4096, 3584):  # Qwen2 72B, InternLM2-20B, Llama-3 8B, Qwen2 7B
+        assert ("decoder_block", hidden, 4) in kinds
+    for hidden in (3200, 1024):  # InternViT-6B and -300M
+        assert ("vit_block", hidden, 1) in kinds
+    measured = {entry.source for entry in table.layers} != {"modelled"}
+    assert measured or table.device.startswith("none: modelled")
+
+
+def test_a_name_that_no_table_has_is_told(tmp_path: Path) -> None:
+    machine = preset("cpu-core")
+    with pytest.raises(PlanError, match=r"cluster.costs: `h200` is no table .* did you mean `h200-141g`\? Known: "):
+        costs_for(machine, "fp32", Path("h200"))
+    with pytest.raises(PlanError, match="h200-141g was made for hardware h200-141g, but this is planned for cpu-core"):
+        costs_for(machine, "fp32", Path("h200-141g"))
+    with pytest.raises(PlanError, match=r"no such file; make it with `mmtrain profile"):
+        costs_for(machine, "fp32", tmp_path / "none.json")
+    assert isinstance(costs_for(machine, "fp32", None), AnalyticCosts)
+
+
+def test_a_bare_word_is_a_name() -> None:
+    assert is_shipped(Path("cpu-core"))
+    assert not any(is_shipped(Path(p)) for p in ("costs.json", "/tables/cpu-core", "tables/cpu-core"))
+
+
+def test_what_to_do_about_what_a_table_lacks_is_said() -> None:
+    costs = costs_for(preset("h200-141g"), "bf16", Path("h200-141g"))
+    odd = LayerShape("decoder_block", hidden=48, out=48, heads=2, kv_heads=2, head_dim=24, ffn=96)
+    assert "mmtrain profile" not in costs.source
+    costs.seconds(odd, 2, TokenLoad(10, 100, 10, 1), "forward")
+    assert costs.source.endswith(
+        "modelled (h200-141g): decoder_block tp2; `mmtrain profile` on such hardware measures them"
+    )
