@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmtrain.data.images import FloatArray, cut_patches, load_rgb, read_size
 from mmtrain.data.media import BadMediaError, Media
-from mmtrain.data.resize import Grid, frame_grid, grids, tile_canvas
+from mmtrain.data.resize import Grid, frame_grid, grids, num_tiles, tile_canvas
 from mmtrain.data.sample import Sight
 from mmtrain.data.video import load_frames, read_video
 from mmtrain.recipe.schema import ImageSettings, VideoSettings, VisionSettings
@@ -60,14 +60,18 @@ class Pictures:
         if kind == "video":
             return load_frames(media, parts, size, limit)
         if self._settings.scheme == "tiles":
-            return _tiles(media, self._settings)
+            return _tiles(media, parts, self._settings)
         return load_rgb(media, [size], limit)
 
 
-def _tiles(media: Media, settings: ImageSettings) -> list[Image.Image]:
-    """The tiles of an image, row-major, and the whole of it last where there are several."""
+def _tiles(media: Media, parts: int, settings: ImageSettings) -> list[Image.Image]:
+    """The `parts` tiles of an image, row-major, and the whole of it last where there are several."""
     side, limit = settings.tile, settings.max_source_pixels
-    rows, cols = tile_canvas(*read_size(media, limit), side, settings.max_tiles)
+    width, height = read_size(media, limit)
+    if num_tiles(width, height, settings) != parts:
+        reason = f"{media}: {width} x {height} pixels are not {parts} tiles: it has changed since lengths were read"
+        raise BadMediaError("undecodable", f"{reason}; touch the data file, so that they are read again")
+    rows, cols = tile_canvas(width, height, side, settings.max_tiles)
     if (rows, cols) == (1, 1):
         return load_rgb(media, [(side, side)], limit)
     canvas, thumbnail = load_rgb(media, [(cols * side, rows * side), (side, side)], limit)

@@ -67,6 +67,23 @@ def test_an_image_yields_several_items_and_its_mark_the_tokens_of_all(tmp_path: 
     assert (ids == tokenizer.image_id).sum() == 28
 
 
+def test_a_picture_exchanged_for_one_of_other_tiles_is_named(tmp_path: Path, recipe: MakeRecipe) -> None:
+    (tmp_path / "a.png").write_bytes(png("red", 32, 16))
+    made = recipe([_talk("<image>", images=["a.png"], id="a")], image=TILES)
+    index = build(made)
+    meta = assign(0, 0, [np.array([0])], index.lengths, {"vision": 1, "llm": 1}, {"vision": 1, "llm": 1})
+    preparer = Preparer(index, made, (Need("vision", 0, media=True),), {"vision": 1, "llm": 1})
+    assert preparer.prepare(meta).quarantined == ()
+    (tmp_path / "a.png").write_bytes(png("red", 16, 16))
+    preparer = Preparer(index, made, (Need("vision", 0, media=True),), {"vision": 1, "llm": 1})
+    data = preparer.prepare(meta)
+    [named] = data.quarantined
+    assert named.kind == "undecodable"
+    assert "16 x 16 pixels are not 3 tiles" in named.reason
+    assert data.vision[0, 0].patches is not None
+    assert not data.vision[0, 0].patches.any()
+
+
 def _payload(recipe: Recipe, index: DataIndex) -> np.ndarray:
     """The patches of all items, one microbatch a sample."""
     groups = [np.array([sample]) for sample in range(len(index.samples))]
