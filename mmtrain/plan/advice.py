@@ -6,10 +6,10 @@ from itertools import islice
 
 from mmtrain.costs import Hardware
 from mmtrain.plan.constraints import UnitChoices
-from mmtrain.plan.cut import Sizing, arrange, graph_for
+from mmtrain.plan.cut import arrange, graph_for
 from mmtrain.plan.plan import Alternative
-from mmtrain.plan.pricing import Pricing
-from mmtrain.plan.search import sizings
+from mmtrain.plan.pricing import Pricing, Recompute
+from mmtrain.plan.sizes import Sizing, sizings
 
 DOUBLINGS = 6  # of the number of ranks
 NEAR = 64  # ranks more or less
@@ -47,9 +47,9 @@ def what_would_fit(
 def _settings(
     found: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
 ) -> Iterator[str]:
-    keep = [unit for unit, again in pricing.recompute.items() if not again]
+    keep = [unit for unit, again in pricing.recompute.items() if again == "none"]
     for units in (*((unit,) for unit in keep), tuple(keep)):
-        again = {**pricing.recompute, **dict.fromkeys(units, True)}
+        again: dict[str, Recompute] = {**pricing.recompute, **dict.fromkeys(units, "all")}
         if units and _fits(found, _anew(pricing, again, pricing.sp), choices, machine):
             yield " and ".join(f"parallel.{unit}.recompute: all" for unit in units)
             break
@@ -103,6 +103,6 @@ def _max_tp(sizing: Sizing) -> int:
     return max(size.tp for size in sizing.sizes.values())
 
 
-def _anew(pricing: Pricing, recompute: Mapping[str, bool], sp: Mapping[str, bool]) -> Pricing:
+def _anew(pricing: Pricing, recompute: Mapping[str, Recompute], sp: Mapping[str, bool]) -> Pricing:
     """The same costs under other settings; what was computed for the old ones is forgotten."""
-    return replace(pricing, recompute=recompute, sp=sp, _prefix={}, _stages={}, _lines={})
+    return replace(pricing, recompute=recompute, sp=sp, _lines={})

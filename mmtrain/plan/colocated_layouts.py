@@ -9,7 +9,7 @@ from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.layout import Layout, MeshSize
 from mmtrain.plan.partition import min_max_partition
 from mmtrain.plan.plan import StagePlan, UnitPlan
-from mmtrain.plan.pricing import Pricing
+from mmtrain.plan.pricing import Pricing, counts_of
 from mmtrain.program.graph import LLM
 
 
@@ -36,13 +36,13 @@ def encoder_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator
 def colocated_layout(pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize) -> Layout | None:
     """Cut every unit into stages of equal time; None if it has too few layers for that."""
     sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in pricing.shape.units}
-    dp = tuple((name, size.dp) for name, size in sizes.items())
+    spread = pricing.spread({name: size.dp for name, size in sizes.items()})
     units = {}
     for name, size in sizes.items():
-        cuts = min_max_partition(pricing.line(name, size.tp, dp).seconds.tolist(), size.pp * size.vpp)
+        cuts = min_max_partition(pricing.line(name, size.tp, spread).seconds.tolist(), size.pp * size.vpp)
         if cuts is None:
             return None
-        again = pricing.recompute[name]
+        again = pricing.recompute[name] == "all"
         stages = tuple(
             StagePlan(stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(range(lo, hi)) if again else ())
             for i, (lo, hi) in enumerate(pairwise(cuts))
@@ -50,7 +50,7 @@ def colocated_layout(pricing: Pricing, encoders: Mapping[str, MeshSize], llm: Me
         units[name] = UnitPlan(
             tp=size.tp, pp=size.pp, dp=size.dp, vpp=size.vpp, ranks=_on_top(size, llm), stages=stages
         )
-    return Layout("colocated", units, pricing.num_microbatches(dp))
+    return Layout("colocated", units, counts_of(spread))
 
 
 def _on_top(size: MeshSize, llm: MeshSize) -> tuple[int, ...]:

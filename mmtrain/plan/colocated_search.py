@@ -13,7 +13,7 @@ from mmtrain.plan.cut import graph_for
 from mmtrain.plan.judge import Judged, judge, memory_of
 from mmtrain.plan.layout import MeshSize, split_lane
 from mmtrain.plan.plan import Alternative, SchedulePlan
-from mmtrain.plan.pricing import Pricing
+from mmtrain.plan.pricing import Pricing, counts_of
 from mmtrain.plan.search import SAME, Outcome
 from mmtrain.program.graph import LLM
 
@@ -84,10 +84,10 @@ def _with_chunks(size: MeshSize, pricing: Pricing) -> Iterator[MeshSize]:
 def _bound(pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize) -> float:
     """Seconds of the LLM's pipeline by itself, or of a rank's work if that is more; mean microbatches, no messages."""
     sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in pricing.shape.units}
-    dp = tuple((name, size.dp) for name, size in sizes.items())
-    count = pricing.num_microbatches(dp)
+    spread = pricing.spread({name: size.dp for name, size in sizes.items()})
+    count = counts_of(spread)
     rank = {
-        name: float(pricing.line(name, size.tp, dp).seconds.sum()) / size.pp * count[name]
+        name: float(pricing.line(name, size.tp, spread).seconds.sum()) / size.pp * count[name]
         for name, size in sizes.items()
     }
     alone = rank[LLM] * (1 + (llm.pp - 1) / llm.vpp / count[LLM])

@@ -14,6 +14,7 @@ from mmtrain.recipe.checks import AROUND
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
+CHUNKS = (1, 2, 3, 4, 6, 8, 12)  # chunks of the LLM's layers on a pipeline rank that are tried
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class UnitChoices:
     tp: tuple[int, ...]
     pp: tuple[int, ...]  # in `unified`: pipeline ranks that hold layers of the unit
     dp: tuple[int, ...]
+    vpp: tuple[int, ...]  # chunks of a pipeline rank
+    layers: int
+    batch: int  # LLM microbatches in a step, of all replicas
+    fixed_microbatches: int | None  # of each replica, where the recipe says
 
     def sizes(self, ranks: int) -> Iterator[MeshSize]:
         """All sizes of exactly `ranks` ranks."""
@@ -52,6 +57,7 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
             "tp": _tensor_sizes(unit, ranks_per_node) if unit.splits else (1,),
             "pp": tuple(range(1, len(unit.layers) + 1)) if unit.splits else (1,),
             "dp": _divisors(recipe.train.global_batch),
+            "vpp": tuple(n for n in (CHUNKS if unit.name == LLM else (1,)) if n <= len(unit.layers)),
         }
         for key, why in _reasons(unit, ranks_per_node, recipe.train.global_batch).items():
             value = getattr(fixed, key)
@@ -62,7 +68,18 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
                 possible[key] = (value,)
         if unit.name == LLM:
             possible["dp"] = tuple(dp for dp in possible["dp"] if _suits_microbatches(dp, recipe))
-        choices[unit.name] = UnitChoices(unit.name, **possible)
+        if fixed.vpp is not None and fixed.vpp > len(unit.layers):
+            where = f"parallel.{unit.name}.vpp"
+            problems.append(f"{where}: {fixed.vpp} is more than {unit.name}'s {len(unit.layers)} layers")
+        elif fixed.vpp is not None:
+            possible["vpp"] = (fixed.vpp,)
+        choices[unit.name] = UnitChoices(
+            unit.name,
+            **possible,
+            layers=len(unit.layers),
+            batch=recipe.train.global_batch,
+            fixed_microbatches=fixed.num_microbatches,
+        )
     if not problems and not choices[LLM].dp:
         fixed_here = ", ".join(f"{path} {n}" for path, n in _fixed_microbatches(recipe.parallel, choices).items())
         problems.append(
@@ -130,7 +147,7 @@ def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if names == [LLM] and (wanted := recipe.parallel.placement) in ("disaggregated", "colocated"):
         yield f"parallel.placement: `{wanted}` needs an encoder, but model.vision is not set; use `unified`"
     absent = [name for name in AROUND if name not in names]
-    for name, key in product(absent, (*_SIZES, "num_microbatches")):
+    for name, key in product(absent, (*_SIZES, "vpp", "num_microbatches")):
         if getattr(getattr(recipe.parallel, name), key) is not None:
             yield f"parallel.{name}.{key} is set, but model.{name} is not: remove it"
 

@@ -1,16 +1,18 @@
 """What one layout costs on the drawn batches, by the simulator."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from mmtrain.costs import Hardware, RankMemory, parameters, upstream_trains
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.costs import Hardware, RankMemory, parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
-from mmtrain.plan.bounds import schedule_bound
 from mmtrain.plan.cut import graph_for
 from mmtrain.plan.layout import Layout
 from mmtrain.plan.plan import SchedulePlan
 from mmtrain.plan.pricing import Pricing, StageSeconds, sizes_of
-from mmtrain.program.actions import Collective, Compute, Forward, GatherParams, Partial, ReduceGrads, Send
+from mmtrain.program.actions import Collective, Compute, Forward, Partial, Send, Share
 from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
 from mmtrain.program.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.loads import StepLoads
@@ -21,7 +23,10 @@ from mmtrain.program.simulate import simulate
 from mmtrain.program.timeline import Timeline
 from mmtrain.program.timing import ModelTiming, Transport
 from mmtrain.program.twins import leaders
-from mmtrain.program.wiring import members, trained_units
+
+IntArray = npt.NDArray[np.int64]
+
+ALL_GROUPS = 20_000  # forwards and backwards of a step up to which every replica group is simulated
 
 
 @dataclass(frozen=True)
@@ -43,23 +48,33 @@ class Judged:
         return max(m.total for m in self.memory.values())
 
 
-def judge(layout: Layout, pricing: Pricing, machine: Hardware, schedule: SchedulePlan | None = None) -> Judged:
-    """Simulate the layout's program, by default that of 1F1B, on every drawn batch."""
+def judge(
+    layout: Layout,
+    pricing: Pricing,
+    machine: Hardware,
+    schedule: SchedulePlan | None = None,
+    memory: Mapping[int, RankMemory] | None = None,
+) -> Judged:
+    """Simulate the layout's program, by default that of 1F1B, on every drawn batch.
+
+    All replica groups are, unless there are very many: then the one with most work in each batch stands for them.
+    memory: what ranks hold, where that is known.
+    """
     schedule = schedule or SchedulePlan(num_microbatches=dict(layout.num_microbatches))
     graph = graph_for(layout, pricing)
-    program, timings = _program(graph, schedule, pricing, machine)
-    lines = [simulate(program, timing, graph.num_groups) for timing in timings]
-    seconds = pricing.stage_seconds(graph)
+    program, timings, num_groups = _program(graph, schedule, pricing, machine)
+    lines = [simulate(program, timing, num_groups) for timing in timings]
+    seconds = timings[0].seconds
     step_time = sum(t.step_time_s for t in lines) / len(lines)
     shares = [t.bubble_shares() for t in lines]
-    busy = {sid: float(s.busy.max(axis=1).mean()) for sid, s in seconds.items()}
+    busy = {sid: float((s.forward + s.backward).sum(axis=2).max(axis=1).mean()) for sid, s in seconds.items()}
     busiest = max(busy, key=lambda sid: busy[sid])
     return Judged(
         layout,
         graph,
         step_time,
         {kind: sum(s[kind] for s in shares) / len(shares) for kind in shares[0]},
-        pricing.memory(graph, None if schedule.kind == "1f1b" else most_alive(program)),
+        memory or pricing.memory(graph, None if schedule.kind == "1f1b" else most_alive(program)),
         busiest,
         busy[busiest] / step_time if step_time else 0.0,
         schedule,
@@ -68,28 +83,31 @@ def judge(layout: Layout, pricing: Pricing, machine: Hardware, schedule: Schedul
 
 def rehearsed(judged: Judged, pricing: Pricing, machine: Hardware) -> Timeline:
     """The layout's step on the first drawn batch."""
-    program, timings = _program(judged.graph, judged.schedule, pricing, machine)
-    return simulate(program, timings[0], judged.graph.num_groups)
+    program, timings, num_groups = _program(judged.graph, judged.schedule, pricing, machine)
+    return simulate(program, timings[0], num_groups)
 
 
 def _program(
     graph: StageGraph, schedule: SchedulePlan, pricing: Pricing, machine: Hardware
-) -> tuple[Program, "list[DrawnTiming]"]:
-    """What the simulator replays: for the ranks that stand for others, and on every drawn batch."""
+) -> tuple[Program, "list[DrawnTiming]", int]:
+    """What the simulator replays, for the ranks that stand for others, on every drawn batch, and how many groups."""
     seconds = pricing.stage_seconds(graph)
+    alone = _num_passes(graph) > ALL_GROUPS
+    chosen = _heaviest(graph, seconds) if alone else np.zeros(len(pricing.batches.groups), dtype=np.int64)
     timings = [
-        DrawnTiming(model_timing(graph, pricing, loads, machine), seconds, batch)
+        DrawnTiming(model_timing(graph, pricing, loads, machine), seconds, batch, _shift(graph, int(chosen[batch])))
         for batch, loads in enumerate(pricing.loads(sizes_of(graph)))
     ]
     # Not checked; the chosen one is, see `story`.
-    return lower(_ordered(graph, schedule, leaders(graph, timings[0].link))), timings
+    program = lower(_ordered(graph, schedule, leaders(graph, timings[0].link)))
+    return program, timings, 1 if alone else graph.num_groups
 
 
 def memory_of(
     graph: StageGraph, schedule: SchedulePlan, pricing: Pricing, machine: Hardware
 ) -> Mapping[int, RankMemory]:
     """What the ranks of the first replica group hold at most in that order."""
-    program, _ = _program(graph, schedule, pricing, machine)
+    program, _, _ = _program(graph, schedule, pricing, machine)
     return pricing.memory(graph, most_alive(program))
 
 
@@ -109,18 +127,6 @@ def _ordered(graph: StageGraph, schedule: SchedulePlan, ranks: Sequence[int]) ->
     return (build_coarse if schedule.kind == "coarse" else build_1f1b)(graph, ranks)
 
 
-def tight_bound(graph: StageGraph, pricing: Pricing, machine: Hardware) -> float:
-    """Seconds the simulator will not go below: the schedule with free messages, and the collectives that end it."""
-    timing = model_timing(graph, pricing, pricing.loads(sizes_of(graph))[0], machine)
-
-    def after(rank: int) -> float:
-        units = trained_units(graph, rank)  # the last one's gradients are ready last
-        closing: list[Collective] = [*map(ReduceGrads, units[-1:]), *map(GatherParams, units)]
-        return sum(timing.collective(rank, c, members(graph, rank, c)).seconds for c in closing)
-
-    return schedule_bound(graph, pricing.stage_seconds(graph), after)
-
-
 def model_timing(graph: StageGraph, pricing: Pricing, loads: StepLoads, machine: Hardware) -> ModelTiming:
     """What the simulator asks, for one batch."""
     return ModelTiming(
@@ -128,7 +134,7 @@ def model_timing(graph: StageGraph, pricing: Pricing, loads: StepLoads, machine:
         pricing.shape,
         pricing.costs,
         loads,
-        upstream_trains(pricing.shape),
+        pricing.input_grad,
         parameters,
         ELEMENT_BYTES[pricing.precision],
         machine.ranks_per_node,
@@ -137,26 +143,33 @@ def model_timing(graph: StageGraph, pricing: Pricing, loads: StepLoads, machine:
 
 @dataclass(frozen=True)
 class DrawnTiming:
-    """`ModelTiming` for one of the drawn batches, whose compute was priced before for all candidates at once."""
+    """`ModelTiming` for one of the drawn batches, whose compute was priced before for all candidates at once.
+
+    `shift`, by unit: replica 0 stands for the replica of this number, the next for the next.
+    """
 
     model: ModelTiming
     seconds: Mapping[StageId, StageSeconds]
     batch: int
+    shift: Mapping[str, int] = field(default_factory=dict)
 
     def compute(self, action: Compute) -> float:
         """Seconds of a forward or backward; of some of its segments, as `ModelTiming` says."""
         if isinstance(action, Partial):
             return self.model.compute(action)
-        stage = self.seconds[action.stage]
+        stage, mb = self.seconds[action.stage], self._there(action.mb)
         grid = stage.forward if isinstance(action, Forward) else stage.backward
-        return float(grid[self.batch, action.mb.replica, action.mb.index])
+        return float(grid[self.batch, mb.replica, mb.index])
 
     def message(self, sender: int, action: Send) -> Transport:
         """As `ModelTiming` says."""
-        return self.model.message(sender, action)
+        there = action if not any(self.shift.values()) else self._moved(action)
+        return self.model.message(sender, there)
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
         """As `ModelTiming` says."""
+        if isinstance(action, Share) and any(self.shift.values()):
+            action = replace(action, mb=self._there(action.mb))
         return self.model.collective(rank, action, group)
 
     def link(self, ranks: tuple[int, ...]) -> bool:
@@ -166,3 +179,31 @@ class DrawnTiming:
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
         """Not asked of a candidate: its memory was held against the limit before (`Pricing.memory`)."""
         return 0
+
+    def _there(self, mb: Microbatch) -> Microbatch:
+        shift = self.shift.get(mb.unit, 0)
+        return Microbatch(mb.unit, mb.replica + shift, mb.index) if shift else mb
+
+    def _moved(self, action: Send) -> Send:
+        return replace(action, src=self._there(action.src), dst=self._there(action.dst))
+
+
+def _num_passes(graph: StageGraph) -> int:
+    meshes = {m.unit: m for m in graph.meshes}
+    return sum(2 * meshes[s.id.unit].dp * meshes[s.id.unit].num_microbatches for s in graph.stages)
+
+
+def _shift(graph: StageGraph, group: int) -> dict[str, int]:
+    """Where the replicas of a group begin."""
+    return {m.unit: group * (m.dp // graph.num_groups) for m in graph.meshes}
+
+
+def _heaviest(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> IntArray:
+    """(batches,) the replica group that has the rank with most work."""
+    by_lane: dict[tuple[int, ...], float] = {}
+    for stage in graph.stages:
+        own = seconds[stage.id]
+        total = (own.forward + own.backward).sum(axis=2)
+        grouped = total.reshape(len(total), graph.num_groups, -1).max(axis=2)
+        by_lane[stage.lanes[0]] = by_lane.get(stage.lanes[0], 0.0) + grouped
+    return np.asarray(np.max(list(by_lane.values()), axis=0).argmax(axis=1))

@@ -1,10 +1,12 @@
 """Which ranks hold which layers, for each placement, once sizes and cuts are known."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmtrain.models.shape import ModelShape
 from mmtrain.plan.plan import Placement, StagePlan, UnitPlan
+
+NO_LAYERS: Mapping[str, Collection[int]] = {}
 
 
 @dataclass(frozen=True, order=True)
@@ -37,25 +39,27 @@ class Layout:
     @property
     def summary(self) -> str:
         """One line for tables: `disaggregated: vision tp1 pp1 dp2, llm tp1 pp2 dp1`."""
+        counts = self.num_microbatches
         return f"{self.placement}: " + ", ".join(
-            f"{n} {MeshSize(u.tp, u.pp, u.dp, u.vpp)}" for n, u in self.units.items()
+            f"{n} {MeshSize(u.tp, u.pp, u.dp, u.vpp)}" + (f" mb{counts[n]}" if len(set(counts.values())) > 1 else "")
+            for n, u in self.units.items()
         )
 
     @property
-    def complexity(self) -> tuple[int, int]:
-        """Decides between equally fast layouts: fewer pipeline ranks, then smaller tensor parallelism."""
-        units = self.units.values()
+    def complexity(self) -> tuple[int, int, int, int]:
+        """Decides between equally fast layouts: fewer pipeline ranks and chunks, then smaller tensor parallelism."""
+        units, counts = self.units.values(), self.num_microbatches.values()
         pipeline = max(u.pp for u in units) if self.placement == "unified" else sum(u.pp for u in units)
-        return pipeline, max(u.tp for u in units)
+        return pipeline, max(u.vpp for u in units), max(u.tp for u in units), len(set(counts))
 
 
 def unified(
-    shape: ModelShape, size: MeshSize, cuts: Sequence[int], recompute: Mapping[str, bool]
+    shape: ModelShape, size: MeshSize, cuts: Sequence[int], recompute: Mapping[str, Collection[int]] = NO_LAYERS
 ) -> dict[str, UnitPlan]:
     """One pipeline over the line of all units' layers, cut at `cuts` into `size.pp * size.vpp` parts.
 
     The parts go round the pipeline ranks. A unit's mesh spans the ranks that hold layers of it, from where it begins;
-    the rank where it ends may also hold the beginning of the next unit.
+    the rank where it ends may also hold the beginning of the next unit. `recompute`: layers by unit.
     """
     units, first_layer = {}, 0
     for unit in shape.units:
@@ -66,19 +70,21 @@ def unified(
         places = list(dict.fromkeys(p % size.pp for p in touched))
         ranks = [place * per_part + k for place in places for k in range(per_part)]
         mesh = MeshSize(size.tp, len(places), size.dp, -(-len(touched) // len(places)))
-        units[unit.name] = _unit(mesh, ranks, bounds, recompute[unit.name])
+        units[unit.name] = _unit(mesh, ranks, bounds, recompute.get(unit.name, ()))
         first_layer = end
     return units
 
 
 def disaggregated(
-    sizes: Mapping[str, MeshSize], cuts: Mapping[str, Sequence[int]], recompute: Mapping[str, bool]
+    sizes: Mapping[str, MeshSize],
+    cuts: Mapping[str, Sequence[int]],
+    recompute: Mapping[str, Collection[int]] = NO_LAYERS,
 ) -> dict[str, UnitPlan]:
     """Each unit on its own ranks, one after another in the order of `sizes`; `cuts` bound its stages' layers."""
     units, first_rank = {}, 0
     for name, size in sizes.items():
         bounds = list(zip(cuts[name][:-1], cuts[name][1:], strict=True))
-        units[name] = _unit(size, range(first_rank, first_rank + size.ranks), bounds, recompute[name])
+        units[name] = _unit(size, range(first_rank, first_rank + size.ranks), bounds, recompute.get(name, ()))
         first_rank += size.ranks
     return units
 
@@ -93,9 +99,13 @@ def split_lane(units: Mapping[str, UnitPlan], ranks_per_node: int) -> tuple[int,
     return None
 
 
-def _unit(size: MeshSize, ranks: Sequence[int], bounds: Sequence[tuple[int, int]], recompute: bool) -> UnitPlan:
+def _unit(
+    size: MeshSize, ranks: Sequence[int], bounds: Sequence[tuple[int, int]], recompute: Collection[int]
+) -> UnitPlan:
     stages = tuple(
-        StagePlan(stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(range(lo, hi)) if recompute else ())
+        StagePlan(
+            stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(x for x in range(lo, hi) if x in recompute)
+        )
         for i, (lo, hi) in enumerate(bounds)
     )
     return UnitPlan(tp=size.tp, pp=size.pp, dp=size.dp, vpp=size.vpp, ranks=tuple(ranks), stages=stages)

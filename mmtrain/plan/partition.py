@@ -21,9 +21,18 @@ def min_max_partition(costs: Sequence[float], parts: int, allowed: BoolArray | N
         >>> min_max_partition([1, 1, 4, 2], 2)
         (0, 2, 4)
     """
-    if not 1 <= parts <= len(costs):
+    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
+    return min_max_spans(prefix[None, None, :] - prefix[None, :, None], parts, allowed)
+
+
+def min_max_spans(spans: FloatArray, parts: int, allowed: BoolArray | None = None) -> tuple[int, ...] | None:
+    """The same, where what a run costs depends on it as a whole, or on its part.
+
+    spans: (1 or parts, L + 1, L + 1) cost of [lo, hi), in part p; infinite where it cannot be.
+    """
+    if not 1 <= parts < spans.shape[1]:
         return None
-    segment = _segments(costs, parts, allowed)
+    segment = _segments(spans, parts, allowed)
     least, _ = _solve(segment, np.maximum)
     optimum = least[-1, -1]
     if not np.isfinite(optimum):
@@ -33,13 +42,12 @@ def min_max_partition(costs: Sequence[float], parts: int, allowed: BoolArray | N
     return _boundaries(choice)
 
 
-def _segments(costs: Sequence[float], parts: int, allowed: BoolArray | None) -> FloatArray:
+def _segments(spans: FloatArray, parts: int, allowed: BoolArray | None) -> FloatArray:
     """(parts, L + 1, L + 1) cost of part p over [lo, hi); infinite where empty or not allowed."""
-    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
-    segment = prefix[None, :] - prefix[:, None]
-    segment = np.where(np.tri(len(prefix), dtype=np.bool_), np.inf, segment)
-    every = np.broadcast_to(segment, (parts, *segment.shape))
-    return every.copy() if allowed is None else np.where(allowed, every, np.inf)
+    width = spans.shape[1]
+    segment = np.where(np.tri(width, dtype=np.bool_), np.inf, spans)
+    every = np.broadcast_to(segment, (parts, width, width))
+    return every if allowed is None else np.where(allowed, every, np.inf)
 
 
 def _solve(segment: FloatArray, join: np.ufunc) -> tuple[FloatArray, npt.NDArray[np.int64]]:

@@ -1,104 +1,58 @@
-"""Which layouts there are, and which of them is fastest: best-first, with bounds that no simulation can beat."""
+"""Which layouts there are, and which of them is fastest: best-first, by bounds that grow tighter as work is put in.
+
+A sizing waits with a bound on all its cuts: arithmetic, then the exact optimum of a dynamic program. When its turn
+comes its cuts are rated, all of them if the whole search has few, else those near the anchor; and a cut whose rating
+comes first is fitted into memory and simulated. What cannot be faster than the best one found is never looked at.
+"""
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 
-from mmtrain.costs import Hardware, RankMemory
-from mmtrain.costs.hardware import GIB
-from mmtrain.plan.bounds import work_bound
+import numpy as np
+
+from mmtrain.costs import Hardware
 from mmtrain.plan.constraints import UnitChoices
-from mmtrain.plan.cut import Sizing, arrange, graph_for
-from mmtrain.plan.judge import Judged, judge, tight_bound
-from mmtrain.plan.layout import Layout, MeshSize, split_lane
+from mmtrain.plan.cut import (
+    Cuts,
+    FloatArray,
+    Track,
+    alive_of,
+    anchor,
+    every_cut,
+    graph_for,
+    jittered,
+    laid_out,
+    least_seconds,
+    recomputed,
+    tracks_of,
+)
+from mmtrain.plan.fit import Fitted, Misfit, fitted
+from mmtrain.plan.judge import Judged, judge
 from mmtrain.plan.plan import Alternative
 from mmtrain.plan.pricing import Pricing
-from mmtrain.program.graph import StageGraph, StageId
+from mmtrain.plan.rate import Rater
+from mmtrain.plan.sizes import Sizing, split_lane_of
+from mmtrain.program.graph import LLM
 
-Progress = Callable[[int, int], None]  # done, total
 SAME = 1.001  # step times within this factor count as equal; the simpler layout then wins
+FEW = 2_000  # cuts of all sizings together up to which all are rated, and compared in full
+JITTERED = 160  # cuts that are rated of each sizing otherwise
+REFINED = 4  # more cuts of the sizing found fastest that are simulated then
+TOLD = 200  # sizings that were not looked at, of which the ranking may tell
+HEAVIEST = 2  # replica groups of a batch that are rated where there are more cuts than a few
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that has not been simulated."""
-
-    sizing: Sizing
-    layout: Layout
-    graph: StageGraph
-    bound: float  # seconds its step takes at least
-    busiest: StageId  # whose rank asks for them
+Progress = Callable[[int, int], None]  # sizings that were looked at or are settled, of how many
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Everything the search learned."""
 
-    judged: tuple[Judged, ...]  # the chosen one first, then by step time
+    judged: tuple[Judged, ...]  # the chosen one first, then by step time; of each sizing the best
     losers: tuple[Alternative, ...]  # those never simulated, with the reason
-
-
-def sizings(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[Sizing]:
-    """Every placement and size that uses exactly `world_size` ranks."""
-    names = list(choices)
-    shared = set.intersection(*({(tp, dp) for tp in c.tp for dp in c.dp} for c in choices.values()))
-    fewest, most = max(min(c.pp) for c in choices.values()), sum(max(c.pp) for c in choices.values())
-    for tp, dp in sorted(shared):
-        pp, rest = divmod(world_size, tp * dp)
-        if rest == 0 and fewest <= pp <= most:
-            yield Sizing("unified", dict.fromkeys(names, MeshSize(tp, pp, dp)))
-    if len(names) > 1:
-        yield from (Sizing("disaggregated", sizes) for sizes in _split(list(choices.values()), world_size))
-
-
-def _split(choices: list[UnitChoices], ranks: int) -> Iterator[dict[str, MeshSize]]:
-    """Give every unit ranks of its own, `ranks` in all."""
-    first, *others = choices
-    if not others:
-        yield from ({first.name: size} for size in first.sizes(ranks))
-        return
-    for own in range(1, ranks - len(others) + 1):
-        for size in first.sizes(own):
-            yield from ({first.name: size, **rest} for rest in _split(others, ranks - own))
-
-
-def search(
-    sizings: Sequence[Sizing],
-    pricing: Pricing,
-    choices: Mapping[str, UnitChoices],
-    machine: Hardware,
-    at_least: int,
-    progress: Progress | None = None,
-) -> Outcome:
-    """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
-
-    A candidate is first bounded by its work, then, when its turn comes, by its schedule without communication, and
-    simulated when it is still first. At least `at_least` are, if so many fit, so that the ranking has figures to show.
-    """
-    total = 2 * len(sizings)  # each is cut, then judged or dismissed
-    candidates, losers = _cut_all(_told(sizings, total, progress), pricing, choices, machine)
-    queue = [(c.bound, place, False) for place, c in enumerate(candidates)]
-    heapq.heapify(queue)
-    judged: list[Judged] = []
-    while queue:
-        if progress is not None:
-            progress(total - len(queue), total)
-        bound, place, is_tight = heapq.heappop(queue)
-        candidate = candidates[place]
-        best = min((j.step_time_s for j in judged), default=math.inf)
-        if bound > best * SAME and len(judged) >= at_least:
-            slower = f"at least {bound / best:.2f}x slower: {candidate.busiest} cannot be done sooner"
-            losers.append(_lost(candidate.sizing, slower))
-        elif not is_tight:
-            heapq.heappush(queue, (max(bound, tight_bound(candidate.graph, pricing, machine)), place, True))
-        else:
-            fitting = _within_memory(candidate, pricing, choices, machine)
-            if isinstance(fitting, Alternative):
-                losers.append(fitting)
-            else:
-                judged.append(judge(fitting, pricing, machine))
-    return Outcome(tuple(_ranked(judged)), tuple(losers))
 
 
 def joined(*outcomes: Outcome) -> Outcome:
@@ -109,56 +63,229 @@ def joined(*outcomes: Outcome) -> Outcome:
     )
 
 
-def _told(sizings: Sequence[Sizing], total: int, progress: Progress | None) -> Iterator[Sizing]:
-    for done, sizing in enumerate(sizings):
-        if progress is not None:
-            progress(done, total)
-        yield sizing
+@dataclass(order=True)
+class _Waiting:
+    """Something in the queue; the least bound comes first."""
+
+    bound: float
+    number: int
+    sizing: Sizing = field(compare=False)
+    tracks: tuple[Track, ...] = field(compare=False, default=())
+    cuts: Cuts | None = field(compare=False, default=None)
 
 
-def _cut_all(
-    sizings: Iterable[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
-) -> tuple[list[Candidate], list[Alternative]]:
-    """Cut every candidate into stages; also return those that cannot be."""
-    losers: list[Alternative] = []
-    candidates: list[Candidate] = []
-    for sizing in sizings:
-        layout = arrange(sizing, pricing, choices)
-        if layout is None:
-            losers.append(_lost(sizing, "its layers cannot be cut into so many stages under parallel.*.pp"))
-        elif lane := split_lane(layout.units, machine.ranks_per_node):
-            losers.append(_lost(sizing, f"the tensor-parallel group of ranks {lane} lies on two nodes"))
+def search(
+    sizings: Sequence[tuple[float, Sizing]],
+    pricing: Pricing,
+    choices: Mapping[str, UnitChoices],
+    machine: Hardware,
+    at_least: int,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
+
+    At least `at_least` sizings are simulated, if so many fit, so that the ranking has figures to show.
+    """
+    return _Search(pricing, choices, machine, at_least, progress).run(sizings)
+
+
+class _Search:
+    def __init__(
+        self,
+        pricing: Pricing,
+        choices: Mapping[str, UnitChoices],
+        machine: Hardware,
+        at_least: int,
+        progress: Progress | None,
+    ) -> None:
+        self.pricing, self.choices, self.machine = pricing, choices, machine
+        self.at_least, self.progress = at_least, progress
+        self.losers: list[Alternative] = []
+        self.best: dict[int, Judged] = {}  # by id of the sizing
+        self.misfits: dict[int, Misfit] = {}
+        self.others: dict[int, list[tuple[float, Sizing, Cuts]]] = {}  # the next best rated cuts
+        self.queue: list[_Waiting] = []
+        self.num_queued = 0
+        self.is_small = False
+        self.rater = Rater(pricing, machine, HEAVIEST)
+
+    def run(self, sizings: Sequence[tuple[float, Sizing]]) -> Outcome:
+        """Work the queue off."""
+        self.is_small = self._num_cuts(s for _, s in sizings) <= FEW
+        if self.is_small:
+            self.rater.groups = None
+        for bound, sizing in sizings:
+            if lane := split_lane_of(sizing, self.machine.ranks_per_node):
+                self._lost(sizing, f"the tensor-parallel group of ranks {lane} lies on two nodes")
+            else:
+                self._wait(0.0 if self.is_small else bound, sizing)
+        num_seen = 0
+        while self.queue and not self._is_settled(self.queue[0]):
+            waiting = heapq.heappop(self.queue)
+            self._tell(num_seen, len(sizings))
+            num_seen += not waiting.tracks and waiting.cuts is None
+            self._look_at(waiting)
+        if not self.is_small:
+            self._refine()
+        self._give_up()
+        self._tell(len(sizings), len(sizings))
+        return Outcome(tuple(_ranked(list(self.best.values()))), tuple(self.losers))
+
+    def _tell(self, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(done, total)
+
+    def _is_settled(self, first: _Waiting) -> bool:
+        """Whether nothing that waits can change the choice."""
+        fastest = min((j.step_time_s for j in self.best.values()), default=math.inf)
+        return len(self.best) >= self.at_least and first.bound > fastest * (SAME if self.is_small else 1.0)
+
+    def _refine(self) -> None:
+        """Simulate the next best rated cuts of the sizing found fastest."""
+        if not self.best:
+            return
+        fastest = min(self.best, key=lambda at: self.best[at].step_time_s)
+        for bound, sizing, cuts in self.others.get(fastest, [])[:REFINED]:
+            self._simulate(bound, sizing, cuts)
+
+    def _num_cuts(self, sizings: Iterable[Sizing]) -> int:
+        """Ways to cut all sizings, counted up to what is not few."""
+        layers = {unit.name: len(unit.layers) for unit in self.pricing.shape.units}
+        total = 0
+        for sizing in sizings:
+            if sizing.placement == "unified":
+                size = sizing.sizes[LLM]
+                total += math.comb(sum(layers.values()) - 1, size.pp * size.vpp - 1)
+            else:
+                total += math.prod(math.comb(layers[n] - 1, s.pp * s.vpp - 1) for n, s in sizing.sizes.items())
+            if total > FEW:
+                break
+        return total
+
+    def _wait(self, bound: float, sizing: Sizing, tracks: tuple[Track, ...] = (), cuts: Cuts | None = None) -> None:
+        self.num_queued += 1
+        heapq.heappush(self.queue, _Waiting(bound, self.num_queued, sizing, tracks, cuts))
+
+    def _look_at(self, waiting: _Waiting) -> None:
+        """Put the next piece of work into what comes first."""
+        bound, sizing = waiting.bound, waiting.sizing
+        if waiting.cuts is not None:
+            self._simulate(bound, sizing, waiting.cuts)
+        elif waiting.tracks:
+            self._rate(bound, sizing, waiting.tracks)
         else:
-            graph = graph_for(layout, pricing)
-            candidates.append(Candidate(sizing, layout, graph, *work_bound(graph, pricing.stage_seconds(graph))))
-    return candidates, losers
+            tracks = tracks_of(sizing, self.pricing, self.choices)
+            if any(track.anchor is None for track in tracks):
+                self._lost(sizing, "its layers cannot be cut into so many stages under parallel.*.pp")
+            else:
+                self._wait(max(bound, *map(least_seconds, tracks)), sizing, tracks)
+
+    def _rate(self, bound: float, sizing: Sizing, tracks: tuple[Track, ...]) -> None:
+        """Rate the cuts of a sizing, and let the best wait for the simulator."""
+        extra = self._extra(sizing, tracks)
+        options = [self._options(track, more) for track, more in zip(tracks, extra, strict=True)]
+        cuts = list(product(*options))
+        if not cuts:
+            self._try_to_fit(sizing, tuple(track.anchor or () for track in tracks))
+            self._lost_for_memory(sizing)
+            return
+        if not self.is_small and len(cuts) > JITTERED:
+            cuts = _spread_over(options, JITTERED)
+        rated = self.rater.rate(sizing, tracks, cuts, extra)
+        order = np.argsort(rated, kind="stable").tolist()
+        for at in order if self.is_small else order[:1]:
+            self._wait(max(float(rated[at]), bound), sizing, tracks, cuts[at])
+        self.others[id(sizing)] = [(float(rated[at]), sizing, cuts[at]) for at in order[1 : 1 + REFINED]]
+
+    def _extra(self, sizing: Sizing, tracks: Sequence[Track]) -> list[FloatArray | None]:
+        """By track, seconds of recomputation that parts and spans need; None where the anchor needs none."""
+        cuts = tuple(track.anchor or () for track in tracks)
+        alive = self.rater.alive(sizing, cuts)
+        memory = self.pricing.memory(graph_for(laid_out(sizing, self.pricing, cuts), self.pricing), alive)
+        if max(m.total for m in memory.values()) <= self.machine.memory_bytes:
+            return [None] * len(tracks)
+        return [recomputed(track, alive_of(track, alive), self.machine.memory_bytes) for track in tracks]
+
+    def _options(self, track: Track, extra: FloatArray | None) -> list[tuple[int, ...]]:
+        """Cuts of one track that are worth rating."""
+        if self.is_small:
+            return every_cut(track)
+        around = anchor(track, extra)
+        if around is None and track.vpp > 1 and track.anchor is not None:  # parts of a rank may help each other out
+            return jittered(track, track.anchor, JITTERED)
+        return [] if around is None else jittered(track, around, JITTERED, extra)
+
+    def _simulate(self, bound: float, sizing: Sizing, cuts: Cuts) -> None:
+        known = self.best.get(id(sizing))
+        if known is not None and known.step_time_s <= bound:
+            return
+        found = self._try_to_fit(sizing, cuts)
+        if found is None:
+            if not self.is_small:
+                self._next_best(sizing)
+            if not any(w.sizing is sizing for w in self.queue):
+                self._lost_for_memory(sizing)
+            return
+        judged = judge(found.layout, self.pricing, self.machine, memory=found.memory)
+        if known is None or judged.step_time_s < known.step_time_s:
+            self.best[id(sizing)] = judged
+
+    def _next_best(self, sizing: Sizing) -> None:
+        """Let the next rated cut wait, where the one before turned out not to fit."""
+        left = self.others.get(id(sizing), [])
+        if left:
+            bound, _, cuts = left.pop(0)
+            self._wait(bound, sizing, (), cuts)
+
+    def _try_to_fit(self, sizing: Sizing, cuts: Cuts) -> Fitted | None:
+        found = fitted(sizing, self.pricing, cuts, self.machine, self.rater.alive(sizing, cuts))
+        if isinstance(found, Fitted):
+            return found
+        known = self.misfits.get(id(sizing))
+        if known is None or found.need_gib < known.need_gib:
+            self.misfits[id(sizing)] = found
+        return None
+
+    def _lost_for_memory(self, sizing: Sizing) -> None:
+        if id(sizing) not in self.best and id(sizing) in self.misfits:
+            misfit = self.misfits[id(sizing)]
+            self._lost(sizing, misfit.reason, misfit.need_gib)
+
+    def _give_up(self) -> None:
+        """What still waits cannot be faster."""
+        fastest = min((j.step_time_s for j in self.best.values()), default=math.inf)
+        seen = {*self.best}
+        for waiting in sorted(self.queue):
+            if id(waiting.sizing) not in seen and len(seen) < TOLD:
+                seen.add(id(waiting.sizing))
+                unit = _slowest(waiting)
+                self._lost(
+                    waiting.sizing, f"at least {waiting.bound / fastest:.2f}x slower: {unit} cannot be done sooner"
+                )
+
+    def _lost(self, sizing: Sizing, reason: str, peak_gib: float | None = None) -> None:
+        self.losers.append(
+            Alternative(
+                summary=str(sizing),
+                placement=sizing.placement,
+                step_time_s=None,
+                peak_memory_gib=peak_gib,
+                reason=reason,
+            )
+        )
 
 
-def _within_memory(
-    candidate: Candidate, pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware
-) -> Layout | Alternative:
-    """The layout, or one cut anew so that it fits, or why none does."""
-    memory = pricing.memory(candidate.graph)
-    if _fits(memory, machine):
-        return candidate.layout
-    again = arrange(candidate.sizing, pricing, choices, machine.memory_bytes)
-    if again is not None and _fits(pricing.memory(graph_for(again, pricing)), machine):
-        return again
-    rank = max(memory, key=lambda r: memory[r].total)
-    need, limit, binding = memory[rank].total / GIB, machine.memory_bytes / GIB, memory[rank].binding
-    share = memory[rank].by_kind()[binding] / GIB
-    reason = f"does not fit: rank {rank} needs {need:.1f} of {limit:.1f} GiB, most of it {binding} ({share:.1f} GiB)"
-    return _lost(candidate.sizing, reason, need)
+def _slowest(waiting: _Waiting) -> str:
+    """Whose work asks for the bound, as far as is known."""
+    if not waiting.tracks:
+        return "its work"
+    return " and ".join(max(waiting.tracks, key=least_seconds).units)
 
 
-def _fits(memory: Mapping[int, RankMemory], machine: Hardware) -> bool:
-    return all(m.total <= machine.memory_bytes for m in memory.values())
-
-
-def _lost(sizing: Sizing, reason: str, peak_gib: float | None = None) -> Alternative:
-    return Alternative(
-        summary=str(sizing), placement=sizing.placement, step_time_s=None, peak_memory_gib=peak_gib, reason=reason
-    )
+def _spread_over(options: Sequence[Sequence[tuple[int, ...]]], limit: int) -> list[Cuts]:
+    """Combine the best few of each track."""
+    few = max(1, int(limit ** (1 / len(options))))
+    return list(product(*(cuts[:few] for cuts in options)))
 
 
 def _ranked(judged: list[Judged]) -> list[Judged]:

@@ -11,15 +11,16 @@ from mmtrain.errors import PlanError
 from mmtrain.models.shape import shape as model_shape
 from mmtrain.plan.advice import nearest_counts, what_would_fit
 from mmtrain.plan.batches import draw_batches
+from mmtrain.plan.bounds import unit_bound
 from mmtrain.plan.colocated_order import scheduling_efficiency
 from mmtrain.plan.colocated_search import colocated_candidates, fits_on
 from mmtrain.plan.constraints import UnitChoices, encoder_microbatches, unit_choices, why_nothing_fits
-from mmtrain.plan.cut import Sizing
 from mmtrain.plan.judge import Judged
 from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction
 from mmtrain.plan.pricing import Pricing, sizes_of
 from mmtrain.plan.replicated import Phases
-from mmtrain.plan.search import SAME, Outcome, Progress, joined, search, sizings
+from mmtrain.plan.search import SAME, Outcome, Progress, joined, search
+from mmtrain.plan.sizes import Sizing, UnitBound, bounded_sizings
 from mmtrain.program import build
 from mmtrain.recipe.schema import Recipe
 
@@ -53,7 +54,7 @@ def plan(
     precision = precision_for(recipe, machine)
     choices = unit_choices(recipe, shape, machine.ranks_per_node)
     batches = draw_batches(lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed)
-    recompute = {name: getattr(recipe.parallel, name).recompute == "all" for name in choices}
+    recompute = {name: getattr(recipe.parallel, name).recompute for name in choices}
     pricing = Pricing(
         shape,
         costs_for(machine, precision, recipe.cluster.costs),
@@ -65,14 +66,14 @@ def plan(
         {name: getattr(recipe.parallel, name).sp for name in choices},
     )
 
-    candidates = candidates_for(recipe, choices, world_size)
+    candidates = candidates_for(recipe, choices, world_size, unit_bound(pricing, choices, machine))
     outcome = search(candidates, pricing, choices, machine, at_least=top + 1, progress=progress)
     if recipe.parallel.placement in ("auto", "colocated"):
         fastest = outcome.judged[0].step_time_s if outcome.judged else math.inf
         rest = (colocated_candidates(pricing, choices, machine, n, fastest) for n in rank_counts(recipe, world_size))
         outcome = joined(outcome, *rest)
     if not outcome.judged:
-        changes = what_would_fit(candidates, outcome.losers, pricing, choices, machine, world_size)
+        changes = what_would_fit([s for _, s in candidates], outcome.losers, pricing, choices, machine, world_size)
         raise PlanError(_nothing_fits(outcome, machine, world_size, changes))
     about = About(recipe, recipe_sha256, pricing, machine)
     judged, seconds = by_measure(outcome.judged, top, about, measure) if measure else (outcome.judged, {})
@@ -154,11 +155,13 @@ def precision_for(recipe: Recipe, machine: Hardware) -> Precision:
     return "fp32" if machine.name == "cpu-core" else "bf16"
 
 
-def candidates_for(recipe: Recipe, choices: dict[str, UnitChoices], world_size: int) -> list[Sizing]:
-    """All sizes the recipe's placement allows on `world_size` ranks; PlanError says why there are none."""
+def candidates_for(
+    recipe: Recipe, choices: dict[str, UnitChoices], world_size: int, bound: UnitBound
+) -> list[tuple[float, Sizing]]:
+    """All sizes the recipe's placement allows on `world_size` ranks, bounded; PlanError says why there are none."""
     wanted = recipe.parallel.placement
     counts = rank_counts(recipe, world_size)
-    found = [s for n in counts for s in sizings(choices, n) if wanted in ("auto", s.placement)]
+    found = [(b, s) for n in counts for b, s in bounded_sizings(choices, n, bound) if wanted in ("auto", s.placement)]
     if found or (wanted in ("auto", "colocated") and any(fits_on(choices, n) for n in counts)):
         return found
     both: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
@@ -188,11 +191,10 @@ def predict(chosen: Judged, pricing: Pricing, machine: Hardware, world_size: int
     """What the run will see, if the costs are right."""
     dp, memory = sizes_of(chosen.graph), _memory_by_ranks(chosen)
     rank_seconds = chosen.step_time_s * world_size
-    tokens = sum(int(meta.tokens.sum()) for meta in pricing.batches.lay_out(dict(dp), pricing.num_microbatches(dp)))
     return Prediction(
         step_time_s=chosen.step_time_s,
-        mfu=pricing.model_flops(dp) / (rank_seconds * machine.peak_flops(pricing.precision)),
-        tokens_per_s_per_gpu=tokens / len(pricing.batches.groups) / rank_seconds,
+        mfu=pricing.model_flops(sizes_of(chosen.graph)) / (rank_seconds * machine.peak_flops(pricing.precision)),
+        tokens_per_s_per_gpu=pricing.tokens() / rank_seconds,
         peak_memory_gib={ranks: round(held.total / GIB, 4) for ranks, held in memory.items()},
         memory_kinds_gib={
             ranks: {kind: round(held_bytes / GIB, 4) for kind, held_bytes in held.by_kind().items()}

@@ -371,6 +371,10 @@ class UnitParallel(Section):
     )
     pp: PositiveInt | None = Field(None, description="Pipeline ranks.")
     dp: PositiveInt | None = Field(None, description="Data-parallel replicas; divides `train.global_batch`.")
+    vpp: PositiveInt | None = Field(
+        None,
+        description="Chunks of layers on each pipeline rank (interleaving); in `unified` the LLM's counts for all.",
+    )
     sp: bool = Field(
         False,
         description="Sequence parallelism, where tp is above 1: its ranks share out the tokens in norms and residuals.",
@@ -381,8 +385,10 @@ class UnitParallel(Section):
         "An encoder's number divides the LLM's (each merges several of them) or is a multiple of it (each splits "
         "one); default: the LLM's.",
     )
-    recompute: Literal["none", "all"] = Field(
-        "none", description="Recompute every layer's activations in backward, or keep them."
+    recompute: Literal["auto", "none", "all"] = Field(
+        "auto",
+        description="Whose activations are computed again in backward: of as few layers as memory allows (`auto`), of "
+        "none, or of all.",
     )
 
 

@@ -68,7 +68,7 @@ def pricing_for(settings: Recipe, hardware: str = "cpu-core") -> tuple[Pricing, 
     data, train = settings.data, settings.train
     samples = lengths() if settings.model.vision else text_lengths()
     batches = draw_batches(samples, Grouping.of(data, train.global_batch), train.seed)
-    recompute = {name: getattr(settings.parallel, name).recompute == "all" for name in choices}
+    recompute = {name: getattr(settings.parallel, name).recompute for name in choices}
     counts = encoder_microbatches(settings, model)
     return Pricing(
         model, AnalyticCosts(machine, precision), precision, batches, data.seq_len, recompute, counts

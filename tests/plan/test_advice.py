@@ -21,7 +21,8 @@ def advice(world_size: int, memory_gib: float, **parallel: Any) -> str:
     return re.search(r"Any one of these makes room: (.*); perhaps", str(error.value), re.S)[1]  # type: ignore[index]
 
 
-UNIFIED: dict[str, Any] = {"placement": "unified", "llm": {"dp": 1}, "vision": {"dp": 1}}
+ALONE = {"dp": 1, "recompute": "none"}
+UNIFIED: dict[str, Any] = {"placement": "unified", "llm": ALONE, "vision": ALONE}
 
 
 def test_the_memory_named_is_enough() -> None:

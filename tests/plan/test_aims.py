@@ -60,7 +60,7 @@ def test_a_single_replica_has_nobody_to_be_even_with() -> None:
 
 
 def test_ranks_of_a_pipeline_that_do_alike_are_one_load() -> None:
-    sizes = {"vision": {"tp": 1, "pp": 1, "dp": 2}, "llm": {"tp": 1, "pp": 2, "dp": 2}}
+    sizes = {"vision": {"tp": 1, "pp": 1, "dp": 2}, "llm": {"tp": 1, "pp": 2, "dp": 2, "vpp": 1}}
     chosen, aims = aimed({"placement": "disaggregated"} | sizes, 6)
     assert [set(place.forward) for place in aims.places] == [{"vision"}, {"llm"}, {"llm"}]
     assert len(aims.loads) == 2

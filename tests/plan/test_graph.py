@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.models.shape import shape
-from mmtrain.plan.cut import arrange, graph_for
+from mmtrain.plan import cut
+from mmtrain.plan.cut import graph_for, tracks_of
 from mmtrain.plan.graph import graph_of
 from mmtrain.plan.layout import Layout, MeshSize, split_lane, unified
 from mmtrain.plan.plan import StagePlan, UnitPlan
-from mmtrain.plan.search import sizings
+from mmtrain.plan.sizes import sizings
 from mmtrain.program import build, peak_live
 from mmtrain.program.builder import in_flight
 from mmtrain.program.graph import StageGraph, StageId
@@ -22,8 +23,8 @@ SIZINGS = [s for world_size in (1, 2, 3, 4, 5, 6, 8) for s in sizings(CHOICES, w
 
 
 def laid_out(index: int) -> tuple[Layout, StageGraph]:
-    layout = arrange(SIZINGS[index], PRICING, CHOICES)
-    assert layout is not None
+    cuts = [track.anchor for track in tracks_of(SIZINGS[index], PRICING, CHOICES)]
+    layout = cut.laid_out(SIZINGS[index], PRICING, tuple(c for c in cuts if c is not None))
     return layout, graph_for(layout, PRICING)
 
 
@@ -33,11 +34,12 @@ def test_invariants(index: int) -> None:
     for unit in PRICING.shape.units:
         mesh = graph.mesh(unit.name)
         stages = [s for s in graph.stages if s.id.unit == unit.name]
-        assert [s.id.index for s in stages] == list(range(mesh.pp))
+        assert [s.id.index for s in stages] == list(range(len(stages)))
+        assert -(-len(stages) // mesh.pp) == mesh.vpp
         assert [i for s in stages for i in range(*s.layers)] == list(range(len(unit.layers)))
         assert len(mesh.ranks) == mesh.tp * mesh.pp * mesh.dp
         ranks = Counter(r for s in stages for lane in s.lanes for r in lane)
-        assert set(ranks.values()) == {1}, "a rank holds one stage of a unit"
+        assert set(ranks.values()) <= {mesh.vpp, max(mesh.vpp - 1, 1)}, "a rank holds one stage of a unit and chunk"
         assert sorted(ranks) == sorted(mesh.ranks)
         assert all(len(s.lanes) == mesh.dp and {len(lane) for lane in s.lanes} == {mesh.tp} for s in stages)
         assert [s.trainable for s in stages] == [
@@ -46,9 +48,12 @@ def test_invariants(index: int) -> None:
     assert {r for m in graph.meshes for r in m.ranks} == set(range(graph.world_size))
     assert sum(len(m.ranks) for m in graph.meshes) >= graph.world_size
     crossing = [e for e in graph.edges if e.crosses_units]
-    assert [(e.src, e.dst) for e in crossing] == [(StageId("vision", graph.mesh("vision").pp - 1), StageId("llm", 0))]
+    last = max(s.id for s in graph.stages if s.id.unit == "vision")
+    assert [(e.src, e.dst) for e in crossing] == [(last, StageId("llm", 0))]
     assert len(graph.edges) == len(graph.stages) - 1
-    assert all(m.num_microbatches * graph.mesh("llm").dp == 8 for m in graph.meshes)
+    llm = graph.mesh("llm")
+    assert llm.num_microbatches * llm.dp == 8
+    assert all(llm.num_microbatches % m.num_microbatches == 0 for m in graph.meshes)
     assert layout.placement == "unified" or len(layout.units) == 2
 
 
@@ -61,7 +66,7 @@ def test_every_layout_becomes_a_program_that_runs_and_holds_what_memory_says(ind
 
 
 def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
-    units = unified(shape(recipe()), MeshSize(2, 3, 2), (0, 3, 7, 11), {"vision": False, "llm": True})
+    units = unified(shape(recipe()), MeshSize(2, 3, 2), (0, 3, 7, 11), {"llm": range(6)})
     vision, llm = units["vision"], units["llm"]
     assert [s.layers for s in vision.stages] == [(0, 3), (3, 5)]
     assert [s.layers for s in llm.stages] == [(0, 2), (2, 6)]
@@ -73,7 +78,7 @@ def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
 
 def test_chunks_go_round_the_ranks_and_a_unit_begins_where_the_other_ends() -> None:
     cuts = (0, 3, 5, 6, 7, 9, 11)  # six parts on three ranks: the vision unit has 5 layers, the LLM 6
-    units = unified(shape(recipe()), MeshSize(1, 3, 2, 2), cuts, {"vision": False, "llm": False})
+    units = unified(shape(recipe()), MeshSize(1, 3, 2, 2), cuts)
     vision, llm = units["vision"], units["llm"]
     assert (vision.vpp, vision.pp, vision.ranks) == (1, 2, (0, 1, 2, 3))
     assert (llm.vpp, llm.pp, llm.ranks) == (2, 3, (4, 5, 0, 1, 2, 3))
@@ -103,7 +108,7 @@ def test_a_plan_whose_stages_do_not_go_round_its_ranks_is_refused(stages: tuple[
 
 
 def test_a_lane_over_two_nodes_is_found() -> None:
-    units = unified(shape(recipe()), MeshSize(4, 1, 2), (0, 11), {"vision": False, "llm": False})
+    units = unified(shape(recipe()), MeshSize(4, 1, 2), (0, 11))
     assert split_lane(units, ranks_per_node=6) == (4, 5, 6, 7)
     assert split_lane(units, ranks_per_node=4) is None
 

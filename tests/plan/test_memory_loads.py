@@ -8,7 +8,7 @@ import pytest
 from mmtrain.plan.pricing import UNSEEN
 from tests.plan import factory
 
-DP = (("vision", 1), ("llm", 1))
+DP = (("vision", 1, 8), ("llm", 1, 8))
 
 
 def test_room_is_left_for_what_the_drawn_batches_do_not_show() -> None:

@@ -9,10 +9,11 @@ from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.costs import upstream_trains
 from mmtrain.models.shape import ModelEdge, ModelShape, UnitShape, shape
 from mmtrain.plan.batches import BatchSample
-from mmtrain.plan.bounds import schedule_bound, work_bound
-from mmtrain.plan.cut import graph_for
-from mmtrain.plan.judge import judge, tight_bound
+from mmtrain.plan.cut import graph_for, least_seconds, tracks_of
+from mmtrain.plan.judge import judge
 from mmtrain.plan.layout import Layout, MeshSize, disaggregated
+from mmtrain.plan.rate import Rater
+from mmtrain.plan.sizes import Sizing
 from mmtrain.plan.story import machine_for
 from mmtrain.program import build
 from mmtrain.program.graph import StageId
@@ -39,34 +40,31 @@ def with_goals(lengths: SampleLengths) -> SampleLengths:
 
 @pytest.mark.parametrize("num_microbatches", [2, 8, 16])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_unit_after_the_llm_is_judged_like_any_other(pp: int, num_microbatches: int) -> None:
-    pricing, _ = pricing_for(recipe())
+def test_a_unit_after_the_llm_is_rated_and_judged_like_any_other(pp: int, num_microbatches: int) -> None:
+    pricing, choices = pricing_for(recipe())
     pricing = replace(
         pricing,
         shape=drawing(pricing.shape),
         batches=BatchSample(with_goals(pricing.batches.lengths), pricing.batches.groups),
-        recompute={**pricing.recompute, "generator": False},
+        recompute={**pricing.recompute, "generator": "none"},
         encoder_microbatches={"generator": num_microbatches},
     )
     sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, pp, 1), "generator": MeshSize(1, 2, 1)}
     cuts = {"vision": (0, 5), "llm": (0, 3, 6) if pp == 2 else (0, 6), "generator": (0, 2, 5)}
-    layout = Layout(
-        "disaggregated",
-        disaggregated(sizes, cuts, dict.fromkeys(sizes, False)),
-        {"vision": 8, "llm": 8, "generator": num_microbatches},
-    )
+    counts = {"vision": 8, "llm": 8, "generator": num_microbatches}
+    layout = Layout("disaggregated", disaggregated(sizes, cuts), counts)
     graph, machine = graph_for(layout, pricing), machine_for(recipe(), "cpu-core")
     assert [str(s.id) for s in graph.stages if graph.has_loss(s.id)] == [f"llm.{pp - 1}", "generator.1"]
     build(graph)
-    seconds = pricing.stage_seconds(graph)
-    by_work, _ = work_bound(graph, seconds)
-    by_schedule = schedule_bound(graph, seconds, lambda _: 0.0)
+    sizing = Sizing("disaggregated", sizes, counts)
+    tracks = tracks_of(sizing, pricing, choices)
+    rated = Rater(pricing, machine, None).rate(sizing, tracks, [tuple(cuts.values())], [None] * 3)[0]
     judged = judge(layout, pricing, machine)
     slack = 1 + 1e-9
-    assert 0 < by_work <= by_schedule * slack
-    assert by_schedule <= tight_bound(graph, pricing, machine) <= judged.step_time_s * slack
+    assert 0 < max(map(least_seconds, tracks)) <= rated * slack
+    assert rated <= judged.step_time_s * slack
     assert set(judged.memory) == set(range(3 + pp))
-    loads = pricing.loads((("vision", 1), ("llm", 1), ("generator", 1)))[0]
+    loads = pricing.loads(sizing.spread)[0]
     assert sum(rows for mb, rows in loads.rows_out.items() if mb.unit == "llm") > 0
 
 
@@ -81,4 +79,4 @@ def test_gradients_pass_a_frozen_llm_where_an_encoder_trains() -> None:
 def _layout() -> Layout:
     sizes = dict.fromkeys(("vision", "llm", "generator"), MeshSize(1, 1, 1))
     cuts = {"vision": (0, 5), "llm": (0, 6), "generator": (0, 5)}
-    return Layout("disaggregated", disaggregated(sizes, cuts, dict.fromkeys(sizes, False)), dict.fromkeys(sizes, 8))
+    return Layout("disaggregated", disaggregated(sizes, cuts), dict.fromkeys(sizes, 8))

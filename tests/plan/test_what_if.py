@@ -60,13 +60,5 @@ def test_progress_runs_to_its_end() -> None:
     totals = {total for _, total in told}
     assert len(totals) == 1
     assert told[0][0] == 0
-    assert max(done for done, _ in told) == totals.pop() - 1
-
-
-def test_sequence_parallelism_makes_room() -> None:
-    sizes = {"tp": 2, "pp": 1, "dp": 1}
-    peaks = []
-    for sp in (False, True):
-        parallel = {"placement": "unified", "llm": {**sizes, "sp": sp}, "vision": {**sizes, "sp": sp}}
-        peaks.append(max(planned(recipe(parallel=parallel), 2).predicted.peak_memory_gib.values()))
-    assert peaks[1] < 0.97 * peaks[0]
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1][0] == totals.pop()

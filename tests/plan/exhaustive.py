@@ -1,0 +1,89 @@
+"""Planning by trying everything: the oracle of the search, and random instances small enough for it."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from mmtrain.costs import Hardware
+from mmtrain.plan.constraints import UnitChoices
+from mmtrain.plan.cut import Cuts, Track, every_cut, graph_for, laid_out, tracks_of
+from mmtrain.plan.fit import Fitted, fitted
+from mmtrain.plan.judge import Judged, judge
+from mmtrain.plan.pricing import Pricing
+from mmtrain.plan.search import FEW
+from mmtrain.plan.sizes import Sizing, bounded_sizings, split_lane_of
+from mmtrain.plan.story import machine_for
+from mmtrain.program.builder import in_flight
+from tests.plan.factory import pricing_for, recipe
+
+MOST_LAYERS, MOST_PIPELINE = 12, 4
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What the search is asked."""
+
+    pricing: Pricing
+    choices: Mapping[str, UnitChoices]
+    machine: Hardware
+    sizings: list[tuple[float, Sizing]]
+
+
+def random_instance(seed: int, most_cuts: int = FEW) -> Instance:
+    """A small model on up to 16 ranks, with fewer ways to place and cut it than `most_cuts`."""
+    rng = np.random.default_rng(seed)
+    while True:
+        width, wide = (int(rng.choice([32, 64, 128])) for _ in range(2))
+        vision = {"layers": int(rng.integers(1, 4)), "hidden": width, "heads": 4, "ffn": 2 * width}
+        vision["freeze"] = bool(rng.random() < 0.3)
+        llm = {"layers": int(rng.integers(1, 5)), "hidden": wide, "heads": 4, "ffn": 3 * wide, "vocab": 256}
+        settings = recipe(vision=vision, llm=llm, global_batch=int(rng.choice([4, 8])))
+        hardware = str(rng.choice(["cpu-core", "h100-80g"]))
+        pricing, choices = pricing_for(settings, hardware)
+        machine = machine_for(settings, hardware)
+        world_size = int(rng.choice([2, 3, 4, 6, 8, 12, 16]))
+        found = [(b, s) for b, s in bounded_sizings(choices, world_size) if _is_short(s)]
+        if found and _num_cuts(pricing, found) < most_cuts:
+            return Instance(pricing, choices, machine, found)
+
+
+def everything(given: Instance) -> Iterator[Judged]:
+    """Simulate all that fits: every sizing, every cut, recomputing as little as memory demands."""
+    for _, sizing in given.sizings:
+        if split_lane_of(sizing, given.machine.ranks_per_node):
+            continue
+        for cuts in all_cuts(tracks_of(sizing, given.pricing, given.choices)):
+            alive = in_flight(graph_for(laid_out(sizing, given.pricing, cuts), given.pricing))
+            found = fitted(sizing, given.pricing, cuts, given.machine, alive)
+            if isinstance(found, Fitted):
+                yield judge(found.layout, given.pricing, given.machine)
+
+
+def all_cuts(tracks: tuple[Track, ...]) -> Iterator[Cuts]:
+    yield from product(*map(every_cut, tracks))
+
+
+def squeezed(given: Instance, share: float) -> Instance:
+    """The same where ranks have only so much of the memory that the hungriest of all plans needs."""
+    most = max(judged.peak_bytes for judged in everything(given))
+    return replace(given, machine=replace(given.machine, memory_bytes=share * most))
+
+
+def _is_short(sizing: Sizing) -> bool:
+    return max(size.pp for size in sizing.sizes.values()) <= MOST_PIPELINE
+
+
+def _num_cuts(pricing: Pricing, found: list[tuple[float, Sizing]]) -> int:
+    layers = {unit.name: len(unit.layers) for unit in pricing.shape.units}
+    assert sum(layers.values()) <= MOST_LAYERS
+    total = 0
+    for _, sizing in found:
+        if sizing.placement == "unified":
+            size = sizing.sizes["llm"]
+            total += math.comb(sum(layers.values()) - 1, size.pp * size.vpp - 1)
+        else:
+            total += math.prod(math.comb(layers[n] - 1, s.pp * s.vpp - 1) for n, s in sizing.sizes.items())
+    return total
