@@ -54,7 +54,7 @@ def simulate(
         seconds = [
             {"what": r.what, "predicted_s": r.predicted_s, "measured_s": r.measured_s, "error": r.error} for r in rows
         ]
-        parts = [{"what": part.what, "seconds": part.seconds, "actions": part.count} for part in path]
+        parts = [{"what": p.what, "part": p.part, "seconds": p.seconds, "actions": p.count} for p in path]
         told = {"seconds": seconds, "bubbles": bubbles, "steps": found.steps, "critical": parts}
         typer.echo(json.dumps({**told, "critical_path": _path_json(found)}))
     else:

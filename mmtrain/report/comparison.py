@@ -124,36 +124,38 @@ def compare(simulated: Sequence[Timeline], trace: Trace | None) -> list[Row]:
 class PathRow:
     """What work of one kind has of the critical path: seconds a step, and how many actions."""
 
-    what: str  # `llm.0 forward`, `vision.0>llm.0 activation`, `reduce llm`, `step`
+    what: str  # `llm.0 forward`, `vision.0>llm.0 activation`, `reduce llm`, `optimizer`
+    part: str  # a unit, `messages` or `collectives`
     seconds: float
     count: float
 
 
 def path_rows(simulated: Sequence[Timeline]) -> list[PathRow]:
     """Where the step time comes from, largest first: means over the simulated steps. The seconds add up to the step."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    count: defaultdict[str, float] = defaultdict(float)
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    count: defaultdict[tuple[str, str], float] = defaultdict(float)
     for timeline in simulated:
         for span in timeline.critical_path:
-            what = _path_word(span.action)
-            seconds[what] += span.duration_s / len(simulated)
-            count[what] += 1 / len(simulated)
-    return sorted((PathRow(what, s, count[what]) for what, s in seconds.items()), key=lambda row: -row.seconds)
+            words = _path_words(span.action)
+            seconds[words] += span.duration_s / len(simulated)
+            count[words] += 1 / len(simulated)
+    return sorted((PathRow(*words, s, count[words]) for words, s in seconds.items()), key=lambda row: -row.seconds)
 
 
-def _path_word(action: Action) -> str:
+def _path_words(action: Action) -> tuple[str, str]:
+    """What an action is called, and what it is a part of."""
     match action:
         case Forward() | Backward() | Partial():
-            return f"{action.stage} {'forward' if direction(action) == 'F' else 'backward'}"
+            return f"{action.stage} {'forward' if direction(action) == 'F' else 'backward'}", action.stage.unit
         case Send(edge, _, _, _, payload) | Recv(edge, _, _, _, payload):
-            return f"{edge} {payload}"
+            return f"{edge} {payload}", "messages"
         case Share(edge, _, payload):
-            return f"{edge} {payload} shared"
+            return f"{edge} {payload} shared", "collectives"
         case ReduceGrads(name) | ReduceShared(name):
-            return f"reduce {name}"
+            return f"reduce {name}", "collectives"
         case GatherParams(unit):
-            return f"gather {unit}"
-    return "optimizer"
+            return f"gather {unit}", "collectives"
+    return "optimizer", "collectives"
 
 
 def comparison_text(rows: Sequence[Row], bubbles: Mapping[BubbleKind, float], path: Sequence[PathRow]) -> str:
@@ -168,19 +170,27 @@ def comparison_text(rows: Sequence[Row], bubbles: Mapping[BubbleKind, float], pa
             cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f} ms")
             cells.append("-" if row.error is None else f"{row.error:+.1%}")
         table.add_row(row.what, *cells)
-    chain = Table(title="Critical path: what the step waits for, one after another", title_justify="left")
-    for column in ("", "seconds", "share", "actions"):
-        chain.add_column(column, justify="left" if not column else "right")
-    whole = sum(row.seconds for row in path) or 1.0
-    for part in path[:MAX_PATH_ROWS]:
-        cells = [f"{part.seconds * 1e3:.2f} ms", f"{part.seconds / whole:.1%}", f"{part.count:g}"]
-        chain.add_row(part.what, *cells)
-    if rest := path[MAX_PATH_ROWS:]:
-        seconds = sum(part.seconds for part in rest)
-        chain.add_row(f"{len(rest)} others", f"{seconds * 1e3:.2f} ms", f"{seconds / whole:.1%}", "")
     idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles.items() if share >= 0.0005)
     told = f"Simulated ranks idle {sum(bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
-    return rendered(table, told, "", chain)
+    return rendered(table, told, *(("", *_path_text(path)) if path else ()))
+
+
+def _path_text(path: Sequence[PathRow]) -> tuple[str, Table]:
+    whole = sum(row.seconds for row in path) or 1.0
+    parts: defaultdict[str, float] = defaultdict(float)
+    for row in path:
+        parts[row.part] += row.seconds
+    shares = sorted(parts.items(), key=lambda item: -item[1])
+    told = "What the step waits for, one after another: " + ", ".join(f"{p} {s / whole:.1%}" for p, s in shares) + "."
+    table = Table(title="Critical path", title_justify="left")
+    for column in ("", "seconds", "share", "actions"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in path[:MAX_PATH_ROWS]:
+        table.add_row(row.what, f"{row.seconds * 1e3:.2f} ms", f"{row.seconds / whole:.1%}", f"{row.count:g}")
+    if rest := path[MAX_PATH_ROWS:]:
+        seconds = sum(row.seconds for row in rest)
+        table.add_row(f"{len(rest)} others", f"{seconds * 1e3:.2f} ms", f"{seconds / whole:.1%}", "")
+    return told, table
 
 
 def overlay(simulated: Sequence[Timeline], trace: Trace | None, plan_sha256: str) -> dict[str, Any]:

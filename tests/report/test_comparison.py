@@ -57,13 +57,16 @@ def test_the_critical_path_is_told_by_what_it_waits_for(timeline: Timeline) -> N
     assert {row.what for row in rows} <= kinds
     words = comparison_text(compare([timeline], None), timeline.bubble_shares(), rows)
     assert rows[0].what in words.split("Critical path")[1]
+    assert {row.part for row in rows} <= {"llm", "vision", "messages", "collectives"}
+    assert all(f"{part} " in words.split("one after another: ")[1] for part in ("llm", "vision"))
 
 
 def test_a_long_path_is_told_in_part() -> None:
-    rows = [PathRow(f"llm.{i} forward", 1.0, 2) for i in range(20)]
+    rows = [PathRow(f"llm.{i} forward", "llm", 1.0, 2) for i in range(20)]
     words = comparison_text([], {}, rows)
     assert "8 others" in words
     assert "40.0%" in words
+    assert "llm 100.0%." in words
 
 
 def test_stage_seconds_add_up_to_the_compute_of_the_step(timeline: Timeline) -> None:
