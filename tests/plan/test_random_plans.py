@@ -1,0 +1,62 @@
+"""Random plans of every placement, chunked, merged, recomputed: the checker accepts each, and memory holds."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.plan.cut import graph_for, laid_out, tracks_of
+from mmtrain.plan.fit import Fitted, fitted
+from mmtrain.plan.rate import Rater
+from mmtrain.plan.sizes import sizings
+from mmtrain.plan.story import machine_for
+from mmtrain.program import build, peak_live
+from mmtrain.program.builder import in_flight
+from tests.plan.factory import pricing_for, recipe
+
+SETTINGS = recipe(llm={"layers": 6}, global_batch=8)
+PRICING, CHOICES = pricing_for(SETTINGS)
+MACHINE = machine_for(SETTINGS, "cpu-core")
+SIZINGS = [s for world_size in (1, 2, 3, 4, 6) for s in sizings(CHOICES, world_size)]
+RATER = Rater(PRICING, MACHINE, None)
+
+
+def holds(data: st.DataObject) -> None:
+    sizing = data.draw(st.sampled_from(SIZINGS))
+    cuts = []
+    for track in tracks_of(sizing, PRICING, CHOICES):
+        length = len(track.line.seconds)
+        inner = st.lists(st.integers(1, length - 1), min_size=track.parts - 1, max_size=track.parts - 1, unique=True)
+        cuts.append((0, *sorted(data.draw(inner)), length))
+    free = graph_for(laid_out(sizing, PRICING, tuple(cuts)), PRICING)
+    peak = max(memory.total for memory in PRICING.memory(free).values())
+    small = replace(MACHINE, memory_bytes=data.draw(st.floats(0.5, 1.1)) * peak)
+    alive = RATER.alive(sizing, tuple(cuts))
+    assert alive == in_flight(free)
+    found = fitted(sizing, PRICING, tuple(cuts), small, alive)
+    if not isinstance(found, Fitted):
+        assert found.need_gib * 2**30 > small.memory_bytes
+        return
+    program = build(found.graph)
+    for stage in found.graph.stages:
+        assert peak_live(found.graph, program.actions[stage.lanes[0][0]])[stage.id] <= alive[stage.id]
+    assert max(memory.total for memory in PRICING.memory(found.graph).values()) <= small.memory_bytes
+    for unit in PRICING.shape.units:
+        layers = [s.layers for s in found.layout.units[unit.name].stages]
+        assert (layers[0][0], layers[-1][1]) == (0, len(unit.layers))
+        assert all(a[1] == b[0] for a, b in pairwise(layers))
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_every_plan_is_accepted_and_fits(data: st.DataObject) -> None:
+    holds(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(st.data())
+def test_a_thousand_plans_are_accepted_and_fit(data: st.DataObject) -> None:
+    holds(data)
