@@ -24,7 +24,7 @@ from mmtrain.program import (
 from mmtrain.program.twins import leaders
 from tests.program.graphs import Unit, chain, graphs
 from tests.program.oracle import nodes_of, precedences
-from tests.program.parts import cut_programs
+from tests.program.parts import cut_programs, split_programs
 
 
 class Drawn:
@@ -54,7 +54,7 @@ class Drawn:
         return (self.least + crc32(f"{self.seed} {who} {what}".encode()) % 6) / 4
 
 
-programs = st.one_of(graphs(max_n=3).map(build), cut_programs())
+programs = st.one_of(graphs(max_n=3).map(build), cut_programs(), split_programs())
 seeds = st.integers(0, 2**32)
 
 
