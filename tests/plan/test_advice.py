@@ -21,7 +21,7 @@ def advice(world_size: int, memory_gib: float, **parallel: Any) -> str:
     return re.search(r"Any one of these makes room: (.*); perhaps", str(error.value), re.S)[1]  # type: ignore[index]
 
 
-ALONE = {"dp": 1, "recompute": "none"}
+ALONE: dict[str, Any] = {"dp": 1, "recompute": "none"}
 UNIFIED: dict[str, Any] = {"placement": "unified", "llm": ALONE, "vision": ALONE}
 
 

@@ -33,7 +33,7 @@ def test_very_many_lots_are_enough_and_none_is_idle() -> None:
         found = least_recompute(saved, seconds, counts, excess)
         assert found is not None
         spare = np.dot(found, saved) - excess
-        assert 0 <= spare
+        assert spare >= 0
         assert all(n == 0 or each > spare for n, each in zip(found, saved, strict=True))
     assert least_recompute(saved, seconds, counts, sum(saved) * 5 + 1) is None
 
