@@ -161,7 +161,7 @@ def _memory(contents: Contents) -> str:
         bar = _parts(parts, limit / full) if parts else _bar((row.gib / full, "whole"), limit=limit / full)
         lines.append(((row.what, f"{row.gib:.4g} GiB", f"{row.gib / limit:.1%}", row.most), bar))
     legend = "".join(f'<b class="{paint}">■</b> {escape(kind)} ' for kind, paint in paints.items())
-    note = f"<p>{legend}The red line is the limit, {limit:.4g} GiB.</p>"
+    note = f"{f'<p>{legend}</p>' if legend else ''}<p>The red line is the limit, {limit:.4g} GiB.</p>"
     detail = [(row.what, *(f"{row.kinds.get(kind, 0.0):.4g}" for kind in kinds)) for row in rows if row.kinds]
     table = f"<details><summary>By kind, in GiB</summary>{_table(('ranks', *kinds), detail)}</details>" if kinds else ""
     return _bar_table(("ranks", "peak", "of limit", "most of it"), lines) + note + table
