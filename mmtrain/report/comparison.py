@@ -64,7 +64,8 @@ class Trace:
             ) from None
         except ValueError as error:
             raise UserError(f"{path}: no trace, it is no JSON ({error})") from None
-        if "steps" not in content.get("otherData", {}):
+        other = content.get("otherData") if isinstance(content, dict) else None
+        if not isinstance(other, dict) or not other.get("steps"):
             raise UserError(f"{path}: no trace of a run; record one with --set 'train.trace=[2,3]'")
         return cls(content)
 

@@ -25,7 +25,7 @@ section{{break-inside:avoid-page}}summary{{color:var(--soft);cursor:pointer;marg
 svg{{display:block;width:100%;min-width:720px;font:12px system-ui,sans-serif}}svg[style]{{min-width:0;max-width:none}}
 {_NAMES}
 .path{{fill:none}}{"".join(f".{p}.path{{stroke:var(--{p})}}.{p}.edge{{stroke:var(--{p})}}" for p in LIGHT)}
-.curves{{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:0 20px}}
+.curves{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:0 20px}}
 .curves .draw svg{{min-width:0}}
 .figures{{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:8px;margin:16px 0}}
 .figures div{{border:1px solid var(--line);border-radius:6px;padding:8px 12px}}
@@ -35,7 +35,8 @@ margin-top:4px}}
 table{{border-collapse:collapse;font-variant-numeric:tabular-nums}}
 td,th{{padding:4px 16px 4px 0;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}}
 td:first-child,th:first-child,.wordy td:last-child,.wordy th:last-child{{text-align:left}}
-th{{color:var(--soft);font-weight:500}}.wordy td:last-child{{white-space:normal;min-width:260px}}
+th{{color:var(--soft);font-weight:500}}.wordy td{{vertical-align:top}}
+.wordy td:first-child{{white-space:normal;min-width:150px}}.wordy td:last-child{{white-space:normal;min-width:220px}}
 .bars{{width:100%}}.bars .bar{{width:70%;padding-right:6px}}.bar div{{position:relative;padding:2px 0}}
 .bar i{{display:block;height:7px;min-width:1px;margin:1px 0;background:var(--u0)}}
 .bar i.predicted,.key.predicted{{opacity:.4}}.key{{color:var(--u0)}}

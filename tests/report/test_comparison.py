@@ -109,6 +109,7 @@ def test_what_is_no_trace_of_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("no")
     with pytest.raises(UserError, match="it is no JSON"):
         Trace.load(tmp_path / "text.json")
-    (tmp_path / "other.json").write_text('{"otherData": {"simulated": true}}')
-    with pytest.raises(UserError, match="no trace of a run"):
-        Trace.load(tmp_path / "other.json")
+    for text in ('{"otherData": {"simulated": true}}', '{"otherData": {"steps": []}}', '{"otherData": 1}', "[1]"):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(UserError, match="no trace of a run"):
+            Trace.load(tmp_path / "other.json")
