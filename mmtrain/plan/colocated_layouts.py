@@ -1,6 +1,6 @@
 """Colocated layouts of a recipe: every LLM size, with encoders on the same ranks under sizes of their own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise, product
 
 import numpy as np
@@ -33,8 +33,13 @@ def encoder_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator
     yield from (dict(zip([u.name for u in encoders], sizes, strict=True)) for sizes in product(*each))
 
 
-def colocated_layout(pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize) -> Layout | None:
-    """Cut every unit into stages of equal time; None if it has too few layers for that."""
+def colocated_layout(
+    pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize, recompute: Collection[str] = ()
+) -> Layout | None:
+    """Cut every unit into stages of equal time; None if it has too few layers for that.
+
+    recompute: units whose layers are all recomputed, besides those of which the recipe says so.
+    """
     sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in pricing.shape.units}
     spread = pricing.spread({name: size.dp for name, size in sizes.items()})
     units = {}
@@ -42,7 +47,7 @@ def colocated_layout(pricing: Pricing, encoders: Mapping[str, MeshSize], llm: Me
         cuts = min_max_partition(pricing.line(name, size.tp, spread).seconds.tolist(), size.pp * size.vpp)
         if cuts is None:
             return None
-        again = pricing.recompute[name] == "all"
+        again = name in recompute or pricing.recompute[name] == "all"
         stages = tuple(
             StagePlan(stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(range(lo, hi)) if again else ())
             for i, (lo, hi) in enumerate(pairwise(cuts))

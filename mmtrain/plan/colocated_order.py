@@ -19,7 +19,7 @@ from mmtrain.costs import Hardware
 from mmtrain.plan.bubbles import FloatArray, Kernels, Lane
 from mmtrain.plan.colocated import EncoderPlan, Host, Schedule, schedule_as_dealt
 from mmtrain.plan.judge import Judged, model_timing, rehearsed
-from mmtrain.plan.pricing import Pricing, sizes_of
+from mmtrain.plan.pricing import AGAIN, BACKWARD, FORWARD, Pricing, sizes_of
 from mmtrain.program.actions import (
     Backward,
     Collective,
@@ -32,7 +32,7 @@ from mmtrain.program.actions import (
     ReduceShared,
     Send,
 )
-from mmtrain.program.builder import build_1f1b
+from mmtrain.program.builder import build_1f1b, in_flight
 from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId, UnitMesh, block_sizes
 from mmtrain.program.lower import lower
 from mmtrain.program.simulate import simulate
@@ -107,7 +107,29 @@ def scheduling_efficiency(judged: Judged, pricing: Pricing, machine: Hardware) -
 
 def llm_alone(graph: StageGraph, pricing: Pricing, machine: Hardware) -> Timeline:
     """The LLM of one replica group without its encoders, every microbatch of mean cost."""
-    only = replace(
+    only = _only_llm(graph)
+    seconds = {
+        sid: (float(s.forward.mean()), float(s.backward.mean()))
+        for sid, s in pricing.stage_seconds(graph).items()
+        if sid.unit == LLM
+    }
+    model = model_timing(only, pricing, pricing.loads(sizes_of(graph))[0], machine)
+    return simulate(lower(build_1f1b(only)), _Typical(model, seconds), 1)
+
+
+def least_alive(graph: StageGraph) -> dict[StageId, int]:
+    """Microbatches that each stage holds at least: the LLM's as in 1F1B, an encoder's as long as the LLM holds them."""
+    alive, llm = in_flight(_only_llm(graph)), graph.mesh(LLM)
+    entered = {e.src.unit: e.dst for e in graph.edges if e.crosses_units}
+    for stage in (s.id for s in graph.stages if s.id.unit != LLM):
+        own, per_block = block_sizes(graph.mesh(stage.unit).num_microbatches, llm.num_microbatches)
+        held = alive[entered[stage.unit]] // per_block * own if graph.needs_backward(stage) else 0
+        alive[stage] = max(1, held)
+    return alive
+
+
+def _only_llm(graph: StageGraph) -> StageGraph:
+    return replace(
         graph,
         meshes=(graph.mesh(LLM),),
         stages=tuple(
@@ -117,13 +139,6 @@ def llm_alone(graph: StageGraph, pricing: Pricing, machine: Hardware) -> Timelin
         ),
         edges=tuple(e for e in graph.edges if {e.src.unit, e.dst.unit} == {LLM}),
     )
-    seconds = {
-        sid: (float(s.forward.mean()), float(s.backward.mean()))
-        for sid, s in pricing.stage_seconds(graph).items()
-        if sid.unit == LLM
-    }
-    model = model_timing(only, pricing, pricing.loads(sizes_of(graph))[0], machine)
-    return simulate(lower(build_1f1b(only)), _Typical(model, seconds), 1)
 
 
 @dataclass(frozen=True)
@@ -223,8 +238,10 @@ def _kernels(pricing: Pricing, graph: StageGraph, stage: StageId, kind: Directio
     if kind == "B" and not graph.needs_backward(stage):
         return ()
     lo, hi = graph.stage(stage).layers
-    seconds = pricing.layer_seconds(stage.unit, graph.mesh(stage.unit).tp, sizes_of(graph))[lo:hi]
-    each = seconds[:, 0].tolist() if kind == "F" else seconds[::-1, 1].tolist()
+    mean = pricing.prices(stage.unit, graph.mesh(stage.unit).tp, sizes_of(graph)).mean
+    again = [i in graph.stage(stage).recompute for i in range(lo, hi)]
+    backward = mean[lo:hi, BACKWARD] + np.where(again, mean[lo:hi, AGAIN], 0.0)
+    each = mean[lo:hi, FORWARD].tolist() if kind == "F" else backward[::-1].tolist()
     return (Kernels.of(each, [True] * len(each)),)
 
 
@@ -236,12 +253,14 @@ def _encoder_tasks(
     llm = graph.mesh(LLM)
     blocks = llm.pp // mesh.pp
     slices = per_group // blocks
-    earliest = _shifted(found.host.first_forwards[::blocks], ahead, -np.inf)
-    latest = -_shifted(-found.host.last_backwards[::-1][::blocks], ahead, -np.inf)[::-1]
+    due, back = found.host.first_forwards[::blocks], found.host.last_backwards[::blocks]
     for half in (found.forward, found.backward):
         for (block, stage), placed in half.items():
             sid = StageId(mesh.unit, stage)
             lo, hi = graph.stage(sid).layers
+            # So the encoder's stages, too, work on different microbatches at a time.
+            reach = None if ahead is None else ahead + mesh.pp - 1 - stage
+            earliest, latest = _shifted(due, reach), -_shifted(-back[::-1], reach)[::-1]
             for (start, _), name, kernel in zip(placed.spans, placed.chains, placed.kernels, strict=True):
                 index = int(name) // blocks
                 is_forward = half is found.forward
@@ -255,11 +274,10 @@ def _encoder_tasks(
                         yield rank, task
 
 
-def _shifted(times: FloatArray, ahead: int | None, none: float) -> FloatArray:
-    """For each microbatch the time of the one `ahead` before it, where there is one."""
-    if ahead is None:
-        return np.full(len(times), none)
-    return np.concatenate([np.full(ahead, none), times])[: len(times)]
+def _shifted(times: FloatArray, reach: int | None) -> FloatArray:
+    """For each microbatch the time of the one `reach` before it; without one, or a reach, no time is too early."""
+    before = len(times) if reach is None else reach
+    return np.concatenate([np.full(before, -np.inf), times])[: len(times)]
 
 
 def _lines(graph: StageGraph, tasks: Sequence[_Task]) -> Iterator[str]:

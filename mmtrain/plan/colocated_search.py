@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from mmtrain.costs import Hardware
-from mmtrain.costs.hardware import GIB
+from mmtrain.costs import Hardware, RankMemory
 from mmtrain.plan.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
-from mmtrain.plan.colocated_order import llm_alone, plan_order
+from mmtrain.plan.colocated_order import least_alive, llm_alone, plan_order
 from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.cut import graph_for
+from mmtrain.plan.fit import misfit
 from mmtrain.plan.judge import Judged, judge, memory_of
-from mmtrain.plan.layout import MeshSize, split_lane
+from mmtrain.plan.layout import Layout, MeshSize, split_lane
 from mmtrain.plan.plan import Alternative, SchedulePlan
 from mmtrain.plan.pricing import Pricing, counts_of
 from mmtrain.plan.search import SAME, Outcome
@@ -44,6 +44,7 @@ def colocated_candidates(
     Layouts are tried in the order of what they take at least: the LLM its pipeline, a rank its share of all work. Of
     each, the encoders' layers are put into the LLM's bubbles, and the order is kept if it is faster than the coarse
     one. Where neither fits into memory, the encoders are kept closer to the LLM, at the price of making it wait.
+    Units that the recipe lets be are recomputed as a whole where nothing fits otherwise, encoders before the LLM.
     Models with a unit behind the LLM have no colocated layouts here, nor those without one before it.
     """
     encoders = {edge.src for edge in pricing.shape.edges if edge.dst == LLM}
@@ -51,10 +52,17 @@ def colocated_candidates(
         return Outcome((), ())
     judged: list[Judged] = []
     losers: list[Alternative] = []
+    tried = 0
     for sizes in sorted(_all_sizes(pricing, choices, world_size), key=lambda s: (s.bound, s.llm.pp, s.llm.tp)):
-        if sizes.bound > fastest * SAME or len(judged) == TRIED:
+        if sizes.bound > fastest * SAME or tried >= TRIED:
             break
-        found = _judged(sizes, pricing, machine)
+        found: Judged | Alternative | None = None
+        for recompute in _recomputed(pricing):
+            layout = _layout(sizes, recompute, pricing, machine)
+            found = _judged(sizes, layout, pricing, machine) if isinstance(layout, Layout) else layout
+            tried += isinstance(layout, Layout)
+            if found is None or isinstance(found, Judged):
+                break
         if isinstance(found, Judged):
             judged.append(found)
             fastest = min(fastest, found.step_time_s)
@@ -94,32 +102,46 @@ def _bound(pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize) ->
     return max(alone, sum(rank.values()))
 
 
-def _judged(sizes: _Sizes, pricing: Pricing, machine: Hardware) -> Judged | Alternative | None:
-    """The faster of planned and coarse order that fits, or why there is none; None if the layers are too few."""
-    layout = colocated_layout(pricing, sizes.encoders, sizes.llm)
+def _recomputed(pricing: Pricing) -> list[frozenset[str]]:
+    """Units that are recomputed as a whole, where the recipe leaves it open: none, the encoders, all."""
+    free = frozenset(unit for unit, wanted in pricing.recompute.items() if wanted == "auto")
+    return list(dict.fromkeys([frozenset[str](), free - {LLM}, free]))
+
+
+def _layout(
+    sizes: _Sizes, recompute: frozenset[str], pricing: Pricing, machine: Hardware
+) -> Layout | Alternative | None:
+    """The sizes as a layout, or why no order of it can run; None if the layers are too few."""
+    layout = colocated_layout(pricing, sizes.encoders, sizes.llm, recompute)
     if layout is None:
         return None
     if lane := split_lane(layout.units, machine.ranks_per_node):
         return _lost(sizes, f"the tensor-parallel group of ranks {lane} lies on two nodes")
     graph = graph_for(layout, pricing)
-    least = pricing.memory(graph, {stage.id: 1 for stage in graph.stages})
-    if (need := max(memory.total for memory in least.values())) > machine.memory_bytes:
-        return _lost(sizes, _too_large(need, machine, "with one microbatch of each stage alive"), need / GIB)
+    least = pricing.memory(graph, least_alive(graph))
+    if max(memory.total for memory in least.values()) > machine.memory_bytes:
+        return _too_large(sizes, pricing, least, machine)
+    return layout
+
+
+def _judged(sizes: _Sizes, layout: Layout, pricing: Pricing, machine: Hardware) -> Judged | Alternative:
+    """The faster of planned and coarse order that fits, or why none does."""
+    graph = graph_for(layout, pricing)
     alone = llm_alone(graph, pricing, machine)
-    counts, needs = dict(layout.num_microbatches), []
+    counts = dict(layout.num_microbatches)
     fitting: list[SchedulePlan] = []
     coarse = SchedulePlan(kind="coarse", num_microbatches=counts)
-    for ahead in (None, 2 * sizes.llm.pp, 1):
+    for ahead in (None, 2 * sizes.llm.pp, 0):
         order = plan_order(graph, pricing, machine, ahead=ahead, alone=alone)
         planned = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
         for schedule in (planned, coarse) if ahead is None else (planned,):
-            needs.append(max(m.total for m in memory_of(graph, schedule, pricing, machine).values()))
-            if needs[-1] <= machine.memory_bytes:
+            memory = memory_of(graph, schedule, pricing)
+            if max(m.total for m in memory.values()) <= machine.memory_bytes:
                 fitting.append(schedule)
         if fitting:
             tried = [judge(layout, pricing, machine, schedule) for schedule in fitting]
             return min(tried, key=lambda one: one.step_time_s)
-    return _lost(sizes, _too_large(min(needs), machine, "in the order that holds least"), min(needs) / GIB)
+    return _too_large(sizes, pricing, memory, machine)
 
 
 def _lost(sizes: _Sizes, reason: str, peak_gib: float | None = None) -> Alternative:
@@ -128,5 +150,6 @@ def _lost(sizes: _Sizes, reason: str, peak_gib: float | None = None) -> Alternat
     )
 
 
-def _too_large(need: float, machine: Hardware, when: str) -> str:
-    return f"does not fit: a rank needs {need / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB {when}"
+def _too_large(sizes: _Sizes, pricing: Pricing, memory: Mapping[int, RankMemory], machine: Hardware) -> Alternative:
+    found = misfit(pricing, memory, machine)
+    return _lost(sizes, found.reason, found.need_gib)

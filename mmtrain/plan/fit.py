@@ -59,7 +59,7 @@ def fitted(
         if found is None:
             break
         again = found
-    return _misfit(pricing, memory, machine)
+    return misfit(pricing, memory, machine)
 
 
 def _recomputed(
@@ -99,7 +99,8 @@ def _line(graph: StageGraph, pricing: Pricing, stage: Stage) -> Line:
     return pricing.line(stage.id.unit, graph.mesh(stage.id.unit).tp, sizes_of(graph))
 
 
-def _misfit(pricing: Pricing, memory: Mapping[int, RankMemory], machine: Hardware) -> Misfit:
+def misfit(pricing: Pricing, memory: Mapping[int, RankMemory], machine: Hardware) -> Misfit:
+    """What a layout that is too large needs, and for what."""
     rank = max(memory, key=lambda r: memory[r].total)
     need, limit, binding = memory[rank].total / GIB, machine.memory_bytes / GIB, memory[rank].binding
     share = memory[rank].by_kind()[binding] / GIB

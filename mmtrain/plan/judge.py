@@ -26,7 +26,7 @@ from mmtrain.program.twins import leaders
 
 IntArray = npt.NDArray[np.int64]
 
-ALL_GROUPS = 20_000  # forwards and backwards of a step up to which every replica group is simulated
+ALL_GROUPS = 2_000  # forwards and backwards of a step up to which every replica group is simulated
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,10 @@ def _program(
     return program, timings, 1 if alone else graph.num_groups
 
 
-def memory_of(
-    graph: StageGraph, schedule: SchedulePlan, pricing: Pricing, machine: Hardware
-) -> Mapping[int, RankMemory]:
+def memory_of(graph: StageGraph, schedule: SchedulePlan, pricing: Pricing) -> Mapping[int, RankMemory]:
     """What the ranks of the first replica group hold at most in that order."""
-    program, _, _ = _program(graph, schedule, pricing, machine)
-    return pricing.memory(graph, most_alive(program))
+    ranks = {lane[0] for s in graph.stages for lane in s.lanes[: graph.mesh(s.id.unit).dp // graph.num_groups]}
+    return pricing.memory(graph, most_alive(_ordered(graph, schedule, sorted(ranks))))
 
 
 def most_alive(program: Program) -> dict[StageId, int]:

@@ -158,12 +158,6 @@ class Pricing:
             self._lines[key] = self._line(unit, tp, spread)
         return self._lines[key]
 
-    def layer_seconds(self, unit: str, tp: int, spread: Spread) -> FloatArray:
-        """(L, 2) mean seconds of a microbatch's forward, and backward with recompute, in each of the unit's layers."""
-        mean = self.prices(unit, tp, spread).mean
-        forced = self.recompute[unit] == "all"
-        return np.stack([mean[:, FORWARD], mean[:, BACKWARD] + forced * mean[:, AGAIN]], axis=1)
-
     def stage_seconds(self, graph: StageGraph) -> dict[StageId, StageSeconds]:
         """What every stage costs in each batch."""
         spread = sizes_of(graph)

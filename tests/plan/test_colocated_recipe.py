@@ -75,7 +75,7 @@ def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
         graph, counts = graph_for(layout, pricing), dict(layout.num_microbatches)
         coarse = judge(layout, pricing, MACHINE, SchedulePlan(kind="coarse", num_microbatches=counts))
         seconds = pricing.stage_seconds(graph)
-        for ahead in (None, 2, 1):
+        for ahead in (None, 2, 0):
             order = plan_order(graph, pricing, MACHINE, ahead=ahead)
             program = build(graph, kind="explicit", order=order)
             found = judge(layout, pricing, MACHINE, SchedulePlan(kind="explicit", num_microbatches=counts, order=order))
@@ -126,7 +126,7 @@ def test_orders_that_hold_too_much_give_way_to_ones_that_fit() -> None:
     assert all(one.peak_bytes <= tight.memory_bytes for one in found.judged)
     nothing = colocated_candidates(pricing, choices, replace(MACHINE, memory_bytes=1e4), 2)
     assert nothing.judged == ()
-    assert all("does not fit: a rank needs" in loser.reason for loser in islice(nothing.losers, 3))
+    assert all("does not fit" in loser.reason for loser in islice(nothing.losers, 3))
 
 
 @pytest.mark.parametrize(
