@@ -71,6 +71,10 @@ def main() -> None:
     print(f"  simulate the first batch {first_s:.3f} s (target 0.3 s), every other {more_s:.3f} s")
     print(f"  on demand: {spans:,} spans {spans_s:.3f} s, critical path of {path:,} actions {path_s:.3f} s")
 
+    simulate(program, timing(graph, 0), DP)
+    _, all_s = timed(lambda: simulate(program, timing(graph, 1), DP))
+    print(f"  all {DP} replica groups, had they loads of their own: {all_s:.1f} s a batch after the first")
+
     one = sum(map(len, lower(build_1f1b(graph_of(1, MICROBATCHES))).actions.values()))
     graph = graph_of(1, -(-MILLION * MICROBATCHES // one // PP) * PP)
     program = lower(build_1f1b(graph))

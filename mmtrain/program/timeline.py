@@ -65,6 +65,11 @@ class Later(Sequence[Span]):
     def __len__(self) -> int:
         return len(self._made)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._made == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     @cached_property
     def _made(self) -> tuple[Span, ...]:
         return self._make()

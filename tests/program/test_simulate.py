@@ -269,6 +269,16 @@ def test_a_program_that_hangs_is_refused():
         simulate(program, Given({}, {}, rule=lambda action: 1.0))
 
 
+def test_a_step_is_the_same_whenever_it_is_simulated():
+    """Also of a program that was simulated before, and however its spans were looked at."""
+    program = build(chain(Unit("vision"), Unit("llm", 2, tp=2), n=2))
+    times = Given({}, {}, rule=lambda action: 1.0 + action.mb.index, message_s=0.5)
+    first = simulate(program, times)
+    assert len(first.spans[:3]) == 3
+    assert simulate(program, times) == first
+    assert simulate(program, Given({}, {}, rule=lambda action: 1.0)) != first
+
+
 def test_compute_alone_can_be_timed_too():
     """Without lowering no data is waited for, which bounds every schedule from below."""
     program = build_1f1b(chain(Unit("llm", 2), n=3))
