@@ -15,6 +15,8 @@ from mmtrain.report.tables import balance_rows, figure_text, memory_rows, path_c
 from mmtrain.report.text import seconds_text
 from mmtrain.report.timeline_picture import curve, timeline_picture
 
+MOST_ROWS = 40  # of stages; a table of more is folded
+
 
 def page(contents: Contents) -> str:
     """Return the page."""
@@ -181,14 +183,27 @@ def _rows(contents: Contents) -> str:
     head = ("", "predicted", *(("measured", "error") if measured else ()))
     over = "Means over the recorded steps; of" if measured else "Of"
     note = f"<p>{over} a stage summed over its microbatches, replicas and ranks.</p>"
-    return _table(head, [row_cells(row, measured) for row in contents.rows]) + note
+    cells = [row_cells(row, measured) for row in contents.rows]
+    if len(cells) <= MOST_ROWS:
+        return _table(head, cells) + note
+    hidden = (
+        f"<details><summary>Each of {len(cells) - 1} stages and directions</summary>{_table(head, cells)}</details>"
+    )
+    return _table(head, cells[-1:]) + hidden + note  # the last one is the step
 
 
 def _balance(scores: Sequence[Score], chosen: str) -> str:
     if not scores:
         return ""
     head, rows, note = balance_rows(scores, chosen)
-    return _table(head, rows) + f"<p>{escape(note)}</p>"
+    waits = [max(score.dist_ratio.values()) for score in scores]
+    full = max(*waits, 1e-9)
+    bars = (
+        _bar((wait / full, "measured" if score.method == chosen else "predicted"))
+        for score, wait in zip(scores, waits, strict=True)
+    )
+    bar_note = " The bar is dist of the unit that waits longest; full colour: this recipe." if max(waits) else ""
+    return _bar_table(head, list(zip(rows, bars, strict=True))) + f"<p>{escape(note)}{bar_note}</p>"
 
 
 def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.plan import Plan
 from mmtrain.program import Timeline
-from mmtrain.report.comparison import path_rows
+from mmtrain.report.comparison import Row, path_rows
 from mmtrain.report.contents import Contents
 from mmtrain.report.html import page
 from tests.report.conftest import contents_of, run_of
@@ -155,6 +155,16 @@ def test_what_the_plan_beat_is_told_with_the_reason(contents: Contents) -> None:
     for other in contents.plan.alternatives:
         assert other.summary in words
         assert other.reason in words
+
+
+def test_a_table_of_many_stages_is_folded_and_whole(contents: Contents) -> None:
+    def folded(number: int) -> list[dict[str, str | None]]:
+        rows = [*(Row(f"llm.{i} forward", None, 1.0) for i in range(number)), Row("step", None, 2.0)]
+        found = Page(page(replace(contents, rows=rows)))
+        assert all(f"llm.{i} forward" in found.words for i in range(number))
+        return found.of("details")
+
+    assert len(folded(100)) == len(folded(10)) + 1
 
 
 def test_a_run_that_logged_nothing_says_so(contents: Contents) -> None:
