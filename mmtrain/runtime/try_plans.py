@@ -12,6 +12,7 @@ import torch
 from mmtrain.costs import preset_for_device
 from mmtrain.data import GroupStream, Preparer, build
 from mmtrain.errors import UserError
+from mmtrain.plan.aims import step_aims
 from mmtrain.plan.plan import Plan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import assemble
@@ -49,9 +50,9 @@ def _run_rank(recipe: Recipe, plan: Plan, out: Path, address: Address) -> None:
     job = assemble(recipe, plan, world)
     index = build(recipe)
     stream, preparer = GroupStream.of(recipe, index), Preparer(index, recipe, job.needs, job.num_microbatches)
-    seconds = []
+    aims, seconds = step_aims(recipe, plan, index.lengths), []
     for step in range(WARM_UP + STEPS):
-        data = preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
+        data = preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches, aims))
         world.barrier()
         begin = time.perf_counter()
         job.train(data, lr=0.0)
