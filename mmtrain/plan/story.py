@@ -1,8 +1,10 @@
 """The planner's story: from a recipe and the lengths of its data to the fastest plan that fits, and why."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 
 from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.costs import Hardware, Precision, RankMemory, costs_for, preset
@@ -21,7 +23,7 @@ from mmtrain.plan.pricing import Pricing, sizes_of
 from mmtrain.plan.replicated import Phases
 from mmtrain.plan.search import SAME, Outcome, Progress, joined, search
 from mmtrain.plan.sizes import Sizing, UnitBound, bounded_sizings
-from mmtrain.program import build
+from mmtrain.program import StageId, build
 from mmtrain.recipe.schema import Recipe
 
 IDLE_MATTERS = 1 / 3  # share of idle time from which it, rather than a busy stage, is called the reason
@@ -82,6 +84,7 @@ def plan(
         chosen.graph, kind=chosen.schedule.kind, order=chosen.schedule.order
     )  # refuses what the runtime could not run to its end
     losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.losers]
+    if measure is None:
     if recipe.parallel.placement == "auto" and world_size > 1:
         phases = Phases(shape, pricing.costs, precision, batches, machine, world_size)
         losers.append(phases.alternative(chosen.step_time_s))
@@ -189,7 +192,7 @@ def fewer(most: int) -> list[int]:
 
 def predict(chosen: Judged, pricing: Pricing, machine: Hardware, world_size: int) -> Prediction:
     """What the run will see, if the costs are right."""
-    dp, memory = sizes_of(chosen.graph), _memory_by_ranks(chosen)
+    memory = _memory_by_ranks(chosen)
     rank_seconds = chosen.step_time_s * world_size
     return Prediction(
         step_time_s=chosen.step_time_s,
@@ -207,12 +210,17 @@ def predict(chosen: Judged, pricing: Pricing, machine: Hardware, world_size: int
 
 
 def _memory_by_ranks(chosen: Judged) -> dict[str, RankMemory]:
-    """What is held, by range of ranks that hold the same stages."""
-    found = {}
+    """What is held, by range of ranks that hold the same stages; every rank is in one range."""
+    held: defaultdict[int, tuple[StageId, ...]] = defaultdict(tuple)
     for stage in chosen.graph.stages:
-        ranks = [rank for lane in stage.lanes for rank in lane]
+        for rank in chain.from_iterable(stage.lanes):
+            held[rank] += (stage.id,)
+    of_stages = {held[rank]: memory for rank, memory in chosen.memory.items()}
+    found = {}
+    for stages, same in groupby(sorted(held), key=lambda rank: held[rank]):
+        ranks = list(same)
         name = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
-        found[name] = chosen.memory[stage.lanes[0][0]]
+        found[name] = of_stages[stages]
     return found
 
 

@@ -13,18 +13,22 @@ from mmtrain.plan.colocated_order import plan_order, scheduling_efficiency
 from mmtrain.plan.colocated_search import colocated_candidates
 from mmtrain.plan.cut import graph_for
 from mmtrain.plan.graph import stage_graph
-from mmtrain.plan.judge import DrawnTiming, judge, model_timing, most_alive
+from mmtrain.plan.judge import DrawnTiming, Judged, judge, model_timing, most_alive
 from mmtrain.plan.layout import Layout
 from mmtrain.plan.plan import SchedulePlan
 from mmtrain.plan.pricing import sizes_of
 from mmtrain.plan.story import machine_for, plan
-from mmtrain.program import build
+from mmtrain.program import ScheduleKind, build
 from mmtrain.program.graph import LLM
 from mmtrain.program.simulate import simulate
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import VISION, lengths, pricing_for, recipe
 
 MACHINE = machine_for(recipe(), "cpu-core")
+
+
+def order_of(judged: Judged) -> tuple[ScheduleKind, Any]:
+    return judged.schedule.kind, judged.schedule.order
 
 
 def layouts(settings: Recipe, world_size: int, vpp: int = 1) -> list[Layout]:
@@ -113,6 +117,8 @@ def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
     assert chosen.placement == "colocated"
     assert chosen.predicted.scheduling_efficiency is not None
     assert {other.placement for other in chosen.alternatives} == {"colocated"}
+    ends = [list(map(int, ranks.split("-"))) for ranks in chosen.predicted.peak_memory_gib]
+    assert sorted(rank for end in ends for rank in range(end[0], end[-1] + 1)) == list(range(4)), "each rank once"
     build(stage_graph(chosen, shape(settings)), kind=chosen.schedule.kind, order=chosen.schedule.order)
 
 
@@ -120,10 +126,16 @@ def test_orders_that_hold_too_much_give_way_to_ones_that_fit() -> None:
     settings = recipe(global_batch=32, parallel={"placement": "colocated", "llm": {"pp": 2, "tp": 1}})
     pricing, choices = pricing_for(settings)
     free = colocated_candidates(pricing, choices, MACHINE, 2)
-    tight = replace(MACHINE, memory_bytes=0.9 * min(one.peak_bytes for one in free.judged))
-    found = colocated_candidates(pricing, choices, tight, 2)
-    assert found.judged or found.losers
-    assert all(one.peak_bytes <= tight.memory_bytes for one in found.judged)
+    recomputed = set()
+    for share in (0.8, 0.5, 0.4):
+        tight = replace(MACHINE, memory_bytes=share * min(one.peak_bytes for one in free.judged))
+        found = colocated_candidates(pricing, choices, tight, 2)
+        assert found.judged or found.losers
+        for one in found.judged:
+            assert one.peak_bytes <= tight.memory_bytes
+            assert one.memory == pricing.memory(one.graph, most_alive(build(one.graph, None, *order_of(one))))
+            recomputed |= {name for name, unit in one.layout.units.items() for s in unit.stages if s.recompute}
+    assert "vision" in recomputed
     nothing = colocated_candidates(pricing, choices, replace(MACHINE, memory_bytes=1e4), 2)
     assert nothing.judged == ()
     assert all("does not fit" in loser.reason for loser in islice(nothing.losers, 3))
