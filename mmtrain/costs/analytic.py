@@ -176,6 +176,22 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
             return element_bytes * diffusion.kept_elements(layer, load)
 
 
+def weights_only_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
+    """How much less of `activation_bytes` a rank keeps of a frozen layer: only gradients of weights need it.
+
+    Inputs of products, and what RMSNorm normalised; those that something else reads as well stay.
+    """
+    h, normalised = layer.hidden, layer.hidden if layer.rms_norm else 0
+    match layer.kind:
+        case "vit_block" | "decoder_block":
+            width = 2 * h + 2 * normalised + layer.ffn // tp
+        case "head":
+            width = h + normalised
+        case _:
+            width = 0
+    return load.tokens * width * element_bytes
+
+
 def sliced_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int, recompute: bool = False) -> int:
     """How much less of `activation_bytes` (if recomputed: of `input_bytes`) a rank keeps with sequence parallelism.
 

@@ -63,8 +63,9 @@ class Hardware:
 
 
 # Measured with torch 2.13, one thread of an AMD EPYC (Zen 4) core: fp32 products of sides 32 to 2048 reach 13 to
-# 99 GFLOP/s, within 25% of the curve below; streaming through main memory reads and writes 25 GB/s; small blocks of
-# this package take about 18 us for each kernel, Python included.
+# 99 GFLOP/s, within 25% of the curve below; streaming through main memory reads and writes 25 GB/s. Small blocks of
+# this package, profiled as a run computes them (the demo's layers, on an Intel Xeon), take about 25 us for each
+# kernel, Python included.
 # Links: gloo over loopback, about 2 GB/s and 100 us a message. Memory: 4 GiB is a usual share of one core.
 _CPU_CORE = Hardware(
     name="cpu-core",
@@ -75,7 +76,7 @@ _CPU_CORE = Hardware(
     attention_efficiency=0.3,
     memory_bytes_per_s=25 * GB,
     memory_bytes=4 * GIB,
-    kernel_launch_s=18 * US,
+    kernel_launch_s=25 * US,
     intra_node=Link(2 * GB, 100 * US),
     inter_node=Link(1 * GB, 200 * US),
     ranks_per_node=64,

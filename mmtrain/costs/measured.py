@@ -130,7 +130,8 @@ class MeasuredCosts:
         if entry is None or recompute or load.tokens == 0 or not (layer.trainable or input_grad):
             return self.model.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
         least = analytic.input_bytes(layer, load, self.model.element_bytes)
-        return max(least, round(self._flagged(entry, "bytes", layer, load)))
+        spared = 0 if layer.trainable else analytic.weights_only_bytes(layer, load, self.model.element_bytes, tp)
+        return max(least, round(self._flagged(entry, "bytes", layer, load)) - spared)
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Seconds of one message of `nbytes` between two ranks."""

@@ -9,6 +9,7 @@ from mmtrain.costs.types import CostModel, TokenLoad
 from mmtrain.models.shape import LayerShape
 
 MARGIN = 0.05  # fragmentation of the allocator, on top of everything counted
+GRADIENTS_AT_ONCE = 0.5  # of a layer's backward, most that live beyond what it has given up
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def kept_bytes(
 def working_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
     """Bytes that live only while a layer is computed, and the messages at both ends of the stage."""
     largest = max(
-        layer_working(layer, stage.tp, stage.load, again, costs, precision, sp=stage.sp)
-        for layer, again in zip(stage.layers, stage.recompute, strict=True)
+        layer_working(layer, stage.tp, stage.load, again, costs, precision, input_grad=needed, sp=stage.sp)
+        for layer, again, needed in zip(stage.layers, stage.recompute, stage.input_grad, strict=True)
     )
     return largest + sum(input_bytes(layer, stage.load, precision) for layer in (stage.layers[0], stage.layers[-1]))
 
@@ -143,11 +144,16 @@ def layer_working(
     costs: CostModel,
     precision: Precision,
     *,
+    input_grad: bool = True,
     sp: bool = False,
 ) -> int:
-    """Bytes a layer's backward needs for a while: gradients as large as what forward keeps, and that if recomputed."""
+    """Bytes a layer needs for a while: in its backward gradients, and what is recomputed; without one what it computes.
+
+    Gradients are as large as what forward keeps, but that is given up as they come.
+    """
     kept = kept_bytes(layer, tp, load, False, costs, precision, sp=sp)
-    return 2 * kept if recompute else kept
+    goes_back = layer.trainable or input_grad
+    return round(kept * ((GRADIENTS_AT_ONCE if goes_back else 1.0) + recompute))
 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:

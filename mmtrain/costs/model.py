@@ -85,7 +85,8 @@ class AnalyticCosts:
             return 0
         if recompute:
             return analytic.input_bytes(layer, load, self.element_bytes)
-        return analytic.activation_bytes(layer, load, self.element_bytes, tp)
+        spared = 0 if layer.trainable else analytic.weights_only_bytes(layer, load, self.element_bytes, tp)
+        return analytic.activation_bytes(layer, load, self.element_bytes, tp) - spared
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
         """Seconds of one message of `nbytes` between two ranks."""

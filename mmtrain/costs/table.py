@@ -148,7 +148,8 @@ class CostTable(_Frozen):
     @property
     def made(self) -> str:
         """`measured`, `modelled`, or both, as its entries say."""
-        return " and ".join(sorted({e.source for e in (*self.layers, *self.messages, *self.optimizer)})) or "measured"
+        entries: list[LayerEntry | MessageEntry | OptimizerEntry] = [*self.layers, *self.messages, *self.optimizer]
+        return " and ".join(sorted({entry.source for entry in entries})) or "measured"
 
     @cached_property
     def by_layer(self) -> dict[tuple[str, int], LayerEntry]:

@@ -112,6 +112,24 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str) -> None:
     assert 1.0 <= predicted / real <= 1.1
 
 
+@pytest.mark.parametrize(("unit", "layers"), [("vision", slice(1, 3)), ("llm", slice(1, 4)), ("llm", slice(3, 5))])
+def test_frozen_layers_keep_what_autograd_still_saves(unit: str, layers: slice) -> None:
+    frozen = {"freeze": True}
+    model = settings(
+        vision={"hidden": 96, "ffn": 256, **frozen},
+        llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512, "layers": 3, **frozen},
+    )
+    chosen = shape_of(model).unit(unit).layers[layers]
+    module = stage(model, unit, (layers.start, layers.stop))
+    inputs = images(*IMAGES) if unit == "vision" else text(*LENGTHS)
+    load = TokenLoad.of(np.array([r * c for r, c in IMAGES] if unit == "vision" else LENGTHS))
+    hidden = torch.randn(load.tokens, chosen[0].hidden, requires_grad=True)
+    real = saved_bytes(module, hidden, lambda given: module(given, inputs, {}))
+    predicted = sum(COSTS.activation_bytes(layer, 1, load, False) for layer in chosen)
+    assert not any(layer.trainable for layer in chosen)
+    assert 1.0 <= predicted / real <= 1.2
+
+
 def _saved_on_this_rank() -> dict[tuple[str, bool], int]:
     """Bytes that a lane of two ranks saves in two blocks and a head, without and with slices of the tokens."""
     groups = replace(ParallelGroups.single(), tp=dist.group.WORLD)
