@@ -1,7 +1,8 @@
 """Colocated layouts of a recipe: every LLM size, with encoders on the same ranks under sizes of their own."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise, product
+from math import ceil
 
 import numpy as np
 
@@ -34,11 +35,11 @@ def encoder_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator
 
 
 def colocated_layout(
-    pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize, recompute: Collection[str] = ()
+    pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize, recompute: Mapping[str, float] | None = None
 ) -> Layout | None:
     """Cut every unit into stages of equal time; None if it has too few layers for that.
 
-    recompute: units whose layers are all recomputed, besides those of which the recipe says so.
+    recompute: by unit, the share of each stage's layers that is recomputed, where the recipe does not say all.
     """
     sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in pricing.shape.units}
     spread = pricing.spread({name: size.dp for name, size in sizes.items()})
@@ -47,9 +48,11 @@ def colocated_layout(
         cuts = min_max_partition(pricing.line(name, size.tp, spread).seconds.tolist(), size.pp * size.vpp)
         if cuts is None:
             return None
-        again = name in recompute or pricing.recompute[name] == "all"
+        share = 1.0 if pricing.recompute[name] == "all" else (recompute or {}).get(name, 0.0)
         stages = tuple(
-            StagePlan(stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(range(lo, hi)) if again else ())
+            StagePlan(
+                stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(range(lo, lo + ceil(share * (hi - lo))))
+            )
             for i, (lo, hi) in enumerate(pairwise(cuts))
         )
         units[name] = UnitPlan(

@@ -18,6 +18,7 @@ from mmtrain.plan.search import SAME, Outcome
 from mmtrain.program.graph import LLM
 
 TRIED = 8  # layouts whose orders are planned and simulated
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers that are recomputed
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def colocated_candidates(
     Layouts are tried in the order of what they take at least: the LLM its pipeline, a rank its share of all work. Of
     each, the encoders' layers are put into the LLM's bubbles, and the order is kept if it is faster than the coarse
     one. Where neither fits into memory, the encoders are kept closer to the LLM, at the price of making it wait.
-    Units that the recipe lets be are recomputed as a whole where nothing fits otherwise, encoders before the LLM.
+    Where nothing fits otherwise and the recipe leaves it open, layers are recomputed, encoders' before the LLM's.
     Models with a unit behind the LLM have no colocated layouts here, nor those without one before it.
     """
     encoders = {edge.src for edge in pricing.shape.edges if edge.dst == LLM}
@@ -102,14 +103,15 @@ def _bound(pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize) ->
     return max(alone, sum(rank.values()))
 
 
-def _recomputed(pricing: Pricing) -> list[frozenset[str]]:
-    """Units that are recomputed as a whole, where the recipe leaves it open: none, the encoders, all."""
-    free = frozenset(unit for unit, wanted in pricing.recompute.items() if wanted == "auto")
-    return list(dict.fromkeys([frozenset[str](), free - {LLM}, free]))
+def _recomputed(pricing: Pricing) -> list[dict[str, float]]:
+    """Shares of layers to recompute where the recipe leaves it open: more and more of the encoders', then the LLM's."""
+    free = [unit for unit, wanted in pricing.recompute.items() if wanted == "auto"]
+    encoders = [{unit: share for unit in free if unit != LLM} for share in SHARES]
+    return encoders + [encoders[-1] | {LLM: share} for share in SHARES[1:] if LLM in free]
 
 
 def _layout(
-    sizes: _Sizes, recompute: frozenset[str], pricing: Pricing, machine: Hardware
+    sizes: _Sizes, recompute: Mapping[str, float], pricing: Pricing, machine: Hardware
 ) -> Layout | Alternative | None:
     """The sizes as a layout, or why no order of it can run; None if the layers are too few."""
     layout = colocated_layout(pricing, sizes.encoders, sizes.llm, recompute)
