@@ -84,7 +84,6 @@ def plan(
         chosen.graph, kind=chosen.schedule.kind, order=chosen.schedule.order
     )  # refuses what the runtime could not run to its end
     losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.losers]
-    if measure is None:
     if recipe.parallel.placement == "auto" and world_size > 1:
         phases = Phases(shape, pricing.costs, precision, batches, machine, world_size)
         losers.append(phases.alternative(chosen.step_time_s))
