@@ -1,7 +1,7 @@
 """What one layout costs on the drawn batches, by the simulator."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,10 @@ from mmtrain.plan.cut import graph_for
 from mmtrain.plan.layout import Layout
 from mmtrain.plan.plan import SchedulePlan
 from mmtrain.plan.pricing import Pricing, StageSeconds, sizes_of
-from mmtrain.program.actions import Collective, Compute, Forward, Partial, Send, Share
+from mmtrain.program.actions import Collective, Compute, Forward, Partial, Send
 from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
 from mmtrain.program.graph import Microbatch, StageGraph, StageId
-from mmtrain.program.loads import StepLoads
+from mmtrain.program.loads import Route, StepLoads
 from mmtrain.program.lower import lower
 from mmtrain.program.memory import peak_live
 from mmtrain.program.program import Program
@@ -94,10 +94,11 @@ def _program(
     seconds = pricing.stage_seconds(graph)
     alone = _num_passes(graph) > ALL_GROUPS
     chosen = _heaviest(graph, seconds) if alone else np.zeros(len(pricing.batches.groups), dtype=np.int64)
-    timings = [
-        DrawnTiming(model_timing(graph, pricing, loads, machine), seconds, batch, _shift(graph, int(chosen[batch])))
-        for batch, loads in enumerate(pricing.loads(sizes_of(graph)))
-    ]
+    timings = []
+    for batch, loads in enumerate(pricing.loads(sizes_of(graph))):
+        shift = _shift(graph, int(chosen[batch]))
+        model = model_timing(graph, pricing, _of_group(graph, loads, shift) if alone else loads, machine)
+        timings.append(DrawnTiming(model, seconds, batch, shift))
     # Not checked; the chosen one is, see `story`.
     program = lower(_ordered(graph, schedule, leaders(graph, timings[0].link)))
     return program, timings, 1 if alone else graph.num_groups
@@ -143,7 +144,8 @@ def model_timing(graph: StageGraph, pricing: Pricing, loads: StepLoads, machine:
 class DrawnTiming:
     """`ModelTiming` for one of the drawn batches, whose compute was priced before for all candidates at once.
 
-    `shift`, by unit: replica 0 stands for the replica of this number, the next for the next.
+    `shift`, by unit: replica 0 stands for the replica of this number, the next for the next; the model's loads are
+    those of that group already.
     """
 
     model: ModelTiming
@@ -155,19 +157,16 @@ class DrawnTiming:
         """Seconds of a forward or backward; of some of its segments, as `ModelTiming` says."""
         if isinstance(action, Partial):
             return self.model.compute(action)
-        stage, mb = self.seconds[action.stage], self._there(action.mb)
+        stage, mb = self.seconds[action.stage], action.mb
         grid = stage.forward if isinstance(action, Forward) else stage.backward
-        return float(grid[self.batch, mb.replica, mb.index])
+        return float(grid[self.batch, mb.replica + self.shift.get(mb.unit, 0), mb.index])
 
     def message(self, sender: int, action: Send) -> Transport:
         """As `ModelTiming` says."""
-        there = action if not any(self.shift.values()) else self._moved(action)
-        return self.model.message(sender, there)
+        return self.model.message(sender, action)
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
         """As `ModelTiming` says."""
-        if isinstance(action, Share) and any(self.shift.values()):
-            action = replace(action, mb=self._there(action.mb))
         return self.model.collective(rank, action, group)
 
     def link(self, ranks: tuple[int, ...]) -> bool:
@@ -178,13 +177,6 @@ class DrawnTiming:
         """Not asked of a candidate: its memory was held against the limit before (`Pricing.memory`)."""
         return 0
 
-    def _there(self, mb: Microbatch) -> Microbatch:
-        shift = self.shift.get(mb.unit, 0)
-        return Microbatch(mb.unit, mb.replica + shift, mb.index) if shift else mb
-
-    def _moved(self, action: Send) -> Send:
-        return replace(action, src=self._there(action.src), dst=self._there(action.dst))
-
 
 def _num_passes(graph: StageGraph) -> int:
     meshes = {m.unit: m for m in graph.meshes}
@@ -194,6 +186,25 @@ def _num_passes(graph: StageGraph) -> int:
 def _shift(graph: StageGraph, group: int) -> dict[str, int]:
     """Where the replicas of a group begin."""
     return {m.unit: group * (m.dp // graph.num_groups) for m in graph.meshes}
+
+
+def _of_group(graph: StageGraph, loads: StepLoads, shift: Mapping[str, int]) -> StepLoads:
+    """Loads and routes of the group that begins at `shift`, under the names of group 0's microbatches."""
+    name = {
+        Microbatch(m.unit, shift[m.unit] + r, i): Microbatch(m.unit, r, i)
+        for m in graph.meshes
+        for r in range(m.dp // graph.num_groups)
+        for i in range(m.num_microbatches)
+    }
+    routes = {
+        pair: Route({(name[a], name[b]): spans for (a, b), spans in route.spans.items() if a in name and b in name})
+        for pair, route in loads.routes.items()
+    }
+    return StepLoads(
+        {own: loads.loads[mb] for mb, own in name.items()},
+        routes,
+        {own: loads.rows_out[mb] for mb, own in name.items()},
+    )
 
 
 def _heaviest(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> IntArray:

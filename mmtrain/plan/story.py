@@ -12,6 +12,7 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import shape as model_shape
 from mmtrain.plan.advice import nearest_counts, what_would_fit
+from mmtrain.plan.baselines import baselines
 from mmtrain.plan.batches import draw_batches
 from mmtrain.plan.bounds import unit_bound
 from mmtrain.plan.colocated_order import scheduling_efficiency
@@ -84,6 +85,8 @@ def plan(
         chosen.graph, kind=chosen.schedule.kind, order=chosen.schedule.order
     )  # refuses what the runtime could not run to its end
     losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.losers]
+    if measure is None:
+        losers += baselines(candidates, pricing, choices, machine, chosen.step_time_s)
     if recipe.parallel.placement == "auto" and world_size > 1:
         phases = Phases(shape, pricing.costs, precision, batches, machine, world_size)
         losers.append(phases.alternative(chosen.step_time_s))

@@ -102,3 +102,14 @@ def test_what_memory_demands_is_recomputed_and_no_more() -> None:
         peaks.append(found.peak_bytes)
         recomputed.append(sum(len(stage.recompute) for stage in found.layout.units["llm"].stages))
     assert recomputed[0] == 0 < recomputed[1] < recomputed[2]
+
+
+def test_the_heaviest_group_stands_for_all_where_they_are_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    pricing, choices = pricing_for(recipe())
+    machine = machine_for(recipe(), "cpu-core")
+    for _, sizing in bounded_sizings(choices, 6):
+        layout = laid_out(sizing, pricing, next(all_cuts(tracks_of(sizing, pricing, choices))))
+        monkeypatch.setattr("mmtrain.plan.judge.ALL_GROUPS", 10**9)
+        whole = judge(layout, pricing, machine).step_time_s
+        monkeypatch.setattr("mmtrain.plan.judge.ALL_GROUPS", 0)
+        assert judge(layout, pricing, machine).step_time_s == pytest.approx(whole, rel=0.03), sizing
