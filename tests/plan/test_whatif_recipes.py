@@ -1,0 +1,26 @@
+"""The papers' models in recipes/whatif have plans on the clusters that their recipes name."""
+
+from pathlib import Path
+
+import pytest
+
+from mmtrain.data import build
+from mmtrain.plan import plan
+from mmtrain.recipe import load, sha256
+
+FOLDER = Path(__file__).parents[2] / "recipes/whatif"
+LARGEST = "optimus_197b.yaml"  # 3,072 ranks take minutes where other work is going on
+QUICK = ("optimus_14b.yaml", "omnibal_yi_40b.yaml", "qwen2_vl_7b.yaml")
+OTHERS = sorted({path.name for path in FOLDER.glob("*.yaml")} - {LARGEST, *QUICK})
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_it_fits_its_cluster(name: str) -> None:
+    recipe = load(FOLDER / name, ["parallel.placement=unified"]).recipe
+    ranks, hardware = recipe.cluster.ranks, recipe.cluster.hardware
+    assert ranks is not None
+    found = plan(
+        recipe, build(recipe).lengths, world_size=ranks, hardware=hardware, recipe_sha256=sha256(recipe), top=1
+    )
+    assert 0.05 < found.predicted.mfu < 0.7
+    assert found.world_size == ranks
