@@ -1,4 +1,4 @@
-"""Make the cost tables that the package ships: `python scripts/make_tables.py cpu-core` (or h200-141g), on such hardware.
+"""Make the cost tables that come with the package: `python scripts/make_tables.py cpu-core`, or h200-141g, there.
 
 `cpu-core` holds the demo's layers, measured on two cores of this machine; leave it otherwise idle. `h200-141g` holds
 published models' layers at every tensor-parallel size: measured where there are GPUs enough, modelled elsewhere. Every

@@ -1,7 +1,7 @@
 """What one rank must hold at its fullest moment, by kind."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mmtrain.costs import analytic, diffusion
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
@@ -151,9 +151,10 @@ def layer_working(
 
     Gradients are as large as what forward keeps, but that is given up as they come.
     """
+    if not (layer.trainable or input_grad):
+        return kept_bytes(replace(layer, trainable=True), tp, load, False, costs, precision, sp=sp)  # all it computes
     kept = kept_bytes(layer, tp, load, False, costs, precision, sp=sp)
-    goes_back = layer.trainable or input_grad
-    return round(kept * ((GRADIENTS_AT_ONCE if goes_back else 1.0) + recompute))
+    return round(kept * (GRADIENTS_AT_ONCE + recompute))
 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:

@@ -19,7 +19,7 @@ def test_every_shipped_table_stands_for_its_hardware(path: Path) -> None:
     costs = costs_for(preset(table.hardware), table.precision, Path(path.stem))
     assert isinstance(costs, MeasuredCosts)
     assert costs.source.startswith(f"{table.made}: {table.device}")
-    assert {entry.tp for entry in table.layers} >= {1, 2}
+    assert 1 in {entry.tp for entry in table.layers}
     entry = table.layers[0]
     layer, load = LayerShape(**{"hidden": 0, "out": 0, **entry.layer}), entry.samples[-1].load
     assert costs.seconds(layer, entry.tp, load, "forward") == pytest.approx(
