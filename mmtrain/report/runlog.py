@@ -41,8 +41,9 @@ class RunLog:
             self._lines.write(json.dumps(values, allow_nan=False) + "\n")
             self._lines.flush()
         finally:
-            split, edges, _ = values.pop("time_s"), values.pop("edges"), values.pop("slow_ranks")
-            scalars = {f"train/{name}": value for name, value in values.items() if name != "step"}
+            split, edges = values.pop("time_s"), values.pop("edges")
+            words = ("step", "slow_ranks", "bound_sample")  # and no curves
+            scalars = {f"train/{name}": value for name, value in values.items() if name not in words}
             scalars |= {f"time_s/{name}": value for name, value in split.items()}
             scalars |= {f"edge_{name}/{edge}": value for edge, found in edges.items() for name, value in found.items()}
             self._events.add(metrics.step, scalars)

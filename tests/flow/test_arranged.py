@@ -1,5 +1,6 @@
 """Arranging a step for its plan changes who computes what, and neither losses nor the order of the data."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -66,3 +67,15 @@ def test_a_run_continues_in_the_same_data_under_another_plan(data: Path, tmp_pat
     steps = [(s["samples"], s["tokens"]) for s in read_metrics(moved.run_dir)]
     assert steps == [(s["samples"], s["tokens"]) for s in read_metrics(whole.run_dir)]
     assert _losses(moved.run_dir) == pytest.approx(_losses(whole.run_dir), rel=1e-5)
+
+
+def test_a_sample_that_no_arrangement_evens_out_is_named(data: Path, tmp_path: Path) -> None:
+    spoiled = tmp_path / "data"
+    shutil.copytree(data, spoiled)
+    samples = json.loads((data / "train.json").read_text(encoding="utf-8"))[:6]
+    samples[4]["conversations"][-1]["value"] = " ".join(["red"] * 120)
+    (spoiled / "train.json").write_text(json.dumps(samples), encoding="utf-8")
+    request = request_for(spoiled, tmp_path / "run", *TOGETHER[:2], "train.global_batch=2", "train.steps=2")
+    assert run_all(request, request) == ["", ""]
+    steps = read_metrics(request.run_dir)
+    assert {step.get("bound_sample") for step in steps} == {samples[4]["id"]}
