@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-import numpy as np
-
 from mmtrain.costs import Hardware
 from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.cut import (
@@ -40,6 +38,8 @@ from mmtrain.program.graph import LLM
 SAME = 1.001  # step times within this factor count as equal; the simpler layout then wins
 FEW = 2_000  # cuts of all sizings together up to which all are rated, and compared in full
 JITTERED = 160  # cuts that are rated of each sizing otherwise
+ROUNDS = 8  # of rating what lies near the best so far
+HOPELESS = 1.05  # of the fastest step found: what rates above is not looked at more closely
 REFINED = 4  # more cuts of the sizing found fastest that are simulated then
 TOLD = 200  # sizings that were not looked at, of which the ranking may tell
 HEAVIEST = 2  # replica groups of a batch that are rated where there are more cuts than a few
@@ -137,7 +137,7 @@ class _Search:
 
     def _is_settled(self, first: _Waiting) -> bool:
         """Whether nothing that waits can change the choice."""
-        fastest = min((j.step_time_s for j in self.best.values()), default=math.inf)
+        fastest = self._fastest()
         return len(self.best) >= self.at_least and first.bound > fastest * (SAME if self.is_small else 1.0)
 
     def _refine(self) -> None:
@@ -189,13 +189,43 @@ class _Search:
             self._try_to_fit(sizing, tuple(track.anchor or () for track in tracks))
             self._lost_for_memory(sizing)
             return
-        if not self.is_small and len(cuts) > JITTERED:
-            cuts = _spread_over(options, JITTERED)
-        rated = self.rater.rate(sizing, tracks, cuts, extra)
-        order = np.argsort(rated, kind="stable").tolist()
-        for at in order if self.is_small else order[:1]:
-            self._wait(max(float(rated[at]), bound), sizing, tracks, cuts[at])
-        self.others[id(sizing)] = [(float(rated[at]), sizing, cuts[at]) for at in order[1 : 1 + REFINED]]
+        if self.is_small:
+            for rating, one in zip(self.rater.rate(sizing, tracks, cuts, extra), cuts, strict=True):
+                self._wait(max(float(rating), bound), sizing, tracks, one)
+            return
+        rated = self._descend(sizing, tracks, options, extra)
+        order = sorted(rated, key=lambda one: rated[one])
+        self._wait(max(rated[order[0]], bound), sizing, tracks, order[0])
+        self.others[id(sizing)] = [(rated[one], sizing, one) for one in order[1 : 1 + REFINED]]
+
+    def _descend(
+        self,
+        sizing: Sizing,
+        tracks: Sequence[Track],
+        options: Sequence[Sequence[tuple[int, ...]]],
+        extra: Sequence[FloatArray | None],
+    ) -> dict[Cuts, float]:
+        """Rate cuts near the anchor, then near the best of these, until none is better."""
+        rated: dict[Cuts, float] = {}
+        best = math.inf
+        for _ in range(ROUNDS):
+            new = [cuts for cuts in _spread_over(options, JITTERED) if cuts not in rated]
+            if new:
+                rated |= zip(new, self.rater.rate(sizing, tracks, new, extra).tolist(), strict=True)
+            around = min(rated, key=lambda cuts: rated[cuts])
+            if rated[around] >= best:
+                break
+            best = rated[around]
+            if best > self._fastest() * HOPELESS:
+                break
+            options = [
+                jittered(track, cuts, JITTERED, more) or [cuts]
+                for track, cuts, more in zip(tracks, around, extra, strict=True)
+            ]
+        return rated
+
+    def _fastest(self) -> float:
+        return min((j.step_time_s for j in self.best.values()), default=math.inf)
 
     def _extra(self, sizing: Sizing, tracks: Sequence[Track]) -> list[FloatArray | None]:
         """By track, seconds of recomputation that parts and spans need; None where the anchor needs none."""
@@ -253,7 +283,7 @@ class _Search:
 
     def _give_up(self) -> None:
         """What still waits cannot be faster."""
-        fastest = min((j.step_time_s for j in self.best.values()), default=math.inf)
+        fastest = self._fastest()
         seen = {*self.best}
         for waiting in sorted(self.queue):
             if id(waiting.sizing) not in seen and len(seen) < TOLD:
