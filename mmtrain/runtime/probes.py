@@ -75,7 +75,7 @@ def probes(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None = None
     attention costs and what each item does.
     """
     largest = recipe.data.seq_len * unit.layers[-1].joins  # of an encoder: all of it features
-    pool = sorted(_items(unit, lengths) or _made_up(recipe, unit), key=lambda size: _tokens(unit, size))
+    pool = sorted(_items(recipe, unit, lengths) or _made_up(recipe, unit), key=lambda size: _tokens(unit, size))
     longer, shorter = pool[len(pool) // 2 :], pool[: len(pool) // 2] or pool
     if unit.kind == "llm":
         longer = [largest]  # a text may fill a sequence by itself
@@ -127,7 +127,7 @@ def _tokens(unit: UnitShape, size: Size) -> int:
     return num_tokens(unit.name, size, unit.layers[0].extra_tokens)
 
 
-def _items(unit: UnitShape, lengths: SampleLengths | None) -> list[Size]:
+def _items(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) -> list[Size]:
     """Sizes of what the data holds for the unit."""
     if lengths is None:
         return []
@@ -138,7 +138,21 @@ def _items(unit: UnitShape, lengths: SampleLengths | None) -> list[Size]:
         return []
     if unit.name == "audio":
         return list(items.rows.tolist())
-    return list(zip(items.rows.tolist(), items.cols.tolist(), strict=True))
+    assert recipe.model.vision is not None
+    merge, most = recipe.model.vision.merge, recipe.model.vision.max_side
+    grids = zip(items.rows.tolist(), items.cols.tolist(), strict=True)
+    return [g if _fits(g, merge, most) else _square(g[0] * g[1], merge, most) for g in grids]
+
+
+def _fits(grid: tuple[int, int], merge: int, most: int) -> bool:
+    """Whether the encoder takes an image of so many patch rows and columns."""
+    return all(side % merge == 0 and side <= most for side in grid)
+
+
+def _square(patches: int, merge: int, most: int) -> tuple[int, int]:
+    """The squarest image of about so many patches, of which stated lengths say no more."""
+    side = min(most // merge, max(1, round(math.sqrt(patches) / merge))) * merge
+    return side, min(most // merge, max(1, round(patches / (side * merge)))) * merge
 
 
 def _made_up(recipe: Recipe, unit: UnitShape) -> list[Size]:

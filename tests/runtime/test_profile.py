@@ -1,5 +1,6 @@
 """Layers of a small model are measured in processes of their own; the planner takes the table."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,19 @@ def test_probes_hold_what_the_data_holds_in_any_order() -> None:
         again = probe.shuffled(np.random.default_rng(1))
         assert sorted(again.sizes) == sorted(probe.sizes)
         assert again.load == probe.load
+
+
+def test_lengths_that_are_only_stated_become_images_that_the_encoder_takes() -> None:
+    lengths, settings = factory.lengths(), _recipe()
+    images = lengths.items["vision"]
+    column = replace(images, rows=images.rows * images.cols, cols=np.ones_like(images.cols))
+    stated = replace(lengths, items={"vision": column})
+    vision = settings.model.vision
+    assert vision is not None
+    for probe in [p for some in probes(settings, shape(settings).unit("vision"), stated) for p in some]:
+        for rows, cols in probe.sizes:  # type: ignore[misc]
+            assert rows % vision.merge == cols % vision.merge == 0 < min(rows, cols) <= vision.max_side
+            assert min(abs(rows * cols - n) for n in set(column.rows.tolist())) <= 4
 
 
 def test_sizes_are_those_that_the_recipe_allows() -> None:
