@@ -152,7 +152,8 @@ def layer_working(
     Gradients are as large as what forward keeps, but that is given up as they come.
     """
     if not (layer.trainable or input_grad):
-        return kept_bytes(replace(layer, trainable=True), tp, load, False, costs, precision, sp=sp)  # all it computes
+        computed = kept_bytes(replace(layer, trainable=True), tp, load, False, costs, precision, sp=sp)
+        return computed + input_bytes(layer, load, precision)  # which nothing else counts as kept
     kept = kept_bytes(layer, tp, load, False, costs, precision, sp=sp)
     return round(kept * (GRADIENTS_AT_ONCE + recompute))
 
