@@ -26,9 +26,9 @@ CutRule = Callable[[Track], tuple[int, ...] | None]
 
 
 def megatron(track: Track) -> tuple[int, ...] | None:
-    """The LLM's layers evenly over all ranks, encoders in front of the first stage."""
+    """The LLM's layers evenly over all ranks, encoders in front of the first stage, a generator behind the last."""
     begin, end = _llm(track)
-    return _even(track.parts, begin, end, first=0)
+    return _even(track.parts, begin, end, first=0, last=track.bounds[-1])
 
 
 def megatron_extra(track: Track) -> tuple[int, ...] | None:
@@ -36,7 +36,7 @@ def megatron_extra(track: Track) -> tuple[int, ...] | None:
     begin, end = _llm(track)
     if begin == 0 or track.parts < 2:
         return None
-    rest = _even(track.parts - 1, begin, end, first=begin)
+    rest = _even(track.parts - 1, begin, end, first=begin, last=track.bounds[-1])
     return None if rest is None else (0, *rest)
 
 
@@ -69,12 +69,12 @@ def _llm(track: Track) -> tuple[int, int]:
     return track.bounds[at], track.bounds[at + 1]
 
 
-def _even(parts: int, begin: int, end: int, first: int) -> tuple[int, ...] | None:
-    """Cut [begin, end) into parts of as many layers, the first of which also has what lies before, from `first`."""
+def _even(parts: int, begin: int, end: int, first: int, last: int) -> tuple[int, ...] | None:
+    """Cut [begin, end) into parts of as many layers; the outer ones also have what lies from `first`, and to `last`."""
     if end - begin < parts:
         return None
     inner = np.linspace(begin, end, parts + 1).round().astype(int).tolist()
-    return (first, *inner[1:-1], end) if all(a < b for a, b in pairwise(inner)) else None
+    return (first, *inner[1:-1], last) if all(a < b for a, b in pairwise(inner)) else None
 
 
 def baselines(
