@@ -95,9 +95,8 @@ def against_milp() -> None:
             if isinstance(reference, Fitted):
                 value = ours.step_time_s / judge(reference.layout, pricing, machine).step_time_s
                 ratio = f"{value:.4f} of the MILP's step{'' if solved.is_proven else ' (unproven, 60 s)'}"
-        print(
-            f"  {vision + 2}+{llm + 2} layers, PP {pp}, {batch} microbatches: {ratio}; {seconds:.2f} s, MILP {milp_seconds:.1f} s"
-        )
+        model = f"{vision + 2}+{llm + 2} layers, PP {pp}, {batch} microbatches"
+        print(f"  {model}: {ratio}; {seconds:.2f} s, MILP {milp_seconds:.1f} s")
 
 
 def speed() -> None:

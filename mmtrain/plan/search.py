@@ -40,7 +40,7 @@ FEW = 2_000  # cuts of all sizings together up to which all are rated, and compa
 JITTERED = 160  # cuts that are rated of each sizing otherwise
 ROUNDS = 8  # of rating what lies near the best so far
 HOPELESS = 1.05  # of the fastest step found: what rates above is not looked at more closely
-REFINED = 4  # more cuts of the sizing found fastest that are simulated then
+REFINED = 2  # more cuts of the sizing found fastest that are simulated then
 TOLD = 200  # sizings that were not looked at, of which the ranking may tell
 HEAVIEST = 2  # replica groups of a batch that are rated where there are more cuts than a few
 
