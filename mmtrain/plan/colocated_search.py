@@ -13,7 +13,7 @@ from mmtrain.plan.fit import misfit
 from mmtrain.plan.judge import Judged, judge, memory_of
 from mmtrain.plan.layout import Layout, MeshSize, split_lane
 from mmtrain.plan.plan import Alternative, SchedulePlan
-from mmtrain.plan.pricing import Pricing, counts_of
+from mmtrain.plan.pricing import BACKWARD, FORWARD, Pricing, counts_of
 from mmtrain.plan.search import SAME, Outcome
 from mmtrain.program.graph import LLM
 
@@ -55,10 +55,15 @@ def colocated_candidates(
     losers: list[Alternative] = []
     tried = 0
     for sizes in sorted(_all_sizes(pricing, choices, world_size), key=lambda s: (s.bound, s.llm.pp, s.llm.tp)):
-        if sizes.bound > fastest * SAME or tried >= TRIED:
+        if sizes.bound > fastest * SAME:  # as is all that follows
+            losers.append(_lost(sizes, f"at least {sizes.bound / fastest:.2f}x slower: its work cannot be done sooner"))
             break
-        found: Judged | Alternative | None = None
-        for recompute in _recomputed(pricing):
+        if tried >= TRIED:
+            break
+        levels = _recomputed(pricing)
+        smallest = _layout(sizes, levels[-1], pricing, machine)
+        found: Judged | Alternative | None = smallest if isinstance(smallest, Alternative) else None
+        for recompute in levels if isinstance(smallest, Layout) else ():
             layout = _layout(sizes, recompute, pricing, machine)
             found = _judged(sizes, layout, pricing, machine) if isinstance(layout, Layout) else layout
             tried += isinstance(layout, Layout)
@@ -78,10 +83,11 @@ def fits_on(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
 
 
 def _all_sizes(pricing: Pricing, choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[_Sizes]:
+    work: dict[tuple[str, int], float] = {}
     for one in llm_sizes(choices, world_size):
         for llm in _with_chunks(one, pricing):
             for encoders in encoder_sizes(choices, one):
-                yield _Sizes(encoders, llm, _bound(pricing, encoders, llm))
+                yield _Sizes(encoders, llm, _bound(pricing, encoders, llm, work))
 
 
 def _with_chunks(size: MeshSize, pricing: Pricing) -> Iterator[MeshSize]:
@@ -90,17 +96,27 @@ def _with_chunks(size: MeshSize, pricing: Pricing) -> Iterator[MeshSize]:
     yield from (replace(size, vpp=v) for v in (1, 2, 4) if v == 1 or (size.pp > 1 and size.pp * v <= layers))
 
 
-def _bound(pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize) -> float:
-    """Seconds of the LLM's pipeline by itself, or of a rank's work if that is more; mean microbatches, no messages."""
+def _bound(
+    pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize, work: dict[tuple[str, int], float]
+) -> float:
+    """Seconds of the LLM's pipeline by itself, or of a rank's work if that is more; mean microbatches, no messages.
+
+    work: rank-seconds of an encoder with a tp, over all its replicas; known from the first sizes that are asked for, as
+    how its items are shared out hardly changes it.
+    """
     sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in pricing.shape.units}
     spread = pricing.spread({name: size.dp for name, size in sizes.items()})
     count = counts_of(spread)
-    rank = {
-        name: float(pricing.line(name, size.tp, spread).seconds.sum()) / size.pp * count[name]
-        for name, size in sizes.items()
-    }
-    alone = rank[LLM] * (1 + (llm.pp - 1) / llm.vpp / count[LLM])
-    return max(alone, sum(rank.values()))
+
+    def of_rank(name: str) -> float:
+        return float(pricing.line(name, sizes[name].tp, spread).seconds.sum()) / sizes[name].pp * count[name]
+
+    for name, size in encoders.items():
+        if (name, size.tp) not in work:
+            work[name, size.tp] = of_rank(name) * size.ranks
+    one = pricing.prices(LLM, llm.tp, spread).mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * count[LLM]
+    alone = one * (1 + (llm.pp - 1) / llm.vpp / count[LLM])
+    return float(max(alone, one + sum(work[name, size.tp] / size.ranks for name, size in encoders.items())))
 
 
 def _recomputed(pricing: Pricing) -> list[dict[str, float]]:

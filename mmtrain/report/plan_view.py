@@ -54,6 +54,8 @@ def _sentences(plan: Plan) -> Iterator[str]:
     bubbles = sorted(p.bubbles.items(), key=lambda item: -item[1])
     idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles if share >= 0.0005)
     yield f"Ranks idle {sum(p.bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
+    if p.scheduling_efficiency is not None:
+        yield f"{p.scheduling_efficiency:.0%} of the encoders' work lies inside the LLM's own step."
     judged = [other for other in plan.alternatives if other.step_time_s is not None]
     slower = next((other for other in judged if other.runnable), None)
     if slower is not None and slower.step_time_s is not None:

@@ -22,6 +22,7 @@ from mmtrain.program import ScheduleKind, build
 from mmtrain.program.graph import LLM
 from mmtrain.program.simulate import simulate
 from mmtrain.recipe.schema import Recipe
+from mmtrain.report import plan_table
 from tests.plan.factory import VISION, lengths, pricing_for, recipe
 
 MACHINE = machine_for(recipe(), "cpu-core")
@@ -116,6 +117,7 @@ def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
     chosen = plan(settings, lengths(), world_size=4, hardware="cpu-core", recipe_sha256="f")
     assert chosen.placement == "colocated"
     assert chosen.predicted.scheduling_efficiency is not None
+    assert f"{chosen.predicted.scheduling_efficiency:.0%} of the encoders' work lies inside" in plan_table(chosen)
     assert {other.placement for other in chosen.alternatives} == {"colocated"}
     ends = [list(map(int, ranks.split("-"))) for ranks in chosen.predicted.peak_memory_gib]
     assert sorted(rank for end in ends for rank in range(end[0], end[-1] + 1)) == list(range(4)), "each rank once"
