@@ -425,7 +425,9 @@ class ClusterSettings(Section):
     ranks_per_node: PositiveInt | None = Field(None, description="Ranks on one node. Default: the preset's.")
     memory_gib: float | None = Field(None, gt=0, description="Memory per rank in GiB. Default: the preset's.")
     costs: Path | None = Field(
-        None, description="A cost table made by `mmtrain profile`. Default: costs are modelled from the preset."
+        None,
+        description="A cost table: a file made by `mmtrain profile`, or the name of one that comes with mmtrain "
+        "(`cpu-core`, `h200-141g`). Default: costs are modelled from the preset.",
     )
 
 

@@ -10,7 +10,7 @@ from tests.flow.equality import assert_equals_one_process
 
 TWO_RANKS = {"parallel__llm__pp": 2, "parallel__vision__pp": 1}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "an encoder's layers in parts, on two ranks": (2, TWO_RANKS),
+    "an encoder's layers in parts, on two ranks": (2, TWO_RANKS | {"train__global_batch": 8}),
     "an encoder of which the projector alone trains": (2, TWO_RANKS | {"model__vision__freeze": True}),
     "two encoders, one of them over both ranks": (
         2,
