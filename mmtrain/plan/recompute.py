@@ -89,7 +89,8 @@ def span_recompute(saved_bytes: FloatArray, seconds: FloatArray, counts: FloatAr
     shape = (-1,) + (1,) * (excess.ndim - 1)
     for k in sorted(usable, key=lambda k: seconds[k] / saved_bytes[:, k].max()):
         each = np.maximum(saved_bytes[:, k], 1e-300).reshape(shape)
-        taken = np.minimum(np.ceil(left / each - 1e-9), counts[None, ..., k])
+        # What a lot before this one saved too much must not be taken back.
+        taken = np.maximum(np.minimum(np.ceil(left / each - 1e-9), counts[None, ..., k]), 0.0)
         total += taken * seconds[k]
         left -= taken * each
     total[left > 1e-6] = np.inf
