@@ -37,14 +37,14 @@ def assign(
     exactly the items of the LLM's of block i in their replica group, longest first onto the one with the least to do.
     Where `aims` know of several nodes, encoder replicas of a group then change places by `settle.settle`.
     """
-    first = np.concatenate([[0], np.cumsum([len(group) for group in groups])])
+    owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])  # groups of an evaluation may be empty
     samples = np.concatenate(groups).astype(np.int64)
     work = Work(lengths, samples)
-    shares = _shares_of_mean(np.add.reduceat(work.loads(aims), first[:-1], axis=0), aims)
-    if not aims.loads:
-        shares = np.add.reduceat(lengths.tokens[samples], first[:-1]).astype(np.float64)
+    loads = work.loads(aims) if aims.loads else lengths.tokens[samples, None]
+    of_groups = np.zeros((len(groups), loads.shape[1]), dtype=np.int64)
+    np.add.at(of_groups, owner, loads)
+    shares = _shares_of_mean(of_groups, aims) if aims.loads else of_groups[:, 0].astype(np.float64)
     replica_of_group, index_of_group = _place(shares, dp[LLM], num_microbatches[LLM])
-    owner = np.repeat(np.arange(len(groups)), np.diff(first))
     turns = in_turn(work, replica_of_group[owner], index_of_group[owner], aims, dp, num_microbatches)
     index_of_group = np.argsort(turns)[index_of_group]
     by_place = np.lexsort((index_of_group, replica_of_group))

@@ -199,3 +199,11 @@ def test_the_number_of_groups_must_match() -> None:
     lengths = make_lengths(np.random.default_rng(0), 4)
     with pytest.raises(ValueError, match="3 groups for 2 replicas"):
         assign(0, 0, [np.array([i]) for i in range(3)], lengths, {"vision": 1, "llm": 2}, {"vision": 2, "llm": 2})
+
+
+def test_groups_of_an_evaluation_may_be_empty() -> None:
+    tokens = np.array([5, 7, 11], dtype=np.int64)
+    groups = [np.array([0, 2]), np.array([], dtype=np.int64), np.array([1]), np.array([], dtype=np.int64)]
+    meta = assign(0, 0, groups, SampleLengths(tokens, tokens, {}), {"llm": 2}, {"llm": 2})
+    assert sorted(meta.sample_id.tolist()) == [0, 1, 2]
+    assert sorted(meta.microbatch(r, i).size for r in range(2) for i in range(2)) == [0, 0, 1, 2]

@@ -43,3 +43,17 @@ def test_spans_need_what_the_exact_search_needs_where_one_kind_matters(excess: f
     found = span_recompute(np.array([[4.0]]), np.array([2.0]), np.array([[[5.0]]]), np.array([[[excess]]]))
     exact = least_recompute([4.0], [2.0], [5], excess)
     assert found[0, 0, 0] == (np.inf if exact is None else 2.0 * exact[0])
+
+
+@given(st.lists(LOT, min_size=1, max_size=4), st.integers(-5, 60))
+def test_spans_take_no_less_than_the_exact_search_and_at_most_a_layer_of_each_lot_more(
+    lots: list[tuple[int, int, int]], excess: int
+) -> None:
+    saved, seconds, counts = zip(*lots, strict=True)
+    each, left = np.array([saved], np.float64), np.array([[float(excess)]])
+    found = span_recompute(each, np.array(seconds, np.float64), np.array([counts], np.float64), left)[0, 0]
+    exact = least_recompute(saved, seconds, counts, excess)
+    if exact is None:
+        assert np.isinf(found)
+    else:
+        assert np.dot(exact, seconds) <= found <= np.dot(exact, seconds) + sum(seconds)
