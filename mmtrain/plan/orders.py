@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from mmtrain.program.graph import Edge, StageGraph, StageId, block_sizes
 from mmtrain.program.positions import Position, positions
-from mmtrain.program.wiring import held_stages
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -150,7 +149,7 @@ def _sequences(
     }
     found = []
     for rank in ranks:
-        held = dict(held_stages(graph, rank))
+        held = dict(graph.held_by(rank))
         position, place = places[next(iter(held))]
         chunks = [[s for s in position.part(place, chunk) if s in held] for chunk in range(position.num_chunks)]
         found.append(

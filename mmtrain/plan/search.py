@@ -40,6 +40,7 @@ FEW = 2_000  # cuts of all sizings together up to which all are rated, and compa
 JITTERED = 160  # cuts that are rated of each sizing otherwise
 ROUNDS = 8  # of rating what lies near the best so far
 HOPELESS = 1.05  # of the fastest step found: what rates above is not looked at more closely
+HOPEFUL = 0.9  # of its anchor's rating: what a sizing's best cut may rate, where there are more cuts than a few
 REFINED = 2  # more cuts of the sizing found fastest that are simulated then
 TOLD = 200  # sizings that were not looked at, of which the ranking may tell
 HEAVIEST = 2  # replica groups of a batch that are rated where there are more cuts than a few
@@ -72,6 +73,7 @@ class _Waiting:
     sizing: Sizing = field(compare=False)
     tracks: tuple[Track, ...] = field(compare=False, default=())
     cuts: Cuts | None = field(compare=False, default=None)
+    is_glanced_at: bool = field(compare=False, default=False)
 
 
 def search(
@@ -162,23 +164,39 @@ class _Search:
                 break
         return total
 
-    def _wait(self, bound: float, sizing: Sizing, tracks: tuple[Track, ...] = (), cuts: Cuts | None = None) -> None:
+    def _wait(
+        self,
+        bound: float,
+        sizing: Sizing,
+        tracks: tuple[Track, ...] = (),
+        cuts: Cuts | None = None,
+        is_glanced_at: bool = False,
+    ) -> None:
         self.num_queued += 1
-        heapq.heappush(self.queue, _Waiting(bound, self.num_queued, sizing, tracks, cuts))
+        heapq.heappush(self.queue, _Waiting(bound, self.num_queued, sizing, tracks, cuts, is_glanced_at))
 
     def _look_at(self, waiting: _Waiting) -> None:
         """Put the next piece of work into what comes first."""
         bound, sizing = waiting.bound, waiting.sizing
         if waiting.cuts is not None:
             self._simulate(bound, sizing, waiting.cuts)
-        elif waiting.tracks:
+        elif waiting.tracks and (self.is_small or waiting.is_glanced_at):
             self._rate(bound, sizing, waiting.tracks)
+        elif waiting.tracks:
+            self._glance_at(bound, sizing, waiting.tracks)
         else:
             tracks = tracks_of(sizing, self.pricing, self.choices)
             if any(track.anchor is None for track in tracks):
                 self._lost(sizing, "its layers cannot be cut into so many stages under parallel.*.pp")
             else:
                 self._wait(max(bound, *map(least_seconds, tracks)), sizing, tracks)
+
+    def _glance_at(self, bound: float, sizing: Sizing, tracks: tuple[Track, ...]) -> None:
+        """Rate the anchor alone, so that what is far behind others waits until they are settled."""
+        extra = self._extra(sizing, tracks)
+        cuts = tuple(anchor(track, more) or track.anchor or () for track, more in zip(tracks, extra, strict=True))
+        rating = float(self.rater.rate(sizing, tracks, [cuts], extra)[0])
+        self._wait(max(bound, rating * HOPEFUL), sizing, tracks, is_glanced_at=True)
 
     def _rate(self, bound: float, sizing: Sizing, tracks: tuple[Track, ...]) -> None:
         """Rate the cuts of a sizing, and let the best wait for the simulator."""

@@ -29,7 +29,6 @@ from mmtrain.program.program import Program
 from mmtrain.program.segments import direction, parts
 from mmtrain.program.symmetry import symmetry
 from mmtrain.program.text import action_from_text
-from mmtrain.program.wiring import held_stages
 
 _WANTED = (
     "write forwards and backwards, like `F llm.0 llm:0.3` and `B llm.0 llm:0.3`, or parts of them, like "
@@ -170,7 +169,7 @@ def _one_f_one_b(graph: StageGraph, ranks: Iterable[int]) -> dict[int, list[Comp
     }
     order: dict[int, list[Compute]] = {}
     for rank in ranks:
-        held = held_stages(graph, rank)
+        held = graph.held_by(rank)
         order[rank] = list(_turn_by_turn(dict(held), *places[held[0][0]])) if held else []
     return order
 

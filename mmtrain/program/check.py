@@ -36,7 +36,6 @@ from mmtrain.program.text import action_to_text
 from mmtrain.program.wiring import (
     EMBEDDINGS,
     Flow,
-    held_stages,
     holds_shared_embeddings,
     is_shared,
     members,
@@ -103,7 +102,7 @@ def check(program: Program, memory: MemoryLimit | None = None) -> None:
 def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
     """Everything `rank` must do in a step, in no order."""
     expected: Counter[Action] = Counter()
-    for stage, replica in held_stages(graph, rank):
+    for stage, replica in graph.held_by(rank):
         for index in range(graph.mesh(stage.unit).num_microbatches):
             mb = Microbatch(stage.unit, replica, index)
             compute: list[Pass] = [Forward(stage, mb)]

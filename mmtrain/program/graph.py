@@ -203,6 +203,19 @@ class StageGraph:
         """Gradients flow back along an edge iff its source needs a backward."""
         return self._backward[edge.src]
 
+    def held_by(self, rank: int) -> list[tuple[StageId, int]]:
+        """Stages on `rank` with the replica it holds of each, sources before destinations."""
+        return self._held.get(rank, [])
+
+    @cached_property
+    def _held(self) -> dict[int, list[tuple[StageId, int]]]:
+        held: dict[int, list[tuple[StageId, int]]] = {}
+        for sid in self.order:
+            for replica, lane in enumerate(self.stage(sid).lanes):
+                for rank in lane:
+                    held.setdefault(rank, []).append((sid, replica))
+        return held
+
     @cached_property
     def _meshes(self) -> dict[str, UnitMesh]:
         return {m.unit: m for m in self.meshes}

@@ -24,7 +24,7 @@ from mmtrain.program.actions import (
 from mmtrain.program.graph import LLM, Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.loads import StepLoads
 from mmtrain.program.segments import direction
-from mmtrain.program.wiring import Flow, held_stages, needs
+from mmtrain.program.wiring import Flow, needs
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32 whatever the parameters are
 NORM_BYTES = 4  # Step agrees on one number
@@ -222,7 +222,7 @@ class ModelTiming:
 
     def _trained_parameters(self, rank: int, unit: str) -> int:
         tp = self.graph.mesh(unit).tp
-        held = [sid for sid, _ in held_stages(self.graph, rank) if sid.unit == unit]
+        held = [sid for sid, _ in self.graph.held_by(rank) if sid.unit == unit]
         return sum(
             self.parameters(h.layer, tp) for sid in held for h in self._contents[sid].layers if h.layer.trainable
         )

@@ -152,17 +152,9 @@ def waiter(graph: StageGraph, recv: Recv) -> Share | Pass:
     return flow.reader
 
 
-def held_stages(graph: StageGraph, rank: int) -> list[tuple[StageId, int]]:
-    """Stages on `rank` with the replica it holds of each, sources before destinations."""
-    held = []
-    for sid in graph.order:
-        held += [(sid, replica) for replica, lane in enumerate(graph.stage(sid).lanes) if rank in lane]
-    return held
-
-
 def trained_units(graph: StageGraph, rank: int) -> list[str]:
     """Units of which `rank` holds a stage with a trainable parameter, destinations before sources."""
-    units = [sid.unit for sid, _ in held_stages(graph, rank) if graph.stage(sid).trainable]
+    units = [sid.unit for sid, _ in graph.held_by(rank) if graph.stage(sid).trainable]
     return list(dict.fromkeys(reversed(units)))
 
 
@@ -210,7 +202,7 @@ def members(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
 def _mirrors(graph: StageGraph, rank: int, unit: str) -> set[int]:
     """The data-parallel group of `rank`: same stages of `unit`, same lane position, every replica."""
     ranks: set[int] = set()
-    for sid, replica in held_stages(graph, rank):
+    for sid, replica in graph.held_by(rank):
         if sid.unit == unit:
             lanes = graph.stage(sid).lanes
             position = lanes[replica].index(rank)

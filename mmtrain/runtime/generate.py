@@ -27,7 +27,6 @@ from mmtrain.plan.graph import graph_of
 from mmtrain.plan.plan import UnitPlan
 from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build, step_loads
 from mmtrain.program.inflight import send_limit
-from mmtrain.program.wiring import held_stages
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.broker import Broker
@@ -78,7 +77,7 @@ class Generator:
         self._end = max((s.id for s in graph.stages if s.id.unit == LLM), key=lambda sid: sid.index)
         if LLM in units:
             self._llm = self.units[LLM] = _AnsweringLlm(units[LLM], self._end, tokenizer.vocab_size)
-            self._replica = next(r for sid, r in held_stages(graph, world.rank) if sid.unit == LLM)
+            self._replica = next(r for sid, r in graph.held_by(world.rank) if sid.unit == LLM)
             self._writer = self._executor(build(_only_llm(self._graph)))
         self._reader = self._executor(reading)
         self.needs: tuple[Need, ...] = payload_needs(graph, units, world.rank)

@@ -16,7 +16,6 @@ from mmtrain.plan.graph import stage_graph
 from mmtrain.plan.plan import Plan
 from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build, step_loads
 from mmtrain.program.inflight import send_limit
-from mmtrain.program.wiring import held_stages
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.broker import Broker
@@ -133,7 +132,7 @@ def assemble(
 def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int) -> tuple[Need, ...]:
     """The payload that a rank with these units computes on: media and ids for first layers, labels for the head."""
     # Not the rank in the unit's data-parallel group, which torch orders by global rank, whatever the mesh says.
-    replica_of = {stage.unit: replica for stage, replica in held_stages(graph, rank)}
+    replica_of = {stage.unit: replica for stage, replica in graph.held_by(rank)}
     return tuple(
         Need(
             name,

@@ -11,7 +11,6 @@ from mmtrain.program import Compute, Stage, StageGraph, StageId, Timing
 from mmtrain.program.actions import Direction
 from mmtrain.program.recorded import StepRecord
 from mmtrain.program.segments import direction
-from mmtrain.program.wiring import held_stages
 
 FloatArray = npt.NDArray[np.float64]
 Lane = tuple[int, ...]
@@ -61,7 +60,7 @@ class SlowRanks:
 
     def __init__(self, graph: StageGraph, alike: Callable[[Stage], Hashable]) -> None:
         ranks = {rank for mesh in graph.meshes for rank in mesh.ranks}
-        slots = {rank: [stage for stage, _ in held_stages(graph, rank)] for rank in ranks}
+        slots = {rank: [stage for stage, _ in graph.held_by(rank)] for rank in ranks}
         groups: defaultdict[Hashable, list[tuple[StageId, Lane]]] = defaultdict(list)
         for stage in graph.stages:
             groups[alike(stage)] += [(stage.id, lane) for lane in stage.lanes]

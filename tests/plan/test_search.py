@@ -9,7 +9,7 @@ import pytest
 from mmtrain.plan.cut import graph_for, laid_out, least_seconds, tracks_of
 from mmtrain.plan.judge import judge
 from mmtrain.plan.rate import Rater
-from mmtrain.plan.search import SAME, search
+from mmtrain.plan.search import SAME, TOLD, search
 from mmtrain.plan.sizes import bounded_sizings
 from mmtrain.plan.story import machine_for
 from mmtrain.program.builder import in_flight
@@ -36,7 +36,8 @@ def holds(given: Instance) -> None:
     assert min(times) <= outcome.judged[0].step_time_s <= min(times) * SAME
     assert outcome.judged[0].peak_bytes <= given.machine.memory_bytes
     assert sorted(j.step_time_s for j in outcome.judged[1:]) == [j.step_time_s for j in outcome.judged[1:]]
-    assert len(outcome.judged) + len(outcome.losers) == len(given.sizings)
+    told = len(outcome.judged) + len(outcome.losers)
+    assert min(len(given.sizings), TOLD) <= told <= len(given.sizings)
 
 
 @pytest.mark.parametrize("seed", range(6))
