@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from mmtrain.costs import Hardware, RankMemory, parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.errors import ProgramError
 from mmtrain.plan.cut import graph_for
 from mmtrain.plan.layout import Layout
 from mmtrain.plan.plan import SchedulePlan
@@ -62,8 +63,8 @@ def judge(
     """
     schedule = schedule or SchedulePlan(num_microbatches=dict(layout.num_microbatches))
     graph = graph_for(layout, pricing)
-    program, timings, num_groups = _program(graph, schedule, pricing, machine)
-    lines = [simulate(program, timing, num_groups) for timing in timings]
+    compute, timings, num_groups = _program(graph, schedule, pricing, machine)
+    program, lines = _simulated(compute, schedule, timings, num_groups)
     seconds = timings[0].seconds
     step_time = sum(t.step_time_s for t in lines) / len(lines)
     shares = [t.bubble_shares() for t in lines]
@@ -83,14 +84,31 @@ def judge(
 
 def rehearsed(judged: Judged, pricing: Pricing, machine: Hardware) -> Timeline:
     """The layout's step on the first drawn batch."""
-    program, timings, num_groups = _program(judged.graph, judged.schedule, pricing, machine)
-    return simulate(program, timings[0], num_groups)
+    compute, timings, num_groups = _program(judged.graph, judged.schedule, pricing, machine)
+    return _simulated(compute, judged.schedule, timings[:1], num_groups)[1][0]
+
+
+def _simulated(
+    compute: Program, schedule: SchedulePlan, timings: "Sequence[DrawnTiming]", num_groups: int
+) -> tuple[Program, list[Timeline]]:
+    """The program with its communication, lowered as `program.build` would, and its step on each batch.
+
+    It is not checked; that of the chosen plan is, see `story`.
+    """
+    program = lower(compute)
+    try:
+        return program, [simulate(program, timing, num_groups) for timing in timings]
+    except ProgramError:  # ranks wait for each other's reductions
+        if schedule.kind != "explicit":
+            raise
+        program = lower(compute, reduce_last=True)
+        return program, [simulate(program, timing, num_groups) for timing in timings]
 
 
 def _program(
     graph: StageGraph, schedule: SchedulePlan, pricing: Pricing, machine: Hardware
 ) -> tuple[Program, "list[DrawnTiming]", int]:
-    """What the simulator replays, for the ranks that stand for others, on every drawn batch, and how many groups."""
+    """What the ranks that stand for others compute, what that takes in every drawn batch, and how many groups."""
     seconds = pricing.stage_seconds(graph)
     alone = _num_passes(graph) > ALL_GROUPS
     chosen = _heaviest(graph, seconds) if alone else np.zeros(len(pricing.batches.groups), dtype=np.int64)
@@ -99,9 +117,8 @@ def _program(
         shift = _shift(graph, int(chosen[batch]))
         model = model_timing(graph, pricing, _of_group(graph, loads, shift) if alone else loads, machine)
         timings.append(DrawnTiming(model, seconds, batch, shift))
-    # Not checked; the chosen one is, see `story`.
-    program = lower(_ordered(graph, schedule, leaders(graph, timings[0].link)))
-    return program, timings, 1 if alone else graph.num_groups
+    compute = _ordered(graph, schedule, leaders(graph, timings[0].link))
+    return compute, timings, 1 if alone else graph.num_groups
 
 
 def memory_of(graph: StageGraph, schedule: SchedulePlan, pricing: Pricing) -> Mapping[int, RankMemory]:
