@@ -7,9 +7,10 @@ from itertools import islice
 from mmtrain.costs import Hardware
 from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.cut import arrange, graph_for
+from mmtrain.plan.layout import MeshSize
 from mmtrain.plan.plan import Alternative
 from mmtrain.plan.pricing import Pricing, Recompute
-from mmtrain.plan.sizes import Sizing, sizings
+from mmtrain.plan.sizes import Sizing, bounded_sizings, sizings
 
 DOUBLINGS = 6  # of the number of ranks
 NEAR = 64  # ranks more or less
@@ -70,7 +71,8 @@ def _ranks(
 ) -> Iterator[str]:
     placements = {sizing.placement for sizing in found}
     for count in (world_size * 2**i for i in range(1, DOUBLINGS + 1)):
-        some = islice((s for s in sizings(choices, count) if s.placement in placements), LOOKED_AT)
+        every = bounded_sizings(choices, count, _coarseness)
+        some = islice((s for _, s in every if s.placement in placements), LOOKED_AT)
         if _fits(list(some), pricing, choices, machine):
             yield f"{count} ranks"
             return
@@ -97,6 +99,11 @@ def _fits(found: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitC
 def _most_split(sizing: Sizing) -> tuple[int, ...]:
     """Puts first those whose least split unit is cut into most parts."""
     return tuple(sorted(-size.tp * size.pp for size in sizing.sizes.values()))[::-1]
+
+
+def _coarseness(_unit: str, size: MeshSize, _num_microbatches: int) -> float:
+    """In place of seconds: where there are very many sizes, those that split units most are wanted here."""
+    return 1.0 / (size.tp * size.pp)
 
 
 def _max_tp(sizing: Sizing) -> int:
