@@ -18,11 +18,10 @@ import numpy as np
 from mmtrain.costs import Hardware
 from mmtrain.plan.bubbles import FloatArray, Kernels, Lane
 from mmtrain.plan.colocated import EncoderPlan, Host, Schedule, schedule_as_dealt
-from mmtrain.plan.judge import Judged, model_timing, rehearsed
+from mmtrain.plan.judge import Judged, PricedTiming, model_timing, rehearsed
 from mmtrain.plan.pricing import AGAIN, BACKWARD, FORWARD, Pricing, sizes_of
 from mmtrain.program.actions import (
     Backward,
-    Collective,
     Compute,
     Direction,
     Forward,
@@ -30,7 +29,6 @@ from mmtrain.program.actions import (
     Pass,
     ReduceGrads,
     ReduceShared,
-    Send,
 )
 from mmtrain.program.builder import build_1f1b, in_flight
 from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId, UnitMesh, block_sizes
@@ -38,7 +36,6 @@ from mmtrain.program.lower import lower
 from mmtrain.program.simulate import simulate
 from mmtrain.program.text import action_to_text
 from mmtrain.program.timeline import Timeline
-from mmtrain.program.timing import ModelTiming, Transport
 
 Order = dict[int, tuple[str, ...]]
 
@@ -142,32 +139,15 @@ def _only_llm(graph: StageGraph) -> StageGraph:
 
 
 @dataclass(frozen=True)
-class _Typical:
-    """`ModelTiming` with the same seconds for every microbatch."""
+class _Typical(PricedTiming):
+    """The same seconds for every microbatch."""
 
-    model: ModelTiming
     seconds: Mapping[StageId, tuple[float, float]]  # forward, backward
 
     def compute(self, action: Compute) -> float:
         """Mean seconds of the stage."""
         forward, backward = self.seconds[action.stage]
         return forward if isinstance(action, Forward) else backward
-
-    def message(self, sender: int, action: Send) -> Transport:
-        """As `ModelTiming` says."""
-        return self.model.message(sender, action)
-
-    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
-        """As `ModelTiming` says."""
-        return self.model.collective(rank, action, group)
-
-    def link(self, ranks: tuple[int, ...]) -> bool:
-        """As `ModelTiming` says."""
-        return self.model.link(ranks)
-
-    def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
-        """Not asked."""
-        return 0
 
 
 def _host(graph: StageGraph, alone: Timeline) -> Host:

@@ -53,14 +53,13 @@ def colocated_candidates(
         return Outcome((), ())
     judged: list[Judged] = []
     losers: list[Alternative] = []
-    tried = 0
+    levels, tried = _recomputed(pricing), 0
     for sizes in sorted(_all_sizes(pricing, choices, world_size), key=lambda s: (s.bound, s.llm.pp, s.llm.tp)):
         if sizes.bound > fastest * SAME:  # as is all that follows
             losers.append(_lost(sizes, f"at least {sizes.bound / fastest:.2f}x slower: its work cannot be done sooner"))
             break
         if tried >= TRIED:
             break
-        levels = _recomputed(pricing)
         smallest = _layout(sizes, levels[-1], pricing, machine)
         found: Judged | Alternative | None = smallest if isinstance(smallest, Alternative) else None
         for recompute in levels if isinstance(smallest, Layout) else ():

@@ -158,25 +158,10 @@ def model_timing(graph: StageGraph, pricing: Pricing, loads: StepLoads, machine:
 
 
 @dataclass(frozen=True)
-class DrawnTiming:
-    """`ModelTiming` for one of the drawn batches, whose compute was priced before for all candidates at once.
-
-    `shift`, by unit: replica 0 stands for the replica of this number, the next for the next; the model's loads are
-    those of that group already.
-    """
+class PricedTiming:
+    """`ModelTiming` for candidates, whose compute was priced before, in one way or another."""
 
     model: ModelTiming
-    seconds: Mapping[StageId, StageSeconds]
-    batch: int
-    shift: Mapping[str, int] = field(default_factory=dict)
-
-    def compute(self, action: Compute) -> float:
-        """Seconds of a forward or backward; of some of its segments, as `ModelTiming` says."""
-        if isinstance(action, Partial):
-            return self.model.compute(action)
-        stage, mb = self.seconds[action.stage], action.mb
-        grid = stage.forward if isinstance(action, Forward) else stage.backward
-        return float(grid[self.batch, mb.replica + self.shift.get(mb.unit, 0), mb.index])
 
     def message(self, sender: int, action: Send) -> Transport:
         """As `ModelTiming` says."""
@@ -193,6 +178,27 @@ class DrawnTiming:
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
         """Not asked of a candidate: its memory was held against the limit before (`Pricing.memory`)."""
         return 0
+
+
+@dataclass(frozen=True)
+class DrawnTiming(PricedTiming):
+    """One of the drawn batches, priced for all candidates at once.
+
+    `shift`, by unit: replica 0 stands for the replica of this number, the next for the next; the model's loads are
+    those of that group already.
+    """
+
+    seconds: Mapping[StageId, StageSeconds]
+    batch: int
+    shift: Mapping[str, int] = field(default_factory=dict)
+
+    def compute(self, action: Compute) -> float:
+        """Seconds of a forward or backward; of some of its segments, as `ModelTiming` says."""
+        if isinstance(action, Partial):
+            return self.model.compute(action)
+        stage, mb = self.seconds[action.stage], action.mb
+        grid = stage.forward if isinstance(action, Forward) else stage.backward
+        return float(grid[self.batch, mb.replica + self.shift.get(mb.unit, 0), mb.index])
 
 
 def _num_passes(graph: StageGraph) -> int:
