@@ -39,10 +39,6 @@ class Sample:
     clips: tuple[Media, ...] = ()
     videos: tuple[Media, ...] = ()
 
-    def num_marks(self, mark: str = IMAGE_MARK) -> int:
-        """How often `mark` stands in its user turns."""
-        return sum(t.text.count(mark) for t in self.turns if t.role == "user")
-
     @property
     def sights(self) -> tuple[tuple[Sight, Media], ...]:
         """Its images and videos together, in the order of their marks, which are as many as they."""

@@ -19,7 +19,7 @@ from mmtrain.data import DataIndex, build, index_cache
 from mmtrain.data import index as index_module
 from mmtrain.data.media import FileMedia, ParquetCell, TarMember
 from mmtrain.data.sample import Sample, Turn
-from mmtrain.data.table import SampleTable, from_record, to_record
+from mmtrain.data.table import SampleTable, from_record, joined, said_in
 from mmtrain.errors import TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import row
@@ -48,8 +48,9 @@ SAMPLES = st.builds(
 @given(st.lists(SAMPLES, max_size=4))
 @settings(max_examples=50, deadline=None)
 def test_samples_survive_as_records(samples: list[Sample]) -> None:
-    assert [from_record(to_record(sample)) for sample in samples] == samples
-    table = SampleTable(b"".join(map(to_record, samples)), np.cumsum([len(to_record(s)) for s in samples]))
+    records = [joined(sample, said_in(sample)) for sample in samples]
+    assert list(map(from_record, records)) == samples
+    table = SampleTable(b"".join(records), np.cumsum([len(record) for record in records]))
     assert list(table) == samples
     assert table[::-1] == samples[::-1]
     assert list(pickle.loads(pickle.dumps(table))) == samples

@@ -10,6 +10,7 @@ from mmtrain.data import ChatTokenizer, Quarantined, Sample, folder, write_quara
 from mmtrain.data.conversation import BadSampleError
 from mmtrain.data.media import FileMedia
 from mmtrain.data.read import read, shards
+from mmtrain.data.sample import find_miscount
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
 
@@ -47,7 +48,8 @@ def test_a_sample_keeps_turns_images_and_template(tmp_path: Path) -> None:
     sample = _sample(tmp_path, entry)
     assert [t.role for t in sample.turns] == ["system", "user", "assistant"]
     assert sample.images == _files(tmp_path / "x" / "1.png", tmp_path / "2.png")
-    assert (sample.id, sample.index, sample.num_marks(), sample.template) == ("a", 0, 2, "t")
+    assert (sample.id, sample.index, sample.template) == ("a", 0, "t")
+    assert find_miscount(sample, sees=True, hears=False) is None, "a mark in an answer is text"
     assert sample.answer == "<image> is text here"
 
 
@@ -132,7 +134,7 @@ def test_what_a_tool_shows_is_an_image_like_any_other(tmp_path: Path) -> None:
     shown = {"role": "tool", "tool_call_id": "1", "content": [{"type": "image", "image": "screen.png"}]}
     sample = _sample(tmp_path, {"messages": [shown, {"role": "assistant", "content": "ok", "tool_calls": None}]})
     assert sample.images == _files(tmp_path / "screen.png")
-    assert sample.num_marks() == 1
+    assert find_miscount(sample, sees=True, hears=False) is None
 
 
 def test_messages_with_lists_of_media(tmp_path: Path) -> None:
