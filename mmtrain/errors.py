@@ -14,6 +14,10 @@
 `StoppedAndSaved` (exit 75) is not an error but travels like one: a signal arrived and the state is on disk.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class MmtrainError(Exception):
     """Base of all errors with a message meant for the user."""
@@ -63,3 +67,12 @@ class StoppedAndSaved(MmtrainError):  # noqa: N818 - not an error
     """A signal stopped the run after its state was saved."""
 
     exit_code = 75
+
+
+@contextmanager
+def writing(option: str, path: Path, what: str) -> Iterator[None]:
+    """Tell the user, instead of a traceback, that `what` cannot be written to the `path` that `option` named."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot write the {what}: {error.strerror or error}") from None

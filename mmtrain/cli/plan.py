@@ -1,14 +1,11 @@
 """`mmtrain plan`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mmtrain.cli.options import AsJson, Overrides, RecipeFile
-
-if TYPE_CHECKING:
-    from mmtrain.plan import Plan
 
 
 def plan(
@@ -37,7 +34,7 @@ def plan(
     from functools import partial
 
     from mmtrain.cli.whatif import cluster_settings, counts, sweep
-    from mmtrain.errors import UserError
+    from mmtrain.errors import UserError, writing
     from mmtrain.recipe import load
 
     if gpus is not None and (out is not None or measure):
@@ -61,14 +58,6 @@ def plan(
         runs = measuring(settings) if measure else None
         chosen = plan_here(settings, lengths, top=top, explain=explain, progress=bar, measure=runs)
     if out is not None:
-        _save(chosen, out)
+        with writing("--out", out, "plan"):
+            chosen.save(out)
     typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen))
-
-
-def _save(chosen: "Plan", out: Path) -> None:
-    from mmtrain.errors import UserError
-
-    try:
-        chosen.save(out)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot write the plan: {error.strerror}") from None

@@ -39,7 +39,7 @@ def profile(
     import statistics
     from tempfile import TemporaryFile
 
-    from mmtrain.errors import DataError, UserError
+    from mmtrain.errors import DataError, writing
     from mmtrain.recipe import load
 
     settings = load(recipe, overrides).recipe  # a wrong recipe is told before torch has loaded
@@ -61,14 +61,12 @@ def profile(
     before = CostTable.load(out, "--out") if out.exists() else None
     if before is not None:
         before.merged(unmeasured(request))  # refused now rather than after minutes of measuring
-    try:
-        with TemporaryFile(dir=out.parent):  # likewise
-            pass
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot write the cost table: {error.strerror}") from None
+    with writing("--out", out, "cost table"), TemporaryFile(dir=out.parent):
+        pass  # likewise
     found = measure(request)
     table = found.table if before is None else before.merged(found.table)
-    table.save(out)
+    with writing("--out", out, "cost table"):
+        table.save(out)
     if as_json:
         report = {"table": str(out), "device": table.device, "errors": found.errors, "median_error": found.median_error}
         typer.echo(json.dumps(report))

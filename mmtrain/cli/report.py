@@ -33,7 +33,7 @@ def report(
     """
     import json
 
-    from mmtrain.errors import UserError
+    from mmtrain.errors import UserError, writing
     from mmtrain.report.contents import to_json
 
     is_plan = source.suffix.lower() == ".json"
@@ -45,10 +45,8 @@ def report(
     if out is not None:
         from mmtrain.report.html import page
 
-        try:
+        with writing("--out", out, "page"):
             out.write_text(page(contents), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--out {out}: cannot write the page: {error.strerror}") from None
     if png is not None:
         from mmtrain.report.paper import save_picture
         from mmtrain.report.pictures import pictures

@@ -39,17 +39,15 @@ def simulate(
     """
     import json
 
-    from mmtrain.errors import UserError
+    from mmtrain.errors import writing
     from mmtrain.report.comparison import compare, comparison_text, overlay, path_rows
 
     found = _rehearsed(source, overrides, plan, against, step)
     rows, path = compare(found.timelines, found.trace), path_rows(found.timelines)
     bubbles = found.timelines[0].bubble_shares()
     if out is not None:
-        try:
+        with writing("--out", out, "trace"):
             out.write_text(json.dumps(overlay(found.timelines, found.trace, found.plan.sha256)), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--out {out}: cannot write the trace: {error.strerror}") from None
     if as_json:
         seconds = [
             {"what": r.what, "predicted_s": r.predicted_s, "measured_s": r.measured_s, "error": r.error} for r in rows

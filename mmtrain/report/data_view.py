@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmtrain.balance.summary import Score, Spread, Summary
-from mmtrain.errors import UserError
+from mmtrain.errors import UserError, writing
 from mmtrain.report.text import rendered
 
 _BAR = 50  # characters of the fullest bin
@@ -94,10 +94,8 @@ def stats_picture(summary: Summary, path: Path) -> None:
         axes.set_ylabel("samples", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    try:
+    with writing("--png", path, "picture"):
         figure.savefig(path, format="png", dpi=130)
-    except OSError as error:
-        raise UserError(f"--png {path}: cannot write the picture: {error.strerror}") from None
 
 
 def _headline(spread: Spread, samples: int) -> str:

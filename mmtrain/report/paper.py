@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmtrain.errors import UserError
+from mmtrain.errors import UserError, writing
 from mmtrain.report.drawing import LIGHT, Box, Drawing, Label, Line, Mark, arrow_head
 
 if TYPE_CHECKING:
@@ -46,10 +46,8 @@ def save_picture(drawings: Sequence[tuple[str, Drawing]], path: Path) -> None:
             for mark in drawing.marks:
                 _mark(axes, mark, top + _CAPTION, inch)
             top += _CAPTION + drawing.height + _GAP
-        try:
+        with writing("--png", path, "picture"):
             figure.savefig(path, dpi=_DPI, bbox_inches="tight", pad_inches=0.05)
-        except OSError as error:
-            raise UserError(f"--png {path}: cannot write the picture: {error.strerror}") from None
 
 
 def _mark(axes: "Axes", mark: Mark, top: float, inch: float) -> None:
