@@ -7,13 +7,13 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from mmtrain.report.contents import Contents, figures, idle, steps
+from mmtrain.report.live import sparkline
 from mmtrain.report.plan_view import plan_table
 from mmtrain.report.tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
 from mmtrain.report.text import WIDTH, rendered
 from mmtrain.report.timeline_picture import Step
 
-_BAR, _LABEL = 50, 9
-_LEVELS = "▁▂▃▄▅▆▇█"
+_BAR, _LABEL, _CURVE = 50, 9, 60
 
 
 def report_text(contents: Contents) -> str:
@@ -135,16 +135,4 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
         values = [m[key] for m in metrics if m.get(key) is not None]
         if values:
             change = f"{values[0]:.5g} to {values[-1]:.5g} over {metrics[-1]['step']} steps"
-            yield f"{words:<14}{change}  {sparkline(values)}"
-
-
-def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Values as a row of small bars; of many, every few one.
-
-    >>> sparkline([0.0, 1.0, 2.0, 7.0])
-    '▁▂▃█'
-    """
-    every = -(-len(values) // width)
-    few = values[::every]
-    lo, hi = min(few), max(few)
-    return "".join(_LEVELS[round((v - lo) / ((hi - lo) or 1) * (len(_LEVELS) - 1))] for v in few)
+            yield f"{words:<14}{change}  {sparkline(values, _CURVE)}"

@@ -124,6 +124,10 @@ def test_a_sparkline_is_never_too_wide_and_keeps_order(values: list[float], widt
         assert all(low[1] <= high[1] for low, high in pairwise(pairs))
 
 
+def test_a_sparkline_of_equal_values_is_low() -> None:
+    assert sparkline([2.0, 2.0], 60) == "▁▁"
+
+
 @pytest.mark.parametrize(
     ("number", "text"),
     [

@@ -8,7 +8,7 @@ from mmtrain.plan import Plan
 from mmtrain.program import Timeline
 from mmtrain.report.comparison import path_rows
 from mmtrain.report.contents import Contents, figures, to_json
-from mmtrain.report.terminal import letters, report_text, sparkline
+from mmtrain.report.terminal import letters, report_text
 from mmtrain.report.timeline_picture import Step
 from tests.report.conftest import contents_of, run_of
 
@@ -58,8 +58,3 @@ def test_json_holds_the_same_figures(rehearsed: tuple[Plan, Timeline]) -> None:
     assert measured.keys() == predicted.keys()
     assert sum(row["seconds"] for row in found["critical"]) == pytest.approx(run.simulated[0].step_time_s)
     assert [row["error"] for row in found["seconds"]] == pytest.approx([-0.5] * len(run.rows))
-
-
-def test_many_values_become_few_bars() -> None:
-    assert len(sparkline([float(i) for i in range(1000)])) <= 60
-    assert sparkline([2.0, 2.0]) == "▁▁"
