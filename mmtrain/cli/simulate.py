@@ -49,11 +49,12 @@ def simulate(
         with writing("--out", out, "trace"):
             out.write_text(json.dumps(overlay(found.timelines, found.trace, found.plan.sha256)), encoding="utf-8")
     if as_json:
-        seconds = [
-            {"what": r.what, "predicted_s": r.predicted_s, "measured_s": r.measured_s, "error": r.error} for r in rows
-        ]
-        parts = [{"what": p.what, "part": p.part, "seconds": p.seconds, "actions": p.count} for p in path]
-        told = {"seconds": seconds, "bubbles": bubbles, "steps": found.steps, "critical": parts}
+        told = {
+            "seconds": [row.to_json() for row in rows],
+            "bubbles": bubbles,
+            "steps": found.steps,
+            "critical": [row.to_json() for row in path],
+        }
         typer.echo(json.dumps({**told, "critical_path": _path_json(found)}))
     else:
         typer.echo(comparison_text(rows, bubbles, path))

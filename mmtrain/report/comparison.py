@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,10 @@ class Row:
     def error(self) -> float | None:
         """How far the prediction is off, as a share of what was measured."""
         return None if not self.measured_s else self.predicted_s / self.measured_s - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {**asdict(self), "error": self.error}
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,10 @@ class PathRow:
     part: str  # a unit, `messages` or `collectives`
     seconds: float
     count: float
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"what": self.what, "part": self.part, "seconds": self.seconds, "actions": self.count}
 
 
 def path_rows(simulated: Sequence[Timeline]) -> list[PathRow]:

@@ -159,18 +159,13 @@ def to_json(contents: Contents) -> dict[str, Any]:
         "cost_source": plan.predicted.cost_source,
         "figures": [asdict(figure) for figure in figures(contents)],
         "idle": {"predicted": predicted, "measured": measured},
-        "critical": [
-            {"what": row.what, "seconds": row.seconds, "actions": row.count} for row in path_rows(contents.simulated)
-        ],
+        "critical": [row.to_json() for row in path_rows(contents.simulated)],
         "memory": {
             "predicted_gib": plan.predicted.peak_memory_gib,
             "kinds_gib": plan.predicted.memory_kinds_gib,
             "limit_gib": contents.memory_limit_gib,
         },
-        "seconds": [
-            {"what": r.what, "predicted_s": r.predicted_s, "measured_s": r.measured_s, "error": r.error}
-            for r in contents.rows
-        ],
+        "seconds": [row.to_json() for row in contents.rows],
         "grouping": [
             {
                 "method": s.method,
