@@ -51,7 +51,6 @@ class MemoryRow:
 
     what: str
     gib: float
-    is_measured: bool
     kinds: Mapping[str, float]
 
     @property
@@ -67,7 +66,7 @@ def memory_rows(contents: Contents) -> list[MemoryRow]:
     """The fullest ranks as predicted, and what the run's fullest took."""
     predicted = contents.plan.predicted
     rows = [
-        MemoryRow(f"rank{'s' * ('-' in ranks)} {ranks}", gib, False, predicted.memory_kinds_gib.get(ranks, {}))
+        MemoryRow(f"rank{'s' * ('-' in ranks)} {ranks}", gib, predicted.memory_kinds_gib.get(ranks, {}))
         for ranks, gib in predicted.peak_memory_gib.items()
     ]
     if len(rows) > MOST_MEMORY_ROWS:
@@ -75,7 +74,7 @@ def memory_rows(contents: Contents) -> list[MemoryRow]:
     measured = max((m["peak_memory_bytes"] for m in contents.metrics or ()), default=None)
     if measured is not None:
         what = "process" if contents.plan.hardware == "cpu-core" else "fullest rank"
-        rows.append(MemoryRow(f"measured, {what}", measured / GIB, True, {}))
+        rows.append(MemoryRow(f"measured, {what}", measured / GIB, {}))
     return rows
 
 
