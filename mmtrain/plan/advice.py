@@ -54,8 +54,8 @@ def _settings(
         if units and _fits(found, _anew(pricing, again, pricing.sp), choices, machine):
             yield " and ".join(f"parallel.{unit}.recompute: all" for unit in units)
             break
-    whole = [unit.name for unit in pricing.shape.units if unit.splits and not pricing.sp.get(unit.name)]
-    sliced = {**pricing.sp, **dict.fromkeys(whole, True)}
+    whole = [name for name, unit in choices.items() if max(unit.tp) > 1 and not pricing.sp.get(name)]
+    sliced = {**pricing.sp, **{name: frozenset(choices[name].tp) - {1} for name in whole}}
     if whole and _fits(
         [s for s in found if _max_tp(s) > 1], _anew(pricing, pricing.recompute, sliced), choices, machine
     ):
@@ -110,6 +110,6 @@ def _max_tp(sizing: Sizing) -> int:
     return max(size.tp for size in sizing.sizes.values())
 
 
-def _anew(pricing: Pricing, recompute: Mapping[str, Recompute], sp: Mapping[str, bool]) -> Pricing:
+def _anew(pricing: Pricing, recompute: Mapping[str, Recompute], sp: Mapping[str, frozenset[int]]) -> Pricing:
     """The same costs under other settings; what was computed for the old ones is forgotten."""
     return replace(pricing, recompute=recompute, sp=sp, _lines={})

@@ -101,7 +101,7 @@ class Pricing:
     seq_len: int
     recompute: Mapping[str, Recompute]  # by unit
     encoder_microbatches: Mapping[str, int] = field(default_factory=dict)  # of units whose number the recipe fixes
-    sp: Mapping[str, bool] = field(default_factory=dict)  # units with sequence parallelism, where tp is above 1
+    sp: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by unit, the tp with sequence parallelism
     _loads: dict[Spread, list[StepLoads]] = field(default_factory=dict, repr=False)
     _grids: dict[tuple[str, Spread], Loads] = field(default_factory=dict, repr=False)
     _prices: dict[tuple[str, int, Spread], UnitPrices] = field(default_factory=dict, repr=False)
@@ -111,6 +111,10 @@ class Pricing:
     def input_grad(self) -> Mapping[str, tuple[bool, ...]]:
         """By unit, per layer: does anything below it train."""
         return upstream_trains(self.shape)
+
+    def slices(self, unit: str, tp: int) -> bool:
+        """Whether the tensor-parallel ranks of a unit share out the tokens between products."""
+        return tp in self.sp.get(unit, ())
 
     def spread(self, dp: Mapping[str, int]) -> Spread:
         """Data-parallel sizes with each unit's microbatches: those that the recipe fixes, else as many as the LLM's."""
@@ -181,7 +185,7 @@ class Pricing:
                 dp=mesh.dp,
                 in_flight=alive[stage.id],
                 load=self.largest_load(stage.id.unit, sizes_of(graph)),
-                sp=self.sp.get(stage.id.unit, False),
+                sp=self.slices(stage.id.unit, mesh.tp),
             )
             for rank in chain.from_iterable(stage.lanes[: mesh.dp // graph.num_groups]):
                 held.setdefault(rank, []).append(part)
@@ -238,7 +242,7 @@ class Pricing:
         return priced(lambda load: self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad), loads)
 
     def _line(self, unit: str, tp: int, spread: Spread) -> Line:
-        prices, mode, sp = self.prices(unit, tp, spread), self.recompute[unit], self.sp.get(unit, False)
+        prices, mode, sp = self.prices(unit, tp, spread), self.recompute[unit], self.slices(unit, tp)
         load, kinds = self.largest_load(unit, spread), self._kinds(unit)
         known: dict[tuple[LayerShape, bool], tuple[float, ...]] = {}
         for layer, needed in dict.fromkeys(kinds):

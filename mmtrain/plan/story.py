@@ -24,6 +24,7 @@ from mmtrain.plan.pricing import Pricing, sizes_of
 from mmtrain.plan.replicated import Phases
 from mmtrain.plan.search import SAME, Outcome, Progress, joined, search
 from mmtrain.plan.sizes import Sizing, UnitBound, bounded_sizings
+from mmtrain.plan.slices import with_slices
 from mmtrain.program import StageId, build
 from mmtrain.recipe.schema import Recipe
 
@@ -66,15 +67,15 @@ def plan(
         recipe.data.seq_len,
         recompute,
         encoder_microbatches(recipe, shape),
-        {name: getattr(recipe.parallel, name).sp for name in choices},
     )
 
-    candidates = candidates_for(recipe, choices, world_size, unit_bound(pricing, choices, machine))
-    outcome = search(candidates, pricing, choices, machine, at_least=top + 1, progress=progress)
-    if recipe.parallel.placement in ("auto", "colocated"):
-        fastest = outcome.judged[0].step_time_s if outcome.judged else math.inf
-        rest = (colocated_candidates(pricing, choices, machine, n, fastest) for n in rank_counts(recipe, world_size))
-        outcome = joined(outcome, *rest)
+    slicing = {name: getattr(recipe.parallel, name).sp for name in choices}
+    pricing = with_slices(pricing, slicing, choices, machine)
+    candidates, outcome = _searched(recipe, pricing, choices, machine, world_size, top, progress)
+    sliced = with_slices(pricing, slicing, choices, machine, at_any_price=True)
+    if not outcome.judged and sliced.sp != pricing.sp:  # memory demands it
+        pricing = sliced
+        candidates, outcome = _searched(recipe, pricing, choices, machine, world_size, top, progress)
     if not outcome.judged:
         changes = what_would_fit([s for _, s in candidates], outcome.losers, pricing, choices, machine, world_size)
         raise PlanError(_nothing_fits(outcome, machine, world_size, changes))
@@ -91,6 +92,25 @@ def plan(
         phases = Phases(shape, pricing.costs, precision, batches, machine, world_size)
         losers.append(phases.alternative(chosen.step_time_s))
     return about.plan(chosen, shown(losers, len(losers) if explain else top))
+
+
+def _searched(
+    recipe: Recipe,
+    pricing: Pricing,
+    choices: dict[str, UnitChoices],
+    machine: Hardware,
+    world_size: int,
+    top: int,
+    progress: Progress | None,
+) -> tuple[list[tuple[float, Sizing]], Outcome]:
+    """The sizes of `unified` and `disaggregated`, and what was found of all placements."""
+    candidates = candidates_for(recipe, choices, world_size, unit_bound(pricing, choices, machine))
+    outcome = search(candidates, pricing, choices, machine, at_least=top + 1, progress=progress)
+    if recipe.parallel.placement in ("auto", "colocated"):
+        fastest = outcome.judged[0].step_time_s if outcome.judged else math.inf
+        rest = (colocated_candidates(pricing, choices, machine, n, fastest) for n in rank_counts(recipe, world_size))
+        outcome = joined(outcome, *rest)
+    return candidates, outcome
 
 
 @dataclass(frozen=True)
@@ -111,7 +131,7 @@ class About:
             world_size=world_size,
             placement=chosen.layout.placement,
             units={
-                name: unit.model_copy(update={"sp": unit.tp > 1 and getattr(self.recipe.parallel, name).sp})
+                name: unit.model_copy(update={"sp": self.pricing.slices(name, unit.tp)})
                 for name, unit in chosen.layout.units.items()
             },
             schedule=chosen.schedule,

@@ -268,7 +268,7 @@ def _encoders(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:
 
 
 def _tp(unit: str, sizes: UnitParallel, **widths: int) -> Iterator[Problem]:
-    if sizes.sp and sizes.tp == 1:
+    if sizes.sp is True and sizes.tp == 1:
         text = f"needs more than one tensor-parallel rank, and parallel.{unit}.tp is 1; raise tp, or set sp to false"
         yield Problem(("parallel", unit, "sp"), text)
     uneven = [f"model.{unit}.{name} {width}" for name, width in widths.items() if sizes.tp and width % sizes.tp]

@@ -375,9 +375,10 @@ class UnitParallel(Section):
         None,
         description="Chunks of layers on each pipeline rank (interleaving); in `unified` the LLM's counts for all.",
     )
-    sp: bool = Field(
-        False,
-        description="Sequence parallelism, where tp is above 1: its ranks share out the tokens in norms and residuals.",
+    sp: bool | Literal["auto"] = Field(
+        "auto",
+        description="Sequence parallelism, where tp is above 1: its ranks share out the tokens in norms and residuals. "
+        "`auto`: where that costs no time, or nothing fits into memory without it.",
     )
     num_microbatches: PositiveInt | None = Field(
         None,

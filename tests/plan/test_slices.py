@@ -1,0 +1,72 @@
+"""Sequence parallelism as a choice: on where it costs no time, and where nothing fits without it."""
+
+from typing import Any
+
+import pytest
+
+from mmtrain.errors import PlanError
+from mmtrain.plan import Plan, plan
+from mmtrain.plan.cut import arrange, graph_for
+from mmtrain.plan.sizes import sizings
+from mmtrain.plan.slices import Slicing, with_slices
+from mmtrain.plan.story import machine_for
+from tests.plan.factory import lengths, pricing_for, recipe
+
+WIDE: dict[str, Any] = {"hidden": 4096, "heads": 32, "ffn": 16384}
+
+
+def planned(sp: object, hardware: str = "cpu-core", memory_gib: float | None = None) -> Plan:
+    parallel = {
+        "placement": "unified",
+        "vision": {"sp": sp, "recompute": "none"},
+        "llm": {"tp": 2, "dp": 1, "sp": sp, "recompute": "none"},
+    }
+    settings = recipe(parallel=parallel, cluster={"memory_gib": memory_gib})
+    return plan(settings, lengths(), world_size=2, hardware=hardware, recipe_sha256="f" * 64)
+
+
+def test_it_is_left_off_where_it_takes_time() -> None:
+    assert not any(unit.sp for unit in planned("auto").units.values())
+    assert planned("auto").predicted == planned(False).predicted
+
+
+def test_it_is_on_where_memory_demands_it() -> None:
+    """A processor core exchanges small messages slowly; what does not fit otherwise is run that way nevertheless."""
+    without, sliced = (max(planned(sp).predicted.peak_memory_gib.values()) for sp in (False, True))
+    limit = (without + sliced) / 2
+    assert all(unit.sp for unit in planned("auto", memory_gib=limit).units.values())
+    with pytest.raises(PlanError, match=r"makes room: .*parallel\.vision\.sp: true and parallel\.llm\.sp: true"):
+        planned(False, memory_gib=limit)
+    with pytest.raises(PlanError) as error:  # it has been tried
+        planned("auto", memory_gib=sliced / 2)
+    assert "sp: true" not in str(error.value)
+
+
+def test_it_is_on_where_it_costs_no_time_and_never_takes_more_memory() -> None:
+    settings = recipe(llm=WIDE, seq_len=4096, global_batch=2)
+    pricing, choices = pricing_for(settings, "h100-80g")
+    asked: dict[str, Slicing] = dict.fromkeys(choices, "auto")
+    found = with_slices(pricing, asked, choices, machine_for(settings, "h100-80g"))
+    assert found.slices("llm", 2)
+    assert not found.slices("llm", 1)
+    for sizing in sizings(choices, 4):
+        layout = arrange(sizing, pricing, choices)
+        if layout is None:
+            continue
+        graph = graph_for(layout, pricing)
+        off, on = pricing.memory(graph), found.memory(graph)
+        tp = sizing.sizes["llm"].tp
+        for rank in on:
+            assert on[rank].total <= off[rank].total
+        if found.slices("llm", tp):
+            assert sum(m.activations for m in on.values()) < sum(m.activations for m in off.values())
+
+
+def test_what_the_recipe_says_holds() -> None:
+    settings = recipe()
+    pricing, choices = pricing_for(settings)
+    machine = machine_for(settings, "cpu-core")
+    found = with_slices(pricing, {"vision": True, "llm": False}, choices, machine)
+    assert [found.slices("vision", tp) for tp in (1, 2, 4)] == [False, True, True]
+    assert not found.sp["llm"]
+    assert not with_slices(pricing, {"vision": True, "llm": False}, choices, machine, at_any_price=True).sp["llm"]
