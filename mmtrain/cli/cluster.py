@@ -27,18 +27,18 @@ def cluster_of(recipe: Recipe) -> tuple[int, str]:
     torch is asked, and so loaded, only where the recipe does not say: planning for a cluster elsewhere stays instant.
     Raises `PlanError` for a GPU without a preset.
     """
-    from mmtrain.costs import preset_for_device
-
     cluster = recipe.cluster
     ranks, hardware = cluster.ranks, cluster.hardware
     if ranks is None or hardware == "auto":
         import torch
 
-        has_gpu = torch.cuda.is_available()
+        from mmtrain.runtime.world import hardware_here
+
         if hardware == "auto":
-            hardware = preset_for_device(torch.cuda.get_device_name(0) if has_gpu else None)
+            hardware = hardware_here()
         if ranks is None:
-            ranks = torch.cuda.device_count() if has_gpu else 2  # two processes are the least that can cooperate
+            # Two processes are the least that can cooperate.
+            ranks = torch.cuda.device_count() if torch.cuda.is_available() else 2
     return min(ranks, recipe.parallel.max_gpus or ranks), hardware
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from mmtrain.costs import preset, preset_for_device
+from mmtrain.costs import preset
 from mmtrain.costs.hardware import GIB
 from mmtrain.costs.table import MessageEntry
 from mmtrain.errors import MmtrainError, PlanError
@@ -22,7 +22,7 @@ from mmtrain.models.attention import problems
 from mmtrain.runtime.ailments import Finding, accelerators, host, num_cores, packages, rates
 from mmtrain.runtime.launch import launch_local
 from mmtrain.runtime.profile import device_name, measure_messages
-from mmtrain.runtime.world import Address, join, leave
+from mmtrain.runtime.world import Address, hardware_here, join, leave
 
 QUICK_BYTES = (2**10, 2**22)
 PRODUCTS = 5
@@ -67,7 +67,7 @@ def examine(folder: Path, links: bool = True) -> Health:
             findings.append(Finding("missing", what, TALK, ("train", "profile")))
     preset_name, flops = None, _rate(device, dtype)
     try:
-        preset_name = preset_for_device(torch.cuda.get_device_name(0) if cuda else None)
+        preset_name = hardware_here()
         findings += rates(preset(preset_name), "bf16" if cuda else "fp32", flops, messages)
     except PlanError as error:
         findings.append(Finding("missing", "plans for this hardware", str(error), ("plan", "train")))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from mmtrain.costs import preset_for_device
 from mmtrain.data import GroupStream, Preparer, build
 from mmtrain.errors import UserError
 from mmtrain.plan.aims import step_aims
@@ -17,7 +16,7 @@ from mmtrain.plan.plan import Plan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import assemble
 from mmtrain.runtime.launch import launch_local
-from mmtrain.runtime.world import Address, join, leave
+from mmtrain.runtime.world import Address, hardware_here, join, leave
 
 WARM_UP, STEPS = 2, 3  # the first steps fill caches and open connections
 
@@ -31,7 +30,7 @@ def measured_step(recipe: Recipe, plan: Plan) -> float:
         UserError: the plan is for other hardware, or for more GPUs than this machine has.
         RunError: the plan could not be run, for want of memory for one.
     """
-    here = preset_for_device(torch.cuda.get_device_name(0) if torch.cuda.is_available() else None)
+    here = hardware_here()
     if plan.hardware != here:
         raise UserError(f"--measure: the plan is for {plan.hardware} and this machine is {here}; plan without")
     if torch.cuda.is_available() and plan.world_size > torch.cuda.device_count():

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from mmtrain.costs import preset_for_device
 from mmtrain.errors import LaunchError, MmtrainError
 
 T = TypeVar("T")
@@ -100,6 +101,11 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
+
+
+def hardware_here() -> str:
+    """Name of the preset that stands for this machine in plans; PlanError for a GPU without one."""
+    return preset_for_device(torch.cuda.get_device_name(0) if torch.cuda.is_available() else None)
 
 
 def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
