@@ -34,12 +34,13 @@ def train(
     require_runnable(loaded.recipe, "train")
     from mmtrain.cli.cluster import cluster_of, plan_for_started
     from mmtrain.plan import load as load_plan
+    from mmtrain.plan.files import ranks_to_start
     from mmtrain.runtime.train import Request, run
 
     folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
     ranks, hardware = cluster_of(loaded.recipe)
-    if plan is not None and loaded.recipe.cluster.ranks is None:
-        ranks = load_plan(plan).world_size  # it may use fewer than there are
+    if plan is not None:
+        ranks = ranks_to_start(load_plan(plan), loaded.recipe, ranks)
     run(
         Request(
             loaded, plan_for_started, hardware, ranks, folder, plan_path=plan, resume=resume, max_restarts=max_restarts

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from mmtrain.errors import PlanError
 from mmtrain.plan.plan import PLAN_VERSION, Plan
+from mmtrain.recipe.schema import Recipe
 
 AGAIN = "make a new one with `mmtrain plan`"
 
@@ -29,6 +30,15 @@ def load(path: Path) -> Plan:
         raise PlanError(f"{path}: damaged plan file: {found}; {AGAIN}") from error
 
 
+def ranks_to_start(plan: Plan, recipe: Recipe, available: int) -> int:
+    """Ranks of a run of the plan: its own number, where the recipe leaves that open or lets plans use fewer.
+
+    available: ranks of the recipe's cluster, within `parallel.max_gpus`.
+    """
+    may_use_fewer = recipe.parallel.max_gpus is not None and plan.world_size <= available
+    return plan.world_size if recipe.cluster.ranks is None or may_use_fewer else available
+
+
 def require_match(plan: Plan, recipe_sha256: str, world_size: int, hardware: str) -> None:
     """Refuse a plan made for something else; PlanError names everything that differs."""
     differs = []
@@ -38,7 +48,9 @@ def require_match(plan: Plan, recipe_sha256: str, world_size: int, hardware: str
             f"(plan {plan.recipe_sha256[:12]}, now {recipe_sha256[:12]})"
         )
     if plan.world_size != world_size:
-        differs.append(f"the number of ranks: plan {plan.world_size}, now {world_size}")
+        differs.append(
+            f"the number of ranks: plan {plan.world_size}, now {world_size}; {plan.world_size} have to be started"
+        )
     if plan.hardware != hardware:
         differs.append(f"the hardware: plan `{plan.hardware}`, now `{hardware}`")
     if differs:

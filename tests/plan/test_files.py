@@ -7,6 +7,7 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.plan import Plan, load, plan, require_match
+from mmtrain.plan.files import ranks_to_start
 from tests.plan.factory import lengths, recipe
 
 
@@ -66,3 +67,25 @@ def test_a_plan_for_something_else_names_all_that_differs(chosen: Plan) -> None:
     with pytest.raises(PlanError) as caught:
         require_match(chosen, "a" * 64, 2, "cpu-core")
     assert "recipe" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "most", "started"),
+    [
+        ({}, None, 3),
+        ({"ranks": 8}, None, 8),  # and the plan is refused
+        ({"ranks": 8}, 4, 3),
+        ({"ranks": 2}, 4, 2),
+    ],
+)
+def test_a_plan_that_may_use_fewer_ranks_is_run_on_its_own_number(
+    chosen: Plan, cluster: dict[str, int], most: int | None, started: int
+) -> None:
+    settings = recipe(cluster=cluster, parallel={"max_gpus": most})
+    available = min(cluster.get("ranks", 2), most or 99)
+    assert ranks_to_start(chosen, settings, available) == started
+
+
+def test_how_many_ranks_a_plan_needs_is_said(chosen: Plan) -> None:
+    with pytest.raises(PlanError, match="the number of ranks: plan 3, now 8; 3 have to be started"):
+        require_match(chosen, "a" * 64, 8, "cpu-core")
