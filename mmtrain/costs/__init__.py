@@ -7,7 +7,7 @@ from mmtrain.costs.measured import MeasuredCosts
 from mmtrain.costs.memory import HeldLayers, RankMemory, rank_memory
 from mmtrain.costs.model import AnalyticCosts
 from mmtrain.costs.table import CostTable
-from mmtrain.costs.types import CollectiveKind, ComputeKind, CostModel, TokenLoad
+from mmtrain.costs.types import CollectiveKind, ComputeKind, CostModel, PieceCost, TokenLoad
 
 __all__ = [
     "PRESETS",
@@ -19,6 +19,7 @@ __all__ = [
     "Hardware",
     "HeldLayers",
     "MeasuredCosts",
+    "PieceCost",
     "Precision",
     "RankMemory",
     "TokenLoad",

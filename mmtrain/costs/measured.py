@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from mmtrain.costs import analytic
 from mmtrain.costs.model import AnalyticCosts
+from mmtrain.costs.pieces import scaled
 from mmtrain.costs.table import CostTable, LayerEntry, LayerSample, Timed, described, layer_key
-from mmtrain.costs.types import CollectiveKind, ComputeKind, TokenLoad
+from mmtrain.costs.types import CollectiveKind, ComputeKind, PieceCost, TokenLoad
 from mmtrain.models.shape import LayerShape
 
 FloatArray = npt.NDArray[np.float64]
@@ -121,6 +122,20 @@ class MeasuredCosts:
             self.missing.add(f"{layer.kind} tp{tp}")
             return self.model.seconds(layer, tp, load, kind, input_grad=input_grad)
         return self._flagged(entry, timed, layer, load)
+
+    def pieces(
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        kind: ComputeKind,
+        *,
+        input_grad: bool = True,
+        sliced: bool = False,
+    ) -> tuple[PieceCost, ...]:
+        """What was measured of the whole layer, in the proportions that are modelled."""
+        modelled = self.model.pieces(layer, tp, load, kind, input_grad=input_grad, sliced=sliced)
+        return scaled(modelled, self.seconds(layer, tp, load, kind, input_grad=input_grad))
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True

@@ -6,8 +6,9 @@ from functools import lru_cache
 from mmtrain.costs import analytic
 from mmtrain.costs.analytic import Gemm
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
-from mmtrain.costs.types import CollectiveKind, ComputeKind, TokenLoad
-from mmtrain.models.shape import LayerShape
+from mmtrain.costs.pieces import block_pieces
+from mmtrain.costs.types import CollectiveKind, ComputeKind, PieceCost, TokenLoad
+from mmtrain.models.shape import LayerShape, num_pieces
 
 # Kernels of one forward: products, norms, rotary, attention, activation, residual adds, bias and layout changes.
 FORWARD_KERNELS = {
@@ -76,6 +77,42 @@ class AnalyticCosts:
         if kind == "backward":
             return self._backward(layer, tp, load, input_grad)
         return self._forward(layer, tp, load)
+
+    def pieces(
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        kind: ComputeKind,
+        *,
+        input_grad: bool = True,
+        sliced: bool = False,
+    ) -> tuple[PieceCost, ...]:
+        """What `seconds` says, piece by piece; see `pieces`. Layers of one piece have their collectives inside."""
+        total = self.seconds(layer, tp, load, kind, input_grad=input_grad)
+        if num_pieces(layer.kind) == 1:
+            return (PieceCost(total, 0.0),)
+        backward = kind == "backward"
+        passes = (
+            analytic.backward_passes(layer, load, tp, weight_grad=layer.trainable, input_grad=input_grad)
+            if backward
+            else tuple((g, 1) for g in analytic.gemms(layer, load, tp))
+        )
+        if not total:
+            return (PieceCost(0.0, 0.0),) * num_pieces(layer.kind)
+        twice = 2 if backward else 1
+        return block_pieces(
+            layer,
+            tp,
+            "backward" if backward else "forward",
+            products_s=[times * self._product(g) for g, times in passes],
+            attention_s=twice * self._attention(layer, tp, load),
+            moving_s=twice * self._moving(layer, tp, load),
+            launches_s=self._launches(layer),
+            gather_s=self._kv_gather(layer, tp, load),
+            reduce_s=TP_REDUCES[layer.kind][backward] * self._tp_reduce(layer, tp, load),
+            sliced=sliced,
+        )
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True

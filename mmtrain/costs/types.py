@@ -1,7 +1,7 @@
 """What a layer's cost depends on, and what can answer for it."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +42,13 @@ class TokenLoad:
         )
 
 
+class PieceCost(NamedTuple):
+    """What a piece of a layer takes on one rank."""
+
+    compute_s: float
+    collective_s: float  # of the collective that ends it, beside which the rank may compute something else
+
+
 class CostModel(Protocol):
     """Seconds and bytes of layers and messages; `source` says whether measured, modelled or given.
 
@@ -61,6 +68,19 @@ class CostModel(Protocol):
 
         `backward` excludes `recompute`; a forward that no backward follows keeps nothing for one.
         """
+        ...
+
+    def pieces(
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        kind: ComputeKind,
+        *,
+        input_grad: bool = True,
+        sliced: bool = False,
+    ) -> tuple[PieceCost, ...]:
+        """What `seconds` says of the layer, piece by piece; `sliced`: with sequence parallelism. See `costs.pieces`."""
         ...
 
     def activation_bytes(

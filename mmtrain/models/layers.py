@@ -23,6 +23,15 @@ LayerKind = Literal[
     "dit_out",
 ]
 
+# Pieces in which a transformer block can be run apart. Tensor parallelism communicates between `qkv` and what stands
+# around it, likewise `up`; and behind `projection` and `down`: see `costs.pieces`.
+BLOCK_PIECES = ("norm", "qkv", "attention", "projection", "norm_mlp", "up", "down", "add")
+
+
+def num_pieces(kind: LayerKind) -> int:
+    """Pieces of a layer: those of a block, or the layer itself."""
+    return len(BLOCK_PIECES) if kind in ("vit_block", "decoder_block") else 1
+
 
 @dataclass(frozen=True)
 class LayerShape:

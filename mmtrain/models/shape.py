@@ -9,10 +9,19 @@ from typing import Literal
 
 from mmtrain.models.diffusion import generator_layers
 from mmtrain.models.freezing import freeze
-from mmtrain.models.layers import LayerShape
+from mmtrain.models.layers import BLOCK_PIECES, LayerShape, num_pieces
 from mmtrain.recipe.schema import AudioSettings, EncoderSettings, LlmSettings, Recipe, VisionSettings
 
-__all__ = ["LayerShape", "ModelEdge", "ModelShape", "UnitShape", "padded_vocab", "shape"]
+__all__ = [
+    "BLOCK_PIECES",
+    "LayerShape",
+    "ModelEdge",
+    "ModelShape",
+    "UnitShape",
+    "num_pieces",
+    "padded_vocab",
+    "shape",
+]
 
 VOCAB_MULTIPLE = 64  # the padded vocabulary must not depend on tp, or two plans would train two models
 
