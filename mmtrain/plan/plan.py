@@ -85,6 +85,13 @@ class Prediction(_Frozen):
     cost_source: str
 
 
+class PlannedData(_Frozen):
+    """What the data looked like for which a plan was made; see `drift`."""
+
+    samples: int
+    tokens: dict[str, float]  # unit -> what it processes of a sample, on average
+
+
 class Alternative(_Frozen):
     """A plan that was considered and lost, and why; one that is not `runnable` may be faster than the chosen one."""
 
@@ -106,6 +113,7 @@ class Plan(_Frozen):
     placement: Placement
     units: dict[str, UnitPlan]
     schedule: SchedulePlan
+    data: PlannedData | None = None
     predicted: Prediction
     alternatives: tuple[Alternative, ...] = Field(())
 

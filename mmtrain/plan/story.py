@@ -18,6 +18,7 @@ from mmtrain.plan.bounds import unit_bound
 from mmtrain.plan.colocated_order import scheduling_efficiency
 from mmtrain.plan.colocated_search import colocated_candidates, fits_on
 from mmtrain.plan.constraints import UnitChoices, encoder_microbatches, unit_choices, why_nothing_fits
+from mmtrain.plan.drift import planned_data
 from mmtrain.plan.judge import Judged
 from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction
 from mmtrain.plan.pricing import Pricing, sizes_of
@@ -135,6 +136,7 @@ class About:
                 for name, unit in chosen.layout.units.items()
             },
             schedule=chosen.schedule,
+            data=planned_data(self.pricing.batches.lengths),
             predicted=predict(chosen, self.pricing, self.machine, world_size),
             alternatives=alternatives,
         )

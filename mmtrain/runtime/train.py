@@ -1,5 +1,6 @@
 """`mmtrain train`: the story of a run, from a recipe to a trained model."""
 
+import hashlib
 import socket
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from mmtrain.data import (
 from mmtrain.data.wire import from_json, to_json
 from mmtrain.errors import LaunchError, RunError, StoppedAndSaved, UserError
 from mmtrain.plan.aims import step_aims
+from mmtrain.plan.drift import drift
 from mmtrain.plan.files import load as load_plan
 from mmtrain.plan.files import require_match
 from mmtrain.plan.plan import Plan
@@ -289,8 +291,8 @@ def _restore(request: Request, job: Job, index: DataIndex, console: Console) -> 
     changed = [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in now if before.get(key) != now[key]]
     if changed:
         raise UserError(
-            f"--resume: the run in {request.run_dir} was made with other settings, so that the order of its data "
-            f"could not be continued: {'; '.join(changed)}. Restore them, or start anew with another --run-dir"
+            f"--resume: the run in {request.run_dir} was made with other settings, so that it could not "
+            f"be continued: {'; '.join(changed)}. Restore them, or start anew with another --run-dir"
         )
     console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
     return int(checkpoint.state["next_step"])
@@ -311,6 +313,8 @@ def _facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
             "grouping": recipe.data.grouping,
             "budgets": " ".join(f"{unit}={most}" for unit, most in sorted(recipe.data.budgets.items())),
             "long_tokens": recipe.data.long_tokens,
+            "tokenizer_sha256": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
+            **recipe.data.model_dump(mode="json", include={"image", "video", "audio"}),
             "samples": len(index.samples),
             "fingerprint": index.fingerprint,
         },
@@ -325,6 +329,14 @@ def _introduce(console: Console, request: Request, plan: Plan, index: DataIndex)
         highlight=False,
         soft_wrap=True,
     )
+    if changed := drift(plan, index.lengths):
+        console.print(
+            f"the plan was made for other data ({changed}): its prediction does not hold, and another plan may be "
+            "faster; `mmtrain plan` makes one",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
     kept = f" known from the index kept in {index.kept_in}" if index.kept_in else ""
     aside = f", {len(index.quarantined)} set aside (see {QUARANTINE})" if index.quarantined else ""
     console.print(

@@ -73,12 +73,13 @@ def test_an_occupied_folder_isrefused(data: Path, unbroken: Path) -> None:
         assert "holds a run already: continue it with --resume" in message
 
 
-def test_resuming_with_other_data_order_names_the_field(data: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_resuming_with_other_data_names_the_fields(data: Path, unbroken: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(unbroken, run_dir)
-    request = request_for(data, run_dir, "train.seed=99", resume=True)
+    request = request_for(data, run_dir, "train.seed=99", "data.image.std=[0.25,0.25,0.4]", resume=True)
     for message in run_all(request, request):
         assert "train.seed: 1 then, 99 now" in message
+        assert "data.image.std.2: 0.25 then, 0.4 now" in message, "the weights have learned from other numbers"
 
 
 def test_a_plan_for_another_recipe_or_size_isrefused(data: Path, unbroken: Path, tmp_path: Path) -> None:
