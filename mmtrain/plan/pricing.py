@@ -256,8 +256,10 @@ class Pricing:
                 sum(layer_state(layer, tp, _dp(spread)[unit], self.precision)),
                 kept,
                 max(kept - again, 0) if mode == "auto" else 0,
-                layer_working(layer, tp, load, mode == "all", self.costs, self.precision, sp=sp),
-                layer_working(layer, tp, load, mode != "none", self.costs, self.precision, sp=sp),
+                *(
+                    layer_working(layer, tp, load, flag, self.costs, self.precision, input_grad=needed, sp=sp)
+                    for flag in (mode == "all", mode != "none")
+                ),
                 input_bytes(layer, load, self.precision),
             )
         state, kept, saved, working, working_again, inputs = np.array([known[key] for key in kinds], np.float64).T

@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmtrain.plan.pricing import UNSEEN
+from mmtrain.plan.cut import arrange, graph_for
+from mmtrain.plan.pricing import UNSEEN, sizes_of
+from mmtrain.plan.sizes import sizings
 from tests.plan import factory
 
 DP = (("vision", 1, 8), ("llm", 1, 8))
@@ -37,3 +39,22 @@ def test_the_longest_sample_may_come_alone() -> None:
     pricing = replace(pricing, batches=replace(pricing.batches, lengths=long), seq_len=8192)
     found = pricing.largest_load("llm", DP)
     assert (found.tokens, found.num_sequences, found.sum_sq) == (8192, 1, 8192**2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_cuts_are_judged_with_the_working_memory_that_ranks_are_counted_with(frozen: bool, recompute: str) -> None:
+    vision = {**factory.VISION, "freeze": frozen}
+    settings = factory.recipe(vision=vision, parallel={u: {"recompute": recompute} for u in ("vision", "llm")})
+    pricing, choices = factory.pricing_for(settings)
+    for sizing in (s for s in sizings(choices, 4) if s.placement == "disaggregated"):
+        layout = arrange(sizing, pricing, choices)
+        assert layout is not None
+        graph = graph_for(layout, pricing)
+        held = pricing.memory(graph)
+        for stage in graph.stages:
+            mesh, (lo, hi) = graph.mesh(stage.id.unit), stage.layers
+            line = pricing.line(stage.id.unit, mesh.tp, sizes_of(graph))
+            working = line.working_bytes[lo:hi].max() + line.input_bytes[lo] + line.input_bytes[hi - 1]
+            if mesh.vpp == 1:
+                assert held[stage.lanes[0][0]].buffers == working, stage.id
