@@ -15,15 +15,8 @@ from mmtrain.data.pictures import Pictures, read_grids
 from mmtrain.data.read import read
 from mmtrain.data.resize import Grid
 from mmtrain.data.sample import Quarantined, Sample, find_miscount
-from mmtrain.recipe.schema import (
-    AudioDataSettings,
-    ImageSettings,
-    LimitSettings,
-    Recipe,
-    SourceSettings,
-    VideoSettings,
-    VisionSettings,
-)
+from mmtrain.recipe.model import VisionSettings
+from mmtrain.recipe.schema import AudioDataSettings, ImageSettings, LimitSettings, Recipe, SourceSettings, VideoSettings
 
 Kind = Literal["image", "video", "audio"]
 _PER_CORE = 8  # media in flight, so that results wait in order without filling the memory

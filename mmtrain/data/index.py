@@ -27,7 +27,8 @@ from mmtrain.data.resize import Grid
 from mmtrain.data.sample import Quarantined, Sample
 from mmtrain.data.table import SampleTable, joined, said_in
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.schema import AudioSettings, Recipe, SourceSettings
+from mmtrain.recipe.model import AudioSettings
+from mmtrain.recipe.schema import Recipe, SourceSettings
 
 NAMED_IN_MESSAGE = 5
 

@@ -16,7 +16,8 @@ from mmtrain.data.resize import Grid
 from mmtrain.data.sample import Quarantined, Sample, find_miscount
 from mmtrain.data.tokenize import AUDIO, ChatTokenizer
 from mmtrain.errors import DataError
-from mmtrain.recipe.schema import AudioSettings, DataSettings, Recipe, SourceSettings, VisionSettings
+from mmtrain.recipe.model import AudioSettings, VisionSettings
+from mmtrain.recipe.schema import DataSettings, Recipe, SourceSettings
 
 HEADER_THREADS = 4  # reading headers waits for the disk; more threads would only wait for each other
 _AT_ONCE = 2048  # samples whose media are looked at together

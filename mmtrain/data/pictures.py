@@ -12,7 +12,8 @@ from mmtrain.data.media import BadMediaError, Media
 from mmtrain.data.resize import Grid, frame_grid, grids, num_tiles, tile_canvas
 from mmtrain.data.sample import Sight
 from mmtrain.data.video import load_frames, read_video
-from mmtrain.recipe.schema import ImageSettings, VideoSettings, VisionSettings
+from mmtrain.recipe.model import VisionSettings
+from mmtrain.recipe.schema import ImageSettings, VideoSettings
 
 
 def read_grids(

@@ -20,7 +20,7 @@ from mmtrain.errors import DataError
 from mmtrain.models.attention import Packing
 from mmtrain.models.inputs import AudioInput
 from mmtrain.models.shape import LayerShape
-from mmtrain.recipe.schema import AudioSettings
+from mmtrain.recipe.model import AudioSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import Parts

@@ -19,7 +19,7 @@ from mmtrain.models.inputs import AudioInput, TextInput, UnitInput, VisionInput
 from mmtrain.models.llm import Embedding, Head, TextContext
 from mmtrain.models.shape import LayerShape, ModelShape, UnitShape
 from mmtrain.models.vision import PatchEmbed, Projector, VisionContext
-from mmtrain.recipe.schema import AudioSettings, ModelSettings, VisionSettings
+from mmtrain.recipe.model import AudioSettings, ModelSettings, VisionSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import ParallelGroups, Parts

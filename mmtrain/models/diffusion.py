@@ -8,7 +8,7 @@ plan with: the runtime trains none.
 from collections.abc import Iterator
 
 from mmtrain.models.layers import LayerShape
-from mmtrain.recipe.schema import GeneratorSettings
+from mmtrain.recipe.model import GeneratorSettings
 
 TIME_FACTOR = 4  # width of the timestep's features over the finest level's (U-Net)
 FFN_FACTOR = 4

@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe.schema import AudioSettings, GeneratorSettings, LlmSettings, Recipe, VisionSettings
+from mmtrain.recipe.model import AudioSettings, GeneratorSettings, LlmSettings, VisionSettings
+from mmtrain.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from mmtrain.models.shape import LayerShape, UnitShape

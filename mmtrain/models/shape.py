@@ -10,7 +10,8 @@ from typing import Literal
 from mmtrain.models.diffusion import generator_layers
 from mmtrain.models.freezing import freeze
 from mmtrain.models.layers import BLOCK_PIECES, LayerShape, num_pieces
-from mmtrain.recipe.schema import AudioSettings, EncoderSettings, LlmSettings, Recipe, VisionSettings
+from mmtrain.recipe.model import AudioSettings, EncoderSettings, LlmSettings, VisionSettings
+from mmtrain.recipe.schema import Recipe
 
 __all__ = [
     "BLOCK_PIECES",

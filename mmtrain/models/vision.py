@@ -19,7 +19,7 @@ from mmtrain.models.attention import Packing
 from mmtrain.models.audio import AudioContext
 from mmtrain.models.inputs import VisionInput
 from mmtrain.models.shape import LayerShape
-from mmtrain.recipe.schema import AudioSettings, VisionSettings
+from mmtrain.recipe.model import AudioSettings, VisionSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import Parts

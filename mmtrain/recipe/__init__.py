@@ -1,7 +1,8 @@
 """Recipes: what a user writes, checked and resolved.
 
 `load` reads a YAML file strictly, with `extends`, `${env:NAME}` and `--set` overrides, and reports every problem at
-once with path, line and what is allowed. The settings themselves are the pydantic models in `schema`.
+once with path, line and what is allowed. The settings themselves are the pydantic models in `schema`, and in `model`
+those of units.
 """
 
 from mmtrain.recipe.json_schema import editor_schema

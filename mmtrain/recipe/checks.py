@@ -6,7 +6,8 @@ from math import isqrt
 from operator import itemgetter
 from pathlib import Path
 
-from mmtrain.recipe.schema import AudioSettings, LlmSettings, Recipe, UnitParallel, VisionSettings, are_lengths
+from mmtrain.recipe.model import AudioSettings, LlmSettings, VisionSettings
+from mmtrain.recipe.schema import Recipe, UnitParallel, are_lengths
 from mmtrain.recipe.tree import Keys, Problem
 
 Check = Callable[[Recipe], Iterator[Problem]]

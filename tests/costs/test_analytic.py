@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.costs import TokenLoad, analytic
 from mmtrain.models.shape import LayerShape, ModelShape
-from mmtrain.recipe.schema import ModelSettings
+from mmtrain.recipe.model import ModelSettings
 from tests.models.factory import clips, images, settings, shape_of, stage, text
 
 IMAGES = ((4, 6), (2, 2), (6, 4))

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmtrain.costs import AnalyticCosts, TokenLoad, analytic, preset
 from mmtrain.models.diffusion import generator_layers
-from mmtrain.recipe.schema import GeneratorSettings
+from mmtrain.recipe.model import GeneratorSettings
 from tests.costs.generators import Dit, UNet
 
 LLM_HIDDEN, IMAGES, SIDE = 24, 3, 8

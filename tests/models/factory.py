@@ -10,7 +10,8 @@ from mmtrain.models.build import StageModule, build_stage
 from mmtrain.models.inputs import AudioInput, TextInput, VisionInput
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.shape import ModelShape, shape
-from mmtrain.recipe.schema import AudioSettings, LlmSettings, ModelSettings, Recipe, VisionSettings
+from mmtrain.recipe.model import AudioSettings, LlmSettings, ModelSettings, VisionSettings
+from mmtrain.recipe.schema import Recipe
 
 CPU = torch.device("cpu")
 PATCH = 4

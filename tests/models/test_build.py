@@ -7,7 +7,7 @@ from torch import Tensor
 from mmtrain.models.build import StageModule, build_stage
 from mmtrain.models.inputs import TextInput, VisionInput
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.recipe.schema import ModelSettings
+from mmtrain.recipe.model import ModelSettings
 from tests.models.factory import CPU, gradients, images, randomize, settings, shape_of, stage, text
 
 IMAGES = ((4, 6), (2, 2), (6, 4))  # 6 + 1 + 6 features

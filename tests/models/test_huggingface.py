@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.models.inputs import TextInput, VisionInput
-from mmtrain.recipe.schema import ModelSettings
+from mmtrain.recipe.model import ModelSettings
 from tests.models.factory import randomize, stage
 from tests.models.huggingface import clip_unit, llm_unit, load
 

@@ -11,7 +11,7 @@ from mmtrain.models.build import StageModule
 from mmtrain.models.inputs import TextInput
 from mmtrain.models.keyvalues import KeyValues
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.recipe.schema import ModelSettings
+from mmtrain.recipe.model import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import settings, stage
 

@@ -5,7 +5,7 @@ import pytest
 
 from mmtrain.models import padded_vocab
 from mmtrain.models.shape import ModelShape
-from mmtrain.recipe.schema import ModelSettings
+from mmtrain.recipe.model import ModelSettings
 from tests.models.factory import settings, shape_of, stage
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.params import ParamSpec, assemble, specs
-from mmtrain.recipe.schema import ModelSettings
+from mmtrain.recipe.model import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import gradients, images, settings, stage, text
 
