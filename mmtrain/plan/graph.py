@@ -1,15 +1,19 @@
 """From a plan to its stage graph: placement in one picture, for builders, checker, simulator and executor."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
-from mmtrain.models.shape import ModelShape
+from mmtrain.models.shape import ModelShape, num_pieces
 from mmtrain.plan.plan import Plan, UnitPlan
 from mmtrain.program.graph import Edge, Stage, StageGraph, StageId, UnitMesh
 
 
 def stage_graph(plan: Plan, shape: ModelShape) -> StageGraph:
     """Lay the model's units out as the plan says."""
-    return graph_of(plan.units, plan.schedule.num_microbatches, shape)
+    graph = graph_of(plan.units, plan.schedule.num_microbatches, shape)
+    if not plan.schedule.pieces:
+        return graph
+    return in_pieces(graph, shape, [name for name, unit in plan.units.items() if unit.sp and unit.tp > 1])
 
 
 def graph_of(units: Mapping[str, UnitPlan], num_microbatches: Mapping[str, int], shape: ModelShape) -> StageGraph:
@@ -20,6 +24,27 @@ def graph_of(units: Mapping[str, UnitPlan], num_microbatches: Mapping[str, int],
     )
     stages = tuple(stage for mesh in meshes for stage in _stages(mesh, units[mesh.unit], shape))
     return StageGraph(meshes, stages, tuple(_edges(units, shape)), shape.tied_embeddings)
+
+
+def in_pieces(graph: StageGraph, shape: ModelShape, sliced: Collection[str]) -> StageGraph:
+    """The graph with blocks cut into pieces, but for those that are recomputed: they are run again as a whole.
+
+    sliced: units with sequence parallelism.
+    """
+    return replace(
+        graph,
+        stages=tuple(
+            replace(
+                stage,
+                pieces=tuple(
+                    1 if i in stage.recompute else num_pieces(shape.unit(stage.id.unit).layers[i].kind)
+                    for i in range(*stage.layers)
+                ),
+                sliced=stage.id.unit in sliced,
+            )
+            for stage in graph.stages
+        ),
+    )
 
 
 def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage]:

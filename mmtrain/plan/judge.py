@@ -10,6 +10,7 @@ from mmtrain.costs import Hardware, RankMemory, parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.errors import ProgramError
 from mmtrain.plan.cut import graph_for
+from mmtrain.plan.graph import in_pieces
 from mmtrain.plan.layout import Layout
 from mmtrain.plan.plan import SchedulePlan
 from mmtrain.plan.pricing import Pricing, StageSeconds, sizes_of
@@ -63,6 +64,8 @@ def judge(
     """
     schedule = schedule or SchedulePlan(num_microbatches=dict(layout.num_microbatches))
     graph = graph_for(layout, pricing)
+    if schedule.pieces:
+        graph = in_pieces(graph, pricing.shape, [m.unit for m in graph.meshes if pricing.slices(m.unit, m.tp)])
     compute, timings, num_groups = _program(graph, schedule, pricing, machine)
     program, lines = _simulated(compute, schedule, timings, num_groups)
     seconds = timings[0].seconds
@@ -162,6 +165,10 @@ class PricedTiming:
     """`ModelTiming` for candidates, whose compute was priced before, in one way or another."""
 
     model: ModelTiming
+
+    def left_under_way(self, action: Partial) -> float:
+        """As `ModelTiming` says."""
+        return self.model.left_under_way(action)
 
     def message(self, sender: int, action: Send) -> Transport:
         """As `ModelTiming` says."""

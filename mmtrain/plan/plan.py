@@ -64,11 +64,14 @@ class SchedulePlan(_Frozen):
     kind: ScheduleKind = "1f1b"
     num_microbatches: dict[str, int]
     order: dict[int, tuple[str, ...]] | None = None
+    pieces: bool = False  # segments of `order` are pieces of blocks, not layers
 
     @model_validator(mode="after")
     def _order_if_explicit(self) -> "SchedulePlan":
         if (self.kind == "explicit") != (self.order is not None):
             raise ValueError("`order` belongs to kind `explicit`, and that needs one")
+        if self.pieces and self.order is None:
+            raise ValueError("`pieces` says what the segments of an `order` are; leave it out with other kinds")
         return self
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mmtrain.program.actions import Collective, Compute, GatherParams, ReduceGrads, Share
-from mmtrain.program.segments import direction
+from mmtrain.program.actions import Collective, Compute, GatherParams, Partial, Pass, ReduceGrads, Share
+from mmtrain.program.segments import direction, whole
 from mmtrain.program.timeline import BUBBLE_KINDS, BubbleKind
 
 
@@ -15,12 +15,14 @@ class Account:
     A wait for data before the rank's first compute is `pp_warmup`, after its last forward `pp_cooldown`, between them
     `pp_other`; `pp_cooldown` also counts the wait for other stages before shared weights and the step, `imbalance`
     that for other replicas before a reduction. Collectives themselves count as `tp` (sharing in a lane), `dp_gather`
-    or `dp_reduce` (gradients, shared weights, the norm). Tensor parallelism inside compute is compute.
+    or `dp_reduce` (gradients, shared weights, the norm). Tensor parallelism inside compute is compute; a wait before a
+    later part of a forward or backward, for what the part before has left under way, is `tp`.
     """
 
     forwards_left: int
     clock: float = 0.0  # end of the work done so far
     computed: bool = False
+    begun: set[Pass] = field(default_factory=set)  # of what runs in parts
     bubbles: dict[BubbleKind, float] = field(default_factory=lambda: dict.fromkeys(BUBBLE_KINDS, 0.0))
 
     @classmethod
@@ -33,6 +35,8 @@ class Account:
         self.bubbles[self._waiting_kind(action)] += start_s - self.clock
         if isinstance(action, Compute):
             self.computed = True
+            if isinstance(action, Partial):
+                self.begun.add(whole(action))
             self.forwards_left -= _is_forward(action)
         else:
             self.bubbles[_own_kind(action)] += duration_s
@@ -45,6 +49,8 @@ class Account:
     def _waiting_kind(self, action: Compute | Collective) -> BubbleKind:
         """The bubble that a wait before `action` is."""
         if isinstance(action, Compute | Share):
+            if isinstance(action, Partial) and whole(action) in self.begun:
+                return "tp"
             if not self.computed:
                 return "pp_warmup"
             return "pp_other" if self.forwards_left else "pp_cooldown"

@@ -49,7 +49,11 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Run segments [lo, hi) of a stage's forward or backward on a microbatch; a segment is a layer, the first is 0.
+    """Run segments [lo, hi) of a stage's forward or backward on a microbatch, the first of them 0.
+
+    A segment is a layer or, where `Stage.pieces` says so, a piece of one. Where a partial ends with a piece that ends
+    with a collective of tensor parallelism, that is left under way: whatever comes next on the rank computes beside it,
+    and only the next part of the same forward or backward waits for it.
 
     A forward goes through its segments upwards, a backward downwards. What enters a forward must be there before its
     segment 0, and what it gives leaves after its last; a backward waits before its last segment and gives after 0.

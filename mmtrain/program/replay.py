@@ -1,7 +1,7 @@
 """The simulator's event loop: when everything on some tracks begins, given how long it takes."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmtrain.program.tracks import Tracks
@@ -19,12 +19,16 @@ class Moments:
     left: Sequence[float]  # by parcel
     arrived: Sequence[float]
     moved: Sequence[Sequence[int]]
+    under_way: Mapping[int, float]  # by job: seconds of the collective that it left
 
 
-def replay(tracks: Tracks, seconds: Sequence[float], transit: Sequence[float | None]) -> Moments:
+def replay(
+    tracks: Tracks, seconds: Sequence[float], transit: Sequence[float | None], under_way: Mapping[int, float]
+) -> Moments:
     """Run all tracks from the begin of the step until none can go on.
 
-    seconds: of each job. transit: seconds of each parcel, none where there is nothing to send.
+    seconds: of each job. transit: seconds of each parcel, none where there is nothing to send. under_way: seconds for
+    which the jobs in `tracks.resumed` keep those that resume them waiting.
 
     Events are (time, tie-breaker, job): a job that ends, or as -1 - job a collective whose members are there and may
     have to wait for their communication streams. A job is known to begin as soon as the last thing it waits for has a
@@ -32,7 +36,7 @@ def replay(tracks: Tracks, seconds: Sequence[float], transit: Sequence[float | N
     """
     num_jobs, visits, visits_of = len(tracks.jobs), tracks.visits, tracks.visits_of
     sender, reader = tracks.sender, tracks.reader
-    missing, computes = list(tracks.waits), tracks.computes
+    missing, computes, resumed = list(tracks.waits), tracks.computes, tracks.resumed
     ready = [0.0] * num_jobs  # the latest time of what a job waits for, as far as it is known
     began, ended = [-1.0] * (num_jobs + 1), [-1.0] * (num_jobs + 1)
     left, arrived = [-1.0] * len(sender), [-1.0] * len(sender)
@@ -56,6 +60,8 @@ def replay(tracks: Tracks, seconds: Sequence[float], transit: Sequence[float | N
             push(events, (ended[job], num_events, job))
             continue
         came: list[tuple[int, float]] = []  # jobs for which something came, and when
+        if job in resumed:
+            came.append((resumed[job], now + under_way[job]))
         for v in visits_of[job]:
             for parcel in visits[v].posts:
                 if not posted[parcel]:
@@ -84,4 +90,4 @@ def replay(tracks: Tracks, seconds: Sequence[float], transit: Sequence[float | N
                     push(events, (ended[other], num_events, other))
                 else:
                     push(events, (begin, num_events, -1 - other))
-    return Moments(began, ended, left, arrived, moved)
+    return Moments(began, ended, left, arrived, moved, under_way)

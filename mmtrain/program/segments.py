@@ -4,7 +4,7 @@ Rules about data speak of whole forwards and backwards. A part that begins one w
 that ends it gives all that leaves; the parts between touch nothing but their own stage.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import overload
 
 from mmtrain.errors import ProgramError
@@ -13,9 +13,16 @@ from mmtrain.program.graph import StageGraph, StageId
 
 
 def num_segments(graph: StageGraph, stage: StageId) -> int:
-    """Segments of a stage: its layers."""
+    """Segments of a stage: its layers, or the pieces of them."""
+    (lo, hi), pieces = graph.stage(stage).layers, graph.stage(stage).pieces
+    return sum(pieces) if pieces else hi - lo
+
+
+def segments_of(graph: StageGraph, stage: StageId) -> Sequence[tuple[int, int]]:
+    """Of each segment the layer that it belongs to, counted from the stage's first, and the piece of it that it is."""
     lo, hi = graph.stage(stage).layers
-    return hi - lo
+    pieces = graph.stage(stage).pieces or (1,) * (hi - lo)
+    return [(layer, piece) for layer, count in enumerate(pieces) for piece in range(count)]
 
 
 @overload

@@ -4,7 +4,8 @@ Each rank has a compute stream and a communication stream. The rank walks throug
 receives without delay; a forward or backward, a part of one, or a collective starts when the rank has come to it, the
 messages it reads have arrived and all ranks that take part are there, and holds the rank until it ends. A message is
 ready once both ends have posted it; messages and collectives occupy the communication streams of the sender, or of all
-members, one after another in the order in which they become ready. What arrives occupies nobody's stream.
+members, one after another in the order in which they become ready. What arrives occupies nobody's stream. Collectives
+inside compute occupy none either: one that a part leaves under way is done after its time, whatever the rank does then.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.account import Account
-from mmtrain.program.actions import Compute, Send
+from mmtrain.program.actions import Compute, Partial, Send
 from mmtrain.program.critical import critical_path
 from mmtrain.program.memory import peak
 from mmtrain.program.program import Program
@@ -40,7 +41,8 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
     met = tracks(program, num_groups, timing.link)
     costs = [_cost(timing, job) if job else Transport(0.0, 0) for job in met.jobs]
     transits = [timing.message(parcel.senders[0], parcel.send) for parcel in met.parcels]
-    moments = replay(met, [c.seconds for c in costs], [t.seconds if t.nbytes else None for t in transits])
+    under_way = {job: _left_under_way(timing, met.jobs[job]) for job in met.resumed}
+    moments = replay(met, [c.seconds for c in costs], [t.seconds if t.nbytes else None for t in transits], under_way)
     _refuse_stuck(met, moments)
     step_time = max(moments.ended)
     bubbles = [_bubbles(met, track, moments, step_time) for track in range(len(met.ranks))]
@@ -60,6 +62,12 @@ def _cost(timing: Timing, job: Job) -> Transport:
     if isinstance(job.action, Compute):
         return Transport(timing.compute(job.action), 0)
     return timing.collective(job.rank, job.action, job.group)
+
+
+def _left_under_way(timing: Timing, job: Job | None) -> float:
+    assert job is not None
+    assert isinstance(job.action, Partial)
+    return timing.left_under_way(job.action)
 
 
 def _by_rank(met: Tracks, values: Sequence[T]) -> dict[int, T]:

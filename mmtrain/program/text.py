@@ -138,6 +138,8 @@ def graph_to_json(graph: StageGraph) -> str:
                     "lanes": stage.lanes,
                     "trainable": stage.trainable,
                     "recompute": sorted(stage.recompute),
+                    "pieces": stage.pieces,
+                    "sliced": stage.sliced,
                 }
                 for stage in graph.stages
             ],
@@ -174,6 +176,8 @@ def _stage_from_json(stage: dict[str, Any]) -> Stage:
         lanes=tuple(tuple(lane) for lane in stage["lanes"]),
         trainable=stage["trainable"],
         recompute=frozenset(stage["recompute"]),
+        pieces=tuple(stage["pieces"]),
+        sliced=stage["sliced"],
     )
 
 

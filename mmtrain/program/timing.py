@@ -3,9 +3,10 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from mmtrain.costs.types import CostModel, TokenLoad
+from mmtrain.costs.types import ComputeKind, CostModel, PieceCost, TokenLoad
 from mmtrain.models.shape import LayerShape, ModelShape
 from mmtrain.program.actions import (
     Backward,
@@ -23,7 +24,7 @@ from mmtrain.program.actions import (
 )
 from mmtrain.program.graph import LLM, Edge, Microbatch, StageGraph, StageId
 from mmtrain.program.loads import StepLoads
-from mmtrain.program.segments import direction
+from mmtrain.program.segments import direction, ended
 from mmtrain.program.wiring import Flow, needs
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32 whatever the parameters are
@@ -60,6 +61,13 @@ class Timing(Protocol):
         """Seconds of a forward or backward, or some segments of it, on each rank of its lane.
 
         Recomputation and tensor parallelism are included.
+        """
+        ...
+
+    def left_under_way(self, action: Partial) -> float:
+        """Seconds of the collective that a part leaves under way; `compute` is without it.
+
+        Asked of parts that do not end their forward or backward, of stages whose layers are cut.
         """
         ...
 
@@ -102,6 +110,9 @@ class ModelTiming:
         """Seconds of a forward or backward, or of some of its layers."""
         content, mb = self._contents[action.stage], action.mb
         if isinstance(action, Partial):
+            if self.graph.stage(action.stage).pieces:
+                total, under_way = self._cut(action)
+                return total - under_way
             kind, lo, hi = action.kind, action.lo, action.hi
         else:
             kind, lo, hi = direction(action), 0, len(content.layers)
@@ -110,6 +121,10 @@ class ModelTiming:
             load, layers = self.loads.loads[mb], content.layers[lo:hi]
             self._known[key] = self._seconds(kind, layers, content.tp, load) if load.tokens else 0.0
         return self._known[key]
+
+    def left_under_way(self, action: Partial) -> float:
+        """Seconds of the collective that ends the part's last segment."""
+        return self._cut(action)[1]
 
     def message(self, sender: int, action: Send) -> Transport:
         """Rows of hidden states inside a unit, or the routed features between units; gradients are as large."""
@@ -170,6 +185,38 @@ class ModelTiming:
                 if h.recompute:
                     total += seconds(h.layer, tp, load, "recompute")
         return total
+
+    def _cut(self, action: Partial) -> tuple[float, float]:
+        """Seconds of some segments with all their collectives, and of the one that is left under way."""
+        content, kind, mb = self._contents[action.stage], action.kind, action.mb
+        assert kind in ("F", "B"), "a split backward is not cut inside its layers"
+        key = (content.number, kind, mb.replica, mb.index)
+        if key not in self._pieces:
+            load = self.loads.loads[mb]
+            stage = self.graph.stage(action.stage)
+            each = [
+                p
+                for h, n in zip(content.layers, stage.pieces, strict=True)
+                for p in self._of_layer(kind, h, n, content.tp, load, stage.sliced)
+            ]
+            sums = [0.0, *accumulate(map(sum, each))]
+            self._pieces[key] = sums, [piece.collective_s for piece in each]
+        sums, collectives = self._pieces[key]
+        last = action.hi - 1 if kind == "F" else action.lo
+        return sums[action.hi] - sums[action.lo], 0.0 if ended(self.graph, action) else collectives[last]
+
+    def _of_layer(
+        self, kind: PartKind, held: Held, num_pieces: int, tp: int, load: TokenLoad, sliced: bool
+    ) -> tuple[PieceCost, ...]:
+        if num_pieces == 1:
+            return (PieceCost(self._seconds(kind, (held,), tp, load) if load.tokens else 0.0, 0.0),)
+        name: ComputeKind = "forward" if kind == "F" else "backward"
+        return self.costs.pieces(held.layer, tp, load, name, input_grad=held.input_grad, sliced=sliced)
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, PartKind, int, int], tuple[list[float], list[float]]]:
+        """Of a stage by number, kind, replica and index: seconds before each segment, and of its collective."""
+        return {}
 
     @cached_property
     def _optimizer_s(self) -> float:

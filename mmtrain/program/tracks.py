@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mmtrain.program.actions import Collective, Compute, GatherParams, ReduceGrads, Send, Step
-from mmtrain.program.links import Links, Post, link
+from mmtrain.program.actions import Collective, Compute, GatherParams, Partial, Pass, ReduceGrads, Send, Step
+from mmtrain.program.graph import StageGraph
+from mmtrain.program.links import Do, Links, Post, link
 from mmtrain.program.memory import Border, borders
 from mmtrain.program.program import Program
+from mmtrain.program.segments import ended, whole
 from mmtrain.program.twins import LinkOf, twins
 
 _OF_ALL_GROUPS = ReduceGrads | GatherParams | Step
@@ -58,6 +60,7 @@ class Tracks:
     sender: tuple[int, ...]  # by parcel: the track whose communication stream it occupies
     reader: tuple[int, ...]  # by parcel: the visit that waits for it, or -1
     borders: tuple[tuple[Border, ...], ...]  # by track: where activations begin and end to live
+    resumed: Mapping[int, int]  # part that leaves a collective under way -> the next part of its pass, which waits
 
     @property
     def start(self) -> int:
@@ -67,7 +70,10 @@ class Tracks:
     @cached_property
     def waits(self) -> tuple[int, ...]:
         """By job: visits that must come to it, and parcels that must have arrived before them."""
-        return tuple([len(of) + sum([len(self.visits[v].reads) for v in of]) for of in self.visits_of])
+        counts = [len(of) + sum([len(self.visits[v].reads) for v in of]) for of in self.visits_of]
+        for job in self.resumed.values():
+            counts[job] += 1
+        return tuple(counts)
 
     @cached_property
     def computes(self) -> tuple[bool, ...]:
@@ -114,6 +120,7 @@ def _numbered(program: Program, num_groups: int, followed: Mapping[int, tuple[in
     senders = [place[message.sender] for message in links.messages]
     alive = [borders(program.graph, program.actions[rank]) for rank in in_order]
     mirrors = program.symmetry.ranks
+    resumed = _resumed(program.graph, links)
     return Tracks(
         ranks=tuple(tuple(mirrors[g][twin] for twin in followed[rank]) for g in groups for rank in in_order),
         jobs=tuple(job for g in groups for job in _jobs(program, links, g)),
@@ -123,7 +130,25 @@ def _numbered(program: Program, num_groups: int, followed: Mapping[int, tuple[in
         sender=tuple(g * num_tracks + sender for g in groups for sender in senders),
         reader=tuple(reader),
         borders=tuple(tuple(b._replace(mb=program.shift(b.mb, g)) for b in track) for g in groups for track in alive),
+        resumed={g * num_works + part: g * num_works + other for g in groups for part, other in resumed.items()},
     )
+
+
+def _resumed(graph: StageGraph, links: Links) -> dict[int, int]:
+    """Parts of stages whose layers are cut, each with the part that goes on where it stops, by number of the work."""
+    found: dict[int, int] = {}
+    if not any(stage.pieces for stage in graph.stages):
+        return found
+    for steps in links.steps.values():
+        stopped: dict[Pass, int] = {}
+        for number in (step.work for step in steps if isinstance(step, Do)):
+            part = links.works[number].action
+            if isinstance(part, Partial) and graph.stage(part.stage).pieces:
+                if (before := stopped.pop(whole(part), None)) is not None:
+                    found[before] = number
+                if not ended(graph, part):
+                    stopped[whole(part)] = number
+    return found
 
 
 def _visits(links: Links, num_groups: int) -> Iterator[Visit]:

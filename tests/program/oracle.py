@@ -65,6 +65,7 @@ def precedences(program: Program, timing: object) -> Precedences:
     found = Precedences({}, defaultdict(set), {rank: [] for rank in actions})
     for rank in actions:
         last: Node | None = None
+        stopped: dict[tuple[object, ...], set[Node]] = {}
         waiting: list[tuple[Recv, Node]] = []
         for action in who.ranks[rank].actions:
             if isinstance(action, Send | Recv):
@@ -86,6 +87,14 @@ def precedences(program: Program, timing: object) -> Precedences:
             waiting = [pair for pair in waiting if pair not in reads]
             found.on_rank[rank].append(node)
             last = node
+            if isinstance(action, Partial) and graph.stage(action.stage).pieces:
+                found.before[node] |= stopped.pop((action.stage, action.mb, action.kind), set())
+                segments = sum(graph.stage(action.stage).pieces)
+                if action.hi < segments if action.kind == "F" else action.lo > 0:
+                    left = ("under way", action, group)
+                    found.seconds[left] = timing.left_under_way(action)  # type: ignore[attr-defined]
+                    found.before[left] = {node}
+                    stopped[action.stage, action.mb, action.kind] = {left}
     return found
 
 

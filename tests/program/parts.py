@@ -8,13 +8,16 @@ from hypothesis import strategies as st
 
 from mmtrain.program import Program, StageGraph, build_1f1b, build_coarse, lower
 from mmtrain.program.actions import Backward, Compute, Fill, Forward, Partial, Task
+from mmtrain.program.segments import num_segments
 from tests.program.graphs import Unit, chain, graphs, unified
 
 
 @st.composite
-def cut_programs(draw: st.DrawFn, max_n: int = 3) -> Program:
+def cut_programs(draw: st.DrawFn, max_n: int = 3, inside_layers: bool = False) -> Program:
     """1F1B or coarse orders in which some work is cut and lies in one piece after another; every one of them runs."""
     graph = deeper(draw(graphs(max_n=max_n)), draw(st.integers(1, 4)))
+    if inside_layers:
+        graph = in_pieces(graph)
     program, seed = draw(st.sampled_from([build_1f1b, build_coarse]))(graph), draw(st.integers(0, 2**32))
     pieces = {rank: [p for a in todo for p in cut(graph, a, seed)] for rank, todo in program.actions.items()}
     return lower(Program(graph, {rank: tuple(todo) for rank, todo in pieces.items()}))
@@ -59,9 +62,17 @@ def deeper(graph: StageGraph, num_layers: int) -> StageGraph:
     return replace(graph, stages=tuple(stages))
 
 
+def in_pieces(graph: StageGraph) -> StageGraph:
+    """The same graph with one layer in every stage, in as many pieces as it had layers."""
+    stages = (
+        replace(s, layers=(s.id.index, s.id.index + 1), pieces=(s.layers[1] - s.layers[0],)) for s in graph.stages
+    )
+    return replace(graph, stages=tuple(stages))
+
+
 def cut(graph: StageGraph, action: Compute, seed: int, always: bool = False) -> list[Compute]:
-    """Cut half of all actions at some borders of layers, alike on every rank; `always` into at least one partial."""
-    lo, hi = graph.stage(action.stage).layers
+    """Cut half of all actions at some borders of segments, alike on every rank; `always` into at least one partial."""
+    lo, hi = 0, num_segments(graph, action.stage)
     chance = _chance(seed, action)
     if isinstance(action, Partial) or (not always and chance.random() < 0.5):
         return [action]

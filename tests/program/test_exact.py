@@ -1,6 +1,7 @@
 """Schedules solved by hand: the simulator says what the arithmetic beside each of them says."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,49 @@ def test_a_split_backward_is_not_run() -> None:
     program = split(chain(Unit("llm", 2), n=2))
     with pytest.raises(ProgramError, match=r"rank 0: `PBI llm.0 llm:0.0 0:2` .*simulated but not run.*write PB"):
         check(program)
+
+
+class InPieces(Table):
+    """Every segment takes 1/2 s in the LLM, 1 s in vision; the LLM's collective between two takes 1.5 s."""
+
+    def compute(self, action: Compute) -> float:
+        is_llm = action.stage.unit == "llm"
+        if isinstance(action, Partial):
+            return (action.hi - action.lo) * (0.5 if is_llm else 1.0)
+        return 0.5 + 1.5 + 0.5 if is_llm else 2.0
+
+    def left_under_way(self, action: Partial) -> float:
+        return 1.5 if action.stage.unit == "llm" else 0.0
+
+
+def test_work_beside_a_collective_takes_no_time() -> None:
+    """One LLM layer in two pieces hosts a segment of vision (1 s), and then two of them (2 s).
+
+    Vision F0 0-2. LLM F0 2-2.5, its collective until 4, vision's segment beside it 2.5-3.5; the rest 4-4.5. Vision's
+    other segment -5.5. LLM F1 5.5-6, its collective until 7.5, vision F2 6-8; the rest waits for that: 8-8.5. LLM F2
+    by itself -11.
+    """
+    vision, llm = Unit("vision", ranks=(0,), trainable=(False,)), Unit("llm", ranks=(0,), trainable=(False,))
+    graph = chain(vision, llm, n=3)
+    graph = replace(graph, stages=(graph.stages[0], replace(graph.stages[1], layers=(0, 1), pieces=(2,))))
+    order = [
+        "F vision.0 vision:0.0",
+        "F llm.0 llm:0.0 |1| PF vision.0 vision:0.1 0:1",
+        "PF vision.0 vision:0.1 1:2",
+        "F llm.0 llm:0.1 |1| PF vision.0 vision:0.2 0:2",
+        "F llm.0 llm:0.2",
+    ]
+    program = build(graph, kind="explicit", order={0: order})
+    timeline = simulate(program, InPieces(graph, {}))
+    assert [(begin, end) for _, begin, end in computed(timeline, 0)] == [
+        (0.0, 2.0),
+        (2.0, 2.5), (2.5, 3.5), (4.0, 4.5),
+        (4.5, 5.5),
+        (5.5, 6.0), (6.0, 8.0), (8.0, 8.5),
+        (8.5, 11.0),
+    ]  # fmt: skip
+    assert timeline.bubbles[0]["tp"] == 0.5
+    assert [(s.start_s, s.duration_s) for s in timeline.critical_path if s.duration_s][1] == (2.0, 2.0)
 
 
 def test_two_encoders_feed_one_llm() -> None:
