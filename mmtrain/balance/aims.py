@@ -45,11 +45,34 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Task:
+    """What a stage, or some of its layers, does for one of its unit's microbatches, one way."""
+
+    stage: int  # of the timetable
+    unit: str
+    is_forward: bool
+    price: Price
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """In what order the ranks of one LLM replica, and those that feed it, do what.
+
+    A turn is a task for a microbatch of its unit, as the number `task + len(tasks) * microbatch`.
+    """
+
+    tasks: tuple[Task, ...]
+    sources: tuple[tuple[int, ...], ...]  # by stage: the stages whose outputs it reads
+    turns: tuple[str, ...]  # by rank: its turns in order, as numbers between spaces; they travel with every request
+
+
+@dataclass(frozen=True)
 class StepAims:
     """What to arrange the samples of a step for; without any, they run as they come."""
 
     loads: tuple[Load, ...] = ()  # the coarsest first
-    places: tuple[Place, ...] = ()  # in the order of passing; none where the order in time does not matter
+    places: tuple[Place, ...] = ()  # of plain 1F1B, in the order of passing; none where time does not matter
+    timetable: Timetable | None = None  # of pipelines that take their turns in another order
     items: dict[str, Price] = field(default_factory=dict)  # encoder unit -> what one of its items costs its replica
     nodes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # unit -> node of each of its replicas
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy as np
 
 from mmtrain.balance.batch import FloatArray, IntArray
-from mmtrain.balance.interleaved import Interleaved
 from mmtrain.balance.longest import longest_first
 from mmtrain.balance.uneven import even_out
 
@@ -31,22 +30,23 @@ def across_time(
     rounds: int,
     rng: np.random.Generator,
     expired: Callable[[], bool] = lambda: False,
-    interleaved: Interleaved | None = None,
+    score: Callable[[IntArray], FloatArray] | None = None,
 ) -> IntArray:
-    """An order of microbatches that shortens a 1F1B pipeline; never longer than `order`.
+    """An order of microbatches that shortens a pipeline; never longer than `order`.
 
     forward, backward: (c, p, l) seconds of each microbatch on each of p stages, for c pipelines that run one order
     together (LLM replicas fed by the same encoder microbatches). order: (l,) the order given. Returns (l,).
-    interleaved: for stages of v chunks, whose times are then (c, p, v, l), the turns they take.
+    score: (k,) seconds under each of some orders (k, l), for a pipeline other than 1F1B (see `timetable`); forward and
+    backward are then what its ranks do for each microbatch.
 
     Starts from the best of the given, the constructed and the evened-out order (`uneven.even_out`) and improves by
     swaps: each of `rounds` rounds scores some random swaps by the pipeline recurrence, then the best of them combined.
     `expired` ends the search early; a search that all ranks must agree on leaves it out, since clocks differ.
     """
-    f, b = (forward, backward) if interleaved is None else (forward.sum(axis=2), backward.sum(axis=2))
-    starts = np.stack([order, construct(f.mean(axis=0), b.mean(axis=0), order), even_out(f, b, order)])
-    score = makespans if interleaved is None else interleaved.makespans
-    spans = score(forward, backward, starts)
+    constructed = construct(forward.mean(axis=0), backward.mean(axis=0), order)
+    starts = np.stack([order, constructed, even_out(forward, backward, order)])
+    score = score or (lambda orders: makespans(forward, backward, orders))
+    spans = score(starts)
     best: IntArray = starts[spans.argmin()]
     span = float(spans.min())
     for _ in range(rounds):
@@ -56,12 +56,12 @@ def across_time(
         each, (one, other) = np.arange(SWAPS), pairs.T
         swapped = np.tile(best, (SWAPS, 1))
         swapped[each, one], swapped[each, other] = best[other], best[one]
-        spans = score(forward, backward, swapped)
+        spans = score(swapped)
         combined = _disjoint(pairs[np.argsort(spans, kind="stable")][: int((spans < span - 1e-12).sum())])
         if not combined:
             continue
         tried = np.stack([_swapped(best, combined[: k + 1]) for k in range(len(combined))])
-        spans = score(forward, backward, tried)
+        spans = score(tried)
         best, span = tried[spans.argmin()], float(spans.min())
     return best
 

@@ -12,7 +12,8 @@ from mmtrain.models.shape import LayerShape, ModelShape, shape
 from mmtrain.plan.graph import stage_graph
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.story import machine_for, precision_for
-from mmtrain.program.graph import LLM, Stage, StageGraph
+from mmtrain.plan.turns import timetable
+from mmtrain.program.graph import LLM, Stage, StageGraph, StageId
 from mmtrain.recipe.schema import Recipe
 
 FILL = 0.98  # of `data.seq_len`, in a typical microbatch
@@ -51,7 +52,8 @@ def step_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
 
     Units that share ranks are summed, units on ranks of their own evened apart. Prices are the slopes of the cost model
     at a typical microbatch: what a sample adds to one. An encoder that serves all LLM replicas at once asks nothing of
-    them, since its items go to any of its replicas. Order in time matters to a 1F1B pipeline over several ranks.
+    them, since its items go to any of its replicas. Order in time matters to pipelines over several ranks: plain 1F1B
+    is known by its places alone, others by their timetable.
     """
     model, machine = shape(recipe), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, model)
@@ -61,12 +63,16 @@ def step_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
     totals = [sum(_seconds(work.busy(frozenset(typical)), typical).values()) for work in ranks]
     scale = SCALE / max(max(totals), 1e-15)
     encoders = [mesh.unit for mesh in graph.meshes if mesh.unit != LLM]
+    in_time = bool(encoders) and len(ranks) > 1
     simple = plan.schedule.kind == "1f1b" and all(mesh.vpp == 1 for mesh in graph.meshes)
     return StepAims(
         loads=_loads(ranks, graph, typical, scale),
         places=tuple(Place(_prices(work.forward, scale), _prices(work.backward, scale)) for work in ranks)
-        if simple and encoders and len(ranks) > 1
+        if in_time and simple
         else (),
+        timetable=timetable(graph, plan.schedule, _prices_of_stages(graph, model, costs, typical, scale))
+        if in_time and not simple
+        else None,
         items={u: _prices(_together(ranks, u), scale)[u] for u in encoders},
         nodes={mesh.unit: _nodes(graph, mesh.unit, machine.ranks_per_node) for mesh in graph.meshes},
     )
@@ -112,6 +118,19 @@ def _work_of_ranks(
             for kept, line in zip((work.forward, work.backward), lines, strict=True):
                 kept[unit] = kept.get(unit, Line()) + line
     return list(found.values())
+
+
+def _prices_of_stages(
+    graph: StageGraph, model: ModelShape, costs: CostModel, typical: Mapping[str, TokenLoad], scale: float
+) -> dict[StageId, tuple[Price, Price]]:
+    """What each stage's forward and backward cost."""
+    needs, found = upstream_trains(model), {}
+    for stage in graph.stages:
+        unit = stage.id.unit
+        tp, layers = graph.mesh(unit).tp, model.unit(unit).layers
+        forward, backward = _stage_lines(stage, layers, needs[unit], tp, costs, typical[unit])
+        found[stage.id] = _price(forward, scale), _price(backward, scale)
+    return found
 
 
 def _stage_lines(
@@ -193,7 +212,11 @@ def _together(ranks: list[_RankWork], unit: str) -> Lines:
 
 
 def _prices(lines: Lines, scale: float) -> dict[str, Price]:
-    return {u: Price(round(line.linear * scale), round(line.quadratic * scale)) for u, line in sorted(lines.items())}
+    return {u: _price(line, scale) for u, line in sorted(lines.items())}
+
+
+def _price(line: Line, scale: float) -> Price:
+    return Price(round(line.linear * scale), round(line.quadratic * scale))
 
 
 def _nodes(graph: StageGraph, unit: str, ranks_per_node: int) -> tuple[int, ...]:

@@ -7,9 +7,6 @@ from hypothesis import strategies as st
 
 from mmtrain.balance import order as reorder
 from mmtrain.balance import uneven
-from mmtrain.balance.interleaved import Interleaved, Slot
-from mmtrain.program.graph import StageId
-from mmtrain.program.positions import Pace, Position
 
 
 def _one_pipeline(forward: np.ndarray, backward: np.ndarray, order: list[int]) -> float:
@@ -174,52 +171,3 @@ def test_unequal_counts_are_refused_where_they_must_match() -> None:
     with pytest.raises(ValueError, match="5 samples cannot be dealt to 2 replicas"):
         reorder.across_replicas(np.arange(5), 2, equal_counts=True)
     assert len(reorder.across_replicas(np.arange(5), 2, equal_counts=False)) == 5
-
-
-def _turns(p: int, chunks: int, num: int) -> Interleaved:
-    """Interleaved 1F1B as the program room orders it."""
-    parts = tuple((StageId("llm", k),) for k in range(p * chunks))
-    position = Position(parts, p, num, 0, {"llm": Pace(1, 1, False)})
-    return Interleaved([[Slot(*turn) for turn in position.turns(place)] for place in range(p)])
-
-
-@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 9))
-@settings(max_examples=40, deadline=None)
-def test_one_chunk_is_plain_1f1b(seed: int, p: int, num: int) -> None:
-    forward, backward = _times(seed, p, num, 2)
-    orders = np.stack([np.random.default_rng(seed).permutation(num) for _ in range(3)])
-    found = _turns(p, 1, num).makespans(forward[:, :, None], backward[:, :, None], orders)
-    if p > 1:  # interleaved stages warm up by two forwards for each stage behind them, plain ones by one
-        assert (found <= reorder.makespans(forward, backward, orders) + 1e-9).all()
-    else:
-        assert found == pytest.approx(reorder.makespans(forward, backward, orders))
-
-
-def test_even_chunks_take_what_megatron_lm_says() -> None:
-    p, chunks, num = 4, 3, 8
-    forward, backward = np.ones((1, p, chunks, num)), 2 * np.ones((1, p, chunks, num))
-    span = _turns(p, chunks, num).makespans(forward, backward, np.arange(num)[None])[0]
-    assert span == num * chunks * 3 + (p - 1) * 3, "the bubble is (p - 1) (tf + tb) / v"
-
-
-def test_orders_of_several_chunks_are_never_worse_than_given() -> None:
-    turns = _turns(4, 2, 16)
-    gains = []
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        forward = np.ones((1, 4, 2, 16))
-        forward[0, 0, 0] = rng.gamma(2.0, 0.6, 16)
-        given_order = rng.permutation(16)
-        found = reorder.across_time(forward, 2 * forward, given_order, 3, rng, interleaved=turns)
-        assert sorted(found.tolist()) == list(range(16))
-        before, after = turns.makespans(forward, 2 * forward, np.stack([given_order, found]))
-        assert after <= before
-        gains.append(before - after)
-    assert np.mean(gains) > 1
-
-
-def test_turns_that_wait_for_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="wait for each other"):
-        Interleaved([[Slot(False, 0, 0), Slot(True, 0, 0)]]).makespans(
-            np.ones((1, 1, 1, 1)), np.ones((1, 1, 1, 1)), np.zeros((1, 1), dtype=np.int64)
-        )

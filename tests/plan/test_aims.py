@@ -12,7 +12,10 @@ from mmtrain.data.wire import from_json, to_json
 from mmtrain.models.shape import shape
 from mmtrain.plan import Plan, plan, stage_graph
 from mmtrain.plan.aims import slope, step_aims, typical_loads
+from mmtrain.plan.plan import SchedulePlan
 from mmtrain.plan.story import machine_for, precision_for
+from mmtrain.program import build_1f1b
+from mmtrain.program.text import action_to_text
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import lengths, recipe
 from tests.plan.test_three_units import heard, speech
@@ -65,6 +68,23 @@ def test_ranks_of_a_pipeline_that_do_alike_are_one_load() -> None:
     assert [set(place.forward) for place in aims.places] == [{"vision"}, {"llm"}, {"llm"}]
     assert len(aims.loads) == 2
     assert chosen.units["llm"].pp == 2
+
+
+def test_other_pipelines_are_ordered_in_time_by_their_timetable() -> None:
+    sizes = {"vision": {"tp": 1, "pp": 1, "dp": 1}, "llm": {"tp": 1, "pp": 2, "dp": 1, "vpp": 2}}
+    chosen, aims = aimed({"placement": "disaggregated"} | sizes, 3)
+    assert not aims.places
+    assert aims.timetable is not None
+    assert [len(line.split()) for line in aims.timetable.turns] == [2 * 8, 4 * 8, 4 * 8], (
+        "of vision and two chunks each"
+    )
+    assert {task.unit for task in aims.timetable.tasks} == ALL
+    assert from_json(StepAims, to_json(aims)) == aims
+    graph = stage_graph(chosen, shape(recipe(parallel={"placement": "disaggregated"} | sizes)))
+    lines = {rank: tuple(map(action_to_text, todo)) for rank, todo in build_1f1b(graph).actions.items()}
+    written = SchedulePlan(kind="explicit", num_microbatches=chosen.schedule.num_microbatches, order=lines)
+    same = step_aims(recipe(), chosen.model_copy(update={"schedule": written}), lengths())
+    assert same.timetable == aims.timetable, "an order that is written down is another way to say the same"
 
 
 def test_three_units_are_all_priced() -> None:
