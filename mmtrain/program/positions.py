@@ -159,15 +159,26 @@ def positions(graph: StageGraph) -> list[Position]:
 def _parts(graph: StageGraph, stages: Sequence[StageId]) -> tuple[tuple[tuple[StageId, ...], ...], int]:
     """Parts of a position, and its number of places.
 
-    Lanes that the path visits in no regular round are one place, which then runs one wave at a time.
+    Units that feed the same one, like two encoders, are visited one behind the other, as in the line of a unified
+    pipeline, or side by side. Lanes that the path visits in no regular round either way are one place, which then runs
+    one wave at a time.
     """
-    visits = [(lanes, tuple(part)) for lanes, part in groupby(stages, key=lambda s: graph.stage(s).lanes)]
-    round_ = list(dict.fromkeys(lanes for lanes, _ in visits))
-    ranks = [rank for lanes in round_ for lane in lanes for rank in lane]
-    regular = all(lanes == round_[at % len(round_)] for at, (lanes, _) in enumerate(visits))
-    if regular and len(ranks) == len(set(ranks)):
-        return tuple(part for _, part in visits), len(round_)
+    line = {mesh.unit: at for at, mesh in enumerate(graph.meshes)}
+    by_unit = sorted(stages, key=lambda s: line[s.unit])
+    for path in (by_unit, stages) if _flows_down(graph, by_unit) else (stages,):
+        visits = [(lanes, tuple(part)) for lanes, part in groupby(path, key=lambda s: graph.stage(s).lanes)]
+        round_ = list(dict.fromkeys(lanes for lanes, _ in visits))
+        ranks = [rank for lanes in round_ for lane in lanes for rank in lane]
+        regular = all(lanes == round_[at % len(round_)] for at, (lanes, _) in enumerate(visits))
+        if regular and len(ranks) == len(set(ranks)):
+            return tuple(part for _, part in visits), len(round_)
     return (tuple(stages),), 1
+
+
+def _flows_down(graph: StageGraph, path: Sequence[StageId]) -> bool:
+    """Whether every stage of the path comes after those of it that feed it."""
+    at = {stage: k for k, stage in enumerate(path)}
+    return all(at[e.src] < at[stage] for stage in path for e in graph.inputs(stage) if e.src in at)
 
 
 def _neighbours(graph: StageGraph) -> dict[StageId, set[StageId]]:

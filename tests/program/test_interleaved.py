@@ -127,3 +127,29 @@ def test_interleaving_needs_stages_for_every_rank():
     meshes = (graph.meshes[0], type(graph.meshes[1])("llm", 1, 2, 1, (0, 1), 2, vpp=2))
     with pytest.raises(Exception, match="llm has 2 stages; pp 2 with vpp 2 takes 3 to 4"):
         build(StageGraph(meshes, graph.stages, graph.edges))
+
+
+def test_two_encoders_in_the_line_of_a_unified_pipeline_are_chunks_like_others():
+    """Vision on ranks 0 and 1, audio on 0, the LLM on 1, 0 and 1: three rounds over two ranks."""
+    vision, audio = Unit("vision", 2, ranks=(0, 1)), Unit("audio", 1, ranks=(0,))
+    graph = chain(vision, audio, Unit("llm", 2, ranks=(1, 0), num_stages=3), n=4)
+    order = {"vision.0": 0, "vision.1": 0, "audio.0": 1, "llm.0": 1, "llm.1": 2, "llm.2": 2}
+    for rank in (0, 1):
+        mixed = [(isinstance(a, Forward), order[str(a.stage)], a.mb.index) for a in build_1f1b(graph).actions[rank]]
+        assert mixed == megatron_order(2, 3, 4, rank)
+    build(graph)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("cut", [*product((1, 2, 3), (1, 2, 3), (1, 2, 3))])
+def test_lines_of_two_encoders_and_an_llm_run_on_any_ranks(cut, n):
+    """Wherever the units begin and end in the rounds; `build` proves that nothing waits for ever."""
+    units, at = [], 0
+    for name, num_stages in zip(("vision", "audio", "llm"), cut, strict=True):
+        places = [(at + k) % 2 for k in range(num_stages)]
+        units.append(Unit(name, min(2, num_stages), ranks=tuple(dict.fromkeys(places)), num_stages=num_stages))
+        at += num_stages
+    graph = chain(*units, n=n)
+    program, alive = build(graph), in_flight(graph)
+    for stage in graph.stages:
+        assert peak_live(graph, program.actions[stage.lanes[0][0]])[stage.id] == alive[stage.id]
