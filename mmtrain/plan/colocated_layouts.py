@@ -15,8 +15,15 @@ from mmtrain.program.graph import LLM
 
 
 def llm_sizes(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[MeshSize]:
-    """Sizes of the LLM on all ranks; a replica on one rank has no bubbles, and is `unified`."""
-    yield from (size for size in choices[LLM].sizes(world_size) if size.tp * size.pp > 1)
+    """Sizes of the LLM on all ranks; a replica on one rank has no bubbles, and is `unified`.
+
+    Where the recipe wants several chunks on a rank, there are enough layers for them.
+    """
+    llm = choices[LLM]
+    chunks = llm.fixed_vpp or 1
+    for size in llm.sizes(world_size):
+        if size.tp * size.pp > 1 and (chunks == 1 or (size.pp > 1 and size.pp * chunks <= llm.layers)):
+            yield size
 
 
 def encoder_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator[dict[str, MeshSize]]:
@@ -27,7 +34,10 @@ def encoder_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator
             MeshSize(tp, pp, llm.ranks // (tp * pp))
             for tp in unit.tp
             for pp in unit.pp
-            if llm.tp % tp == 0 and llm.pp % pp == 0 and llm.ranks // (tp * pp) in unit.dp
+            if llm.tp % tp == 0
+            and llm.pp % pp == 0
+            and llm.ranks // (tp * pp) in unit.dp
+            and unit.fixed_vpp in (None, 1)  # their layers go into the LLM's bubbles one stage a rank
         ]
         for unit in encoders
     ]

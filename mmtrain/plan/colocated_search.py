@@ -84,15 +84,15 @@ def fits_on(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
 def _all_sizes(pricing: Pricing, choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[_Sizes]:
     work: dict[tuple[str, int], float] = {}
     for one in llm_sizes(choices, world_size):
-        for llm in _with_chunks(one, pricing):
+        for llm in _with_chunks(one, choices[LLM]):
             for encoders in encoder_sizes(choices, one):
                 yield _Sizes(encoders, llm, _bound(pricing, encoders, llm, work))
 
 
-def _with_chunks(size: MeshSize, pricing: Pricing) -> Iterator[MeshSize]:
-    """The size, and with two and four chunks a rank where layers are enough."""
-    layers = len(pricing.shape.unit(LLM).layers)
-    yield from (replace(size, vpp=v) for v in (1, 2, 4) if v == 1 or (size.pp > 1 and size.pp * v <= layers))
+def _with_chunks(size: MeshSize, unit: UnitChoices) -> Iterator[MeshSize]:
+    """The size with one, two and four chunks a rank where layers are enough, or as many as the recipe says."""
+    tried = (1, 2, 4) if unit.fixed_vpp is None else (unit.fixed_vpp,)
+    yield from (replace(size, vpp=v) for v in tried if v == 1 or (size.pp > 1 and size.pp * v <= unit.layers))
 
 
 def _bound(

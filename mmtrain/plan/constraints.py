@@ -15,6 +15,7 @@ from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
 CHUNKS = (1, 2, 3, 4, 6, 8, 12)  # chunks of the LLM's layers on a pipeline rank that are tried
+FEW_CHUNKS = (1, 2, 4)  # and of an encoder's, on ranks of its own
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class UnitChoices:
     layers: int
     batch: int  # LLM microbatches in a step, of all replicas
     fixed_microbatches: int | None  # of each replica, where the recipe says
+    fixed_vpp: int | None = None  # likewise
 
     def sizes(self, ranks: int) -> Iterator[MeshSize]:
         """All sizes of exactly `ranks` ranks."""
@@ -57,7 +59,7 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
             "tp": _tensor_sizes(unit, ranks_per_node) if unit.splits else (1,),
             "pp": tuple(range(1, len(unit.layers) + 1)) if unit.splits else (1,),
             "dp": _divisors(recipe.train.global_batch),
-            "vpp": tuple(n for n in (CHUNKS if unit.name == LLM else (1,)) if n <= len(unit.layers)),
+            "vpp": tuple(n for n in _chunks(unit) if n <= len(unit.layers)),
         }
         for key, why in _reasons(unit, ranks_per_node, recipe.train.global_batch).items():
             value = getattr(fixed, key)
@@ -79,6 +81,7 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
             layers=len(unit.layers),
             batch=recipe.train.global_batch,
             fixed_microbatches=fixed.num_microbatches,
+            fixed_vpp=fixed.vpp,
         )
     if not problems and not choices[LLM].dp:
         fixed_here = ", ".join(f"{path} {n}" for path, n in _fixed_microbatches(recipe.parallel, choices).items())
@@ -160,6 +163,10 @@ def _reasons(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[st
         "pp": f"is more than {unit.name}'s {len(unit.layers)} layers",
         "dp": f"does not divide train.global_batch ({global_batch})",
     }
+
+
+def _chunks(unit: UnitShape) -> tuple[int, ...]:
+    return CHUNKS if unit.name == LLM else FEW_CHUNKS if unit.splits else (1,)
 
 
 def _tensor_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from mmtrain.plan.constraints import UnitChoices
@@ -76,7 +76,7 @@ def bounded_sizings(
         units = [[entry for entry in sizes if entry[0] < math.inf] for sizes in units]
     for least, chosen in _together(units, world_size, KEPT if few else None):
         if sizing := _disaggregated(choices, chosen):
-            yield least, sizing
+            yield from ((least, one) for one in _interleaved(choices, sizing))
 
 
 def _summed(bound: UnitBound, sizing: Sizing) -> float:
@@ -92,6 +92,8 @@ def _unified(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[Si
         pp, rest = divmod(world_size, tp * dp)
         if rest == 0 and fewest <= pp <= most:
             for vpp in _chunks(llm, pp, sum(c.layers for c in choices.values()), llm.batch // dp):
+                if any(c.fixed_vpp not in (None, vpp) for c in choices.values()):
+                    continue  # all go round the ranks together
                 if vpp > 1 and len(names) > 1 and any(len(c.pp) == 1 for c in choices.values()):
                     continue  # what spans a fixed number of ranks is held for one round over them
                 sizes = dict.fromkeys(names, MeshSize(tp, pp, dp, vpp))
@@ -109,7 +111,7 @@ def _chunks(unit: UnitChoices, pp: int, layers: int, num_microbatches: int) -> I
 def _sizes(unit: UnitChoices, most: int, llm: UnitChoices) -> Iterator[tuple[MeshSize, int]]:
     """Sizes of a unit on ranks of its own, up to `most`, with its microbatches.
 
-    An encoder has those that the recipe fixes; or, as -k, one for k of the LLM's.
+    An encoder has those that the recipe fixes; or, as -k, one for k of the LLM's. `_interleaved` gives it chunks.
     """
     for tp, dp, pp in product(unit.tp, unit.dp, unit.pp):
         if tp * dp * pp > most:
@@ -118,8 +120,9 @@ def _sizes(unit: UnitChoices, most: int, llm: UnitChoices) -> Iterator[tuple[Mes
         if unit.fixed_microbatches and unit.name != LLM:
             counts = (unit.fixed_microbatches,)
         for count in counts:
-            for vpp in _chunks(unit, pp, unit.layers, abs(count)):
-                yield MeshSize(tp, pp, dp, vpp), count
+            for vpp in _chunks(unit, pp, unit.layers, count) if unit.name == LLM else (unit.fixed_vpp or 1,):
+                if pp * vpp <= unit.layers:
+                    yield MeshSize(tp, pp, dp, vpp), count
 
 
 Sized = tuple[float, MeshSize, int]
@@ -165,6 +168,22 @@ def _disaggregated(choices: Mapping[str, UnitChoices], chosen: Sequence[tuple[Me
     if any(n % llm and llm % n for n in counts.values()):
         return None
     return Sizing("disaggregated", sizes, counts)
+
+
+def _interleaved(choices: Mapping[str, UnitChoices], sizing: Sizing) -> Iterator[Sizing]:
+    """The sizing, and with several chunks of encoders' layers on a rank, where blocks share out evenly.
+
+    They fill an encoder's pipeline sooner, which is all that they do: so they are no sizes of their own, among which
+    only some are kept.
+    """
+    options = []
+    for name, size in sizing.sizes.items():
+        unit, is_open = choices[name], name != LLM and 1 < size.pp <= sizing.counts[name]
+        blocks = unit.layers - 2  # between an embedding of media and a projector
+        even = [v for v in unit.vpp[1:] if is_open and blocks % (size.pp * v) == 0]
+        options.append([size, *(replace(size, vpp=v) for v in even)])
+    for sizes in product(*options):
+        yield replace(sizing, sizes=dict(zip(sizing.sizes, sizes, strict=True)))
 
 
 def split_lane_of(sizing: Sizing, ranks_per_node: int) -> tuple[int, ...] | None:

@@ -1,0 +1,76 @@
+"""Chunks of encoders on ranks of their own, and of all units where the recipe fixes them."""
+
+import math
+from typing import Any
+
+import pytest
+
+from mmtrain.plan import Plan, plan
+from mmtrain.plan.search import search
+from mmtrain.plan.sizes import bounded_sizings, sizings
+from mmtrain.plan.story import machine_for
+from tests.plan.exhaustive import Instance, everything
+from tests.plan.factory import VISION, lengths, pricing_for, recipe
+
+DEEP: dict[str, Any] = {**VISION, "layers": 8, "hidden": 256, "ffn": 1024}
+OWN: dict[str, Any] = {"tp": 1, "pp": 2, "dp": 1}
+
+
+def planned(vision: dict[str, Any], world_size: int = 3) -> Plan:
+    parallel = {"placement": "disaggregated", "vision": vision, "llm": {"tp": 1, "dp": 1, "vpp": 1}}
+    settings = recipe(vision=DEEP, global_batch=4, parallel=parallel)
+    return plan(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64)
+
+
+def test_a_deep_encoder_fills_its_pipeline_sooner_in_chunks() -> None:
+    chosen = planned(OWN)
+    assert chosen.units["vision"].vpp == 2
+    assert [s.chunk for s in chosen.units["vision"].stages] == [0, 0, 1, 1]
+    assert chosen.predicted.step_time_s < 0.99 * planned({**OWN, "vpp": 1}).predicted.step_time_s
+
+
+def test_chunks_are_few_and_even() -> None:
+    settings = recipe(vision={**VISION, "layers": 8})
+    _, choices = pricing_for(settings)
+    found = list(sizings(choices, 8))
+    apart = {(s.sizes["vision"].pp, s.sizes["vision"].vpp) for s in found if s.placement == "disaggregated"}
+    assert {(pp, vpp) for pp, vpp in apart if vpp > 1} == {(2, 2), (2, 4), (4, 2)}
+    assert len(set(map(str, found))) == len(found)
+    for sizing in found:
+        size = sizing.sizes["vision"]
+        if sizing.placement == "disaggregated" and size.vpp > 1:
+            assert sizing.counts["vision"] >= size.pp
+
+
+def test_the_best_of_all_chunks_is_found() -> None:
+    """Against every cut of every size simulated, encoders in one, two and four chunks."""
+    parallel = {"placement": "disaggregated", "vision": OWN, "llm": {"tp": 1, "dp": 1, "pp": 1}}
+    settings = recipe(vision={**DEEP, "layers": 4}, llm={"layers": 2}, global_batch=4, parallel=parallel)
+    pricing, choices = pricing_for(settings)
+    machine = machine_for(settings, "cpu-core")
+    given = Instance(
+        pricing, choices, machine, [(b, s) for b, s in bounded_sizings(choices, 3) if s.sizes["llm"].pp == 1]
+    )
+    assert {s.sizes["vision"].vpp for _, s in given.sizings if s.placement == "disaggregated"} == {1, 2}
+    best = min(judged.step_time_s for judged in everything(given))
+    found = search(given.sizings, pricing, choices, machine, at_least=1)
+    assert math.isclose(found.judged[0].step_time_s, best, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("placement", "parallel", "world_size", "found"),
+    [
+        ("colocated", {"llm": {"pp": 2, "vpp": 3}}, 2, {"llm": 3}),
+        ("colocated", {"llm": {"pp": 2, "vpp": 1}}, 2, {"llm": 1}),
+        ("unified", {"vision": {"vpp": 2}, "llm": {"dp": 1, "tp": 1}}, 2, {"llm": 2}),
+        ("disaggregated", {"vision": {"pp": 2, "vpp": 2}}, 3, {"vision": 2}),
+        ("auto", {"vision": {"pp": 2, "vpp": 2, "dp": 1, "tp": 1}}, 3, {"vision": 2}),
+    ],
+)
+def test_fixed_chunks_are_honoured(
+    placement: str, parallel: dict[str, Any], world_size: int, found: dict[str, int]
+) -> None:
+    settings = recipe(parallel={"placement": placement, **parallel})
+    chosen = plan(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64)
+    assert placement in ("auto", chosen.placement)
+    assert {unit: chosen.units[unit].vpp for unit in found} == found
