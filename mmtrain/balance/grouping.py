@@ -176,6 +176,7 @@ def _best_fit_of_one(sizes: IntArray, budget: int, order: IntArray) -> IntArray:
     """`best_fit` under one budget: the same groups in a third of the time."""
     group = np.empty(len(sizes), dtype=np.int64)
     with_room: list[list[int]] = [[] for _ in range(budget + 1)]
+    bits = [1 << room for room in range(budget + 1)]
     rooms, opened = 0, 0
     chosen = []
     for size in sizes[order].tolist():
@@ -185,13 +186,16 @@ def _best_fit_of_one(sizes: IntArray, budget: int, order: IntArray) -> IntArray:
             groups = with_room[room]
             best = groups.pop(0)
             if not groups:
-                rooms ^= 1 << room
+                rooms ^= bits[room]
         else:
             best, room = opened, budget
             opened += 1
-        left = room - size
-        insort(with_room[left], best)
-        rooms |= 1 << left
+        there = with_room[room - size]
+        if there:
+            insort(there, best)
+        else:
+            there.append(best)
+            rooms |= bits[room - size]
         chosen.append(best)
     group[order] = chosen
     return group

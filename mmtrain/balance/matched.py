@@ -51,7 +51,8 @@ def pack_alike(tokens: IntArray, budgets: IntArray, order: IntArray, window: int
     samples, sizes, windows = [np.empty(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], [0]
     for lo in range(0, len(order), window):
         part = order[lo : lo + window]
-        group = best_fit(tokens[part], _packed_to(tokens[part], budgets), _packing_order(tokens[part], budgets))
+        own = tokens[part]
+        group = best_fit(own, _packed_to(own, budgets), _packing_order(own, budgets))
         samples.append(part[np.argsort(group, kind="stable")])
         sizes.append(np.bincount(group))
         windows.append(windows[-1] + len(sizes[-1]))

@@ -161,11 +161,12 @@ def arrange(
     """
     if grouping.method == "matched":
         ends, rounds = np.array([0, len(groups)]), rounds_for(grouping.alike) if exchanged else 0
-        tokens, budgets, even, weights = sizes.tokens, sizes.budgets, sizes.even, sizes.weights
-        groups = refill(groups, tokens)
+        tokens, budgets, even, weights = sizes.tokens[groups.samples], sizes.budgets, sizes.even, sizes.weights
+        here = refill(Groups(groups.first, np.arange(len(tokens))), tokens)  # a window is little of a large dataset
         if not exchanged:
-            groups = clear(groups, ends, tokens, budgets, tokens @ even[0], grouping.alike)
-        return assemble(groups, ends, tokens, budgets, even, grouping.alike, rounds, rng, weights, offset)
+            here = clear(here, ends, tokens, budgets, tokens @ even[0], grouping.alike)
+        here = assemble(here, ends, tokens, budgets, even, grouping.alike, rounds, rng, weights, offset)
+        return Groups(here.first, groups.samples[here.samples])
     if grouping.method == "device":  # its rows are made; what completes the row before comes from the loose end
         head = min(-offset % grouping.alike, len(groups))
         return groups.reordered(np.roll(np.arange(len(groups)), head))
@@ -184,14 +185,14 @@ def split_to(groups: Groups, num_groups: int) -> Groups:
     """
     if num_groups > len(groups.samples):
         raise ValueError(f"{num_groups} groups of {len(groups.samples)} samples")
-    if not len(groups):
-        return groups
-    parts = [groups[i] for i in range(len(groups))]
-    while len(parts) < num_groups:
-        largest = np.argsort([-len(part) for part in parts], kind="stable")[: num_groups - len(parts)]
-        for i in [i for i in largest if len(parts[i]) > 1]:
-            whole = parts[i]
-            parts[i] = whole[::2]
-            parts.append(whole[1::2])
-    sizes = np.array([0, *map(len, parts)], dtype=np.int64)
-    return Groups(np.cumsum(sizes), np.concatenate(parts).astype(np.int64))
+    while 0 < len(groups) < num_groups:
+        largest = np.argsort(-groups.sizes, kind="stable")[: num_groups - len(groups)]
+        largest = largest[groups.sizes[largest] > 1]
+        second = np.full(len(groups), -1)  # the number of each group's second half
+        second[largest] = len(groups) + np.arange(len(largest))
+        group = np.repeat(np.arange(len(groups)), groups.sizes)
+        within = np.arange(len(group)) - groups.first[group]
+        to = np.where((second[group] >= 0) & (within % 2 == 1), second[group], group)
+        order = np.argsort(to, kind="stable")
+        groups = Groups(np.concatenate([[0], np.cumsum(np.bincount(to))]), groups.samples[order])
+    return groups
