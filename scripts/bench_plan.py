@@ -1,32 +1,29 @@
 """The planner: exactness against trying everything, against a mixed-integer program, and seconds of planning.
 
     python -m scripts.bench_plan                    # all but the measured part; processor seconds, one core
-    python -m scripts.bench_plan --only speed       # or: exact, milp
+    python -m scripts.bench_plan --only speed       # or: exact, larger, milp; --first 5 --instances 5 for some of them
     python -m scripts.bench_plan --only measured    # runs plans of three tiny models on two ranks here, for minutes
 
-`exact` and `milp` need the tools of the tests, so run it from the root of a checkout.
+`exact`, `larger` and `milp` need the tools of the tests, so run it from the root of a checkout.
 """
 
 import argparse
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.plan import Plan, plan
-from mmtrain.plan.cut import alive_of, graph_for, laid_out, tracks_of
-from mmtrain.plan.fit import Fitted, fitted
-from mmtrain.plan.judge import judge
-from mmtrain.plan.search import SAME, search
-from mmtrain.plan.sizes import sizings
-from mmtrain.plan.story import machine_for
-from mmtrain.program.builder import in_flight
+from mmtrain.plan.search import SAME
 from mmtrain.recipe.schema import Recipe
 from tests.plan import factory
-from tests.plan.exhaustive import everything, random_instance
-from tests.plan.milp import best_cuts
+from tests.plan.exhaustive import Instance, fastest_found, larger_instance, least_step, placed, random_instance
+from tests.plan.milp import best_cuts, pipeline
+
+CLOSE = 1.01  # of the best: how far the search may be behind where it does not try everything
 
 TILE, FEATURES = (
     1025,
@@ -37,11 +34,13 @@ TILE, FEATURES = (
 def main() -> None:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("exact", "milp", "speed", "measured"))
-    parser.add_argument("--instances", type=int, default=200, help="random small instances of `exact`")
+    parser.add_argument("--only", choices=("exact", "larger", "milp", "speed", "measured"))
+    parser.add_argument("--first", type=int, default=0, help="number of the first random instance")
+    parser.add_argument("--instances", type=int, help="random instances: of `exact` 200, of `larger` 20")
     asked = parser.parse_args()
     parts: dict[str, Callable[[], None]] = {
-        "exact": lambda: exact(asked.instances),
+        "exact": lambda: exact(range(asked.first, asked.first + (asked.instances or 200))),
+        "larger": lambda: larger(range(asked.first, asked.first + (asked.instances or 20))),
         "milp": against_milp,
         "speed": speed,
     }
@@ -52,49 +51,59 @@ def main() -> None:
             part()
 
 
-def exact(instances: int) -> None:
-    """How often the search finds what simulating every sizing and cut finds."""
-    equal, worst = 0, 1.0
-    for seed in range(instances):
-        given = random_instance(seed, most_cuts=300)
-        best = min(judged.step_time_s for judged in everything(given))
-        found = search(given.sizings, given.pricing, given.choices, given.machine, at_least=1).judged[0].step_time_s
-        equal += found <= best * SAME
-        worst = max(worst, found / best)
-    print(f"exact: {equal} of {instances} random instances as fast as the best of everything; worst {worst:.4f}x")
+def exact(seeds: range) -> None:
+    """How often the search finds what simulating every sizing and cut finds: of all plans, and of each placement."""
+    ratios = [_over_the_best(random_instance(seed)) for seed in _told_every(20, seeds)]
+    equal = sum(max(found) <= SAME for found in ratios)
+    worst = max(map(max, ratios))
+    print(f"exact: {equal} of {len(seeds)} random instances as fast as the best of everything; worst {worst:.4f}x")
+
+
+def larger(seeds: range) -> None:
+    """The same where the search does not try everything: how far behind it is."""
+    near = 0
+    for seed in seeds:
+        given, start = larger_instance(seed), time.process_time()
+        ratios = _over_the_best(given)
+        near += max(ratios) <= CLOSE
+        ranks = given.sizings[0][1].ranks
+        print(
+            f"  {seed}: {given.num_cuts} plans on {ranks} ranks of {given.machine.name}: "
+            f"{', '.join(f'{ratio:.4f}' for ratio in ratios)} of the best (of all, of each placement); "
+            f"{time.process_time() - start:.0f} s",
+            flush=True,
+        )
+    print(f"larger: {near} of {len(seeds)} random instances within {CLOSE - 1:.0%} of the best of everything")
+
+
+def _over_the_best(given: Instance) -> list[float]:
+    """The step of the plan found over that of the best: of all, then of each placement."""
+    best = [least_step(apart) for apart in placed(given)]
+    wanted = [(given, min(best)), *zip(placed(given), best, strict=True)]
+    return [fastest_found(instance) / least for instance, least in wanted if math.isfinite(least)]
+
+
+def _told_every(number: int, seeds: range) -> Iterator[int]:
+    for at, seed in enumerate(seeds):
+        if at and at % number == 0:
+            print(f"  {at} of {len(seeds)}", flush=True)
+        yield seed
 
 
 def against_milp() -> None:
     """Simulated step of the planner's cut over that of the MILP's, and the seconds of both."""
     print("partition and recompute, one encoder, 1F1B, memory for 0.7 of what no recompute takes")
     for vision, llm, pp, batch in ((3, 5, 3, 8), (6, 9, 4, 16), (44, 78, 8, 32)):
-        settings = factory.recipe(
-            vision={**factory.VISION, "layers": vision}, llm={"layers": llm}, global_batch=batch, parallel={}
-        )
-        pricing, choices = factory.pricing_for(settings)
-        machine = machine_for(settings, "cpu-core")
-        sizing = next(s for s in sizings(choices, pp) if str(s) == f"unified: tp1 pp{pp} dp1")
-        (track,) = tracks_of(sizing, pricing, choices)
-        assert track.anchor is not None
-        graph = graph_for(laid_out(sizing, pricing, (track.anchor,)), pricing)
-        alive = in_flight(graph)
-        limit = 0.7 * max(m.total for m in pricing.memory(graph).values())
-        small = machine.__class__(**{**machine.__dict__, "memory_bytes": limit})
+        given = pipeline(vision, llm, pp, batch, share=0.7)
         start = time.process_time()
-        ours = search([(0.0, sizing)], pricing, choices, small, at_least=1).judged[0]
+        ours = given.planned()
         seconds = time.process_time() - start
         start = time.process_time()
-        solved = best_cuts(track, alive_of(track, alive), limit)
+        solved = best_cuts(given.track, given.alive, given.machine.memory_bytes)
         milp_seconds = time.process_time() - start
         ratio = "the MILP found nothing in 60 s"
-        if solved is not None:
-            cuts = (solved.cuts,)
-            reference = fitted(
-                sizing, pricing, cuts, small, in_flight(graph_for(laid_out(sizing, pricing, cuts), pricing))
-            )
-            if isinstance(reference, Fitted):
-                value = ours.step_time_s / judge(reference.layout, pricing, machine).step_time_s
-                ratio = f"{value:.4f} of the MILP's step{'' if solved.is_proven else ' (unproven, 60 s)'}"
+        if solved is not None and (reference := given.simulated(solved.cuts)) is not None:
+            ratio = f"{ours / reference:.4f} of the MILP's step{'' if solved.is_proven else ' (unproven, 60 s)'}"
         model = f"{vision + 2}+{llm + 2} layers, PP {pp}, {batch} microbatches"
         print(f"  {model}: {ratio}; {seconds:.2f} s, MILP {milp_seconds:.1f} s")
 

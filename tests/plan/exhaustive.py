@@ -13,13 +13,14 @@ from mmtrain.plan.cut import Cuts, Track, every_cut, graph_for, laid_out, tracks
 from mmtrain.plan.fit import Fitted, fitted
 from mmtrain.plan.judge import Judged, judge
 from mmtrain.plan.pricing import Pricing
-from mmtrain.plan.search import FEW
+from mmtrain.plan.search import FEW, search
 from mmtrain.plan.sizes import Sizing, bounded_sizings, split_lane_of
 from mmtrain.plan.story import machine_for
 from mmtrain.program.builder import in_flight
 from tests.plan.factory import pricing_for, recipe
 
-MOST_LAYERS, MOST_PIPELINE = 12, 4
+MOST_PIPELINE = 4
+LARGER = range(FEW + 1, 20_001)  # cuts of instances that the search does not enumerate
 
 
 @dataclass(frozen=True)
@@ -31,27 +32,78 @@ class Instance:
     machine: Hardware
     sizings: list[tuple[float, Sizing]]
 
+    @property
+    def num_cuts(self) -> int:
+        """Ways to place and cut the model."""
+        return _num_cuts(self.pricing, self.sizings)
+
 
 def random_instance(seed: int, most_cuts: int = FEW) -> Instance:
     """A small model on up to 16 ranks, with fewer ways to place and cut it than `most_cuts`."""
+    return _random_instance(seed, range(most_cuts), (3, 4))
+
+
+def larger_instance(seed: int) -> Instance:
+    """A deeper model on up to 16 ranks, with more ways to place and cut it than the search tries in full."""
+    return _random_instance(seed, LARGER, (6, 8))
+
+
+def _random_instance(seed: int, num_cuts: range, deepest: tuple[int, int]) -> Instance:
+    """A model of up to so many encoder and LLM blocks; beside them both have two layers."""
     rng = np.random.default_rng(seed)
     while True:
         width, wide = (int(rng.choice([32, 64, 128])) for _ in range(2))
-        vision = {"layers": int(rng.integers(1, 4)), "hidden": width, "heads": 4, "ffn": 2 * width}
+        vision = {"layers": int(rng.integers(1, deepest[0] + 1)), "hidden": width, "heads": 4, "ffn": 2 * width}
         vision["freeze"] = bool(rng.random() < 0.3)
-        llm = {"layers": int(rng.integers(1, 5)), "hidden": wide, "heads": 4, "ffn": 3 * wide, "vocab": 256}
+        blocks = int(rng.integers(1, deepest[1] + 1))
+        llm = {"layers": blocks, "hidden": wide, "heads": 4, "ffn": 3 * wide, "vocab": 256}
         settings = recipe(vision=vision, llm=llm, global_batch=int(rng.choice([4, 8])))
         hardware = str(rng.choice(["cpu-core", "h100-80g"]))
         pricing, choices = pricing_for(settings, hardware)
         machine = machine_for(settings, hardware)
         world_size = int(rng.choice([2, 3, 4, 6, 8, 12, 16]))
         found = [(b, s) for b, s in bounded_sizings(choices, world_size) if _is_short(s)]
-        if found and _num_cuts(pricing, found) < most_cuts:
+        if found and _num_cuts(pricing, found) in num_cuts:
             return Instance(pricing, choices, machine, found)
 
 
+def placed(given: Instance) -> Iterator[Instance]:
+    """The instance with each of its placements alone."""
+    for placement in dict.fromkeys(sizing.placement for _, sizing in given.sizings):
+        yield replace(given, sizings=[(b, s) for b, s in given.sizings if s.placement == placement])
+
+
 def everything(given: Instance) -> Iterator[Judged]:
-    """Simulate all that fits: every sizing, every cut, recomputing as little as memory demands."""
+    """Simulate all that fits."""
+    for found in _all_that_fit(given):
+        yield judge(found.layout, given.pricing, given.machine)
+
+
+def least_step(given: Instance) -> float:
+    """Seconds of the fastest step of all that fit, or infinity. What the work of one rank rules out is not simulated.
+
+    No step is shorter than what its busiest rank computes, so in that order all that follow the first one whose work
+    alone is more than the fastest step are slower.
+    """
+    worked = sorted(
+        ((_least_work(found, given.pricing), found) for found in _all_that_fit(given)), key=lambda one: one[0]
+    )
+    least = math.inf
+    for work, found in worked:
+        if work > least:
+            break
+        least = min(least, judge(found.layout, given.pricing, given.machine).step_time_s)
+    return least
+
+
+def fastest_found(given: Instance) -> float:
+    """Seconds of the step that the search finds, or infinity."""
+    judged = search(given.sizings, given.pricing, given.choices, given.machine, at_least=1).judged
+    return judged[0].step_time_s if judged else math.inf
+
+
+def _all_that_fit(given: Instance) -> Iterator[Fitted]:
+    """Every sizing, every cut, recomputing as little as memory demands."""
     for _, sizing in given.sizings:
         if split_lane_of(sizing, given.machine.ranks_per_node):
             continue
@@ -59,7 +111,18 @@ def everything(given: Instance) -> Iterator[Judged]:
             alive = in_flight(graph_for(laid_out(sizing, given.pricing, cuts), given.pricing))
             found = fitted(sizing, given.pricing, cuts, given.machine, alive)
             if isinstance(found, Fitted):
-                yield judge(found.layout, given.pricing, given.machine)
+                yield found
+
+
+def _least_work(found: Fitted, pricing: Pricing) -> float:
+    """Seconds that the busiest rank computes, mean over the batches."""
+    work: dict[int, np.ndarray] = {}
+    seconds = pricing.stage_seconds(found.graph)
+    for stage in found.graph.stages:
+        own = (seconds[stage.id].forward + seconds[stage.id].backward).sum(axis=2)
+        for replica, lane in enumerate(stage.lanes):
+            work[lane[0]] = work.get(lane[0], np.zeros(len(own))) + own[:, replica]
+    return float(np.max(list(work.values()), axis=0).mean())
 
 
 def all_cuts(tracks: tuple[Track, ...]) -> Iterator[Cuts]:
@@ -78,7 +141,6 @@ def _is_short(sizing: Sizing) -> bool:
 
 def _num_cuts(pricing: Pricing, found: list[tuple[float, Sizing]]) -> int:
     layers = {unit.name: len(unit.layers) for unit in pricing.shape.units}
-    assert sum(layers.values()) <= MOST_LAYERS
     total = 0
     for _, sizing in found:
         if sizing.placement == "unified":

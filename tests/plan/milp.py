@@ -4,14 +4,61 @@ x[l, p]: layer l lies in stage p; r[l, p]: and is recomputed. Stages are runs of
 makespan of 1F1B with equal microbatches, (M - 1) x slowest stage + one microbatch through all, is least.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from mmtrain.costs import Hardware
 from mmtrain.costs.memory import MARGIN
-from mmtrain.plan.cut import IntArray, Track
+from mmtrain.plan.constraints import UnitChoices
+from mmtrain.plan.cut import IntArray, Track, alive_of, graph_for, laid_out, tracks_of
+from mmtrain.plan.fit import Fitted, fitted
+from mmtrain.plan.judge import judge
+from mmtrain.plan.pricing import Pricing
+from mmtrain.plan.search import search
+from mmtrain.plan.sizes import Sizing, sizings
+from mmtrain.plan.story import machine_for
+from mmtrain.program.builder import in_flight
+from tests.plan.factory import VISION, pricing_for, recipe
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One pipeline over an encoder and an LLM, short of memory."""
+
+    pricing: Pricing
+    choices: Mapping[str, UnitChoices]
+    machine: Hardware
+    sizing: Sizing
+    track: Track
+    alive: IntArray  # as in `cut.recomputed`
+
+    def planned(self) -> float:
+        """Simulated seconds of the step that the search finds; infinity where nothing fits."""
+        judged = search([(0.0, self.sizing)], self.pricing, self.choices, self.machine, at_least=1).judged
+        return judged[0].step_time_s if judged else float("inf")
+
+    def simulated(self, cuts: tuple[int, ...]) -> float | None:
+        """Simulated seconds of the step under these cuts, recomputing what that takes; None where they do not fit."""
+        alive = in_flight(graph_for(laid_out(self.sizing, self.pricing, (cuts,)), self.pricing))
+        found = fitted(self.sizing, self.pricing, (cuts,), self.machine, alive)
+        return judge(found.layout, self.pricing, self.machine).step_time_s if isinstance(found, Fitted) else None
+
+
+def pipeline(vision: int, llm: int, pp: int, batch: int, share: float) -> Pipeline:
+    """So many blocks, pipeline ranks and microbatches, and `share` of the memory that its even cut needs at most."""
+    settings = recipe(vision={**VISION, "layers": vision}, llm={"layers": llm}, global_batch=batch)
+    pricing, choices = pricing_for(settings)
+    sizing = next(s for s in sizings(choices, pp) if str(s) == f"unified: tp1 pp{pp} dp1")
+    (track,) = tracks_of(sizing, pricing, choices)
+    assert track.anchor is not None
+    graph = graph_for(laid_out(sizing, pricing, (track.anchor,)), pricing)
+    most = max(held.total for held in pricing.memory(graph).values())
+    machine = replace(machine_for(settings, "cpu-core"), memory_bytes=share * most)
+    return Pipeline(pricing, choices, machine, sizing, track, alive_of(track, in_flight(graph)))
 
 
 @dataclass(frozen=True)
