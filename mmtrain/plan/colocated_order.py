@@ -5,27 +5,29 @@ replica holds m of them. Their microbatches and the LLM's meet in blocks (`Stage
 ended when the LLM starts the first microbatch of its block, a backward begins when it has ended the last one's. All
 replicas of an encoder thus have the same work to do at the same time, and those on the same pipeline ranks one order.
 
-The runtime shows a stage as layers, with the communication of tensor parallelism inside them. So gaps are those
-between the LLM's actions, and layers what fills them.
+Gaps are those between the LLM's actions, and layers what fills them. Where the graph's layers are cut into pieces,
+gaps are also those inside the LLM's layers, while its ranks sum up what tensor parallelism has split (Optimus,
+arXiv 2408.03505, section 4.3), and pieces fill them. What an encoder sums up moves while the LLM computes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain
 
 import numpy as np
 
-from mmtrain.costs import Hardware
-from mmtrain.plan.bubbles import FloatArray, Kernels, Lane
+from mmtrain.costs import Hardware, PieceCost
+from mmtrain.plan.bubbles import FloatArray, Lane
 from mmtrain.plan.colocated import EncoderPlan, Host, Schedule, schedule_as_dealt
+from mmtrain.plan.colocated_kernels import StageKernels, gaps_of, segment_costs, stage_kernels
+from mmtrain.plan.colocated_lines import Work, written
 from mmtrain.plan.judge import Judged, PricedTiming, model_timing, rehearsed
-from mmtrain.plan.pricing import AGAIN, BACKWARD, FORWARD, Pricing, sizes_of
+from mmtrain.plan.pricing import Pricing, sizes_of
 from mmtrain.program.actions import (
     Backward,
     Compute,
     Direction,
     Forward,
-    Partial,
     Pass,
     ReduceGrads,
     ReduceShared,
@@ -33,21 +35,15 @@ from mmtrain.program.actions import (
 from mmtrain.program.builder import build_1f1b, in_flight
 from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId, UnitMesh, block_sizes
 from mmtrain.program.lower import lower
+from mmtrain.program.segments import direction
 from mmtrain.program.simulate import simulate
-from mmtrain.program.text import action_to_text
 from mmtrain.program.timeline import Timeline
 
 Order = dict[int, tuple[str, ...]]
+Way = tuple[StageId, Direction]
 
-
-@dataclass(frozen=True)
-class _Task:
-    """Something a rank does: a whole forward or backward of the LLM, or a layer of an encoder."""
-
-    start: float
-    turn: int  # of tasks that start together
-    action: Pass
-    layer: int | None  # in the stage; all of them if None
+GRAIN = 0.5  # of the LLM's longest gap inside a layer: pieces of an encoder's layers are joined up to that
+_WAYS: tuple[Direction, Direction] = ("F", "B")
 
 
 def plan_order(
@@ -64,17 +60,23 @@ def plan_order(
         alone: `llm_alone` of the same LLM, to save its making.
     """
     alone = alone or llm_alone(graph, pricing, machine)
-    host, tasks = _host(graph, alone), _llm_tasks(graph, alone)
+    costs = {
+        (stage.id, kind): segment_costs(pricing, graph, stage.id, kind) for stage in graph.stages for kind in _WAYS
+    }
+    gaps = {key: gaps_of(each) for key, each in costs.items() if key[0].unit == LLM}
+    host, tasks = _host(graph, alone, costs), _llm_tasks(graph, alone)
+    grain = max((gap.end - gap.start for each in gaps.values() for gap in each), default=0.0) * GRAIN
     for mesh in (m for m in graph.meshes if m.unit != LLM):
-        found = _schedule(graph, pricing, host, mesh)
+        kernels = {key: stage_kernels(each, key[1], grain) for key, each in costs.items() if key[0].unit == mesh.unit}
+        found = _schedule(graph, kernels, host, mesh)
         free = list(host.lanes)
         for (pipeline, stage), placed in chain(found.forward.items(), found.backward.items()):
             place = found.plan.place(pipeline, stage)
             free[place] = free[place].without(placed)
         host = replace(host, lanes=tuple(free))
-        for rank, task in _encoder_tasks(graph, mesh, found, ahead):
+        for rank, task in _encoder_tasks(graph, mesh, found, kernels, ahead):
             tasks[rank].append(task)
-    return {rank: tuple(_lines(graph, todo)) for rank, todo in sorted(tasks.items())}
+    return {rank: tuple(written(graph, todo, gaps)) for rank, todo in sorted(tasks.items())}
 
 
 def scheduling_efficiency(judged: Judged, pricing: Pricing, machine: Hardware) -> float | None:
@@ -150,11 +152,12 @@ class _Typical(PricedTiming):
         return forward if isinstance(action, Forward) else backward
 
 
-def _host(graph: StageGraph, alone: Timeline) -> Host:
+def _host(graph: StageGraph, alone: Timeline, costs: Mapping[Way, Sequence[PieceCost]]) -> Host:
     """The LLM's gaps, and when it starts and ends each microbatch at the first stage that an encoder enters."""
     mesh = graph.mesh(LLM)
     place = {rank: p for p in range(mesh.pp) for rank in mesh.lane(p, 0)}
     busy: list[set[tuple[float, float]]] = [set() for _ in range(mesh.pp)]
+    link: list[set[tuple[float, float]]] = [set() for _ in range(mesh.pp)]
     entered = {e.dst for e in graph.edges if e.crosses_units and e.dst.unit == LLM}
     first = np.full(mesh.num_microbatches, np.inf)
     last = np.full(mesh.num_microbatches, -np.inf)
@@ -162,41 +165,53 @@ def _host(graph: StageGraph, alone: Timeline) -> Host:
         if span.rank not in place or not isinstance(span.action, Compute | ReduceGrads | ReduceShared):
             continue
         start, end = span.start_s, span.start_s + span.duration_s
-        if end > start:
-            busy[place[span.rank]].add((start, end))
+        at = place[span.rank]
+        if isinstance(span.action, Compute):
+            inside = gaps_of(costs[span.action.stage, direction(span.action)])
+            link[at].update((start + gap.start, start + gap.end) for gap in inside)
+            ends = [start, *(start + t for gap in inside for t in (gap.start, gap.end)), end]
+            busy[at].update(pair for pair in zip(ends[::2], ends[1::2], strict=True) if pair[1] > pair[0])
+        elif end > start:
+            busy[at].add((start, end))
         if isinstance(span.action, Compute) and span.action.stage in entered:
             index = span.action.mb.index
             if isinstance(span.action, Forward):
                 first[index] = min(first[index], start)
             else:
                 last[index] = max(last[index], end)
-    spans = [np.array(sorted(one)).reshape(-1, 2) for one in busy]
+    spans, links = ([np.array(sorted(one)).reshape(-1, 2) for one in each] for each in (busy, link))
     end = max((float(one[-1, 1]) for one in spans if len(one)), default=0.0)
-    none = np.zeros((0, 2))
     return Host(
-        tuple(Lane.around(one, none) for one in spans), end, 0.0, 0.0, first, np.where(last < 0, end, last), 0.0
+        tuple(Lane.around(*pair) for pair in zip(spans, links, strict=True)),
+        end,
+        0.0,
+        0.0,
+        first,
+        np.where(last < 0, end, last),
+        0.0,
     )
 
 
-def _llm_tasks(graph: StageGraph, alone: Timeline) -> dict[int, list[_Task]]:
+def _llm_tasks(graph: StageGraph, alone: Timeline) -> dict[int, list[Work]]:
     """The LLM's forwards and backwards on each rank of its first replica."""
     mesh = graph.mesh(LLM)
-    found: dict[StageId, dict[Pass, float]] = {}
+    found: dict[StageId, dict[Pass, Work]] = {}
     for span in alone.spans:
         if isinstance(span.action, Forward | Backward):
-            found.setdefault(span.action.stage, {})[span.action] = span.start_s
-    tasks: dict[int, list[_Task]] = {}
-    for stage, starts in found.items():
+            work = Work(span.start_s, 1, span.action, None, span.start_s + span.duration_s)
+            found.setdefault(span.action.stage, {})[span.action] = work
+    tasks: dict[int, list[Work]] = {}
+    for stage, works in found.items():
         for rank in mesh.lane(stage.index, 0):
-            tasks.setdefault(rank, []).extend(_Task(start, 1, action, None) for action, start in starts.items())
+            tasks.setdefault(rank, []).extend(works.values())
     return tasks
 
 
 # The encoders ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(graph: StageGraph, pricing: Pricing, host: Host, mesh: UnitMesh) -> Schedule:
-    """Place the encoder's layers, for one of its replicas on each block of the LLM's pipeline ranks."""
+def _schedule(graph: StageGraph, kernels: Mapping[Way, StageKernels], host: Host, mesh: UnitMesh) -> Schedule:
+    """Place the encoder's kernels, for one of its replicas on each block of the LLM's pipeline ranks."""
     own, llm = block_sizes(mesh.num_microbatches, graph.mesh(LLM).num_microbatches)
     begins = host.first_forwards.reshape(-1, llm).min(axis=1).repeat(own)
     ends = host.last_backwards.reshape(-1, llm).max(axis=1).repeat(own)
@@ -205,29 +220,17 @@ def _schedule(graph: StageGraph, pricing: Pricing, host: Host, mesh: UnitMesh) -
         mesh.tp,
         mesh.pp,
         1,
-        tuple(_kernels(pricing, graph, s.id, "F") for s in stages),
-        tuple(_kernels(pricing, graph, s.id, "B") for s in stages),
+        tuple((kernels[s.id, "F"].kernels,) for s in stages),
+        tuple((kernels[s.id, "B"].kernels,) if graph.needs_backward(s.id) else () for s in stages),
     )
     blocks = len(host.lanes) // mesh.pp
     per_block = replace(host, first_forwards=begins.repeat(blocks), last_backwards=ends.repeat(blocks))
     return schedule_as_dealt(per_block, plan, np.arange(mesh.num_microbatches * blocks) % blocks)
 
 
-def _kernels(pricing: Pricing, graph: StageGraph, stage: StageId, kind: Direction) -> tuple[Kernels, ...]:
-    """Mean seconds of a stage's layers, in the order in which they run."""
-    if kind == "B" and not graph.needs_backward(stage):
-        return ()
-    lo, hi = graph.stage(stage).layers
-    mean = pricing.prices(stage.unit, graph.mesh(stage.unit).tp, sizes_of(graph)).mean
-    again = [i in graph.stage(stage).recompute for i in range(lo, hi)]
-    backward = mean[lo:hi, BACKWARD] + np.where(again, mean[lo:hi, AGAIN], 0.0)
-    each = mean[lo:hi, FORWARD].tolist() if kind == "F" else backward[::-1].tolist()
-    return (Kernels.of(each, [True] * len(each)),)
-
-
 def _encoder_tasks(
-    graph: StageGraph, mesh: UnitMesh, found: Schedule, ahead: int | None
-) -> Iterator[tuple[int, _Task]]:
+    graph: StageGraph, mesh: UnitMesh, found: Schedule, kernels: Mapping[Way, StageKernels], ahead: int | None
+) -> Iterator[tuple[int, Work]]:
     """What each rank of the first LLM replica does for an encoder, and when, within what `ahead` allows."""
     per_group = mesh.dp // graph.num_groups
     llm = graph.mesh(LLM)
@@ -237,19 +240,20 @@ def _encoder_tasks(
     for half in (found.forward, found.backward):
         for (block, stage), placed in half.items():
             sid = StageId(mesh.unit, stage)
-            lo, hi = graph.stage(sid).layers
+            segments = kernels[sid, "F" if half is found.forward else "B"].segments
             # So the encoder's stages, too, work on different microbatches at a time.
             reach = None if ahead is None else ahead + mesh.pp - 1 - stage
             earliest, latest = _shifted(due, reach), -_shifted(-back[::-1], reach)[::-1]
-            for (start, _), name, kernel in zip(placed.spans, placed.chains, placed.kernels, strict=True):
+            computes = placed.computes
+            rows = zip(placed.spans[computes], placed.chains[computes], placed.kernels[computes], strict=True)
+            for (start, _), name, kernel in rows:
                 index = int(name) // blocks
                 is_forward = half is found.forward
-                layer = int(kernel) if is_forward else hi - lo - 1 - int(kernel)
                 when = max(start, earliest[index]) if is_forward else min(start, latest[index])
                 for replica in range(block * slices, (block + 1) * slices):
                     mb = Microbatch(mesh.unit, replica, index)
                     action = Forward(sid, mb) if is_forward else Backward(sid, mb)
-                    task = _Task(float(when), 0 if is_forward else 2, action, layer)
+                    task = Work(float(when), 0 if is_forward else 2, action, segments[kernel])
                     for rank in mesh.lane(stage, replica):
                         yield rank, task
 
@@ -258,16 +262,3 @@ def _shifted(times: FloatArray, reach: int | None) -> FloatArray:
     """For each microbatch the time of the one `reach` before it; without one, or a reach, no time is too early."""
     before = len(times) if reach is None else reach
     return np.concatenate([np.full(before, -np.inf), times])[: len(times)]
-
-
-def _lines(graph: StageGraph, tasks: Sequence[_Task]) -> Iterator[str]:
-    """One rank's order as text: layers of a stage that follow each other are one part of it, or the whole."""
-    ordered = sorted(tasks, key=lambda task: (task.start, task.turn, task.action.mb.index, task.action.stage.unit))
-    for (action, is_whole), run in groupby(ordered, key=lambda task: (task.action, task.layer is None)):
-        layers = [task.layer for task in run if task.layer is not None]
-        lo, hi = graph.stage(action.stage).layers
-        if is_whole or len(layers) == hi - lo:
-            yield action_to_text(action)
-        else:
-            kind: Direction = "F" if isinstance(action, Forward) else "B"
-            yield action_to_text(Partial(action.stage, action.mb, kind, min(layers), max(layers) + 1))

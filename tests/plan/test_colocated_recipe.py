@@ -12,13 +12,13 @@ from mmtrain.plan.colocated_layouts import colocated_layout, encoder_sizes, llm_
 from mmtrain.plan.colocated_order import plan_order, scheduling_efficiency
 from mmtrain.plan.colocated_search import colocated_candidates
 from mmtrain.plan.cut import graph_for
-from mmtrain.plan.graph import stage_graph
+from mmtrain.plan.graph import in_pieces, stage_graph
 from mmtrain.plan.judge import DrawnTiming, Judged, judge, model_timing, most_alive
 from mmtrain.plan.layout import Layout
 from mmtrain.plan.plan import SchedulePlan
 from mmtrain.plan.pricing import sizes_of
 from mmtrain.plan.story import machine_for, plan
-from mmtrain.program import ScheduleKind, build
+from mmtrain.program import Fill, ScheduleKind, build
 from mmtrain.program.graph import LLM
 from mmtrain.program.simulate import simulate
 from mmtrain.recipe.schema import Recipe
@@ -94,6 +94,36 @@ def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
             faster += found.step_time_s < coarse.step_time_s * 0.999
             assert 0 <= (scheduling_efficiency(found, pricing, MACHINE) or 0) <= 1
     assert faster, "bubbles were used"
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole tokens", "slices of tokens"])
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_pieces_of_layers_go_into_the_gaps_inside_the_llms(sliced: bool, recompute: str) -> None:
+    """Wider than the other tests' models, so that gaps are longer than an encoder's pieces."""
+    wide = {**VISION, "hidden": 512, "ffn": 1024}
+    settings = recipe(
+        vision=wide, llm={"hidden": 2048, "heads": 16, "ffn": 4096}, parallel={"vision": {"recompute": recompute}}
+    )
+    machine = machine_for(settings, "h100-80g")
+    pricing, _ = pricing_for(settings, "h100-80g")
+    pricing = replace(pricing, sp={unit: frozenset([2, 4] if sliced else []) for unit in ("vision", LLM)})
+    filled, faster = 0, 0
+    for layout in (one for one in layouts(settings, 4) if one.units[LLM].tp > 1):
+        sizes = [name for name, unit in layout.units.items() if sliced and unit.tp > 1]
+        graph = in_pieces(graph_for(layout, pricing), pricing.shape, sizes)
+        order = plan_order(graph, pricing, machine)
+        program = build(graph, kind="explicit", order=order)
+        schedule = SchedulePlan(
+            kind="explicit", num_microbatches=dict(layout.num_microbatches), order=order, pieces=True
+        )
+        found = judge(layout, pricing, machine, schedule)
+        assert found.graph == graph
+        assert found.memory == pricing.memory(graph, most_alive(program))
+        filled += sum(isinstance(action, Fill) for action in program.actions[0])
+        by_layer = plan_order(graph_for(layout, pricing), pricing, machine)
+        plain = judge(layout, pricing, machine, schedule.model_copy(update={"order": by_layer, "pieces": False}))
+        faster += found.step_time_s < plain.step_time_s * 0.99
+    assert (faster > 0) == (filled > 0) == (recompute == "none"), "a layer that is recomputed is one piece"
 
 
 def test_candidates_are_never_slower_than_their_coarse_order() -> None:
