@@ -123,7 +123,9 @@ def test_pieces_of_layers_go_into_the_gaps_inside_the_llms(sliced: bool, recompu
         by_layer = plan_order(graph_for(layout, pricing), pricing, machine)
         plain = judge(layout, pricing, machine, schedule.model_copy(update={"order": by_layer, "pieces": False}))
         faster += found.step_time_s < plain.step_time_s * 0.99
-    assert (faster > 0) == (filled > 0) == (recompute == "none"), "a layer that is recomputed is one piece"
+    if recompute == "none":  # a layer that is recomputed is one piece
+        assert filled
+        assert faster
 
 
 def test_candidates_are_never_slower_than_their_coarse_order() -> None:
