@@ -10,23 +10,11 @@ from mmtrain.plan.cut import arrange, graph_for
 from mmtrain.plan.layout import MeshSize
 from mmtrain.plan.plan import Alternative
 from mmtrain.plan.pricing import Pricing, Recompute
-from mmtrain.plan.sizes import Sizing, bounded_sizings, sizings
+from mmtrain.plan.sizes import Sizing, bounded_sizings
 
 DOUBLINGS = 6  # of the number of ranks
-NEAR = 64  # ranks more or less
 TRIED = 20  # sizes for each change, those that split state and activations most first
 LOOKED_AT = 500  # sizes of one number of ranks among which those are sought
-
-
-def nearest_counts(choices: Mapping[str, UnitChoices], world_size: int, placements: Sequence[str]) -> list[int]:
-    """The next smaller and the next larger number of ranks that some sizes make up, if there are such nearby."""
-
-    def possible(count: int) -> bool:
-        return any(s.placement in placements for s in sizings(choices, count))
-
-    below = next((n for n in range(world_size - 1, max(world_size - NEAR, 0), -1) if possible(n)), None)
-    above = next((n for n in range(world_size + 1, world_size + NEAR) if possible(n)), None)
-    return [n for n in (below, above) if n is not None]
 
 
 def what_would_fit(

@@ -1,6 +1,5 @@
 """What the recipe and the model allow: mesh sizes of each unit, and the errors when that is nothing."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -8,7 +7,6 @@ from itertools import product
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import ModelShape, UnitShape
 from mmtrain.plan.layout import MeshSize
-from mmtrain.plan.plan import Placement
 from mmtrain.program.graph import LLM
 from mmtrain.recipe.checks import AROUND
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
@@ -41,8 +39,8 @@ class UnitChoices:
                     yield MeshSize(tp, pp, dp)
 
     def __str__(self) -> str:
-        tp, pp, dp = (_listed(v) for v in (self.tp, self.pp, self.dp))
-        return f"{self.name}: tp {tp}; pp {pp}; dp {dp}"
+        tp, pp, dp = (listed(v) for v in (self.tp, self.pp, self.dp))
+        return f"{self.name}: tp {tp}; pp {pp}; dp {dp}" + (f"; vpp {self.fixed_vpp}" if self.fixed_vpp else "")
 
 
 def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict[str, UnitChoices]:
@@ -65,7 +63,7 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
             value = getattr(fixed, key)
             if value is not None and value not in possible[key]:
                 where = f"parallel.{unit.name}.{key}"
-                problems.append(f"{where}: {value} {why}; allowed: {_listed(possible[key])}")
+                problems.append(f"{where}: {value} {why}; allowed: {listed(possible[key])}")
             elif value is not None:
                 possible[key] = (value,)
         if unit.name == LLM:
@@ -84,7 +82,7 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
             fixed_vpp=fixed.vpp,
         )
     if not problems and not choices[LLM].dp:
-        fixed_here = ", ".join(f"{path} {n}" for path, n in _fixed_microbatches(recipe.parallel, choices).items())
+        fixed_here = ", ".join(f"{path} {n}" for path, n in fixed_microbatches(recipe.parallel, choices).items())
         problems.append(
             f"{fixed_here}: no size of parallel.llm.dp suits; the LLM has train.global_batch "
             f"({recipe.train.global_batch}) / dp microbatches, of which an encoder's are a divisor or a multiple"
@@ -94,37 +92,6 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
     return choices
 
 
-def why_nothing_fits(recipe: Recipe, choices: dict[str, UnitChoices], world_size: int, placement: Placement) -> str:
-    """Explain why no layout of `placement` uses exactly `world_size` ranks, naming the settings that clash."""
-    possible = "; ".join(map(str, choices.values()))
-    fixed = _fixed(recipe.parallel, choices)
-    if fixed | _fixed_microbatches(recipe.parallel, choices):
-        possible += "; fixed by " + ", ".join(fixed | _fixed_microbatches(recipe.parallel, choices))
-    if placement == "colocated":
-        encoders = " and ".join(name for name in choices if name != LLM)
-        return f"no sizes of {encoders} whose tp and pp divide the LLM's fill the LLM's {world_size} ranks ({possible})"
-    if placement == "disaggregated":
-        if len(choices) > world_size:
-            return f"{' and '.join(choices)} on ranks of their own need at least {len(choices)} ranks"
-        return f"no sizes of {' and '.join(choices)} add up to exactly {world_size} ranks ({possible})"
-    for key in ("tp", "dp"):
-        common = set.intersection(*(set(getattr(c, key)) for c in choices.values()))
-        if not common:
-            settings = " and ".join(f"parallel.{c.name}.{key} ({_listed(getattr(c, key))})" for c in choices.values())
-            return f"{settings} have no size in common, but all units share one {key} there"
-    shared = {path: value for path, value in fixed.items() if not path.endswith(".pp")}
-    product = math.prod({path.rpartition(".")[2]: value for path, value in shared.items()}.values())
-    if world_size % product:
-        return f"{' x '.join(shared)} make {product} ranks, which does not divide {world_size}"
-    return f"no tp x pp x dp makes exactly {world_size} ranks ({possible})"
-
-
-def _fixed(parallel: ParallelSettings, choices: dict[str, UnitChoices]) -> dict[str, int]:
-    """The sizes that the recipe fixes, by dotted path."""
-    paths = {f"parallel.{name}.{key}": getattr(getattr(parallel, name), key) for name in choices for key in _SIZES}
-    return {path: value for path, value in paths.items() if value is not None}
-
-
 def encoder_microbatches(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     """Microbatches of each replica of those units beside the LLM whose number the recipe fixes."""
     others = [unit.name for unit in shape.units if unit.name != LLM]
@@ -132,7 +99,7 @@ def encoder_microbatches(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     return {name: n for name, n in fixed.items() if n is not None}
 
 
-def _fixed_microbatches(parallel: ParallelSettings, units: Iterable[str]) -> dict[str, int]:
+def fixed_microbatches(parallel: ParallelSettings, units: Iterable[str]) -> dict[str, int]:
     """The numbers of microbatches that the recipe fixes, by dotted path."""
     fixed = {f"parallel.{name}.num_microbatches": getattr(parallel, name).num_microbatches for name in units}
     return {path: n for path, n in fixed.items() if n is not None}
@@ -183,7 +150,7 @@ def _divisors(n: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
-def _listed(values: tuple[int, ...]) -> str:
+def listed(values: tuple[int, ...]) -> str:
     """Print sizes: `1, 2, 4`, or `1-34` for a long unbroken range."""
     if len(values) > 4 and values == tuple(range(values[0], values[-1] + 1)):
         return f"{values[0]}-{values[-1]}"

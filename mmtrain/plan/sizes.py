@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import product
+from operator import or_
 
 from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.layout import MeshSize
@@ -46,6 +48,19 @@ class Sizing:
                 f", {name}{text}" for name, text in merged.items() if text
             )
         return "disaggregated: " + ", ".join(f"{name} {size}{merged[name]}" for name, size in self.sizes.items())
+
+
+def adds_up(choices: Mapping[str, UnitChoices], world_size: int, placement: Placement) -> bool:
+    """Whether there are `unified` or `disaggregated` sizes of exactly so many ranks; faster than to list them."""
+    if placement == "unified":
+        return any(True for _ in _unified(choices, world_size))
+    if len(choices) == 1:
+        return False
+    totals = 1  # bit n: the units so far may use n ranks
+    for unit in choices.values():
+        own = {size.ranks for size, _ in _sizes(unit, world_size, choices[LLM])}
+        totals = reduce(or_, (totals << ranks for ranks in own), 0)
+    return bool(totals >> world_size & 1)
 
 
 UnitBound = Callable[[str, MeshSize, int], float]  # seconds of a unit of this size with so many microbatches, at least

@@ -4,27 +4,29 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from functools import partial
+from itertools import chain, groupby, islice
 
 from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.costs import Hardware, Precision, RankMemory, costs_for, preset
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import shape as model_shape
-from mmtrain.plan.advice import nearest_counts, what_would_fit
+from mmtrain.plan.advice import what_would_fit
 from mmtrain.plan.baselines import baselines
 from mmtrain.plan.batches import draw_batches
 from mmtrain.plan.bounds import unit_bound
 from mmtrain.plan.colocated_order import scheduling_efficiency
-from mmtrain.plan.colocated_search import colocated_candidates, fits_on
-from mmtrain.plan.constraints import UnitChoices, encoder_microbatches, unit_choices, why_nothing_fits
+from mmtrain.plan.colocated_search import colocated_candidates
+from mmtrain.plan.constraints import UnitChoices, encoder_microbatches, unit_choices
 from mmtrain.plan.drift import planned_data
 from mmtrain.plan.judge import Judged
 from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction
 from mmtrain.plan.pricing import Pricing, sizes_of
+from mmtrain.plan.refusal import is_possible, refusal
 from mmtrain.plan.replicated import Phases
 from mmtrain.plan.search import SAME, Outcome, Progress, joined, search
-from mmtrain.plan.sizes import Sizing, UnitBound, bounded_sizings
+from mmtrain.plan.sizes import Sizing, bounded_sizings
 from mmtrain.plan.slices import with_slices
 from mmtrain.program import StageId, build
 from mmtrain.recipe.schema import Recipe
@@ -105,11 +107,22 @@ def _searched(
     progress: Progress | None,
 ) -> tuple[list[tuple[float, Sizing]], Outcome]:
     """The sizes of `unified` and `disaggregated`, and what was found of all placements."""
-    candidates = candidates_for(recipe, choices, world_size, unit_bound(pricing, choices, machine))
+    counts = rank_counts(recipe, choices, world_size)
+    if not counts:
+        placements, most = placements_of(recipe, choices), min(world_size, recipe.parallel.max_gpus or world_size)
+        free = partial(unit_choices, shape=pricing.shape, ranks_per_node=machine.ranks_per_node)
+        raise PlanError(refusal(recipe, choices, most, placements, free))
+    bound = unit_bound(pricing, choices, machine)
+    candidates = [
+        (least, sizing)
+        for count in counts
+        for least, sizing in bounded_sizings(choices, count, bound)
+        if recipe.parallel.placement in ("auto", sizing.placement)
+    ]
     outcome = search(candidates, pricing, choices, machine, at_least=top + 1, progress=progress)
     if recipe.parallel.placement in ("auto", "colocated"):
         fastest = outcome.judged[0].step_time_s if outcome.judged else math.inf
-        rest = (colocated_candidates(pricing, choices, machine, n, fastest) for n in rank_counts(recipe, world_size))
+        rest = (colocated_candidates(pricing, choices, machine, n, fastest) for n in counts)
         outcome = joined(outcome, *rest)
     return candidates, outcome
 
@@ -182,30 +195,24 @@ def precision_for(recipe: Recipe, machine: Hardware) -> Precision:
     return "fp32" if machine.name == "cpu-core" else "bf16"
 
 
-def candidates_for(
-    recipe: Recipe, choices: dict[str, UnitChoices], world_size: int, bound: UnitBound
-) -> list[tuple[float, Sizing]]:
-    """All sizes the recipe's placement allows on `world_size` ranks, bounded; PlanError says why there are none."""
-    wanted = recipe.parallel.placement
-    counts = rank_counts(recipe, world_size)
-    found = [(b, s) for n in counts for b, s in bounded_sizings(choices, n, bound) if wanted in ("auto", s.placement)]
-    if found or (wanted in ("auto", "colocated") and any(fits_on(choices, n) for n in counts)):
-        return found
-    both: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
-    placements = both if wanted == "auto" else (wanted,)
-    why = [f"{p}: {why_nothing_fits(recipe, choices, world_size, p)}" for p in placements]
-    near = nearest_counts(choices, world_size, placements)
-    raise PlanError(
-        f"no plan uses exactly {world_size} ranks.\n  " + "\n  ".join(why) + "\n"
-        "Change the constraints under `parallel`, train.global_batch, or the number of ranks"
-        + (f": {' or '.join(map(str, near))} would do." if near else ".")
-    )
+def placements_of(recipe: Recipe, choices: Mapping[str, UnitChoices]) -> tuple[Placement, ...]:
+    """The placements that are searched."""
+    if recipe.parallel.placement != "auto":
+        return (recipe.parallel.placement,)
+    return ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
 
 
-def rank_counts(recipe: Recipe, world_size: int) -> list[int]:
-    """Numbers of ranks that a plan may take: all, or with `parallel.max_gpus` at most so many."""
-    limit = recipe.parallel.max_gpus
-    return [world_size] if limit is None else fewer(min(world_size, limit))
+def rank_counts(recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: int) -> list[int]:
+    """Numbers of ranks that sizes make up: all ranks, or with `parallel.max_gpus` some that are at most so many."""
+    limit, placements = recipe.parallel.max_gpus, placements_of(recipe, choices)
+
+    def possible(count: int) -> bool:
+        return any(is_possible(choices, count, placement) for placement in placements)
+
+    if limit is None:
+        return [world_size] if possible(world_size) else []
+    most = min(world_size, limit)
+    return [*filter(possible, fewer(most))] or [*islice(filter(possible, range(most, 0, -1)), 1)]
 
 
 def fewer(most: int) -> list[int]:

@@ -13,6 +13,7 @@ from mmtrain.recipe.tree import Keys, Problem
 Check = Callable[[Recipe], Iterator[Problem]]
 ENCODERS = ("vision", "audio")
 AROUND = (*ENCODERS, "generator")  # the LLM
+ENDS = 2  # layers beside the blocks: embedding and head, or an embedding of media and projector
 FRAMES_PER_SECOND = 100  # of log-mel features
 
 
@@ -75,12 +76,46 @@ def placement(recipe: Recipe) -> Iterator[Problem]:
         lacks = "to be apart from" if parallel.placement == "disaggregated" else "to share its ranks with"
         text = f"found {parallel.placement}, but the model has no unit but the LLM: one has nothing {lacks}"
         yield Problem(("parallel", "placement"), text)
-    if parallel.placement == "unified":
-        for name, size in product(AROUND, ("tp", "dp")):
+    elif parallel.placement == "colocated":
+        yield from _colocated(recipe)
+    elif parallel.placement == "unified":
+        for name, size in product(AROUND, ("tp", "dp", "vpp")):
             own, llm = getattr(getattr(parallel, name), size), getattr(parallel.llm, size)
             if own is not None and llm is not None and own != llm:
                 text = f"{own} differs from parallel.llm.{size} {llm}, but `unified` puts all units on one mesh"
                 yield Problem(("parallel", name, size), text)
+
+
+def _colocated(recipe: Recipe) -> Iterator[Problem]:
+    """Encoders lie on parts of the LLM's ranks, and go into its idle times."""
+    parallel = recipe.parallel
+    if recipe.model.generator is not None:
+        text = "found colocated, allowed with model.generator: disaggregated, unified or auto"
+        yield Problem(("parallel", "placement"), text)
+    for name, size in product(ENCODERS, ("tp", "pp")):
+        own, llm = getattr(getattr(parallel, name), size), getattr(parallel.llm, size)
+        if own is not None and llm is not None and llm % own:
+            text = f"{own} does not divide parallel.llm.{size} {llm}; a colocated encoder lies on a part of its ranks"
+            yield Problem(("parallel", name, size), text)
+    for name in ENCODERS:
+        if (getattr(parallel, name).vpp or 1) > 1:
+            text = f"found {getattr(parallel, name).vpp}, allowed: 1 (layers of a colocated encoder fill idle times)"
+            yield Problem(("parallel", name, "vpp"), text)
+
+
+def chunks(recipe: Recipe) -> Iterator[Problem]:
+    """There is a layer for each chunk of each pipeline rank; a unified pipeline has those of all units."""
+    if recipe.parallel.placement not in ("disaggregated", "colocated") and _others(recipe):
+        return
+    units = {"llm": recipe.model.llm, **_encoders(recipe)}
+    for name, model in units.items():
+        sizes: UnitParallel = getattr(recipe.parallel, name)
+        stages, most = (sizes.pp or 1) * (sizes.vpp or 1), model.layers + ENDS
+        if sizes.vpp is not None and stages > most:
+            ranks = f" on each of parallel.{name}.pp {sizes.pp} ranks" if sizes.pp else ""
+            yield Problem(
+                ("parallel", name, "vpp"), f"{sizes.vpp} chunks{ranks} are more than the unit's {most} layers"
+            )
 
 
 def ranks(recipe: Recipe) -> Iterator[Problem]:
@@ -238,6 +273,7 @@ CHECKS: tuple[Check, ...] = (
     llm_replicas,
     microbatches,
     placement,
+    chunks,
     ranks,
     rotary,
     learning_rates,
@@ -278,7 +314,7 @@ def _tp(unit: str, sizes: UnitParallel, **widths: int) -> Iterator[Problem]:
 
 
 def _pp(unit: str, sizes: UnitParallel, model: VisionSettings | AudioSettings | LlmSettings) -> Iterator[Problem]:
-    most = model.layers + 2  # embedding and head, or an embedding of media and projector, are layers too
+    most = model.layers + ENDS
     if sizes.pp is not None and sizes.pp > most:
         text = f"{sizes.pp} is more than the unit's {most} layers (model.{unit}.layers {model.layers}, and both ends)"
         yield Problem(("parallel", unit, "pp"), text)

@@ -154,6 +154,32 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             ["cluster.ranks=2", "parallel.placement=disaggregated", "parallel.llm.tp=2"],
             "parallel.placement: disaggregated units need 2 (llm) + 1 (vision) ranks, cluster.ranks is 2",
         ),
+        (
+            ["parallel.placement=colocated", "parallel.vision.pp=2", "parallel.llm.pp=3"],
+            "parallel.vision.pp: 2 does not divide parallel.llm.pp 3",
+        ),
+        (
+            ["parallel.placement=colocated", "parallel.vision.tp=2", "parallel.llm.tp=1"],
+            "parallel.vision.tp: 2 does not divide parallel.llm.tp 1",
+        ),
+        (["parallel.placement=colocated", "parallel.vision.vpp=2"], "parallel.vision.vpp: found 2, allowed: 1"),
+        (
+            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.placement=colocated"],
+            "parallel.placement: found colocated, allowed with model.generator: disaggregated",
+        ),
+        (
+            ["parallel.placement=unified", "parallel.vision.vpp=2", "parallel.llm.vpp=1"],
+            "parallel.vision.vpp: 2 differs from parallel.llm.vpp 1",
+        ),
+        (
+            ["parallel.placement=disaggregated", "parallel.llm={pp: 2, vpp: 3}"],
+            "parallel.llm.vpp: 3 chunks on each of parallel.llm.pp 2 ranks are more than the unit's 4 layers",
+        ),
+        (["model.vision=null", "parallel.llm.vpp=5"], "parallel.llm.vpp: 5 chunks are more than the unit's 4 layers"),
+        (
+            ["parallel.placement=disaggregated", "parallel.max_gpus=1"],
+            "parallel.placement: disaggregated units need 1 (llm) + 1 (vision) ranks, parallel.max_gpus is 1",
+        ),
         (["model.llm.head_dim=15"], "model.llm.head_dim: a head is 15 wide; allowed: an even width"),
         (["train.optimizer.min_lr=0.01"], "train.optimizer.min_lr: 0.01 is above train.optimizer.lr 0.001"),
         (["train.validate_every=5"], "train.validate_every: 5, but data.validation is empty"),
@@ -203,6 +229,7 @@ def test_settings_that_do_not_fit_together(base: Path, overrides: list[str], mes
     [
         ["model.vision=null"],
         ["parallel.placement=unified", "parallel.llm.tp=2"],
+        ["parallel.placement=unified", "parallel.llm={pp: 2, vpp: 3}"],
         ["data.sources=[{path: a.csv}]", "data.tokenizer=null", "model.vision.max_side=8"],
     ],
 )
@@ -218,4 +245,4 @@ def test_checks_never_stumble_over_other_problems(base: Path, section: str, valu
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 17
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 18
