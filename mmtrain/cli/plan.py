@@ -29,10 +29,14 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Show every alternative, and why it lost.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Choose a parallel plan and show what it beat."""
+    """Choose a parallel plan and show what it beat.
+
+    Without --out nothing is kept: `train` plans for itself, and comes to the same plan.
+    """
     import json
     from functools import partial
 
+    from mmtrain.cli.options import require_writable, text_width
     from mmtrain.cli.whatif import cluster_settings, counts, sweep
     from mmtrain.errors import UserError, writing
     from mmtrain.recipe import load
@@ -43,6 +47,8 @@ def plan(
     short = [] if cluster is None else cluster_settings(cluster)
     short += [] if placement is None else [f"parallel.placement={placement}"]
     settings = load(recipe, [*short, *overrides]).recipe  # a wrong recipe is told before anything slow starts
+    if out is not None:
+        require_writable("--out", out, "plan")
     from mmtrain.cli.cluster import measuring, plan_here, planning_bar
     from mmtrain.cli.indexing import indexed
     from mmtrain.report import plan_table
@@ -53,11 +59,14 @@ def plan(
             from mmtrain.report.scaling import scaling_json, scaling_table
 
             found = sweep(settings, numbers, partial(plan_here, lengths=lengths, top=1, progress=bar))
-            typer.echo(json.dumps(list(scaling_json(found)), indent=2) if as_json else scaling_table(found))
+            told = json.dumps(list(scaling_json(found)), indent=2) if as_json else scaling_table(found, text_width())
+            typer.echo(told)
             return
         runs = measuring(settings) if measure else None
         chosen = plan_here(settings, lengths, top=top, explain=explain, progress=bar, measure=runs)
     if out is not None:
         with writing("--out", out, "plan"):
             chosen.save(out)
-    typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen))
+    typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width()))
+    if out is not None and not as_json:
+        typer.echo(f"{out} written: `train --plan {out}` runs it, `report {out} -o page.html` draws it")

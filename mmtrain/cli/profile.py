@@ -37,8 +37,8 @@ def profile(
     """
     import json
     import statistics
-    from tempfile import TemporaryFile
 
+    from mmtrain.cli.options import require_writable
     from mmtrain.errors import DataError, writing
     from mmtrain.recipe import load
 
@@ -61,8 +61,7 @@ def profile(
     before = CostTable.load(out, "--out") if out.exists() else None
     if before is not None:
         before.merged(unmeasured(request))  # refused now rather than after minutes of measuring
-    with writing("--out", out, "cost table"), TemporaryFile(dir=out.parent):
-        pass  # likewise
+    require_writable("--out", out, "cost table")
     found = measure(request)
     table = found.table if before is None else before.merged(found.table)
     with writing("--out", out, "cost table"):

@@ -59,7 +59,7 @@ def counts(text: str) -> list[int]:
 
 
 def sweep(recipe: Recipe, numbers: list[int], plan_for: "Callable[[Recipe], Plan]") -> "list[Scaled]":
-    """The plan of each number of GPUs, or why there is none."""
+    """The plan of each number of GPUs, or why there is none; PlanError if there is none at all."""
     from mmtrain.report.scaling import Scaled
 
     found = []
@@ -70,4 +70,6 @@ def sweep(recipe: Recipe, numbers: list[int], plan_for: "Callable[[Recipe], Plan
             found.append(Scaled(number, plan, ""))
         except PlanError as error:
             found.append(Scaled(number, None, str(error)))
+    if all(one.plan is None for one in found):
+        raise PlanError(f"--gpus: there is a plan for none of them; for {found[-1].gpus}, {found[-1].reason}")
     return found

@@ -1,68 +1,116 @@
 """A plan for reading: where every layer goes, what that is predicted to cost, and what it beat."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 from rich.table import Table
 
-from mmtrain.plan.plan import Plan
-from mmtrain.report.arrangement import layers_text, recompute_text, spans, stage_ranks
-from mmtrain.report.text import rendered, seconds_text
+from mmtrain.plan.plan import Plan, UnitPlan
+from mmtrain.report.arrangement import Slice, slices, spans
+from mmtrain.report.metrics import compact
+from mmtrain.report.text import WIDTH, memory_text, rendered, seconds_text
 
 
-def plan_table(plan: Plan, width: int = 120) -> str:
-    """Write a plan as text `width` columns wide: stages, prediction, the reason it was chosen, alternatives."""
+def plan_table(plan: Plan, width: int = WIDTH) -> str:
+    """Write a plan as text `width` columns wide: units, ranks, prediction, the reason it was chosen, alternatives."""
     beaten = [_alternatives(plan)] if plan.alternatives else []
-    return rendered(_stages(plan), "\n".join(_sentences(plan)), *beaten, width=width)
+    return rendered(_units(plan), _ranks(plan), "\n".join(_sentences(plan)), *beaten, width=width)
 
 
-def _stages(plan: Plan) -> Table:
-    title = f"{plan.placement} on {plan.world_size} x {plan.hardware}"
-    table = Table(title=title, title_justify="left")
-    for column in ("unit", "tp x pp x dp", "microbatches", "stage", "layers", "recomputed", "ranks"):
+def _units(plan: Plan) -> Table:
+    table = Table(title=f"{plan.placement} on {plan.world_size} x {plan.hardware}", title_justify="left")
+    for column in ("unit", "tp x pp x dp", "chunks", "sp", "microbatches", "layers", "recomputed"):
         table.add_column(column)
     for name, unit in plan.units.items():
-        mesh = f"{unit.tp} x {unit.pp} x {unit.dp}"
-        microbatches = str(plan.schedule.num_microbatches[name])
-        for i, stage in enumerate(unit.stages):
-            about = (name, mesh, microbatches) if i == 0 else ("", "", "")
-            ranks = spans(tuple(sorted(stage_ranks(unit, stage.stage))))
-            table.add_row(*about, str(stage.stage), layers_text(stage), recompute_text(stage), ranks)
-        table.add_section()
+        table.add_row(
+            name,
+            f"{unit.tp} x {unit.pp} x {unit.dp}",
+            str(unit.vpp),
+            _sequence_parallel(unit),
+            str(plan.schedule.num_microbatches[name]),
+            str(sum(hi - lo for lo, hi in (stage.layers for stage in unit.stages))),
+            str(sum(len(stage.recompute) for stage in unit.stages)),
+        )
     return table
 
 
+def _sequence_parallel(unit: UnitPlan) -> str:
+    return "-" if unit.tp == 1 else "yes" if unit.sp else "no"
+
+
+def _ranks(plan: Plan) -> Table:
+    """A row for all ranks that hold the same layers; 0 is a unit's embedding, the last one its projector or head."""
+    table = Table(title="Layers of each rank", title_justify="left")
+    for column in ("ranks", *plan.units, "recomputed", "memory"):
+        table.add_column(column)
+    for part in slices(plan):
+        ranks = spans(part.ranks)
+        held = plan.predicted.peak_memory_gib.get(ranks)
+        layers = {lanes.unit: [stage.layers for stage in lanes.stages] for lanes in part.held}
+        table.add_row(
+            ranks,
+            *(_layers(layers.get(name, [])) for name in plan.units),
+            _recomputed(part),
+            "-" if held is None else memory_text(held),
+        )
+    return table
+
+
+def _layers(stages: list[tuple[int, int]]) -> str:
+    """Layers of several chunks: `0-1, 16-17`."""
+    return ", ".join(spans(tuple(range(lo, hi))) for lo, hi in stages if hi > lo) or "-"
+
+
+def _recomputed(part: Slice) -> str:
+    """Which layers, by unit: `vision all, llm 18-19`."""
+    found = []
+    for lanes in part.held:
+        again = tuple(chain.from_iterable(stage.recompute for stage in lanes.stages))
+        if again:
+            all_layers = len(again) == sum(stage.layers[1] - stage.layers[0] for stage in lanes.stages)
+            found.append(f"{lanes.unit} {'all' if all_layers else spans(again)}")
+    return "; ".join(found) or "none"
+
+
 def _alternatives(plan: Plan) -> Table:
-    table = Table(title="What it beat", title_justify="left")
+    table = Table(title="Alternatives, the fastest first", title_justify="left")
     table.add_column("plan")
     table.add_column("step", justify="right")
-    table.add_column("peak GiB", justify="right")
-    table.add_column("why it lost")
+    table.add_column("memory", justify="right")
+    table.add_column("why not")
     for other in plan.alternatives:
         step = "-" if other.step_time_s is None else seconds_text(other.step_time_s)
-        peak = "-" if other.peak_memory_gib is None else f"{other.peak_memory_gib:.3g}"
+        peak = "-" if other.peak_memory_gib is None else memory_text(other.peak_memory_gib)
         table.add_row(other.summary, step, peak, other.reason)
     return table
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
     p = plan.predicted
-    peak = max(p.peak_memory_gib.values(), default=0.0)
     yield (
         f"Predicted ({p.cost_source}): {seconds_text(p.step_time_s)} a step, MFU {p.mfu:.1%}, "
-        f"{p.tokens_per_s_per_gpu:,.0f} tokens/s a rank, at most {peak:.3g} GiB a rank."
+        f"{p.tokens_per_s_per_gpu:,.0f} LLM tokens/s a rank, {compact(p.tokens_per_s_per_gpu * plan.world_size)} in "
+        f"all; the fullest rank holds {memory_text(max(p.peak_memory_gib.values(), default=0.0))}."
     )
     bubbles = sorted(p.bubbles.items(), key=lambda item: -item[1])
     idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles if share >= 0.0005)
     yield f"Ranks idle {sum(p.bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
     if p.scheduling_efficiency is not None:
         yield f"{p.scheduling_efficiency:.0%} of the encoders' work lies inside the LLM's own step."
-    judged = [other for other in plan.alternatives if other.step_time_s is not None]
-    slower = next((other for other in judged if other.runnable), None)
-    if slower is not None and slower.step_time_s is not None:
-        ratio = slower.step_time_s / p.step_time_s
-        yield f"Chosen as the fastest that fits; the next, {slower.summary}, takes {ratio:.2f} times as long."
+    yield from _choice(plan)
+
+
+def _choice(plan: Plan) -> Iterator[str]:
+    step = plan.predicted.step_time_s
+    judged = [(other, other.step_time_s) for other in plan.alternatives if other.step_time_s is not None]
+    slower = next(((other, seconds) for other, seconds in judged if other.runnable), None)
+    if slower is not None:
+        other, seconds = slower
+        yield f"Chosen as the fastest that fits; the next, {other.summary}, takes {seconds / step:.2f} times as long."
+    elif plan.alternatives:
+        yield "Chosen as the fastest that fits; those below do not fit, or cannot be as fast."
     else:
         yield "Chosen as the only one that fits."
-    faster = [other for other in judged if (other.step_time_s or 0.0) < p.step_time_s and not other.runnable]
+    faster = [other for other, seconds in judged if seconds < step and not other.runnable]
     if faster:
         yield f"Faster, but beyond what this version can run: {faster[0].summary}."

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from rich.table import Table
 
+from mmtrain.plan.layout import Layout
 from mmtrain.plan.plan import Plan
-from mmtrain.report.text import rendered, seconds_text
+from mmtrain.report.text import WIDTH, rendered, seconds_text
 
 PAYS = 0.5  # of what a GPU of the smallest cluster does that one more must add
 
@@ -47,38 +47,49 @@ def scaling(found: Sequence[Scaled]) -> list[ScalingRow]:
 
 
 def stops_paying(rows: Sequence[ScalingRow]) -> str:
-    """The sentence below the table."""
-    for before, row in pairwise(rows):
-        if row.added is not None and row.added < PAYS:
-            return (
-                f"More than {before.gpus} GPUs do not pay: each of the next {row.gpus - before.gpus} adds "
-                f"{max(row.added, 0.0):.0%} of what one of the first {rows[0].gpus} does."
-            )
-    return "Every step of this sweep pays." if len(rows) > 1 else "One number of GPUs shows no scaling."
+    """The sentence below the table. A number that adds little is passed over where a larger one pays."""
+    if len(rows) < 2:
+        return "One number of GPUs shows no scaling."
+    paying = [rows[0]]
+    for row in rows[1:]:
+        more = (row.tokens_per_s - paying[-1].tokens_per_s) / (row.gpus - paying[-1].gpus)
+        if more >= PAYS * rows[0].tokens_per_s / rows[0].gpus:
+            paying.append(row)
+    most = paying[-1]
+    passed = ", ".join(str(row.gpus) for row in rows if row.gpus < most.gpus and row not in paying)
+    told = f"{most.gpus} GPUs pay, {passed} do not. " if passed else ""
+    after = next((row for row in rows if row.gpus > most.gpus), None)
+    if after is None:
+        return told.strip() or "Every step of this sweep pays."
+    return (
+        f"{told}More than {most.gpus} GPUs do not pay: each of the next {after.gpus - most.gpus} adds "
+        f"{max(after.added or 0.0, 0.0):.0%} of what one of the first {rows[0].gpus} does."
+    )
 
 
-def scaling_table(found: Sequence[Scaled], width: int = 120) -> str:
-    """The sweep as text `width` columns wide; numbers without a plan with the reason's first line."""
+def scaling_table(found: Sequence[Scaled], width: int = WIDTH) -> str:
+    """The sweep as text `width` columns wide; numbers without a plan with the reason's first sentence."""
     table = Table(title="Scaling of the same global batch", title_justify="left")
     for column in ("GPUs", "plan", "step", "MFU", "tokens/s/GPU", "efficiency", "added"):
         table.add_column(column, justify="left" if column == "plan" else "right")
     rows = {row.gpus: row for row in scaling(found)}
     for one in sorted(found, key=lambda one: one.gpus):
         if one.gpus not in rows:
-            table.add_row(str(one.gpus), f"none: {one.reason.splitlines()[0]}", "-", "-", "-", "-", "-")
+            table.add_row(str(one.gpus), f"none: {one.reason.splitlines()[0].partition('. ')[0]}", *["-"] * 5)
             continue
         row, p = rows[one.gpus], rows[one.gpus].plan.predicted
         added = "" if row.added is None else f"{row.added:.0%}"
         figures = (seconds_text(p.step_time_s), f"{p.mfu:.1%}", f"{row.tokens_per_s / row.gpus:,.0f}")
         table.add_row(str(row.gpus), mesh_text(row.plan), *figures, f"{row.efficiency:.0%}", added)
     sources = sorted({row.plan.predicted.cost_source for row in rows.values()})
-    return rendered(table, f"{stops_paying(list(rows.values()))} Predicted ({', '.join(sources)}).", width=width)
+    without = next((f" `--set cluster.ranks={one.gpus}` tells more." for one in found if one.plan is None), "")
+    told = f"{stops_paying(list(rows.values()))} Predicted ({', '.join(sources)}).{without}"
+    return rendered(table, told, width=width)
 
 
 def mesh_text(plan: Plan) -> str:
-    """A plan in one line: `disaggregated: vision 1x1x8, llm 4x2x8` (tp x pp x dp)."""
-    meshes = ", ".join(f"{name} {u.tp}x{u.pp}x{u.dp}" for name, u in plan.units.items())
-    return f"{plan.placement}: {meshes}"
+    """A plan in one line, as in the ranking: `disaggregated: vision tp1 pp1 dp8, llm tp4 pp2 vpp3 dp8`."""
+    return Layout(plan.placement, plan.units, plan.schedule.num_microbatches).summary
 
 
 def scaling_json(found: Sequence[Scaled]) -> Iterator[dict[str, Any]]:

@@ -20,3 +20,8 @@ def rendered(*parts: RenderableType, width: int = WIDTH) -> str:
 def seconds_text(seconds: float) -> str:
     """Three digits: `1.23 s`, `97.1 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def memory_text(gib: float) -> str:
+    """Three digits: `73.9 GiB`, `59.1 MiB`."""
+    return f"{gib:.3g} GiB" if gib >= 1 else f"{gib * 1024:.3g} MiB"

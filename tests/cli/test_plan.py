@@ -22,11 +22,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan(data: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def plan(data: Path, *args: str, columns: int = 120) -> subprocess.CompletedProcess[str]:
     settings = [f"data.sources.0.path={data}/train.json", f"data.tokenizer={data}/tokenizer.json"]
     overrides = [part for setting in settings for part in ("--set", setting)]
     command = [sys.executable, "-m", "mmtrain", "plan", str(RECIPE), *overrides, *args]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": str(columns)})
 
 
 def test_a_table_and_a_plan_file(data: Path, tmp_path: Path) -> None:
@@ -38,6 +38,7 @@ def test_a_table_and_a_plan_file(data: Path, tmp_path: Path) -> None:
     assert len(saved.alternatives) <= 2
     assert done.stdout.startswith(f"{saved.placement} on 2 x cpu-core")
     assert "modelled" in done.stdout
+    assert f"`train --plan {out}` runs it" in done.stdout.splitlines()[-1]
 
 
 def test_json_is_the_plan_file(data: Path, tmp_path: Path) -> None:
@@ -86,6 +87,17 @@ def test_a_sweep_tells_where_more_gpus_stop_paying() -> None:
     assert [row["gpus"] for row in rows] == [8, 16]
     assert rows[0]["efficiency"] == 1.0 > rows[1]["efficiency"]
     assert rows[1]["plan"]["world_size"] == 16
+
+
+def test_a_sweep_in_which_nothing_fits_is_an_error() -> None:
+    done = whatif("--gpus", "1,2", "--set", "cluster.memory_gib=1", "--placement", "unified")
+    assert done.returncode == 2
+    assert "--gpus: there is a plan for none of them; for 2, no plan fits 2 ranks" in done.stderr
+
+
+def test_a_table_fits_the_terminal(data: Path) -> None:
+    done = plan(data, columns=72)
+    assert 60 < max(map(len, done.stdout.splitlines())) <= 72
 
 
 def test_every_alternative_is_explained_on_demand(data: Path) -> None:

@@ -1,5 +1,7 @@
 """A plan as a table: everything a reader decides by is on it."""
 
+import pytest
+
 from mmtrain.plan import Alternative, Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.report import plan_table
 
@@ -16,6 +18,7 @@ def plan(*alternatives: Alternative) -> Plan:
                 tp=2,
                 pp=2,
                 dp=2,
+                sp=True,
                 ranks=tuple(range(2, 10)),
                 stages=(
                     StagePlan(stage=0, layers=(0, 7), recompute=tuple(range(7))),
@@ -28,7 +31,7 @@ def plan(*alternatives: Alternative) -> Plan:
             step_time_s=0.25,
             mfu=0.412,
             tokens_per_s_per_gpu=12345.6,
-            peak_memory_gib={"0-1": 3.0, "2-9": 61.5},
+            peak_memory_gib={"0-1": 3.0, "2-5": 0.5, "6-9": 61.5},
             bubbles={"pp_warmup": 0.1, "tp": 0.02, "imbalance": 0.0},
             cost_source="modelled: h100-80g",
         ),
@@ -50,13 +53,15 @@ def test_stages_prediction_and_alternatives_are_shown() -> None:
     text = plan_table(plan(too_big, slower))
     for row in [
         ("disaggregated on 10 x h100-80g",),
-        ("vision", "1 x 1 x 2", "4", "0", "0-4", "none", "0-1"),
-        ("llm", "2 x 2 x 2", "4", "0", "0-6", "all", "2-5"),
-        ("1", "7-11", "7-8, 11", "6-9"),
-        ("Predicted (modelled: h100-80g): 250 ms a step, MFU 41.2%, 12,346 tokens/s a rank, at most 61.5 GiB",),
+        ("vision", "1 x 1 x 2", "1", "-", "4", "5", "0"),
+        ("llm", "2 x 2 x 2", "1", "yes", "4", "12", "10"),
+        ("0-1", "0-4", "-", "none", "3 GiB"),
+        ("2-5", "-", "0-6", "llm all", "512 MiB"),
+        ("6-9", "-", "7-11", "llm 7-8, 11", "61.5 GiB"),
+        ("Predicted (modelled: h100-80g): 250 ms a step, MFU 41.2%, 12,346 LLM tokens/s a rank, 123k in all; the",),
         ("Ranks idle 12.0% of the step: pp_warmup 10.0%, tp 2.0%.",),
         ("the next, unified: vision tp1 pp2 dp5, takes 2.00 times as long",),
-        ("unified: vision tp1 pp2 dp5", "500 ms", "70", "2.00x slower: idle"),
+        ("unified: vision tp1 pp2 dp5", "500 ms", "70 GiB", "2.00x slower: idle"),
         ("unified: tp1", "-", "-", "does not fit"),
     ]:
         assert any(_in_order(row, line) for line in text.splitlines()), (row, text)
@@ -65,7 +70,30 @@ def test_stages_prediction_and_alternatives_are_shown() -> None:
 def test_a_plan_without_rivals_says_so() -> None:
     text = plan_table(plan())
     assert "Chosen as the only one that fits." in text
-    assert "What it beat" not in text
+    assert "Alternatives" not in text
+
+
+def test_a_plan_whose_rivals_were_never_simulated_was_not_the_only_one() -> None:
+    behind = Alternative(
+        summary="unified: tp2", placement="unified", step_time_s=None, peak_memory_gib=None, reason="at least 2x"
+    )
+    assert "those below do not fit, or cannot be as fast" in plan_table(plan(behind))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nothing_is_wider_than_the_terminal(width: int) -> None:
+    assert max(map(len, plan_table(plan(), width).splitlines())) <= width
+
+
+def test_chunks_of_a_rank_stand_in_one_row() -> None:
+    stages = tuple(StagePlan(stage=i, chunk=i // 2, layers=(3 * i, 3 * i + 3), recompute=(3 * i,)) for i in range(4))
+    chunked = UnitPlan(tp=1, pp=2, dp=1, vpp=2, ranks=(0, 1), stages=stages)
+    one = plan().model_copy(
+        update={"units": {"llm": chunked}, "schedule": SchedulePlan(num_microbatches={"llm": 4}), "world_size": 2}
+    )
+    text = plan_table(one)
+    assert any(_in_order(("0", "0-2, 6-8", "llm 0, 6"), line) for line in text.splitlines()), text
+    assert any(_in_order(("1", "3-5, 9-11", "llm 3, 9"), line) for line in text.splitlines()), text
 
 
 def _in_order(cells: tuple[str, ...], line: str) -> bool:

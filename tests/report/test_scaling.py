@@ -19,7 +19,12 @@ def scaled(gpus: int, tokens_per_s: float) -> Scaled:
 
 
 def test_efficiency_and_what_each_gpu_adds() -> None:
-    found = [scaled(16, 150.0), scaled(8, 80.0), Scaled(12, None, "no plan fits"), scaled(32, 214.0)]
+    found = [
+        scaled(16, 150.0),
+        scaled(8, 80.0),
+        Scaled(12, None, "no plan fits 12 ranks. The closest:\nx"),
+        scaled(32, 214.0),
+    ]
     rows = scaling(found)
     assert [row.gpus for row in rows] == [8, 16, 32]
     assert [row.efficiency for row in rows] == pytest.approx([1.0, 150 / 160, 214 / 320])
@@ -30,8 +35,19 @@ def test_efficiency_and_what_each_gpu_adds() -> None:
     )
     assert stops_paying(rows[:2]) == "Every step of this sweep pays."
     table = scaling_table(found)
-    assert "none: no plan fits" in table
+    assert "none: no plan fits 12 ranks " in table
+    assert "The closest" not in table
+    assert "`--set cluster.ranks=12` tells more." in table
+    assert "unified: vision tp1 pp" in table
     assert [entry["gpus"] for entry in scaling_json(found)] == [16, 8, 12, 32]
+
+
+def test_a_number_that_adds_little_is_passed_over_where_a_larger_one_pays() -> None:
+    """From 8 to 12 each adds 10 percent of a first one, from 8 to 16 60, from 16 to 32 40."""
+    rows = scaling([scaled(8, 80.0), scaled(12, 84.0), scaled(16, 128.0), scaled(32, 192.0)])
+    assert stops_paying(rows[:3]) == "16 GPUs pay, 12 do not."
+    assert stops_paying(rows).startswith("16 GPUs pay, 12 do not. More than 16 GPUs do not pay: each of the next 16 ")
+    assert stops_paying(rows[:1]) == "One number of GPUs shows no scaling."
 
 
 def test_ranks_that_a_plan_leaves_idle_count() -> None:
