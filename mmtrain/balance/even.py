@@ -9,6 +9,8 @@ from mmtrain.balance.exchange import CANDIDATES, Aim, exchange
 from mmtrain.balance.matched import rounds_for
 from mmtrain.balance.steps import SPARE_PLACES
 
+FEWEST_ROUNDS = 128  # a load: exchange ends by itself where nothing is left to gain, so that only uneven rows take them
+
 
 def even_out(
     groups: Sequence[IntArray],
@@ -42,6 +44,6 @@ def even_out(
         np.eye(num_loads, columns.shape[1], len(budgets)),
         np.asarray(weights, dtype=np.float64),
     )
-    rounds = rounds_for(num_replicas) * num_loads
+    rounds = max(rounds_for(num_replicas), FEWEST_ROUNDS) * num_loads
     found = exchange(members.reshape(-1, num_replicas, num_places), aim, rounds).reshape(-1, num_places)
     return [samples[group[group < len(samples)]] for group in found]
