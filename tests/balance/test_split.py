@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.balance import split_long
+from mmtrain.balance import Cost, Rearrangement, rebalance, split_long
 
 
 def _largest(tokens: np.ndarray, rank: np.ndarray, num_ranks: int) -> float:
@@ -43,3 +43,27 @@ def test_a_sample_with_most_of_the_images_no_longer_keeps_others_waiting() -> No
     owner = np.array([0] * 16 + [1, 2, 3])
     moved = split_long(sample, tokens, owner, 4, 100)
     assert np.bincount(moved.dest_rank).tolist() == [5, 5, 5, 4]
+
+
+@given(st.integers(0, 10_000), st.integers(0, 6), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_features_of_split_samples_reach_the_llm_in_one_move(seed: int, num_samples: int, num_ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    source, num_items = rng.integers(0, num_ranks, num_samples), rng.integers(0, 9, num_samples)
+    sample = np.repeat(np.arange(num_samples), num_items)
+    tokens = rng.integers(1, 30, len(sample))
+    llm = rebalance(rng.integers(1, 50, num_samples), source, num_ranks, Cost()).lifted(num_items)
+
+    encoder = split_long(sample, tokens, source[sample], num_ranks, 40)
+    begin = {place: f"item {i}" for i, place in enumerate(_places(llm.source_rank, llm.source_slot))}
+    at_encoder = _moved(encoder, begin)
+    assert _moved(llm.after(encoder.inverse()), at_encoder) == _moved(llm, begin)
+
+
+def _places(rank: np.ndarray, slot: np.ndarray) -> list[tuple[int, int]]:
+    return list(zip(rank.tolist(), slot.tolist(), strict=True))
+
+
+def _moved(move: Rearrangement, held: dict[tuple[int, int], str]) -> dict[tuple[int, int], str]:
+    ways = zip(_places(move.source_rank, move.source_slot), _places(move.dest_rank, move.dest_slot), strict=True)
+    return {dest: held[source] for source, dest in ways}
