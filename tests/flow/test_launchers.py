@@ -172,12 +172,12 @@ def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(data: Pat
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_from_its_newest_checkpoint(data: Path, tmp_path: Path) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
-    with _Started([*command, *_train(data, tmp_path, "--set", "train.steps=300")]) as started:
+    with _Started([*command, *_train(data, tmp_path, "--set", "train.steps=80")]) as started:
         _poll(lambda: any((tmp_path / CHECKPOINTS).glob("step-*")), 120)
         started.offspring()[0].kill()
         assert started.wait() == [0]
-    assert read_state(tmp_path) == {"status": "done", "step": 300, "error": None}
-    assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, 301))
+    assert read_state(tmp_path) == {"status": "done", "step": 80, "error": None}
+    assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, 81))
 
 
 @pytest.mark.slow
