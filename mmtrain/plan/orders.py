@@ -8,7 +8,8 @@ in one step, for as many sets of durations as there are columns.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,23 +73,29 @@ class Order:
 def order_of(graph: StageGraph) -> Order:
     """Work out the order of a graph of one replica group, whose lanes are known by their first rank."""
     wires = _Wires(graph)
-    ranks = sorted({lane[0] for s in graph.stages for lane in s.lanes})
     found = positions(graph)
-    sequences = _sequences(graph, ranks, wires, found)
-    levels = _levels([*sequences, *([join] for join in wires.joins)], wires.producers, wires.num_actions)
+    sequences = _sequences(graph, wires, found)
+    waits = wires.waits(sequences.values())
     alive = {stage: count for position in found for stage, count in position.in_flight().items()}
-    return _tables(graph, dict(zip(ranks, sequences, strict=True)), wires, levels, alive)
+    return _tables(graph, sequences, wires, waits, alive)
+
+
+class _Waits(NamedTuple):
+    """What waits for what: action `taker[i]` for `giver[i]`, whose message takes `delay[i]`."""
+
+    taker: IntArray
+    giver: IntArray
+    delay: IntArray
 
 
 @dataclass
 class _Wires:
-    """Numbers of actions, and for each the numbers of those it waits for on other ranks, with the edge between."""
+    """Numbers of actions, and what they wait for on other ranks."""
 
     graph: StageGraph
     num_actions: int = 0
     first: dict[tuple[StageId, bool], int] = field(default_factory=dict)
-    producers: list[list[tuple[int, int]]] = field(default_factory=list)
-    joins: list[int] = field(default_factory=list)  # nodes that stand for all microbatches of a block
+    _waits: list[tuple[IntArray, IntArray, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for is_forward in (True, False):
@@ -100,11 +107,20 @@ class _Wires:
             if self.graph.carries_gradient(edge):
                 self._wire(edge.dst, edge.src, False, self._delay(at, edge))
 
-    def number(self, stage: StageId, is_forward: bool, replica: int, index: int) -> int:
-        return self.first[stage, is_forward] + replica * self.graph.mesh(stage.unit).num_microbatches + index
+    def waits(self, sequences: Iterable[IntArray]) -> _Waits:
+        """Everything, the order on each rank included."""
+        own = [(sequence[1:], sequence[:-1], LOCAL) for sequence in sequences]
+        takers, givers, delays = zip(*self._waits, *own, strict=True)
+        sizes = [len(taker) for taker in takers]
+        return _Waits(np.concatenate(takers), np.concatenate(givers), np.repeat(delays, sizes))
+
+    def numbers(self, stage: StageId, is_forward: bool) -> IntArray:
+        """(replicas, microbatches) of a stage."""
+        mesh = self.graph.mesh(stage.unit)
+        every = self.first[stage, is_forward] + np.arange(mesh.dp * mesh.num_microbatches)
+        return every.reshape(mesh.dp, mesh.num_microbatches)
 
     def _add(self, count: int) -> int:
-        self.producers += [[] for _ in range(count)]
         self.num_actions += count
         return self.num_actions - count
 
@@ -117,29 +133,20 @@ class _Wires:
         return LOCAL if same else at
 
     def _wire(self, giver: StageId, taker: StageId, is_forward: bool, delay: int) -> None:
-        """Let every action of `taker` wait for the giver's of its block."""
-        own, other = self.graph.mesh(giver.unit), self.graph.mesh(taker.unit)
-        if own.unit == other.unit:
-            for i in range(self._count(giver)):
-                self.producers[self.first[taker, is_forward] + i].append((self.first[giver, is_forward] + i, delay))
+        """Let every action of `taker` wait for the giver's of its block; a node between them stands for the block."""
+        given, taken = self.numbers(giver, is_forward), self.numbers(taker, is_forward)
+        if giver.unit == taker.unit:
+            self._waits.append((taken.ravel(), given.ravel(), delay))
             return
-        given, taken = block_sizes(own.num_microbatches, other.num_microbatches)
-        for block in range(own.num_microbatches // given):
-            join = self._add(1)
-            self.joins.append(join)
-            self.producers[join] = [
-                (self.number(giver, is_forward, r, block * given + i), LOCAL)
-                for r in range(own.dp)
-                for i in range(given)
-            ]
-            for r in range(other.dp):
-                for i in range(taken):
-                    self.producers[self.number(taker, is_forward, r, block * taken + i)].append((join, delay))
+        own, other = block_sizes(given.shape[1], taken.shape[1])
+        join = self._add(given.shape[1] // own)
+        collected = join + np.broadcast_to(np.arange(given.shape[1]) // own, given.shape)
+        handed_on = join + np.broadcast_to(np.arange(taken.shape[1]) // other, taken.shape)
+        self._waits.append((collected.ravel(), given.ravel(), LOCAL))
+        self._waits.append((taken.ravel(), handed_on.ravel(), delay))
 
 
-def _sequences(
-    graph: StageGraph, ranks: Iterable[int], wires: _Wires, positioned: Iterable[Position]
-) -> list[list[int]]:
+def _sequences(graph: StageGraph, wires: _Wires, positioned: Iterable[Position]) -> dict[int, IntArray]:
     """What each rank computes, in order: `builder.build_1f1b` in numbers."""
     places = {
         stage: (position, k % position.num_places)
@@ -147,89 +154,86 @@ def _sequences(
         for k, part in enumerate(position.parts)
         for stage in part
     }
-    found = []
-    for rank in ranks:
-        held = dict(graph.held_by(rank))
-        position, place = places[next(iter(held))]
-        chunks = [[s for s in position.part(place, chunk) if s in held] for chunk in range(position.num_chunks)]
-        found.append(
-            [
-                wires.number(stage, is_forward, held[stage], index)
-                for is_forward, chunk, wave in position.turns(place)
-                for stage in (chunks[chunk] if is_forward else reversed(chunks[chunk]))
-                if (stage, is_forward) in wires.first
-                for index in position.paces[stage.unit].due(is_forward, wave)
-            ]
-        )
+    tables: dict[tuple[int, int], IntArray] = {}
+    held: defaultdict[int, dict[StageId, int]] = defaultdict(dict)
+    for stage in graph.stages:
+        for replica, lane in enumerate(stage.lanes):
+            held[lane[0]][stage.id] = replica
+    found = {}
+    for rank, stages in sorted(held.items()):
+        position, place = places[next(iter(stages))]
+        key = (id(position), place)
+        if key not in tables:
+            tables[key] = position.turn_table(place)
+        found[rank] = _sequence(position, place, tables[key], stages, wires)
     return found
 
 
-def _levels(sequences: Sequence[Sequence[int]], producers: Sequence[Sequence[tuple[int, int]]], num: int) -> list[int]:
-    """How many actions must come before each, at least one after another; the first have 1."""
-    level = [0] * num
-    at = [0] * len(sequences)
-    waiting: defaultdict[int, list[int]] = defaultdict(list)
-    stack = list(range(len(sequences)))
-    while stack:
-        line = stack.pop()
-        sequence, i = sequences[line], at[line]
-        before = level[sequence[i - 1]] if i else 0
-        while i < len(sequence):
-            action, highest = sequence[i], before
-            for producer, _ in producers[action]:
-                if not level[producer]:
-                    waiting[producer].append(line)
-                    break
-                highest = max(highest, level[producer])
-            else:
-                level[action] = before = highest + 1
-                stack += waiting.pop(action, ())
-                i += 1
+def _sequence(
+    position: Position, place: int, turns: IntArray, replica: Mapping[StageId, int], wires: _Wires
+) -> IntArray:
+    """Numbers of what a rank computes turn by turn: in a forward its stages one after another, else in reverse."""
+    numbers, when = [], []
+    for chunk in range(position.num_chunks):
+        here = np.flatnonzero(turns[:, 1] == chunk)
+        part = [stage for stage in position.part(place, chunk) if stage in replica]
+        for (k, stage), is_forward in product(enumerate(part), (True, False)):
+            if (stage, is_forward) not in wires.first:
                 continue
-            break
-        at[line] = i
-    assert all(level), "1F1B orders never wait in a circle"
+            pace, at = position.paces[stage.unit], here[turns[here, 0] == is_forward]
+            block, wave = np.divmod(turns[at, 2], pace.num_waves)
+            is_due = wave == pace.due_at(is_forward)
+            index = block[is_due, None] * pace.num_microbatches + np.arange(pace.num_microbatches)
+            numbers.append(wires.numbers(stage, is_forward)[replica[stage]][index.ravel()])
+            turn = at[is_due] * len(replica) + (k if is_forward else len(part) - 1 - k)
+            when.append(np.repeat(turn, pace.num_microbatches))
+    return np.concatenate(numbers)[np.argsort(np.concatenate(when), kind="stable")]
+
+
+def _levels(waits: _Waits, num: int) -> IntArray:
+    """(num,) how many actions must come before each, at least one after another; the first have 0."""
+    by_giver = np.argsort(waits.giver, kind="stable")
+    taker = waits.taker[by_giver]
+    first = np.searchsorted(waits.giver[by_giver], np.arange(num + 1))
+    left = np.bincount(waits.taker, minlength=num)
+    level, seen = np.full(num, -1), np.empty(num, dtype=np.int64)
+    ready, now = np.flatnonzero(left == 0), 0
+    while len(ready):
+        level[ready] = now
+        sizes = first[ready + 1] - first[ready]
+        ends = np.cumsum(sizes)
+        freed = taker[np.repeat(first[ready] - ends + sizes, sizes) + np.arange(ends[-1])]
+        np.subtract.at(left, freed, 1)
+        freed = freed[left[freed] == 0]
+        seen[freed] = np.arange(len(freed))  # of those freed by several, one is kept
+        ready, now = freed[seen[freed] == np.arange(len(freed))], now + 1
+    assert (level >= 0).all(), "1F1B orders never wait in a circle"
     return level
 
 
 def _tables(
-    graph: StageGraph,
-    sequences: Mapping[int, Sequence[int]],
-    wires: _Wires,
-    level: Sequence[int],
-    alive: Mapping[StageId, int],
+    graph: StageGraph, sequences: Mapping[int, IntArray], wires: _Wires, waits: _Waits, alive: Mapping[StageId, int]
 ) -> Order:
-    by_level = np.argsort(np.asarray(level), kind="stable")
+    level = _levels(waits, wires.num_actions)
+    by_level = np.argsort(level, kind="stable")
     row = np.empty(wires.num_actions, dtype=np.int64)
     row[by_level] = np.arange(1, wires.num_actions + 1)  # after SOURCE
-    before = {b: a for sequence in sequences.values() for a, b in pairwise(sequence)}
-    steps = np.flatnonzero(np.diff(np.asarray(level)[by_level], prepend=0, append=-1))
+    alone = np.flatnonzero(level == 0)
+    takers = np.concatenate([row[waits.taker], row[alone]])
+    order = np.argsort(takers, kind="stable")
+    producers = np.concatenate([row[waits.giver], np.full(len(alone), SOURCE)])[order]
+    delays = np.concatenate([waits.delay, np.full(len(alone), LOCAL)])[order]
+    first = np.searchsorted(takers[order], np.arange(1, wires.num_actions + 2))
+    bounds = np.searchsorted(level[by_level], np.arange(level.max() + 2)).tolist()
     levels = []
-    for lo, hi in pairwise(steps.tolist()):
-        actions = by_level[lo:hi].tolist()
-        flat: list[int] = []
-        delays: list[int] = []
-        offsets = []
-        for action in actions:
-            offsets.append(len(flat))
-            previous = before.get(action)
-            flat.append(SOURCE if previous is None else int(row[previous]))
-            delays.append(LOCAL)
-            for producer, delay in wires.producers[action]:
-                flat.append(int(row[producer]))
-                delays.append(delay)
-        late = np.asarray(delays, dtype=np.int64)
-        has_delay = bool((late != LOCAL).any())
-        levels.append(Level(lo + 1, hi + 1, np.asarray(flat), np.asarray(offsets), late, has_delay))
+    for lo, hi in pairwise(bounds):
+        here = slice(first[lo], first[hi])
+        has_delay = bool((delays[here] != LOCAL).any())
+        levels.append(Level(lo + 1, hi + 1, producers[here], first[lo:hi] - first[lo], delays[here], has_delay))
     none = np.empty(0, dtype=np.int64)
     rows = {}
-    for stage in graph.stages:
-        mesh = graph.mesh(stage.id.unit)
-        count = mesh.dp * mesh.num_microbatches
-        forward, backward = wires.first[stage.id, True], wires.first.get((stage.id, False))
-        rows[stage.id] = (
-            row[forward : forward + count],
-            none if backward is None else row[backward : backward + count],
-        )
+    for stage in (s.id for s in graph.stages):
+        backward = row[wires.numbers(stage, False).ravel()] if (stage, False) in wires.first else none
+        rows[stage] = row[wires.numbers(stage, True).ravel()], backward
     last = {rank: int(row[sequence[-1]]) for rank, sequence in sequences.items()}
     return Order(wires.num_actions + 1, tuple(levels), rows, last, graph.edges, alive)

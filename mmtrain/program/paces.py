@@ -27,15 +27,15 @@ class Pace:
         """Microbatches, by index, whose forward or backward is due in `wave`."""
         block, at = divmod(wave, self.num_waves)
         first = block * self.num_microbatches
-        return range(first, first + self.num_microbatches) if at == self._due_at(is_forward) else range(0)
+        return range(first, first + self.num_microbatches) if at == self.due_at(is_forward) else range(0)
 
     def wave(self, is_forward: bool, index: int) -> int:
         """The wave in which a microbatch is due."""
-        return index // self.num_microbatches * self.num_waves + self._due_at(is_forward)
+        return index // self.num_microbatches * self.num_waves + self.due_at(is_forward)
 
     def forwards(self, wave: int) -> int:
         """Microbatches whose forward is due in `wave` or before."""
-        return (wave - self._due_at(True) + self.num_waves) // self.num_waves * self.num_microbatches
+        return (wave - self.due_at(True) + self.num_waves) // self.num_waves * self.num_microbatches
 
     def in_flight(self, ahead: int) -> int:
         """Microbatches between forward and backward at most, where `ahead` waves run forward before the first returns.
@@ -49,7 +49,8 @@ class Pace:
         """Waves that must run forward before the first one can return."""
         return self.num_waves - 1 if self.late else 0
 
-    def _due_at(self, is_forward: bool) -> int:
+    def due_at(self, is_forward: bool) -> int:
+        """Wave of a block in which its microbatches are due."""
         return self.num_waves - 1 if is_forward == self.late else 0
 
 

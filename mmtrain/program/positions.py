@@ -8,15 +8,19 @@ part k sits on place k % num_places and is chunk k // num_places there.
 A position counts its turns in *waves*: mostly one microbatch of its units, see `paces`.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from mmtrain.program.graph import StageGraph, StageId
 from mmtrain.program.paces import Demand, Pace, paces_of, waves_ahead
+
+IntArray = npt.NDArray[np.int64]
 
 
 class Turn(NamedTuple):
@@ -62,29 +66,31 @@ class Position:
         over: what is left of an order without deadlock has none, whereas with a smaller group places can wait for
         each other in a circle, which is why Megatron-LM refuses that.
         """
-        forwards = self._slots
-        backwards = [(self.num_chunks - 1 - chunk, wave) for chunk, wave in forwards]
-        warm_up = min(self._lag + 2 * (self.num_places - 1 - place), len(forwards))
-        turns = [Turn(True, *slot) for slot in forwards[:warm_up]]
-        for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-            turns += [Turn(True, *forward), Turn(False, *backward)]
-        turns += [Turn(False, *slot) for slot in backwards[len(forwards) - warm_up :]]
-        return [turn for turn in turns if turn.wave < self.num_waves]
+        return [Turn(bool(is_forward), chunk, wave) for is_forward, chunk, wave in self.turn_table(place).tolist()]
+
+    def turn_table(self, place: int) -> IntArray:
+        """(turns, 3) of the same: whether it is a forward, chunk, wave."""
+        slots, num = self._slots, len(self._slots)
+        warm_up = min(self._lag + 2 * (self.num_places - 1 - place), num)
+        alternating = np.arange(num - warm_up)
+        turns = np.empty((2 * num, 3), dtype=np.int64)
+        at_forward = np.concatenate([np.arange(warm_up), warm_up + 2 * alternating])
+        at_backward = np.concatenate([warm_up + 2 * alternating + 1, np.arange(2 * num - warm_up, 2 * num)])
+        turns[at_forward, 0], turns[at_forward, 1:] = 1, slots
+        turns[at_backward, 0] = 0
+        turns[at_backward, 1], turns[at_backward, 2] = self.num_chunks - 1 - slots[:, 0], slots[:, 1]
+        return turns[turns[:, 2] < self.num_waves]
 
     def depths(self) -> dict[StageId, int]:
         """Count, for each stage, the waves whose forward runs before the first one's backward, that one left out."""
         if self.num_places == 1:
             return {stage: self.ahead for part in self.parts for stage in part}
-        depth: dict[StageId, int] = {}
-        for place in range(self.num_places):
-            live: Counter[int] = Counter()
-            peak: Counter[int] = Counter()
-            for is_forward, chunk, _ in self.turns(place):
-                live[chunk] += 1 if is_forward else -1
-                peak[chunk] = max(peak[chunk], live[chunk])
-            for chunk in range(self.num_chunks):
-                depth.update(dict.fromkeys(self.part(place, chunk), peak[chunk] - 1))
-        return depth
+        return {
+            stage: _most_live(np.where(forward, 1, -1)) - 1
+            for place in range(self.num_places)
+            for chunk, forward, _ in self._by_chunk(place)
+            for stage in self.part(place, chunk)
+        }
 
     @property
     def stock(self) -> int:
@@ -97,46 +103,53 @@ class Position:
 
     def in_flight(self) -> dict[StageId, int]:
         """Count, for each stage, the microbatches that are between forward and backward at most."""
-        peak: Counter[StageId] = Counter()
+        peak: dict[StageId, int] = {}
         if self.num_places == 1:
             for stage in (stage for part in self.parts for stage in part):
                 pace = self.paces[stage.unit]
                 in_step = self.num_waves // pace.num_waves * pace.num_microbatches
                 peak[stage] = min(pace.in_flight(self.ahead), in_step)
-            return dict(peak)
+            return peak
         for place in range(self.num_places):
-            live: Counter[StageId] = Counter()
-            for is_forward, chunk, wave in self.turns(place):
+            for chunk, forward, wave in self._by_chunk(place):
                 for stage in self.part(place, chunk):
-                    num_due = len(self.paces[stage.unit].due(is_forward, wave))
-                    live[stage] += num_due if is_forward else -num_due
-                    peak[stage] = max(peak[stage], live[stage])
-        return dict(peak)
+                    pace = self.paces[stage.unit]
+                    due = wave % pace.num_waves == np.where(forward, pace.due_at(True), pace.due_at(False))
+                    peak[stage] = _most_live(pace.num_microbatches * due * np.where(forward, 1, -1))
+        return peak
+
+    def _by_chunk(self, place: int) -> Iterable[tuple[int, IntArray, IntArray]]:
+        """Each chunk's turns: whether it is a forward, and the wave."""
+        turns = self.turn_table(place)
+        for chunk in range(self.num_chunks):
+            is_forward, _, wave = turns[turns[:, 1] == chunk].T
+            yield chunk, is_forward, wave
 
     @cached_property
-    def _slots(self) -> list[tuple[int, int]]:
-        """(chunk, wave) of every forward in order, the last group filled up."""
-        size = self.num_places
-        return [
-            (chunk, wave)
-            for first in range(0, self.num_waves, size)
-            for chunk in range(self.num_chunks)
-            for wave in range(first, first + size)
-        ]
+    def _slots(self) -> IntArray:
+        """(forwards, 2) chunk and wave of every forward in order, the last group filled up."""
+        size, num_groups = self.num_places, -(-self.num_waves // self.num_places)
+        group, chunk, at = np.indices((num_groups, self.num_chunks, size))
+        return np.stack([chunk.ravel(), (group * size + at).ravel()], axis=1)
 
     @cached_property
     def _lag(self) -> int:
         """Forwards that the last place runs before it alternates."""
-        last_chunk = [at for at, (chunk, _) in enumerate(self._slots) if chunk == self.num_chunks - 1]
-        first_chunk = [at for at, (chunk, _) in enumerate(self._slots) if chunk == 0]  # in backward: the last chunk's
+        last_chunk = np.flatnonzero(self._slots[:, 0] == self.num_chunks - 1)
+        first_chunk = np.flatnonzero(self._slots[:, 0] == 0)  # in backward: the last chunk's
         last = len(last_chunk) - 1
-        return max(last_chunk[min(wave + self.ahead, last)] - at for wave, at in enumerate(first_chunk))
+        ready = last_chunk[np.minimum(np.arange(len(first_chunk)) + self.ahead, last)]
+        return int((ready - first_chunk).max())
+
+
+def _most_live(change: IntArray) -> int:
+    """The largest running sum."""
+    return int(np.cumsum(change).max(initial=0))
 
 
 def positions(graph: StageGraph) -> list[Position]:
     """Find the positions of a graph, each after all those it feeds."""
-    joined = _neighbours(graph)
-    reach = {stage: _reachable(stage, joined) for stage in joined}
+    reach = _reached(_neighbours(graph))
     demands: dict[StageId, Demand] = {}
     found = []
     for stage in sorted(reach, key=lambda s: len(reach[s])):  # a later position reaches strictly less
@@ -195,10 +208,12 @@ def _neighbours(graph: StageGraph) -> dict[StageId, set[StageId]]:
     return joined
 
 
-def _reachable(start: StageId, joined: Mapping[StageId, Iterable[StageId]]) -> set[StageId]:
-    seen, frontier = {start}, [start]
-    while frontier:
-        for stage in set(joined[frontier.pop()]) - seen:
-            seen.add(stage)
-            frontier.append(stage)
-    return seen
+def _reached(joined: Mapping[StageId, Iterable[StageId]]) -> dict[StageId, set[StageId]]:
+    """Stages to which a way leads from each, itself included: Warshall's closure, a set being the bits of a number."""
+    stages = list(joined)
+    bit = {stage: 1 << at for at, stage in enumerate(stages)}
+    reach = [bit[stage] | sum(bit[other] for other in set(joined[stage]) - {stage}) for stage in stages]
+    for at, stage in enumerate(stages):
+        here, onwards = bit[stage], reach[at]
+        reach = [bits | onwards if bits & here else bits for bits in reach]
+    return {stage: {s for s in stages if bits & bit[s]} for stage, bits in zip(stages, reach, strict=True)}

@@ -1,6 +1,6 @@
 """Times for simulated programs."""
 
-from mmtrain.program.actions import Collective, Compute, Forward, Send
+from mmtrain.program.actions import Collective, Compute, Forward, Partial, Send
 from mmtrain.program.graph import Microbatch, StageId
 from mmtrain.program.timing import Transport
 
@@ -13,6 +13,9 @@ class Seconds:
 
     def compute(self, action: Compute) -> float:
         return self.forward[action.stage.unit] * (1 if isinstance(action, Forward) else 2)
+
+    def left_under_way(self, action: Partial) -> float:
+        return 0.0
 
     def message(self, sender: int, action: Send) -> Transport:
         return Transport(0.0, 1)
