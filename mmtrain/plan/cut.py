@@ -135,6 +135,11 @@ def jittered(
     return [tuple(row) for row in full[np.argsort(score, kind="stable")[:limit]].tolist()]
 
 
+def is_allowed(track: Track, cuts: tuple[int, ...]) -> bool:
+    """Whether sizes fixed in the recipe allow a cut."""
+    return bool(_allowed(track, np.asarray([cuts]))[0])
+
+
 def every_cut(track: Track) -> list[tuple[int, ...]]:
     """All ways to cut a track that the recipe allows."""
     length = len(track.line.seconds)

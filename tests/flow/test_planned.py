@@ -29,3 +29,30 @@ def test_a_planned_colocated_program_trains_as_one_process_does(case: str) -> No
     assert (chosen.placement, chosen.schedule.kind) == ("colocated", "explicit")
     assert 0 < (chosen.predicted.scheduling_efficiency or 0) < 1
     assert_equals_one_process(settings, chosen)
+
+
+IN_CHUNKS: dict[str, tuple[int, dict[str, Any]]] = {
+    "an encoder of its own in two chunks a rank": (
+        3,
+        {
+            "parallel__placement": "disaggregated",
+            "model__vision__layers": 4,
+            "parallel__vision": {"pp": 2, "vpp": 2},
+            "parallel__llm": {"dp": 1, "tp": 1},
+        },
+    ),
+    "two encoders and an llm in one interleaved line": (
+        2,
+        {"parallel__placement": "unified", "model__audio": AUDIO, "parallel__llm": {"dp": 1, "tp": 1, "vpp": 3}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case) for case in IN_CHUNKS])
+def test_interleaved_units_train_as_one_process_does(case: str) -> None:
+    world_size, changes = IN_CHUNKS[case]
+    settings = recipe(**changes)
+    speech = settings.model.audio is not None
+    chosen = plan(settings, lengths(speech), world_size=world_size, hardware="cpu-core", recipe_sha256="")
+    assert sum(unit.vpp > 1 for unit in chosen.units.values()) >= 1
+    assert_equals_one_process(settings, chosen)
