@@ -68,7 +68,7 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
         case "head":
             return (Gemm(t, layer.vocab // tp, h),)
         case _:
-            return tuple(Gemm(*sides) for sides in diffusion.products(layer, load))
+            return tuple(Gemm(*sides) for sides in diffusion.products(layer, load, tp))
 
 
 def features(layer: LayerShape, load: TokenLoad) -> int:
@@ -136,7 +136,7 @@ def parameters(layer: LayerShape, tp: int = 1) -> int:
         case "head":
             return layer.vocab * h // tp + norm
         case _:
-            return diffusion.parameters(layer)
+            return diffusion.parameters(layer, tp)
 
 
 def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
@@ -173,7 +173,7 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
         case "head":
             return t * (element_bytes * (2 * h + normalised) + 4 * layer.vocab // tp + 2 * _INDEX_BYTES)
         case _:
-            return element_bytes * diffusion.kept_elements(layer, load)
+            return element_bytes * diffusion.kept_elements(layer, load, tp)
 
 
 def weights_only_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
@@ -225,7 +225,7 @@ def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
         case "head":
             return t * (2 * h + 8 * layer.vocab // tp)
         case _:
-            return diffusion.moved_elements(layer, load)
+            return diffusion.moved_elements(layer, load, tp)
 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:

@@ -1,8 +1,9 @@
 """What the layers of an image generator cost in arithmetic and bytes: `analytic` for those after the LLM.
 
-A load's tokens are positions of the latents (patches, in a transformer), its sequences the images. No layer is split
-over tensor-parallel ranks. The noise that an embedding reads needs no gradient; the context does, while the LLM trains.
-A convolution is the product of its output positions with kernel x input channels, as torch's FLOP counter has it.
+A load's tokens are positions of the latents (patches, in a transformer), its sequences the images. Tensor-parallel
+ranks share out the heads and inner widths of a transformer's blocks, nothing else. The noise that an embedding reads
+needs no gradient; the context does, while the LLM trains. A convolution is the product of its output positions with
+kernel x input channels, as torch's FLOP counter has it.
 """
 
 from mmtrain.costs.types import TokenLoad
@@ -12,8 +13,8 @@ _KERNEL = 9  # of every convolution: 3 x 3
 Sides = tuple[int, int, int]  # (m, n, k) of a product
 
 
-def products(layer: LayerShape, load: TokenLoad) -> tuple[Sides, ...]:
-    """Products with weights in forward, in order."""
+def products(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Sides, ...]:
+    """Products with weights that one of `tp` ranks computes in forward, in order."""
     t, images, wide, out = positions(layer, load), load.num_sequences, layer.hidden, layer.out
     rows = images * layer.context
     match layer.kind:
@@ -43,8 +44,9 @@ def products(layer: LayerShape, load: TokenLoad) -> tuple[Sides, ...]:
                 (images, 6 * out, out),
             )
         case "dit_block":
-            own, mlp = [(t, wide, wide)] * 4, [(t, layer.ffn, wide), (t, wide, layer.ffn)]
-            return *own, (t, wide, wide), *[(rows, wide, layer.context_width)] * 2, (t, wide, wide), *mlp
+            into, back = (t, wide // tp, wide), (t, wide, wide // tp)
+            crossed = [into, *[(rows, wide // tp, layer.context_width)] * 2, back]
+            return into, into, into, back, *crossed, (t, layer.ffn // tp, wide), (t, wide, layer.ffn // tp)
         case _:
             assert layer.kind == "dit_out"
             return ((t, out, wide),)
@@ -67,8 +69,8 @@ def pairs(layer: LayerShape, load: TokenLoad) -> int:
     return load.sum_sq // layer.scale**4 + positions(layer, load) * layer.context
 
 
-def parameters(layer: LayerShape) -> int:
-    """Learned numbers."""
+def parameters(layer: LayerShape, tp: int = 1) -> int:
+    """Learned numbers that one of `tp` ranks holds."""
     wide, out, time = layer.hidden, layer.out, layer.time_width
     match layer.kind:
         case "context_projector" | "dit_out":
@@ -91,12 +93,13 @@ def parameters(layer: LayerShape) -> int:
             return (layer.patch_features + 1) * out + (time + 1) * out + (out + 1) * out + (out + 1) * 6 * out
         case _:
             assert layer.kind == "dit_block"
-            attention = 6 * (wide + 1) * wide + 2 * (layer.context_width + 1) * wide
-            return attention + (wide + 1) * layer.ffn + (layer.ffn + 1) * wide + 6 * wide  # its share of the modulation
+            into = 4 * (wide + 1) * wide + 2 * (layer.context_width + 1) * wide + (wide + 1) * layer.ffn
+            back = 2 * wide * wide + layer.ffn * wide
+            return (into + back) // tp + 3 * wide + 6 * wide  # biases after `back`, and its share of the modulation
 
 
-def kept_elements(layer: LayerShape, load: TokenLoad) -> int:
-    """Numbers kept from forward to backward when nothing is recomputed, counted as autograd saves them."""
+def kept_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+    """Numbers kept by one of `tp` ranks for backward when nothing is recomputed, counted as autograd saves them."""
     t, images, wide, out = positions(layer, load), load.num_sequences, layer.hidden, layer.out
     context = images * layer.context
     match layer.kind:
@@ -117,12 +120,13 @@ def kept_elements(layer: LayerShape, load: TokenLoad) -> int:
         case "dit_embed":
             return t * layer.patch_features + images * (layer.time_width + 3 * out)
         case "dit_block":  # norms' inputs and outputs, what is modulated, and what gates scale
-            return t * (15 * wide + 2 * layer.ffn) + context * (layer.context_width + 2 * wide)
+            split = t * (6 * wide + 2 * layer.ffn) + context * 2 * wide  # queries, keys, values, what heads give
+            return t * 9 * wide + split // tp + context * layer.context_width
         case _:
             return 3 * t * wide
 
 
-def moved_elements(layer: LayerShape, load: TokenLoad) -> int:
+def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Numbers read and written in the element-wise work of a forward: norms, activations, residuals, resampling."""
     t, wide, out = positions(layer, load), layer.hidden, layer.out
     match layer.kind:
@@ -133,7 +137,7 @@ def moved_elements(layer: LayerShape, load: TokenLoad) -> int:
         case "unet_attention":
             return t * (17 * wide + 4 * layer.ffn)
         case "dit_block":
-            return t * (24 * wide + 2 * layer.ffn)
+            return t * (24 * wide + 2 * layer.ffn // tp)
         case "unet_up":
             return 2 * t * wide
         case "unet_out" | "dit_out":

@@ -39,7 +39,9 @@ TP_REDUCES = {
     "projector": (1, 1),
     "embedding": (1, 0),
     "head": (0, 1),
-}  # a generator is not split
+    "dit_block": (3, 3),
+    "context_projector": (0, 1),  # gradients that all blocks give of the context
+}  # a U-Net is not split
 
 
 # Bytes of a parameter that the gradient norm, clipping and AdamW read and write, in fp32: the gradient is read for the
@@ -191,5 +193,7 @@ class AnalyticCosts:
 
     def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         rows = analytic.features(layer, load) if layer.kind == "projector" else load.tokens
+        if layer.kind == "context_projector":
+            rows = load.num_sequences * layer.context
         width = layer.hidden if layer.kind == "head" else layer.out
         return self.collective("all_reduce", rows * width * self.element_bytes, tp, same_node=True)

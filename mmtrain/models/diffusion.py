@@ -76,7 +76,10 @@ def _transformer(g: GeneratorSettings) -> Iterator[LayerShape]:
     """Chen et al., arXiv 2310.00426 (PixArt): blocks with cross-attention; the timestep scales all of them alike."""
     (wide,), (heads,) = g.widths, g.heads
     pixels = g.channels * g.patch**2
-    yield LayerShape("dit_embed", pixels, wide, patch_features=pixels, time_width=WAVES)
+    tokens, width = g.context_tokens, g.context_width
+    yield LayerShape(
+        "dit_embed", pixels, wide, patch_features=pixels, time_width=WAVES, context=tokens, context_width=width
+    )
     block = LayerShape(
         "dit_block",
         hidden=wide,
@@ -85,8 +88,8 @@ def _transformer(g: GeneratorSettings) -> Iterator[LayerShape]:
         kv_heads=heads,
         head_dim=wide // heads,
         ffn=FFN_FACTOR * wide,
-        context=g.context_tokens,
-        context_width=g.context_width,
+        context=tokens,
+        context_width=width,
     )
     yield from [block] * g.layers
     yield LayerShape("dit_out", wide, 2 * pixels)  # of every pixel the noise and its variance

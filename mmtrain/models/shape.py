@@ -42,9 +42,9 @@ class UnitShape:
     def splits(self) -> bool:
         """Whether its layers may go to several stages, and each to tensor-parallel ranks.
 
-        A generator's do not: all of them read the context, and skips join the ends of a U-Net.
+        Those of a U-Net do not: skips join its ends, and its levels are no equal parts.
         """
-        return self.kind != "generator"
+        return all(layer.kind != "unet_embed" for layer in self.layers)
 
     @property
     def first_trainable(self) -> int | None:

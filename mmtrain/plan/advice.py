@@ -42,7 +42,8 @@ def _settings(
         if units and _fits(found, _anew(pricing, again, pricing.sp), choices, machine):
             yield " and ".join(f"parallel.{unit}.recompute: all" for unit in units)
             break
-    whole = [name for name, unit in choices.items() if max(unit.tp) > 1 and not pricing.sp.get(name)]
+    possible = [unit.name for unit in pricing.shape.units if unit.kind != "generator"]
+    whole = [name for name in possible if max(choices[name].tp) > 1 and not pricing.sp.get(name)]
     sliced = {**pricing.sp, **{name: frozenset(choices[name].tp) - {1} for name in whole}}
     if whole and _fits(
         [s for s in found if _max_tp(s) > 1], _anew(pricing, pricing.recompute, sliced), choices, machine

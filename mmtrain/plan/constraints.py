@@ -133,7 +133,7 @@ def _reasons(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[st
 
 
 def _chunks(unit: UnitShape) -> tuple[int, ...]:
-    return CHUNKS if unit.name == LLM else FEW_CHUNKS if unit.splits else (1,)
+    return CHUNKS if unit.name == LLM else FEW_CHUNKS if unit.kind == "encoder" else (1,)
 
 
 def _tensor_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, ...]:

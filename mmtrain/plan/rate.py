@@ -144,7 +144,9 @@ class _Run:
                 continue
             size = self.sizing.sizes[edge.src.unit]
             rows = int(pricing.grid(edge.src.unit, self.sizing.spread).tokens.min())
-            nbytes = rows * pricing.shape.unit(edge.src.unit).layers[0].out * ELEMENT_BYTES[pricing.precision]
+            layers = pricing.shape.unit(edge.src.unit).layers
+            least = min(layer.handed(rows, 0) for layer in layers[1:])
+            nbytes = least * ELEMENT_BYTES[pricing.precision]
             near = size.tp * size.dp < machine.ranks_per_node  # then some pair shares a node
             found.append(pricing.costs.transfer(nbytes, near) if nbytes else 0.0)
         return found

@@ -29,7 +29,8 @@ def with_slices(
     """
     found = {}
     for name, asked in wanted.items():
-        sizes = [tp for tp in choices[name].tp if tp > 1 and asked]
+        is_possible = pricing.shape.unit(name).kind != "generator"
+        sizes = [tp for tp in choices[name].tp if tp > 1 and asked and is_possible]
         if asked == "auto" and not at_any_price:
             sizes = [tp for tp in sizes if _added(pricing, name, tp, choices[LLM].batch, machine) <= 0]
         found[name] = frozenset(sizes)

@@ -249,23 +249,24 @@ class ModelTiming:
         return {}
 
     def _flow_bytes(self, flow: Flow) -> int:
-        return self._rows(flow.edge, flow) * self._widths[flow.edge] * self.element_bytes
-
-    def _rows(self, edge: Edge, flow: Flow) -> int:
+        edge = flow.edge
         if edge.crosses_units:
-            return self.loads.routes[edge.src.unit, edge.dst.unit].rows(flow.src, flow.dst)
-        return self.loads.loads[flow.src].tokens
+            rows = self.loads.routes[edge.src.unit, edge.dst.unit].rows(flow.src, flow.dst)
+            return rows * self._widths[edge] * self.element_bytes
+        load = self.loads.loads[flow.src]
+        return self._entered[edge].handed(load.tokens, load.num_sequences) * self.element_bytes
 
     @cached_property
     def _widths(self) -> dict[Edge, int]:
-        """Features of a row that flows along an edge."""
-        widths = {}
-        for edge in self.graph.edges:
-            if edge.crosses_units:
-                widths[edge] = self.shape.edge(edge.src.unit, edge.dst.unit).width
-            else:
-                widths[edge] = self.shape.unit(edge.src.unit).layers[self.graph.stage(edge.src).layers[1] - 1].out
-        return widths
+        """Features of a row that flows between units."""
+        crossing = [edge for edge in self.graph.edges if edge.crosses_units]
+        return {edge: self.shape.edge(edge.src.unit, edge.dst.unit).width for edge in crossing}
+
+    @cached_property
+    def _entered(self) -> dict[Edge, LayerShape]:
+        """The layer that an edge inside a unit enters."""
+        inside = [edge for edge in self.graph.edges if not edge.crosses_units]
+        return {e: self.shape.unit(e.dst.unit).layers[self.graph.stage(e.dst).layers[0]] for e in inside}
 
     def _trained_parameters(self, rank: int, unit: str) -> int:
         tp = self.graph.mesh(unit).tp

@@ -179,16 +179,26 @@ def sources(recipe: Recipe) -> Iterator[Problem]:
 
 
 def generator(recipe: Recipe) -> Iterator[Problem]:
-    """A generator is planned for on stated lengths, whole on every rank that holds one."""
-    if recipe.model.generator is None:
+    """A generator is planned for on stated lengths; a U-Net is whole on every rank that holds one."""
+    model, sizes = recipe.model.generator, recipe.parallel.generator
+    if model is None:
         return
     if not all(_stated(recipe)):
         text = "needs sources that state lengths, since no data file says what to generate; see docs/data.md"
         yield Problem(("model", "generator"), text)
-    for size in ("tp", "pp"):
-        value = getattr(recipe.parallel.generator, size)
+    if sizes.sp is True:
+        text = "found true, allowed: false or auto (the tokens of a generator are not shared out)"
+        yield Problem(("parallel", "generator", "sp"), text)
+    if model.kind == "dit":
+        yield from _tp("generator", sizes, heads=model.heads[0])
+        most = model.layers + ENDS + 1  # a projector of the context, and both ends
+        if sizes.pp is not None and sizes.pp > most:
+            yield Problem(("parallel", "generator", "pp"), f"{sizes.pp} is more than the unit's {most} layers")
+        return
+    for size in ("tp", "pp", "vpp"):
+        value = getattr(sizes, size)
         if value not in (None, 1):
-            text = f"found {value}, allowed: 1 (all layers of a generator read its context; dp splits its work)"
+            text = f"found {value}, allowed: 1 (skips join the ends of a U-Net; dp splits its work)"
             yield Problem(("parallel", "generator", size), text)
 
 

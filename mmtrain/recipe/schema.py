@@ -181,7 +181,8 @@ class UnitParallel(Section):
     dp: PositiveInt | None = Field(None, description="Data-parallel replicas; divides `train.global_batch`.")
     vpp: PositiveInt | None = Field(
         None,
-        description="Chunks of layers on each pipeline rank (interleaving); in `unified` the LLM's counts for all.",
+        description="Chunks of layers on each pipeline rank (interleaving). In `unified` all units have the same "
+        "number, in `colocated` encoders have one.",
     )
     sp: bool | Literal["auto"] = Field(
         "auto",
@@ -216,7 +217,7 @@ class ParallelSettings(Section):
         "the cluster's, exactly.",
     )
     generator: UnitParallel = Field(
-        UnitParallel(), description="Fixed sizes of the generator, which only data parallelism splits."
+        UnitParallel(), description="Fixed sizes of the generator; a U-Net is split by data parallelism alone."
     )
 
 

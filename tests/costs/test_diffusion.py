@@ -82,6 +82,35 @@ def test_activations_are_those_autograd_keeps(settings: dict[str, Any]) -> None:
     assert sum(kept.values()) == pytest.approx(predicted, rel=0.2)
 
 
+def test_tensor_parallel_ranks_share_out_the_blocks_of_a_transformer() -> None:
+    """Each product is split along one side; biases behind a reduction and the modulation are everywhere."""
+    g, _, _, load = made(DIT)
+    (wide,) = g.widths
+    for layer in generator_layers(g, LLM_HIDDEN):
+        is_block = layer.kind == "dit_block"
+        for tp in (2, 4):
+            share = tp if is_block else 1
+            assert analytic.forward_flops(layer, load, tp) * share == analytic.forward_flops(layer, load)
+            copies = 9 * wide * (tp - 1) if is_block else 0
+            assert analytic.parameters(layer, tp) * share == analytic.parameters(layer) + copies
+            whole, own = (analytic.activation_bytes(layer, load, 2, n) for n in (1, tp))
+            assert own == whole if not is_block else whole / tp < own < whole
+
+
+def test_stages_of_a_transformer_are_handed_what_its_blocks_read() -> None:
+    g, module, patches, load = made(DIT)
+    _, embed, *blocks, out = generator_layers(g, LLM_HIDDEN)
+    read: list[int] = []
+    assert isinstance(module, Dit)
+    for block in module.blocks:
+        block.register_forward_pre_hook(lambda _, given: read.append(sum(x.numel() for x in given)))
+    module.out.register_forward_pre_hook(lambda _, given: read.append(given[0].numel()))
+    rows = torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN)
+    module(patches, rows)
+    handed = [layer.handed(load.tokens, load.num_sequences) for layer in (embed, *blocks, out)]
+    assert handed == [module.context(rows).numel(), *read]
+
+
 def test_a_frozen_generator_still_leads_gradients_to_the_llm() -> None:
     g, _, _, load = made(UNET)
     embed = next(x for x in generator_layers(g, LLM_HIDDEN) if x.kind == "unet_embed")

@@ -11,11 +11,17 @@ from mmtrain.models.shape import shape
 from mmtrain.plan import Plan, plan, stage_graph
 from mmtrain.plan.profiling import sizes_to_measure
 from mmtrain.program import build
+from mmtrain.recipe.model import GeneratorSettings
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import recipe
 
 UNET: dict[str, Any] = {
     "kind": "unet", "widths": (16, 32), "heads": (2, 4), "layers": 1, "context_width": 24, "context_tokens": 8,
+}  # fmt: skip
+
+
+DIT: dict[str, Any] = {
+    "kind": "dit", "widths": (64,), "heads": (4,), "layers": 4, "patch": 2, "context_width": 24, "context_tokens": 8,
 }  # fmt: skip
 
 
@@ -27,6 +33,14 @@ def drawing(tmp_path: Path) -> Recipe:
     plain = recipe().model_dump()
     plain["model"]["generator"] = UNET
     plain["data"] |= {"sources": [{"path": file}], "tokenizer": None}
+    return Recipe.model_validate(plain)
+
+
+@pytest.fixture
+def painting(drawing: Recipe) -> Recipe:
+    """The same with a diffusion transformer."""
+    plain = drawing.model_dump()
+    plain["model"]["generator"] = DIT
     return Recipe.model_validate(plain)
 
 
@@ -58,10 +72,37 @@ def test_every_step_waits_for_the_pictures(drawing: Recipe) -> None:
     assert planned(slower, 3).predicted.step_time_s > planned(drawing, 3).predicted.step_time_s
 
 
-def test_a_generator_is_not_cut(drawing: Recipe) -> None:
+def test_a_u_net_is_not_cut(drawing: Recipe) -> None:
     for size in ("tp", "pp"):
         with pytest.raises(PlanError, match=f"parallel.generator.{size}: 2 .*; allowed: 1$"):
             planned(drawing, 4, generator=drawing.parallel.generator.model_copy(update={size: 2}))
+
+
+@pytest.mark.parametrize("placement", ["unified", "disaggregated"])
+@pytest.mark.parametrize("size", [{"pp": 2}, {"tp": 2}])
+def test_a_transformer_is_cut_and_split_as_other_units(painting: Recipe, placement: str, size: dict[str, int]) -> None:
+    fixed = painting.parallel.generator.model_copy(update=size)
+    chosen = planned(painting, 4, placement=placement, generator=fixed)
+    unit = chosen.units["generator"]
+    assert {key: getattr(unit, key) for key in size} == size
+    assert len(unit.stages) == unit.pp
+    assert not unit.sp
+    if placement == "unified":
+        assert len({u.tp for u in chosen.units.values()}) == 1
+    build(stage_graph(chosen, shape(painting)))
+
+
+def test_stages_of_a_transformer_take_a_share_of_its_memory(painting: Recipe) -> None:
+    """Frozen around it, so that its layers alone decide."""
+    peaks = []
+    for pp in (1, 4):
+        own = painting.parallel.generator.model_copy(update={"tp": 1, "dp": 1, "pp": pp})
+        model = painting.model.model_copy(update={"generator": GeneratorSettings(**{**DIT, "layers": 24})})
+        alone = painting.model_copy(update={"model": model})
+        peaks.append(
+            max(planned(alone, 2 + pp, placement="disaggregated", generator=own).predicted.peak_memory_gib.values())
+        )
+    assert peaks[1] < 0.6 * peaks[0]
 
 
 def test_only_units_with_modules_are_measured(drawing: Recipe) -> None:

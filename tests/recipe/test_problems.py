@@ -9,6 +9,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.recipe import load
 from mmtrain.recipe.checks import CHECKS
 
+DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"
 GENERATOR = "model.generator={preset: stable-diffusion-2.1}"
 AUDIO = "model.audio={layers: 2, hidden: 32, heads: 4, ffn: 64}"
 Write = Callable[[str, str], Path]
@@ -209,6 +210,18 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (
             [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.generator.tp=2"],
             "parallel.generator.tp: found 2, allowed: 1",
+        ),
+        (
+            [DIT, "data.sources=[{path: a.csv}]", "parallel.generator.tp=3"],
+            "parallel.generator.tp: 3 does not divide model.generator.heads 4",
+        ),
+        (
+            [DIT, "data.sources=[{path: a.csv}]", "parallel.generator.pp=6"],
+            "parallel.generator.pp: 6 is more than the unit's 5 layers",
+        ),
+        (
+            [DIT, "data.sources=[{path: a.csv}]", "parallel.generator={tp: 2, sp: true}"],
+            "parallel.generator.sp: found true, allowed: false or auto",
         ),
         (["data.tokenizer=null"], "data.tokenizer: missing; allowed: the path of a `tokenizers` JSON file"),
         (
