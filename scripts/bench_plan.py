@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -37,6 +38,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("exact", "larger", "milp", "speed", "measured"))
     parser.add_argument("--first", type=int, default=0, help="number of the first random instance")
     parser.add_argument("--instances", type=int, help="random instances: of `exact` 200, of `larger` 20")
+    parser.add_argument("--model", help="of `measured`, this one alone, like `audio + llm`")
+    parser.add_argument("--folder", type=Path, help="of `measured`: keeps data and cost tables, and uses what is there")
     asked = parser.parse_args()
     parts: dict[str, Callable[[], None]] = {
         "exact": lambda: exact(range(asked.first, asked.first + (asked.instances or 200))),
@@ -45,7 +48,9 @@ def main() -> None:
         "speed": speed,
     }
     if asked.only == "measured":
-        measured()
+        from scripts.bench_ranking import ranking  # imports torch
+
+        ranking(asked.model, asked.folder)
     for name, part in parts.items():
         if asked.only in (None, name):
             part()
@@ -120,11 +125,6 @@ def speed() -> None:
         found = plan(settings, lengths, world_size=world_size, hardware=hardware, recipe_sha256="0" * 64)
         seconds = time.process_time() - start
         print(f"{name}: {seconds:.1f} s (target {target:.0f} s); {told(found)}")
-
-
-def measured() -> None:
-    """For three tiny models, the plan ranked first beside the fastest measured one, two ranks."""
-    raise SystemExit("use `mmtrain plan RECIPE --measure --top 50` on an idle machine: it prints both rankings")
 
 
 def told(found: Plan) -> str:

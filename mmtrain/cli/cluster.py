@@ -50,6 +50,7 @@ def plan_here(
     explain: bool = False,
     progress: "Progress | None" = None,
     measure: "Callable[[Plan], float] | None" = None,
+    baseline: str | None = None,
 ) -> "Plan":
     """The plan for the recipe's cluster, or for this machine; on exactly `num_ranks` where their number is given."""
     from mmtrain.plan import plan
@@ -65,6 +66,7 @@ def plan_here(
         explain=explain,
         progress=progress,
         measure=measure,
+        baseline=baseline,
     )
 
 

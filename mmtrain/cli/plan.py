@@ -22,6 +22,10 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Run the best few for three steps on this machine, take the fastest.")
     ] = False,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="RULE", help="The plan by a rule of thumb, like megatron, beside what would be chosen."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON, for `train --plan FILE`.")
     ] = None,
@@ -43,6 +47,8 @@ def plan(
 
     if gpus is not None and (out is not None or measure):
         raise UserError("--gpus compares clusters: it saves no plan (--out) and runs none (--measure)")
+    if baseline is not None:
+        _require_known(baseline, measure)
     numbers = None if gpus is None else counts(gpus)
     short = [] if cluster is None else cluster_settings(cluster)
     short += [] if placement is None else [f"parallel.placement={placement}"]
@@ -58,15 +64,27 @@ def plan(
         if numbers is not None:
             from mmtrain.report.scaling import scaling_json, scaling_table
 
-            found = sweep(settings, numbers, partial(plan_here, lengths=lengths, top=1, progress=bar))
+            found = sweep(
+                settings, numbers, partial(plan_here, lengths=lengths, top=1, progress=bar, baseline=baseline)
+            )
             told = json.dumps(list(scaling_json(found)), indent=2) if as_json else scaling_table(found, text_width())
             typer.echo(told)
             return
         runs = measuring(settings) if measure else None
-        chosen = plan_here(settings, lengths, top=top, explain=explain, progress=bar, measure=runs)
+        chosen = plan_here(settings, lengths, top=top, explain=explain, progress=bar, measure=runs, baseline=baseline)
     if out is not None:
         with writing("--out", out, "plan"):
             chosen.save(out)
     typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width()))
     if out is not None and not as_json:
         typer.echo(f"{out} written: `train --plan {out}` runs it, `report {out} -o page.html` draws it")
+
+
+def _require_known(baseline: str, measure: bool) -> None:
+    from mmtrain.errors import UserError
+    from mmtrain.plan.baselines import BASELINES
+
+    if baseline not in BASELINES:
+        raise UserError(f"--baseline {baseline}: no such rule; allowed: {', '.join(BASELINES)}")
+    if measure:
+        raise UserError("--baseline gives the plan of a rule, so --measure has nothing to choose from; leave one out")

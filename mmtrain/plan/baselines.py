@@ -1,37 +1,44 @@
-"""How pipelines are cut by folklore: baselines that stand in the ranking beside what the planner found.
+"""Plans by folklore: baselines that stand in the ranking beside what the planner found, or are asked for.
 
-All are `unified` plans, each at the fastest of a few sizes.
+All but `flops` cut the one pipeline of a `unified` plan by a rule. Each is taken at the fastest of a few sizes, fits
+into memory as any plan does, and is simulated as any.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from mmtrain.costs import Hardware
+from mmtrain.costs import Hardware, model_flops
 from mmtrain.costs.hardware import GIB
+from mmtrain.errors import PlanError
+from mmtrain.plan.bounds import unit_bound
 from mmtrain.plan.constraints import UnitChoices
-from mmtrain.plan.cut import Track, tracks_of
+from mmtrain.plan.cut import Cuts, Track, is_allowed, tracks_of
 from mmtrain.plan.fit import Fitted, fitted
-from mmtrain.plan.partition import min_max_partition
+from mmtrain.plan.judge import Judged, judge
+from mmtrain.plan.partition import FloatArray, min_max_partition
 from mmtrain.plan.plan import Alternative
-from mmtrain.plan.pricing import Pricing
+from mmtrain.plan.pricing import FORWARD, Pricing
 from mmtrain.plan.rate import Rater
-from mmtrain.plan.search import HEAVIEST, SAME
-from mmtrain.plan.sizes import Sizing, split_lane_of
+from mmtrain.plan.search import HEAVIEST
+from mmtrain.plan.sizes import Sizing, in_shares, split_lane_of
 from mmtrain.program.graph import LLM
 
-LOOKED_AT = 4  # sizes of the one pipeline, those whose bounds are least
-CutRule = Callable[[Track], tuple[int, ...] | None]
+LOOKED_AT = 4  # sizes by each rule, those whose bounds are least
+FLOPS = "flops"  # the rule that shares ranks out, instead of cutting a pipeline
+# From a line of layers and the seconds of each one's forward on the mean microbatch to its bounds; None: impossible.
+CutRule = Callable[[Track, FloatArray], tuple[int, ...] | None]
 
 
-def megatron(track: Track) -> tuple[int, ...] | None:
+def megatron(track: Track, forward: FloatArray) -> tuple[int, ...] | None:
     """The LLM's layers evenly over all ranks, encoders in front of the first stage, a generator behind the last."""
     begin, end = _llm(track)
     return _even(track.parts, begin, end, first=0, last=track.bounds[-1])
 
 
-def megatron_extra(track: Track) -> tuple[int, ...] | None:
+def megatron_extra(track: Track, forward: FloatArray) -> tuple[int, ...] | None:
     """The encoders as a first stage of their own, the LLM's layers evenly over the others."""
     begin, end = _llm(track)
     if begin == 0 or track.parts < 2:
@@ -40,28 +47,35 @@ def megatron_extra(track: Track) -> tuple[int, ...] | None:
     return None if rest is None else (0, *rest)
 
 
-def balanced(track: Track) -> tuple[int, ...] | None:
+def balanced(track: Track, forward: FloatArray) -> tuple[int, ...] | None:
     """Forward and backward of the mean microbatch as even as can be over all chunks (Optimus' baseline)."""
     return min_max_partition(track.line.seconds.tolist(), track.parts)
 
 
-def equal_parameters(track: Track) -> tuple[int, ...] | None:
+def equal_parameters(track: Track, forward: FloatArray) -> tuple[int, ...] | None:
     """As many trained parameters in every part."""
     return min_max_partition((track.line.parameters + 1e-6).tolist(), track.parts)
 
 
-def equal_layers(track: Track) -> tuple[int, ...] | None:
+def equal_layers(track: Track, forward: FloatArray) -> tuple[int, ...] | None:
     """As many layers in every part."""
     return min_max_partition([1.0] * len(track.line.seconds), track.parts)
 
 
-BASELINES: Mapping[str, CutRule] = {
+def profile_only(track: Track, forward: FloatArray) -> tuple[int, ...] | None:
+    """Measured forwards as even as can be: no backward, no recomputation, no messages (OmniBal's baseline)."""
+    return min_max_partition(forward.tolist(), track.parts)
+
+
+CUT_RULES: Mapping[str, CutRule] = {
     "megatron": megatron,
     "megatron-extra": megatron_extra,
     "balanced": balanced,
-    "equal parameters": equal_parameters,
-    "equal layers": equal_layers,
+    "equal-parameters": equal_parameters,
+    "equal-layers": equal_layers,
+    "profile-only": profile_only,
 }
+BASELINES = (*CUT_RULES, FLOPS)
 
 
 def _llm(track: Track) -> tuple[int, int]:
@@ -77,44 +91,101 @@ def _even(parts: int, begin: int, end: int, first: int, last: int) -> tuple[int,
     return (first, *inner[1:-1], last) if all(a < b for a, b in pairwise(inner)) else None
 
 
-def baselines(
-    sizings: Sequence[tuple[float, Sizing]],
-    pricing: Pricing,
-    choices: Mapping[str, UnitChoices],
-    machine: Hardware,
-    fastest: float,
-) -> list[Alternative]:
-    """Every rule that is slower, at its fastest size of the few `unified` ones that look quickest; times are ratings.
+@dataclass(frozen=True)
+class Folklore:
+    """Makes baselines of the sizes that are searched, `sizings` with their bounds."""
 
-    Sizes of one pipeline rank have nothing to cut. Rules under which nothing fits are left out.
-    """
-    pipelines = [s for _, s in sorted(sizings, key=lambda entry: entry[0]) if s.placement == "unified"]
-    pipelines = [s for s in pipelines if s.sizes[LLM].pp > 1 and not split_lane_of(s, machine.ranks_per_node)]
-    rater = Rater(pricing, machine, HEAVIEST)
-    found = []
-    for name, rule in BASELINES.items():
-        best: tuple[float, Fitted] | None = None
+    sizings: Sequence[tuple[float, Sizing]]
+    pricing: Pricing
+    choices: Mapping[str, UnitChoices]
+    machine: Hardware
+
+    def all(self) -> dict[str, Judged]:
+        """Every baseline that is possible and fits, by name."""
+        found = {name: self.find(name) for name in BASELINES}
+        return {name: judged for name, judged in found.items() if judged is not None}
+
+    def asked(self, name: str) -> Judged:
+        """One baseline; PlanError where it is not possible or does not fit."""
+        found = self.find(name)
+        if found is None:
+            raise PlanError(
+                f"--baseline {name}: no plan by this rule is possible and fits; possible here: "
+                f"{', '.join(self.all()) or 'none'}. Rules that cut a pipeline need `unified` plans with pp above 1, "
+                f"`{FLOPS}` units on ranks of their own"
+            )
+        return found
+
+    def find(self, name: str) -> Judged | None:
+        """The baseline of this name at its fastest size, simulated; None where it is not possible or does not fit."""
+        tried = list(self._in_proportion() if name == FLOPS else self._cut_by(CUT_RULES[name]))
+        rater = Rater(self.pricing, self.machine, HEAVIEST)
+        rated: list[tuple[float, int, Sizing, Cuts]] = []
+        for sizing, tracks, cuts in tried:
+            rating = float(rater.rate(sizing, tracks, [cuts], [None] * len(tracks))[0])
+            rated.append((rating, len(rated), sizing, cuts))
+        for _, _, sizing, cuts in sorted(rated):
+            found = fitted(sizing, self.pricing, cuts, self.machine, rater.alive(sizing, cuts))
+            if isinstance(found, Fitted):
+                return judge(found.layout, self.pricing, self.machine, memory=found.memory)
+        return None
+
+    def _cut_by(self, rule: CutRule) -> Iterator[tuple[Sizing, tuple[Track, ...], Cuts]]:
+        """The `unified` sizes that look quickest; those of one pipeline rank have nothing to cut."""
+        pipelines = [s for _, s in sorted(self.sizings, key=lambda entry: entry[0]) if s.placement == "unified"]
+        pipelines = [s for s in pipelines if s.sizes[LLM].pp > 1 and not self._is_split(s)]
         for sizing in pipelines[:LOOKED_AT]:
-            (track,) = tracks_of(sizing, pricing, choices)
-            cuts = rule(track)
-            if cuts is None:
-                continue
-            rating = float(rater.rate(sizing, (track,), [(cuts,)], [None])[0])
-            if best is not None and rating >= best[0]:
-                continue
-            fitting = fitted(sizing, pricing, (cuts,), machine, rater.alive(sizing, (cuts,)))
-            if isinstance(fitting, Fitted):
-                best = rating, fitting
-        if best is not None and best[0] > fastest * SAME:
-            found.append(_told(name, *best, fastest))
-    return found
+            (track,) = tracks_of(sizing, self.pricing, self.choices)
+            cuts = rule(track, self._forward(sizing))
+            if cuts is not None and is_allowed(track, cuts):
+                yield sizing, (track,), (cuts,)
+
+    def _in_proportion(self) -> Iterator[tuple[Sizing, tuple[Track, ...], Cuts]]:
+        """Units on ranks of their own, as many as their FLOPs ask for; in them the sizes that look quickest."""
+        apart = [s for _, s in self.sizings if s.placement == "disaggregated"]
+        if not apart:
+            return
+        world_size = max(sizing.ranks for sizing in apart)
+        bound = unit_bound(self.pricing, self.choices, self.machine)
+        sizings = [s for _, s in in_shares(self.choices, self._shares(world_size), bound) if not self._is_split(s)]
+        for sizing in sizings[:LOOKED_AT]:
+            tracks = tracks_of(sizing, self.pricing, self.choices)
+            cuts = tuple(track.anchor for track in tracks if track.anchor is not None)
+            if len(cuts) == len(tracks):
+                yield sizing, tracks, cuts
+
+    def _shares(self, world_size: int) -> dict[str, float]:
+        """Ranks of each unit in proportion to its FLOPs on the drawn batches."""
+        alone = tuple((name, 1, self.choices[LLM].batch) for name in self.choices)
+        batches = range(len(self.pricing.batches.groups))
+        flops = {
+            name: sum(
+                model_flops(self.pricing.shape, {name: self.pricing.grid(name, alone).total(batch)})
+                for batch in batches
+            )
+            for name in self.choices
+        }
+        return {name: world_size * own / sum(flops.values()) for name, own in flops.items()}
+
+    def _forward(self, sizing: Sizing) -> FloatArray:
+        """(L,) seconds of each layer's forward for one microbatch of the LLM, mean over the batches."""
+        own = [
+            self.pricing.prices(name, size.tp, sizing.spread).mean[:, FORWARD] * sizing.counts[name]
+            for name, size in sizing.sizes.items()
+        ]
+        return np.asarray(np.concatenate(own) / sizing.counts[LLM])
+
+    def _is_split(self, sizing: Sizing) -> bool:
+        return split_lane_of(sizing, self.machine.ranks_per_node) is not None
 
 
-def _told(name: str, seconds: float, found: Fitted, fastest: float) -> Alternative:
+def told(name: str, baseline: Judged, fastest: float) -> Alternative:
+    """A baseline in the ranking, under its name."""
+    rule = "ranks shared out by FLOPs" if name == FLOPS else "cut by rule, whatever layers cost"
     return Alternative(
-        summary=f"{name} baseline, {found.layout.summary}",
-        placement="unified",
-        step_time_s=seconds,
-        peak_memory_gib=round(max(m.total for m in found.memory.values()) / GIB, 4),
-        reason=f"{seconds / fastest:.2f}x slower: cut by rule, whatever layers cost",
+        summary=f"{name} baseline, {baseline.layout.summary}",
+        placement=baseline.layout.placement,
+        step_time_s=baseline.step_time_s,
+        peak_memory_gib=round(baseline.peak_bytes / GIB, 4),
+        reason=f"{baseline.step_time_s / fastest:.2f}x slower: {rule}",
     )

@@ -55,6 +55,11 @@ class Outcome:
     judged: tuple[Judged, ...]  # the chosen one first, then by step time; of each sizing the best
     losers: tuple[Alternative, ...]  # those never simulated, with the reason
 
+    @property
+    def fastest(self) -> float:
+        """Seconds of the chosen step; infinity without any."""
+        return self.judged[0].step_time_s if self.judged else math.inf
+
 
 def joined(*outcomes: Outcome) -> Outcome:
     """What several searches learned, ranked together."""

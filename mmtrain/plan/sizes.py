@@ -94,6 +94,28 @@ def bounded_sizings(
             yield from ((least, one) for one in _interleaved(choices, sizing))
 
 
+def in_shares(
+    choices: Mapping[str, UnitChoices], shares: Mapping[str, float], bound: UnitBound
+) -> list[tuple[float, Sizing]]:
+    """Units on ranks of their own, as near to these shares as sizes come: some with their bounds, quickest first."""
+    world_size, llm = round(sum(shares.values())), choices[LLM]
+    units = []
+    for c in choices.values():
+        sizes = [(bound(c.name, size, n), size, n) for size, n in _sizes(c, world_size, llm)]
+        units.append([entry for entry in sizes if entry[0] < math.inf])
+    possible = [sorted({size.ranks for _, size, _ in sizes}) for sizes in units]
+    splits = [ranks for ranks in product(*possible[:-1]) if world_size - sum(ranks) in possible[-1]]
+    wanted = [shares[name] for name in choices]
+    splits.sort(key=lambda ranks: sum(abs(a - b) for a, b in zip(ranks, wanted, strict=False)))
+    for ranks in splits:
+        own = (*ranks, world_size - sum(ranks))
+        sized = [[entry for entry in sizes if entry[1].ranks == n] for sizes, n in zip(units, own, strict=True)]
+        found = [(b, s) for b, chosen in _together(sized, world_size, KEPT) if (s := _disaggregated(choices, chosen))]
+        if found:
+            return sorted(found, key=lambda entry: entry[0])
+    return []
+
+
 def _summed(bound: UnitBound, sizing: Sizing) -> float:
     """All units take turns on the same ranks."""
     return sum(bound(name, size, sizing.counts[name]) for name, size in sizing.sizes.items())

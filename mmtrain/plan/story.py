@@ -13,7 +13,7 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
 from mmtrain.models.shape import shape as model_shape
 from mmtrain.plan.advice import what_would_fit
-from mmtrain.plan.baselines import baselines
+from mmtrain.plan.baselines import Folklore, told
 from mmtrain.plan.batches import draw_batches
 from mmtrain.plan.bounds import unit_bound
 from mmtrain.plan.colocated_order import scheduling_efficiency
@@ -45,6 +45,7 @@ def plan(
     explain: bool = False,
     progress: Progress | None = None,
     measure: Callable[[Plan], float] | None = None,
+    baseline: str | None = None,
 ) -> Plan:
     """Choose the fastest plan that uses `world_size` ranks of `hardware` (a preset's name) and fits their memory.
 
@@ -52,7 +53,8 @@ def plan(
     on a few global batches of the recipe's own lengths; `top` losers are kept with the reason they lost, or all to
     `explain`. With `parallel.max_gpus` it may use fewer ranks. Pure: the same arguments give the same plan. progress:
     told how many candidates are settled, of how many. measure: seconds of a step as run; the `top` plans predicted to
-    be fastest are then ranked by it (OmniBal, arXiv 2407.20761).
+    be fastest are then ranked by it (OmniBal, arXiv 2407.20761). baseline: the plan that this rule of thumb makes
+    instead (`baselines.BASELINES`), beside the one that would have been chosen.
 
     Raises:
         PlanError: constraints contradict each other or the cluster, or nothing fits into memory.
@@ -83,14 +85,19 @@ def plan(
         changes = what_would_fit([s for _, s in candidates], outcome.losers, pricing, choices, machine, world_size)
         raise PlanError(_nothing_fits(outcome, machine, world_size, changes))
     about = About(recipe, recipe_sha256, pricing, machine)
+    folklore = Folklore(candidates, pricing, choices, machine)
+    if baseline is not None:
+        asked = folklore.asked(baseline)
+        return about.plan(asked, (_planned_instead(outcome.judged[0], asked),))
+    rules = folklore.all() if measure is None else {}
+    outcome = joined(outcome, Outcome(tuple(j for j in rules.values() if j.step_time_s < outcome.fastest), ()))
     judged, seconds = by_measure(outcome.judged, top, about, measure) if measure else (outcome.judged, {})
     chosen, *slower = judged
     build(
         chosen.graph, kind=chosen.schedule.kind, order=chosen.schedule.order
     )  # refuses what the runtime could not run to its end
     losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.losers]
-    if measure is None:
-        losers += baselines(candidates, pricing, choices, machine, chosen.step_time_s)
+    losers += [told(n, j, chosen.step_time_s) for n, j in rules.items() if j.step_time_s > chosen.step_time_s * SAME]
     if recipe.parallel.placement == "auto" and world_size > 1:
         phases = Phases(shape, pricing.costs, precision, batches, machine, world_size)
         losers.append(phases.alternative(chosen.step_time_s))
@@ -121,8 +128,7 @@ def _searched(
     ]
     outcome = search(candidates, pricing, choices, machine, at_least=top + 1, progress=progress)
     if recipe.parallel.placement in ("auto", "colocated"):
-        fastest = outcome.judged[0].step_time_s if outcome.judged else math.inf
-        rest = (colocated_candidates(pricing, choices, machine, n, fastest) for n in counts)
+        rest = (colocated_candidates(pricing, choices, machine, n, outcome.fastest) for n in counts)
         outcome = joined(outcome, *rest)
     return candidates, outcome
 
@@ -281,6 +287,17 @@ def _slower(loser: Judged, chosen: Judged, seconds: Mapping[int, float]) -> Alte
         step_time_s=loser.step_time_s,
         peak_memory_gib=round(loser.peak_bytes / GIB, 4),
         reason=reason,
+    )
+
+
+def _planned_instead(planned: Judged, asked: Judged) -> Alternative:
+    """What a baseline that was asked for stands beside."""
+    return Alternative(
+        summary=planned.layout.summary,
+        placement=planned.layout.placement,
+        step_time_s=planned.step_time_s,
+        peak_memory_gib=round(planned.peak_bytes / GIB, 4),
+        reason=f"{asked.step_time_s / planned.step_time_s:.2f}x faster: what is planned without a baseline",
     )
 
 

@@ -1,48 +1,144 @@
-"""Baselines: each cut is what its name says, and none beats what was planned."""
+"""Baselines: each is what its name says, simulated like any plan, and none stands before what was planned."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mmtrain.plan.baselines import BASELINES, baselines
-from mmtrain.plan.cut import Track, part_seconds, tracks_of
-from mmtrain.plan.search import SAME, search
+from mmtrain.costs import model_flops
+from mmtrain.errors import PlanError
+from mmtrain.models.shape import shape
+from mmtrain.plan import Plan, plan, stage_graph
+from mmtrain.plan.baselines import BASELINES, CUT_RULES, FLOPS, Folklore
+from mmtrain.plan.bounds import unit_bound
+from mmtrain.plan.cut import FloatArray, Track, part_seconds, tracks_of
+from mmtrain.plan.judge import judge
+from mmtrain.plan.pricing import FORWARD
+from mmtrain.plan.search import SAME, Outcome, search
 from mmtrain.plan.sizes import bounded_sizings, sizings
 from mmtrain.plan.story import machine_for
-from tests.plan.factory import pricing_for, recipe
+from mmtrain.program import build
+from mmtrain.recipe.schema import Recipe
+from tests.plan.factory import VISION, lengths, pricing_for, recipe
+
+SMALL: dict[str, Any] = {"llm": {"layers": 2}, "vision": {"layers": 1, "hidden": 96, "heads": 4, "ffn": 256}}
 
 
-def track(pp: int) -> Track:
-    pricing, choices = pricing_for(recipe(llm={"layers": 6}))
+def track(pp: int, **vision: Any) -> tuple[Track, FloatArray]:
+    """A pipeline of 5 + 8 layers, and what their forwards take."""
+    pricing, choices = pricing_for(recipe(llm={"layers": 6}, vision=VISION | vision))
     sizing = next(s for s in sizings(choices, pp) if str(s) == f"unified: tp1 pp{pp} dp1")
-    return tracks_of(sizing, pricing, choices)[0]
+    forward = [pricing.prices(name, 1, sizing.spread).mean[:, FORWARD] for name in ("vision", "llm")]
+    return tracks_of(sizing, pricing, choices)[0], np.concatenate(forward)
+
+
+def folklore(settings: Recipe, world_size: int, hardware: str = "cpu-core") -> Folklore:
+    pricing, choices = pricing_for(settings, hardware)
+    machine = machine_for(settings, hardware)
+    bound = unit_bound(pricing, choices, machine)
+    return Folklore(list(bounded_sizings(choices, world_size, bound)), pricing, choices, machine)
+
+
+def planned(settings: Recipe, world_size: int, **asked: Any) -> Plan:
+    return plan(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="", **asked)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("megatron", (0, 7, 9, 11, 13)), ("megatron-extra", (0, 5, 8, 10, 13)), ("equal layers", (0, 3, 6, 9, 13))],
+    [("megatron", (0, 7, 9, 11, 13)), ("megatron-extra", (0, 5, 8, 10, 13)), ("equal-layers", (0, 3, 6, 9, 13))],
 )
 def test_layers_lie_where_the_rule_says(name: str, expected: tuple[int, ...]) -> None:
-    found = BASELINES[name](track(4))
+    found = CUT_RULES[name](*track(4))
     assert found is not None
     assert sorted(np.diff(found)) == sorted(np.diff(expected))
     assert (found[0], found[-1]) == (0, 13)
 
 
-def test_balanced_is_the_evenest_by_time() -> None:
-    one = track(3)
-    cuts = [rule(one) for rule in BASELINES.values()]
-    longest = [float(part_seconds(one, np.asarray([c])).max()) for c in cuts if c is not None]
-    found = BASELINES["balanced"](one)
+def test_each_rule_evens_out_what_its_name_says() -> None:
+    one, forward = track(3, freeze=True)  # no backward: a profile of forwards takes it for dearer than it is
+    cuts = {name: rule(one, forward) for name, rule in CUT_RULES.items()}
+    of_forward = np.concatenate([[0.0], np.cumsum(forward)])
+
+    def slowest(found: tuple[int, ...] | None) -> float:
+        return float(part_seconds(one, np.asarray([found])).max())
+
+    def slowest_forward(found: tuple[int, ...] | None) -> float:
+        return float(np.diff(of_forward[list(found or ())]).max())
+
+    assert slowest(cuts["balanced"]) == min(map(slowest, cuts.values()))
+    assert slowest_forward(cuts["profile-only"]) == min(map(slowest_forward, cuts.values()))
+    assert cuts["profile-only"] != cuts["balanced"]
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 8, 16])
+def test_ranks_are_in_proportion_to_flops(world_size: int) -> None:
+    given = folklore(recipe(vision={**SMALL["vision"], "layers": 8}), world_size)
+    found = given.find(FLOPS)
     assert found is not None
-    assert float(part_seconds(one, np.asarray([found])).max()) == min(longest)
+    alone = tuple((name, 1, 8) for name in given.choices)
+    flops = {}
+    for name in given.choices:
+        loads = [given.pricing.grid(name, alone).total(batch) for batch in range(3)]
+        flops[name] = sum(model_flops(given.pricing.shape, {name: load}) for load in loads)
+    share = world_size * flops["vision"] / sum(flops.values())
+    ranks = {name: len(unit.ranks) for name, unit in found.layout.units.items()}
+    apart = (s for s in sizings(given.choices, world_size) if s.placement == "disaggregated")
+    possible = {s.sizes["vision"].ranks for s in apart}
+    assert abs(ranks["vision"] - share) == min(abs(own - share) for own in possible)
+    assert sum(ranks.values()) == world_size
 
 
-def test_no_baseline_beats_the_plan() -> None:
-    settings = recipe(llm={"layers": 2}, vision={"layers": 1, "hidden": 96, "heads": 4, "ffn": 256})
-    pricing, choices = pricing_for(settings)
-    machine = machine_for(settings, "cpu-core")
-    found = list(bounded_sizings(choices, 3))
-    fastest = search(found, pricing, choices, machine, at_least=1).judged[0].step_time_s
-    told = baselines(found, pricing, choices, machine, fastest)
-    assert {"megatron", "equal layers"} <= {a.summary.split(" baseline")[0] for a in told} <= set(BASELINES)
-    assert all(a.step_time_s is not None and a.step_time_s > fastest * SAME for a in told)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_baselines_are_simulated_and_never_stand_before_the_plan(world_size: int) -> None:
+    chosen = planned(recipe(**SMALL), world_size, explain=True)
+    told = {a.summary.split(" baseline")[0]: a for a in chosen.alternatives if " baseline" in a.summary}
+    given = folklore(recipe(**SMALL), world_size)
+    rules = given.all()
+    assert {"megatron", "equal-layers", FLOPS} <= set(rules) <= set(BASELINES)
+    assert "megatron" in told
+    assert set(told) <= set(rules)
+    for name, judged in rules.items():
+        assert judged.step_time_s == judge(judged.layout, given.pricing, given.machine).step_time_s
+        assert judged.step_time_s >= chosen.predicted.step_time_s / SAME
+        if name in told:
+            assert told[name].step_time_s == judged.step_time_s
+        else:
+            assert judged.step_time_s <= chosen.predicted.step_time_s * SAME
+
+
+def test_a_baseline_that_is_faster_than_all_that_was_found_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a search that cannot try everything overlooks it."""
+    rules = folklore(recipe(**SMALL), 2).all()
+    fastest = min(judged.step_time_s for judged in rules.values())
+    slow = ("disaggregated",)
+    monkeypatch.setattr(
+        "mmtrain.plan.story.search",
+        lambda sizings, *given, **more: search([e for e in sizings if e[1].placement in slow], *given, **more),
+    )
+    settings = recipe(**SMALL, parallel={"placement": "auto"})
+    monkeypatch.setattr("mmtrain.plan.story.colocated_candidates", lambda *_: Outcome((), ()))
+    assert planned(settings, 2).predicted.step_time_s == fastest
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_can_be_asked_for(name: str) -> None:
+    settings = recipe(**SMALL)
+    chosen = planned(settings, 2)
+    found = planned(settings, 2, baseline=name)
+    build(stage_graph(found, shape(settings)))
+    assert found.placement == ("disaggregated" if name == FLOPS else "unified")
+    [beside] = found.alternatives
+    assert beside.step_time_s == chosen.predicted.step_time_s
+    assert "x faster: what is planned without a baseline" in beside.reason
+
+
+def test_no_baseline_breaks_what_the_recipe_fixes() -> None:
+    fixed = recipe(parallel={"placement": "unified", "vision": {"pp": 2}, "llm": {"pp": 2, "dp": 1}})
+    for judged in folklore(fixed, 3).all().values():
+        assert [unit.pp for unit in judged.layout.units.values()] == [2, 2]
+
+
+def test_a_baseline_that_is_impossible_names_those_that_are_not() -> None:
+    apart = recipe(parallel={"placement": "disaggregated"})
+    with pytest.raises(PlanError, match=r"--baseline megatron: no plan .* possible here: flops\."):
+        planned(apart, 2, baseline="megatron")

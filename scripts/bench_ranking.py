@@ -1,0 +1,161 @@
+"""Is the plan ranked first the fastest as run? Three tiny models, every plan of two ranks (`bench_plan`).
+
+Each model's layers are measured first (`mmtrain profile`). Then every sizing of every placement is run at its best cut,
+in the same two processes, taking turns step by step, so that what else the machine does slows all of them alike.
+"""
+
+import statistics
+import tempfile
+import wave
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmtrain.balance import SampleLengths
+from mmtrain.data import build
+from mmtrain.data.demo import generate
+from mmtrain.data.digits import prepare
+from mmtrain.errors import PlanError
+from mmtrain.plan import Plan, plan
+from mmtrain.plan.profiling import sizes_to_measure
+from mmtrain.recipe import Recipe, sha256
+from mmtrain.runtime.profile import ProfileRequest, profile
+from mmtrain.runtime.try_plans import measured_steps
+
+RANKS, ROUNDS = 2, 15
+NEAR = 1.05  # of the fastest measured: how much slower the plan ranked first may be
+RATE, SPEAKERS, TAKES = 8_000, ("ann", "bob"), 12  # of the recordings
+HEADS = {"heads": 4}
+SIGHT: dict[str, Any] = {"patch": 8, "downsample": "pixel_shuffle", "merge": 2, "max_side": 8, **HEADS}
+SOUND: dict[str, Any] = {"mel_bins": 80, "max_frames": 200, "downsample": 2, **HEADS}
+TEXT: dict[str, Any] = {"vocab": 512, **HEADS}
+# An encoder heavier than the LLM; units about even, whose many parameters make replicas dear; a heavy LLM, and a number
+# of microbatches that replicas cannot share out.
+MODELS: dict[str, dict[str, Any]] = {
+    "vision + llm": {
+        "vision": {"layers": 4, "hidden": 192, "ffn": 512, **SIGHT},
+        "llm": {"layers": 2, "hidden": 128, "ffn": 320, **TEXT},
+    },
+    "audio + llm": {
+        "audio": {"layers": 4, "hidden": 256, "ffn": 1024, **SOUND},
+        "llm": {"layers": 3, "hidden": 256, "ffn": 1024, **TEXT},
+    },
+    "vision + audio + llm": {
+        "vision": {"layers": 2, "hidden": 128, "ffn": 256, **SIGHT},
+        "audio": {"layers": 2, "hidden": 128, "ffn": 256, **SOUND},
+        "llm": {"layers": 4, "hidden": 160, "ffn": 384, **TEXT},
+    },
+}
+GROUPS = {"vision + llm": 8, "audio + llm": 4, "vision + audio + llm": 5}  # LLM microbatches in a step
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A plan, and the median second of its steps."""
+
+    plan: Plan
+    seconds: float
+
+
+def ranking(only: str | None, folder: Path | None) -> None:
+    """Print both rankings for each model; `folder` keeps data and cost tables for the next time."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = folder or Path(scratch)
+        if not (folder / "digits").exists():
+            make_data(folder)
+        good = [compared(name, folder) for name in MODELS if only in (None, name)]
+    print(f"ranked first is measured first, or within {NEAR - 1:.0%} of it: {sum(good)} of {len(good)} models")
+
+
+def compared(name: str, folder: Path) -> bool:
+    """Run all plans of a model beside each other; whether the one ranked first is near the fastest."""
+    settings = recipe(name, folder)
+    index = build(settings)
+    table = folder / f"{name.replace(' ', '')}.json"
+    if not table.exists():
+        print(f"{name}: measuring layers", flush=True)
+        sizes = sizes_to_measure(settings, RANKS)
+        profile(ProfileRequest(settings, "cpu-core", RANKS, sizes, index.lengths)).table.save(table)
+    settings = settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"costs": table})})
+    plans = every_plan(settings, index.lengths)
+    print(f"{name}: {ROUNDS} rounds of {len(plans)} plans", flush=True)
+    steps = measured_steps(settings, plans, ROUNDS)
+    measured = [Ranked(p, statistics.median(seconds)) for p, seconds in zip(plans, steps, strict=True)]
+    in_order = sorted(measured, key=lambda one: one.seconds)
+    for place, one in enumerate(in_order):
+        predicted = one.plan.predicted.step_time_s
+        print(
+            f"  measured {place + 1:>2}, ranked {plans.index(one.plan) + 1:>2}: {one.seconds * 1e3:7.1f} ms, predicted "
+            f"{predicted * 1e3:7.1f} ({predicted / one.seconds:.2f})  {_sizes(one.plan)}"
+        )
+    ratio = measured[0].seconds / in_order[0].seconds
+    print(f"{name}: the plan ranked first takes {ratio:.3f} of the fastest measured", flush=True)
+    return ratio <= NEAR
+
+
+def _sizes(found: Plan) -> str:
+    counts = found.schedule.num_microbatches
+    units = (f"{n} tp{u.tp} pp{u.pp} vpp{u.vpp} dp{u.dp} mb{counts[n]}" for n, u in found.units.items())
+    return f"{found.placement}: {', '.join(units)}"
+
+
+def every_plan(settings: Recipe, lengths: SampleLengths) -> list[Plan]:
+    """Every plan of two ranks: as they are ranked, then those of placements of which the ranking has none."""
+    plans: list[Plan] = []
+
+    def as_predicted(found: Plan) -> float:
+        plans.append(found)
+        return found.predicted.step_time_s
+
+    for placement in ("auto", "unified", "disaggregated", "colocated"):
+        if placement not in {found.placement for found in plans}:
+            parallel = settings.parallel.model_copy(update={"placement": placement})
+            wanted = settings.model_copy(update={"parallel": parallel})
+            try:
+                plan(
+                    wanted, lengths, world_size=RANKS, hardware="cpu-core", recipe_sha256=sha256(wanted), top=1_000,
+                    measure=as_predicted,
+                )  # fmt: skip
+            except PlanError as error:
+                print(f"  {placement}: {str(error).splitlines()[0]}")
+    return plans
+
+
+def recipe(name: str, folder: Path) -> Recipe:
+    """The model on pictures, on recordings, or on both in turns."""
+    model = MODELS[name]
+    kinds = [kind for kind, unit in (("demo", "vision"), ("digits", "audio")) if unit in model]
+    return Recipe.model_validate(
+        {
+            "name": "ranking",
+            "model": model,
+            "data": {
+                "sources": [{"path": folder / kind / "train.json"} for kind in kinds],
+                "tokenizer": folder / kinds[-1] / "tokenizer.json",  # that of the recordings knows both
+                "seq_len": 320,
+                "image": {"min_pixels": 256, "max_pixels": 2304},
+                "audio": {"max_seconds": 2.0},
+            },
+            "cluster": {"hardware": "cpu-core", "ranks": RANKS},
+            "train": {"steps": 100, "global_batch": GROUPS[name], "seed": 1, "optimizer": {"lr": 1e-3}},
+        }
+    )
+
+
+def make_data(folder: Path) -> None:
+    """The demo's pictures, and recordings of noise as long as a spoken digit."""
+    generate(folder / "demo", seed=0, train=1_000, heldout=10)
+    recordings, rng = folder / "recordings", np.random.default_rng(0)
+    recordings.mkdir(exist_ok=True)
+    for digit in range(10):
+        for speaker in SPEAKERS:
+            for take in range(TAKES):
+                noise = rng.integers(-9_000, 9_000, int(RATE * rng.uniform(0.25, 0.8)), dtype=np.int16)
+                with wave.open(str(recordings / f"{digit}_{speaker}_{take}.wav"), "wb") as file:
+                    file.setnchannels(1)
+                    file.setsampwidth(2)
+                    file.setframerate(RATE)
+                    file.writeframes(noise.tobytes())
+    prepare(recordings, folder / "digits", seed=0, sequences=1_000)
