@@ -1,5 +1,6 @@
 """Sequence parallelism as a choice: on where it costs no time, and where nothing fits without it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from mmtrain.plan.cut import arrange, graph_for
 from mmtrain.plan.sizes import sizings
 from mmtrain.plan.slices import Slicing, with_slices
 from mmtrain.plan.story import machine_for
+from tests.plan.exhaustive import random_instance, squeezed
 from tests.plan.factory import lengths, pricing_for, recipe
+from tests.plan.test_search import holds
 
 WIDE: dict[str, Any] = {"hidden": 4096, "heads": 32, "ffn": 16384}
 
@@ -70,3 +73,12 @@ def test_what_the_recipe_says_holds() -> None:
     assert [found.slices("vision", tp) for tp in (1, 2, 4)] == [False, True, True]
     assert not found.sp["llm"]
     assert not with_slices(pricing, {"vision": True, "llm": False}, choices, machine, at_any_price=True).sp["llm"]
+
+
+@pytest.mark.parametrize("seed", [100, 103])
+def test_the_best_of_all_that_fit_is_found_with_slices(seed: int) -> None:
+    """Against everything simulated, where memory decides."""
+    given = random_instance(seed, most_cuts=60)
+    everywhere = {name: frozenset(unit.tp) - {1} for name, unit in given.choices.items()}
+    sliced = replace(given, pricing=replace(given.pricing, sp=everywhere, _lines={}))
+    holds(squeezed(sliced, 0.7))
