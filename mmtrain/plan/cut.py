@@ -196,18 +196,21 @@ def recomputed(track: Track, alive: IntArray, memory_bytes: float) -> FloatArray
     alive: (L, parts) microbatches of each layer's unit that are alive if the layer lies in that part. With several
     parts on a rank each may take its share of the memory.
     """
-    line = track.line
-    need = np.stack([_span_sums(line.kept_bytes * part) for part in alive.T])
-    state = _span_sums(line.state_bytes)[None]
-    limit = memory_bytes / (1 + MARGIN) / track.vpp
-    plain = need + state + _span_working(line.working_bytes, line.input_bytes)[None] / track.vpp - limit
-    again = need + state + _span_working(line.working_again, line.input_bytes)[None] / track.vpp - limit
+    line, limit = track.line, memory_bytes / (1 + MARGIN) / track.vpp
+    held = _span_sums((line.kept_bytes[:, None] * alive).T) + _span_sums(line.state_bytes) - limit
+    plain = held + _span_working(line.working_bytes, line.input_bytes) / track.vpp
+    found = np.where(plain <= 0, 0.0, np.inf)
+    saved = line.saved_bytes[:, None] * alive
+    held += _span_working(line.working_again, line.input_bytes) / track.vpp
+    # Few spans are left that need some recomputation, and fit with it.
+    part, lo, hi = np.nonzero((plain > 0) & (held <= _span_sums(saved.T)) & ~np.tri(len(saved) + 1, dtype=np.bool_))
     lots = np.flatnonzero(np.bincount(line.kind))
     first = np.array([int(np.flatnonzero(line.kind == k)[0]) for k in lots])
-    counts = np.stack([_span_sums((line.kind == k).astype(np.float64)) for k in lots], axis=-1)
-    saved = line.saved_bytes[first][None, :] * alive[first].T
-    found = span_recompute(saved, line.again[first], counts, again)
-    return np.asarray(np.where(plain <= 0, 0.0, found))
+    before = np.concatenate([np.zeros((1, len(lots))), np.cumsum(line.kind[:, None] == lots, axis=0)])
+    found[part, lo, hi] = span_recompute(
+        saved[first].T[part], line.again[first], before[hi] - before[lo], held[part, lo, hi]
+    )
+    return found
 
 
 def alive_of(track: Track, alive: Mapping[StageId, int]) -> IntArray:
@@ -279,9 +282,9 @@ def _allowed(track: Track, cuts: IntArray) -> BoolArray:
 
 
 def _span_sums(values: FloatArray) -> FloatArray:
-    """(L + 1, L + 1) sums of [lo, hi)."""
-    prefix = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(prefix[None, :] - prefix[:, None])
+    """(..., L + 1, L + 1) sums of [lo, hi), of values (..., L)."""
+    prefix = np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)
+    return np.asarray(prefix[..., None, :] - prefix[..., :, None])
 
 
 def _span_working(working: FloatArray, inputs: FloatArray) -> FloatArray:

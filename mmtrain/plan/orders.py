@@ -47,13 +47,13 @@ class Order:
     alive: Mapping[StageId, int]  # microbatches between forward and backward at most, see `builder.in_flight`
 
     def ends(
-        self, seconds: Mapping[StageId, tuple[FloatArray, FloatArray]], delays: Sequence[float]
+        self, seconds: Mapping[StageId, tuple[FloatArray, FloatArray]], delays: Sequence[float] | FloatArray
     ) -> dict[int, FloatArray]:
         """Seconds at which each rank has done its last compute, (columns,).
 
         seconds: forward and backward of each stage, (columns, replicas x microbatches). delays: what a message over
-        each of `edges` takes at least. A bound of what the simulator says, and equal to it where messages neither wait
-        for each other nor for their receivers, and collectives come last.
+        each of `edges` takes at least, (edges,) or (edges, columns). A bound of what the simulator says, and equal to
+        it where messages neither wait for each other nor for their receivers, and collectives come last.
         """
         num_columns = next(iter(seconds.values()))[0].shape[0]
         taken = np.zeros((self.num_rows, num_columns))
@@ -61,7 +61,9 @@ class Order:
             taken[forward] = seconds[stage][0].T
             if len(backward):
                 taken[backward] = seconds[stage][1].T
-        wait = np.append(np.asarray(delays, dtype=np.float64), 0.0)[:, None]
+        each = np.asarray(delays, dtype=np.float64)
+        each = each[:, None] if each.ndim == 1 else each
+        wait = np.concatenate([each, np.zeros((1, each.shape[1]))])
         for level in self.levels:
             ready = taken[level.producers]
             if level.has_delay:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,9 @@ from mmtrain.plan.graph import graph_of
 from mmtrain.plan.layout import Layout, MeshSize
 from mmtrain.plan.orders import Order, order_of
 from mmtrain.plan.pricing import AGAIN, BACKWARD, FORWARD, Pricing
+from mmtrain.plan.rate_line import LineRun, first_backwards, is_line, line_order
 from mmtrain.plan.sizes import Sizing
-from mmtrain.program.graph import StageGraph, StageId
+from mmtrain.program.graph import LLM, StageGraph, StageId
 from mmtrain.program.timing import GRADIENT_BYTES, NORM_BYTES
 
 FloatArray = npt.NDArray[np.float64]
@@ -31,6 +33,7 @@ class Rater:
     machine: Hardware
     groups: int | None  # replica groups of each batch that stand for all, those with most work; None: all
     _orders: dict[tuple[object, ...], tuple[StageGraph, Order]] = field(default_factory=dict)
+    _lines: dict[tuple[int, ...], Order] = field(default_factory=dict)
 
     def rate(
         self, sizing: Sizing, tracks: Sequence[Track], cuts: Sequence[Cuts], extra: Sequence[FloatArray | None]
@@ -39,6 +42,8 @@ class Rater:
 
         extra: per track, seconds of recomputation by part and span (`cut.recomputed`).
         """
+        if is_line(sizing, self.pricing):
+            return self._rate_line(sizing, tracks[0], np.asarray([one[0] for one in cuts]), extra[0])
         found = np.zeros(len(cuts))
         alike: dict[tuple[object, ...], list[int]] = {}
         thin, num_groups = _one_group(sizing)
@@ -57,9 +62,47 @@ class Rater:
                 )
         return found
 
+    def _rate_line(self, sizing: Sizing, track: Track, cuts: IntArray, extra: FloatArray | None) -> FloatArray:
+        """The same of units that are one line."""
+        num_groups = sizing.sizes[LLM].dp
+        chosen = self._heaviest(sizing, num_groups)
+        grids = [
+            _of_groups(self.pricing.prices(n, s.tp, sizing.spread).by_kind, chosen, num_groups).reshape(
+                -1, 3, *chosen.shape, sizing.counts[n]
+            )
+            for n, s in sizing.sizes.items()
+        ]
+        again = None if extra is None else _shares(track, cuts, extra)
+        found, first = np.zeros(len(cuts)), first_backwards(cuts, self.pricing)
+        for part in np.unique(first).tolist():
+            order = self._line_order(sizing, part)
+            alike = np.flatnonzero(first == part)
+            step = max(1, AT_ONCE // (order.num_rows * chosen.size))
+            for at in (alike[i : i + step] for i in range(0, len(alike), step)):
+                own = None if again is None else again[at]
+                found[at] = LineRun(self.pricing, self.machine, sizing, order, cuts[at], own).seconds(grids)
+        return found
+
+    def _line_order(self, sizing: Sizing, first_backward: int) -> Order:
+        size, count = sizing.sizes[LLM], sizing.counts[LLM]
+        key = (size.pp, size.vpp, count, first_backward)
+        if key not in self._lines:
+            self._lines[key] = line_order(size, count, first_backward)
+        return self._lines[key]
+
     def alive(self, sizing: Sizing, cuts: Cuts) -> Mapping[StageId, int]:
         """Microbatches that each stage holds at most."""
         thin, _ = _one_group(sizing)
+        if is_line(sizing, self.pricing):
+            of_parts = self._line_order(sizing, int(first_backwards(np.asarray(cuts), self.pricing)[0])).alive
+            found: dict[StageId, int] = {}
+            begin = 0
+            for unit in self.pricing.shape.units:
+                end = begin + len(unit.layers)
+                parts = [k for k, (lo, hi) in enumerate(pairwise(cuts[0])) if lo < end and hi > begin]
+                found |= {StageId(unit.name, i): of_parts[StageId(LLM, part)] for i, part in enumerate(parts)}
+                begin = end
+            return found
         return self._order(thin, laid_out(thin, self.pricing, cuts))[1].alive
 
     def _order(self, thin: Sizing, layout: Layout) -> tuple[StageGraph, Order]:
@@ -218,11 +261,16 @@ def _added(tracks: Sequence[Track], cuts: Sequence[Cuts], extra: Sequence[FloatA
         if seconds is None:
             continue
         rows = np.asarray([c[at] for c in cuts])
-        prefix = np.concatenate([[0.0], np.cumsum(track.line.again)])
-        most = np.maximum(np.diff(prefix[rows], axis=1), 1e-30)
-        # Where a part alone would not fit, others on its rank may leave it room: all of it is recomputed then.
-        share = np.minimum(seconds[np.arange(track.parts), rows[:, :-1], rows[:, 1:]] / most, 1.0)
+        share = _shares(track, rows, seconds)
         for unit, begin in zip(track.units, track.bounds, strict=False):
             first_part = int(np.searchsorted(rows[0], begin, side="right")) - 1
             found[unit] = share[:, first_part:]
     return found
+
+
+def _shares(track: Track, cuts: IntArray, extra: FloatArray) -> FloatArray:
+    """(n, parts) of each part's recomputation, the share that it needs to fit."""
+    prefix = np.concatenate([[0.0], np.cumsum(track.line.again)])
+    most = np.maximum(np.diff(prefix[cuts], axis=1), 1e-30)
+    # Where a part alone would not fit, others on its rank may leave it room: all of it is recomputed then.
+    return np.asarray(np.minimum(extra[np.arange(track.parts), cuts[:, :-1], cuts[:, 1:]] / most, 1.0))

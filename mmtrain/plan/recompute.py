@@ -78,19 +78,18 @@ def _by_ratio(
 
 
 def span_recompute(saved_bytes: FloatArray, seconds: FloatArray, counts: FloatArray, excess: FloatArray) -> FloatArray:
-    """Seconds of recomputation that every span of layers needs, nearly the least; infinite where it cannot be.
+    """(n,) seconds of recomputation that spans of layers need, nearly the least; infinite where it cannot be.
 
-    counts: (..., K) layers of each lot in each span; saved_bytes: (parts, K); seconds: (K,); excess: (parts, ...).
-    Lots are used in the order of their ratio, the last one to the layer.
+    saved_bytes: (n, K) of one layer of each lot; seconds: (K,); counts: (n, K) layers of each lot; excess: (n,). Lots
+    are used in the order of their ratio, the last one to the layer.
     """
     left = np.maximum(excess, 0.0)
     total = np.zeros_like(left)
-    usable = [k for k in range(len(seconds)) if saved_bytes[:, k].max() > 0]
-    shape = (-1,) + (1,) * (excess.ndim - 1)
+    usable = [k for k in range(len(seconds)) if saved_bytes[:, k].max(initial=0.0) > 0]
     for k in sorted(usable, key=lambda k: seconds[k] / saved_bytes[:, k].max()):
-        each = np.maximum(saved_bytes[:, k], 1e-300).reshape(shape)
+        each = np.maximum(saved_bytes[:, k], 1e-300)
         # What a lot before this one saved too much must not be taken back.
-        taken = np.maximum(np.minimum(np.ceil(left / each - 1e-9), counts[None, ..., k]), 0.0)
+        taken = np.maximum(np.minimum(np.ceil(left / each - 1e-9), counts[:, k]), 0.0)
         total += taken * seconds[k]
         left -= taken * each
     total[left > 1e-6] = np.inf

@@ -40,9 +40,9 @@ def test_very_many_lots_are_enough_and_none_is_idle() -> None:
 
 @pytest.mark.parametrize("excess", [0.0, 3.0, 8.0, 20.0, 21.0])
 def test_spans_need_what_the_exact_search_needs_where_one_kind_matters(excess: float) -> None:
-    found = span_recompute(np.array([[4.0]]), np.array([2.0]), np.array([[[5.0]]]), np.array([[[excess]]]))
+    found = span_recompute(np.array([[4.0]]), np.array([2.0]), np.array([[5.0]]), np.array([excess]))
     exact = least_recompute([4.0], [2.0], [5], excess)
-    assert found[0, 0, 0] == (np.inf if exact is None else 2.0 * exact[0])
+    assert found[0] == (np.inf if exact is None else 2.0 * exact[0])
 
 
 @given(st.lists(LOT, min_size=1, max_size=4), st.integers(-5, 60))
@@ -50,8 +50,8 @@ def test_spans_take_no_less_than_the_exact_search_and_at_most_a_layer_of_each_lo
     lots: list[tuple[int, int, int]], excess: int
 ) -> None:
     saved, seconds, counts = zip(*lots, strict=True)
-    each, left = np.array([saved], np.float64), np.array([[float(excess)]])
-    found = span_recompute(each, np.array(seconds, np.float64), np.array([counts], np.float64), left)[0, 0]
+    each, left = np.array([saved], np.float64), np.array([float(excess)])
+    found = span_recompute(each, np.array(seconds, np.float64), np.array([counts], np.float64), left)[0]
     exact = least_recompute(saved, seconds, counts, excess)
     if exact is None:
         assert np.isinf(found)
