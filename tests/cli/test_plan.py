@@ -41,6 +41,16 @@ def test_a_table_and_a_plan_file(data: Path, tmp_path: Path) -> None:
     assert f"`train --plan {out}` runs it" in done.stdout.splitlines()[-1]
 
 
+def test_a_baseline_is_a_plan_file_like_any_other(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    done = plan(data, "--set", "parallel.placement=unified", "--baseline", "megatron", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "what is planned without a baseline" in " ".join(done.stdout.split())
+    saved = load(out)
+    assert saved.placement == "unified"
+    assert len(saved.units["vision"].stages) == 1
+
+
 def test_json_is_the_plan_file(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     done = plan(data, "--json", "--out", str(out))
@@ -55,6 +65,9 @@ def test_json_is_the_plan_file(data: Path, tmp_path: Path) -> None:
         (["--set", "cluster.memory_gib=1e-4"], "no plan fits 2 ranks of cpu-core"),
         (["--out", "/no/such/folder/plan.json"], "--out /no/such/folder/plan.json: cannot write the plan"),
         (["--set", "data.tokenizer=/no/such.json"], "/no/such.json"),
+        (["--baseline", "folklore"], "--baseline folklore: no such rule; allowed: megatron, megatron-extra, balanced"),
+        (["--baseline", "flops", "--measure"], "so --measure has nothing to choose from; leave one out"),
+        (["--baseline", "megatron"], "--baseline megatron: no plan by this rule is possible and fits"),
     ],
 )
 def test_what_cannot_be_planned_is_one_message(data: Path, args: list[str], message: str) -> None:
