@@ -104,8 +104,8 @@ def misfit(pricing: Pricing, memory: Mapping[int, RankMemory], machine: Hardware
     rank = max(memory, key=lambda r: memory[r].total)
     need, limit, binding = memory[rank].total / GIB, machine.memory_bytes / GIB, memory[rank].binding
     share = memory[rank].by_kind()[binding] / GIB
-    most = " even with all layers recomputed that the recipe lets be" if "auto" in pricing.recompute.values() else ""
+    most = " with all layers recomputed that may be" if "auto" in pricing.recompute.values() else ""
     return Misfit(
         need,
-        f"does not fit{most}: rank {rank} needs {need:.1f} of {limit:.1f} GiB, most of it {binding} ({share:.1f} GiB)",
+        f"does not fit{most}: rank {rank} needs {need:.3g} of {limit:.3g} GiB, most of it {binding} ({share:.3g} GiB)",
     )

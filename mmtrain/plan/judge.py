@@ -40,8 +40,8 @@ class Judged:
     step_time_s: float
     bubbles: Mapping[str, float]  # kind -> share of all rank-seconds
     memory: Mapping[int, RankMemory]  # ranks of the first replica group
-    busiest: StageId
-    busiest_share: float  # of the step that its ranks work on it
+    busiest: tuple[StageId, ...]  # the stages of the rank that computes most
+    busiest_s: float  # what it computes in a step
     schedule: SchedulePlan
 
     @property
@@ -71,18 +71,28 @@ def judge(
     seconds = timings[0].seconds
     step_time = sum(t.step_time_s for t in lines) / len(lines)
     shares = [t.bubble_shares() for t in lines]
-    busy = {sid: float((s.forward + s.backward).sum(axis=2).max(axis=1).mean()) for sid, s in seconds.items()}
-    busiest = max(busy, key=lambda sid: busy[sid])
     return Judged(
         layout,
         graph,
         step_time,
         {kind: sum(s[kind] for s in shares) / len(shares) for kind in shares[0]},
         memory or pricing.memory(graph, None if schedule.kind == "1f1b" else most_alive(program)),
-        busiest,
-        busy[busiest] / step_time if step_time else 0.0,
+        *_busiest(graph, seconds),
         schedule,
     )
+
+
+def _busiest(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> tuple[tuple[StageId, ...], float]:
+    """The stages of the rank that computes most, and for how long, mean over the batches."""
+    busy: dict[int, float] = {}
+    held: dict[int, tuple[StageId, ...]] = {}
+    for stage in graph.stages:
+        own = seconds[stage.id]
+        for lane, spent in zip(stage.lanes, (own.forward + own.backward).sum(axis=2).mean(axis=0), strict=True):
+            busy[lane[0]] = busy.get(lane[0], 0.0) + float(spent)
+            held[lane[0]] = (*held.get(lane[0], ()), stage.id)
+    rank = max(busy, key=lambda rank: busy[rank])
+    return held[rank], busy[rank]
 
 
 def rehearsed(judged: Judged, pricing: Pricing, machine: Hardware) -> Timeline:

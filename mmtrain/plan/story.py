@@ -23,6 +23,7 @@ from mmtrain.plan.drift import planned_data
 from mmtrain.plan.judge import Judged
 from mmtrain.plan.plan import Alternative, Placement, Plan, Prediction
 from mmtrain.plan.pricing import Pricing, sizes_of
+from mmtrain.plan.reasons import why_measured, why_slower
 from mmtrain.plan.refusal import is_possible, refusal
 from mmtrain.plan.replicated import Phases
 from mmtrain.plan.search import SAME, Outcome, Progress, joined, search
@@ -30,8 +31,6 @@ from mmtrain.plan.sizes import Sizing, bounded_sizings
 from mmtrain.plan.slices import with_slices
 from mmtrain.program import StageId, build
 from mmtrain.recipe.schema import Recipe
-
-IDLE_MATTERS = 1 / 3  # share of idle time from which it, rather than a busy stage, is called the reason
 
 
 def plan(
@@ -263,24 +262,12 @@ def _memory_by_ranks(chosen: Judged) -> dict[str, RankMemory]:
 
 def _slower(loser: Judged, chosen: Judged, seconds: Mapping[int, float]) -> Alternative:
     """One line on a plan that fits but is not the fastest; seconds: of those that were measured, by `id`."""
-    ratio = loser.step_time_s / chosen.step_time_s
-    idle_kind = max(loser.bubbles, key=lambda kind: loser.bubbles[kind])
-    idle = sum(loser.bubbles.values())
-    lo, hi = loser.graph.stage(loser.busiest).layers
     if id(loser) in seconds:
-        ran = seconds[id(loser)] / seconds[id(chosen)]
-        reason = (
-            "could not be run here" if math.isinf(ran) else f"{ran:.2f}x slower as measured, {ratio:.2f}x predicted"
-        )
-    elif ratio <= SAME:
-        reason = "as fast, but with more pipeline ranks or tensor parallelism"
-    elif idle < IDLE_MATTERS or loser.busiest_share > 1 - IDLE_MATTERS:
-        reason = (
-            f"{ratio:.2f}x slower: {loser.busiest} (layers {lo}-{hi - 1}) is the bottleneck, "
-            f"busy {loser.busiest_share:.0%} of the step"
-        )
+        reason = why_measured(loser, chosen, seconds[id(loser)] / seconds[id(chosen)])
+    elif loser.step_time_s <= chosen.step_time_s * SAME:
+        reason = "as fast, but with more pipeline ranks, chunks or tensor parallelism"
     else:
-        reason = f"{ratio:.2f}x slower: its ranks idle {idle:.0%} of the step, most of it {idle_kind}"
+        reason = why_slower(loser, chosen)
     return Alternative(
         summary=loser.layout.summary,
         placement=loser.layout.placement,
@@ -305,7 +292,7 @@ def _nothing_fits(outcome: Outcome, machine: Hardware, world_size: int, changes:
     closest = sorted(outcome.losers, key=lambda a: a.peak_memory_gib or float("inf"))[:3]
     lines = "\n  ".join(f"{a.summary}: {a.reason}" for a in closest)
     return (
-        f"no plan fits {world_size} ranks of {machine.name} with {machine.memory_bytes / GIB:.1f} GiB each. "
+        f"no plan fits {world_size} ranks of {machine.name} with {machine.memory_bytes / GIB:.3g} GiB each. "
         f"The closest:\n  {lines}\n"
         f"Any one of these makes room: {'; '.join((*changes, 'perhaps a lower data.seq_len'))}. "
         "If the ranks have more memory than that, correct cluster.memory_gib."
