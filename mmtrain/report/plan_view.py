@@ -10,6 +10,8 @@ from mmtrain.report.arrangement import Slice, slices, spans
 from mmtrain.report.metrics import compact
 from mmtrain.report.text import WIDTH, memory_text, rendered, seconds_text
 
+_SAME = 1.005  # step times that read the same
+
 
 def plan_table(plan: Plan, width: int = WIDTH) -> str:
     """Write a plan as text `width` columns wide: units, ranks, prediction, the reason it was chosen, alternatives."""
@@ -105,8 +107,11 @@ def _choice(plan: Plan) -> Iterator[str]:
     judged = [(other, other.step_time_s) for other in plan.alternatives if other.step_time_s is not None]
     slower = next(((other, seconds) for other, seconds in judged if other.runnable), None)
     if slower is not None:
-        other, seconds = slower
-        yield f"Chosen as the fastest that fits; the next, {other.summary}, takes {seconds / step:.2f} times as long."
+        other, ratio = slower[0], slower[1] / step
+        if ratio < 1 / _SAME:  # chosen by measuring, or asked for
+            yield f"Not the fastest as predicted: {other.summary} takes {ratio:.2f} of its step ({other.reason})."
+        else:
+            yield f"Chosen as the fastest that fits; the next, {other.summary}, takes {ratio:.2f} times as long."
     elif plan.alternatives:
         yield "Chosen as the fastest that fits; those below do not fit, or cannot be as fast."
     else:

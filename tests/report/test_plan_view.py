@@ -80,6 +80,15 @@ def test_a_plan_whose_rivals_were_never_simulated_was_not_the_only_one() -> None
     assert "those below do not fit, or cannot be as fast" in plan_table(plan(behind))
 
 
+def test_a_plan_that_was_asked_for_is_not_called_the_fastest() -> None:
+    faster = Alternative(
+        summary="unified: tp2", placement="unified", step_time_s=0.2, peak_memory_gib=1.0, reason="1.25x faster"
+    )
+    text = " ".join(plan_table(plan(faster)).split())
+    assert "Not the fastest as predicted: unified: tp2 takes 0.80 of its step (1.25x faster)." in text
+    assert "Chosen as the fastest" not in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_nothing_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, plan_table(plan(), width).splitlines())) <= width
