@@ -66,7 +66,13 @@ def colocated_layout(
             for i, (lo, hi) in enumerate(pairwise(cuts))
         )
         units[name] = UnitPlan(
-            tp=size.tp, pp=size.pp, dp=size.dp, vpp=size.vpp, ranks=_on_top(size, llm), stages=stages
+            tp=size.tp,
+            pp=size.pp,
+            dp=size.dp,
+            vpp=size.vpp,
+            sp=pricing.slices(name, size.tp),
+            ranks=_on_top(size, llm),
+            stages=stages,
         )
     return Layout("colocated", units, counts_of(spread))
 

@@ -166,7 +166,8 @@ def laid_out(
         units = unified(pricing.shape, sizing.sizes[LLM], cuts[0], again)
     else:
         units = disaggregated(sizing.sizes, dict(zip(sizing.sizes, cuts, strict=True)), again)
-    return Layout(sizing.placement, units, dict(sizing.counts))
+    sliced = {n: u.model_copy(update={"sp": True}) for n, u in units.items() if pricing.slices(n, u.tp)}
+    return Layout(sizing.placement, units | sliced, dict(sizing.counts))
 
 
 def arrange(

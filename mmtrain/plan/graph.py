@@ -57,6 +57,7 @@ def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage
             lanes=tuple(mesh.lane(s.stage, replica) for replica in range(mesh.dp)),
             trainable=any(layer.trainable for layer in layers[lo:hi]),
             recompute=frozenset(s.recompute),
+            sliced=unit.sp and unit.tp > 1,
         )
 
 

@@ -20,6 +20,7 @@ from mmtrain.costs import (
     rank_memory,
     upstream_trains,
 )
+from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.costs.memory import input_bytes, kept_bytes, layer_state, layer_working
 from mmtrain.models.shape import LayerShape, ModelShape
 from mmtrain.plan.batches import BatchSample
@@ -214,6 +215,13 @@ class Pricing:
     def _longest(self) -> int:
         """Tokens of the longest sample."""
         return int(self.batches.lengths.tokens.max())
+
+    def least_message(self, unit: str, tp: int, spread: Spread) -> int:
+        """Bytes, at least, that a rank sends to the unit's next stage for a microbatch."""
+        rows = int(self.grid(unit, spread).tokens.min())
+        own = -(-rows // tp) if self.slices(unit, tp) else rows
+        behind = self.shape.unit(unit).layers[1:]
+        return min((layer.handed(own, 0) for layer in behind), default=0) * ELEMENT_BYTES[self.precision]
 
     def model_flops(self, spread: Spread) -> float:
         """FLOPs that MFU counts, mean over the batches."""

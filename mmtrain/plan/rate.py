@@ -186,10 +186,7 @@ class _Run:
                 found.append(0.0)
                 continue
             size = self.sizing.sizes[edge.src.unit]
-            rows = int(pricing.grid(edge.src.unit, self.sizing.spread).tokens.min())
-            layers = pricing.shape.unit(edge.src.unit).layers
-            least = min(layer.handed(rows, 0) for layer in layers[1:])
-            nbytes = least * ELEMENT_BYTES[pricing.precision]
+            nbytes = pricing.least_message(edge.src.unit, size.tp, self.sizing.spread)
             near = size.tp * size.dp < machine.ranks_per_node  # then some pair shares a node
             found.append(pricing.costs.transfer(nbytes, near) if nbytes else 0.0)
         return found

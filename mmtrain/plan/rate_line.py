@@ -103,10 +103,8 @@ class LineRun:
         found = np.zeros((self.cuts.shape[1] - 2, len(self.cuts)))
         near = self._size.tp * self._size.dp < self.machine.ranks_per_node  # then some pair shares a node
         for unit, lo, _ in self._held():
-            rows = int(self.pricing.grid(unit, self.sizing.spread).tokens.min())
-            layers = self.pricing.shape.unit(unit).layers
-            nbytes = rows * layers[0].out * ELEMENT_BYTES[self.pricing.precision]
-            inside = (lo[:, 1:] > 0) & (lo[:, 1:] < len(layers))
+            nbytes = self.pricing.least_message(unit, self._size.tp, self.sizing.spread)
+            inside = (lo[:, 1:] > 0) & (lo[:, 1:] < len(self.pricing.shape.unit(unit).layers))
             found += np.where(inside, self.pricing.costs.transfer(nbytes, near) if nbytes else 0.0, 0.0).T
         return found
 

@@ -149,10 +149,7 @@ class About:
             hardware=self.machine.name,
             world_size=world_size,
             placement=chosen.layout.placement,
-            units={
-                name: unit.model_copy(update={"sp": self.pricing.slices(name, unit.tp)})
-                for name, unit in chosen.layout.units.items()
-            },
+            units=dict(chosen.layout.units),
             schedule=chosen.schedule,
             data=planned_data(self.pricing.batches.lengths),
             predicted=predict(chosen, self.pricing, self.machine, world_size),

@@ -78,7 +78,7 @@ class Stage:
     trainable: bool  # holds a trainable parameter
     recompute: frozenset[int] = frozenset()  # layers whose activations are computed again in backward
     pieces: tuple[int, ...] = ()  # segments of each layer, where layers can be cut too; else a segment is a layer
-    sliced: bool = False  # said where layers can be cut: ranks of a lane share out the tokens between products
+    sliced: bool = False  # ranks of a lane share out the tokens between products (sequence parallelism)
 
 
 @dataclass(frozen=True)

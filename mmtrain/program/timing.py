@@ -253,8 +253,10 @@ class ModelTiming:
         if edge.crosses_units:
             rows = self.loads.routes[edge.src.unit, edge.dst.unit].rows(flow.src, flow.dst)
             return rows * self._widths[edge] * self.element_bytes
-        load = self.loads.loads[flow.src]
-        return self._entered[edge].handed(load.tokens, load.num_sequences) * self.element_bytes
+        load, sharers = self.loads.loads[flow.src], 1
+        if self.graph.stage(edge.src).sliced:  # each rank of the lane sends its own rows
+            sharers = self.graph.mesh(edge.src.unit).tp
+        return self._entered[edge].handed(-(-load.tokens // sharers), load.num_sequences) * self.element_bytes
 
     @cached_property
     def _widths(self) -> dict[Edge, int]:

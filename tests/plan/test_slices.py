@@ -7,10 +7,15 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.plan import Plan, plan
-from mmtrain.plan.cut import arrange, graph_for
+from mmtrain.plan.cut import arrange, graph_for, laid_out, tracks_of
+from mmtrain.plan.judge import judge, model_timing
+from mmtrain.plan.pricing import sizes_of
+from mmtrain.plan.rate import Rater
 from mmtrain.plan.sizes import sizings
 from mmtrain.plan.slices import Slicing, with_slices
 from mmtrain.plan.story import machine_for
+from mmtrain.program.actions import Send
+from mmtrain.program.graph import Microbatch
 from tests.plan.exhaustive import random_instance, squeezed
 from tests.plan.factory import lengths, pricing_for, recipe
 from tests.plan.test_search import holds
@@ -82,3 +87,34 @@ def test_the_best_of_all_that_fit_is_found_with_slices(seed: int) -> None:
     everywhere = {name: frozenset(unit.tp) - {1} for name, unit in given.choices.items()}
     sliced = replace(given, pricing=replace(given.pricing, sp=everywhere, _lines={}))
     holds(squeezed(sliced, 0.7))
+
+
+def test_each_rank_sends_its_own_rows_to_the_next_stage() -> None:
+    settings = recipe(parallel={"placement": "unified"})
+    pricing, choices = pricing_for(settings)
+    machine = machine_for(settings, "cpu-core")
+    sliced = with_slices(pricing, {"vision": False, "llm": True}, choices, machine)
+    sizing = next(
+        s for s in sizings(choices, 4) if (s.sizes["llm"].tp, s.sizes["llm"].pp, s.sizes["llm"].vpp) == (2, 2, 1)
+    )
+    bytes_sent = []
+    for one in (pricing, sliced):
+        layout = arrange(sizing, one, choices)
+        assert layout is not None
+        assert layout.units["llm"].sp == one.slices("llm", 2)
+        graph = graph_for(layout, one)
+        loads = one.loads(sizes_of(graph))[0]
+        timing = model_timing(graph, one, loads, machine)
+        llm = [e for e in graph.edges if e.src.unit == e.dst.unit == "llm"]
+        mb = Microbatch("llm", 0, 0)
+        sends = [Send(e, mb, mb, graph.lane(e.dst, 0)[0], "activation") for e in llm]
+        bytes_sent.append([timing.message(graph.lane(s.edge.src, 0)[0], s).nbytes for s in sends])
+        (track,) = tracks_of(sizing, one, choices)
+        assert track.anchor is not None
+        rating = Rater(one, machine, None).rate(sizing, (track,), [(track.anchor,)], [None])[0]
+        judged = judge(laid_out(sizing, one, (track.anchor,)), one, machine)
+        assert judged.step_time_s * (1 - 0.05) <= rating <= judged.step_time_s * (1 + 1e-9)
+    tokens, width = loads.loads[mb].tokens, 4 * pricing.shape.unit("llm").layers[0].out
+    assert bytes_sent[0] == [tokens * width] * len(llm)
+    assert bytes_sent[1] == [-(-tokens // 2) * width] * len(llm)
+    assert llm
