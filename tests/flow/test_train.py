@@ -3,18 +3,22 @@
 import json
 import shutil
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from mmtrain.checkpoint import find, open_newest_good
+from mmtrain.data import build
 from mmtrain.errors import LaunchError, PlanError, UserError
 from mmtrain.plan import load as load_plan
 from mmtrain.program import Action, Backward, Forward
 from mmtrain.recipe import load
 from mmtrain.report import StepMetrics, read_metrics
 from mmtrain.runtime.rundir import CHECKPOINTS, PLAN, QUARANTINE, RECIPE
+from mmtrain.runtime.train import _introduce
 from tests.distributed import RanksFailed
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, refuse, request_for, run_all, tensors
@@ -89,6 +93,16 @@ def test_a_plan_for_another_recipe_or_size_isrefused(data: Path, unbroken: Path,
         assert "the recipe" in message
     [message] = run_all(request_for(data, tmp_path / "b", plan_path=unbroken / PLAN))
     assert "the number of ranks: plan 2, now 1" in message
+
+
+@pytest.mark.parametrize("longer", [1.0, 1.5])
+def test_data_that_has_changed_under_a_plan_is_told(data: Path, unbroken: Path, tmp_path: Path, longer: float) -> None:
+    request, plan, screen = request_for(data, tmp_path), load_plan(unbroken / PLAN), StringIO()
+    assert plan.data is not None
+    meant = plan.data.model_copy(update={"tokens": {u: n / longer for u, n in plan.data.tokens.items()}})
+    index = build(request.loaded.recipe)
+    _introduce(Console(file=screen), request, plan.model_copy(update={"data": meant}), index)
+    assert ("the plan was made for other data" in screen.getvalue()) == (longer > 1)
 
 
 def test_ranks_with_different_recipes_arerefused(data: Path, tmp_path: Path) -> None:
