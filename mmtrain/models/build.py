@@ -17,7 +17,7 @@ from mmtrain.models.attention import Backend, choose
 from mmtrain.models.audio import AudioContext, AudioEmbed
 from mmtrain.models.inputs import AudioInput, TextInput, UnitInput, VisionInput
 from mmtrain.models.llm import Embedding, Head, TextContext
-from mmtrain.models.shape import LayerShape, ModelShape, UnitShape
+from mmtrain.models.shape import BLOCK_PIECES, LayerShape, ModelShape, UnitShape
 from mmtrain.models.vision import PatchEmbed, Projector, VisionContext
 from mmtrain.recipe.model import AudioSettings, ModelSettings, VisionSettings
 
@@ -115,6 +115,18 @@ class StageModule(nn.Module):
             return out
         num_tokens = context.packing.num_tokens
         return self._laid_out(out, sliced, True, num_tokens) if num_tokens else out[:0]
+
+    def run_pieces(self, context: Context, state: tuple[Tensor, ...], layer: int, pieces: range) -> tuple[Tensor, ...]:
+        """Run pieces of a block; see `megatron.pieces`. Of a microbatch without tokens, the last one runs the block."""
+        from mmtrain.models.megatron import run_pieces
+
+        packing = context.packing
+        if not packing.num_tokens:
+            is_last = pieces.stop == len(BLOCK_PIECES)
+            return (self.run(context, state[0], range(layer, layer + 1)),) if is_last else state
+        if self.parts.sequence_parallel:
+            packing = packing.padded(self.parts.padding(packing.num_tokens))
+        return run_pieces(self.layers[str(layer)], state, packing, pieces)
 
     def logits(self, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
         """Run a stage that ends with the head, but return logits (T, padded vocabulary) and look at no labels."""

@@ -5,6 +5,7 @@ them, the optimizer reduces and steps. Backwards cross stage borders explicitly,
 gradients are handed to the broker.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,9 @@ from mmtrain.program import (
     Step,
     StepLoads,
 )
+from mmtrain.program.actions import Part
 from mmtrain.program.recorded import EMPTY, StepRecord
-from mmtrain.program.segments import begun, direction, ended, flat, num_segments
+from mmtrain.program.segments import begun, direction, ended, flat, num_segments, segments_of
 from mmtrain.runtime.activity import Activity
 from mmtrain.runtime.broker import Broker
 from mmtrain.runtime.faults import Faults
@@ -75,7 +77,7 @@ class Executor:
         faults: Faults | None = None,
     ) -> None:
         self._graph, self._actions, self._units = graph, flat(graph, actions), units
-        self._in_parts = {(a.stage, a.mb) for a in self._actions if isinstance(a, Partial)}
+        self._cuts = _cuts(graph, self._actions)
         self._broker, self._optimizer = broker, optimizer
         self._activity, self._faults = activity or Activity(), faults or Faults()
 
@@ -144,8 +146,9 @@ class Executor:
         if self._graph.needs_backward(stage):
             for edge, tensor in received.items():
                 tensor.requires_grad_(self._graph.carries_gradient(edge))
-        in_parts = (stage, mb) in self._in_parts
-        self._passages[stage, mb] = Passage(stage, self._step.inputs[mb], received, in_parts)
+        cuts = self._cuts.get((stage, mb), ())
+        segments = segments_of(self._graph, stage) if cuts else ()
+        self._passages[stage, mb] = Passage(stage, self._step.inputs[mb], received, cuts, segments)
 
     def _leave(self, passage: Passage, mb: Microbatch) -> None:
         """Hand on what the stage gives, and count its loss."""
@@ -172,9 +175,10 @@ class Executor:
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 self._broker.put(edge, mb, "gradient", gradient)
 
-    def _returned(self, passage: Passage, mb: Microbatch) -> list[Tensor]:
+    def _returned(self, passage: Passage, mb: Microbatch) -> list[Tensor | None]:
         """Gradients of what the stage gave: the sum of those that came over its edges, and its loss's own."""
-        stage, found = passage.stage, []
+        stage = passage.stage
+        found: list[Tensor | None] = []
         returned = [self._broker.take(edge, mb, "gradient") for edge in self._graph.outputs(stage)]
         if returned:
             found.append(sum(returned[1:], start=returned[0]))
@@ -186,3 +190,12 @@ class Executor:
         if isinstance(action, Partial):
             return action.lo, action.hi
         return 0, num_segments(self._graph, action.stage)
+
+
+def _cuts(graph: StageGraph, actions: Sequence[Part]) -> dict[tuple[StageId, Microbatch], tuple[int, ...]]:
+    """Where parts of a stage's forward or backward begin and end, for each microbatch that is run in parts."""
+    found: defaultdict[tuple[StageId, Microbatch], set[int]] = defaultdict(set)
+    for action in actions:
+        if isinstance(action, Partial):
+            found[action.stage, action.mb] |= {0, action.lo, action.hi, num_segments(graph, action.stage)}
+    return {key: tuple(sorted(cuts)) for key, cuts in found.items()}

@@ -7,6 +7,7 @@ import torch
 
 from mmtrain.errors import ProgramError
 from mmtrain.models.shape import shape
+from mmtrain.plan import Plan
 from mmtrain.plan.graph import stage_graph
 from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coarse, check, lower
 from mmtrain.recipe import Recipe
@@ -51,9 +52,28 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh], bool, int]] = {
 }
 
 
-def in_parts(settings: Recipe, meshes: dict[str, Mesh], coarse: bool, gaps: int) -> Order:
+# Encoder and LLM are cut inside their layers: whole tokens, and slices of them.
+INSIDE: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
+    "an encoder on each rank of the lane, a layer recomputed": (
+        {},
+        {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, recompute=(3,))},
+    ),
+    "slices of tokens, partly frozen": (
+        {"train__freeze": ("vision.layers.[01].*", "llm.layers.2.*")},
+        {"vision": Mesh((), (0, 1), tp=2, sp=True), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, sp=True)},
+    ),
+}
+
+
+def in_pieces(chosen: Plan) -> Plan:
+    """The plan with segments that are pieces of layers."""
+    return chosen.model_copy(update={"schedule": chosen.schedule.model_copy(update={"pieces": True})})
+
+
+def in_parts(settings: Recipe, meshes: dict[str, Mesh], coarse: bool, gaps: int, inside: bool = False) -> Order:
     """The first order, of those drawn one after another, that passes the checker and fills so many gaps."""
-    graph = stage_graph(plan(settings, **meshes), shape(settings))
+    chosen = plan(settings, **meshes)
+    graph = stage_graph(in_pieces(chosen) if inside else chosen, shape(settings))
     whole = (build_coarse if coarse else build_1f1b)(graph)
     for seed in range(MAX_SEEDS):
         program = Program(graph, {rank: fill(graph, todo, seed) for rank, todo in whole.actions.items()})
@@ -72,6 +92,14 @@ def test_parts_and_gaps_compute_what_one_process_does(case: str) -> None:
     changes, meshes, coarse, gaps = CASES[case]
     settings = recipe(**changes)
     assert_equals_one_process(settings, plan(settings, "explicit", in_parts(settings, meshes, coarse, gaps), **meshes))
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_pieces_of_layers_compute_what_one_process_does(case: str) -> None:
+    changes, meshes = INSIDE[case]
+    settings = recipe(**changes)
+    order = in_parts(settings, meshes, coarse=False, gaps=2, inside=True)
+    assert_equals_one_process(settings, in_pieces(plan(settings, "explicit", order, **meshes)), texts_between=True)
 
 
 def test_ranks_of_a_host_have_guests_of_their_own() -> None:

@@ -88,11 +88,11 @@ def fill(graph: StageGraph, todo: tuple[Compute, ...], seed: int) -> tuple[Task,
     rest = list(todo)
     while rest:
         action = rest.pop(0)
-        lo, hi = graph.stage(action.stage).layers
+        total = num_segments(graph, action.stage)
         chance = _chance(seed, action)
-        guest = rest and rest[0].stage.unit != action.stage.unit and hi - lo > 1
+        guest = rest and rest[0].stage.unit != action.stage.unit and total > 1
         if guest and chance.random() < (0.6 if rest[0].mb.index != action.mb.index else 0.05):
-            gap, inside = chance.randrange(1, hi - lo), cut(graph, rest.pop(0), seed, always=True)
+            gap, inside = chance.randrange(1, total), cut(graph, rest.pop(0), seed, always=True)
             out.append(Fill(action, gap, tuple(p for p in inside if isinstance(p, Partial))))
         else:
             out += cut(graph, action, seed)

@@ -1,6 +1,8 @@
 """A stage run segment by segment gives, bit for bit, what it gives in one piece."""
 
 from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from mmtrain.models.build import StageModule
 from mmtrain.models.inputs import TextInput, UnitInput
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.shape import num_pieces
 from mmtrain.program import Edge, StageId
 from mmtrain.runtime.unit import Passage, UnitRunner
 from tests.models.factory import gradients, images, randomize, settings, stage, text
@@ -27,11 +30,12 @@ def _runner(unit: str, recompute: Sequence[int], freeze: Sequence[str]) -> tuple
 
 def _passage(unit: str, in_parts: bool) -> tuple[Passage, Tensor | None]:
     inputs: UnitInput = images((2, 4), (4, 4)) if unit == "vision" else text(9, 5)
+    cuts, segments = (tuple(range(5)), [(layer, 0) for layer in range(4)]) if in_parts else ((), [])
     if not isinstance(inputs, TextInput):
-        return Passage(StageId(unit, 1), inputs, {}, in_parts), None
+        return Passage(StageId(unit, 1), inputs, {}, cuts, segments), None
     hidden = torch.randn(14, MODEL.llm.hidden, generator=torch.Generator().manual_seed(3)).requires_grad_()
     edge = Edge(StageId(unit, 0), StageId(unit, 1))
-    return Passage(StageId(unit, 1), inputs, {edge: hidden}, in_parts), hidden
+    return Passage(StageId(unit, 1), inputs, {edge: hidden}, cuts, segments), hidden
 
 
 def _run(unit: str, cut: list[tuple[int, int]], recompute: Sequence[int], freeze: Sequence[str]) -> dict[str, Tensor]:
@@ -58,6 +62,30 @@ def test_segments_are_the_stage_bit_for_bit(unit: str, recompute: Sequence[int],
         found = _run(unit, cut, recompute, freeze)
         assert found.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_of_layers_are_the_stage_bit_for_bit(unit: str, seed: int) -> None:
+    """Cut anywhere, and otherwise in backward than in forward."""
+    wanted = _run(unit, WHOLE, (), ())
+    runner, module = _runner(unit, (), ())
+    pieces = [num_pieces(module.shape.layers[index].kind) for index in module.indices]
+    segments = [(layer, piece) for layer, count in enumerate(pieces) for piece in range(count)]
+    assert len(segments) > 16
+    chance = Random(seed)
+    up, down = ([0, *sorted(chance.sample(range(1, len(segments)), 6)), len(segments)] for _ in range(2))
+    passage, hidden = _passage(unit, in_parts=True)
+    passage.cuts, passage.segments = sorted({*up, *down}), segments
+    for lo, hi in pairwise(up):
+        runner.forward(passage, lo, hi)
+    [output] = passage.left[-1]
+    passage.gradients = [torch.linspace(-1, 1, output.numel()).view(output.shape)]
+    for lo, hi in reversed(list(pairwise(down))):
+        runner.backward(passage, lo, hi)
+    found = {"output": output.detach()} | ({} if hidden is None else {"hidden": hidden.grad}) | gradients(module)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 def test_nothing_is_kept_for_a_backward_that_does_not_come() -> None:

@@ -8,5 +8,6 @@ from mmtrain.models.megatron import compat as compat
 from mmtrain.models.megatron.compat import optimizer_scope, prepare
 from mmtrain.models.megatron.groups import ParallelGroups, unit_scope
 from mmtrain.models.megatron.parts import Parts
+from mmtrain.models.megatron.pieces import exchanged, run_pieces
 
-__all__ = ["ParallelGroups", "Parts", "optimizer_scope", "prepare", "unit_scope"]
+__all__ = ["ParallelGroups", "Parts", "exchanged", "optimizer_scope", "prepare", "run_pieces", "unit_scope"]
