@@ -71,7 +71,7 @@ class StepAims:
     """What to arrange the samples of a step for; without any, they run as they come."""
 
     loads: tuple[Load, ...] = ()  # the coarsest first
-    places: tuple[Place, ...] = ()  # of plain 1F1B, in the order of passing; none where time does not matter
+    places: tuple[Place, ...] = ()  # of 1F1B along one chain, in the order of passing; none where time matters not
     timetable: Timetable | None = None  # of pipelines that take their turns in another order
     items: dict[str, Price] = field(default_factory=dict)  # encoder unit -> what one of its items costs its replica
     nodes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # unit -> node of each of its replicas

@@ -12,7 +12,7 @@ from mmtrain.models.shape import LayerShape, ModelShape, shape
 from mmtrain.plan.graph import stage_graph
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.story import machine_for, precision_for
-from mmtrain.plan.turns import timetable
+from mmtrain.plan.turns import is_chain, timetable
 from mmtrain.program.graph import LLM, Stage, StageGraph, StageId
 from mmtrain.recipe.schema import Recipe
 
@@ -53,7 +53,7 @@ def step_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
     Units that share ranks are summed, units on ranks of their own evened apart. Prices are the slopes of the cost model
     at a typical microbatch: what a sample adds to one. An encoder that serves all LLM replicas at once asks nothing of
     them, since its items go to any of its replicas. Order in time matters to pipelines over several ranks: plain 1F1B
-    is known by its places alone, others by their timetable.
+    along one chain of ranks is known by its places alone, all else by its timetable.
     """
     model, machine = shape(recipe), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, model)
@@ -64,14 +64,14 @@ def step_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
     scale = SCALE / max(max(totals), 1e-15)
     encoders = [mesh.unit for mesh in graph.meshes if mesh.unit != LLM]
     in_time = bool(encoders) and len(ranks) > 1
-    simple = plan.schedule.kind == "1f1b" and all(mesh.vpp == 1 for mesh in graph.meshes)
+    plain = plan.schedule.kind == "1f1b" and is_chain(graph)
     return StepAims(
         loads=_loads(ranks, graph, typical, scale),
         places=tuple(Place(_prices(work.forward, scale), _prices(work.backward, scale)) for work in ranks)
-        if in_time and simple
+        if in_time and plain
         else (),
         timetable=timetable(graph, plan.schedule, _prices_of_stages(graph, model, costs, typical, scale))
-        if in_time and not simple
+        if in_time and not plain
         else None,
         items={u: _prices(_together(ranks, u), scale)[u] for u in encoders},
         nodes={mesh.unit: _nodes(graph, mesh.unit, machine.ranks_per_node) for mesh in graph.meshes},

@@ -7,6 +7,7 @@ from mmtrain.plan.plan import SchedulePlan
 from mmtrain.program.actions import Compute, Fill, Partial
 from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
 from mmtrain.program.graph import StageGraph, StageId
+from mmtrain.program.positions import positions
 from mmtrain.program.program import Program
 from mmtrain.program.segments import direction, num_segments
 
@@ -50,6 +51,14 @@ def timetable(
         tuple(tuple(_sources(graph, lane, stages)) for lane in lanes),
         tuple(" ".join(str(task + len(tasks) * mb) for task, mb in own) for own in turns),
     )
+
+
+def is_chain(graph: StageGraph) -> bool:
+    """Whether 1F1B of two units is that of one chain of ranks, each visited once, back and forth."""
+    counts = {mesh.num_microbatches for mesh in graph.meshes}
+    lanes = ({graph.stage(sid).lanes for part in p.parts for sid in part} for p in positions(graph))
+    once = all(len(of_position) == 1 for of_position in lanes)
+    return len(graph.meshes) == 2 and len(counts) == 1 and once and all(map(graph.needs_backward, graph.order))
 
 
 def _ordered(graph: StageGraph, schedule: SchedulePlan, ranks: Sequence[int]) -> Program:

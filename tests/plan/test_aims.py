@@ -87,6 +87,15 @@ def test_other_pipelines_are_ordered_in_time_by_their_timetable() -> None:
     assert same.timetable == aims.timetable, "an order that is written down is another way to say the same"
 
 
+def test_two_encoders_side_by_side_are_no_chain() -> None:
+    settings = speech(parallel={"placement": "disaggregated"})
+    chosen = plan(settings, heard(settings), world_size=3, hardware="cpu-core", recipe_sha256="f" * 64)
+    aims = step_aims(settings, chosen, heard(settings))
+    assert not aims.places
+    assert aims.timetable is not None
+    assert len(aims.timetable.turns) == 3
+
+
 def test_three_units_are_all_priced() -> None:
     settings = speech(parallel={"placement": "unified"})
     chosen = plan(settings, heard(settings), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)

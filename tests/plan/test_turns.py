@@ -13,12 +13,12 @@ from mmtrain.balance.aims import Price, Task, Timetable
 from mmtrain.balance.order import across_time, makespans
 from mmtrain.balance.timetable import Recurrence
 from mmtrain.plan.plan import SchedulePlan
-from mmtrain.plan.turns import timetable
+from mmtrain.plan.turns import is_chain, timetable
 from mmtrain.program import Partial, Program, StageGraph, build, build_1f1b, build_coarse, lower, simulate
 from mmtrain.program.actions import Backward, Compute, Forward, Pass
 from mmtrain.program.segments import direction, num_segments, whole
 from mmtrain.program.text import action_to_text
-from tests.program.graphs import Unit, chain, graphs
+from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.parts import cut, deeper
 from tests.program.test_simulate import Given
 
@@ -41,7 +41,7 @@ def scheduled(draw: st.DrawFn) -> tuple[StageGraph, SchedulePlan, Program]:
 
 
 @given(scheduled(), st.integers(0, 10_000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_recurrence_takes_what_the_program_takes(case: tuple[StageGraph, SchedulePlan, Program], seed: int) -> None:
     graph, schedule, program = case
     rng, num = np.random.default_rng(seed), schedule.num_microbatches
@@ -98,6 +98,44 @@ def followed(program: Program, seconds: Callable[[Compute], float]) -> float:
             left[mine] -= 1
             actions.pop(0)
     return max(clock.values())
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> StageGraph:
+    small, n = st.integers(1, 3), draw(st.integers(1, 7))
+    if draw(st.booleans()):
+        pp = draw(st.integers(1, 4))
+        return unified(pp, draw(small), draw(small), draw(st.integers(1, pp)), n)
+    return chain(Unit("vision", draw(small), draw(small)), Unit("llm", draw(small), draw(small)), n=n)
+
+
+@given(chains(), st.integers(0, 10_000))
+@settings(max_examples=60, deadline=None)
+def test_of_a_chain_the_places_say_all(graph: StageGraph, seed: int) -> None:
+    assert is_chain(graph)
+    rng, num = np.random.default_rng(seed), {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
+    prices = {stage.id: (Price(1), Price(1)) for stage in graph.stages}
+    table = timetable(graph, SchedulePlan(num_microbatches=num), prices)
+    assert table is not None
+    costs, orders = rng.gamma(2.0, 1.0, (1, len(table.tasks), num["llm"])), np.arange(num["llm"])[None]
+    recurrence = Recurrence(table, num)
+    forward, backward = (work[None] for work in recurrence.work(costs[0]))  # ranks count along the chain
+    assert recurrence.makespans(costs, orders) == pytest.approx(makespans(forward, backward, orders))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        chain(Unit("vision"), Unit("audio"), Unit("llm"), n=4),
+        chain(Unit("vision", n=2), Unit("llm"), n=4),
+        chain(Unit("vision", 2, ranks=(0, 1)), Unit("llm", 2, ranks=(0, 1)), n=4),
+        chain(Unit("vision"), Unit("llm", 2, num_stages=4), n=4),
+        chain(Unit("vision", trainable=(False,)), Unit("llm"), n=4),
+    ],
+    ids=["two encoders", "merged microbatches", "the same ranks twice", "chunks", "no backward"],
+)
+def test_other_pipelines_are_no_chains(graph: StageGraph) -> None:
+    assert not is_chain(graph)
 
 
 def interleaved(p: int, chunks: int, num: int) -> tuple[Timetable, dict[str, int]]:
