@@ -40,7 +40,7 @@ FEW = 2_000  # cuts of all sizings together up to which all are rated, and compa
 JITTERED = 160  # cuts that are rated of each sizing otherwise
 ROUNDS = 8  # of rating what lies near the best so far
 HOPELESS = 1.05  # of the fastest step found: what rates above is not looked at more closely
-HOPEFUL = 0.9  # of its anchor's rating: what a sizing's best cut may rate, where there are more cuts than a few
+HOPEFUL = 0.95  # of its anchor's rating: what a sizing's best cut may rate, where there are more cuts than a few
 REFINED = 2  # more cuts of the sizing found fastest that are simulated then
 TOLD = 200  # sizings that were not looked at, of which the ranking may tell
 HEAVIEST = 2  # replica groups of a batch that are rated where there are more cuts than a few
@@ -218,8 +218,12 @@ class _Search:
             return
         rated = self._descend(sizing, tracks, options, extra)
         order = sorted(rated, key=lambda one: rated[one])
-        self._wait(max(rated[order[0]], bound), sizing, tracks, order[0])
+        least = max(rated[order[0]], bound)
         self.others[id(sizing)] = [(rated[one], sizing, one) for one in order[1 : 1 + REFINED]]
+        if least < self._fastest():  # the sooner a fast one is known, the less of others is looked at
+            self._simulate(least, sizing, order[0])
+        else:
+            self._wait(least, sizing, tracks, order[0])
 
     def _descend(
         self,
