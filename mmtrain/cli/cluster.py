@@ -124,7 +124,7 @@ class _Bar:
     def told(self, done: int, total: int) -> None:
         """Candidate `done` of `total` is settled; a new search begins at 0."""
         before, self._done = self._done, done
-        if self._began is None or done <= before:
+        if self._began is None or done < before:
             self._shown.close()
             self._began, self._bar = time.monotonic(), None
         passed = time.monotonic() - self._began

@@ -14,7 +14,7 @@ from mmtrain.plan.judge import Judged, judge, memory_of
 from mmtrain.plan.layout import Layout, MeshSize, split_lane
 from mmtrain.plan.plan import Alternative, SchedulePlan
 from mmtrain.plan.pricing import BACKWARD, FORWARD, Pricing, counts_of
-from mmtrain.plan.search import SAME, Outcome
+from mmtrain.plan.search import SAME, Outcome, Progress
 from mmtrain.program.graph import LLM
 
 TRIED = 8  # layouts whose orders are planned and simulated
@@ -39,6 +39,7 @@ def colocated_candidates(
     machine: Hardware,
     world_size: int,
     fastest: float = math.inf,
+    progress: Progress | None = None,
 ) -> Outcome:
     """Plan and simulate the colocated layouts on `world_size` ranks that may beat `fastest` seconds.
 
@@ -60,6 +61,8 @@ def colocated_candidates(
             break
         if tried >= TRIED:
             break
+        if progress is not None:
+            progress(tried, TRIED)
         smallest = _layout(sizes, levels[-1], pricing, machine)
         found: Judged | Alternative | None = smallest if isinstance(smallest, Alternative) else None
         for recompute in levels if isinstance(smallest, Layout) else ():

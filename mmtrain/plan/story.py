@@ -32,6 +32,8 @@ from mmtrain.plan.slices import with_slices
 from mmtrain.program import StageId, build
 from mmtrain.recipe.schema import Recipe
 
+PERCENT = 100
+
 
 def plan(
     recipe: Recipe,
@@ -125,11 +127,29 @@ def _searched(
         for least, sizing in bounded_sizings(choices, count, bound)
         if recipe.parallel.placement in ("auto", sizing.placement)
     ]
-    outcome = search(candidates, pricing, choices, machine, at_least=top + 1, progress=progress)
-    if recipe.parallel.placement in ("auto", "colocated"):
-        rest = (colocated_candidates(pricing, choices, machine, n, outcome.fastest) for n in counts)
-        outcome = joined(outcome, *rest)
+    colocated = counts if recipe.parallel.placement in ("auto", "colocated") else []
+    first, *others = _parts(progress, 1 + len(colocated))
+    outcome = search(candidates, pricing, choices, machine, at_least=top + 1, progress=first)
+    rest = (
+        colocated_candidates(pricing, choices, machine, n, outcome.fastest, other)
+        for n, other in zip(colocated, others, strict=True)
+    )
+    outcome = joined(outcome, *rest)
+    if (last := [first, *others][-1]) is not None:
+        last(1, 1)
     return candidates, outcome
+
+
+def _parts(progress: Progress | None, count: int) -> "list[Progress | None]":
+    """The progress of each of several searches as that of all, which count as equally long."""
+    if progress is None:
+        return [None] * count
+    told = progress
+
+    def part(number: int) -> Progress:
+        return lambda done, total: told(round(PERCENT * (number + done / max(total, 1))), PERCENT * count)
+
+    return [part(number) for number in range(count)]
 
 
 @dataclass(frozen=True)

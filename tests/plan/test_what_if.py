@@ -54,9 +54,10 @@ def test_plans_that_cannot_be_run_are_not_chosen() -> None:
         planned(recipe(), top=2, measure=lambda _: math.inf)
 
 
-def test_progress_runs_to_its_end() -> None:
+@pytest.mark.parametrize("parallel", [{}, {"max_gpus": 4}, {"placement": "unified"}])
+def test_progress_runs_to_its_end_through_all_searches(parallel: dict[str, Any]) -> None:
     told: list[tuple[int, int]] = []
-    planned(recipe(), progress=lambda done, total: told.append((done, total)))
+    planned(recipe(parallel=parallel), progress=lambda done, total: told.append((done, total)))
     totals = {total for _, total in told}
     assert len(totals) == 1
     assert told[0][0] == 0
