@@ -99,6 +99,13 @@ class Work:
             total += price.linear * tokens + price.quadratic * squares
         return total
 
+    def moments(self, unit: str, slot: IntArray, num_slots: int) -> IntArray:
+        """(2, num_slots) sums of n and of n^2 over the samples in each slot; slot: (k,) of each sample."""
+        sums = np.zeros((2, num_slots), dtype=np.int64)
+        for total, each in zip(sums, self._moments[unit], strict=True):
+            np.add.at(total, slot, each)
+        return sums
+
     def loads(self, aims: StepAims) -> IntArray:
         """(k, q) what each sample adds to each of the loads."""
         columns = [self.costs(load.prices) for load in aims.loads]

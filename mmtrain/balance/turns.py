@@ -73,14 +73,14 @@ def stage_costs(
 
     A replica group's encoders share the items of its LLM replicas evenly, so each LLM replica waits for the mean.
     """
-    slot = replica * num + index
+    slot, units = replica * num + index, {unit for by_unit in prices for unit in by_unit}
+    moments = {unit: work.moments(unit, slot, dp[LLM] * num).reshape(2, dp[LLM], num) for unit in units}
 
     def costs(by_unit: Prices) -> IntArray:
         total = np.zeros((dp[LLM], num), dtype=np.int64)
         for unit, price in by_unit.items():
-            each = np.zeros(dp[LLM] * num, dtype=np.int64)
-            np.add.at(each, slot, work.costs({unit: price}))
-            own = each.reshape(dp[LLM], num)
+            tokens, squares = moments[unit]
+            own = price.linear * tokens + price.quadratic * squares
             if unit != LLM:
                 groups = own.reshape(math.gcd(*dp.values()), -1, num)
                 shared = groups.sum(axis=1, keepdims=True) * len(groups) // dp[unit]
