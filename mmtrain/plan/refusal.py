@@ -18,7 +18,9 @@ Choices = Mapping[str, UnitChoices]
 
 def is_possible(choices: Choices, ranks: int, placement: Placement) -> bool:
     """Whether a placement has sizes that use exactly so many ranks."""
-    return fits_on(choices, ranks) if placement == "colocated" else adds_up(choices, ranks, placement)
+    if placement == "colocated":
+        return "generator" not in choices and fits_on(choices, ranks)  # only encoders lie on the LLM's ranks
+    return adds_up(choices, ranks, placement)
 
 
 def nearest_counts(choices: Choices, ranks: int, placements: Sequence[Placement]) -> list[int]:
@@ -101,6 +103,8 @@ def _why(parallel: ParallelSettings, choices: Choices, ranks: int, placement: Pl
     }
     if fixed:
         possible += "; fixed by " + ", ".join(fixed)
+    if placement == "colocated" and "generator" in choices:
+        return "a generator is behind the LLM, not in its idle times"
     if placement == "colocated":
         encoders = " and ".join(name for name in choices if name != LLM)
         return f"no sizes of {encoders} whose tp and pp divide the LLM's fill the LLM's {ranks} ranks ({possible})"

@@ -107,3 +107,10 @@ def test_stages_of_a_transformer_take_a_share_of_its_memory(painting: Recipe) ->
 
 def test_only_units_with_modules_are_measured(drawing: Recipe) -> None:
     assert set(sizes_to_measure(drawing, 2)) == {"vision", "llm"}
+
+
+def test_what_clashes_with_a_generator_is_said(drawing: Recipe) -> None:
+    """A U-Net is whole, and `unified` has one tp; no encoder's idle time is left to try."""
+    llm = drawing.parallel.llm.model_copy(update={"tp": 2})
+    with pytest.raises(PlanError, match=r"unified: parallel\.llm\.tp 2 cannot be met: .*generator\.tp \(1\).*common"):
+        planned(drawing, 2, llm=llm)
