@@ -67,10 +67,11 @@ def colocated_candidates(
         found: Judged | Alternative | None = smallest if isinstance(smallest, Alternative) else None
         for recompute in levels if isinstance(smallest, Layout) else ():
             layout = _layout(sizes, recompute, pricing, machine)
-            found = _judged(sizes, layout, pricing, machine) if isinstance(layout, Layout) else layout
+            limit = fastest * SAME if judged else math.inf  # one is simulated, for the ranking
+            found = _judged(sizes, layout, pricing, machine, limit) if isinstance(layout, Layout) else layout
             tried += isinstance(layout, Layout)
-            if found is None or isinstance(found, Judged):
-                break
+            if not isinstance(found, Alternative) or found.peak_memory_gib is None:
+                break  # recomputing more would make room, which is not what it lacks
         if isinstance(found, Judged):
             judged.append(found)
             fastest = min(fastest, found.step_time_s)
@@ -144,10 +145,13 @@ def _layout(
     return layout
 
 
-def _judged(sizes: _Sizes, layout: Layout, pricing: Pricing, machine: Hardware) -> Judged | Alternative:
-    """The faster of planned and coarse order that fits, or why none does."""
+def _judged(sizes: _Sizes, layout: Layout, pricing: Pricing, machine: Hardware, limit: float) -> Judged | Alternative:
+    """The faster of planned and coarse order that fits, or why none does, or that the LLM by itself takes too long."""
     graph = graph_for(layout, pricing)
     alone = llm_alone(graph, pricing, machine)
+    if alone.step_time_s > limit:
+        again = " with the layers recomputed that memory demands" if any(_again(layout)) else ""
+        return _lost(sizes, f"at least {alone.step_time_s / limit:.2f}x slower: its LLM cannot be done sooner{again}")
     counts = dict(layout.num_microbatches)
     fitting: list[SchedulePlan] = []
     coarse = SchedulePlan(kind="coarse", num_microbatches=counts)
@@ -162,6 +166,11 @@ def _judged(sizes: _Sizes, layout: Layout, pricing: Pricing, machine: Hardware) 
             tried = [judge(layout, pricing, machine, schedule) for schedule in fitting]
             return min(tried, key=lambda one: one.step_time_s)
     return _too_large(sizes, pricing, memory, machine)
+
+
+def _again(layout: Layout) -> Iterator[int]:
+    """Layers that are recomputed, by stage."""
+    return (len(stage.recompute) for unit in layout.units.values() for stage in unit.stages)
 
 
 def _lost(sizes: _Sizes, reason: str, peak_gib: float | None = None) -> Alternative:
