@@ -1,6 +1,6 @@
 """What a plan wants the loader to even out and to order, as the numbers that `balance` applies."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,6 +11,7 @@ from mmtrain.costs import CostModel, TokenLoad, costs_for, upstream_trains
 from mmtrain.models.shape import LayerShape, ModelShape, shape
 from mmtrain.plan.graph import stage_graph
 from mmtrain.plan.plan import Plan
+from mmtrain.plan.slopes import Slope, slope
 from mmtrain.plan.story import machine_for, precision_for
 from mmtrain.plan.turns import is_chain, timetable
 from mmtrain.program.graph import LLM, Stage, StageGraph, StageId
@@ -21,30 +22,19 @@ SCALE = 2.0**36  # units of cost in a typical microbatch on the busiest rank: su
 ALIKE = 0.1  # of two ranks' time spent on different things, up to which one of them stands for both
 
 
-@dataclass(frozen=True)
-class Line:
-    """Seconds of n tokens in sequences whose squares sum to s, near a typical load: linear * n + quadratic * s."""
-
-    linear: float = 0.0
-    quadratic: float = 0.0
-
-    def __add__(self, other: "Line") -> "Line":
-        return Line(self.linear + other.linear, self.quadratic + other.quadratic)
-
-
-Lines = dict[str, Line]  # by unit
+Slopes = dict[str, Slope]  # by unit
 
 
 @dataclass(frozen=True)
 class _RankWork:
     """What one rank computes of every unit."""
 
-    forward: Lines
-    backward: Lines
+    forward: Slopes
+    backward: Slopes
 
-    def busy(self, units: frozenset[str]) -> Lines:
+    def busy(self, units: frozenset[str]) -> Slopes:
         both = [self.forward, self.backward]
-        return {u: sum((lines[u] for lines in both if u in lines), Line()) for u in self.forward if u in units}
+        return {u: sum((lines[u] for lines in both if u in lines), Slope()) for u in self.forward if u in units}
 
 
 def step_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
@@ -109,14 +99,14 @@ def _work_of_ranks(
     for stage in (graph.stage(sid) for sid in graph.order):
         unit = stage.id.unit
         mesh, layers = graph.mesh(unit), model.unit(unit).layers
-        lines = _stage_lines(stage, layers, needs[unit], mesh.tp, costs, typical[unit])
+        lines = _stage_slopes(stage, layers, needs[unit], mesh.tp, costs, typical[unit])
         own = 1 if unit == LLM else mesh.dp // graph.num_groups
         at = [home.get(lane[0], lane[0]) for lane in stage.lanes[:own] if lane[0] not in others]
         shared = [rank for rank in dict.fromkeys(at) if rank in home.values()]
         for rank in shared or at[:1]:
             work = found.setdefault(rank, _RankWork({}, {}))
             for kept, line in zip((work.forward, work.backward), lines, strict=True):
-                kept[unit] = kept.get(unit, Line()) + line
+                kept[unit] = kept.get(unit, Slope()) + line
     return list(found.values())
 
 
@@ -128,18 +118,18 @@ def _prices_of_stages(
     for stage in graph.stages:
         unit = stage.id.unit
         tp, layers = graph.mesh(unit).tp, model.unit(unit).layers
-        forward, backward = _stage_lines(stage, layers, needs[unit], tp, costs, typical[unit])
+        forward, backward = _stage_slopes(stage, layers, needs[unit], tp, costs, typical[unit])
         found[stage.id] = _price(forward, scale), _price(backward, scale)
     return found
 
 
-def _stage_lines(
+def _stage_slopes(
     stage: Stage, layers: Sequence[LayerShape], needs: Sequence[bool], tp: int, costs: CostModel, typical: TokenLoad
-) -> tuple[Line, Line]:
+) -> tuple[Slope, Slope]:
     """Forward and backward (recompute included) of a stage near a typical load."""
 
     @cache
-    def lines(layer: LayerShape, input_grad: bool, again: bool) -> tuple[Line, Line]:
+    def lines(layer: LayerShape, input_grad: bool, again: bool) -> tuple[Slope, Slope]:
         def backward(load: TokenLoad) -> float:
             seconds = costs.seconds(layer, tp, load, "backward", input_grad=input_grad)
             return seconds + (costs.seconds(layer, tp, load, "recompute") if again else 0.0)
@@ -150,25 +140,7 @@ def _stage_lines(
         lines(layers[i], needs[i], i in stage.recompute and (layers[i].trainable or needs[i]))
         for i in range(*stage.layers)
     ]
-    return sum((forward for forward, _ in each), Line()), sum((backward for _, backward in each), Line())
-
-
-def slope(seconds: Callable[[TokenLoad], float], at: TokenLoad) -> Line:
-    """What another token, and another pair of tokens in one sequence, cost on average near the load `at`.
-
-    Where the time does not grow (the weights are read, however few the tokens), the mean takes the place of the slope.
-    """
-    if at.tokens < 2:
-        return Line()
-
-    def probe(tokens: float, pairs: float) -> float:
-        return seconds(TokenLoad(round(at.tokens * tokens), round(at.sum_sq * pairs), at.max_len, at.num_sequences))
-
-    linear = (probe(1.5, 1) - probe(0.5, 1)) / at.tokens
-    quadratic = max((probe(1, 1.5) - probe(1, 0.5)) / max(at.sum_sq, 1), 0.0)
-    if linear <= 0:
-        linear = max(probe(1, 1) - quadratic * at.sum_sq, 0.0) / at.tokens
-    return Line(linear, quadratic)
+    return sum((forward for forward, _ in each), Slope()), sum((backward for _, backward in each), Slope())
 
 
 def _loads(
@@ -180,7 +152,7 @@ def _loads(
     counted = frozenset(typical) if graph.num_groups > 1 else frozenset({LLM})
     busy = [(lines, _seconds(lines, typical)) for lines in (work.busy(counted) for work in ranks)]
     busy = sorted((entry for entry in busy if sum(entry[1].values()) > 0), key=lambda e: -sum(e[1].values()))
-    kept: list[tuple[Lines, dict[tuple[str, str], float]]] = []
+    kept: list[tuple[Slopes, dict[tuple[str, str], float]]] = []
     for lines, seconds in busy:
         if all(_apart(seconds, other) > ALIKE for _, other in kept):
             kept.append((lines, seconds))
@@ -189,7 +161,7 @@ def _loads(
     return tuple(Load(_prices(lines, scale), round(sum(s.values()) / whole, 6)) for lines, s in kept)
 
 
-def _seconds(lines: Lines, typical: Mapping[str, TokenLoad]) -> dict[tuple[str, str], float]:
+def _seconds(lines: Slopes, typical: Mapping[str, TokenLoad]) -> dict[tuple[str, str], float]:
     """Seconds of a typical microbatch, by unit and by what they grow with."""
     found: dict[tuple[str, str], float] = {}
     for unit, line in lines.items():
@@ -205,17 +177,17 @@ def _apart(one: Mapping[tuple[str, str], float], other: Mapping[tuple[str, str],
     return sum(abs(shares[0].get(key, 0.0) - shares[1].get(key, 0.0)) for key in sorted(keys)) / 2
 
 
-def _together(ranks: list[_RankWork], unit: str) -> Lines:
+def _together(ranks: list[_RankWork], unit: str) -> Slopes:
     """All of a unit's stages, both ways."""
-    lines = (work.busy(frozenset({unit})).get(unit, Line()) for work in ranks)
-    return {unit: sum(lines, Line())}
+    lines = (work.busy(frozenset({unit})).get(unit, Slope()) for work in ranks)
+    return {unit: sum(lines, Slope())}
 
 
-def _prices(lines: Lines, scale: float) -> dict[str, Price]:
+def _prices(lines: Slopes, scale: float) -> dict[str, Price]:
     return {u: _price(line, scale) for u, line in sorted(lines.items())}
 
 
-def _price(line: Line, scale: float) -> Price:
+def _price(line: Slope, scale: float) -> Price:
     return Price(round(line.linear * scale), round(line.quadratic * scale))
 
 

@@ -1,16 +1,17 @@
 """The drawn batches as the replicated placement would run them: dealt to ranks anew in each phase (OrchMLLM)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from mmtrain.balance import IntArray
 from mmtrain.balance.post import Cost, rebalance
 from mmtrain.costs import CostModel, TokenLoad
-from mmtrain.models.shape import ModelShape
+from mmtrain.models.shape import LayerShape, ModelShape
 from mmtrain.plan.batches import BatchSample
+from mmtrain.plan.slopes import chord
 from mmtrain.program.graph import LLM
 
 PHASES = 2  # all-to-alls of an encoder's features in a round: theirs, and their gradients'
@@ -110,12 +111,12 @@ class Dealing:
             every = [self._tokens(unit.name, np.concatenate(groups)) for groups in self.batches.groups]
             load, parts = TokenLoad.of(np.concatenate(every)), len(every) * self.num_ranks
             mean = TokenLoad(max(load.tokens // parts, 1), max(load.sum_sq // parts, 1), load.max_len, 1)
-            double = TokenLoad(mean.tokens, 2 * mean.sum_sq, mean.max_len, 1)
-            one, two = (
-                sum(self.costs.seconds(layer, 1, at, "forward") for layer in unit.layers) for at in (mean, double)
-            )
-            found[unit.name] = Cost(linear=(2 * one - two) / mean.tokens, quadratic=(two - one) / mean.sum_sq)
+            own = chord(partial(self._forward, unit.layers), mean)
+            found[unit.name] = Cost(linear=own.linear, quadratic=own.quadratic)
         return found
+
+    def _forward(self, layers: Sequence[LayerShape], load: TokenLoad) -> float:
+        return sum(self.costs.seconds(layer, 1, load, "forward") for layer in layers)
 
     def _tokens(self, unit: str, samples: IntArray) -> IntArray:
         """Tokens of the samples, or of their items."""

@@ -11,8 +11,9 @@ from mmtrain.costs import TokenLoad, costs_for, upstream_trains
 from mmtrain.data.wire import from_json, to_json
 from mmtrain.models.shape import shape
 from mmtrain.plan import Plan, plan, stage_graph
-from mmtrain.plan.aims import slope, step_aims, typical_loads
+from mmtrain.plan.aims import step_aims, typical_loads
 from mmtrain.plan.plan import SchedulePlan
+from mmtrain.plan.slopes import slope
 from mmtrain.plan.story import machine_for, precision_for
 from mmtrain.program import build_1f1b
 from mmtrain.program.text import action_to_text
