@@ -47,6 +47,7 @@ class Hardware:
     intra_node: Link
     inter_node: Link
     ranks_per_node: int
+    post_s: float = 0.0  # for which sending or receiving a message, however small, keeps its rank from computing
 
     def peak_flops(self, precision: Precision) -> float:
         """FLOP/s that efficiencies and MFU refer to."""
@@ -66,7 +67,8 @@ class Hardware:
 # 99 GFLOP/s, within 25% of the curve below; streaming through main memory reads and writes 25 GB/s. Small blocks of
 # this package, profiled as a run computes them (the demo's layers, on an Intel Xeon), take about 25 us for each
 # kernel, Python included.
-# Links: gloo over loopback, about 2 GB/s and 100 us a message. Memory: 4 GiB is a usual share of one core.
+# Links: gloo over loopback, about 2 GB/s and 100 us a message, and of each end's own processor time about 0.2 ms
+# (scripts/bench_posting.py). Memory: 4 GiB is a usual share of one core.
 _CPU_CORE = Hardware(
     name="cpu-core",
     fp32_flops=100e9,
@@ -80,6 +82,7 @@ _CPU_CORE = Hardware(
     intra_node=Link(2 * GB, 100 * US),
     inter_node=Link(1 * GB, 200 * US),
     ranks_per_node=64,
+    post_s=200 * US,
 )
 
 # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2039 GB/s, NVLink 600 GB/s in both directions together.

@@ -153,6 +153,10 @@ class MeasuredCosts:
         measured = self._message("p2p", 2, nbytes) if same_node else None
         return self.model.transfer(nbytes, same_node) if measured is None else measured
 
+    def posting(self) -> float:
+        """Seconds for which each end of a message keeps its rank from computing; no table has it."""
+        return self.model.posting()
+
     def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
         """Seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
         measured = self._message(kind, size, nbytes) if same_node and size > 1 else None

@@ -131,6 +131,10 @@ class AnalyticCosts:
         """Seconds of one message of `nbytes` between two ranks."""
         return self.hardware.link(same_node).seconds(nbytes)
 
+    def posting(self) -> float:
+        """Seconds for which each end of a message keeps its rank from computing."""
+        return self.hardware.post_s
+
     def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
         """Seconds of a ring collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
         if size == 1:

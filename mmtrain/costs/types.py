@@ -93,6 +93,10 @@ class CostModel(Protocol):
         """Seconds of one message of `nbytes` between two ranks."""
         ...
 
+    def posting(self) -> float:
+        """Seconds for which each end of a message keeps its rank from computing."""
+        ...
+
     def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
         """Seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
         ...

@@ -42,12 +42,12 @@ class _Walk:
             if at < 0:
                 job = tracks.jobs[-1 - at]
                 assert job is not None
-                begin, (seconds, nbytes) = moments.began[-1 - at], self.costs[-1 - at]
+                begin, (seconds, nbytes, _) = moments.began[-1 - at], self.costs[-1 - at]
                 duration = seconds + waited
                 at, track, waited = self._before_job(-1 - at)
                 yield Span(tracks.ranks[track][0], begin, duration, job.action, nbytes)
             else:
-                parcel, (seconds, nbytes) = tracks.parcels[at], self.transits[at]
+                parcel, (seconds, nbytes, _) = tracks.parcels[at], self.transits[at]
                 if nbytes:
                     yield Span(parcel.senders[0], moments.left[at], seconds, parcel.send, nbytes)
                 at = self._before_parcel(at)

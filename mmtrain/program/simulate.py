@@ -21,7 +21,7 @@ from mmtrain.program.program import Program
 from mmtrain.program.replay import Moments, replay
 from mmtrain.program.text import action_to_text
 from mmtrain.program.timeline import BubbleKind, Later, Span, Timeline
-from mmtrain.program.timing import Timing, Transport
+from mmtrain.program.timing import NOTHING, Timing, Transport
 from mmtrain.program.tracks import Job, Tracks, tracks
 
 T = TypeVar("T")
@@ -39,8 +39,10 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
         ProgramError: the program gets stuck; `check` says why.
     """
     met = tracks(program, num_groups, timing.link)
-    costs = [_cost(timing, job) if job else Transport(0.0, 0) for job in met.jobs]
+    costs = [_cost(timing, job) if job else NOTHING for job in met.jobs]
     transits = [timing.message(parcel.senders[0], parcel.send) for parcel in met.parcels]
+    if any(transit.posting_s for transit in transits):
+        costs = _with_posting(met, costs, transits)
     under_way = {job: _left_under_way(timing, met.jobs[job]) for job in met.resumed}
     moments = replay(met, [c.seconds for c in costs], [t.seconds if t.nbytes else None for t in transits], under_way)
     _refuse_stuck(met, moments)
@@ -62,6 +64,19 @@ def _cost(timing: Timing, job: Job) -> Transport:
     if isinstance(job.action, Compute):
         return Transport(timing.compute(job.action), 0)
     return timing.collective(job.rank, job.action, job.group)
+
+
+def _with_posting(met: Tracks, costs: Sequence[Transport], transits: Sequence[Transport]) -> list[Transport]:
+    """Forwards and backwards take as long, and then until the messages behind them are posted, by the slowest rank."""
+    posting = [0.0] * (len(met.jobs) + 1)
+    for visit in met.visits:
+        if visit.job >= 0 and visit.posts:
+            own = sum(transits[parcel].posting_s for parcel in visit.posts)
+            posting[visit.job] = max(posting[visit.job], own)
+    return [
+        cost._replace(seconds=cost.seconds + posting[job]) if computes else cost
+        for job, (cost, computes) in enumerate(zip(costs, met.computes, strict=True))
+    ]
 
 
 def _left_under_way(timing: Timing, job: Job | None) -> float:
@@ -92,9 +107,9 @@ def _spans(
     spans = []
     for track, ranks in enumerate(met.ranks):
         for number, job in met.path(track):
-            begin, (seconds, nbytes) = moments.began[number], costs[number]
+            begin, (seconds, nbytes, _) = moments.began[number], costs[number]
             spans += [Span(rank, begin, seconds, job.action, nbytes) for rank in ranks]
-    for (send, senders, peers), left, (seconds, nbytes) in zip(met.parcels, moments.left, transits, strict=True):
+    for (send, senders, peers), left, (seconds, nbytes, _) in zip(met.parcels, moments.left, transits, strict=True):
         if nbytes:
             for rank, peer in zip(senders, peers, strict=True):
                 action = send if peer == send.peer else Send(send.edge, send.src, send.dst, peer, send.payload)

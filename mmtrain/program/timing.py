@@ -52,6 +52,10 @@ class Transport(NamedTuple):
 
     seconds: float
     nbytes: int
+    posting_s: float = 0.0  # for which each end of a message keeps its rank from computing
+
+
+NOTHING = Transport(0.0, 0)
 
 
 class Timing(Protocol):
@@ -130,7 +134,7 @@ class ModelTiming:
         """Rows of hidden states inside a unit, or the routed features between units; gradients are as large."""
         nbytes = self._flow_bytes(Flow(action.edge, action.src, action.dst, action.payload))
         same_node = self._same_node((sender, action.peer))
-        return Transport(self.costs.transfer(nbytes, same_node) if nbytes else 0.0, nbytes)
+        return Transport(self.costs.transfer(nbytes, same_node), nbytes, self._posting_s) if nbytes else NOTHING
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
         """Gradients are reduce-scattered and parameters gathered, as the distributed optimizer does."""
@@ -217,6 +221,10 @@ class ModelTiming:
     def _pieces(self) -> dict[tuple[int, PartKind, int, int], tuple[list[float], list[float]]]:
         """Of a stage by number, kind, replica and index: seconds before each segment, and of its collective."""
         return {}
+
+    @cached_property
+    def _posting_s(self) -> float:
+        return self.costs.posting()
 
     @cached_property
     def _optimizer_s(self) -> float:

@@ -23,6 +23,7 @@ class Given:
     forward: dict[str, float]
     backward: dict[str, float]
     message_s: float = 0.0
+    posting_s: float = 0.0
     collective_s: float = 0.0
     share_s: float = 0.0
     rule: Callable[[Compute], float] | None = None
@@ -34,7 +35,7 @@ class Given:
         return (self.forward if isinstance(action, Forward) else self.backward)[str(action.stage)]
 
     def message(self, sender, action):
-        return Transport(self.message_s, 1)
+        return Transport(self.message_s, 1, self.posting_s)
 
     def collective(self, rank, action, group):
         return Transport(self.share_s if isinstance(action, Share) else self.collective_s, 1)
@@ -70,6 +71,30 @@ def one_f_one_b_time(f: list[float], b: list[float], n: int) -> float:
         return ends[kind, s, i]
 
     return max(end("B", s, n - 1) for s in range(p))
+
+
+def test_posting_both_ends_of_a_message_keeps_ranks_from_computing() -> None:
+    """Two stages, two microbatches, half a second for each end of what is posted behind a pass, solved by hand.
+
+    Each forward of the first stage sends, and awaits a gradient: 2 s of 1. The last stage posts the second receive
+    behind its first forward, and sends behind its backwards.
+    """
+    program = build(chain(Unit("llm", pp=2), n=2))
+    given_times = Given({"llm.0": 1.0, "llm.1": 1.0}, {"llm.0": 2.0, "llm.1": 2.0}, posting_s=0.5)
+    timeline = simulate(program, given_times)
+    passes = {(str(s.action.stage), type(s.action).__name__[0], s.action.mb.index): (s.start_s, s.duration_s)
+              for s in timeline.spans if isinstance(s.action, Forward | Backward)}  # fmt: skip
+    assert passes == {
+        ("llm.0", "F", 0): (0.0, 2.0),
+        ("llm.0", "F", 1): (2.0, 2.0),
+        ("llm.1", "F", 0): (2.0, 1.5),
+        ("llm.1", "B", 0): (3.5, 2.5),
+        ("llm.1", "F", 1): (6.0, 1.0),
+        ("llm.0", "B", 0): (6.0, 2.0),
+        ("llm.1", "B", 1): (7.0, 2.5),
+        ("llm.0", "B", 1): (9.5, 2.0),
+    }
+    assert timeline.step_time_s == 11.5
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])

@@ -40,6 +40,9 @@ class LayerCosts:
     def transfer(self, nbytes, same_node):
         return nbytes * (1.0 if same_node else 10.0)
 
+    def posting(self):
+        return 0.0
+
     def collective(self, kind, nbytes, size, same_node):
         return nbytes * {"broadcast": 1.0, "reduce_scatter": 2.0, "all_gather": 3.0, "all_reduce": 4.0}[kind]
 
@@ -170,16 +173,18 @@ def test_messages_carry_routed_rows_between_units_and_all_tokens_inside(timing):
     between, inside = timing.graph.edges[1], timing.graph.edges[0]
     assert str(between) == "vision.0>llm.0"
     image, text = Microbatch("vision", 0, 0), Microbatch("llm", 0, 0)
-    assert timing.message(0, Send(between, image, text, 1, "activation")) == (3 * 8 * 2, 3 * 8 * 2)
-    assert timing.message(1, Send(inside, text, text, 3, "gradient")) == (10 * 6 * 8 * 2, 6 * 8 * 2)
-    assert timing.collective(1, Share(between, text, "activation"), (1, 2)) == (3 * 8 * 2, 3 * 8 * 2)
+    assert timing.message(0, Send(between, image, text, 1, "activation")) == Transport(3 * 8 * 2, 3 * 8 * 2)
+    assert timing.message(1, Send(inside, text, text, 3, "gradient")) == Transport(10 * 6 * 8 * 2, 6 * 8 * 2)
+    assert timing.collective(1, Share(between, text, "activation"), (1, 2)) == Transport(3 * 8 * 2, 3 * 8 * 2)
 
 
 def test_collectives_move_what_trains(timing):
-    assert timing.collective(0, ReduceGrads("vision"), (0,)) == (2 * 100 * 4, 100 * 4)
-    assert timing.collective(1, GatherParams("llm"), (1,)) == (3 * 2 * 50 * 2, 2 * 50 * 2)
-    assert timing.collective(1, ReduceShared("embeddings"), (1, 3)) == (4 * 64 * 8 * 4 / 2, 64 * 8 * 4 // 2)
-    assert timing.collective(1, Step(), (0, 1, 2, 3, 4)) == (4 * 4 + 0.5 * 100, 4)  # the norm, then the fullest rank
+    assert timing.collective(0, ReduceGrads("vision"), (0,)) == Transport(2 * 100 * 4, 100 * 4)
+    assert timing.collective(1, GatherParams("llm"), (1,)) == Transport(3 * 2 * 50 * 2, 2 * 50 * 2)
+    assert timing.collective(1, ReduceShared("embeddings"), (1, 3)) == Transport(4 * 64 * 8 * 4 / 2, 64 * 8 * 4 // 2)
+    assert timing.collective(1, Step(), (0, 1, 2, 3, 4)) == Transport(
+        4 * 4 + 0.5 * 100, 4
+    )  # the norm, then the fullest rank
 
 
 def test_nothing_is_sent_for_a_text_only_microbatch(timing):

@@ -1,0 +1,80 @@
+"""What a message takes of the processor time of the ranks at its ends: `python -m scripts.bench_posting`.
+
+Two pipeline ranks of the demo's model train a few steps on drawn pictures. The time of the thread that computes is
+counted inside the broker, so waiting is not, and other work on the machine matters little.
+"""
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmtrain.data import GroupStream, Preparer, build
+from mmtrain.data.demo import generate
+from mmtrain.plan import Plan, plan
+from mmtrain.recipe import Recipe, load
+from mmtrain.runtime.broker import Broker
+from mmtrain.runtime.job import assemble
+from mmtrain.runtime.launch import launch_local
+from mmtrain.runtime.world import Address, join, leave
+
+DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"
+SENDING, RECEIVING = ("put", "send"), ("receive", "take")
+WARM_UP, STEPS = 2, 20
+
+
+def main() -> None:
+    """Plan, and run."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        generate(data, seed=0, train=500, heldout=10)
+        settings = [f"data.sources=[{{path: {data / 'train.json'}}}]", f"data.tokenizer={data / 'tokenizer.json'}",
+                    "data.validation=[]", "train.validate_every=0", "train.global_batch=8",
+                    "parallel.placement=unified", "parallel.llm.pp=2"]  # fmt: skip
+        recipe = load(DEMO, settings).recipe
+        chosen = plan(recipe, build(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="")
+        launch_local(2, partial(_run_rank, recipe, chosen))
+
+
+def _run_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
+    torch.set_num_threads(1)
+    world, seconds, calls = join(address), Counter[str](), Counter[str]()
+    for name in (*SENDING, *RECEIVING):
+        setattr(Broker, name, _timed(getattr(Broker, name), name, seconds, calls))
+    job, index = assemble(recipe, chosen, world), build(recipe)
+    stream, preparer = GroupStream.of(recipe, index), Preparer(index, recipe, job.needs, job.num_microbatches)
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
+            seconds.clear()
+            calls.clear()
+        job.train(preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches)), lr=0.0)
+    sent, received = (
+        sum(seconds[name] for name in names) / calls[counted]
+        for names, counted in ((SENDING, "send"), (RECEIVING, "receive"))
+    )
+    figures = f"rank {world.rank}: {sent * 1e3:.3f} ms a message sent, {received * 1e3:.3f} ms a message received"
+    for line in world.gather(figures):
+        if world.is_first:
+            print(line)
+    leave()
+
+
+def _timed(method: Callable[..., Any], name: str, seconds: Counter[str], calls: Counter[str]) -> Callable[..., Any]:
+    def timed(*args: Any) -> Any:
+        begin = time.thread_time()
+        try:
+            return method(*args)
+        finally:
+            seconds[name] += time.thread_time() - begin
+            calls[name] += 1
+
+    return timed
+
+
+if __name__ == "__main__":
+    main()
