@@ -12,10 +12,10 @@ from mmtrain.report.drawing import UNIT_PAINTS, svg, unit_paint
 from mmtrain.report.html_style import STYLE
 from mmtrain.report.plan_picture import plan_picture
 from mmtrain.report.tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
-from mmtrain.report.text import seconds_text
+from mmtrain.report.text import memory_text, seconds_text
 from mmtrain.report.timeline_picture import curve, timeline_picture
 
-MOST_ROWS = 40  # of stages; a table of more is folded
+MOST_ROWS = 16  # of stages; a table of more is folded
 
 
 def page(contents: Contents) -> str:
@@ -234,9 +234,9 @@ def _alternatives(plan: Plan) -> str:
         (
             other.summary,
             "-" if other.step_time_s is None else seconds_text(other.step_time_s),
-            "-" if other.peak_memory_gib is None else f"{other.peak_memory_gib:.3g}",
+            "-" if other.peak_memory_gib is None else memory_text(other.peak_memory_gib),
             other.reason,
         )
         for other in plan.alternatives
     ]
-    return _table(("plan", "step", "peak GiB", "why it lost"), rows, wordy=True)
+    return _table(("plan", "step", "memory", "why it lost"), rows, wordy=True)

@@ -43,5 +43,8 @@ th{{color:var(--soft);font-weight:500}}.wordy td{{vertical-align:top}}
 .bar .parts{{display:flex}}.bar u{{display:block;height:12px;background:currentColor}}
 .bar s{{position:absolute;top:-2px;bottom:-2px;border-right:2px solid var(--limit)}}
 @media(max-width:600px){{main{{padding:12px}}td,th{{padding-right:9px;font-size:13px}}
-.figures{{grid-template-columns:1fr 1fr}}.bars .bar{{width:40%;min-width:90px}}}}
+.figures{{grid-template-columns:1fr 1fr}}.bars .bar{{width:40%;min-width:90px}}
+.wordy,.wordy thead,.wordy tbody{{display:block}}.wordy td,.wordy th{{border:0}}
+.wordy tr{{display:grid;grid-template-columns:1fr auto auto;border-bottom:1px solid var(--line)}}
+.wordy tr :last-child{{grid-column:1/-1}}}}
 """

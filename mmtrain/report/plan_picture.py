@@ -93,19 +93,18 @@ def _stage_height(held: Lanes) -> int:
 def _stage(unit: str, stage: StagePlan, units: tuple[str, ...], left: float, y: float) -> Iterator[Mark]:
     paint, width = unit_paint(unit, units), CARD - 2 * _PAD
     lo, hi = stage.layers
-    redone = recompute_text(stage)
-    again = "" if redone == "none" else f", recompute {redone if redone == 'all' else len(stage.recompute)}"
     yield Label(left, y + 14, f"{unit}.{stage.stage}", paint="ink", bold=True)
-    yield Label(left + width, y + 14, f"layer{'s' * (hi - lo != 1)} {layers_text(stage)}{again}", "end", size=11)
+    yield Label(left + width, y + 14, f"layer{'s' * (hi - lo != 1)} {layers_text(stage)}", "end", size=11)
     yield from _layers(unit, stage, paint, left, y + 19, width)
 
 
 def _short_stage(unit: str, stage: StagePlan, units: tuple[str, ...], left: float, y: float) -> Iterator[Mark]:
     """One of many chunks, in one line."""
-    width = (CARD - 2 * _PAD) / 2
+    width = CARD - 2 * _PAD
+    words = 0.6 * width
     yield Label(left, y + 12, f"{unit}.{stage.stage}", paint="ink", size=11, bold=True)
-    yield Label(left + width - 6, y + 12, layers_text(stage), "end", size=10)
-    yield from _layers(unit, stage, unit_paint(unit, units), left + width, y + 3, width)
+    yield Label(left + words - 6, y + 12, layers_text(stage), "end", size=10)
+    yield from _layers(unit, stage, unit_paint(unit, units), left + words, y + 3, width - words)
 
 
 def _layers(unit: str, stage: StagePlan, paint: Paint, left: float, y: float, width: float) -> Iterator[Mark]:

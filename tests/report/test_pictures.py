@@ -16,7 +16,7 @@ from mmtrain.report.contents import Contents, steps
 from mmtrain.report.drawing import Box, Drawing, Label, Line, svg
 from mmtrain.report.paper import save_picture
 from mmtrain.report.pictures import pictures
-from mmtrain.report.plan_picture import CARD, plan_picture
+from mmtrain.report.plan_picture import CARD, GAP, plan_picture
 from mmtrain.report.timeline_picture import LEFT, MAX_BOXES, WIDTH, Step, curve, timeline_picture
 from tests.report.conftest import contents_of, run_of
 from tests.report.test_plan_view import plan as two_units
@@ -116,6 +116,21 @@ def test_the_replica_group_that_the_step_waits_for_is_drawn(rehearsed: tuple[Pla
     waiting = replace(rehearsed[1], critical_path=path)
     _, ranks = steps(Contents("big", plan, 4.0, [waiting]))
     assert ranks == shown_ranks(plan, 24, group=3)
+
+
+@pytest.mark.parametrize("vpp", [1, 3, 6])
+def test_words_of_a_stage_do_not_lie_on_each_other(vpp: int) -> None:
+    """Of an interleaved plan with a hundred layers, all recomputed; letters as wide as a browser's, on average."""
+    plan = planned(vision=unit(1, 6, 2, 0, 108, vpp, redone=2), llm=unit(1, 6, 2, 0, 216, vpp, redone=99))
+    lines: dict[tuple[float, float], list[tuple[float, float]]] = {}
+    for mark in plan_picture(plan).marks:
+        if isinstance(mark, Label) and mark.anchor in ("start", "end"):
+            length = len(mark.text) * mark.size * (0.66 if mark.bold else 0.64)
+            left = mark.x - length if mark.anchor == "end" else mark.x
+            lines.setdefault((mark.y, mark.x // (CARD + GAP)), []).append((left, left + length))
+    for spans_of_line in lines.values():
+        for (_, end), (begin, _) in pairwise(sorted(spans_of_line)):
+            assert end <= begin
 
 
 def test_a_plan_of_thousands_of_ranks_stays_a_small_picture() -> None:
