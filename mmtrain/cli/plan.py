@@ -39,11 +39,12 @@ def plan(
     """
     import json
     from functools import partial
+    from shlex import quote
 
     from mmtrain.cli.options import require_writable, text_width
     from mmtrain.cli.whatif import cluster_settings, counts, sweep
     from mmtrain.errors import UserError, writing
-    from mmtrain.recipe import load
+    from mmtrain.recipe import is_runnable, load
 
     if gpus is not None and (out is not None or measure):
         raise UserError("--gpus compares clusters: it saves no plan (--out) and runs none (--measure)")
@@ -77,7 +78,12 @@ def plan(
             chosen.save(out)
     typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width()))
     if out is not None and not as_json:
-        typer.echo(f"{out} written: `train --plan {out}` runs it, `report {out} -o page.html` draws it")
+        settled = " ".join(quote(part) for setting in [*short, *overrides] for part in ("--set", setting))
+        which = f"{quote(str(recipe))}{' ' if settled else ''}{settled} --plan {quote(str(out))}"
+        typer.echo(f"{out} written. It goes with the same settings:")
+        if is_runnable(settings):
+            typer.echo(f"  mmtrain train {which}")
+        typer.echo(f"  mmtrain report {which} -o plan.html")
 
 
 def _require_known(baseline: str, measure: bool) -> None:

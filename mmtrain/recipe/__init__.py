@@ -7,8 +7,8 @@ those of units.
 
 from mmtrain.recipe.json_schema import editor_schema
 from mmtrain.recipe.loader import Loaded, load
-from mmtrain.recipe.only_planned import require_runnable
+from mmtrain.recipe.only_planned import is_runnable, require_runnable
 from mmtrain.recipe.resolved import dump, sha256
 from mmtrain.recipe.schema import Recipe
 
-__all__ = ["Loaded", "Recipe", "dump", "editor_schema", "load", "require_runnable", "sha256"]
+__all__ = ["Loaded", "Recipe", "dump", "editor_schema", "is_runnable", "load", "require_runnable", "sha256"]

@@ -16,6 +16,11 @@ def require_runnable(recipe: Recipe, command: str) -> None:
         )
 
 
+def is_runnable(recipe: Recipe) -> bool:
+    """Whether this recipe can be run, not only planned for."""
+    return not any(_only_planned(recipe))
+
+
 def _only_planned(recipe: Recipe) -> Iterator[str]:
     if recipe.model.generator is not None:
         yield "model.generator: a generator is only a shape so far; remove it"

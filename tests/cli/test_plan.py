@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,11 @@ def test_a_table_and_a_plan_file(data: Path, tmp_path: Path) -> None:
     assert len(saved.alternatives) <= 2
     assert done.stdout.startswith(f"{saved.placement} on 2 x cpu-core")
     assert "modelled" in done.stdout
-    assert f"`train --plan {out}` runs it" in done.stdout.splitlines()[-1]
+    *_, train, report = done.stdout.splitlines()
+    assert train.startswith(f"  mmtrain train {RECIPE} --set ")
+    assert train.endswith(f" --set parallel.placement=auto --plan {out}")
+    shown = subprocess.run([sys.executable, "-m", *shlex.split(report)], capture_output=True, text=True, cwd=tmp_path)
+    assert shown.stdout == "plan.html written\n", shown.stderr
 
 
 def test_a_baseline_is_a_plan_file_like_any_other(data: Path, tmp_path: Path) -> None:
