@@ -315,6 +315,9 @@ class _Search:
         for waiting in sorted(self.queue):
             if id(waiting.sizing) not in seen and len(seen) < TOLD:
                 seen.add(id(waiting.sizing))
+                if math.isinf(waiting.bound):
+                    self._lost(waiting.sizing, "does not fit: parameters, gradients and optimizer alone are too much")
+                    continue
                 unit = _slowest(waiting)
                 self._lost(
                     waiting.sizing, f"at least {waiting.bound / fastest:.2f}x slower: {unit} cannot be done sooner"

@@ -54,6 +54,15 @@ def test_plans_that_cannot_be_run_are_not_chosen() -> None:
         planned(recipe(), top=2, measure=lambda _: math.inf)
 
 
+def test_sizes_whose_state_alone_is_too_much_lost_for_memory() -> None:
+    """Their bound is infinite, which no ratio can say."""
+    large: dict[str, Any] = {"vocab": 8192, "hidden": 256, "layers": 14}
+    chosen = planned(recipe(vision=None, llm=large, cluster={"memory_gib": 0.09}), explain=True)
+    why = {other.summary: other.reason for other in chosen.alternatives}
+    assert why["unified: tp1 pp1 dp4"] == "does not fit: parameters, gradients and optimizer alone are too much"
+    assert not any("inf" in reason for reason in why.values())
+
+
 @pytest.mark.parametrize("parallel", [{}, {"max_gpus": 4}, {"placement": "unified"}])
 def test_progress_runs_to_its_end_through_all_searches(parallel: dict[str, Any]) -> None:
     told: list[tuple[int, int]] = []
