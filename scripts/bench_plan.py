@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first random instance")
     parser.add_argument("--instances", type=int, help="random instances: of `exact` 200, of `larger` 20")
     parser.add_argument("--model", help="of `measured`, this one alone, like `audio + llm`")
+    parser.add_argument("--rounds", type=int, default=15, help="of `measured`: steps of each plan")
+    parser.add_argument("--costs", type=Path, help="of `measured`: plan by this table, like cpu-core, and measure none")
     parser.add_argument("--folder", type=Path, help="of `measured`: keeps data and cost tables, and uses what is there")
     asked = parser.parse_args()
     parts: dict[str, Callable[[], None]] = {
@@ -50,7 +52,7 @@ def main() -> None:
     if asked.only == "measured":
         from scripts.bench_ranking import ranking  # imports torch
 
-        ranking(asked.model, asked.folder)
+        ranking(asked.model, asked.folder, asked.costs, asked.rounds)
     for name, part in parts.items():
         if asked.only in (None, name):
             part()

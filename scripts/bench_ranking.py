@@ -24,7 +24,7 @@ from mmtrain.recipe import Recipe, sha256
 from mmtrain.runtime.profile import ProfileRequest, profile
 from mmtrain.runtime.try_plans import measured_steps
 
-RANKS, ROUNDS = 2, 15
+RANKS = 2
 NEAR = 1.05  # of the fastest measured: how much slower the plan ranked first may be
 RATE, SPEAKERS, TAKES = 8_000, ("ann", "bob"), 12  # of the recordings
 HEADS = {"heads": 4}
@@ -39,13 +39,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "llm": {"layers": 2, "hidden": 128, "ffn": 320, **TEXT},
     },
     "audio + llm": {
-        "audio": {"layers": 4, "hidden": 256, "ffn": 1024, **SOUND},
-        "llm": {"layers": 3, "hidden": 256, "ffn": 1024, **TEXT},
+        "audio": {"layers": 4, "hidden": 192, "ffn": 512, **SOUND},
+        "llm": {"layers": 4, "hidden": 256, "ffn": 640, "kv_heads": 2, **TEXT},
     },
     "vision + audio + llm": {
         "vision": {"layers": 2, "hidden": 128, "ffn": 256, **SIGHT},
         "audio": {"layers": 2, "hidden": 128, "ffn": 256, **SOUND},
-        "llm": {"layers": 4, "hidden": 160, "ffn": 384, **TEXT},
+        "llm": {"layers": 4, "hidden": 128, "ffn": 320, **TEXT},
     },
 }
 GROUPS = {"vision + llm": 8, "audio + llm": 4, "vision + audio + llm": 5}  # LLM microbatches in a step
@@ -59,29 +59,32 @@ class Ranked:
     seconds: float
 
 
-def ranking(only: str | None, folder: Path | None) -> None:
-    """Print both rankings for each model; `folder` keeps data and cost tables for the next time."""
+def ranking(only: str | None, folder: Path | None, costs: Path | None, rounds: int) -> None:
+    """Print both rankings for each model; `folder` keeps data and cost tables for the next time.
+
+    costs: the table to plan by, a file or a shipped one's name, instead of measuring layers.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = folder or Path(scratch)
         if not (folder / "digits").exists():
             make_data(folder)
-        good = [compared(name, folder) for name in MODELS if only in (None, name)]
+        good = [compared(name, folder, costs, rounds) for name in MODELS if only in (None, name)]
     print(f"ranked first is measured first, or within {NEAR - 1:.0%} of it: {sum(good)} of {len(good)} models")
 
 
-def compared(name: str, folder: Path) -> bool:
+def compared(name: str, folder: Path, costs: Path | None, rounds: int) -> bool:
     """Run all plans of a model beside each other; whether the one ranked first is near the fastest."""
     settings = recipe(name, folder)
     index = build(settings)
-    table = folder / f"{name.replace(' ', '')}.json"
-    if not table.exists():
+    table = costs or folder / f"{name.replace(' ', '')}.json"
+    if costs is None and not table.exists():
         print(f"{name}: measuring layers", flush=True)
         sizes = sizes_to_measure(settings, RANKS)
         profile(ProfileRequest(settings, "cpu-core", RANKS, sizes, index.lengths)).table.save(table)
     settings = settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"costs": table})})
     plans = every_plan(settings, index.lengths)
-    print(f"{name}: {ROUNDS} rounds of {len(plans)} plans", flush=True)
-    steps = measured_steps(settings, plans, ROUNDS)
+    print(f"{name}: {rounds} rounds of {len(plans)} plans", flush=True)
+    steps = measured_steps(settings, plans, rounds)
     measured = [Ranked(p, statistics.median(seconds)) for p, seconds in zip(plans, steps, strict=True)]
     in_order = sorted(measured, key=lambda one: one.seconds)
     for place, one in enumerate(in_order):

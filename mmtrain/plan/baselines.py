@@ -6,7 +6,7 @@ into memory as any plan does, and is simulated as any.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from mmtrain.plan.search import HEAVIEST
 from mmtrain.plan.sizes import Sizing, in_shares, split_lane_of
 from mmtrain.program.graph import LLM
 
-LOOKED_AT = 4  # sizes by each rule, those whose bounds are least
+AT_ONCE = 4  # sizes that are rated to take the quickest, by their bounds, of those that a rule can cut
+LOOKS = 12  # how often, until one of them fits
 FLOPS = "flops"  # the rule that shares ranks out, instead of cutting a pipeline
 # From a line of layers and the seconds of each one's forward on the mean microbatch to its bounds; None: impossible.
 CutRule = Callable[[Track, FloatArray], tuple[int, ...] | None]
@@ -118,23 +119,24 @@ class Folklore:
 
     def find(self, name: str) -> Judged | None:
         """The baseline of this name at its fastest size, simulated; None where it is not possible or does not fit."""
-        tried = list(self._in_proportion() if name == FLOPS else self._cut_by(CUT_RULES[name]))
+        tried = self._in_proportion() if name == FLOPS else self._cut_by(CUT_RULES[name])
         rater = Rater(self.pricing, self.machine, HEAVIEST)
-        rated: list[tuple[float, int, Sizing, Cuts]] = []
-        for sizing, tracks, cuts in tried:
-            rating = float(rater.rate(sizing, tracks, [cuts], [None] * len(tracks))[0])
-            rated.append((rating, len(rated), sizing, cuts))
-        for _, _, sizing, cuts in sorted(rated):
-            found = fitted(sizing, self.pricing, cuts, self.machine, rater.alive(sizing, cuts))
-            if isinstance(found, Fitted):
-                return judge(found.layout, self.pricing, self.machine, memory=found.memory)
+        for _ in range(LOOKS):
+            rated: list[tuple[float, int, Sizing, Cuts]] = []
+            for sizing, tracks, cuts in islice(tried, AT_ONCE):
+                rating = float(rater.rate(sizing, tracks, [cuts], [None] * len(tracks))[0])
+                rated.append((rating, len(rated), sizing, cuts))
+            for _, _, sizing, cuts in sorted(rated):
+                found = fitted(sizing, self.pricing, cuts, self.machine, rater.alive(sizing, cuts))
+                if isinstance(found, Fitted):
+                    return judge(found.layout, self.pricing, self.machine, memory=found.memory)
         return None
 
     def _cut_by(self, rule: CutRule) -> Iterator[tuple[Sizing, tuple[Track, ...], Cuts]]:
         """The `unified` sizes that look quickest; those of one pipeline rank have nothing to cut."""
         pipelines = [s for _, s in sorted(self.sizings, key=lambda entry: entry[0]) if s.placement == "unified"]
         pipelines = [s for s in pipelines if s.sizes[LLM].pp > 1 and not self._is_split(s)]
-        for sizing in pipelines[:LOOKED_AT]:
+        for sizing in pipelines:
             (track,) = tracks_of(sizing, self.pricing, self.choices)
             cuts = rule(track, self._forward(sizing))
             if cuts is not None and is_allowed(track, cuts):
@@ -148,7 +150,7 @@ class Folklore:
         world_size = max(sizing.ranks for sizing in apart)
         bound = unit_bound(self.pricing, self.choices, self.machine)
         sizings = [s for _, s in in_shares(self.choices, self._shares(world_size), bound) if not self._is_split(s)]
-        for sizing in sizings[:LOOKED_AT]:
+        for sizing in sizings:
             tracks = tracks_of(sizing, self.pricing, self.choices)
             cuts = tuple(track.anchor for track in tracks if track.anchor is not None)
             if len(cuts) == len(tracks):
