@@ -10,6 +10,7 @@ from mmtrain.plan.cut import arrange, graph_for
 from mmtrain.plan.layout import MeshSize
 from mmtrain.plan.plan import Alternative
 from mmtrain.plan.pricing import Pricing, Recompute
+from mmtrain.plan.room import unit_room
 from mmtrain.plan.sizes import Sizing, bounded_sizings
 
 DOUBLINGS = 6  # of the number of ranks
@@ -75,7 +76,9 @@ def _memory(losers: Sequence[Alternative]) -> Iterator[str]:
 
 def _fits(found: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware) -> bool:
     """Whether one of the sizes fits; the most split ones are tried first, and not all of very many."""
-    for sizing in islice(sorted(found, key=_most_split), TRIED):
+    room = unit_room(pricing)
+    hopeful = [s for s in found if all(room(name, size) <= machine.memory_bytes for name, size in s.sizes.items())]
+    for sizing in islice(sorted(hopeful, key=_most_split), TRIED):
         layout = arrange(sizing, pricing, choices, machine.memory_bytes)
         if layout is None:
             continue

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 
 from mmtrain.costs import Hardware
-from mmtrain.costs.memory import layer_state
 from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.layout import MeshSize
 from mmtrain.plan.pricing import AGAIN, Pricing, Spread
+from mmtrain.plan.room import unit_room
 from mmtrain.plan.sizes import UnitBound
 from mmtrain.program.graph import LLM
 
@@ -16,7 +16,7 @@ MERGING = 0.9  # of an encoder's work, that larger microbatches may leave: fixed
 
 
 def unit_bound(pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware) -> UnitBound:
-    """Make the bound of one unit's part in the step; infinite where its state alone is too much for memory.
+    """Make the bound of one unit's part in the step; infinite where what it must hold is too much for memory.
 
     A pipeline of P ranks and M microbatches fills and drains: part p has done its work no sooner than C if it takes
     (C - way to p) / M for each, which adds up to all work W of one microbatch for C = W / (1 - (1 - 1/M)^P). With
@@ -25,7 +25,7 @@ def unit_bound(pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Ha
     batch = choices[LLM].batch
     alone: Spread = tuple((unit.name, 1, batch) for unit in pricing.shape.units)
     work: dict[tuple[str, int], float] = {}
-    state: dict[tuple[str, int, int], float] = {}
+    room = unit_room(pricing)
 
     def seconds(unit: str, tp: int) -> float:
         if (unit, tp) not in work:
@@ -34,14 +34,8 @@ def unit_bound(pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Ha
             work[unit, tp] = float(used) * (1.0 if unit == LLM else MERGING)
         return work[unit, tp]
 
-    def held(unit: str, tp: int, dp: int) -> float:
-        if (unit, tp, dp) not in state:
-            layers = pricing.shape.unit(unit).layers
-            state[unit, tp, dp] = sum(sum(layer_state(x, tp, dp, pricing.precision)) for x in layers)
-        return state[unit, tp, dp]
-
     def bound(unit: str, size: MeshSize, count: int) -> float:
-        if held(unit, size.tp, size.dp) / size.pp > machine.memory_bytes:
+        if room(unit, size) > machine.memory_bytes:
             return math.inf
         total = seconds(unit, size.tp) * batch / size.dp  # of one replica
         if count < 0:

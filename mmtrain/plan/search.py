@@ -42,6 +42,7 @@ ROUNDS = 8  # of rating what lies near the best so far
 HOPELESS = 1.05  # of the fastest step found: what rates above is not looked at more closely
 HOPEFUL = 0.95  # of its anchor's rating: what a sizing's best cut may rate, where there are more cuts than a few
 REFINED = 2  # more cuts of the sizing found fastest that are simulated then
+TOO_LARGE = 12  # sizings whose bound says that they cannot fit that are looked at, where no other does
 TOLD = 200  # sizings that were not looked at, of which the ranking may tell
 HEAVIEST = 2  # replica groups of a batch that are rated where there are more cuts than a few
 
@@ -144,6 +145,8 @@ class _Search:
 
     def _is_settled(self, first: _Waiting) -> bool:
         """Whether nothing that waits can change the choice."""
+        if math.isinf(first.bound):  # then there is nothing to find, only something to say
+            return bool(self.best) or len(self.misfits) >= TOO_LARGE
         fastest = self._fastest()
         return len(self.best) >= self.at_least and first.bound > fastest * (SAME if self.is_small else 1.0)
 

@@ -77,7 +77,7 @@ def bounded_sizings(
     """Every placement and size that uses exactly `world_size` ranks, with a bound of its step's seconds.
 
     On more than `ALL_SIZES` ranks, and with a bound: of units on ranks of their own only the sizes that look quickest,
-    and none whose bound is infinite.
+    and none whose bound is infinite; if all of a unit are, its most split ones, so that something can be said of them.
     """
     few = bound is not None and world_size > ALL_SIZES
     yield from ((0.0 if bound is None else _summed(bound, s), s) for s in _unified(choices, world_size))
@@ -88,10 +88,21 @@ def bounded_sizings(
         sizes = _sizes(c, world_size, llm)
         units.append([(bound(c.name, size, n) if bound else 0.0, size, n) for size, n in sizes])
     if few:
-        units = [[entry for entry in sizes if entry[0] < math.inf] for sizes in units]
+        units = [_bounded(sizes) for sizes in units]
     for least, chosen in _together(units, world_size, KEPT if few else None):
         if sizing := _disaggregated(choices, chosen):
             yield from ((least, one) for one in _interleaved(choices, sizing))
+
+
+def _bounded(sizes: Sequence["Sized"]) -> list["Sized"]:
+    """Those that have a bound, or without any the most split ones first."""
+    finite = [entry for entry in sizes if entry[0] < math.inf]
+    return finite or sorted(sizes, key=lambda entry: -entry[1].tp * entry[1].pp)
+
+
+def sizes_alone(choices: Mapping[str, UnitChoices], unit: str, world_size: int) -> set[MeshSize]:
+    """Sizes that a unit may have on some of so many ranks."""
+    return {size for size, _ in _sizes(choices[unit], world_size, choices[LLM])}
 
 
 def in_shares(

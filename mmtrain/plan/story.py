@@ -26,6 +26,7 @@ from mmtrain.plan.pricing import Pricing, sizes_of
 from mmtrain.plan.reasons import why_measured, why_slower
 from mmtrain.plan.refusal import is_possible, refusal
 from mmtrain.plan.replicated import Phases
+from mmtrain.plan.room import ruled_out, unit_room
 from mmtrain.plan.search import SAME, Outcome, Progress, joined, search
 from mmtrain.plan.sizes import Sizing, bounded_sizings
 from mmtrain.plan.slices import with_slices
@@ -60,38 +61,18 @@ def plan(
     Raises:
         PlanError: constraints contradict each other or the cluster, or nothing fits into memory.
     """
-    machine, shape = machine_for(recipe, hardware), model_shape(recipe)
-    precision = precision_for(recipe, machine)
-    choices = unit_choices(recipe, shape, machine.ranks_per_node)
-    batches = draw_batches(lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed)
-    recompute = {name: getattr(recipe.parallel, name).recompute for name in choices}
-    pricing = Pricing(
-        shape,
-        costs_for(machine, precision, recipe.cluster.costs),
-        precision,
-        batches,
-        recipe.data.seq_len,
-        recompute,
-        encoder_microbatches(recipe, shape),
-    )
-
-    slicing = {name: getattr(recipe.parallel, name).sp for name in choices}
-    pricing = with_slices(pricing, slicing, choices, machine)
-    candidates, outcome = _searched(recipe, pricing, choices, machine, world_size, top, progress)
-    sliced = with_slices(pricing, slicing, choices, machine, at_any_price=True)
-    if not outcome.judged and sliced.sp != pricing.sp:  # memory demands it
-        pricing = sliced
-        candidates, outcome = _searched(recipe, pricing, choices, machine, world_size, top, progress)
-    if not outcome.judged:
-        changes = what_would_fit([s for _, s in candidates], outcome.losers, pricing, choices, machine, world_size)
-        raise PlanError(_nothing_fits(outcome, machine, world_size, changes))
-    about = About(recipe, recipe_sha256, pricing, machine)
-    folklore = Folklore(candidates, pricing, choices, machine)
+    machine = machine_for(recipe, hardware)
+    pricing, choices = prepared(recipe, lengths, machine)
+    found = _found(recipe, pricing, choices, machine, world_size, top, progress)
+    about = About(recipe, recipe_sha256, found.pricing, machine)
+    folklore = Folklore(found.candidates, found.pricing, choices, machine)
     if baseline is not None:
         asked = folklore.asked(baseline)
-        return about.plan(asked, (_planned_instead(outcome.judged[0], asked),))
+        return about.plan(asked, (_planned_instead(found.outcome.judged[0], asked),))
     rules = folklore.all() if measure is None else {}
-    outcome = joined(outcome, Outcome(tuple(j for j in rules.values() if j.step_time_s < outcome.fastest), ()))
+    outcome = joined(
+        found.outcome, Outcome(tuple(j for j in rules.values() if j.step_time_s < found.outcome.fastest), ())
+    )
     judged, seconds = by_measure(outcome.judged, top, about, measure) if measure else (outcome.judged, {})
     chosen, *slower = judged
     build(
@@ -100,9 +81,66 @@ def plan(
     losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.losers]
     losers += [told(n, j, chosen.step_time_s) for n, j in rules.items() if j.step_time_s > chosen.step_time_s * SAME]
     if recipe.parallel.placement == "auto" and world_size > 1:
-        phases = Phases(shape, pricing.costs, precision, batches, machine, world_size)
+        phases = Phases(pricing.shape, pricing.costs, pricing.precision, pricing.batches, machine, world_size)
         losers.append(phases.alternative(chosen.step_time_s))
-    return about.plan(chosen, shown(losers, len(losers) if explain else top))
+    return about.plan(chosen, shown([*losers, *found.left_out], len(losers) if explain else top))
+
+
+def prepared(recipe: Recipe, lengths: SampleLengths, machine: Hardware) -> tuple[Pricing, dict[str, UnitChoices]]:
+    """What the search asks: costs of the model's layers on drawn batches, and the sizes that the recipe allows.
+
+    Raises PlanError for settings that contradict each other or the model, and for data without samples.
+    """
+    shape, precision = model_shape(recipe), precision_for(recipe, machine)
+    choices = unit_choices(recipe, shape, machine.ranks_per_node)
+    pricing = Pricing(
+        shape,
+        costs_for(machine, precision, recipe.cluster.costs),
+        precision,
+        draw_batches(lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed),
+        recipe.data.seq_len,
+        {name: getattr(recipe.parallel, name).recompute for name in choices},
+        encoder_microbatches(recipe, shape),
+    )
+    return pricing, choices
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the search found, and what it rests on."""
+
+    pricing: Pricing
+    candidates: list[tuple[float, Sizing]]
+    outcome: Outcome
+    left_out: list[Alternative]  # sizes that cannot fit, counted
+
+
+def _found(
+    recipe: Recipe,
+    pricing: Pricing,
+    choices: dict[str, UnitChoices],
+    machine: Hardware,
+    world_size: int,
+    top: int,
+    progress: Progress | None,
+) -> _Found:
+    """The best of all placements, with sequence parallelism where it costs no time, or where nothing fits without.
+
+    Raises PlanError if nothing fits.
+    """
+    slicing = {name: getattr(recipe.parallel, name).sp for name in choices}
+    pricing = with_slices(pricing, slicing, choices, machine)
+    candidates, outcome = _searched(recipe, pricing, choices, machine, world_size, top, progress)
+    sliced = with_slices(pricing, slicing, choices, machine, at_any_price=True)
+    if not outcome.judged and sliced.sp != pricing.sp:  # memory demands it
+        pricing = sliced
+        candidates, outcome = _searched(recipe, pricing, choices, machine, world_size, top, progress)
+    searched = [sizing for _, sizing in candidates]
+    left_out = ruled_out(choices, world_size, searched, unit_room(pricing), machine)
+    if not outcome.judged:
+        changes = what_would_fit(searched, outcome.losers, pricing, choices, machine, world_size)
+        raise PlanError(_nothing_fits([*outcome.losers, *left_out], machine, world_size, changes))
+    return _Found(pricing, candidates, outcome, left_out)
 
 
 def _searched(
@@ -305,8 +343,8 @@ def _planned_instead(planned: Judged, asked: Judged) -> Alternative:
     )
 
 
-def _nothing_fits(outcome: Outcome, machine: Hardware, world_size: int, changes: Sequence[str]) -> str:
-    closest = sorted(outcome.losers, key=lambda a: a.peak_memory_gib or float("inf"))[:3]
+def _nothing_fits(losers: Sequence[Alternative], machine: Hardware, world_size: int, changes: Sequence[str]) -> str:
+    closest = sorted(losers, key=lambda a: a.peak_memory_gib or float("inf"))[:3]
     lines = "\n  ".join(f"{a.summary}: {a.reason}" for a in closest)
     return (
         f"no plan fits {world_size} ranks of {machine.name} with {machine.memory_bytes / GIB:.3g} GiB each. "

@@ -5,13 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from mmtrain.balance import Grouping, ItemLengths, SampleLengths
-from mmtrain.costs import AnalyticCosts
-from mmtrain.models.shape import shape
-from mmtrain.plan.batches import draw_batches
-from mmtrain.plan.constraints import UnitChoices, encoder_microbatches, unit_choices
+from mmtrain.balance import ItemLengths, SampleLengths
+from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.pricing import Pricing
-from mmtrain.plan.story import machine_for, precision_for
+from mmtrain.plan.story import machine_for, prepared
 from mmtrain.recipe.schema import Recipe
 
 VISION: dict[str, Any] = {
@@ -62,14 +59,5 @@ def text_lengths(num_samples: int = 300) -> SampleLengths:
 
 def pricing_for(settings: Recipe, hardware: str = "cpu-core") -> tuple[Pricing, dict[str, UnitChoices]]:
     """What `plan` prepares before it searches."""
-    machine, model = machine_for(settings, hardware), shape(settings)
-    precision = precision_for(settings, machine)
-    choices = unit_choices(settings, model, machine.ranks_per_node)
-    data, train = settings.data, settings.train
     samples = lengths() if settings.model.vision else text_lengths()
-    batches = draw_batches(samples, Grouping.of(data, train.global_batch), train.seed)
-    recompute = {name: getattr(settings.parallel, name).recompute for name in choices}
-    counts = encoder_microbatches(settings, model)
-    return Pricing(
-        model, AnalyticCosts(machine, precision), precision, batches, data.seq_len, recompute, counts
-    ), choices
+    return prepared(settings, samples, machine_for(settings, hardware))
