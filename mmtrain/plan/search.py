@@ -319,7 +319,7 @@ class _Search:
             if id(waiting.sizing) not in seen and len(seen) < TOLD:
                 seen.add(id(waiting.sizing))
                 if math.isinf(waiting.bound):
-                    self._lost(waiting.sizing, "does not fit: parameters, gradients and optimizer alone are too much")
+                    self._lost(waiting.sizing, "does not fit: what its ranks must hold at least is too much")
                     continue
                 unit = _slowest(waiting)
                 self._lost(

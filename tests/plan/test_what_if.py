@@ -59,7 +59,7 @@ def test_sizes_whose_state_alone_is_too_much_lost_for_memory() -> None:
     large: dict[str, Any] = {"vocab": 8192, "hidden": 256, "layers": 14}
     chosen = planned(recipe(vision=None, llm=large, cluster={"memory_gib": 0.09}), explain=True)
     why = {other.summary: other.reason for other in chosen.alternatives}
-    assert why["unified: tp1 pp1 dp4"] == "does not fit: parameters, gradients and optimizer alone are too much"
+    assert why["unified: tp1 pp1 dp4"] == "does not fit: what its ranks must hold at least is too much"
     assert not any("inf" in reason for reason in why.values())
 
 
