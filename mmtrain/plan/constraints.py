@@ -13,7 +13,7 @@ from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
 CHUNKS = (1, 2, 3, 4, 6, 8, 12)  # chunks of the LLM's layers on a pipeline rank that are tried
-FEW_CHUNKS = (1, 2, 4)  # and of an encoder's, on ranks of its own
+FEW_CHUNKS = (1, 2)  # and of an encoder's, on ranks of its own
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Every placement and size that the recipe allows, and what their steps take at least."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
@@ -14,6 +14,7 @@ from mmtrain.plan.pricing import Spread
 from mmtrain.program.graph import LLM
 
 MERGED = (-1, -2, -4)  # -k: an encoder on ranks of its own joins k of the LLM's microbatches to one of its own
+WORTH = 0.01  # of a step: what an encoder's pipeline takes to fill, below which chunks are not looked at
 ALL_SIZES = 8  # ranks up to which every size is looked at
 KEPT = 16  # sizes of units that share so many ranks, the quickest by their bounds, where there are very many
 
@@ -91,7 +92,16 @@ def bounded_sizings(
         units = [_bounded(sizes) for sizes in units]
     for least, chosen in _together(units, world_size, KEPT if few else None):
         if sizing := _disaggregated(choices, chosen):
-            yield from ((least, one) for one in _interleaved(choices, sizing))
+            deep = _deep(sizing, least, bound if few else None)
+            yield from ((least, one) for one in _interleaved(choices, sizing, deep))
+
+
+def _deep(sizing: Sizing, least: float, bound: UnitBound | None) -> Set[str]:
+    """Units whose pipelines take a share of the step to fill, which chunks may spare; all units without a bound."""
+    if bound is None:
+        return sizing.sizes.keys()
+    fill = {name: (size.pp - 1) * bound(name, size, -1) / sizing.counts[name] for name, size in sizing.sizes.items()}
+    return {name for name, seconds in fill.items() if seconds > WORTH * least}
 
 
 def _bounded(sizes: Sequence["Sized"]) -> list["Sized"]:
@@ -218,15 +228,15 @@ def _disaggregated(choices: Mapping[str, UnitChoices], chosen: Sequence[tuple[Me
     return Sizing("disaggregated", sizes, counts)
 
 
-def _interleaved(choices: Mapping[str, UnitChoices], sizing: Sizing) -> Iterator[Sizing]:
-    """The sizing, and with several chunks of encoders' layers on a rank, where blocks share out evenly.
+def _interleaved(choices: Mapping[str, UnitChoices], sizing: Sizing, deep: Set[str]) -> Iterator[Sizing]:
+    """The sizing, and with several chunks of the layers of `deep` encoders on a rank, where blocks share out evenly.
 
     They fill an encoder's pipeline sooner, which is all that they do: so they are no sizes of their own, among which
     only some are kept.
     """
     options = []
     for name, size in sizing.sizes.items():
-        unit, is_open = choices[name], name != LLM and 1 < size.pp <= sizing.counts[name]
+        unit, is_open = choices[name], name != LLM and name in deep and 1 < size.pp <= sizing.counts[name]
         blocks = unit.layers - 2  # between an embedding of media and a projector
         even = [v for v in unit.vpp[1:] if is_open and blocks % (size.pp * v) == 0]
         options.append([size, *(replace(size, vpp=v) for v in even)])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mmtrain.plan import Plan, plan
+from mmtrain.plan.bounds import unit_bound
 from mmtrain.plan.search import search
 from mmtrain.plan.sizes import bounded_sizings, sizings
 from mmtrain.plan.story import machine_for
@@ -34,7 +35,7 @@ def test_chunks_are_few_and_even() -> None:
     _, choices = pricing_for(settings)
     found = list(sizings(choices, 8))
     apart = {(s.sizes["vision"].pp, s.sizes["vision"].vpp) for s in found if s.placement == "disaggregated"}
-    assert {(pp, vpp) for pp, vpp in apart if vpp > 1} == {(2, 2), (2, 4), (4, 2)}
+    assert {(pp, vpp) for pp, vpp in apart if vpp > 1} == {(2, 2), (4, 2)}
     assert len(set(map(str, found))) == len(found)
     for sizing in found:
         size = sizing.sizes["vision"]
@@ -42,8 +43,20 @@ def test_chunks_are_few_and_even() -> None:
             assert sizing.counts["vision"] >= size.pp
 
 
+@pytest.mark.parametrize(("vision", "found"), [({**VISION, "layers": 4, "hidden": 32}, {1}), (DEEP, {1, 2})])
+def test_among_many_sizes_only_pipelines_that_take_long_to_fill_have_chunks(
+    vision: dict[str, Any], found: set[int]
+) -> None:
+    wide = {"layers": 24, "hidden": 1024, "ffn": 4096}
+    settings = recipe(vision=vision, llm=wide, parallel={"placement": "disaggregated", "vision": OWN})
+    pricing, choices = pricing_for(settings)
+    bound = unit_bound(pricing, choices, machine_for(settings, "cpu-core"))
+    apart = [s for _, s in bounded_sizings(choices, 12, bound) if s.placement == "disaggregated"]
+    assert {s.sizes["vision"].vpp for s in apart} == found
+
+
 def test_the_best_of_all_chunks_is_found() -> None:
-    """Against every cut of every size simulated, encoders in one, two and four chunks."""
+    """Against every cut of every size simulated, encoders in one chunk and in two."""
     parallel = {"placement": "disaggregated", "vision": OWN, "llm": {"tp": 1, "dp": 1, "pp": 1}}
     settings = recipe(vision={**DEEP, "layers": 4}, llm={"layers": 2}, global_batch=4, parallel=parallel)
     pricing, choices = pricing_for(settings)
