@@ -1,7 +1,7 @@
 """What the planner's own choices bring: plans where it may choose, beside plans where the recipe forbids it.
 
 python -m scripts.bench_choices                  # all cases, minutes; predicted on modelled costs
-python -m scripts.bench_choices --only slices    # or: chunks
+python -m scripts.bench_choices --only slices    # or: chunks, line
 """
 
 import argparse
@@ -30,6 +30,7 @@ CASES: dict[str, list[tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
         ("optimus_186b", APART, ("parallel.vision.vpp=1",)),
         ("orchmllm_18b", APART, ("parallel.vision.vpp=1", "parallel.audio.vpp=1")),
     ],
+    "line": [("orchmllm_18b", ("parallel.placement=unified",), ("parallel.llm.vpp=1",))],
 }
 
 

@@ -131,7 +131,7 @@ def _root_cause(request: Request, error: RunError) -> RunError:
 def train_rank(request: Request, address: Address) -> None:
     """Be one rank of the run."""
     wanted = request.loaded.recipe.cluster.ranks
-    if wanted is not None and wanted != address.world_size:
+    if wanted is not None and address.world_size not in (wanted, request.ranks):  # with max_gpus there may be fewer
         raise LaunchError(
             f"cluster.ranks: {wanted} in the recipe, but {address.world_size} processes were started; "
             "start as many, or leave cluster.ranks out to take what the launcher starts"
