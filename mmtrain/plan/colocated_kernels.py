@@ -4,6 +4,7 @@ A segment computes and may end with a collective of tensor parallelism. In an en
 the LLM the collectives are gaps, in which the encoders' compute.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import numpy as np
 from mmtrain.costs import ComputeKind, PieceCost, TokenLoad
 from mmtrain.costs.pieces import scaled
 from mmtrain.plan.bubbles import Kernels
-from mmtrain.plan.pricing import AGAIN, BACKWARD, FORWARD, Pricing, sizes_of
+from mmtrain.plan.pricing import AGAIN, BACKWARD, FORWARD, Pricing, Spread, sizes_of
 from mmtrain.program.actions import Direction
 from mmtrain.program.graph import StageGraph, StageId
 from mmtrain.program.segments import segments_of
@@ -40,7 +41,7 @@ def segment_costs(pricing: Pricing, graph: StageGraph, stage: StageId, kind: Dir
     held, mesh, spread = graph.stage(stage), graph.mesh(stage.unit), sizes_of(graph)
     mean = pricing.prices(stage.unit, mesh.tp, spread).mean
     layers, needed = pricing.shape.unit(stage.unit).layers, pricing.input_grad[stage.unit]
-    load = _mean_load(pricing, graph, stage.unit) if held.pieces else None
+    load = _mean_load(pricing, stage.unit, spread) if held.pieces else None
     found: list[PieceCost] = []
     for i in range(*held.layers):
         total = float(mean[i, FORWARD])
@@ -61,6 +62,21 @@ def segment_costs(pricing: Pricing, graph: StageGraph, stage: StageId, kind: Dir
         found += scaled(pieces, total)
     assert len(found) == len(segments_of(graph, stage))
     return tuple(found if kind == "F" else found[::-1])
+
+
+def compute_share(pricing: Pricing, unit: str, tp: int, spread: Spread) -> float:
+    """Share of a unit's forwards and backwards that is not spent on collectives between pieces of its layers."""
+    load = _mean_load(pricing, unit, spread)
+    layers = zip(pricing.shape.unit(unit).layers, pricing.input_grad[unit], strict=True)
+    ways: tuple[ComputeKind, ComputeKind] = ("forward", "backward")
+    each = [
+        (count, piece)
+        for (layer, needed), count in Counter(layers).items()
+        for way in ways
+        for piece in pricing.costs.pieces(layer, tp, load, way, input_grad=needed)
+    ]
+    total = sum(count * sum(piece) for count, piece in each)
+    return sum(count * piece.compute_s for count, piece in each) / total if total else 1.0
 
 
 def gaps_of(costs: Sequence[PieceCost]) -> tuple[Gap, ...]:
@@ -103,7 +119,7 @@ def _joined(costs: Sequence[PieceCost], grain_s: float) -> Iterator[tuple[int, i
             lo, total = at + 1, 0.0
 
 
-def _mean_load(pricing: Pricing, graph: StageGraph, unit: str) -> TokenLoad:
-    loads = pricing.grid(unit, sizes_of(graph))
+def _mean_load(pricing: Pricing, unit: str, spread: Spread) -> TokenLoad:
+    loads = pricing.grid(unit, spread)
     columns = (loads.tokens, loads.sum_sq, loads.max_len, loads.num_sequences)
     return TokenLoad(*(round(float(np.mean(column))) for column in columns))

@@ -76,7 +76,11 @@ def plan_order(
         host = replace(host, lanes=tuple(free))
         for rank, task in _encoder_tasks(graph, mesh, found, kernels, ahead):
             tasks[rank].append(task)
-    return {rank: tuple(written(graph, todo, gaps)) for rank, todo in sorted(tasks.items())}
+    once: dict[tuple[int, ...], tuple[str, ...]] = {}  # ranks of a lane mostly have the same work
+    for todo in tasks.values():
+        if (same := tuple(map(id, todo))) not in once:
+            once[same] = tuple(written(graph, todo, gaps))
+    return {rank: once[tuple(map(id, todo))] for rank, todo in sorted(tasks.items())}
 
 
 def scheduling_efficiency(judged: Judged, pricing: Pricing, machine: Hardware) -> float | None:

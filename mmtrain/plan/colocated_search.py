@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mmtrain.costs import Hardware, RankMemory
+from mmtrain.plan.colocated_fine import beside_collectives, finer
+from mmtrain.plan.colocated_kernels import compute_share
 from mmtrain.plan.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
 from mmtrain.plan.colocated_order import least_alive, llm_alone, plan_order
 from mmtrain.plan.constraints import UnitChoices
@@ -45,8 +47,9 @@ def colocated_candidates(
 
     Layouts are tried in the order of what they take at least: the LLM its pipeline, a rank its share of all work. Of
     each, the encoders' layers are put into the LLM's bubbles, and the order is kept if it is faster than the coarse
-    one. Where neither fits into memory, the encoders are kept closer to the LLM, at the price of making it wait.
-    Where nothing fits otherwise and the recipe leaves it open, layers are recomputed, encoders' before the LLM's.
+    one; of the fastest few, pieces of layers are put into the gaps inside the LLM's layers (see `colocated_fine`).
+    Where no order fits into memory, the encoders are kept closer to the LLM, at the price of making it wait. Where
+    nothing fits otherwise and the recipe leaves it open, layers are recomputed, encoders' before the LLM's.
     Models with a unit behind the LLM have no colocated layouts here, nor those without one before it.
     """
     encoders = {edge.src for edge in pricing.shape.edges if edge.dst == LLM}
@@ -54,8 +57,9 @@ def colocated_candidates(
         return Outcome((), ())
     judged: list[Judged] = []
     losers: list[Alternative] = []
-    levels, tried = _recomputed(pricing), 0
-    for sizes in sorted(_all_sizes(pricing, choices, world_size), key=lambda s: (s.bound, s.llm.pp, s.llm.tp)):
+    levels, tried, others = _recomputed(pricing), 0, fastest
+    every = _all_sizes(pricing, choices, world_size, beside_collectives(machine))
+    for sizes in sorted(every, key=lambda s: (s.bound, s.llm.pp, s.llm.tp)):
         if sizes.bound > fastest * SAME:  # as is all that follows
             losers.append(_lost(sizes, f"at least {sizes.bound / fastest:.2f}x slower: its work cannot be done sooner"))
             break
@@ -77,7 +81,7 @@ def colocated_candidates(
             fastest = min(fastest, found.step_time_s)
         elif found is not None:
             losers.append(found)
-    return Outcome(tuple(judged), tuple(losers))
+    return Outcome(finer(judged, pricing, machine, others), tuple(losers))
 
 
 def fits_on(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
@@ -85,12 +89,12 @@ def fits_on(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
     return len(choices) > 1 and any(True for llm in llm_sizes(choices, world_size) for _ in encoder_sizes(choices, llm))
 
 
-def _all_sizes(pricing: Pricing, choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[_Sizes]:
+def _all_sizes(pricing: Pricing, choices: Mapping[str, UnitChoices], world_size: int, beside: bool) -> Iterator[_Sizes]:
     work: dict[tuple[str, int], float] = {}
     for one in llm_sizes(choices, world_size):
         for llm in _with_chunks(one, choices[LLM]):
             for encoders in encoder_sizes(choices, one):
-                yield _Sizes(encoders, llm, _bound(pricing, encoders, llm, work))
+                yield _Sizes(encoders, llm, _bound(pricing, encoders, llm, work, beside))
 
 
 def _with_chunks(size: MeshSize, unit: UnitChoices) -> Iterator[MeshSize]:
@@ -100,12 +104,16 @@ def _with_chunks(size: MeshSize, unit: UnitChoices) -> Iterator[MeshSize]:
 
 
 def _bound(
-    pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize, work: dict[tuple[str, int], float]
+    pricing: Pricing,
+    encoders: Mapping[str, MeshSize],
+    llm: MeshSize,
+    work: dict[tuple[str, int], float],
+    beside: bool,
 ) -> float:
     """Seconds of the LLM's pipeline by itself, or of a rank's work if that is more; mean microbatches, no messages.
 
     work: rank-seconds of an encoder with a tp, over all its replicas; known from the first sizes that are asked for, as
-    how its items are shared out hardly changes it.
+    how its items are shared out hardly changes it. beside: one unit's collectives may run beside another's compute.
     """
     sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in pricing.shape.units}
     spread = pricing.spread({name: size.dp for name, size in sizes.items()})
@@ -116,9 +124,13 @@ def _bound(
 
     for name, size in encoders.items():
         if (name, size.tp) not in work:
-            work[name, size.tp] = of_rank(name) * size.ranks
+            share = compute_share(pricing, name, size.tp, spread) if beside else 1.0
+            work[name, size.tp] = of_rank(name) * size.ranks * share
     one = pricing.prices(LLM, llm.tp, spread).mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * count[LLM]
     alone = one * (1 + (llm.pp - 1) / llm.vpp / count[LLM])
+    if beside and (LLM, llm.tp) not in work:
+        work[LLM, llm.tp] = compute_share(pricing, LLM, llm.tp, spread)
+    one *= work[LLM, llm.tp] if beside else 1.0
     return float(max(alone, one + sum(work[name, size.tp] / size.ranks for name, size in encoders.items())))
 
 

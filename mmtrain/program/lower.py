@@ -9,13 +9,16 @@ from mmtrain.program.program import Program
 from mmtrain.program.segments import direction, parts
 from mmtrain.program.wiring import EMBEDDINGS, holds_shared_embeddings, receives, sends, shares, trained_units
 
+PIECES_AHEAD = 32  # actions by which a receive is posted ahead where they may be pieces: those of a few layers
+
 
 def lower(program: Program, reduce_last: bool = False) -> Program:
     """Insert communication into a program of compute actions.
 
-    A receive is posted one compute action ahead of its consumer, so that the transfer overlaps with compute; a send
-    starts right after its producer; a lane shares right before the consumer. Gradients of a unit are reduced after
-    its last backward on the rank, shared weights just before; then the optimizer step and the gathering of parameters.
+    A receive is posted one compute action ahead of its consumer, or where layers are cut several pieces ahead, so that
+    the transfer overlaps with compute; a send starts right after its producer; a lane shares right before the consumer.
+    Gradients of a unit are reduced after its last backward on the rank, shared weights just before; then the optimizer
+    step and the gathering of parameters.
 
     `reduce_last`: gradients of all units are reduced after all compute, in one order everywhere. Then nothing is hidden
     beside other units' compute, but no order of compute makes two ranks wait for each other's reductions either.
@@ -28,14 +31,15 @@ def lower(program: Program, reduce_last: bool = False) -> Program:
 
 def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action], reduce_last: bool) -> list[Action]:
     compute = [a for a in actions if isinstance(a, Task)]
-    posts: list[list[Recv]] = [receives(graph, rank, action) for action in compute] + [[]]
+    ahead = PIECES_AHEAD if any(stage.pieces for stage in graph.stages) else 1
+    posts: list[list[Recv]] = [receives(graph, rank, action) for action in compute]
     units = trained_units(graph, rank)
     last = {unit: at for at, task in enumerate(compute) for unit in _backward_units(graph, task)}
     if reduce_last:
         last = dict.fromkeys(last, len(compute) - 1)
-    out: list[Action] = [*posts[0]]
+    out: list[Action] = [recv for early in posts[:ahead] for recv in early]
     for at, action in enumerate(compute):
-        out += posts[at + 1]
+        out += posts[at + ahead] if at + ahead < len(posts) else ()
         out += shares(graph, action)
         out.append(action)
         out += sends(graph, rank, action)

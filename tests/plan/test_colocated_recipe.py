@@ -128,6 +128,25 @@ def test_pieces_of_layers_go_into_the_gaps_inside_the_llms(sliced: bool, recompu
         assert faster
 
 
+def test_the_fastest_candidates_are_cut_into_pieces_where_that_is_faster() -> None:
+    wide = {"hidden": 2048, "heads": 16, "ffn": 4096}
+    settings = recipe(vision={**VISION, "hidden": 512, "ffn": 1024}, llm=wide, parallel={"llm": {"tp": 4, "pp": 1}})
+    machine = machine_for(settings, "h100-80g")
+    pricing, choices = pricing_for(settings, "h100-80g")
+    found = colocated_candidates(pricing, choices, machine, 4).judged
+    cut = [one for one in found if one.schedule.pieces]
+    assert 0 < len(cut) <= 2
+    for one in cut:
+        order = plan_order(graph_for(one.layout, pricing), pricing, machine)
+        counts = dict(one.layout.num_microbatches)
+        by_layer = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
+        assert one.step_time_s < judge(one.layout, pricing, machine, by_layer).step_time_s
+        build(one.graph, kind="explicit", order=one.schedule.order)
+        assert SchedulePlan.model_validate_json(one.schedule.model_dump_json()) == one.schedule
+    unhurried = colocated_candidates(pricing, choices, machine, 4, fastest=found[0].step_time_s / 100).judged
+    assert not any(one.schedule.pieces for one in unhurried), "no work goes into what cannot win"
+
+
 def test_candidates_are_never_slower_than_their_coarse_order() -> None:
     pricing, choices = pricing_for(recipe(global_batch=16))
     found = colocated_candidates(pricing, choices, MACHINE, 4)
