@@ -30,7 +30,10 @@ CASES: dict[str, list[tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
         ("optimus_186b", APART, ("parallel.vision.vpp=1",)),
         ("orchmllm_18b", APART, ("parallel.vision.vpp=1", "parallel.audio.vpp=1")),
     ],
-    "line": [("orchmllm_18b", ("parallel.placement=unified",), ("parallel.llm.vpp=1",))],
+    "line": [
+        ("orchmllm_18b", ("parallel.placement=unified",), ("parallel.llm.vpp=1",)),
+        ("mmscale_7b", ("parallel.placement=unified",), ("parallel.llm.vpp=1",)),
+    ],
 }
 
 

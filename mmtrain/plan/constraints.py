@@ -29,6 +29,7 @@ class UnitChoices:
     batch: int  # LLM microbatches in a step, of all replicas
     fixed_microbatches: int | None  # of each replica, where the recipe says
     fixed_vpp: int | None = None  # likewise
+    is_whole: bool = False  # all layers in one stage, whatever the recipe says
 
     def sizes(self, ranks: int) -> Iterator[MeshSize]:
         """All sizes of exactly `ranks` ranks."""
@@ -80,6 +81,7 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
             batch=recipe.train.global_batch,
             fixed_microbatches=fixed.num_microbatches,
             fixed_vpp=fixed.vpp,
+            is_whole=not unit.splits,
         )
     if not problems and not choices[LLM].dp:
         fixed_here = ", ".join(f"{path} {n}" for path, n in fixed_microbatches(recipe.parallel, choices).items())

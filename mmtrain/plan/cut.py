@@ -73,7 +73,10 @@ def tracks_of(sizing: Sizing, pricing: Pricing, choices: Mapping[str, UnitChoice
         reached[edge.dst] = max(reached[edge.dst], reached[edge.src] + float(ways[edge.src][-1]))
     way = np.concatenate([ways[n][:-1] + reached[n] for n in names])
     bounds = np.cumsum([0, *(len(lines[n].seconds) for n in names)]).tolist()
-    masks = _unit_masks(bounds, size.pp, [choices[n].pp for n in names]) if size.vpp == 1 else ()
+    if size.vpp == 1:
+        masks = _unit_masks(bounds, size.pp, [choices[n].pp for n in names])
+    else:
+        masks = _whole_masks(bounds, size.pp * size.vpp, [choices[n].is_whole for n in names])
     line = _join([lines[n] for n in names], [share[n] for n in names])
     return (Track(tuple(names), tuple(bounds), line, size.pp, size.vpp, sizing.counts[LLM], way, masks),)
 
@@ -296,6 +299,16 @@ def _span_working(working: FloatArray, inputs: FloatArray) -> FloatArray:
         found[lo, lo + 1 :] = np.maximum.accumulate(working[lo:])
         found[lo, lo + 1 :] += inputs[lo] + inputs[lo:]
     return found
+
+
+def _whole_masks(bounds: Sequence[int], parts: int, whole: Sequence[bool]) -> tuple[BoolArray, ...]:
+    """The same of interleaved parts, where some units lie in one of them."""
+    lo, hi = np.meshgrid(np.arange(bounds[-1] + 1), np.arange(bounds[-1] + 1), indexing="ij")
+    mask = np.ones(lo.shape, dtype=np.bool_)
+    for is_whole, (begin, end) in zip(whole, pairwise(bounds), strict=True):
+        if is_whole:
+            mask &= (lo >= end) | (hi <= begin) | ((lo <= begin) & (hi >= end))
+    return () if mask.all() else (np.broadcast_to(mask, (parts, *mask.shape)),)
 
 
 def _unit_masks(bounds: Sequence[int], parts: int, allowed_pp: Sequence[Sequence[int]]) -> tuple[BoolArray, ...]:

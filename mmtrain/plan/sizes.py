@@ -152,7 +152,7 @@ def _unified(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[Si
             for vpp in _chunks(llm, pp, sum(c.layers for c in choices.values()), llm.batch // dp):
                 if any(c.fixed_vpp not in (None, vpp) for c in choices.values()):
                     continue  # all go round the ranks together
-                if vpp > 1 and len(names) > 1 and any(len(c.pp) == 1 for c in choices.values()):
+                if vpp > 1 and len(names) > 1 and any(len(c.pp) == 1 and not c.is_whole for c in choices.values()):
                     continue  # what spans a fixed number of ranks is held for one round over them
                 sizes = dict.fromkeys(names, MeshSize(tp, pp, dp, vpp))
                 counts = {name: c.fixed_microbatches or llm.batch // dp for name, c in choices.items()}

@@ -114,3 +114,21 @@ def test_what_clashes_with_a_generator_is_said(drawing: Recipe) -> None:
     llm = drawing.parallel.llm.model_copy(update={"tp": 2})
     with pytest.raises(PlanError, match=r"unified: parallel\.llm\.tp 2 cannot be met: .*generator\.tp \(1\).*common"):
         planned(drawing, 2, llm=llm)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_u_net_is_whole_in_an_interleaved_line(drawing: Recipe, world_size: int) -> None:
+    """One part holds all of it, in the last round; without chunks the same ranks are no faster."""
+    steps = {}
+    for vpp in (1, 2):
+        llm = drawing.parallel.llm.model_copy(update={"tp": 1, "dp": 1, "vpp": vpp})
+        chosen = planned(drawing, world_size, placement="unified", llm=llm)
+        assert max(unit.vpp for unit in chosen.units.values()) == vpp
+        assert [s.layers for s in chosen.units["generator"].stages] == [
+            (0, len(shape(drawing).unit("generator").layers))
+        ]
+        build(stage_graph(chosen, shape(drawing)))
+        steps[vpp] = chosen.predicted.step_time_s
+    llm = drawing.parallel.llm.model_copy(update={"tp": 1, "dp": 1})
+    free = planned(drawing, world_size, placement="unified", llm=llm).predicted.step_time_s
+    assert free <= min(steps.values()) * 1.001
