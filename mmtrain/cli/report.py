@@ -55,9 +55,10 @@ def report(
     if as_json:
         typer.echo(json.dumps(to_json(contents), indent=2))
     elif out is None and png is None:
+        from mmtrain.cli.options import text_width
         from mmtrain.report.terminal import report_text
 
-        typer.echo(report_text(contents))
+        typer.echo(report_text(contents, text_width()))
     else:
         typer.echo("\n".join(f"{path} written" for path in (out, png) if path is not None))
 

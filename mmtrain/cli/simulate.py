@@ -39,6 +39,7 @@ def simulate(
     """
     import json
 
+    from mmtrain.cli.options import text_width
     from mmtrain.errors import writing
     from mmtrain.report.comparison import compare, comparison_text, overlay, path_rows
 
@@ -57,7 +58,7 @@ def simulate(
         }
         typer.echo(json.dumps({**told, "critical_path": _path_json(found)}))
     else:
-        typer.echo(comparison_text(rows, bubbles, path))
+        typer.echo(comparison_text(rows, bubbles, path, text_width()))
 
 
 def _rehearsed(source: Path, overrides: list[str], plan: Path | None, against: Path | None, step: int) -> "Rehearsal":

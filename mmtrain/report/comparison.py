@@ -27,7 +27,7 @@ from mmtrain.program import (
     chrome_trace,
 )
 from mmtrain.program.segments import direction
-from mmtrain.report.text import rendered
+from mmtrain.report.text import WIDTH, rendered
 
 _COMPUTE, _US = 0, 1e-6
 MAX_PATH_ROWS = 12  # printed; a plan of many chunks has hundreds of kinds
@@ -167,7 +167,9 @@ def _path_words(action: Action) -> tuple[str, str]:
     return "optimizer", "collectives"
 
 
-def comparison_text(rows: Sequence[Row], bubbles: Mapping[BubbleKind, float], path: Sequence[PathRow]) -> str:
+def comparison_text(
+    rows: Sequence[Row], bubbles: Mapping[BubbleKind, float], path: Sequence[PathRow], width: int = WIDTH
+) -> str:
     """The rows as a table, the simulated idle time by kind, and what the step time is made of."""
     measured = any(row.measured_s is not None for row in rows)
     table = Table(title="Seconds a step" + (", predicted and measured" if measured else ""), title_justify="left")
@@ -181,7 +183,7 @@ def comparison_text(rows: Sequence[Row], bubbles: Mapping[BubbleKind, float], pa
         table.add_row(row.what, *cells)
     idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles.items() if share >= 0.0005)
     told = f"Simulated ranks idle {sum(bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
-    return rendered(table, told, *(("", *_path_text(path)) if path else ()))
+    return rendered(table, told, *(("", *_path_text(path)) if path else ()), width=width)
 
 
 def _path_text(path: Sequence[PathRow]) -> tuple[str, Table]:

@@ -161,7 +161,7 @@ def _memory(contents: Contents) -> str:
     for row in rows:
         parts = [(gib / full, paints[kind]) for kind, gib in row.kinds.items()]
         bar = _parts(parts, limit / full) if parts else _bar((row.gib / full, "whole"), limit=limit / full)
-        lines.append(((row.what, f"{row.gib:.4g} GiB", f"{row.gib / limit:.1%}", row.most), bar))
+        lines.append(((row.what, memory_text(row.gib), f"{row.gib / limit:.1%}", row.most), bar))
     legend = "".join(f'<b class="{paint}">■</b> {escape(kind)} ' for kind, paint in paints.items())
     note = f"{f'<p>{legend}</p>' if legend else ''}<p>The red line is the limit, {limit:.4g} GiB.</p>"
     detail = [(row.what, *(f"{row.kinds.get(kind, 0.0):.4g}" for kind in kinds)) for row in rows if row.kinds]

@@ -8,7 +8,7 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.report.comparison import MAX_PATH_ROWS, Row, path_rows
 from mmtrain.report.contents import Contents, Figure
 from mmtrain.report.metrics import compact
-from mmtrain.report.text import seconds_text
+from mmtrain.report.text import memory_text, seconds_text
 
 MOST_MEMORY_ROWS = 16
 BEFORE = "random"  # what training without balancing does
@@ -21,6 +21,8 @@ def figure_text(figure: Figure, measured: bool) -> str:
         return "-"
     if figure.unit == "s":
         return seconds_text(value)
+    if figure.unit == "GiB":
+        return memory_text(value)
     if figure.unit == "/s":
         return f"{compact(value)}/s"
     return f"{value:.3g} {figure.unit}"

@@ -1,6 +1,7 @@
 """A report in a terminal: the same numbers as on the page, and a step drawn in letters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import RenderableType
@@ -10,20 +11,22 @@ from mmtrain.report.contents import Contents, figures, idle, steps
 from mmtrain.report.live import sparkline
 from mmtrain.report.plan_view import plan_table
 from mmtrain.report.tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
-from mmtrain.report.text import WIDTH, rendered
+from mmtrain.report.text import WIDTH, memory_text, rendered
 from mmtrain.report.timeline_picture import Step
 
-_BAR, _LABEL, _CURVE = 50, 9, 60
+_LABEL, _CURVE = 9, 60
+_BESIDE_BAR = 70  # columns of a table that are kept for what stands beside its bars
 
 
-def report_text(contents: Contents) -> str:
-    """The whole report as text."""
-    parts: list[RenderableType] = [_figures(contents), *_timelines(contents)]
+def report_text(contents: Contents, width: int = WIDTH) -> str:
+    """The whole report as text `width` columns wide."""
+    bar = partial(_bar, most=max(width - _BESIDE_BAR, 0))
+    parts: list[RenderableType] = [_figures(contents), *_timelines(contents, width)]
     if path := path_cells(contents):
         full = max(share for _, share in path)
-        waits = [(*cells, _bar(share / full)) for cells, share in path]
+        waits = [(*cells, bar(share / full)) for cells, share in path]
         parts.append(_left_last(_table("Critical path of the simulated step", ("work", "seconds", "share", ""), waits)))
-    parts += [_idle(contents), _memory(contents)]
+    parts += [_idle(contents, bar), _memory(contents, bar)]
     if contents.rows:
         measured = contents.trace is not None
         head = ("", "predicted", *(("measured", "error") if measured else ()))
@@ -33,7 +36,7 @@ def report_text(contents: Contents) -> str:
         parts += [_table("Balance of the data", names, rows), note]
     parts += _training(contents.metrics)
     spaced = [part for each in parts for part in ("", each)]
-    return plan_table(contents.plan) + rendered(*spaced)
+    return plan_table(contents.plan, width) + rendered(*spaced, width=width)
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -55,22 +58,22 @@ def _figures(contents: Contents) -> Table:
     return _left_last(_table(contents.name, head, rows))
 
 
-def _timelines(contents: Contents) -> Iterator[str]:
+def _timelines(contents: Contents, width: int) -> Iterator[str]:
     drawn, ranks = steps(contents)
     if not drawn:
         return
     longest = max(step.length_us for step in drawn)
     for step in drawn:
-        lines = [f"{step.name}: {step.length_us / 1e3:.4g} ms", *letters(step, ranks, longest)]
+        lines = [f"{step.name}: {step.length_us / 1e3:.4g} ms", *letters(step, ranks, longest, width)]
         yield "\n".join(lines)
     units = ", ".join(f"{unit[0].upper()} {unit}" for unit in contents.plan.units)
     few = "" if len(ranks) == contents.plan.world_size else f"; {len(ranks)} of {contents.plan.world_size} ranks"
     yield f"{units}; capitals forward, small letters backward, dots idle{few}"
 
 
-def letters(step: Step, ranks: Sequence[int], length_us: float) -> Iterator[str]:
+def letters(step: Step, ranks: Sequence[int], length_us: float, columns: int = WIDTH) -> Iterator[str]:
     """A line for each rank: in each column the letter of what it computed longest there, or a dot."""
-    columns = WIDTH - _LABEL
+    columns -= _LABEL
     width = max(length_us, 1e-9) / columns
     spent: dict[int, list[dict[str, float]]] = {rank: [{} for _ in range(columns)] for rank in ranks}
     for event in step.events:
@@ -97,22 +100,20 @@ def _most(cell: Mapping[str, float]) -> str:
     return letter if sum(cell.values()) >= 0.5 else "."
 
 
-def _idle(contents: Contents) -> Table:
+def _idle(contents: Contents, bar: Callable[[float], str]) -> Table:
     predicted, measured = idle(contents)
     columns = [predicted] if measured is None else [predicted, measured]
     full = max(*(share for shares in columns for share in shares.values()), 0.01)
-    rows = [
-        [kind, *(f"{shares[kind]:.1%}" for shares in columns), _bar(columns[-1][kind] / full)] for kind in predicted
-    ]
+    rows = [[kind, *(f"{shares[kind]:.1%}" for shares in columns), bar(columns[-1][kind] / full)] for kind in predicted]
     rows.append(["all", *(f"{sum(shares.values()):.1%}" for shares in columns), ""])
     head = ["idle time", "predicted", *(["measured"] if measured is not None else []), ""]
     return _left_last(_table("Share of the step that ranks idle", head, rows))
 
 
-def _memory(contents: Contents) -> Table:
+def _memory(contents: Contents, bar: Callable[[float], str]) -> Table:
     limit, rows = contents.memory_limit_gib, memory_rows(contents)
     full = max(limit, *(row.gib for row in rows)) if rows else limit
-    cells = [(row.what, f"{row.gib:.4g} GiB", row.most, _bar(row.gib / full)) for row in rows]
+    cells = [(row.what, memory_text(row.gib), row.most, bar(row.gib / full)) for row in rows]
     return _left_last(_table(f"Peak memory, limit {limit:.4g} GiB", ("", "peak", "most of it", ""), cells))
 
 
@@ -121,8 +122,8 @@ def _left_last(table: Table) -> Table:
     return table
 
 
-def _bar(share: float) -> str:
-    return "█" * round(share * _BAR) or ("▏" if share > 0 else "")
+def _bar(share: float, most: int) -> str:
+    return "█" * round(share * most) or ("▏" if share > 0 and most else "")
 
 
 def _training(metrics: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:

@@ -10,6 +10,7 @@ from mmtrain.program import Timeline
 from mmtrain.report.comparison import Row, path_rows
 from mmtrain.report.contents import Contents
 from mmtrain.report.html import page
+from mmtrain.report.text import memory_text
 from tests.report.conftest import contents_of, run_of
 
 VOID = {"meta"}
@@ -74,7 +75,7 @@ def test_every_number_is_that_of_its_artefact(run: Contents) -> None:
         assert " ".join(f"{gib:.4g}" for gib in kinds.values()) in words
         assert sum(kinds.values()) == pytest.approx(run.plan.predicted.peak_memory_gib[ranks], abs=3e-4)
     for ranks, gib in run.plan.predicted.peak_memory_gib.items():
-        assert f" {ranks} {gib:.4g} GiB {gib / 4:.1%}" in words
+        assert f" {ranks} {memory_text(gib)} {gib / 4:.1%}" in words
     assert "Step 4, measured" in words
     for path in path_rows(run.simulated)[:3]:
         assert f"{path.what} {path.seconds * 1e3:.3g} ms {path.seconds / run.simulated[0].step_time_s:.1%}" in words

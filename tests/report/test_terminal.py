@@ -27,6 +27,7 @@ def test_a_run_is_told_with_predicted_beside_measured(rehearsed: tuple[Plan, Tim
     assert "Step 4, measured" in text
     assert "Loss          1 to 0.25 over 4 steps" in text
     assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, report_text(run, 72).splitlines())) <= 72
 
 
 def test_a_plan_by_itself_is_told_without_steps(rehearsed: tuple[Plan, Timeline]) -> None:
