@@ -1,0 +1,46 @@
+"""Every command that the documentation shows is one that the command line takes, on files that are there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from mmtrain.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs/data.md",
+    ROOT / "docs/benchmarks.md",
+    *sorted(ROOT.glob("recipes/**/*.yaml")),
+]
+MADE_BY_USERS = {"recipes/mine.yaml", "recipe.yaml"}
+
+
+def commands() -> list[str]:
+    """Lines set off as code, from `mmtrain` on, without the remark behind them."""
+    found = []
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            shown = re.match(r"(?:#? {4,}|.*-m )\b(?:\S+ )*?(mmtrain .+?)(?:\s+#.*)?$", line)
+            if shown:
+                found.append(shown[1])
+    return sorted(set(found))
+
+
+def test_there_are_commands_in_the_documentation() -> None:
+    assert len(commands()) > 25
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_of_the_documentation_is_understood(line: str) -> None:
+    _, *words = shlex.split(line)
+    command = get_command(app)
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    context = command.make_context(command.name or "", words)
+    recipe = context.params.get("recipe")
+    if isinstance(recipe, Path) and str(recipe) not in MADE_BY_USERS:
+        assert (ROOT / recipe).is_file()
