@@ -6,6 +6,7 @@ into memory as any plan does, and is simulated as any.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, pairwise
 
 import numpy as np
@@ -31,6 +32,7 @@ LOOKS = 12  # how often, until one of them fits
 FLOPS = "flops"  # the rule that shares ranks out, instead of cutting a pipeline
 # From a line of layers and the seconds of each one's forward on the mean microbatch to its bounds; None: impossible.
 CutRule = Callable[[Track, FloatArray], tuple[int, ...] | None]
+Cut = tuple[Sizing, tuple[Track, ...], Cuts]
 
 
 def megatron(track: Track, forward: FloatArray) -> tuple[int, ...] | None:
@@ -119,42 +121,53 @@ class Folklore:
 
     def find(self, name: str) -> Judged | None:
         """The baseline of this name at its fastest size, simulated; None where it is not possible or does not fit."""
-        tried = self._in_proportion() if name == FLOPS else self._cut_by(CUT_RULES[name])
-        rater = Rater(self.pricing, self.machine, HEAVIEST)
-        for _ in range(LOOKS):
-            rated: list[tuple[float, int, Sizing, Cuts]] = []
-            for sizing, tracks, cuts in islice(tried, AT_ONCE):
-                rating = float(rater.rate(sizing, tracks, [cuts], [None] * len(tracks))[0])
-                rated.append((rating, len(rated), sizing, cuts))
+        looks = self._in_proportion() if name == FLOPS else self._cut_by(CUT_RULES[name])
+        for look in islice(looks, LOOKS):
+            rated = []
+            for at, (sizing, tracks, cuts) in enumerate(look):
+                rating = float(self._rater.rate(sizing, tracks, [cuts], [None] * len(tracks))[0])
+                rated.append((rating, at, sizing, cuts))
             for _, _, sizing, cuts in sorted(rated):
-                found = fitted(sizing, self.pricing, cuts, self.machine, rater.alive(sizing, cuts))
+                found = fitted(sizing, self.pricing, cuts, self.machine, self._rater.alive(sizing, cuts))
                 if isinstance(found, Fitted):
                     return judge(found.layout, self.pricing, self.machine, memory=found.memory)
         return None
 
-    def _cut_by(self, rule: CutRule) -> Iterator[tuple[Sizing, tuple[Track, ...], Cuts]]:
-        """The `unified` sizes that look quickest; those of one pipeline rank have nothing to cut."""
+    @cached_property
+    def _rater(self) -> Rater:
+        """Rules share it, as they share sizes and with them orders."""
+        return Rater(self.pricing, self.machine, HEAVIEST)
+
+    def _cut_by(self, rule: CutRule) -> Iterator[list[Cut]]:
+        """The `unified` sizes that look quickest, a few at a time; those of one pipeline rank have nothing to cut."""
         pipelines = [s for _, s in sorted(self.sizings, key=lambda entry: entry[0]) if s.placement == "unified"]
-        pipelines = [s for s in pipelines if s.sizes[LLM].pp > 1 and not self._is_split(s)]
-        for sizing in pipelines:
+        found: list[Cut] = []
+        for sizing in (s for s in pipelines if s.sizes[LLM].pp > 1 and not self._is_split(s)):
             (track,) = tracks_of(sizing, self.pricing, self.choices)
             cuts = rule(track, self._forward(sizing))
             if cuts is not None and is_allowed(track, cuts):
-                yield sizing, (track,), (cuts,)
+                found.append((sizing, (track,), (cuts,)))
+            if len(found) == AT_ONCE:
+                yield found
+                found = []
+        yield found
 
-    def _in_proportion(self) -> Iterator[tuple[Sizing, tuple[Track, ...], Cuts]]:
-        """Units on ranks of their own, as many as their FLOPs ask for; in them the sizes that look quickest."""
+    def _in_proportion(self) -> Iterator[list[Cut]]:
+        """Units on ranks of their own, as nearly as many as their FLOPs ask for as sizes come and fit."""
         apart = [s for _, s in self.sizings if s.placement == "disaggregated"]
         if not apart:
             return
         world_size = max(sizing.ranks for sizing in apart)
         bound = unit_bound(self.pricing, self.choices, self.machine)
-        sizings = [s for _, s in in_shares(self.choices, self._shares(world_size), bound) if not self._is_split(s)]
-        for sizing in sizings:
-            tracks = tracks_of(sizing, self.pricing, self.choices)
-            cuts = tuple(track.anchor for track in tracks if track.anchor is not None)
-            if len(cuts) == len(tracks):
-                yield sizing, tracks, cuts
+        for sizings in in_shares(self.choices, self._shares(world_size), bound):
+            found: list[Cut] = []
+            for sizing in [s for s in sizings if not self._is_split(s)][:AT_ONCE]:
+                tracks = tracks_of(sizing, self.pricing, self.choices)
+                cuts = tuple(track.anchor for track in tracks if track.anchor is not None)
+                if len(cuts) == len(tracks):
+                    found.append((sizing, tracks, cuts))
+            if found:
+                yield found
 
     def _shares(self, world_size: int) -> dict[str, float]:
         """Ranks of each unit in proportion to its FLOPs on the drawn batches."""

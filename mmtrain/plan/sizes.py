@@ -117,24 +117,23 @@ def sizes_alone(choices: Mapping[str, UnitChoices], unit: str, world_size: int) 
 
 def in_shares(
     choices: Mapping[str, UnitChoices], shares: Mapping[str, float], bound: UnitBound
-) -> list[tuple[float, Sizing]]:
-    """Units on ranks of their own, as near to these shares as sizes come: some with their bounds, quickest first."""
+) -> Iterator[list[Sizing]]:
+    """Sizes of units on ranks of their own that look quickest, first for numbers of ranks nearest to these shares."""
     world_size, llm = round(sum(shares.values())), choices[LLM]
-    units = []
+    units: list[dict[int, list[Sized]]] = []
     for c in choices.values():
-        sizes = [(bound(c.name, size, n), size, n) for size, n in _sizes(c, world_size, llm)]
-        units.append([entry for entry in sizes if entry[0] < math.inf])
-    possible = [sorted({size.ranks for _, size, _ in sizes}) for sizes in units]
-    splits = [ranks for ranks in product(*possible[:-1]) if world_size - sum(ranks) in possible[-1]]
+        by_ranks: dict[int, list[Sized]] = {}
+        for size, n in _sizes(c, world_size, llm):
+            if (least := bound(c.name, size, n)) < math.inf:
+                by_ranks.setdefault(size.ranks, []).append((least, size, n))
+        units.append(by_ranks)
+    splits = ((*ranks, world_size - sum(ranks)) for ranks in product(*units[:-1]))
+    possible = [ranks for ranks in splits if ranks[-1] in units[-1]]
     wanted = [shares[name] for name in choices]
-    splits.sort(key=lambda ranks: sum(abs(a - b) for a, b in zip(ranks, wanted, strict=False)))
-    for ranks in splits:
-        own = (*ranks, world_size - sum(ranks))
-        sized = [[entry for entry in sizes if entry[1].ranks == n] for sizes, n in zip(units, own, strict=True)]
-        found = [(b, s) for b, chosen in _together(sized, world_size, KEPT) if (s := _disaggregated(choices, chosen))]
-        if found:
-            return sorted(found, key=lambda entry: entry[0])
-    return []
+    for ranks in sorted(possible, key=lambda own: (sum(abs(a - b) for a, b in zip(own, wanted, strict=True)), own)):
+        sized = [by_ranks[n] for by_ranks, n in zip(units, ranks, strict=True)]
+        found = sorted(_together(sized, world_size, KEPT), key=lambda entry: entry[0])
+        yield [sizing for _, chosen in found if (sizing := _disaggregated(choices, chosen))]
 
 
 def _summed(bound: UnitBound, sizing: Sizing) -> float:

@@ -1,5 +1,6 @@
 """Baselines: each is what its name says, simulated like any plan, and none stands before what was planned."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,18 @@ def test_a_baseline_can_be_asked_for(name: str) -> None:
     [beside] = found.alternatives
     assert beside.step_time_s == chosen.predicted.step_time_s
     assert "x faster: what is planned without a baseline" in beside.reason
+
+
+@pytest.mark.parametrize("name", ["balanced", FLOPS])
+def test_where_the_quickest_sizes_do_not_fit_others_are_taken(name: str) -> None:
+    given = folklore(recipe(parallel={"vision": {"recompute": "none"}, "llm": {"recompute": "none"}}), 8)
+    free = given.find(name)
+    assert free is not None
+    small = replace(given, machine=replace(given.machine, memory_bytes=0.9 * free.peak_bytes))
+    found = small.find(name)
+    assert found is not None
+    assert found.peak_bytes <= small.machine.memory_bytes
+    assert found.step_time_s > free.step_time_s
 
 
 def test_no_baseline_breaks_what_the_recipe_fixes() -> None:
