@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--instances", type=int, help="random instances: of `exact` 200, of `larger` 20")
     parser.add_argument("--model", help="of `measured`, this one alone, like `audio + llm`")
     parser.add_argument("--rounds", type=int, default=15, help="of `measured`: steps of each plan")
-    parser.add_argument("--costs", type=Path, help="of `measured`: plan by this table, like cpu-core, and measure none")
+    parser.add_argument("--costs", type=Path, default=Path("cpu-core"), help="of `measured`: the table to plan by")
+    parser.add_argument("--profile", action="store_true", help="of `measured`: measure layers and plan by that instead")
     parser.add_argument("--folder", type=Path, help="of `measured`: keeps data and cost tables, and uses what is there")
     asked = parser.parse_args()
     parts: dict[str, Callable[[], None]] = {
@@ -52,7 +53,7 @@ def main() -> None:
     if asked.only == "measured":
         from scripts.bench_ranking import ranking  # imports torch
 
-        ranking(asked.model, asked.folder, asked.costs, asked.rounds)
+        ranking(asked.model, asked.folder, None if asked.profile else asked.costs, asked.rounds)
     for name, part in parts.items():
         if asked.only in (None, name):
             part()
@@ -60,10 +61,14 @@ def main() -> None:
 
 def exact(seeds: range) -> None:
     """How often the search finds what simulating every sizing and cut finds: of all plans, and of each placement."""
+    start = time.process_time()
     ratios = [_over_the_best(random_instance(seed)) for seed in _told_every(20, seeds)]
     equal = sum(max(found) <= SAME for found in ratios)
     worst = max(map(max, ratios))
-    print(f"exact: {equal} of {len(seeds)} random instances as fast as the best of everything; worst {worst:.4f}x")
+    print(
+        f"exact: {equal} of {len(seeds)} random instances as fast as the best of everything; worst {worst:.4f}x, "
+        f"{time.process_time() - start:.0f} s"
+    )
 
 
 def larger(seeds: range) -> None:

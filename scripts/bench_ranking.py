@@ -1,7 +1,8 @@
 """Is the plan ranked first the fastest as run? Three tiny models, every plan of two ranks (`bench_plan`).
 
-Each model's layers are measured first (`mmtrain profile`). Then every sizing of every placement is run at its best cut,
-in the same two processes, taking turns step by step, so that what else the machine does slows all of them alike.
+Plans are made by the shipped `cpu-core` table, which knows most of their layers, or by one measured just before. Every
+sizing of every placement is run at its best cut, all in the same two processes, taking turns step by step, so that what
+else the machine does slows all of them alike. Still, leave it idle: messages suffer more from others than products do.
 """
 
 import statistics
@@ -62,7 +63,7 @@ class Ranked:
 def ranking(only: str | None, folder: Path | None, costs: Path | None, rounds: int) -> None:
     """Print both rankings for each model; `folder` keeps data and cost tables for the next time.
 
-    costs: the table to plan by, a file or a shipped one's name, instead of measuring layers.
+    costs: the table to plan by, a file or a shipped one's name; none: layers are measured.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = folder or Path(scratch)
