@@ -9,7 +9,7 @@ from mmtrain.balance.exchange import CANDIDATES, Aim, exchange
 from mmtrain.balance.matched import rounds_for
 from mmtrain.balance.steps import SPARE_PLACES
 
-FEWEST_ROUNDS = 128  # a load: exchange ends by itself where nothing is left to gain, so that only uneven rows take them
+ROUNDS_OF_A_ROW = 128  # a load; by itself a row ends when nothing is left to gain, among many it waits for the last
 
 
 def even_out(
@@ -44,6 +44,6 @@ def even_out(
         np.eye(num_loads, columns.shape[1], len(budgets)),
         np.asarray(weights, dtype=np.float64),
     )
-    rounds = max(rounds_for(num_replicas), FEWEST_ROUNDS) * num_loads
+    rounds = max(rounds_for(num_replicas), ROUNDS_OF_A_ROW * num_replicas // len(groups)) * num_loads
     found = exchange(members.reshape(-1, num_replicas, num_places), aim, rounds).reshape(-1, num_places)
     return [samples[group[group < len(samples)]] for group in found]
