@@ -20,6 +20,7 @@ from mmtrain.costs import Hardware, PieceCost
 from mmtrain.plan.bubbles import FloatArray, Lane
 from mmtrain.plan.colocated import EncoderPlan, Host, Schedule, schedule_as_dealt
 from mmtrain.plan.colocated_kernels import StageKernels, gaps_of, segment_costs, stage_kernels
+from mmtrain.plan.colocated_late import forwards_latest
 from mmtrain.plan.colocated_lines import Work, written
 from mmtrain.plan.judge import Judged, PricedTiming, model_timing, rehearsed
 from mmtrain.plan.pricing import Pricing, sizes_of
@@ -37,7 +38,7 @@ from mmtrain.program.graph import LLM, Microbatch, StageGraph, StageId, UnitMesh
 from mmtrain.program.lower import lower
 from mmtrain.program.segments import direction
 from mmtrain.program.simulate import simulate
-from mmtrain.program.timeline import Timeline
+from mmtrain.program.timeline import Span, Timeline
 
 Order = dict[int, tuple[str, ...]]
 Way = tuple[StageId, Direction]
@@ -64,7 +65,8 @@ def plan_order(
         (stage.id, kind): segment_costs(pricing, graph, stage.id, kind) for stage in graph.stages for kind in _WAYS
     }
     gaps = {key: gaps_of(each) for key, each in costs.items() if key[0].unit == LLM}
-    host, tasks = _host(graph, alone, costs), _llm_tasks(graph, alone)
+    spans = _put_off(graph, alone)
+    host, tasks = _host(graph, spans, costs), _llm_tasks(graph, spans)
     grain = max((gap.end - gap.start for each in gaps.values() for gap in each), default=0.0) * GRAIN
     for mesh in (m for m in graph.meshes if m.unit != LLM):
         kernels = {key: stage_kernels(each, key[1], grain) for key, each in costs.items() if key[0].unit == mesh.unit}
@@ -156,18 +158,25 @@ class _Typical(PricedTiming):
         return forward if isinstance(action, Forward) else backward
 
 
-def _host(graph: StageGraph, alone: Timeline, costs: Mapping[Way, Sequence[PieceCost]]) -> Host:
+def _put_off(graph: StageGraph, alone: Timeline) -> list[Span]:
+    """What one rank of each place of the LLM's first replica does, its forwards as late as its backwards let them."""
+    mesh = graph.mesh(LLM)
+    ranks = {mesh.lane(place, 0)[0] for place in range(mesh.pp)}
+    spans = [s for s in alone.spans if s.rank in ranks and isinstance(s.action, Pass | ReduceGrads | ReduceShared)]
+    late = forwards_latest(_only_llm(graph), spans)
+    return [s._replace(start_s=late[s.action]) if isinstance(s.action, Pass) else s for s in spans]
+
+
+def _host(graph: StageGraph, spans: Sequence[Span], costs: Mapping[Way, Sequence[PieceCost]]) -> Host:
     """The LLM's gaps, and when it starts and ends each microbatch at the first stage that an encoder enters."""
     mesh = graph.mesh(LLM)
-    place = {rank: p for p in range(mesh.pp) for rank in mesh.lane(p, 0)}
+    place = {mesh.lane(p, 0)[0]: p for p in range(mesh.pp)}
     busy: list[set[tuple[float, float]]] = [set() for _ in range(mesh.pp)]
     link: list[set[tuple[float, float]]] = [set() for _ in range(mesh.pp)]
     entered = {e.dst for e in graph.edges if e.crosses_units and e.dst.unit == LLM}
     first = np.full(mesh.num_microbatches, np.inf)
     last = np.full(mesh.num_microbatches, -np.inf)
-    for span in alone.spans:
-        if span.rank not in place or not isinstance(span.action, Compute | ReduceGrads | ReduceShared):
-            continue
+    for span in spans:
         start, end = span.start_s, span.start_s + span.duration_s
         at = place[span.rank]
         if isinstance(span.action, Compute):
@@ -183,10 +192,10 @@ def _host(graph: StageGraph, alone: Timeline, costs: Mapping[Way, Sequence[Piece
                 first[index] = min(first[index], start)
             else:
                 last[index] = max(last[index], end)
-    spans, links = ([np.array(sorted(one)).reshape(-1, 2) for one in each] for each in (busy, link))
-    end = max((float(one[-1, 1]) for one in spans if len(one)), default=0.0)
+    works, links = ([np.array(sorted(one)).reshape(-1, 2) for one in each] for each in (busy, link))
+    end = max((float(one[-1, 1]) for one in works if len(one)), default=0.0)
     return Host(
-        tuple(Lane.around(*pair) for pair in zip(spans, links, strict=True)),
+        tuple(Lane.around(*pair) for pair in zip(works, links, strict=True)),
         end,
         0.0,
         0.0,
@@ -196,11 +205,11 @@ def _host(graph: StageGraph, alone: Timeline, costs: Mapping[Way, Sequence[Piece
     )
 
 
-def _llm_tasks(graph: StageGraph, alone: Timeline) -> dict[int, list[Work]]:
+def _llm_tasks(graph: StageGraph, spans: Sequence[Span]) -> dict[int, list[Work]]:
     """The LLM's forwards and backwards on each rank of its first replica."""
     mesh = graph.mesh(LLM)
     found: dict[StageId, dict[Pass, Work]] = {}
-    for span in alone.spans:
+    for span in spans:
         if isinstance(span.action, Forward | Backward):
             work = Work(span.start_s, 1, span.action, None, span.start_s + span.duration_s)
             found.setdefault(span.action.stage, {})[span.action] = work

@@ -1,0 +1,87 @@
+"""What each step of the bubble schedule gains: encoders around the LLM, their layers, and pieces of layers in it.
+
+    python -m scripts.bench_bubbles                                # a layout of each what-if recipe below
+    python -m scripts.bench_bubbles internvl_26b 8,1,8,1 8,1,8,1   # tp,pp,dp,vpp of vision and of the LLM
+
+Steps are simulated on the drawn batches of the recipe; `T` is the LLM by itself. Shares are of the encoders' compute
+that lies inside the LLM's own step. Seconds are those of this process, for orders and simulations of that step alone.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from mmtrain.balance import Grouping
+from mmtrain.cli.indexing import indexed
+from mmtrain.costs import costs_for
+from mmtrain.models.shape import shape as model_shape
+from mmtrain.plan.batches import draw_batches
+from mmtrain.plan.colocated_layouts import colocated_layout
+from mmtrain.plan.colocated_order import llm_alone, plan_order, scheduling_efficiency
+from mmtrain.plan.constraints import encoder_microbatches, unit_choices
+from mmtrain.plan.cut import graph_for
+from mmtrain.plan.graph import in_pieces
+from mmtrain.plan.judge import judge
+from mmtrain.plan.layout import MeshSize
+from mmtrain.plan.plan import SchedulePlan
+from mmtrain.plan.pricing import Pricing
+from mmtrain.plan.slices import with_slices
+from mmtrain.plan.story import machine_for, precision_for
+from mmtrain.recipe import load
+
+LAYOUTS = (
+    ("optimus_14b", "1,1,8,1", "8,1,1,1"),
+    ("optimus_14b", "2,1,4,1", "4,2,1,1"),
+    ("internvl_26b", "8,1,8,1", "8,1,8,1"),
+    ("optimus_197b", "8,8,48,1", "8,8,48,4"),
+)
+
+
+def main() -> None:
+    """Print a table row for each layout."""
+    print("recipe, vision, LLM | T | coarse | layers | pieces (step s, share inside T, seconds to plan)")
+    for name, encoder, llm in [tuple(sys.argv[1:4])] if len(sys.argv) > 1 else LAYOUTS:
+        print(row(name, size(encoder), size(llm)), flush=True)
+
+
+def row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
+    """One layout under the three schedules."""
+    recipe = load(Path(f"recipes/whatif/{name}.yaml")).recipe
+    machine, shape = machine_for(recipe, recipe.cluster.hardware), model_shape(recipe)
+    precision, choices = precision_for(recipe, machine), unit_choices(recipe, shape, machine.ranks_per_node)
+    pricing = Pricing(
+        shape,
+        costs_for(machine, precision, recipe.cluster.costs),
+        precision,
+        draw_batches(indexed(recipe).lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed),
+        recipe.data.seq_len,
+        {unit: getattr(recipe.parallel, unit).recompute for unit in choices},
+        encoder_microbatches(recipe, shape),
+    )
+    pricing = with_slices(pricing, {unit: getattr(recipe.parallel, unit).sp for unit in choices}, choices, machine)
+    layout = colocated_layout(pricing, {"vision": encoder}, llm)
+    assert layout is not None, "there are layers enough"
+    counts, whole = dict(layout.num_microbatches), graph_for(layout, pricing)
+    pieces = in_pieces(whole, shape, [m.unit for m in whole.meshes if pricing.slices(m.unit, m.tp)])
+    told = [f"{name}, {encoder}, {llm} | {llm_alone(whole, pricing, machine).step_time_s:.3f}"]
+    for graph in (None, whole, pieces):
+        begin = time.process_time()
+        schedule = SchedulePlan(kind="coarse", num_microbatches=counts)
+        if graph is not None:
+            order = plan_order(graph, pricing, machine)
+            schedule = SchedulePlan(kind="explicit", num_microbatches=counts, order=order, pieces=graph is pieces)
+        found = judge(layout, pricing, machine, schedule)
+        took = time.process_time() - begin
+        share = scheduling_efficiency(found, pricing, machine) or 0.0
+        told.append(f"{found.step_time_s:.3f}, {share:.0%}, {took:.1f}")
+    return " | ".join(told)
+
+
+def size(text: str) -> MeshSize:
+    """A mesh from `tp,pp,dp,vpp`."""
+    tp, pp, dp, vpp = map(int, text.split(","))
+    return MeshSize(tp, pp, dp, vpp)
+
+
+if __name__ == "__main__":
+    main()
