@@ -34,6 +34,7 @@ from mmtrain.program import StageId, build
 from mmtrain.recipe.schema import Recipe
 
 PERCENT = 100
+CLOSEST = 3  # plans that are named where none fits
 
 
 def plan(
@@ -139,7 +140,7 @@ def _found(
     left_out = ruled_out(choices, world_size, searched, unit_room(pricing), machine)
     if not outcome.judged:
         changes = what_would_fit(searched, outcome.losers, pricing, choices, machine, world_size)
-        raise PlanError(_nothing_fits([*outcome.losers, *left_out], machine, world_size, changes))
+        raise PlanError(_nothing_fits(outcome.losers, left_out, machine, world_size, changes))
     return _Found(pricing, candidates, outcome, left_out)
 
 
@@ -343,12 +344,25 @@ def _planned_instead(planned: Judged, asked: Judged) -> Alternative:
     )
 
 
-def _nothing_fits(losers: Sequence[Alternative], machine: Hardware, world_size: int, changes: Sequence[str]) -> str:
-    closest = sorted(losers, key=lambda a: a.peak_memory_gib or float("inf"))[:3]
-    lines = "\n  ".join(f"{a.summary}: {a.reason}" for a in closest)
-    return (
-        f"no plan fits {world_size} ranks of {machine.name} with {machine.memory_bytes / GIB:.3g} GiB each. "
-        f"The closest:\n  {lines}\n"
-        f"Any one of these makes room: {'; '.join((*changes, 'perhaps a lower data.seq_len'))}. "
-        "If the ranks have more memory than that, correct cluster.memory_gib."
+def _nothing_fits(
+    tried: Sequence[Alternative],
+    left_out: Sequence[Alternative],
+    machine: Hardware,
+    world_size: int,
+    changes: Sequence[str],
+) -> str:
+    closest = sorted(tried, key=lambda a: a.peak_memory_gib or float("inf"))[:CLOSEST]
+    parts = {"The closest of those tried": closest, "By what ranks hold at least": left_out}
+    lines = [
+        "\n  ".join([f"{heading}:", *(f"{a.summary}: {a.reason}" for a in losers)])
+        for heading, losers in parts.items()
+        if losers
+    ]
+    return "\n".join(
+        [
+            f"no plan fits {world_size} ranks of {machine.name} with {machine.memory_bytes / GIB:.3g} GiB each.",
+            *lines,
+            f"Any one of these makes room: {'; '.join((*changes, 'perhaps a lower data.seq_len'))}. "
+            "If the ranks have more memory than that, correct cluster.memory_gib.",
+        ]
     )

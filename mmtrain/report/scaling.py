@@ -75,7 +75,9 @@ def scaling_table(found: Sequence[Scaled], width: int = WIDTH) -> str:
     rows = {row.gpus: row for row in scaling(found)}
     for one in sorted(found, key=lambda one: one.gpus):
         if one.gpus not in rows:
-            table.add_row(str(one.gpus), f"none: {one.reason.splitlines()[0].partition('. ')[0]}", *["-"] * 5)
+            table.add_row(
+                str(one.gpus), f"none: {one.reason.splitlines()[0].partition('. ')[0].rstrip('.')}", *["-"] * 5
+            )
             continue
         row, p = rows[one.gpus], rows[one.gpus].plan.predicted
         added = "" if row.added is None else f"{row.added:.0%}"

@@ -51,3 +51,16 @@ def test_the_nearest_numbers_of_ranks_are_named() -> None:
     with pytest.raises(PlanError, match=r"or the number of ranks: 16 or 24 would do\.") as error:
         planned(20, placement="unified", **fixed)
     assert "make 8 ranks, which does not divide 20" in str(error.value)
+
+
+def test_plans_that_were_tried_are_told_before_sizes_that_were_only_counted() -> None:
+    """What sizes hold at least is less than any plan needs, and would stand first among the closest."""
+    settings = recipe(cluster={"memory_gib": 0.005})
+    with pytest.raises(PlanError) as error:
+        plan(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
+    first, tried, *others = str(error.value).splitlines()
+    assert first == "no plan fits 2 ranks of cpu-core with 0.005 GiB each."
+    assert tried == "The closest of those tried:"
+    at = others.index("By what ranks hold at least:")
+    assert all(": rank " in line for line in others[:at])
+    assert all("sizes of" in line for line in others[at + 1 : -1])
