@@ -31,7 +31,7 @@ from mmtrain.recipe import load
 
 LAYOUTS = (
     ("optimus_14b", "1,1,8,1", "8,1,1,1"),
-    ("optimus_14b", "2,1,4,1", "4,2,1,1"),
+    ("optimus_14b", "8,1,1,1", "8,1,1,1"),
     ("internvl_26b", "8,1,8,1", "8,1,8,1"),
     ("optimus_197b", "8,8,48,1", "8,8,48,4"),
 )
