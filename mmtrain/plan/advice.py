@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import islice
 
 from mmtrain.costs import Hardware
+from mmtrain.plan.bounds import unit_bound
 from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.cut import arrange, graph_for
-from mmtrain.plan.layout import MeshSize
 from mmtrain.plan.plan import Alternative
 from mmtrain.plan.pricing import Pricing, Recompute
 from mmtrain.plan.room import unit_room
@@ -59,9 +59,9 @@ def _ranks(
     machine: Hardware,
     world_size: int,
 ) -> Iterator[str]:
-    placements = {sizing.placement for sizing in found}
+    placements, bound = {sizing.placement for sizing in found}, unit_bound(pricing, choices, machine)
     for count in (world_size * 2**i for i in range(1, DOUBLINGS + 1)):
-        every = bounded_sizings(choices, count, _coarseness)
+        every = bounded_sizings(choices, count, bound)
         some = islice((s for _, s in every if s.placement in placements), LOOKED_AT)
         if _fits(list(some), pricing, choices, machine):
             yield f"{count} ranks"
@@ -77,7 +77,9 @@ def _memory(losers: Sequence[Alternative]) -> Iterator[str]:
 def _fits(found: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware) -> bool:
     """Whether one of the sizes fits; the most split ones are tried first, and not all of very many."""
     room = unit_room(pricing)
-    hopeful = [s for s in found if all(room(name, size) <= machine.memory_bytes for name, size in s.sizes.items())]
+    hopeful = [
+        s for s in found if max(room(n, size, s.paces[n]) for n, size in s.sizes.items()) <= machine.memory_bytes
+    ]
     for sizing in islice(sorted(hopeful, key=_most_split), TRIED):
         layout = arrange(sizing, pricing, choices, machine.memory_bytes)
         if layout is None:
@@ -91,11 +93,6 @@ def _fits(found: Sequence[Sizing], pricing: Pricing, choices: Mapping[str, UnitC
 def _most_split(sizing: Sizing) -> tuple[int, ...]:
     """Puts first those whose least split unit is cut into most parts."""
     return tuple(sorted(-size.tp * size.pp for size in sizing.sizes.values()))[::-1]
-
-
-def _coarseness(_unit: str, size: MeshSize, _num_microbatches: int) -> float:
-    """In place of seconds: where there are very many sizes, those that split units most are wanted here."""
-    return 1.0 / (size.tp * size.pp)
 
 
 def _max_tp(sizing: Sizing) -> int:

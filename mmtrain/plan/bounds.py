@@ -35,7 +35,7 @@ def unit_bound(pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Ha
         return work[unit, tp]
 
     def bound(unit: str, size: MeshSize, count: int) -> float:
-        if room(unit, size) > machine.memory_bytes:
+        if room(unit, size, count) > machine.memory_bytes:
             return math.inf
         total = seconds(unit, size.tp) * batch / size.dp  # of one replica
         if count < 0:

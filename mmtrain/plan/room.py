@@ -16,7 +16,8 @@ from mmtrain.plan.pricing import FloatArray, Pricing, Spread
 from mmtrain.plan.sizes import Sizing, sizes_alone
 from mmtrain.program.graph import LLM
 
-UnitRoom = Callable[[str, MeshSize], float]  # bytes that the fullest rank of a unit of this size holds at least
+# Bytes that the fullest rank of a unit of this size holds at least; with microbatches of a replica, none if unknown.
+UnitRoom = Callable[[str, MeshSize, int], float]
 
 
 @dataclass(frozen=True)
@@ -30,34 +31,38 @@ class _Layers:
 
 
 def unit_room(pricing: Pricing) -> UnitRoom:
-    """Make the bound of what the fullest rank holds: state under the recipe's freezing, and the LLM's activations.
+    """Make the bound of what the fullest rank holds: state under the recipe's freezing, and activations.
 
-    Some rank holds at least a weighted mean of what all hold, under any weights; here they are such that stages of the
-    LLM weigh less the more microbatches 1F1B has under way there (with several chunks a rank, one is counted). What an
-    encoder keeps is left out: how its items are shared out is not known before all units have sizes.
+    Some rank holds at least a weighted mean of what all hold, under any weights; here they are such that stages weigh
+    less the more microbatches 1F1B has under way there: one, and one for each rank behind. The LLM's largest microbatch
+    is the same under all sizes. An encoder's holds at least its share of a batch.
     """
     alone: Spread = tuple((unit.name, 1, pricing.batches.global_batch) for unit in pricing.shape.units)
     head = pricing.shape.unit(LLM).layers[-1]
-    known: dict[tuple[str, int, int], _Layers] = {}
-    bounds: dict[tuple[str, MeshSize], float] = {}
+    known: dict[tuple[str, int, int, int], _Layers] = {}
+    bounds: dict[tuple[str, MeshSize, int], float] = {}
 
-    def bound(unit: str, size: MeshSize) -> float:
-        key = (unit, size.tp, size.dp)
+    def load(unit: str, num_microbatches: int) -> TokenLoad:
+        if unit == LLM:
+            return pricing.largest_load(LLM, alone)
+        most = max(pricing.grid(unit, alone).total(batch).tokens for batch in range(len(pricing.batches.groups)))
+        return TokenLoad(most // num_microbatches if num_microbatches else 0, 0, 0, 0)
+
+    def bound(unit: str, size: MeshSize, count: int) -> float:
+        num_microbatches = 0 if unit == LLM else count * size.dp
+        key = (unit, size.tp, size.dp, num_microbatches)
         if key not in known:
-            load = pricing.largest_load(LLM, alone) if unit == LLM else TokenLoad(0, 0, 0, 0)
-            known[key] = _layers(pricing, unit, size.tp, size.dp, load)
-        alive = np.ones(size.pp)
-        if unit == LLM and size.vpp == 1:
-            alive = np.minimum(np.arange(size.pp, 0, -1), max(1, pricing.batches.global_batch // size.dp))
-        mean = _mean(known[key], alive)
+            known[key] = _layers(pricing, unit, size.tp, size.dp, load(unit, num_microbatches))
+        mean = _mean(known[key], np.minimum(np.arange(size.pp, 0, -1), max(count, 1)))
         if unit == LLM and pricing.shape.tied_embeddings:  # held once where both ends of the LLM share a rank
             mean -= (1 + MARGIN) * sum(matrix_state(head, size.tp, size.dp, pricing.precision))
         return max(mean, float(known[key].alone.max()))
 
-    def room(unit: str, size: MeshSize) -> float:
-        if (unit, size) not in bounds:
-            bounds[unit, size] = bound(unit, size)
-        return bounds[unit, size]
+    def room(unit: str, size: MeshSize, count: int) -> float:
+        key = (unit, size, max(count, 0))
+        if key not in bounds:
+            bounds[key] = bound(*key)
+        return bounds[key]
 
     return room
 
@@ -72,11 +77,11 @@ def ruled_out(
     limit, placements = machine.memory_bytes, {sizing.placement for sizing in sizings}
     found = []
     for name in choices if "disaggregated" in placements else ():
-        needs = [room(name, size) for size in sizes_alone(choices, name, world_size)]
+        needs = [room(name, size, 0) for size in sizes_alone(choices, name, world_size)]
         found.append(_left_out("disaggregated", name, needs, limit))
     if "unified" in placements:
-        together = {s.sizes[LLM] for s in sizings if s.placement == "unified"}
-        needs = [max(room(name, size) for name in choices) for size in together]
+        together = [s for s in sizings if s.placement == "unified"]
+        needs = [max(room(name, size, s.paces[name]) for name, size in s.sizes.items()) for s in together]
         found.append(_left_out("unified", " and ".join(choices), needs, limit))
     return [loser for loser in found if loser is not None]
 

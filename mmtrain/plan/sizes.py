@@ -1,6 +1,7 @@
 """Every placement and size that the recipe allows, and what their steps take at least."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -16,7 +17,8 @@ from mmtrain.program.graph import LLM
 MERGED = (-1, -2, -4)  # -k: an encoder on ranks of its own joins k of the LLM's microbatches to one of its own
 WORTH = 0.01  # of a step: what an encoder's pipeline takes to fill, below which chunks are not looked at
 ALL_SIZES = 8  # ranks up to which every size is looked at
-KEPT = 16  # sizes of units that share so many ranks, the quickest by their bounds, where there are very many
+ALIKE = 4  # of these, those with the same size of the LLM
+KEPT = 20  # sizes of units that share so many ranks, the quickest by their bounds, where there are very many
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,13 @@ class Sizing:
     placement: Placement
     sizes: Mapping[str, MeshSize]
     counts: Mapping[str, int]  # microbatches of each replica, by unit
+
+    @property
+    def paces(self) -> Mapping[str, int]:
+        """The same for bounds, which know of units with a pace of their own or that of all on their ranks: else -1."""
+        if self.placement != "unified":
+            return self.counts
+        return {name: n if n == self.counts[LLM] else -1 for name, n in self.counts.items()}
 
     @property
     def spread(self) -> Spread:
@@ -78,22 +87,20 @@ def bounded_sizings(
     """Every placement and size that uses exactly `world_size` ranks, with a bound of its step's seconds.
 
     On more than `ALL_SIZES` ranks, and with a bound: of units on ranks of their own only the sizes that look quickest,
-    and none whose bound is infinite; if all of a unit are, its most split ones, so that something can be said of them.
+    and none whose bound is infinite; if there are no others the most split ones, so that something can be said of them.
     """
-    few = bound is not None and world_size > ALL_SIZES
     yield from ((0.0 if bound is None else _summed(bound, s), s) for s in _unified(choices, world_size))
     if len(choices) == 1:
         return
-    llm, units = choices[LLM], []
-    for c in choices.values():
-        sizes = _sizes(c, world_size, llm)
-        units.append([(bound(c.name, size, n) if bound else 0.0, size, n) for size, n in sizes])
-    if few:
-        units = [_bounded(sizes) for sizes in units]
-    for least, chosen in _together(units, world_size, KEPT if few else None):
-        if sizing := _disaggregated(choices, chosen):
-            deep = _deep(sizing, least, bound if few else None)
-            yield from ((least, one) for one in _interleaved(choices, sizing, deep))
+    few = bound if world_size > ALL_SIZES else None
+    if few is not None:
+        apart = _quickest(choices, world_size, few)
+    else:
+        units = [[(0.0, size, n) for size, n in _sizes(c, world_size, choices[LLM])] for c in choices.values()]
+        every = (_disaggregated(choices, chosen) for _, chosen in _together(units, world_size, None))
+        apart = [(max(_bounds(bound, s)) if bound else 0.0, s) for s in every if s]
+    for least, sizing in apart:
+        yield from ((least, one) for one in _interleaved(choices, sizing, _deep(sizing, least, few)))
 
 
 def _deep(sizing: Sizing, least: float, bound: UnitBound | None) -> Set[str]:
@@ -104,10 +111,50 @@ def _deep(sizing: Sizing, least: float, bound: UnitBound | None) -> Set[str]:
     return {name for name, seconds in fill.items() if seconds > WORTH * least}
 
 
-def _bounded(sizes: Sequence["Sized"]) -> list["Sized"]:
-    """Those that have a bound, or without any the most split ones first."""
-    finite = [entry for entry in sizes if entry[0] < math.inf]
-    return finite or sorted(sizes, key=lambda entry: -entry[1].tp * entry[1].pp)
+def _bounds(bound: UnitBound, sizing: Sizing) -> list[float]:
+    return [bound(name, size, sizing.paces[name]) for name, size in sizing.sizes.items()]
+
+
+def _quickest(choices: Mapping[str, UnitChoices], world_size: int, bound: UnitBound) -> list[tuple[float, Sizing]]:
+    """Of units on ranks of their own the sizes that look quickest.
+
+    For each number of the LLM's replicas in turn, as that decides how large an encoder's microbatches are.
+    """
+    found: list[tuple[float, Sizing]] = []
+    for can_fit in (True, False):
+        for dp in choices[LLM].dp:
+            units = [_bounded(sizes, can_fit) for sizes in _sizes_beside(choices, dp, world_size, bound)]
+            if all(units):
+                kept = _together(units, world_size, 4 * KEPT)
+                found += [(b, sizing) for b, chosen in kept if (sizing := _disaggregated(choices, chosen))]
+        if found:
+            break
+    seen = Counter[MeshSize]()
+    some: list[tuple[float, Sizing]] = []
+    for least, sizing in sorted(found, key=lambda entry: entry[0]):
+        seen[sizing.sizes[LLM]] += 1
+        if seen[sizing.sizes[LLM]] <= ALIKE and len(some) < KEPT:
+            some.append((least, sizing))
+    return some
+
+
+def _sizes_beside(
+    choices: Mapping[str, UnitChoices], llm_dp: int, world_size: int, bound: UnitBound
+) -> Iterator[list["Sized"]]:
+    """Each unit's sizes with their bounds and microbatches, where the LLM has so many replicas."""
+    llm = choices[LLM]
+    count = llm.batch // llm_dp
+    for unit in choices.values():
+        sizes = _sizes(replace(unit, dp=(llm_dp,)) if unit.name == LLM else unit, world_size, llm)
+        merged = ((size, n if n > 0 else count // -n) for size, n in sizes if n > 0 or count % -n == 0)
+        yield [(bound(unit.name, size, n), size, n) for size, n in merged]
+
+
+def _bounded(sizes: Sequence["Sized"], can_fit: bool) -> list["Sized"]:
+    """Those that can fit, or the most split ones first."""
+    if can_fit:
+        return [entry for entry in sizes if entry[0] < math.inf]
+    return sorted(sizes, key=lambda entry: -entry[1].tp * entry[1].pp)
 
 
 def sizes_alone(choices: Mapping[str, UnitChoices], unit: str, world_size: int) -> set[MeshSize]:
@@ -138,7 +185,7 @@ def in_shares(
 
 def _summed(bound: UnitBound, sizing: Sizing) -> float:
     """All units take turns on the same ranks."""
-    return sum(bound(name, size, sizing.counts[name]) for name, size in sizing.sizes.items())
+    return sum(_bounds(bound, sizing))
 
 
 def _unified(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[Sizing]:
@@ -185,32 +232,43 @@ def _sizes(unit: UnitChoices, most: int, llm: UnitChoices) -> Iterator[tuple[Mes
 Sized = tuple[float, MeshSize, int]
 
 
-def _together(
-    units: Sequence[Sequence[Sized]], ranks: int, kept: int | None
-) -> list[tuple[float, tuple[tuple[MeshSize, int], ...]]]:
+Chosen = tuple[float, tuple[tuple[MeshSize, int], ...]]  # sizes of the first units, and the bound of the slowest
+
+
+def _together(units: Sequence[Sequence[Sized]], ranks: int, kept: int | None) -> list[Chosen]:
     """Choose a size for every unit so that they use `ranks` in all; the bound is that of the slowest.
 
-    With `kept`, only that many of those that use the same number of ranks go on.
+    With `kept`, only that many of those that use the same number of ranks go on, the quickest.
     """
-    partial: dict[int, list[tuple[float, tuple[tuple[MeshSize, int], ...]]]] = {0: [(0.0, ())]}
+    partial: dict[int, list[Chosen]] = {0: [(0.0, ())]}
     for at, sizes in enumerate(units):
         is_last = at == len(units) - 1
         by_ranks: dict[int, list[Sized]] = {}
         for entry in sizes:
             by_ranks.setdefault(entry[1].ranks, []).append(entry)
-        joined: dict[int, list[tuple[float, tuple[tuple[MeshSize, int], ...]]]] = {}
+        if kept is not None:
+            by_ranks = {n: sorted(found, key=lambda entry: entry[0])[:kept] for n, found in by_ranks.items()}
+        pairs: dict[int, list[tuple[list[Chosen], list[Sized]]]] = {}
         for used, before in partial.items():
             for own, entries in by_ranks.items():
-                total = used + own
-                if total > ranks or (is_last and total != ranks):
-                    continue
-                joined.setdefault(total, []).extend(
-                    (max(bound, b), (*chosen, (size, n))) for bound, chosen in before for b, size, n in entries
-                )
-        partial = joined
-        if kept is not None:
-            partial = {n: sorted(found, key=lambda entry: entry[0])[:kept] for n, found in joined.items()}
+                if used + own == ranks or (used + own < ranks and not is_last):
+                    pairs.setdefault(used + own, []).append((before, entries))
+        partial = {total: _joined(found, kept) for total, found in pairs.items()}
     return partial.get(ranks, [])
+
+
+def _joined(pairs: Sequence[tuple[list[Chosen], list[Sized]]], kept: int | None) -> list[Chosen]:
+    """Each of the first units' sizes with each of the next one's; or the `kept` quickest by bounds, in that order."""
+    found: list[Chosen] = []
+    if kept is not None:
+        pairs = sorted(pairs, key=lambda pair: max(pair[0][0][0], pair[1][0][0]))
+    for before, entries in pairs:
+        if kept is not None and len(found) == kept and max(before[0][0], entries[0][0]) >= found[-1][0]:
+            break  # as are all that follow
+        found += [(max(bound, b), (*chosen, (size, n))) for bound, chosen in before for b, size, n in entries]
+        if kept is not None:
+            found = sorted(found, key=lambda entry: entry[0])[:kept]
+    return found
 
 
 def _disaggregated(choices: Mapping[str, UnitChoices], chosen: Sequence[tuple[MeshSize, int]]) -> Sizing | None:
