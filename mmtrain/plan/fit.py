@@ -57,9 +57,17 @@ def fitted(
                 demanded[lane] += excess / (1 + MARGIN)
         found = _recomputed(graph, pricing, demanded, alive)
         if found is None:
+            least = pricing.memory(graph_for(laid_out(sizing, pricing, cuts, _all_layers(pricing)), pricing), alive)
+            memory = min(memory, least, key=lambda held: max(m.total for m in held.values()))
             break
         again = found
     return misfit(pricing, memory, machine)
+
+
+def _all_layers(pricing: Pricing) -> dict[str, frozenset[int]]:
+    """All that may be recomputed, by unit."""
+    free = (unit for unit in pricing.shape.units if pricing.recompute[unit.name] == "auto")
+    return {unit.name: frozenset(range(len(unit.layers))) for unit in free}
 
 
 def _recomputed(

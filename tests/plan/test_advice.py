@@ -31,6 +31,15 @@ def test_the_memory_named_is_enough() -> None:
     advice(1, named / 2, **UNIFIED)
 
 
+def test_the_memory_named_is_that_with_all_recomputed_where_that_is_left_open() -> None:
+    """Not what the plan would hold if nothing were."""
+    again = {unit: {"dp": 1, "recompute": "all"} for unit in ("llm", "vision")}
+    least = max(planned(1, placement="unified", **again).predicted.peak_memory_gib.values())
+    free: dict[str, Any] = {"placement": "unified", "llm": {"dp": 1}, "vision": {"dp": 1}}
+    named = float(re.search(r"ranks of ([0-9.]+) GiB", advice(1, least / 2, **free))[1])  # type: ignore[index]
+    assert named == pytest.approx(least, rel=0.01)
+
+
 def test_the_number_of_ranks_named_is_enough() -> None:
     named = int(re.search(r"(\d+) ranks", advice(1, 0.04, **UNIFIED))[1])  # type: ignore[index]
     assert planned(named, 0.04, **UNIFIED).world_size == named
