@@ -21,6 +21,7 @@ from tests.flow.runs import request_for, run_all
 
 TOGETHER = ("parallel.placement=unified", "parallel.llm.dp=2", "train.global_batch=8")
 APART = ("parallel.placement=disaggregated", "train.global_batch=8")
+CHUNKS = (*APART, "train.steps=3", "model.llm.layers=4", "parallel.llm.pp=2", "parallel.llm.vpp=2")
 
 
 def _losses(run_dir: Path) -> list[float]:
@@ -44,15 +45,19 @@ def _rearranged(request: Request, plan: Plan) -> bool:
     return ways[0] != ways[1]
 
 
-@pytest.mark.parametrize("changes", [TOGETHER, APART], ids=["units together, two replicas", "a pipeline of two"])
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [(TOGETHER, 2), (APART, 2), (CHUNKS, 3)],
+    ids=["units together, two replicas", "a pipeline of two", "an interleaved pipeline"],
+)
 def test_losses_are_those_of_steps_as_they_come(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: tuple[str, ...]
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: tuple[str, ...], ranks: int
 ) -> None:
     arranged, plain = (request_for(data, tmp_path / name, *changes) for name in ("arranged", "plain"))
-    assert run_all(arranged, arranged) == ["", ""]
+    assert run_all(*[arranged] * ranks) == [""] * ranks
     assert _rearranged(arranged, load_plan(arranged.run_dir / PLAN))
     monkeypatch.setattr(train, "step_aims", _no_aims)  # ranks are forked from here
-    assert run_all(plain, plain) == ["", ""]
+    assert run_all(*[plain] * ranks) == [""] * ranks
     assert _losses(arranged.run_dir) == pytest.approx(_losses(plain.run_dir), rel=1e-5)
 
 
