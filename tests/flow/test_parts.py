@@ -1,14 +1,18 @@
 """The master test of programs in parts, cut and filled at random: whatever the checker lets pass computes the same."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from mmtrain.costs import AnalyticCosts
 from mmtrain.errors import ProgramError
 from mmtrain.models.shape import shape
 from mmtrain.plan import Plan
+from mmtrain.plan.colocated_order import plan_order
 from mmtrain.plan.graph import stage_graph
+from mmtrain.plan.story import machine_for
 from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coarse, check, lower
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.job import assemble
@@ -18,6 +22,7 @@ from tests.faults import FailAt
 from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe, step_data
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import TOGETHER
+from tests.plan.factory import pricing_for
 from tests.program.parts import fill
 
 MAX_SEEDS = 400
@@ -100,6 +105,17 @@ def test_pieces_of_layers_compute_what_one_process_does(case: str) -> None:
     settings = recipe(**changes)
     order = in_parts(settings, meshes, coarse=False, gaps=2, inside=True)
     assert_equals_one_process(settings, in_pieces(plan(settings, "explicit", order, **meshes)), texts_between=True)
+
+
+def test_a_planned_order_in_pieces_computes_what_one_process_does() -> None:
+    """As planned for GPUs whose kernels start at once: pieces of other microbatches stand beside collectives."""
+    settings, meshes = recipe(), {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), tp=2)}
+    graph = stage_graph(in_pieces(plan(settings, **meshes)), shape(settings))
+    machine = replace(machine_for(settings, "h100-80g"), kernel_launch_s=0.0)
+    pricing = replace(pricing_for(settings, "h100-80g")[0], costs=AnalyticCosts(machine, "bf16"))
+    order = plan_order(graph, pricing, machine)
+    assert any(line.startswith(("PF llm", "PB llm")) for line in order[0]), "the LLM's layers are hosts"
+    assert_equals_one_process(settings, in_pieces(plan(settings, "explicit", order, **meshes)), timeout=60)
 
 
 def test_ranks_of_a_host_have_guests_of_their_own() -> None:
