@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 from mmtrain.recipe import yaml
 from mmtrain.recipe.schema import Recipe
@@ -21,15 +22,20 @@ def dump(recipe: Recipe) -> str:
 def sha256(recipe: Recipe) -> str:
     """Fingerprint what a plan depends on: model, data that shapes the batches, parallelism, cluster, batch, precision.
 
-    Learning rates, seeds, steps, checkpoints and folders of output leave it unchanged, so they do not void a plan.
+    Learning rates, seeds, steps, checkpoints and folders of output leave it unchanged, so they do not void a plan. Of
+    files it covers the names, not where they lie: a plan made on a laptop is taken on a cluster.
     """
     updates = {unit: {"preset", "lr_scale", "weight_decay"} for unit in type(recipe.model).model_fields}
     settings = {
-        "model": recipe.model.model_dump(mode="json", exclude=updates),
-        "data": recipe.data.model_dump(mode="json", include=_PLANNED_DATA),
-        "parallel": recipe.parallel.model_dump(mode="json"),
-        "cluster": recipe.cluster.model_dump(mode="json"),
-        "train": recipe.train.model_dump(mode="json", include=_PLANNED_TRAIN),
+        "model": recipe.model.model_dump(exclude=updates),
+        "data": recipe.data.model_dump(include=_PLANNED_DATA),
+        "parallel": recipe.parallel.model_dump(),
+        "cluster": recipe.cluster.model_dump(),
+        "train": recipe.train.model_dump(include=_PLANNED_TRAIN),
     }
-    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_name)
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
+
+
+def _name(path: Path) -> str:
+    return path.name

@@ -109,6 +109,15 @@ def test_the_fingerprint_covers_what_a_plan_depends_on(base: Path, override: str
     assert (sha256(before) != sha256(after)) == moves
 
 
+def test_the_fingerprint_does_not_ask_where_files_lie(base: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / base.name
+    copy.parent.mkdir()
+    copy.write_text(base.read_text(encoding="utf-8"), encoding="utf-8")
+    here, there = load(base, env={}).recipe, load(copy, env={}).recipe
+    assert here.data.sources[0].path != there.data.sources[0].path
+    assert sha256(here) == sha256(there)
+
+
 def test_every_setting_of_the_data_shapes_plans_or_is_known_not_to() -> None:
     """A new setting is to be decided on; what changes lengths changes plans."""
     elsewhere = {"validation", "index_cache", "max_bad_rate", "prefetch", "workers", "producers", "producer_timeout_s"}
