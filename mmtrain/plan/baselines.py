@@ -4,6 +4,7 @@ All but `flops` cut the one pipeline of a `unified` plan by a rule. Each is take
 into memory as any plan does, and is simulated as any.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,9 +104,9 @@ class Folklore:
     choices: Mapping[str, UnitChoices]
     machine: Hardware
 
-    def all(self) -> dict[str, Judged]:
-        """Every baseline that is possible and fits, by name."""
-        found = {name: self.find(name) for name in BASELINES}
+    def all(self, within: float = math.inf) -> dict[str, Judged]:
+        """Every baseline that is possible and fits, by name, but for those that surely take more seconds a step."""
+        found = {name: self.find(name, within) for name in BASELINES}
         return {name: judged for name, judged in found.items() if judged is not None}
 
     def asked(self, name: str) -> Judged:
@@ -119,14 +120,18 @@ class Folklore:
             )
         return found
 
-    def find(self, name: str) -> Judged | None:
-        """The baseline of this name at its fastest size, simulated; None where it is not possible or does not fit."""
+    def find(self, name: str, within: float = math.inf) -> Judged | None:
+        """The baseline of this name at its fastest size, simulated.
+
+        None where it is not possible or does not fit, or by its rating takes more than `within` seconds.
+        """
         looks = self._in_proportion() if name == FLOPS else self._cut_by(CUT_RULES[name])
         for look in islice(looks, LOOKS):
             rated = []
             for at, (sizing, tracks, cuts) in enumerate(look):
                 rating = float(self._rater.rate(sizing, tracks, [cuts], [None] * len(tracks))[0])
-                rated.append((rating, at, sizing, cuts))
+                if rating <= within:
+                    rated.append((rating, at, sizing, cuts))
             for _, _, sizing, cuts in sorted(rated):
                 found = fitted(sizing, self.pricing, cuts, self.machine, self._rater.alive(sizing, cuts))
                 if isinstance(found, Fitted):

@@ -34,8 +34,8 @@ def unit_bound(pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Ha
             work[unit, tp] = float(used) * (1.0 if unit == LLM else MERGING)
         return work[unit, tp]
 
-    def bound(unit: str, size: MeshSize, count: int) -> float:
-        if room(unit, size, count) > machine.memory_bytes:
+    def bound(unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
+        if room(unit, size, count, behind) > machine.memory_bytes:
             return math.inf
         total = seconds(unit, size.tp) * batch / size.dp  # of one replica
         if count < 0:

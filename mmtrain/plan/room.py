@@ -1,8 +1,9 @@
 """What a rank of a unit of some size must hold at least: arithmetic that rules sizes out before they are looked at."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -16,8 +17,12 @@ from mmtrain.plan.pricing import FloatArray, Pricing, Spread
 from mmtrain.plan.sizes import Sizing, sizes_alone
 from mmtrain.program.graph import LLM
 
-# Bytes that the fullest rank of a unit of this size holds at least; with microbatches of a replica, none if unknown.
-UnitRoom = Callable[[str, MeshSize, int], float]
+
+class UnitRoom(Protocol):
+    """Bytes that the fullest rank of a unit of this size holds at least."""
+
+    def __call__(self, unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
+        """count: microbatches of a replica, 0 if unknown; behind: of these, those under way in what reads from it."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +39,14 @@ def unit_room(pricing: Pricing) -> UnitRoom:
     """Make the bound of what the fullest rank holds: state under the recipe's freezing, and activations.
 
     Some rank holds at least a weighted mean of what all hold, under any weights; here they are such that stages weigh
-    less the more microbatches 1F1B has under way there: one, and one for each rank behind. The LLM's largest microbatch
-    is the same under all sizes. An encoder's holds at least its share of a batch.
+    less the more microbatches 1F1B has under way there: one, one for each rank behind, and those under way in the
+    pipelines that read from it. The LLM's largest microbatch is the same under all sizes. An encoder's holds at least
+    its share of a batch.
     """
     alone: Spread = tuple((unit.name, 1, pricing.batches.global_batch) for unit in pricing.shape.units)
     head = pricing.shape.unit(LLM).layers[-1]
     known: dict[tuple[str, int, int, int], _Layers] = {}
-    bounds: dict[tuple[str, MeshSize, int], float] = {}
+    bounds: dict[tuple[str, MeshSize, int, int], float] = {}
 
     def load(unit: str, num_microbatches: int) -> TokenLoad:
         if unit == LLM:
@@ -48,18 +54,18 @@ def unit_room(pricing: Pricing) -> UnitRoom:
         most = max(pricing.grid(unit, alone).total(batch).tokens for batch in range(len(pricing.batches.groups)))
         return TokenLoad(most // num_microbatches if num_microbatches else 0, 0, 0, 0)
 
-    def bound(unit: str, size: MeshSize, count: int) -> float:
+    def bound(unit: str, size: MeshSize, count: int, behind: int) -> float:
         num_microbatches = 0 if unit == LLM else count * size.dp
         key = (unit, size.tp, size.dp, num_microbatches)
         if key not in known:
             known[key] = _layers(pricing, unit, size.tp, size.dp, load(unit, num_microbatches))
-        mean = _mean(known[key], np.minimum(np.arange(size.pp, 0, -1), max(count, 1)))
+        mean = _mean(known[key], np.minimum(np.arange(size.pp, 0, -1) + behind, max(count, 1)))
         if unit == LLM and pricing.shape.tied_embeddings:  # held once where both ends of the LLM share a rank
             mean -= (1 + MARGIN) * sum(matrix_state(head, size.tp, size.dp, pricing.precision))
         return max(mean, float(known[key].alone.max()))
 
-    def room(unit: str, size: MeshSize, count: int) -> float:
-        key = (unit, size, max(count, 0))
+    def room(unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
+        key = (unit, size, max(count, 0), behind)
         if key not in bounds:
             bounds[key] = bound(*key)
         return bounds[key]

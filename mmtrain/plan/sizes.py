@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
+from itertools import groupby, product, takewhile
 from operator import or_
+from typing import Protocol
 
 from mmtrain.plan.constraints import UnitChoices
 from mmtrain.plan.layout import MeshSize
@@ -66,14 +67,22 @@ def adds_up(choices: Mapping[str, UnitChoices], world_size: int, placement: Plac
         return any(True for _ in _unified(choices, world_size))
     if len(choices) == 1:
         return False
-    totals = 1  # bit n: the units so far may use n ranks
+    totals = 1
     for unit in choices.values():
-        own = {size.ranks for size, _ in _sizes(unit, world_size, choices[LLM])}
-        totals = reduce(or_, (totals << ranks for ranks in own), 0)
+        totals = _totals(totals, {size.ranks for size, _ in _sizes(unit, world_size, choices[LLM])})
     return bool(totals >> world_size & 1)
 
 
-UnitBound = Callable[[str, MeshSize, int], float]  # seconds of a unit of this size with so many microbatches, at least
+def _totals(totals: int, own: Set[int]) -> int:
+    """Numbers of ranks that units may use together, as bits, with one more unit that may use `own`."""
+    return reduce(or_, (totals << ranks for ranks in own), 0)
+
+
+class UnitBound(Protocol):
+    """Seconds of a unit of this size with so many microbatches, at least; infinite where it cannot fit into memory."""
+
+    def __call__(self, unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
+        """behind: microbatches that are under way in the pipelines after it before the first comes back, at least."""
 
 
 def sizings(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[Sizing]:
@@ -118,12 +127,13 @@ def _bounds(bound: UnitBound, sizing: Sizing) -> list[float]:
 def _quickest(choices: Mapping[str, UnitChoices], world_size: int, bound: UnitBound) -> list[tuple[float, Sizing]]:
     """Of units on ranks of their own the sizes that look quickest.
 
-    For each number of the LLM's replicas in turn, as that decides how large an encoder's microbatches are.
+    For each number of the LLM's replicas in turn, as that decides how large an encoder's microbatches are; and for
+    each depth of its pipeline, as that decides how many of them an encoder holds.
     """
     found: list[tuple[float, Sizing]] = []
     for can_fit in (True, False):
-        for dp in choices[LLM].dp:
-            units = [_bounded(sizes, can_fit) for sizes in _sizes_beside(choices, dp, world_size, bound)]
+        for dp, pp in product(choices[LLM].dp, _doubling(choices[LLM].pp)):
+            units = list(_sizes_beside(choices, dp, pp, world_size, bound, can_fit))
             if all(units):
                 kept = _together(units, world_size, 4 * KEPT)
                 found += [(b, sizing) for b, chosen in kept if (sizing := _disaggregated(choices, chosen))]
@@ -138,23 +148,36 @@ def _quickest(choices: Mapping[str, UnitChoices], world_size: int, bound: UnitBo
     return some
 
 
+def _doubling(depths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Depths in runs of which none is twice as deep as another."""
+    return [tuple(run) for _, run in groupby(sorted(depths), key=int.bit_length)]
+
+
 def _sizes_beside(
-    choices: Mapping[str, UnitChoices], llm_dp: int, world_size: int, bound: UnitBound
+    choices: Mapping[str, UnitChoices],
+    llm_dp: int,
+    llm_pp: tuple[int, ...],
+    world_size: int,
+    bound: UnitBound,
+    can_fit: bool,
 ) -> Iterator[list["Sized"]]:
-    """Each unit's sizes with their bounds and microbatches, where the LLM has so many replicas."""
-    llm = choices[LLM]
+    """Each unit's sizes with their bounds and microbatches, beside so many LLM replicas of one of these depths."""
+    llm, encoders = choices[LLM], set(takewhile(LLM.__ne__, choices))
     count = llm.batch // llm_dp
+
+    def bounded(unit: UnitChoices, most: int) -> list[Sized]:
+        """Those that can fit, or the most split ones first."""
+        depth = min(llm_pp) if unit.name in encoders else 0
+        sizes = [(size, n if n > 0 else count // -n) for size, n in _sizes(unit, most, llm) if n > 0 or count % -n == 0]
+        found = [(bound(unit.name, size, n, depth * n // count), size, n) for size, n in sizes]
+        if can_fit:
+            return [entry for entry in found if entry[0] < math.inf]
+        return sorted(found, key=lambda entry: -entry[1].tp * entry[1].pp)
+
+    own = bounded(replace(llm, dp=(llm_dp,), pp=llm_pp), world_size)
+    left = world_size - min((size.ranks for _, size, _ in own), default=world_size)
     for unit in choices.values():
-        sizes = _sizes(replace(unit, dp=(llm_dp,)) if unit.name == LLM else unit, world_size, llm)
-        merged = ((size, n if n > 0 else count // -n) for size, n in sizes if n > 0 or count % -n == 0)
-        yield [(bound(unit.name, size, n), size, n) for size, n in merged]
-
-
-def _bounded(sizes: Sequence["Sized"], can_fit: bool) -> list["Sized"]:
-    """Those that can fit, or the most split ones first."""
-    if can_fit:
-        return [entry for entry in sizes if entry[0] < math.inf]
-    return sorted(sizes, key=lambda entry: -entry[1].tp * entry[1].pp)
+        yield own if unit.name == LLM else bounded(unit, left)
 
 
 def sizes_alone(choices: Mapping[str, UnitChoices], unit: str, world_size: int) -> set[MeshSize]:
@@ -240,18 +263,24 @@ def _together(units: Sequence[Sequence[Sized]], ranks: int, kept: int | None) ->
 
     With `kept`, only that many of those that use the same number of ranks go on, the quickest.
     """
-    partial: dict[int, list[Chosen]] = {0: [(0.0, ())]}
-    for at, sizes in enumerate(units):
-        is_last = at == len(units) - 1
+    sized: list[dict[int, list[Sized]]] = []
+    for sizes in units:
         by_ranks: dict[int, list[Sized]] = {}
         for entry in sizes:
             by_ranks.setdefault(entry[1].ranks, []).append(entry)
         if kept is not None:
             by_ranks = {n: sorted(found, key=lambda entry: entry[0])[:kept] for n, found in by_ranks.items()}
+        sized.append(by_ranks)
+    left = [1]  # what the units that follow may use, as bits
+    for by_ranks in reversed(sized[1:]):
+        left.append(_totals(left[-1], by_ranks.keys()))
+    partial: dict[int, list[Chosen]] = {0: [(0.0, ())]}
+    for by_ranks in sized:
+        rest = left.pop()
         pairs: dict[int, list[tuple[list[Chosen], list[Sized]]]] = {}
         for used, before in partial.items():
             for own, entries in by_ranks.items():
-                if used + own == ranks or (used + own < ranks and not is_last):
+                if used + own <= ranks and rest >> (ranks - used - own) & 1:
                     pairs.setdefault(used + own, []).append((before, entries))
         partial = {total: _joined(found, kept) for total, found in pairs.items()}
     return partial.get(ranks, [])
@@ -265,10 +294,22 @@ def _joined(pairs: Sequence[tuple[list[Chosen], list[Sized]]], kept: int | None)
     for before, entries in pairs:
         if kept is not None and len(found) == kept and max(before[0][0], entries[0][0]) >= found[-1][0]:
             break  # as are all that follow
-        found += [(max(bound, b), (*chosen, (size, n))) for bound, chosen in before for b, size, n in entries]
+        few, some = (before, entries) if kept is None else _beginnings(before, entries, kept)
+        found += [(max(bound, b), (*chosen, (size, n))) for bound, chosen in few for b, size, n in some]
         if kept is not None:
             found = sorted(found, key=lambda entry: entry[0])[:kept]
     return found
+
+
+def _beginnings(before: list[Chosen], entries: list[Sized], kept: int) -> tuple[list[Chosen], list[Sized]]:
+    """As much of two lists in order as the `kept` pairs need whose larger bounds are least."""
+    a = b = 1
+    while a * b < kept and (a < len(before) or b < len(entries)):
+        if b == len(entries) or (a < len(before) and before[a][0] <= entries[b][0]):
+            a += 1
+        else:
+            b += 1
+    return before[:a], entries[:b]
 
 
 def _disaggregated(choices: Mapping[str, UnitChoices], chosen: Sequence[tuple[MeshSize, int]]) -> Sizing | None:

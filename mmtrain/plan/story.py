@@ -70,7 +70,8 @@ def plan(
     if baseline is not None:
         asked = folklore.asked(baseline)
         return about.plan(asked, (_planned_instead(found.outcome.judged[0], asked),))
-    rules = folklore.all() if measure is None else {}
+    full = not explain and len(found.outcome.judged) > top  # of losers that are faster than slow rules
+    rules = folklore.all(found.outcome.judged[top].step_time_s if full else math.inf) if measure is None else {}
     outcome = joined(
         found.outcome, Outcome(tuple(j for j in rules.values() if j.step_time_s < found.outcome.fastest), ())
     )
