@@ -130,8 +130,9 @@ def _root_cause(request: Request, error: RunError) -> RunError:
 
 def train_rank(request: Request, address: Address) -> None:
     """Be one rank of the run."""
-    wanted = request.loaded.recipe.cluster.ranks
-    if wanted is not None and address.world_size not in (wanted, request.ranks):  # with max_gpus there may be fewer
+    recipe = request.loaded.recipe
+    wanted, most = recipe.cluster.ranks, recipe.parallel.max_gpus
+    if wanted is not None and address.world_size != wanted and (most is None or address.world_size > most):
         raise LaunchError(
             f"cluster.ranks: {wanted} in the recipe, but {address.world_size} processes were started; "
             "start as many, or leave cluster.ranks out to take what the launcher starts"
