@@ -33,31 +33,30 @@ def min_max_spans(spans: FloatArray, parts: int, allowed: BoolArray | None = Non
     if not 1 <= parts < spans.shape[1]:
         return None
     segment = _segments(spans, parts, allowed)
-    least, _ = _solve(segment, np.maximum)
+    least, _ = _solve(segment, parts, np.maximum)
     optimum = least[-1, -1]
     if not np.isfinite(optimum):
         return None
     within = np.where(segment <= optimum * (1 + EXACT), segment**2, np.inf)
-    _, choice = _solve(within, np.add)
+    _, choice = _solve(within, parts, np.add)
     return _boundaries(choice)
 
 
 def _segments(spans: FloatArray, parts: int, allowed: BoolArray | None) -> FloatArray:
-    """(parts, L + 1, L + 1) cost of part p over [lo, hi); infinite where empty or not allowed."""
+    """(1 or parts, L + 1, L + 1) cost of part p over [lo, hi); infinite where empty or not allowed."""
     width = spans.shape[1]
     segment = np.where(np.tri(width, dtype=np.bool_), np.inf, spans)
-    every = np.broadcast_to(segment, (parts, width, width))
-    return every if allowed is None else np.where(allowed, every, np.inf)
+    return segment if allowed is None else np.where(allowed, np.broadcast_to(segment, (parts, width, width)), np.inf)
 
 
-def _solve(segment: FloatArray, join: np.ufunc) -> tuple[FloatArray, npt.NDArray[np.int64]]:
+def _solve(segment: FloatArray, parts: int, join: np.ufunc) -> tuple[FloatArray, npt.NDArray[np.int64]]:
     """Best value of the first p parts over the first j layers, (parts + 1, L + 1), and the start of the last."""
-    parts, width, _ = segment.shape
+    width = segment.shape[1]
     best = np.full((parts + 1, width), np.inf)
     best[0, 0] = 0.0
     choice = np.zeros((parts + 1, width), dtype=np.int64)
-    for p in range(parts):
-        values = join(best[p][:, None], segment[p])
+    for p, own in enumerate(np.broadcast_to(segment, (parts, width, width))):
+        values = join(best[p][:, None], own)
         choice[p + 1] = values.argmin(axis=0)
         best[p + 1] = values.min(axis=0)
     return best, choice

@@ -210,12 +210,12 @@ class _Search:
         """Rate the cuts of a sizing, and let the best wait for the simulator."""
         extra = self._extra(sizing, tracks)
         options = [self._options(track, more) for track, more in zip(tracks, extra, strict=True)]
-        cuts = list(product(*options))
-        if not cuts:
+        if not all(options):
             self._try_to_fit(sizing, tuple(track.anchor or () for track in tracks))
             self._lost_for_memory(sizing)
             return
         if self.is_small:
+            cuts = list(product(*options))
             for rating, one in zip(self.rater.rate(sizing, tracks, cuts, extra), cuts, strict=True):
                 self._wait(max(float(rating), bound), sizing, tracks, one)
             return

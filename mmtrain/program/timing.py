@@ -133,7 +133,7 @@ class ModelTiming:
     def message(self, sender: int, action: Send) -> Transport:
         """Rows of hidden states inside a unit, or the routed features between units; gradients are as large."""
         nbytes = self._flow_bytes(Flow(action.edge, action.src, action.dst, action.payload))
-        same_node = self._same_node((sender, action.peer))
+        same_node = sender // self.ranks_per_node == action.peer // self.ranks_per_node
         return Transport(self.costs.transfer(nbytes, same_node), nbytes, self._posting_s) if nbytes else NOTHING
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
