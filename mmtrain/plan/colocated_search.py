@@ -1,7 +1,8 @@
 """The fastest colocated plans of a recipe: sizes by what they take at least, then orders, held to the simulator."""
 
 import math
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mmtrain.costs import Hardware, RankMemory
@@ -69,7 +70,7 @@ def colocated_candidates(
             progress(tried, TRIED)
         smallest = _layout(sizes, levels[-1], pricing, machine)
         found: Judged | Alternative | None = smallest if isinstance(smallest, Alternative) else None
-        for recompute in levels if isinstance(smallest, Layout) else ():
+        for recompute in _enough(sizes, levels, pricing, machine) if isinstance(smallest, Layout) else ():
             layout = _layout(sizes, recompute, pricing, machine)
             limit = fastest * SAME if judged else math.inf  # one is simulated, for the ranking
             found = _judged(sizes, layout, pricing, machine, limit) if isinstance(layout, Layout) else layout
@@ -139,6 +140,14 @@ def _recomputed(pricing: Pricing) -> list[dict[str, float]]:
     free = [unit for unit, wanted in pricing.recompute.items() if wanted == "auto"]
     encoders = [{unit: share for unit in free if unit != LLM} for share in SHARES]
     return encoders + [encoders[-1] | {LLM: share} for share in SHARES[1:] if LLM in free]
+
+
+def _enough(
+    sizes: _Sizes, levels: Sequence[Mapping[str, float]], pricing: Pricing, machine: Hardware
+) -> Sequence[Mapping[str, float]]:
+    """The levels from the first on under which some order can run; more recomputing never needs more memory."""
+    first = bisect_left(levels, True, key=lambda again: isinstance(_layout(sizes, again, pricing, machine), Layout))
+    return levels[first:]
 
 
 def _layout(
