@@ -1,5 +1,6 @@
 """What to plan for where the recipe leaves it open: this machine."""
 
+import gc
 import math
 import sys
 import time
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 MOMENT_S = 1.0  # a search that is over by then shows no bar
 PATIENCE_S = 10.0  # and where no bar can be drawn, says nothing before
 TOLD = 4  # lines where no bar can be drawn
+MANY = 100_000  # objects made between two looks for cycles: planning makes millions, and hardly a cycle
 
 
 def cluster_of(recipe: Recipe) -> tuple[int, str]:
@@ -56,18 +58,30 @@ def plan_here(
     from mmtrain.plan import plan
 
     ranks, hardware = cluster_of(recipe)
-    return plan(
-        recipe if num_ranks is None else _on_all_ranks(recipe),
-        lengths,
-        world_size=num_ranks or ranks,
-        hardware=hardware,
-        recipe_sha256=sha256(recipe),
-        top=top,
-        explain=explain,
-        progress=progress,
-        measure=measure,
-        baseline=baseline,
-    )
+    with _seldom_collected():
+        return plan(
+            recipe if num_ranks is None else _on_all_ranks(recipe),
+            lengths,
+            world_size=num_ranks or ranks,
+            hardware=hardware,
+            recipe_sha256=sha256(recipe),
+            top=top,
+            explain=explain,
+            progress=progress,
+            measure=measure,
+            baseline=baseline,
+        )
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Make Python look for cycles of objects seldom."""
+    before = gc.get_threshold()
+    gc.set_threshold(MANY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def plan_for_started(
