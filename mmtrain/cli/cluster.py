@@ -44,6 +44,18 @@ def cluster_of(recipe: Recipe) -> tuple[int, str]:
     return min(ranks, recipe.parallel.max_gpus or ranks), hardware
 
 
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Make Python look for cycles of objects seldom."""
+    before = gc.get_threshold()
+    gc.set_threshold(MANY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_seldom_collected()
 def plan_here(
     recipe: Recipe,
     lengths: "SampleLengths",
@@ -58,32 +70,21 @@ def plan_here(
     from mmtrain.plan import plan
 
     ranks, hardware = cluster_of(recipe)
-    with _seldom_collected():
-        return plan(
-            recipe if num_ranks is None else _on_all_ranks(recipe),
-            lengths,
-            world_size=num_ranks or ranks,
-            hardware=hardware,
-            recipe_sha256=sha256(recipe),
-            top=top,
-            explain=explain,
-            progress=progress,
-            measure=measure,
-            baseline=baseline,
-        )
+    return plan(
+        recipe if num_ranks is None else _on_all_ranks(recipe),
+        lengths,
+        world_size=num_ranks or ranks,
+        hardware=hardware,
+        recipe_sha256=sha256(recipe),
+        top=top,
+        explain=explain,
+        progress=progress,
+        measure=measure,
+        baseline=baseline,
+    )
 
 
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Make Python look for cycles of objects seldom."""
-    before = gc.get_threshold()
-    gc.set_threshold(MANY)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
+@_seldom_collected()
 def plan_for_started(
     recipe: Recipe, lengths: "SampleLengths", *, world_size: int, hardware: str, recipe_sha256: str
 ) -> "Plan":

@@ -13,7 +13,7 @@ from mmtrain.plan.bubbles import ROUNDING
 from mmtrain.plan.colocated_kernels import Gap
 from mmtrain.program.actions import Compute, Direction, Fill, Forward, Partial, Pass
 from mmtrain.program.graph import StageGraph, StageId
-from mmtrain.program.segments import num_segments
+from mmtrain.program.segments import direction, num_segments
 from mmtrain.program.text import action_to_text
 
 _ROUNDING_S = 2 * ROUNDING  # by which work may begin before the gap that it is in
@@ -39,14 +39,14 @@ def written(
     actions: list[Compute | Fill] = [*_joined(graph, ordered[: hosts[0]] if hosts else ordered)]
     for at, following in zip(hosts, [*hosts[1:], len(ordered)], strict=True):
         host, rest = ordered[at], ordered[at + 1 : following]
-        inside, after = _sorted_out(host, rest, gaps[host.action.stage, _way(host.action)])
+        inside, after = _sorted_out(host, rest, gaps[host.action.stage, direction(host.action)])
         actions += [*_hosted(graph, host.action, inside), *_joined(graph, after)]
     yield from map(action_to_text, actions)
 
 
 def _in_order(work: Work) -> tuple[float, int, int, str, int]:
     lo = 0 if work.segments is None else work.segments[0]
-    turn = lo if _way(work.action) == "F" else -lo
+    turn = lo if direction(work.action) == "F" else -lo
     return work.start, work.turn, work.action.mb.index, work.action.stage.unit, turn
 
 
@@ -94,7 +94,7 @@ def _part(graph: StageGraph, action: Pass, done: int, end: int) -> Compute:
     if (done, end) == (0, total):
         return action
     lo, hi = (done, end) if isinstance(action, Forward) else (total - end, total - done)
-    return Partial(action.stage, action.mb, _way(action), lo, hi)
+    return Partial(action.stage, action.mb, direction(action), lo, hi)
 
 
 def _joined(graph: StageGraph, works: Sequence[Work]) -> Iterator[Compute]:
@@ -105,8 +105,4 @@ def _joined(graph: StageGraph, works: Sequence[Work]) -> Iterator[Compute]:
         if hi - lo == num_segments(graph, action.stage):
             yield action
         else:
-            yield Partial(action.stage, action.mb, _way(action), lo, hi)
-
-
-def _way(action: Pass) -> Direction:
-    return "F" if isinstance(action, Forward) else "B"
+            yield Partial(action.stage, action.mb, direction(action), lo, hi)

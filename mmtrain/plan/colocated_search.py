@@ -2,8 +2,9 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from mmtrain.costs import Hardware, RankMemory
 from mmtrain.plan.colocated_fine import beside_collectives, finer
@@ -21,6 +22,7 @@ from mmtrain.plan.search import SAME, Outcome, Progress
 from mmtrain.program.graph import LLM
 
 TRIED = 8  # layouts whose orders are planned and simulated
+_Found = Layout | Alternative | None  # what could be laid out, or why not; None: nothing worth telling
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers that are recomputed
 
 
@@ -68,10 +70,11 @@ def colocated_candidates(
             break
         if progress is not None:
             progress(tried, TRIED)
-        smallest = _layout(sizes, levels[-1], pricing, machine)
+        at = cache(partial(_at_level, sizes, levels, pricing, machine))
+        smallest = at(len(levels) - 1)
         found: Judged | Alternative | None = smallest if isinstance(smallest, Alternative) else None
-        for recompute in _enough(sizes, levels, pricing, machine) if isinstance(smallest, Layout) else ():
-            layout = _layout(sizes, recompute, pricing, machine)
+        for level in _enough(at, len(levels)) if isinstance(smallest, Layout) else ():
+            layout = at(level)
             limit = fastest * SAME if judged else math.inf  # one is simulated, for the ranking
             found = _judged(sizes, layout, pricing, machine, limit) if isinstance(layout, Layout) else layout
             tried += isinstance(layout, Layout)
@@ -142,17 +145,18 @@ def _recomputed(pricing: Pricing) -> list[dict[str, float]]:
     return encoders + [encoders[-1] | {LLM: share} for share in SHARES[1:] if LLM in free]
 
 
-def _enough(
-    sizes: _Sizes, levels: Sequence[Mapping[str, float]], pricing: Pricing, machine: Hardware
-) -> Sequence[Mapping[str, float]]:
+def _enough(at: Callable[[int], _Found], num_levels: int) -> range:
     """The levels from the first on under which some order can run; more recomputing never needs more memory."""
-    first = bisect_left(levels, True, key=lambda again: isinstance(_layout(sizes, again, pricing, machine), Layout))
-    return levels[first:]
+    return range(bisect_left(range(num_levels), True, key=lambda level: isinstance(at(level), Layout)), num_levels)
 
 
-def _layout(
-    sizes: _Sizes, recompute: Mapping[str, float], pricing: Pricing, machine: Hardware
-) -> Layout | Alternative | None:
+def _at_level(
+    sizes: _Sizes, levels: Sequence[Mapping[str, float]], pricing: Pricing, machine: Hardware, level: int
+) -> _Found:
+    return _layout(sizes, levels[level], pricing, machine)
+
+
+def _layout(sizes: _Sizes, recompute: Mapping[str, float], pricing: Pricing, machine: Hardware) -> _Found:
     """The sizes as a layout, or why no order of it can run; None if the layers are too few."""
     layout = colocated_layout(pricing, sizes.encoders, sizes.llm, recompute)
     if layout is None:
@@ -171,7 +175,11 @@ def _judged(sizes: _Sizes, layout: Layout, pricing: Pricing, machine: Hardware, 
     graph = graph_for(layout, pricing)
     alone = llm_alone(graph, pricing, machine)
     if alone.step_time_s > limit:
-        again = " with the layers recomputed that memory demands" if any(_again(layout)) else ""
+        again = (
+            " with the layers recomputed that memory demands"
+            if any(unit.num_recomputed for unit in layout.units.values())
+            else ""
+        )
         return _lost(sizes, f"at least {alone.step_time_s / limit:.2f}x slower: its LLM cannot be done sooner{again}")
     counts = dict(layout.num_microbatches)
     fitting: list[SchedulePlan] = []
@@ -187,11 +195,6 @@ def _judged(sizes: _Sizes, layout: Layout, pricing: Pricing, machine: Hardware, 
             tried = [judge(layout, pricing, machine, schedule) for schedule in fitting]
             return min(tried, key=lambda one: one.step_time_s)
     return _too_large(sizes, pricing, memory, machine)
-
-
-def _again(layout: Layout) -> Iterator[int]:
-    """Layers that are recomputed, by stage."""
-    return (len(stage.recompute) for unit in layout.units.values() for stage in unit.stages)
 
 
 def _lost(sizes: _Sizes, reason: str, peak_gib: float | None = None) -> Alternative:

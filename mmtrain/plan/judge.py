@@ -15,7 +15,7 @@ from mmtrain.plan.layout import Layout
 from mmtrain.plan.plan import SchedulePlan
 from mmtrain.plan.pricing import Pricing, StageSeconds, sizes_of
 from mmtrain.program.actions import Collective, Compute, Forward, Partial, Send
-from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
+from mmtrain.program.builder import build_compute
 from mmtrain.program.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.loads import Route, StepLoads
 from mmtrain.program.lower import lower
@@ -130,14 +130,14 @@ def _program(
         shift = _shift(graph, int(chosen[batch]))
         model = model_timing(graph, pricing, _of_group(graph, loads, shift) if alone else loads, machine)
         timings.append(DrawnTiming(model, seconds, batch, shift))
-    compute = _ordered(graph, schedule, leaders(graph, timings[0].link))
+    compute = build_compute(graph, schedule.kind, schedule.order, leaders(graph, timings[0].link))
     return compute, timings, 1 if alone else graph.num_groups
 
 
 def memory_of(graph: StageGraph, schedule: SchedulePlan, pricing: Pricing) -> Mapping[int, RankMemory]:
     """What the ranks of the first replica group hold at most in that order."""
     ranks = {lane[0] for s in graph.stages for lane in s.lanes[: graph.mesh(s.id.unit).dp // graph.num_groups]}
-    return pricing.memory(graph, most_alive(_ordered(graph, schedule, sorted(ranks))))
+    return pricing.memory(graph, most_alive(build_compute(graph, schedule.kind, schedule.order, sorted(ranks))))
 
 
 def most_alive(program: Program) -> dict[StageId, int]:
@@ -147,13 +147,6 @@ def most_alive(program: Program) -> dict[StageId, int]:
         for stage, count in peak_live(program.graph, actions).items():
             alive[stage] = max(alive.get(stage, 0), count)
     return alive
-
-
-def _ordered(graph: StageGraph, schedule: SchedulePlan, ranks: Sequence[int]) -> Program:
-    """Compute of these ranks in the order that the schedule says."""
-    if schedule.order is not None:
-        return build_explicit(graph, {rank: schedule.order[rank] for rank in ranks})
-    return (build_coarse if schedule.kind == "coarse" else build_1f1b)(graph, ranks)
 
 
 def model_timing(graph: StageGraph, pricing: Pricing, loads: StepLoads, machine: Hardware) -> ModelTiming:

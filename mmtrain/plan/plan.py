@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mmtrain.program.assemble import ScheduleKind
+from mmtrain.program.builder import ScheduleKind
 
 PLAN_VERSION = 1
 Placement = Literal["unified", "disaggregated", "colocated", "replicated"]
@@ -52,6 +52,11 @@ class UnitPlan(_Frozen):
                 "and stage s is chunk s // pp"
             )
         return self
+
+    @property
+    def num_recomputed(self) -> int:
+        """Layers that backward computes again."""
+        return sum(len(stage.recompute) for stage in self.stages)
 
 
 class SchedulePlan(_Frozen):

@@ -54,7 +54,7 @@ def _because(loser: Judged, chosen: Judged) -> str:
 
 
 def _recomputed(judged: Judged) -> int:
-    return sum(len(stage.recompute) for unit in judged.layout.units.values() for stage in unit.stages)
+    return sum(unit.num_recomputed for unit in judged.layout.units.values())
 
 
 def _held(judged: Judged) -> str:

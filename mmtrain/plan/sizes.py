@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby, product, takewhile
@@ -190,13 +190,8 @@ def in_shares(
 ) -> Iterator[list[Sizing]]:
     """Sizes of units on ranks of their own that look quickest, first for numbers of ranks nearest to these shares."""
     world_size, llm = round(sum(shares.values())), choices[LLM]
-    units: list[dict[int, list[Sized]]] = []
-    for c in choices.values():
-        by_ranks: dict[int, list[Sized]] = {}
-        for size, n in _sizes(c, world_size, llm):
-            if (least := bound(c.name, size, n)) < math.inf:
-                by_ranks.setdefault(size.ranks, []).append((least, size, n))
-        units.append(by_ranks)
+    bounded = ([(bound(c.name, size, n), size, n) for size, n in _sizes(c, world_size, llm)] for c in choices.values())
+    units = [_by_ranks(entry for entry in sizes if entry[0] < math.inf) for sizes in bounded]
     splits = ((*ranks, world_size - sum(ranks)) for ranks in product(*units[:-1]))
     possible = [ranks for ranks in splits if ranks[-1] in units[-1]]
     wanted = [shares[name] for name in choices]
@@ -265,9 +260,7 @@ def _together(units: Sequence[Sequence[Sized]], ranks: int, kept: int | None) ->
     """
     sized: list[dict[int, list[Sized]]] = []
     for sizes in units:
-        by_ranks: dict[int, list[Sized]] = {}
-        for entry in sizes:
-            by_ranks.setdefault(entry[1].ranks, []).append(entry)
+        by_ranks = _by_ranks(sizes)
         if kept is not None:
             by_ranks = {n: sorted(found, key=lambda entry: entry[0])[:kept] for n, found in by_ranks.items()}
         sized.append(by_ranks)
@@ -284,6 +277,13 @@ def _together(units: Sequence[Sequence[Sized]], ranks: int, kept: int | None) ->
                     pairs.setdefault(used + own, []).append((before, entries))
         partial = {total: _joined(found, kept) for total, found in pairs.items()}
     return partial.get(ranks, [])
+
+
+def _by_ranks(sizes: Iterable[Sized]) -> dict[int, list[Sized]]:
+    found: dict[int, list[Sized]] = {}
+    for entry in sizes:
+        found.setdefault(entry[1].ranks, []).append(entry)
+    return found
 
 
 def _joined(pairs: Sequence[tuple[list[Chosen], list[Sized]]], kept: int | None) -> list[Chosen]:

@@ -1,14 +1,13 @@
 """In what order a plan's ranks do what, as the timetable by which the loader orders microbatches in time."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from mmtrain.balance.aims import LLM, Price, Task, Timetable
 from mmtrain.plan.plan import SchedulePlan
 from mmtrain.program.actions import Compute, Fill, Partial
-from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
+from mmtrain.program.builder import build_compute
 from mmtrain.program.graph import StageGraph, StageId
 from mmtrain.program.positions import positions
-from mmtrain.program.program import Program
 from mmtrain.program.segments import direction, num_segments
 
 MOST_TURNS = 10_000  # a step is arranged in the time it takes to follow them some hundred times over
@@ -28,7 +27,7 @@ def timetable(
     ranks = sorted(set(lanes.values()))
     tasks: dict[tuple[Lane, bool, int, int], int] = {}
     turns: list[list[tuple[int, int]]] = []
-    actions = _ordered(graph, schedule, ranks).actions
+    actions = build_compute(graph, schedule.kind, schedule.order, ranks).actions
     stages = {lane: number for number, lane in enumerate(lanes)}
     for rank in ranks:
         if any(isinstance(action, Fill) for action in actions[rank]):
@@ -59,13 +58,6 @@ def is_chain(graph: StageGraph) -> bool:
     lanes = ({graph.stage(sid).lanes for part in p.parts for sid in part} for p in positions(graph))
     once = all(len(of_position) == 1 for of_position in lanes)
     return len(graph.meshes) == 2 and len(counts) == 1 and once and all(map(graph.needs_backward, graph.order))
-
-
-def _ordered(graph: StageGraph, schedule: SchedulePlan, ranks: Sequence[int]) -> Program:
-    """What some ranks of replica group 0 compute, without communication."""
-    if schedule.order is not None:
-        return build_explicit(graph, {rank: schedule.order[rank] for rank in ranks})
-    return (build_coarse if schedule.kind == "coarse" else build_1f1b)(graph, ranks)
 
 
 def _lanes(graph: StageGraph) -> dict[Lane, int]:

@@ -20,8 +20,8 @@ from mmtrain.program.actions import (
     Share,
     Step,
 )
-from mmtrain.program.assemble import ScheduleKind, build
-from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
+from mmtrain.program.assemble import build
+from mmtrain.program.builder import ScheduleKind, build_1f1b, build_coarse, build_explicit
 from mmtrain.program.check import MemoryLimit, check
 from mmtrain.program.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.loads import Route, StepLoads, step_loads

@@ -1,16 +1,13 @@
 """The room's story: a stage graph becomes a program that is known to run."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.builder import build_1f1b, build_coarse, build_explicit
+from mmtrain.program.builder import ScheduleKind, build_compute
 from mmtrain.program.check import MemoryLimit, check
 from mmtrain.program.graph import StageGraph
 from mmtrain.program.lower import lower
 from mmtrain.program.program import Program
-
-ScheduleKind = Literal["1f1b", "coarse", "explicit"]
 
 
 def build(
@@ -28,13 +25,7 @@ def build(
         ProgramError: the graph's parts do not fit together, an explicit order is incomplete or would wait for ever,
             or (with `memory`) activations do not fit.
     """
-    match kind:
-        case "1f1b":
-            program = build_1f1b(graph)
-        case "coarse":
-            program = build_coarse(graph)
-        case "explicit":
-            program = build_explicit(graph, order or {})
+    program = build_compute(graph, kind, order)
     lowered = lower(program)
     try:
         check(lowered, memory)

@@ -20,6 +20,7 @@ it has a block's forward due w - 1 waves after its backward, w waves being a blo
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.actions import Backward, Compute, Fill, Forward, Task
@@ -30,10 +31,32 @@ from mmtrain.program.segments import direction, parts
 from mmtrain.program.symmetry import symmetry
 from mmtrain.program.text import action_from_text
 
+ScheduleKind = Literal["1f1b", "coarse", "explicit"]
 _WANTED = (
     "write forwards and backwards, like `F llm.0 llm:0.3` and `B llm.0 llm:0.3`, or parts of them, like "
     "`PF llm.0 llm:0.3 0:2`; communication is added"
 )
+
+
+def build_compute(
+    graph: StageGraph,
+    kind: ScheduleKind,
+    order: Mapping[int, Sequence[str]] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Program:
+    """Order compute by the builder of this kind; `order` is that of an explicit one. `ranks` are as for `build_1f1b`.
+
+    Raises:
+        ProgramError: the graph's parts do not fit together, or a line of the order is none.
+    """
+    match kind:
+        case "1f1b":
+            return build_1f1b(graph, ranks)
+        case "coarse":
+            return build_coarse(graph, ranks)
+        case "explicit":
+            written = order or {}
+            return build_explicit(graph, written if ranks is None else {rank: written[rank] for rank in ranks})
 
 
 def build_1f1b(graph: StageGraph, ranks: Sequence[int] | None = None) -> Program:

@@ -31,7 +31,7 @@ def _units(plan: Plan) -> Table:
             _sequence_parallel(unit),
             str(plan.schedule.num_microbatches[name]),
             str(sum(hi - lo for lo, hi in (stage.layers for stage in unit.stages))),
-            str(sum(len(stage.recompute) for stage in unit.stages)),
+            str(unit.num_recomputed),
         )
     return table
 
