@@ -38,14 +38,15 @@ from mmtrain.balance import (
 )
 from mmtrain.balance.grouping import device, length, random
 from mmtrain.balance.methods import token_aims
-from mmtrain.balance.nodes import off_node_bytes
-from mmtrain.balance.order import across_time, construct, makespans, work_bound
-from mmtrain.balance.timetable import Recurrence
+from mmtrain.balance.node_rearrangement import off_node_bytes
+from mmtrain.balance.reordering import across_time, construct, makespans, work_bound
+from mmtrain.balance.schedule_recurrence import Recurrence
 from mmtrain.data import GroupStream, build
-from mmtrain.plan import SchedulePlan, plan
-from mmtrain.plan.aims import step_aims
-from mmtrain.plan.rehearse import rehearse
-from mmtrain.plan.turns import timetable
+from mmtrain.plan import SchedulePlan
+from mmtrain.plan.artifact.balancing_targets import step_aims
+from mmtrain.plan.artifact.schedule_table import timetable
+from mmtrain.plan.estimate.simulate_plan import rehearse
+from mmtrain.plan.planner import plan
 from mmtrain.program import Edge, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.recipe import load
 

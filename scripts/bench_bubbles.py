@@ -12,21 +12,20 @@ import time
 from pathlib import Path
 
 from mmtrain.balance import Grouping
-from mmtrain.cli.indexing import indexed
-from mmtrain.costs import costs_for
-from mmtrain.models.shape import shape as model_shape
-from mmtrain.plan.batches import draw_batches
-from mmtrain.plan.colocated_layouts import colocated_layout
-from mmtrain.plan.colocated_order import llm_alone, plan_order, scheduling_efficiency
-from mmtrain.plan.constraints import encoder_microbatches, unit_choices
-from mmtrain.plan.cut import graph_for
-from mmtrain.plan.graph import in_pieces
-from mmtrain.plan.judge import judge
-from mmtrain.plan.layout import MeshSize
-from mmtrain.plan.plan import SchedulePlan
-from mmtrain.plan.pricing import Pricing
-from mmtrain.plan.slices import with_slices
-from mmtrain.plan.story import machine_for, precision_for
+from mmtrain.cli.recipe_index import indexed
+from mmtrain.costs import costs_for, machine_for, precision_for
+from mmtrain.models.model_shape import shape as model_shape
+from mmtrain.plan.artifact.layout import MeshSize
+from mmtrain.plan.artifact.plan import SchedulePlan
+from mmtrain.plan.artifact.plan_graph import in_pieces
+from mmtrain.plan.colocated.colocated_layouts import colocated_layout
+from mmtrain.plan.colocated.encoder_order import llm_alone, plan_order, scheduling_efficiency
+from mmtrain.plan.estimate.evaluate import judge
+from mmtrain.plan.estimate.layer_costs import Pricing
+from mmtrain.plan.estimate.sample_batches import draw_batches
+from mmtrain.plan.search.constraints import encoder_microbatches, unit_choices
+from mmtrain.plan.search.layer_partition import graph_for
+from mmtrain.plan.search.sequence_parallel import with_slices
 from mmtrain.recipe import load
 
 LAYOUTS = (

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.data import build as index
-from mmtrain.plan import Plan, plan
+from mmtrain.plan import Plan
+from mmtrain.plan.planner import plan
 from mmtrain.recipe import load
 from mmtrain.report.scaling import mesh_text
 

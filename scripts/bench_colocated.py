@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmtrain.plan.colocated import EncoderPlan, Host, Layers, Schedule, schedule, search
-from mmtrain.plan.colocated_table import KernelTable, balanced_step, megatron_step, read_table
+from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, Host, Layers, Schedule, schedule, search
+from mmtrain.plan.colocated.kernel_table import KernelTable, balanced_step, megatron_step, read_table
 
 REPEATS = 3
 HEADER = (

@@ -29,20 +29,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmtrain.data import GroupStream, Preparer, build
-from mmtrain.data.demo import generate
-from mmtrain.plan import Plan, plan
-from mmtrain.plan.profiling import sizes_to_measure
-from mmtrain.plan.rehearse import rehearse
+from mmtrain.data.synthetic.demo import generate
+from mmtrain.plan import Plan
+from mmtrain.plan.estimate.simulate_plan import rehearse
+from mmtrain.plan.planner import plan
+from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, load, sha256
 from mmtrain.report.comparison import Trace, compare, comparison_text, path_rows
-from mmtrain.runtime.activity import Activity
-from mmtrain.runtime.job import assemble
-from mmtrain.runtime.launch import launch_local
-from mmtrain.runtime.measure import Meter
-from mmtrain.runtime.memory import predicted_for
-from mmtrain.runtime.profile import ProfileRequest, profile
-from mmtrain.runtime.recorder import Recorder, clock_of
-from mmtrain.runtime.tracing import Tracer
+from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.execution.recorder import Recorder, clock_of
+from mmtrain.runtime.profiling.profile import ProfileRequest, profile
+from mmtrain.runtime.resilience.activity import Activity
+from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.resilience.out_of_memory import predicted_for
+from mmtrain.runtime.training.step_metrics import Meter
+from mmtrain.runtime.training.tracing import Tracer
 from mmtrain.runtime.world import Address, join, leave
 
 RANKS, WARM_UP, STEPS = 2, 4, 16

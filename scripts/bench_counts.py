@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
-from mmtrain.plan import Plan, plan
+from mmtrain.plan import Plan
+from mmtrain.plan.planner import plan
 from mmtrain.recipe.schema import Recipe
 
 NUM_SAMPLES, GLOBAL_BATCH = 2000, 32

@@ -17,14 +17,14 @@ import torch
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import ChatTokenizer, build
-from mmtrain.models.shape import ModelShape, shape
-from mmtrain.plan.plan import StagePlan, UnitPlan
+from mmtrain.models.model_shape import ModelShape, shape
+from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import load
-from mmtrain.runtime.generate import load_generator
-from mmtrain.runtime.launch import launch_local
-from mmtrain.runtime.questions import Asker, questions_of
-from mmtrain.runtime.rundir import CHECKPOINTS, RECIPE
-from mmtrain.runtime.saving import ranks_of
+from mmtrain.runtime.evaluation.generate import load_generator
+from mmtrain.runtime.evaluation.qa_eval import Asker, questions_of
+from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.training.checkpointing import ranks_of
+from mmtrain.runtime.training.run_folder import CHECKPOINTS, RECIPE
 from mmtrain.runtime.world import Address, World, join, leave
 
 WARM_UP = 8  # questions

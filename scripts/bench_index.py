@@ -27,7 +27,7 @@ from PIL import Image
 
 from mmtrain.balance import Grouping
 from mmtrain.data import GroupStream, build
-from mmtrain.data.demo import train_tokenizer
+from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.recipe.schema import Recipe
 
 NUM_PICTURES = 64  # of each format; file systems allow some 65,000 links to one file

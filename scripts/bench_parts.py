@@ -15,15 +15,15 @@ from functools import partial
 from pathlib import Path
 
 from mmtrain.data import GroupStream, Preparer, build
-from mmtrain.models.shape import shape
-from mmtrain.plan import plan
-from mmtrain.plan.graph import stage_graph
-from mmtrain.plan.plan import Plan
+from mmtrain.models.model_shape import shape
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.plan.planner import plan
 from mmtrain.program import Partial, action_to_text, build_1f1b
-from mmtrain.program.segments import direction, num_segments
+from mmtrain.program.ir.segments import direction, num_segments
 from mmtrain.recipe import Recipe, load, sha256
-from mmtrain.runtime.job import assemble
-from mmtrain.runtime.launch import launch_local
+from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 
 WARM_UP, STEPS = 5, 30

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
-from mmtrain.plan import Plan, plan
-from mmtrain.plan.search import SAME
+from mmtrain.plan import Plan
+from mmtrain.plan.planner import plan
+from mmtrain.plan.search.best_first_search import SAME
 from mmtrain.recipe.schema import Recipe
 from tests.plan import factory
 from tests.plan.exhaustive import Instance, fastest_found, larger_instance, least_step, placed, random_instance

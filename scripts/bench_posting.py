@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from mmtrain.data import GroupStream, Preparer, build
-from mmtrain.data.demo import generate
-from mmtrain.plan import Plan, plan
+from mmtrain.data.synthetic.demo import generate
+from mmtrain.plan import Plan
+from mmtrain.plan.planner import plan
 from mmtrain.recipe import Recipe, load
-from mmtrain.runtime.broker import Broker
-from mmtrain.runtime.job import assemble
-from mmtrain.runtime.launch import launch_local
+from mmtrain.runtime.execution.broker import Broker
+from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"

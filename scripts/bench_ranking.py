@@ -16,14 +16,15 @@ import numpy as np
 
 from mmtrain.balance import SampleLengths
 from mmtrain.data import build
-from mmtrain.data.demo import generate
-from mmtrain.data.digits import prepare
+from mmtrain.data.synthetic.demo import generate
+from mmtrain.data.synthetic.digits import prepare
 from mmtrain.errors import PlanError
-from mmtrain.plan import Plan, plan
-from mmtrain.plan.profiling import sizes_to_measure
+from mmtrain.plan import Plan
+from mmtrain.plan.planner import plan
+from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, sha256
-from mmtrain.runtime.profile import ProfileRequest, profile
-from mmtrain.runtime.try_plans import measured_steps
+from mmtrain.runtime.profiling.measure_plans import measured_steps
+from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 
 RANKS = 2
 NEAR = 1.05  # of the fastest measured: how much slower the plan ranked first may be

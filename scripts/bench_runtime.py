@@ -18,18 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmtrain.cli.cluster import cluster_of
+from mmtrain.cli.local_cluster import cluster_of
 from mmtrain.data import GroupStream, Preparer, build
-from mmtrain.plan import plan
-from mmtrain.plan.plan import Plan
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.planner import plan
 from mmtrain.recipe import Recipe, load, sha256
-from mmtrain.runtime.job import assemble
-from mmtrain.runtime.launch import launch_local
-from mmtrain.runtime.measure import Meter
-from mmtrain.runtime.optimizer import Optimizer
-from mmtrain.runtime.recorder import Recorder
-from mmtrain.runtime.tracing import Tracer
-from mmtrain.runtime.unit import UnitRunner
+from mmtrain.runtime.execution.optimizer import Optimizer
+from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.execution.recorder import Recorder
+from mmtrain.runtime.execution.unit import UnitRunner
+from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.training.step_metrics import Meter
+from mmtrain.runtime.training.tracing import Tracer
 from mmtrain.runtime.world import Address, join, leave
 
 WARM_UP, STEPS = 5, 30

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from mmtrain.costs import AnalyticCosts, TokenLoad, parameters, preset
-from mmtrain.models.shape import LayerShape, ModelShape, UnitShape
+from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
 from mmtrain.program import (
     LLM,
     Edge,
@@ -31,7 +31,7 @@ from mmtrain.program import (
     lower,
     simulate,
 )
-from mmtrain.program.twins import leaders
+from mmtrain.program.simulation.rank_equivalence import leaders
 
 TP, PP, DP, VPP, MICROBATCHES = 8, 8, 48, 12, 32
 MILLION = 1_000_000

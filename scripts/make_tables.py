@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from mmtrain.costs import AnalyticCosts, CostTable, TokenLoad, preset, preset_for_device
-from mmtrain.costs.table import LayerEntry, LayerSample, described, layer_key
+from mmtrain.costs.cost_table import LayerEntry, LayerSample, described, layer_key
 from mmtrain.data import build
-from mmtrain.data.demo import generate
-from mmtrain.models.shape import LayerShape, UnitShape, shape
-from mmtrain.plan.profiling import sizes_to_measure
+from mmtrain.data.synthetic.demo import generate
+from mmtrain.models.model_shape import LayerShape, UnitShape, shape
+from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, load
-from mmtrain.runtime.probes import probes
-from mmtrain.runtime.profile import ProfileRequest, profile
+from mmtrain.runtime.profiling.probes import probes
+from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 
 ROOT = Path(__file__).parents[1]
 TABLES = ROOT / "mmtrain" / "costs" / "tables"

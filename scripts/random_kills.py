@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.data.demo import generate
+from mmtrain.data.synthetic.demo import generate
 from mmtrain.program import Action, Backward, Forward, Recv, Send, Step
 from mmtrain.report import read_metrics
-from mmtrain.runtime.rundir import CHECKPOINTS
+from mmtrain.runtime.training.run_folder import CHECKPOINTS
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, tensors
 

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests hold t
 from mmtrain.errors import UserError
 from mmtrain.models.attention import Backend, attend, choose
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.job import assemble
-from mmtrain.runtime.schedule import learning_rate
+from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.training.lr_schedule import learning_rate
 from mmtrain.runtime.world import World
 from tests.flow.cases import Mesh, Reference, plan, recipe, step_data
 from tests.flow.test_master import CASES, PLAIN

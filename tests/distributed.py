@@ -30,7 +30,13 @@ from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.utils.tensorboard", "mmtrain.models.build", "mmtrain.runtime.train"]
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.utils.tensorboard",
+        "mmtrain.models.build_stage",
+        "mmtrain.runtime.training.train",
+    ]
 )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmtrain.checkpoint import LocalStorage, Storage
 from mmtrain.checkpoint.storage import FileSum
 from mmtrain.program import Action, Forward
-from mmtrain.runtime.faults import Faults
+from mmtrain.runtime.resilience.fault_points import Faults
 
 Kind = Literal[
     "kill",

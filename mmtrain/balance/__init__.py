@@ -3,19 +3,19 @@
 Knows no files, no tensors and no model, so that the planner can ask it about clusters and data that do not exist.
 """
 
-from mmtrain.balance.aims import Load, Place, Price, StepAims
 from mmtrain.balance.assign import assign
-from mmtrain.balance.batch import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths
+from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths
 from mmtrain.balance.grouping import Groups, isf, pack
-from mmtrain.balance.longest import longest_first
+from mmtrain.balance.imbalance import dist_ratio, max_over_mean, pad_ratio
+from mmtrain.balance.long_samples import split_long
+from mmtrain.balance.lpt import longest_first
 from mmtrain.balance.matched import matched
 from mmtrain.balance.methods import Grouping
-from mmtrain.balance.metrics import dist_ratio, max_over_mean, pad_ratio
-from mmtrain.balance.nodes import rearrange
-from mmtrain.balance.order import across_replicas, across_time
-from mmtrain.balance.post import Cost, dominant, rebalance
+from mmtrain.balance.node_rearrangement import rearrange
+from mmtrain.balance.post_balancing import Cost, dominant, rebalance
 from mmtrain.balance.rearrangement import Rearrangement
-from mmtrain.balance.split import split_long
+from mmtrain.balance.reordering import across_replicas, across_time
+from mmtrain.balance.step_targets import Load, Place, Price, StepAims
 from mmtrain.balance.steps import assemble
 
 __all__ = [

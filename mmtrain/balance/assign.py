@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmtrain.balance.aims import LLM, Price, StepAims, Work
-from mmtrain.balance.batch import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
-from mmtrain.balance.longest import longest_first
-from mmtrain.balance.settle import settled
-from mmtrain.balance.turns import in_turn
+from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
+from mmtrain.balance.lpt import longest_first
+from mmtrain.balance.microbatch_order import in_turn
+from mmtrain.balance.node_placement import settled
+from mmtrain.balance.step_targets import LLM, Price, StepAims, Work
 
 NO_AIMS = StepAims()
 TOKENS = Price(1)

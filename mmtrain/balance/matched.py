@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mmtrain.balance.batch import FloatArray, IntArray
+from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.grouping import Groups, best_fit
 from mmtrain.balance.steps import assemble
 

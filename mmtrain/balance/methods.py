@@ -11,13 +11,13 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from mmtrain.balance.absent import clear
-from mmtrain.balance.aims import LLM, Load, Price, StepAims
-from mmtrain.balance.batch import FloatArray, IntArray, SampleLengths
+from mmtrain.balance.batch_meta import FloatArray, IntArray, SampleLengths
 from mmtrain.balance.grouping import Groups, device, isf, length, random
 from mmtrain.balance.matched import pack_alike, rounds_for
-from mmtrain.balance.refill import refill
+from mmtrain.balance.modality_free_steps import clear
+from mmtrain.balance.step_targets import LLM, Load, Price, StepAims
 from mmtrain.balance.steps import assemble
+from mmtrain.balance.top_up_groups import refill
 
 Method = Literal["matched", "isf", "random", "length", "device"]
 METHODS: tuple[Method, ...] = ("matched", "isf", "random", "length", "device")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmtrain.balance.batch import IntArray
+from mmtrain.balance.batch_meta import IntArray
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from mmtrain.balance.absent import clear
-from mmtrain.balance.batch import FloatArray, IntArray
-from mmtrain.balance.exchange import CANDIDATES, Aim, exchange
+from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.grouping import Groups
+from mmtrain.balance.local_search import CANDIDATES, Aim, exchange
+from mmtrain.balance.modality_free_steps import clear
 
 SPARE_PLACES = 2  # a group may gain as many samples more than the largest has
 

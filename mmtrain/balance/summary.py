@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.balance.batch import FloatArray, IntArray
+from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.grouping import Groups
+from mmtrain.balance.imbalance import Bound, bound, dist_ratio, max_over_mean, pad_ratio
 from mmtrain.balance.methods import Method
-from mmtrain.balance.metrics import Bound, bound, dist_ratio, max_over_mean, pad_ratio
 
 NUM_BINS = 16
 _SKEWED = 20.0  # largest over median, above which bins grow geometrically

@@ -5,12 +5,12 @@ checkpoint = open_newest_good(root, on_bad=print, ranks=ranks)
 weight = checkpoint.read("llm.layers.0.weight", ShardSpec((64, 32), dim=0, start=32, stop=64))
 """
 
-from mmtrain.checkpoint.layout import find, latest
+from mmtrain.checkpoint.folders import find, latest
 from mmtrain.checkpoint.load import Checkpoint, open_newest_good
-from mmtrain.checkpoint.ranks import Ranks
+from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.save import save
-from mmtrain.checkpoint.shards import Shard, ShardSpec
 from mmtrain.checkpoint.storage import FileSum, LocalStorage, Storage
+from mmtrain.checkpoint.tensor_pieces import Shard, ShardSpec
 from mmtrain.checkpoint.verify import verify
 
 __all__ = [

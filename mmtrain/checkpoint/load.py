@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmtrain.checkpoint import layout, tensorfile
+from mmtrain.checkpoint import folders as layout
+from mmtrain.checkpoint import tensorfile
 from mmtrain.checkpoint.manifest import Manifest, Piece
-from mmtrain.checkpoint.ranks import Ranks
-from mmtrain.checkpoint.shards import Region, ShardSpec, overlap
+from mmtrain.checkpoint.rank_agreement import Ranks
+from mmtrain.checkpoint.tensor_pieces import Region, ShardSpec, overlap
 from mmtrain.checkpoint.verify import read_manifest, verify_together
 from mmtrain.errors import CheckpointError
 

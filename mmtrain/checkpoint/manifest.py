@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.checkpoint.shards import ShardSpec
 from mmtrain.checkpoint.storage import FileSum
+from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import CheckpointError
 
 FORMAT = 1

@@ -6,11 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mmtrain.checkpoint import layout, tensorfile
+from mmtrain.checkpoint import folders as layout
+from mmtrain.checkpoint import tensorfile
 from mmtrain.checkpoint.manifest import Manifest, join_pieces
-from mmtrain.checkpoint.ranks import Ranks, describe
-from mmtrain.checkpoint.shards import Shard
+from mmtrain.checkpoint.rank_agreement import Ranks, describe
 from mmtrain.checkpoint.storage import FileSum, LocalStorage, Storage
+from mmtrain.checkpoint.tensor_pieces import Shard
 from mmtrain.checkpoint.verify import complete, verify_together
 from mmtrain.errors import CheckpointError
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mmtrain.checkpoint.shards import Shard, ShardSpec
+from mmtrain.checkpoint.tensor_pieces import Shard, ShardSpec
 from mmtrain.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 import hashlib
 from pathlib import Path
 
-from mmtrain.checkpoint.layout import MANIFEST
+from mmtrain.checkpoint.folders import MANIFEST
 from mmtrain.checkpoint.manifest import Manifest
-from mmtrain.checkpoint.ranks import Ranks
+from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.storage import FileSum
 from mmtrain.errors import CheckpointError
 

@@ -34,7 +34,7 @@ def demo(
     import json
     from dataclasses import asdict
 
-    from mmtrain.data.demo import generate
+    from mmtrain.data.synthetic.demo import generate
 
     summary = generate(out, seed=seed, train=samples, heldout=heldout)
     in_words = (
@@ -61,7 +61,7 @@ def digits(
     import json
     from dataclasses import asdict
 
-    from mmtrain.data.digits import prepare
+    from mmtrain.data.synthetic.digits import prepare
 
     summary = prepare(source, out, seed=seed, sequences=sequences)
     in_words = (

@@ -8,7 +8,7 @@ import typer
 from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from mmtrain.data.check import CheckReport
+    from mmtrain.data.index.data_check import CheckReport
 
 EXAMPLES = 3  # of each kind of fault
 TOLD = 4  # how often progress is told where no bar can be drawn
@@ -34,9 +34,9 @@ def check(
     import sys
     from dataclasses import asdict
 
-    from mmtrain.cli.indexing import tell
-    from mmtrain.data.check import check as check_any
-    from mmtrain.data.check import check_as
+    from mmtrain.cli.recipe_index import tell
+    from mmtrain.data.index.data_check import check as check_any
+    from mmtrain.data.index.data_check import check_as
     from mmtrain.errors import UserError
     from mmtrain.recipe import load
     from mmtrain.recipe.schema import SourceSettings
@@ -67,7 +67,7 @@ def check(
 
 def in_words(report: "CheckReport") -> str:
     """The report as lines: counts, then each kind of fault with its first examples."""
-    from mmtrain.data.kinds import KINDS
+    from mmtrain.data.formats.quarantine_reasons import KINDS
 
     media = ", ".join(f"{_PLURALS[kind]} {count}" for kind, count in report.media.items()) or "no media"
     sound = f" ({report.seconds_of_sound:.0f} s of sound)" if report.seconds_of_sound else ""

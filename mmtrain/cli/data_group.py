@@ -26,8 +26,8 @@ def group(
     from dataclasses import asdict
 
     from mmtrain.balance import Grouping
-    from mmtrain.cli.indexing import indexed
-    from mmtrain.data.compare import compare_methods
+    from mmtrain.cli.recipe_index import indexed
+    from mmtrain.data.index.compare_grouping import compare_methods
     from mmtrain.recipe import load
     from mmtrain.report.data_view import grouping_text
 

@@ -27,15 +27,15 @@ def serve(
     import sys
     from functools import partial
 
-    from mmtrain.data.protocol import require_zmq
-    from mmtrain.data.workers import processors
+    from mmtrain.data.loading.worker_pool import processors
+    from mmtrain.data.service.protocol import require_zmq
     from mmtrain.recipe import load, require_runnable
 
     made = load(recipe, overrides).recipe
     require_runnable(made, "data serve")
     require_zmq("mmtrain data serve")
-    from mmtrain.data.serve import open_producer
-    from mmtrain.runtime.stop import SignalPipe
+    from mmtrain.data.service.producer import open_producer
+    from mmtrain.runtime.resilience.signals import SignalPipe
 
     number = workers or processors()
     with SignalPipe() as signals:

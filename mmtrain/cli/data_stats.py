@@ -27,8 +27,8 @@ def stats(
     from dataclasses import asdict
 
     from mmtrain.balance.summary import summarise
-    from mmtrain.cli.indexing import tell
-    from mmtrain.data.survey import survey, survey_as
+    from mmtrain.cli.recipe_index import tell
+    from mmtrain.data.index.stats import survey, survey_as
     from mmtrain.recipe import load
     from mmtrain.recipe.schema import SourceSettings
     from mmtrain.report.data_view import stats_picture, stats_text

@@ -8,7 +8,7 @@ import typer
 from mmtrain.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from mmtrain.runtime.doctor import Health
+    from mmtrain.runtime.profiling.doctor import Health
 
 
 def doctor(
@@ -24,7 +24,7 @@ def doctor(
     import json
     from dataclasses import asdict
 
-    from mmtrain.runtime.doctor import examine
+    from mmtrain.runtime.profiling.doctor import examine
 
     health = examine(run_dir, links)
     typer.echo(json.dumps(asdict(health), indent=2) if as_json else "\n".join(lines(health)))

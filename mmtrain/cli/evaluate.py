@@ -31,9 +31,9 @@ def evaluate(
     An answer counts when it matches exactly; the baseline gives each question template its most frequent answer.
     Under torchrun or SLURM each process started is one rank, and holds its own stages of the model alone.
     """
-    from mmtrain.cli.cluster import plan_here
-    from mmtrain.runtime.evaluate import Request
-    from mmtrain.runtime.evaluate import run as evaluate_run
+    from mmtrain.cli.local_cluster import plan_here
+    from mmtrain.runtime.evaluation.evaluate import Request
+    from mmtrain.runtime.evaluation.evaluate import run as evaluate_run
 
     evaluate_run(Request(run, plan_here, partial(_show, as_json), limit, blank_images, ranks))
 

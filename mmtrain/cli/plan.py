@@ -56,8 +56,8 @@ def plan(
     settings = load(recipe, [*short, *overrides]).recipe  # a wrong recipe is told before anything slow starts
     if out is not None:
         require_writable("--out", out, "plan")
-    from mmtrain.cli.cluster import measuring, plan_here, planning_bar
-    from mmtrain.cli.indexing import indexed
+    from mmtrain.cli.local_cluster import measuring, plan_here, planning_bar
+    from mmtrain.cli.recipe_index import indexed
     from mmtrain.report import plan_table
 
     lengths = indexed(settings).lengths
@@ -88,7 +88,7 @@ def plan(
 
 def _require_known(baseline: str, measure: bool) -> None:
     from mmtrain.errors import UserError
-    from mmtrain.plan.baselines import BASELINES
+    from mmtrain.plan.explain.baselines import BASELINES
 
     if baseline not in BASELINES:
         raise UserError(f"--baseline {baseline}: no such rule; allowed: {', '.join(BASELINES)}")

@@ -43,12 +43,12 @@ def profile(
     from mmtrain.recipe import load
 
     settings = load(recipe, overrides).recipe  # a wrong recipe is told before torch has loaded
-    from mmtrain.cli.cluster import cluster_of
-    from mmtrain.costs.table import CostTable
+    from mmtrain.cli.local_cluster import cluster_of
+    from mmtrain.costs.cost_table import CostTable
     from mmtrain.data import build
-    from mmtrain.plan.profiling import sizes_to_measure
-    from mmtrain.runtime.profile import ProfileRequest, unmeasured
-    from mmtrain.runtime.profile import profile as measure
+    from mmtrain.plan.search.profiled_sizes import sizes_to_measure
+    from mmtrain.runtime.profiling.profile import ProfileRequest, unmeasured
+    from mmtrain.runtime.profiling.profile import profile as measure
 
     ranks, hardware = cluster_of(settings)
     sizes = sizes_to_measure(settings, ranks, only, tp)

@@ -8,7 +8,7 @@ import typer
 from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from mmtrain.report.contents import Contents
+    from mmtrain.report.report_contents import Contents
 
 
 def report(
@@ -34,7 +34,7 @@ def report(
     import json
 
     from mmtrain.errors import UserError, writing
-    from mmtrain.report.contents import to_json
+    from mmtrain.report.report_contents import to_json
 
     is_plan = source.suffix.lower() == ".json"
     if plan is not None and (is_plan or source.is_dir()):
@@ -48,8 +48,8 @@ def report(
         with writing("--out", out, "page"):
             out.write_text(page(contents), encoding="utf-8")
     if png is not None:
-        from mmtrain.report.paper import save_picture
-        from mmtrain.report.pictures import pictures
+        from mmtrain.report.figure_files import save_picture
+        from mmtrain.report.figures import pictures
 
         save_picture(pictures(contents), png)
     if as_json:
@@ -67,8 +67,8 @@ def _of_plan(path: Path) -> "Contents":
     """A plan by itself; the limit of its memory is that of the hardware's preset."""
     from mmtrain.costs import preset
     from mmtrain.costs.hardware import GIB
-    from mmtrain.plan.files import load
-    from mmtrain.report.contents import Contents
+    from mmtrain.plan.artifact.plan_files import load
+    from mmtrain.report.report_contents import Contents
 
     plan = load(path)
     return Contents(path.stem, plan, preset(plan.hardware).memory_bytes / GIB)
@@ -79,15 +79,15 @@ def _rehearsed(source: Path, plan: Path | None, overrides: list[str]) -> "Conten
     import time
 
     from mmtrain.balance import Grouping
-    from mmtrain.cli.rehearsal import rehearsal
+    from mmtrain.cli.simulated_steps import rehearsal
+    from mmtrain.costs import machine_for
     from mmtrain.costs.hardware import GIB
-    from mmtrain.data.compare import compare_methods
-    from mmtrain.plan.story import machine_for
+    from mmtrain.data.index.compare_grouping import compare_methods
     from mmtrain.recipe import load
     from mmtrain.report import read_metrics
     from mmtrain.report.comparison import compare
-    from mmtrain.report.contents import Contents
-    from mmtrain.runtime.rundir import PLAN, RECIPE, TRACE
+    from mmtrain.report.report_contents import Contents
+    from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
 
     is_run = source.is_dir()
     settings = load(source / RECIPE if is_run else source, overrides).recipe

@@ -8,7 +8,7 @@ import typer
 from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from mmtrain.cli.rehearsal import Rehearsal
+    from mmtrain.cli.simulated_steps import Rehearsal
 
 
 def simulate(
@@ -66,10 +66,10 @@ def _rehearsed(source: Path, overrides: list[str], plan: Path | None, against: P
 
     Raises UserError for what does not go together.
     """
-    from mmtrain.cli.rehearsal import rehearsal
+    from mmtrain.cli.simulated_steps import rehearsal
     from mmtrain.errors import UserError
     from mmtrain.recipe import load
-    from mmtrain.runtime.rundir import PLAN, RECIPE, TRACE
+    from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
 
     is_plan, is_run = source.suffix.lower() == ".json", source.is_dir()
     if is_plan and against is None:

@@ -32,10 +32,10 @@ def train(
 
     loaded = load(recipe, overrides)  # a wrong recipe is told before torch has loaded
     require_runnable(loaded.recipe, "train")
-    from mmtrain.cli.cluster import cluster_of, plan_for_started
+    from mmtrain.cli.local_cluster import cluster_of, plan_for_started
     from mmtrain.plan import load as load_plan
-    from mmtrain.plan.files import ranks_to_start
-    from mmtrain.runtime.train import Request, run
+    from mmtrain.plan.artifact.plan_files import ranks_to_start
+    from mmtrain.runtime.training.train import Request, run
 
     folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
     ranks, hardware = cluster_of(loaded.recipe)

@@ -1,13 +1,13 @@
 """What layers and messages cost in seconds and bytes: measured, or modelled from shapes and presets; no torch."""
 
-from mmtrain.costs.analytic import model_flops, parameters, upstream_trains
-from mmtrain.costs.choose import costs_for
+from mmtrain.costs.analytic_costs import AnalyticCosts
+from mmtrain.costs.choose import costs_for, machine_for, precision_for
+from mmtrain.costs.cost_model import CollectiveKind, ComputeKind, CostModel, PieceCost, TokenLoad
+from mmtrain.costs.cost_table import CostTable
 from mmtrain.costs.hardware import PRESETS, Hardware, Precision, preset, preset_for_device
-from mmtrain.costs.measured import MeasuredCosts
-from mmtrain.costs.memory import HeldLayers, RankMemory, rank_memory
-from mmtrain.costs.model import AnalyticCosts
-from mmtrain.costs.table import CostTable
-from mmtrain.costs.types import CollectiveKind, ComputeKind, CostModel, PieceCost, TokenLoad
+from mmtrain.costs.layer_arithmetic import model_flops, parameters, upstream_trains
+from mmtrain.costs.measured_costs import MeasuredCosts
+from mmtrain.costs.rank_memory import HeldLayers, RankMemory, rank_memory
 
 __all__ = [
     "PRESETS",
@@ -24,8 +24,10 @@ __all__ = [
     "RankMemory",
     "TokenLoad",
     "costs_for",
+    "machine_for",
     "model_flops",
     "parameters",
+    "precision_for",
     "preset",
     "preset_for_device",
     "rank_memory",

@@ -1,19 +1,38 @@
-"""Measured costs where there is a table, modelled ones where there is none."""
+"""Choose the hardware, precision and cost model that a recipe asks for."""
 
 import difflib
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
-from mmtrain.costs.hardware import Hardware, Precision
-from mmtrain.costs.measured import MeasuredCosts
-from mmtrain.costs.model import AnalyticCosts
-from mmtrain.costs.table import CostTable
-from mmtrain.costs.types import CostModel
+from mmtrain.costs.analytic_costs import AnalyticCosts
+from mmtrain.costs.cost_model import CostModel
+from mmtrain.costs.cost_table import CostTable
+from mmtrain.costs.hardware import GIB, Hardware, Precision, preset
+from mmtrain.costs.measured_costs import MeasuredCosts
 from mmtrain.errors import PlanError
+from mmtrain.recipe.schema import Recipe
+
+
+def machine_for(recipe: Recipe, hardware: str) -> Hardware:
+    """Return the preset named `hardware`, overridden by what the recipe says of its cluster."""
+    machine, cluster = preset(hardware), recipe.cluster
+    return replace(
+        machine,
+        ranks_per_node=cluster.ranks_per_node or machine.ranks_per_node,
+        memory_bytes=cluster.memory_gib * GIB if cluster.memory_gib else machine.memory_bytes,
+    )
+
+
+def precision_for(recipe: Recipe, machine: Hardware) -> Precision:
+    """Return the precision of the recipe; `auto` means fp32 on a CPU and bf16 on a GPU."""
+    if recipe.train.precision != "auto":
+        return recipe.train.precision
+    return "fp32" if machine.name == "cpu-core" else "bf16"
 
 
 def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> CostModel:
-    """Costs from a table (the recipe's `cluster.costs`: a file, or a shipped table's name), modelled where it has none.
+    """Return costs from a table (`cluster.costs`: a file, or a shipped table's name), modelled where it has no entry.
 
     Raises PlanError for a table that is not there or wrong, and for one of other hardware or another precision.
     """

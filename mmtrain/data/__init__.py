@@ -1,12 +1,12 @@
 """From data files to what each rank computes on: reading, quarantine, tokens, patches, order, prefetch. No torch."""
 
-from mmtrain.data.index import DataIndex, build
-from mmtrain.data.loader import Loader
-from mmtrain.data.order import GroupStream, validation_batches
-from mmtrain.data.payload import AudioPayload, TextPayload, VisionPayload
-from mmtrain.data.prepare import BadSamples, Need, Preparer, StepData
-from mmtrain.data.sample import Quarantined, Sample, Turn, read_quarantine, write_quarantine
-from mmtrain.data.tokenize import ChatTokenizer, Encoded
+from mmtrain.data.formats.chat_tokenizer import ChatTokenizer, Encoded
+from mmtrain.data.formats.sample import Quarantined, Sample, Turn, read_quarantine, write_quarantine
+from mmtrain.data.index.data_index import DataIndex, build
+from mmtrain.data.loading.batch_builder import BadSamples, Need, Preparer, StepData
+from mmtrain.data.loading.loader import Loader
+from mmtrain.data.loading.payload import AudioPayload, TextPayload, VisionPayload
+from mmtrain.data.stream.group_stream import GroupStream, validation_batches
 
 __all__ = [
     "AudioPayload",

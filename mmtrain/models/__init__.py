@@ -1,9 +1,9 @@
 """Models: families as shapes (no torch), and the torch modules that compute their stages.
 
 This package's front exports only the shapes, because planning must not wait for torch: import
-`mmtrain.models.build` for `build_stage`, `mmtrain.models.inputs` for what stages compute on.
+`mmtrain.models.build_stage` for `build_stage`, `mmtrain.models.stage_inputs` for what stages compute on.
 """
 
-from mmtrain.models.shape import LayerShape, ModelEdge, ModelShape, UnitShape, padded_vocab, shape
+from mmtrain.models.model_shape import LayerShape, ModelEdge, ModelShape, UnitShape, padded_vocab, shape
 
 __all__ = ["LayerShape", "ModelEdge", "ModelShape", "UnitShape", "padded_vocab", "shape"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from mmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from mmtrain.models.keyvalues import KeyValues
+    from mmtrain.models.kv_cache import KeyValues
 
 Backend = Literal["flash_attn", "varlen", "sdpa", "reference"]
 Rope = tuple[Tensor, Tensor]  # cosines and sines, each (T, 1, d / 2)

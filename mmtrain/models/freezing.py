@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe.model import AudioSettings, GeneratorSettings, LlmSettings, VisionSettings
+from mmtrain.recipe.model_settings import AudioSettings, GeneratorSettings, LlmSettings, VisionSettings
 from mmtrain.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from mmtrain.models.shape import LayerShape, UnitShape
+    from mmtrain.models.model_shape import LayerShape, UnitShape
 
 UnitSettings = VisionSettings | AudioSettings | LlmSettings | GeneratorSettings
 

@@ -1,9 +1,12 @@
-"""From a recipe to the fastest parallel plan that fits, with the plans it beat and why; imports no torch."""
+"""From a recipe to the fastest parallel plan that fits, with the plans it beat and why; imports no torch.
 
-from mmtrain.plan.files import load, require_match
-from mmtrain.plan.graph import stage_graph
-from mmtrain.plan.plan import Alternative, Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
-from mmtrain.plan.story import plan
+This front exports the plan file and what follows from it. The search is `mmtrain.plan.planner.plan`; only those who
+search import it, so that ranks that execute a plan never load it.
+"""
+
+from mmtrain.plan.artifact.plan import Alternative, Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.plan.artifact.plan_files import load, require_match
+from mmtrain.plan.artifact.plan_graph import stage_graph
 
 __all__ = [
     "Alternative",
@@ -13,7 +16,6 @@ __all__ = [
     "StagePlan",
     "UnitPlan",
     "load",
-    "plan",
     "require_match",
     "stage_graph",
 ]

@@ -3,7 +3,7 @@
 `build` turns a stage graph into a checked program; `simulate` predicts its timeline.
 """
 
-from mmtrain.program.actions import (
+from mmtrain.program.ir.actions import (
     Action,
     Backward,
     Collective,
@@ -20,24 +20,31 @@ from mmtrain.program.actions import (
     Share,
     Step,
 )
-from mmtrain.program.assemble import build
-from mmtrain.program.builder import ScheduleKind, build_1f1b, build_coarse, build_explicit
-from mmtrain.program.check import MemoryLimit, check
-from mmtrain.program.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
-from mmtrain.program.loads import Route, StepLoads, step_loads
-from mmtrain.program.lower import lower
-from mmtrain.program.memory import peak_bytes, peak_live
-from mmtrain.program.program import Program
-from mmtrain.program.simulate import simulate
-from mmtrain.program.text import action_from_text, action_to_text, from_text, graph_from_json, graph_to_json, to_text
-from mmtrain.program.timeline import (
+from mmtrain.program.ir.graph import LLM, Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
+from mmtrain.program.ir.program import Program
+from mmtrain.program.ir.serialize import (
+    action_from_text,
+    action_to_text,
+    from_text,
+    graph_from_json,
+    graph_to_json,
+    to_text,
+)
+from mmtrain.program.ir.step_loads import Route, StepLoads, step_loads
+from mmtrain.program.schedules.assemble import build
+from mmtrain.program.schedules.builder import ScheduleKind, build_1f1b, build_coarse, build_explicit
+from mmtrain.program.schedules.lower import lower
+from mmtrain.program.simulation.simulate import simulate
+from mmtrain.program.simulation.timing import ModelTiming, Timing, Transport
+from mmtrain.program.trace.timeline import (
     BUBBLE_KINDS,
     BubbleKind,
     Span,
     Timeline,
     chrome_trace,
 )
-from mmtrain.program.timing import ModelTiming, Timing, Transport
+from mmtrain.program.verify.check import MemoryLimit, check
+from mmtrain.program.verify.live_activations import peak_bytes, peak_live
 
 __all__ = [
     "BUBBLE_KINDS",

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from mmtrain.recipe.raw_tree import Keys
 from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.tree import Keys
 
 Schema = dict[str, Any]
 _INTERPOLATED = {"type": "string", "pattern": r"\$\{env:"}

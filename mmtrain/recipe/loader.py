@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe import presets, yaml
-from mmtrain.recipe.checks import CHECKS
-from mmtrain.recipe.problems import validate
+from mmtrain.recipe import presets
+from mmtrain.recipe import strict_yaml as yaml
+from mmtrain.recipe.cross_checks import CHECKS
+from mmtrain.recipe.raw_tree import Keys, Node, Origin, Problem, dotted, merge, put, walk
 from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.tree import Keys, Node, Origin, Problem, dotted, merge, put, walk
+from mmtrain.recipe.validation import validate
 
 _TABLE = ("cluster", "costs")
 _PATHS = (  # settings whose relative paths start at the folder of the file that wrote them

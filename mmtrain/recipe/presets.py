@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mmtrain.recipe.tree import Node, Origin, put
+from mmtrain.recipe.raw_tree import Node, Origin, put
 
 VisionPreset = Literal[
     "eva-clip-18b",

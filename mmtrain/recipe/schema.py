@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmtrain.recipe.model import ModelSettings
-from mmtrain.recipe.section import Positive, PositiveInt, Section
+from mmtrain.recipe.model_settings import ModelSettings
+from mmtrain.recipe.settings import Positive, PositiveInt, Section
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 

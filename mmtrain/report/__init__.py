@@ -1,7 +1,7 @@
 """What people see of plans and runs: progress while training, the log on disk, tables afterwards."""
 
 from mmtrain.report.evaluation import EvaluationResult, Example, TemplateScore
-from mmtrain.report.metrics import StepMetrics, TimeSplit
+from mmtrain.report.metrics_record import StepMetrics, TimeSplit
 from mmtrain.report.plan_view import plan_table
 from mmtrain.report.progress import Progress, open_progress
 from mmtrain.report.runlog import RunLog, read_metrics

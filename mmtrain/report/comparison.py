@@ -26,8 +26,8 @@ from mmtrain.program import (
     Timeline,
     chrome_trace,
 )
-from mmtrain.program.segments import direction
-from mmtrain.report.text import WIDTH, rendered
+from mmtrain.program.ir.segments import direction
+from mmtrain.report.plain_text import WIDTH, rendered
 
 _COMPUTE, _US = 0, 1e-6
 MAX_PATH_ROWS = 12  # printed; a plan of many chunks has hundreds of kinds

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from mmtrain.balance.summary import Score, Spread, Summary
 from mmtrain.errors import UserError, writing
-from mmtrain.report.text import rendered
+from mmtrain.report.plain_text import rendered
 
 _BAR = 50  # characters of the fullest bin
 _INK, _GROUND, _GREY = "#1f5a8c", "#ffffff", "#5c6670"

@@ -5,14 +5,14 @@ from html import escape
 from typing import Any
 
 from mmtrain.balance.summary import Score
-from mmtrain.plan.plan import Plan
-from mmtrain.report.arrangement import layers_text, recompute_text, spans, stage_ranks
-from mmtrain.report.contents import IDLE_MEANINGS, Contents, figures, idle, steps
+from mmtrain.plan.artifact.plan import Plan
 from mmtrain.report.drawing import UNIT_PAINTS, svg, unit_paint
 from mmtrain.report.html_style import STYLE
+from mmtrain.report.plain_text import memory_text, seconds_text
 from mmtrain.report.plan_picture import plan_picture
-from mmtrain.report.tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
-from mmtrain.report.text import memory_text, seconds_text
+from mmtrain.report.rank_groups import layers_text, recompute_text, spans, stage_ranks
+from mmtrain.report.report_contents import IDLE_MEANINGS, Contents, figures, idle, steps
+from mmtrain.report.report_tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
 from mmtrain.report.timeline_picture import curve, timeline_picture
 
 MOST_ROWS = 16  # of stages; a table of more is folded

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from mmtrain.plan.plan import Plan, StagePlan
-from mmtrain.report.arrangement import (
+from mmtrain.plan.artifact.plan import Plan, StagePlan
+from mmtrain.report.drawing import Box, Drawing, Label, Line, Mark, Paint, unit_paint
+from mmtrain.report.rank_groups import (
     Lanes,
     Slice,
     UnitEdge,
@@ -15,7 +16,6 @@ from mmtrain.report.arrangement import (
     stage_ranks,
     unit_edges,
 )
-from mmtrain.report.drawing import Box, Drawing, Label, Line, Mark, Paint, unit_paint
 
 CARD, GAP, ROW = 216, 44, 4  # width of a card, room for arrows between two, cards side by side
 _PAD, _STAGE, _LANE, _TAG = 10, 34, 19, 14  # inside a card; heights of a stage, a lane and a line of small print

@@ -5,10 +5,10 @@ from itertools import chain
 
 from rich.table import Table
 
-from mmtrain.plan.plan import Plan, UnitPlan
-from mmtrain.report.arrangement import Slice, slices, spans
-from mmtrain.report.metrics import compact
-from mmtrain.report.text import WIDTH, memory_text, rendered, seconds_text
+from mmtrain.plan.artifact.plan import Plan, UnitPlan
+from mmtrain.report.metrics_record import compact
+from mmtrain.report.plain_text import WIDTH, memory_text, rendered, seconds_text
+from mmtrain.report.rank_groups import Slice, slices, spans
 
 _SAME = 1.005  # step times that read the same
 

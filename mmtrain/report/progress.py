@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 from rich.console import Console
 
-from mmtrain.report.metrics import StepMetrics, compact
+from mmtrain.report.metrics_record import StepMetrics, compact
 
 SHORT_NAMES = {"compute": "compute", "wait": "wait", "communication": "comm", "data": "data"}
 
@@ -42,7 +42,7 @@ def open_progress(
     pace = Pace(num_steps, first_step, clock)
     if not console.is_terminal or console.is_dumb_terminal:
         return LineProgress(console, pace)
-    from mmtrain.report.live import LiveProgress
+    from mmtrain.report.live_display import LiveProgress
 
     return LiveProgress(console, title, pace)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from mmtrain.report.metrics import StepMetrics
+from mmtrain.report.metrics_record import StepMetrics
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"

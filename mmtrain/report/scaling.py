@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
-from mmtrain.plan.layout import Layout
-from mmtrain.plan.plan import Plan
-from mmtrain.report.text import WIDTH, rendered, seconds_text
+from mmtrain.plan.artifact.layout import Layout
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.report.plain_text import WIDTH, rendered, seconds_text
 
 PAYS = 0.5  # of what a GPU of the smallest cluster does that one more must add
 

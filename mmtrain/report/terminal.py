@@ -7,11 +7,11 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from mmtrain.report.contents import Contents, figures, idle, steps
-from mmtrain.report.live import sparkline
+from mmtrain.report.live_display import sparkline
+from mmtrain.report.plain_text import WIDTH, memory_text, rendered
 from mmtrain.report.plan_view import plan_table
-from mmtrain.report.tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
-from mmtrain.report.text import WIDTH, memory_text, rendered
+from mmtrain.report.report_contents import Contents, figures, idle, steps
+from mmtrain.report.report_tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
 from mmtrain.report.timeline_picture import Step
 
 _LABEL, _CURVE = 9, 60

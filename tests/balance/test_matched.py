@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmtrain.balance import Groups, dist_ratio, matched, max_over_mean
-from mmtrain.balance.absent import clear
-from mmtrain.balance.exchange import CANDIDATES, Aim, exchange
+from mmtrain.balance.local_search import CANDIDATES, Aim, exchange
 from mmtrain.balance.matched import pack_alike
+from mmtrain.balance.modality_free_steps import clear
 
 
 @given(st.integers(0, 10_000), st.integers(0, 90), st.integers(1, 3), st.integers(1, 5), st.integers(5, 40))

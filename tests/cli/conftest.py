@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.cli.rehearsal import rehearsal
-from mmtrain.data.demo import generate
-from mmtrain.program.measured import MeasuredStep, run_trace
+from mmtrain.cli.simulated_steps import rehearsal
+from mmtrain.data.synthetic.demo import generate
+from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.recipe import dump, load
-from mmtrain.runtime.rundir import PLAN, RECIPE, TRACE
+from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
 from tests.report.conftest import metrics
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"

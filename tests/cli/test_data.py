@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data.demo import generate
+from mmtrain.data.synthetic.demo import generate
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from mmtrain.cli.doctor import lines
-from mmtrain.runtime.ailments import Finding
-from mmtrain.runtime.doctor import Health, examine
+from mmtrain.runtime.profiling.diagnostics import Finding
+from mmtrain.runtime.profiling.doctor import Health, examine
 
 
 def _doctor(*arguments: str, folder: Path) -> str:

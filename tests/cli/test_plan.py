@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.data import build
-from mmtrain.data.demo import generate
+from mmtrain.data.synthetic.demo import generate
 from mmtrain.plan import load
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from mmtrain.cli import cluster
-from mmtrain.cli.cluster import planning_bar
+from mmtrain.cli import local_cluster as cluster
+from mmtrain.cli.local_cluster import planning_bar
 
 
 class Terminal(io.StringIO):

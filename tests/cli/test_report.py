@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from mmtrain.cli.app import app
 from mmtrain.errors import MmtrainError
 from mmtrain.plan import load as load_plan
-from mmtrain.runtime.rundir import PLAN, RECIPE, TRACE
+from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 

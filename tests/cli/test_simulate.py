@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from mmtrain.cli.app import app
 from mmtrain.errors import MmtrainError
-from mmtrain.runtime.rundir import PLAN, RECIPE
+from mmtrain.runtime.training.run_folder import PLAN, RECIPE
 from tests.program.trace_format import require_trace
 
 

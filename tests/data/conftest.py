@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmtrain.balance import Grouping
 from mmtrain.data import DataIndex, GroupStream, build
-from mmtrain.data.demo import train_tokenizer
+from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import Row, row
 from tests.data.steps import Dataset

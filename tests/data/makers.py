@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mmtrain.balance import BatchMeta
-from mmtrain.data.prepare import NOBODY, StepData, StepRequest, Watch
+from mmtrain.data.loading.batch_builder import NOBODY, StepData, StepRequest, Watch
 from mmtrain.errors import DataError
 
 EMPTY = np.zeros(0, dtype=np.int64)

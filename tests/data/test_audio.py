@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from mmtrain.data.audio import BadAudioError, load_mels, log_mel, read_frames, resample
-from mmtrain.data.media import FileMedia
+from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.media.sound import BadAudioError, load_mels, log_mel, read_frames, resample
 from mmtrain.recipe.schema import AudioDataSettings
 
 

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 from mmtrain.balance import Grouping
 from mmtrain.data import ChatTokenizer, GroupStream, Loader, Need, build
-from mmtrain.data.audio import load_mels
-from mmtrain.data.media import FileMedia
-from mmtrain.data.tokenize import AUDIO
+from mmtrain.data.formats.chat_tokenizer import AUDIO
+from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.media.sound import load_mels
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import Row

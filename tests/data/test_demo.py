@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from mmtrain.data import ChatTokenizer, build
-from mmtrain.data.demo import VOCAB, DemoSummary, generate
-from mmtrain.data.images import read_size
-from mmtrain.data.media import FileMedia
+from mmtrain.data.media.images import read_size
+from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.synthetic.demo import VOCAB, DemoSummary, generate
 from mmtrain.errors import DataError
 from mmtrain.recipe import load
 

@@ -6,9 +6,9 @@ import pytest
 import soundfile
 
 from mmtrain.data import ChatTokenizer
-from mmtrain.data.digits import WORDS, prepare
-from mmtrain.data.read import read
-from mmtrain.data.sample import Sample, find_miscount
+from mmtrain.data.formats.read_source import read
+from mmtrain.data.formats.sample import Sample, find_miscount
+from mmtrain.data.synthetic.digits import WORDS, prepare
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
 

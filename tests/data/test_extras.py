@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data.check import check
+from mmtrain.data.index.data_check import check
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import SourceSettings
 from tests.data.archives import movie, parquet, wav

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmtrain.data.audio import load_mels, read_frames
-from mmtrain.data.images import load_rgb, read_size
-from mmtrain.data.kinds import KINDS
-from mmtrain.data.media import BadMediaError, FileMedia, Media
-from mmtrain.data.video import load_frames, read_video
+from mmtrain.data.formats.quarantine_reasons import KINDS
+from mmtrain.data.media.images import load_rgb, read_size
+from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
+from mmtrain.data.media.sound import load_mels, read_frames
+from mmtrain.data.media.video import load_frames, read_video
 from mmtrain.recipe.schema import AudioDataSettings
 from tests.data.archives import movie, wav
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmtrain.data.images import BadImageError, FloatArray, cut_patches, load_rgb, read_size
-from mmtrain.data.media import FileMedia, Media
+from mmtrain.data.media.images import BadImageError, FloatArray, cut_patches, load_rgb, read_size
+from mmtrain.data.media.media_bytes import FileMedia, Media
 from mmtrain.recipe.schema import ImageSettings
 
 LIMIT = 10_000_000

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.data import build, measure
-from mmtrain.data.counting import TokenCounter
+from mmtrain.data import build
+from mmtrain.data.formats.token_counter import TokenCounter
+from mmtrain.data.index import sample_lengths as measure
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import row
@@ -210,7 +211,7 @@ def test_a_picture_used_often_is_looked_at_once(
 
     monkeypatch.setattr(measure, "read_grids", counting)
     told: list[str] = []
-    monkeypatch.setattr("mmtrain.data.measure._TOLD_EVERY", 2)
+    monkeypatch.setattr("mmtrain.data.index.sample_lengths._TOLD_EVERY", 2)
     index = build(recipe([row("<image>", "a", "a.png")] * 5), note=told.append)
     assert (len(index.samples), len(looked)) == (5, 1)
     assert told == [f"reading headers: {n} samples so far" for n in (2, 4)]

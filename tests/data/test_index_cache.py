@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.data import DataIndex, build, index_cache
-from mmtrain.data import index as index_module
-from mmtrain.data.media import FileMedia, ParquetCell, TarMember
-from mmtrain.data.sample import Sample, Turn
-from mmtrain.data.table import SampleTable, from_record, joined, said_in
+from mmtrain.data import DataIndex, build
+from mmtrain.data.formats.sample import Sample, Turn
+from mmtrain.data.index import data_index as index_module
+from mmtrain.data.index import index_cache
+from mmtrain.data.index.sample_table import SampleTable, from_record, joined, said_in
+from mmtrain.data.media.media_bytes import FileMedia, ParquetCell, TarMember
 from mmtrain.errors import TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import row
@@ -243,7 +244,9 @@ def test_small_sources_are_not_kept(recipe: MakeRecipe, tmp_path: Path) -> None:
 
 BUILDER = """
 import sys
-from mmtrain.data import build, index, index_cache
+from mmtrain.data import build
+from mmtrain.data.index import data_index as index
+from mmtrain.data.index import index_cache
 from mmtrain.recipe.schema import Recipe
 index_cache.LEAST_BYTES = 1
 measure = index.measure

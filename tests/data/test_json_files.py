@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.data import ChatTokenizer, Quarantined, Sample, folder, write_quarantine
-from mmtrain.data.conversation import BadSampleError
-from mmtrain.data.media import FileMedia
-from mmtrain.data.read import read, shards
-from mmtrain.data.sample import find_miscount
+from mmtrain.data import ChatTokenizer, Quarantined, Sample, write_quarantine
+from mmtrain.data.formats import allowed_folder as folder
+from mmtrain.data.formats.conversation import BadSampleError
+from mmtrain.data.formats.read_source import read, shards
+from mmtrain.data.formats.sample import find_miscount
+from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
 

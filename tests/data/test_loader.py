@@ -9,7 +9,7 @@ import pytest
 
 from mmtrain.balance import Grouping
 from mmtrain.data import ChatTokenizer, GroupStream, Loader, Need, Preparer
-from mmtrain.data.pictures import Pictures
+from mmtrain.data.media.vision_items import Pictures
 from mmtrain.errors import RunError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.steps import DP, EVERYTHING, ONE, TWO, Dataset

@@ -8,10 +8,10 @@ import pyarrow.parquet
 import pytest
 
 from mmtrain.data import Quarantined, Sample
-from mmtrain.data import cells as cells_module
-from mmtrain.data import parquet as parquet_module
-from mmtrain.data.media import FileMedia, ParquetCell
-from mmtrain.data.read import read
+from mmtrain.data.formats import parquet as parquet_module
+from mmtrain.data.formats import parquet_cells as cells_module
+from mmtrain.data.formats.read_source import read
+from mmtrain.data.media.media_bytes import FileMedia, ParquetCell
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
 from tests.data.archives import parquet

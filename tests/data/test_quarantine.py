@@ -16,9 +16,9 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 import mmtrain
-from mmtrain.data.check import check_as
-from mmtrain.data.kinds import KINDS
-from mmtrain.data.tokenize import AUDIO
+from mmtrain.data.formats.chat_tokenizer import AUDIO
+from mmtrain.data.formats.quarantine_reasons import KINDS
+from mmtrain.data.index.data_check import check_as
 from mmtrain.recipe.schema import Recipe, SourceSettings
 from tests.data.archives import movie, parquet, png, tar, wav
 from tests.data.rows import Row, row

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmtrain.data.media import FileMedia, TarMember
-from mmtrain.data.mp4 import quarter_turns
-from mmtrain.data.video import BadVideoError, load_frames, read_video, span
+from mmtrain.data.media.media_bytes import FileMedia, TarMember
+from mmtrain.data.media.mp4_rotation import quarter_turns
+from mmtrain.data.media.video import BadVideoError, load_frames, read_video, span
 from tests.data.archives import movie, tar, wav
 
 COLOURS = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from mmtrain.data import Quarantined, Sample
-from mmtrain.data.media import TarMember
-from mmtrain.data.read import read
+from mmtrain.data.formats.read_source import read
+from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
 from tests.data.archives import png, tar, wav

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
-from mmtrain.data.payload import audio_payload, text_payload, vision_payload
-from mmtrain.data.prepare import StepData
-from mmtrain.data.tokenize import Encoded
-from mmtrain.models.build import build_stage
-from mmtrain.models.inputs import AudioInput, TextInput, VisionInput
+from mmtrain.data.formats.chat_tokenizer import Encoded
+from mmtrain.data.loading.batch_builder import StepData
+from mmtrain.data.loading.payload import audio_payload, text_payload, vision_payload
+from mmtrain.models.build_stage import build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.shape import shape
-from mmtrain.plan.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.models.model_shape import shape
+from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
+from mmtrain.plan.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import ScheduleKind
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.job import Job
+from mmtrain.runtime.execution.rank_context import Job
 
 IMAGE_ID, AUDIO_ID, VOCAB, PATCH, MERGE, BINS, STACK = 3, 2, 61, 2, 2, 10, 2
 SAMPLES, TEXTS = range(8), range(8, 16)  # those of a step; and those of a step of text alone

@@ -16,10 +16,10 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from hypothesis import strategies as st
 
-from mmtrain.models.shape import ModelShape, shape
+from mmtrain.models.model_shape import ModelShape, shape
 from mmtrain.plan import Plan, stage_graph
-from mmtrain.plan import layout as layouts
-from mmtrain.plan.layout import MeshSize
+from mmtrain.plan.artifact import layout as layouts
+from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.program import Microbatch, StageGraph, StageId
 from mmtrain.recipe import Recipe
 from tests.flow.cases import AUDIO, SAMPLES, Mesh, Order, plan, recipe

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data.demo import generate
+from mmtrain.data.synthetic.demo import generate
 from tests.flow.runs import request_for, run_all
 
 

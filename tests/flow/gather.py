@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from mmtrain.models.shards import NamedShard
-from mmtrain.runtime.saving import shard_spec
+from mmtrain.models.named_shards import NamedShard
+from mmtrain.runtime.training.checkpointing import shard_spec
 
 
 def copy(piece: NamedShard) -> NamedShard:

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from mmtrain.checkpoint import Checkpoint
-from mmtrain.checkpoint.shards import ShardSpec
+from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import MmtrainError
-from mmtrain.plan import plan as planner
+from mmtrain.plan.planner import plan as planner
 from mmtrain.recipe import load
-from mmtrain.runtime.faults import Faults
-from mmtrain.runtime.launch import free_port
-from mmtrain.runtime.train import Request, run, train_rank
+from mmtrain.runtime.resilience.fault_points import Faults
+from mmtrain.runtime.resilience.launch import free_port
+from mmtrain.runtime.training.train import Request, run, train_rank
 from mmtrain.runtime.world import Address
 from tests.distributed import fork_ranks
 

@@ -11,12 +11,12 @@ from mmtrain.balance import SampleLengths, StepAims
 from mmtrain.data import GroupStream, build
 from mmtrain.plan import Plan
 from mmtrain.plan import load as load_plan
-from mmtrain.plan.aims import step_aims
+from mmtrain.plan.artifact.balancing_targets import step_aims
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
-from mmtrain.runtime import train
-from mmtrain.runtime.rundir import CHECKPOINTS, PLAN
-from mmtrain.runtime.train import Request
+from mmtrain.runtime.training import train
+from mmtrain.runtime.training.run_folder import CHECKPOINTS, PLAN
+from mmtrain.runtime.training.train import Request
 from tests.flow.runs import request_for, run_all
 
 TOGETHER = ("parallel.placement=unified", "parallel.llm.dp=2", "train.global_batch=8")

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.plan import load, plan
+from mmtrain.plan import load
+from mmtrain.plan.planner import plan
 from tests.flow.cases import lengths, recipe
 from tests.flow.equality import assert_equals_one_process
 

@@ -13,9 +13,9 @@ from mmtrain.checkpoint import Checkpoint, find, open_newest_good
 from mmtrain.checkpoint.verify import read_manifest
 from mmtrain.program import Backward, Forward
 from mmtrain.report import read_metrics
-from mmtrain.runtime.failures import FOLDER, read_failures, stacks_path
-from mmtrain.runtime.rundir import CHECKPOINTS, SKIPPED
-from mmtrain.runtime.runstate import read_state
+from mmtrain.runtime.resilience.failures import FOLDER, read_failures, stacks_path
+from mmtrain.runtime.training.run_folder import CHECKPOINTS, SKIPPED
+from mmtrain.runtime.training.run_state import read_state
 from tests.faults import SLOW_S, FailAt
 from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, run_all, tensors
 

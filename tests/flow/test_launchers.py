@@ -15,10 +15,10 @@ import pytest
 
 from mmtrain.errors import MmtrainError
 from mmtrain.report import read_metrics
-from mmtrain.runtime.launch import free_port
-from mmtrain.runtime.rundir import CHECKPOINTS
-from mmtrain.runtime.runstate import read_state, write_state
-from mmtrain.runtime.train import Request, run
+from mmtrain.runtime.resilience.launch import free_port
+from mmtrain.runtime.training.run_folder import CHECKPOINTS
+from mmtrain.runtime.training.run_state import read_state, write_state
+from mmtrain.runtime.training.train import Request, run
 from tests.distributed import RanksFailed, fork_ranks
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, RECIPE, SMALL, request_for, run_all

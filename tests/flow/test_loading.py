@@ -10,8 +10,8 @@ from pathlib import Path
 from mmtrain.data import read_quarantine
 from mmtrain.program import Action
 from mmtrain.report import read_metrics
-from mmtrain.runtime.faults import Faults
-from mmtrain.runtime.rundir import QUARANTINE
+from mmtrain.runtime.resilience.fault_points import Faults
+from mmtrain.runtime.training.run_folder import QUARANTINE
 from tests.data.producers import Served
 from tests.flow.runs import request_for, run_all
 

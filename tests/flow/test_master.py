@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from mmtrain.models.shape import shape
-from mmtrain.plan.graph import stage_graph
+from mmtrain.models.model_shape import shape
+from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, Send, build
 from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe
 from tests.flow.equality import assert_equals_one_process

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from mmtrain.data.demo import train_tokenizer
-from mmtrain.data.tokenize import AUDIO
-from mmtrain.plan import plan as planner
+from mmtrain.data.formats.chat_tokenizer import AUDIO
+from mmtrain.data.synthetic.demo import train_tokenizer
+from mmtrain.plan.planner import plan as planner
 from mmtrain.recipe import load
 from mmtrain.report import read_metrics
-from mmtrain.runtime.rundir import QUARANTINE
-from mmtrain.runtime.train import Request
+from mmtrain.runtime.training.run_folder import QUARANTINE
+from mmtrain.runtime.training.train import Request
 from tests.data.archives import movie, png, tar, wav
 from tests.flow.runs import run_all
 

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.build import StageModule
-from mmtrain.models.inputs import UnitInput
+from mmtrain.models.build_stage import StageModule
 from mmtrain.models.megatron import unit_scope
 from mmtrain.models.megatron.compat import optimizer_scope
-from mmtrain.models.shape import shape
-from mmtrain.models.shards import NamedShard
+from mmtrain.models.model_shape import shape
+from mmtrain.models.named_shards import NamedShard
+from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.plan import Plan
 from mmtrain.program import Microbatch
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.job import assemble, build_unit, unit_inputs
-from mmtrain.runtime.process_groups import build_groups
-from mmtrain.runtime.unit import UnitRunner
+from mmtrain.runtime.execution.process_groups import build_groups
+from mmtrain.runtime.execution.rank_context import assemble, build_unit, unit_inputs
+from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data

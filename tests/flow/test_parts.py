@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from mmtrain.costs import AnalyticCosts
+from mmtrain.costs import AnalyticCosts, machine_for
 from mmtrain.errors import ProgramError
-from mmtrain.models.shape import shape
+from mmtrain.models.model_shape import shape
 from mmtrain.plan import Plan
-from mmtrain.plan.colocated_order import plan_order
-from mmtrain.plan.graph import stage_graph
-from mmtrain.plan.story import machine_for
+from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.plan.colocated.encoder_order import plan_order
 from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coarse, check, lower
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.job import assemble
+from mmtrain.runtime.execution.rank_context import assemble
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.faults import FailAt

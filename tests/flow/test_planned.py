@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.plan.story import plan
+from mmtrain.plan.planner import plan
 from tests.flow.cases import AUDIO, lengths, recipe
 from tests.flow.equality import assert_equals_one_process
 

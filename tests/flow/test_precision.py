@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mmtrain.models.attention import attend
-from mmtrain.models.shards import NamedShard
+from mmtrain.models.named_shards import NamedShard
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.job import assemble
-from mmtrain.runtime.schedule import learning_rate
+from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.training.lr_schedule import learning_rate
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data

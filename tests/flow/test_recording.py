@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain.models.shape import shape
-from mmtrain.plan.files import load as load_plan
-from mmtrain.plan.graph import stage_graph
+from mmtrain.models.model_shape import shape
+from mmtrain.plan.artifact.plan_files import load as load_plan
+from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.program import Compute, Partial, build, chrome_trace
-from mmtrain.program.measured import measured_timeline
-from mmtrain.program.recorded import StepRecord
-from mmtrain.program.segments import flat
+from mmtrain.program.ir.segments import flat
+from mmtrain.program.trace.measured_timeline import measured_timeline
+from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.report import read_metrics
-from mmtrain.runtime.job import assemble
-from mmtrain.runtime.rundir import PLAN, TRACE
-from mmtrain.runtime.slow import WINDOW
+from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.resilience.stragglers import WINDOW
+from mmtrain.runtime.training.run_folder import PLAN, TRACE
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.faults import AllOf, FailAt

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mmtrain.checkpoint import Checkpoint, ShardSpec, open_newest_good
-from mmtrain.models.shards import NamedShard
+from mmtrain.models.named_shards import NamedShard
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.job import Job, assemble
-from mmtrain.runtime.saving import BackgroundSaver, restore_job
+from mmtrain.runtime.execution.rank_context import Job, assemble
+from mmtrain.runtime.training.checkpointing import BackgroundSaver, restore_job
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data

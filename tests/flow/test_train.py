@@ -17,8 +17,8 @@ from mmtrain.plan import load as load_plan
 from mmtrain.program import Action, Backward, Forward
 from mmtrain.recipe import load
 from mmtrain.report import StepMetrics, read_metrics
-from mmtrain.runtime.rundir import CHECKPOINTS, PLAN, QUARANTINE, RECIPE
-from mmtrain.runtime.train import _introduce
+from mmtrain.runtime.training.run_folder import CHECKPOINTS, PLAN, QUARANTINE, RECIPE
+from mmtrain.runtime.training.train import _introduce
 from tests.distributed import RanksFailed
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, refuse, request_for, run_all, tensors

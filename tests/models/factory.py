@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.models.build import StageModule, build_stage
-from mmtrain.models.inputs import AudioInput, TextInput, VisionInput
+from mmtrain.models.build_stage import StageModule, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.shape import ModelShape, shape
-from mmtrain.recipe.model import AudioSettings, LlmSettings, ModelSettings, VisionSettings
+from mmtrain.models.model_shape import ModelShape, shape
+from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
+from mmtrain.recipe.model_settings import AudioSettings, LlmSettings, ModelSettings, VisionSettings
 from mmtrain.recipe.schema import Recipe
 
 CPU = torch.device("cpu")

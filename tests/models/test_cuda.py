@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmtrain.models.attention import attend, choose
-from mmtrain.models.build import build_stage
+from mmtrain.models.build_stage import build_stage
 from mmtrain.models.megatron import ParallelGroups, prepare
 from tests.models.factory import CPU, settings, shape_of, text
 

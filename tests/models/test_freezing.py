@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mmtrain.errors import RecipeError
 from mmtrain.models.freezing import parameter_names
-from mmtrain.recipe.model import AudioSettings, ModelSettings
+from mmtrain.recipe.model_settings import AudioSettings, ModelSettings
 from tests.models.factory import images, settings, shape_of, stage, text
 
 SPEECH = AudioSettings(layers=1, hidden=16, heads=2, ffn=24, mel_bins=8, max_frames=16)

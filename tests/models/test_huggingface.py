@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.inputs import TextInput, VisionInput
-from mmtrain.recipe.model import ModelSettings
+from mmtrain.models.stage_inputs import TextInput, VisionInput
+from mmtrain.recipe.model_settings import ModelSettings
 from tests.models.factory import randomize, stage
 from tests.models.huggingface import clip_unit, llm_unit, load
 

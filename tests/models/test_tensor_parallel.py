@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.params import ParamSpec, assemble, specs
-from mmtrain.recipe.model import ModelSettings
+from mmtrain.models.parameter_specs import ParamSpec, assemble, specs
+from mmtrain.recipe.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import gradients, images, settings, stage, text
 

@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.plan.bubbles import Kernels, Placed
-from mmtrain.plan.colocated import EncoderPlan, Host, Schedule
+from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, Host, Schedule
+from mmtrain.plan.colocated.bubbles import Kernels, Placed
 
 CLOSE = 1e-5
 Spans = Sequence[tuple[float, float]]

@@ -7,16 +7,15 @@ from itertools import product
 
 import numpy as np
 
-from mmtrain.costs import Hardware
-from mmtrain.plan.constraints import UnitChoices
-from mmtrain.plan.cut import Cuts, Track, every_cut, graph_for, laid_out, tracks_of
-from mmtrain.plan.fit import Fitted, fitted
-from mmtrain.plan.judge import Judged, judge
-from mmtrain.plan.pricing import Pricing
-from mmtrain.plan.search import FEW, search
-from mmtrain.plan.sizes import Sizing, bounded_sizings, split_lane_of
-from mmtrain.plan.story import machine_for
-from mmtrain.program.builder import in_flight
+from mmtrain.costs import Hardware, machine_for
+from mmtrain.plan.estimate.evaluate import Judged, judge
+from mmtrain.plan.estimate.layer_costs import Pricing
+from mmtrain.plan.estimate.memory_fit import Fitted, fitted
+from mmtrain.plan.search.best_first_search import FEW, search
+from mmtrain.plan.search.constraints import UnitChoices
+from mmtrain.plan.search.layer_partition import Cuts, Track, every_cut, graph_for, laid_out, tracks_of
+from mmtrain.plan.search.mesh_enumeration import Sizing, bounded_sizings, split_lane_of
+from mmtrain.program.schedules.builder import in_flight
 from tests.plan.factory import pricing_for, recipe
 
 MOST_PIPELINE = 4

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
-from mmtrain.plan.constraints import UnitChoices
-from mmtrain.plan.pricing import Pricing
-from mmtrain.plan.story import machine_for, prepared
+from mmtrain.costs import machine_for
+from mmtrain.plan.estimate.layer_costs import Pricing
+from mmtrain.plan.planner import prepared
+from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.recipe.schema import Recipe
 
 VISION: dict[str, Any] = {

@@ -11,17 +11,16 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from mmtrain.costs import Hardware
-from mmtrain.costs.memory import MARGIN
-from mmtrain.plan.constraints import UnitChoices
-from mmtrain.plan.cut import IntArray, Track, alive_of, graph_for, laid_out, tracks_of
-from mmtrain.plan.fit import Fitted, fitted
-from mmtrain.plan.judge import judge
-from mmtrain.plan.pricing import Pricing
-from mmtrain.plan.search import search
-from mmtrain.plan.sizes import Sizing, sizings
-from mmtrain.plan.story import machine_for
-from mmtrain.program.builder import in_flight
+from mmtrain.costs import Hardware, machine_for
+from mmtrain.costs.rank_memory import MARGIN
+from mmtrain.plan.estimate.evaluate import judge
+from mmtrain.plan.estimate.layer_costs import Pricing
+from mmtrain.plan.estimate.memory_fit import Fitted, fitted
+from mmtrain.plan.search.best_first_search import search
+from mmtrain.plan.search.constraints import UnitChoices
+from mmtrain.plan.search.layer_partition import IntArray, Track, alive_of, graph_for, laid_out, tracks_of
+from mmtrain.plan.search.mesh_enumeration import Sizing, sizings
+from mmtrain.program.schedules.builder import in_flight
 from tests.plan.factory import VISION, pricing_for, recipe
 
 

@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.costs import model_flops
+from mmtrain.costs import machine_for, model_flops
 from mmtrain.errors import PlanError
-from mmtrain.models.shape import shape
-from mmtrain.plan import Plan, plan, stage_graph
-from mmtrain.plan.baselines import BASELINES, CUT_RULES, FLOPS, Folklore
-from mmtrain.plan.bounds import unit_bound
-from mmtrain.plan.cut import FloatArray, Track, part_seconds, tracks_of
-from mmtrain.plan.judge import judge
-from mmtrain.plan.pricing import FORWARD
-from mmtrain.plan.search import SAME, Outcome, search
-from mmtrain.plan.sizes import bounded_sizings, sizings
-from mmtrain.plan.story import machine_for
+from mmtrain.models.model_shape import shape
+from mmtrain.plan import Plan, stage_graph
+from mmtrain.plan.estimate.evaluate import judge
+from mmtrain.plan.estimate.layer_costs import FORWARD
+from mmtrain.plan.estimate.time_lower_bound import unit_bound
+from mmtrain.plan.explain.baselines import BASELINES, CUT_RULES, FLOPS, Folklore
+from mmtrain.plan.planner import plan
+from mmtrain.plan.search.best_first_search import SAME, Outcome, search
+from mmtrain.plan.search.layer_partition import FloatArray, Track, part_seconds, tracks_of
+from mmtrain.plan.search.mesh_enumeration import bounded_sizings, sizings
 from mmtrain.program import build
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import VISION, lengths, pricing_for, recipe
@@ -113,11 +113,11 @@ def test_a_baseline_that_is_faster_than_all_that_was_found_is_the_plan(monkeypat
     fastest = min(judged.step_time_s for judged in rules.values())
     slow = ("disaggregated",)
     monkeypatch.setattr(
-        "mmtrain.plan.story.search",
+        "mmtrain.plan.planner.search",
         lambda sizings, *given, **more: search([e for e in sizings if e[1].placement in slow], *given, **more),
     )
     settings = recipe(**SMALL, parallel={"placement": "auto"})
-    monkeypatch.setattr("mmtrain.plan.story.colocated_candidates", lambda *_: Outcome((), ()))
+    monkeypatch.setattr("mmtrain.plan.planner.colocated_candidates", lambda *_: Outcome((), ()))
     assert planned(settings, 2).predicted.step_time_s == fastest
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from mmtrain.plan import Plan, plan
-from mmtrain.plan.bounds import unit_bound
-from mmtrain.plan.search import search
-from mmtrain.plan.sizes import bounded_sizings, sizings
-from mmtrain.plan.story import machine_for
+from mmtrain.costs import machine_for
+from mmtrain.plan import Plan
+from mmtrain.plan.estimate.time_lower_bound import unit_bound
+from mmtrain.plan.planner import plan
+from mmtrain.plan.search.best_first_search import search
+from mmtrain.plan.search.mesh_enumeration import bounded_sizings, sizings
 from tests.plan.exhaustive import Instance, everything
 from tests.plan.factory import VISION, lengths, pricing_for, recipe
 

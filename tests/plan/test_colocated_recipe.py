@@ -6,21 +6,22 @@ from typing import Any
 
 import pytest
 
+from mmtrain.costs import machine_for
 from mmtrain.errors import PlanError
-from mmtrain.models.shape import shape
-from mmtrain.plan.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
-from mmtrain.plan.colocated_order import plan_order, scheduling_efficiency
-from mmtrain.plan.colocated_search import colocated_candidates
-from mmtrain.plan.cut import graph_for
-from mmtrain.plan.graph import in_pieces, stage_graph
-from mmtrain.plan.judge import DrawnTiming, Judged, judge, model_timing, most_alive
-from mmtrain.plan.layout import Layout
-from mmtrain.plan.plan import SchedulePlan
-from mmtrain.plan.pricing import sizes_of
-from mmtrain.plan.story import machine_for, plan
+from mmtrain.models.model_shape import shape
+from mmtrain.plan.artifact.layout import Layout
+from mmtrain.plan.artifact.plan import SchedulePlan
+from mmtrain.plan.artifact.plan_graph import in_pieces, stage_graph
+from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
+from mmtrain.plan.colocated.colocated_search import colocated_candidates
+from mmtrain.plan.colocated.encoder_order import plan_order, scheduling_efficiency
+from mmtrain.plan.estimate.evaluate import DrawnTiming, Judged, judge, model_timing, most_alive
+from mmtrain.plan.estimate.layer_costs import sizes_of
+from mmtrain.plan.planner import plan
+from mmtrain.plan.search.layer_partition import graph_for
 from mmtrain.program import Fill, ScheduleKind, build
-from mmtrain.program.graph import LLM
-from mmtrain.program.simulate import simulate
+from mmtrain.program.ir.graph import LLM
+from mmtrain.program.simulation.simulate import simulate
 from mmtrain.recipe.schema import Recipe
 from mmtrain.report import plan_table
 from tests.plan.factory import VISION, lengths, pricing_for, recipe

@@ -7,11 +7,12 @@ import pytest
 
 from mmtrain.data import build as index
 from mmtrain.errors import PlanError
-from mmtrain.models.shape import shape
-from mmtrain.plan import Plan, plan, stage_graph
-from mmtrain.plan.profiling import sizes_to_measure
+from mmtrain.models.model_shape import shape
+from mmtrain.plan import Plan, stage_graph
+from mmtrain.plan.planner import plan
+from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.program import build
-from mmtrain.recipe.model import GeneratorSettings
+from mmtrain.recipe.model_settings import GeneratorSettings
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import recipe
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.plan.cut import graph_for, laid_out, tracks_of
-from mmtrain.plan.fit import Fitted, fitted
-from mmtrain.plan.rate import Rater
-from mmtrain.plan.sizes import sizings
-from mmtrain.plan.story import machine_for
+from mmtrain.costs import machine_for
+from mmtrain.plan.estimate.memory_fit import Fitted, fitted
+from mmtrain.plan.estimate.step_time_estimator import Rater
+from mmtrain.plan.search.layer_partition import graph_for, laid_out, tracks_of
+from mmtrain.plan.search.mesh_enumeration import sizings
 from mmtrain.program import build, peak_live
-from mmtrain.program.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight
 from tests.plan.factory import pricing_for, recipe
 
 SETTINGS = recipe(llm={"layers": 6}, global_batch=8)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.plan.recompute import least_recompute, span_recompute
+from mmtrain.plan.estimate.recompute import least_recompute, span_recompute
 
 LOT = st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 4))  # bytes saved, seconds, layers
 

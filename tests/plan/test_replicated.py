@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.costs import TokenLoad, upstream_trains
-from mmtrain.models.shape import UnitShape
-from mmtrain.plan import plan
-from mmtrain.plan.replicated import Phases, Replicated, overlapped
-from mmtrain.plan.story import machine_for
+from mmtrain.costs import TokenLoad, machine_for, upstream_trains
+from mmtrain.models.model_shape import UnitShape
+from mmtrain.plan.planner import plan
+from mmtrain.plan.replicated.replicated_step import Phases, Replicated, overlapped
 from tests.plan import factory
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.plan.cut import graph_for, laid_out, least_seconds, tracks_of
-from mmtrain.plan.judge import judge
-from mmtrain.plan.rate import Rater
-from mmtrain.plan.search import SAME, TOLD, search
-from mmtrain.plan.sizes import bounded_sizings
-from mmtrain.plan.story import machine_for
-from mmtrain.program.builder import in_flight
+from mmtrain.costs import machine_for
+from mmtrain.plan.estimate.evaluate import judge
+from mmtrain.plan.estimate.step_time_estimator import Rater
+from mmtrain.plan.search.best_first_search import SAME, TOLD, search
+from mmtrain.plan.search.layer_partition import graph_for, laid_out, least_seconds, tracks_of
+from mmtrain.plan.search.mesh_enumeration import bounded_sizings
+from mmtrain.program.schedules.builder import in_flight
 from tests.plan.exhaustive import Instance, all_cuts, everything, least_step, placed, random_instance, squeezed
 from tests.plan.factory import pricing_for, recipe
 
@@ -122,7 +122,7 @@ def test_the_heaviest_group_stands_for_all_where_they_are_very_many(monkeypatch:
     machine = machine_for(recipe(), "cpu-core")
     for _, sizing in bounded_sizings(choices, 6):
         layout = laid_out(sizing, pricing, next(all_cuts(tracks_of(sizing, pricing, choices))))
-        monkeypatch.setattr("mmtrain.plan.judge.ALL_GROUPS", 10**9)
+        monkeypatch.setattr("mmtrain.plan.estimate.evaluate.ALL_GROUPS", 10**9)
         whole = judge(layout, pricing, machine).step_time_s
-        monkeypatch.setattr("mmtrain.plan.judge.ALL_GROUPS", 0)
+        monkeypatch.setattr("mmtrain.plan.estimate.evaluate.ALL_GROUPS", 0)
         assert judge(layout, pricing, machine).step_time_s == pytest.approx(whole, rel=0.03), sizing

@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 
 from mmtrain.balance import ItemLengths, SampleLengths
-from mmtrain.costs import upstream_trains
-from mmtrain.models.shape import ModelEdge, ModelShape, UnitShape, shape
-from mmtrain.plan.batches import BatchSample
-from mmtrain.plan.cut import graph_for, least_seconds, tracks_of
-from mmtrain.plan.judge import judge
-from mmtrain.plan.layout import Layout, MeshSize, disaggregated
-from mmtrain.plan.rate import Rater
-from mmtrain.plan.sizes import Sizing
-from mmtrain.plan.story import machine_for
+from mmtrain.costs import machine_for, upstream_trains
+from mmtrain.models.model_shape import ModelEdge, ModelShape, UnitShape, shape
+from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated
+from mmtrain.plan.estimate.evaluate import judge
+from mmtrain.plan.estimate.sample_batches import BatchSample
+from mmtrain.plan.estimate.step_time_estimator import Rater
+from mmtrain.plan.search.layer_partition import graph_for, least_seconds, tracks_of
+from mmtrain.plan.search.mesh_enumeration import Sizing
 from mmtrain.program import build
-from mmtrain.program.graph import StageId
+from mmtrain.program.ir.graph import StageId
 from tests.plan.factory import pricing_for, recipe
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.errors import PlanError
-from mmtrain.models.shape import shape
-from mmtrain.plan import Plan, plan, stage_graph
+from mmtrain.models.model_shape import shape
+from mmtrain.plan import Plan, stage_graph
+from mmtrain.plan.planner import plan
 from mmtrain.program import build
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import VISION, lengths, recipe

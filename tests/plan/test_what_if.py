@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from mmtrain.errors import PlanError
-from mmtrain.plan import Plan, plan
+from mmtrain.plan import Plan
+from mmtrain.plan.planner import plan
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import lengths, recipe, text_lengths
 

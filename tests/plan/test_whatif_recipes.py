@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.data import build
-from mmtrain.plan import plan
+from mmtrain.plan.planner import plan
 from mmtrain.recipe import load, sha256
 
 FOLDER = Path(__file__).parents[2] / "recipes/whatif"

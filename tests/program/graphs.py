@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from mmtrain.program.graph import Edge, Stage, StageGraph, StageId, UnitMesh
+from mmtrain.program.ir.graph import Edge, Stage, StageGraph, StageId, UnitMesh
 
 
 @dataclass(frozen=True)

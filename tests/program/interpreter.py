@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
-from mmtrain.program.actions import (
+from mmtrain.program.ir.actions import (
     Action,
     Backward,
     Fill,
@@ -25,7 +25,7 @@ from mmtrain.program.actions import (
     Share,
     Step,
 )
-from mmtrain.program.graph import Microbatch, StageGraph, StageId
+from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
 
 Seconds = Callable[[Action], float]
 

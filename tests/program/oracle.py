@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mmtrain.program import Program
-from mmtrain.program.actions import (
+from mmtrain.program.ir.actions import (
     Action,
     Backward,
     Compute,
@@ -22,7 +22,7 @@ from mmtrain.program.actions import (
     Send,
     Share,
 )
-from mmtrain.program.timeline import Timeline
+from mmtrain.program.trace.timeline import Timeline
 from tests.program.interpreter import Interpreter
 
 Node = tuple[object, ...]  # ("work", action, group) or ("message", sender, send)

@@ -7,8 +7,8 @@ from random import Random
 from hypothesis import strategies as st
 
 from mmtrain.program import Program, StageGraph, build_1f1b, build_coarse, lower
-from mmtrain.program.actions import Backward, Compute, Fill, Forward, Partial, Task
-from mmtrain.program.segments import num_segments
+from mmtrain.program.ir.actions import Backward, Compute, Fill, Forward, Partial, Task
+from mmtrain.program.ir.segments import num_segments
 from tests.program.graphs import Unit, chain, graphs, unified
 
 

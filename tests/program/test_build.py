@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 
 from mmtrain.program import build, build_1f1b, peak_live
-from mmtrain.program.actions import Backward, Forward, Recv, Send, Share
-from mmtrain.program.builder import in_flight
-from mmtrain.program.graph import StageId
+from mmtrain.program.ir.actions import Backward, Forward, Recv, Send, Share
+from mmtrain.program.ir.graph import StageId
+from mmtrain.program.schedules.builder import in_flight
 from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.interpreter import interpret
 

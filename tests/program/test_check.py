@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
 from mmtrain.program import MemoryLimit, Program, build, check, from_text, peak_bytes, peak_live, to_text
-from mmtrain.program.actions import Action, Backward, Forward, Recv, Send, Share
-from mmtrain.program.graph import Microbatch, StageId
+from mmtrain.program.ir.actions import Action, Backward, Forward, Recv, Send, Share
+from mmtrain.program.ir.graph import Microbatch, StageId
 from tests.program.graphs import Unit, chain, graphs
 from tests.program.interpreter import interpret
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from mmtrain.program import build, build_1f1b, build_coarse, peak_live, simulate
-from mmtrain.program.actions import Backward, Forward
-from mmtrain.program.graph import StageGraph, StageId
+from mmtrain.program.ir.actions import Backward, Forward
+from mmtrain.program.ir.graph import StageGraph, StageId
 from tests.program.graphs import Unit, chain, graphs
 from tests.program.interpreter import interpret
 from tests.program.test_simulate import Given

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 
 from mmtrain.errors import ProgramError
 from mmtrain.program import build, build_1f1b, peak_live, simulate
-from mmtrain.program.actions import Backward, Forward
-from mmtrain.program.builder import in_flight
-from mmtrain.program.graph import Edge, Microbatch, StageId
-from mmtrain.program.text import action_to_text
+from mmtrain.program.ir.actions import Backward, Forward
+from mmtrain.program.ir.graph import Edge, Microbatch, StageId
+from mmtrain.program.ir.serialize import action_to_text
+from mmtrain.program.schedules.builder import in_flight
 from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.interpreter import interpret
 from tests.program.timings import Seconds

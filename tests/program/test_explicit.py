@@ -4,8 +4,8 @@ import pytest
 
 from mmtrain.errors import ProgramError
 from mmtrain.program import build, build_1f1b, simulate
-from mmtrain.program.actions import Backward, Forward
-from mmtrain.program.text import action_to_text
+from mmtrain.program.ir.actions import Backward, Forward
+from mmtrain.program.ir.serialize import action_to_text
 from tests.program.graphs import Unit, chain
 from tests.program.test_coarse import encoder_on_every_rank
 from tests.program.test_simulate import Given

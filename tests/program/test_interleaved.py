@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from mmtrain.program import build, build_1f1b, peak_live, simulate
-from mmtrain.program.actions import Backward, Forward, Recv, ReduceShared, Send
-from mmtrain.program.builder import in_flight
-from mmtrain.program.graph import StageGraph
+from mmtrain.program.ir.actions import Backward, Forward, Recv, ReduceShared, Send
+from mmtrain.program.ir.graph import StageGraph
+from mmtrain.program.schedules.builder import in_flight
 from tests.program.graphs import Unit, chain, unified
 from tests.program.timings import Seconds
 

@@ -22,7 +22,7 @@ from mmtrain.program import (
     lower,
     simulate,
 )
-from mmtrain.program.twins import leaders
+from mmtrain.program.simulation.rank_equivalence import leaders
 from tests.program.graphs import Unit, chain, graphs
 from tests.program.oracle import nodes_of, precedences
 from tests.program.parts import cut_programs, split_programs

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
 from mmtrain.program import Fill, Partial, Program, build, check, from_text, peak_live, simulate, to_text
-from mmtrain.program.actions import Backward, Forward
-from mmtrain.program.graph import Microbatch, StageId
-from mmtrain.program.segments import flat
+from mmtrain.program.ir.actions import Backward, Forward
+from mmtrain.program.ir.graph import Microbatch, StageId
+from mmtrain.program.ir.segments import flat
 from tests.program.graphs import Unit, chain
 from tests.program.interpreter import interpret
 from tests.program.parts import cut_programs, deeper, filled_programs

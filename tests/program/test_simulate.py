@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
 from mmtrain.program import Program, Transport, build, build_1f1b, simulate
-from mmtrain.program.actions import Backward, Compute, Forward, GatherParams, ReduceGrads, Send, Share, Step
-from mmtrain.program.graph import Microbatch, StageId
+from mmtrain.program.ir.actions import Backward, Compute, Forward, GatherParams, ReduceGrads, Send, Share, Step
+from mmtrain.program.ir.graph import Microbatch, StageId
 from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.interpreter import interpret
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mmtrain.balance.batch import BatchMeta, ItemTable
-from mmtrain.models.shape import LayerShape, ModelEdge, ModelShape, UnitShape
+from mmtrain.balance.batch_meta import BatchMeta, ItemTable
+from mmtrain.models.model_shape import LayerShape, ModelEdge, ModelShape, UnitShape
 from mmtrain.program import ModelTiming, Transport, build, chrome_trace, simulate, step_loads
-from mmtrain.program.actions import (
+from mmtrain.program.ir.actions import (
     Backward,
     Forward,
     GatherParams,
@@ -21,7 +21,7 @@ from mmtrain.program.actions import (
     Share,
     Step,
 )
-from mmtrain.program.graph import Microbatch, StageId
+from mmtrain.program.ir.graph import Microbatch, StageId
 from tests.program.graphs import Unit, chain
 
 

@@ -1,8 +1,8 @@
 """Times for simulated programs."""
 
-from mmtrain.program.actions import Collective, Compute, Forward, Partial, Send
-from mmtrain.program.graph import Microbatch, StageId
-from mmtrain.program.timing import Transport
+from mmtrain.program.ir.actions import Collective, Compute, Forward, Partial, Send
+from mmtrain.program.ir.graph import Microbatch, StageId
+from mmtrain.program.simulation.timing import Transport
 
 
 class Seconds:

@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.costs import parameters
 from mmtrain.errors import RecipeError
-from mmtrain.models.shape import shape
+from mmtrain.models.model_shape import shape
 from mmtrain.recipe import dump, editor_schema, load, sha256
 from mmtrain.recipe.presets import (
     AUDIO,

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from mmtrain.plan import Plan, plan
-from mmtrain.plan.rehearse import rehearse
+from mmtrain.plan import Plan
+from mmtrain.plan.estimate.simulate_plan import rehearse
+from mmtrain.plan.planner import plan
 from mmtrain.program import Timeline
-from mmtrain.program.measured import MeasuredStep, run_trace
+from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.report.comparison import Trace, compare
-from mmtrain.report.contents import Contents
+from mmtrain.report.report_contents import Contents
 from tests.plan import factory
 
 

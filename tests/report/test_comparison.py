@@ -9,7 +9,7 @@ import pytest
 from mmtrain.errors import UserError
 from mmtrain.plan import Plan
 from mmtrain.program import Timeline
-from mmtrain.program.measured import MeasuredStep, run_trace
+from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.report.comparison import PathRow, Trace, compare, comparison_text, overlay, path_rows, stage_seconds
 
 SHA = "ab" * 32

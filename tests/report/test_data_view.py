@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmtrain.balance.metrics import Bound
+from mmtrain.balance.imbalance import Bound
 from mmtrain.balance.summary import Score, summarise
 from mmtrain.errors import UserError
 from mmtrain.report.data_view import grouping_text, stats_picture, stats_text

@@ -8,9 +8,9 @@ import pytest
 from mmtrain.plan import Plan
 from mmtrain.program import Timeline
 from mmtrain.report.comparison import Row, path_rows
-from mmtrain.report.contents import Contents
 from mmtrain.report.html import page
-from mmtrain.report.text import memory_text
+from mmtrain.report.plain_text import memory_text
+from mmtrain.report.report_contents import Contents
 from tests.report.conftest import contents_of, run_of
 
 VOID = {"meta"}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mmtrain.report import TimeSplit, open_progress
-from mmtrain.report.live import LiveProgress, sparkline
-from mmtrain.report.metrics import compact
+from mmtrain.report.live_display import LiveProgress, sparkline
+from mmtrain.report.metrics_record import compact
 from mmtrain.report.progress import LineProgress, Pace, clock_text
 from tests.report.conftest import Clock, metrics
 

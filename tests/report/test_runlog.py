@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmtrain.report import RunLog, read_metrics
-from mmtrain.report.metrics import EdgeMetrics
+from mmtrain.report.metrics_record import EdgeMetrics
 from tests.report.conftest import metrics
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from mmtrain.plan import Plan, plan
+from mmtrain.plan import Plan
+from mmtrain.plan.planner import plan
 from mmtrain.report.scaling import Scaled, scaling, scaling_json, scaling_table, stops_paying
 from tests.plan.factory import lengths, recipe
 

@@ -7,7 +7,7 @@ import pytest
 from mmtrain.plan import Plan
 from mmtrain.program import Timeline
 from mmtrain.report.comparison import path_rows
-from mmtrain.report.contents import Contents, figures, to_json
+from mmtrain.report.report_contents import Contents, figures, to_json
 from mmtrain.report.terminal import letters, report_text
 from mmtrain.report.timeline_picture import Step
 from tests.report.conftest import contents_of, run_of

@@ -11,16 +11,16 @@ from torch import nn
 from mmtrain.balance import assign
 from mmtrain.checkpoint import Ranks, Shard, ShardSpec, save
 from mmtrain.data import Need, Preparer, build
-from mmtrain.models import params
-from mmtrain.models.build import StageModule, build_stage
+from mmtrain.models import parameter_specs as params
+from mmtrain.models.build_stage import StageModule, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.shape import shape
+from mmtrain.models.model_shape import shape
 from mmtrain.program import LLM, Microbatch
 from mmtrain.recipe import Recipe, dump
 from mmtrain.report import EvaluationResult
-from mmtrain.runtime.evaluate import Request, run
-from mmtrain.runtime.job import unit_inputs
-from mmtrain.runtime.rundir import CHECKPOINTS, RECIPE
+from mmtrain.runtime.evaluation.evaluate import Request, run
+from mmtrain.runtime.execution.rank_context import unit_inputs
+from mmtrain.runtime.training.run_folder import CHECKPOINTS, RECIPE
 
 CPU = torch.device("cpu")
 PATCH = 8

@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmtrain.data.demo import train_tokenizer
+from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.recipe import Recipe
 from tests.data.rows import Row, row
 from tests.runtime.models import recipe, teach

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mmtrain.costs import TokenLoad
 from mmtrain.program import Backward, Edge, Forward, Microbatch, Recv, Route, Send, Share, StageGraph, StepLoads, build
-from mmtrain.program.actions import Payload
-from mmtrain.program.inflight import send_limit
-from mmtrain.runtime.activity import Activity
-from mmtrain.runtime.broker import Broker
-from mmtrain.runtime.process_groups import build_groups
+from mmtrain.program.ir.actions import Payload
+from mmtrain.program.verify.send_window import send_limit
+from mmtrain.runtime.execution.broker import Broker
+from mmtrain.runtime.execution.process_groups import build_groups
+from mmtrain.runtime.resilience.activity import Activity
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.program.graphs import Unit, chain

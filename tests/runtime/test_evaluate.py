@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmtrain.data.demo import generate as generate_demo
-from mmtrain.data.index import build
-from mmtrain.data.media import FileMedia
-from mmtrain.data.sample import AUDIO_MARK, IMAGE_MARK, Sample, Turn
-from mmtrain.data.tokenize import ChatTokenizer
+from mmtrain.data.formats.chat_tokenizer import ChatTokenizer
+from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, Sample, Turn
+from mmtrain.data.index.data_index import build
+from mmtrain.data.media.media_bytes import FileMedia
+from mmtrain.data.synthetic.demo import generate as generate_demo
 from mmtrain.errors import CheckpointError, TooManyBadSamples, UserError
 from mmtrain.report.evaluation import TemplateScore
-from mmtrain.runtime.evaluate import score
-from mmtrain.runtime.questions import Question, prompt_lengths, questions_of, spread
+from mmtrain.runtime.evaluation.evaluate import score
+from mmtrain.runtime.evaluation.qa_eval import Question, prompt_lengths, questions_of, spread
 from tests.data.rows import Row, row
 from tests.runtime.models import evaluated, recipe, run_folder, whole
 from tests.runtime.taught import COLOURS, Taught, asking

@@ -14,15 +14,15 @@ from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.errors import MmtrainError
 from mmtrain.plan import Plan
-from mmtrain.plan import plan as planner
+from mmtrain.plan.planner import plan as planner
 from mmtrain.recipe import Recipe, load, sha256
 from mmtrain.report import EvaluationResult
-from mmtrain.runtime.evaluate import Request, run
-from mmtrain.runtime.generate import load_weights
-from mmtrain.runtime.job import assemble
-from mmtrain.runtime.launch import free_port
-from mmtrain.runtime.questions import evaluation
-from mmtrain.runtime.rundir import CHECKPOINTS, PLAN, RECIPE
+from mmtrain.runtime.evaluation.evaluate import Request, run
+from mmtrain.runtime.evaluation.generate import load_weights
+from mmtrain.runtime.evaluation.qa_eval import evaluation
+from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.resilience.launch import free_port
+from mmtrain.runtime.training.run_folder import CHECKPOINTS, PLAN, RECIPE
 from mmtrain.runtime.world import World
 from tests.data.rows import row
 from tests.distributed import fork_ranks, run_ranks

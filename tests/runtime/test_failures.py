@@ -5,8 +5,8 @@ import pytest
 
 from mmtrain.errors import StoppedAndSaved
 from mmtrain.program import Edge, Forward, Microbatch, Recv, Send, StageId, Step
-from mmtrain.runtime.activity import SAVING, Activity
-from mmtrain.runtime.failures import (
+from mmtrain.runtime.resilience.activity import SAVING, Activity
+from mmtrain.runtime.resilience.failures import (
     FOLDER,
     Failure,
     clear_failures,
@@ -18,7 +18,7 @@ from mmtrain.runtime.failures import (
     stacks_path,
     write_failure,
 )
-from mmtrain.runtime.runstate import read_state, write_state
+from mmtrain.runtime.training.run_state import read_state, write_state
 
 MB = Microbatch("llm", 0, 3)
 EDGE = Edge(StageId("llm", 0), StageId("llm", 1))

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import ChatTokenizer, DataIndex, build
-from mmtrain.data.audio import load_mels
-from mmtrain.data.demo import generate as generate_demo
-from mmtrain.data.demo import train_tokenizer
-from mmtrain.data.pictures import Pictures
-from mmtrain.data.tokenize import AUDIO
+from mmtrain.data.formats.chat_tokenizer import AUDIO
+from mmtrain.data.media.sound import load_mels
+from mmtrain.data.media.vision_items import Pictures
+from mmtrain.data.synthetic.demo import generate as generate_demo
+from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.errors import CheckpointError
-from mmtrain.models.inputs import AudioInput, TextInput, VisionInput
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.plan.plan import UnitPlan
+from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
+from mmtrain.plan.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.generate import load_generator
-from mmtrain.runtime.questions import Asker, deal, questions_of
+from mmtrain.runtime.evaluation.generate import load_generator
+from mmtrain.runtime.evaluation.qa_eval import Asker, deal, questions_of
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan

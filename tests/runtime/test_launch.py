@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mmtrain.errors import MmtrainError, PlanError, StoppedAndSaved
-from mmtrain.runtime.launch import launch_local
+from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 from tests.distributed import fork_ranks
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from mmtrain.data.demo import train_tokenizer
-from mmtrain.data.tokenize import AUDIO
-from mmtrain.models.build import StageModule
+from mmtrain.data.formats.chat_tokenizer import AUDIO
+from mmtrain.data.synthetic.demo import train_tokenizer
+from mmtrain.models.build_stage import StageModule
 from mmtrain.recipe import Recipe
 from tests.runtime.models import evaluated, recipe, run_folder, teach
 

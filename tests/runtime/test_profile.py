@@ -8,13 +8,13 @@ import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
 from mmtrain.errors import PlanError, UserError
-from mmtrain.models.shape import shape
-from mmtrain.plan import plan
-from mmtrain.plan.profiling import sizes_to_measure
+from mmtrain.models.model_shape import shape
+from mmtrain.plan.planner import plan
+from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.probes import probes
-from mmtrain.runtime.profile import ProfileRequest, profile
-from mmtrain.runtime.stack import typical
+from mmtrain.runtime.profiling.layer_profiler import typical
+from mmtrain.runtime.profiling.probes import probes
+from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from tests.distributed import fork_ranks
 from tests.plan import factory
 

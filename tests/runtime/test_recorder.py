@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mmtrain.program import Edge, Forward, Microbatch, Recv, Send, StageId, Step
-from mmtrain.program.recorded import Done, Moved, StepRecord
-from mmtrain.runtime import recorder as module
-from mmtrain.runtime.activity import Activity
-from mmtrain.runtime.recorder import CudaClock, HostClock, Recorder, clock_of
+from mmtrain.program.trace.step_record import Done, Moved, StepRecord
+from mmtrain.runtime.execution import recorder as module
+from mmtrain.runtime.execution.recorder import CudaClock, HostClock, Recorder, clock_of
+from mmtrain.runtime.resilience.activity import Activity
 
 VISION, LLM = StageId("vision", 0), StageId("llm", 0)
 EDGE = Edge(VISION, LLM)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.build import StageModule
-from mmtrain.models.inputs import VisionInput
+from mmtrain.models.build_stage import StageModule
 from mmtrain.models.megatron import ParallelGroups, unit_scope
+from mmtrain.models.stage_inputs import VisionInput
 from tests.models.factory import images, randomize, settings, stage, text
 
 MODEL = settings()

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmtrain.models.build import StageModule
-from mmtrain.models.inputs import TextInput, UnitInput
+from mmtrain.models.build_stage import StageModule
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.shape import num_pieces
+from mmtrain.models.model_shape import num_pieces
+from mmtrain.models.stage_inputs import TextInput, UnitInput
 from mmtrain.program import Edge, StageId
-from mmtrain.runtime.unit import Passage, UnitRunner
+from mmtrain.runtime.execution.unit import Passage, UnitRunner
 from tests.models.factory import gradients, images, randomize, settings, stage, text
 
 MODEL = settings()

@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
-from mmtrain.models.build import StageModule
+from mmtrain.models.build_stage import StageModule
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.program import Microbatch, Program, StageGraph, Step, build, build_1f1b, check, lower, step_loads
-from mmtrain.program.inflight import send_limit
+from mmtrain.program.verify.send_window import send_limit
 from mmtrain.recipe.schema import OptimizerSettings
-from mmtrain.runtime.broker import Broker
-from mmtrain.runtime.executor import Executor, StepInput
-from mmtrain.runtime.job import forward_only
-from mmtrain.runtime.optimizer import Optimizer
-from mmtrain.runtime.process_groups import build_groups
-from mmtrain.runtime.unit import UnitRunner
+from mmtrain.runtime.execution.broker import Broker
+from mmtrain.runtime.execution.executor import Executor, StepInput
+from mmtrain.runtime.execution.optimizer import Optimizer
+from mmtrain.runtime.execution.process_groups import build_groups
+from mmtrain.runtime.execution.rank_context import forward_only
+from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.program.graphs import Unit, chain

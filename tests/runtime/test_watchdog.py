@@ -2,10 +2,10 @@ import threading
 from pathlib import Path
 
 from mmtrain.program import Step
-from mmtrain.runtime.activity import Activity
-from mmtrain.runtime.failures import read_failures, stacks_path
-from mmtrain.runtime.runstate import read_state
-from mmtrain.runtime.watchdog import Watchdog
+from mmtrain.runtime.resilience.activity import Activity
+from mmtrain.runtime.resilience.failures import read_failures, stacks_path
+from mmtrain.runtime.resilience.watchdog import Watchdog
+from mmtrain.runtime.training.run_state import read_state
 
 DEADLINE_S = 5.0
 

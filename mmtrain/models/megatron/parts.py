@@ -32,8 +32,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from mmtrain.models.attention import Backend, Packing, attend, rotate
-from mmtrain.models.megatron.groups import ParallelGroups, unit_scope
-from mmtrain.models.shape import LayerShape
+from mmtrain.models.megatron.parallel_groups import ParallelGroups, unit_scope
+from mmtrain.models.model_shape import LayerShape
 
 
 def quick_gelu(x: Tensor) -> Tensor:

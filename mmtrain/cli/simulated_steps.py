@@ -1,0 +1,58 @@
+"""A plan's steps simulated on the batches that training sees, for the commands that show them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmtrain.data import DataIndex
+    from mmtrain.plan import Plan
+    from mmtrain.program import Timeline
+    from mmtrain.recipe import Recipe
+    from mmtrain.report.comparison import Trace
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was simulated, on what, and the trace of a run that took the same steps."""
+
+    index: "DataIndex"
+    plan: "Plan"
+    steps: list[int]  # counted from 1
+    timelines: "list[Timeline]"  # of the steps
+    trace: "Trace | None"
+
+
+def rehearsal(
+    recipe: "Recipe", plan_path: Path | None, trace_path: Path | None = None, steps: tuple[int, ...] = (1,)
+) -> Rehearsal:
+    """Simulate `steps`, or those of a trace, of the plan in a file, or of one made now.
+
+    Raises UserError for a plan of another recipe, and for a trace that cannot be read or is of another plan.
+    """
+    from mmtrain.cli.local_cluster import plan_here
+    from mmtrain.cli.recipe_index import indexed
+    from mmtrain.data import GroupStream
+    from mmtrain.errors import UserError
+    from mmtrain.plan.artifact.balancing_targets import step_aims
+    from mmtrain.plan.artifact.plan_files import load as load_plan
+    from mmtrain.plan.artifact.plan_files import require_match
+    from mmtrain.plan.estimate.simulate_plan import rehearse
+    from mmtrain.recipe import sha256
+    from mmtrain.report.comparison import Trace
+
+    index = indexed(recipe)
+    if plan_path is None:
+        plan = plan_here(recipe, index.lengths)
+    else:
+        plan = load_plan(plan_path)
+        require_match(plan, sha256(recipe), plan.world_size, plan.hardware)
+    trace = None if trace_path is None else Trace.load(trace_path)
+    if trace is not None and trace.plan_sha256 != plan.sha256:
+        raise UserError(f"{trace_path}: recorded with another plan than {plan_path}; give the one that was run")
+    stream, global_batch = GroupStream.of(recipe, index), recipe.train.global_batch
+    dp = {name: unit.dp for name, unit in plan.units.items()}
+    numbers = list(steps) if trace is None else trace.steps
+    counts, aims = plan.schedule.num_microbatches, step_aims(recipe, plan, index.lengths)
+    timelines = [rehearse(recipe, plan, stream.batch(n - 1, global_batch, dp, counts, aims)) for n in numbers]
+    return Rehearsal(index, plan, numbers, timelines, trace)

@@ -1,0 +1,203 @@
+"""`AnalyticCosts`: a roofline over the layer's products, moved bytes and kernel launches."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.costs.block_pieces import block_pieces
+from mmtrain.costs.cost_model import CollectiveKind, ComputeKind, PieceCost, TokenLoad
+from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
+from mmtrain.costs.layer_arithmetic import Gemm
+from mmtrain.models.model_shape import LayerShape, num_pieces
+
+# Kernels of one forward: products, norms, rotary, attention, activation, residual adds, bias and layout changes.
+FORWARD_KERNELS = {
+    "patch_embed": 6,
+    "audio_embed": 18,
+    "vit_block": 22,
+    "decoder_block": 30,
+    "projector": 10,
+    "embedding": 3,
+    "head": 10,
+    "context_projector": 2,
+    "unet_embed": 10,
+    "unet_residual": 14,
+    "unet_attention": 40,
+    "unet_down": 2,
+    "unet_up": 3,
+    "unet_out": 4,
+    "dit_embed": 12,
+    "dit_block": 36,
+    "dit_out": 6,
+}
+# All-reduces that tensor parallelism adds to forward and to the input part of backward (Megatron-LM, arXiv 1909.08053).
+TP_REDUCES = {
+    "patch_embed": (0, 0),
+    "audio_embed": (0, 0),
+    "vit_block": (2, 2),
+    "decoder_block": (2, 2),
+    "projector": (1, 1),
+    "embedding": (1, 0),
+    "head": (0, 1),
+    "dit_block": (3, 3),
+    "context_projector": (0, 1),  # gradients that all blocks give of the context
+}  # a U-Net is not split
+
+
+# Bytes of a parameter that the gradient norm, clipping and AdamW read and write, in fp32: the gradient is read for the
+# norm (and once more as a double, written and read), read and written by clipping; AdamW reads gradient, weight and two
+# moments and writes all but the gradient.
+OPTIMIZER_BYTES = 4 * (1 + 4 + 2 + 4 + 3)
+
+
+@dataclass(frozen=True)
+class AnalyticCosts:
+    """Implements `costs.types.CostModel` from a hardware preset alone."""
+
+    hardware: Hardware
+    precision: Precision
+
+    @property
+    def source(self) -> str:
+        """Says that nothing here was measured on the machine that will run."""
+        return f"modelled: {self.hardware.name}"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation."""
+        return ELEMENT_BYTES[self.precision]
+
+    def seconds(
+        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
+    ) -> float:
+        """Seconds one rank of `tp` spends on `layer`, its tensor-parallel collectives included.
+
+        `backward` excludes `recompute`, which costs a forward. A load without tokens costs nothing.
+        """
+        if load.tokens == 0:
+            return 0.0
+        if kind == "backward":
+            return self._backward(layer, tp, load, input_grad)
+        return self._forward(layer, tp, load)
+
+    def pieces(
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        kind: ComputeKind,
+        *,
+        input_grad: bool = True,
+        sliced: bool = False,
+    ) -> tuple[PieceCost, ...]:
+        """What `seconds` says, piece by piece; see `pieces`. Layers of one piece have their collectives inside."""
+        total = self.seconds(layer, tp, load, kind, input_grad=input_grad)
+        if num_pieces(layer.kind) == 1:
+            return (PieceCost(total, 0.0),)
+        backward = kind == "backward"
+        passes = (
+            analytic.backward_passes(layer, load, tp, weight_grad=layer.trainable, input_grad=input_grad)
+            if backward
+            else tuple((g, 1) for g in analytic.gemms(layer, load, tp))
+        )
+        if not total:
+            return (PieceCost(0.0, 0.0),) * num_pieces(layer.kind)
+        twice = 2 if backward else 1
+        return block_pieces(
+            layer,
+            tp,
+            "backward" if backward else "forward",
+            products_s=[times * self._product(g) for g, times in passes],
+            attention_s=twice * self._attention(layer, tp, load),
+            moving_s=twice * self._moving(layer, tp, load),
+            launches_s=self._launches(layer),
+            gather_s=self._kv_gather(layer, tp, load),
+            reduce_s=TP_REDUCES[layer.kind][backward] * self._tp_reduce(layer, tp, load),
+            sliced=sliced,
+        )
+
+    def activation_bytes(
+        self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
+    ) -> int:
+        """Bytes one rank keeps between forward and backward of `layer`; none when it has no backward."""
+        if not (layer.trainable or input_grad):
+            return 0
+        if recompute:
+            return analytic.input_bytes(layer, load, self.element_bytes)
+        spared = 0 if layer.trainable else analytic.weights_only_bytes(layer, load, self.element_bytes, tp)
+        return analytic.activation_bytes(layer, load, self.element_bytes, tp) - spared
+
+    def transfer(self, nbytes: int, same_node: bool) -> float:
+        """Seconds of one message of `nbytes` between two ranks."""
+        return self.hardware.link(same_node).seconds(nbytes)
+
+    def posting(self) -> float:
+        """Seconds for which each end of a message keeps its rank from computing."""
+        return self.hardware.post_s
+
+    def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
+        """Seconds of a ring collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
+        if size == 1:
+            return 0.0
+        link = self.hardware.link(same_node)
+        if kind == "broadcast":
+            return link.seconds(nbytes)
+        rounds = (size - 1) * (2 if kind == "all_reduce" else 1)
+        return rounds * link.seconds(nbytes / size)
+
+    def optimizer(self, parameters: int) -> float:
+        """Seconds of an optimizer step over `parameters` of one rank."""
+        return parameters * OPTIMIZER_BYTES / self.hardware.memory_bytes_per_s
+
+    @lru_cache(maxsize=1 << 16)  # noqa: B019 - a model is a small value kept for the whole planning, its layers repeat
+    def _forward(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        products = sum(self._product(g) for g in analytic.gemms(layer, load, tp))
+        reduces = TP_REDUCES.get(layer.kind, (0, 0))[0] * self._tp_reduce(layer, tp, load)
+        moving = self._moving(layer, tp, load) + self._launches(layer)
+        return products + self._attention(layer, tp, load) + moving + reduces + self._kv_gather(layer, tp, load)
+
+    @lru_cache(maxsize=1 << 16)  # noqa: B019
+    def _backward(self, layer: LayerShape, tp: int, load: TokenLoad, input_grad: bool) -> float:
+        weight_grad = layer.trainable
+        if not (weight_grad or input_grad):
+            return 0.0
+        passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
+        products = sum(times * self._product(g) for g, times in passes)
+        reduces = TP_REDUCES.get(layer.kind, (0, 0))[1] * self._tp_reduce(layer, tp, load)
+        # Backward has about twice the kernels, but starts them without Python in between.
+        moving = 2 * self._moving(layer, tp, load) + self._launches(layer)
+        gather = self._kv_gather(layer, tp, load)
+        return products + 2 * self._attention(layer, tp, load) + moving + reduces + gather
+
+    def _product(self, g: Gemm) -> float:
+        if g.m == 0:
+            return 0.0
+        h = self.hardware
+        compute = g.flops / (h.peak_flops(self.precision) * h.product_efficiency(g.m, g.n, g.k))
+        operands = (g.m * g.k + g.k * g.n + g.m * g.n) * self.element_bytes
+        return max(compute, operands / h.memory_bytes_per_s)
+
+    def _attention(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        rate = self.hardware.peak_flops(self.precision) * self.hardware.attention_efficiency
+        return analytic.attention_flops(layer, load, tp) / rate
+
+    def _moving(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        moved = analytic.moved_elements(layer, load, tp) * self.element_bytes
+        return moved / self.hardware.memory_bytes_per_s
+
+    def _launches(self, layer: LayerShape) -> float:
+        return FORWARD_KERNELS[layer.kind] * self.hardware.kernel_launch_s
+
+    def _kv_gather(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        """With fewer KV heads than ranks, each block joins its projections (and splits their gradients again)."""
+        if layer.kv_heads >= tp or not layer.kv_heads:
+            return 0.0
+        width = (layer.heads + 2 * layer.kv_heads) * layer.head_dim
+        return self.collective("all_gather", load.tokens * width * self.element_bytes, tp, same_node=True)
+
+    def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        rows = analytic.features(layer, load) if layer.kind == "projector" else load.tokens
+        if layer.kind == "context_projector":
+            rows = load.num_sequences * layer.context
+        width = layer.hidden if layer.kind == "head" else layer.out
+        return self.collective("all_reduce", rows * width * self.element_bytes, tp, same_node=True)

@@ -1,0 +1,236 @@
+"""`MeasuredCosts`: a cost model that interpolates what `mmtrain profile` measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.costs.analytic_costs import AnalyticCosts
+from mmtrain.costs.block_pieces import scaled
+from mmtrain.costs.cost_model import CollectiveKind, ComputeKind, PieceCost, TokenLoad
+from mmtrain.costs.cost_table import CostTable, LayerEntry, LayerSample, Timed, described, layer_key
+from mmtrain.models.model_shape import LayerShape
+
+FloatArray = npt.NDArray[np.float64]
+Quantity = Timed | Literal["bytes"]
+SAME_NODE = 0.1  # numbers of tokens that differ by less are one node
+_COMPARED: tuple[Timed, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity of a layer by load: piecewise linear in tokens, and linear in what attention and sequences add.
+
+    value = base(tokens) + per_pair * sum_sq + per_sequence * num_sequences. Beyond the outermost nodes base goes on
+    as straight as it came, but never below zero.
+    """
+
+    tokens: FloatArray  # (k,) ascending nodes
+    base: FloatArray  # (k,)
+    per_pair: float
+    per_sequence: float
+
+    @classmethod
+    def fit(cls, loads: Sequence[TokenLoad], values: Sequence[float]) -> "Curve":
+        """Least squares over measured values.
+
+        Loads of about as many tokens share a node; where they are all alike nothing tells the terms apart, and base
+        takes it all. A term that comes out negative, by noise, is left out.
+        """
+        tokens = np.array([load.tokens for load in loads], dtype=np.float64)
+        nodes = _apart(np.unique(tokens))
+        base = np.stack([np.interp(tokens, nodes, row) for row in np.eye(len(nodes))], axis=1)
+        terms = np.array([[load.sum_sq, load.num_sequences] for load in loads], dtype=np.float64)
+        used = [0, 1]
+        # Short loads say as much as long ones: errors count relative to what was measured.
+        weight = 1 / np.maximum(np.asarray(values, dtype=np.float64), 1e-12)
+        while True:
+            matrix = np.concatenate([base, terms[:, used]], axis=1) * weight[:, None]
+            scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+            found, _, rank, _ = np.linalg.lstsq(matrix / scale, np.ones(len(loads)), rcond=1e-9)
+            if rank < len(nodes) + len(used) and used:
+                used.pop()
+                continue
+            solution = found / scale
+            negative = [term for term, value in zip(used, solution[len(nodes) :], strict=True) if value < 0]
+            if not negative:
+                break
+            used.remove(negative[0])
+        by_term = dict(zip(used, solution[len(nodes) :].tolist(), strict=True))
+        return cls(nodes, solution[: len(nodes)], by_term.get(0, 0.0), by_term.get(1, 0.0))
+
+    def at(self, load: TokenLoad) -> float:
+        """The value at a load."""
+        x, y, t = self.tokens, self.base, float(load.tokens)
+        if len(x) == 1:
+            base = y[0] * t / max(x[0], 1.0)
+        else:
+            i = int(np.clip(np.searchsorted(x, t) - 1, 0, len(x) - 2))
+            base = y[i] + (y[i + 1] - y[i]) * (t - x[i]) / (x[i + 1] - x[i])
+        return max(0.0, float(base) + self.per_pair * load.sum_sq + self.per_sequence * load.num_sequences)
+
+    def covers(self, load: TokenLoad) -> bool:
+        """Whether a load lies between the outermost nodes."""
+        return bool(self.tokens[0] <= load.tokens <= self.tokens[-1])
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Implements `costs.types.CostModel` from a table; what the table lacks is modelled.
+
+    `extrapolated` collects what was asked for beyond the measured range, `missing` what was modelled instead.
+    """
+
+    table: CostTable
+    model: AnalyticCosts
+    extrapolated: set[str] = field(default_factory=set, compare=False)
+    missing: set[str] = field(default_factory=set, compare=False)
+    _curves: dict[tuple[str, int, Quantity], Curve] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def source(self) -> str:
+        """Where the table's entries come from, and what of them is not in it."""
+        parts = [f"{self.table.made}: {self.table.device}, {self.table.date}"]
+        if self.missing:
+            parts.append(f"modelled ({self.model.hardware.name}): {', '.join(sorted(self.missing))}")
+        if self.extrapolated:
+            parts.append(f"extrapolated: {', '.join(sorted(self.extrapolated))}")
+        if self.missing or self.extrapolated:
+            parts.append("`mmtrain profile` on such hardware measures them")
+        return "; ".join(parts)
+
+    def seconds(
+        self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
+    ) -> float:
+        """Seconds one rank of `tp` spends on `layer`; see `CostModel`."""
+        if load.tokens == 0 or (kind == "backward" and not (layer.trainable or input_grad)):
+            return 0.0
+        entry = self._entry(layer, tp)
+        timed: Timed = kind
+        alone = kind == "forward" and not (layer.trainable or input_grad)
+        if alone and entry is not None and "forward_only" in entry.samples[0].seconds:
+            timed = "forward_only"
+        if kind == "backward" and not (layer.trainable and input_grad):
+            timed = "backward_weight" if layer.trainable else "backward_input"
+        if entry is not None and timed == "backward_weight" and timed not in entry.samples[0].seconds:
+            timed = "backward"  # of a layer whose input has no gradient there is but one
+        if entry is None or timed not in entry.samples[0].seconds:
+            self.missing.add(f"{layer.kind} tp{tp}")
+            return self.model.seconds(layer, tp, load, kind, input_grad=input_grad)
+        return self._flagged(entry, timed, layer, load)
+
+    def pieces(
+        self,
+        layer: LayerShape,
+        tp: int,
+        load: TokenLoad,
+        kind: ComputeKind,
+        *,
+        input_grad: bool = True,
+        sliced: bool = False,
+    ) -> tuple[PieceCost, ...]:
+        """What was measured of the whole layer, in the proportions that are modelled."""
+        modelled = self.model.pieces(layer, tp, load, kind, input_grad=input_grad, sliced=sliced)
+        return scaled(modelled, self.seconds(layer, tp, load, kind, input_grad=input_grad))
+
+    def activation_bytes(
+        self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
+    ) -> int:
+        """Bytes one rank keeps between forward and backward of `layer`; see `CostModel`."""
+        entry = self._entry(layer, tp)
+        if entry is None or recompute or load.tokens == 0 or not (layer.trainable or input_grad):
+            return self.model.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
+        least = analytic.input_bytes(layer, load, self.model.element_bytes)
+        spared = 0 if layer.trainable else analytic.weights_only_bytes(layer, load, self.model.element_bytes, tp)
+        return max(least, round(self._flagged(entry, "bytes", layer, load)) - spared)
+
+    def transfer(self, nbytes: int, same_node: bool) -> float:
+        """Seconds of one message of `nbytes` between two ranks."""
+        measured = self._message("p2p", 2, nbytes) if same_node else None
+        return self.model.transfer(nbytes, same_node) if measured is None else measured
+
+    def posting(self) -> float:
+        """Seconds for which each end of a message keeps its rank from computing; no table has it."""
+        return self.model.posting()
+
+    def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
+        """Seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
+        measured = self._message(kind, size, nbytes) if same_node and size > 1 else None
+        return self.model.collective(kind, nbytes, size, same_node) if measured is None else measured
+
+    def optimizer(self, parameters: int) -> float:
+        """Seconds of an optimizer step over `parameters` of one rank: a line through what was measured."""
+        if not self.table.optimizer:
+            return self.model.optimizer(parameters)
+        start, per_parameter = self._optimizer_line
+        return start + per_parameter * parameters if parameters else 0.0
+
+    @cached_property
+    def _optimizer_line(self) -> tuple[float, float]:
+        """Seconds of an optimizer step without parameters, and of each; least relative squares, neither negative."""
+        counts = np.array([e.parameters for e in self.table.optimizer], dtype=np.float64)
+        seconds = np.maximum([e.seconds for e in self.table.optimizer], 1e-12)
+        if len(counts) > 1:
+            matrix = np.stack([1 / seconds, counts / seconds], axis=1)
+            start, slope = np.linalg.lstsq(matrix, np.ones(len(counts)), rcond=None)[0].tolist()
+            if start >= 0 and slope >= 0:
+                return start, slope
+        return 0.0, float(np.mean(seconds / counts))
+
+    def _message(self, kind: str, size: int, nbytes: int) -> float | None:
+        entry = self.table.by_message.get((kind, size))
+        if entry is None:
+            return None
+        largest, seconds = entry.nbytes[-1], entry.seconds
+        if nbytes > largest:  # large messages are bandwidth alone
+            return seconds[-1] * nbytes / largest
+        return float(np.interp(nbytes, entry.nbytes, seconds))
+
+    def _entry(self, layer: LayerShape, tp: int) -> LayerEntry | None:
+        return self.table.by_layer.get((_key(layer), tp))
+
+    def _flagged(self, entry: LayerEntry, quantity: Quantity, layer: LayerShape, load: TokenLoad) -> float:
+        key = (_key(layer), entry.tp, quantity)
+        if key not in self._curves:
+            self._curves[key] = fitted(entry, quantity)
+        curve = self._curves[key]
+        if not curve.covers(load):
+            lo, hi = curve.tokens[[0, -1]].astype(int).tolist()
+            self.extrapolated.add(f"{layer.kind} tp{entry.tp} beyond {lo} to {hi} tokens")
+        return curve.at(load)
+
+
+def errors(entry: LayerEntry, held_out: Sequence[LayerSample]) -> list[float]:
+    """Relative errors of interpolated forwards and backwards at loads that the entry does not hold."""
+    curves = {timed: fitted(entry, timed) for timed in _COMPARED if timed in entry.samples[0].seconds}
+    return [
+        abs(curve.at(sample.load) / sample.seconds[timed] - 1)
+        for sample in held_out
+        for timed, curve in curves.items()
+        if timed in sample.seconds
+    ]
+
+
+def fitted(entry: LayerEntry, quantity: Quantity) -> Curve:
+    """The curve through an entry's samples."""
+    samples = entry.samples
+    values = [float(s.activation_bytes) if quantity == "bytes" else s.seconds[quantity] for s in samples]
+    return Curve.fit([s.load for s in samples], values)
+
+
+def _apart(ascending: FloatArray) -> FloatArray:
+    """Without the values that hardly differ from one before; the largest stays."""
+    kept = [ascending[-1]]
+    for value in ascending[-2::-1]:
+        if value < kept[-1] * (1 - SAME_NODE):
+            kept.append(value)
+    return np.array(kept[::-1])
+
+
+@lru_cache(maxsize=4096)
+def _key(layer: LayerShape) -> str:
+    return layer_key(described(layer))

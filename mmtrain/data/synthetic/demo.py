@@ -1,0 +1,249 @@
+"""The demo's data: drawn shapes, digits and bar charts with questions about them, and some arithmetic.
+
+Small enough that a tiny model learns it from nothing in minutes on a processor core, and built so that most answers
+need the picture: a question alone leaves every answer of its template about equally likely.
+"""
+
+import hashlib
+import json
+import random
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from mmtrain.data.formats.chat_tokenizer import SPECIAL_TOKENS
+from mmtrain.data.formats.sample import IMAGE_MARK
+from mmtrain.data.synthetic.demo_draw import COLOURS, SHAPES, bar_chart, digit, scene
+from mmtrain.errors import DataError
+
+VOCAB = 512
+SUMMARY_FILE = "demo.json"
+_HELDOUT_PAIRS = 8  # one in this many pairs of operands
+
+Allowed = Callable[[int, int], bool]  # whether a split may use this pair of operands
+
+
+@dataclass(frozen=True)
+class DemoSummary:
+    """What `generate` wrote."""
+
+    seed: int
+    train: int
+    heldout: int
+    images: int
+    templates: dict[str, int]  # question template -> training samples
+    vocab: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about pictures (or none), and its answer."""
+
+    template: str
+    text: str
+    answer: str
+    pictures: tuple[Image.Image, ...] = ()
+
+
+def generate(out: Path, seed: int, train: int, heldout: int) -> DemoSummary:
+    """Write `train.json`, `heldout.json`, `images/` and `tokenizer.json` under `out`; same arguments, same bytes.
+
+    No held-out question occurs in training with the same pictures, and no pair of operands in both splits. Replaces
+    demo data written before; raises `DataError` rather than touch a folder with anything else in it.
+    """
+    if out.exists() and any(out.iterdir()) and not (out / SUMMARY_FILE).exists():
+        raise DataError(f"{out}: not empty and not demo data; name another folder or empty it")
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "images").mkdir(parents=True)
+    rng = random.Random(seed)
+    seen: set[str] = set()
+    train_rows = [
+        _write(out, "train", i, q)
+        for i, q in enumerate(_questions(rng, train, lambda a, b: not _is_heldout(seed, a, b), seen))
+    ]
+    heldout_rows = [
+        _write(out, "heldout", i, q)
+        for i, q in enumerate(_questions(rng, heldout, lambda a, b: _is_heldout(seed, a, b), seen))
+    ]
+    _write_json(out / "train.json", train_rows)
+    _write_json(out / "heldout.json", heldout_rows)
+    tokenizer = train_tokenizer(turn["value"] for row in train_rows for turn in row["conversations"])
+    tokenizer.save(str(out / "tokenizer.json"))
+    summary = DemoSummary(
+        seed=seed,
+        train=train,
+        heldout=heldout,
+        images=sum(len(row.get("image", ())) for row in (*train_rows, *heldout_rows)),
+        templates=dict(sorted(Counter(row["template"] for row in train_rows).items())),
+        vocab=tokenizer.get_vocab_size(),
+    )
+    _write_json(out / SUMMARY_FILE, asdict(summary))
+    return summary
+
+
+def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
+    """Train a byte-level BPE tokenizer of at most `VOCAB` tokens, digits apart, with the chat format's specials."""
+    tokenizer = Tokenizer(models.BPE())
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((t.replace(IMAGE_MARK, "") for t in texts), trainer)
+    return tokenizer
+
+
+def _questions(rng: random.Random, count: int, allowed: Allowed, seen: set[str]) -> Iterator[Question]:
+    """Draw `count` questions that were not asked before about the same pictures; arithmetic may repeat."""
+    names, weights = list(_TEMPLATES), [weight for weight, _ in _TEMPLATES.values()]
+    for _ in range(count):
+        name = rng.choices(names, weights)[0]
+        while True:
+            question = _TEMPLATES[name][1](rng, allowed)
+            key = _key(question)
+            if not question.pictures or key not in seen:
+                break
+        seen.add(key)
+        yield question
+
+
+def _is_heldout(seed: int, a: int, b: int) -> bool:
+    """Whether a pair of operands is kept for held-out questions; 31 + 7 and 7 + 31 fall on the same side."""
+    return zlib.crc32(f"{seed}:{min(a, b)}:{max(a, b)}".encode()) % _HELDOUT_PAIRS == 0
+
+
+def _key(question: Question) -> str:
+    digest = hashlib.sha256(question.text.encode())
+    for picture in question.pictures:
+        digest.update(repr(picture.size).encode() + picture.tobytes())
+    return digest.hexdigest()
+
+
+def _write(out: Path, split: str, number: int, question: Question) -> dict[str, Any]:
+    names = [f"images/{split}-{number:05d}-{i}.png" for i in range(len(question.pictures))]
+    for name, picture in zip(names, question.pictures, strict=True):
+        picture.save(out / name, compress_level=1)
+    row: dict[str, Any] = {"id": f"{split}-{number:05d}", "template": question.template}
+    if names:
+        row["image"] = names
+    row["conversations"] = [
+        {"from": "human", "value": question.text},
+        {"from": "gpt", "value": question.answer},
+    ]
+    return row
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _colour(rng: random.Random, _: Allowed) -> Question:
+    kinds = rng.sample(SHAPES, rng.randint(1, 2))
+    objects = [(kind, rng.choice(list(COLOURS))) for kind in kinds]
+    kind, colour = rng.choice(objects)
+    return Question("colour", f"{IMAGE_MARK}What colour is the {kind}?", colour, (scene(rng, objects),))
+
+
+def _shape(rng: random.Random, _: Allowed) -> Question:
+    colours = rng.sample(list(COLOURS), rng.randint(1, 2))
+    objects = [(rng.choice(SHAPES), colour) for colour in colours]
+    kind, colour = rng.choice(objects)
+    return Question("shape", f"{IMAGE_MARK}What shape is {colour}?", kind, (scene(rng, objects),))
+
+
+def _describe(rng: random.Random, _: Allowed) -> Question:
+    objects = [_object(rng) for _ in range(rng.randint(1, 2))]
+    answer = ", ".join(f"{colour} {kind}" for kind, colour in objects)
+    return Question("describe", f"{IMAGE_MARK}What is shown?", answer, (scene(rng, objects),))
+
+
+def _count(rng: random.Random, _: Allowed) -> Question:
+    objects = [_object(rng) for _ in range(rng.randint(1, 5))]
+    return Question("count", f"{IMAGE_MARK}How many shapes?", str(len(objects)), (scene(rng, objects),))
+
+
+def _read_digit(rng: random.Random, _: Allowed) -> Question:
+    value = rng.randint(0, 9)
+    return Question("digit", f"{IMAGE_MARK}Which digit?", str(value), (digit(rng, value),))
+
+
+def _larger_digit(rng: random.Random, _: Allowed) -> Question:
+    values = rng.sample(range(10), 2)
+    pictures = tuple(digit(rng, value) for value in values)
+    return Question("larger_digit", f"{_numbered(pictures)}Which digit is larger?", str(max(values)), pictures)
+
+
+def _tallest(rng: random.Random, _: Allowed) -> Question:
+    bars = list(zip(rng.sample(list(COLOURS), 3), rng.sample(range(1, 6), 3), strict=True))
+    tallest = max(bars, key=lambda bar: bar[1])[0]
+    return Question("tallest_bar", f"{IMAGE_MARK}Which bar is tallest?", tallest, (bar_chart(rng, bars),))
+
+
+def _height(rng: random.Random, _: Allowed) -> Question:
+    bars = [(colour, rng.randint(1, 5)) for colour in rng.sample(list(COLOURS), rng.randint(1, 3))]
+    colour, height = rng.choice(bars)
+    return Question("bar_height", f"{IMAGE_MARK}How tall is {colour}?", str(height), (bar_chart(rng, bars),))
+
+
+def _which_image(rng: random.Random, _: Allowed) -> Question:
+    objects = [_object(rng) for _ in range(rng.randint(2, 4))]
+    pictures = tuple(scene(rng, [one]) for one in objects)
+    place = rng.randrange(len(objects))
+    return Question("which_image", f"{_numbered(pictures)}What colour is {place + 1}?", objects[place][1], pictures)
+
+
+def _more(rng: random.Random, _: Allowed) -> Question:
+    numbers = rng.sample(range(1, 6), 2)
+    pictures = tuple(scene(rng, [_object(rng) for _ in range(number)]) for number in numbers)
+    answer = 1 if numbers[0] > numbers[1] else 2
+    return Question("more_shapes", f"{_numbered(pictures)}Which has more shapes?", str(answer), pictures)
+
+
+def _sum(rng: random.Random, allowed: Allowed) -> Question:
+    while True:
+        ones, b = rng.randint(0, 8), rng.randint(1, 9)
+        a = rng.randint(1, 9) * 10 + ones
+        if ones + b <= 9 and allowed(a, b):
+            return Question("sum", f"What is {a} + {b}?", str(a + b))
+
+
+def _larger_number(rng: random.Random, allowed: Allowed) -> Question:
+    while True:
+        a, b = rng.sample(range(10, 100), 2)
+        if allowed(a, b):
+            return Question("larger_number", f"Which is larger, {a} or {b}?", str(max(a, b)))
+
+
+def _object(rng: random.Random) -> tuple[str, str]:
+    return rng.choice(SHAPES), rng.choice(list(COLOURS))
+
+
+def _numbered(pictures: tuple[Image.Image, ...]) -> str:
+    return "".join(f"{i}: {IMAGE_MARK} " for i in range(1, len(pictures) + 1))
+
+
+_TEMPLATES: dict[str, tuple[float, Callable[[random.Random, Allowed], Question]]] = {
+    "describe": (1, _describe),
+    "colour": (1, _colour),
+    "shape": (1, _shape),
+    "count": (1, _count),
+    "digit": (1, _read_digit),
+    "larger_digit": (1, _larger_digit),
+    "bar_height": (1, _height),
+    "tallest_bar": (1, _tallest),
+    "which_image": (1, _which_image),
+    "more_shapes": (1, _more),
+    "sum": (1, _sum),
+    "larger_number": (1, _larger_number),
+}

@@ -1,0 +1,247 @@
+"""ZeRO-1 AdamW over Megatron-core's gradient buffers, for one unit on one rank.
+
+Megatron's `DistributedDataParallel` keeps parameters and gradients in flat buffers and `DistributedOptimizer` shards
+the update over data-parallel replicas. Three habits of theirs are turned off because the program decides: no hook
+starts a reduction, stepping does not gather parameters, and nothing is averaged (the loss is already normalised).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from mmtrain.models.megatron.compat import optimizer_scope
+from mmtrain.models.megatron.parallel_groups import ParallelGroups
+from mmtrain.models.named_shards import NamedShard
+from mmtrain.models.parameter_specs import ParamSpec
+from mmtrain.recipe.schema import OptimizerSettings
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A parameter as this rank holds it."""
+
+    spec: ParamSpec
+    tied: bool = False  # another stage of the same replica holds the same weight
+    owned: bool = True  # of a tied weight, the copy that is counted in norms and stored
+
+
+class ZeroAdamW:
+    """AdamW for the stages of one unit; each data-parallel replica updates its shard of the flat buffers.
+
+    Args:
+        stages: the unit's stage modules on this rank.
+        held: every parameter of the stages, with its plan-independent name and how tensor parallelism cuts it.
+        groups: the unit's process groups.
+        device: where the parameters are.
+        settings: AdamW's settings; `lr_scale` multiplies the learning rate of this unit, `weight_decay` is its own.
+    """
+
+    def __init__(
+        self,
+        stages: nn.ModuleList,
+        held: Mapping[nn.Parameter, Held],
+        groups: ParallelGroups,
+        device: torch.device,
+        settings: OptimizerSettings,
+        lr_scale: float,
+        weight_decay: float,
+    ) -> None:
+        self._held, self._groups, self._device, self._lr_scale = held, groups, device, lr_scale
+        self._frozen = [p for p in held if not p.requires_grad]
+        self._trained = [p for p in held if p.requires_grad]
+        if self._trained:
+            with optimizer_scope(device):
+                self._ddp = _buffers(stages, groups)
+                # Without autograd, which would make the fp32 shards views with a history, and their `.grad` a warning.
+                with torch.no_grad():
+                    self._optimizer = _optimizer(self._ddp, self._trained, groups, settings, weight_decay)
+            self._shards = {p: self._shard_of(p) for p in self._trained if p in self._optimizer.model_param_gbuf_map}
+            self._start_moments()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the last step."""
+        if self._trained:
+            self._ddp.zero_grad_buffer()
+            self._optimizer.zero_grad()
+
+    def tied_gradient(self) -> Tensor | None:
+        """Gradient of the embedding matrix that another stage holds too, if this rank has one."""
+        tied = [p for p in self._trained if self._held[p].tied]
+        return tied[0].main_grad if tied else None  # type: ignore[attr-defined]
+
+    def reduce_grads(self) -> None:
+        """Begin to sum the gradients over the replicas; `grad_sq_sum` waits until each holds the sum of its shard.
+
+        What other units of this rank still compute hides it. First each lane sums, here and now, those of weights of
+        which its ranks saw only their slices of the tokens.
+        """
+        if partial := [p.main_grad for p in self._trained if getattr(p, "sequence_parallel", False)]:  # type: ignore[attr-defined]
+            total = torch.cat([g.flatten() for g in partial])
+            dist.all_reduce(total, group=self._groups.tp)
+            for gradient, part in zip(partial, torch.split(total, [g.numel() for g in partial]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+        if self._trained and self._groups.dp_size > 1:
+            self._ddp.start_grad_sync()
+
+    def grad_sq_sum(self) -> Tensor:
+        """Sum of squares (float64) of the gradient elements that this rank answers for."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._trained:
+            if self._groups.dp_size > 1:
+                self._ddp.finish_grad_sync()
+            with optimizer_scope(self._device):
+                self._optimizer.prepare_grads()  # the shard's gradients, in fp32, become `.grad` of the shards
+            for param, shard in self._shards.items():
+                if self._answers_for(param) and shard.grad is not None:
+                    total += shard.grad.double().square().sum()
+        return total
+
+    def step(self, lr: float, clip: float) -> None:
+        """Scale the gradients by `clip` and update this rank's shard of the parameters."""
+        if not self._trained:
+            return
+        if clip != 1.0:
+            for shard in self._shards.values():
+                if shard.grad is not None:
+                    shard.grad.mul_(clip)
+        for group in self._optimizer.optimizer.param_groups:
+            group["lr"] = lr * self._lr_scale
+        with optimizer_scope(self._device):
+            self._optimizer.step_with_ready_grads()
+
+    def gather_params(self) -> None:
+        """Bring every replica's shard of the updated parameters together."""
+        if self._trained and self._groups.dp_size > 1:
+            self._ddp.start_param_sync(force_sync=True)
+
+    def set_num_updates(self, value: int) -> None:
+        """Continue after `value` updates; Adam's bias correction depends on it."""
+        for shard in self._shards.values() if self._trained else ():
+            # One tensor each: a tensor that parameters share would count every parameter's update.
+            self._optimizer.optimizer.state[shard]["step"] = torch.tensor(float(value), device=shard.device)
+
+    def gradients(self) -> Iterator[NamedShard]:
+        """Yield this rank's shards of the reduced gradients (before clipping), named like the parameters."""
+        for param, shard in self._shards.items() if self._trained else ():
+            if self._answers_for(param):
+                assert shard.grad is not None
+                yield self._named(param, "", shard.grad, self._flat_range(param))
+
+    def shards(self) -> Iterator[NamedShard]:
+        """Yield master weights and both moments, each element on exactly one rank.
+
+        The names of moments are those of the parameters with `#exp_avg` and `#exp_avg_sq` appended.
+        """
+        if self._groups.dp_rank == 0:
+            for param in self._frozen:
+                if self._answers_for(param):
+                    yield self._named(param, "", param.detach(), None)
+        for param, shard in self._shards.items() if self._trained else ():
+            if self._answers_for(param):
+                yield from self._pieces(param, shard)
+
+    def load(self, read: Callable[[NamedShard], Tensor]) -> None:
+        """Fill parameters and moments; `read` returns the stored piece that a shard describes, as a flat tensor."""
+        with torch.no_grad():
+            for param in self._frozen:
+                param.copy_(read(self._named(param, "", param, None)).view_as(param))
+            for param, shard in self._shards.items() if self._trained else ():
+                for piece in self._pieces(param, shard):
+                    piece.tensor.copy_(read(piece).view_as(piece.tensor))
+            if self._trained:
+                self._optimizer._copy_main_params_to_model_params()
+        self.gather_params()
+
+    def _pieces(self, param: nn.Parameter, shard: Tensor) -> Iterator[NamedShard]:
+        flat, state = self._flat_range(param), self._optimizer.optimizer.state[shard]
+        yield self._named(param, "", shard.detach(), flat)
+        for moment in MOMENTS:
+            yield self._named(param, f"#{moment}", state[moment], flat)
+
+    def _named(self, param: nn.Parameter, suffix: str, tensor: Tensor, flat: tuple[int, int] | None) -> NamedShard:
+        spec = self._held[param].spec
+        return NamedShard(spec.name + suffix, spec, self._groups.tp_rank, self._groups.tp_size, flat, tensor)
+
+    def _answers_for(self, param: nn.Parameter) -> bool:
+        """One rank only counts and stores an element that several hold."""
+        held = self._held[param]
+        return held.owned and (held.spec.dim is not None or self._groups.tp_rank == 0)
+
+    def _shard_of(self, param: nn.Parameter) -> Tensor:
+        group, order = self._optimizer.model_param_group_index_map[param]
+        shard: Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
+        return shard
+
+    def _flat_range(self, param: nn.Parameter) -> tuple[int, int]:
+        part = self._optimizer._get_model_param_range_map(param)["param"]
+        return part.start, part.end
+
+    def _start_moments(self) -> None:
+        """Create Adam's state now rather than at the first step, so that a checkpoint always holds all of it."""
+        for shard in self._shards.values():
+            state = self._optimizer.optimizer.state[shard]
+            state["step"] = torch.tensor(0.0, device=shard.device)
+            for moment in MOMENTS:
+                state[moment] = torch.zeros_like(shard)
+
+
+def _buffers(stages: nn.ModuleList, groups: ParallelGroups) -> DistributedDataParallel:
+    # Of this only `calculate_per_token_loss` is read: it keeps Megatron from averaging over replicas.
+    config = TransformerConfig(
+        num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True, cuda_graph_scope=[]
+    )
+    buffers = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
+    )
+    ddp = DistributedDataParallel(config, buffers, stages, pg_collection=groups.collection())
+    for bucket in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+        # Only here, not in `buffers`: reductions are to run beside compute, but no hook is to start them.
+        bucket.ddp_config = dataclasses.replace(buffers, overlap_grad_reduce=True)
+    return ddp
+
+
+def _optimizer(
+    ddp: DistributedDataParallel,
+    params: list[nn.Parameter],
+    groups: ParallelGroups,
+    settings: OptimizerSettings,
+    weight_decay: float,
+) -> DistributedOptimizer:
+    matrices = [p for p in params if p.ndim > 1]
+    vectors = [p for p in params if p.ndim <= 1]  # norms and biases do not decay
+    adam = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+    half = any(p.dtype == torch.bfloat16 for p in params)
+    config = OptimizerConfig(bf16=half, use_distributed_optimizer=True, lr=settings.lr)
+    optimizer = DistributedOptimizer(
+        adam,
+        config,
+        grad_scaler=None,
+        init_state_fn=None,
+        model_chunks=[ddp],
+        per_model_buffers={0: ddp.buffers},
+        data_parallel_group=groups.dp,
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=0,
+        distributed_optimizer_instance_id=0,
+    )
+    # Told that gathers overlap, the optimizer leaves them to us: `GatherParams` is an action of the program.
+    optimizer.ddp_config = dataclasses.replace(optimizer.ddp_config, overlap_param_gather=True)
+    return optimizer

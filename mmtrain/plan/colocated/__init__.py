@@ -1,0 +1,5 @@
+"""The `colocated` placement: encoder layers run in the bubbles of the LLM's pipeline (Optimus, arXiv 2408.03505).
+
+Start with `colocated_search`, which chooses meshes; `encoder_order` writes the order of one layout's program and
+`bubble_schedule` decides which encoder work goes into which bubble.
+"""

@@ -1,0 +1,208 @@
+"""The fastest colocated plans of a recipe: sizes by what they take at least, then orders, held to the simulator."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from mmtrain.costs import Hardware, RankMemory
+from mmtrain.plan.artifact.layout import Layout, MeshSize, split_lane
+from mmtrain.plan.artifact.plan import Alternative, SchedulePlan
+from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
+from mmtrain.plan.colocated.encoder_order import least_alive, llm_alone, plan_order
+from mmtrain.plan.colocated.stage_kernels import compute_share
+from mmtrain.plan.colocated.tp_bubbles import beside_collectives, finer
+from mmtrain.plan.estimate.evaluate import Judged, judge, memory_of
+from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, Pricing, counts_of
+from mmtrain.plan.estimate.memory_fit import misfit
+from mmtrain.plan.search.best_first_search import SAME, Outcome, Progress
+from mmtrain.plan.search.constraints import UnitChoices
+from mmtrain.plan.search.layer_partition import graph_for
+from mmtrain.program.ir.graph import LLM
+
+TRIED = 8  # layouts whose orders are planned and simulated
+_Found = Layout | Alternative | None  # what could be laid out, or why not; None: nothing worth telling
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers that are recomputed
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of all units, uncut, and seconds that their step takes at least."""
+
+    encoders: Mapping[str, MeshSize]
+    llm: MeshSize
+    bound: float
+
+    def __str__(self) -> str:
+        return "colocated: " + ", ".join(f"{n} {size}" for n, size in [*self.encoders.items(), (LLM, self.llm)])
+
+
+def colocated_candidates(
+    pricing: Pricing,
+    choices: Mapping[str, UnitChoices],
+    machine: Hardware,
+    world_size: int,
+    fastest: float = math.inf,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Plan and simulate the colocated layouts on `world_size` ranks that may beat `fastest` seconds.
+
+    Layouts are tried in the order of what they take at least: the LLM its pipeline, a rank its share of all work. Of
+    each, the encoders' layers are put into the LLM's bubbles, and the order is kept if it is faster than the coarse
+    one; of the fastest few, pieces of layers are put into the gaps inside the LLM's layers (see `colocated_fine`).
+    Where no order fits into memory, the encoders are kept closer to the LLM, at the price of making it wait. Where
+    nothing fits otherwise and the recipe leaves it open, layers are recomputed, encoders' before the LLM's.
+    Models with a unit behind the LLM have no colocated layouts here, nor those without one before it.
+    """
+    encoders = {edge.src for edge in pricing.shape.edges if edge.dst == LLM}
+    if not encoders or {unit.name for unit in pricing.shape.units} != encoders | {LLM}:
+        return Outcome((), ())
+    judged: list[Judged] = []
+    losers: list[Alternative] = []
+    levels, tried, others = _recomputed(pricing), 0, fastest
+    every = _all_sizes(pricing, choices, world_size, beside_collectives(machine))
+    for sizes in sorted(every, key=lambda s: (s.bound, s.llm.pp, s.llm.tp)):
+        if sizes.bound > fastest * SAME:  # as is all that follows
+            losers.append(_lost(sizes, f"at least {sizes.bound / fastest:.2f}x slower: its work cannot be done sooner"))
+            break
+        if tried >= TRIED:
+            break
+        if progress is not None:
+            progress(tried, TRIED)
+        at = cache(partial(_at_level, sizes, levels, pricing, machine))
+        smallest = at(len(levels) - 1)
+        found: Judged | Alternative | None = smallest if isinstance(smallest, Alternative) else None
+        for level in _enough(at, len(levels)) if isinstance(smallest, Layout) else ():
+            layout = at(level)
+            limit = fastest * SAME if judged else math.inf  # one is simulated, for the ranking
+            found = _judged(sizes, layout, pricing, machine, limit) if isinstance(layout, Layout) else layout
+            tried += isinstance(layout, Layout)
+            if not isinstance(found, Alternative) or found.peak_memory_gib is None:
+                break  # recomputing more would make room, which is not what it lacks
+        if isinstance(found, Judged):
+            judged.append(found)
+            fastest = min(fastest, found.step_time_s)
+        elif found is not None:
+            losers.append(found)
+    return Outcome(finer(judged, pricing, machine, others), tuple(losers))
+
+
+def fits_on(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
+    """Whether there are colocated sizes on so many ranks."""
+    return len(choices) > 1 and any(True for llm in llm_sizes(choices, world_size) for _ in encoder_sizes(choices, llm))
+
+
+def _all_sizes(pricing: Pricing, choices: Mapping[str, UnitChoices], world_size: int, beside: bool) -> Iterator[_Sizes]:
+    work: dict[tuple[str, int], float] = {}
+    for one in llm_sizes(choices, world_size):
+        for llm in _with_chunks(one, choices[LLM]):
+            for encoders in encoder_sizes(choices, one):
+                yield _Sizes(encoders, llm, _bound(pricing, encoders, llm, work, beside))
+
+
+def _with_chunks(size: MeshSize, unit: UnitChoices) -> Iterator[MeshSize]:
+    """The size with one, two and four chunks a rank where layers are enough, or as many as the recipe says."""
+    tried = (1, 2, 4) if unit.fixed_vpp is None else (unit.fixed_vpp,)
+    yield from (replace(size, vpp=v) for v in tried if v == 1 or (size.pp > 1 and size.pp * v <= unit.layers))
+
+
+def _bound(
+    pricing: Pricing,
+    encoders: Mapping[str, MeshSize],
+    llm: MeshSize,
+    work: dict[tuple[str, int], float],
+    beside: bool,
+) -> float:
+    """Seconds of the LLM's pipeline by itself, or of a rank's work if that is more; mean microbatches, no messages.
+
+    work: rank-seconds of an encoder with a tp, over all its replicas; known from the first sizes that are asked for, as
+    how its items are shared out hardly changes it. beside: one unit's collectives may run beside another's compute.
+    """
+    sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in pricing.shape.units}
+    spread = pricing.spread({name: size.dp for name, size in sizes.items()})
+    count = counts_of(spread)
+
+    def of_rank(name: str) -> float:
+        return float(pricing.line(name, sizes[name].tp, spread).seconds.sum()) / sizes[name].pp * count[name]
+
+    for name, size in encoders.items():
+        if (name, size.tp) not in work:
+            share = compute_share(pricing, name, size.tp, spread) if beside else 1.0
+            work[name, size.tp] = of_rank(name) * size.ranks * share
+    one = pricing.prices(LLM, llm.tp, spread).mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * count[LLM]
+    alone = one * (1 + (llm.pp - 1) / llm.vpp / count[LLM])
+    if beside and (LLM, llm.tp) not in work:
+        work[LLM, llm.tp] = compute_share(pricing, LLM, llm.tp, spread)
+    one *= work[LLM, llm.tp] if beside else 1.0
+    return float(max(alone, one + sum(work[name, size.tp] / size.ranks for name, size in encoders.items())))
+
+
+def _recomputed(pricing: Pricing) -> list[dict[str, float]]:
+    """Shares of layers to recompute where the recipe leaves it open: more and more of the encoders', then the LLM's."""
+    free = [unit for unit, wanted in pricing.recompute.items() if wanted == "auto"]
+    encoders = [{unit: share for unit in free if unit != LLM} for share in SHARES]
+    return encoders + [encoders[-1] | {LLM: share} for share in SHARES[1:] if LLM in free]
+
+
+def _enough(at: Callable[[int], _Found], num_levels: int) -> range:
+    """The levels from the first on under which some order can run; more recomputing never needs more memory."""
+    return range(bisect_left(range(num_levels), True, key=lambda level: isinstance(at(level), Layout)), num_levels)
+
+
+def _at_level(
+    sizes: _Sizes, levels: Sequence[Mapping[str, float]], pricing: Pricing, machine: Hardware, level: int
+) -> _Found:
+    return _layout(sizes, levels[level], pricing, machine)
+
+
+def _layout(sizes: _Sizes, recompute: Mapping[str, float], pricing: Pricing, machine: Hardware) -> _Found:
+    """The sizes as a layout, or why no order of it can run; None if the layers are too few."""
+    layout = colocated_layout(pricing, sizes.encoders, sizes.llm, recompute)
+    if layout is None:
+        return None
+    if lane := split_lane(layout.units, machine.ranks_per_node):
+        return _lost(sizes, f"the tensor-parallel group of ranks {lane} lies on two nodes")
+    graph = graph_for(layout, pricing)
+    least = pricing.memory(graph, least_alive(graph))
+    if max(memory.total for memory in least.values()) > machine.memory_bytes:
+        return _too_large(sizes, pricing, least, machine)
+    return layout
+
+
+def _judged(sizes: _Sizes, layout: Layout, pricing: Pricing, machine: Hardware, limit: float) -> Judged | Alternative:
+    """The faster of planned and coarse order that fits, or why none does, or that the LLM by itself takes too long."""
+    graph = graph_for(layout, pricing)
+    alone = llm_alone(graph, pricing, machine)
+    if alone.step_time_s > limit:
+        again = (
+            " with the layers recomputed that memory demands"
+            if any(unit.num_recomputed for unit in layout.units.values())
+            else ""
+        )
+        return _lost(sizes, f"at least {alone.step_time_s / limit:.2f}x slower: its LLM cannot be done sooner{again}")
+    counts = dict(layout.num_microbatches)
+    fitting: list[SchedulePlan] = []
+    coarse = SchedulePlan(kind="coarse", num_microbatches=counts)
+    for ahead in (None, 2 * sizes.llm.pp, 0):
+        order = plan_order(graph, pricing, machine, ahead=ahead, alone=alone)
+        planned = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
+        for schedule in (planned, coarse) if ahead is None else (planned,):
+            memory = memory_of(graph, schedule, pricing)
+            if max(m.total for m in memory.values()) <= machine.memory_bytes:
+                fitting.append(schedule)
+        if fitting:
+            tried = [judge(layout, pricing, machine, schedule) for schedule in fitting]
+            return min(tried, key=lambda one: one.step_time_s)
+    return _too_large(sizes, pricing, memory, machine)
+
+
+def _lost(sizes: _Sizes, reason: str, peak_gib: float | None = None) -> Alternative:
+    return Alternative(
+        summary=str(sizes), placement="colocated", step_time_s=None, peak_memory_gib=peak_gib, reason=reason
+    )
+
+
+def _too_large(sizes: _Sizes, pricing: Pricing, memory: Mapping[int, RankMemory], machine: Hardware) -> Alternative:
+    found = misfit(pricing, memory, machine)
+    return _lost(sizes, found.reason, found.need_gib)

@@ -1,0 +1,56 @@
+"""The last step of the bubble schedule: pieces of encoder layers into the gaps inside the LLM's layers.
+
+Coarse, the encoders lie around the LLM's work; then their layers go into its pipeline's bubbles; and here, for the few
+fastest layouts, pieces of these layers beside its tensor-parallel collectives (Optimus, arXiv 2408.03505, section 4.3).
+"""
+
+from collections.abc import Sequence
+
+from mmtrain.costs import Hardware
+from mmtrain.plan.artifact.plan import SchedulePlan
+from mmtrain.plan.artifact.plan_graph import in_pieces
+from mmtrain.plan.colocated.encoder_order import llm_alone, plan_order
+from mmtrain.plan.estimate.evaluate import Judged, judge, memory_of
+from mmtrain.plan.estimate.layer_costs import Pricing
+from mmtrain.plan.search.layer_partition import graph_for
+from mmtrain.program.ir.graph import LLM
+
+TRIED = 2  # layouts, the fastest first
+
+
+def beside_collectives(machine: Hardware) -> bool:
+    """Whether ranks of this hardware compute at full speed while they communicate: gloo takes the core for it."""
+    return machine.name != "cpu-core"
+
+
+def finer(candidates: Sequence[Judged], pricing: Pricing, machine: Hardware, fastest: float) -> tuple[Judged, ...]:
+    """The candidates, of which the fastest few are replaced by orders in pieces that are faster and fit.
+
+    fastest: seconds of a step that is known; candidates whose LLM alone takes as long stay as they are.
+    """
+    if not beside_collectives(machine):
+        return tuple(candidates)
+    ranked = sorted(candidates, key=lambda one: one.step_time_s)
+    first = [id(one) for one in ranked if one.layout.units[LLM].tp > 1][:TRIED]
+    return tuple(_finer(one, pricing, machine, fastest) if id(one) in first else one for one in candidates)
+
+
+def _finer(judged: Judged, pricing: Pricing, machine: Hardware, fastest: float) -> Judged:
+    """The candidate with pieces in gaps where that is faster and fits, else as it is."""
+    whole = graph_for(judged.layout, pricing)
+    alone = llm_alone(whole, pricing, machine)
+    if alone.step_time_s >= fastest:
+        return judged
+    graph = in_pieces(whole, pricing.shape, [m.unit for m in whole.meshes if pricing.slices(m.unit, m.tp)])
+    for ahead in (None, 2 * judged.layout.units[LLM].pp, 0):
+        schedule = SchedulePlan(
+            kind="explicit",
+            num_microbatches=dict(judged.layout.num_microbatches),
+            order=plan_order(graph, pricing, machine, ahead=ahead, alone=alone),
+            pieces=True,
+        )
+        memory = memory_of(graph, schedule, pricing)
+        if max(held.total for held in memory.values()) <= machine.memory_bytes:
+            found = judge(judged.layout, pricing, machine, schedule)
+            return found if found.step_time_s < judged.step_time_s else judged
+    return judged

@@ -1,0 +1,315 @@
+"""What layers cost on the drawn batches: for cutting stages, for lower bounds and for the memory rule."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.costs import (
+    CostModel,
+    HeldLayers,
+    Precision,
+    RankMemory,
+    TokenLoad,
+    model_flops,
+    parameters,
+    rank_memory,
+    upstream_trains,
+)
+from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.costs.rank_memory import input_bytes, kept_bytes, layer_state, layer_working
+from mmtrain.models.model_shape import LayerShape, ModelShape
+from mmtrain.plan.artifact.layout import MeshSize, disaggregated
+from mmtrain.plan.artifact.plan_graph import graph_of
+from mmtrain.plan.estimate.load_arrays import Loads, loads_of, priced
+from mmtrain.plan.estimate.sample_batches import BatchSample
+from mmtrain.program.ir.graph import LLM, StageGraph, StageId
+from mmtrain.program.ir.step_loads import StepLoads, step_loads
+from mmtrain.program.schedules.builder import in_flight
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+UNSEEN = 1.1  # of the largest microbatch drawn: room for what three batches of a run do not show
+Recompute = Literal["none", "all", "auto"]
+Spread = tuple[tuple[str, int, int], ...]  # (unit, dp, microbatches of a replica) in the order of the model's units
+
+FORWARD, BACKWARD, AGAIN = range(3)  # what a layer does with a microbatch: `again` is its recomputation
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one stage for every batch, replica and microbatch: (batches, dp, microbatches) each."""
+
+    forward: FloatArray
+    backward: FloatArray  # recompute included
+
+
+@dataclass(frozen=True)
+class UnitPrices:
+    """What the layers of a unit cost. Layers of one kind cost the same."""
+
+    by_kind: FloatArray  # (K, 3, batches, dp, microbatches) seconds: forward, backward, again
+    kind: IntArray  # (L,) of each layer
+
+    @cached_property
+    def count(self) -> IntArray:
+        """(L + 1, K) how many of the layers [0, l) are of each kind."""
+        counts = np.cumsum(np.eye(len(self.by_kind), dtype=np.int64)[self.kind], axis=0)
+        return np.concatenate([np.zeros_like(counts[:1]), counts])
+
+    @cached_property
+    def mean(self) -> FloatArray:
+        """(L, 3) seconds of a layer for one microbatch, mean over all."""
+        return np.asarray(self.by_kind.mean(axis=(2, 3, 4))[self.kind])
+
+    def stage(self, layers: tuple[int, int], recompute: Sequence[int] | frozenset[int]) -> StageSeconds:
+        """Seconds of a stage that holds layers [lo, hi) and recomputes some of them."""
+        counts = self.count[layers[1]] - self.count[layers[0]]
+        again = np.bincount(self.kind[list(recompute)], minlength=len(self.by_kind))
+        forward = np.tensordot(counts, self.by_kind[:, FORWARD], 1)
+        backward = np.tensordot(counts, self.by_kind[:, BACKWARD], 1) + np.tensordot(again, self.by_kind[:, AGAIN], 1)
+        return StageSeconds(forward, backward)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The layers of one unit as they are cut: mean seconds, and bytes for the largest microbatch."""
+
+    seconds: FloatArray  # (L,) of one microbatch: forward and backward, and recompute where that is fixed
+    again: FloatArray  # (L,) what choosing to recompute the layer adds
+    state_bytes: FloatArray  # (L,) parameters, gradients, optimizer
+    kept_bytes: FloatArray  # (L,) activations that one microbatch leaves behind
+    saved_bytes: FloatArray  # (L,) of them, what choosing to recompute spares; 0 where there is no choice
+    working_bytes: FloatArray  # (L,) what lives only while the layer is computed
+    working_again: FloatArray  # (L,) the same if the layer is recomputed
+    input_bytes: FloatArray  # (L,) hidden states that enter the layer
+    parameters: FloatArray  # (L,) that train, on one rank
+    kind: IntArray  # (L,) layers of one kind are alike in all of this
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """Costs of a model on drawn batches; what is asked twice is computed once."""
+
+    shape: ModelShape
+    costs: CostModel
+    precision: Precision
+    batches: BatchSample
+    seq_len: int
+    recompute: Mapping[str, Recompute]  # by unit
+    encoder_microbatches: Mapping[str, int] = field(default_factory=dict)  # of units whose number the recipe fixes
+    sp: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by unit, the tp with sequence parallelism
+    _loads: dict[Spread, list[StepLoads]] = field(default_factory=dict, repr=False)
+    _grids: dict[tuple[str, Spread], Loads] = field(default_factory=dict, repr=False)
+    _prices: dict[tuple[str, int, Spread], UnitPrices] = field(default_factory=dict, repr=False)
+    _lines: dict[tuple[str, int, Spread], Line] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def input_grad(self) -> Mapping[str, tuple[bool, ...]]:
+        """By unit, per layer: does anything below it train."""
+        return upstream_trains(self.shape)
+
+    def slices(self, unit: str, tp: int) -> bool:
+        """Whether the tensor-parallel ranks of a unit share out the tokens between products."""
+        return tp in self.sp.get(unit, ())
+
+    def spread(self, dp: Mapping[str, int]) -> Spread:
+        """Data-parallel sizes with each unit's microbatches: those that the recipe fixes, else as many as the LLM's."""
+        count = self.batches.global_batch // dp[LLM]
+        return tuple((name, own, self.encoder_microbatches.get(name, count)) for name, own in dp.items())
+
+    def loads(self, spread: Spread) -> list[StepLoads]:
+        """Loads and routes of every drawn batch under these data-parallel sizes."""
+        if spread not in self._loads:
+            # They depend on nothing but sizes and microbatches: any graph with these will do.
+            sizes = {name: MeshSize(1, 1, dp) for name, dp, _ in spread}
+            cuts = {u.name: (0, len(u.layers)) for u in self.shape.units}
+            graph = graph_of(disaggregated(sizes, cuts), counts_of(spread), self.shape)
+            self._loads[spread] = [
+                step_loads(graph, meta) for meta in self.batches.lay_out(_dp(spread), counts_of(spread))
+            ]
+        return self._loads[spread]
+
+    def grid(self, unit: str, spread: Spread) -> Loads:
+        """Loads of a unit's microbatches alone, as arrays: (batches, dp, microbatches)."""
+        key = (unit, _deciding(unit, spread))
+        if key not in self._grids:
+            metas = self.batches.lay_out(_dp(spread), counts_of(spread))
+            for name, dp, num_microbatches in spread:
+                found = loads_of(name, metas, dp, num_microbatches)
+                self._grids.setdefault((name, _deciding(name, spread)), found)
+        return self._grids[key]
+
+    def prices(self, unit: str, tp: int, spread: Spread) -> UnitPrices:
+        """What the unit's layers cost for each microbatch."""
+        key = (unit, tp, _deciding(unit, spread))
+        if key not in self._prices:
+            kinds = self._kinds(unit)
+            distinct = list(dict.fromkeys(kinds))
+            loads = self.grid(unit, spread)
+            by_kind = np.stack([np.stack([self._price(layer, needed, tp, loads, i) for i in range(3)])
+                                for layer, needed in distinct])  # fmt: skip
+            self._prices[key] = UnitPrices(by_kind, np.array([distinct.index(k) for k in kinds], dtype=np.int64))
+        return self._prices[key]
+
+    def line(self, unit: str, tp: int, spread: Spread) -> Line:
+        """The unit's layers as they are cut."""
+        key = (unit, tp, spread)
+        if key not in self._lines:
+            self._lines[key] = self._line(unit, tp, spread)
+        return self._lines[key]
+
+    def stage_seconds(self, graph: StageGraph) -> dict[StageId, StageSeconds]:
+        """What every stage costs in each batch."""
+        spread = sizes_of(graph)
+        prices = {m.unit: self.prices(m.unit, m.tp, spread) for m in graph.meshes}
+        return {s.id: prices[s.id.unit].stage(s.layers, s.recompute) for s in graph.stages}
+
+    def memory(self, graph: StageGraph, alive: Mapping[StageId, int] | None = None) -> dict[int, RankMemory]:
+        """What every rank of the first replica group holds at most; all groups hold the same.
+
+        alive: microbatches in flight by stage, if they are known; else those of 1F1B are counted.
+        """
+        alive = in_flight(graph) if alive is None else alive
+        held: dict[int, list[HeldLayers]] = {}
+        for stage in graph.stages:
+            mesh, (lo, hi) = graph.mesh(stage.id.unit), stage.layers
+            part = HeldLayers(
+                layers=self.shape.unit(stage.id.unit).layers[lo:hi],
+                input_grad=self.input_grad[stage.id.unit][lo:hi],
+                recompute=tuple(i in stage.recompute for i in range(lo, hi)),
+                tp=mesh.tp,
+                dp=mesh.dp,
+                in_flight=alive[stage.id],
+                load=self.largest_load(stage.id.unit, sizes_of(graph)),
+                sp=self.slices(stage.id.unit, mesh.tp),
+            )
+            for rank in chain.from_iterable(stage.lanes[: mesh.dp // graph.num_groups]):
+                held.setdefault(rank, []).append(part)
+        alike: dict[tuple[int, ...], RankMemory] = {}  # ranks that hold the same, by what they hold
+        found = {}
+        for rank, parts in held.items():
+            key = tuple(map(id, parts))
+            if key not in alike:
+                alike[key] = rank_memory(parts, self.costs, self.precision, graph.tied_embeddings)
+            found[rank] = alike[key]
+        return found
+
+    def largest_load(self, unit: str, spread: Spread) -> TokenLoad:
+        """The largest microbatch to make room for: a little more than the largest drawn, which few batches exceed.
+
+        The LLM's never exceed `seq_len`, and may hold the data's longest sample alone.
+        """
+        largest = self.grid(unit, spread).largest()
+        if unit != LLM:
+            return _scaled(largest, UNSEEN)
+        longest = min(self.seq_len, self._longest)
+        packed = _scaled(largest, min(UNSEEN, self.seq_len / max(1, largest.tokens)))
+        return max(packed, TokenLoad(longest, longest**2, longest, 1), key=lambda load: (load.tokens, load.sum_sq))
+
+    @cached_property
+    def _longest(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self.batches.lengths.tokens.max())
+
+    def least_message(self, unit: str, tp: int, spread: Spread) -> int:
+        """Bytes, at least, that a rank sends to the unit's next stage for a microbatch."""
+        rows = int(self.grid(unit, spread).tokens.min())
+        own = -(-rows // tp) if self.slices(unit, tp) else rows
+        behind = self.shape.unit(unit).layers[1:]
+        return min((layer.handed(own, 0) for layer in behind), default=0) * ELEMENT_BYTES[self.precision]
+
+    def model_flops(self, spread: Spread) -> float:
+        """FLOPs that MFU counts, mean over the batches."""
+        num = len(self.batches.groups)
+        totals = [
+            model_flops(self.shape, {name: self.grid(name, spread).total(batch) for name, _, _ in spread})
+            for batch in range(num)
+        ]
+        return float(np.mean(totals))
+
+    def tokens(self) -> float:
+        """LLM tokens in a step, mean over the batches."""
+        lengths = self.batches.lengths.tokens
+        return float(np.mean([sum(int(lengths[g].sum()) for g in groups) for groups in self.batches.groups]))
+
+    def _kinds(self, unit: str) -> list[tuple[LayerShape, bool]]:
+        return list(zip(self.shape.unit(unit).layers, self.input_grad[unit], strict=True))
+
+    def _price(self, layer: LayerShape, input_grad: bool, tp: int, loads: Loads, what: int) -> FloatArray:
+        if what == FORWARD:
+            return priced(lambda load: self.costs.seconds(layer, tp, load, "forward", input_grad=input_grad), loads)
+        if not (layer.trainable or input_grad):
+            return np.zeros(loads.tokens.shape)
+        if what == AGAIN:
+            return priced(lambda load: self.costs.seconds(layer, tp, load, "recompute"), loads)
+        return priced(lambda load: self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad), loads)
+
+    def _line(self, unit: str, tp: int, spread: Spread) -> Line:
+        prices, mode, sp = self.prices(unit, tp, spread), self.recompute[unit], self.slices(unit, tp)
+        load, kinds = self.largest_load(unit, spread), self._kinds(unit)
+        known: dict[tuple[LayerShape, bool], tuple[float, ...]] = {}
+        for layer, needed in dict.fromkeys(kinds):
+            kept, again = (
+                kept_bytes(layer, tp, load, flag, self.costs, self.precision, input_grad=needed, sp=sp)
+                for flag in (False, True)
+            )
+            if mode == "all":
+                kept = again
+            known[layer, needed] = (
+                sum(layer_state(layer, tp, _dp(spread)[unit], self.precision)),
+                kept,
+                max(kept - again, 0) if mode == "auto" else 0,
+                *(
+                    layer_working(layer, tp, load, flag, self.costs, self.precision, input_grad=needed, sp=sp)
+                    for flag in (mode == "all", mode != "none")
+                ),
+                input_bytes(layer, load, self.precision),
+            )
+        state, kept, saved, working, working_again, inputs = np.array([known[key] for key in kinds], np.float64).T
+        own, forced = prices.mean, mode == "all"
+        return Line(
+            seconds=own[:, FORWARD] + own[:, BACKWARD] + forced * own[:, AGAIN],
+            again=own[:, AGAIN] * (1 - forced),
+            state_bytes=state,
+            kept_bytes=kept,
+            saved_bytes=saved,
+            working_bytes=working,
+            working_again=working_again,
+            input_bytes=inputs,
+            parameters=self._trained(unit, tp),
+            kind=prices.kind,
+        )
+
+    def _trained(self, unit: str, tp: int) -> FloatArray:
+        layers = self.shape.unit(unit).layers
+        return np.array([parameters(layer, tp) if layer.trainable else 0 for layer in layers], dtype=np.float64)
+
+
+def _scaled(load: TokenLoad, factor: float) -> TokenLoad:
+    """As many sequences, longer by a factor."""
+    tokens, longest = round(load.tokens * factor), round(load.max_len * factor)
+    return TokenLoad(tokens, round(load.sum_sq * factor**2), longest, load.num_sequences)
+
+
+def sizes_of(graph: StageGraph) -> Spread:
+    """The graph's data-parallel sizes and microbatches, in the order of its units."""
+    return tuple((m.unit, m.dp, m.num_microbatches) for m in graph.meshes)
+
+
+def _dp(spread: Spread) -> dict[str, int]:
+    return {name: dp for name, dp, _ in spread}
+
+
+def counts_of(spread: Spread) -> dict[str, int]:
+    """Microbatches of each replica, by unit."""
+    return {name: num for name, _, num in spread}
+
+
+def _deciding(unit: str, spread: Spread) -> Spread:
+    """The sizes that decide about a unit's loads: the LLM's do not depend on encoders."""
+    return tuple(entry for entry in spread if entry[0] == LLM) if unit == LLM else spread

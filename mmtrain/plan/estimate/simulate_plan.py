@@ -1,0 +1,28 @@
+"""A plan's step on a given batch, simulated: what a run would see if the costs are right."""
+
+from mmtrain.balance import BatchMeta
+from mmtrain.costs import costs_for, machine_for, parameters, precision_for, upstream_trains
+from mmtrain.costs.hardware import ELEMENT_BYTES
+from mmtrain.models.model_shape import shape
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.program import ModelTiming, Timeline, build, simulate, step_loads
+from mmtrain.recipe.schema import Recipe
+
+
+def rehearse(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:
+    """Simulate one step of the plan, all replica groups, on a batch laid out for it."""
+    machine, model = machine_for(recipe, plan.hardware), shape(recipe)
+    precision, graph = precision_for(recipe, machine), stage_graph(plan, model)
+    timing = ModelTiming(
+        graph,
+        model,
+        costs_for(machine, precision, recipe.cluster.costs),
+        step_loads(graph, batch),
+        upstream_trains(model),
+        parameters,
+        ELEMENT_BYTES[precision],
+        machine.ranks_per_node,
+    )
+    program = build(graph, kind=plan.schedule.kind, order=plan.schedule.order)
+    return simulate(program, timing, graph.num_groups)

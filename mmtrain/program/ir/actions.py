@@ -1,0 +1,182 @@
+"""Actions: the things one rank does in a step, in a form that prints, parses and compares.
+
+Those that come by the hundred thousand hash in one step: programs are made of dictionaries of them.
+
+Compute actions come from builders; `lower` adds the communication. Text form, one action a line:
+
+    F llm.0 llm:0.3                          forward of stage llm.0 on microbatch 3 of replica 0
+    B vision.1 vision:1.0                    backward
+    SA vision.0>llm.0 vision:0.2 llm:1.2 @5  send rank 5 the activations that llm:1.2 needs from vision:0.2
+    RA / SG / RG                             receive activations, send / receive gradients
+    XA vision.0>llm.0 llm:1.2                share received activations inside the lane (XG: gradients)
+    PF vision.0 vision:0.2 0:3               segments 0 to 2 of that stage's forward (PB: of its backward, 2 first)
+    PBI vision.0 vision:0.2 0:3              gradients of those segments' inputs alone; PBW those of their weights
+    F llm.0 llm:0.3 |2| PF ..., PB ...       forward with partials in its gap 2, between its segments 1 and 2
+    RS llm   GP llm   RT embeddings   STEP   reduce gradients, gather parameters, reduce shared weights, optimizer
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mmtrain.program.ir.graph import Edge, Microbatch, StageId
+
+Payload = Literal["activation", "gradient"]
+Direction = Literal["F", "B"]
+PartKind = Literal["F", "B", "BI", "BW"]  # BI and BW: a backward's gradients of inputs, and those of weights
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run a stage's layers on a microbatch."""
+
+    stage: StageId
+    mb: Microbatch
+
+    def __hash__(self) -> int:
+        return hash(("F", self.stage.unit, self.stage.index, self.mb.replica, self.mb.index))
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run a stage's backward on a microbatch."""
+
+    stage: StageId
+    mb: Microbatch
+
+    def __hash__(self) -> int:
+        return hash(("B", self.stage.unit, self.stage.index, self.mb.replica, self.mb.index))
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Run segments [lo, hi) of a stage's forward or backward on a microbatch, the first of them 0.
+
+    A segment is a layer or, where `Stage.pieces` says so, a piece of one. Where a partial ends with a piece that ends
+    with a collective of tensor parallelism, that is left under way: whatever comes next on the rank computes beside it,
+    and only the next part of the same forward or backward waits for it.
+
+    A forward goes through its segments upwards, a backward downwards. What enters a forward must be there before its
+    segment 0, and what it gives leaves after its last; a backward waits before its last segment and gives after 0.
+
+    A backward can also be split (Zero Bubble, arXiv 2401.10241): `BI` waits and gives as a backward does, `BW` comes
+    later, and until then the activations are kept. Split backwards can be simulated and drawn; `check` refuses them,
+    since Megatron's linears compute both gradients at once.
+
+    Raises:
+        ValueError: no segment lies in [lo, hi).
+    """
+
+    stage: StageId
+    mb: Microbatch
+    kind: PartKind
+    lo: int
+    hi: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lo < self.hi:
+            raise ValueError(f"{self.lo}:{self.hi} holds no segment; write the first and the one after the last")
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Run `host` with `partials` in its gap `gap`, the one between its segments gap - 1 and gap.
+
+    Everything that the partials wait for must be there before the host, and what they give leaves after it. A host
+    with several gaps to fill is cut into partials with one gap each.
+
+    Raises:
+        ValueError: there is nothing in the gap.
+    """
+
+    host: "Forward | Backward | Partial"
+    gap: int
+    partials: tuple[Partial, ...]
+
+    def __post_init__(self) -> None:
+        if not self.partials:
+            raise ValueError("the gap is empty; write the host alone")
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start sending, over `edge`, what flows between source microbatch `src` and destination microbatch `dst`.
+
+    Activations go from the rank that holds `edge.src`, gradients from the one that holds `edge.dst`. `peer` is the
+    other rank. Never blocks; a message of zero rows is not sent, and both sides know that from the route.
+    """
+
+    edge: Edge
+    src: Microbatch
+    dst: Microbatch
+    peer: int
+    payload: Payload
+
+    def __hash__(self) -> int:
+        return _hash_of_message(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Post the receive that matches a peer's `Send`; whoever needs the data waits for it."""
+
+    edge: Edge
+    src: Microbatch
+    dst: Microbatch
+    peer: int
+    payload: Payload
+
+    def __hash__(self) -> int:
+        return _hash_of_message(self)
+
+
+def _hash_of_message(message: Send | Recv) -> int:
+    edge, src, dst = message.edge, message.src, message.dst
+    places = (edge.src.index, edge.dst.index, src.replica, src.index, dst.replica, dst.index, message.peer)
+    return hash((edge.src.unit, edge.dst.unit, message.payload, places))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Broadcast what the lane's first rank holds for `mb` over `edge` to the rest of the lane (a collective).
+
+    The first rank holds what it received and what it computed itself. Activations are shared in the lane of
+    `edge.dst`, gradients in the lane of `edge.src`.
+    """
+
+    edge: Edge
+    mb: Microbatch
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGrads:
+    """Reduce the unit's gradients over its data-parallel group (a collective)."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceShared:
+    """Sum the gradients of weights that live on several stages (tied embeddings; a collective)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Agree on the gradient norm over all ranks, clip, and step the optimizer (a collective of the world)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherParams:
+    """Gather the unit's updated parameters over its data-parallel group (a collective)."""
+
+    unit: str
+
+
+Pass = Forward | Backward  # all of a stage's work on a microbatch in one direction
+Compute = Forward | Backward | Partial
+Task = Forward | Backward | Partial | Fill  # what builders order
+Collective = Share | ReduceGrads | ReduceShared | Step | GatherParams
+Part = Forward | Backward | Partial | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams
+Action = Forward | Backward | Partial | Fill | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams

@@ -1,0 +1,220 @@
+"""What travels between ranks: the rules that `lower`, `check`, `simulate` and the executor share.
+
+* Inside a unit, position k of a lane talks to position k of the next lane.
+* Between units, the first rank of the source's lane talks to the first rank of the destination's lane. If the
+  receiving lane has more than one rank, its first rank then shares what it holds (`Share`).
+* What both ends find on the same rank is local and appears in no program; source and destination lanes that are
+  the same ranks in the same order need no sharing either.
+"""
+
+from dataclasses import dataclass
+
+from mmtrain.program.ir.actions import (
+    Action,
+    Backward,
+    Fill,
+    Forward,
+    GatherParams,
+    Partial,
+    Pass,
+    Payload,
+    Recv,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+    Share,
+    Step,
+    Task,
+)
+from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
+from mmtrain.program.ir.segments import begun, ended, parts
+
+EMBEDDINGS = "embeddings"  # the one shared weight: the LLM's tied input and output matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Activations (source to destination) or gradients (back) between two microbatches over one edge."""
+
+    edge: Edge
+    src: Microbatch
+    dst: Microbatch
+    payload: Payload
+
+    @property
+    def receiver(self) -> Microbatch:
+        """The microbatch that waits for this flow."""
+        return self.dst if self.payload == "activation" else self.src
+
+    @property
+    def producer(self) -> Pass:
+        """The forward or backward whose result flows."""
+        if self.payload == "activation":
+            return Forward(self.edge.src, self.src)
+        return Backward(self.edge.dst, self.dst)
+
+    @property
+    def reader(self) -> Pass:
+        """The forward or backward that waits for this flow."""
+        if self.payload == "activation":
+            return Forward(self.edge.dst, self.dst)
+        return Backward(self.edge.src, self.src)
+
+
+def needs(graph: StageGraph, task: Task) -> list[Flow]:
+    """Flows that a task waits for: where a forward begins all its sources, where a backward does its destinations."""
+    found: list[Flow] = []
+    for part in parts(graph, task):
+        begins, mb = begun(graph, part), part.mb
+        if isinstance(begins, Forward):
+            edges = graph.inputs(part.stage)
+            found += [Flow(e, s, mb, "activation") for e in edges for s in graph.sources(e, mb)]
+        elif begins:
+            edges = graph.outputs(part.stage)
+            found += [Flow(e, mb, d, "gradient") for e in edges for d in graph.destinations(e, mb)]
+    return found
+
+
+def gives(graph: StageGraph, task: Task) -> list[Flow]:
+    """Flows that a task produces: what a forward or backward gives leaves when that ends."""
+    found: list[Flow] = []
+    for part in parts(graph, task):
+        ends, mb = ended(graph, part), part.mb
+        if isinstance(ends, Forward):
+            edges = graph.outputs(part.stage)
+            found += [Flow(e, mb, d, "activation") for e in edges for d in graph.destinations(e, mb)]
+        elif ends:
+            edges = tuple(e for e in graph.inputs(part.stage) if graph.carries_gradient(e))
+            found += [Flow(e, s, mb, "gradient") for e in edges for s in graph.sources(e, mb)]
+    return found
+
+
+def transfers(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
+    """Pairs (sending rank, receiving rank) between which the flow travels; empty where it is local."""
+    src = graph.lane(flow.edge.src, flow.src.replica)
+    dst = graph.lane(flow.edge.dst, flow.dst.replica)
+    pairs = [(src[0], dst[0])] if flow.edge.crosses_units and src != dst else list(zip(src, dst, strict=True))
+    if flow.payload == "gradient":
+        pairs = [(d, s) for s, d in pairs]
+    return [(a, b) for a, b in pairs if a != b]
+
+
+def is_shared(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> bool:
+    """Whether the lane that receives `mb`'s data over `edge` must share what its first rank holds."""
+    if not edge.crosses_units:
+        return False
+    lane = sharing_lane(graph, edge, mb, payload)
+    if payload == "activation":
+        others = [graph.lane(edge.src, s.replica) for s in graph.sources(edge, mb)]
+    else:
+        others = [graph.lane(edge.dst, d.replica) for d in graph.destinations(edge, mb)]
+    return len(lane) > 1 and any(other != lane for other in others)
+
+
+def sharing_lane(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> tuple[int, ...]:
+    """The lane that receives `mb`'s data over `edge`."""
+    return graph.lane(edge.dst if payload == "activation" else edge.src, mb.replica)
+
+
+def receives(graph: StageGraph, rank: int, task: Task) -> list[Recv]:
+    """Messages that `rank` must receive before `task`."""
+    return [
+        Recv(f.edge, f.src, f.dst, sender, f.payload)
+        for f in needs(graph, task)
+        for sender, receiver in transfers(graph, f)
+        if receiver == rank
+    ]
+
+
+def sends(graph: StageGraph, rank: int, task: Task) -> list[Send]:
+    """Messages that `rank` must send after `task`."""
+    return [
+        Send(f.edge, f.src, f.dst, receiver, f.payload)
+        for f in gives(graph, task)
+        for sender, receiver in transfers(graph, f)
+        if sender == rank
+    ]
+
+
+def shares(graph: StageGraph, task: Task) -> list[Share]:
+    """Broadcasts in which every rank of the task's lane takes part just before `task`."""
+    wanted = dict.fromkeys((f.edge, f.receiver, f.payload) for f in needs(graph, task))
+    return [Share(*key) for key in wanted if is_shared(graph, *key)]
+
+
+def waiter(graph: StageGraph, recv: Recv) -> Share | Pass:
+    """What waits for the message on the receiving rank."""
+    if not recv.edge.crosses_units:  # most messages of a step
+        return Forward(recv.edge.dst, recv.dst) if recv.payload == "activation" else Backward(recv.edge.src, recv.src)
+    flow = Flow(recv.edge, recv.src, recv.dst, recv.payload)
+    if is_shared(graph, flow.edge, flow.receiver, flow.payload):
+        return Share(flow.edge, flow.receiver, flow.payload)
+    return flow.reader
+
+
+def trained_units(graph: StageGraph, rank: int) -> list[str]:
+    """Units of which `rank` holds a stage with a trainable parameter, destinations before sources."""
+    units = [sid.unit for sid, _ in graph.held_by(rank) if graph.stage(sid).trainable]
+    return list(dict.fromkeys(reversed(units)))
+
+
+def shared_embedding_stages(graph: StageGraph) -> tuple[StageId, ...]:
+    """The LLM's first and last stage if they hold two copies of one trainable matrix, else nothing.
+
+    On the same ranks (one pipeline rank, several chunks) they hold one copy.
+    """
+    if not graph.tied_embeddings:
+        return ()
+    llm = [sid for sid in graph.order if sid.unit == LLM]
+    first, last = (graph.stage(sid) for sid in (llm[0], llm[-1]))
+    two_copies = first.lanes != last.lanes and first.trainable and last.trainable
+    return (first.id, last.id) if two_copies else ()
+
+
+def holds_shared_embeddings(graph: StageGraph, rank: int) -> bool:
+    """Whether `rank` takes part in reducing the tied embedding matrix."""
+    return any(rank in lane for sid in shared_embedding_stages(graph) for lane in graph.stage(sid).lanes)
+
+
+def members(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
+    """Global ranks, in ascending order, that take part in `rank`'s action at the same time; all replica groups.
+
+    Compute is a collective of its lane: tensor parallelism exchanges partial results inside it.
+    """
+    match action:
+        case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
+            ranks = set(graph.lane(stage, mb.replica))
+        case Fill(host):
+            return members(graph, rank, host)
+        case Share(edge, mb, payload):
+            ranks = set(sharing_lane(graph, edge, mb, payload))
+        case ReduceGrads(unit) | GatherParams(unit):
+            ranks = _mirrors(graph, rank, unit)
+        case ReduceShared():
+            ranks = _embedding_group(graph, rank)
+        case Step():
+            ranks = {r for s in graph.stages for lane in s.lanes for r in lane}
+        case Send() | Recv():
+            ranks = {rank}
+    return tuple(sorted(ranks))
+
+
+def _mirrors(graph: StageGraph, rank: int, unit: str) -> set[int]:
+    """The data-parallel group of `rank`: same stages of `unit`, same lane position, every replica."""
+    ranks: set[int] = set()
+    for sid, replica in graph.held_by(rank):
+        if sid.unit == unit:
+            lanes = graph.stage(sid).lanes
+            position = lanes[replica].index(rank)
+            ranks.update(lane[position] for lane in lanes)
+    return ranks
+
+
+def _embedding_group(graph: StageGraph, rank: int) -> set[int]:
+    """Holders of the same slice of the tied matrix in the same replica."""
+    ends = shared_embedding_stages(graph)
+    for sid in ends:
+        for replica, lane in enumerate(graph.stage(sid).lanes):
+            if rank in lane:
+                return {graph.lane(end, replica)[lane.index(rank)] for end in ends}
+    return set()

@@ -1,0 +1,103 @@
+"""`Program`: for each rank an ordered list of actions for one step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+from mmtrain.errors import ProgramError
+from mmtrain.program.ir.actions import Action, Backward, Fill, Forward, Partial, Recv, Send, Share
+from mmtrain.program.ir.graph import Microbatch, StageGraph
+from mmtrain.program.ir.symmetry import Symmetry, symmetry
+from mmtrain.program.simulation.rank_equivalence import do_the_same
+from mmtrain.program.verify.matching import Links, link
+
+if TYPE_CHECKING:
+    from mmtrain.program.simulation.sim_graph import Tracks
+
+A = TypeVar("A", bound=Action)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One step of a stage graph, stored for replica group 0; the other groups repeat it by symmetry.
+
+    `actions` maps the global ranks of group 0 to what they do, in order.
+    """
+
+    graph: StageGraph
+    actions: Mapping[int, tuple[Action, ...]]
+
+    @cached_property
+    def symmetry(self) -> Symmetry:
+        """How ranks mirror those of group 0."""
+        return symmetry(self.graph)
+
+    def for_rank(self, rank: int) -> tuple[Action, ...]:
+        """Return the actions of any global rank.
+
+        Raises:
+            ProgramError: the rank holds no stage of the graph.
+        """
+        if rank not in self.symmetry.place:
+            raise ProgramError(
+                f"rank {rank} holds no stage; the program's ranks are {_spans(sorted(self.symmetry.place))}: "
+                "start as many processes as the plan has ranks"
+            )
+        group, first = self.symmetry.place[rank]
+        return tuple(self.translate(action, group) for action in self.actions[first])
+
+    @cached_property
+    def links(self) -> Links:
+        """Messages and collectives of group 0 with their ends tied together."""
+        return link(self.graph, self.actions)
+
+    @cached_property
+    def tracks(self) -> "dict[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], Tracks]":
+        """What `tracks.tracks` made of the program: by the number of replica groups, and the ranks that do the same."""
+        return {}
+
+    def do_the_same(self, one: int, other: int) -> bool:
+        """Whether two ranks of group 0 do the same things in the same order, each with peers of its own."""
+        if (one, other) not in self._same:
+            self._same[one, other] = do_the_same(self.actions.get(one), self.actions.get(other))
+        return self._same[one, other]
+
+    def translate(self, action: A, group: int) -> A:
+        """Return group 0's action as another replica group does it: other replicas, other peers."""
+        if group == 0:
+            return action
+        match action:
+            case Forward(stage, mb) | Backward(stage, mb):
+                return type(action)(stage, self.shift(mb, group))
+            case Partial(stage, mb, kind, lo, hi):
+                return type(action)(stage, self.shift(mb, group), kind, lo, hi)
+            case Fill(host, gap, partials):
+                moved = tuple(self.translate(part, group) for part in partials)
+                return type(action)(self.translate(host, group), gap, moved)
+            case Share(edge, mb, payload):
+                return type(action)(edge, self.shift(mb, group), payload)
+            case Send(edge, src, dst, peer, payload) | Recv(edge, src, dst, peer, payload):
+                there = self.symmetry.ranks[group][peer]
+                return type(action)(edge, self.shift(src, group), self.shift(dst, group), there, payload)
+        return action
+
+    @cached_property
+    def _same(self) -> dict[tuple[int, int], bool]:
+        return {}
+
+    def shift(self, mb: Microbatch, group: int) -> Microbatch:
+        """Return group 0's microbatch as another replica group has it."""
+        per_group = self.graph.mesh(mb.unit).dp // self.graph.num_groups
+        return Microbatch(mb.unit, mb.replica + group * per_group, mb.index)
+
+
+def _spans(ranks: list[int]) -> str:
+    """Print ascending ranks as `0-3, 6`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)

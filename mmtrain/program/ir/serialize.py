@@ -1,0 +1,227 @@
+"""Programs as text, one action a line (see `actions`), and stage graphs as JSON; both are read back exactly."""
+
+import json
+import re
+from typing import Any
+
+from mmtrain.errors import ProgramError
+from mmtrain.program.ir.actions import (
+    Action,
+    Backward,
+    Compute,
+    Fill,
+    Forward,
+    GatherParams,
+    Partial,
+    PartKind,
+    Payload,
+    Recv,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+    Share,
+    Step,
+)
+from mmtrain.program.ir.graph import Edge, Microbatch, Stage, StageGraph, StageId, UnitMesh
+from mmtrain.program.ir.program import Program
+
+_LETTER: dict[Payload, str] = {"activation": "A", "gradient": "G"}
+_PAYLOAD: dict[str, Payload] = {letter: payload for payload, letter in _LETTER.items()}
+_PART: dict[str, PartKind] = {"PF": "F", "PB": "B", "PBI": "BI", "PBW": "BW"}
+_FORMS = (
+    "F STAGE MB, B STAGE MB, PF|PB|PBI|PBW STAGE MB LO:HI, any of these followed by |GAP| PF ..., PB ..., "
+    "SA|SG|RA|RG EDGE MB MB @RANK, XA|XG EDGE MB, RS UNIT, GP UNIT, RT NAME, STEP, "
+    "with STAGE like llm.0, MB like llm:0.3, EDGE like vision.0>llm.0"
+)
+
+
+def action_to_text(action: Action) -> str:
+    """Print one action."""
+    match action:
+        case Forward(stage, mb):
+            return f"F {stage} {mb}"
+        case Backward(stage, mb):
+            return f"B {stage} {mb}"
+        case Partial(stage, mb, kind, lo, hi):
+            return f"P{kind} {stage} {mb} {lo}:{hi}"
+        case Fill(host, gap, partials):
+            return f"{action_to_text(host)} |{gap}| {', '.join(map(action_to_text, partials))}"
+        case Send(edge, src, dst, peer, payload):
+            return f"S{_LETTER[payload]} {edge} {src} {dst} @{peer}"
+        case Recv(edge, src, dst, peer, payload):
+            return f"R{_LETTER[payload]} {edge} {src} {dst} @{peer}"
+        case Share(edge, mb, payload):
+            return f"X{_LETTER[payload]} {edge} {mb}"
+        case ReduceGrads(unit):
+            return f"RS {unit}"
+        case ReduceShared(name):
+            return f"RT {name}"
+        case GatherParams(unit):
+            return f"GP {unit}"
+        case Step():
+            return "STEP"
+
+
+def action_from_text(line: str) -> Action:
+    """Read one action back.
+
+    Raises:
+        ValueError: the line is no action.
+    """
+    if "|" in line:
+        return _fill(line)
+    match line.split():
+        case ["PF" | "PB" | "PBI" | "PBW" as verb, stage, mb, segments]:
+            return Partial(_stage(stage), _microbatch(mb), _PART[verb], *_segments(segments))
+        case ["F", stage, mb]:
+            return Forward(_stage(stage), _microbatch(mb))
+        case ["B", stage, mb]:
+            return Backward(_stage(stage), _microbatch(mb))
+        case ["SA" | "SG" as verb, edge, src, dst, peer]:
+            return Send(_edge(edge), _microbatch(src), _microbatch(dst), _rank(peer), _PAYLOAD[verb[1]])
+        case ["RA" | "RG" as verb, edge, src, dst, peer]:
+            return Recv(_edge(edge), _microbatch(src), _microbatch(dst), _rank(peer), _PAYLOAD[verb[1]])
+        case ["XA" | "XG" as verb, edge, mb]:
+            return Share(_edge(edge), _microbatch(mb), _PAYLOAD[verb[1]])
+        case ["RS", unit]:
+            return ReduceGrads(unit)
+        case ["RT", name]:
+            return ReduceShared(name)
+        case ["GP", unit]:
+            return GatherParams(unit)
+        case ["STEP"]:
+            return Step()
+    raise ValueError("no such action")
+
+
+def to_text(program: Program) -> str:
+    """Print a program: a line `rank N` before each rank's actions."""
+    lines = []
+    for rank, actions in program.actions.items():
+        lines += [f"rank {rank}", *(action_to_text(action) for action in actions)]
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str, graph: StageGraph) -> Program:
+    """Read a program of `graph` back. Empty lines are skipped.
+
+    Raises:
+        ProgramError: a line is neither an action nor `rank N`, or a rank comes twice.
+    """
+    actions: dict[int, list[Action]] = {}
+    current: list[Action] | None = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if heading := re.fullmatch(r"rank (\d+)", line.strip()):
+            rank = int(heading[1])
+            if rank in actions:
+                raise ProgramError(f"program text, line {number}: rank {rank} comes a second time; join its actions")
+            current = actions[rank] = []
+        elif line.strip():
+            if current is None:
+                raise ProgramError(f"program text, line {number}: {line!r} before the first line `rank N`")
+            try:
+                current.append(action_from_text(line))
+            except ValueError as error:
+                raise ProgramError(f"program text, line {number}: {line!r}: {error}; allowed: {_FORMS}") from error
+    return Program(graph, {rank: tuple(done) for rank, done in actions.items()})
+
+
+def graph_to_json(graph: StageGraph) -> str:
+    """Print a stage graph as JSON."""
+    return json.dumps(
+        {
+            "meshes": [vars(mesh) for mesh in graph.meshes],
+            "stages": [
+                {
+                    "id": str(stage.id),
+                    "layers": stage.layers,
+                    "lanes": stage.lanes,
+                    "trainable": stage.trainable,
+                    "recompute": sorted(stage.recompute),
+                    "pieces": stage.pieces,
+                    "sliced": stage.sliced,
+                }
+                for stage in graph.stages
+            ],
+            "edges": [str(edge) for edge in graph.edges],
+            "tied_embeddings": graph.tied_embeddings,
+        },
+        indent=1,
+    )
+
+
+def graph_from_json(text: str) -> StageGraph:
+    """Read a stage graph back.
+
+    Raises:
+        ProgramError: the text is not the JSON of a stage graph.
+    """
+    try:
+        data = json.loads(text)
+        return StageGraph(
+            meshes=tuple(UnitMesh(**{**mesh, "ranks": tuple(mesh["ranks"])}) for mesh in data["meshes"]),
+            stages=tuple(_stage_from_json(stage) for stage in data["stages"]),
+            edges=tuple(_edge(edge) for edge in data["edges"]),
+            tied_embeddings=data["tied_embeddings"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProgramError(f"not the JSON of a stage graph: {error!r}; write it with graph_to_json") from error
+
+
+def _stage_from_json(stage: dict[str, Any]) -> Stage:
+    lo, hi = stage["layers"]
+    return Stage(
+        id=_stage(stage["id"]),
+        layers=(lo, hi),
+        lanes=tuple(tuple(lane) for lane in stage["lanes"]),
+        trainable=stage["trainable"],
+        recompute=frozenset(stage["recompute"]),
+        pieces=tuple(stage["pieces"]),
+        sliced=stage["sliced"],
+    )
+
+
+def _fill(line: str) -> Fill:
+    if not (found := re.fullmatch(r"([^|]*)\|\s*(\d+)\s*\|([^|]*)", line)):
+        raise ValueError("a gap is written as HOST |GAP| PARTIAL, PARTIAL")
+    host, partials = action_from_text(found[1]), [action_from_text(part) for part in found[3].split(",")]
+    if not isinstance(host, Compute):
+        raise ValueError(f"{action_to_text(host)!r} has no gap")
+    return Fill(host, int(found[2]), tuple(_partial(part) for part in partials))
+
+
+def _partial(action: Action) -> Partial:
+    if not isinstance(action, Partial):
+        raise ValueError(f"{action_to_text(action)!r} is no partial")
+    return action
+
+
+def _segments(text: str) -> tuple[int, int]:
+    if not (found := re.fullmatch(r"(\d+):(\d+)", text)):
+        raise ValueError(f"{text!r} is no range of segments")
+    return int(found[1]), int(found[2])
+
+
+def _stage(text: str) -> StageId:
+    if not (found := re.fullmatch(r"([^\s.:>]+)\.(\d+)", text)):
+        raise ValueError(f"{text!r} is no stage")
+    return StageId(found[1], int(found[2]))
+
+
+def _microbatch(text: str) -> Microbatch:
+    if not (found := re.fullmatch(r"([^\s.:>]+):(\d+)\.(\d+)", text)):
+        raise ValueError(f"{text!r} is no microbatch")
+    return Microbatch(found[1], int(found[2]), int(found[3]))
+
+
+def _edge(text: str) -> Edge:
+    src, arrow, dst = text.partition(">")
+    if not arrow:
+        raise ValueError(f"{text!r} is no edge")
+    return Edge(_stage(src), _stage(dst))
+
+
+def _rank(text: str) -> int:
+    if not re.fullmatch(r"@\d+", text):
+        raise ValueError(f"{text!r} is no rank")
+    return int(text[1:])

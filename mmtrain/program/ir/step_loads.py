@@ -1,0 +1,145 @@
+"""`StepLoads`: what is particular to one step, for a program that is fixed for the run."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.balance.batch_meta import BatchMeta
+from mmtrain.costs.cost_model import TokenLoad
+from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph, UnitMesh, block_sizes
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which rows of which source microbatch go where in which destination microbatch, for one pair of units.
+
+    One entry a span (neighbouring items that stay neighbours): rows [src_offset, src_offset + length) of the features
+    of `src` become rows [dst_offset, dst_offset + length) of the features that `dst` receives. Entries are ordered by
+    `dst_offset`; pairs that exchange nothing are absent.
+    """
+
+    spans: dict[tuple[Microbatch, Microbatch], IntArray]  # (src, dst) -> (k, 3): src_offset, dst_offset, length
+
+    def rows(self, src: Microbatch, dst: Microbatch) -> int:
+        """Feature rows that travel from `src` to `dst`."""
+        spans = self.spans.get((src, dst))
+        return 0 if spans is None else int(spans[:, 2].sum())
+
+
+@dataclass(frozen=True)
+class StepLoads:
+    """A load for every microbatch and a route for every pair of units that exchange data."""
+
+    loads: dict[Microbatch, TokenLoad]
+    routes: dict[tuple[str, str], Route]  # (source unit, destination unit)
+    rows_out: dict[
+        Microbatch, int
+    ]  # rows that leave for other units: an encoder's features, or those that the LLM hands on
+
+
+def step_loads(graph: StageGraph, meta: BatchMeta) -> StepLoads:
+    """Sum up one global batch for every microbatch, and find where each feature goes.
+
+    An LLM microbatch receives an encoder's features in the order of its samples and, within a sample, of its items,
+    and hands those of a unit after it on in that order. Microbatches of other units hold theirs in the order of the
+    item table. All in a few sorts: no loop over samples.
+
+    Raises:
+        KeyError: the batch has no item table for a unit of the graph.
+    """
+    pairs = dict.fromkeys((e.src.unit, e.dst.unit) for e in graph.edges if e.crosses_units)
+    routes = {pair: _route(graph, *pair, meta) for pair in pairs}
+    loads: dict[Microbatch, TokenLoad] = {}
+    rows_out = {mb: 0 for mesh in graph.meshes for mb in _microbatches(mesh)}
+    for mesh in graph.meshes:
+        sizes = meta if mesh.unit == LLM else meta.items[mesh.unit]
+        loads.update(_loads(mesh, _slots(mesh, sizes.replica, sizes.index), sizes.tokens))
+    for src, dst in pairs:
+        mesh, items = graph.mesh(src), meta.items[dst if src == LLM else src]
+        slot = (
+            _slots(mesh, meta.replica, meta.index)[items.sample]
+            if src == LLM
+            else _slots(mesh, items.replica, items.index)
+        )
+        rows_out.update(zip(_microbatches(mesh), _sums(mesh, slot, items.features).tolist(), strict=True))
+    return StepLoads(loads, routes, rows_out)
+
+
+def _microbatches(mesh: UnitMesh) -> list[Microbatch]:
+    """All microbatches of a unit in the order of their slots."""
+    return [Microbatch(mesh.unit, r, i) for r in range(mesh.dp) for i in range(mesh.num_microbatches)]
+
+
+def _slots(mesh: UnitMesh, replica: IntArray, index: IntArray) -> IntArray:
+    """Number microbatches by (replica, index)."""
+    return replica * mesh.num_microbatches + index
+
+
+def _sums(mesh: UnitMesh, slot: IntArray, values: IntArray) -> IntArray:
+    sums = np.zeros(mesh.dp * mesh.num_microbatches, dtype=np.int64)
+    np.add.at(sums, slot, values)
+    return sums
+
+
+def _loads(mesh: UnitMesh, slot: IntArray, lengths: IntArray) -> dict[Microbatch, TokenLoad]:
+    longest = np.zeros(mesh.dp * mesh.num_microbatches, dtype=np.int64)
+    np.maximum.at(longest, slot, lengths)
+    columns = (_sums(mesh, slot, lengths), _sums(mesh, slot, lengths * lengths), longest)
+    counts = _sums(mesh, slot, np.ones_like(lengths))
+    rows = zip(*(column.tolist() for column in (*columns, counts)), strict=True)
+    return {mb: TokenLoad(*row) for mb, row in zip(_microbatches(mesh), rows, strict=True)}
+
+
+def _route(graph: StageGraph, src: str, dst: str, meta: BatchMeta) -> Route:
+    """Spans of the route from an encoder to the LLM, or from the LLM to a unit after it."""
+    unit = dst if src == LLM else src
+    items = meta.items[unit]
+    unit_slot = _slots(graph.mesh(unit), items.replica, items.index)
+    llm_slot = _slots(graph.mesh(LLM), meta.replica, meta.index)[items.sample]
+    own, other = block_sizes(graph.mesh(unit).num_microbatches, graph.mesh(LLM).num_microbatches)
+    in_block = items.index // own == meta.index[items.sample] // other
+    assert in_block.all(), "the batch was laid out for other numbers of microbatches"
+    by_sample = np.lexsort((items.position, items.sample))
+    place = np.empty_like(by_sample)
+    place[by_sample] = np.arange(len(by_sample))
+    ends = [
+        (unit_slot, _offsets(unit_slot, np.arange(len(unit_slot)), items.features)),
+        (llm_slot, _offsets(llm_slot, place, items.features)),
+    ]
+    (src_slot, src_offset), (dst_slot, dst_offset) = ends if unit == src else reversed(ends)
+    filled = items.features > 0
+    columns = np.stack([src_slot, dst_slot, src_offset, dst_offset, items.features], axis=1)[filled]
+    columns = columns[np.lexsort((columns[:, 3], columns[:, 1], columns[:, 0]))]
+    columns = _joined(columns)
+    cuts = np.flatnonzero((np.diff(columns[:, :2], axis=0) != 0).any(axis=1)) + 1
+    sources, destinations = _microbatches(graph.mesh(src)), _microbatches(graph.mesh(dst))
+    return Route(
+        {(sources[part[0, 0]], destinations[part[0, 1]]): part[:, 2:] for part in np.split(columns, cuts) if len(part)}
+    )
+
+
+def _offsets(slot: IntArray, place: IntArray, rows: IntArray) -> IntArray:
+    """First row of each item inside its microbatch, whose items follow each other in the order of `place`."""
+    order = np.lexsort((place, slot))
+    start = np.cumsum(rows[order]) - rows[order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = np.diff(slot[order]) != 0
+    base = np.maximum.accumulate(np.where(first, start, 0))
+    offsets = np.empty_like(start)
+    offsets[order] = start - base
+    return offsets
+
+
+def _joined(columns: IntArray) -> IntArray:
+    """Merge rows (src slot, dst slot, src offset, dst offset, length) that continue the row before them."""
+    if len(columns) == 0:
+        return columns
+    ends = columns[:, 2:4] + columns[:, 4:]
+    follows = (columns[1:, :2] == columns[:-1, :2]).all(axis=1) & (columns[1:, 2:4] == ends[:-1]).all(axis=1)
+    starts = np.flatnonzero(np.concatenate([[True], ~follows]))
+    merged = columns[starts].copy()
+    merged[:, 4] = np.add.reduceat(columns[:, 4], starts)
+    return merged

@@ -1,0 +1,110 @@
+"""Replica groups: what is refused in a stage graph, and how a group's ranks mirror those of group 0."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmtrain.errors import ProgramError
+from mmtrain.program.ir.graph import LLM, StageGraph, StageId
+
+
+@dataclass(frozen=True)
+class Symmetry:
+    """Where each rank stands: its replica group, and the rank of group 0 whose place it takes in its own group."""
+
+    place: Mapping[int, tuple[int, int]]  # rank -> (group, rank of group 0)
+    ranks: tuple[Mapping[int, int], ...]  # per group: rank of group 0 -> rank of this group
+
+
+def symmetry(graph: StageGraph) -> Symmetry:
+    """Find every rank's replica group and its mirror in group 0; lane position k mirrors lane position k.
+
+    Raises:
+        ProgramError: the graph's parts do not fit together, or a rank sits in two groups.
+    """
+    _refuse_misfits(graph)
+    place: dict[int, tuple[int, int]] = {}
+    held: dict[int, StageId] = {}
+    for stage in graph.stages:
+        per_group = graph.mesh(stage.id.unit).dp // graph.num_groups
+        for replica, lane in enumerate(stage.lanes):
+            mirror = stage.lanes[replica % per_group]
+            for rank, first in zip(lane, mirror, strict=True):
+                here = (replica // per_group, first)
+                if place.setdefault(rank, here) != here:
+                    raise ProgramError(_two_places(rank, held[rank], place[rank], stage.id, here))
+                held.setdefault(rank, stage.id)
+    ranks: tuple[dict[int, int], ...] = tuple({} for _ in range(graph.num_groups))
+    for rank, (group, first) in place.items():
+        other = ranks[group].setdefault(first, rank)
+        if other != rank:
+            raise ProgramError(
+                f"stage graph: in replica group {group} ranks {other} and {rank} both mirror rank {first} of group 0; "
+                "lay the units out so that every group repeats the first one"
+            )
+    return Symmetry(place, ranks)
+
+
+def _two_places(rank: int, stage: StageId, here: tuple[int, int], other: StageId, there: tuple[int, int]) -> str:
+    return (
+        f"stage graph: rank {rank} holds {stage} in replica group {here[0]} (as rank {here[1]} of group 0 does) "
+        f"and {other} in replica group {there[0]} (as rank {there[1]} of group 0 does); a rank belongs to one group, "
+        "and every group repeats the first one: change the ranks of one of the units"
+    )
+
+
+def _refuse_misfits(graph: StageGraph) -> None:
+    problems = [*_mesh_problems(graph), *_stage_problems(graph), *_edge_problems(graph)]
+    if problems:
+        raise ProgramError("stage graph: " + "; ".join(problems))
+    _ = graph.order  # refuses circles
+
+
+def _mesh_problems(graph: StageGraph) -> list[str]:
+    if not graph.meshes:
+        return ["no units; at least one is needed"]
+    return [
+        f"{m.unit} has {m.num_microbatches} microbatches a replica in a step; at least 1 is needed"
+        for m in graph.meshes
+        if m.num_microbatches < 1
+    ]
+
+
+def _stage_problems(graph: StageGraph) -> list[str]:
+    problems = []
+    units = {m.unit for m in graph.meshes}
+    for mesh in graph.meshes:
+        num_stages = sum(s.id.unit == mesh.unit for s in graph.stages)
+        if not (mesh.vpp - 1) * mesh.pp < num_stages <= mesh.vpp * mesh.pp:
+            problems.append(
+                f"{mesh.unit} has {num_stages} stages; pp {mesh.pp} with vpp {mesh.vpp} takes "
+                f"{(mesh.vpp - 1) * mesh.pp + 1} to {mesh.vpp * mesh.pp}"
+            )
+    for stage in graph.stages:
+        if stage.id.unit not in units:
+            problems.append(f"stage {stage.id} belongs to no mesh; meshes: {', '.join(sorted(units))}")
+            continue
+        mesh = graph.mesh(stage.id.unit)
+        if len(stage.lanes) != mesh.dp or any(len(lane) != mesh.tp for lane in stage.lanes):
+            problems.append(f"stage {stage.id} needs {mesh.dp} lanes of {mesh.tp} ranks, found {stage.lanes}")
+        lanes_of: dict[int, int] = defaultdict(int)
+        for lane in stage.lanes:
+            for rank in lane:
+                lanes_of[rank] += 1
+        twice = sorted(rank for rank, n in lanes_of.items() if n > 1)
+        if twice:
+            problems.append(
+                f"stage {stage.id} sits more than once on ranks {twice}; a rank holds one replica of a stage"
+            )
+    return problems
+
+
+def _edge_problems(graph: StageGraph) -> list[str]:
+    known = {s.id for s in graph.stages}
+    problems = [
+        f"edge {edge} joins a stage that does not exist" for edge in graph.edges if not {edge.src, edge.dst} <= known
+    ]
+    fed = dict.fromkeys(e.dst.unit for e in graph.edges if e.crosses_units and e.src.unit == LLM)
+    if len(fed) > 1:
+        problems.append(f"the LLM feeds {' and '.join(fed)}; it hands the rows of one unit on, not of several")
+    return problems

@@ -1,0 +1,4 @@
+"""The simulator: when every action of a program runs, given what actions cost.
+
+Start with `simulate.simulate`.
+"""

@@ -1,0 +1,150 @@
+"""Twins: ranks of a replica group that do the same at the same time, of which the simulator follows one.
+
+Tensor parallelism makes most ranks of a lane copies of each other: they compute together, and position k of a lane
+talks to position k of the next. Only its first rank may differ, which speaks for the lane to other units.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from mmtrain.program.ir.actions import Action, Recv, Send
+from mmtrain.program.ir.data_dependencies import shared_embedding_stages
+from mmtrain.program.ir.graph import Stage, StageGraph, StageId
+from mmtrain.program.ir.symmetry import symmetry
+
+LinkOf = Callable[[tuple[int, ...]], Hashable]  # what costs among these ranks depend on
+Seat = tuple[tuple[StageId, int, bool], ...]  # the (stage, replica) that a rank holds, and if it speaks for the lane
+Same = Callable[[int, int], bool]  # whether two ranks do the same
+Thread = dict[Seat, int]  # the ranks of a thread by where they sit
+
+
+class _Tie(NamedTuple):
+    """Ranks that exchange messages, or that are in one collective besides those of their lanes."""
+
+    ranks: tuple[int, ...]  # of group 0
+    group: tuple[int, ...]  # of all replica groups
+
+
+def twins(
+    graph: StageGraph, ranks: Collection[int], same: Same, mirrors: Sequence[Mapping[int, int]], link: LinkOf
+) -> dict[int, tuple[int, ...]]:
+    """Return, for each of `ranks` (of group 0) to follow, the ranks that do as it does, itself first.
+
+    A *thread* is a set of ranks tied by messages and collectives that go from position k of a lane to position k of
+    another. Two threads are twins if they sit in the same lanes, neither speaks for a lane in which the other does
+    not, their ties cost the same in all the groups of `mirrors` (rank of group 0 -> rank of the group), and the ranks
+    do the same. Twins that are not among `ranks` are taken to do as those that are.
+    """
+    ties, seats = list(_ties(graph)), _seats(graph)
+    alike: defaultdict[frozenset[object], list[Thread]] = defaultdict(list)
+    for members, own in _threads(seats, ties):
+        thread = {seats[rank]: rank for rank in members}
+        alone = members if len(thread) < len(members) or _visits_twice(thread) else ()
+        costs = {(tuple(seats[r] for r in tie.ranks), *_links(tie, mirrors, link)) for tie in own}
+        alike[frozenset([*thread, *costs, *alone])].append(thread)
+    found: dict[int, tuple[int, ...]] = {}
+    for threads in alike.values():
+        missing = [t for t in threads if not any(rank in ranks for rank in t.values())]
+        for first, *others in _doing_the_same([t for t in threads if t not in missing], same):
+            for seat, rank in first.items():
+                found[rank] = (rank, *(t[seat] for t in [*others, *missing]))
+            missing = []
+    return {rank: found[rank] for rank in sorted(found) if rank in ranks}
+
+
+def leaders(graph: StageGraph, link: LinkOf) -> tuple[int, ...]:
+    """Ranks of group 0 whose actions are enough to simulate all groups: others do as one of them.
+
+    True of programs that give ranks which hold the same stages the same order, as builders do.
+    """
+    mirrors = symmetry(graph).ranks
+    return tuple(twins(graph, mirrors[0], lambda one, other: True, mirrors, link))
+
+
+def _seats(graph: StageGraph) -> dict[int, Seat]:
+    speaks = {sid for e in graph.edges if e.crosses_units for sid in (e.src, e.dst)}
+    held: defaultdict[int, list[tuple[StageId, int, bool]]] = defaultdict(list)
+    for stage in graph.stages:
+        for replica, lane in enumerate(_lanes(graph, stage)):
+            for rank in lane:
+                held[rank].append((stage.id, replica, stage.id in speaks and rank == lane[0]))
+    return {rank: tuple(places) for rank, places in held.items()}
+
+
+def _lanes(graph: StageGraph, stage: Stage) -> tuple[tuple[int, ...], ...]:
+    """Lanes of group 0."""
+    return stage.lanes[: graph.mesh(stage.id.unit).dp // graph.num_groups]
+
+
+def _visits_twice(thread: Thread) -> bool:
+    """Whether two ranks of the thread sit in one lane."""
+    lanes = [(stage, replica) for seat in thread for stage, replica, _ in seat]
+    return len(set(lanes)) < len(lanes)
+
+
+def _ties(graph: StageGraph) -> Iterator[_Tie]:
+    pairs = {
+        pair: None
+        for e in graph.edges
+        if not e.crosses_units
+        for src, dst in zip(_lanes(graph, graph.stage(e.src)), _lanes(graph, graph.stage(e.dst)), strict=True)
+        for pair in zip(src, dst, strict=True)
+    }
+    yield from (_Tie(pair, pair) for pair in pairs)
+    seen = set()
+    for stage in graph.stages:
+        key = (stage.id.unit, stage.lanes)
+        if key not in seen:
+            seen.add(key)
+            here = zip(*_lanes(graph, stage), strict=True)
+            yield from (_Tie(ranks, group) for ranks, group in zip(here, zip(*stage.lanes, strict=True), strict=True))
+    ends = [_lanes(graph, graph.stage(sid)) for sid in shared_embedding_stages(graph)]
+    for lanes in zip(*ends, strict=True):
+        yield from (_Tie(ranks, ranks) for ranks in zip(*lanes, strict=True))
+
+
+def _threads(seats: Mapping[int, Seat], ties: Sequence[_Tie]) -> Iterator[tuple[list[int], list[_Tie]]]:
+    """Sets of ranks that ties join, with their ties."""
+    thread: dict[int, list[int]] = {rank: [rank] for rank in sorted(seats)}
+    for tie in ties:
+        for one, two in pairwise(tie.ranks):
+            if thread[one] is not thread[two]:
+                small, large = sorted((thread[one], thread[two]), key=len)
+                large += small
+                thread.update(dict.fromkeys(small, large))
+    own: defaultdict[int, list[_Tie]] = defaultdict(list)
+    for tie in ties:
+        own[id(thread[tie.ranks[0]])].append(tie)
+    yield from ((ranks, own[key]) for key, ranks in {id(ranks): ranks for ranks in thread.values()}.items())
+
+
+def _links(tie: _Tie, mirrors: Sequence[Mapping[int, int]], link: LinkOf) -> list[Hashable]:
+    if len(tie.group) > len(tie.ranks):
+        return [link(tuple(sorted(tie.group)))]
+    return [link(tuple(mirror[rank] for rank in tie.ranks)) for mirror in mirrors]
+
+
+def _doing_the_same(threads: Sequence[Thread], same: Same) -> Iterator[list[Thread]]:
+    """Put threads together whose ranks do the same."""
+    left = list(threads)
+    while left:
+        first = left[0]
+        alike = [t for t in left if t is first or all(same(rank, t[seat]) for seat, rank in first.items())]
+        yield alike
+        left = [t for t in left if t not in alike]
+
+
+def do_the_same(one: Sequence[Action] | None, two: Sequence[Action] | None) -> bool:
+    """Whether two ranks do the same things in the same order, each with peers of its own."""
+    if one is None or two is None:
+        return False
+    return len(one) == len(two) and all(a is b or a == b or _flow(a) == _flow(b) for a, b in zip(one, two, strict=True))
+
+
+def _flow(action: Action) -> tuple[object, ...]:
+    """What a message carries, without its peer."""
+    if not isinstance(action, Send | Recv):
+        return (action,)
+    return type(action), action.edge, action.src, action.dst, action.payload

@@ -1,0 +1,88 @@
+"""What one rank did in one step, and when: what timelines, metrics and the search for slow ranks read."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mmtrain.program.ir.actions import Action, GatherParams, Recv, ReduceGrads, ReduceShared, Send, Share
+from mmtrain.program.ir.graph import Edge
+
+
+class Done(NamedTuple):
+    """An action that ran from `begin_s` to `end_s`, the first `wait_s` of which it waited for messages."""
+
+    action: Action
+    begin_s: float
+    end_s: float
+    wait_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the action itself took."""
+        return self.end_s - self.begin_s - self.wait_s
+
+
+class Moved(NamedTuple):
+    """A message with at least one row, from when this rank posted its end to when it knew that it had come.
+
+    `wait_s` is how long the rank stood still for it. Nothing tells when the bytes came within that time.
+    """
+
+    message: Send | Recv
+    posted_s: float
+    done_s: float
+    wait_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What went over an edge: bytes sent, and seconds that ranks stood still for it at either end."""
+
+    nbytes: int = 0
+    wait_s: float = 0.0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.nbytes + other.nbytes, self.wait_s + other.wait_s)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One rank's step, from `begin_s` to `end_s` of a clock of its own, in seconds."""
+
+    begin_s: float
+    end_s: float
+    done: tuple[Done, ...]
+    moved: tuple[Moved, ...]
+
+    def seconds(self) -> dict[str, float]:
+        """Where the step's time went: `compute` (the optimizer's included), `communication`, `wait` for messages."""
+        split = {"compute": 0.0, "communication": 0.0, "wait": sum(m.wait_s for m in self.moved)}
+        for done in self.done:
+            moves = isinstance(done.action, Send | Recv | Share | ReduceGrads | ReduceShared | GatherParams)
+            split["communication" if moves else "compute"] += done.busy_s
+        return split
+
+    def traffic(self) -> Mapping[Edge, Traffic]:
+        """Bytes sent and seconds waited, by edge."""
+        found: defaultdict[Edge, Traffic] = defaultdict(Traffic)
+        for m in self.moved:
+            found[m.message.edge] += Traffic(m.nbytes if isinstance(m.message, Send) else 0, m.wait_s)
+        return found
+
+    def shifted(self, by_s: float) -> "StepRecord":
+        """The same on a clock that reads `by_s` seconds more."""
+        return StepRecord(
+            self.begin_s + by_s,
+            self.end_s + by_s,
+            tuple(d._replace(begin_s=d.begin_s + by_s, end_s=d.end_s + by_s) for d in self.done),
+            tuple(_shifted(self.moved, by_s)),
+        )
+
+
+EMPTY = StepRecord(0.0, 0.0, (), ())
+
+
+def _shifted(moved: tuple[Moved, ...], by_s: float) -> Iterator[Moved]:
+    return (m._replace(posted_s=m.posted_s + by_s, done_s=m.done_s + by_s) for m in moved)

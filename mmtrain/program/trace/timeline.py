@@ -1,0 +1,161 @@
+"""Timelines: what every rank did when, simulated or measured; Chrome trace JSON (opens in Perfetto)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, overload
+
+from mmtrain.program.ir.actions import (
+    Action,
+    Backward,
+    Compute,
+    Fill,
+    Forward,
+    GatherParams,
+    Partial,
+    PartKind,
+    Recv,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+    Share,
+    Step,
+)
+from mmtrain.program.ir.segments import direction
+
+BubbleKind = Literal["dp_gather", "dp_reduce", "pp_warmup", "pp_cooldown", "pp_other", "tp", "imbalance"]
+BUBBLE_KINDS: tuple[BubbleKind, ...] = (
+    "dp_gather",
+    "dp_reduce",
+    "pp_warmup",
+    "pp_cooldown",
+    "pp_other",
+    "tp",
+    "imbalance",
+)
+
+
+class Span(NamedTuple):
+    """One action on one rank: from `start_s`, for `duration_s` seconds.
+
+    Forwards, backwards and parts of them run on the rank's compute stream, everything else on its communication
+    stream. A message is shown on its sender. `nbytes` is what the communication moves.
+    """
+
+    rank: int
+    start_s: float
+    duration_s: float
+    action: Action
+    nbytes: int = 0
+
+
+class Later(Sequence[Span]):
+    """Spans that are made when somebody first looks: of most simulated steps only the time is asked."""
+
+    def __init__(self, make: Callable[[], tuple[Span, ...]]) -> None:
+        self._make = make
+
+    @overload
+    def __getitem__(self, at: int) -> Span: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Span, ...]: ...
+    def __getitem__(self, at: int | slice) -> Span | tuple[Span, ...]:
+        return self._made[at]
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._made == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @cached_property
+    def _made(self) -> tuple[Span, ...]:
+        return self._make()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step: spans in the order of their start, and what they add up to.
+
+    Only a simulated step knows its critical path: actions, in order, of which each begins when the one before ends,
+    from the begin of the step to its end.
+    """
+
+    spans: Sequence[Span]
+    step_time_s: float
+    bubbles: Mapping[int, Mapping[BubbleKind, float]]  # rank -> kind -> seconds its compute stream is idle
+    peak_memory_bytes: Mapping[int, int]  # rank -> activations alive at the fullest moment
+    simulated: bool
+    pipeline_ranks: Mapping[str, int]  # unit -> ranks that its stages go round; each round is a chunk
+    critical_path: Sequence[Span] = ()
+
+    def bubble_shares(self) -> dict[BubbleKind, float]:
+        """Idle time by kind as a share of all rank-seconds of the step."""
+        total = self.step_time_s * len(self.bubbles)
+        return {k: sum(b[k] for b in self.bubbles.values()) / total if total else 0.0 for k in BUBBLE_KINDS}
+
+
+def chrome_trace(timeline: Timeline, plan_sha256: str) -> dict[str, Any]:
+    """Return the timeline as a Chrome trace: `pid` is the global rank, `tid` 0 compute and 1 communication."""
+    events: list[dict[str, Any]] = []
+    for rank in timeline.bubbles:
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for tid, name in enumerate(("compute", "communication")):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
+    events += [_event(span, timeline.pipeline_ranks) for span in timeline.spans]
+    other = {
+        "simulated": timeline.simulated,
+        "step_time_us": timeline.step_time_s * 1e6,
+        "plan_sha256": plan_sha256,
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def _event(span: Span, pipeline_ranks: Mapping[str, int]) -> dict[str, Any]:
+    name, args = _describe(span, pipeline_ranks)
+    is_compute = isinstance(span.action, Compute)
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": span.rank,
+        "tid": 0 if is_compute else 1,
+        "ts": span.start_s * 1e6,
+        "dur": span.duration_s * 1e6,
+        "args": args,
+    }
+
+
+def _describe(span: Span, pipeline_ranks: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
+    match span.action:
+        case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
+            does: PartKind = direction(span.action)
+            kind, more, segments = str(does), {}, ""
+            if isinstance(span.action, Partial):
+                does, lo, hi = span.action.kind, span.action.lo, span.action.hi
+                more, segments = {"lo": lo, "hi": hi}, f" {lo}:{hi}"
+                kind = "partial" if does == kind else does
+            args = {
+                "kind": kind,
+                "unit": stage.unit,
+                "stage": stage.index,
+                "chunk": stage.index // pipeline_ranks[stage.unit],
+                "replica": mb.replica,
+                "microbatch": mb.index,
+            }
+            return f"{does} {stage} {mb}{segments}", args | more
+        case Fill(host):
+            raise AssertionError(f"a filled {host} runs, and is drawn, part by part")
+        case Send(edge, src, dst, _, payload) | Recv(edge, src, dst, _, payload):
+            return f"{payload} {src} to {dst}", {"kind": "p2p", "edge": str(edge), "bytes": span.nbytes}
+        case Share(edge, mb, payload):
+            return f"share {payload} {mb}", {"kind": "broadcast", "edge": str(edge), "bytes": span.nbytes}
+        case ReduceGrads(unit):
+            return f"reduce {unit}", {"kind": "reduce_scatter", "bytes": span.nbytes}
+        case GatherParams(unit):
+            return f"gather {unit}", {"kind": "all_gather", "bytes": span.nbytes}
+        case ReduceShared(name):
+            return f"reduce {name}", {"kind": "all_reduce", "bytes": span.nbytes}
+        case Step():
+            return "step", {"kind": "all_reduce", "bytes": span.nbytes}

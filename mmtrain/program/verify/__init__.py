@@ -1,0 +1,4 @@
+"""Proofs that a program is complete and cannot deadlock.
+
+Start with `check.check`.
+"""

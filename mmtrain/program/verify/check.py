@@ -1,0 +1,316 @@
+"""The checker: proves, before anything runs, that a program is complete and cannot deadlock or run out of memory.
+
+Each test below looks at one promise and may rely on those kept before it; what breaks one is reported at once.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from mmtrain.errors import ProgramError
+from mmtrain.program.ir.actions import (
+    Action,
+    Backward,
+    Compute,
+    Forward,
+    GatherParams,
+    Part,
+    Partial,
+    Pass,
+    Recv,
+    ReduceGrads,
+    ReduceShared,
+    Send,
+    Share,
+    Step,
+)
+from mmtrain.program.ir.data_dependencies import (
+    EMBEDDINGS,
+    Flow,
+    holds_shared_embeddings,
+    is_shared,
+    members,
+    needs,
+    receives,
+    sends,
+    shares,
+    sharing_lane,
+    trained_units,
+    transfers,
+)
+from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph
+from mmtrain.program.ir.program import Program
+from mmtrain.program.ir.segments import begun, direction, ended, flat, num_segments, parts, whole
+from mmtrain.program.ir.serialize import action_to_text
+from mmtrain.program.verify.channels import Channel, Pair
+from mmtrain.program.verify.deadlock import waiting_circle
+from mmtrain.program.verify.live_activations import BytesOf, peak_bytes
+from mmtrain.program.verify.matching import Work
+
+Row = list[tuple[int, Part]]  # what a rank does, one thing after another, each with its place among the actions
+
+MAX_REPORTED = 20  # problems printed; one misplaced action can cause hundreds
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What activations may take: bytes a rank keeps for one microbatch of one stage, and bytes it has, by rank."""
+
+    bytes_of: BytesOf
+    limit_bytes: Mapping[int, int]
+
+
+def check(program: Program, memory: MemoryLimit | None = None) -> None:
+    """Refuse a program that is incomplete, out of order, bound to deadlock, or too large for memory.
+
+    Proved for all replica groups by looking at group 0, of which they are copies:
+
+    * every rank runs exactly the actions the stage graph asks of it, each once: forwards, backwards where something
+      trainable lies in the stage or upstream, sends, receives, shares, reductions, the step; a forward or backward
+      that is run in parts has all its segments, each once and in order;
+    * whatever an action reads was computed, received or shared on its rank before it; what works in the gap of
+      another action does so between the two parts of that action;
+    * the messages of every channel (edge, payload, sender, receiver) are sent and received in the same order;
+    * ranks that share a group run its collectives in the same order;
+    * no circle of actions wait for each other, where a send never waits, a receive is waited for where its data is
+      first read, and a collective waits for its whole group;
+    * with `memory`, live activations fit on every rank.
+
+    Raises:
+        ProgramError: names the offending actions.
+    """
+    ranks = set(program.symmetry.ranks[0])
+    if ranks != set(program.actions):
+        found = sorted(program.actions)
+        raise ProgramError(f"program: has actions for ranks {found}, but replica group 0 is {sorted(ranks)}")
+    graph = program.graph
+    rows = [
+        (rank, [(at, part) for at, action in enumerate(actions) for part in parts(graph, action)])
+        for rank, actions in program.actions.items()
+    ]
+    _refuse([text for rank, row in rows for text in _split_backwards(rank, row)])
+    _refuse([text for rank, row in rows for text in _not_exactly_once(graph, rank, row)])
+    early = [text for rank, row in rows for text in _out_of_order(graph, rank, row)]
+    _refuse([*early, *_channels_disagree(program), *_groups_disagree(program)])
+    if circle := waiting_circle(program.links):
+        _refuse([_circle_text(circle)])
+    if memory is not None:
+        _refuse(_too_large(program, memory))
+
+
+def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
+    """Everything `rank` must do in a step, in no order."""
+    expected: Counter[Action] = Counter()
+    for stage, replica in graph.held_by(rank):
+        for index in range(graph.mesh(stage.unit).num_microbatches):
+            mb = Microbatch(stage.unit, replica, index)
+            compute: list[Pass] = [Forward(stage, mb)]
+            if graph.needs_backward(stage):
+                compute.append(Backward(stage, mb))
+            for action in compute:
+                expected[action] += 1
+                expected.update(receives(graph, rank, action))
+                expected.update(shares(graph, action))
+                expected.update(sends(graph, rank, action))
+    for unit in trained_units(graph, rank):
+        expected.update([ReduceGrads(unit), GatherParams(unit)])
+    if holds_shared_embeddings(graph, rank):
+        expected[ReduceShared(EMBEDDINGS)] += 1
+    expected[Step()] += 1
+    return expected
+
+
+def _split_backwards(rank: int, row: Row) -> list[str]:
+    return [
+        f"rank {rank}: `{action_to_text(part)}` (action {at}) splits a backward, which can be simulated but not run: "
+        "the runtime computes gradients of inputs and weights at once; write PB"
+        for at, part in row
+        if isinstance(part, Partial) and part.kind in ("BI", "BW")
+    ]
+
+
+def _not_exactly_once(graph: StageGraph, rank: int, row: Row) -> list[str]:
+    expected = expected_actions(graph, rank)
+    found, problems = _joined(graph, rank, row, expected)
+    if found.items() == expected.items():
+        return problems
+    for action in expected | found:
+        text, n, wanted = action_to_text(action), found[action], expected[action]
+        if wanted == 0:
+            problems.append(f"rank {rank}: `{text}` does not belong on this rank")
+        elif n != wanted:
+            problems.append(f"rank {rank}: `{text}` is missing" if n == 0 else f"rank {rank}: `{text}` comes {n} times")
+    return problems
+
+
+def _joined(graph: StageGraph, rank: int, row: Row, expected: Counter[Action]) -> tuple[Counter[Action], list[str]]:
+    """Count actions, parts joined to the whole that they make; and name what does not fit together.
+
+    What is begun and not ended counts as done, so that its missing segments are named and not the whole.
+    """
+    found: Counter[Action] = Counter(action for _, action in row)
+    num_done: Counter[Pass] = Counter()  # segments, of what is run in parts
+    problems = []
+    for at, action in row:
+        if not isinstance(action, Partial) or not expected[whole(action)]:
+            continue
+        del found[action]
+        joined, total = whole(action), num_segments(graph, action.stage)
+        done = num_done[joined]
+        lo, hi = (action.lo, action.hi) if action.kind == "F" else (total - action.hi, total - action.lo)
+        if lo != done or hi > total:
+            due = done if action.kind == "F" else total - done - 1
+            now = f"segment {due} is due" if done < total else "all segments are done"
+            problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes where {now} of {total}")
+        found[joined] += done == 0
+        num_done[joined] = max(done, hi)
+    for joined, done in num_done.items():
+        total = num_segments(graph, joined.stage)
+        if done < total:
+            lo, hi = (done, total) if isinstance(joined, Forward) else (0, total - done)
+            missing = Partial(joined.stage, joined.mb, "F" if isinstance(joined, Forward) else "B", lo, hi)
+            problems.append(f"rank {rank}: `{action_to_text(missing)}` is missing")
+    return found, problems
+
+
+def _out_of_order(graph: StageGraph, rank: int, row: Row) -> list[str]:
+    done: set[Action] = set()
+    problems = []
+    for nth, (at, action) in enumerate(row):
+        early = [before for before in _before(graph, rank, action) if before not in done]
+        if isinstance(action, ReduceGrads | ReduceShared | Step):
+            early += [other for _, other in row[nth + 1 :] if _closes(action, other)]
+        if early:
+            others = ", ".join(f"`{action_to_text(other)}`" for other in early[:3])
+            problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes before {others}")
+        done.add(action)
+        if isinstance(action, Partial) and (complete := ended(graph, action)):
+            done.add(complete)
+    return problems
+
+
+def _before(graph: StageGraph, rank: int, action: Action) -> list[Action]:
+    """Actions whose results `action` reads on this rank."""
+    match action:
+        case Forward() | Backward() | Partial():
+            begins = begun(graph, action)
+            own: list[Action] = [Forward(action.stage, action.mb)] if isinstance(begins, Backward) else []
+            flows = needs(graph, action)
+            shared = [Share(f.edge, f.receiver, f.payload) for f in flows]
+            return own + [
+                share if is_shared(graph, f.edge, f.receiver, f.payload) else _source(graph, rank, f)
+                for f, share in zip(flows, shared, strict=True)
+            ]
+        case Share(edge, mb, payload):
+            if rank != sharing_lane(graph, edge, mb, payload)[0]:
+                return []
+            reader = Forward(edge.dst, mb) if payload == "activation" else Backward(edge.src, mb)
+            return [_source(graph, rank, f) for f in needs(graph, reader) if f.edge == edge]
+        case Send(edge, src, dst, _, payload):
+            return [Flow(edge, src, dst, payload).producer]
+        case GatherParams():
+            return [Step()]
+    return []
+
+
+def _source(graph: StageGraph, rank: int, flow: Flow) -> Action:
+    """What brings the flow to this rank: a receive, or the producer itself."""
+    for sender, receiver in transfers(graph, flow):
+        if receiver == rank:
+            return Recv(flow.edge, flow.src, flow.dst, sender, flow.payload)
+    return flow.producer
+
+
+def _closes(action: ReduceGrads | ReduceShared | Step, other: Action) -> bool:
+    """Whether `action` must come after every `other` of its rank."""
+    match action:
+        case ReduceGrads(unit):  # after it, a replica holds a shard only: too late to add what another stage holds
+            return _adds_to(unit, other) or (isinstance(other, ReduceShared) and unit == LLM)
+        case ReduceShared():
+            return _adds_to(LLM, other)
+        case Step():
+            return isinstance(other, Compute | ReduceGrads | ReduceShared)
+
+
+def _adds_to(unit: str, action: Action) -> bool:
+    """Whether the action works on gradients of the unit."""
+    return isinstance(action, Compute) and direction(action) == "B" and action.stage.unit == unit
+
+
+def _channels_disagree(program: Program) -> list[str]:
+    """Messages carry no tags: the k-th one sent on a channel must be the k-th one received."""
+    sent: defaultdict[Channel, list[Pair]] = defaultdict(list)
+    received: defaultdict[Channel, list[Pair]] = defaultdict(list)
+    for rank, actions in program.actions.items():
+        for action in actions:
+            if isinstance(action, Send):
+                sent[action.edge, action.payload, rank, action.peer].append((action.src, action.dst))
+            elif isinstance(action, Recv):
+                received[action.edge, action.payload, action.peer, rank].append((action.src, action.dst))
+    problems = []
+    for channel in dict.fromkeys([*sent, *received]):
+        edge, payload, sender, receiver = channel
+        for k, (out, into) in enumerate(zip_longest(sent[channel], received[channel])):
+            if out != into:
+                problems.append(
+                    f"channel {edge} ({payload}s, rank {sender} to {receiver}): message {k} is "
+                    f"{_pair_text(out, 'sent')}, {_pair_text(into, 'received')}"
+                )
+                break
+    return problems
+
+
+def _pair_text(pair: Pair | None, verb: str) -> str:
+    return f"not {verb}" if pair is None else f"{verb} as {pair[0]} for {pair[1]}"
+
+
+def _groups_disagree(program: Program) -> list[str]:
+    """Every member of a process group must run the group's collectives in the same order."""
+    orders: defaultdict[tuple[int, ...], dict[int, list[Action]]] = defaultdict(dict)
+    for rank, actions in program.actions.items():
+        for action in flat(program.graph, actions):
+            group = members(program.graph, rank, action)
+            orders[group].setdefault(rank, []).append(action)
+    problems = []
+    for group, by_rank in orders.items():
+        first, *others = (rank for rank in group if rank in program.actions)
+        for other in others:
+            pairs = zip_longest(by_rank.get(first, []), by_rank.get(other, []))
+            for k, (one, two) in enumerate(pairs):
+                if one != two:
+                    problems.append(
+                        f"ranks {first} and {other} share the group {list(group)}, but its collective {k} is "
+                        f"{_maybe_text(one)} on one and {_maybe_text(two)} on the other"
+                    )
+                    break
+    return problems
+
+
+def _maybe_text(action: Action | None) -> str:
+    return "missing" if action is None else f"`{action_to_text(action)}`"
+
+
+def _circle_text(circle: list[Work]) -> str:
+    steps = " -> ".join(f"rank {work.ranks[0]} `{action_to_text(work.action)}`" for work in [*circle, circle[0]])
+    return f"deadlock: each of these waits for the one before it: {steps}"
+
+
+def _too_large(program: Program, memory: MemoryLimit) -> list[str]:
+    problems = []
+    for rank, actions in program.actions.items():
+        peak, at = peak_bytes(program.graph, actions, memory.bytes_of)
+        if peak > memory.limit_bytes[rank]:
+            problems.append(
+                f"rank {rank}: {peak / 2**30:.3f} GiB of activations are alive at `{action_to_text(actions[at])}` "
+                f"(action {at}), {memory.limit_bytes[rank] / 2**30:.3f} GiB are free; recompute more layers, "
+                "use more stages or smaller microbatches"
+            )
+    return problems
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        more = len(problems) - MAX_REPORTED
+        tail = [f"... and {more} more"] if more > 0 else []
+        raise ProgramError("program refused:\n  " + "\n  ".join([*problems[:MAX_REPORTED], *tail]))

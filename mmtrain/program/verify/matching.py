@@ -1,0 +1,110 @@
+"""A program with its ends tied together: which send meets which receive, which ranks run a collective together.
+
+The deadlock test walks it, and the simulator makes its tracks of it.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mmtrain.program.ir.actions import Action, Collective, Compute, Recv, Send
+from mmtrain.program.ir.data_dependencies import members, waiter
+from mmtrain.program.ir.graph import StageGraph
+from mmtrain.program.ir.segments import begun, flat
+
+
+class Message(NamedTuple):
+    """One message of the step."""
+
+    sender: int
+    send: Send
+
+
+class Work(NamedTuple):
+    """What holds a rank until it is done: a forward or backward, a part of one, or a collective."""
+
+    action: Compute | Collective
+    ranks: tuple[int, ...]  # of this replica group
+    group: tuple[int, ...]  # of all replica groups; longer than `ranks` for data-parallel collectives and the step
+
+
+class Post(NamedTuple):
+    """A rank starts its end of a message, and goes on."""
+
+    message: int  # index into `Links.messages`
+
+
+class Do(NamedTuple):
+    """A rank takes part in a work, once these messages have arrived."""
+
+    work: int  # index into `Links.works`
+    reads: tuple[int, ...]  # indices into `Links.messages`
+
+
+@dataclass(frozen=True)
+class Links:
+    """What the ranks of one replica group do, in order, with messages and works as shared objects."""
+
+    messages: tuple[Message, ...]
+    works: tuple[Work, ...]
+    steps: Mapping[int, tuple[Post | Do, ...]]  # rank -> one entry for each thing it does (`segments.flat`)
+
+
+def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
+    """Tie sends to receives by what they carry, and the k-th collectives of a group's ranks to each other."""
+    messages: dict[tuple[Send, int], int] = {}
+    works: dict[tuple[int, int], int] = {}  # number of a group, and how many works it had before -> number of the work
+    all_works: list[Work] = []
+    steps: dict[int, tuple[Post | Do, ...]] = {}
+    groups = _Groups(graph, actions)
+    for rank, todo in actions.items():
+        reads: dict[Action, tuple[int, ...]] = {}
+        num_done: dict[int, int] = {}
+        out: list[Post | Do] = []
+        for action in flat(graph, todo):
+            if isinstance(action, Send):
+                out.append(Post(messages.setdefault((action, rank), len(messages))))
+            elif isinstance(action, Recv):
+                send = Send(action.edge, action.src, action.dst, rank, action.payload)
+                message = messages.setdefault((send, action.peer), len(messages))
+                waits = waiter(graph, action)
+                reads[waits] = (*reads.get(waits, ()), message)
+                out.append(Post(message))
+            else:
+                group = groups.number(rank, action)
+                nth = num_done[group] = num_done.get(group, 0) + 1
+                work = works.setdefault((group, nth), len(works))
+                if work == len(all_works):
+                    all_works.append(Work(action, groups.here[group], groups.everyone[group]))
+                reader = begun(graph, action) if isinstance(action, Compute) else action
+                out.append(Do(work, reads.pop(reader, ()) if reader else ()))
+        steps[rank] = tuple(out)
+    return Links(tuple(Message(sender, send) for send, sender in messages), tuple(all_works), steps)
+
+
+class _Groups:
+    """Ranks that work together, numbered: of all replica groups (`everyone`), and those that have actions (`here`)."""
+
+    def __init__(self, graph: StageGraph, actions: Collection[int]) -> None:
+        self._graph, self._actions = graph, actions
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._lanes: dict[tuple[str, int, int], int] = {}  # compute, of which there is much, by stage and replica
+        self.everyone: list[tuple[int, ...]] = []
+        self.here: list[tuple[int, ...]] = []
+
+    def number(self, rank: int, action: Compute | Collective) -> int:
+        """The group in which `rank` does this."""
+        if not isinstance(action, Compute):
+            return self._number_of(members(self._graph, rank, action))
+        lane = (action.stage.unit, action.stage.index, action.mb.replica)
+        number = self._lanes.get(lane)
+        if number is None:
+            number = self._lanes[lane] = self._number_of(members(self._graph, rank, action))
+        return number
+
+    def _number_of(self, ranks: tuple[int, ...]) -> int:
+        number = self._numbers.setdefault(ranks, len(self._numbers))
+        if number == len(self.everyone):
+            self.everyone.append(ranks)
+            self.here.append(tuple(rank for rank in ranks if rank in self._actions))
+        return number

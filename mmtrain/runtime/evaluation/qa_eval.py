@@ -1,0 +1,231 @@
+"""Questions about held-out samples, dealt to the replicas of a model and answered by it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
+
+import numpy as np
+
+from mmtrain.balance import IntArray, ItemLengths, SampleLengths, assign
+from mmtrain.data import ChatTokenizer, DataIndex, Encoded, Preparer, Quarantined, Sample, Turn, build
+from mmtrain.data.formats.chat_tokenizer import NO_LABEL
+from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
+from mmtrain.data.media.images import FloatArray
+from mmtrain.data.media.media_bytes import Media
+from mmtrain.program import LLM
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.evaluation.generate import Generator
+from mmtrain.runtime.execution.rank_context import Job
+from mmtrain.runtime.resilience.activity import ASKING
+from mmtrain.runtime.world import World
+
+MAX_BATCH_TOKENS = 8192  # about as many in one microbatch, answers included
+SPARE_TOKENS = 8  # how much longer than the longest right answer one may grow
+NO_TEMPLATE = "all"  # where the data names no kinds of questions
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)  # told apart by identity: two samples may ask the same
+class Question:
+    """A held-out sample, cut where its last answer begins."""
+
+    number: int  # of the sample in the index
+    sample: Sample
+
+    @property
+    def template(self) -> str:
+        """The kind of question."""
+        return self.sample.template or NO_TEMPLATE
+
+    @property
+    def asked(self) -> tuple[Turn, ...]:
+        """The user's turns that the prompt holds: a conversation may go on after its last answer."""
+        last = max(i for i, turn in enumerate(self.sample.turns) if turn.role == "assistant")
+        return tuple(turn for turn in self.sample.turns[:last] if turn.role == "user")
+
+    @property
+    def images(self) -> tuple[Media, ...]:
+        """The images and videos of the prompt; a turn after the answer may have more."""
+        marks = (IMAGE_MARK, VIDEO_MARK) if self.sample.videos else (IMAGE_MARK,)
+        return tuple(media for _, media in self.sample.sights[: self._count(*marks)])
+
+    @property
+    def clips(self) -> tuple[Media, ...]:
+        """The clips of the prompt."""
+        return self.sample.clips[: self._count(AUDIO_MARK)]
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """What the model would be blind or deaf without."""
+        return self.images + self.clips
+
+    @property
+    def expected(self) -> str:
+        """The right answer."""
+        return self.sample.answer.strip()
+
+    def _count(self, *marks: str) -> int:
+        return sum(turn.text.count(mark) for turn in self.asked for mark in marks)
+
+
+def questions_of(index: DataIndex, limit: int | None) -> list[Question]:
+    """Make questions of the samples; with a limit, of samples spread evenly over the index."""
+    numbers = range(len(index.samples))
+    return [Question(n, index.samples[n]) for n in spread(numbers, len(numbers) if limit is None else limit)]
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of the items, at even distances.
+
+    >>> spread("abcdef", 3)
+    ['a', 'c', 'e']
+    """
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+class Asker:
+    """Puts questions to a model whose stages lie on all ranks of a world; every rank asks and hears the same."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        recipe: Recipe,
+        tokenizer: ChatTokenizer,
+        index: DataIndex,
+        world: World,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """Ask about samples of `index`, which is the same on all ranks.
+
+        An answer has at most `max_new_tokens`, by default a few more than the longest right one.
+        """
+        self._max_new_tokens = max_new_tokens
+        self._generator, self._recipe, self._tokenizer = generator, recipe, tokenizer
+        self._index, self._world = index, world
+
+    def ask(self, questions: Sequence[Question], *, blank: bool) -> tuple[dict[Question, str], list[Quarantined]]:
+        """Let the model answer, with its images and clips or blank ones.
+
+        Questions whose media cannot be decoded are left out of the answers, and returned with the reason.
+        """
+        tokens, bad = self.write(questions, blank=blank)
+        return {question: self._tokenizer.decode(ids).strip() for question, ids in tokens.items()}, bad
+
+    def write(
+        self, questions: Sequence[Question], *, blank: bool
+    ) -> tuple[dict[Question, list[int]], list[Quarantined]]:
+        """The same, in tokens."""
+        lengths = prompt_lengths(self._index, self._tokenizer, questions)
+        numbers = [q.number for q in questions]
+        longest_answer = max((self._index.lengths.tokens - lengths.tokens)[numbers], default=0)
+        max_new_tokens = self._max_new_tokens or SPARE_TOKENS + int(longest_answer)
+        sizes = [int(lengths.tokens[number]) + max_new_tokens for number in numbers]
+        preparer = _Prompts(self._index, self._recipe, self._generator, self._tokenizer, blank)
+        written: dict[int, list[int]] = {}
+        bad: dict[tuple[str, int], Quarantined] = {}
+        dp, num_microbatches = self._generator.dp, self._generator.num_microbatches
+        for groups in deal(sizes, dp[LLM] * num_microbatches[LLM], MAX_BATCH_TOKENS):
+            samples = [np.array([numbers[i] for i in group], dtype=np.int64) for group in groups]
+            data = preparer.prepare(assign(0, 0, samples, lengths, dp, num_microbatches))
+            bad |= {(q.source, q.index): q for q in data.quarantined}
+            written |= self._generator.write(data, max_new_tokens)
+        self._generator.activity.begin(ASKING)
+        for theirs in self._world.gather((written, bad)):
+            assert isinstance(theirs, tuple)
+            written, bad = written | theirs[0], bad | theirs[1]
+        answers = {
+            question: written[question.number]
+            for question in questions
+            if (question.sample.source, question.sample.index) not in bad
+        }
+        return answers, [bad[key] for key in sorted(bad)]
+
+
+def evaluation(job: Job) -> Callable[[], float]:
+    """Return a function that asks the model in training and returns the share of answers that are exactly right.
+
+    All ranks must call it together. Questions with broken media count as wrong.
+    """
+    recipe = job.recipe
+    if not recipe.train.evaluate_every:
+        return lambda: float("nan")
+    index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer_file)
+    questions = questions_of(index, recipe.train.evaluate_questions)
+    asker = Asker(Generator.of(job, tokenizer), recipe, tokenizer, index, job.world)
+
+    def evaluate() -> float:
+        answers, _ = asker.ask(questions, blank=False)
+        return sum(answer == question.expected for question, answer in answers.items()) / len(questions)
+
+    return evaluate
+
+
+class _Prompts(Preparer):
+    """Prepares samples up to where their answer begins, on request with nothing in their images and clips."""
+
+    def __init__(
+        self, index: DataIndex, recipe: Recipe, generator: Generator, tokenizer: ChatTokenizer, blank: bool
+    ) -> None:
+        super().__init__(index, recipe, generator.needs, generator.num_microbatches, tokenizer)
+        self._blank = blank
+
+    def _encode(self, sample_id: int) -> Encoded:
+        ids = _prompt_ids(self._index, self._tokenizer, sample_id)
+        return Encoded(ids, np.full_like(ids, NO_LABEL))
+
+    def _patches(self, sample_id: int, position: int, rows: int, cols: int) -> FloatArray:
+        if not self._blank:
+            return super()._patches(sample_id, position, rows, cols)
+        assert self._recipe.model.vision is not None
+        return np.zeros((rows * cols, 3 * self._recipe.model.vision.patch**2), dtype=np.float32)
+
+    def _mels(self, sample_id: int, position: int, frames: int) -> FloatArray:
+        if not self._blank:
+            return super()._mels(sample_id, position, frames)
+        assert self._recipe.model.audio is not None
+        return np.zeros((frames, self._recipe.model.audio.mel_bins), dtype=np.float32)
+
+
+def deal(sizes: Sequence[int], ways: int, max_tokens: int) -> list[list[list[int]]]:
+    """Deal sequences to rounds of `ways` batches, about equal in tokens, each of at most about `max_tokens`.
+
+    Sequences of one batch are of similar length, so that little of what is remembered of them is padding. A batch
+    passes the limit by less than its longest sequence; where there is little to deal, some are empty.
+
+    >>> deal([5, 2, 9, 2], ways=2, max_tokens=9)
+    [[[1, 3, 0], [2]]]
+    """
+    if not sizes:
+        return []
+    total = sum(sizes)
+    num_rounds = -(-total // (ways * max_tokens))
+    num_batches = num_rounds * ways
+    batches: list[list[int]] = [[] for _ in range(num_batches)]
+    by_size = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    for i, end in zip(by_size, accumulate(sizes[i] for i in by_size), strict=True):
+        middle = 2 * end - sizes[i]  # in half tokens
+        batches[middle * num_batches // (2 * total)].append(i)
+    return [batches[first : first + ways] for first in range(0, num_batches, ways)]
+
+
+def _prompt_ids(index: DataIndex, tokenizer: ChatTokenizer, number: int) -> IntArray:
+    return tokenizer.prompt_ids(index.samples[number], index.features(number), index.features(number, "audio"))
+
+
+def prompt_lengths(index: DataIndex, tokenizer: ChatTokenizer, questions: Sequence[Question]) -> SampleLengths:
+    """Lengths of prompts, with no more of a sample's items than its prompt shows; of other samples nothing."""
+    ids = {q.number: _prompt_ids(index, tokenizer, q.number) for q in questions}
+    tokens = np.zeros(len(index.samples), dtype=np.int64)
+    tokens[list(ids)] = [len(found) for found in ids.values()]
+    items = {}
+    for unit, whole in index.lengths.items.items():
+        kept = np.zeros(len(whole.rows), dtype=bool)
+        for number, found in ids.items():
+            here = slice(whole.first[number], whole.first[number + 1])
+            kept[here] = np.cumsum(whole.features[here]) <= np.sum(found == tokenizer.item_ids[unit])
+        first = np.concatenate([[0], np.cumsum(kept)])[whole.first]
+        columns = (whole.rows, whole.cols, whole.tokens, whole.features)
+        items[unit] = ItemLengths(first, *(column[kept] for column in columns))
+    return SampleLengths(tokens, np.zeros_like(tokens), items)

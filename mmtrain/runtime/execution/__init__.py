@@ -1,0 +1,4 @@
+"""One rank executing its program: executor, broker, units, optimizer.
+
+Start with `executor.Executor`.
+"""

@@ -1,0 +1,48 @@
+"""A trial of every channel before training: a connection that does not work is named now, not an hour later."""
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.errors import LaunchError
+from mmtrain.program import Action, Recv, Send
+from mmtrain.runtime.execution.process_groups import Groups
+from mmtrain.runtime.world import World
+
+TRIAL_TIMEOUT = timedelta(seconds=60)
+
+
+def try_channels(actions: Iterable[Action], groups: Groups, world: World) -> None:
+    """Send one number over every channel that the program uses, in the program's own order.
+
+    Raises LaunchError naming the edge and the peer that did not answer.
+    """
+    done: set[tuple[object, ...]] = set()
+    under_way: list[tuple[dist.Work, torch.Tensor, Send | Recv]] = []
+    for action in actions:
+        if not isinstance(action, Send | Recv):
+            continue
+        key = (type(action), action.edge, action.payload, action.peer)
+        if key in done:
+            continue
+        done.add(key)
+        group = groups.channels[action.edge, action.payload]
+        number = torch.full((1,), float(world.rank), device=world.device)
+        work = (dist.isend if isinstance(action, Send) else dist.irecv)(number, action.peer, group=group)
+        assert work is not None
+        under_way.append((work, number, action))
+    for work, number, action in under_way:
+        try:
+            work.wait(TRIAL_TIMEOUT)
+        except RuntimeError as e:
+            raise LaunchError(
+                f"rank {world.rank} cannot reach rank {action.peer} for {action.payload}s over edge {action.edge}: "
+                f"{str(e).splitlines()[0]}. Check firewalls and the network interface between their machines"
+            ) from e
+        if isinstance(action, Recv) and int(number) != action.peer:
+            raise LaunchError(
+                f"rank {world.rank} expected rank {action.peer} on edge {action.edge}, "
+                f"but rank {int(number)} answered; start the job anew"
+            )

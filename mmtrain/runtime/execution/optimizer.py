@@ -1,0 +1,115 @@
+"""The optimizer of one rank: true gradient norm over all units, clipping, schedule, named shards."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.models.named_shards import NamedShard
+from mmtrain.recipe.schema import OptimizerSettings
+from mmtrain.runtime.world import World
+
+
+class UnitOptimizer(Protocol):
+    """What the trainer needs of the optimizer of one unit's parameters on this rank.
+
+    Megatron's buffers with ZeRO-1 implement it (`models/megatron/zero_adamw.py`); FSDP2 can.
+    """
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the last step."""
+
+    def tied_gradient(self) -> Tensor | None:
+        """Gradient of the weight that another stage holds too, if this rank has one."""
+
+    def reduce_grads(self) -> None:
+        """Begin to sum the gradients over the unit's data-parallel replicas (and of sliced tokens, over the lane)."""
+
+    def grad_sq_sum(self) -> Tensor:
+        """Sum of squares of the gradient elements this rank answers for (float64), once they are reduced; each element
+        counts once."""
+
+    def step(self, lr: float, clip: float) -> None:
+        """Scale the gradients by `clip` and update this rank's shard of the parameters."""
+
+    def gather_params(self) -> None:
+        """Bring the updated parameters to every replica."""
+
+    def shards(self) -> Iterator[NamedShard]:
+        """Everything of the unit that a checkpoint must hold, each element on exactly one rank."""
+
+    def load(self, read: Callable[[NamedShard], Tensor]) -> None:
+        """Fill parameters and optimizer state; `read` returns the stored piece that a shard describes."""
+
+    def set_num_updates(self, value: int) -> None:
+        """Continue after `value` updates; Adam's bias correction depends on it."""
+
+
+class Optimizer:
+    """Steps all units of one rank together."""
+
+    def __init__(
+        self,
+        units: Mapping[str, UnitOptimizer],
+        settings: OptimizerSettings,
+        world: World,
+        tied_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.units, self._settings, self._world, self._tied_group = units, settings, world, tied_group
+        self._num_updates = 0
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far, the same for all units; steps with a gradient that is not finite make none."""
+        return self._num_updates
+
+    @num_updates.setter
+    def num_updates(self, value: int) -> None:
+        self._num_updates = value
+        for unit in self.units.values():
+            unit.set_num_updates(value)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the last step."""
+        for unit in self.units.values():
+            unit.zero_grad()
+
+    def reduce_shared(self) -> None:
+        """Sum the tied embedding's gradient over the two stages that hold it."""
+        gradient = self.units["llm"].tied_gradient()
+        if gradient is None:
+            return  # the matrix is frozen, so its copy on the other end has no gradient either
+        assert self._tied_group is not None, "ReduceShared on a rank without the tied weight"
+        dist.all_reduce(gradient, group=self._tied_group)
+
+    def reduce_grads(self, unit: str) -> None:
+        """Begin to sum the unit's gradients over its replicas."""
+        self.units[unit].reduce_grads()
+
+    def step(self, lr: float) -> tuple[float, bool]:
+        """Agree on the norm of all gradients, clip, update; return (norm, whether the update was made).
+
+        The norm is that of the whole model, each element counted once, so every rank takes the same decision: where
+        it is not finite nothing changes anywhere.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        for unit in self.units.values():
+            total += unit.grad_sq_sum()
+        if self._world.size > 1:
+            dist.all_reduce(total)
+        norm = math.sqrt(float(total))
+        if not math.isfinite(norm):
+            return norm, False
+        limit = self._settings.clip_norm
+        clip = limit / norm if limit is not None and norm > limit else 1.0
+        for unit in self.units.values():
+            unit.step(lr, clip)
+        self._num_updates += 1
+        return norm, True
+
+    def gather_params(self, unit: str) -> None:
+        """Bring the unit's updated parameters to every replica."""
+        self.units[unit].gather_params()

@@ -1,0 +1,89 @@
+"""Process groups of a stage graph, created by all ranks in one order.
+
+Each (edge, payload) of a replica group has a group of its own: NCCL has no tags and runs the messages of one
+communicator in order, so activations and gradients between the same two ranks must not share one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.program import Edge, Payload, StageGraph, UnitMesh
+from mmtrain.program.ir.data_dependencies import shared_embedding_stages
+from mmtrain.runtime.world import World
+
+ProcessGroup = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What this rank is a member of."""
+
+    units: dict[str, ParallelGroups]
+    channels: dict[tuple[Edge, Payload], ProcessGroup]
+    tied_embeddings: ProcessGroup | None  # first and last stage of this rank's replica, same tensor-parallel rank
+
+
+def build_groups(graph: StageGraph, world: World) -> Groups:
+    """Create every group of the graph; return those that this rank belongs to."""
+    create = _Creator(world.rank)
+    units: dict[str, ParallelGroups] = {}
+    for mesh in graph.meshes:
+        tp, dp, pp = (create.all(lines) for lines in _mesh_lines(mesh))
+        if tp and dp and pp:
+            units[mesh.unit] = ParallelGroups(tp=tp, dp=dp, pp=pp)
+    channels: dict[tuple[Edge, Payload], ProcessGroup] = {}
+    payloads: tuple[Payload, ...] = ("activation", "gradient")
+    for edge in graph.edges:
+        for payload in payloads:
+            group = create.all(_edge_ranks(graph, edge))
+            if group:
+                channels[edge, payload] = group
+    return Groups(units, channels, create.all(_tied_pairs(graph)))
+
+
+class _Creator:
+    """Creates groups. Every rank must ask for the same ones in the same order: torch counts them for their names."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        # Of one member, so nobody else need take part; all groups of this rank alone are this one.
+        self._alone = dist.new_group([rank], use_local_synchronization=True)
+
+    def all(self, members: Iterable[list[int]]) -> ProcessGroup | None:
+        """Create one group for each list of ranks; return the one with this rank in it."""
+        mine: ProcessGroup | None = None
+        for ranks in members:
+            group = self._alone if len(ranks) == 1 else dist.new_group(ranks)
+            if self._rank in ranks:
+                mine = group
+        return mine
+
+
+def _mesh_lines(mesh: UnitMesh) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Lines of ranks along the mesh's tp, dp and pp axes."""
+    tp, dp, pp = (range(n) for n in (mesh.tp, mesh.dp, mesh.pp))
+    lanes = {(p, d): mesh.lane(p, d) for p in pp for d in dp}
+    return (
+        [list(lane) for lane in lanes.values()],
+        [[lanes[p, d][t] for d in dp] for p in pp for t in tp],
+        [[lanes[p, d][t] for p in pp] for d in dp for t in tp],
+    )
+
+
+def _edge_ranks(graph: StageGraph, edge: Edge) -> list[list[int]]:
+    """Ranks at both ends of the edge, for each replica group."""
+    groups: list[set[int]] = [set() for _ in range(graph.num_groups)]
+    for stage_id in (edge.src, edge.dst):
+        lanes = graph.stage(stage_id).lanes
+        for replica, lane in enumerate(lanes):
+            groups[replica // (len(lanes) // graph.num_groups)].update(lane)
+    return [sorted(group) for group in groups]
+
+
+def _tied_pairs(graph: StageGraph) -> list[list[int]]:
+    """Ranks that hold the same slice of a matrix that the LLM's first and last stage hold two copies of."""
+    ends = [graph.stage(sid).lanes for sid in shared_embedding_stages(graph)]
+    return [list(pair) for lanes in zip(*ends, strict=True) for pair in zip(*lanes, strict=True)]

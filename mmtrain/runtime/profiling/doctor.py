@@ -1,0 +1,128 @@
+"""`mmtrain doctor`: what this machine can do, what would be slow and why, and what is missing for which command."""
+
+import contextlib
+import importlib.metadata
+import platform
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+
+from mmtrain.costs import preset
+from mmtrain.costs.cost_table import MessageEntry
+from mmtrain.costs.hardware import GIB
+from mmtrain.errors import MmtrainError, PlanError
+from mmtrain.models.attention import problems
+from mmtrain.runtime.profiling.diagnostics import Finding, accelerators, host, num_cores, packages, rates
+from mmtrain.runtime.profiling.profile import device_name, measure_messages
+from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.world import Address, hardware_here, join, leave
+
+QUICK_BYTES = (2**10, 2**22)
+PRODUCTS = 5
+PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "safetensors", "pydantic", "pillow")
+EXTRAS = ("flash-attn", "soundfile", "av", "pyarrow", "pyzmq", "matplotlib")
+TALK = "look at firewalls, and at GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Health:
+    """Everything `doctor` found."""
+
+    versions: dict[str, str]
+    devices: list[str]
+    preset: str | None  # stands for this hardware in plans
+    backends: dict[str, bool]  # of torch.distributed
+    attention: dict[str, str | None]  # backend -> why it cannot be used, in the precision training takes by default
+    flops: float  # FLOP/s of large products on one rank: a GPU, or one core
+    messages: dict[str, list[float]] = field(default_factory=dict)  # kind -> seconds of 1 KiB and of 4 MiB
+    findings: list[Finding] = field(default_factory=list)
+
+
+class _Measured(BaseModel):
+    entries: list[MessageEntry]
+
+
+def examine(folder: Path, links: bool = True) -> Health:
+    """Look at this machine; `folder` is where runs would be written. `links` times messages of two ranks."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    attention = {str(name): problem for name, problem in problems(device, dtype).items()}
+    findings = [*packages(), *accelerators(cuda, backends["nccl"], attention)]
+    findings += host(folder, psutil.virtual_memory().available)
+    messages: dict[str, list[float]] = {}
+    if links and (not cuda or torch.cuda.device_count() > 1):
+        try:
+            messages = _links()
+        except MmtrainError as error:
+            what = f"two processes of this machine cannot talk: {error}"
+            findings.append(Finding("missing", what, TALK, ("train", "profile")))
+    preset_name, flops = None, _rate(device, dtype)
+    try:
+        preset_name = hardware_here()
+        findings += rates(preset(preset_name), "bf16" if cuda else "fp32", flops, messages)
+    except PlanError as error:
+        findings.append(Finding("missing", "plans for this hardware", str(error), ("plan", "train")))
+    return Health(_versions(), _devices(cuda), preset_name, backends, attention, flops, messages, findings)
+
+
+def _versions() -> dict[str, str]:
+    """Of what is needed, and of what extras brought."""
+    found = {"python": platform.python_version()}
+    for name in ("mmtrain", *PACKAGES, *EXTRAS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _devices(cuda: bool) -> list[str]:
+    name = device_name(torch.device("cpu")).removeprefix("one core of ")
+    memory = psutil.virtual_memory()
+    host = f"{num_cores()} cores, {name}, {memory.total / GIB:.0f} GiB memory, {memory.available / GIB:.0f} GiB free"
+    gpus = []
+    for index in range(torch.cuda.device_count() if cuda else 0):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(f"GPU {index}: {properties.name}, {properties.total_memory / GIB:.0f} GiB")
+    return [host, *gpus]
+
+
+def _rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large product on one rank's share of this machine: a GPU, or one core."""
+    side = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = []
+        for _ in range(PRODUCTS):
+            begin = time.perf_counter()
+            (a @ b)[0, 0].item()  # a GPU has finished when its value is here
+            seconds.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * side**3 / min(seconds)
+
+
+def _links() -> dict[str, list[float]]:
+    """Seconds of messages between two ranks started as `train` would."""
+    with TemporaryDirectory(prefix="mmtrain-doctor-") as folder:
+        out = Path(folder) / "links.json"
+        launch_local(2, partial(_measure_rank, out))
+        entries = _Measured.model_validate_json(out.read_text(encoding="utf-8")).entries
+    return {entry.kind: list(entry.seconds) for entry in entries}
+
+
+def _measure_rank(out: Path, address: Address) -> None:
+    world = join(address)
+    entries = measure_messages(world, QUICK_BYTES)
+    if world.is_first:
+        out.write_text(_Measured(entries=entries).model_dump_json(), encoding="utf-8")
+    leave()

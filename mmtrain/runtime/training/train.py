@@ -1,0 +1,349 @@
+"""`mmtrain train`: the story of a run, from a recipe to a trained model."""
+
+import hashlib
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from rich.console import Console
+
+from mmtrain.balance import Grouping, SampleLengths, StepAims
+from mmtrain.checkpoint import find
+from mmtrain.data import (
+    BadSamples,
+    DataIndex,
+    GroupStream,
+    Loader,
+    Preparer,
+    build,
+    read_quarantine,
+    validation_batches,
+    write_quarantine,
+)
+from mmtrain.data.loading.step_format import from_json, to_json
+from mmtrain.errors import LaunchError, RunError, StoppedAndSaved, UserError
+from mmtrain.plan.artifact.balancing_targets import step_aims
+from mmtrain.plan.artifact.data_drift import drift
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.plan_files import load as load_plan
+from mmtrain.plan.artifact.plan_files import require_match
+from mmtrain.recipe import Loaded, Recipe, dump, sha256
+from mmtrain.report import RunLog, open_progress
+from mmtrain.runtime.evaluation.qa_eval import evaluation
+from mmtrain.runtime.execution.rank_context import Job, assemble
+from mmtrain.runtime.execution.recorder import Recorder, clock_of
+from mmtrain.runtime.resilience.activity import Activity
+from mmtrain.runtime.resilience.config_consensus import agree, flatten
+from mmtrain.runtime.resilience.failures import clear_failures, explain, read_failures, reporting
+from mmtrain.runtime.resilience.fault_points import Faults
+from mmtrain.runtime.resilience.launch import free_port, launch_local
+from mmtrain.runtime.resilience.out_of_memory import predicted_for
+from mmtrain.runtime.resilience.signals import StopRequest
+from mmtrain.runtime.resilience.watchdog import Watchdog
+from mmtrain.runtime.training.checkpointing import BackgroundSaver, restore_job
+from mmtrain.runtime.training.loop import Loop
+from mmtrain.runtime.training.run_folder import CHECKPOINTS, PLAN, QUARANTINE, RECIPE, TRACE
+from mmtrain.runtime.training.run_state import read_state, write_state
+from mmtrain.runtime.training.step_metrics import Meter
+from mmtrain.runtime.training.tracing import Tracer
+from mmtrain.runtime.world import Address, World, find_address, join, leave
+
+
+class Planner(Protocol):
+    """Chooses a plan, as `mmtrain.plan.planner.plan` does. Handed in: the runtime executes plans and makes none."""
+
+    def __call__(
+        self, recipe: Recipe, lengths: SampleLengths, *, world_size: int, hardware: str, recipe_sha256: str
+    ) -> Plan:
+        """Return the plan for a cluster of `world_size` ranks of `hardware`; PlanError if there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    loaded: Loaded
+    planner: Planner
+    hardware: str  # preset to plan for
+    ranks: int  # processes to start where no launcher has started any
+    run_dir: Path
+    plan_path: Path | None = None
+    resume: bool = False
+    max_restarts: int = 0  # after failures, of processes that we start
+    faults: Faults = field(default_factory=Faults)
+
+
+def run(request: Request) -> None:
+    """Train, in the processes that a launcher has started, or else in our own.
+
+    Raises UserError for wrong input and RunError where the run breaks; both name what and where.
+    """
+    address = find_address()
+    if address is not None:
+        if request.max_restarts:
+            raise LaunchError(
+                f"--max-restarts: {request.max_restarts} found, but {address.launcher} started these processes and "
+                "must restart them (torchrun --max-restarts, sbatch --requeue with --resume); leave it out here"
+            )
+        if address.attempt:  # with the arguments of the first start
+            if read_state(request.run_dir).get("status") == "stopped":
+                raise StoppedAndSaved("stopped by a signal before this restart, which torchrun counts as a failure")
+            request = replace(request, resume=True)
+        train_rank(request, address)
+    elif request.ranks == 1 and not request.max_restarts:
+        train_rank(request, Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
+    else:
+        _launch(request)
+
+
+def _launch(request: Request) -> None:
+    """Start the ranks; when the run breaks, again from the newest good checkpoint, as often as allowed."""
+    # What another run has saved is refused by the ranks; a restart must not turn that into resuming it.
+    left = 0 if not request.resume and find(request.run_dir / CHECKPOINTS) else request.max_restarts
+    while True:
+        try:
+            return launch_local(request.ranks, partial(train_rank, request))
+        except RunError as e:
+            error = _root_cause(request, e)
+        if not left or not (request.run_dir / RECIPE).exists():
+            raise error
+        left -= 1
+        print(f"mmtrain: {error}\nmmtrain: starting again, {left} restarts left after this", file=sys.stderr)
+        request = replace(request, resume=True)
+
+
+def _root_cause(request: Request, error: RunError) -> RunError:
+    """What the launcher saw, or, of a run that hung, what its ranks found; and put it into the run's state."""
+    failures = read_failures(request.run_dir)
+    if any(f.kind == "hang" for f in failures):
+        error = RunError(explain(failures, request.ranks))
+    if read_state(request.run_dir).get("status") in ("running", "failed"):
+        write_state(request.run_dir, "failed", error=str(error))
+    return error
+
+
+def train_rank(request: Request, address: Address) -> None:
+    """Be one rank of the run."""
+    recipe = request.loaded.recipe
+    wanted, most = recipe.cluster.ranks, recipe.parallel.max_gpus
+    if wanted is not None and address.world_size != wanted and (most is None or address.world_size > most):
+        raise LaunchError(
+            f"cluster.ranks: {wanted} in the recipe, but {address.world_size} processes were started; "
+            "start as many, or leave cluster.ranks out to take what the launcher starts"
+        )
+    if torch.get_num_threads() > 1 and not torch.cuda.is_available():
+        torch.set_num_threads(1)  # a rank is one core; more threads than cores would fight the other ranks
+    with StopRequest() as stop:
+        saved = _train(request, join(address), stop)
+        leave()
+    if saved:
+        raise StoppedAndSaved(f"stopped by a signal and saved {saved}; continue with --resume")
+
+
+def _train(request: Request, world: World, stop: StopRequest) -> Path | None:
+    """Train from the first step, or from the newest good checkpoint, to the last, or until a signal stops the run.
+
+    Return the checkpoint of a run that was stopped.
+    """
+    recipe = request.loaded.recipe
+    agree(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
+    world.on_first(lambda: _claim(request))
+    activity = Activity(recorder=Recorder(clock_of(world.device)))
+    with reporting(request.run_dir, world.rank, activity):
+        index = build(recipe, note=partial(print, flush=True))  # told by the rank that reads, whichever that is
+        agree(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
+        plan = _agreed_plan(request, world, index)
+        job = assemble(recipe, plan, world, activity, request.faults)
+        console = Console(quiet=not world.is_first)
+        first = _restore(request, job, index, console) if request.resume else 0
+        _introduce(console, request, plan, index)
+        return _steps(request, job, plan, index, console, first, stop)
+
+
+def _steps(
+    request: Request, job: Job, plan: Plan, index: DataIndex, console: Console, first: int, stop: StopRequest
+) -> Path | None:
+    """Open everything that steps need, and take them."""
+    recipe, world = job.recipe, job.world
+    stream, aims = GroupStream.of(recipe, index), _agreed_aims(world, recipe, plan, index)
+    meter, validate = Meter(job, stream, plan.hardware), _validation(job)
+    steps = frozenset(recipe.train.trace)
+    tracer = Tracer(steps, job.graph, world, meter.timing, plan.sha256, request.run_dir / TRACE)
+    console.print(f"MFU is the share of {meter.peak_flops:.3g} FLOP/s, {world.size} x {plan.hardware}", highlight=False)
+    job.faults.begin(world.rank)
+    node = socket.gethostname()
+    ranks_here, tell = world.gather(node).count(node), partial(_tell, world.rank)
+    with (
+        RunLog(request.run_dir, first + 1, enabled=world.is_first) as log,
+        open_progress(console, recipe.name, recipe.train.steps, first + 1) as progress,
+        Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first, ranks_here, tell, aims) as loader,
+        Watchdog(job.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
+    ):
+        saver = BackgroundSaver(request.run_dir / CHECKPOINTS, job, _facts(recipe, index))
+        predicted = predicted_for(world.rank, plan.predicted.peak_memory_gib)
+        bad = BadSamples(index, recipe.data.max_bad_rate, read_quarantine(request.run_dir / QUARANTINE))
+        loop = Loop(
+            job=job,
+            index=index,
+            loader=loader,
+            meter=meter,
+            tracer=tracer,
+            validate=validate,
+            evaluate=evaluation(job),
+            log=log,
+            progress=progress,
+            stop=stop,
+            run_dir=request.run_dir,
+            saver=saver,
+            predicted_gib=predicted,
+            bad=bad,
+            aims=aims,
+        )
+        return loop.run(first)
+
+
+def _validation(job: Job) -> Callable[[], float]:
+    """Return a function that computes the mean loss per target token of the held-out batches."""
+    recipe = job.recipe
+    if not recipe.train.validate_every:
+        return lambda: float("nan")
+    index = build(recipe, "validation")
+    grouping, limit = Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.validate_batches
+    metas = validation_batches(index, grouping, job.dp, job.num_microbatches, limit)
+    preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
+    bad = BadSamples(index, recipe.data.max_bad_rate)
+    total = sum(meta.total_targets for meta in metas)
+
+    def validate() -> float:
+        mine = 0.0
+        for meta in metas:
+            data = preparer.prepare(meta)
+            bad.admit(data.quarantined)
+            mine += job.validate(data).loss * meta.total_targets / total
+        return job.world.sum(mine)
+
+    return validate
+
+
+def _tell(rank: int, text: str) -> None:
+    """Say something that concerns one rank, which the first need not know of."""
+    print(f"mmtrain: rank {rank}: {text}", file=sys.stderr, flush=True)
+
+
+def _agreed_plan(request: Request, world: World, index: DataIndex) -> Plan:
+    """Take the plan that the user gave, the one of the run that is resumed, or plan on rank 0; the same on all."""
+    recipe = request.loaded.recipe
+    sha = sha256(recipe)
+
+    def choose() -> str:
+        saved = request.run_dir / PLAN
+        if request.plan_path is not None:
+            plan = load_plan(request.plan_path)
+            require_match(plan, sha, world.size, request.hardware)
+        elif request.resume and saved.exists() and _matches(saved, sha, world.size, request.hardware):
+            plan = load_plan(saved)
+        else:
+            plan = request.planner(
+                recipe, index.lengths, world_size=world.size, hardware=request.hardware, recipe_sha256=sha
+            )
+        plan.save(saved)
+        return plan.model_dump_json()
+
+    return Plan.model_validate_json(world.on_first(choose))
+
+
+def _agreed_aims(world: World, recipe: Recipe, plan: Plan, index: DataIndex) -> StepAims:
+    """What steps are arranged for, as rank 0 has it: a cost table may be missing, or another one, elsewhere."""
+    text: str = world.on_first(lambda: to_json(step_aims(recipe, plan, index.lengths)))
+    return from_json(StepAims, text)
+
+
+def _matches(path: Path, sha: str, world_size: int, hardware: str) -> bool:
+    plan = load_plan(path)
+    return (plan.recipe_sha256, plan.world_size, plan.hardware) == (sha, world_size, hardware)
+
+
+def _claim(request: Request) -> None:
+    """Make the run's folder ours; refuse one that holds what another run has learned."""
+    folder = request.run_dir
+    if not request.resume and find(folder / CHECKPOINTS):
+        raise UserError(f"{folder} holds a run already: continue it with --resume, or choose another --run-dir")
+    if request.resume and not (folder / RECIPE).exists():
+        raise UserError(f"--resume: {folder} holds no run; leave --resume out to start one there")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECIPE).write_text(dump(request.loaded.recipe), encoding="utf-8")
+    clear_failures(folder)
+    write_state(folder, "running", None if request.resume else 0)
+
+
+def _restore(request: Request, job: Job, index: DataIndex, console: Console) -> int:
+    """Load the newest good checkpoint, if the run came as far as saving one; return the step to take next."""
+    if not job.world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS))):
+        console.print(f"{request.run_dir} holds no checkpoint yet: starting from the first step")
+        return 0
+    checkpoint = restore_job(request.run_dir / CHECKPOINTS, job, on_bad=lambda text: console.print(text, style="red"))
+    before, now = flatten(checkpoint.state["facts"]), flatten(_facts(job.recipe, index))
+    changed = [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in now if before.get(key) != now[key]]
+    if changed:
+        raise UserError(
+            f"--resume: the run in {request.run_dir} was made with other settings, so that it could not "
+            f"be continued: {'; '.join(changed)}. Restore them, or start anew with another --run-dir"
+        )
+    console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
+    return int(checkpoint.state["next_step"])
+
+
+def _facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
+    """What must not change between saving and resuming, since the data's order and the weights hang on it."""
+    return {
+        "model": recipe.model.model_dump(mode="json"),
+        "train": {
+            "seed": recipe.train.seed,
+            "global_batch": recipe.train.global_batch,
+            "freeze": " ".join(recipe.train.freeze),
+        },
+        "data": {
+            "seq_len": recipe.data.seq_len,
+            "window": recipe.data.window,
+            "grouping": recipe.data.grouping,
+            "budgets": " ".join(f"{unit}={most}" for unit, most in sorted(recipe.data.budgets.items())),
+            "long_tokens": recipe.data.long_tokens,
+            "tokenizer_sha256": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
+            **recipe.data.model_dump(mode="json", include={"image", "video", "audio"}),
+            "samples": len(index.samples),
+            "fingerprint": index.fingerprint,
+        },
+    }
+
+
+def _introduce(console: Console, request: Request, plan: Plan, index: DataIndex) -> None:
+    meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
+    console.print(
+        f"{plan.placement} plan on {plan.world_size} ranks: {meshes}; predicted {plan.predicted.step_time_s:.3f} s "
+        f"a step ({plan.predicted.cost_source})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if changed := drift(plan, index.lengths):
+        console.print(
+            f"the plan was made for other data ({changed}): its prediction does not hold, and another plan may be "
+            "faster; `mmtrain plan` makes one",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+    kept = f" known from the index kept in {index.kept_in}" if index.kept_in else ""
+    aside = f", {len(index.quarantined)} set aside (see {QUARANTINE})" if index.quarantined else ""
+    console.print(
+        f"{len(index.samples)} samples{kept}{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True
+    )
+    if not console.quiet:
+        # A run that goes on keeps what it found while decoding.
+        before = read_quarantine(request.run_dir / QUARANTINE) if request.resume else ()
+        write_quarantine(request.run_dir / QUARANTINE, dict.fromkeys((*index.quarantined, *before)))

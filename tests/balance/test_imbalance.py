@@ -1,0 +1,61 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.balance import Groups, dist_ratio, max_over_mean, pad_ratio
+from mmtrain.balance.imbalance import bound
+
+
+def test_padding_of_two_mini_batches_by_hand() -> None:
+    lengths = np.array([10, 5, 4, 4])
+    groups = Groups(np.array([0, 2, 4]), np.array([0, 1, 2, 3]))
+    assert pad_ratio(lengths, groups) == pytest.approx((5 / 20 + 0) / 2)
+
+
+@given(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_ratios_are_what_their_formulas_say(seed: int, steps: int, replicas: int, modalities: int) -> None:
+    loads = np.random.default_rng(seed).integers(0, 5, (steps, replicas, modalities))
+    for j, found in enumerate(dist_ratio(loads)):
+        ratios = []
+        for step in loads[:, :, j].tolist():
+            most = max(step)
+            ratios.append(sum(most - load for load in step) / (most * replicas) if most else 0.0)
+        assert found == pytest.approx(sum(ratios) / steps)
+    summed = loads.sum(axis=2)
+    expected = [max(step) / (sum(step) / replicas) if any(step) else 1.0 for step in summed.tolist()]
+    assert max_over_mean(summed) == pytest.approx(np.mean(expected))
+
+
+@given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_no_arrangement_of_a_step_gets_below_its_bound(seed: int, steps: int, replicas: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 3, steps * replicas)
+    groups = Groups(np.concatenate([[0], np.cumsum(sizes)]), rng.permutation(sizes.sum()))
+    tokens = rng.choice([0, 1, 2, 9], sizes.sum())
+    found = bound(groups, tokens, replicas)
+    ratios, exceeding, excess = [], 0, {}
+    for step in range(steps):
+        members = groups.samples[groups.first[step * replicas] : groups.first[(step + 1) * replicas]]
+        best = 1.0
+        for choice in itertools.product(range(replicas), repeat=len(members)):
+            loads = np.bincount(choice, weights=tokens[members], minlength=replicas)
+            best = min(best, float(dist_ratio(loads[None, :, None])[0]))
+        mean = tokens[members].sum() / replicas
+        exceeding += int(tokens[members].max() > mean)
+        ratios.append(best)
+        excess |= {int(i): float(tokens[i] / mean) if mean else 0.0 for i in members}
+    assert found.dist_ratio <= np.mean(ratios) + 1e-9
+    assert found.steps == pytest.approx(exceeding / steps)
+    assert (found.sample is None) == (exceeding == 0)
+    if found.sample is not None:
+        assert excess[found.sample] == pytest.approx(max(excess.values()))
+
+
+def test_no_groups_have_no_padding() -> None:
+    none = np.empty(0, dtype=np.int64)
+    assert pad_ratio(none, Groups(np.zeros(1, dtype=np.int64), none)) == 0.0

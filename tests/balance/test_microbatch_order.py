@@ -1,0 +1,129 @@
+"""When microbatches run: blocks move together, on all replicas alike, and never to a longer step."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.balance import BatchMeta, Place, Price, SampleLengths, StepAims, assign
+from mmtrain.balance.reordering import makespans
+from mmtrain.balance.schedule_recurrence import Recurrence
+from mmtrain.plan.artifact.plan import SchedulePlan
+from mmtrain.plan.artifact.schedule_table import timetable
+from tests.balance.test_assign import make_groups, make_lengths
+from tests.program.graphs import Unit, chain
+
+PLACES = (
+    Place({"vision": Price(40, 1)}, {"vision": Price(80, 2)}),
+    Place({"llm": Price(9)}, {"llm": Price(18)}),
+    Place({"llm": Price(9, 1)}, {"llm": Price(18, 2)}),
+)
+LLM_PRICES = Price(5), Price(9, 1)  # of one of four stages
+AIMS = StepAims(places=PLACES, items={"vision": Price(120, 3)})
+
+cases = st.tuples(  # seed, dp of vision and of the llm, microbatches of each
+    st.integers(0, 10_000),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 3, 4, 6, 12]),
+    st.sampled_from([3, 4, 6, 8]),
+)
+Case = tuple[int, int, int, int, int]
+
+
+def laid_out(case: Case, aims: StepAims) -> tuple[SampleLengths, BatchMeta]:
+    seed, dp_vision, dp_llm, num_vision, num = case
+    rng = np.random.default_rng(seed)
+    lengths = make_lengths(rng, 3 * dp_llm * num)
+    groups = make_groups(rng, 3 * dp_llm * num, dp_llm * num)
+    dp, counts = {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num}
+    return lengths, assign(0, 0, groups, lengths, dp, counts, aims)
+
+
+def interleaved(case: Case) -> StepAims:
+    """Vision on ranks of its own before an LLM of two chunks on each of two ranks, priced as PLACES are."""
+    _, dp_vision, dp_llm, num_vision, num = case
+    graph = chain(Unit("vision", dp=dp_vision, n=num_vision), Unit("llm", 2, dp_llm, num_stages=4), n=num)
+    counts = {"vision": num_vision, "llm": num}
+    prices = {s.id: (Price(40, 1), Price(80, 2)) if s.id.unit == "vision" else LLM_PRICES for s in graph.stages}
+    return StepAims(timetable=timetable(graph, SchedulePlan(num_microbatches=counts), prices), items=AIMS.items)
+
+
+def seconds(meta: BatchMeta, case: Case, prices: Sequence[Mapping[str, Price]]) -> np.ndarray:
+    """(dp_llm, prices, num) told from the finished layout: what each replica group's encoders do, shared evenly."""
+    _, dp_vision, dp_llm, _, num = case
+    g = math.gcd(dp_vision, dp_llm)
+    table = meta.items["vision"]
+    found = np.zeros((dp_llm, len(prices), num))
+    for r, p, i in itertools.product(range(dp_llm), range(len(prices)), range(num)):
+        if "llm" in prices[p]:
+            found[r, p, i] = prices[p]["llm"].of(meta.tokens[meta.microbatch(r, i)]).sum()
+        else:
+            in_group = meta.replica[table.sample] // (dp_llm // g) == r // (dp_llm // g)
+            here = in_group & (meta.index[table.sample] == i)
+            found[r, p, i] = prices[p]["vision"].of(table.tokens[here]).sum() // (dp_vision // g)
+    return found
+
+
+def span(meta: BatchMeta, case: Case, aims: StepAims) -> float:
+    """What the recurrence says of a layout as it is."""
+    as_it_is = np.arange(case[4])[None]
+    if aims.timetable is None:
+        forward, backward = (seconds(meta, case, [getattr(p, way) for p in PLACES]) for way in ("forward", "backward"))
+        return float(makespans(forward, backward, as_it_is)[0])
+    costs = seconds(meta, case, [{task.unit: task.price} for task in aims.timetable.tasks])
+    blocks = math.gcd(case[3], case[4])
+    for t, task in enumerate(aims.timetable.tasks):
+        if task.unit == "vision":  # a microbatch holds its share of a block
+            whole = costs[:, t].reshape(case[2], blocks, -1).sum(axis=2)
+            costs[:, t] = np.repeat(whole // (case[3] // blocks), case[4] // blocks, axis=1)
+    return float(Recurrence(aims.timetable, {"vision": case[3], "llm": case[4]}).makespans(costs, as_it_is)[0])
+
+
+@given(cases, st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_an_order_in_time_moves_whole_blocks_and_lengthens_no_step(case: Case, chunks: bool) -> None:
+    _, _, dp_llm, num_vision, num = case
+    timing = interleaved(case) if chunks else AIMS
+    (_, plain), (_, timed) = (laid_out(case, aims) for aims in (StepAims(items=AIMS.items), timing))
+
+    def block(meta: BatchMeta, b: int) -> list[list[int]]:
+        per = num // math.gcd(num, num_vision)
+        mine = range(b * per, (b + 1) * per)
+        return [sorted(meta.sample_id[meta.microbatch(r, i)].tolist()) for r in range(dp_llm) for i in mine]
+
+    num_blocks = math.gcd(num, num_vision)
+    blocks = [[block(meta, b) for b in range(num_blocks)] for meta in (plain, timed)]
+    assert sorted(blocks[0]) == sorted(blocks[1]), "the same blocks, with the same microbatches on the same replicas"
+    before, after = (span(meta, case, timing) for meta in (plain, timed))
+    assert after <= before
+
+
+@pytest.mark.parametrize("chunks", [False, True], ids=["1F1B", "two chunks"])
+def test_an_uneven_pipeline_comes_near_the_best_of_all_orders(chunks: bool) -> None:
+    ratios, orders = [], np.array(list(itertools.permutations(range(6))))
+    for seed in range(12):
+        case = seed, 1, 1, 6, 6
+        timing = interleaved(case) if chunks else AIMS
+        _, timed = laid_out(case, timing)
+        if timing.timetable is None:
+            ways = (seconds(timed, case, [getattr(p, way) for p in PLACES]) for way in ("forward", "backward"))
+            spans = makespans(*ways, orders)
+        else:
+            costs = seconds(timed, case, [{task.unit: task.price} for task in timing.timetable.tasks])
+            spans = Recurrence(timing.timetable, {"vision": 6, "llm": 6}).makespans(costs, orders)
+        ratios.append(float(spans[0] / spans.min()))  # the first is the order as it is
+    assert max(ratios) < 1.03
+    assert np.mean(ratios) < 1.01
+
+
+@pytest.mark.parametrize("places", [(), PLACES[:1]])
+def test_without_a_pipeline_microbatches_stay(places: tuple[Place, ...]) -> None:
+    case = 1, 2, 2, 4, 4
+    (_, plain), (_, same) = (laid_out(case, StepAims(places=p)) for p in ((), places))
+    assert plain.sample_id.tolist() == same.sample_id.tolist()
+    assert plain.index.tolist() == same.index.tolist()

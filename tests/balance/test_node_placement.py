@@ -1,0 +1,71 @@
+"""Encoder replicas change batches so that little leaves a node: the best that any placement can do."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.balance import ItemTable, StepAims, assign
+from mmtrain.balance.node_placement import settle
+from tests.balance.test_assign import make_groups, make_lengths
+
+
+def _worst(volume: np.ndarray, node_of: list[int], placed: list[int]) -> int:
+    return max(int(volume[j].sum() - volume[j, node_of[r]]) for j, r in enumerate(placed))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 4))
+@settings(max_examples=120, deadline=None)
+def test_no_placement_has_a_smaller_largest_sender(seed: int, d: int, nodes: int) -> None:
+    rng = np.random.default_rng(seed)
+    volume, node_of = rng.integers(0, 30, (d, nodes)), rng.integers(0, nodes, d).tolist()
+    placed = settle(volume, node_of).tolist()
+    assert sorted(placed) == list(range(d))
+    best = min(_worst(volume, node_of, list(p)) for p in itertools.permutations(range(d)))
+    assert _worst(volume, node_of, placed) == best
+    if _worst(volume, node_of, list(range(d))) == best:
+        assert placed == list(range(d)), "nothing moves for nothing"
+
+
+@given(st.integers(0, 10_000), st.sampled_from([(3, 2), (4, 1), (6, 4), (4, 2)]), st.sampled_from([1, 3]))
+@settings(max_examples=60, deadline=None)
+def test_a_layout_sends_no_more_off_its_nodes_and_loads_stay(seed: int, dp: tuple[int, int], num: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_groups = dp[1] * num
+    lengths, groups = make_lengths(rng, 3 * num_groups), make_groups(rng, 3 * num_groups, num_groups)
+    nodes = {"vision": tuple(rng.integers(0, 3, dp[0]).tolist()), "llm": tuple(rng.integers(0, 3, dp[1]).tolist())}
+    sizes, counts = {"vision": dp[0], "llm": dp[1]}, {"vision": num, "llm": num}
+    plain, near = (assign(0, 0, groups, lengths, sizes, counts, a) for a in (StepAims(), StepAims(nodes=nodes)))
+    per_group = dp[0] // int(np.gcd(*dp))
+    to = np.array(nodes["llm"])
+
+    def senders(table: ItemTable) -> np.ndarray:
+        """(groups,) the most that an encoder replica of each sends off its node."""
+        leaves = np.array(nodes["vision"])[table.replica] != to[plain.replica[table.sample]]
+        sent = np.zeros(dp[0], dtype=np.int64)
+        np.add.at(sent, table.replica[leaves], table.features[leaves])
+        found: np.ndarray = sent.reshape(-1, per_group).max(axis=1)
+        return found
+
+    def loads(table: ItemTable) -> list[list[int]]:
+        found = np.zeros((dp[0], num), dtype=np.int64)
+        np.add.at(found, (table.replica, table.index), table.tokens)
+        return sorted(map(sorted, found.reshape(-1, per_group * num).tolist()))
+
+    tables = plain.items["vision"], near.items["vision"]
+    assert plain.sample_id.tolist() == near.sample_id.tolist()
+    assert (senders(tables[1]) <= senders(tables[0])).all()
+    assert loads(tables[0]) == loads(tables[1])
+
+
+@pytest.mark.parametrize("size", [200])
+def test_many_replicas_are_placed_exactly(size: int) -> None:
+    rng = np.random.default_rng(0)
+    home = rng.permutation(size)
+    volume = np.zeros((size, size), dtype=np.int64)
+    volume[np.arange(size), home] = 5
+    volume += 1
+    placed = settle(volume, list(range(size)))
+    assert placed.tolist() == home.tolist()

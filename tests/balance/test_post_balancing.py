@@ -1,0 +1,148 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.balance import Cost, Rearrangement, dominant, rebalance
+from mmtrain.balance import post_balancing as post_module
+
+COSTS = [
+    Cost(),
+    Cost(quadratic=0.1),
+    Cost("two_key"),
+    Cost("padded"),
+    Cost("padded", quadratic=0.05),
+    Cost("convolution", padding=0.02),
+]
+small = st.tuples(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 3), st.integers(0, 1000))
+
+
+def _by_formula(cost: Cost, batch: list[int]) -> float:
+    """One rank's cost as OrchMLLM writes it."""
+    if not batch:
+        return 0.0
+    padded = len(batch) * max(batch)
+    if cost.kind == "padded":
+        return cost.linear * padded + cost.quadratic * padded**2 / len(batch)
+    if cost.kind == "convolution":
+        return sum(batch) + cost.padding * len(batch) * max(batch) ** 2
+    return cost.linear * sum(batch) + cost.quadratic * sum(x * x for x in batch)
+
+
+def _largest(cost: Cost, lengths: list[int], rank: list[int], num_ranks: int) -> float:
+    return max(
+        _by_formula(cost, [x for x, r in zip(lengths, rank, strict=True) if r == rank_]) for rank_ in range(num_ranks)
+    )
+
+
+def _optimum(cost: Cost, lengths: list[int], num_ranks: int) -> float:
+    choices = itertools.product(range(num_ranks), repeat=len(lengths))
+    return min(_largest(cost, lengths, list(choice), num_ranks) for choice in choices)
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=lambda c: f"{c.kind}-{c.quadratic}")
+@given(small)
+@settings(max_examples=40, deadline=None)
+def test_each_algorithm_is_near_the_optimum_of_its_objective(cost: Cost, case: tuple[list[int], int, int]) -> None:
+    lengths, num_ranks, seed = case
+    source = np.random.default_rng(seed).integers(0, num_ranks, len(lengths))
+    moved = rebalance(np.array(lengths), source, num_ranks, cost)
+
+    assert sorted(zip(moved.dest_rank, moved.dest_slot, strict=True)) == sorted(
+        (r, s) for r in range(num_ranks) for s in range(int((moved.dest_rank == r).sum()))
+    )
+    found = _largest(cost, lengths, moved.dest_rank.tolist(), num_ranks)
+    assert found == pytest.approx(cost.of_ranks(np.array(lengths), moved.dest_rank, num_ranks).max())
+    assert found <= _largest(cost, lengths, source.tolist(), num_ranks) + 1e-9, "never worse than leaving it"
+    optimum = _optimum(cost, lengths, num_ranks)
+    bound = {"packed": 4 / 3, "two_key": 2.0, "padded": 1 + 1e-5, "convolution": 4 / 3}[cost.kind]
+    assert found <= bound * optimum + 1e-9
+
+
+@given(st.integers(0, 10_000), st.integers(0, 300), st.integers(1, 40))
+@settings(max_examples=80, deadline=None)
+def test_dealing_many_at_once_is_dealing_one_by_one(seed: int, n: int, num_ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = np.floor(rng.lognormal(3, 1.5, (n, 1)))
+    order = np.argsort(-sizes[:, 0], kind="stable")
+    loads = []
+    for few in (0, 1000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(post_module, "FEW_BINS", few)
+            rank = post_module.deal(sizes, order, num_ranks, lambda loads: loads[:, 0])
+        loads.append(sorted(np.bincount(rank, weights=sizes[:, 0], minlength=num_ranks)))
+    assert loads[0] == loads[1]
+
+
+def test_two_thousand_ranks_come_out_even() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6, 1, 2560 * 60).astype(np.int64), 1, 8192)
+    cost = Cost(quadratic=1e-4)
+    moved = rebalance(lengths, np.repeat(np.arange(2560), 60), 2560, cost)
+    loads = cost.of_ranks(lengths, moved.dest_rank, 2560)
+    assert loads.max() / loads.mean() < 1.001
+    assert np.bincount(moved.dest_rank).sum() == len(lengths)
+
+
+def test_a_sample_that_dominates_is_named() -> None:
+    lengths = np.array([3, 100, 4, 5])
+    moved = rebalance(lengths, np.array([0, 0, 1, 1]), 2, Cost())
+    assert dominant(lengths, 2, Cost(), moved.dest_rank) == 1
+    even = np.array([4, 4, 4, 4])
+    assert dominant(even, 2, Cost(), rebalance(even, np.array([0, 0, 1, 1]), 2, Cost()).dest_rank) is None
+    none = np.empty(0, dtype=np.int64)
+    assert dominant(none, 2, Cost(), none) is None
+    assert len(rebalance(none, none, 2, Cost()).dest_rank) == 0
+
+
+def _random_move(rng: np.random.Generator, source: np.ndarray, num_ranks: int) -> Rearrangement:
+    dest = rng.integers(0, num_ranks, len(source))
+    slot = np.empty(len(source), dtype=np.int64)
+    for r in range(num_ranks):
+        here = np.flatnonzero(dest == r)
+        slot[here] = rng.permutation(len(here))
+    return Rearrangement(source, dest, slot)
+
+
+def _apply(move: Rearrangement, places: dict[tuple[int, int], str]) -> dict[tuple[int, int], str]:
+    sources = zip(move.source_rank.tolist(), move.source_slot.tolist(), strict=True)
+    dests = zip(move.dest_rank.tolist(), move.dest_slot.tolist(), strict=True)
+    return {dest: places[source] for source, dest in zip(sources, dests, strict=True)}
+
+
+@given(st.integers(0, 10_000), st.integers(0, 12), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_inverse_and_composition_move_pieces_as_one_after_the_other(seed: int, n: int, num_ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    source = rng.integers(0, num_ranks, n)
+    encoder, llm = _random_move(rng, source, num_ranks), _random_move(rng, source, num_ranks)
+    begin = {
+        (r, s): f"piece {i}" for i, (r, s) in enumerate(zip(source.tolist(), llm.source_slot.tolist(), strict=True))
+    }
+    assert _apply(encoder.inverse(), _apply(encoder, begin)) == begin
+    at_encoder, at_llm = _apply(encoder, begin), _apply(llm, begin)
+    assert _apply(llm.after(encoder.inverse()), at_encoder) == at_llm
+
+
+def test_moves_that_do_not_meet_are_refused() -> None:
+    move = Rearrangement(np.array([0, 0]), np.array([0, 1]), np.array([0, 0]))
+    with pytest.raises(ValueError, match="does not end where the second begins"):
+        move.after(move)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 8), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_items_follow_their_samples(seed: int, n: int, num_ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    move = _random_move(rng, np.sort(rng.integers(0, num_ranks, n)), num_ranks)
+    num_items = rng.integers(0, 4, n)
+    lifted = move.lifted(num_items)
+    owner = np.repeat(np.arange(n), num_items)
+    for r in range(num_ranks):
+        samples = sorted(np.flatnonzero(move.dest_rank == r).tolist(), key=lambda i: int(move.dest_slot[i]))
+        expected = [row for i in samples for row in np.flatnonzero(owner == i).tolist()]
+        rows = np.flatnonzero(lifted.dest_rank == r)
+        assert rows[np.argsort(lifted.dest_slot[rows])].tolist() == expected
+        assert sorted(lifted.dest_slot[rows].tolist()) == list(range(len(rows)))

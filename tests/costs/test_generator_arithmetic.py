@@ -1,0 +1,129 @@
+"""Shapes of generators against torch modules: parameters and FLOPs exactly, what autograd keeps closely."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmtrain.costs import AnalyticCosts, TokenLoad, preset
+from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.models.generator_shapes import generator_layers
+from mmtrain.recipe.model_settings import GeneratorSettings
+from tests.costs.generators import Dit, UNet
+
+LLM_HIDDEN, IMAGES, SIDE = 24, 3, 8
+UNET = {
+    "kind": "unet",
+    "widths": (16, 32, 32),
+    "heads": (2, 4, 4),
+    "layers": 2,
+    "context_width": 20,
+    "context_tokens": 5,
+}
+DIT = {"kind": "dit", "widths": (32,), "heads": (4,), "layers": 3, "patch": 2, "context_width": 20, "context_tokens": 5}
+
+
+def made(settings: dict[str, Any]) -> tuple[GeneratorSettings, nn.Module, Tensor, TokenLoad]:
+    """Settings, the module, an input of some images, and its load."""
+    g = GeneratorSettings(**settings)
+    if g.kind == "unet":
+        noise, tokens = torch.randn(IMAGES, g.channels, SIDE, SIDE), SIDE**2
+        return g, UNet(g, LLM_HIDDEN), noise, TokenLoad.of(np.full(IMAGES, tokens))
+    tokens = (SIDE // g.patch) ** 2
+    noise = torch.randn(IMAGES, tokens, g.channels * g.patch**2)
+    return g, Dit(g, LLM_HIDDEN), noise, TokenLoad.of(np.full(IMAGES, tokens))
+
+
+@pytest.mark.parametrize("settings", [UNET, DIT], ids=["unet", "dit"])
+def test_parameters_are_exact(settings: dict[str, Any]) -> None:
+    g, module, _, _ = made(settings)
+    assert sum(map(analytic.parameters, generator_layers(g, LLM_HIDDEN))) == sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("llm_trains", [True, False])
+@pytest.mark.parametrize("settings", [UNET, DIT], ids=["unet", "dit"])
+def test_flops_equal_those_torch_counts(settings: dict[str, Any], llm_trains: bool) -> None:
+    g, module, noise, load = made(settings)
+    layers = generator_layers(g, LLM_HIDDEN)
+    rows = torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN, requires_grad=llm_trains)
+    with sdpa_kernel(SDPBackend.MATH):  # the counter knows no fused attention on a CPU
+        with FlopCounterMode(display=False) as forward:
+            out = module(noise, rows)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+    assert sum(analytic.forward_flops(x, load) for x in layers) == forward.get_total_flops()
+    needs = [llm_trains, *[True] * (len(layers) - 1)]  # the projector of the context trains
+    expected = sum(
+        analytic.backward_flops(x, load, weight_grad=True, input_grad=need)
+        for x, need in zip(layers, needs, strict=True)
+    )
+    assert expected == backward.get_total_flops()
+
+
+@pytest.mark.parametrize("settings", [UNET, DIT], ids=["unet", "dit"])
+def test_activations_are_those_autograd_keeps(settings: dict[str, Any]) -> None:
+    g, module, noise, load = made(settings)
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = module(noise, torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN))
+    assert out.requires_grad
+    predicted = sum(analytic.activation_bytes(x, load, 4) for x in generator_layers(g, LLM_HIDDEN))
+    assert sum(kept.values()) == pytest.approx(predicted, rel=0.2)
+
+
+def test_tensor_parallel_ranks_share_out_the_blocks_of_a_transformer() -> None:
+    """Each product is split along one side; biases behind a reduction and the modulation are everywhere."""
+    g, _, _, load = made(DIT)
+    (wide,) = g.widths
+    for layer in generator_layers(g, LLM_HIDDEN):
+        is_block = layer.kind == "dit_block"
+        for tp in (2, 4):
+            share = tp if is_block else 1
+            assert analytic.forward_flops(layer, load, tp) * share == analytic.forward_flops(layer, load)
+            copies = 9 * wide * (tp - 1) if is_block else 0
+            assert analytic.parameters(layer, tp) * share == analytic.parameters(layer) + copies
+            whole, own = (analytic.activation_bytes(layer, load, 2, n) for n in (1, tp))
+            assert own == whole if not is_block else whole / tp < own < whole
+
+
+def test_stages_of_a_transformer_are_handed_what_its_blocks_read() -> None:
+    g, module, patches, load = made(DIT)
+    _, embed, *blocks, out = generator_layers(g, LLM_HIDDEN)
+    read: list[int] = []
+    assert isinstance(module, Dit)
+    for block in module.blocks:
+        block.register_forward_pre_hook(lambda _, given: read.append(sum(x.numel() for x in given)))
+    module.out.register_forward_pre_hook(lambda _, given: read.append(given[0].numel()))
+    rows = torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN)
+    module(patches, rows)
+    handed = [layer.handed(load.tokens, load.num_sequences) for layer in (embed, *blocks, out)]
+    assert handed == [module.context(rows).numel(), *read]
+
+
+def test_a_frozen_generator_still_leads_gradients_to_the_llm() -> None:
+    g, _, _, load = made(UNET)
+    embed = next(x for x in generator_layers(g, LLM_HIDDEN) if x.kind == "unet_embed")
+    for layer in generator_layers(g, LLM_HIDDEN):
+        flops = analytic.backward_flops(layer, load, weight_grad=False, input_grad=True)
+        assert (flops == 0) == (layer == embed)  # noise needs none
+
+
+def test_every_layer_has_a_price() -> None:
+    costs = AnalyticCosts(preset("h100-80g"), "bf16")
+    for settings in (UNET, DIT):
+        g, _, _, load = made(settings)
+        for layer in generator_layers(g, LLM_HIDDEN):
+            assert 0 < costs.seconds(layer, 1, load, "forward") < costs.seconds(layer, 1, load, "backward") < 1e-2
+            assert 0 < costs.activation_bytes(layer, 1, load, True) <= costs.activation_bytes(layer, 1, load, False)

@@ -1,0 +1,152 @@
+"""The analytic costs against the real modules: parameters one by one, FLOPs by torch's counter."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmtrain.costs import TokenLoad
+from mmtrain.costs import layer_arithmetic as analytic
+from mmtrain.models.model_shape import LayerShape, ModelShape
+from mmtrain.recipe.model_settings import ModelSettings
+from tests.models.factory import clips, images, settings, shape_of, stage, text
+
+IMAGES = ((4, 6), (2, 2), (6, 4))
+TEXTS = (9, 12, 15)
+CLIPS = (12, 4, 20)
+PLACES = (1, 2, 3, 4, 5, 6, 13, 22, 23, 24, 25, 26, 27)
+
+MODELS = {
+    "plain": settings(),
+    "clip": settings(
+        vision={
+            "class_token": True,
+            "pre_norm": True,
+            "post_norm": False,
+            "positions": "grid",
+            "patch_bias": False,
+            "qkv_bias": False,
+            "projector": {"norm": True},
+        },
+        llm={"qkv_bias": True},
+    ),
+    "gelu": settings(llm={"mlp": "gelu"}),
+    "frozen_encoder": settings(vision={"freeze": True}),
+    "frozen_llm": settings(llm={"freeze": True}),
+    "only_projector": settings(vision={"freeze": True}, llm={"freeze": True}),
+}
+SPEECH = {
+    "plain": settings(audio={}),
+    "learned": settings(audio={"positions": "learned", "downsample": 1, "projector": {"norm": True}}),
+    "frozen_encoder": settings(audio={"freeze": True}),
+}
+EMBEDS = ("patch_embed", "audio_embed")  # whole on every tensor-parallel rank
+UNITS = [(model, unit) for model in MODELS.values() for unit in ("vision", "llm")]
+UNITS += [(model, "audio") for model in SPEECH.values()]
+NAMES = [f"{unit}-{name}" for name in MODELS for unit in ("vision", "llm")] + [f"audio-{name}" for name in SPEECH]
+
+
+def load_of(model: ModelSettings, unit: str) -> TokenLoad:
+    if unit == "llm":
+        return TokenLoad.of(np.array(TEXTS))
+    if unit == "audio":
+        return TokenLoad.of(np.array(CLIPS) // 2)
+    assert model.vision is not None
+    return TokenLoad.of(np.array([r * c + model.vision.class_token for r, c in IMAGES]))
+
+
+def uncausal(shape: ModelShape, unit: str) -> list[LayerShape]:
+    """The unit's layers as torch's counter sees them: it counts all pairs, whatever the mask."""
+    return [replace(layer, causal=False) for layer in shape.unit(unit).layers]
+
+
+def run(model: ModelSettings, unit: str) -> tuple[int, int]:
+    """FLOPs of forward and of backward by torch's counter."""
+    module = stage(model, unit, attention="sdpa")
+    features: dict[str, Tensor] = {}
+    if unit == "llm":
+        trains = shape_of(model).unit("vision").first_trainable is not None
+        features = {"vision": torch.randn(len(PLACES), 48, requires_grad=trains)}
+    inputs = {"llm": text(*TEXTS, places=PLACES), "vision": images(*IMAGES), "audio": clips(*CLIPS)}[unit]
+    with sdpa_kernel(SDPBackend.MATH):  # the counter knows no fused attention on a CPU
+        with FlopCounterMode(display=False) as forward:
+            out = module(None, inputs, features)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize(("model", "unit"), UNITS, ids=NAMES)
+def test_parameters_are_exact_for_every_layer(model: ModelSettings, unit: str) -> None:
+    module = stage(model, unit)
+    for index, layer in enumerate(shape_of(model).unit(unit).layers):
+        real = sum(p.numel() for p in module.layers[str(index)].parameters())
+        assert analytic.parameters(layer) == real, layer
+
+
+@pytest.mark.parametrize(("model", "unit"), UNITS, ids=NAMES)
+def test_flops_equal_those_torch_counts(model: ModelSettings, unit: str) -> None:
+    shape, load = shape_of(model), load_of(model, unit)
+    layers, needs = uncausal(shape, unit), analytic.upstream_trains(shape)[unit]
+    forward = sum(analytic.forward_flops(layer, load) for layer in layers)
+    backward = sum(
+        analytic.backward_flops(layer, load, weight_grad=layer.trainable, input_grad=needed)
+        for layer, needed in zip(layers, needs, strict=True)
+    )
+    if unit != "llm" and not any(needs):
+        # Megatron's linear computes its input's gradient even where, as here, nobody asks for it.
+        backward += analytic.gemms(layers[-1], load)[0].flops
+    assert (forward, backward) == run(model, unit)
+
+
+def test_a_causal_mask_halves_the_pairs() -> None:
+    layer = next(x for x in shape_of(settings()).unit("llm").layers if x.kind == "decoder_block")
+    lengths = np.array([1, 5, 8])
+    pairs = sum(n * (n + 1) // 2 for n in lengths.tolist())
+    assert analytic.attention_flops(layer, TokenLoad.of(lengths)) == 4 * pairs * layer.heads * layer.head_dim
+
+
+def test_model_flops_count_no_gradient_that_nobody_needs() -> None:
+    loads = {"vision": load_of(MODELS["plain"], "vision"), "llm": load_of(MODELS["plain"], "llm")}
+    forward = sum(
+        analytic.forward_flops(layer, loads[u.name]) for u in shape_of(settings()).units for layer in u.layers
+    )
+    everything = analytic.model_flops(shape_of(MODELS["plain"]), loads)
+    frozen_encoder = analytic.model_flops(shape_of(MODELS["frozen_encoder"]), loads)
+    frozen = shape_of(settings(vision={"freeze": True, "projector": {"freeze": True}}, llm={"freeze": True}))
+    assert 2.5 * forward < everything < 3 * forward
+    assert frozen_encoder < everything
+    assert analytic.model_flops(frozen, loads) == forward
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tensor_parallel_ranks_share_parameters_and_work(tp: int) -> None:
+    for unit in shape_of(settings(audio={})).units:
+        for layer in unit.layers:
+            load = TokenLoad.of(np.array([8, 16]))
+            whole = analytic.forward_flops(layer, load)
+            assert analytic.forward_flops(layer, load, tp) == (whole if layer.kind in EMBEDS else whole // tp)
+            assert analytic.parameters(layer) / tp <= analytic.parameters(layer, tp) <= analytic.parameters(layer)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_context_parallel_ranks_share_tokens_and_pairs(cp: int) -> None:
+    whole = TokenLoad.of(np.array([16, 48, 8]))
+    share = analytic.context_share(whole, cp)
+    for layer in shape_of(settings(llm={"kv_heads": 2})).unit("llm").layers:
+        assert cp * analytic.forward_flops(layer, share) == analytic.forward_flops(layer, whole)
+        assert cp * analytic.activation_bytes(layer, share, 2) == analytic.activation_bytes(layer, whole, 2)
+    block = shape_of(settings(llm={"kv_heads": 2})).unit("llm").layers[1]
+    others = whole.tokens - share.tokens
+    assert analytic.context_bytes(block, share, 2, 1, cp) == others * 2 * 2 * block.kv_heads * block.head_dim
+
+
+def test_no_layer_keeps_less_than_its_input() -> None:
+    load = TokenLoad.of(np.array([8, 16]))
+    for unit in shape_of(settings(audio={})).units:
+        for layer in unit.layers:
+            assert 0 < analytic.input_bytes(layer, load, 2) <= analytic.activation_bytes(layer, load, 2)

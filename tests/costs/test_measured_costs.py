@@ -1,0 +1,195 @@
+"""A table of measured costs: what it foretells, what it refuses, and what is modelled in its place."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
+from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, described
+from mmtrain.costs.measured_costs import Curve, errors
+from mmtrain.errors import PlanError
+from mmtrain.models.model_shape import LayerShape
+from tests.models.factory import settings, shape_of
+
+MODEL = AnalyticCosts(preset("cpu-core"), "fp32")
+BLOCK = next(layer for layer in shape_of(settings()).unit("llm").layers if layer.kind == "decoder_block")
+SECONDS = {"forward": 1e-5, "recompute": 2e-5, "backward": 3e-5, "backward_weight": 4e-5, "backward_input": 5e-5}
+
+
+def _load(*lengths: int) -> TokenLoad:
+    return TokenLoad.of(np.array(lengths))
+
+
+def _sample(load: TokenLoad, factor: float) -> LayerSample:
+    seconds = {name: value * load.tokens * factor for name, value in SECONDS.items()}
+    return LayerSample(
+        tokens=load.tokens,
+        sum_sq=load.sum_sq,
+        max_len=load.max_len,
+        num_sequences=load.num_sequences,
+        seconds=seconds,
+        activation_bytes=1000 * load.tokens,
+    )
+
+
+def _table(layer: LayerShape = BLOCK, factor: float = 1.0, **changes: object) -> CostTable:
+    entry = LayerEntry(
+        layer=described(layer), tp=1, samples=tuple(_sample(_load(n), factor) for n in (64, 128, 256, 512))
+    )
+    messages = (
+        MessageEntry(kind="p2p", size=2, nbytes=(1000, 100_000), seconds=(1e-4, 1e-3)),
+        MessageEntry(kind="all_reduce", size=2, nbytes=(1000, 100_000), seconds=(2e-4, 3e-3)),
+    )
+    fields = {
+        "hardware": "cpu-core", "device": "one core", "precision": "fp32", "software": {"torch": "2"},
+        "date": "2026-11-21", "layers": (entry,), "messages": messages,
+    }  # fmt: skip
+    return CostTable.model_validate({**fields, **changes})
+
+
+@given(
+    st.lists(st.floats(1e-3, 10.0), min_size=4, max_size=4),
+    st.floats(0, 1e-4),
+    st.floats(0, 1e-2),
+    st.integers(0, 1000),
+)
+def test_a_curve_finds_the_law_behind_its_samples(base: list[float], pair: float, sequence: float, seed: int) -> None:
+    nodes = np.array([64.0, 128.0, 256.0, 512.0])
+
+    def law(load: TokenLoad) -> float:
+        flat = float(np.interp(load.tokens, nodes, np.cumsum(base)))
+        return flat + pair * load.sum_sq + sequence * load.num_sequences
+
+    loads = [_load(*lengths) for n in (64, 128, 256, 512) for lengths in ([n], [n // 4] * 4, [n // 2, n // 4, n // 4])]
+    curve = Curve.fit(loads, [law(load) for load in loads])
+    rng = np.random.default_rng(seed)
+    for load in [_load(*rng.integers(8, 60, rng.integers(2, 8))) for _ in range(5)]:
+        if load.tokens >= 64:
+            assert curve.at(load) == pytest.approx(law(load), rel=1e-4, abs=1e-6)
+
+
+def test_what_is_alike_shares_a_node_and_nothing_is_negative() -> None:
+    loads = [_load(100), _load(*[25] * 4, 3), _load(400), _load(*[100] * 4, 10)]
+    curve = Curve.fit(loads, [1.0, 0.5, 4.0, 2.0])
+    assert curve.tokens.tolist() == [103.0, 410.0]
+    assert curve.per_pair > 0
+    assert curve.per_sequence >= 0
+    assert curve.at(_load(1)) >= 0
+    assert Curve.fit([_load(10)], [1.0]).at(_load(20)) == pytest.approx(2.0)
+
+
+def test_seconds_are_those_of_what_must_be_computed() -> None:
+    costs, load = MeasuredCosts(_table(), MODEL), _load(200)
+    frozen = replace(BLOCK, trainable=False)
+    for layer, kind, input_grad, name in (
+        (BLOCK, "forward", True, "forward"),
+        (BLOCK, "recompute", True, "recompute"),
+        (BLOCK, "backward", True, "backward"),
+        (BLOCK, "backward", False, "backward_weight"),
+        (frozen, "backward", True, "backward_input"),
+        (frozen, "forward", True, "forward"),
+    ):
+        found = costs.seconds(layer, 1, load, kind, input_grad=input_grad)  # type: ignore[arg-type]
+        assert found == pytest.approx(200 * SECONDS[name]), name
+    assert costs.seconds(frozen, 1, load, "backward", input_grad=False) == 0
+    assert costs.seconds(BLOCK, 1, _load(), "forward") == 0
+    assert costs.activation_bytes(BLOCK, 1, load, False) == 200_000
+    assert costs.activation_bytes(BLOCK, 1, load, True) == MODEL.activation_bytes(BLOCK, 1, load, True)
+    assert costs.source == "measured: one core, 2026-11-21"
+
+
+def test_what_was_not_measured_is_modelled_and_told() -> None:
+    costs, load = MeasuredCosts(_table(), MODEL), _load(200)
+    assert costs.seconds(BLOCK, 2, load, "forward") == MODEL.seconds(BLOCK, 2, load, "forward")
+    costs.seconds(BLOCK, 1, _load(4096), "forward")
+    assert "modelled (cpu-core): decoder_block tp2" in costs.source
+    assert "extrapolated: decoder_block tp1 beyond 64 to 512 tokens" in costs.source
+
+
+def test_messages_are_interpolated_and_large_ones_go_by_bandwidth() -> None:
+    costs = MeasuredCosts(_table(), MODEL)
+    assert costs.transfer(1000, same_node=True) == pytest.approx(1e-4)
+    assert costs.transfer(1_000_000, same_node=True) == pytest.approx(1e-2)
+    assert costs.transfer(1000, same_node=False) == MODEL.transfer(1000, False)
+    assert costs.collective("all_reduce", 1000, 2, True) == pytest.approx(2e-4)
+    assert costs.collective("all_reduce", 1000, 4, True) == MODEL.collective("all_reduce", 1000, 4, True)
+    assert costs.collective("all_reduce", 1000, 1, True) == 0
+
+
+def test_errors_are_relative_to_what_is_measured() -> None:
+    [entry] = _table().layers
+    assert errors(entry, [_sample(_load(300), 1.25)]) == pytest.approx([0.2, 0.2])
+
+
+def test_a_table_reads_back_and_grows(tmp_path: Path) -> None:
+    path, table = tmp_path / "costs.json", _table()
+    table.save(path)
+    assert CostTable.load(path) == table
+    other = replace(BLOCK, ffn=2 * BLOCK.ffn)
+    merged = table.merged(_table(other)).merged(_table(BLOCK, 2.0))
+    assert len(merged.layers) == 2
+    assert MeasuredCosts(merged, MODEL).seconds(BLOCK, 1, _load(64), "forward") == pytest.approx(128e-5)
+    assert len(merged.messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"device": "another"}, "device"), ({"precision": "bf16"}, "precision"), ({"software": {}}, "software")],
+)
+def test_tables_of_different_hardware_do_not_mix(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(PlanError, match=f"was measured with {named} "):
+        _table().merged(_table(**changes))
+
+
+def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cluster\.costs: .*no such file; make it with `mmtrain profile"):
+        CostTable.load(tmp_path / "none.json")
+    (tmp_path / "wrong.json").write_text('{"version": 2}')
+    with pytest.raises(PlanError, match="is no cost table of version 1: version"):
+        CostTable.load(tmp_path / "wrong.json")
+
+
+def test_what_trains_does_not_make_another_layer() -> None:
+    assert described(BLOCK) == described(replace(BLOCK, trainable=False, frozen=frozenset({"x"})))
+    assert described(BLOCK) != described(replace(BLOCK, ffn=BLOCK.ffn + 1))
+
+
+def test_an_optimizer_step_is_a_line_through_what_was_measured() -> None:
+    points = [{"parameters": n, "seconds": 1e-3 + 2e-9 * n} for n in (1000, 50_000, 10**6)]
+    costs = MeasuredCosts(_table(optimizer=points), MODEL)
+    assert costs.optimizer(500_000) == pytest.approx(2e-3)
+    assert costs.optimizer(0) == 0.0
+    single = MeasuredCosts(_table(optimizer=points[:1]), MODEL)
+    assert single.optimizer(2000) == pytest.approx(2 * points[0]["seconds"])
+    assert MeasuredCosts(_table(), MODEL).optimizer(1000) == MODEL.optimizer(1000) > 0
+    merged = _table(optimizer=points[:2]).merged(_table(optimizer=[{"parameters": 1000, "seconds": 1.0}]))
+    assert merged.optimizer[0].seconds == 1.0
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "told"),
+    [
+        (("layers", 0, "samples", 1, "seconds", "forward"), -1.0, "layers.0.samples.1.seconds.forward: .*-1"),
+        (("layers", 0, "samples", 1, "seconds", "backward"), float("nan"), "seconds.backward: .*finite"),
+        (("layers", 0, "samples", 2, "seconds"), {"forward": 1.0}, "lacks recompute, backward at 256 tokens"),
+        (("layers", 0, "samples"), [], "layers.0.samples: "),
+        (("messages", 0, "seconds", 0), float("inf"), "messages.0.seconds.0: .*finite"),
+        (("messages", 0, "nbytes"), [7, 7], "p2p needs ascending nbytes"),
+    ],
+)
+def test_times_that_are_none_are_named(tmp_path: Path, where: tuple[str | int, ...], value: object, told: str) -> None:
+    content = _table().model_dump(mode="json")
+    at = content
+    for key in where[:-1]:
+        at = at[key]  # type: ignore[index]
+    at[where[-1]] = value  # type: ignore[index]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match=told) as caught:
+        CostTable.load(path)
+    assert "mmtrain profile" in str(caught.value)

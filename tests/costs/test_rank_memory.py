@@ -1,0 +1,159 @@
+"""The memory rule, by hand on small cases and against what autograd really saves."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, parameters, preset, rank_memory
+from mmtrain.costs.rank_memory import MARGIN, kept_bytes
+from mmtrain.models.build_stage import StageModule
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.stage_inputs import UnitInput
+from tests.distributed import run_ranks
+from tests.models.factory import clips, images, settings, shape_of, stage, text
+
+COSTS = AnalyticCosts(preset("cpu-core"), "fp32")
+LENGTHS = (90, 120, 60, 100)
+CLIPS = (60, 80, 20)
+IMAGES = ((6, 6), (4, 6), (6, 4), (2, 2))
+EVEN = (30, 40, 10)  # two ranks share these tokens without padding
+WIDE = settings(vision={"hidden": 96, "ffn": 256}, llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512})
+SLICED = (("vision", (1, 3)), ("llm", (2, 5)))  # units, and layers of theirs that share out tokens
+
+
+def held(layers: tuple[LayerShape, ...], dp: int = 1, in_flight: int = 1, recompute: bool = False) -> HeldLayers:
+    again, needed = (recompute,) * len(layers), (True,) * len(layers)
+    return HeldLayers(layers, needed, again, 1, dp, in_flight, TokenLoad.of(np.array(LENGTHS)))
+
+
+def test_every_kind_is_counted_by_hand() -> None:
+    llm = shape_of(settings()).unit("llm").layers
+    blocks = llm[1:3]
+    found = rank_memory([held(blocks, dp=4, in_flight=3)], COSTS, "fp32", tied=False)
+    count = sum(map(parameters, blocks))
+    kept = sum(COSTS.activation_bytes(layer, 1, TokenLoad.of(np.array(LENGTHS)), False) for layer in blocks)
+    assert found.parameters == found.gradients == 4 * count
+    assert found.optimizer == 8 * count / 4
+    assert found.activations == 3 * kept
+    assert found.margin == pytest.approx(MARGIN * (found.total - found.margin))
+    assert found.binding == "activations"
+
+
+def test_mixed_precision_adds_a_master_weight() -> None:
+    layers = shape_of(settings()).unit("llm").layers[1:2]
+    found = rank_memory([held(layers)], AnalyticCosts(preset("h100-80g"), "bf16"), "bf16", tied=False)
+    count = parameters(layers[0])
+    assert (found.parameters, found.gradients, found.optimizer) == (2 * count, 4 * count, 12 * count)
+
+
+def test_a_frozen_unit_has_weights_only() -> None:
+    frozen = shape_of(settings(llm={"freeze": True})).unit("llm").layers[1:2]
+    found = rank_memory([held(frozen)], COSTS, "fp32", tied=False)
+    assert found.gradients == found.optimizer == 0 < found.parameters
+
+
+def test_tied_embeddings_are_held_once_where_both_ends_meet() -> None:
+    llm = shape_of(settings(llm={"tie_embeddings": True})).unit("llm").layers
+    real = sum(p.numel() for p in stage(settings(llm={"tie_embeddings": True}), "llm").parameters())
+    assert rank_memory([held(llm)], COSTS, "fp32", tied=True).parameters == 4 * real
+    apart = rank_memory([held(llm[2:])], COSTS, "fp32", tied=True).parameters
+    last = stage(settings(llm={"tie_embeddings": True}), "llm", (2, len(llm)))
+    assert apart == 4 * sum(p.numel() for p in last.parameters())
+
+
+def test_recomputing_keeps_less() -> None:
+    blocks = shape_of(settings()).unit("llm").layers[1:4]
+    kept, again = (rank_memory([held(blocks, 1, 4, r)], COSTS, "fp32", tied=False) for r in (False, True))
+    assert again.activations < 0.2 * kept.activations
+    assert again.total < kept.total
+
+
+def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> int:
+    """Bytes of distinct storages that autograd saves, parameters left out."""
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(hidden)  # type: ignore[operator]
+    return sum(s.nbytes() for s in storages.values())
+
+
+@pytest.mark.parametrize("unit", ["vision", "audio", "llm"])
+def test_activation_bytes_are_those_that_autograd_saves(unit: str) -> None:
+    model = settings(
+        vision={"hidden": 96, "ffn": 256},
+        llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512},
+        audio={"hidden": 96, "ffn": 256, "mel_bins": 40},
+    )
+    module = stage(model, unit)
+    if unit == "vision":
+        inputs, load = images(*IMAGES), TokenLoad.of(np.array([r * c for r, c in IMAGES]))
+    elif unit == "audio":
+        inputs, load = clips(*CLIPS, bins=40), TokenLoad.of(np.array(CLIPS) // 2)
+    else:
+        inputs, load = text(*LENGTHS), TokenLoad.of(np.array(LENGTHS))
+    layers = shape_of(model).unit(unit).layers
+    real = saved_bytes(module, None, lambda hidden: module(hidden, inputs, {}))
+    predicted = sum(COSTS.activation_bytes(layer, 1, load, False, input_grad=i > 0) for i, layer in enumerate(layers))
+    # Layers share the tensor between them, which the model counts with both: it must not count less than there is.
+    assert 1.0 <= predicted / real <= 1.1
+
+
+@pytest.mark.parametrize(("unit", "layers"), [("vision", slice(1, 3)), ("llm", slice(1, 4)), ("llm", slice(3, 5))])
+def test_frozen_layers_keep_what_autograd_still_saves(unit: str, layers: slice) -> None:
+    frozen = {"freeze": True}
+    model = settings(
+        vision={"hidden": 96, "ffn": 256, **frozen},
+        llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512, "layers": 3, **frozen},
+    )
+    chosen = shape_of(model).unit(unit).layers[layers]
+    module = stage(model, unit, (layers.start, layers.stop))
+    inputs = images(*IMAGES) if unit == "vision" else text(*LENGTHS)
+    load = TokenLoad.of(np.array([r * c for r, c in IMAGES] if unit == "vision" else LENGTHS))
+    hidden = torch.randn(load.tokens, chosen[0].hidden, requires_grad=True)
+    real = saved_bytes(module, hidden, lambda given: module(given, inputs, {}))
+    predicted = sum(COSTS.activation_bytes(layer, 1, load, False) for layer in chosen)
+    assert not any(layer.trainable for layer in chosen)
+    assert 1.0 <= predicted / real <= 1.2
+
+
+def _saved_on_this_rank() -> dict[tuple[str, bool], int]:
+    """Bytes that a lane of two ranks saves in two blocks and a head, without and with slices of the tokens."""
+    groups = replace(ParallelGroups.single(), tp=dist.group.WORLD)
+    found = {}
+    for (unit, layers), sp in product(SLICED, (False, True)):
+        module = stage(WIDE, unit, layers, groups=groups, sequence_parallel=sp)
+        inputs = images(*IMAGES) if unit == "vision" else text(*EVEN)
+        rows = sum(r * c for r, c in IMAGES) if unit == "vision" else sum(EVEN)
+        hidden = torch.randn(rows // 2 if sp else rows, module.shape.layers[1].hidden, requires_grad=True)
+        found[unit, sp] = saved_bytes(module, hidden, partial(_through, module, inputs))
+    return found
+
+
+def _through(module: StageModule, inputs: UnitInput, hidden: Tensor | None) -> object:
+    return module(hidden, inputs, {})
+
+
+def test_sequence_parallelism_saves_what_autograd_no_longer_keeps() -> None:
+    (found, _) = run_ranks(2, _saved_on_this_rank)
+    for unit, (lo, hi) in SLICED:
+        lengths = [r * c for r, c in IMAGES] if unit == "vision" else EVEN
+        load, layers = TokenLoad.of(np.array(lengths)), shape_of(WIDE).unit(unit).layers[lo:hi]
+        predicted = [
+            sum(kept_bytes(layer, 2, load, False, COSTS, "fp32", sp=sp) for layer in layers) for sp in (False, True)
+        ]
+        assert predicted[0] - predicted[1] == pytest.approx(found[unit, False] - found[unit, True], rel=0.03)
+        assert predicted == pytest.approx([found[unit, False], found[unit, True]], rel=0.03)

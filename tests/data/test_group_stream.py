@@ -1,0 +1,263 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.balance import Grouping, Groups, IntArray, ItemLengths, SampleLengths, dist_ratio
+from mmtrain.balance.methods import Method, Sizes, compose, token_aims, unit_tokens
+from mmtrain.data import DataIndex, GroupStream, validation_batches
+from mmtrain.errors import DataError
+
+METHODS: tuple[Method, ...] = ("matched", "isf", "random", "length", "device")
+
+
+def make_lengths(seed: int, num_samples: int, longest: int = 40) -> SampleLengths:
+    """Samples of which two thirds have images, up to three."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, longest + 1, num_samples)
+    first = np.concatenate([[0], np.cumsum(rng.integers(0, 3, num_samples))])
+    sides = rng.integers(1, 4, first[-1])
+    items = ItemLengths(first, sides, sides, sides**2, sides)
+    return SampleLengths(tokens, np.ones_like(tokens), {"vision": items})
+
+
+def images(lengths: SampleLengths) -> np.ndarray:
+    """Vision tokens of each sample."""
+    return unit_tokens(lengths)[1][:, 1]
+
+
+def make_stream(seed: int, num_samples: int, grouping: Grouping) -> GroupStream:
+    return GroupStream(make_lengths(seed, num_samples), grouping, seed)
+
+
+def contents(stream: GroupStream, first: int, count: int) -> list[list[int]]:
+    return [g.tolist() for g in stream.groups(first, count)]
+
+
+@given(
+    st.integers(0, 1000), st.integers(1, 60), st.integers(1, 30), st.sampled_from(METHODS), st.sampled_from([1, 2, 4])
+)
+@settings(max_examples=120, deadline=None)
+def test_an_epoch_uses_every_sample_once_and_epochs_follow_each_other(
+    seed: int, num_samples: int, window: int, method: Method, global_batch: int
+) -> None:
+    lengths = make_lengths(seed, num_samples)
+    grouping = Grouping(40, window, global_batch, method, {"vision": 20})
+    stream = GroupStream(lengths, grouping, seed)
+    per_epoch = stream.groups_per_epoch
+    groups = contents(stream, 0, 3 * per_epoch)
+    for e in range(3):
+        of_epoch = groups[e * per_epoch : (e + 1) * per_epoch]
+        assert sorted(s for g in of_epoch for s in g) == list(range(num_samples))
+    assert all(lengths.tokens[g].sum() <= 40 for g in groups)
+    seen = images(lengths)
+    assert all(seen[g].sum() <= 20 or np.count_nonzero(seen[g]) == 1 for g in groups)
+
+
+@given(st.integers(0, 1000), st.integers(0, 80), st.integers(1, 20), st.sampled_from(METHODS), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_seeking_equals_iterating(seed: int, first: int, count: int, method: Method, apart: bool) -> None:
+    grouping = Grouping(40, 16, 2, method, long_tokens=20 if apart else None)
+    iterated = contents(make_stream(seed, 50, grouping), 0, first + count)[first:]
+    assert contents(make_stream(seed, 50, grouping), first, count) == iterated
+    revisited = make_stream(seed, 50, grouping)
+    contents(revisited, first + 200, 1)
+    assert contents(revisited, first, count) == iterated, "going back gives the same groups"
+
+
+def test_step_a_million_is_found_without_the_steps_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = make_stream(0, 4000, Grouping(400, 256, 8))
+    near = contents(stream, 8 * 10**6 - 8, 16)
+    composed = []
+
+    def counting(sizes: Sizes, order: IntArray, grouping: Grouping, rng: np.random.Generator) -> Groups:
+        composed.append(len(order))
+        return compose(sizes, order, grouping, rng)
+
+    monkeypatch.setattr("mmtrain.data.stream.group_stream.compose", counting)
+    fresh = make_stream(0, 4000, Grouping(400, 256, 8))
+    counted = len(composed)
+    assert sum(composed) == 4000, "windows are counted once"
+    assert contents(fresh, 8 * 10**6, 8) == near[8:]
+    assert len(composed) - counted <= 2, "one window, or two where the step lies across their border"
+
+
+@given(st.integers(0, 1000), st.integers(0, 5), st.sampled_from(METHODS))
+@settings(max_examples=40, deadline=None)
+def test_every_plan_sees_the_same_batches(seed: int, step: int, method: Method) -> None:
+    grouping = Grouping(40, 32, 12, method)
+    expected = sorted(sorted(g) for g in contents(make_stream(seed, 80, grouping), step * 12, 12))
+    for dp, num_microbatches in ((1, 12), (2, 6), (3, 4), (4, 3), (12, 1)):
+        meta = make_stream(seed, 80, grouping).batch(
+            step, 12, {"vision": 2, "llm": dp}, dict.fromkeys(("vision", "llm"), num_microbatches)
+        )
+        places = [(r, i) for r in range(dp) for i in range(num_microbatches)]
+        got = sorted(sorted(meta.sample_id[meta.microbatch(r, i)].tolist()) for r, i in places)
+        assert got == expected
+        assert meta.step == step
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_seeds_and_epochs_shuffle_anew(method: Method) -> None:
+    grouping = Grouping(40, 64, 2, method)
+    stream = GroupStream(make_lengths(0, 50), grouping, seed=1)
+    first, second = (stream.epoch(e).samples.tolist() for e in range(2))
+    other = GroupStream(make_lengths(0, 50), grouping, seed=2).epoch(0).samples.tolist()
+    assert first != second
+    assert first != other
+
+
+def test_windows_hold_the_same_samples_and_come_in_a_new_order() -> None:
+    stream = make_stream(0, 400, Grouping(200, 100, 1))
+    starts = np.arange(0, stream.groups_per_epoch)
+    epochs = [contents(stream, e * stream.groups_per_epoch, len(starts)) for e in range(6)]
+    neighbours = [{frozenset(g) for g in groups} for groups in epochs]
+    assert len(set.intersection(*neighbours)) < len(starts) / 4, "groups are made anew"
+    firsts = [groups[0][0] for groups in epochs]
+    assert len(set(firsts)) > 1
+
+
+def test_weights_repeat_samples_and_fractions_alternate_by_chance() -> None:
+    lengths = make_lengths(0, 300)
+    weights = np.repeat([1.0, 2.0, 0.25], 100)
+    stream = GroupStream(lengths, Grouping(40, 64, 2), seed=0, weights=weights)
+    per_epoch = [Counter(stream.epoch(e).samples.tolist()) for e in range(20)]
+    assert all(c[s] == 1 for c in per_epoch for s in range(100))
+    assert all(c[s] == 2 for c in per_epoch for s in range(100, 200))
+    rare = [sum(c[s] for s in range(200, 300)) for c in per_epoch]
+    assert abs(np.mean(rare) - 25) < 5
+    assert len(set(rare)) > 1
+
+
+def test_a_dataset_that_epochs_seldom_use_still_trains() -> None:
+    stream = GroupStream(make_lengths(0, 2), Grouping(40, 64, 4), seed=0, weights=np.full(2, 0.01))
+    assert all(len(g) > 0 for g in contents(stream, 0, 40))
+
+
+def test_a_batch_across_two_epochs_belongs_to_the_first() -> None:
+    stream = make_stream(0, 31, Grouping(40, 64, 4))
+    per_epoch = stream.groups_per_epoch
+    step = per_epoch // 4
+    assert per_epoch % 4, "the number of samples is chosen so that a batch straddles"
+    assert [
+        stream.batch(s, 4, {"llm": 1, "vision": 1}, {"llm": 4, "vision": 4}).epoch for s in (0, step, step + 1)
+    ] == [0, 0, 1]
+    assert stream.epochs_done(3 * per_epoch) == 3
+
+
+def test_matched_steps_are_even_across_windows_and_epochs() -> None:
+    lengths = make_lengths(0, 4000)
+    tokens = unit_tokens(lengths)[1]
+
+    def waits(method: Method) -> np.ndarray:
+        grouping = Grouping(400, 2000, 8, method)
+        stream, aims = GroupStream(lengths, grouping, 0), token_aims(lengths, grouping)
+        num_steps = 3 * stream.groups_per_epoch // 8
+        loads = np.zeros((num_steps, 8, 2), dtype=np.int64)
+        for step in range(num_steps):
+            meta = stream.batch(step, 8, {"llm": 8, "vision": 1}, {"llm": 1, "vision": 1}, aims)
+            np.add.at(loads[step], meta.replica, tokens[meta.sample_id])
+        return dist_ratio(loads)
+
+    even = waits("matched")
+    assert (even < [0.002, 0.06]).all()
+    for method in ("random", "length", "isf"):
+        assert (even < waits(method) / 3).all()
+    assert waits("device")[0] < waits("random")[0] / 2, "its rows lie where steps begin"
+
+
+@given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3, 6]))
+@settings(max_examples=30, deadline=None)
+def test_what_a_step_trains_on_hangs_on_no_plan(seed: int, method: Method, replicas: int) -> None:
+    lengths, grouping = make_lengths(seed, 120), Grouping(60, 50, 6, method)
+    stream = GroupStream(lengths, grouping, seed)
+    dp, counts = {"llm": replicas, "vision": 1}, {"llm": 6 // replicas, "vision": 6 // replicas}
+    for step in range(stream.groups_per_epoch // 6 + 1):
+        meta = stream.batch(step, 6, dp, counts, token_aims(lengths, grouping))
+        assert sorted(meta.sample_id) == sorted(np.concatenate(stream.groups(6 * step, 6)))
+        for r, i in np.ndindex(replicas, 6 // replicas):
+            assert len(meta.microbatch(r, i))
+            assert method in ("random", "length", "device") or meta.tokens[meta.microbatch(r, i)].sum() <= 60
+
+
+def test_an_epoch_is_evened_as_its_steps_are() -> None:
+    lengths, grouping = make_lengths(3, 500), Grouping(60, 200, 4)
+    stream, aims = GroupStream(lengths, grouping, 0), token_aims(lengths, grouping)
+    epoch = stream.epoch(1, 4, aims)
+    assert sorted(epoch.samples) == list(range(500))
+    per_epoch = stream.groups_per_epoch
+    assert [len(stream.epoch(0)), len(epoch)] == [per_epoch] * 2
+    tokens = unit_tokens(lengths)[1]
+    even, plain = (
+        dist_ratio(g.loads(tokens)[: per_epoch // 4 * 4].reshape(-1, 4, 2)) for g in (epoch, stream.epoch(1))
+    )
+    assert (even < plain).all()
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "alike"), [(1, 1), (48, 48), (64, 64), (96, 48), (67, 67), (268, 67), (512, 64)]
+)
+def test_rows_are_equal_parts_of_a_step(global_batch: int, alike: int) -> None:
+    assert Grouping(40, 16, global_batch).alike == alike
+
+
+@given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3]))
+@settings(max_examples=40, deadline=None)
+def test_long_samples_have_steps_of_their_own(seed: int, method: Method, global_batch: int) -> None:
+    lengths = make_lengths(seed, 60)
+    stream = GroupStream(lengths, Grouping(80, 32, global_batch, method, long_tokens=25), seed)
+    num_steps = stream.groups_per_epoch  # and as many epochs as the global batch has groups
+    uses = np.zeros(60, dtype=np.int64)
+    kinds = []
+    for step in range(num_steps):
+        samples = np.concatenate(stream.groups(step * global_batch, global_batch))
+        is_long = lengths.tokens[samples] > 25
+        assert is_long.all() or not is_long.any()
+        kinds.append(bool(is_long.all()))
+        np.add.at(uses, samples, 1)
+    assert (uses == global_batch).all()
+    many = sum(kinds)
+    for done in range(num_steps):
+        assert abs(sum(kinds[:done]) - many * done / num_steps) < 2, "they take turns all the way"
+
+
+def test_a_single_long_sample_is_no_obstacle() -> None:
+    lengths = SampleLengths(np.array([30, *[5] * 50]), np.ones(51, dtype=np.int64), {})
+    stream = GroupStream(lengths, Grouping(40, 64, 4, long_tokens=20), 0)
+    steps = [sorted(map(tuple, contents(stream, 4 * s, 4))) for s in range(stream.groups_per_epoch)]
+    assert steps.count([(0,)] * 4) == 1
+
+
+def make_index(lengths: SampleLengths) -> DataIndex:
+    return DataIndex((), lengths, np.ones(len(lengths)), ())
+
+
+@given(st.integers(0, 1000), st.integers(8, 60))
+@settings(max_examples=50, deadline=None)
+def test_validation_is_always_the_same_and_uses_each_sample_once(seed: int, num_samples: int) -> None:
+    index = make_index(make_lengths(seed, num_samples, longest=20))
+    batches = validation_batches(
+        index, Grouping(40, 1000, 8), {"vision": 1, "llm": 2}, {"vision": 4, "llm": 4}, limit=100
+    )
+    again = validation_batches(
+        index, Grouping(40, 1000, 8), {"vision": 2, "llm": 4}, {"vision": 2, "llm": 2}, limit=100
+    )
+    used = [sorted(b.sample_id.tolist()) for b in batches]
+    assert sorted(s for b in used for s in b) == list(range(num_samples))
+    assert used == [sorted(b.sample_id.tolist()) for b in again], "whatever the plan"
+    assert [b.step for b in batches] == list(range(len(batches)))
+    for b in batches:
+        for r, i in ((r, i) for r in range(2) for i in range(4)):
+            assert 0 < b.tokens[b.microbatch(r, i)].sum() <= 40
+    limited = validation_batches(
+        index, Grouping(40, 1000, 8), {"vision": 1, "llm": 2}, {"vision": 4, "llm": 4}, limit=1
+    )
+    assert len(limited) == 1
+
+
+def test_too_few_held_out_samples_are_an_error_of_the_data() -> None:
+    index = make_index(make_lengths(0, 3))
+    with pytest.raises(DataError, match=r"data\.validation: 3 usable samples, but a global batch needs 4 groups"):
+        validation_batches(index, Grouping(100, 1000, 4), {"llm": 2, "vision": 1}, {"llm": 2, "vision": 2}, limit=1)

@@ -1,0 +1,118 @@
+"""The quick reader of headers says what the thorough one says, or nothing."""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, PngImagePlugin
+
+from mmtrain.data.media import image_headers as headers
+from mmtrain.data.media import images
+from mmtrain.data.media.image_headers import quick_size, quick_size_in
+from mmtrain.data.media.media_bytes import BadMediaError, FileMedia
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (9, 14, 3), dtype=np.uint8)
+
+
+def encode(folder: Path, suffix: str, mode: str = "RGB", **options: Any) -> bytes:
+    path = folder / f"made{suffix}"
+    Image.fromarray(PIXELS).convert(mode).save(path, **options)
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("headers")
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path) -> list[bytes]:
+    return [
+        encode(folder, ".png"),
+        encode(folder, ".png", "P"),
+        encode(folder, ".jpg"),
+        encode(folder, ".jpg", "CMYK", progressive=True, comment=b"hello"),
+    ]
+
+
+def thorough_size(path: Path) -> tuple[int, int] | None:
+    """What the general reader says, which must not ask the quick one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "quick_size", lambda _: None)
+        try:
+            return images.read_size(FileMedia(str(path)), 10**9)
+        except BadMediaError:
+            return None
+
+
+@pytest.mark.parametrize(
+    ("suffix", "mode", "options"),
+    [
+        *((".png", mode, {}) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")),
+        (".png", "RGB", {"dpi": (72, 72)}),
+        *((".jpg", mode, {"progressive": p, "dpi": (96, 96)}) for mode in ("L", "RGB", "CMYK") for p in (False, True)),
+    ],
+)
+def test_ordinary_files_are_read_quickly(folder: Path, suffix: str, mode: str, options: dict[str, Any]) -> None:
+    path = folder / f"plain{suffix}"
+    path.write_bytes(encode(folder, suffix, mode, **options))
+    assert quick_size(str(path)) == (14, 9) == thorough_size(path)
+
+
+def test_a_file_longer_than_one_look_is_read_to_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for suffix in (".png", ".jpg"):
+        path = folder / f"long{suffix}"
+        path.write_bytes(encode(folder, suffix))
+        monkeypatch.setattr(headers, "_LOOK", path.stat().st_size - 30)
+        assert quick_size(str(path)) == quick_size_in(io.BytesIO(path.read_bytes())) == (14, 9)
+        os.truncate(path, path.stat().st_size - 1)
+        assert quick_size(str(path)) is quick_size_in(io.BytesIO(path.read_bytes())) is None
+
+
+def test_what_is_out_of_the_ordinary_is_left_to_others(folder: Path) -> None:
+    turned, info = Image.Exif(), PngImagePlugin.PngInfo()
+    turned[0x0112] = 6
+    info.add_text("key", "value")
+    odd = {
+        "turned.jpg": encode(folder, ".jpg", exif=turned),
+        "turned.png": encode(folder, ".png", exif=turned),
+        "text.png": encode(folder, ".png", pnginfo=info),
+        "longer.jpg": encode(folder, ".jpg") + b"film",
+        "a.gif": encode(folder, ".gif"),
+        "empty.png": b"",
+    }
+    for name, content in odd.items():
+        (folder / name).write_bytes(content)
+        assert quick_size(str(folder / name)) is None
+    os.mkfifo(folder / "pipe")
+    assert quick_size(str(folder / "pipe")) is None
+    assert quick_size(str(folder)) is None
+    assert quick_size(str(folder / "gone")) is None
+    assert quick_size("a\0b") is None
+
+
+@given(st.integers(0, 3), st.integers(0, 700), st.integers(0, 255))
+@settings(max_examples=600, deadline=None)
+def test_a_changed_byte_never_leads_to_another_answer(
+    folder: Path, files: list[bytes], which: int, place: int, value: int
+) -> None:
+    content = bytearray(files[which])
+    content[place % len(content)] = value
+    path = folder / "changed"
+    path.write_bytes(content)
+    quick = quick_size(str(path))
+    assert quick_size_in(io.BytesIO(content)) == quick
+    assert quick is None or quick == thorough_size(path)
+
+
+@given(st.integers(0, 3), st.integers(0, 1000))
+@settings(max_examples=100, deadline=None)
+def test_a_cut_file_is_never_accepted(folder: Path, files: list[bytes], which: int, kept: int) -> None:
+    path = folder / "cut"
+    path.write_bytes(files[which][: kept % len(files[which])])
+    assert quick_size(str(path)) is None

@@ -1,0 +1,97 @@
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.data.loading.prefetch_window import Window
+from mmtrain.errors import RunError
+
+
+@given(
+    st.integers(0, 5),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.sampled_from(["claim", "put", "lose", "take"]), st.integers(0, 3))),
+)
+def test_every_step_arrives_once_and_in_order_whatever_makers_do(
+    first: int, depth: int, moves: list[tuple[str, int]]
+) -> None:
+    window = Window[int](first, depth)
+    held: list[int] = []  # claimed, and not yet put or lost
+    late: list[int] = []  # lost by a maker that may still answer
+    taken: list[int] = []
+    done: set[int] = set()
+    for move, which in moves:
+        if move == "claim" and (step := window.claim()) is not None:
+            assert first + len(taken) <= step < first + len(taken) + depth
+            assert step not in held
+            assert step not in done
+            held.append(step)
+        elif move == "put" and held:
+            step = held.pop(which % len(held))
+            window.put(step, step)
+            done.add(step)
+        elif move == "lose" and held:
+            step = held.pop(which % len(held))
+            window.release([step])
+            late.append(step)
+        elif move == "take" and first + len(taken) in done:
+            taken.append(window.take())
+        if late and which == 3:  # a maker given up for lost answers after all
+            step = late.pop()
+            window.put(step, step)
+            done.add(step)
+            held = [h for h in held if h != step]
+    while len(taken) < len(moves):  # from wherever it got to, everything comes
+        for step in held:
+            window.put(step, step)
+        held = []
+        while (claimed := window.claim()) is not None:
+            window.put(claimed, claimed)
+        taken.append(window.take())
+    assert taken == list(range(first, first + len(taken)))
+
+
+def test_an_error_takes_the_place_of_its_step_and_stays() -> None:
+    window = Window[int](0, 3)
+    assert [window.claim(), window.claim()] == [0, 1]
+    window.put(1, ValueError("one"))
+    window.put(0, 0)
+    assert window.take() == 0
+    for _ in range(2):
+        with pytest.raises(ValueError, match="one"):
+            window.take()
+
+
+def test_failing_lets_what_is_done_be_taken() -> None:
+    window = Window[int](0, 3)
+    window.claim()
+    window.put(0, 0)
+    window.fail(RunError("no makers"))
+    assert window.take() == 0
+    with pytest.raises(RunError, match="no makers"):
+        window.take()
+
+
+def test_closing_wakes_whoever_waits() -> None:
+    window = Window[int](0, 1)
+    assert window.claim() == 0
+    woken = threading.Event()
+    window.watch(woken.set)
+    found: list[object] = []
+    waiting = [threading.Thread(target=lambda: found.append(window.claim(wait=True)))]
+
+    def take() -> None:
+        with pytest.raises(RunError, match="closed"):
+            window.take()
+        found.append("closed")
+
+    waiting.append(threading.Thread(target=take))
+    for thread in waiting:
+        thread.start()
+    window.close()
+    for thread in waiting:
+        thread.join()
+    assert woken.is_set()
+    assert sorted(map(str, found)) == ["None", "closed"]
+    assert window.claim() is None

@@ -1,0 +1,460 @@
+"""Steps made by producers over the network: the same ones, whatever happens to the producers."""
+
+import contextlib
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, cast
+
+import psutil
+import pytest
+import zmq
+
+from mmtrain.data import Loader
+from mmtrain.data.loading.batch_builder import StepData, StepRequest
+from mmtrain.data.loading.ipc import Waker
+from mmtrain.data.loading.prefetch_window import Window
+from mmtrain.data.loading.step_builders import RequestOf
+from mmtrain.data.loading.step_format import pack, unpack
+from mmtrain.data.loading.worker_pool import Failure, Pool
+from mmtrain.data.service.producer import Producer
+from mmtrain.data.service.protocol import (
+    Failed,
+    FromProducer,
+    FromTrainer,
+    Got,
+    Hello,
+    Made,
+    Ping,
+    Pong,
+    Refused,
+    Unknown,
+    Want,
+    Welcome,
+    differences,
+    facts,
+    read,
+    write,
+)
+from mmtrain.data.service.remote_steps import RemoteMakers
+from mmtrain.errors import DataError, RunError
+from tests.data.makers import Failing, Fake
+from tests.data.producers import Served, asking
+from tests.data.steps import DP, EVERYTHING, ONE, Dataset, same
+
+FACTS = {"train.seed": "0"}
+
+
+def test_steps_are_those_of_one_process_whatever_becomes_of_the_producers(made: Dataset, tmp_path: Path) -> None:
+    recipe, index, stream = made(prefetch=2)
+    alone = made(prefetch=0)[0]
+    notes: list[str] = []
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(Served(recipe, tmp_path)) for _ in range(2))
+        asked = asking(recipe, one.address, two.address)
+        reference = stack.enter_context(Loader(index, stream, alone, DP, ONE, EVERYTHING, 3))
+        loader = stack.enter_context(Loader(index, stream, asked, DP, ONE, EVERYTHING, 3, note=notes.append))
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                assert same(next(loader), next(reference))
+
+        steps(8)
+        assert notes == []
+        one.process.kill()
+        steps(16)
+        assert [note for note in notes if f"{one.address} has closed the connection" in note]
+        assert two.end()[0] == 0
+        steps(16)
+        assert [note for note in notes if f"{two.address} has left" in note]
+        assert [note for note in notes if "no producer answers" in note and "prepared here" in note]
+        again = stack.enter_context(Served(recipe, tmp_path, one.address))
+        assert again.address == one.address
+        while not [note for note in notes if f"{one.address} is there" in note]:
+            steps(1)
+        steps(8)
+
+
+@pytest.mark.slow
+def test_steps_stay_the_same_through_random_deaths(made: Dataset, tmp_path: Path) -> None:
+    recipe, index, stream = made(prefetch=3, producer_timeout_s=1.0)
+    alone = made(prefetch=0)[0]
+    rng = random.Random(0)
+    with ExitStack() as stack:
+        producers = [stack.enter_context(Served(recipe, tmp_path)) for _ in range(2)]
+        asked = asking(recipe, *(producer.address for producer in producers))
+        reference = stack.enter_context(Loader(index, stream, alone, DP, ONE, EVERYTHING))
+        loader = stack.enter_context(Loader(index, stream, asked, DP, ONE, EVERYTHING))
+        for _ in range(14):
+            for _ in range(rng.randrange(1, 100)):
+                assert same(next(loader), next(reference))
+            place = rng.randrange(2)
+            victim = psutil.Process(producers[place].process.pid)
+            match rng.choice(["kill", "end", "stop", "family"]):
+                case "kill":
+                    victim.kill()
+                case "end":
+                    producers[place].end()
+                case "stop":
+                    victim.suspend()
+                    for _ in range(30):
+                        assert same(next(loader), next(reference))
+                    victim.resume()
+                case "family":  # a worker, or the host of the workers
+                    for process in rng.sample(victim.children(recursive=True), 1):
+                        process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                producers[place].process.wait(0.1)
+                again = stack.enter_context(Served(recipe, tmp_path, producers[place].address))
+                assert again.address == producers[place].address
+                producers[place] = again
+
+
+def test_a_producer_of_other_steps_refuses_and_says_why(made: Dataset, tmp_path: Path) -> None:
+    recipe, index, stream = made(prefetch=2)
+    with Served(recipe, tmp_path, "tcp://127.0.0.1:*", "train.seed=7", "data.image.max_pixels=512") as producer:
+        asked = asking(recipe, producer.address)
+        with (
+            Loader(index, stream, asked, DP, ONE, EVERYTHING, note=print) as loader,
+            pytest.raises(DataError, match=r"data.image.max_pixels is 1024 in the trainer and 512 here.*train.seed"),
+        ):
+            next(loader)
+        code, said = producer.end()
+        assert code == 0
+        assert "refused: " in said
+
+
+def test_an_address_that_cannot_be_used_is_named(made: Dataset, tmp_path: Path) -> None:
+    recipe, *_ = made()
+    with Served(recipe, tmp_path, "tcp://203.0.113.1:5557") as producer:
+        said = producer.process.communicate()[1]
+        assert producer.process.returncode == 2
+        assert "--bind: tcp://203.0.113.1:5557 cannot be used" in said
+        assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1", "tcp://127.0.0.1:port", "ipc://"])
+def test_an_address_that_is_none_is_an_error_of_the_recipe(made: Dataset, address: str) -> None:
+    recipe, index, stream = made()
+    with (
+        Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1", address), DP, ONE, EVERYTHING) as loader,
+        pytest.raises(DataError, match=f"data.producers: {address} is no address .* expected tcp://HOST:PORT"),
+    ):
+        next(loader)
+
+
+def test_who_has_no_zeromq_is_told_how_to_get_it(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, index, stream = made()
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(DataError, match=r"data.producers needs ZeroMQ: pip install 'mmtrain\[serve\]'"):
+        Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1"), DP, ONE, EVERYTHING)
+
+
+def test_facts_are_what_decides_the_content_of_steps(made: Dataset) -> None:
+    recipe, index, _ = made()
+    ours = facts(recipe, index)
+    assert differences(ours, facts(asking(made(workers=3, prefetch=5)[0], "tcp://x:1"), index)) == ""
+    fewer = replace(index, samples=index.samples[:-1], weights=index.weights[:-1])
+    assert differences(ours, facts(recipe, fewer)).startswith(
+        "samples is 11 in the trainer and 12 here; fingerprint of"
+    )
+    other, other_index, _ = made(seq_len=48, window=7)
+    found = differences(ours, facts(other, other_index))
+    assert "data.seq_len is 48 in the trainer and 64 here" in found
+    assert "data.window is 7 in the trainer" in found
+
+
+# A producer whose every word is the test's.
+
+
+class Sockets:
+    """The test's sockets, which are closed after it."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._open: list[zmq.Socket[bytes]] = []
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        self._open.append(self._context.socket(kind))
+        return self._open[-1]
+
+    def close(self) -> None:
+        for socket in self._open:
+            socket.close(linger=0)
+        self._context.term()
+
+
+class Puppet:
+    """What the trainer takes for a producer."""
+
+    def __init__(self, context: Sockets) -> None:
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def hear(self) -> tuple[bytes, object]:
+        """The next message that is no ping, and who said it."""
+        while True:
+            trainer, *frames = self._socket.recv_multipart()
+            if not isinstance(message := read(frames), Ping):
+                return trainer, message
+
+    def say(self, trainer: bytes, message: FromProducer, *more: bytes) -> None:
+        self._socket.send_multipart([trainer, *write(message), *more])
+
+    def raw(self, trainer: bytes, *frames: bytes) -> None:
+        self._socket.send_multipart([trainer, *frames])
+
+    def welcome(self, credit: int) -> bytes:
+        """Let a trainer in."""
+        trainer, message = self.hear()
+        assert isinstance(message, Hello)
+        assert message.facts == FACTS
+        self.say(trainer, Welcome(credit))
+        return trainer
+
+    def quiet(self) -> bool:
+        """Whether nothing was asked for beyond what has been heard, pings aside."""
+        while self._socket.poll(0):
+            _, *frames = self._socket.recv_multipart()
+            if not isinstance(read(frames), Ping):
+                return False
+        return True
+
+
+def request_of(step: int) -> StepRequest:
+    return StepRequest(step, {"llm": 1}, {"llm": 1}, ())
+
+
+def step_bytes(step: int) -> bytes:
+    return b"".join(pack(Fake().make(request_of(step))).chunks)
+
+
+@contextmanager
+def consuming(
+    window: Window[StepData], *puppets: Puppet, timeout_s: float = 60.0, request: RequestOf = request_of
+) -> Iterator[list[str]]:
+    """Have the window's steps made by puppets; yields what is noted."""
+    notes: list[str] = []
+
+    def here() -> Pool[int]:
+        return Pool(Fake(), 1, notes.append)  # type: ignore[arg-type]
+
+    makers = RemoteMakers(window, [p.address for p in puppets], request, FACTS, timeout_s, here, notes.append)
+
+    def run() -> None:
+        try:
+            makers.run()
+        except Exception as error:
+            window.fail(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    try:
+        yield notes
+    finally:
+        window.close()
+        thread.join()
+
+
+@pytest.fixture
+def context() -> Iterator[Sockets]:
+    sockets = Sockets()
+    yield sockets
+    sockets.close()
+
+
+def test_a_trainer_asks_for_no_more_than_its_credit_and_says_what_it_got(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 8), Puppet(context)
+    with consuming(window, puppet):
+        trainer = puppet.welcome(credit=2)
+        assert [puppet.hear()[1] for _ in range(2)] == [Want(request_of(0)), Want(request_of(1))]
+        assert puppet.quiet()
+        puppet.say(trainer, Made(1), step_bytes(1))
+        assert puppet.hear()[1] == Got(1)
+        assert puppet.hear()[1] == Want(request_of(2))
+        puppet.say(trainer, Made(0), step_bytes(0))
+        assert [window.take().meta.step for _ in range(2)] == [0, 1]
+
+
+def test_a_trainer_holds_no_more_than_its_window(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 2), Puppet(context)
+    with consuming(window, puppet):
+        trainer = puppet.welcome(credit=100)
+        assert [puppet.hear()[1] for _ in range(2)] == [Want(request_of(0)), Want(request_of(1))]
+        for step in (1, 0):
+            puppet.say(trainer, Made(step), step_bytes(step))
+            assert puppet.hear()[1] == Got(step)
+        assert puppet.quiet()
+        window.take()
+        assert puppet.hear()[1] == Want(request_of(2))
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"made", b'{"step":0}', b"\x80\x04junk"], "less than the start"),
+        ([b"made", b'{"step":5}', step_bytes(5)], "not asked for"),
+        ([b"made", b'{"step":0}'], "2 frames"),
+        ([b"made", b'{"step":true}', b""], "expected int"),
+        ([b"pickle", b"{}"], "is no message"),
+        ([b"pong"], "is no message"),
+    ],
+)
+def test_a_producer_that_talks_nonsense_loses_its_steps_to_another(
+    context: Sockets, frames: list[bytes], why: str
+) -> None:
+    window, bad, good = Window[StepData](0, 1), Puppet(context), Puppet(context)
+    with consuming(window, bad, good) as notes:
+        trainer = bad.welcome(credit=1)
+        assert bad.hear() == (trainer, Want(request_of(0)))
+        other = good.welcome(credit=1)
+        bad.raw(trainer, *frames)
+        assert good.hear() == (other, Want(request_of(0)))
+        good.say(other, Made(0), step_bytes(0))
+        assert window.take().meta.step == 0
+        new, message = bad.hear()  # it may try again
+        assert new != trainer
+        assert isinstance(message, Hello)
+    assert [note for note in notes if "cannot be read" in note and why in note]
+
+
+def test_a_silent_producer_is_given_up(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 1), Puppet(context)
+    with consuming(window, puppet, timeout_s=0.2) as notes:
+        puppet.welcome(credit=1)
+        assert window.take().meta.step == 0
+    assert [note for note in notes if "has been silent for 0.2 s; 1 steps go to others" in note]
+
+
+def test_without_a_producer_at_the_start_steps_are_made_here(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 2), Puppet(context)
+    with consuming(window, puppet, timeout_s=0.2) as notes:
+        assert window.take().meta.step == 0
+    assert "no producer answers" in notes[0]
+
+
+def test_a_producer_started_anew_is_greeted_again(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 1), Puppet(context)
+    with consuming(window, puppet) as notes:
+        trainer = puppet.welcome(credit=1)
+        assert puppet.hear()[1] == Want(request_of(0))
+        puppet.say(trainer, Unknown())
+        again = puppet.welcome(credit=1)
+        assert again != trainer
+        assert window.take().meta.step == 0  # made here or there: whoever comes first
+    assert [note for note in notes if "has forgotten this trainer; 1 steps go to others" in note]
+
+
+def test_errors_travel_with_their_traceback(context: Sockets) -> None:
+    window, puppet = Window[StepData](0, 1), Puppet(context)
+    with consuming(window, puppet):
+        trainer = puppet.welcome(credit=1)
+        puppet.hear()
+        puppet.say(trainer, Failed(0, Failure("", "KeyError: 'lost'", "Traceback: there")))
+        with pytest.raises(RunError, match=r"preparing step 0 failed: KeyError: 'lost'\nTraceback: there"):
+            window.take()
+
+
+# A trainer whose every word is the test's.
+
+
+@contextmanager
+def producing(maker: Any) -> Iterator[tuple[str, SimpleQueue[str]]]:
+    """Serve what `maker` makes with one worker; yields the address, and what is noted."""
+    notes: SimpleQueue[str] = SimpleQueue()
+    producer = Producer(maker, FACTS, "tcp://127.0.0.1:*", 1, notes.put)
+    with Waker() as stop:
+        thread = Thread(target=producer.serve, args=(stop.fileno(),))
+        thread.start()
+        try:
+            yield producer.address, notes
+        finally:
+            stop.wake()
+            thread.join()
+
+
+class Dealer:
+    """What the producer takes for a trainer."""
+
+    def __init__(self, context: Sockets, address: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.connect(address)
+
+    def ask(self, message: FromTrainer) -> FromProducer:
+        """Say something, and hear the next answer."""
+        self.socket.send_multipart(write(message))
+        return self.hear()
+
+    def hear(self) -> FromProducer:
+        self.frames = self.socket.recv_multipart()
+        return cast(FromProducer, read(self.frames))
+
+
+def test_a_producer_makes_what_is_asked_for(context: Sockets) -> None:
+    with producing(Fake()) as (address, _):
+        trainer = Dealer(context, address)
+        assert trainer.ask(Want(request_of(0))) == Unknown()
+        assert trainer.ask(Hello({"train.seed": "1"}, 60.0)) == Refused("train.seed is 1 in the trainer and 0 here")
+        assert trainer.ask(Hello(FACTS, 60.0)) == Welcome(2)
+        assert trainer.ask(Ping()) == Pong()
+        assert trainer.ask(Want(request_of(10**6))) == Made(10**6)
+        assert unpack(StepData, trainer.frames[2]).meta.step == 10**6
+
+
+def test_a_producer_holds_no_more_than_it_may(context: Sockets) -> None:
+    with producing(Fake()) as (address, _):
+        one, two = (Dealer(context, address) for _ in range(2))
+        assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
+        assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
+        two.socket.send_multipart(write(Want(request_of(7))))
+        assert not two.socket.poll(200), "what the first trainer has not got yet fills the room"
+        one.socket.send_multipart(write(Got(0)))
+        assert two.hear() == Made(7)
+        one.socket.send_multipart(write(Want(request_of(2))))
+        assert one.ask(Want(request_of(3))) == Refused(
+            "a message could not be read: step 3 is asked for twice or beyond the credit of 2"
+        )
+
+
+def test_a_trainer_that_is_killed_holds_no_room(context: Sockets) -> None:
+    with producing(Fake()) as (address, notes):
+        one, two = (Dealer(context, address) for _ in range(2))
+        assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
+        assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
+        two.socket.send_multipart(write(Want(request_of(7))))
+        one.socket.close(linger=0)
+        while (heard := two.hear()) == Pong():
+            pass
+        assert heard == Made(7)
+        while "is gone" not in notes.get(timeout=60):
+            pass
+
+
+def test_a_producer_survives_nonsense_errors_and_silence(context: Sockets) -> None:
+    with producing(Failing()) as (address, notes):
+        for frames in (
+            [b"junk"],
+            [b"hello", b"{"],
+            [b"want", b'{"request":{}}'],
+            [b"", b"", b""],
+            write(Hello(FACTS, 0.0)),
+            write(Hello(FACTS, 1e300)),
+        ):
+            stranger = Dealer(context, address)
+            stranger.socket.send_multipart(frames)
+            assert isinstance(stranger.hear(), Refused)
+        trainer = Dealer(context, address)
+        assert trainer.ask(Hello(FACTS, 0.2)) == Welcome(2)
+        answer = trainer.ask(Want(request_of(1)))
+        assert isinstance(answer, Failed)
+        assert answer.failure.message == "KeyError: 'lost'"
+        while "has been silent for 0.2 s" not in notes.get(timeout=60):
+            pass
+        assert trainer.ask(Ping()) == Unknown()

@@ -1,0 +1,154 @@
+import json
+import struct
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from mmtrain.balance import BatchMeta
+from mmtrain.balance.batch_meta import ItemTable
+from mmtrain.data import AudioPayload, Need, Quarantined, StepData, TextPayload, VisionPayload
+from mmtrain.data.loading.batch_builder import StepRequest
+from mmtrain.data.loading.step_format import WireError, fingerprint, from_json, pack, to_json, unpack
+from tests.data.steps import leaves, same
+
+ints = hnp.arrays(np.int64, st.integers(0, 5))
+floats = hnp.arrays(np.float32, st.tuples(st.integers(0, 4), st.integers(1, 3)), elements={"allow_nan": False})
+counts = st.lists(st.integers(0, 1 << 40), max_size=3).map(tuple)
+keys = st.tuples(st.integers(0, 9), st.integers(0, 9))
+texts = st.text(max_size=5)
+tables = st.builds(ItemTable, *[ints] * 8)
+metas = st.builds(
+    BatchMeta, st.integers(0), st.integers(0), *[ints] * 5, items=st.dictionaries(texts, tables, max_size=2)
+)
+steps = st.builds(
+    StepData,
+    metas,
+    vision=st.dictionaries(keys, st.builds(VisionPayload, counts, counts, st.none() | floats), max_size=2),
+    text=st.dictionaries(
+        keys,
+        st.builds(TextPayload, counts, st.none() | ints, st.none() | ints, st.dictionaries(texts, ints, max_size=2)),
+        max_size=2,
+    ),
+    quarantined=st.lists(st.builds(Quarantined, texts, st.integers(), texts, texts, texts), max_size=2).map(tuple),
+    audio=st.dictionaries(keys, st.builds(AudioPayload, counts, st.none() | floats), max_size=2),
+)
+
+
+def message(value: Any) -> bytearray:
+    packed = pack(value)
+    found = bytearray(b"".join(packed.chunks))
+    assert len(found) == packed.nbytes
+    return found
+
+
+@given(steps)
+def test_a_step_comes_back_as_it_was(step: StepData) -> None:
+    assert same(unpack(StepData, message(step)), step)
+
+
+@given(st.builds(StepRequest, st.integers(), *[st.dictionaries(texts, st.integers())] * 2, st.just(())))
+def test_a_request_comes_back_as_it_was(request: StepRequest) -> None:
+    needs = (Need("vision", 1, media=True), Need("llm", 0, ids=True, labels=True))
+    for asked in (request, replace(request, needs=needs)):
+        assert from_json(StepRequest, to_json(asked)) == asked
+
+
+STEP = StepData(
+    BatchMeta(7, 0, *[np.arange(3)] * 5, items={"vision": ItemTable(*[np.arange(2)] * 8)}),
+    {(0, 0): VisionPayload((1,), (2,), np.ones((2, 12), dtype=np.float32))},
+    {(0, 1): TextPayload((3,), np.arange(3), None, {"vision": np.arange(1)})},
+    (Quarantined("a", 1, "b", "c", "d"),),
+)
+
+
+def test_arrays_are_used_where_they_lie_and_can_be_written() -> None:
+    found = message(STEP)
+    patches = unpack(StepData, found).vision[0, 0].patches
+    assert patches is not None
+    patches[0, 0] = 5
+    again = unpack(StepData, found).vision[0, 0].patches
+    assert again is not None
+    assert again[0, 0] == 5
+    offsets = [np.shares_memory(np.frombuffer(found, np.uint8), leaf) for leaf in (patches, again)]
+    assert offsets == [True, True]
+
+
+@given(st.integers(0, len(message(STEP)) - 1))
+def test_a_message_cut_short_is_refused(length: int) -> None:
+    with pytest.raises(WireError):
+        unpack(StepData, message(STEP)[:length])
+
+
+@given(st.integers(0, len(message(STEP)) - 1), st.integers(1, 255))
+def test_a_damaged_message_is_refused_or_has_the_declared_types(place: int, flip: int) -> None:
+    damaged = message(STEP)
+    damaged[place] ^= flip
+    try:
+        found = unpack(StepData, damaged)
+    except WireError:
+        return
+    assert [path for path, _ in leaves(found.meta)][:3] == [".step", ".epoch", ".sample_id"]
+    assert all(isinstance(v.patches, np.ndarray | None) for v in found.vision.values())
+
+
+def spelled(header: Any, behind: bytes = b"", total: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    if isinstance(header, dict) and header["arrays"]:
+        behind = bytes(-(struct.calcsize("<4sIQQ") + len(text)) % 64) + behind
+    size = struct.calcsize("<4sIQQ") + len(text) + len(behind)
+    return struct.pack("<4sIQQ", b"MMTW", 1, len(text), total or size) + text + behind
+
+
+@dataclass(frozen=True)
+class Small:
+    array: npt.NDArray[np.int64]
+    pair: tuple[int, str]
+
+
+GOOD: dict[str, Any] = {"value": {"array": 0, "pair": [1, "x"]}, "arrays": [["int64", 0]]}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"", "less than the start"),
+        (b"\x80\x04" + bytes(40), "starts with"),
+        (spelled(GOOD, total=1 << 60), "claims"),
+        (spelled(b"{"), "not valid JSON"),
+        (spelled(b"[" * 100_000), "not valid JSON"),
+        (spelled([]), "not an object of `value`"),
+        (spelled(GOOD | {"arrays": [["int64", 1 << 61]]}), "does not fit"),
+        (spelled(GOOD | {"arrays": [["int64", 1 << 40, 1 << 40]]}), "does not fit"),
+        (spelled(GOOD | {"arrays": [["int64", -1]]}), "no type and shape"),
+        (spelled(GOOD | {"arrays": [["int64", *[1] * 9]]}), "no type and shape"),
+        (spelled(GOOD | {"arrays": [["object", 1]]}), "no type and shape"),
+        (spelled(GOOD | {"arrays": [["float32", 0]]}), "expected int64"),
+        (spelled(GOOD | {"arrays": []}), "number of no array"),
+        (spelled(GOOD, bytes(1000)), "follow the last array"),
+        (spelled(GOOD | {"value": {"array": True, "pair": [1, "x"]}}), "number of no array"),
+        (spelled(GOOD | {"value": {"array": 0, "pair": [1]}}), "expected a list of 2"),
+        (spelled(GOOD | {"value": {"array": 0, "pair": [True, "x"]}}), "expected int"),
+        (spelled(GOOD | {"value": {"array": 0}}), "expected an object with array, pair"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_no_sender_of_ours_writes_is_refused(text: bytes, says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        unpack(Small, text)
+
+
+def test_the_fingerprint_follows_every_field() -> None:
+    @dataclass(frozen=True)
+    class Other:
+        array: npt.NDArray[np.float32]
+        pair: tuple[int, str]
+
+    assert fingerprint(Small) == fingerprint(Small)
+    assert fingerprint(Small) != fingerprint(Other)
+    assert fingerprint(StepData) != fingerprint(StepRequest)

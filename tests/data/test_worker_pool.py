@@ -1,0 +1,278 @@
+"""Steps made in worker processes: the same ones, whatever happens to the workers."""
+
+import os
+import subprocess
+import sys
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from mmtrain.data import Loader, StepData
+from mmtrain.data.loading.batch_builder import NO_SAMPLE, Need, StepMaker, StepRequest, Watch
+from mmtrain.data.loading.loader import num_workers
+from mmtrain.data.loading.step_format import unpack
+from mmtrain.data.loading.worker_pool import MAX_DEATHS, STILL_S, Failure, Pool
+from mmtrain.errors import DataError, RunError
+from mmtrain.recipe.schema import DataSettings
+from tests.data.makers import Crashing, Deadly, Failing, Fake, Hanging, Slow, Stuck, Telling, Unloadable
+from tests.data.steps import DP, EVERYTHING, Dataset, same
+
+
+def request(step: int) -> StepRequest:
+    return StepRequest(step, {"llm": 1}, {"llm": 1}, ())
+
+
+def hosts() -> list[psutil.Process]:
+    """The hosts of our workers; other tests leave servers of their own running."""
+    return [child for child in psutil.Process().children() if "mmtrain.data.loading.worker_process" in child.cmdline()]
+
+
+def run(maker: Any, steps: int, workers: int = 2) -> tuple[dict[int, StepData | Failure], list[str]]:
+    """Make steps [0, steps) in a pool; what they became, and what was noted."""
+    notes: list[str] = []
+    results: dict[int, StepData | Failure] = {}
+    with Pool[int](maker, workers, notes.append) as pool:
+        left = list(range(steps))
+        while len(results) < steps:
+            while left and pool.idle:
+                pool.submit(left[0], request(left.pop(0)))
+            for pipe in wait(pool.pipes):
+                if (received := pool.receive(pipe)) is not None:  # type: ignore[arg-type]
+                    step, content = received
+                    assert step not in results
+                    results[step] = content if isinstance(content, Failure) else unpack(StepData, content)
+    return results, notes
+
+
+def test_a_killed_worker_costs_nothing_but_its_time(tmp_path: Path) -> None:
+    results, notes = run(Deadly(3, str(tmp_path / "spent")), 8)
+    assert [result.meta.step for _, result in sorted(results.items())] == list(range(8))  # type: ignore[union-attr]
+    [note] = notes
+    assert "was killed by SIGKILL while preparing step 3; another prepares it" in note
+
+
+def test_a_step_that_kills_every_worker_is_given_up_and_named() -> None:
+    results, notes = run(Deadly(3), 6)
+    failure = results.pop(3)
+    assert isinstance(failure, Failure)
+    assert isinstance(failure.error(3), RunError)
+    assert f"preparing step 3 ended {MAX_DEATHS} worker processes; the last one was killed by SIGKILL" in str(
+        failure.error(3)
+    )
+    assert len(notes) == MAX_DEATHS - 1
+    assert all(isinstance(result, StepData) for result in results.values())
+
+
+def test_errors_arrive_with_their_traceback() -> None:
+    results, _ = run(Failing(), 2)
+    ours, bug = (results[step].error(step) for step in range(2))  # type: ignore[union-attr]
+    assert (type(ours), str(ours)) == (DataError, "data.seq_len is wrong")
+    assert "raise DataError" in ours.__notes__[0]
+    assert type(bug) is RunError
+    assert "preparing step 1 failed: KeyError: 'lost'" in str(bug)
+    assert 'raise KeyError("lost")' in str(bug)
+
+
+def test_workers_have_no_torch_and_outlive_the_signals_of_launchers() -> None:
+    results, _ = run(Telling(), 1, workers=1)
+    assert str(results[0].error(0)) == "torch False, SIGTERM ignored True"  # type: ignore[union-attr]
+
+
+def test_a_lost_host_is_replaced() -> None:
+    notes: list[str] = []
+    with Pool[int](Fake(), 1, notes.append) as pool:
+        [host] = hosts()
+        [worker] = host.children()
+        host.kill()
+        host.wait()
+        worker.kill()
+        wait(pool.pipes)
+        assert pool.receive(pool.pipes[0]) is None
+        pool.submit(5, request(5))
+        wait(pool.pipes)
+        received = pool.receive(pool.pipes[0])
+        assert received is not None
+        assert received[0] == 5
+    assert "was lost while idle" in notes[0]
+
+
+def test_a_host_that_cannot_start_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunError, match="ends at once"):
+        Pool[int](Unloadable(), 1, print)
+    assert "invalid literal for int()" in capfd.readouterr().err
+    assert hosts() == []
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_worker_that_hangs_is_replaced_and_after_the_second_time_the_sample_is_not_read(tmp_path: Path) -> None:
+    reached, clock, notes = tmp_path / "reached", Clock(), list[str]()
+    os.mkfifo(reached)
+    with Pool[int](Hanging(str(reached)), 1, notes.append, clock) as pool:
+        pool.submit(3, request(3))
+        pool.look()
+        clock.now_s += 10 * STILL_S
+        pool.look()  # who did not look for so long was not there either
+        for times in (1, 2):
+            reached.open().close()
+            pool.look()
+            clock.now_s += STILL_S
+            pool.look()
+            assert len(notes) == times - 1, "not yet too long"
+            clock.now_s += 1
+            pool.look()
+            wait(pool.pipes)
+            assert pool.receive(pool.pipes[0]) is None
+        wait(pool.pipes)
+        received = pool.receive(pool.pipes[0])
+    assert received is not None
+    assert received[0] == 3
+    assert not isinstance(received[1], Failure)
+    assert [note.partition("hung for 60 s and was killed while reading media of ")[2] for note in notes] == [
+        "sample 7; another tries it once more",
+        "sample 7; it is not read again",
+    ]
+
+
+def test_a_worker_that_gets_on_may_take_its_time(tmp_path: Path) -> None:
+    reached, go, clock = tmp_path / "reached", tmp_path / "go", Clock()
+    os.mkfifo(reached)
+    os.mkfifo(go)
+    with Pool[int](Slow(str(reached), str(go)), 1, pytest.fail, clock) as pool:
+        pool.submit(0, request(0))
+        for _ in range(3):
+            reached.open().close()
+            pool.look()
+            clock.now_s += STILL_S - 1
+            pool.look()
+            go.open("w").close()
+        wait(pool.pipes)
+        assert pool.receive(pool.pipes[0]) is not None
+        clock.now_s += 10 * STILL_S
+        pool.look()  # an idle one does not hang
+        pool.submit(1, request(1))
+        pool.look()
+        reached.open().close()
+
+
+def test_a_sample_that_crashes_two_workers_is_not_read_again() -> None:
+    results, notes = run(Crashing(), 2, workers=1)
+    assert all(isinstance(result, StepData) for result in results.values())
+    assert [note.partition("was killed by SIGSEGV while reading media of ")[2] for note in notes] == [
+        "sample 7; another tries it once more",
+        "sample 7; it is not read again",
+    ]
+
+
+def test_what_is_deadly_becomes_zeros_and_is_named(made: Dataset) -> None:
+    recipe, index, stream = made()
+    maker, read = StepMaker(index, stream, recipe), list[int]()
+    asked = StepRequest(0, DP, dict.fromkeys(DP, 1), EVERYTHING)
+    whole = maker.make(asked, Watch(read.append))
+    shown = [int(whole.meta.sample_id[s]) for s in whole.meta.items["vision"].sample]
+    assert set(shown) <= set(read) <= {*shown, NO_SAMPLE}
+    victim = shown[0]
+    read.clear()
+    without = maker.make(asked, Watch(read.append, frozenset([victim])))
+    assert victim not in read
+    [named] = without.quarantined
+    assert (named.id, named.kind) == (index.samples[victim].id, "deadly")
+    patches = [(payload.patches, without.vision[key].patches) for key, payload in whole.vision.items()]
+    assert any(not np.array_equal(a, b) for a, b in patches if a is not None and b is not None)
+    assert all(np.all((b == a) | (b == 0)) for a, b in patches if a is not None and b is not None)
+
+
+def test_closing_ends_workers_that_never_would() -> None:
+    with Pool[int](Stuck(), 2, print) as pool:
+        pool.submit(0, request(0))
+        [host] = hosts()
+        family = [host, *host.children()]
+        assert len(family) == 3
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+TRAINER = """
+import sys, threading
+import psutil
+from mmtrain.data.loading.batch_builder import StepRequest
+from mmtrain.data.loading.worker_pool import Pool
+from tests.data.makers import Stuck
+
+pool = Pool(Stuck(), 2, print)
+pool.submit(0, StepRequest(0, {"llm": 1}, {"llm": 1}, ()))
+print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
+threading.Event().wait()
+"""
+
+
+def test_workers_end_with_a_trainer_that_is_killed() -> None:
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, cwd=root) as trainer:
+        assert trainer.stdout is not None
+        family = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
+        trainer.kill()
+    assert len(family) == 3
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Dataset) -> None:
+    recipe, index, stream = made(workers=2, prefetch=2)
+    alone = made(workers=0, prefetch=0)[0]
+    notes: list[str] = []
+    with (
+        Loader(index, stream, alone, DP, dict.fromkeys(DP, 1), EVERYTHING, 3) as reference,
+        Loader(index, stream, recipe, DP, dict.fromkeys(DP, 1), EVERYTHING, 3, note=notes.append) as loader,
+    ):
+        for taken in range(24):
+            assert same(next(loader), next(reference))
+            if taken in (5, 11):
+                [host] = hosts()
+                for worker in host.children():
+                    worker.kill()
+    assert len(notes) >= 2
+    assert hosts() == []
+
+
+def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Dataset) -> None:
+    recipe, index, stream = made(workers=2, max_bad_rate=1.0)
+    victims = [sample for sample in index.samples if sample.images][:3]
+    for victim in victims:
+        Path(str(victim.images[0])).write_bytes(b"gone bad")
+    found = []
+    for settings in (recipe, made(workers=0, max_bad_rate=1.0)[0]):
+        for victim in victims:
+            Path(str(victim.images[0])).write_bytes(b"gone bad")  # `made` draws them anew
+        with Loader(index, stream, settings, DP, dict.fromkeys(DP, 1), EVERYTHING) as loader:
+            found.append([[q.id for q in next(loader).quarantined] for _ in range(30)])
+    assert found[0] == found[1]
+    assert sorted(q for step in found[0] for q in step) == sorted(victim.id for victim in victims)
+
+
+@pytest.mark.parametrize(
+    ("settings", "media", "local_ranks", "cores", "expected"),
+    [
+        ({}, True, 1, 1, 0),
+        ({}, True, 2, 2, 0),
+        ({}, True, 2, 8, 3),
+        ({}, True, 8, 128, 4),
+        ({}, False, 1, 64, 0),
+        ({"prefetch": 0}, True, 1, 64, 0),
+        ({"workers": 7}, False, 8, 1, 7),
+        ({"workers": 7, "prefetch": 0}, True, 1, 64, 0),
+        ({"workers": 0}, True, 1, 64, 0),
+    ],
+)
+def test_workers_are_taken_where_there_is_room(
+    settings: dict[str, Any], media: bool, local_ranks: int, cores: int, expected: int
+) -> None:
+    data = DataSettings(sources=[{"path": "x.json"}], tokenizer="t.json", seq_len=8, **settings)
+    assert num_workers(data, (Need("vision", 0, media=media),), local_ranks, cores) == expected

@@ -1,0 +1,40 @@
+"""Plans are run for a few steps and timed, each in processes of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from mmtrain.data import build
+from mmtrain.errors import UserError
+from mmtrain.plan.planner import plan
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.profiling.measure_plans import measured_step, measured_steps
+from tests.distributed import fork_ranks
+from tests.flow.runs import request_for
+
+
+def _recipe(data: Path, placement: str) -> Recipe:
+    return request_for(data, data, f"parallel.placement={placement}").loaded.recipe
+
+
+def _measure(_rank: int, _size: int, _folder: Path, data: Path) -> list[float]:
+    plans = []
+    for placement in ("unified", "disaggregated"):
+        recipe = _recipe(data, placement)
+        chosen = plan(recipe, build(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="x")
+        assert chosen.placement == placement
+        plans.append(chosen)
+    seconds = [measured_step(recipe, chosen)]
+    for found in measured_steps(recipe, plans, rounds=2):
+        assert len(found) == 2
+        seconds += found
+    elsewhere = chosen.model_copy(update={"hardware": "h100-80g"})
+    with pytest.raises(UserError, match="the plan is for h100-80g and this machine is cpu-core"):
+        measured_step(recipe, elsewhere)
+    return seconds
+
+
+def test_every_plan_is_timed_on_the_ranks_of_this_machine(data: Path) -> None:
+    [seconds] = fork_ranks(1, _measure, data, timeout=120)
+    assert len(seconds) == 1 + 2 * 2  # one plan by itself, then two that take turns
+    assert all(0 < s < 60 for s in seconds)

@@ -1,0 +1,107 @@
+"""The audio unit against Whisper's encoder, and packed clips against separate ones."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmtrain.errors import DataError
+from mmtrain.models.audio_layers import AudioEmbed, sinusoids
+from mmtrain.models.build_stage import StageModule
+from mmtrain.models.stage_inputs import AudioInput
+from mmtrain.models.vision_layers import Projector
+from tests.models.factory import CPU, clips, randomize, settings, stage
+from tests.models.huggingface import whisper_unit
+
+
+def _copy(module: StageModule, weights: dict[str, Tensor]) -> None:
+    params = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, value in weights.items():
+            params[name].copy_(value)
+
+
+def test_hidden_states_are_those_of_whisper() -> None:
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    config = WhisperConfig(
+        num_mel_bins=20, d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48,
+        max_source_positions=24, dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = WhisperEncoder(config).eval()
+    positions = theirs.embed_positions.weight.detach().clone()
+    randomize(theirs)  # biases and norms away from 0 and 1; the positions are no weights
+    with torch.no_grad():
+        theirs.embed_positions.weight.copy_(positions)
+    model = settings(audio={"mel_bins": 20, "max_frames": 48, "downsample": 1})
+    ours = stage(model, "audio")
+    _copy(ours, whisper_unit(theirs.state_dict(), num_blocks=2, heads=4))
+    generator = torch.Generator().manual_seed(5)
+    mels = torch.randn(2, 48, 20, generator=generator)  # Whisper itself takes clips of full length only
+    with torch.no_grad():
+        expected = theirs(mels.transpose(1, 2)).last_hidden_state.flatten(0, 1)
+        context = ours.context(AudioInput((48, 48), mels.flatten(0, 1)), {})
+        hidden, _ = ours._through(range(3), None, context)
+        last = ours.layers["3"]
+        assert isinstance(last, Projector)
+        assert last.post_norm is not None
+        found = last.post_norm(hidden)
+    assert found.shape == (48, 32)
+    difference = (found - expected).abs().max()
+    assert difference < 1e-4, f"hidden states differ by {difference:.2e}"
+    assert expected.std() > 0.1  # else the comparison would prove nothing
+
+
+def test_packed_clips_are_what_separate_clips_are() -> None:
+    unit = stage(settings(audio={"positions": "learned"}), "audio")
+    randomize(unit)
+    together = clips(8, 4, 0, 20)
+    assert together.mels is not None
+    parts = zip((8, 4, 20), together.mels.split((8, 4, 20)), strict=True)
+    expected = torch.cat([unit(None, AudioInput((n,), mels)) for n, mels in parts])
+    assert expected.shape == (32 // 4, 48)
+    torch.testing.assert_close(unit(None, together), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_convolutions_are_torchs_own_with_zeros_around_each_clip() -> None:
+    unit = stage(settings(audio={}), "audio", (0, 1))
+    randomize(unit)
+    embed = unit.layers["0"]
+    assert isinstance(embed, AudioEmbed)
+    inputs = clips(6, 10)
+    assert inputs.mels is not None
+    expected = []
+    for mels in inputs.mels.split((6, 10)):
+        x = mels.T[None]
+        for conv, stride in ((embed.conv1, 1), (embed.conv2, 2)):
+            weight = conv.weight.view(32, -1, 3)
+            x = nn.functional.gelu(nn.functional.conv1d(x, weight, conv.bias, stride=stride, padding=1))
+        expected.append(x[0].T + sinusoids(x.shape[2], 32, CPU))
+    torch.testing.assert_close(unit(None, inputs), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_a_microbatch_without_clips_gives_every_weight_a_zero_gradient() -> None:
+    unit = stage(settings(audio={}), "audio")
+    features = unit(None, AudioInput((), torch.zeros(0, 10)))
+    assert features.shape == (0, 48)
+    features.sum().backward()
+    for name, param in unit.named_parameters():
+        assert param.grad is not None, name
+        assert not param.grad.any(), name
+
+
+def test_what_is_frozen_and_what_still_trains() -> None:
+    unit = stage(settings(audio={"freeze": True}), "audio")
+    trained = {name for name, param in unit.named_parameters() if param.requires_grad}
+    assert trained == {f"layers.3.linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
+
+
+def test_a_clip_beyond_the_positions_is_named() -> None:
+    with pytest.raises(DataError, match=r"84 log-mel frames long, but model\.audio\.max_frames is 80"):
+        stage(settings(audio={}), "audio", (0, 1))(None, clips(84))
+
+
+def test_a_clip_that_does_not_fill_its_last_token_is_named() -> None:
+    with pytest.raises(DataError, match=r"6 log-mel frames, not a multiple of 2 x model\.audio\.downsample 2"):
+        stage(settings(audio={}), "audio")(None, clips(6))

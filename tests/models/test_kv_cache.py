@@ -1,0 +1,114 @@
+"""Answers written with remembered keys and values, against each whole sequence computed anew for every token."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mmtrain.models.build_stage import StageModule
+from mmtrain.models.kv_cache import KeyValues
+from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.stage_inputs import TextInput
+from mmtrain.recipe.model_settings import ModelSettings
+from tests.distributed import run_ranks
+from tests.models.factory import settings, stage
+
+LIMIT, NUM_NEW = 83, 9  # ids from 83 up are padding of the vocabulary
+ENDS = {64, 33, 30, 16}  # any of these ends an answer
+PROMPTS = [[5, 11, 2, 40, 8], [9], [17, 3, 3, 61, 20, 33, 1, 6], [5, 11, 2, 40, 8]]
+PLACES = [1, 6, 7]  # places, of all prompts together, that features take
+MODELS = {
+    "grouped": settings(llm={"qkv_bias": True}),
+    "tied, one kv head": settings(llm={"kv_heads": 1, "tie_embeddings": True}),
+}
+
+
+@torch.no_grad()
+def write(llm: StageModule, num_new: int = NUM_NEW) -> list[list[int]]:
+    """Continue all prompts together, a token of each a time; one that has come to its end leaves the batch."""
+    memory = KeyValues(max(map(len, PROMPTS)) + num_new, (0,) * len(PROMPTS))
+    answers: list[list[int]] = [[] for _ in PROMPTS]
+    open_, new, features = list(range(len(PROMPTS))), PROMPTS, {"vision": _features()}
+    for _ in range(num_new):
+        lengths, ids = tuple(map(len, new)), torch.tensor([token for tokens in new for token in tokens])
+        inputs = TextInput(lengths, ids, feature_places={"vision": torch.tensor(PLACES)}, memory=memory)
+        chosen = llm.next_tokens(None, inputs, features, LIMIT).tolist()
+        memory.advance(lengths)
+        for sequence, token in zip(open_, chosen, strict=True):
+            answers[sequence].append(token)
+        goes_on = [i for i, token in enumerate(chosen) if token not in ENDS]
+        memory.keep(goes_on)
+        open_, new, features = [open_[i] for i in goes_on], [[chosen[i]] for i in goes_on], {}
+        if not open_:
+            break
+    return answers
+
+
+@torch.no_grad()
+def write_anew(llm: StageModule) -> list[list[int]]:
+    answers = []
+    begins = [sum(map(len, PROMPTS[:i])) for i in range(len(PROMPTS))]
+    for begin, prompt in zip(begins, PROMPTS, strict=True):
+        mine = [i for i, place in enumerate(PLACES) if begin <= place < begin + len(prompt)]
+        places = {"vision": torch.tensor([PLACES[i] - begin for i in mine], dtype=torch.int64)}
+        ids = list(prompt)
+        while len(ids) < len(prompt) + NUM_NEW and (len(ids) == len(prompt) or ids[-1] not in ENDS):
+            inputs = TextInput((len(ids),), torch.tensor(ids), feature_places=places)
+            ids.append(int(llm.logits(None, inputs, {"vision": _features()[mine]})[-1, :LIMIT].argmax()))
+        answers.append(ids[len(prompt) :])
+    return answers
+
+
+def _features() -> torch.Tensor:
+    return torch.randn(len(PLACES), 48, generator=torch.Generator().manual_seed(3))
+
+
+def _model(model: ModelSettings, groups: ParallelGroups | None = None, sp: bool = False) -> StageModule:
+    """Blocks that speak louder than the embedding, so that answers vary."""
+    llm = stage(model, "llm", groups=groups, sequence_parallel=sp, attention="reference")
+    with torch.no_grad():
+        for name, param in llm.named_parameters():
+            if "linear_proj" in name or "linear_fc2" in name:
+                param *= 8
+    return llm
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_remembering_changes_no_token(name: str) -> None:
+    llm = _model(MODELS[name])
+    expected = write_anew(llm)
+    assert len({token for answer in expected for token in answer}) > 6, "answers vary"
+    assert expected[0] != expected[3], "what the features say matters"
+    assert len({len(answer) for answer in expected}) > 1, "some end before others"
+    assert write(llm) == expected
+    assert write(llm, num_new=1) == [answer[:1] for answer in expected]
+
+
+def _on_ranks(names: Sequence[str]) -> list[list[list[int]]]:
+    groups = replace(ParallelGroups.single(), tp=dist.group.WORLD)
+    return [write(_model(MODELS[name], groups, sp)) for name in names for sp in (False, True)]
+
+
+def test_tensor_parallel_ranks_choose_the_same_tokens() -> None:
+    """With their slices of the vocabulary, and with slices of the tokens, padded where they do not divide."""
+    expected = [write_anew(_model(model)) for model in MODELS.values() for _ in (False, True)]
+    assert run_ranks(2, _on_ranks, list(MODELS)) == [expected, expected]
+
+
+def _equal_logits() -> list[list[int]]:
+    groups = replace(ParallelGroups.single(), tp=dist.group.WORLD)
+    parts = stage(MODELS["grouped"], "llm", groups=groups).parts
+    rank, size = groups.tp_rank, groups.tp_size
+    rows = torch.zeros(4, 12)
+    rows[1, [3, 7]], rows[2, [5, 11]], rows[3, 11] = 1.0, -0.5, 9.0
+    rows[2, 0] = float("-inf")
+    mine = rows.chunk(size, dim=1)[rank]
+    return [parts.likeliest(mine, limit).tolist() for limit in (12, 11, 6, 2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_of_equal_logits_the_lowest_id_wins_on_any_number_of_ranks(ranks: int) -> None:
+    expected = [[0, 3, 1, 11], [0, 3, 1, 0], [0, 3, 1, 0], [0, 0, 1, 0]]
+    assert run_ranks(ranks, _equal_logits) == [expected] * ranks

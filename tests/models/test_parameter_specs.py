@@ -1,0 +1,109 @@
+import itertools
+
+import pytest
+import torch
+
+from mmtrain.models.parameter_specs import ParamSpec, assemble, initialize, slice_of, specs
+from tests.models.factory import settings, stage
+
+GATED = ParamSpec("llm.layers.1.mlp.linear_fc1.weight", (2, 8, 3), 1)
+
+
+def test_a_gated_shard_holds_gate_rows_then_up_rows() -> None:
+    full = torch.arange(48.0).view(GATED.full_shape)
+    gate, up = full
+    local = slice_of(full, GATED, tp_rank=1, tp=4).reshape(4, 3)
+    assert torch.equal(local, torch.cat([gate[2:4], up[2:4]]))
+    assert GATED.local_shape(4) == (2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "spec", [GATED, ParamSpec("a", (4, 6), 0), ParamSpec("b", (4, 6), 1), ParamSpec("c", (5,), None)]
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_assemble_inverts_slicing(spec: ParamSpec, tp: int) -> None:
+    full = torch.randn(spec.full_shape, generator=torch.Generator().manual_seed(0))
+    shards = [slice_of(full, spec, rank, tp).reshape(-1) for rank in range(tp)]
+    assert torch.equal(assemble(shards, spec), full)
+
+
+def test_specs_name_every_parameter_and_its_cut() -> None:
+    found = specs(stage(settings(llm={"qkv_bias": True}), "llm", (0, 2)), "llm", 1)
+    described = {name: (spec.full_shape, spec.dim) for name, spec in found.items()}
+    assert described == {
+        "layers.0.table.weight": ((128, 48), 0),
+        "layers.1.input_layernorm.weight": ((48,), None),
+        "layers.1.self_attention.linear_qkv.weight": ((4 * 12 + 2 * 2 * 12, 48), 0),
+        "layers.1.self_attention.linear_qkv.bias": ((96,), 0),
+        "layers.1.self_attention.linear_proj.weight": ((48, 48), 1),
+        "layers.1.pre_mlp_layernorm.weight": ((48,), None),
+        "layers.1.mlp.linear_fc1.weight": ((2, 80, 48), 1),
+        "layers.1.mlp.linear_fc2.weight": ((48, 80), 1),
+    }
+    assert all(spec.name == f"llm.{name}" for name, spec in found.items())
+
+
+def test_specs_of_the_vision_unit() -> None:
+    found = specs(stage(settings(vision={"class_token": True}), "vision"), "vision", 1)
+    cut = {name.removeprefix("layers."): spec.dim for name, spec in found.items() if not name.startswith("layers.2.")}
+    assert cut == {
+        "0.proj.weight": None,
+        "0.proj.bias": None,
+        "0.class_token": None,
+        "0.row_positions": None,
+        "0.col_positions": None,
+        "1.input_layernorm.weight": None,
+        "1.input_layernorm.bias": None,
+        "1.self_attention.linear_qkv.weight": 0,
+        "1.self_attention.linear_qkv.bias": 0,
+        "1.self_attention.linear_proj.weight": 1,
+        "1.self_attention.linear_proj.bias": None,
+        "1.pre_mlp_layernorm.weight": None,
+        "1.pre_mlp_layernorm.bias": None,
+        "1.mlp.linear_fc1.weight": 0,
+        "1.mlp.linear_fc1.bias": 0,
+        "1.mlp.linear_fc2.weight": 1,
+        "1.mlp.linear_fc2.bias": None,
+        "3.post_norm.weight": None,
+        "3.post_norm.bias": None,
+        "3.linear_1.weight": 0,
+        "3.linear_1.bias": 0,
+        "3.linear_2.weight": 1,
+        "3.linear_2.bias": None,
+    }
+
+
+def test_initial_weights_do_not_depend_on_the_split() -> None:
+    whole = dict(stage(settings(), "vision").named_parameters())
+    for span in itertools.pairwise((0, 1, 3, 4)):
+        for name, param in stage(settings(), "vision", span).named_parameters():
+            assert torch.equal(param, whole[name]), name
+
+
+def test_initial_weights_depend_on_seed_and_name() -> None:
+    first, second = stage(settings(), "llm", seed=1), stage(settings(), "llm", seed=2)
+    weights = [m.get_parameter(f"layers.{i}.mlp.linear_fc1.weight") for m in (first, second) for i in (1, 2)]
+    for one, other in itertools.combinations(weights, 2):
+        assert not torch.equal(one, other)
+
+
+def test_initial_scales() -> None:
+    model = settings(llm={"hidden": 96, "ffn": 256, "qkv_bias": True})
+    params = {name.split(".", 2)[2]: p for name, p in stage(model, "llm", (1, 2)).named_parameters()}
+    assert params["mlp.linear_fc1.weight"].std().item() == pytest.approx(96**-0.5, rel=0.05)
+    assert params["mlp.linear_fc2.weight"].std().item() == pytest.approx((6 * 256) ** -0.5, rel=0.05)
+    assert params["self_attention.linear_proj.weight"].std().item() == pytest.approx((6 * 96) ** -0.5, rel=0.05)
+    assert params["self_attention.linear_qkv.bias"].count_nonzero() == 0
+    assert torch.equal(params["input_layernorm.weight"], torch.ones(96))
+
+
+def test_a_shard_is_initialised_as_its_slice_of_the_whole() -> None:
+    module = stage(settings(), "llm", (1, 2))
+    described = specs(module, "llm", 2)  # as if this rank held one of two shards of a model twice as wide
+    initialize(module, described, seed=3, tp_rank=0, tp=2)
+    first = {name: param.detach().clone() for name, param in module.named_parameters()}
+    initialize(module, described, seed=3, tp_rank=1, tp=2)
+    for name, param in module.named_parameters():
+        full = assemble([first[name], param.detach()], described[name])
+        assert tuple(full.shape) == described[name].full_shape
+        assert torch.equal(first[name], param) == (described[name].dim is None), name

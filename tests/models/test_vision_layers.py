@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+import torch
+
+from mmtrain.errors import DataError
+from mmtrain.models.stage_inputs import VisionInput
+from mmtrain.models.vision_layers import PatchEmbed, PatchGrid, Projector, VisionContext
+from tests.models.factory import CPU, images, randomize, settings, stage
+
+
+def _context(inputs: VisionInput, extra_tokens: int = 0) -> VisionContext:
+    return VisionContext(inputs, extra_tokens, CPU)
+
+
+def test_patch_grid_runs_row_by_row() -> None:
+    grid = PatchGrid.of((2, 1), (3, 2))
+    assert grid.image.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert grid.row.tolist() == [0, 0, 0, 1, 1, 1, 0, 0]
+    assert grid.col.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert grid.places(1).tolist() == [1, 2, 3, 4, 5, 6, 8, 9]
+    assert PatchGrid.of((), ()).image.shape == (0,)
+
+
+def test_factorized_positions_are_a_row_plus_a_column() -> None:
+    embed = stage(settings(), "vision", (0, 1)).layers["0"]
+    assert isinstance(embed, PatchEmbed)
+    inputs = images((2, 3))
+    assert inputs.patches is not None
+    assert embed.row_positions is not None
+    assert embed.col_positions is not None
+    got = embed(None, _context(inputs)).view(2, 3, -1)
+    plain = embed.proj(inputs.patches).view(2, 3, -1)
+    torch.testing.assert_close(got, plain + embed.row_positions[:2, None] + embed.col_positions[None, :3])
+
+
+def test_grid_positions_with_class_token() -> None:
+    model = settings(vision={"positions": "grid", "class_token": True, "max_side": 4})
+    embed = stage(model, "vision", (0, 1)).layers["0"]
+    assert isinstance(embed, PatchEmbed)
+    assert embed.grid_positions is not None
+    assert embed.class_token is not None
+    assert embed.grid_positions.shape == (17, 32)
+    inputs = images((2, 2), (4, 4))
+    assert inputs.patches is not None
+    got = embed(None, _context(inputs, extra_tokens=1))
+    plain = embed.proj(inputs.patches)
+    assert got.shape == (22, 32)
+    for first in (0, 5):  # where each image starts
+        torch.testing.assert_close(got[first], embed.class_token + embed.grid_positions[0])
+    torch.testing.assert_close(got[3], plain[2] + embed.grid_positions[1 + 4])  # row 1, column 0 of a 4 x 4 grid
+    torch.testing.assert_close(got[6:], plain[4:] + embed.grid_positions[1:])
+
+
+def test_pixel_shuffle_joins_squares_of_neighbours() -> None:
+    projector = stage(settings(vision={"class_token": True}), "vision", (3, 4)).layers["3"]
+    assert isinstance(projector, Projector)
+    context = _context(VisionInput((2, 4), (4, 2)), extra_tokens=1)
+    order = projector.feature_order(context)
+    # the class tokens are 0 and 9; each line is one feature: top left, top right, bottom left, bottom right
+    assert order.reshape(-1, 4).tolist() == [[1, 2, 5, 6], [3, 4, 7, 8], [10, 11, 12, 13], [14, 15, 16, 17]]
+
+
+def test_number_of_features_and_packing() -> None:
+    vision = stage(settings(), "vision")
+    randomize(vision)
+    both = images((4, 6), (2, 2))
+    features = vision(None, both)
+    assert features.shape == (4 * 6 // 4 + 1, 48)
+    assert both.patches is not None
+    first = vision(None, VisionInput((4,), (6,), both.patches[:24]))
+    second = vision(None, VisionInput((2,), (2,), both.patches[24:]))
+    torch.testing.assert_close(features, torch.cat([first, second]), rtol=1e-4, atol=1e-5)
+
+
+def test_identity_downsampling_keeps_every_patch() -> None:
+    vision = stage(settings(vision={"downsample": "identity", "merge": 1}), "vision")
+    assert vision(None, images((3, 5))).shape == (15, 48)
+
+
+def test_an_image_beyond_the_position_table_is_named() -> None:
+    with pytest.raises(DataError, match=r"9 patches long, but model\.vision\.max_side is 8"):
+        stage(settings(), "vision", (0, 1))(None, images((2, 9)))
+
+
+def test_an_image_that_merge_does_not_divide_is_named() -> None:
+    with pytest.raises(DataError, match=r"3 x 4 patches, but model\.vision\.merge 2"):
+        stage(settings(), "vision")(None, images((3, 4)))
+
+
+def test_feature_order_is_a_permutation_of_the_patches() -> None:
+    projector = stage(settings(), "vision", (3, 4)).layers["3"]
+    assert isinstance(projector, Projector)
+    order = projector.feature_order(_context(VisionInput((8, 2, 4), (6, 8, 4))))
+    assert np.array_equal(np.sort(order), np.arange(8 * 6 + 16 + 16))

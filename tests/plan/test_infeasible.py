@@ -1,0 +1,112 @@
+"""Settings that clash are named, the fewest that do, and nothing is refused that there are sizes for."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmtrain.errors import PlanError
+from mmtrain.models.model_shape import shape
+from mmtrain.plan import Plan
+from mmtrain.plan.artifact.plan import Placement
+from mmtrain.plan.explain.infeasible import is_possible, nearest_counts, refusal
+from mmtrain.plan.planner import plan
+from mmtrain.plan.search.constraints import UnitChoices, unit_choices
+from mmtrain.plan.search.mesh_enumeration import sizings
+from mmtrain.recipe.schema import Recipe
+from tests.plan.factory import lengths, recipe
+
+PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "colocated")
+
+
+def choices_of(settings: Recipe) -> dict[str, UnitChoices]:
+    return unit_choices(settings, shape(settings), 64)
+
+
+def drawn(seed: int) -> tuple[dict[str, dict[str, int]], Recipe]:
+    """A few sizes fixed by lot, each of them possible by itself."""
+    rng = np.random.default_rng(seed)
+    possible = {"tp": [1, 2, 4], "pp": [1, 2, 3, 4], "dp": [1, 2, 4], "vpp": [1, 2, 3], "num_microbatches": [2, 4]}
+    fixed: dict[str, dict[str, int]] = {"vision": {}, "llm": {}}
+    for _ in range(rng.integers(1, 6)):
+        unit, key = str(rng.choice(list(fixed))), str(rng.choice(list(possible)))
+        fixed[unit][key] = int(rng.choice(possible[key]))
+    return fixed, recipe(parallel=fixed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_possible_is_what_can_be_listed(seed: int) -> None:
+    _, settings = drawn(seed)
+    try:
+        choices = choices_of(settings)
+    except PlanError:
+        return
+    for ranks in (1, 2, 3, 4, 6, 7, 8, 12):
+        found = {sizing.placement for sizing in sizings(choices, ranks)}
+        assert {p for p in PLACEMENTS[:2] if is_possible(choices, ranks, p)} == found
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_fewest_settings_that_clash_are_named(placement: Placement) -> None:
+    """Alone they leave no sizes; without any one of them there are some."""
+    num_named = 0
+    for seed in range(60):
+        fixed, settings = drawn(seed)
+        try:
+            choices = choices_of(settings)
+        except PlanError:
+            continue
+        ranks = int(np.random.default_rng(seed).choice([4, 6, 8]))
+        if is_possible(choices, ranks, placement):
+            continue
+        text = refusal(settings, choices, ranks, [placement], choices_of)
+        named = re.search(rf"{placement}: (parallel.*?) (?:do not go together|cannot be met)", text)
+        paths = re.findall(r"parallel\.(\w+)\.(\w+) (\d+)", named[1]) if named else []
+        for left_out in [None, *paths]:
+            some: dict[str, dict[str, int]] = {"vision": {}, "llm": {}}
+            for unit, key, value in paths:
+                assert fixed[unit][key] == int(value)
+                if (unit, key, value) != left_out:
+                    some[unit][key] = int(value)
+            assert is_possible(choices_of(recipe(parallel=some)), ranks, placement) == (
+                bool(paths) and left_out is not None
+            )
+        num_named += len(paths) > 1
+    assert num_named > 2
+
+
+def planned(world_size: int, **parallel: Any) -> Plan:
+    return plan(recipe(parallel=parallel), lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "message"),
+    [
+        (8, {"llm": {"pp": 4, "vpp": 4}}, r"parallel\.llm\.pp 4 and parallel\.llm\.vpp 4 do not go together"),
+        (4, {"placement": "colocated", "vision": {"tp": 4}, "llm": {"tp": 2}}, r"vision\.tp 4 and parallel\.llm\.tp 2"),
+        (4, {"placement": "unified", "vision": {"dp": 4}, "llm": {"tp": 2}}, r"vision\.dp 4 and parallel\.llm\.tp 2"),
+        (2, {"placement": "disaggregated", "llm": {"tp": 2}}, r"parallel\.llm\.tp 2 cannot be met: .*: 3 would do"),
+        (4, {"placement": "disaggregated", "max_gpus": 1}, r"at most 1 rank \(parallel\.max_gpus 1\).*: 2 would do"),
+        (
+            8,
+            {"placement": "unified", "max_gpus": 2, "vision": {"pp": 2}, "llm": {"tp": 2}},
+            r"at most 2 ranks .*vision\.pp 2 and parallel\.llm\.tp 2 do not go together.*: 4 would do",
+        ),
+    ],
+)
+def test_both_settings_of_a_contradiction_are_named(world_size: int, parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=f"(?s){message}"):
+        planned(world_size, **parallel)
+
+
+def test_fixed_sizes_are_found_below_the_most_gpus_allowed() -> None:
+    """Numbers of ranks are tried in steps; where none of them will do, the next below that will is."""
+    one = {"tp": 1, "pp": 1, "dp": 1}
+    assert planned(64, placement="disaggregated", max_gpus=64, vision=one, llm=one).world_size == 2
+
+
+def test_the_nearest_numbers_of_ranks_can_be_used() -> None:
+    choices = choices_of(recipe(parallel={unit: {"tp": 2, "dp": 4} for unit in ("vision", "llm")}))
+    assert nearest_counts(choices, 20, ["unified"]) == [16, 24]
+    assert nearest_counts(choices, 3, ["unified"]) == [8]

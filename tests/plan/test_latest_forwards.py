@@ -1,0 +1,69 @@
+"""The LLM's forwards put off as far as its backwards let them."""
+
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.plan.colocated.latest_forwards import forwards_latest
+from mmtrain.program import Backward, Forward, Send, Transport, action_to_text, build, simulate
+from tests.program.graphs import Unit, chain
+from tests.program.timings import Seconds
+
+MESSAGE_S = 0.25
+
+
+class Sent(Seconds):
+    def message(self, sender: int, action: Send) -> Transport:
+        return Transport(MESSAGE_S, 1)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.booleans())
+def test_forwards_are_late_and_the_step_is_no_longer(pp: int, vpp: int, n: int, trains: bool) -> None:
+    graph = chain(Unit("llm", pp, num_stages=pp * vpp, trainable=(trains,) * pp * vpp), n=n)
+    timing = Sent(llm=1.0)
+    alone = simulate(build(graph), timing)
+    spans = [s for s in alone.spans if isinstance(s.action, Forward | Backward)]
+    late = forwards_latest(graph, spans)
+    assert late.keys() == {s.action for s in spans}
+    on_rank = defaultdict(list)
+    for span in spans:
+        on_rank[span.rank].append((late[span.action], span.duration_s, span.action))
+        moved = late[span.action] - span.start_s
+        assert moved == 0 if isinstance(span.action, Backward) else moved >= -1e-9
+        if isinstance(span.action, Forward):
+            for edge in graph.outputs(span.action.stage):
+                reader = late[Forward(edge.dst, span.action.mb)]
+                away = graph.stage(edge.dst).lanes != graph.stage(edge.src).lanes
+                assert reader >= late[span.action] + span.duration_s + (MESSAGE_S if away else 0) - 1e-9
+    for works in on_rank.values():
+        assert all(
+            a + seconds <= b + 1e-9 for (a, seconds, _), (b, _, _) in pairwise(sorted(works, key=lambda w: w[0]))
+        )
+    order = {
+        rank: [action_to_text(action) for _, _, action in sorted(works, key=lambda w: w[0])]
+        for rank, works in on_rank.items()
+    }
+    again = simulate(build(graph, kind="explicit", order=order), timing)
+    assert again.step_time_s == pytest.approx(alone.step_time_s), "a shorter warm-up is as fast"
+
+
+def test_a_warm_up_is_shortened_where_the_step_is_no_longer() -> None:
+    """Interleaved 1F1B starts more forwards than it must; some are put off past a backward."""
+    graph = chain(Unit("llm", 2, num_stages=4), n=4)
+    spans = [s for s in simulate(build(graph), Seconds(llm=1.0)).spans if isinstance(s.action, Forward | Backward)]
+    late = forwards_latest(graph, spans)
+
+    def warm_up(starts: dict[object, float]) -> list[int]:
+        first = [min(starts[s.action] for s in spans if s.rank == r and isinstance(s.action, Backward)) for r in (0, 1)]
+        return [
+            sum(s.rank == r and isinstance(s.action, Forward) and starts[s.action] < first[r] for s in spans)
+            for r in (0, 1)
+        ]
+
+    before, after = warm_up({s.action: s.start_s for s in spans}), warm_up(dict(late))
+    assert after != before
+    assert all(a <= b for a, b in zip(after, before, strict=True))

@@ -1,0 +1,92 @@
+"""Plan files: read back exactly, refused when damaged, old, or someone else's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmtrain.errors import PlanError
+from mmtrain.plan import Plan, load, require_match
+from mmtrain.plan.artifact.plan_files import ranks_to_start
+from mmtrain.plan.planner import plan
+from tests.plan.factory import lengths, recipe
+
+
+@pytest.fixture(scope="module")
+def chosen() -> Plan:
+    return plan(recipe(), lengths(), world_size=3, hardware="cpu-core", recipe_sha256="a" * 64)
+
+
+def test_a_saved_plan_is_the_same_plan(chosen: Plan, tmp_path: Path) -> None:
+    chosen.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json") == chosen
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not a plan file, it is no JSON"),
+        ("[]", "version None of the plan file, this mmtrain reads 1"),
+        ('{"version": 7}', "version 7 of the plan file"),
+        ('{"version": 1, "world_size": "many"}', "damaged plan file: .*world_size"),
+    ],
+)
+def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(PlanError, match=message):
+        load(path)
+
+
+def test_unknown_keys_and_missing_files_are_refused(chosen: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        load(path)
+    path.write_text(json.dumps({**chosen.model_dump(mode="json"), "color": "red"}), encoding="utf-8")
+    with pytest.raises(PlanError, match="damaged plan file: color"):
+        load(path)
+
+
+@pytest.mark.parametrize("counts", [{"llm": 8}, {"vision": 8, "llm": 8, "audio": 8}, {"vision": 0, "llm": 8}])
+def test_numbers_of_microbatches_that_are_not_those_of_the_units_are_refused(
+    chosen: Plan, counts: dict[str, int], tmp_path: Path
+) -> None:
+    saved = chosen.model_dump(mode="json")
+    saved["schedule"]["num_microbatches"] = counts
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    with pytest.raises(
+        PlanError, match=r"damaged plan file: .*num_microbatches is .*vision, llm a number of at least 1"
+    ):
+        load(path)
+
+
+def test_a_plan_for_something_else_names_all_that_differs(chosen: Plan) -> None:
+    require_match(chosen, "a" * 64, 3, "cpu-core")
+    with pytest.raises(PlanError, match=r"(?s)the recipe:.*number of ranks: plan 3, now 2.*hardware: plan `cpu-core`"):
+        require_match(chosen, "b" * 64, 2, "h100-80g")
+    with pytest.raises(PlanError) as caught:
+        require_match(chosen, "a" * 64, 2, "cpu-core")
+    assert "recipe" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "most", "started"),
+    [
+        ({}, None, 3),
+        ({"ranks": 8}, None, 8),  # and the plan is refused
+        ({"ranks": 8}, 4, 3),
+        ({"ranks": 2}, 4, 2),
+    ],
+)
+def test_a_plan_that_may_use_fewer_ranks_is_run_on_its_own_number(
+    chosen: Plan, cluster: dict[str, int], most: int | None, started: int
+) -> None:
+    settings = recipe(cluster=cluster, parallel={"max_gpus": most})
+    available = min(cluster.get("ranks", 2), most or 99)
+    assert ranks_to_start(chosen, settings, available) == started
+
+
+def test_how_many_ranks_a_plan_needs_is_said(chosen: Plan) -> None:
+    with pytest.raises(PlanError, match="the number of ranks: plan 3, now 8; 3 have to be started"):
+        require_match(chosen, "a" * 64, 8, "cpu-core")

@@ -1,0 +1,118 @@
+"""Stage graphs of all layouts: every layer once in every replica, lanes of the right size, one chain of stages."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.models.model_shape import shape
+from mmtrain.plan.artifact.layout import Layout, MeshSize, split_lane, unified
+from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
+from mmtrain.plan.artifact.plan_graph import graph_of
+from mmtrain.plan.search import layer_partition as cut
+from mmtrain.plan.search.layer_partition import graph_for, tracks_of
+from mmtrain.plan.search.mesh_enumeration import sizings
+from mmtrain.program import build, peak_live
+from mmtrain.program.ir.graph import StageGraph, StageId
+from mmtrain.program.schedules.builder import in_flight
+from tests.plan.factory import pricing_for, recipe
+
+PRICING, CHOICES = pricing_for(recipe())
+SIZINGS = [s for world_size in (1, 2, 3, 4, 5, 6, 8) for s in sizings(CHOICES, world_size)]
+
+
+def laid_out(index: int) -> tuple[Layout, StageGraph]:
+    cuts = [track.anchor for track in tracks_of(SIZINGS[index], PRICING, CHOICES)]
+    layout = cut.laid_out(SIZINGS[index], PRICING, tuple(c for c in cuts if c is not None))
+    return layout, graph_for(layout, PRICING)
+
+
+@given(st.integers(0, len(SIZINGS) - 1))
+def test_invariants(index: int) -> None:
+    layout, graph = laid_out(index)
+    for unit in PRICING.shape.units:
+        mesh = graph.mesh(unit.name)
+        stages = [s for s in graph.stages if s.id.unit == unit.name]
+        assert [s.id.index for s in stages] == list(range(len(stages)))
+        assert -(-len(stages) // mesh.pp) == mesh.vpp
+        assert [i for s in stages for i in range(*s.layers)] == list(range(len(unit.layers)))
+        assert len(mesh.ranks) == mesh.tp * mesh.pp * mesh.dp
+        ranks = Counter(r for s in stages for lane in s.lanes for r in lane)
+        assert set(ranks.values()) <= {mesh.vpp, max(mesh.vpp - 1, 1)}, "a rank holds one stage of a unit and chunk"
+        assert sorted(ranks) == sorted(mesh.ranks)
+        assert all(len(s.lanes) == mesh.dp and {len(lane) for lane in s.lanes} == {mesh.tp} for s in stages)
+        assert [s.trainable for s in stages] == [
+            any(x.trainable for x in unit.layers[slice(*s.layers)]) for s in stages
+        ]
+    assert {r for m in graph.meshes for r in m.ranks} == set(range(graph.world_size))
+    assert sum(len(m.ranks) for m in graph.meshes) >= graph.world_size
+    crossing = [e for e in graph.edges if e.crosses_units]
+    last = max(s.id for s in graph.stages if s.id.unit == "vision")
+    assert [(e.src, e.dst) for e in crossing] == [(last, StageId("llm", 0))]
+    assert len(graph.edges) == len(graph.stages) - 1
+    llm = graph.mesh("llm")
+    assert llm.num_microbatches * llm.dp == 8
+    assert all(llm.num_microbatches % m.num_microbatches == 0 for m in graph.meshes)
+    assert layout.placement == "unified" or len(layout.units) == 2
+
+
+@given(st.integers(0, len(SIZINGS) - 1))
+def test_every_layout_becomes_a_program_that_runs_and_holds_what_memory_says(index: int) -> None:
+    _, graph = laid_out(index)
+    program, alive = build(graph), in_flight(graph)
+    for stage in graph.stages:
+        assert peak_live(graph, program.actions[stage.lanes[0][0]])[stage.id] == alive[stage.id]
+
+
+def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
+    units = unified(shape(recipe()), MeshSize(2, 3, 2), (0, 3, 7, 11), {"llm": range(6)})
+    vision, llm = units["vision"], units["llm"]
+    assert [s.layers for s in vision.stages] == [(0, 3), (3, 5)]
+    assert [s.layers for s in llm.stages] == [(0, 2), (2, 6)]
+    assert vision.ranks == tuple(range(8))
+    assert llm.ranks == tuple(range(4, 12))
+    assert vision.stages[0].recompute == ()
+    assert llm.stages[1].recompute == (2, 3, 4, 5)
+
+
+def test_chunks_go_round_the_ranks_and_a_unit_begins_where_the_other_ends() -> None:
+    cuts = (0, 3, 5, 6, 7, 9, 11)  # six parts on three ranks: the vision unit has 5 layers, the LLM 6
+    units = unified(shape(recipe()), MeshSize(1, 3, 2, 2), cuts)
+    vision, llm = units["vision"], units["llm"]
+    assert (vision.vpp, vision.pp, vision.ranks) == (1, 2, (0, 1, 2, 3))
+    assert (llm.vpp, llm.pp, llm.ranks) == (2, 3, (4, 5, 0, 1, 2, 3))
+    assert [(s.stage, s.chunk, s.layers) for s in llm.stages] == [
+        (0, 0, (0, 1)),
+        (1, 0, (1, 2)),
+        (2, 0, (2, 4)),
+        (3, 1, (4, 6)),
+    ]
+    graph = graph_of(units, {"vision": 4, "llm": 4}, shape(recipe()))
+    assert [s.lanes[0] for s in graph.stages] == [(0,), (2,), (4,), (0,), (2,), (4,)]
+    assert [str(e) for e in graph.edges] == [
+        "vision.0>vision.1",
+        "llm.0>llm.1",
+        "llm.1>llm.2",
+        "llm.2>llm.3",
+        "vision.1>llm.0",
+    ]
+    build(graph)
+
+
+@pytest.mark.parametrize("stages", [((0, 0), (1, 0)), ((0, 0), (1, 1), (2, 1)), ((0, 0), (2, 0), (1, 1)), ()])
+def test_a_plan_whose_stages_do_not_go_round_its_ranks_is_refused(stages: tuple[tuple[int, int], ...]) -> None:
+    parts = tuple(StagePlan(stage=s, chunk=c, layers=(s, s + 1)) for s, c in stages)
+    with pytest.raises(ValueError, match=r"with pp 2 and vpp 2 .* 3 to 4 of them, and stage s is chunk s // pp"):
+        UnitPlan(tp=1, pp=2, dp=1, vpp=2, ranks=(0, 1), stages=parts)
+
+
+def test_a_lane_over_two_nodes_is_found() -> None:
+    units = unified(shape(recipe()), MeshSize(4, 1, 2), (0, 11))
+    assert split_lane(units, ranks_per_node=6) == (4, 5, 6, 7)
+    assert split_lane(units, ranks_per_node=4) is None
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, {"unified"}), (2, {"unified", "disaggregated"})])
+def test_units_apart_need_a_rank_each(world_size: int, expected: set[str]) -> None:
+    assert {s.placement for s in sizings(CHOICES, world_size)} == expected

@@ -1,0 +1,221 @@
+"""`plan` as users meet it: choices honoured, reasons given, errors that say what to change."""
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmtrain.balance import ItemLengths, SampleLengths
+from mmtrain.errors import PlanError
+from mmtrain.models.model_shape import shape
+from mmtrain.plan import Plan, stage_graph
+from mmtrain.plan.planner import plan
+from mmtrain.program import build
+from mmtrain.recipe.schema import Recipe
+from tests.plan.factory import lengths, recipe, text_lengths
+
+LENGTHS = lengths()
+
+
+def planned(settings: Recipe, world_size: int, hardware: str = "cpu-core", top: int = 50) -> Plan:
+    samples = LENGTHS if settings.model.vision else text_lengths()
+    return plan(settings, samples, world_size=world_size, hardware=hardware, recipe_sha256="f" * 64, top=top)
+
+
+def test_the_demo_is_planned_in_well_under_a_second_and_the_same_each_time() -> None:
+    start = time.process_time()
+    chosen = planned(recipe(), 2, top=5)
+    assert time.process_time() - start < 1
+    assert chosen == planned(recipe(), 2, top=5)
+
+
+def test_a_plan_says_everything() -> None:
+    chosen = planned(recipe(), 4)
+    assert chosen.world_size == 4
+    assert chosen.recipe_sha256 == "f" * 64
+    assert chosen.predicted.cost_source == "modelled: cpu-core"
+    assert 0 < chosen.predicted.mfu < 1
+    assert chosen.predicted.step_time_s > 0
+    assert chosen.predicted.tokens_per_s_per_gpu > 0
+    assert 0 <= sum(chosen.predicted.bubbles.values()) < 1
+    assert chosen.predicted.peak_memory_gib
+    dp = chosen.units["llm"].dp
+    assert chosen.schedule.num_microbatches == {"vision": 8 // dp, "llm": 8 // dp}
+    for other in chosen.alternatives:
+        slower = other.step_time_s is None or other.step_time_s >= chosen.predicted.step_time_s / 1.001
+        assert slower or not other.runnable
+        assert other.reason
+    assert {a.placement for a in chosen.alternatives} == {"unified", "disaggregated", "colocated", "replicated"}
+    assert stage_graph(chosen, shape(recipe())).world_size == 4
+
+
+@pytest.mark.parametrize("placement", ["unified", "disaggregated"])
+@pytest.mark.parametrize("num_microbatches", [1, 4, 16])
+def test_a_number_of_microbatches_fixed_for_a_unit_is_honoured(num_microbatches: int, placement: str) -> None:
+    parallel = {"placement": placement, "vision": {"num_microbatches": num_microbatches}, "llm": {"dp": 1, "pp": 2}}
+    chosen = planned(recipe(parallel=parallel), 3)
+    assert chosen.schedule.num_microbatches == {"vision": num_microbatches, "llm": 8}
+    graph = stage_graph(chosen, shape(recipe()))
+    assert [m.num_microbatches for m in graph.meshes] == [num_microbatches, 8]
+    build(graph)
+
+
+def test_a_number_of_microbatches_of_the_llm_decides_its_replicas() -> None:
+    chosen = planned(recipe(parallel={"llm": {"num_microbatches": 2}}), 4)
+    assert chosen.units["llm"].dp == 4
+    assert set(chosen.schedule.num_microbatches.values()) == {2}
+
+
+def test_merging_microbatches_is_charged_for_in_memory() -> None:
+    parallel: dict[str, Any] = {"placement": "disaggregated", "llm": {"dp": 1}, "vision": {"dp": 1, "pp": 1}}
+    peaks = []
+    for num_microbatches in (8, 4, 1):
+        sizes = {**parallel, "vision": {**parallel["vision"], "num_microbatches": num_microbatches}}
+        chosen = planned(recipe(parallel=sizes), 2)
+        peaks.append(chosen.predicted.peak_memory_gib["0"])
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+def test_fewer_alternatives_on_demand() -> None:
+    assert len(planned(recipe(), 4, top=2).alternatives) == 2
+
+
+def test_one_rank_has_one_plan() -> None:
+    chosen = planned(recipe(), 1)
+    assert chosen.placement == "unified"
+    assert {name: (u.tp, u.pp, u.dp, u.ranks) for name, u in chosen.units.items()} == {
+        "vision": (1, 1, 1, (0,)),
+        "llm": (1, 1, 1, (0,)),
+    }
+    assert chosen.alternatives == ()
+
+
+def test_sequence_parallelism_is_planned_where_it_is_asked_for_and_possible() -> None:
+    parallel = {"placement": "disaggregated", "vision": {"tp": 1}, "llm": {"tp": 2, "sp": True}}
+    units = planned(recipe(parallel=parallel), 3).units
+    assert (units["vision"].sp, units["llm"].sp) == (False, True)
+    alone = planned(recipe(parallel={"llm": {"sp": True}}), 1).units
+    assert not alone["llm"].sp
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size"),
+    [
+        ({"placement": "unified", "llm": {"pp": 2}}, 2),
+        ({"placement": "unified", "vision": {"pp": 1}, "llm": {"pp": 3}}, 3),
+        ({"placement": "unified", "vision": {"pp": 2}, "llm": {"pp": 2}}, 3),
+        ({"placement": "unified", "vision": {"pp": 2}, "llm": {"pp": 1}}, 3),
+        ({"placement": "disaggregated", "vision": {"dp": 1}, "llm": {"dp": 2}}, 3),
+        ({"placement": "disaggregated", "vision": {"dp": 2}, "llm": {"dp": 1}}, 3),
+        ({"llm": {"tp": 2, "pp": 1}}, 4),
+        ({"vision": {"tp": 1, "dp": 4}}, 6),
+    ],
+)
+def test_fixed_sizes_are_honoured(parallel: dict[str, Any], world_size: int) -> None:
+    chosen = planned(recipe(parallel=parallel), world_size)
+    assert chosen.placement == parallel.get("placement", chosen.placement)
+    for unit in ("vision", "llm"):
+        for key, value in parallel.get(unit, {}).items():
+            assert getattr(chosen.units[unit], key) == value
+    assert len({r for u in chosen.units.values() for r in u.ranks}) == world_size
+
+
+def test_recompute_is_in_the_plan() -> None:
+    chosen = planned(recipe(parallel={"vision": {"recompute": "all"}}), 2)
+    assert all(s.recompute == tuple(range(*s.layers)) for s in chosen.units["vision"].stages)
+    assert all(s.recompute == () for s in chosen.units["llm"].stages)
+
+
+def test_a_text_model_has_one_unit() -> None:
+    chosen = planned(recipe(vision=None), 4)
+    assert list(chosen.units) == ["llm"]
+    assert chosen.placement == "unified"
+
+
+@pytest.mark.parametrize(
+    ("change", "world_size", "message"),
+    [
+        ({"parallel": {"placement": "disaggregated"}}, 1, "vision and llm on ranks of their own need at least 2 ranks"),
+        (
+            {"parallel": {"placement": "unified", "vision": {"tp": 2}, "llm": {"tp": 1}}},
+            2,
+            r"parallel\.vision\.tp \(2\) and parallel\.llm\.tp \(1\) have no size in common",
+        ),
+        (
+            {"parallel": {"placement": "unified", "llm": {"tp": 2, "dp": 2}}},
+            6,
+            r"parallel\.llm\.tp x parallel\.llm\.dp make 4 ranks, which does not divide 6",
+        ),
+        ({"parallel": {"llm": {"tp": 3}}}, 2, r"parallel\.llm\.tp: 3 is not a power of two .* allowed: 1, 2, 4"),
+        ({"parallel": {"vision": {"dp": 3}}}, 2, r"parallel\.vision\.dp: 3 does not divide train\.global_batch \(8\)"),
+        (
+            {"parallel": {"vision": {"num_microbatches": 3}, "llm": {"num_microbatches": 2}}},
+            2,
+            r"parallel\.vision\.num_microbatches 3, parallel\.llm\.num_microbatches 2: no size of parallel\.llm\.dp",
+        ),
+        (
+            {"vision": None, "parallel": {"vision": {"num_microbatches": 2}}},
+            2,
+            r"parallel\.vision\.num_microbatches is set, but model\.vision",
+        ),
+        (
+            {"parallel": {"placement": "disaggregated", "vision": {"num_microbatches": 3}, "llm": {"tp": 2, "pp": 2}}},
+            6,
+            r"fixed by .*parallel\.vision\.num_microbatches",
+        ),
+        ({"parallel": {"llm": {"pp": 9}}}, 2, r"parallel\.llm\.pp: 9 is more than llm's 6 layers; allowed: 1-6"),
+        ({"parallel": {"placement": "disaggregated", "vision": {"pp": 1, "tp": 1, "dp": 1}}}, 500, "500 ranks"),
+        ({"vision": None, "parallel": {"placement": "disaggregated"}}, 2, r"needs an encoder, but model\.vision"),
+        ({"vision": None, "parallel": {"vision": {"tp": 2}}}, 2, r"parallel\.vision\.tp is set, but model\.vision"),
+        ({"cluster": {"memory_gib": 0.01}}, 2, r"(?s)no plan fits 2 ranks.*most of it \w+ \(.*memory_gib"),
+    ],
+)
+def test_what_cannot_be_is_explained(change: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned(recipe(**change), world_size)
+
+
+def test_fixed_pipeline_sizes_that_leave_no_cut_name_them() -> None:
+    settings = recipe(parallel={"placement": "unified", "vision": {"pp": 1}, "llm": {"pp": 1}})
+    with pytest.raises(PlanError, match=r"parallel\.vision\.pp.*parallel\.llm\.pp"):
+        planned(settings, 3)
+
+
+def test_no_samples_no_plan() -> None:
+    none = np.empty(0, dtype=np.int64)
+    with pytest.raises(PlanError, match=r"data\.sources: no usable sample"):
+        plan(
+            recipe(vision=None),
+            SampleLengths(none, none, {}),
+            world_size=1,
+            hardware="cpu-core",
+            recipe_sha256="f",
+        )
+
+
+def test_data_without_images_can_be_planned_for_a_model_with_vision() -> None:
+    none = np.empty(0, dtype=np.int64)
+    text = text_lengths(50)
+    samples = SampleLengths(text.tokens, text.targets, {"vision": ItemLengths(np.zeros(51, np.int64), *[none] * 4)})
+    chosen = plan(recipe(), samples, world_size=4, hardware="cpu-core", recipe_sha256="f")
+    assert chosen.predicted.step_time_s > 0
+
+
+def test_a_large_cluster_takes_nodes_into_account() -> None:
+    big = recipe(
+        vision={"layers": 24, "hidden": 1024, "heads": 16, "ffn": 4096},
+        llm={"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 11008, "vocab": 32000},
+        global_batch=16,
+    )
+    chosen = planned(big, 8, "a100-80g", top=3)
+    for unit in chosen.units.values():
+        assert unit.tp <= 8
+    assert max(chosen.predicted.peak_memory_gib.values()) < 80e9 / 2**30
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, mmtrain.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

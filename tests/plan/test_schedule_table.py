@@ -1,0 +1,210 @@
+"""The timetable of a plan, followed by the recurrence, takes as long as the plan's program does."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from math import gcd
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.balance.reordering import across_time, makespans
+from mmtrain.balance.schedule_recurrence import Recurrence
+from mmtrain.balance.step_targets import Price, Task, Timetable
+from mmtrain.plan.artifact.plan import SchedulePlan
+from mmtrain.plan.artifact.schedule_table import is_chain, timetable
+from mmtrain.program import Partial, Program, StageGraph, build, build_1f1b, build_coarse, lower, simulate
+from mmtrain.program.ir.actions import Backward, Compute, Forward, Pass
+from mmtrain.program.ir.segments import direction, num_segments, whole
+from mmtrain.program.ir.serialize import action_to_text
+from tests.program.graphs import Unit, chain, graphs, unified
+from tests.program.parts import cut, deeper
+from tests.program.test_simulate import Given
+
+WHOLE = 12  # prices are multiples of it, so that parts of a stage cost whole numbers
+
+
+@st.composite
+def scheduled(draw: st.DrawFn) -> tuple[StageGraph, SchedulePlan, Program]:
+    """A graph of two or more units, a schedule of any kind for it, and the program of that."""
+    graph = deeper(draw(graphs(max_n=5, max_dp=2)), draw(st.integers(1, 4)))
+    counts = {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
+    kind = draw(st.sampled_from(["1f1b", "coarse", "explicit"]))
+    if kind != "explicit":
+        return graph, SchedulePlan(kind=kind, num_microbatches=counts), build(graph, kind=kind)
+    seed, uncut = draw(st.integers(0, 2**32)), draw(st.sampled_from([build_1f1b, build_coarse]))(graph)
+    pieces = {rank: [p for a in todo for p in cut(graph, a, seed)] for rank, todo in uncut.actions.items()}
+    order = {rank: tuple(map(action_to_text, todo)) for rank, todo in pieces.items()}
+    program = lower(Program(graph, {rank: tuple(todo) for rank, todo in pieces.items()}))
+    return graph, SchedulePlan(kind="explicit", num_microbatches=counts, order=order), program
+
+
+@given(scheduled(), st.integers(0, 10_000))
+@settings(max_examples=100, deadline=None)
+def test_the_recurrence_takes_what_the_program_takes(case: tuple[StageGraph, SchedulePlan, Program], seed: int) -> None:
+    graph, schedule, program = case
+    rng, num = np.random.default_rng(seed), schedule.num_microbatches
+    prices = {s.id: tuple(Price(WHOLE * int(p)) for p in rng.integers(1, 9, 2)) for s in graph.stages}
+    loads, inside = rng.integers(1, 20, num["llm"]), np.arange(num["llm"]).reshape(gcd(*num.values()), -1)
+    order = inside[rng.permutation(len(inside))].ravel()  # blocks move together
+    shares = {unit: gcd(count, num["llm"]) for unit, count in num.items()}
+
+    def load(unit: str, microbatch: int, of: np.ndarray) -> float:
+        """What a microbatch holds: the unit's microbatches in a block share what the LLM's in it have."""
+        per = num[unit] // shares[unit]
+        return float(of.reshape(shares[unit], -1).sum(axis=1)[microbatch // per] / per)
+
+    def seconds(action: Compute) -> float:
+        price = prices[action.stage][direction(action) == "B"].linear
+        share = (action.hi - action.lo) / num_segments(graph, action.stage) if isinstance(action, Partial) else 1.0
+        return price * share * load(action.mb.unit, action.mb.index, loads[order])
+
+    table = timetable(graph, schedule, prices)
+    assert table is not None
+    costs = np.zeros((1, len(table.tasks), num["llm"]))
+    for t, task in enumerate(table.tasks):
+        per, width = num[task.unit] // shares[task.unit], num["llm"] // shares[task.unit]
+        costs[0, t] = [task.price.linear * load(task.unit, m // width * per, loads) for m in range(num["llm"])]
+    found = Recurrence(table, num).makespans(costs, order[None])
+    assert found[0] == pytest.approx(followed(program, seconds))
+    assert found[0] <= simulate(program, Given({}, {}, rule=seconds)).step_time_s + 1e-6, "messages wait in line there"
+
+
+def followed(program: Program, seconds: Callable[[Compute], float]) -> float:
+    """Seconds of a program whose messages cost nothing, told action by action over all ranks."""
+    graph = program.graph
+    todo = {rank: [a for a in actions if isinstance(a, Compute)] for rank, actions in program.actions.items()}
+    left = Counter(whole(action) for actions in todo.values() for action in actions)
+    end: dict[Pass, float] = defaultdict(float)
+    clock = dict.fromkeys(todo, 0.0)
+    while any(todo.values()):
+        for rank, actions in todo.items():
+            if not actions:
+                continue
+            action = actions[0]
+            waits: list[Pass] = []
+            if direction(action) == "F":
+                waits = [Forward(e.src, m) for e in graph.inputs(action.stage) for m in graph.sources(e, action.mb)]
+            else:
+                waits = [Forward(action.stage, action.mb)]
+                for edge in graph.outputs(action.stage):
+                    waits += [Backward(edge.dst, m) for m in graph.destinations(edge, action.mb)]
+            if any(left[needed] for needed in waits):
+                continue
+            clock[rank] = max([clock[rank], *(end[needed] for needed in waits)]) + seconds(action)
+            mine = whole(action)
+            end[mine] = max(end[mine], clock[rank])
+            left[mine] -= 1
+            actions.pop(0)
+    return max(clock.values())
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> StageGraph:
+    small, n = st.integers(1, 3), draw(st.integers(1, 7))
+    if draw(st.booleans()):
+        pp = draw(st.integers(1, 4))
+        return unified(pp, draw(small), draw(small), draw(st.integers(1, pp)), n)
+    return chain(Unit("vision", draw(small), draw(small)), Unit("llm", draw(small), draw(small)), n=n)
+
+
+@given(chains(), st.integers(0, 10_000))
+@settings(max_examples=60, deadline=None)
+def test_of_a_chain_the_places_say_all(graph: StageGraph, seed: int) -> None:
+    assert is_chain(graph)
+    rng, num = np.random.default_rng(seed), {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
+    prices = {stage.id: (Price(1), Price(1)) for stage in graph.stages}
+    table = timetable(graph, SchedulePlan(num_microbatches=num), prices)
+    assert table is not None
+    costs, orders = rng.gamma(2.0, 1.0, (1, len(table.tasks), num["llm"])), np.arange(num["llm"])[None]
+    recurrence = Recurrence(table, num)
+    forward, backward = (work[None] for work in recurrence.work(costs[0]))  # ranks count along the chain
+    assert recurrence.makespans(costs, orders) == pytest.approx(makespans(forward, backward, orders))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        chain(Unit("vision"), Unit("audio"), Unit("llm"), n=4),
+        chain(Unit("vision", n=2), Unit("llm"), n=4),
+        chain(Unit("vision", 2, ranks=(0, 1)), Unit("llm", 2, ranks=(0, 1)), n=4),
+        chain(Unit("vision"), Unit("llm", 2, num_stages=4), n=4),
+        chain(Unit("vision", trainable=(False,)), Unit("llm"), n=4),
+    ],
+    ids=["two encoders", "merged microbatches", "the same ranks twice", "chunks", "no backward"],
+)
+def test_other_pipelines_are_no_chains(graph: StageGraph) -> None:
+    assert not is_chain(graph)
+
+
+def interleaved(p: int, chunks: int, num: int) -> tuple[Timetable, dict[str, int]]:
+    """An LLM of so many chunks on each of p ranks, forwards of 1 and backwards of 2."""
+    graph, counts = chain(Unit("llm", p, num_stages=p * chunks), n=num), {"llm": num}
+    prices = {stage.id: (Price(1), Price(2)) for stage in graph.stages}
+    table = timetable(graph, SchedulePlan(num_microbatches=counts), prices)
+    assert table is not None
+    return table, counts
+
+
+def even(table: Timetable, num: int) -> np.ndarray:
+    return np.array([[[float(task.price.linear)] * num for task in table.tasks]])
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_one_chunk_is_plain_1f1b(seed: int, p: int, num: int) -> None:
+    table, counts = interleaved(p, 1, num)
+    rng = np.random.default_rng(seed)
+    costs, orders = rng.gamma(2.0, 1.0, (2, len(table.tasks), num)), np.stack([rng.permutation(num) for _ in range(3)])
+    forward, backward = (
+        costs[:, [i for _, i in sorted((t.stage, i) for i, t in enumerate(table.tasks) if t.is_forward == way)]]
+        for way in (True, False)
+    )
+    recurrence = Recurrence(table, counts)
+    assert recurrence.makespans(costs, orders) == pytest.approx(makespans(forward, backward, orders))
+    assert [w.tolist() for w in recurrence.work(costs[0])] == [forward[0].tolist(), backward[0].tolist()]
+
+
+def test_even_chunks_take_what_megatron_lm_says() -> None:
+    p, chunks, num = 4, 3, 8
+    table, counts = interleaved(p, chunks, num)
+    span = Recurrence(table, counts).makespans(even(table, num), np.arange(num)[None])[0]
+    assert span == num * chunks * 3 + (p - 1) * 3, "the bubble is (p - 1) (tf + tb) / v"
+
+
+def test_orders_of_several_chunks_are_never_worse_than_given() -> None:
+    table, counts = interleaved(4, 2, 16)
+    recurrence, gains = Recurrence(table, counts), []
+    first = [i for i, task in enumerate(table.tasks) if task.stage == 0]
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        costs = even(table, 16)
+        costs[:, first] *= rng.gamma(2.0, 0.6, 16)
+        given_order = rng.permutation(16)
+        forward, backward = (work[None] for work in recurrence.work(costs[0]))
+        found = across_time(
+            forward, backward, given_order, 3, rng, score=lambda orders, c=costs: recurrence.makespans(c, orders)
+        )
+        assert sorted(found.tolist()) == list(range(16))
+        before, after = recurrence.makespans(costs, np.stack([given_order, found]))
+        assert after <= before
+        gains.append(before - after)
+    assert np.mean(gains) > 1
+
+
+def test_turns_that_wait_for_each_other_are_refused() -> None:
+    tasks = tuple(Task(0, "llm", way, Price(1)) for way in (True, False))
+    with pytest.raises(ValueError, match="wait for each other in a circle"):
+        Recurrence(Timetable(tasks, ((),), ("1 0",)), {"llm": 1})
+
+
+def test_work_in_gaps_and_endless_steps_have_no_timetable() -> None:
+    graph = deeper(chain(Unit("vision", ranks=(0,)), Unit("llm", ranks=(0,)), n=1), 2)
+    prices = {stage.id: (Price(1), Price(2)) for stage in graph.stages}
+    order = ("F vision.0 vision:0.0", "F llm.0 llm:0.0", "B llm.0 llm:0.0 |1| PB vision.0 vision:0.0 0:2")
+    schedule = SchedulePlan(kind="explicit", num_microbatches={"vision": 1, "llm": 1}, order={0: order})
+    assert timetable(graph, schedule, prices) is None
+    many = chain(Unit("llm", 2), n=4000)
+    prices = {stage.id: (Price(1), Price(2)) for stage in many.stages}
+    assert timetable(many, SchedulePlan(num_microbatches={"llm": 4000}), prices) is None

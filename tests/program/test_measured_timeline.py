@@ -1,0 +1,195 @@
+"""Measured timelines: a simulated step told as records gives the simulated timeline back."""
+
+from itertools import pairwise
+from zlib import crc32
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.program import (
+    BUBBLE_KINDS,
+    Compute,
+    Edge,
+    Forward,
+    Microbatch,
+    Recv,
+    Send,
+    Span,
+    StageGraph,
+    StageId,
+    Step,
+    Timeline,
+    Transport,
+    build,
+    chrome_trace,
+    simulate,
+)
+from mmtrain.program.ir.data_dependencies import members
+from mmtrain.program.trace.measured_timeline import MeasuredStep, apart, measured_timeline, run_trace
+from mmtrain.program.trace.step_record import Done, Moved, StepRecord, Traffic
+from tests.program.graphs import Unit, chain, graphs
+from tests.program.trace_format import require_trace
+
+
+class Seconds:
+    """Different durations for everything; messages and collectives of `nbytes`."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def compute(self, action: Compute) -> float:
+        return 1.0 + crc32(f"{self.seed} {action}".encode()) % 7
+
+    def message(self, sender: int, action: Send) -> Transport:
+        return Transport(0.25 * (1 + crc32(f"{self.seed} {sender} {action}".encode()) % 3), 8)
+
+    def collective(self, rank: int, action: object, group: tuple[int, ...]) -> Transport:
+        return Transport(0.5, 16)
+
+    def link(self, ranks: tuple[int, ...]) -> object:
+        return ranks
+
+    def activation_bytes(self, stage: object, mb: object) -> int:
+        return 1
+
+
+def told(graph: StageGraph, timeline: Timeline) -> dict[int, StepRecord]:
+    """What the ranks would have recorded: every action follows the one before it, waiting where it began later."""
+    arrivals = {(s.rank, s.action): s for s in timeline.spans if isinstance(s.action, Send)}
+    records = {}
+    for rank in timeline.bubbles:
+        done: list[Done] = []
+        moved: list[Moved] = []
+        clock = 0.0
+        works = [s for s in timeline.spans if s.rank == rank and not isinstance(s.action, Send | Recv)]
+        for span in sorted(works, key=lambda s: (s.start_s, s.start_s + s.duration_s)):
+            # Of a collective's ranks only the first knows that it waited; the others stand inside it.
+            first = members(graph, rank, span.action)[0]
+            waited = span.start_s - clock if rank == first or isinstance(span.action, Compute) else 0.0
+            end = span.start_s + span.duration_s
+            done.append(Done(span.action, clock, end, waited))
+            clock = end
+        for (sender, send), span in arrivals.items():
+            end = span.start_s + span.duration_s
+            if sender == rank:
+                moved.append(Moved(send, span.start_s, timeline.step_time_s, 0.0, span.nbytes))
+            if send.peer == rank:
+                recv = Recv(send.edge, send.src, send.dst, sender, send.payload)
+                moved.append(Moved(recv, 0.0, end, 0.0, span.nbytes))
+        records[rank] = StepRecord(0.0, timeline.step_time_s, tuple(done), tuple(moved))
+    return records
+
+
+@given(graphs(max_n=3), st.integers(0, 9))
+def test_what_was_simulated_is_measured(graph: StageGraph, seed: int) -> None:
+    program = build(graph)
+    timeline = simulate(program, Seconds(seed), graph.num_groups)
+    records = told(graph, timeline)
+    found = measured_timeline(graph, records, lambda rank, action: 16)
+    assert found.step_time_s == pytest.approx(timeline.step_time_s)
+    for rank, bubbles in timeline.bubbles.items():
+        busy = sum(s.duration_s for s in timeline.spans if s.rank == rank and isinstance(s.action, Compute))
+        assert sum(found.bubbles[rank].values()) == pytest.approx(timeline.step_time_s - busy)
+        assert found.bubbles[rank] == pytest.approx(bubbles)
+    wanted = {(s.rank, s.action): s for s in timeline.spans}
+    spans = {(s.rank, s.action): s for s in found.spans}
+    assert spans.keys() == wanted.keys()
+    for key, span in spans.items():
+        assert span.nbytes == wanted[key].nbytes
+        if isinstance(span.action, Compute):
+            assert (span.start_s, span.duration_s) == pytest.approx(wanted[key][1:3])
+        else:
+            assert span.start_s + span.duration_s == pytest.approx(wanted[key].start_s + wanted[key].duration_s)
+    require_trace(chrome_trace(timeline, "abc"))
+    require_trace(chrome_trace(found, "abc"))
+
+
+VISION, LLM = StageId("vision", 0), StageId("llm", 0)
+EDGE = Edge(VISION, LLM)
+IMAGE, TEXT = Microbatch("vision", 0, 0), Microbatch("llm", 0, 0)
+SEND, RECV = Send(EDGE, IMAGE, TEXT, 1, "activation"), Recv(EDGE, IMAGE, TEXT, 0, "activation")
+
+
+def two_ranks() -> dict[int, StepRecord]:
+    """Rank 0 computes and sends in [10, 13]; rank 1 waits from 11.5 to 14 for it, then both step until 20."""
+    return {
+        0: StepRecord(
+            10.0,
+            20.0,
+            (Done(Forward(VISION, IMAGE), 10.0, 13.0, 0.0), Done(SEND, 13.0, 13.1, 0.0), Done(Step(), 13.5, 19.0, 0.0)),
+            (Moved(SEND, 13.0, 19.5, 0.4, 64),),
+        ),
+        1: StepRecord(
+            11.0,
+            19.5,
+            (
+                Done(RECV, 11.0, 11.5, 0.0),
+                Done(Forward(LLM, TEXT), 11.5, 17.0, 2.5),
+                Done(Step(), 17.0, 19.0, 0.0),
+            ),
+            (Moved(RECV, 11.0, 14.0, 2.5, 64),),
+        ),
+    }
+
+
+def test_messages_lie_on_their_sender_and_collectives_begin_together() -> None:
+    found = measured_timeline(chain(Unit("vision"), Unit("llm"), n=1), two_ranks(), lambda rank, action: 4)
+    assert [(s.rank, s.start_s, s.duration_s, s.action, s.nbytes) for s in found.spans] == [
+        (0, 0.0, 3.0, Forward(VISION, IMAGE), 0),
+        (0, 3.0, 1.0, SEND, 64),
+        (1, 4.0, 3.0, Forward(LLM, TEXT), 0),
+        (0, 7.0, 2.0, Step(), 4),
+        (1, 7.0, 2.0, Step(), 4),
+    ]
+    assert found.step_time_s == 10.0
+    assert found.bubbles[0] == pytest.approx(
+        dict.fromkeys(BUBBLE_KINDS, 0.0) | {"pp_cooldown": 4, "dp_reduce": 2, "dp_gather": 1}
+    )
+
+
+moments = st.integers(0, 20).map(float)
+
+
+@given(st.lists(moments, unique=True, max_size=6).map(sorted), st.lists(st.tuples(moments, moments).map(sorted)))
+def test_communication_is_drawn_apart(borders: list[float], moved: list[tuple[float, float]]) -> None:
+    """Collectives as they were, messages within the time that they may have taken."""
+    collectives = [Span(0, a, b - a, Step()) for a, b in zip(borders[::2], borders[1::2], strict=False)]
+    messages = [Span(0, a, b - a, SEND, nbytes=k) for k, (a, b) in enumerate(moved)]
+    drawn = list(apart(collectives, messages))
+    assert [s for s in drawn if s.action == Step()] == collectives
+    assert sorted(s.nbytes for s in drawn if s.action == SEND) == list(range(len(messages)))
+    for span, after in pairwise(drawn):
+        assert span.start_s + span.duration_s <= after.start_s
+    for span in (s for s in drawn if s.action == SEND):
+        first, last = moved[span.nbytes]
+        assert span.duration_s >= 0
+        assert span.start_s >= first
+        assert span.start_s + span.duration_s <= last or span.duration_s == 0
+
+
+def test_a_record_says_where_the_time_went() -> None:
+    record = two_ranks()[1]
+    assert record.seconds() == pytest.approx({"compute": 5.0, "communication": 0.5, "wait": 2.5})
+    assert record.traffic() == {EDGE: Traffic(0, 2.5)}
+    assert two_ranks()[0].traffic() == {EDGE: Traffic(64, 0.4)}
+
+
+def test_steps_of_a_run_share_an_axis() -> None:
+    timeline = measured_timeline(chain(Unit("vision"), Unit("llm"), n=1), two_ranks(), lambda rank, action: 4)
+    trace = run_trace([MeasuredStep(3, 50.0, timeline), MeasuredStep(7, 80.0, timeline)], "abc", 2e-6)
+    require_trace(trace)
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert [e["ts"] for e in spans[5:]] == pytest.approx([e["ts"] + 30e6 for e in spans[:5]])
+    idle = timeline.bubble_shares()
+    assert 0 < sum(idle.values()) < 1
+    assert trace["otherData"] == {
+        "simulated": False,
+        "step_time_us": 10e6,
+        "plan_sha256": "abc",
+        "steps": [
+            {"step": 3, "ts": 0.0, "dur": 10e6, "bubbles": idle},
+            {"step": 7, "ts": 30e6, "dur": 10e6, "bubbles": idle},
+        ],
+        "clock_error_us": 2.0,
+    }

@@ -1,0 +1,87 @@
+"""Sends that wait when too many are under way: the proof against walking through the program."""
+
+import random
+from collections import defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.errors import ProgramError
+from mmtrain.program import Backward, Forward, Program, StageGraph, build, check
+from mmtrain.program.verify.matching import Links, Post
+from mmtrain.program.verify.send_window import ends, send_limit
+from tests.program.graphs import Unit, chain, graphs
+
+
+def walks_to_its_end(links: Links, limit: int) -> bool:
+    """Let every rank go on as far as it can, again and again, until nothing moves."""
+    at = dict.fromkeys(links.steps, 0)
+    taken: set[int] = set()
+    sent: set[int] = set()
+    on_channel: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    done: set[int] = set()
+    arrived_at: defaultdict[int, set[int]] = defaultdict(set)
+    moved = True
+    while moved:
+        moved = False
+        for rank, steps in links.steps.items():
+            while at[rank] < len(steps):
+                step = steps[at[rank]]
+                if isinstance(step, Post):
+                    sender, send = links.messages[step.message]
+                    channel = on_channel[sender, send.edge, send.payload, send.peer]
+                    if sender != rank:
+                        taken.add(step.message)
+                    elif len([m for m in channel if m not in taken]) < limit:
+                        channel.append(step.message)
+                        sent.add(step.message)
+                    else:
+                        break
+                elif all(m in sent for m in step.reads):
+                    arrived_at[step.work].add(rank)
+                    if arrived_at[step.work] == set(links.works[step.work].ranks):
+                        done.add(step.work)
+                    if step.work not in done:
+                        break
+                else:
+                    break
+                at[rank] += 1
+                moved = True
+    return all(at[rank] == len(steps) for rank, steps in links.steps.items())
+
+
+def shuffled(program: Program, seed: int) -> Program:
+    """Move sends later and receives earlier or later at random, as far as `check` lets them."""
+    rng = random.Random(seed)
+    actions = {rank: list(todo) for rank, todo in program.actions.items()}
+    for todo in actions.values():
+        for _ in range(4):
+            k = rng.randrange(len(todo) - 1)
+            if not isinstance(todo[k], Forward | Backward) or not isinstance(todo[k + 1], Forward | Backward):
+                todo[k], todo[k + 1] = todo[k + 1], todo[k]
+    changed = Program(program.graph, {rank: tuple(todo) for rank, todo in actions.items()})
+    try:
+        check(changed)
+    except ProgramError:
+        return program
+    return changed
+
+
+@given(graphs(max_n=5), st.integers(1, 3), st.sampled_from(["1f1b", "coarse"]), st.integers(0, 99))
+def test_what_is_proved_is_what_happens(graph: StageGraph, limit: int, kind: str, seed: int) -> None:
+    program = shuffled(build(graph, kind=kind), seed)  # type: ignore[arg-type]
+    links = program.links
+    assert ends(links, limit) == walks_to_its_end(links, limit)
+    assert walks_to_its_end(links, send_limit(program, limit))
+
+
+def test_encoders_that_send_to_each_other_first_need_as_many_in_flight() -> None:
+    graph = chain(Unit("vision", dp=3, ranks=(0, 1, 2)), Unit("llm", dp=2, ranks=(0, 1)), n=6)
+    program = build(graph, kind="coarse")
+    assert not ends(program.links, 4)
+    assert send_limit(program, 1) == 8
+
+
+def test_pipelines_need_few() -> None:
+    graph = chain(Unit("vision", 2), Unit("llm", 4, dp=2), n=8)
+    assert send_limit(build(graph), 1) == 1

@@ -1,0 +1,132 @@
+"""Recipes written out load back equal; the fingerprint moves with the plan and with nothing else."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmtrain.data.index import index_cache
+from mmtrain.recipe import Recipe, dump, load, sha256
+from mmtrain.recipe import fingerprint as resolved
+from mmtrain.recipe.schema import DataSettings
+
+names = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=6)
+paths = names.filter(lambda n: n not in (".", "..")).map(lambda n: f"/data/{n}")
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    heads = draw(st.sampled_from([1, 2, 4]))
+    source = st.fixed_dictionaries({"path": paths, "image_root": st.none() | paths, "weight": positive})
+    lr = draw(st.floats(1e-9, 1))
+    return Recipe.model_validate(
+        {
+            "name": draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)),
+            "model": {
+                "vision": draw(st.none() | st.just({"layers": 1, "hidden": 8 * heads, "heads": heads, "ffn": 8})),
+                "llm": {
+                    "layers": draw(st.integers(1, 10**18)),
+                    "hidden": 8 * heads,
+                    "heads": heads,
+                    "ffn": 8,
+                    "vocab": 64,
+                    "freeze": draw(st.booleans()),
+                },
+            },
+            "data": {
+                "sources": draw(st.lists(source, min_size=1, max_size=3)),
+                "tokenizer": draw(paths),
+                "seq_len": 4096,
+                "image": {"std": draw(st.tuples(positive, positive, positive))},
+            },
+            "train": {
+                "steps": 100,
+                "global_batch": 2,
+                "optimizer": {
+                    "lr": lr,
+                    "min_lr": draw(st.floats(0, lr)),
+                    "clip_norm": draw(st.none() | positive),
+                    "schedule": draw(st.sampled_from(["cosine", "linear", "constant"])),
+                },
+            },
+            "run_dir": draw(st.none() | names),
+        }
+    )
+
+
+@settings(max_examples=60)
+@given(recipes())
+def test_a_dumped_recipe_loads_back_equal(recipe: Recipe) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "resolved.yaml"
+        path.write_text(dump(recipe), encoding="utf-8", newline="")
+        again = load(path, env={}).recipe
+    assert again == recipe
+    assert sha256(again) == sha256(recipe)
+
+
+def test_a_loaded_recipe_dumps_from_anywhere(base: Path, tmp_path: Path) -> None:
+    recipe = load(base, env={}).recipe
+    moved = tmp_path / "elsewhere" / "recipe.yaml"
+    moved.parent.mkdir()
+    moved.write_text(dump(recipe), encoding="utf-8")
+    assert load(moved, env={}).recipe == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "moves"),
+    [
+        ("model.llm.layers=3", True),
+        ("model.vision.freeze=true", True),
+        ("model.vision=null", True),
+        ("data.seq_len=4096", True),
+        ("data.image.max_pixels=10000", True),
+        ("data.sources.0.path=other.json", True),
+        ("data.limits.max_member_bytes=1000", True),
+        ("data.tokenizer=other.json", True),
+        ("parallel.placement=unified", True),
+        ("parallel.llm.recompute=all", True),
+        ("cluster.ranks=4", True),
+        ("train.global_batch=8", True),
+        ("train.precision=bf16", True),
+        ("name=other", False),
+        ("model.llm.lr_scale=0.1", False),
+        ("data.max_bad_rate=0.5", False),
+        ("data.prefetch=0", False),
+        ("data.validation.0.path=v.json", False),
+        ("train.steps=11", False),
+        ("train.seed=1", False),
+        ("train.optimizer.lr=0.1", False),
+        ("train.checkpoint.every=7", False),
+        ("run_dir=elsewhere", False),
+    ],
+)
+def test_the_fingerprint_covers_what_a_plan_depends_on(base: Path, override: str, moves: bool) -> None:
+    before, after = load(base, env={}).recipe, load(base, [override], {}).recipe
+    assert before != after
+    assert (sha256(before) != sha256(after)) == moves
+
+
+def test_the_fingerprint_does_not_ask_where_files_lie(base: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / base.name
+    copy.parent.mkdir()
+    copy.write_text(base.read_text(encoding="utf-8"), encoding="utf-8")
+    here, there = load(base, env={}).recipe, load(copy, env={}).recipe
+    assert here.data.sources[0].path != there.data.sources[0].path
+    assert sha256(here) == sha256(there)
+
+
+def test_every_setting_of_the_data_shapes_plans_or_is_known_not_to() -> None:
+    """A new setting is to be decided on; what changes lengths changes plans."""
+    elsewhere = {"validation", "index_cache", "max_bad_rate", "prefetch", "workers", "producers", "producer_timeout_s"}
+    assert set(DataSettings.model_fields) == resolved._PLANNED_DATA | elsewhere
+    assert index_cache._DATA_SETTINGS <= resolved._PLANNED_DATA
+
+
+def test_the_fingerprint_is_stable(base: Path) -> None:
+    recipe = load(base, ["data.tokenizer=/t.json", "data.sources=[{path: /s.json}]"], {}).recipe
+    assert sha256(recipe) == sha256(Recipe.model_validate_json(recipe.model_dump_json()))
+    assert len(sha256(recipe)) == 64

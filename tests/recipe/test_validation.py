@@ -1,0 +1,261 @@
+"""Validation: every problem at once, in words that say what to write instead."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mmtrain.errors import RecipeError
+from mmtrain.recipe import load
+from mmtrain.recipe.cross_checks import CHECKS
+
+DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"
+GENERATOR = "model.generator={preset: stable-diffusion-2.1}"
+AUDIO = "model.audio={layers: 2, hidden: 32, heads: 4, ffn: 64}"
+Write = Callable[[str, str], Path]
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as refused:
+        load(path, overrides, {})
+    return [line.strip() for line in str(refused.value).splitlines()[1:]]
+
+
+def test_everything_is_told_at_once(base: Path, write: Write) -> None:
+    child = write(
+        "child.yaml",
+        """
+        extends: base.yaml
+        nme: x
+        model:
+          llm: {heads: four}
+          vision: {hidden: 33, freeze: on}
+        data:
+          seq_len: 010
+          image: {scheme: nativ}
+        train:
+          steps: 5
+          steps: 0
+          optimizer: {min_lr: 0.1, betas: [0.9, 1.0]}
+        parallel:
+          llm: {dp: 3}
+          vision: {tp: 3}
+        """,
+    )
+    found = problems(child)
+    starts = [
+        "nme: unknown key; did you mean name? Allowed here: name, model, data",
+        "model.llm.heads: found the text 'four', allowed: a whole number of at least 1",
+        "model.vision.freeze: found the text 'on', allowed: true or false",
+        "data.seq_len: found the text '010', allowed: a whole number of at least 1",
+        "data.image.scheme: found the text 'nativ', allowed: native, tiles or fixed; did you mean native?",
+        f"train.steps: written twice, first at {child}:10; keep one",
+        "train.optimizer.betas.1: found 1.0, allowed: a number of at least 0 and below 1",
+        "train.optimizer.min_lr: 0.1 is above train.optimizer.lr 0.001",
+        "parallel.llm.dp: 3 does not divide train.global_batch 4",
+        "parallel.vision.tp: 3 does not divide model.vision.heads 4 or model.vision.ffn 64",
+    ]
+    assert len(found) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(found, starts, strict=True)), found
+    lines = [int(line.rstrip(")").rpartition(":")[2]) for line in found]
+    assert lines == [2, 4, 5, 7, 8, 11, 12, 12, 14, 15] == sorted(lines)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=0", "found 0, allowed: a whole number of at least 1"),
+        ("train.steps=1.5", "found 1.5, allowed: a whole number of at least 1"),
+        ("train.steps=true", "found true, allowed: a whole number"),
+        ("train.steps=null", "found null, allowed: a whole number"),
+        ("train.steps='5'", "found the text '5', allowed: a whole number"),
+        ("train.optimizer.lr=.inf", "found Infinity, allowed: a number above 0"),
+        ("train.optimizer.lr=[1]", "found a list, allowed: a number above 0"),
+        ("train.optimizer.clip_norm=0", "found 0, allowed: a number above 0, or null"),
+        ("data.max_bad_rate=2", "found 2, allowed: a number of at least 0 and at most 1"),
+        ("data.sources=[]", "at least 1 item"),
+        ("data.sources.0.path=3", "found 3, allowed: a path"),
+        ("data.image.std=[1, 1]", "missing; allowed: a number above 0"),
+        ("data.image.std=[1, 1, 1, 1]", "allowed: a list of 3: a number above 0 each"),
+        ("name=../x", "found the text '../x', allowed: text like ^[A-Za-z0-9]"),
+        ("name=5", "found 5, allowed: text like"),
+        ("model.llm=3", "found 3, allowed: a mapping"),
+        ("model.vision=[]", "found a list, allowed: a mapping, or null"),
+        ("train.precision=fp16", "allowed: auto, fp32 or bf16; did you mean bf16?"),
+        ("data.lr=1", "unknown key here; it belongs to train.optimizer.lr"),
+        ("data.zzz=1", "unknown key; allowed here: sources, validation, tokenizer"),
+        ("data.sources.0.wieght=1", "unknown key; did you mean weight?"),
+        ("model.vision.merge=2", "merge is 2, but downsample `identity` joins nothing: set merge to 1"),
+        ("model.audio={layers: 1, hidden: 33, heads: 3, ffn: 8}", "hidden 33 is odd, but sinusoidal positions"),
+        ("model.audio={layers: 1, hidden: 30, heads: 4, ffn: 8}", "hidden 30 is not divisible by heads 4"),
+        ("model.llm.kv_heads=3", "heads 4 is not divisible by kv_heads 3"),
+    ],
+)
+def test_one_setting(base: Path, override: str, message: str) -> None:
+    found = problems(base, override)
+    assert len(found) == 1
+    assert message in found[0]
+    assert found[0].startswith(override.partition("=")[0].partition(".std")[0].rpartition(".")[0])
+
+
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        ("{kind: dit, widths: [8, 8], heads: [2, 2], layers: 1, context_width: 8}", "2 widths, but a transformer"),
+        ("{preset: stable-diffusion-2.1, heads: [5, 3, 5, 5]}", "width 640 is not divisible by 3 heads"),
+        ("{preset: stable-diffusion-2.1, heads: [5, 5, 5]}", "3 heads for 4 widths"),
+        ("{preset: stable-diffusion-2.1, patch: 2}", "patch is 2, but a U-Net reads every position"),
+    ],
+)
+def test_a_generator(base: Path, generator: str, message: str) -> None:
+    (found,) = problems(base, "data.sources=[{path: a.csv}]", f"model.generator={generator}")
+    assert found.startswith(f"model.generator: {message}")
+
+
+def test_missing_settings_say_what_they_are(write: Write) -> None:
+    found = problems(write("r.yaml", "name: x\ntrain: {steps: 3}\n"))
+    assert [line.partition(":")[0] for line in found] == ["model", "data", "train.global_batch", "train.optimizer"]
+    assert "missing; allowed: a whole number of at least 1 (Groups (packed sequences)" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.llm.tp=8"], "parallel.llm.tp: 8 does not divide model.llm.heads 4"),
+        (["parallel.llm.tp=3"], "parallel.llm.tp: 3 neither divides nor is a multiple of model.llm.kv_heads 2"),
+        (
+            ["parallel.llm.tp=8", "model.llm.kv_heads=1", "model.llm.head_dim=2", "model.llm.heads=8"],
+            "parallel.llm.tp: 8 does not divide the 4 outputs of the key and value projections (kv_heads 1)",
+        ),
+        (["parallel.llm={tp: 1, sp: true}"], "parallel.llm.sp: needs more than one tensor-parallel rank"),
+        (["parallel.llm.pp=5"], "parallel.llm.pp: 5 is more than the unit's 4 layers"),
+        (
+            ["parallel.llm.num_microbatches=3"],
+            "parallel.llm.num_microbatches: 3 does not divide train.global_batch 4",
+        ),
+        (
+            ["parallel.llm={dp: 2, num_microbatches: 4}"],
+            "parallel.llm.num_microbatches: 4 times parallel.llm.dp 2 is not train.global_batch 4",
+        ),
+        (
+            ["parallel.llm.dp=1", "parallel.vision.num_microbatches=3"],
+            "parallel.vision.num_microbatches: 3 neither divides the LLM's 4 microbatches",
+        ),
+        (["parallel.vision.dp=3"], "parallel.vision.dp: 3 does not divide train.global_batch 4"),
+        (
+            ["parallel.placement=unified", "parallel.vision.tp=2", "parallel.llm.tp=1"],
+            "parallel.vision.tp: 2 differs from parallel.llm.tp 1",
+        ),
+        (["parallel.placement=disaggregated", "model.vision=null"], "parallel.placement: found disaggregated, but"),
+        (
+            ["cluster.ranks=2", "parallel.llm={tp: 2, dp: 2}"],
+            "parallel.llm: tp x pp x dp needs 4 ranks, cluster.ranks is 2",
+        ),
+        (
+            ["cluster.ranks=2", "parallel.placement=disaggregated", "parallel.llm.tp=2"],
+            "parallel.placement: disaggregated units need 2 (llm) + 1 (vision) ranks, cluster.ranks is 2",
+        ),
+        (
+            ["parallel.placement=colocated", "parallel.vision.pp=2", "parallel.llm.pp=3"],
+            "parallel.vision.pp: 2 does not divide parallel.llm.pp 3",
+        ),
+        (
+            ["parallel.placement=colocated", "parallel.vision.tp=2", "parallel.llm.tp=1"],
+            "parallel.vision.tp: 2 does not divide parallel.llm.tp 1",
+        ),
+        (["parallel.placement=colocated", "parallel.vision.vpp=2"], "parallel.vision.vpp: found 2, allowed: 1"),
+        (
+            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.placement=colocated"],
+            "parallel.placement: found colocated, allowed with model.generator: disaggregated",
+        ),
+        (
+            ["parallel.placement=unified", "parallel.vision.vpp=2", "parallel.llm.vpp=1"],
+            "parallel.vision.vpp: 2 differs from parallel.llm.vpp 1",
+        ),
+        (
+            ["parallel.placement=disaggregated", "parallel.llm={pp: 2, vpp: 3}"],
+            "parallel.llm.vpp: 3 chunks on each of parallel.llm.pp 2 ranks are more than the unit's 4 layers",
+        ),
+        (["model.vision=null", "parallel.llm.vpp=5"], "parallel.llm.vpp: 5 chunks are more than the unit's 4 layers"),
+        (
+            ["parallel.placement=disaggregated", "parallel.max_gpus=1"],
+            "parallel.placement: disaggregated units need 1 (llm) + 1 (vision) ranks, parallel.max_gpus is 1",
+        ),
+        (["model.llm.head_dim=15"], "model.llm.head_dim: a head is 15 wide; allowed: an even width"),
+        (["train.optimizer.min_lr=0.01"], "train.optimizer.min_lr: 0.01 is above train.optimizer.lr 0.001"),
+        (["train.validate_every=5"], "train.validate_every: 5, but data.validation is empty"),
+        (["train.evaluate_every=5"], "train.evaluate_every: 5, but data.validation is empty"),
+        (["data.max_sample_tokens=4096"], "data.max_sample_tokens: 4096 is above data.seq_len 2048"),
+        (["data.budgets={audio: 5}"], "data.budgets.audio: no encoder of this model is called audio; allowed: vision"),
+        (["data.budgets={llm: 5}"], "data.budgets.llm: the LLM's budget is data.seq_len; remove it here"),
+        (["data.image.scheme=fixed", "data.image.size=225"], "data.image.size: 225 is not a multiple of 14"),
+        (["data.image.scheme=fixed", "model.vision.max_side=8"], "data.image.size: a square image becomes 16 patches"),
+        (["model.vision.max_side=8"], "data.image.max_pixels: a square image becomes 32 patches a side"),
+        (["data.image.min_pixels=200705"], "data.image.min_pixels: 200705 is above data.image.max_pixels 200704"),
+        (["data.image={min_pixels: 1, max_pixels: 100}"], "data.image.max_pixels: 100 is less than one cell of 196"),
+        ([AUDIO, "parallel.audio.tp=3"], "parallel.audio.tp: 3 does not divide model.audio.heads 4"),
+        ([AUDIO, "parallel.audio.pp=5"], "parallel.audio.pp: 5 is more than the unit's 4 layers"),
+        ([AUDIO, "model.audio.max_frames=2000"], "data.audio.max_seconds: 30 s become 3000 frames"),
+        ([AUDIO, "model.audio.downsample=7"], "model.audio.max_frames: 3000 is not a multiple of 2 x"),
+        (
+            [AUDIO, "parallel.placement=unified", "parallel.audio.dp=2", "parallel.llm.dp=1"],
+            "parallel.audio.dp: 2 differs from parallel.llm.dp 1",
+        ),
+        (
+            ["data.sources=[{path: a.csv}, {path: b.json}]"],
+            "data.sources.0: states lengths, other sources hold samples",
+        ),
+        (["data.validation=[{path: a.txt, format: lengths}]"], "data.validation.0: states lengths, which is nothing"),
+        ([GENERATOR], "model.generator: needs sources that state lengths"),
+        (
+            [GENERATOR, "data.sources=[{path: a.csv}]", "parallel.generator.tp=2"],
+            "parallel.generator.tp: found 2, allowed: 1",
+        ),
+        (
+            [DIT, "data.sources=[{path: a.csv}]", "parallel.generator.tp=3"],
+            "parallel.generator.tp: 3 does not divide model.generator.heads 4",
+        ),
+        (
+            [DIT, "data.sources=[{path: a.csv}]", "parallel.generator.pp=6"],
+            "parallel.generator.pp: 6 is more than the unit's 5 layers",
+        ),
+        (
+            [DIT, "data.sources=[{path: a.csv}]", "parallel.generator={tp: 2, sp: true}"],
+            "parallel.generator.sp: found true, allowed: false or auto",
+        ),
+        (["data.tokenizer=null"], "data.tokenizer: missing; allowed: the path of a `tokenizers` JSON file"),
+        (
+            ["parallel.max_gpus=4", "cluster.ranks=8", "parallel.llm={tp: 2, dp: 4}"],
+            "parallel.llm: tp x pp x dp needs 8 ranks, parallel.max_gpus is 4",
+        ),
+        (["data.seq_len=1024"], "data.image.max_pixels: one image becomes up to 1024 LLM tokens, data.seq_len is 1024"),
+    ],
+)
+def test_settings_that_do_not_fit_together(base: Path, overrides: list[str], message: str) -> None:
+    found = problems(base, *overrides)
+    assert len(found) == 1
+    assert found[0].startswith(message)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.vision=null"],
+        ["parallel.placement=unified", "parallel.llm.tp=2"],
+        ["parallel.placement=unified", "parallel.llm={pp: 2, vpp: 3}"],
+        ["data.sources=[{path: a.csv}]", "data.tokenizer=null", "model.vision.max_side=8"],
+    ],
+)
+def test_checks_accept_what_fits(base: Path, overrides: list[str]) -> None:
+    load(base, overrides, {})
+
+
+@pytest.mark.parametrize("section", ["name", "model", "data", "parallel", "cluster", "train"])
+@pytest.mark.parametrize("value", ["null", "3", "[]", "{}", "{llm: 3, sources: 3, steps: x, optimizer: null}"])
+def test_checks_never_stumble_over_other_problems(base: Path, section: str, value: str) -> None:
+    if (section, value) not in {("parallel", "{}"), ("cluster", "{}")}:
+        assert problems(base, f"{section}={value}")
+
+
+def test_no_check_is_forgotten() -> None:
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 18

@@ -1,0 +1,254 @@
+"""Pictures hold what their plans and steps say, stay small however large those are, and go to paper as well."""
+
+import re
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mmtrain.errors import UserError
+from mmtrain.plan import Plan, SchedulePlan, StagePlan, UnitPlan
+from mmtrain.program import Compute, Forward, Microbatch, Span, StageId, Timeline
+from mmtrain.report.drawing import Box, Drawing, Label, Line, svg
+from mmtrain.report.figure_files import save_picture
+from mmtrain.report.figures import pictures
+from mmtrain.report.plan_picture import CARD, GAP, plan_picture
+from mmtrain.report.rank_groups import shown_ranks, slices, spans, stage_ranks, unit_edges
+from mmtrain.report.report_contents import Contents, steps
+from mmtrain.report.timeline_picture import LEFT, MAX_BOXES, WIDTH, Step, curve, timeline_picture
+from tests.report.conftest import contents_of, run_of
+from tests.report.test_plan_view import plan as two_units
+
+
+def unit(tp: int, pp: int, dp: int, first: int, layers: int, vpp: int = 1, redone: int = 0) -> UnitPlan:
+    cuts = [layers * s // (pp * vpp) for s in range(pp * vpp + 1)]
+    stages = tuple(
+        StagePlan(stage=s, chunk=s // pp, layers=(lo, hi), recompute=tuple(range(lo, min(lo + redone, hi))))
+        for s, (lo, hi) in enumerate(pairwise(cuts))
+    )
+    return UnitPlan(tp=tp, pp=pp, dp=dp, vpp=vpp, ranks=tuple(range(first, first + tp * pp * dp)), stages=stages)
+
+
+def planned(**units: UnitPlan) -> Plan:
+    ranks = {rank for unit in units.values() for rank in unit.ranks}
+    counts = SchedulePlan(num_microbatches=dict.fromkeys(units, 8))
+    return two_units().model_copy(update={"units": units, "world_size": len(ranks), "schedule": counts})
+
+
+def labels(drawing: Drawing) -> list[str]:
+    return [mark.text for mark in drawing.marks if isinstance(mark, Label)]
+
+
+def bars(drawing: Drawing) -> list[Box]:
+    return [mark for mark in drawing.marks if isinstance(mark, Box) and " layers " in mark.words]
+
+
+def test_every_rank_and_layer_is_on_the_picture_once() -> None:
+    plan = planned(vision=unit(1, 1, 2, 0, 5), llm=unit(2, 2, 2, 2, 12, redone=3))
+    drawing = plan_picture(plan)
+    ranks = [
+        int(word) for mark in drawing.marks if isinstance(mark, Box) for word in re.findall(r"^rank (\d+):", mark.words)
+    ]
+    assert sorted(ranks) == list(range(10))
+    covered = [re.findall(r"^(\w+) layers (\d+) to (\d+): (\w+)", bar.words)[0] for bar in bars(drawing)]
+    for name, number in (("vision", 5), ("llm", 12)):
+        layers = [k for unit_name, lo, hi, _ in covered if unit_name == name for k in range(int(lo), int(hi) + 1)]
+        assert sorted(layers) == list(range(number))
+    redone = [lo for name, lo, _, how in covered if how == "recomputed"]
+    assert sorted(map(int, redone)) == [0, 1, 2, 6, 7, 8]
+    assert all(bar.outlined == ("recomputed" in bar.words) for bar in bars(drawing))
+
+
+def test_edges_between_units_are_named_by_who_talks_to_whom() -> None:
+    def how(vision: UnitPlan, llm: UnitPlan) -> str:
+        [edge] = unit_edges(planned(vision=vision, llm=llm))
+        return edge.how
+
+    assert how(unit(1, 1, 3, 0, 5), unit(2, 2, 2, 3, 12)) == "broker 3:2"
+    assert how(unit(1, 1, 2, 0, 5), unit(2, 2, 2, 2, 12)) == "send 2:2"
+    assert how(unit(2, 1, 2, 0, 5), unit(2, 2, 2, 0, 12)) == "local"
+    three = planned(vision=unit(1, 1, 2, 0, 5), llm=unit(1, 1, 1, 2, 5), generator=unit(1, 1, 2, 3, 5))
+    assert [(e.src, e.dst, e.how) for e in unit_edges(three)] == [
+        ("vision", "llm", "broker 2:1"),
+        ("llm", "generator", "broker 1:2"),
+    ]
+    assert "vision.0 → llm: broker 2:1" in labels(plan_picture(three))
+    assert "llm.0 → generator: broker 1:2" in labels(plan_picture(three))
+
+
+def test_ranks_that_hold_the_same_stages_are_one_slice() -> None:
+    shared = planned(vision=unit(2, 1, 4, 0, 4), llm=unit(2, 4, 1, 0, 16))
+    found = slices(shared)
+    assert [s.ranks for s in found] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [[(lanes.unit, lanes.lanes) for lanes in s.held] for s in found][1] == [
+        ("vision", ((1, (2, 3)),)),
+        ("llm", ((0, (2, 3)),)),
+    ]
+
+
+def test_chunks_go_round_the_ranks() -> None:
+    plan = planned(llm=unit(2, 2, 2, 0, 16, vpp=2))
+    assert [stage_ranks(plan.units["llm"], s) for s in range(4)] == [(0, 1, 2, 3), (4, 5, 6, 7)] * 2
+    first, second = slices(plan)
+    assert [s.stage for s in first.held[0].stages] == [0, 2]
+    assert [s.stage for s in second.held[0].stages] == [1, 3]
+
+
+def test_shown_ranks_stand_for_the_others() -> None:
+    plan = planned(vision=unit(2, 1, 32, 0, 8), llm=unit(8, 4, 16, 64, 32))
+    assert shown_ranks(plan, 2000) == list(range(576))
+    assert shown_ranks(plan, 24) == [0, 2, 64, 192, 320, 448]
+    assert shown_ranks(plan, 24, group=3) == [12, 14, 64 + 24, 192 + 24, 320 + 24, 448 + 24]
+    odd = planned(vision=unit(1, 1, 31, 0, 8), llm=unit(1, 2, 32, 31, 32))
+    assert shown_ranks(odd, 24) == [0, 31, 63]
+    assert len(shown_ranks(planned(llm=unit(1, 64, 4, 0, 64)), 24)) == 24
+
+
+def test_the_replica_group_that_the_step_waits_for_is_drawn(rehearsed: tuple[Plan, Timeline]) -> None:
+    plan = planned(vision=unit(2, 1, 32, 0, 8), llm=unit(8, 4, 16, 64, 32))
+    path = [
+        Span(0, 0.0, 2.0, Forward(StageId("vision", 0), Microbatch("vision", 0, 0))),
+        Span(12, 2.0, 1.5, Forward(StageId("vision", 0), Microbatch("vision", 7, 0))),
+        Span(88, 3.5, 1.0, Forward(StageId("llm", 0), Microbatch("llm", 3, 0))),
+    ]
+    waiting = replace(rehearsed[1], critical_path=path)
+    _, ranks = steps(Contents("big", plan, 4.0, [waiting]))
+    assert ranks == shown_ranks(plan, 24, group=3)
+
+
+@pytest.mark.parametrize("vpp", [1, 3, 6])
+def test_words_of_a_stage_do_not_lie_on_each_other(vpp: int) -> None:
+    """Of an interleaved plan with a hundred layers, all recomputed; letters as wide as a browser's, on average."""
+    plan = planned(vision=unit(1, 6, 2, 0, 108, vpp, redone=2), llm=unit(1, 6, 2, 0, 216, vpp, redone=99))
+    lines: dict[tuple[float, float], list[tuple[float, float]]] = {}
+    for mark in plan_picture(plan).marks:
+        if isinstance(mark, Label) and mark.anchor in ("start", "end"):
+            length = len(mark.text) * mark.size * (0.66 if mark.bold else 0.64)
+            left = mark.x - length if mark.anchor == "end" else mark.x
+            lines.setdefault((mark.y, mark.x // (CARD + GAP)), []).append((left, left + length))
+    for spans_of_line in lines.values():
+        for (_, end), (begin, _) in pairwise(sorted(spans_of_line)):
+            assert end <= begin
+
+
+def test_a_plan_of_thousands_of_ranks_stays_a_small_picture() -> None:
+    plan = planned(vision=unit(8, 8, 48, 0, 48), llm=unit(8, 8, 48, 0, 96, vpp=12))
+    drawing = plan_picture(plan)
+    assert len(drawing.marks) < 3000
+    assert drawing.width < 1100
+    assert "and 45 more replicas like these" in labels(drawing)
+    assert len(svg(drawing)) < 500_000
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        planned(vision=unit(1, 1, 2, 0, 5), llm=unit(2, 2, 2, 2, 12, redone=3)),
+        planned(llm=unit(4, 3, 100, 0, 7, vpp=2)),
+        planned(vision=unit(2, 1, 4, 0, 4), llm=unit(2, 4, 1, 0, 16)),
+        planned(vision=unit(1, 1, 1, 0, 400), audio=unit(1, 1, 1, 1, 3), llm=unit(1, 9, 1, 2, 400)),
+    ],
+)
+def test_marks_lie_on_the_sheet_and_cards_do_not_overlap(plan: Plan) -> None:
+    drawing = plan_picture(plan)
+    for mark in drawing.marks:
+        if isinstance(mark, Box):
+            assert 0 <= mark.x <= mark.x + mark.width <= drawing.width
+            assert 0 <= mark.y <= mark.y + mark.height <= drawing.height
+        if isinstance(mark, Label):
+            assert 0 <= mark.x <= drawing.width
+            assert 0 < mark.y <= drawing.height
+    cards = [m for m in drawing.marks if isinstance(m, Box) and m.width == CARD]
+    corners = [(c.x, c.y, c.x + c.width, c.y + c.height) for c in cards]
+    for i, (x0, y0, x1, y1) in enumerate(corners):
+        assert all(x1 <= u0 or u1 <= x0 or y1 <= v0 or v1 <= y0 for u0, v0, u1, v1 in corners[:i])
+
+
+def test_a_step_shows_each_computation_with_its_microbatch(rehearsed: tuple[Plan, Timeline]) -> None:
+    plan, timeline = rehearsed
+    step = Step.simulated("Simulated step", timeline, [0, 1])
+    drawing = timeline_picture(step, tuple(plan.units), [0, 1], step.length_us)
+    computed = [e for e in step.events if e["ph"] == "X" and e["tid"] == 0 and e["dur"] >= step.length_us / 900]
+    words = [mark.words for mark in drawing.marks if isinstance(mark, Box)]
+    for event in computed:
+        assert any(word.startswith(f"{event['name']}:") for word in words)
+    assert "rank 1 computes" in drawing.about
+    half = timeline_picture(step, tuple(plan.units), [0, 1], 2 * step.length_us)
+    assert max(m.x + m.width for m in half.marks if isinstance(m, Box)) < WIDTH * 0.55
+
+
+def test_the_critical_path_is_underlined_once_at_a_time(rehearsed: tuple[Plan, Timeline]) -> None:
+    plan, timeline = rehearsed
+    step = Step.simulated("Simulated step", timeline, [0, 1])
+    drawing = timeline_picture(step, tuple(plan.units), [0, 1], step.length_us)
+    lines = sorted(m.points for m in drawing.marks if isinstance(m, Line) and m.paint == "ink")
+    assert lines[0][0][0] == LEFT
+    for (_, (end, _)), ((begin, _), _) in pairwise(lines):
+        assert end <= begin + 1
+    computed = sum(s.duration_s for s in timeline.critical_path if isinstance(s.action, Compute))
+    underlined = sum(end[0] - begin[0] for begin, end in lines) / (WIDTH - LEFT)
+    assert underlined == pytest.approx(computed / timeline.step_time_s, rel=0.02)
+
+
+def test_spans_below_a_pixel_are_merged_and_boxes_bounded() -> None:
+    args = {"unit": "llm", "stage": 0, "microbatch": 0}
+    short = [{"ph": "X", "name": "F", "pid": 0, "tid": 0, "ts": i, "dur": 1, "args": args} for i in range(100_000)]
+    drawing = timeline_picture(Step("s", short, 0.0, 100_000.0), ("llm",), [0], 100_000.0)
+    assert [m.words for m in drawing.marks if isinstance(m, Box)] == ["100000 short spans"]
+    many = [{**short[0], "pid": rank, "ts": 100 * i, "dur": 99} for rank in range(24) for i in range(1000)]
+    drawing = timeline_picture(Step("s", many, 0.0, 100_000.0), ("llm",), list(range(24)), 100_000.0)
+    assert 0 < sum(isinstance(m, Box) for m in drawing.marks) <= MAX_BOXES
+
+
+def test_a_loss_that_is_not_finite_is_a_gap() -> None:
+    drawing = curve([(1, 1.0), (2, 2.0), (3, None), (4, 1.0), (5, 3.0), (6, None), (7, 2.0)], "Loss", "nats")
+    assert drawing is not None
+    lines = [m for m in drawing.marks if isinstance(m, Line) and m.paint == "u0"]
+    assert [len(line.points) for line in lines] == [2, 2]
+    assert sum(isinstance(m, Box) for m in drawing.marks) == 1  # a value between two gaps
+    assert "1 at first, 2 at last, between 1 and 3" in drawing.about
+    assert curve([(1, None), (2, 1.0)], "Loss", "nats") is None
+
+
+@pytest.mark.parametrize(("ending", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
+def test_a_paper_gets_plan_and_both_steps(
+    rehearsed: tuple[Plan, Timeline], tmp_path: Path, ending: str, magic: bytes
+) -> None:
+    drawn = pictures(run_of(contents_of(*rehearsed)))
+    assert [caption.split(":")[0] for caption, _ in drawn] == ["try", "Step 4, simulated", "Step 4, measured"]
+    save_picture(drawn, tmp_path / f"a.{ending}")
+    assert (tmp_path / f"a.{ending}").read_bytes().startswith(magic)
+
+
+def test_a_picture_that_cannot_be_written_is_refused(
+    rehearsed: tuple[Plan, Timeline], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = pictures(contents_of(*rehearsed))
+    with pytest.raises(UserError, match=r"ends in \.png, \.pdf, \.svg, this in `\.jpg`"):
+        save_picture(drawn, tmp_path / "a.jpg")
+    with pytest.raises(UserError, match="cannot write the picture"):
+        save_picture(drawn, tmp_path / "none" / "a.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"pip install 'mmtrain\[report\]'"):
+        save_picture(drawn, tmp_path / "a.png")
+
+
+def test_numbers_in_runs() -> None:
+    assert spans((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
+    assert spans(()) == ""
+
+
+def test_words_in_drawings_are_escaped() -> None:
+    text = svg(Drawing(10, 10, '<">', (Label(0, 0, "<b>"), Box(0, 0, 1, 1, "u0", words="a<b"))))
+    assert "<b>" not in text
+    assert "a&lt;b" in text
+    assert 'aria-label="&lt;&quot;&gt;"' in text
+
+
+def test_a_step_beyond_the_trace_is_not_drawn(rehearsed: tuple[Plan, Timeline]) -> None:
+    contents = run_of(contents_of(*rehearsed))
+    assert contents.trace is not None
+    later = replace(contents, trace=None)
+    assert [caption for caption, _ in pictures(later)][1].startswith("Simulated step: ")

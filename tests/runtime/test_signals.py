@@ -1,0 +1,52 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from mmtrain.runtime.resilience.signals import STOP_SIGNALS, StopRequest
+
+DEADLINE_S = 5.0
+
+
+def _until_asked(stop: StopRequest) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while not stop.asked and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return stop.asked
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_is_noted_and_interrupts_nothing(number: signal.Signals) -> None:
+    before = [signal.getsignal(s) for s in STOP_SIGNALS]
+    with StopRequest() as stop:
+        assert not stop.asked
+        os.kill(os.getpid(), number)
+        assert _until_asked(stop)
+    assert [signal.getsignal(s) for s in STOP_SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_second_interrupt_ends_at_once_but_other_signals_may_repeat() -> None:
+    ended = threading.Event()
+    with StopRequest(end=ended.set) as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            assert _until_asked(stop)
+            stop.asked = False
+        assert not ended.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended.wait(DEADLINE_S)
+
+
+def test_what_the_parent_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert _until_asked(stop)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
