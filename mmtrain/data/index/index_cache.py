@@ -205,8 +205,9 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _code_sha256() -> str:
-    """Over the code of this room: whatever changes in it may change what is read."""
+    """Hash the source of the whole `data` package: any change of it may change the lengths that are read."""
+    package = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return digest.hexdigest()
