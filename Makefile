@@ -20,8 +20,8 @@ demo: $(VENV)/.installed      ## demo data, plan, train on CPU, report what it l
 test: $(VENV)/.installed      ## the test suite
 	$(BIN)/pytest -m 'not slow'
 
-test-slow: $(VENV)/.installed ## its long runs alone
-	$(BIN)/pytest -m slow
+test-slow: $(VENV)/.installed ## its long runs, and property tests on many examples
+	$(BIN)/pytest -m 'slow or hypothesis' --hypothesis-profile=thorough
 
 test-all: test test-slow      ## the test suite with its long runs
 

@@ -1,14 +1,25 @@
-"""What all tests share: equal examples of property tests on every machine, and signals that arrive."""
+"""What all tests share: property tests with the same examples on every machine, and signals that arrive.
+
+Property tests run on few examples in `make test`, and again on many in `make test-slow`.
+"""
 
 import signal
 
 from hypothesis import HealthCheck, settings
 
-settings.register_profile(
-    "same-everywhere", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("same-everywhere")
+EXAMPLES = {"quick": 30, "thorough": 250}  # of each property; `--hypothesis-profile` chooses
+
+for profile, examples in EXAMPLES.items():
+    settings.register_profile(
+        profile,
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("quick")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts its background jobs deaf to Ctrl-C, which a run of ours respects and tests of it cannot.
+    # A shell makes its background jobs ignore Ctrl-C. Our runs respect that, so tests of Ctrl-C would wait in vain.
     signal.signal(signal.SIGINT, signal.default_int_handler)

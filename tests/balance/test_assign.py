@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import (
@@ -54,7 +54,6 @@ def laid_out(case: tuple[int, int, int, int, int]) -> tuple[SampleLengths, list[
 
 
 @given(cases)
-@settings(max_examples=80, deadline=None)
 def test_a_batch_holds_every_sample_and_item_once_in_declared_order(case: tuple[int, int, int, int, int]) -> None:
     _, _, dp_llm, _, num_microbatches = case
     lengths, groups, meta = laid_out(case)
@@ -85,7 +84,6 @@ def test_a_batch_holds_every_sample_and_item_once_in_declared_order(case: tuple[
 
 
 @given(cases)
-@settings(max_examples=80, deadline=None)
 def test_items_stay_in_their_block_and_are_spread_evenly(case: tuple[int, int, int, int, int]) -> None:
     _, dp_vision, dp_llm, num_vision, num_microbatches = case
     _, _, meta = laid_out(case)
@@ -104,7 +102,6 @@ def test_items_stay_in_their_block_and_are_spread_evenly(case: tuple[int, int, i
 
 
 @given(cases)
-@settings(max_examples=60, deadline=None)
 def test_items_are_dealt_by_what_they_cost_and_blocks_make_up_for_each_other(
     case: tuple[int, int, int, int, int],
 ) -> None:
@@ -127,7 +124,6 @@ def test_items_are_dealt_by_what_they_cost_and_blocks_make_up_for_each_other(
 
 
 @given(st.integers(0, 10_000), st.integers(2, 4), st.integers(1, 5))
-@settings(max_examples=40, deadline=None)
 def test_replicas_are_even_in_the_cost_that_is_aimed_at(seed: int, dp: int, num: int) -> None:
     rng = np.random.default_rng(seed)
     lengths, groups = make_lengths(rng, 3 * dp * num), make_groups(rng, 3 * dp * num, dp * num)
@@ -149,7 +145,6 @@ def _best_partition(sizes: list[int], bins: int, capacity: int) -> int:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
 def test_longest_first_keeps_grahams_bound(sizes: list[int], bins: int) -> None:
     placed = longest_first(np.array(sizes), bins)
     worst = max(np.bincount(placed, weights=sizes, minlength=bins))
@@ -157,7 +152,6 @@ def test_longest_first_keeps_grahams_bound(sizes: list[int], bins: int) -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=6, max_size=6), st.sampled_from([2, 3]))
-@settings(max_examples=60, deadline=None)
 def test_equal_counts_stay_near_the_best_equal_count_partition(sizes: list[int], bins: int) -> None:
     capacity = len(sizes) // bins
     placed = longest_first(np.array(sizes), bins, capacity)
@@ -167,7 +161,6 @@ def test_equal_counts_stay_near_the_best_equal_count_partition(sizes: list[int],
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
 def test_neighbours_in_the_stream_run_side_by_side_and_replicas_stay_even(seed: int, dp: int, num: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = make_lengths(rng, 3 * dp * num)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import IntArray, ItemLengths, Load, Price, SampleLengths, StepAims
@@ -25,7 +25,6 @@ def _worth(groups: list[IntArray], loads: np.ndarray, weights: list[float], repl
 @given(
     st.integers(0, 10_000), st.sampled_from([2, 3, 5]), st.integers(1, 4), st.integers(1, 3), st.sampled_from([3, 12])
 )
-@settings(max_examples=80, deadline=None)
 def test_no_run_gets_worse_and_no_sample_leaves_it(seed: int, replicas: int, runs: int, q: int, most: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, most, replicas * runs)
@@ -47,7 +46,6 @@ def test_no_run_gets_worse_and_no_sample_leaves_it(seed: int, replicas: int, run
 
 
 @given(st.lists(st.integers(1, 30), min_size=6, max_size=8), st.integers(0, 100))
-@settings(max_examples=60, deadline=None)
 def test_three_groups_come_near_the_best_deal(costs: list[int], seed: int) -> None:
     loads = np.array(costs)[:, None]
     best = min(
@@ -78,7 +76,6 @@ def make_lengths(rng: np.random.Generator, n: int) -> SampleLengths:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
 def test_work_prices_samples_and_every_item_of_theirs(seed: int, n: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = make_lengths(rng, n)

@@ -2,7 +2,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import pack
@@ -30,7 +30,6 @@ def _fewest_groups(sizes: list[int], budget: int) -> int:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
 def test_every_sample_once_within_every_budget_and_window(data: st.DataObject) -> None:
     m = data.draw(st.integers(1, 3))
     budgets = np.array(data.draw(st.lists(st.integers(1, 40), min_size=m, max_size=m)))
@@ -55,7 +54,6 @@ def test_every_sample_once_within_every_budget_and_window(data: st.DataObject) -
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8))
-@settings(max_examples=100, deadline=None)
 def test_number_of_groups_is_near_the_best_possible(sizes: list[int]) -> None:
     tokens = np.array(sizes)[:, None]
     groups = pack(tokens, np.array([20]), np.arange(len(sizes)), window=64)
@@ -63,7 +61,6 @@ def test_number_of_groups_is_near_the_best_possible(sizes: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=40), st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_each_sample_joins_the_fullest_group_that_can_take_it(sizes: list[int], bound_twice: bool) -> None:
     order = np.random.default_rng(len(sizes) + sum(sizes)).permutation(len(sizes))
     tokens = np.array([sizes, [1] * len(sizes)]).T

@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Groups, dist_ratio, max_over_mean, pad_ratio
@@ -16,7 +16,6 @@ def test_padding_of_two_mini_batches_by_hand() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
 def test_ratios_are_what_their_formulas_say(seed: int, steps: int, replicas: int, modalities: int) -> None:
     loads = np.random.default_rng(seed).integers(0, 5, (steps, replicas, modalities))
     for j, found in enumerate(dist_ratio(loads)):
@@ -31,7 +30,6 @@ def test_ratios_are_what_their_formulas_say(seed: int, steps: int, replicas: int
 
 
 @given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
 def test_no_arrangement_of_a_step_gets_below_its_bound(seed: int, steps: int, replicas: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 3, steps * replicas)

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Groups, IntArray, dist_ratio, isf, pad_ratio
@@ -35,7 +35,6 @@ def _as_sets(groups: Groups) -> list[tuple[int, ...]]:
 
 
 @given(st.integers(0, 10_000), st.integers(0, 60), st.integers(1, 3), st.integers(0, 4))
-@settings(max_examples=150, deadline=None)
 def test_isf_is_the_algorithm_told_one_sample_at_a_time(seed: int, n: int, m: int, rounds: int) -> None:
     rng = np.random.default_rng(seed)
     budgets = rng.integers(5, 30, m)
@@ -63,7 +62,6 @@ def test_isf_keeps_mostly_full_groups_and_strands_the_rest() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(0, 80), st.integers(1, 6), st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
 def test_baselines_use_every_sample_once_in_batches_of_the_asked_size(
     seed: int, n: int, batch: int, replicas: int
 ) -> None:

@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Cost, Rearrangement, rebalance, split_long
@@ -14,7 +14,6 @@ def _largest(tokens: np.ndarray, rank: np.ndarray, num_ranks: int) -> float:
 
 
 @given(st.integers(0, 10_000), st.integers(0, 7), st.integers(1, 3))
-@settings(max_examples=80, deadline=None)
 def test_long_samples_are_shared_out_as_evenly_as_can_be(seed: int, num_items: int, num_ranks: int) -> None:
     rng = np.random.default_rng(seed)
     sample, tokens = np.sort(rng.integers(0, 3, num_items)), rng.integers(1, 30, num_items)
@@ -46,7 +45,6 @@ def test_a_sample_with_most_of_the_images_no_longer_keeps_others_waiting() -> No
 
 
 @given(st.integers(0, 10_000), st.integers(0, 6), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
 def test_features_of_split_samples_reach_the_llm_in_one_move(seed: int, num_samples: int, num_ranks: int) -> None:
     rng = np.random.default_rng(seed)
     source, num_items = rng.integers(0, num_ranks, num_samples), rng.integers(0, 9, num_samples)

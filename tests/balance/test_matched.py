@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Groups, dist_ratio, matched, max_over_mean
@@ -12,7 +12,6 @@ from mmtrain.balance.modality_free_steps import clear
 
 
 @given(st.integers(0, 10_000), st.integers(0, 90), st.integers(1, 3), st.integers(1, 5), st.integers(5, 40))
-@settings(max_examples=120, deadline=None)
 def test_every_sample_once_within_budgets_and_window(seed: int, n: int, m: int, replicas: int, window: int) -> None:
     rng = np.random.default_rng(seed)
     budgets = rng.integers(12, 40, m)
@@ -56,7 +55,6 @@ def test_steps_are_full_and_even_on_a_mixture() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(2, 8), st.integers(1, 3))
-@settings(max_examples=80, deadline=None)
 def test_groups_without_a_modality_come_to_fill_whole_steps(seed: int, replicas: int, num_windows: int) -> None:
     rng = np.random.default_rng(seed)
     num, budgets = 24 * num_windows, np.array([100, 8])
@@ -114,7 +112,6 @@ def test_a_sample_above_the_budget_is_a_bug_of_the_caller() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(2, 3), st.integers(1, 2))
-@settings(max_examples=60, deadline=None)
 def test_exchange_never_worsens_a_step_and_loses_nothing(seed: int, replicas: int, m: int) -> None:
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 4, (4, replicas))
@@ -136,7 +133,6 @@ def test_exchange_never_worsens_a_step_and_loses_nothing(seed: int, replicas: in
 
 
 @given(st.lists(st.integers(1, 30), min_size=4, max_size=7))
-@settings(max_examples=60, deadline=None)
 def test_exchange_between_two_groups_is_near_the_best_split(sizes: list[int]) -> None:
     n = len(sizes)
     padded = np.array([*sizes, 0], dtype=np.float64)[:, None]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import BatchMeta, Place, Price, SampleLengths, StepAims, assign
@@ -85,7 +85,6 @@ def span(meta: BatchMeta, case: Case, aims: StepAims) -> float:
 
 
 @given(cases, st.booleans())
-@settings(max_examples=80, deadline=None)
 def test_an_order_in_time_moves_whole_blocks_and_lengthens_no_step(case: Case, chunks: bool) -> None:
     _, _, dp_llm, num_vision, num = case
     timing = interleaved(case) if chunks else AIMS

@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -19,7 +19,6 @@ def _pieces(seed: int, num_replicas: int, per_replica: int) -> tuple[np.ndarray,
 
 
 @given(st.integers(0, 10_000), st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 2), (6, 3), (4, 4)]), st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
 def test_placements_are_permutations_as_good_as_the_best_of_all(seed: int, nodes: tuple[int, int], per: int) -> None:
     num_replicas, per_node = nodes
     rng = np.random.default_rng(seed)

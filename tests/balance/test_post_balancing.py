@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Cost, Rearrangement, dominant, rebalance
@@ -44,7 +44,6 @@ def _optimum(cost: Cost, lengths: list[int], num_ranks: int) -> float:
 
 @pytest.mark.parametrize("cost", COSTS, ids=lambda c: f"{c.kind}-{c.quadratic}")
 @given(small)
-@settings(max_examples=40, deadline=None)
 def test_each_algorithm_is_near_the_optimum_of_its_objective(cost: Cost, case: tuple[list[int], int, int]) -> None:
     lengths, num_ranks, seed = case
     source = np.random.default_rng(seed).integers(0, num_ranks, len(lengths))
@@ -62,7 +61,6 @@ def test_each_algorithm_is_near_the_optimum_of_its_objective(cost: Cost, case: t
 
 
 @given(st.integers(0, 10_000), st.integers(0, 300), st.integers(1, 40))
-@settings(max_examples=80, deadline=None)
 def test_dealing_many_at_once_is_dealing_one_by_one(seed: int, n: int, num_ranks: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = np.floor(rng.lognormal(3, 1.5, (n, 1)))
@@ -113,7 +111,6 @@ def _apply(move: Rearrangement, places: dict[tuple[int, int], str]) -> dict[tupl
 
 
 @given(st.integers(0, 10_000), st.integers(0, 12), st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
 def test_inverse_and_composition_move_pieces_as_one_after_the_other(seed: int, n: int, num_ranks: int) -> None:
     rng = np.random.default_rng(seed)
     source = rng.integers(0, num_ranks, n)
@@ -133,7 +130,6 @@ def test_moves_that_do_not_meet_are_refused() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(0, 8), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
 def test_items_follow_their_samples(seed: int, n: int, num_ranks: int) -> None:
     rng = np.random.default_rng(seed)
     move = _random_move(rng, np.sort(rng.integers(0, num_ranks, n)), num_ranks)

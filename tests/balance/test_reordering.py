@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import reordering as reorder
@@ -46,7 +46,6 @@ def _times(seed: int, p: int, num: int, chains: int = 1) -> tuple[np.ndarray, np
 
 
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 14), st.integers(1, 3))
-@settings(max_examples=120, deadline=None)
 def test_the_recurrence_is_1f1b(seed: int, p: int, num: int, chains: int) -> None:
     forward, backward = _times(seed, p, num, chains)
     rng = np.random.default_rng(seed)
@@ -60,7 +59,6 @@ def test_the_recurrence_is_1f1b(seed: int, p: int, num: int, chains: int) -> Non
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 16), st.integers(1, 2))
-@settings(max_examples=60, deadline=None)
 def test_an_order_is_a_permutation_and_never_worse_than_given(seed: int, p: int, num: int, chains: int) -> None:
     forward, backward = _times(seed, p, num, chains)
     given_order = np.random.default_rng(seed).permutation(num)
@@ -119,7 +117,6 @@ def test_the_constructed_order_begins_and_ends_small() -> None:
 
 
 @given(st.integers(0, 10_000), st.sampled_from([(3, 12), (6, 14), (10, 30)]))
-@settings(max_examples=20, deadline=None)
 def test_where_the_first_stage_is_uneven_a_swap_gains_what_the_formula_says(seed: int, case: tuple[int, int]) -> None:
     p, num = case
     rng = np.random.default_rng(seed)
@@ -154,7 +151,6 @@ def test_an_expired_search_returns_its_start() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=6, max_size=6), st.sampled_from([2, 3]))
-@settings(max_examples=40, deadline=None)
 def test_samples_are_dealt_longest_first_in_equal_numbers(sizes: list[int], replicas: int) -> None:
     replica = reorder.across_replicas(np.array(sizes), replicas, equal_counts=True)
     assert np.bincount(replica, minlength=replicas).tolist() == [6 // replicas] * replicas

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Groups
@@ -10,7 +10,6 @@ from mmtrain.balance.summary import NUM_BINS, score, summarise
 @given(
     st.lists(st.lists(st.integers(0, 10**6), min_size=2, max_size=2), max_size=60), st.sampled_from([1.0, 0.37, 1e-3])
 )
-@settings(max_examples=200, deadline=None)
 def test_every_sample_that_has_any_is_in_one_bin(rows: list[list[int]], unit: float) -> None:
     values = np.array(rows, dtype=np.float64).reshape(-1, 2) * unit
     summary = summarise(("a", "b"), values)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -54,7 +54,6 @@ def cut(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return box if spec.flat is None else box.reshape(-1)[spec.flat[0] : spec.flat[1]]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data(), tilings(), st.sampled_from(DTYPES), st.integers(0, 2**32 - 1))
 def test_any_piece_is_read_from_any_tiling(
     data: st.DataObject, tiling: tuple[tuple[int, ...], list[ShardSpec]], dtype: torch.dtype, seed: int

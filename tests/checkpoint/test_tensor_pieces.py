@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.checkpoint import Shard, ShardSpec
@@ -27,7 +27,6 @@ def piece_of(full: np.ndarray, spec: ShardSpec) -> np.ndarray:
     return box if spec.flat is None else box.reshape(-1)[spec.flat[0] : spec.flat[1]]
 
 
-@settings(max_examples=300)
 @given(specs())
 def test_regions_are_the_flattened_piece_in_order(spec: ShardSpec) -> None:
     full = np.arange(int(np.prod(spec.full_shape))).reshape(spec.full_shape)

@@ -2,7 +2,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, Groups, IntArray, ItemLengths, SampleLengths, dist_ratio
@@ -39,7 +39,6 @@ def contents(stream: GroupStream, first: int, count: int) -> list[list[int]]:
 @given(
     st.integers(0, 1000), st.integers(1, 60), st.integers(1, 30), st.sampled_from(METHODS), st.sampled_from([1, 2, 4])
 )
-@settings(max_examples=120, deadline=None)
 def test_an_epoch_uses_every_sample_once_and_epochs_follow_each_other(
     seed: int, num_samples: int, window: int, method: Method, global_batch: int
 ) -> None:
@@ -57,7 +56,6 @@ def test_an_epoch_uses_every_sample_once_and_epochs_follow_each_other(
 
 
 @given(st.integers(0, 1000), st.integers(0, 80), st.integers(1, 20), st.sampled_from(METHODS), st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_seeking_equals_iterating(seed: int, first: int, count: int, method: Method, apart: bool) -> None:
     grouping = Grouping(40, 16, 2, method, long_tokens=20 if apart else None)
     iterated = contents(make_stream(seed, 50, grouping), 0, first + count)[first:]
@@ -85,7 +83,6 @@ def test_step_a_million_is_found_without_the_steps_before_it(monkeypatch: pytest
 
 
 @given(st.integers(0, 1000), st.integers(0, 5), st.sampled_from(METHODS))
-@settings(max_examples=40, deadline=None)
 def test_every_plan_sees_the_same_batches(seed: int, step: int, method: Method) -> None:
     grouping = Grouping(40, 32, 12, method)
     expected = sorted(sorted(g) for g in contents(make_stream(seed, 80, grouping), step * 12, 12))
@@ -169,7 +166,6 @@ def test_matched_steps_are_even_across_windows_and_epochs() -> None:
 
 
 @given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3, 6]))
-@settings(max_examples=30, deadline=None)
 def test_what_a_step_trains_on_hangs_on_no_plan(seed: int, method: Method, replicas: int) -> None:
     lengths, grouping = make_lengths(seed, 120), Grouping(60, 50, 6, method)
     stream = GroupStream(lengths, grouping, seed)
@@ -204,7 +200,6 @@ def test_rows_are_equal_parts_of_a_step(global_batch: int, alike: int) -> None:
 
 
 @given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3]))
-@settings(max_examples=40, deadline=None)
 def test_long_samples_have_steps_of_their_own(seed: int, method: Method, global_batch: int) -> None:
     lengths = make_lengths(seed, 60)
     stream = GroupStream(lengths, Grouping(80, 32, global_batch, method, long_tokens=25), seed)
@@ -235,7 +230,6 @@ def make_index(lengths: SampleLengths) -> DataIndex:
 
 
 @given(st.integers(0, 1000), st.integers(8, 60))
-@settings(max_examples=50, deadline=None)
 def test_validation_is_always_the_same_and_uses_each_sample_once(seed: int, num_samples: int) -> None:
     index = make_index(make_lengths(seed, num_samples, longest=20))
     batches = validation_batches(

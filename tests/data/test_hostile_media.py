@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[[], bytes], Callable[[Media], None]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @given(st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @seed(7)
 def test_damaged_media_are_used_or_refused_by_name(tmp_path: Path, name: str, data: st.DataObject) -> None:
     make, use = CASES[name]

@@ -5,7 +5,7 @@ from functools import cache
 from types import ModuleType
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data.media.image_grids import frame_grid, grids, native, num_tiles, tile_canvas
@@ -33,7 +33,6 @@ def _processor(family: str) -> ModuleType:
     extra=st.integers(0, 100_000),
     max_side=st.integers(3, 64),
 )
-@settings(max_examples=300, deadline=None)
 def test_native_grids_keep_their_limits(
     width: int, height: int, patch: int, merge: int, low: int, extra: int, max_side: int
 ) -> None:
@@ -49,7 +48,6 @@ def test_native_grids_keep_their_limits(
 
 
 @given(width=st.integers(100, 4000), height=st.integers(100, 4000))
-@settings(max_examples=100, deadline=None)
 def test_native_grids_keep_the_aspect_and_use_the_area(width: int, height: int) -> None:
     image = ImageSettings(min_pixels=128 * 128, max_pixels=448 * 448)
     rows, cols = frame_grid(width, height, image, patch=14)
@@ -71,7 +69,6 @@ def test_small_images_grow_and_fixed_ignores_the_aspect() -> None:
     low=st.integers(1, 400_000),
     extra=st.integers(0, 1_000_000),
 )
-@settings(max_examples=300, deadline=None)
 def test_native_is_qwens_wherever_that_keeps_its_own_limits(
     width: int, height: int, patch: int, low: int, extra: int
 ) -> None:
@@ -85,7 +82,6 @@ def test_native_is_qwens_wherever_that_keeps_its_own_limits(
 @given(
     width=st.integers(1, 5000), height=st.integers(1, 5000), tile=st.sampled_from([224, 448]), most=st.integers(1, 14)
 )
-@settings(max_examples=300, deadline=None)
 def test_tiles_are_internvls(width: int, height: int, tile: int, most: int) -> None:
     canvas = _processor("got_ocr2").get_optimal_tiled_canvas((height, width), (tile, tile), 1, most)
     assert tile_canvas(width, height, tile, most) == canvas[::-1]

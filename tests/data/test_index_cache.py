@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data import DataIndex, build
@@ -47,7 +47,6 @@ SAMPLES = st.builds(
 
 
 @given(st.lists(SAMPLES, max_size=4))
-@settings(max_examples=50, deadline=None)
 def test_samples_survive_as_records(samples: list[Sample]) -> None:
     records = [joined(sample, said_in(sample)) for sample in samples]
     assert list(map(from_record, records)) == samples

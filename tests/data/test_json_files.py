@@ -3,7 +3,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data import ChatTokenizer, Quarantined, Sample, write_quarantine
@@ -304,7 +304,6 @@ def test_quarantine_is_written_one_object_a_line(tmp_path: Path) -> None:
 
 
 @given(st.text("ab./:\\ \0\n~", max_size=12))
-@settings(max_examples=300, deadline=None)
 def test_plain_paths_are_found_as_all_others_are(path: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         quick = _looked_up(path)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data.formats.tar_members import BLOCK, BadMember, members
@@ -44,7 +44,6 @@ def _read(path: Path, content: bytes, limits: LimitSettings = LIMITS) -> list[Ta
     st.lists(st.tuples(st.lists(NAMES, min_size=1, max_size=3), st.binary(max_size=1100)), max_size=6),
     st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
 )
-@settings(max_examples=150, deadline=None)
 def test_members_are_those_of_the_standard_library(
     tmp_path_factory: pytest.TempPathFactory, files: list[tuple[list[str], bytes]], form: int
 ) -> None:
@@ -176,7 +175,6 @@ def test_two_archives_in_one_file_are_told_apart(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
 def test_damaged_archives_never_do_more_than_lose_members(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

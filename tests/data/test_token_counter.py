@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
@@ -59,14 +59,12 @@ TEXTS = st.one_of(
 
 
 @given(TEXTS, st.sampled_from(sorted(FAST)))
-@settings(max_examples=600, deadline=None)
 def test_counts_are_those_of_encoding(text: str, name: str) -> None:
     tokenizer = FAST[name]
     assert TokenCounter(tokenizer)(text) == len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 @given(TEXTS, st.sampled_from(sorted(FAST | SLOW)))
-@settings(max_examples=300, deadline=None)
 def test_a_text_has_at_least_as_many_tokens_as_its_length_says(text: str, name: str) -> None:
     counter = TokenCounter((FAST | SLOW)[name])
     assert counter.at_least(len(text)) <= counter(text)
@@ -98,7 +96,6 @@ def test_single_spaces_begin_pieces(name: str) -> None:
 
 
 @given(TEXTS, st.sampled_from(sorted(SLOW)))
-@settings(max_examples=200, deadline=None)
 def test_other_tokenizers_are_asked_themselves(text: str, name: str) -> None:
     tokenizer = SLOW[name]
     assert TokenCounter(tokenizer)(text) == len(tokenizer.encode(text, add_special_tokens=False).ids)

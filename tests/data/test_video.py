@@ -7,7 +7,7 @@ import av
 import numpy as np
 import pytest
 from av.video.stream import VideoStream
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -65,7 +65,6 @@ def test_films_are_stood_upright_as_their_header_says(tmp_path: Path, rotation: 
 
 
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 1 << 64))
-@settings(max_examples=100, deadline=None)
 def test_damaged_headers_turn_nothing_or_something_and_end(noise: bytes, at: int, size: int) -> None:
     content = movie(["red"], form="mov")
     moov = content.index(b"moov") - 4

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.flow.cells import CELLS, FROZEN, PLACEMENTS, RECOMPUTED, Cell, Placement, cells
 from tests.flow.equality import assert_equals_one_process
@@ -49,7 +49,6 @@ def test_any_cell_computes_what_one_process_does(cell: Cell) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_more_cells_compute_what_one_process_does(placement: Placement) -> None:
-    @settings(max_examples=40)
     @given(cells(placement))
     def check(cell: Cell) -> None:
         assert_equals_one_process(cell.recipe(), cell.plan(), cell.texts_between)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
@@ -76,7 +76,6 @@ def test_a_kernel_longer_than_the_bubbles_is_cut_and_no_other() -> None:
     assert most_pieces(LONG) > 1
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_any_kernels_run_beside_any_llm(data: st.DataObject) -> None:
     def kernels(longest: float) -> Kernels:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.plan.colocated.latest_forwards import forwards_latest
@@ -20,7 +20,6 @@ class Sent(Seconds):
         return Transport(MESSAGE_S, 1)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.booleans())
 def test_forwards_are_late_and_the_step_is_no_longer(pp: int, vpp: int, n: int, trains: bool) -> None:
     graph = chain(Unit("llm", pp, num_stages=pp * vpp, trainable=(trains,) * pp * vpp), n=n)

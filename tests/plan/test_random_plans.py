@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.costs import machine_for
@@ -49,14 +49,12 @@ def holds(data: st.DataObject) -> None:
         assert all(a[1] == b[0] for a, b in pairwise(layers))
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_every_plan_is_accepted_and_fits(data: st.DataObject) -> None:
     holds(data)
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
 @given(st.data())
 def test_a_thousand_plans_are_accepted_and_fit(data: st.DataObject) -> None:
     holds(data)

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.costs import TokenLoad, machine_for, upstream_trains
@@ -47,7 +47,6 @@ def test_one_rank_and_one_round_is_every_layer_once() -> None:
     assert found.max_over_mean == {"vision": 1.0, "llm": 1.0}
 
 
-@settings(max_examples=60, derandomize=True)
 @given(st.lists(st.tuples(*[st.floats(0, 9)] * 3), min_size=1, max_size=6))
 def test_overlapped_layers_follow_their_dependencies(layers: list[tuple[float, float, float]]) -> None:
     compute, gathers, reductions = (list(column) for column in zip(*layers, strict=True))

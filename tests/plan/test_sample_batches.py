@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping
@@ -13,7 +13,6 @@ from tests.plan.factory import lengths, text_lengths
 @given(
     st.integers(1, 40), st.sampled_from([1, 2, 8]), st.sampled_from(["matched", "isf", "random", "length", "device"])
 )
-@settings(max_examples=40, deadline=None)
 def test_batches_are_whole_and_groups_fit(num_samples: int, global_batch: int, method: str) -> None:
     samples = lengths(num_samples)
     grouping = Grouping(384, 64, global_batch, method)  # type: ignore[arg-type]

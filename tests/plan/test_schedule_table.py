@@ -6,7 +6,7 @@ from math import gcd
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance.reordering import across_time, makespans
@@ -41,7 +41,6 @@ def scheduled(draw: st.DrawFn) -> tuple[StageGraph, SchedulePlan, Program]:
 
 
 @given(scheduled(), st.integers(0, 10_000))
-@settings(max_examples=100, deadline=None)
 def test_the_recurrence_takes_what_the_program_takes(case: tuple[StageGraph, SchedulePlan, Program], seed: int) -> None:
     graph, schedule, program = case
     rng, num = np.random.default_rng(seed), schedule.num_microbatches
@@ -110,7 +109,6 @@ def chains(draw: st.DrawFn) -> StageGraph:
 
 
 @given(chains(), st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
 def test_of_a_chain_the_places_say_all(graph: StageGraph, seed: int) -> None:
     assert is_chain(graph)
     rng, num = np.random.default_rng(seed), {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
@@ -152,7 +150,6 @@ def even(table: Timetable, num: int) -> np.ndarray:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 9))
-@settings(max_examples=40, deadline=None)
 def test_one_chunk_is_plain_1f1b(seed: int, p: int, num: int) -> None:
     table, counts = interleaved(p, 1, num)
     rng = np.random.default_rng(seed)

@@ -1,7 +1,7 @@
 """Builders and lowering: every graph gets a program that an independent interpreter can run."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from mmtrain.program import build, build_1f1b, peak_live
 from mmtrain.program.ir.actions import Backward, Forward, Recv, Send, Share
@@ -16,7 +16,6 @@ def compute(graph, rank):
     return " ".join(f"{kinds[type(a)]}{a.stage.unit[0]}{a.mb.index}" for a in build_1f1b(graph).actions[rank])
 
 
-@settings(max_examples=200)
 @given(graphs(max_n=5, max_dp=4))
 def test_every_program_runs_to_its_end_on_the_whole_world(graph):
     program = build(graph)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
@@ -62,7 +62,6 @@ def altered(program: Program, action: Action) -> list[Action]:
     return [action]
 
 
-@settings(max_examples=400)
 @given(mutations())
 def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
     problems = interpret(program.graph, program.actions).problems

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from mmtrain.program import build, build_1f1b, build_coarse, peak_live, simulate
 from mmtrain.program.ir.actions import Backward, Forward
@@ -30,7 +30,6 @@ def test_the_llms_order_is_untouched_and_encoders_work_around_it():
     assert order(graph, 1) == "Fv0 Fv1 Fv2 Fl0 Bl0 Fl1 Bl1 Fl2 Bl2 Bv0 Bv1 Bv2"
 
 
-@settings(max_examples=150)
 @given(graphs())
 def test_any_graph_runs_to_its_end_in_this_order(graph):
     program = build(graph, kind="coarse")

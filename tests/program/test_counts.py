@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from mmtrain.errors import ProgramError
 from mmtrain.program import build, build_1f1b, peak_live, simulate
@@ -95,7 +95,6 @@ def test_the_llm_keeps_its_order_whatever_the_encoders_do(pp, chunks, vision_n):
         assert other[rank] == equal[rank]
 
 
-@settings(max_examples=150)
 @given(graphs(max_n=9))
 def test_what_is_in_flight_is_known_before_the_program_is(graph):
     program, alive = build(graph), in_flight(graph)
@@ -148,7 +147,6 @@ def test_a_merged_unit_runs_as_if_there_was_nothing_to_merge(other, pp, chunks, 
     assert time == pytest.approx(equal)
 
 
-@settings(max_examples=60)
 @given(graphs(max_n=6))
 def test_any_order_may_be_written_down(graph):
     order = {rank: [action_to_text(a) for a in actions] for rank, actions in build_1f1b(graph).actions.items()}

@@ -6,7 +6,7 @@ from math import fsum
 from zlib import crc32
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.program import (
@@ -62,7 +62,6 @@ programs = st.one_of(graphs(max_n=3).map(build), cut_programs(), cut_programs(in
 seeds = st.integers(0, 2**32)
 
 
-@settings(max_examples=60)
 @given(programs, seeds, st.booleans())
 def test_everything_begins_as_early_as_it_can(program: Program, seed: int, by_rank: bool) -> None:
     timing = Drawn(seed, by_rank)
@@ -79,7 +78,6 @@ def test_everything_begins_as_early_as_it_can(program: Program, seed: int, by_ra
         assert ready == sorted(ready), "what is ready first moves first"
 
 
-@settings(max_examples=60)
 @given(programs, seeds, st.booleans())
 def test_the_critical_path_is_the_step(program: Program, seed: int, by_rank: bool) -> None:
     timing = Drawn(seed, by_rank)
@@ -96,7 +94,6 @@ def test_the_critical_path_is_the_step(program: Program, seed: int, by_rank: boo
         assert s == span._replace(duration_s=span.duration_s + waited)
 
 
-@settings(max_examples=60)
 @given(programs, seeds)
 def test_idle_time_by_kind_adds_up(program: Program, seed: int) -> None:
     timeline = simulate(program, Drawn(seed, by_rank=False), program.graph.num_groups)
@@ -130,7 +127,6 @@ class Together(Drawn):
     """The same, and ranks may be taken together."""
 
 
-@settings(max_examples=40)
 @given(wide | graphs(max_n=3), seeds)
 def test_following_one_of_those_that_do_the_same_changes_nothing(graph: StageGraph, seed: int) -> None:
     def uneven(timing: Drawn) -> Drawn:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
@@ -18,13 +18,11 @@ from tests.program.test_coarse import encoder_on_every_rank
 from tests.program.test_simulate import Given
 
 
-@settings(max_examples=60)
 @given(st.one_of(cut_programs(), filled_programs()))
 def test_programs_in_parts_round_trip(program):
     assert from_text(to_text(program), program.graph) == program
 
 
-@settings(max_examples=150)
 @given(cut_programs())
 def test_cutting_what_runs_changes_nothing(program):
     assert interpret(program.graph, program.actions).problems == []
@@ -61,7 +59,6 @@ def mutations(draw: st.DrawFn) -> Program:
     return replace(program, actions={**program.actions, rank: tuple(actions)})
 
 
-@settings(max_examples=400)
 @given(mutations())
 def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
     problems = interpret(program.graph, program.actions).problems
@@ -74,7 +71,6 @@ def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
         check(program)
 
 
-@settings(max_examples=100)
 @given(cut_programs(), st.integers(0, 2**32))
 def test_programs_in_parts_take_the_time_of_the_interpreter(program, seed):
     def seconds(action):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
@@ -218,7 +218,6 @@ def test_a_replica_group_waits_for_the_slowest_one():
     assert list(alone.bubbles) == [0]
 
 
-@settings(max_examples=150)
 @given(graphs(max_n=4), st.integers(0, 2**32))
 def test_any_program_takes_the_time_of_the_interpreter(graph, seed):
     """Random whole seconds of compute; instant communication, about whose order the two need not agree."""
@@ -238,7 +237,6 @@ def test_any_program_takes_the_time_of_the_interpreter(graph, seed):
     assert timeline.step_time_s == max(clock.values())
 
 
-@settings(max_examples=100)
 @given(graphs(max_n=4), st.integers(0, 2**32))
 def test_bubbles_are_all_the_idle_time_and_spans_never_overlap(graph, seed):
     program = build(graph)

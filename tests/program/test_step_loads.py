@@ -5,7 +5,7 @@ from math import gcd
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import assign
@@ -47,7 +47,6 @@ def random_meta(graph: StageGraph, seed: int, num_samples: int, max_items: int =
     return BatchMeta(0, 0, np.arange(num_samples), tokens, tokens, replica, index, tables)
 
 
-@settings(max_examples=100)
 @given(
     st.integers(1, 3),
     st.integers(1, 3),
@@ -94,7 +93,6 @@ def test_every_row_arrives_once_in_the_order_of_samples_and_items(encoders, llms
         assert loads.loads[mb] == TokenLoad.of(meta.tokens[meta.microbatch(mb.replica, mb.index)])
 
 
-@settings(max_examples=60)
 @given(
     st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 3), (4, 2)]),
     st.integers(1, 6),

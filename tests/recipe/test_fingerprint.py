@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data.index import index_cache
@@ -57,7 +57,6 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
 
 
-@settings(max_examples=60)
 @given(recipes())
 def test_a_dumped_recipe_loads_back_equal(recipe: Recipe) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ import pytest
 import soundfile
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.checkpoint import open_newest_good
@@ -277,7 +277,6 @@ def test_answers_do_not_depend_on_who_is_asked_together(seeing: Case) -> None:
     assert all(question.images for question in changed)
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 6), st.integers(1, 100))
 def test_deal_gives_everybody_about_as_much(sizes: list[int], ways: int, max_tokens: int) -> None:
     rounds = deal(sizes, ways, max_tokens)
