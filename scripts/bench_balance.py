@@ -48,7 +48,7 @@ from mmtrain.plan.artifact.schedule_table import timetable
 from mmtrain.plan.estimate.simulate_plan import rehearse
 from mmtrain.plan.planner import plan
 from mmtrain.program import Edge, Stage, StageGraph, StageId, UnitMesh
-from mmtrain.recipe import load
+from mmtrain.recipe import load_recipe
 
 NUM_SAMPLES, WINDOW = 100_000, 16_384
 TOKENS, TILES, AUDIO = range(3)  # columns of a mixture
@@ -375,7 +375,7 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
 
 def ordering_plan(settings: Sequence[str]) -> None:
     """Steps of a planned run, simulated with and without an order in time."""
-    recipe = load(Path(__file__).parents[1] / "recipes" / "whatif" / "internvl_26b.yaml", settings).recipe
+    recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "whatif" / "internvl_26b.yaml", settings).recipe
     index, ranks = build(recipe), recipe.cluster.ranks
     assert ranks is not None
     chosen = plan(recipe, index.lengths, world_size=ranks, hardware="h100-80g", recipe_sha256="", top=1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from mmtrain.balance import Grouping
 from mmtrain.cli.recipe_index import indexed
 from mmtrain.costs import costs_for, machine_for, precision_for
-from mmtrain.models.model_shape import shape as model_shape
+from mmtrain.models.model_shape import build_model_shape as model_shape
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import in_pieces
@@ -26,7 +26,7 @@ from mmtrain.plan.estimate.sample_batches import draw_batches
 from mmtrain.plan.search.constraints import encoder_microbatches, unit_choices
 from mmtrain.plan.search.layer_partition import graph_for
 from mmtrain.plan.search.sequence_parallel import with_slices
-from mmtrain.recipe import load
+from mmtrain.recipe import load_recipe
 
 LAYOUTS = (
     ("optimus_14b", "1,1,8,1", "8,1,1,1"),
@@ -45,7 +45,7 @@ def main() -> None:
 
 def row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
     """One layout under the three schedules."""
-    recipe = load(Path(f"recipes/whatif/{name}.yaml")).recipe
+    recipe = load_recipe(Path(f"recipes/whatif/{name}.yaml")).recipe
     machine, shape = machine_for(recipe, recipe.cluster.hardware), model_shape(recipe)
     precision, choices = precision_for(recipe, machine), unit_choices(recipe, shape, machine.ranks_per_node)
     pricing = Pricing(

@@ -12,7 +12,7 @@ from pathlib import Path
 from mmtrain.data import build as index
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
-from mmtrain.recipe import load
+from mmtrain.recipe import load_recipe
 from mmtrain.report.scaling import mesh_text
 
 WHOLE = ("parallel.vision.sp=false", "parallel.audio.sp=false", "parallel.llm.sp=false")
@@ -65,7 +65,7 @@ def _told(name: str, overrides: Sequence[str]) -> str:
 
 
 def _planned(name: str, overrides: Sequence[str]) -> Plan:
-    recipe = load(Path(f"recipes/whatif/{name}.yaml"), list(overrides)).recipe
+    recipe = load_recipe(Path(f"recipes/whatif/{name}.yaml"), list(overrides)).recipe
     cluster = recipe.cluster
     assert cluster.ranks is not None, "what-if recipes name a cluster"
     return plan(

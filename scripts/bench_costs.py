@@ -34,7 +34,7 @@ from mmtrain.plan import Plan
 from mmtrain.plan.estimate.simulate_plan import rehearse
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
-from mmtrain.recipe import Recipe, load, sha256
+from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report.comparison import Trace, compare, comparison_text, path_rows
 from mmtrain.runtime.execution.rank_context import assemble
 from mmtrain.runtime.execution.recorder import Recorder, clock_of
@@ -113,7 +113,7 @@ def _options() -> argparse.Namespace:
 def _cases(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Recipe]]:
     """Recipes by model and case."""
     if options.recipe is not None:
-        return {"recipe": {options.recipe.stem: load(options.recipe, options.set).recipe}}
+        return {"recipe": {options.recipe.stem: load_recipe(options.recipe, options.set).recipe}}
     data = folder / "data"
     generate(data, seed=0, train=2000, heldout=10)
     common = ("cluster.hardware=cpu-core", "data.validation=[]", "train.validate_every=0",
@@ -122,7 +122,7 @@ def _cases(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Rec
     found: dict[str, dict[str, Recipe]] = {}
     for case, (model, settings) in CASES.items():
         if not options.only or case in options.only:
-            found.setdefault(model, {})[case] = load(DEMO, [*common, *MODELS[model], *settings]).recipe
+            found.setdefault(model, {})[case] = load_recipe(DEMO, [*common, *MODELS[model], *settings]).recipe
     return found
 
 
@@ -139,7 +139,9 @@ def _profile(recipe: Recipe, out: Path) -> Path:
 
 def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
     """Plan, train some steps, and compare."""
-    chosen = plan(recipe, build(recipe).lengths, world_size=RANKS, hardware="cpu-core", recipe_sha256=sha256(recipe))
+    chosen = plan(
+        recipe, build(recipe).lengths, world_size=RANKS, hardware="cpu-core", recipe_sha256=recipe_fingerprint(recipe)
+    )
     trace_file, memory_file = folder / "trace.json", folder / "memory.json"
     launch_local(RANKS, partial(run_rank, recipe, chosen, trace_file, memory_file))
     trace = Trace.load(trace_file)

@@ -17,9 +17,9 @@ import torch
 
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.data import ChatTokenizer, build
-from mmtrain.models.model_shape import ModelShape, shape
+from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
-from mmtrain.recipe import load
+from mmtrain.recipe import load_recipe
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import Asker, questions_of
 from mmtrain.runtime.resilience.launch import launch_local
@@ -37,7 +37,7 @@ def main() -> None:
     limit = int(sys.argv[2]) if len(sys.argv) > 2 else 200
     print("| layout | ranks | parameters on the fullest rank | seconds | tokens/s | long: seconds | tokens/s | sum |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, (num_ranks, layout) in layouts(shape(load(run_dir / RECIPE).recipe)).items():
+    for name, (num_ranks, layout) in layouts(build_model_shape(load_recipe(run_dir / RECIPE).recipe)).items():
         launch_local(num_ranks, partial(measure, run_dir, limit, name, layout))
 
 
@@ -64,7 +64,7 @@ def unit(num_layers: int, *, ranks: tuple[int, ...], tp: int = 1, pp: int = 1, d
 def measure(run_dir: Path, limit: int, name: str, layout: Layout, address: Address) -> None:
     torch.set_num_threads(1)
     world = join(address)
-    recipe = load(run_dir / RECIPE).recipe
+    recipe = load_recipe(run_dir / RECIPE).recipe
     checkpoint = open_newest_good(run_dir / CHECKPOINTS, print, ranks_of(world))
     index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer)
     endless = ChatTokenizer.load(recipe.data.tokenizer)

@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from mmtrain.data import GroupStream, Preparer, build
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.planner import plan
 from mmtrain.program import Partial, action_to_text, build_1f1b
 from mmtrain.program.ir.segments import direction, num_segments
-from mmtrain.recipe import Recipe, load, sha256
+from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.runtime.execution.rank_context import assemble
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
@@ -31,8 +31,12 @@ WARM_UP, STEPS = 5, 30
 
 def main() -> None:
     recipe_file, *options = sys.argv[1:]
-    recipe = load(Path(recipe_file), [*(o for o in options if o != "--set"), "parallel.placement=unified"]).recipe
-    chosen = plan(recipe, build(recipe).lengths, world_size=1, hardware="cpu-core", recipe_sha256=sha256(recipe))
+    recipe = load_recipe(
+        Path(recipe_file), [*(o for o in options if o != "--set"), "parallel.placement=unified"]
+    ).recipe
+    chosen = plan(
+        recipe, build(recipe).lengths, world_size=1, hardware="cpu-core", recipe_sha256=recipe_fingerprint(recipe)
+    )
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {chosen.placement} plan")
     launch_local(1, partial(bench_rank, recipe, chosen))
 
@@ -67,7 +71,7 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
 
 def cut(recipe: Recipe, chosen: Plan) -> Plan:
     """The plan with its order written down, every action cut at every layer."""
-    graph = stage_graph(chosen, shape(recipe))
+    graph = stage_graph(chosen, build_model_shape(recipe))
     order = {}
     for rank, todo in build_1f1b(graph).actions.items():
         lines = []

@@ -18,7 +18,7 @@ from mmtrain.data import GroupStream, Preparer, build
 from mmtrain.data.synthetic.demo import generate
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
-from mmtrain.recipe import Recipe, load
+from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.rank_context import assemble
 from mmtrain.runtime.resilience.launch import launch_local
@@ -37,7 +37,7 @@ def main() -> None:
         settings = [f"data.sources=[{{path: {data / 'train.json'}}}]", f"data.tokenizer={data / 'tokenizer.json'}",
                     "data.validation=[]", "train.validate_every=0", "train.global_batch=8",
                     "parallel.placement=unified", "parallel.llm.pp=2"]  # fmt: skip
-        recipe = load(DEMO, settings).recipe
+        recipe = load_recipe(DEMO, settings).recipe
         chosen = plan(recipe, build(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="")
         launch_local(2, partial(_run_rank, recipe, chosen))
 

@@ -22,7 +22,7 @@ from mmtrain.errors import PlanError
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
-from mmtrain.recipe import Recipe, sha256
+from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.runtime.profiling.measure_plans import measured_steps
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 
@@ -120,9 +120,14 @@ def every_plan(settings: Recipe, lengths: SampleLengths) -> list[Plan]:
             wanted = settings.model_copy(update={"parallel": parallel})
             try:
                 plan(
-                    wanted, lengths, world_size=RANKS, hardware="cpu-core", recipe_sha256=sha256(wanted), top=1_000,
+                    wanted,
+                    lengths,
+                    world_size=RANKS,
+                    hardware="cpu-core",
+                    recipe_sha256=recipe_fingerprint(wanted),
+                    top=1_000,
                     measure=as_predicted,
-                )  # fmt: skip
+                )
             except PlanError as error:
                 print(f"  {placement}: {str(error).splitlines()[0]}")
     return plans

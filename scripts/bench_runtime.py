@@ -22,7 +22,7 @@ from mmtrain.cli.local_cluster import cluster_of
 from mmtrain.data import GroupStream, Preparer, build
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.planner import plan
-from mmtrain.recipe import Recipe, load, sha256
+from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.runtime.execution.optimizer import Optimizer
 from mmtrain.runtime.execution.rank_context import assemble
 from mmtrain.runtime.execution.recorder import Recorder
@@ -57,10 +57,10 @@ class Stopwatch:
 
 def main() -> None:
     recipe_file, *options = sys.argv[1:]
-    recipe = load(Path(recipe_file), [o for o in options if o != "--set"]).recipe
+    recipe = load_recipe(Path(recipe_file), [o for o in options if o != "--set"]).recipe
     ranks, hardware = cluster_of(recipe)
     lengths = build(recipe).lengths
-    chosen = plan(recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=sha256(recipe))
+    chosen = plan(recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe))
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {chosen.placement} plan")
     launch_local(ranks, partial(bench_rank, recipe, chosen))
 

@@ -18,9 +18,9 @@ from mmtrain.costs import AnalyticCosts, CostTable, TokenLoad, preset, preset_fo
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, described, layer_key
 from mmtrain.data import build
 from mmtrain.data.synthetic.demo import generate
-from mmtrain.models.model_shape import LayerShape, UnitShape, shape
+from mmtrain.models.model_shape import LayerShape, UnitShape, build_model_shape
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
-from mmtrain.recipe import Recipe, load
+from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.runtime.profiling.probes import probes
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 
@@ -59,7 +59,7 @@ def main() -> None:
 def _cpu_core(folder: Path) -> CostTable:
     """The demo's layers, on loads of its data."""
     generate(folder, seed=0, train=2000, heldout=10)
-    recipe = load(
+    recipe = load_recipe(
         ROOT / "recipes" / "demo.yaml",
         [f"data.sources=[{{path: {folder / 'train.json'}}}]", f"data.tokenizer={folder / 'tokenizer.json'}",
          "data.validation=[]", "train.validate_every=0", "parallel.placement=auto"],
@@ -84,8 +84,10 @@ def _published(hardware: str, folder: Path) -> CostTable:
     for vision, llm in PUBLISHED:
         path = folder / f"{vision}-{llm}.yaml"
         path.write_text(RECIPE.format(vision=vision, llm=llm), encoding="utf-8")
-        recipe = load(path).recipe
-        layers = [e for u in shape(recipe).units for tp in (1, 2, 4, 8) for e in modelled(recipe, u, tp, hardware)]
+        recipe = load_recipe(path).recipe
+        layers = [
+            e for u in build_model_shape(recipe).units for tp in (1, 2, 4, 8) for e in modelled(recipe, u, tp, hardware)
+        ]
         table = table.merged(table.model_copy(update={"layers": tuple(layers)}))
         if here:
             sizes = sizes_to_measure(recipe, gpus)

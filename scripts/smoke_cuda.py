@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests hold the model, the batch and the meshes
 
 from mmtrain.errors import UserError
-from mmtrain.models.attention import Backend, attend, choose
+from mmtrain.models.attention import AttentionBackend, attend, choose_backend
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import assemble
 from mmtrain.runtime.training.lr_schedule import learning_rate
@@ -93,10 +93,10 @@ def rows(device: torch.device, num_devices: int, run: Run) -> Iterator[Row]:
 def attention_rows(device: torch.device) -> Iterator[Row]:
     """Each backend against the reference in fp32: outputs and gradients, causal or not, fewer KV heads or not."""
     for dtype in (torch.float32, torch.bfloat16):
-        for backend in get_args(Backend):
+        for backend in get_args(AttentionBackend):
             name = f"attention {backend}, {dtype}"
             try:
-                choose(backend, device, dtype)
+                choose_backend(backend, device, dtype)
             except UserError as e:
                 yield Row(name, str(e).partition("here: ")[2].partition(". Usable")[0])
                 continue
@@ -113,9 +113,9 @@ def training_rows(device: torch.device, run: Run) -> Iterator[Row]:
     yield Row("train fp32, recomputed / kept", difference(run(settings, RECOMPUTED), found), TOLERANCE["same"])
     frozen = recipe(**KERNELS_NEED, **FP32, **FROZEN)
     yield Row("train fp32, partly frozen / CPU", difference(run(frozen, ALONE), run(frozen, {})), TOLERANCE["fp32"])
-    for backend in get_args(Backend):
+    for backend in get_args(AttentionBackend):
         try:
-            choose(backend, device, torch.bfloat16)
+            choose_backend(backend, device, torch.bfloat16)
         except UserError:
             continue  # said above
         half = recipe(**KERNELS_NEED, **BF16, train__attention=backend)
@@ -180,7 +180,7 @@ def _rank(rank: int, size: int, store: str, settings: Recipe, meshes: Meshes) ->
 
 
 def _attention_difference(
-    backend: Backend, device: torch.device, dtype: torch.dtype, causal: bool, kv_heads: int
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, causal: bool, kv_heads: int
 ) -> float:
     """Largest difference of output and gradients, relative to the largest value of each."""
     lengths, heads, width = (33, 1, 128, 70), 4, 64
@@ -188,7 +188,7 @@ def _attention_difference(
     generator = torch.Generator().manual_seed(0)
     q, k, v, up = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
 
-    def run(how: Backend, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(how: AttentionBackend, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = attend(leaves[0], leaves[1], leaves[2], lengths, causal, how)
         return [out.detach(), *torch.autograd.grad(out, leaves, up.to(out.dtype))]

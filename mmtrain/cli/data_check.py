@@ -38,7 +38,7 @@ def check(
     from mmtrain.data.index.data_check import check as check_any
     from mmtrain.data.index.data_check import check_as
     from mmtrain.errors import UserError
-    from mmtrain.recipe import load
+    from mmtrain.recipe import load_recipe
     from mmtrain.recipe.schema import SourceSettings
 
     wanted = [SourceSettings(path=source.absolute()) for source in sources or []]
@@ -51,7 +51,7 @@ def check(
                 tell(f"decoded {done:,} of {total:,}")
 
         if recipe is not None:
-            settings = load(recipe, overrides).recipe
+            settings = load_recipe(recipe, overrides).recipe
             report = check_as(settings, wanted or [*settings.data.sources, *settings.data.validation], show, tell)
         elif wanted:
             report = check_any(wanted, show, tell)

@@ -28,10 +28,10 @@ def group(
     from mmtrain.balance import Grouping
     from mmtrain.cli.recipe_index import indexed
     from mmtrain.data.index.compare_grouping import compare_methods
-    from mmtrain.recipe import load
+    from mmtrain.recipe import load_recipe
     from mmtrain.report.data_view import grouping_text
 
-    settings = load(recipe, overrides).recipe
+    settings = load_recipe(recipe, overrides).recipe
     index = indexed(settings)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
     side_by_side = replicas or settings.parallel.llm.dp or grouping.alike

@@ -29,9 +29,9 @@ def serve(
 
     from mmtrain.data.loading.worker_pool import processors
     from mmtrain.data.service.protocol import require_zmq
-    from mmtrain.recipe import load, require_runnable
+    from mmtrain.recipe import load_recipe, require_runnable
 
-    made = load(recipe, overrides).recipe
+    made = load_recipe(recipe, overrides).recipe
     require_runnable(made, "data serve")
     require_zmq("mmtrain data serve")
     from mmtrain.data.service.producer import open_producer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mmtrain.recipe import Recipe, sha256
+from mmtrain.recipe import Recipe, recipe_fingerprint
 
 if TYPE_CHECKING:
     from mmtrain.balance import SampleLengths
@@ -75,7 +75,7 @@ def plan_here(
         lengths,
         world_size=num_ranks or ranks,
         hardware=hardware,
-        recipe_sha256=sha256(recipe),
+        recipe_sha256=recipe_fingerprint(recipe),
         top=top,
         explain=explain,
         progress=progress,

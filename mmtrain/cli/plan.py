@@ -44,7 +44,7 @@ def plan(
     from mmtrain.cli.options import require_writable, text_width
     from mmtrain.cli.whatif import cluster_settings, counts, sweep
     from mmtrain.errors import UserError, writing
-    from mmtrain.recipe import is_runnable, load
+    from mmtrain.recipe import is_runnable, load_recipe
 
     if gpus is not None and (out is not None or measure):
         raise UserError("--gpus compares clusters: it saves no plan (--out) and runs none (--measure)")
@@ -53,7 +53,7 @@ def plan(
     numbers = None if gpus is None else counts(gpus)
     short = [] if cluster is None else cluster_settings(cluster)
     short += [] if placement is None else [f"parallel.placement={placement}"]
-    settings = load(recipe, [*short, *overrides]).recipe  # a wrong recipe is told before anything slow starts
+    settings = load_recipe(recipe, [*short, *overrides]).recipe  # a wrong recipe is told before anything slow starts
     if out is not None:
         require_writable("--out", out, "plan")
     from mmtrain.cli.local_cluster import measuring, plan_here, planning_bar

@@ -40,9 +40,9 @@ def profile(
 
     from mmtrain.cli.options import require_writable
     from mmtrain.errors import DataError, writing
-    from mmtrain.recipe import load
+    from mmtrain.recipe import load_recipe
 
-    settings = load(recipe, overrides).recipe  # a wrong recipe is told before torch has loaded
+    settings = load_recipe(recipe, overrides).recipe  # a wrong recipe is told before torch has loaded
     from mmtrain.cli.local_cluster import cluster_of
     from mmtrain.costs.cost_table import CostTable
     from mmtrain.data import build

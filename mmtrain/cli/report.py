@@ -83,14 +83,14 @@ def _rehearsed(source: Path, plan: Path | None, overrides: list[str]) -> "Conten
     from mmtrain.costs import machine_for
     from mmtrain.costs.hardware import GIB
     from mmtrain.data.index.compare_grouping import compare_methods
-    from mmtrain.recipe import load
+    from mmtrain.recipe import load_recipe
     from mmtrain.report import read_metrics
     from mmtrain.report.comparison import compare
     from mmtrain.report.report_contents import Contents
     from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
 
     is_run = source.is_dir()
-    settings = load(source / RECIPE if is_run else source, overrides).recipe
+    settings = load_recipe(source / RECIPE if is_run else source, overrides).recipe
     recorded = source / TRACE if is_run and (source / TRACE).exists() else None
     found = rehearsal(settings, source / PLAN if is_run else plan, recorded)
     grouping = Grouping.of(settings.data, settings.train.global_batch)

@@ -68,7 +68,7 @@ def _rehearsed(source: Path, overrides: list[str], plan: Path | None, against: P
     """
     from mmtrain.cli.simulated_steps import rehearsal
     from mmtrain.errors import UserError
-    from mmtrain.recipe import load
+    from mmtrain.recipe import load_recipe
     from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
 
     is_plan, is_run = source.suffix.lower() == ".json", source.is_dir()
@@ -82,7 +82,7 @@ def _rehearsed(source: Path, overrides: list[str], plan: Path | None, against: P
     if is_run and against is not None:
         raise UserError(f"simulate {source}: is a run, and held beside its own trace; give --against with a recipe")
     run = source if is_run else against
-    recipe = load(run / RECIPE if run is not None and (is_plan or is_run) else source, overrides).recipe
+    recipe = load_recipe(run / RECIPE if run is not None and (is_plan or is_run) else source, overrides).recipe
     chosen = source if is_plan else plan or (run / PLAN if run else None)
     return rehearsal(recipe, chosen, run / TRACE if run else None, (step,))
 

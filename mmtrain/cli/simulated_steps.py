@@ -38,7 +38,7 @@ def rehearsal(
     from mmtrain.plan.artifact.plan_files import load as load_plan
     from mmtrain.plan.artifact.plan_files import require_match
     from mmtrain.plan.estimate.simulate_plan import rehearse
-    from mmtrain.recipe import sha256
+    from mmtrain.recipe import recipe_fingerprint
     from mmtrain.report.comparison import Trace
 
     index = indexed(recipe)
@@ -46,7 +46,7 @@ def rehearsal(
         plan = plan_here(recipe, index.lengths)
     else:
         plan = load_plan(plan_path)
-        require_match(plan, sha256(recipe), plan.world_size, plan.hardware)
+        require_match(plan, recipe_fingerprint(recipe), plan.world_size, plan.hardware)
     trace = None if trace_path is None else Trace.load(trace_path)
     if trace is not None and trace.plan_sha256 != plan.sha256:
         raise UserError(f"{trace_path}: recorded with another plan than {plan_path}; give the one that was run")

@@ -28,9 +28,9 @@ def train(
 
     Alone it starts its own processes; under torchrun or SLURM each process started is one rank.
     """
-    from mmtrain.recipe import load, require_runnable
+    from mmtrain.recipe import load_recipe, require_runnable
 
-    loaded = load(recipe, overrides)  # a wrong recipe is told before torch has loaded
+    loaded = load_recipe(recipe, overrides)  # a wrong recipe is told before torch has loaded
     require_runnable(loaded.recipe, "train")
     from mmtrain.cli.local_cluster import cluster_of, plan_for_started
     from mmtrain.plan import load as load_plan

@@ -162,7 +162,7 @@ def layer_working(
 def input_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:
     """Bytes of the hidden states that enter a layer, and of what a diffusion transformer hands on beside them."""
     hidden = layer.hidden * diffusion.input_rows(layer, load)
-    return (hidden + layer.beside(load.num_sequences)) * ELEMENT_BYTES[precision]
+    return (hidden + layer.conditioning_elements(load.num_sequences)) * ELEMENT_BYTES[precision]
 
 
 def _tied_layers(held: Iterable[HeldLayers]) -> list[tuple[LayerShape, int, int]]:

@@ -4,6 +4,6 @@ This package's front exports only the shapes, because planning must not wait for
 `mmtrain.models.build_stage` for `build_stage`, `mmtrain.models.stage_inputs` for what stages compute on.
 """
 
-from mmtrain.models.model_shape import LayerShape, ModelEdge, ModelShape, UnitShape, padded_vocab, shape
+from mmtrain.models.model_shape import LayerShape, ModelEdge, ModelShape, UnitShape, build_model_shape, padded_vocab
 
-__all__ = ["LayerShape", "ModelEdge", "ModelShape", "UnitShape", "padded_vocab", "shape"]
+__all__ = ["LayerShape", "ModelEdge", "ModelShape", "UnitShape", "build_model_shape", "padded_vocab"]

@@ -19,21 +19,21 @@ from torch import Tensor
 from mmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from mmtrain.models.kv_cache import KeyValues
+    from mmtrain.models.kv_cache import KVCache
 
-Backend = Literal["flash_attn", "varlen", "sdpa", "reference"]
-Rope = tuple[Tensor, Tensor]  # cosines and sines, each (T, 1, d / 2)
+AttentionBackend = Literal["flash_attn", "varlen", "sdpa", "reference"]
+RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each (T, 1, d / 2)
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedSequences:
     """How the tokens of a microbatch are packed, for every block of a stage."""
 
     lengths: tuple[int, ...]  # tokens of each sequence
-    rope: Rope | None = None  # rotary positions, where the model has them
-    memory: "KeyValues | None" = None  # of the sequences' earlier tokens, while an answer is written
+    rope: RotaryTables | None = None  # rotary positions, where the model has them
+    kv_cache: "KVCache | None" = None  # of the sequences' earlier tokens, while an answer is written
     qkv_format: ClassVar[str] = "thd"  # what Megatron-core calls packed tokens; it looks for this attribute
 
     @property
@@ -41,23 +41,23 @@ class Packing:
         """Tokens of all sequences together."""
         return sum(self.lengths)
 
-    def padded(self, rows: int) -> "Packing":
+    def padded(self, rows: int) -> "PackedSequences":
         """The same with `rows` tokens of padding at the end, a sequence that the others do not see."""
         if not rows:
             return self
         # Rotated by zeros the padding attends to itself evenly; nobody looks at what comes out.
         rope = None if self.rope is None else tuple(F.pad(table, (0, 0, 0, 0, 0, rows)) for table in self.rope)
-        return Packing((*self.lengths, rows), rope, self.memory)  # type: ignore[arg-type]  # still a pair
+        return PackedSequences((*self.lengths, rows), rope, self.kv_cache)  # type: ignore[arg-type]  # still a pair
 
 
-def rope_tables(
+def rotary_tables(
     lengths: tuple[int, ...],
     head_dim: int,
     base: float,
     dtype: torch.dtype,
     device: torch.device,
     starts: tuple[int, ...] | None = None,
-) -> Rope:
+) -> RotaryTables:
     """Cosines and sines of rotary positions that start at 0, or at `starts`, in each sequence (arXiv 2104.09864)."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     spans = [(start, start + n) for start, n in zip(starts or (0,) * len(lengths), lengths, strict=True)]
@@ -67,14 +67,16 @@ def rope_tables(
     return tuple(f(angles).unsqueeze(1).to(device, dtype) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
 
 
-def rotate(x: Tensor, rope: Rope) -> Tensor:
+def apply_rotary(x: Tensor, rope: RotaryTables) -> Tensor:
     """Rotate the pairs (x[i], x[i + d/2]) of each head by its position's angle, paired as in Llama."""
     cos, sin = rope
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bool, backend: Backend) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bool, backend: AttentionBackend
+) -> Tensor:
     """Attend inside each of the packed sequences, scores scaled by `1 / sqrt(d)`.
 
     q (T, heads, d), k and v (T, kv_heads, d), `sum(lengths) == T` -> (T, heads, d). Lengths are ordinary integers so
@@ -95,12 +97,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bo
             return _flash_attn(q, k, v, lengths, causal)
 
 
-def choose(backend: Literal["auto"] | Backend, device: torch.device, dtype: torch.dtype) -> Backend:
+def choose_backend(
+    backend: Literal["auto"] | AttentionBackend, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
     """Return the backend to use for `train.attention: backend`; `auto` takes the fastest that works here.
 
     Raises UserError if the named backend does not work on this device with this dtype.
     """
-    found = problems(device, dtype)
+    found = backend_problems(device, dtype)
     usable = [name for name, problem in found.items() if problem is None]
     if backend == "auto":
         return usable[0]
@@ -112,7 +116,7 @@ def choose(backend: Literal["auto"] | Backend, device: torch.device, dtype: torc
     return backend
 
 
-def problems(device: torch.device, dtype: torch.dtype) -> dict[Backend, str | None]:
+def backend_problems(device: torch.device, dtype: torch.dtype) -> dict[AttentionBackend, str | None]:
     """Every backend, the fastest first, with what keeps it from computing in `dtype` on this device, if anything."""
     return {
         "flash_attn": _flash_attn_problem(device, dtype),

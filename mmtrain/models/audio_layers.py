@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.errors import DataError
-from mmtrain.models.attention import Packing
+from mmtrain.models.attention import PackedSequences
 from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import AudioInput
 from mmtrain.recipe.model_settings import AudioSettings
 
 if TYPE_CHECKING:
-    from mmtrain.models.megatron import Parts
+    from mmtrain.models.megatron import LayerFactory
 
 IntArray = npt.NDArray[np.int64]
 _TAPS = 3
@@ -38,9 +38,9 @@ class AudioContext:
     device: torch.device
 
     @cached_property
-    def packing(self) -> Packing:
+    def packing(self) -> PackedSequences:
         """Each clip is a sequence of its own, of one token for two frames."""
-        return Packing(tuple(n // 2 for n in self.inputs.frames))
+        return PackedSequences(tuple(n // 2 for n in self.inputs.frames))
 
     @cached_property
     def positions(self) -> Tensor:
@@ -65,7 +65,7 @@ class AudioEmbed(nn.Module):
     """
 
     def __init__(
-        self, settings: AudioSettings, shape: LayerShape, parts: "Parts", activation: Callable[[Tensor], Tensor]
+        self, settings: AudioSettings, shape: LayerShape, parts: "LayerFactory", activation: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
         self.max_frames = settings.max_frames

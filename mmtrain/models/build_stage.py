@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmtrain.models import parameter_specs as params
-from mmtrain.models.attention import Backend, choose
+from mmtrain.models.attention import AttentionBackend, choose_backend
 from mmtrain.models.audio_layers import AudioContext, AudioEmbed
 from mmtrain.models.llm_layers import Embedding, Head, TextContext
 from mmtrain.models.model_shape import BLOCK_PIECES, LayerShape, ModelShape, UnitShape
@@ -22,9 +22,9 @@ from mmtrain.models.vision_layers import PatchEmbed, Projector, VisionContext
 from mmtrain.recipe.model_settings import AudioSettings, ModelSettings, VisionSettings
 
 if TYPE_CHECKING:
-    from mmtrain.models.megatron import ParallelGroups, Parts
+    from mmtrain.models.megatron import LayerFactory, ParallelGroups
 
-Context = VisionContext | AudioContext | TextContext
+StageContext = VisionContext | AudioContext | TextContext
 _BLOCKS = ("vit_block", "decoder_block")
 _SLICED = (*_BLOCKS, "head")  # layers that read a slice of the tokens under sequence parallelism
 
@@ -40,7 +40,7 @@ def build_stage(
     device: torch.device,
     recompute: frozenset[int],
     seed: int,
-    attention: Literal["auto"] | Backend,
+    attention: Literal["auto"] | AttentionBackend,
     sequence_parallel: bool = False,
 ) -> "StageModule":
     """Build layers [lo, hi) of `unit` on this rank, with their initial weights, frozen where the settings say so.
@@ -49,14 +49,14 @@ def build_stage(
     `sequence_parallel` the ranks of a lane share out the tokens between the layers' products.
     Raises UserError if the attention backend does not work here.
     """
-    from mmtrain.models.megatron import prepare
+    from mmtrain.models.megatron import prepare_megatron
 
-    prepare(device)
-    backend = choose(attention, device, dtype)
+    prepare_megatron(device)
+    backend = choose_backend(attention, device, dtype)
     parts = _parts(recipe_model, shape.unit(unit), groups, dtype, backend, sequence_parallel and groups.tp_size > 1)
     stage = StageModule(recipe_model, shape, unit, layers, parts, recompute)
-    specs = params.specs(stage, unit, groups.tp_size)
-    params.initialize(stage, specs, seed, groups.tp_rank, groups.tp_size)
+    specs = params.stage_param_specs(stage, unit, groups.tp_size)
+    params.initialize_parameters(stage, specs, seed, groups.tp_rank, groups.tp_size)
     _freeze(stage)
     return stage.to(device)
 
@@ -75,7 +75,7 @@ class StageModule(nn.Module):
         shape: ModelShape,
         unit: str,
         layers: tuple[int, int],
-        parts: "Parts",
+        parts: "LayerFactory",
         recompute: frozenset[int],
     ) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class StageModule(nn.Module):
         """
         return self.run(self.context(inputs, features or {}), hidden, self.indices)
 
-    def run(self, context: Context, hidden: Tensor | None, layers: range) -> Tensor:
+    def run(self, context: StageContext, hidden: Tensor | None, layers: range) -> Tensor:
         """Run consecutive layers of the stage as if they were a stage of their own; `context` is that of all of them.
 
         See `forward`.
@@ -116,7 +116,9 @@ class StageModule(nn.Module):
         num_tokens = context.packing.num_tokens
         return self._laid_out(out, sliced, True, num_tokens) if num_tokens else out[:0]
 
-    def run_pieces(self, context: Context, state: tuple[Tensor, ...], layer: int, pieces: range) -> tuple[Tensor, ...]:
+    def run_pieces(
+        self, context: StageContext, state: tuple[Tensor, ...], layer: int, pieces: range
+    ) -> tuple[Tensor, ...]:
         """Run pieces of a block; see `megatron.pieces`. Of a microbatch without tokens, the last one runs the block."""
         from mmtrain.models.megatron import run_pieces
 
@@ -125,7 +127,7 @@ class StageModule(nn.Module):
             is_last = pieces.stop == len(BLOCK_PIECES)
             return (self.run(context, state[0], range(layer, layer + 1)),) if is_last else state
         if self.parts.sequence_parallel:
-            packing = packing.padded(self.parts.padding(packing.num_tokens))
+            packing = packing.padded(self.parts.num_padding_rows(packing.num_tokens))
         return run_pieces(self.layers[str(layer)], state, packing, pieces)
 
     def logits(self, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -151,14 +153,14 @@ class StageModule(nn.Module):
         # Only the last token of a sequence needs the vocabulary, the widest product of all.
         ends = torch.tensor([*itertools.accumulate(inputs.lengths)], dtype=torch.int64, device=out.device) - 1
         rows = self._laid_out(out, sliced, False, context.packing.num_tokens).index_select(0, ends)
-        tokens = head.likeliest(self._laid_out(rows, False, self.parts.sequence_parallel, len(rows)), limit)
+        tokens = head.greedy_tokens(self._laid_out(rows, False, self.parts.sequence_parallel, len(rows)), limit)
         return tokens[: len(ends)]
 
-    def _through(self, indices: Iterable[int], hidden: Tensor | None, context: Context) -> tuple[Tensor, bool]:
+    def _through(self, indices: Iterable[int], hidden: Tensor | None, context: StageContext) -> tuple[Tensor, bool]:
         """Run layers; return what the last one hands on, and whether that is a slice of the tokens."""
         packing, num_tokens, slicing = context.packing, context.packing.num_tokens, self.parts.sequence_parallel
         if slicing:
-            packing = packing.padded(self.parts.padding(num_tokens))
+            packing = packing.padded(self.parts.num_padding_rows(num_tokens))
         sliced = slicing and hidden is not None and num_tokens > 0
         for index in indices:
             kind = self.shape.layers[index].kind
@@ -179,9 +181,9 @@ class StageModule(nn.Module):
         """Turn tokens that are `sliced` over the lane, or whole, into what is `wanted`."""
         if sliced == wanted:
             return hidden
-        return self.parts.slice_tokens(hidden) if wanted else self.parts.join_tokens(hidden, num_tokens)
+        return self.parts.scatter_tokens(hidden) if wanted else self.parts.gather_tokens(hidden, num_tokens)
 
-    def context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> Context:
+    def context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> StageContext:
         """Work out what all layers need to know of a microbatch."""
         device = next(self.parameters()).device
         if isinstance(inputs, VisionInput):
@@ -192,7 +194,7 @@ class StageModule(nn.Module):
         return TextContext(inputs, features, head_dim, base, self.parts.dtype, device)
 
     def _layer(self, layer: LayerShape, tied: nn.Module | None) -> nn.Module:
-        from mmtrain.models.megatron.parts import ACTIVATIONS
+        from mmtrain.models.megatron.layer_factory import ACTIVATIONS
 
         match layer.kind:
             case "vit_block" | "decoder_block":
@@ -221,17 +223,17 @@ def _parts(
     unit: UnitShape,
     groups: "ParallelGroups",
     dtype: torch.dtype,
-    attention: Backend,
+    attention: AttentionBackend,
     sequence_parallel: bool,
-) -> "Parts":
-    from mmtrain.models.megatron import Parts
+) -> "LayerFactory":
+    from mmtrain.models.megatron import LayerFactory
 
     block = next(layer for layer in unit.layers if layer.kind in _BLOCKS)
     if unit.kind == "llm":
         activation = "silu" if block.gated else "gelu"
-        return Parts(block, activation, model.llm.norm_eps, groups, dtype, attention, sequence_parallel)
+        return LayerFactory(block, activation, model.llm.norm_eps, groups, dtype, attention, sequence_parallel)
     encoder = _encoder(model, unit.name)
-    return Parts(block, encoder.activation, encoder.norm_eps, groups, dtype, attention, sequence_parallel)
+    return LayerFactory(block, encoder.activation, encoder.norm_eps, groups, dtype, attention, sequence_parallel)
 
 
 def _encoder(model: ModelSettings, unit: str) -> VisionSettings | AudioSettings:

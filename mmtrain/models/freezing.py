@@ -17,10 +17,10 @@ from mmtrain.recipe.schema import Recipe
 if TYPE_CHECKING:
     from mmtrain.models.model_shape import LayerShape, UnitShape
 
-UnitSettings = VisionSettings | AudioSettings | LlmSettings | GeneratorSettings
+AnyUnitSettings = VisionSettings | AudioSettings | LlmSettings | GeneratorSettings
 
 
-def freeze(units: Iterable["UnitShape"], recipe: Recipe) -> tuple["UnitShape", ...]:
+def mark_frozen(units: Iterable["UnitShape"], recipe: Recipe) -> tuple["UnitShape", ...]:
     """Mark what does not train in every layer of the units.
 
     A layer is trainable while one of its parameters is; a head that shares the embedding's matrix also while that is.
@@ -48,7 +48,7 @@ def freeze(units: Iterable["UnitShape"], recipe: Recipe) -> tuple["UnitShape", .
     return tuple(replace(u, layers=tuple(layer(u, i) for i in range(len(u.layers)))) for u in units)
 
 
-def parameter_names(layer: "LayerShape", settings: UnitSettings) -> Iterator[str]:
+def parameter_names(layer: "LayerShape", settings: AnyUnitSettings) -> Iterator[str]:
     """Names of the layer's parameters inside the layer, in no particular order.
 
     `<unit>.layers.<index>.` before them makes the plan-independent name.
@@ -88,8 +88,8 @@ def parameter_names(layer: "LayerShape", settings: UnitSettings) -> Iterator[str
             yield "weight"
 
 
-def _settings(recipe: Recipe, unit: str) -> UnitSettings:
-    settings: UnitSettings = getattr(recipe.model, unit)
+def _settings(recipe: Recipe, unit: str) -> AnyUnitSettings:
+    settings: AnyUnitSettings = getattr(recipe.model, unit)
     return settings
 
 
@@ -101,7 +101,7 @@ def _linear(name: str, bias: bool) -> tuple[str, ...]:
     return (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)
 
 
-def _by_flag(layer: "LayerShape", settings: UnitSettings, name: str) -> bool:
+def _by_flag(layer: "LayerShape", settings: AnyUnitSettings, name: str) -> bool:
     """A frozen encoder's projector trains on, but for the encoder's last norm, which it holds."""
     if layer.kind == "context_projector":
         return False

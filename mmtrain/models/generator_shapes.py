@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.recipe.model_settings import GeneratorSettings
 
-TIME_FACTOR = 4  # width of the timestep's features over the finest level's (U-Net)
-FFN_FACTOR = 4
-WAVES = 256  # sinusoidal features of a timestep (diffusion transformer)
+TIMESTEP_WIDTH_FACTOR = 4  # width of the timestep's features over the finest level's (U-Net)
+GENERATOR_FFN_FACTOR = 4
+NUM_TIMESTEP_FREQUENCIES = 256  # sinusoidal features of a timestep (diffusion transformer)
 
 
 def generator_layers(g: GeneratorSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
@@ -25,7 +25,7 @@ def _unet(g: GeneratorSettings) -> Iterator[LayerShape]:
     """Rombach et al., arXiv 2112.10752: down the levels, a middle, and up again with what was kept on the way."""
     widths, last = g.widths, len(g.widths) - 1
     yield LayerShape(
-        "unet_embed", g.channels, widths[0], patch_features=9 * g.channels, time_width=TIME_FACTOR * widths[0]
+        "unet_embed", g.channels, widths[0], patch_features=9 * g.channels, time_width=TIMESTEP_WIDTH_FACTOR * widths[0]
     )
     width, kept = widths[0], [widths[0]]
     for level, wide in enumerate(widths):
@@ -52,7 +52,7 @@ def _unet(g: GeneratorSettings) -> Iterator[LayerShape]:
 
 
 def _residual(g: GeneratorSettings, level: int, width: int, out: int) -> LayerShape:
-    return LayerShape("unet_residual", width, out, time_width=TIME_FACTOR * g.widths[0], scale=2**level)
+    return LayerShape("unet_residual", width, out, time_width=TIMESTEP_WIDTH_FACTOR * g.widths[0], scale=2**level)
 
 
 def _attention(g: GeneratorSettings, level: int) -> LayerShape:
@@ -64,7 +64,7 @@ def _attention(g: GeneratorSettings, level: int) -> LayerShape:
         heads=heads,
         kv_heads=heads,
         head_dim=wide // heads,
-        ffn=FFN_FACTOR * wide,
+        ffn=GENERATOR_FFN_FACTOR * wide,
         gated=True,
         context=g.context_tokens,
         context_width=g.context_width,
@@ -78,7 +78,13 @@ def _transformer(g: GeneratorSettings) -> Iterator[LayerShape]:
     pixels = g.channels * g.patch**2
     tokens, width = g.context_tokens, g.context_width
     yield LayerShape(
-        "dit_embed", pixels, wide, patch_features=pixels, time_width=WAVES, context=tokens, context_width=width
+        "dit_embed",
+        pixels,
+        wide,
+        patch_features=pixels,
+        time_width=NUM_TIMESTEP_FREQUENCIES,
+        context=tokens,
+        context_width=width,
     )
     block = LayerShape(
         "dit_block",
@@ -87,7 +93,7 @@ def _transformer(g: GeneratorSettings) -> Iterator[LayerShape]:
         heads=heads,
         kv_heads=heads,
         head_dim=wide // heads,
-        ffn=FFN_FACTOR * wide,
+        ffn=GENERATOR_FFN_FACTOR * wide,
         context=tokens,
         context_width=width,
     )

@@ -9,49 +9,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmtrain.models.attention import Backend, attend
+from mmtrain.models.attention import AttentionBackend, attend
 
 
 @dataclass(eq=False)
-class KeyValues:
+class KVCache:
     """What the decoder blocks of one rank remember of one microbatch of S sequences.
 
     Each block keeps its own keys and values, found again by the block itself; how far the sequences have come is the
     same for all. After a pass through the blocks, `advance` by what it added.
     """
 
-    room: int  # tokens that the longest sequence may reach
-    held: tuple[int, ...]  # (S,) tokens of each sequence that are remembered
+    capacity: int  # tokens that the longest sequence may reach
+    cached_lengths: tuple[int, ...]  # (S,) tokens of each sequence that are remembered
     _of_block: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)  # each (S, room, kv_heads, d)
     _pass: "_Places | None" = None  # of the pass under way, the same for all blocks
 
     def attend(
-        self, block: object, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], backend: Backend
+        self, block: object, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], backend: AttentionBackend
     ) -> Tensor:
         """Let new tokens see themselves and all before them: q (T, heads, d), k and v (T, kv_heads, d) -> as q.
 
         `lengths` are new tokens of each of the S sequences: all of them at first, one each from then on. What follows
         them in `lengths` is padding, and its result is zero.
         """
-        num_new, (lengths, padding) = len(q), (lengths[: len(self.held)], lengths[len(self.held) :])
+        num_new, (lengths, padding) = len(q), (lengths[: len(self.cached_lengths)], lengths[len(self.cached_lengths) :])
         num_tokens = num_new - sum(padding)
         q, k, v = (x[:num_tokens] for x in (q, k, v))
         if self._pass is None:
-            self._pass = _Places.of(self.held, lengths, q.device)
+            self._pass = _Places.of(self.cached_lengths, lengths, q.device)
         kept = self._remember(block, k, v)
-        out = attend(q, k, v, lengths, True, backend) if not any(self.held) else self._attend_one(q, *kept)
+        out = attend(q, k, v, lengths, True, backend) if not any(self.cached_lengths) else self._attend_one(q, *kept)
         return F.pad(out, (0, 0, 0, 0, 0, num_new - num_tokens))
 
     def advance(self, lengths: tuple[int, ...]) -> None:
         """Count the tokens that all blocks have seen now."""
-        self.held = tuple(before + new for before, new in zip(self.held, lengths, strict=True))
+        self.cached_lengths = tuple(before + new for before, new in zip(self.cached_lengths, lengths, strict=True))
         self._pass = None
 
-    def keep(self, places: list[int]) -> None:
+    def select_sequences(self, places: list[int]) -> None:
         """Forget all sequences but those at `places`, which move together."""
-        if len(places) == len(self.held):
+        if len(places) == len(self.cached_lengths):
             return
-        self.held = tuple(self.held[i] for i in places)
+        self.cached_lengths = tuple(self.cached_lengths[i] for i in places)
         for block, pair in self._of_block.items():
             index = torch.tensor(places, dtype=torch.int64, device=pair[0].device)
             self._of_block[block] = (pair[0].index_select(0, index), pair[1].index_select(0, index))
@@ -59,7 +59,7 @@ class KeyValues:
     def _remember(self, block: object, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         assert self._pass is not None
         if block not in self._of_block:
-            size = (len(self.held), self.room, *k.shape[1:])
+            size = (len(self.cached_lengths), self.capacity, *k.shape[1:])
             self._of_block[block] = (k.new_zeros(size), v.new_zeros(size))
         keys, values = self._of_block[block]
         keys[self._pass.sequence, self._pass.place] = k
@@ -68,7 +68,7 @@ class KeyValues:
 
     def _attend_one(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One new token of each sequence, (S, heads, d), sees all that its sequence has; the rest is masked."""
-        assert len(q) == len(self.held), "after its first tokens a sequence grows by one at a time"
+        assert len(q) == len(self.cached_lengths), "after its first tokens a sequence grows by one at a time"
         assert self._pass is not None
         seen = self._pass.seen
         k, v = (kept[:, : seen.shape[-1]].transpose(1, 2) for kept in (keys, values))

@@ -68,15 +68,15 @@ class LayerShape:
     trainable: bool = True
     frozen: frozenset[str] = frozenset()  # parameters, by their names inside the layer, that do not train
 
-    def handed(self, tokens: int, num_items: int) -> int:
+    def input_elements(self, tokens: int, num_items: int) -> int:
         """Numbers that a stage which begins with this layer is handed by the stage before, for a microbatch.
 
         Hidden states; to a diffusion transformer's blocks also the context and how the timestep scales them. Its
         embedding reads noise of its own.
         """
-        return (0 if self.kind == "dit_embed" else tokens * self.hidden) + self.beside(num_items)
+        return (0 if self.kind == "dit_embed" else tokens * self.hidden) + self.conditioning_elements(num_items)
 
-    def beside(self, num_items: int) -> int:
+    def conditioning_elements(self, num_items: int) -> int:
         """Of them, the numbers beside the hidden states."""
         if self.kind == "dit_embed":
             return num_items * self.context * self.context_width

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmtrain.models.attention import Packing, rope_tables
+from mmtrain.models.attention import PackedSequences, rotary_tables
 from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import TextInput
 
 if TYPE_CHECKING:
-    from mmtrain.models.megatron import Parts
+    from mmtrain.models.megatron import LayerFactory
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class TextContext:
     device: torch.device
 
     @cached_property
-    def packing(self) -> Packing:
+    def packing(self) -> PackedSequences:
         """Sequences with rotary positions that start at 0 in each, or where its remembered tokens end."""
-        lengths, memory = self.inputs.lengths, self.inputs.memory
-        starts = None if memory is None else memory.held
-        rope = rope_tables(lengths, self.head_dim, self.rope_base, self.dtype, self.device, starts)
-        return Packing(lengths, rope, memory)
+        lengths, memory = self.inputs.lengths, self.inputs.kv_cache
+        starts = None if memory is None else memory.cached_lengths
+        rope = rotary_tables(lengths, self.head_dim, self.rope_base, self.dtype, self.device, starts)
+        return PackedSequences(lengths, rope, memory)
 
 
 class Embedding(nn.Module):
     """Token embeddings, with the rows of encoder features put in their places."""
 
-    def __init__(self, shape: LayerShape, parts: "Parts") -> None:
+    def __init__(self, shape: LayerShape, parts: "LayerFactory") -> None:
         super().__init__()
         self.table = parts.vocab_embedding(shape.vocab, shape.out)
 
@@ -49,14 +49,14 @@ class Embedding(nn.Module):
         assert context.inputs.ids is not None, "the stage with the embedding needs ids"
         tokens: Tensor = self.table(context.inputs.ids)
         for unit, features in context.features.items():
-            tokens = tokens.index_copy(0, context.inputs.feature_places[unit], features.to(tokens.dtype))
+            tokens = tokens.index_copy(0, context.inputs.feature_positions[unit], features.to(tokens.dtype))
         return tokens
 
 
 class Head(nn.Module):
     """Last norm, projection to the vocabulary, and the loss."""
 
-    def __init__(self, shape: LayerShape, parts: "Parts", tied: Embedding | None) -> None:
+    def __init__(self, shape: LayerShape, parts: "LayerFactory", tied: Embedding | None) -> None:
         super().__init__()
         self.parts = parts
         self.norm = parts.norm(shape.hidden, sliced=True)
@@ -80,9 +80,9 @@ class Head(nn.Module):
         """Map (T, hidden), or this rank's slice of it, to logits (T, padded vocabulary)."""
         return self.parts.gather_vocab(self._project(hidden))
 
-    def likeliest(self, hidden: Tensor, limit: int) -> Tensor:
+    def greedy_tokens(self, hidden: Tensor, limit: int) -> Tensor:
         """Likeliest token below `limit` after each of (T, hidden), or of this rank's slice of them: (T,) int64."""
-        return self.parts.likeliest(self._project(hidden), limit)
+        return self.parts.greedy_tokens(self._project(hidden), limit)
 
     def _project(self, hidden: Tensor) -> Tensor:
         (tied,) = self._tied

@@ -7,7 +7,7 @@ Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and st
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtrain.models.freezing import freeze
+from mmtrain.models.freezing import mark_frozen
 from mmtrain.models.generator_shapes import generator_layers
 from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape, num_pieces
 from mmtrain.recipe.model_settings import AudioSettings, EncoderSettings, LlmSettings, VisionSettings
@@ -19,9 +19,9 @@ __all__ = [
     "ModelEdge",
     "ModelShape",
     "UnitShape",
+    "build_model_shape",
     "num_pieces",
     "padded_vocab",
-    "shape",
 ]
 
 VOCAB_MULTIPLE = 64  # the padded vocabulary must not depend on tp, or two plans would train two models
@@ -39,7 +39,7 @@ class UnitShape:
     layers: tuple[LayerShape, ...]
 
     @property
-    def splits(self) -> bool:
+    def is_splittable(self) -> bool:
         """Whether its layers may go to several stages, and each to tensor-parallel ranks.
 
         Those of a U-Net do not: skips join its ends, and its levels are no equal parts.
@@ -89,7 +89,7 @@ def padded_vocab(vocab: int) -> int:
     return -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def shape(recipe: Recipe) -> ModelShape:
+def build_model_shape(recipe: Recipe) -> ModelShape:
     """Describe the recipe's model: units in data-flow order, encoders first, a generator last."""
     llm = _llm(recipe.model.llm)
     encoders: list[UnitShape] = []
@@ -103,7 +103,7 @@ def shape(recipe: Recipe) -> ModelShape:
         layers = generator_layers(recipe.model.generator, recipe.model.llm.hidden)
         after.append(UnitShape("generator", "generator", layers))
         edges.append(ModelEdge("llm", "generator", layer=0, width=recipe.model.llm.hidden))
-    return ModelShape(freeze((*encoders, llm, *after), recipe), tuple(edges), recipe.model.llm.tie_embeddings)
+    return ModelShape(mark_frozen((*encoders, llm, *after), recipe), tuple(edges), recipe.model.llm.tie_embeddings)
 
 
 def _vision(v: VisionSettings, llm_hidden: int) -> UnitShape:

@@ -34,7 +34,7 @@ class ParamSpec:
         return tuple(n // tp if i == self.dim else n for i, n in enumerate(self.full_shape))
 
 
-def specs(stage_module: "StageModule", unit: str, tp: int) -> dict[str, ParamSpec]:
+def stage_param_specs(stage_module: "StageModule", unit: str, tp: int) -> dict[str, ParamSpec]:
     """Describe every parameter of the stage, by its name in the module."""
     return {
         name: ParamSpec(f"{unit}.{name}", *_full_view(param, tp)) for name, param in stage_module.named_parameters()
@@ -54,20 +54,22 @@ def _full_view(param: Tensor, tp: int) -> tuple[tuple[int, ...], int | None]:
     return tuple(n * tp if i == dim else n for i, n in enumerate(shape)), dim
 
 
-def slice_of(full: Tensor, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
+def tp_shard(full: Tensor, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
     """Return rank `tp_rank`'s slice (a view) of a tensor in the full view."""
     assert tuple(full.shape) == spec.full_shape, f"{spec.name}: got {tuple(full.shape)}, need {spec.full_shape}"
     return full if spec.dim is None else full.chunk(tp, dim=spec.dim)[tp_rank]
 
 
-def assemble(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:
+def join_tp_shards(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:
     """Join what all tensor-parallel ranks hold (in rank order, each in its local shape) to the full view."""
     if spec.dim is None:
         return shards[0].reshape(spec.full_shape)
     return torch.cat([s.reshape(spec.local_shape(len(shards))) for s in shards], dim=spec.dim)
 
 
-def initialize(stage_module: "StageModule", specs: Mapping[str, ParamSpec], seed: int, tp_rank: int, tp: int) -> None:
+def initialize_parameters(
+    stage_module: "StageModule", specs: Mapping[str, ParamSpec], seed: int, tp_rank: int, tp: int
+) -> None:
     """Give every parameter its initial values, the same for any mesh and any split into stages.
 
     Each is a slice of a full tensor drawn under the seed and the parameter's own name: weights normal with standard
@@ -80,7 +82,7 @@ def initialize(stage_module: "StageModule", specs: Mapping[str, ParamSpec], seed
         for name, param in stage_module.named_parameters():
             spec = specs[name]
             full = _initial(spec, seed, num_blocks)
-            param.copy_(slice_of(full, spec, tp_rank, tp).reshape(param.shape))
+            param.copy_(tp_shard(full, spec, tp_rank, tp).reshape(param.shape))
 
 
 def _initial(spec: ParamSpec, seed: int, num_blocks: int) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mmtrain.models.kv_cache import KeyValues
+from mmtrain.models.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class TextInput:
     lengths: tuple[int, ...]  # (S,) LLM tokens of each sequence
     ids: Tensor | None = None  # (T,) int64; stages with embedding
     labels: Tensor | None = None  # (T,) int64, the token to predict at each place, -100 where none; stages with head
-    feature_places: dict[str, Tensor] = field(
+    feature_positions: dict[str, Tensor] = field(
         default_factory=dict
     )  # encoder unit -> (F,) places in [0, T) its rows go to
-    memory: KeyValues | None = None  # where an answer is written: the sequences' earlier tokens, and room for these
+    kv_cache: KVCache | None = None  # where an answer is written: the sequences' earlier tokens, and room for these
 
 
 UnitInput = VisionInput | AudioInput | TextInput

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.errors import DataError
-from mmtrain.models.attention import Packing
+from mmtrain.models.attention import PackedSequences
 from mmtrain.models.audio_layers import AudioContext
 from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import VisionInput
 from mmtrain.recipe.model_settings import AudioSettings, VisionSettings
 
 if TYPE_CHECKING:
-    from mmtrain.models.megatron import Parts
+    from mmtrain.models.megatron import LayerFactory
 
 IntArray = npt.NDArray[np.int64]
 
@@ -36,10 +36,10 @@ class VisionContext:
     device: torch.device
 
     @cached_property
-    def packing(self) -> Packing:
+    def packing(self) -> PackedSequences:
         """Each image is a sequence of its own."""
         areas = (r * c for r, c in zip(self.inputs.rows, self.inputs.cols, strict=True))
-        return Packing(tuple(area + self.extra_tokens for area in areas))
+        return PackedSequences(tuple(area + self.extra_tokens for area in areas))
 
     @cached_property
     def patches(self) -> "PatchGrid":
@@ -68,7 +68,7 @@ class PatchGrid:
         inside = np.arange(len(image)) - (np.cumsum(areas) - areas)[image]
         return cls(image, inside // widths[image], inside % widths[image])
 
-    def places(self, extra_tokens: int) -> IntArray:
+    def token_positions(self, extra_tokens: int) -> IntArray:
         """Place of each patch among the packed tokens when every image starts with `extra_tokens` others."""
         return np.arange(len(self.image)) + (self.image + 1) * extra_tokens
 
@@ -79,7 +79,7 @@ class PatchEmbed(nn.Module):
     Small and not divisible by heads, so every tensor-parallel rank holds it whole.
     """
 
-    def __init__(self, settings: VisionSettings, shape: LayerShape, parts: "Parts") -> None:
+    def __init__(self, settings: VisionSettings, shape: LayerShape, parts: "LayerFactory") -> None:
         super().__init__()
         width, side = shape.hidden, shape.max_side
         self.side = side
@@ -119,7 +119,7 @@ class PatchEmbed(nn.Module):
         token = self.class_token if self.grid_positions is None else self.class_token + self.grid_positions[0]
         num_images = len(context.inputs.rows)
         mixed = token.expand(len(tokens) + num_images, -1)
-        return mixed.index_copy(0, context.to_device(context.patches.places(1)), tokens)
+        return mixed.index_copy(0, context.to_device(context.patches.token_positions(1)), tokens)
 
     def _check_sides(self, inputs: VisionInput) -> None:
         longest = max((*inputs.rows, *inputs.cols), default=0)
@@ -140,7 +140,7 @@ class Projector(nn.Module):
         self,
         settings: VisionSettings | AudioSettings,
         shape: LayerShape,
-        parts: "Parts",
+        parts: "LayerFactory",
         activation: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Projector(nn.Module):
                     f"an image has {rows} x {cols} patches, but model.vision.merge {merge} must divide both sides"
                 )
         order = np.lexsort((grid.col % merge, grid.row % merge, grid.col // merge, grid.row // merge, grid.image))
-        return grid.places(context.extra_tokens)[order]
+        return grid.token_positions(context.extra_tokens)[order]
 
     def _check_clips(self, context: AudioContext) -> None:
         for frames in context.inputs.frames:
@@ -189,5 +189,5 @@ class Projector(nn.Module):
                 )
 
 
-def _table(parts: "Parts", *size: int) -> nn.Parameter:
+def _table(parts: "LayerFactory", *size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(size, dtype=parts.dtype))

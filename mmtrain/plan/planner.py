@@ -11,7 +11,7 @@ from mmtrain.balance import Grouping, SampleLengths
 from mmtrain.costs import Hardware, RankMemory, costs_for, machine_for, precision_for
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import shape as model_shape
+from mmtrain.models.model_shape import build_model_shape as model_shape
 from mmtrain.plan.artifact.data_drift import planned_data
 from mmtrain.plan.artifact.plan import Alternative, Placement, Plan, Prediction
 from mmtrain.plan.colocated.colocated_search import colocated_candidates

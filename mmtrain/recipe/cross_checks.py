@@ -7,17 +7,17 @@ from operator import itemgetter
 from pathlib import Path
 
 from mmtrain.recipe.model_settings import AudioSettings, LlmSettings, VisionSettings
-from mmtrain.recipe.raw_tree import Keys, Problem
-from mmtrain.recipe.schema import Recipe, UnitParallel, are_lengths
+from mmtrain.recipe.raw_tree import KeyPath, Problem
+from mmtrain.recipe.schema import Recipe, UnitParallel, is_lengths_source
 
 Check = Callable[[Recipe], Iterator[Problem]]
 ENCODERS = ("vision", "audio")
-AROUND = (*ENCODERS, "generator")  # the LLM
-ENDS = 2  # layers beside the blocks: embedding and head, or an embedding of media and projector
-FRAMES_PER_SECOND = 100  # of log-mel features
+OTHER_UNITS = (*ENCODERS, "generator")  # the LLM
+NUM_END_LAYERS = 2  # layers beside the blocks: embedding and head, or an embedding of media and projector
+LOG_MEL_FRAMES_PER_SECOND = 100  # of log-mel features
 
 
-def encoder_splits(recipe: Recipe) -> Iterator[Problem]:
+def check_encoder_parallelism(recipe: Recipe) -> Iterator[Problem]:
     """An encoder's fixed tensor- and pipeline-parallel sizes fit its heads, widths and layers."""
     for name, encoder in _encoders(recipe).items():
         sizes: UnitParallel = getattr(recipe.parallel, name)
@@ -25,7 +25,7 @@ def encoder_splits(recipe: Recipe) -> Iterator[Problem]:
         yield from _pp(name, sizes, encoder)
 
 
-def llm_splits(recipe: Recipe) -> Iterator[Problem]:
+def check_llm_parallelism(recipe: Recipe) -> Iterator[Problem]:
     """The LLM's fixed tensor- and pipeline-parallel sizes fit its heads, widths and layers."""
     llm, tp = recipe.model.llm, recipe.parallel.llm.tp or 1
     kv_heads = llm.kv_heads or llm.heads
@@ -41,18 +41,18 @@ def llm_splits(recipe: Recipe) -> Iterator[Problem]:
     yield from _pp("llm", recipe.parallel.llm, llm)
 
 
-def other_replicas(recipe: Recipe) -> Iterator[Problem]:
+def check_other_data_parallelism(recipe: Recipe) -> Iterator[Problem]:
     """The replicas of a unit beside the LLM share the global batch evenly."""
-    for name in AROUND:
+    for name in OTHER_UNITS:
         yield from _dp(name, getattr(recipe.parallel, name), recipe)
 
 
-def llm_replicas(recipe: Recipe) -> Iterator[Problem]:
+def check_llm_data_parallelism(recipe: Recipe) -> Iterator[Problem]:
     """The LLM's replicas share the global batch evenly."""
     yield from _dp("llm", recipe.parallel.llm, recipe)
 
 
-def microbatches(recipe: Recipe) -> Iterator[Problem]:
+def check_num_microbatches(recipe: Recipe) -> Iterator[Problem]:
     """The LLM's microbatches make up the global batch; an encoder's merge or split them evenly."""
     llm, batch = recipe.parallel.llm, recipe.train.global_batch
     wanted, where = llm.num_microbatches, ("parallel", "llm", "num_microbatches")
@@ -62,14 +62,14 @@ def microbatches(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(where, f"{wanted} does not divide train.global_batch {batch}")
     elif wanted is not None and llm.dp is not None and wanted * llm.dp != batch:
         yield Problem(where, f"{wanted} times parallel.llm.dp {llm.dp} is not train.global_batch {batch}")
-    for name in AROUND:
+    for name in OTHER_UNITS:
         own = getattr(recipe.parallel, name).num_microbatches
         if own is not None and wanted is not None and own % wanted and wanted % own:
             text = f"{own} neither divides the LLM's {wanted} microbatches (train.global_batch / dp) nor is a multiple"
             yield Problem(("parallel", name, "num_microbatches"), text)
 
 
-def placement(recipe: Recipe) -> Iterator[Problem]:
+def check_placement(recipe: Recipe) -> Iterator[Problem]:
     """The placement suits the units there are and the sizes fixed for them."""
     parallel = recipe.parallel
     if parallel.placement in ("disaggregated", "colocated") and not _others(recipe):
@@ -79,7 +79,7 @@ def placement(recipe: Recipe) -> Iterator[Problem]:
     elif parallel.placement == "colocated":
         yield from _colocated(recipe)
     elif parallel.placement == "unified":
-        for name, size in product(AROUND, ("tp", "dp", "vpp")):
+        for name, size in product(OTHER_UNITS, ("tp", "dp", "vpp")):
             own, llm = getattr(getattr(parallel, name), size), getattr(parallel.llm, size)
             if own is not None and llm is not None and own != llm:
                 text = f"{own} differs from parallel.llm.{size} {llm}, but `unified` puts all units on one mesh"
@@ -103,14 +103,14 @@ def _colocated(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("parallel", name, "vpp"), text)
 
 
-def chunks(recipe: Recipe) -> Iterator[Problem]:
+def check_model_chunks(recipe: Recipe) -> Iterator[Problem]:
     """There is a layer for each chunk of each pipeline rank; a unified pipeline has those of all units."""
     if recipe.parallel.placement not in ("disaggregated", "colocated") and _others(recipe):
         return
     units = {"llm": recipe.model.llm, **_encoders(recipe)}
     for name, model in units.items():
         sizes: UnitParallel = getattr(recipe.parallel, name)
-        stages, most = (sizes.pp or 1) * (sizes.vpp or 1), model.layers + ENDS
+        stages, most = (sizes.pp or 1) * (sizes.vpp or 1), model.layers + NUM_END_LAYERS
         if sizes.vpp is not None and stages > most:
             ranks = f" on each of parallel.{name}.pp {sizes.pp} ranks" if sizes.pp else ""
             yield Problem(
@@ -118,7 +118,7 @@ def chunks(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def ranks(recipe: Recipe) -> Iterator[Problem]:
+def check_cluster_size(recipe: Recipe) -> Iterator[Problem]:
     """The fixed meshes fit the cluster."""
     parallel = recipe.parallel
     limits = {"cluster.ranks": recipe.cluster.ranks, "parallel.max_gpus": parallel.max_gpus}
@@ -136,16 +136,16 @@ def ranks(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("parallel", "placement"), text)
 
 
-def rotary(recipe: Recipe) -> Iterator[Problem]:
+def check_rotary_width(recipe: Recipe) -> Iterator[Problem]:
     """Rotary positions turn pairs of features, so a head has an even width."""
     llm = recipe.model.llm
     width = llm.head_dim or llm.hidden // llm.heads
     if width % 2:
-        where: Keys = ("model", "llm", "head_dim" if llm.head_dim else "heads")
+        where: KeyPath = ("model", "llm", "head_dim" if llm.head_dim else "heads")
         yield Problem(where, f"a head is {width} wide; allowed: an even width, for rotary positions")
 
 
-def learning_rates(recipe: Recipe) -> Iterator[Problem]:
+def check_learning_rates(recipe: Recipe) -> Iterator[Problem]:
     """The schedule decays downwards."""
     optimizer = recipe.train.optimizer
     if optimizer.min_lr > optimizer.lr:
@@ -154,7 +154,7 @@ def learning_rates(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def validation(recipe: Recipe) -> Iterator[Problem]:
+def check_validation(recipe: Recipe) -> Iterator[Problem]:
     """Validation has something to validate on."""
     for key in ("validate_every", "evaluate_every"):
         every = getattr(recipe.train, key)
@@ -163,7 +163,7 @@ def validation(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("train", key), text)
 
 
-def sources(recipe: Recipe) -> Iterator[Problem]:
+def check_sources(recipe: Recipe) -> Iterator[Problem]:
     """Samples are read with a tokenizer, and do not stand beside lengths without samples."""
     data = recipe.data
     stated = _stated(recipe)
@@ -171,14 +171,14 @@ def sources(recipe: Recipe) -> Iterator[Problem]:
         text = "states lengths, other sources hold samples; allowed: one kind alone"
         yield Problem(("data", "sources", stated.index(True)), text)
     for i, source in enumerate(data.validation):
-        if are_lengths(Path(source.path), source.format):
+        if is_lengths_source(Path(source.path), source.format):
             yield Problem(("data", "validation", i), "states lengths, which is nothing to validate on")
     if data.tokenizer is None and not all(stated):
         text = "missing; allowed: the path of a `tokenizers` JSON file (only sources that state lengths need none)"
         yield Problem(("data", "tokenizer"), text)
 
 
-def generator(recipe: Recipe) -> Iterator[Problem]:
+def check_generator(recipe: Recipe) -> Iterator[Problem]:
     """A generator is planned for on stated lengths; a U-Net is whole on every rank that holds one."""
     model, sizes = recipe.model.generator, recipe.parallel.generator
     if model is None:
@@ -191,7 +191,7 @@ def generator(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("parallel", "generator", "sp"), text)
     if model.kind == "dit":
         yield from _tp("generator", sizes, heads=model.heads[0])
-        most = model.layers + ENDS + 1  # a projector of the context, and both ends
+        most = model.layers + NUM_END_LAYERS + 1  # a projector of the context, and both ends
         if sizes.pp is not None and sizes.pp > most:
             yield Problem(("parallel", "generator", "pp"), f"{sizes.pp} is more than the unit's {most} layers")
         return
@@ -202,15 +202,15 @@ def generator(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("parallel", "generator", size), text)
 
 
-def sample_length(recipe: Recipe) -> Iterator[Problem]:
+def check_sample_length(recipe: Recipe) -> Iterator[Problem]:
     """A sample that is let in fits a group."""
     data = recipe.data
     if data.max_sample_tokens is not None and data.max_sample_tokens > data.seq_len:
-        where: Keys = ("data", "max_sample_tokens")
+        where: KeyPath = ("data", "max_sample_tokens")
         yield Problem(where, f"{data.max_sample_tokens} is above data.seq_len {data.seq_len}: no group could hold it")
 
 
-def budgets(recipe: Recipe) -> Iterator[Problem]:
+def check_budgets(recipe: Recipe) -> Iterator[Problem]:
     """Budgets are for encoders that the model has; the LLM's is the length of a group."""
     encoders = _encoders(recipe)
     for unit in recipe.data.budgets:
@@ -221,7 +221,7 @@ def budgets(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("data", "budgets", unit), f"no encoder of this model is called {unit}; {allowed}")
 
 
-def image_grid(recipe: Recipe) -> Iterator[Problem]:
+def check_image_grid(recipe: Recipe) -> Iterator[Problem]:
     """Image sizes are whole numbers of merged patches, within the positions the encoder has."""
     vision, image = recipe.model.vision, recipe.data.image
     if vision is None or all(_stated(recipe)):
@@ -245,7 +245,7 @@ def image_grid(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("data", "image", where), text)
 
 
-def image_length(recipe: Recipe) -> Iterator[Problem]:
+def check_image_length(recipe: Recipe) -> Iterator[Problem]:
     """The largest image leaves room for text in a group."""
     vision, image, seq_len = recipe.model.vision, recipe.data.image, recipe.data.seq_len
     if vision is None or all(_stated(recipe)):
@@ -262,13 +262,13 @@ def image_length(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("data", "image", where), text)
 
 
-def clip_length(recipe: Recipe) -> Iterator[Problem]:
+def check_clip_length(recipe: Recipe) -> Iterator[Problem]:
     """The longest clip let in lies within the positions the encoder has."""
     audio, longest = recipe.model.audio, recipe.data.audio.max_seconds
     if audio is None or all(_stated(recipe)):
         return
-    if longest * FRAMES_PER_SECOND > audio.max_frames:
-        frames = longest * FRAMES_PER_SECOND
+    if longest * LOG_MEL_FRAMES_PER_SECOND > audio.max_frames:
+        frames = longest * LOG_MEL_FRAMES_PER_SECOND
         text = f"{longest:g} s become {frames:g} frames, model.audio.max_frames is {audio.max_frames}"
         yield Problem(("data", "audio", "max_seconds"), text)
     elif audio.max_frames % (2 * audio.downsample):
@@ -277,35 +277,35 @@ def clip_length(recipe: Recipe) -> Iterator[Problem]:
 
 
 CHECKS: tuple[Check, ...] = (
-    encoder_splits,
-    llm_splits,
-    other_replicas,
-    llm_replicas,
-    microbatches,
-    placement,
-    chunks,
-    ranks,
-    rotary,
-    learning_rates,
-    validation,
-    sources,
-    generator,
-    sample_length,
-    budgets,
-    image_grid,
-    image_length,
-    clip_length,
+    check_encoder_parallelism,
+    check_llm_parallelism,
+    check_other_data_parallelism,
+    check_llm_data_parallelism,
+    check_num_microbatches,
+    check_placement,
+    check_model_chunks,
+    check_cluster_size,
+    check_rotary_width,
+    check_learning_rates,
+    check_validation,
+    check_sources,
+    check_generator,
+    check_sample_length,
+    check_budgets,
+    check_image_grid,
+    check_image_length,
+    check_clip_length,
 )
 
 
 def _stated(recipe: Recipe) -> list[bool]:
     """Of each source, whether it states lengths."""
-    return [are_lengths(Path(source.path), source.format) for source in recipe.data.sources]
+    return [is_lengths_source(Path(source.path), source.format) for source in recipe.data.sources]
 
 
 def _others(recipe: Recipe) -> list[str]:
     """The units that the model has beside the LLM."""
-    return [name for name in AROUND if getattr(recipe.model, name) is not None]
+    return [name for name in OTHER_UNITS if getattr(recipe.model, name) is not None]
 
 
 def _encoders(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:
@@ -324,7 +324,7 @@ def _tp(unit: str, sizes: UnitParallel, **widths: int) -> Iterator[Problem]:
 
 
 def _pp(unit: str, sizes: UnitParallel, model: VisionSettings | AudioSettings | LlmSettings) -> Iterator[Problem]:
-    most = model.layers + ENDS
+    most = model.layers + NUM_END_LAYERS
     if sizes.pp is not None and sizes.pp > most:
         text = f"{sizes.pp} is more than the unit's {most} layers (model.{unit}.layers {model.layers}, and both ends)"
         yield Problem(("parallel", unit, "pp"), text)

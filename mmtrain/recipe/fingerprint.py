@@ -14,12 +14,12 @@ _PLANNED_DATA = {
 _PLANNED_TRAIN = {"global_batch", "precision", "freeze"}
 
 
-def dump(recipe: Recipe) -> str:
+def dump_recipe(recipe: Recipe) -> str:
     """Write every setting as YAML. A loaded recipe (its paths are absolute) loads back equal, from anywhere."""
-    return yaml.dump(recipe.model_dump(mode="json"))
+    return yaml.dump_yaml(recipe.model_dump(mode="json"))
 
 
-def sha256(recipe: Recipe) -> str:
+def recipe_fingerprint(recipe: Recipe) -> str:
     """Fingerprint what a plan depends on: model, data that shapes the batches, parallelism, cluster, batch, precision.
 
     Learning rates, seeds, steps, checkpoints and folders of output leave it unchanged, so they do not void a plan. Of

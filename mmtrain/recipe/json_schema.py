@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from mmtrain.recipe.raw_tree import Keys
+from mmtrain.recipe.raw_tree import KeyPath
 from mmtrain.recipe.schema import Recipe
 
-Schema = dict[str, Any]
+JsonSchema = dict[str, Any]
 _INTERPOLATED = {"type": "string", "pattern": r"\$\{env:"}
 
 
-def editor_schema() -> Schema:
+def editor_schema() -> JsonSchema:
     """JSON Schema of a recipe *file*: what `load` validates, plus `extends` and interpolation.
 
     Nested `required` lists are left out, since an ancestor named in `extends` may supply what this file does not.
@@ -30,7 +30,7 @@ def editor_schema() -> Schema:
     }
 
 
-def at(keys: Keys) -> Schema | None:
+def schema_at(keys: KeyPath) -> JsonSchema | None:
     """The schema of the setting at a path, references followed; None where a recipe has no such setting."""
     schema = _follow(_recipe_schema())
     for key in keys:
@@ -46,23 +46,23 @@ def at(keys: Keys) -> Schema | None:
     return schema
 
 
-def known_keys(keys: Keys) -> list[str]:
+def known_keys(keys: KeyPath) -> list[str]:
     """Names allowed in the mapping at a path; empty where no mapping belongs."""
-    return list(_mapping(at(keys) or {}).get("properties", {}))
+    return list(_mapping(schema_at(keys) or {}).get("properties", {}))
 
 
-def paths(keys: Keys = ()) -> Iterator[Keys]:
+def setting_paths(keys: KeyPath = ()) -> Iterator[KeyPath]:
     """Every path of a setting that is reached through mappings alone."""
     for name in known_keys(keys):
         yield (*keys, name)
-        yield from paths((*keys, name))
+        yield from setting_paths((*keys, name))
 
 
-def describe(schema: Schema) -> str:
+def describe_allowed(schema: JsonSchema) -> str:
     """Say in words what a setting allows: `a whole number of at least 1, or null`."""
     schema = _follow(schema)
     if "anyOf" in schema:
-        return ", or ".join(describe(choice) for choice in schema["anyOf"])
+        return ", or ".join(describe_allowed(choice) for choice in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         *others, last = map(str, schema.get("enum", [schema.get("const")]))
         return f"{', '.join(others)} or {last}" if others else last
@@ -71,7 +71,7 @@ def describe(schema: Schema) -> str:
         return ("a whole number" if kind == "integer" else "a number") + _range(schema)
     if kind == "array":
         items = schema.get("prefixItems")
-        return f"a list of {len(items)}: {describe(items[0])} each" if items else "a list"
+        return f"a list of {len(items)}: {describe_allowed(items[0])} each" if items else "a list"
     if kind == "string" and schema.get("format") == "path":
         return "a path"
     if kind == "string" and "pattern" in schema:
@@ -80,25 +80,25 @@ def describe(schema: Schema) -> str:
     return names.get(str(kind), "another value")
 
 
-def _range(schema: Schema) -> str:
+def _range(schema: JsonSchema) -> str:
     words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
     limits = [f"{word} {schema[name]:g}" for name, word in words.items() if name in schema]
     return " " + " and ".join(limits) if limits else ""
 
 
 @cache
-def _recipe_schema() -> Schema:
+def _recipe_schema() -> JsonSchema:
     return Recipe.model_json_schema()
 
 
-def _follow(schema: Schema) -> Schema:
+def _follow(schema: JsonSchema) -> JsonSchema:
     while "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         schema = {**_recipe_schema()["$defs"][name], **{key: value for key, value in schema.items() if key != "$ref"}}
     return schema
 
 
-def _mapping(schema: Schema) -> Schema:
+def _mapping(schema: JsonSchema) -> JsonSchema:
     """The branch of an optional section that holds the mapping."""
     return next((s for s in map(_follow, schema.get("anyOf", [schema])) if "properties" in s), {})
 

@@ -9,7 +9,7 @@ from mmtrain.errors import RecipeError
 from mmtrain.recipe import presets
 from mmtrain.recipe import strict_yaml as yaml
 from mmtrain.recipe.cross_checks import CHECKS
-from mmtrain.recipe.raw_tree import Keys, Node, Origin, Problem, dotted, merge, put, walk
+from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, dotted_path, iter_nodes, merge_trees, set_node
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.validation import validate
 
@@ -26,7 +26,7 @@ _PATHS = (  # settings whose relative paths start at the folder of the file that
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRecipe:
     """A validated recipe, and where each of its values came from."""
 
     recipe: Recipe
@@ -47,7 +47,7 @@ class _Files:
     problems: list[Problem] = field(default_factory=list)
 
 
-def load(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Loaded:
+def load_recipe(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> LoadedRecipe:
     """Load the recipe at `path`: its `extends` ancestors, `${env:NAME}`, the overrides `a.b.0=c`, then presets.
 
     Raises `RecipeError` with every problem at once: dotted path, what was found, what is allowed, file and line.
@@ -56,11 +56,11 @@ def load(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | Non
     tree = _read(path, files, ())
     for override in overrides:
         tree = _override(tree, override, files)
-    tree = presets.fill(_anchor_paths(tree))
+    tree = presets.apply_presets(_anchor_paths(tree))
     problems, recipe = validate(tree, files.problems, CHECKS)
     if recipe is None:
         raise RecipeError(_message(path, problems))
-    return Loaded(recipe, path, {dotted(at): str(node.origin) for at, node in walk(tree) if at})
+    return LoadedRecipe(recipe, path, {dotted_path(at): str(node.origin) for at, node in iter_nodes(tree) if at})
 
 
 def _read(path: Path, files: _Files, chain: tuple[Path, ...]) -> Node:
@@ -68,7 +68,7 @@ def _read(path: Path, files: _Files, chain: tuple[Path, ...]) -> Node:
     if path in chain:
         raise RecipeError("recipes extend each other in a circle: " + " -> ".join(map(str, (*chain, path))))
     if path not in files.trees:
-        own, problems = yaml.parse(_text(path), Origin(str(path), 1, path.parent), files.env)
+        own, problems = yaml.parse_yaml(_text(path), Origin(str(path), 1, path.parent), files.env)
         files.problems += problems
         files.trees[path] = _with_bases(own, path, files, (*chain, path))
     return files.trees[path]
@@ -84,8 +84,8 @@ def _with_bases(own: Node, path: Path, files: _Files, chain: tuple[Path, ...]) -
         where = Path(os.path.normpath(path.parent / str(base.value)))
         if not where.is_file():
             raise RecipeError(f"{base.origin}: extends: there is no file {where}")
-        tree = merge(tree, _read(where, files, chain))
-    return merge(tree, replace(own, value={key: child for key, child in own.value.items() if key != "extends"}))
+        tree = merge_trees(tree, _read(where, files, chain))
+    return merge_trees(tree, replace(own, value={key: child for key, child in own.value.items() if key != "extends"}))
 
 
 def _bases(extends: Node | None, files: _Files) -> list[Node]:
@@ -113,13 +113,13 @@ def _override(tree: Node, override: str, files: _Files) -> Node:
     """Apply one `a.b.0=c`; the value is YAML."""
     origin = Origin(f"--set {override}", None, Path.cwd())
     where, equals, text = override.partition("=")
-    keys: Keys = tuple(where.strip().split("."))
+    keys: KeyPath = tuple(where.strip().split("."))
     if not equals or not text.strip() or "" in keys:
         files.problems.append(Problem((), "allowed: a.b.0=value, with null for no value", origin))
         return tree
-    value, problems = yaml.parse(text, origin, files.env)
+    value, problems = yaml.parse_yaml(text, origin, files.env)
     files.problems += [replace(problem, where=(*keys, *problem.where)) for problem in problems]
-    result = put(tree, keys, value)
+    result = set_node(tree, keys, value)
     if isinstance(result, Problem):
         files.problems.append(result)
         return tree
@@ -128,10 +128,10 @@ def _override(tree: Node, override: str, files: _Files) -> Node:
 
 def _anchor_paths(tree: Node) -> Node:
     """Make paths absolute: each starts at the folder of whoever wrote it. The name of a shipped table is no path."""
-    for at, node in list(walk(tree)):
+    for at, node in list(iter_nodes(tree)):
         pattern = tuple("*" if isinstance(key, int) else key for key in at)
         if pattern in _PATHS and isinstance(node.value, str) and not (at == _TABLE and _is_name(node.value)):
-            anchored = put(tree, at, replace(node, value=os.path.abspath(node.origin.folder / node.value)))
+            anchored = set_node(tree, at, replace(node, value=os.path.abspath(node.origin.folder / node.value)))
             assert isinstance(anchored, Node)
             tree = anchored
     return tree

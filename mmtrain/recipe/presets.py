@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mmtrain.recipe.raw_tree import Node, Origin, put
+from mmtrain.recipe.raw_tree import Node, Origin, set_node
 
 VisionPreset = Literal[
     "eva-clip-18b",
@@ -45,85 +45,87 @@ LlmPreset = Literal[
     "yi-34b",
 ]
 
-Value = int | float | str | bool | tuple[int, ...]
-Settings = Mapping[str, Value]
+PresetValue = int | float | str | bool | tuple[int, ...]
+PresetSettings = Mapping[str, PresetValue]
 
 
 @dataclass(frozen=True)
-class Preset:
+class ModelPreset:
     """Settings of a unit that a publication gives, and the publication."""
 
-    settings: Settings
+    settings: PresetSettings
     parameters: float  # as published
     source: str
     tolerance: float = 0.01  # by which the count of our shape may differ from the published one
 
 
-def _vit(layers: int, hidden: int, ffn: int, heads: int, **more: Value) -> Settings:
+def _vit(layers: int, hidden: int, ffn: int, heads: int, **more: PresetValue) -> PresetSettings:
     return {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, **more}
 
 
-def _llm(layers: int, hidden: int, ffn: int, heads: int, vocab: int, **more: Value) -> Settings:
+def _llm(layers: int, hidden: int, ffn: int, heads: int, vocab: int, **more: PresetValue) -> PresetSettings:
     return {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, "vocab": vocab, **more}
 
 
-_EVA: Settings = {"qkv_bias": False, "class_token": True, "positions": "grid", "max_side": 16}
-_INTERN: Settings = {"class_token": True, "positions": "grid", "max_side": 32}
+_EVA: PresetSettings = {"qkv_bias": False, "class_token": True, "positions": "grid", "max_side": 16}
+_INTERN: PresetSettings = {"class_token": True, "positions": "grid", "max_side": 32}
 _OPTIMUS = "Optimus (arXiv 2408.03505), table of its encoders; heads of 128 as in its LLMs"
 _ORCH = "OrchMLLM (arXiv 2503.23830), table of its models"
 _MMSCALE = "DistTrain (arXiv 2408.04275), table of its LLM backbones; Llama-3's vocabulary"
-_QWEN: Settings = {"rope_base": 1e6, "norm_eps": 1e-6, "qkv_bias": True}
+_QWEN: PresetSettings = {"rope_base": 1e6, "norm_eps": 1e-6, "qkv_bias": True}
 
-VISION: Mapping[VisionPreset, Preset] = {
-    "vit-huge": Preset(_vit(32, 1280, 5120, 16, class_token=True), 632e6, "ViT (arXiv 2010.11929), table 1: ViT-Huge"),
-    "internvit-300m": Preset(
+VISION_PRESETS: Mapping[VisionPreset, ModelPreset] = {
+    "vit-huge": ModelPreset(
+        _vit(32, 1280, 5120, 16, class_token=True), 632e6, "ViT (arXiv 2010.11929), table 1: ViT-Huge"
+    ),
+    "internvit-300m": ModelPreset(
         _vit(24, 1024, 4096, 16, **_INTERN), 304e6, "OpenGVLab/InternViT-300M-448px: model card and config.json"
     ),
-    "internvit-6b": Preset(
+    "internvit-6b": ModelPreset(
         _vit(45, 3200, 12800, 25, qkv_bias=False, **_INTERN),
         5.54e9,
         "OpenGVLab/InternViT-6B-448px-V1-5: model card and config.json",
     ),
-    "eva-clip-1b": Preset(
+    "eva-clip-1b": ModelPreset(
         _vit(40, 1408, 6144, 16, **_EVA), 1.01e9, "EVA-CLIP (arXiv 2303.15389), table of architectures: EVA01-CLIP-g"
     ),
-    "eva-clip-4b": Preset(
+    "eva-clip-4b": ModelPreset(
         _vit(64, 1792, 15360, 16, **_EVA), 4.35e9, "EVA-CLIP (arXiv 2303.15389), table of architectures: EVA02-CLIP-E"
     ),
-    "eva-clip-8b": Preset(
+    "eva-clip-8b": ModelPreset(
         _vit(32, 4096, 20480, 32, **_EVA), 7.53e9, "EVA-CLIP-18B (arXiv 2402.04252), table of architectures"
     ),
-    "eva-clip-18b": Preset(
+    "eva-clip-18b": ModelPreset(
         _vit(48, 5120, 25600, 40, **_EVA), 17.5e9, "EVA-CLIP-18B (arXiv 2402.04252), table of architectures"
     ),
-    "qwen2-vl-vit": Preset(
+    "qwen2-vl-vit": ModelPreset(
         _vit(32, 1280, 5120, 16, activation="quick_gelu", downsample="pixel_shuffle", merge=2, patch_bias=False),
         675e6,
         "Qwen2-VL (arXiv 2409.12191) and its config.json; the published count holds the merger, of 44M, as well",
         tolerance=0.07,
     ),
     # The layers of 11B count 9.7e9 at the printed width; the name is kept.
-    "optimus-vit-3b": Preset(_vit(48, 2304, 9216, 18), 3e9, _OPTIMUS, tolerance=0.04),
-    "optimus-vit-5b": Preset(_vit(48, 3072, 12288, 24), 5e9, _OPTIMUS, tolerance=0.1),
-    "optimus-vit-11b": Preset(_vit(48, 4096, 16384, 32), 11e9, _OPTIMUS, tolerance=0.13),
-    "optimus-vit-22b": Preset(_vit(48, 6144, 24576, 48), 22e9, _OPTIMUS, tolerance=0.02),
+    "optimus-vit-3b": ModelPreset(_vit(48, 2304, 9216, 18), 3e9, _OPTIMUS, tolerance=0.04),
+    "optimus-vit-5b": ModelPreset(_vit(48, 3072, 12288, 24), 5e9, _OPTIMUS, tolerance=0.1),
+    "optimus-vit-11b": ModelPreset(_vit(48, 4096, 16384, 32), 11e9, _OPTIMUS, tolerance=0.13),
+    "optimus-vit-22b": ModelPreset(_vit(48, 6144, 24576, 48), 22e9, _OPTIMUS, tolerance=0.02),
     # The paper gives layers and widths; heads are ours: of 128, and of 100 where 128 does not divide.
-    "orchmllm-vit-10b": Preset(_vit(36, 2048, 8192, 16), 1.8e9, _ORCH, tolerance=0.03),
-    "orchmllm-vit-18b": Preset(
+    "orchmllm-vit-10b": ModelPreset(_vit(36, 2048, 8192, 16), 1.8e9, _ORCH, tolerance=0.03),
+    "orchmllm-vit-18b": ModelPreset(
         _vit(40, 2400, 9600, 24, downsample="pixel_shuffle", merge=2), 2.8e9, _ORCH, tolerance=0.03
     ),
-    "orchmllm-vit-84b": Preset(
+    "orchmllm-vit-84b": ModelPreset(
         _vit(45, 3200, 12800, 25, downsample="pixel_shuffle", merge=2), 5.5e9, _ORCH, tolerance=0.03
     ),
 }
 
-AUDIO: Mapping[AudioPreset, Preset] = {
-    "whisper-large": Preset(
+AUDIO_PRESETS: Mapping[AudioPreset, ModelPreset] = {
+    "whisper-large": ModelPreset(
         {"layers": 32, "hidden": 1280, "ffn": 5120, "heads": 20, "mel_bins": 128},
         635e6,
         "Whisper (arXiv 2212.04356), encoder of large, with large-v3's 128 mel bands",
     ),
-    "whisper-6b": Preset(
+    "whisper-6b": ModelPreset(
         {"layers": 48, "hidden": 3072, "ffn": 12288, "heads": 24, "mel_bins": 128},
         5.5e9,
         f"{_ORCH}: Whisper's encoder, 48 layers of 3072",
@@ -131,45 +133,51 @@ AUDIO: Mapping[AudioPreset, Preset] = {
     ),
 }
 
-LLM: Mapping[LlmPreset, Preset] = {
-    "llama3-8b": Preset(
+LLM_PRESETS: Mapping[LlmPreset, ModelPreset] = {
+    "llama3-8b": ModelPreset(
         _llm(32, 4096, 14336, 32, 128256, kv_heads=8, rope_base=500000),
         8.03e9,
         "meta-llama/Meta-Llama-3-8B: config.json",
     ),
-    "llama3-7b": Preset(_llm(32, 4096, 11008, 32, 128256, rope_base=500000), 7e9, _MMSCALE, tolerance=0.08),
-    "llama3-13b": Preset(_llm(40, 5120, 13824, 40, 128256, rope_base=500000), 13e9, _MMSCALE, tolerance=0.08),
-    "llama3-70b": Preset(
+    "llama3-7b": ModelPreset(_llm(32, 4096, 11008, 32, 128256, rope_base=500000), 7e9, _MMSCALE, tolerance=0.08),
+    "llama3-13b": ModelPreset(_llm(40, 5120, 13824, 40, 128256, rope_base=500000), 13e9, _MMSCALE, tolerance=0.08),
+    "llama3-70b": ModelPreset(
         _llm(80, 8192, 28672, 64, 128256, kv_heads=8, rope_base=500000), 70e9, _MMSCALE, tolerance=0.02
     ),
-    "internlm2-20b": Preset(
+    "internlm2-20b": ModelPreset(
         _llm(48, 6144, 16384, 48, 92544, kv_heads=8, rope_base=1e6), 19.86e9, "internlm/internlm2-20b: config.json"
     ),
-    "yi-34b": Preset(_llm(60, 7168, 20480, 56, 64000, kv_heads=8, rope_base=5e6), 34.4e9, "01-ai/Yi-34B: config.json"),
-    "qwen2-7b": Preset(_llm(28, 3584, 18944, 28, 152064, kv_heads=4, **_QWEN), 7.62e9, "Qwen/Qwen2-7B: config.json"),
-    "qwen2-14b": Preset(
+    "yi-34b": ModelPreset(
+        _llm(60, 7168, 20480, 56, 64000, kv_heads=8, rope_base=5e6), 34.4e9, "01-ai/Yi-34B: config.json"
+    ),
+    "qwen2-7b": ModelPreset(
+        _llm(28, 3584, 18944, 28, 152064, kv_heads=4, **_QWEN), 7.62e9, "Qwen/Qwen2-7B: config.json"
+    ),
+    "qwen2-14b": ModelPreset(
         _llm(48, 5120, 13824, 40, 152064, kv_heads=8, **_QWEN),
         14.77e9,
         "Qwen/Qwen2.5-14B: config.json; there is no Qwen2 of this size",
     ),
-    "qwen2-72b": Preset(_llm(80, 8192, 29568, 64, 152064, kv_heads=8, **_QWEN), 72.7e9, "Qwen/Qwen2-72B: config.json"),
-    "qwen1.5-110b": Preset(
+    "qwen2-72b": ModelPreset(
+        _llm(80, 8192, 29568, 64, 152064, kv_heads=8, **_QWEN), 72.7e9, "Qwen/Qwen2-72B: config.json"
+    ),
+    "qwen1.5-110b": ModelPreset(
         _llm(80, 8192, 49152, 64, 152064, kv_heads=8, **_QWEN), 111.2e9, "Qwen/Qwen1.5-110B: config.json"
     ),
     # Rotary positions and RMS norms in place of GPT's learned ones and layer norms: no difference to a plan.
-    "gpt-11b": Preset(
+    "gpt-11b": ModelPreset(
         _llm(80, 3072, 12288, 24, 50257, mlp="gelu"),
         11e9,
         "Optimus (arXiv 2408.03505), table of its LLMs: 80 layers of 3072, which count 9.4e9; the name is kept",
         tolerance=0.16,
     ),
-    "gpt-175b": Preset(
+    "gpt-175b": ModelPreset(
         _llm(96, 12288, 49152, 96, 50257, mlp="gelu"), 175e9, "GPT-3 (arXiv 2005.14165), table 2.1", tolerance=0.01
     ),
 }
 
-GENERATOR: Mapping[GeneratorPreset, Preset] = {
-    "stable-diffusion-2.1": Preset(
+GENERATOR_PRESETS: Mapping[GeneratorPreset, ModelPreset] = {
+    "stable-diffusion-2.1": ModelPreset(
         {
             "kind": "unet",
             "widths": (320, 640, 1280, 1280),
@@ -181,7 +189,7 @@ GENERATOR: Mapping[GeneratorPreset, Preset] = {
         "stabilityai/stable-diffusion-2-1: unet/config.json",
         tolerance=1e-4,
     ),
-    "pixart-alpha": Preset(
+    "pixart-alpha": ModelPreset(
         {
             "kind": "dit",
             "widths": (1152,),
@@ -197,15 +205,15 @@ GENERATOR: Mapping[GeneratorPreset, Preset] = {
     ),
 }
 
-PRESETS: Mapping[str, Mapping[str, Preset]] = {
-    "vision": dict(VISION.items()),
-    "audio": dict(AUDIO.items()),
-    "llm": dict(LLM.items()),
-    "generator": dict(GENERATOR.items()),
+PRESETS: Mapping[str, Mapping[str, ModelPreset]] = {
+    "vision": dict(VISION_PRESETS.items()),
+    "audio": dict(AUDIO_PRESETS.items()),
+    "llm": dict(LLM_PRESETS.items()),
+    "generator": dict(GENERATOR_PRESETS.items()),
 }
 
 
-def fill(tree: Node) -> Node:
+def apply_presets(tree: Node) -> Node:
     """Lay the settings of every unit over those of the preset it names; an unknown name is left to validation."""
     for unit, known in PRESETS.items():
         found = _below(_below(tree, "model"), unit)
@@ -215,13 +223,13 @@ def fill(tree: Node) -> Node:
         origin = replace(name.origin, source=f"{name.origin}, preset {name.value}", line=None)
         own = found.value if isinstance(found.value, dict) else {}
         preset = {key: _node(value, origin) for key, value in known[str(name.value)].settings.items()}
-        filled = put(tree, ("model", unit), replace(found, value={**preset, **own}))
+        filled = set_node(tree, ("model", unit), replace(found, value={**preset, **own}))
         assert isinstance(filled, Node)
         tree = filled
     return tree
 
 
-def _node(value: Value, origin: Origin) -> Node:
+def _node(value: PresetValue, origin: Origin) -> Node:
     return Node([Node(item, origin) for item in value] if isinstance(value, tuple) else value, origin)
 
 

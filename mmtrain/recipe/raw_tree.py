@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-Keys: TypeAlias = tuple[str | int, ...]
+KeyPath: TypeAlias = tuple[str | int, ...]
 Scalar: TypeAlias = bool | int | float | str | None
 
 
@@ -37,30 +37,30 @@ class Node:
 class Problem:
     """One thing wrong with a recipe, at a dotted path."""
 
-    where: Keys
+    where: KeyPath
     text: str
     origin: Origin | None = None
 
     def __str__(self) -> str:
         place = f" ({self.origin})" if self.origin else ""
-        return f"{dotted(self.where)}: {self.text}{place}" if self.where else f"{self.text}{place}"
+        return f"{dotted_path(self.where)}: {self.text}{place}" if self.where else f"{self.text}{place}"
 
 
-def dotted(keys: Keys) -> str:
+def dotted_path(keys: KeyPath) -> str:
     """Write a path as users do: `data.sources.0.path`."""
     return ".".join(str(key) for key in keys)
 
 
-def plain(node: Node) -> object:
+def to_plain(node: Node) -> object:
     """Drop the origins."""
     if isinstance(node.value, dict):
-        return {key: plain(child) for key, child in node.value.items()}
+        return {key: to_plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
-        return [plain(child) for child in node.value]
+        return [to_plain(child) for child in node.value]
     return node.value
 
 
-def walk(node: Node, at: Keys = ()) -> Iterator[tuple[Keys, Node]]:
+def iter_nodes(node: Node, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
     """All nodes below `node`, itself included, with their paths."""
     yield at, node
     children: Iterator[tuple[str | int, Node]] = iter(())
@@ -69,10 +69,10 @@ def walk(node: Node, at: Keys = ()) -> Iterator[tuple[Keys, Node]]:
     elif isinstance(node.value, list):
         children = iter(enumerate(node.value))
     for key, child in children:
-        yield from walk(child, (*at, key))
+        yield from iter_nodes(child, (*at, key))
 
 
-def nearest(node: Node, keys: Keys) -> Node:
+def nearest_node(node: Node, keys: KeyPath) -> Node:
     """The node at `keys`, or the deepest one on the way there."""
     for key in keys:
         value = node.value
@@ -87,17 +87,17 @@ def nearest(node: Node, keys: Keys) -> Node:
     return node
 
 
-def merge(base: Node, over: Node) -> Node:
+def merge_trees(base: Node, over: Node) -> Node:
     """Lay `over` on `base`: mappings join key by key, everything else (lists too) is replaced."""
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
     joined = dict(base.value)
     for key, child in over.value.items():
-        joined[key] = merge(joined[key], child) if key in joined else child
+        joined[key] = merge_trees(joined[key], child) if key in joined else child
     return Node(joined, over.origin)
 
 
-def put(node: Node | None, keys: Keys, new: Node, at: Keys = ()) -> Node | Problem:
+def set_node(node: Node | None, keys: KeyPath, new: Node, at: KeyPath = ()) -> Node | Problem:
     """Return `node` with `new` at `keys`, making the mappings and lists on the way that are missing.
 
     A key made of digits is an index where a list stands, or where nothing stands yet; the list's length appends.
@@ -109,16 +109,16 @@ def put(node: Node | None, keys: Keys, new: Node, at: Keys = ()) -> Node | Probl
     if value is None:
         value = [] if key.isdecimal() else {}
     if isinstance(value, dict):
-        child = put(value.get(key), rest, new, (*at, key))
+        child = set_node(value.get(key), rest, new, (*at, key))
         return child if isinstance(child, Problem) else _with(node, {**value, key: child}, new.origin)
     if isinstance(value, list):
         if not key.isdecimal() or int(key) > len(value):
             allowed = f"an index from 0 to {len(value)} ({len(value)} appends)"
             return Problem((*at, key), f"found {key!r} below a list of {len(value)}; allowed: {allowed}", new.origin)
         i = int(key)
-        child = put(value[i] if i < len(value) else None, rest, new, (*at, i))
+        child = set_node(value[i] if i < len(value) else None, rest, new, (*at, i))
         return child if isinstance(child, Problem) else _with(node, [*value[:i], child, *value[i + 1 :]], new.origin)
-    below = dotted((*at, *keys))
+    below = dotted_path((*at, *keys))
     return Problem(at, f"is {value!r}, not a mapping or a list, so {below} cannot be set", new.origin)
 
 

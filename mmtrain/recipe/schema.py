@@ -1,6 +1,6 @@
 """The recipe: every setting a user may write, with its unit, range and default.
 
-A recipe is a YAML file; `mmtrain.recipe.load` turns it into the frozen `Recipe` below. Field names here are
+A recipe is a YAML file; `mmtrain.recipe.load_recipe` turns it into the frozen `Recipe` below. Field names here are
 the dotted paths of error messages (`data.seq_len`) and of `--set`. The units' settings are in `model`.
 """
 
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mmtrain.recipe.model_settings import ModelSettings
-from mmtrain.recipe.settings import Positive, PositiveInt, Section
+from mmtrain.recipe.settings import PositiveFloat, PositiveInt, Section
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -38,10 +38,10 @@ class SourceSettings(Section):
     @property
     def states_lengths(self) -> bool:
         """Whether there are only lengths, no samples."""
-        return are_lengths(self.path, self.format)
+        return is_lengths_source(self.path, self.format)
 
 
-def are_lengths(path: Path, format: str | None) -> bool:
+def is_lengths_source(path: Path, format: str | None) -> bool:
     """Whether a source of this path and format states lengths: there are no samples then."""
     return format == "lengths" or (format is None and path.suffix == ".csv")
 
@@ -75,7 +75,7 @@ class ImageSettings(Section):
         100_000_000, description="Refuse source images above this area before decoding them (decompression bombs)."
     )
     mean: tuple[float, float, float] = Field((0.5, 0.5, 0.5), description="Subtracted from RGB in [0, 1].")
-    std: tuple[Positive, Positive, Positive] = Field(
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
         (0.5, 0.5, 0.5), description="RGB in [0, 1] minus mean is divided by this."
     )
 

@@ -5,7 +5,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe.raw_tree import Keys, Node, Origin, Problem, Scalar
+from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, Scalar
 
 _TAG = "tag:yaml.org,2002:"
 _MAX_DEPTH = 50  # far above any recipe, far below Python's recursion limit
@@ -56,7 +56,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def parse(text: str, origin: Origin, env: Mapping[str, str]) -> tuple[Node, list[Problem]]:
+def parse_yaml(text: str, origin: Origin, env: Mapping[str, str]) -> tuple[Node, list[Problem]]:
     """Parse one YAML document into a tree, filling in `${env:NAME}`.
 
     `origin.line` None means the text is not a file (an override): its nodes then carry no line either.
@@ -79,13 +79,13 @@ def parse(text: str, origin: Origin, env: Mapping[str, str]) -> tuple[Node, list
     return _convert(root, (), origin, env, problems), problems
 
 
-def dump(value: object) -> str:
-    """Write plain values as YAML that `parse` reads back to the same values."""
+def dump_yaml(value: object) -> str:
+    """Write plain values as YAML that `parse_yaml` reads back to the same values."""
     text: str = yaml.dump(_escape(value), Dumper=_Dumper, sort_keys=False, width=10**6)
     return text
 
 
-def _convert(node: yaml.Node, at: Keys, origin: Origin, env: Mapping[str, str], problems: list[Problem]) -> Node:
+def _convert(node: yaml.Node, at: KeyPath, origin: Origin, env: Mapping[str, str], problems: list[Problem]) -> Node:
     if isinstance(node, yaml.ScalarNode):
         return Node(_scalar(node, at, origin, env, problems), origin)
     if isinstance(node, yaml.SequenceNode):
@@ -106,7 +106,9 @@ def _convert(node: yaml.Node, at: Keys, origin: Origin, env: Mapping[str, str], 
     return Node(children, origin)
 
 
-def _scalar(node: yaml.ScalarNode, at: Keys, origin: Origin, env: Mapping[str, str], problems: list[Problem]) -> Scalar:
+def _scalar(
+    node: yaml.ScalarNode, at: KeyPath, origin: Origin, env: Mapping[str, str], problems: list[Problem]
+) -> Scalar:
     is_plain = node.style is None
     text: str = node.value
     whole = _INTERPOLATION.fullmatch(text)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from mmtrain.recipe import json_schema
-from mmtrain.recipe.raw_tree import Keys, Node, Problem, dotted, nearest, plain
+from mmtrain.recipe.raw_tree import KeyPath, Node, Problem, dotted_path, nearest_node, to_plain
 from mmtrain.recipe.schema import Recipe
 
 Check = Callable[[Recipe], Iterable[Problem]]
@@ -25,7 +25,7 @@ def validate(tree: Node, found: Sequence[Problem], checks: Iterable[Check]) -> t
     `found` are problems known already; their paths are not reported twice. Each of `checks` looks at several settings
     together; where some setting is unusable, the checks that need it are left out and the others still speak.
     """
-    raw = plain(tree)
+    raw = to_plain(tree)
     recipe: Recipe | None = None
     own: list[Problem] = []
     try:
@@ -33,8 +33,8 @@ def validate(tree: Node, found: Sequence[Problem], checks: Iterable[Check]) -> t
     except ValidationError as error:
         all_details = cast(list[dict[str, Any]], error.errors(include_url=False))
         own = [_problem(details, tree) for details in all_details if not _follows(details, all_details)]
-    known = {dotted(problem.where) for problem in found}
-    own = [problem for problem in own if dotted(problem.where) not in known]
+    known = {dotted_path(problem.where) for problem in found}
+    own = [problem for problem in own if dotted_path(problem.where) not in known]
     refused = {problem.where for problem in (*found, *own)}
     view = recipe or cast(Recipe, _Readable(Recipe, cast(dict[str, object], raw), refused, ()))
     crossed = [problem for check in checks for problem in _run(check, view, tree)]
@@ -45,7 +45,7 @@ def validate(tree: Node, found: Sequence[Problem], checks: Iterable[Check]) -> t
 class _Readable:
     """Reads like a section of a `Recipe` whose validation failed: good values and defaults, never bad ones."""
 
-    def __init__(self, section: type[BaseModel], raw: dict[str, object], refused: set[Keys], at: Keys) -> None:
+    def __init__(self, section: type[BaseModel], raw: dict[str, object], refused: set[KeyPath], at: KeyPath) -> None:
         self._section, self._raw, self._refused, self._at = section, raw, refused, at
 
     def __getattr__(self, name: str) -> object:
@@ -73,7 +73,7 @@ def _section(annotation: object) -> type[BaseModel] | None:
 def _run(check: Check, recipe: Recipe, tree: Node) -> Iterator[Problem]:
     try:
         for problem in check(recipe):
-            yield replace(problem, origin=nearest(tree, problem.where).origin)
+            yield replace(problem, origin=nearest_node(tree, problem.where).origin)
     except UnknownSetting:
         return
 
@@ -88,15 +88,15 @@ def _follows(details: dict[str, Any], others: list[dict[str, Any]]) -> bool:
 
 def _problem(details: dict[str, Any], tree: Node) -> Problem:
     """Put one of pydantic's errors into our words."""
-    keys: Keys = details["loc"]
-    node = nearest(tree, keys)
+    keys: KeyPath = details["loc"]
+    node = nearest_node(tree, keys)
     kind: str = details["type"]
     if kind == "extra_forbidden":
         return Problem(keys, _unknown(keys), node.origin)
     if kind == "value_error":
         return Problem(keys, str(details["ctx"]["error"]), node.origin)
-    schema = json_schema.at(keys) or {}
-    allowed = json_schema.describe(schema)
+    schema = json_schema.schema_at(keys) or {}
+    allowed = json_schema.describe_allowed(schema)
     if kind == "missing":
         about = schema.get("description", "")
         return Problem(keys, f"missing; allowed: {allowed}" + (f" ({about})" if about else ""), node.origin)
@@ -108,11 +108,11 @@ def _problem(details: dict[str, Any], tree: Node) -> Problem:
     return Problem(keys, f"found {_shown(node)}, allowed: {allowed}{hint}", node.origin)
 
 
-def _unknown(keys: Keys) -> str:
+def _unknown(keys: KeyPath) -> str:
     *parent, name = keys
     known = json_schema.known_keys(tuple(parent))
     near = get_close_matches(str(name), known, n=1)
-    elsewhere = [dotted(path) for path in json_schema.paths() if path[-1] == name]
+    elsewhere = [dotted_path(path) for path in json_schema.setting_paths() if path[-1] == name]
     if near:
         return f"unknown key; did you mean {near[0]}? Allowed here: {', '.join(known)}"
     if elsewhere:

@@ -9,7 +9,7 @@ import pytest
 from mmtrain.cli.simulated_steps import rehearsal
 from mmtrain.data.synthetic.demo import generate
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
-from mmtrain.recipe import dump, load
+from mmtrain.recipe import dump_recipe, load_recipe
 from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
 from tests.report.conftest import metrics
 
@@ -23,13 +23,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = folder.parent / "data"
     generate(data, seed=1, train=60, heldout=4)
     settings = [f"data.sources.0.path={data}/train.json", f"data.validation.0.path={data}/heldout.json"]
-    recipe = load(DEMO, [*settings, f"data.tokenizer={data}/tokenizer.json"]).recipe
+    recipe = load_recipe(DEMO, [*settings, f"data.tokenizer={data}/tokenizer.json"]).recipe
     found = rehearsal(recipe, None)
     [step] = found.timelines
     spans = tuple(s._replace(start_s=2 * s.start_s, duration_s=2 * s.duration_s) for s in step.spans)
     slower = replace(step, spans=spans, step_time_s=2 * step.step_time_s, simulated=False)
     folder.mkdir()
-    (folder / RECIPE).write_text(dump(recipe))
+    (folder / RECIPE).write_text(dump_recipe(recipe))
     found.plan.save(folder / PLAN)
     trace = run_trace([MeasuredStep(1, 10.0, slower)], found.plan.sha256, 1e-6)
     (folder / TRACE).write_text(json.dumps(trace))

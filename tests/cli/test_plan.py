@@ -156,7 +156,7 @@ def test_a_question_that_makes_no_sense_is_one_message(args: list[str], message:
 def test_every_recipe_of_ours_is_right(name: str) -> None:
     from mmtrain import recipe
 
-    loaded = recipe.load(RECIPE.parent / name).recipe
+    loaded = recipe.load_recipe(RECIPE.parent / name).recipe
     if loaded.data.sources[0].states_lengths:  # other data is made by the user
         assert len(build(loaded).lengths)
 

@@ -26,7 +26,7 @@ def test_each_recipe_names_the_schema_for_editors(recipe: Path) -> None:
 
 def test_every_setting_is_described() -> None:
     sections = {"model", "data", "parallel", "cluster", "train"}
-    bare = [path for path in json_schema.paths() if not (json_schema.at(path) or {}).get("description")]
+    bare = [path for path in json_schema.setting_paths() if not (json_schema.schema_at(path) or {}).get("description")]
     assert [path for path in bare if path[0] not in sections or len(path) > 1] == []
 
 

@@ -108,7 +108,7 @@ def test_stages_of_a_transformer_are_handed_what_its_blocks_read() -> None:
     module.out.register_forward_pre_hook(lambda _, given: read.append(given[0].numel()))
     rows = torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN)
     module(patches, rows)
-    handed = [layer.handed(load.tokens, load.num_sequences) for layer in (embed, *blocks, out)]
+    handed = [layer.input_elements(load.tokens, load.num_sequences) for layer in (embed, *blocks, out)]
     assert handed == [module.context(rows).numel(), *read]
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from mmtrain.recipe import dump
+from mmtrain.recipe import dump_recipe
 from mmtrain.recipe.schema import Recipe
 
 
@@ -21,7 +21,7 @@ class Served:
 
     def __init__(self, recipe: Recipe, folder: Path, address: str = "tcp://127.0.0.1:*", *changes: str) -> None:
         path = folder / "served.yaml"
-        path.write_text(dump(recipe))
+        path.write_text(dump_recipe(recipe))
         sets = [argument for change in changes for argument in ("--set", change)]
         command = ["data", "serve", str(path), "--bind", address, "--workers", "1", "--json", *sets]
         self.process = subprocess.Popen(

@@ -124,7 +124,7 @@ def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Pa
     assert data.audio[0, 0].mels is not None
     assert np.array_equal(data.audio[0, 0].mels, np.concatenate(expected))
     assert data.audio[1, 0].mels is None
-    assert len(data.text[0, 0].feature_places["audio"]) == table.features.sum()
+    assert len(data.text[0, 0].feature_positions["audio"]) == table.features.sum()
     assert data.vision == {}
 
 

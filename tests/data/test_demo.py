@@ -9,7 +9,7 @@ from mmtrain.data.media.images import read_size
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.synthetic.demo import VOCAB, DemoSummary, generate
 from mmtrain.errors import DataError
-from mmtrain.recipe import load
+from mmtrain.recipe import load_recipe
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_the_demo_recipe_reads_it(demo: tuple[Path, DemoSummary]) -> None:
         f"data.validation.0.path={out / 'heldout.json'}",
         f"data.tokenizer={out / 'tokenizer.json'}",
     ]
-    recipe = load(recipe_path, overrides).recipe
+    recipe = load_recipe(recipe_path, overrides).recipe
     for which, count in (("train", 400), ("validation", 150)):
         index = build(recipe, which)  # type: ignore[arg-type]
         assert (len(index.samples), index.quarantined) == (count, ())

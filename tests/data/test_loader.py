@@ -34,7 +34,7 @@ def test_payload_is_what_the_layout_says(made: Dataset) -> None:
         assert text.ids.tolist() == [t for e in encoded for t in e.ids]
         assert text.labels.tolist() == [t for e in encoded for t in e.labels]
         assert int((text.labels != -100).sum()) == meta.targets[meta.microbatch(r, i)].sum()
-        places = text.feature_places["vision"]
+        places = text.feature_positions["vision"]
         assert (text.ids[places] == tokenizer.image_id).all()
         assert len(places) == sum(sum(index.features(s)) for s in samples)
     table = meta.items["vision"]
@@ -57,7 +57,7 @@ def test_a_rank_gets_only_what_it_needs(made: Dataset) -> None:
     assert set(data.text) == {(1, 0), (1, 1)}
     assert all(v.patches is None and len(v.rows) == len(v.cols) for v in data.vision.values())
     assert sum(len(v.rows) for v in data.vision.values()) == len(data.meta.items["vision"].sample)
-    assert all(t.ids is None and t.labels is not None and t.feature_places == {} for t in data.text.values())
+    assert all(t.ids is None and t.labels is not None and t.feature_positions == {} for t in data.text.values())
     meta_only = Preparer(index, recipe, (Need("llm", 0),), TWO).prepare(data.meta)
     expected = tuple(data.meta.tokens[data.meta.microbatch(0, 0)].tolist())
     assert (meta_only.text[0, 0].lengths, meta_only.text[0, 0].labels) == (expected, None)

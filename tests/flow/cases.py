@@ -15,7 +15,7 @@ from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import audio_payload, text_payload, vision_payload
 from mmtrain.models.build_stage import build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
 from mmtrain.plan.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import ScheduleKind
@@ -96,7 +96,7 @@ Order = dict[int, tuple[str, ...]]
 
 def plan(settings: Recipe, kind: ScheduleKind = "1f1b", order: Order | None = None, **meshes: Mesh) -> Plan:
     """Return a plan with these meshes (unit name -> mesh)."""
-    model = shape(settings)
+    model = build_model_shape(settings)
     units = {}
     for name, mesh in meshes.items():
         borders = [0, *mesh.cuts, len(model.unit(name).layers)]
@@ -211,7 +211,7 @@ class Reference:
     """One process, one sample at a time, plain autograd and plain AdamW."""
 
     def __init__(self, settings: Recipe) -> None:
-        self.settings, model, groups = settings, shape(settings), ParallelGroups.single()
+        self.settings, model, groups = settings, build_model_shape(settings), ParallelGroups.single()
         self.speech = settings.model.audio is not None
         self.stages = nn.ModuleDict(
             {

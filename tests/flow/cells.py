@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from hypothesis import strategies as st
 
-from mmtrain.models.model_shape import ModelShape, shape
+from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.artifact import layout as layouts
 from mmtrain.plan.artifact.layout import MeshSize
@@ -122,7 +122,7 @@ class Cell:
     def plan(self) -> Plan:
         """The plan that puts the units where the cell says."""
         settings = self.recipe()
-        rng, model = np.random.default_rng(self.seed), shape(settings)
+        rng, model = np.random.default_rng(self.seed), build_model_shape(settings)
         meshes = _unified(self, model, rng) if self.placement == "unified" else _own_meshes(self, model, rng)
         match self.placement:
             case "explicit":

@@ -11,7 +11,7 @@ from mmtrain.checkpoint import Checkpoint
 from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import MmtrainError
 from mmtrain.plan.planner import plan as planner
-from mmtrain.recipe import load
+from mmtrain.recipe import load_recipe
 from mmtrain.runtime.resilience.fault_points import Faults
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.training.train import Request, run, train_rank
@@ -39,7 +39,7 @@ def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> 
         f"data.validation.0.path={data}/heldout.json",
         f"data.tokenizer={data}/tokenizer.json",
     ]
-    loaded = load(RECIPE, [*paths, *SMALL, *changes])
+    loaded = load_recipe(RECIPE, [*paths, *SMALL, *changes])
     return Request(loaded, planner, "cpu-core", 2, run_dir, **options)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from mmtrain.data.formats.chat_tokenizer import AUDIO
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.plan.planner import plan as planner
-from mmtrain.recipe import load
+from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.training.run_folder import QUARANTINE
 from mmtrain.runtime.training.train import Request
@@ -58,7 +58,7 @@ def media(tmp_path: Path) -> Path:
 def _losses(media: Path, source: str, world_size: int, *changes: str) -> list[float]:
     run_dir = media / f"run-{source}-{world_size}"
     paths = [f"data.sources.0.path={media / source}", f"data.tokenizer={media}/t.json"]
-    loaded = load(RECIPE, [*paths, *SMALL, *changes])
+    loaded = load_recipe(RECIPE, [*paths, *SMALL, *changes])
     request = Request(loaded, planner, "cpu-core", world_size, run_dir)
     assert run_all(*[request] * world_size) == [""] * world_size
     assert (run_dir / QUARANTINE).read_text() == ""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.models.build_stage import StageModule
-from mmtrain.models.megatron import unit_scope
+from mmtrain.models.megatron import tp_group_scope
 from mmtrain.models.megatron.compat import optimizer_scope
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.plan import Plan
@@ -57,7 +57,7 @@ def _ours_and_theirs(settings: Recipe, wanted: Plan) -> tuple[float, list[NamedS
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     job = assemble(settings, wanted, world)
     runner = build_unit(
-        settings, shape(settings), job.graph, "llm", False, build_groups(job.graph, world), world, job.dtype
+        settings, build_model_shape(settings), job.graph, "llm", False, build_groups(job.graph, world), world, job.dtype
     )
     data = step_data(job, 1, texts_between=True)
     inputs = unit_inputs(data, world.device, job.dtype)
@@ -105,7 +105,7 @@ def _theirs(runner: UnitRunner, inputs: dict[Microbatch, UnitInput], total_targe
         if vpp > 1
         else schedules.forward_backward_pipelining_without_interleaving
     )
-    with unit_scope(groups), optimizer_scope(torch.device("cpu")):
+    with tp_group_scope(groups), optimizer_scope(torch.device("cpu")):
         losses = schedule(
             forward_step_func=forward_step,
             data_iterator=[iter(microbatches) for _ in chunks],

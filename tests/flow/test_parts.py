@@ -8,7 +8,7 @@ import torch
 
 from mmtrain.costs import AnalyticCosts, machine_for
 from mmtrain.errors import ProgramError
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.colocated.encoder_order import plan_order
@@ -77,7 +77,7 @@ def in_pieces(chosen: Plan) -> Plan:
 def in_parts(settings: Recipe, meshes: dict[str, Mesh], coarse: bool, gaps: int, inside: bool = False) -> Order:
     """The first order, of those drawn one after another, that passes the checker and fills so many gaps."""
     chosen = plan(settings, **meshes)
-    graph = stage_graph(in_pieces(chosen) if inside else chosen, shape(settings))
+    graph = stage_graph(in_pieces(chosen) if inside else chosen, build_model_shape(settings))
     whole = (build_coarse if coarse else build_1f1b)(graph)
     for seed in range(MAX_SEEDS):
         program = Program(graph, {rank: fill(graph, todo, seed) for rank, todo in whole.actions.items()})
@@ -109,7 +109,7 @@ def test_pieces_of_layers_compute_what_one_process_does(case: str) -> None:
 def test_a_planned_order_in_pieces_computes_what_one_process_does() -> None:
     """As planned for GPUs whose kernels start at once: pieces of other microbatches stand beside collectives."""
     settings, meshes = recipe(), {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), tp=2)}
-    graph = stage_graph(in_pieces(plan(settings, **meshes)), shape(settings))
+    graph = stage_graph(in_pieces(plan(settings, **meshes)), build_model_shape(settings))
     machine = replace(machine_for(settings, "h100-80g"), kernel_launch_s=0.0)
     pricing = replace(pricing_for(settings, "h100-80g")[0], costs=AnalyticCosts(machine, "bf16"))
     order = plan_order(graph, pricing, machine)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan_files import load as load_plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.program import Compute, Partial, build, chrome_trace
@@ -84,7 +84,7 @@ def recorded_step() -> StepRecord:
 def test_parts_of_stages_are_drawn_where_they_ran() -> None:
     records = dict(enumerate(run_ranks(2, recorded_step)))
     settings = recipe()
-    graph = stage_graph(plan(settings, "explicit", PIPELINE, **GUESTS), shape(settings))
+    graph = stage_graph(plan(settings, "explicit", PIPELINE, **GUESTS), build_model_shape(settings))
     program = build(graph, kind="explicit", order=PIPELINE)
     timeline = measured_timeline(graph, records, lambda rank, action: 0)
     require_trace(chrome_trace(timeline, ""))

@@ -15,7 +15,7 @@ from mmtrain.data import build
 from mmtrain.errors import LaunchError, PlanError, UserError
 from mmtrain.plan import load as load_plan
 from mmtrain.program import Action, Backward, Forward
-from mmtrain.recipe import load
+from mmtrain.recipe import load_recipe
 from mmtrain.report import StepMetrics, read_metrics
 from mmtrain.runtime.training.run_folder import CHECKPOINTS, PLAN, QUARANTINE, RECIPE
 from mmtrain.runtime.training.train import _introduce
@@ -32,7 +32,7 @@ def test_a_run_leaves_its_record(unbroken: Path) -> None:
     assert all(0 < s["mfu"] < 1 for s in steps)
     plan = load_plan(unbroken / PLAN)
     assert (plan.placement, plan.world_size) == ("disaggregated", 2)
-    assert load(unbroken / RECIPE).recipe.train.steps == NUM_STEPS
+    assert load_recipe(unbroken / RECIPE).recipe.train.steps == NUM_STEPS
     assert list((unbroken / "tensorboard").iterdir())
     assert [f.name for f in find(unbroken / CHECKPOINTS)] == ["step-00000006", "step-00000004"], "keeps two"
 

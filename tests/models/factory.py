@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmtrain.models.build_stage import StageModule, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import ModelShape, shape
+from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
 from mmtrain.recipe.model_settings import AudioSettings, LlmSettings, ModelSettings, VisionSettings
 from mmtrain.recipe.schema import Recipe
@@ -43,7 +43,7 @@ def shape_of(model: ModelSettings, freeze: Iterable[str] = ()) -> ModelShape:
         "data": {"sources": [{"path": "samples.json"}], "tokenizer": "tokenizer.json", "seq_len": 64},
         "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}, "freeze": tuple(freeze)},
     }
-    return shape(Recipe.model_validate(recipe))
+    return build_model_shape(Recipe.model_validate(recipe))
 
 
 def stage(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmtrain.errors import UserError
-from mmtrain.models.attention import Backend, attend, choose, rope_tables, rotate
+from mmtrain.models.attention import AttentionBackend, apply_rotary, attend, choose_backend, rotary_tables
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,9 @@ def _qkv(tokens: int, heads: int, kv_heads: int, dim: int = 8) -> list[Tensor]:
     return [torch.randn(tokens, n, dim, generator=generator).requires_grad_() for n in sizes]
 
 
-def _forward_and_gradients(qkv: list[Tensor], lengths: tuple[int, ...], causal: bool, backend: Backend) -> list[Tensor]:
+def _forward_and_gradients(
+    qkv: list[Tensor], lengths: tuple[int, ...], causal: bool, backend: AttentionBackend
+) -> list[Tensor]:
     out = attend(qkv[0], qkv[1], qkv[2], lengths, causal, backend)
     weights = torch.linspace(-1, 1, out.numel()).view_as(out)
     return [out, *torch.autograd.grad((out * weights).sum(), qkv)]
@@ -32,7 +34,7 @@ def test_sdpa_equals_the_reference(lengths: tuple[int, ...], causal: bool, heads
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_sequences_do_not_see_each_other(backend: Backend, causal: bool) -> None:
+def test_packed_sequences_do_not_see_each_other(backend: AttentionBackend, causal: bool) -> None:
     lengths = (3, 5, 3, 1)
     q, k, v = _qkv(12, 4, 2)
     packed = attend(q, k, v, lengths, causal, backend)
@@ -44,7 +46,7 @@ def test_packed_sequences_do_not_see_each_other(backend: Backend, causal: bool) 
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
-def test_a_causal_token_sees_only_those_before(backend: Backend) -> None:
+def test_a_causal_token_sees_only_those_before(backend: AttentionBackend) -> None:
     q, k, v = _qkv(4, 2, 2)
     out = attend(q, k, v, (4,), True, backend)
     torch.testing.assert_close(out[0], v[0])  # the first token sees itself alone
@@ -55,7 +57,7 @@ def test_a_causal_token_sees_only_those_before(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
-def test_nothing_to_attend_to_still_has_gradients(backend: Backend, lengths: tuple[int, ...]) -> None:
+def test_nothing_to_attend_to_still_has_gradients(backend: AttentionBackend, lengths: tuple[int, ...]) -> None:
     qkv = _qkv(0, 4, 2)
     out, *grads = _forward_and_gradients(qkv, lengths, True, backend)
     assert out.shape == (0, 4, 8)
@@ -63,10 +65,10 @@ def test_nothing_to_attend_to_still_has_gradients(backend: Backend, lengths: tup
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:
-    rope = rope_tables((6, 3), 8, 100.0, torch.float32, CPU)
+    rope = rotary_tables((6, 3), 8, 100.0, torch.float32, CPU)
     assert rope[0].shape == (9, 1, 4)
     x, y = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
-    rotated_x, rotated_y = (rotate(z.expand(9, 1, 8), rope)[:, 0] for z in (x, y))
+    rotated_x, rotated_y = (apply_rotary(z.expand(9, 1, 8), rope)[:, 0] for z in (x, y))
     scores = rotated_x @ rotated_y.T
     torch.testing.assert_close(scores[1, 0], scores[5, 4])
     torch.testing.assert_close(scores[2, 0], scores[8, 6])  # the second sequence counts from 0 again
@@ -74,11 +76,11 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
 
 
 def test_auto_is_sdpa_on_a_cpu() -> None:
-    assert choose("auto", CPU, torch.float32) == "sdpa"
-    assert choose("reference", CPU, torch.bfloat16) == "reference"
+    assert choose_backend("auto", CPU, torch.float32) == "sdpa"
+    assert choose_backend("reference", CPU, torch.bfloat16) == "reference"
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
-def test_a_backend_that_cannot_work_here_is_refused(backend: Backend) -> None:
+def test_a_backend_that_cannot_work_here_is_refused(backend: AttentionBackend) -> None:
     with pytest.raises(UserError, match=rf"train.attention: {backend} .*CUDA.* Usable .* auto, sdpa, reference"):
-        choose(backend, CPU, torch.float32)
+        choose_backend(backend, CPU, torch.float32)

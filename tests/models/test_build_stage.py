@@ -115,7 +115,7 @@ def test_packed_sequences_equal_separate_ones() -> None:
     llm.zero_grad()
     assert inputs.ids is not None
     assert inputs.labels is not None
-    places = inputs.feature_places["vision"]
+    places = inputs.feature_positions["vision"]
     total, start = torch.zeros(()), 0
     for n in inputs.lengths:
         here = (places >= start) & (places < start + n)

@@ -2,17 +2,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain.models.megatron import ParallelGroups, optimizer_scope, prepare, unit_scope
+from mmtrain.models.megatron import ParallelGroups, optimizer_scope, prepare_megatron, tp_group_scope
 from tests.models.factory import CPU
 
 
 def test_prepare_answers_for_the_device_and_can_be_undone() -> None:
     for _ in range(2):
-        prepare(CPU)
+        prepare_megatron(CPU)
         assert torch.cuda.current_device() == CPU
-    prepare(torch.device("cuda"))
+    prepare_megatron(torch.device("cuda"))
     assert torch.cuda.current_device.__module__ == "torch.cuda"
-    prepare(CPU)
+    prepare_megatron(CPU)
 
 
 def test_optimizer_scope_translates_cuda_names_on_a_cpu() -> None:
@@ -32,12 +32,12 @@ def test_unit_scope_sets_and_restores_the_global() -> None:
     from megatron.core import parallel_state
 
     groups = ParallelGroups.single()
-    with unit_scope(groups):
+    with tp_group_scope(groups):
         assert parallel_state.get_tensor_model_parallel_group() is groups.tp
         inner = ParallelGroups.single()
-        with unit_scope(inner):
+        with tp_group_scope(inner):
             assert parallel_state.get_tensor_model_parallel_group() is inner.tp
-        with pytest.raises(KeyError), unit_scope(inner):
+        with pytest.raises(KeyError), tp_group_scope(inner):
             raise KeyError
         assert parallel_state.get_tensor_model_parallel_group() is groups.tp
     assert not parallel_state.is_initialized()

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mmtrain.models.attention import attend, choose
+from mmtrain.models.attention import attend, choose_backend
 from mmtrain.models.build_stage import build_stage
-from mmtrain.models.megatron import ParallelGroups, prepare
+from mmtrain.models.megatron import ParallelGroups, prepare_megatron
 from tests.models.factory import CPU, settings, shape_of, text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -17,7 +17,7 @@ def test_backends_equal_the_reference(backend: str, causal: bool) -> None:
     if backend == "flash_attn":
         pytest.importorskip("flash_attn")
     device, lengths = torch.device("cuda"), (5, 17, 17, 1, 40)
-    assert choose(backend, device, torch.bfloat16) == backend  # type: ignore[arg-type]
+    assert choose_backend(backend, device, torch.bfloat16) == backend  # type: ignore[arg-type]
     torch.manual_seed(0)
     qkv = [torch.randn(80, n, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)]
     weights = torch.randn(80, 4, 64, device=device, dtype=torch.bfloat16)
@@ -43,5 +43,5 @@ def test_a_stage_on_cuda_equals_the_stage_on_a_cpu() -> None:
         loss = llm(None, moved)
         loss.backward()
         losses.append(loss.item())
-    prepare(CPU)
+    prepare_megatron(CPU)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

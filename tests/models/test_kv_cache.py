@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.models.build_stage import StageModule
-from mmtrain.models.kv_cache import KeyValues
+from mmtrain.models.kv_cache import KVCache
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.recipe.model_settings import ModelSettings
@@ -28,18 +28,18 @@ MODELS = {
 @torch.no_grad()
 def write(llm: StageModule, num_new: int = NUM_NEW) -> list[list[int]]:
     """Continue all prompts together, a token of each a time; one that has come to its end leaves the batch."""
-    memory = KeyValues(max(map(len, PROMPTS)) + num_new, (0,) * len(PROMPTS))
+    memory = KVCache(max(map(len, PROMPTS)) + num_new, (0,) * len(PROMPTS))
     answers: list[list[int]] = [[] for _ in PROMPTS]
     open_, new, features = list(range(len(PROMPTS))), PROMPTS, {"vision": _features()}
     for _ in range(num_new):
         lengths, ids = tuple(map(len, new)), torch.tensor([token for tokens in new for token in tokens])
-        inputs = TextInput(lengths, ids, feature_places={"vision": torch.tensor(PLACES)}, memory=memory)
+        inputs = TextInput(lengths, ids, feature_positions={"vision": torch.tensor(PLACES)}, kv_cache=memory)
         chosen = llm.next_tokens(None, inputs, features, LIMIT).tolist()
         memory.advance(lengths)
         for sequence, token in zip(open_, chosen, strict=True):
             answers[sequence].append(token)
         goes_on = [i for i, token in enumerate(chosen) if token not in ENDS]
-        memory.keep(goes_on)
+        memory.select_sequences(goes_on)
         open_, new, features = [open_[i] for i in goes_on], [[chosen[i]] for i in goes_on], {}
         if not open_:
             break
@@ -55,7 +55,7 @@ def write_anew(llm: StageModule) -> list[list[int]]:
         places = {"vision": torch.tensor([PLACES[i] - begin for i in mine], dtype=torch.int64)}
         ids = list(prompt)
         while len(ids) < len(prompt) + NUM_NEW and (len(ids) == len(prompt) or ids[-1] not in ENDS):
-            inputs = TextInput((len(ids),), torch.tensor(ids), feature_places=places)
+            inputs = TextInput((len(ids),), torch.tensor(ids), feature_positions=places)
             ids.append(int(llm.logits(None, inputs, {"vision": _features()[mine]})[-1, :LIMIT].argmax()))
         answers.append(ids[len(prompt) :])
     return answers
@@ -105,7 +105,7 @@ def _equal_logits() -> list[list[int]]:
     rows[1, [3, 7]], rows[2, [5, 11]], rows[3, 11] = 1.0, -0.5, 9.0
     rows[2, 0] = float("-inf")
     mine = rows.chunk(size, dim=1)[rank]
-    return [parts.likeliest(mine, limit).tolist() for limit in (12, 11, 6, 2)]
+    return [parts.greedy_tokens(mine, limit).tolist() for limit in (12, 11, 6, 2)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from mmtrain.models.parameter_specs import ParamSpec, assemble, initialize, slice_of, specs
+from mmtrain.models.parameter_specs import ParamSpec, initialize_parameters, join_tp_shards, stage_param_specs, tp_shard
 from tests.models.factory import settings, stage
 
 GATED = ParamSpec("llm.layers.1.mlp.linear_fc1.weight", (2, 8, 3), 1)
@@ -12,7 +12,7 @@ GATED = ParamSpec("llm.layers.1.mlp.linear_fc1.weight", (2, 8, 3), 1)
 def test_a_gated_shard_holds_gate_rows_then_up_rows() -> None:
     full = torch.arange(48.0).view(GATED.full_shape)
     gate, up = full
-    local = slice_of(full, GATED, tp_rank=1, tp=4).reshape(4, 3)
+    local = tp_shard(full, GATED, tp_rank=1, tp=4).reshape(4, 3)
     assert torch.equal(local, torch.cat([gate[2:4], up[2:4]]))
     assert GATED.local_shape(4) == (2, 2, 3)
 
@@ -23,12 +23,12 @@ def test_a_gated_shard_holds_gate_rows_then_up_rows() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_assemble_inverts_slicing(spec: ParamSpec, tp: int) -> None:
     full = torch.randn(spec.full_shape, generator=torch.Generator().manual_seed(0))
-    shards = [slice_of(full, spec, rank, tp).reshape(-1) for rank in range(tp)]
-    assert torch.equal(assemble(shards, spec), full)
+    shards = [tp_shard(full, spec, rank, tp).reshape(-1) for rank in range(tp)]
+    assert torch.equal(join_tp_shards(shards, spec), full)
 
 
 def test_specs_name_every_parameter_and_its_cut() -> None:
-    found = specs(stage(settings(llm={"qkv_bias": True}), "llm", (0, 2)), "llm", 1)
+    found = stage_param_specs(stage(settings(llm={"qkv_bias": True}), "llm", (0, 2)), "llm", 1)
     described = {name: (spec.full_shape, spec.dim) for name, spec in found.items()}
     assert described == {
         "layers.0.table.weight": ((128, 48), 0),
@@ -44,7 +44,7 @@ def test_specs_name_every_parameter_and_its_cut() -> None:
 
 
 def test_specs_of_the_vision_unit() -> None:
-    found = specs(stage(settings(vision={"class_token": True}), "vision"), "vision", 1)
+    found = stage_param_specs(stage(settings(vision={"class_token": True}), "vision"), "vision", 1)
     cut = {name.removeprefix("layers."): spec.dim for name, spec in found.items() if not name.startswith("layers.2.")}
     assert cut == {
         "0.proj.weight": None,
@@ -99,11 +99,11 @@ def test_initial_scales() -> None:
 
 def test_a_shard_is_initialised_as_its_slice_of_the_whole() -> None:
     module = stage(settings(), "llm", (1, 2))
-    described = specs(module, "llm", 2)  # as if this rank held one of two shards of a model twice as wide
-    initialize(module, described, seed=3, tp_rank=0, tp=2)
+    described = stage_param_specs(module, "llm", 2)  # as if this rank held one of two shards of a model twice as wide
+    initialize_parameters(module, described, seed=3, tp_rank=0, tp=2)
     first = {name: param.detach().clone() for name, param in module.named_parameters()}
-    initialize(module, described, seed=3, tp_rank=1, tp=2)
+    initialize_parameters(module, described, seed=3, tp_rank=1, tp=2)
     for name, param in module.named_parameters():
-        full = assemble([first[name], param.detach()], described[name])
+        full = join_tp_shards([first[name], param.detach()], described[name])
         assert tuple(full.shape) == described[name].full_shape
         assert torch.equal(first[name], param) == (described[name].dim is None), name

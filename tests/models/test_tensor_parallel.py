@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.parameter_specs import ParamSpec, assemble, specs
+from mmtrain.models.parameter_specs import ParamSpec, join_tp_shards, stage_param_specs
 from mmtrain.recipe.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import gradients, images, settings, stage, text
@@ -46,7 +46,7 @@ class Outcome:
         self.params: dict[str, Tensor] = {}
         self.grads: dict[str, Tensor] = {}
         for module in (vision, llm):
-            described = specs(module, module.unit, groups.tp_size)
+            described = stage_param_specs(module, module.unit, groups.tp_size)
             self.specs |= {spec.name: spec for spec in described.values()}
             self.params |= {f"{module.unit}.{name}": param.detach() for name, param in module.named_parameters()}
             for param in module.parameters():
@@ -121,9 +121,9 @@ def _assert_equal(ranks: list[Outcome], whole: Outcome) -> None:
     largest = max(gradient.norm() for gradient in whole.grads.values())
     for full_name, spec in whole.specs.items():
         assert all(rank.specs[full_name] == spec for rank in ranks)
-        param = assemble([rank.params[full_name] for rank in ranks], spec)
+        param = join_tp_shards([rank.params[full_name] for rank in ranks], spec)
         assert torch.equal(param, whole.params[full_name].view(spec.full_shape)), full_name
-        gradient = assemble([rank.grads[full_name] for rank in ranks], spec)
+        gradient = join_tp_shards([rank.grads[full_name] for rank in ranks], spec)
         expected = whole.grads[full_name].view(spec.full_shape)
         assert (gradient - expected).norm() <= 1e-5 * max(expected.norm(), 1e-3 * largest), full_name
         if spec.dim is None:  # whole on every rank, and must stay the same there

@@ -17,7 +17,7 @@ def test_patch_grid_runs_row_by_row() -> None:
     assert grid.image.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     assert grid.row.tolist() == [0, 0, 0, 1, 1, 1, 0, 0]
     assert grid.col.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert grid.places(1).tolist() == [1, 2, 3, 4, 5, 6, 8, 9]
+    assert grid.token_positions(1).tolist() == [1, 2, 3, 4, 5, 6, 8, 9]
     assert PatchGrid.of((), ()).image.shape == (0,)
 
 

@@ -9,7 +9,7 @@ import pytest
 from mmtrain.balance import StepAims
 from mmtrain.costs import TokenLoad, costs_for, machine_for, precision_for, upstream_trains
 from mmtrain.data.loading.step_format import from_json, to_json
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.artifact.balancing_targets import step_aims, typical_loads
 from mmtrain.plan.artifact.marginal_cost import slope
@@ -81,7 +81,7 @@ def test_other_pipelines_are_ordered_in_time_by_their_timetable() -> None:
     )
     assert {task.unit for task in aims.timetable.tasks} == ALL
     assert from_json(StepAims, to_json(aims)) == aims
-    graph = stage_graph(chosen, shape(recipe(parallel={"placement": "disaggregated"} | sizes)))
+    graph = stage_graph(chosen, build_model_shape(recipe(parallel={"placement": "disaggregated"} | sizes)))
     lines = {rank: tuple(map(action_to_text, todo)) for rank, todo in build_1f1b(graph).actions.items()}
     written = SchedulePlan(kind="explicit", num_microbatches=chosen.schedule.num_microbatches, order=lines)
     same = step_aims(recipe(), chosen.model_copy(update={"schedule": written}), lengths())
@@ -110,7 +110,11 @@ def test_prices_add_up_to_what_the_cost_model_says() -> None:
     sizes = {unit: {"tp": 1, "pp": 1, "dp": 2} for unit in ALL}
     settings = recipe(parallel={"placement": "disaggregated"} | sizes)
     chosen = planned(settings, 4)
-    aims, model, machine = step_aims(settings, chosen, lengths()), shape(settings), machine_for(settings, "cpu-core")
+    aims, model, machine = (
+        step_aims(settings, chosen, lengths()),
+        build_model_shape(settings),
+        machine_for(settings, "cpu-core"),
+    )
     costs = costs_for(machine, precision_for(settings, machine), None)
     needs, typical = upstream_trains(model), typical_loads(stage_graph(chosen, model), lengths(), settings.data.seq_len)
 

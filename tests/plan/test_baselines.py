@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.costs import machine_for, model_flops
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.estimate.evaluate import judge
 from mmtrain.plan.estimate.layer_costs import FORWARD
@@ -126,7 +126,7 @@ def test_a_baseline_can_be_asked_for(name: str) -> None:
     settings = recipe(**SMALL)
     chosen = planned(settings, 2)
     found = planned(settings, 2, baseline=name)
-    build(stage_graph(found, shape(settings)))
+    build(stage_graph(found, build_model_shape(settings)))
     assert found.placement == ("disaggregated" if name == FLOPS else "unified")
     [beside] = found.alternatives
     assert beside.step_time_s == chosen.predicted.step_time_s

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.costs import machine_for
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import in_pieces, stage_graph
@@ -173,7 +173,7 @@ def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
     assert {other.placement for other in chosen.alternatives} == {"colocated"}
     ends = [list(map(int, ranks.split("-"))) for ranks in chosen.predicted.peak_memory_gib]
     assert sorted(rank for end in ends for rank in range(end[0], end[-1] + 1)) == list(range(4)), "each rank once"
-    build(stage_graph(chosen, shape(settings)), kind=chosen.schedule.kind, order=chosen.schedule.order)
+    build(stage_graph(chosen, build_model_shape(settings)), kind=chosen.schedule.kind, order=chosen.schedule.order)
 
 
 def test_orders_that_hold_too_much_give_way_to_ones_that_fit() -> None:

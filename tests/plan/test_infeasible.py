@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.plan import Placement
 from mmtrain.plan.explain.infeasible import is_possible, nearest_counts, refusal
@@ -21,7 +21,7 @@ PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "colocated")
 
 
 def choices_of(settings: Recipe) -> dict[str, UnitChoices]:
-    return unit_choices(settings, shape(settings), 64)
+    return unit_choices(settings, build_model_shape(settings), 64)
 
 
 def drawn(seed: int) -> tuple[dict[str, dict[str, int]], Recipe]:

@@ -10,7 +10,7 @@ import pytest
 
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.errors import PlanError
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.planner import plan
 from mmtrain.program import build
@@ -49,7 +49,7 @@ def test_a_plan_says_everything() -> None:
         assert slower or not other.runnable
         assert other.reason
     assert {a.placement for a in chosen.alternatives} == {"unified", "disaggregated", "colocated", "replicated"}
-    assert stage_graph(chosen, shape(recipe())).world_size == 4
+    assert stage_graph(chosen, build_model_shape(recipe())).world_size == 4
 
 
 @pytest.mark.parametrize("placement", ["unified", "disaggregated"])
@@ -58,7 +58,7 @@ def test_a_number_of_microbatches_fixed_for_a_unit_is_honoured(num_microbatches:
     parallel = {"placement": placement, "vision": {"num_microbatches": num_microbatches}, "llm": {"dp": 1, "pp": 2}}
     chosen = planned(recipe(parallel=parallel), 3)
     assert chosen.schedule.num_microbatches == {"vision": num_microbatches, "llm": 8}
-    graph = stage_graph(chosen, shape(recipe()))
+    graph = stage_graph(chosen, build_model_shape(recipe()))
     assert [m.num_microbatches for m in graph.meshes] == [num_microbatches, 8]
     build(graph)
 

@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.costs import machine_for, upstream_trains
-from mmtrain.models.model_shape import ModelEdge, ModelShape, UnitShape, shape
+from mmtrain.models.model_shape import ModelEdge, ModelShape, UnitShape, build_model_shape
 from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated
 from mmtrain.plan.estimate.evaluate import judge
 from mmtrain.plan.estimate.sample_batches import BatchSample
@@ -68,7 +68,7 @@ def test_a_unit_after_the_llm_is_rated_and_judged_like_any_other(pp: int, num_mi
 
 
 def test_gradients_pass_a_frozen_llm_where_an_encoder_trains() -> None:
-    model = shape(recipe())
+    model = build_model_shape(recipe())
     assert all(upstream_trains(drawing(model, ("llm",)))["generator"])
     assert not upstream_trains(drawing(model, ("vision", "llm", "generator")))["generator"][-1]
     graph = graph_for(_layout(), replace(pricing_for(recipe())[0], shape=drawing(model, ("llm",))))

@@ -6,7 +6,7 @@ import pytest
 
 from mmtrain.data import build
 from mmtrain.plan.planner import plan
-from mmtrain.recipe import load, sha256
+from mmtrain.recipe import load_recipe, recipe_fingerprint
 
 FOLDER = Path(__file__).parents[2] / "recipes/whatif"
 LARGEST = "optimus_197b.yaml"  # 3,072 ranks take minutes where other work is going on
@@ -16,11 +16,16 @@ OTHERS = sorted({path.name for path in FOLDER.glob("*.yaml")} - {LARGEST, *QUICK
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_it_fits_its_cluster(name: str) -> None:
-    recipe = load(FOLDER / name, ["parallel.placement=unified"]).recipe
+    recipe = load_recipe(FOLDER / name, ["parallel.placement=unified"]).recipe
     ranks, hardware = recipe.cluster.ranks, recipe.cluster.hardware
     assert ranks is not None
     found = plan(
-        recipe, build(recipe).lengths, world_size=ranks, hardware=hardware, recipe_sha256=sha256(recipe), top=1
+        recipe,
+        build(recipe).lengths,
+        world_size=ranks,
+        hardware=hardware,
+        recipe_sha256=recipe_fingerprint(recipe),
+        top=1,
     )
     assert 0.05 < found.predicted.mfu < 0.7
     assert found.world_size == ranks

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data.index import index_cache
-from mmtrain.recipe import Recipe, dump, load, sha256
+from mmtrain.recipe import Recipe, dump_recipe, load_recipe, recipe_fingerprint
 from mmtrain.recipe import fingerprint as resolved
 from mmtrain.recipe.schema import DataSettings
 
@@ -61,18 +61,18 @@ def recipes(draw: st.DrawFn) -> Recipe:
 def test_a_dumped_recipe_loads_back_equal(recipe: Recipe) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "resolved.yaml"
-        path.write_text(dump(recipe), encoding="utf-8", newline="")
-        again = load(path, env={}).recipe
+        path.write_text(dump_recipe(recipe), encoding="utf-8", newline="")
+        again = load_recipe(path, env={}).recipe
     assert again == recipe
-    assert sha256(again) == sha256(recipe)
+    assert recipe_fingerprint(again) == recipe_fingerprint(recipe)
 
 
 def test_a_loaded_recipe_dumps_from_anywhere(base: Path, tmp_path: Path) -> None:
-    recipe = load(base, env={}).recipe
+    recipe = load_recipe(base, env={}).recipe
     moved = tmp_path / "elsewhere" / "recipe.yaml"
     moved.parent.mkdir()
-    moved.write_text(dump(recipe), encoding="utf-8")
-    assert load(moved, env={}).recipe == recipe
+    moved.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(moved, env={}).recipe == recipe
 
 
 @pytest.mark.parametrize(
@@ -104,18 +104,18 @@ def test_a_loaded_recipe_dumps_from_anywhere(base: Path, tmp_path: Path) -> None
     ],
 )
 def test_the_fingerprint_covers_what_a_plan_depends_on(base: Path, override: str, moves: bool) -> None:
-    before, after = load(base, env={}).recipe, load(base, [override], {}).recipe
+    before, after = load_recipe(base, env={}).recipe, load_recipe(base, [override], {}).recipe
     assert before != after
-    assert (sha256(before) != sha256(after)) == moves
+    assert (recipe_fingerprint(before) != recipe_fingerprint(after)) == moves
 
 
 def test_the_fingerprint_does_not_ask_where_files_lie(base: Path, tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere" / base.name
     copy.parent.mkdir()
     copy.write_text(base.read_text(encoding="utf-8"), encoding="utf-8")
-    here, there = load(base, env={}).recipe, load(copy, env={}).recipe
+    here, there = load_recipe(base, env={}).recipe, load_recipe(copy, env={}).recipe
     assert here.data.sources[0].path != there.data.sources[0].path
-    assert sha256(here) == sha256(there)
+    assert recipe_fingerprint(here) == recipe_fingerprint(there)
 
 
 def test_every_setting_of_the_data_shapes_plans_or_is_known_not_to() -> None:
@@ -126,6 +126,6 @@ def test_every_setting_of_the_data_shapes_plans_or_is_known_not_to() -> None:
 
 
 def test_the_fingerprint_is_stable(base: Path) -> None:
-    recipe = load(base, ["data.tokenizer=/t.json", "data.sources=[{path: /s.json}]"], {}).recipe
-    assert sha256(recipe) == sha256(Recipe.model_validate_json(recipe.model_dump_json()))
-    assert len(sha256(recipe)) == 64
+    recipe = load_recipe(base, ["data.tokenizer=/t.json", "data.sources=[{path: /s.json}]"], {}).recipe
+    assert recipe_fingerprint(recipe) == recipe_fingerprint(Recipe.model_validate_json(recipe.model_dump_json()))
+    assert len(recipe_fingerprint(recipe)) == 64

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe import load
+from mmtrain.recipe import load_recipe
 
 Write = Callable[[str, str], Path]
 
 
 def refusal(path: Path, *overrides: str, **env: str) -> str:
     with pytest.raises(RecipeError) as refused:
-        load(path, overrides, env)
+        load_recipe(path, overrides, env)
     assert refused.value.exit_code == 2
     return str(refused.value)
 
 
 def test_a_recipe_loads(base: Path) -> None:
-    recipe = load(base, env={}).recipe
+    recipe = load_recipe(base, env={}).recipe
     assert recipe.train.optimizer.lr == 1e-3
     assert recipe.model.vision is not None
     assert recipe.model.vision.heads == 4
@@ -28,12 +28,12 @@ def test_a_recipe_loads(base: Path) -> None:
 
 def test_the_environment_is_the_process_s_by_default(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "77")
-    assert load(base, ["train.steps=${env:STEPS}"]).recipe.train.steps == 77
+    assert load_recipe(base, ["train.steps=${env:STEPS}"]).recipe.train.steps == 77
 
 
 def test_extends_joins_mappings_and_replaces_lists(base: Path, write: Write) -> None:
     child = write("child.yaml", "extends: base.yaml\ntrain: {steps: 20}\ndata:\n  sources: [{path: a}, {path: b}]\n")
-    recipe = load(child, env={}).recipe
+    recipe = load_recipe(child, env={}).recipe
     assert (recipe.train.steps, recipe.train.global_batch) == (20, 4)
     assert [source.path.name for source in recipe.data.sources] == ["a", "b"]
 
@@ -42,13 +42,13 @@ def test_later_ancestors_win_and_the_file_itself_last(base: Path, write: Write) 
     write("fast.yaml", "train: {steps: 1, seed: 1}\n")
     write("big.yaml", "train: {steps: 2, seed: 2, global_batch: 8}\n")
     child = write("child.yaml", "extends: [base.yaml, fast.yaml, big.yaml]\ntrain: {seed: 3}\n")
-    train = load(child, env={}).recipe.train
+    train = load_recipe(child, env={}).recipe.train
     assert (train.steps, train.seed, train.global_batch) == (2, 3, 8)
 
 
 def test_null_removes_a_section(base: Path, write: Write) -> None:
     child = write("child.yaml", "extends: base.yaml\nmodel: {vision: null}\n")
-    assert load(child, env={}).recipe.model.vision is None
+    assert load_recipe(child, env={}).recipe.model.vision is None
 
 
 def test_a_circle_is_refused_with_its_chain(base: Path, write: Write) -> None:
@@ -61,7 +61,7 @@ def test_many_ancestors_in_a_diamond_are_read_once_each(base: Path, write: Write
     write("0.yaml", "extends: base.yaml\n")
     for i in range(1, 25):  # 2**24 paths to the base
         write(f"{i}.yaml", f"extends: [{i - 1}.yaml, {i - 1}.yaml]\n")
-    assert load(base.parent / "24.yaml", env={}).recipe.name == "tiny"
+    assert load_recipe(base.parent / "24.yaml", env={}).recipe.name == "tiny"
 
 
 def test_a_missing_ancestor_is_named_with_the_line_that_asks_for_it(base: Path, write: Write) -> None:
@@ -80,7 +80,7 @@ def test_data_paths_start_at_the_file_that_wrote_them(
     elsewhere = base.parent / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    data = load(Path("../sub/child.yaml"), ["data.sources.1.path=mine.json"], {}).recipe.data
+    data = load_recipe(Path("../sub/child.yaml"), ["data.sources.1.path=mine.json"], {}).recipe.data
     assert data.tokenizer == base.parent / "tok.json"
     assert [source.path for source in data.sources] == [base.parent / "train.json", elsewhere / "mine.json"]
     assert data.validation[0].path == base.parent / "sub/v.json"
@@ -88,20 +88,20 @@ def test_data_paths_start_at_the_file_that_wrote_them(
 
 
 def test_an_absolute_path_stays(base: Path) -> None:
-    assert load(base, ["data.tokenizer=/x/t.json"], {}).recipe.data.tokenizer == Path("/x/t.json")
+    assert load_recipe(base, ["data.tokenizer=/x/t.json"], {}).recipe.data.tokenizer == Path("/x/t.json")
 
 
 def test_a_table_of_costs_starts_where_it_was_written_and_a_shipped_one_is_a_name(base: Path, write: Write) -> None:
     child = write("deep/child.yaml", "extends: ../base.yaml\ncluster: {costs: costs.json}\n")
-    assert load(child, [], {}).recipe.cluster.costs == child.parent / "costs.json"
-    assert load(child, ["cluster.costs=c.json"], {}).recipe.cluster.costs == Path.cwd() / "c.json"
-    assert load(child, ["cluster.costs=cpu-core"], {}).recipe.cluster.costs == Path("cpu-core")
-    assert load(child, ["cluster.costs=tables/mine"], {}).recipe.cluster.costs == Path.cwd() / "tables" / "mine"
+    assert load_recipe(child, [], {}).recipe.cluster.costs == child.parent / "costs.json"
+    assert load_recipe(child, ["cluster.costs=c.json"], {}).recipe.cluster.costs == Path.cwd() / "c.json"
+    assert load_recipe(child, ["cluster.costs=cpu-core"], {}).recipe.cluster.costs == Path("cpu-core")
+    assert load_recipe(child, ["cluster.costs=tables/mine"], {}).recipe.cluster.costs == Path.cwd() / "tables" / "mine"
 
 
 def test_origins_name_line_or_override(base: Path, write: Write) -> None:
     child = write("child.yaml", "extends: base.yaml\ntrain:\n  seed: 5\n")
-    loaded = load(child, ["train.steps=3"], {})
+    loaded = load_recipe(child, ["train.steps=3"], {})
     assert loaded.origin("train.steps") == "--set train.steps=3"
     assert loaded.origin("train.seed") == f"{child}:3"
     assert loaded.origin("train.global_batch") == f"{base}:12"
@@ -122,12 +122,12 @@ def test_origins_name_line_or_override(base: Path, write: Write) -> None:
     ],
 )
 def test_overrides(base: Path, override: str, read: Callable[..., bool]) -> None:
-    assert read(load(base, [override], {}).recipe)
+    assert read(load_recipe(base, [override], {}).recipe)
 
 
 def test_a_later_override_wins_and_may_build_on_an_earlier(base: Path) -> None:
     overrides = ["model.vision=null", "model.vision={layers: 1, hidden: 8, heads: 1, ffn: 8}", "model.vision.layers=3"]
-    vision = load(base, overrides, {}).recipe.model.vision
+    vision = load_recipe(base, overrides, {}).recipe.model.vision
     assert vision is not None
     assert (vision.layers, vision.hidden) == (3, 8)
 
@@ -184,4 +184,4 @@ def test_missing_file_folder_and_binary(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_is_no_content(base: Path) -> None:
     base.write_bytes(b"\xef\xbb\xbf" + base.read_bytes())
-    assert load(base, env={}).recipe.name == "tiny"
+    assert load_recipe(base, env={}).recipe.name == "tiny"

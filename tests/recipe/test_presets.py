@@ -7,14 +7,14 @@ import pytest
 
 from mmtrain.costs import parameters
 from mmtrain.errors import RecipeError
-from mmtrain.models.model_shape import shape
-from mmtrain.recipe import dump, editor_schema, load, sha256
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.recipe import dump_recipe, editor_schema, load_recipe, recipe_fingerprint
 from mmtrain.recipe.presets import (
-    AUDIO,
-    GENERATOR,
-    LLM,
+    AUDIO_PRESETS,
+    GENERATOR_PRESETS,
+    LLM_PRESETS,
     PRESETS,
-    VISION,
+    VISION_PRESETS,
     AudioPreset,
     GeneratorPreset,
     LlmPreset,
@@ -46,7 +46,7 @@ def tiny(write: Write) -> Path:
 
 
 def test_what_is_written_stands_and_the_preset_fills_the_rest(tiny: Path) -> None:
-    loaded = load(tiny, env={})
+    loaded = load_recipe(tiny, env={})
     vision = loaded.recipe.model.vision
     assert vision is not None
     assert (vision.layers, vision.hidden, vision.heads, vision.class_token) == (2, 1024, 16, True)
@@ -55,23 +55,23 @@ def test_what_is_written_stands_and_the_preset_fills_the_rest(tiny: Path) -> Non
 
 
 def test_a_preset_of_the_command_line_fills_what_no_file_writes(tiny: Path) -> None:
-    vision = load(tiny, ["model.vision.preset=vit-huge"], env={}).recipe.model.vision
+    vision = load_recipe(tiny, ["model.vision.preset=vit-huge"], env={}).recipe.model.vision
     assert vision is not None
     assert (vision.layers, vision.hidden) == (2, 1280)
 
 
 def test_a_preset_means_the_settings_it_stands_for(tiny: Path, tmp_path: Path) -> None:
-    recipe = load(tiny, env={}).recipe
+    recipe = load_recipe(tiny, env={}).recipe
     again = tmp_path / "resolved.yaml"
-    again.write_text(dump(recipe), encoding="utf-8")
-    assert load(again, env={}).recipe == recipe
-    spelt = load(again, ["model.vision.preset=null"], env={}).recipe
-    assert sha256(spelt) == sha256(recipe)
+    again.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(again, env={}).recipe == recipe
+    spelt = load_recipe(again, ["model.vision.preset=null"], env={}).recipe
+    assert recipe_fingerprint(spelt) == recipe_fingerprint(recipe)
 
 
 def test_an_unknown_preset_is_the_only_problem_told(tiny: Path) -> None:
     with pytest.raises(RecipeError) as error:
-        load(tiny, ["model.vision.preset=internvit-6"], env={})
+        load_recipe(tiny, ["model.vision.preset=internvit-6"], env={})
     first, *others = str(error.value).splitlines()[1:]
     assert "model.vision.preset: found the text 'internvit-6', allowed: eva-clip-18b" in first
     assert "did you mean internvit-6b?" in first
@@ -79,10 +79,10 @@ def test_an_unknown_preset_is_the_only_problem_told(tiny: Path) -> None:
 
 
 def test_editors_are_told_all_names() -> None:
-    assert set(get_args(VisionPreset)) == set(VISION)
-    assert set(get_args(AudioPreset)) == set(AUDIO)
-    assert set(get_args(LlmPreset)) == set(LLM)
-    assert set(get_args(GeneratorPreset)) == set(GENERATOR)
+    assert set(get_args(VisionPreset)) == set(VISION_PRESETS)
+    assert set(get_args(AudioPreset)) == set(AUDIO_PRESETS)
+    assert set(get_args(LlmPreset)) == set(LLM_PRESETS)
+    assert set(get_args(GeneratorPreset)) == set(GENERATOR_PRESETS)
     settings = editor_schema()["$defs"]["LlmSettings"]["properties"]["preset"]
     assert "internlm2-20b" in str(settings)
 
@@ -100,5 +100,5 @@ def test_parameters_are_those_published(unit: str, name: str) -> None:
             "train": {"steps": 1, "global_batch": 1, "optimizer": {"lr": 1e-3}},
         }
     )
-    layers = [layer for layer in shape(recipe).unit(unit).layers if "projector" not in layer.kind]
+    layers = [layer for layer in build_model_shape(recipe).unit(unit).layers if "projector" not in layer.kind]
     assert sum(map(parameters, layers)) == pytest.approx(preset.parameters, rel=preset.tolerance)

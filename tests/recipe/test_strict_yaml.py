@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import RecipeError
 from mmtrain.recipe import strict_yaml as yaml
-from mmtrain.recipe.raw_tree import Origin, dotted, nearest, plain
+from mmtrain.recipe.raw_tree import Origin, dotted_path, nearest_node, to_plain
 
 FILE = Origin("a.yaml", 1, Path("/r"))
 
 
 def read(text: str, **env: str) -> object:
-    node, problems = yaml.parse(text, FILE, env)
+    node, problems = yaml.parse_yaml(text, FILE, env)
     assert problems == []
-    return plain(node)
+    return to_plain(node)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_nan_is_a_float() -> None:
 )
 def test_unreadable_text_is_refused_with_its_line(text: str, where: str, what: str) -> None:
     with pytest.raises(RecipeError, match=where) as refused:
-        yaml.parse(text, FILE, {})
+        yaml.parse_yaml(text, FILE, {})
     assert what in str(refused.value)
 
 
 def test_every_repeated_key_is_reported_with_both_lines() -> None:
-    _, problems = yaml.parse("a: 1\nb:\n  c: 1\n  c: 2\na: 3\n", FILE, {})
+    _, problems = yaml.parse_yaml("a: 1\nb:\n  c: 1\n  c: 2\na: 3\n", FILE, {})
     assert [str(p) for p in problems] == [
         "b.c: written twice, first at a.yaml:3; keep one (a.yaml:4)",
         "a: written twice, first at a.yaml:1; keep one (a.yaml:5)",
@@ -93,13 +93,13 @@ def test_every_repeated_key_is_reported_with_both_lines() -> None:
 
 @pytest.mark.parametrize("text", ["1: x", "[a]: x", "null: x", "true: x"])
 def test_keys_are_names(text: str) -> None:
-    _, problems = yaml.parse(text, FILE, {})
+    _, problems = yaml.parse_yaml(text, FILE, {})
     assert "allowed: names" in str(problems[0])
 
 
 def test_nodes_know_their_lines() -> None:
-    node, _ = yaml.parse("a:\n  b: 1\n  c:\n    - x\n    - y\n", FILE, {})
-    lines = {dotted(k): nearest(node, k).origin.line for k in [("a",), ("a", "b"), ("a", "c"), ("a", "c", 1)]}
+    node, _ = yaml.parse_yaml("a:\n  b: 1\n  c:\n    - x\n    - y\n", FILE, {})
+    lines = {dotted_path(k): nearest_node(node, k).origin.line for k in [("a",), ("a", "b"), ("a", "c"), ("a", "c", 1)]}
     assert lines == {"a": 1, "a.b": 2, "a.c": 3, "a.c.1": 5}
 
 
@@ -130,13 +130,13 @@ def test_interpolated_text_is_not_interpolated_again() -> None:
 
 @pytest.mark.parametrize("text", ["${N}", "${env:}", "x ${env:A", "${env:1x}"])
 def test_other_interpolations_are_refused(text: str) -> None:
-    _, problems = yaml.parse(f"k: '{text}'", FILE, {"A": "1", "N": "1"})
+    _, problems = yaml.parse_yaml(f"k: '{text}'", FILE, {"A": "1", "N": "1"})
     assert [p.where for p in problems] == [("k",)]
     assert "${env:NAME}" in problems[0].text
 
 
 def test_unset_variable_is_a_problem_that_says_what_to_do() -> None:
-    _, problems = yaml.parse("a: 1\nk: ${env:MISSING}", FILE, {})
+    _, problems = yaml.parse_yaml("a: 1\nk: ${env:MISSING}", FILE, {})
     assert str(problems[0]) == (
         "k: the environment variable MISSING is not set; set it, or write ${env:MISSING:-default} (a.yaml:2)"
     )
@@ -154,5 +154,5 @@ values = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["a", "on", "x.y", "1"]), values, max_size=3))
 def test_what_is_dumped_reads_back_equal(value: dict[str, object]) -> None:
-    text = yaml.dump(value)
+    text = yaml.dump_yaml(value)
     assert read(text) == value, text

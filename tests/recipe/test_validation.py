@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe import load
+from mmtrain.recipe import load_recipe
 from mmtrain.recipe.cross_checks import CHECKS
 
 DIT = "model.generator={kind: dit, widths: [8], heads: [4], layers: 2, context_width: 8}"
@@ -17,7 +17,7 @@ Write = Callable[[str, str], Path]
 
 def problems(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(RecipeError) as refused:
-        load(path, overrides, {})
+        load_recipe(path, overrides, {})
     return [line.strip() for line in str(refused.value).splitlines()[1:]]
 
 
@@ -247,7 +247,7 @@ def test_settings_that_do_not_fit_together(base: Path, overrides: list[str], mes
     ],
 )
 def test_checks_accept_what_fits(base: Path, overrides: list[str]) -> None:
-    load(base, overrides, {})
+    load_recipe(base, overrides, {})
 
 
 @pytest.mark.parametrize("section", ["name", "model", "data", "parallel", "cluster", "train"])

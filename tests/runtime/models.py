@@ -14,9 +14,9 @@ from mmtrain.data import Need, Preparer, build
 from mmtrain.models import parameter_specs as params
 from mmtrain.models.build_stage import StageModule, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.program import LLM, Microbatch
-from mmtrain.recipe import Recipe, dump
+from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.report import EvaluationResult
 from mmtrain.runtime.evaluation.evaluate import Request, run
 from mmtrain.runtime.execution.rank_context import unit_inputs
@@ -63,7 +63,7 @@ def save_in_halves(root: Path, step: int, stages: Iterable[StageModule]) -> Path
     """Save stages as two tensor-parallel ranks would, the second one's pieces cut again as ZeRO-1 does."""
     shards: dict[str, list[Shard]] = {}
     for stage in stages:
-        specs = params.specs(stage, stage.unit, tp=1)
+        specs = params.stage_param_specs(stage, stage.unit, tp=1)
         for name, param in stage.named_parameters():
             spec = specs[name]
             full = param.detach().reshape(spec.full_shape)
@@ -83,7 +83,7 @@ def save_in_halves(root: Path, step: int, stages: Iterable[StageModule]) -> Path
 
 def whole(settings: Recipe) -> dict[str, StageModule]:
     """Every unit of the model as one stage, by name."""
-    model = shape(settings)
+    model = build_model_shape(settings)
     return {
         unit.name: build_stage(
             settings.model, model, unit.name, (0, len(unit.layers)), ParallelGroups.single(),
@@ -116,7 +116,7 @@ def teach(settings: Recipe) -> dict[str, StageModule]:
 def run_folder(folder: Path, settings: Recipe, units: dict[str, StageModule] | None = None, step: int = 7) -> Path:
     """The folder of a run, with a checkpoint of `units` if there are any."""
     folder.mkdir(exist_ok=True)
-    (folder / RECIPE).write_text(dump(settings))
+    (folder / RECIPE).write_text(dump_recipe(settings))
     if units is not None:
         save_in_halves(folder / CHECKPOINTS, step, units.values())
     return folder

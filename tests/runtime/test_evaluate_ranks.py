@@ -15,7 +15,7 @@ from mmtrain.checkpoint import open_newest_good
 from mmtrain.errors import MmtrainError
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan as planner
-from mmtrain.recipe import Recipe, load, sha256
+from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report import EvaluationResult
 from mmtrain.runtime.evaluation.evaluate import Request, run
 from mmtrain.runtime.evaluation.generate import load_weights
@@ -35,7 +35,7 @@ APART = {"vision": Mesh((), (0,)), "llm": Mesh((2,), (1, 2))}
 
 
 def _plan(recipe: Recipe, lengths: SampleLengths, num_ranks: int) -> Plan:
-    return planner(recipe, lengths, world_size=num_ranks, hardware="cpu-core", recipe_sha256=sha256(recipe))
+    return planner(recipe, lengths, world_size=num_ranks, hardware="cpu-core", recipe_sha256=recipe_fingerprint(recipe))
 
 
 def _evaluate(
@@ -63,8 +63,8 @@ def _evaluate(
 )
 def test_ranks_score_together_what_one_scores(taught: Taught, tmp_path: Path, num_ranks: int, says: str) -> None:
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
-    settings = load(folder / RECIPE).recipe
-    training = plan(settings, **APART).model_copy(update={"recipe_sha256": sha256(settings)})
+    settings = load_recipe(folder / RECIPE).recipe
+    training = plan(settings, **APART).model_copy(update={"recipe_sha256": recipe_fingerprint(settings)})
     training.save(folder / PLAN)
     (first, said), *others = fork_ranks(num_ranks, _evaluate, folder, free_port())
     assert first == [evaluated(folder)]
@@ -114,7 +114,7 @@ def _ask_in_training(asking: list[Recipe], root: Path, plans: list[Plan]) -> lis
 def test_a_job_asks_the_model_that_it_trains(taught: Taught, tmp_path: Path) -> None:
     """By its own units as they stand, with slices of tokens where training has them."""
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
-    settings = load(folder / RECIPE).recipe
+    settings = load_recipe(folder / RECIPE).recipe
     # Of two microbatches or replicas, one has nothing to do with a single question.
     changes = [{"evaluate_every": 1, "evaluate_questions": count} for count in (3, 1)]
     asking = [settings.model_copy(update={"train": settings.train.model_copy(update=c)}) for c in changes]

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
 from mmtrain.errors import PlanError, UserError
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe
@@ -68,7 +68,7 @@ def test_saved_bytes_are_near_the_memory_model(table: CostTable) -> None:
         AnalyticCosts(preset("cpu-core"), "fp32"),
         MeasuredCosts(table, AnalyticCosts(preset("cpu-core"), "fp32")),
     )
-    for unit in shape(_recipe()).units:
+    for unit in build_model_shape(_recipe()).units:
         load = TokenLoad.of(np.array([36, 28] if unit.name == "vision" else [64]))
         counted, modelled = (sum(c.activation_bytes(x, 1, load, False) for x in unit.layers) for c in (costs, model))
         assert 0.95 * counted <= modelled <= 1.35 * counted, unit.name  # an index or two is not modelled
@@ -86,7 +86,7 @@ def test_the_planner_takes_a_table_and_says_so(table: CostTable, tmp_path: Path)
 
 def test_probes_fill_the_recipes_sequences() -> None:
     settings = _recipe()
-    for unit in shape(settings).units:
+    for unit in build_model_shape(settings).units:
         fitted, held_out = probes(settings, unit)
         largest = max(p.load.tokens for p in fitted)
         assert 0.7 <= largest / (128 * unit.layers[-1].joins) <= 1.3
@@ -97,7 +97,7 @@ def test_probes_fill_the_recipes_sequences() -> None:
 
 def test_probes_hold_what_the_data_holds_in_any_order() -> None:
     lengths, settings = factory.lengths(), _recipe()
-    vision, llm = shape(settings).units
+    vision, llm = build_model_shape(settings).units
     images = lengths.items["vision"]
     held = set(zip(images.rows.tolist(), images.cols.tolist(), strict=True))
     for probe in [p for some in probes(settings, vision, lengths) for p in some]:
@@ -119,7 +119,7 @@ def test_lengths_that_are_only_stated_become_images_that_the_encoder_takes() -> 
     stated = replace(lengths, items={"vision": column})
     vision = settings.model.vision
     assert vision is not None
-    for probe in [p for some in probes(settings, shape(settings).unit("vision"), stated) for p in some]:
+    for probe in [p for some in probes(settings, build_model_shape(settings).unit("vision"), stated) for p in some]:
         for rows, cols in probe.sizes:  # type: ignore[misc]
             assert rows % vision.merge == cols % vision.merge == 0 < min(rows, cols) <= vision.max_side
             assert min(abs(rows * cols - n) for n in set(column.rows.tolist())) <= 4

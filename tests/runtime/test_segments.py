@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.models.build_stage import StageModule
-from mmtrain.models.megatron import ParallelGroups, unit_scope
+from mmtrain.models.megatron import ParallelGroups, tp_group_scope
 from mmtrain.models.stage_inputs import VisionInput
 from tests.models.factory import images, randomize, settings, stage, text
 
@@ -36,7 +36,7 @@ class Encoder:
         hidden = None
         if segment:
             hidden = self.saved[mb, segment - 1][1].detach().requires_grad_()
-        with torch.enable_grad(), unit_scope(ParallelGroups.single()), _own_saved_tensors():
+        with torch.enable_grad(), tp_group_scope(ParallelGroups.single()), _own_saved_tensors():
             output = self.segments[segment](hidden, inputs)
         self.saved[mb, segment] = (hidden, output)
         return output.detach()
@@ -96,7 +96,7 @@ def _run(inside: bool, recompute: Sequence[int]) -> list[Tensor]:
     if inside:
         _between_attention_and_mlp(llm, lambda: go_forward(1), lambda: go_backward(2))
     features = outputs[0].requires_grad_()
-    with unit_scope(ParallelGroups.single()):
+    with tp_group_scope(ParallelGroups.single()):
         loss = llm(None, text(9, 5, places=(2, 3)), {"vision": features})
         assert (1 in outputs) == inside
         loss.backward()

@@ -41,7 +41,7 @@ class TextPayload:
     lengths: tuple[int, ...]  # (S,) LLM tokens of each sequence
     ids: IntArray | None  # (T,)
     labels: IntArray | None  # (T,) the token to predict at each place, -100 where none
-    feature_places: dict[str, IntArray]  # with ids: encoder unit -> (F,) places in [0, T) its rows go to
+    feature_positions: dict[str, IntArray]  # with ids: encoder unit -> (F,) places in [0, T) its rows go to
 
 
 def vision_payload(

@@ -5,9 +5,17 @@ Importing it takes about two seconds, so the rest of mmtrain imports it inside t
 
 # First of all, so that no other module here meets the import-time warnings that `compat` silences.
 from mmtrain.models.megatron import compat as compat
-from mmtrain.models.megatron.block_segments import exchanged, run_pieces
-from mmtrain.models.megatron.compat import optimizer_scope, prepare
-from mmtrain.models.megatron.parallel_groups import ParallelGroups, unit_scope
-from mmtrain.models.megatron.parts import Parts
+from mmtrain.models.megatron.block_segments import run_pieces, start_tp_communication
+from mmtrain.models.megatron.compat import optimizer_scope, prepare_megatron
+from mmtrain.models.megatron.layer_factory import LayerFactory
+from mmtrain.models.megatron.parallel_groups import ParallelGroups, tp_group_scope
 
-__all__ = ["ParallelGroups", "Parts", "exchanged", "optimizer_scope", "prepare", "run_pieces", "unit_scope"]
+__all__ = [
+    "LayerFactory",
+    "ParallelGroups",
+    "optimizer_scope",
+    "prepare_megatron",
+    "run_pieces",
+    "start_tp_communication",
+    "tp_group_scope",
+]

@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmtrain.models.attention import Packing
+from mmtrain.models.attention import PackedSequences
 from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
 
-State = tuple[Tensor, ...]
+BlockState = tuple[Tensor, ...]
 
 NORM, QKV, ATTENTION, PROJECTION, NORM_MLP, UP, DOWN, ADD = range(len(BLOCK_PIECES))
 _ENTERED = (QKV, UP)  # pieces before which ranks join what each normalised, and sum up the gradients of it
 _LEFT = (NORM_MLP, ADD)  # pieces before which they sum up what each multiplied
 
 
-def run_pieces(block: Any, state: State, packing: Packing, pieces: range) -> State:
+def run_pieces(block: Any, state: BlockState, packing: PackedSequences, pieces: range) -> BlockState:
     """Run consecutive pieces of a block (`parts.Block`) on at least one token; the first starts from (T, hidden).
 
-    What they begin with must have been communicated, and what they end with must be: see `exchanged`.
+    What they begin with must have been communicated, and what they end with must be: see `start_tp_communication`.
     """
     for piece in pieces:
         alone = piece == pieces.start if piece in _ENTERED else piece == pieces.stop - 1
@@ -36,7 +36,7 @@ def run_pieces(block: Any, state: State, packing: Packing, pieces: range) -> Sta
     return state
 
 
-def exchanged(
+def start_tp_communication(
     tensor: Tensor, before: int, groups: ParallelGroups, sliced: bool, backward: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
     """Begin what the ranks of a lane exchange before piece `before`, or behind its backward.
@@ -79,33 +79,33 @@ def _without_communication(linear: Any, wanted: bool) -> Iterator[None]:
         linear.explicit_expert_comm = False
 
 
-def _norm(block: Any, packing: Packing, hidden: Tensor) -> State:
+def _norm(block: Any, packing: PackedSequences, hidden: Tensor) -> BlockState:
     hidden = hidden.unsqueeze(1)  # Megatron-core wants (sequence, batch, hidden)
     return hidden, block.input_layernorm(hidden)
 
 
-def _qkv(block: Any, packing: Packing, hidden: Tensor, x: Tensor) -> State:
+def _qkv(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
     q, k, v = block.self_attention.get_query_key_value_tensors(x)
     return hidden, q, k, v
 
 
-def _attention(block: Any, packing: Packing, hidden: Tensor, q: Tensor, k: Tensor, v: Tensor) -> State:
+def _attention(block: Any, packing: PackedSequences, hidden: Tensor, q: Tensor, k: Tensor, v: Tensor) -> BlockState:
     core = block.self_attention.core_attention
     out = core(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packing)
     return hidden, out.reshape(len(out), 1, -1)
 
 
-def _projection(block: Any, packing: Packing, hidden: Tensor, x: Tensor) -> State:
+def _projection(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
     return hidden, block.self_attention.linear_proj(x)[0]
 
 
-def _norm_mlp(block: Any, packing: Packing, hidden: Tensor, x: Tensor) -> State:
+def _norm_mlp(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
     bias = block.self_attention.linear_proj.bias
     hidden = hidden + (x if bias is None else x + bias)
     return hidden, block.pre_mlp_layernorm(hidden)
 
 
-def _up(block: Any, packing: Packing, hidden: Tensor, x: Tensor) -> State:
+def _up(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
     mlp = block.mlp
     inner, bias = mlp.linear_fc1(x)
     if bias is not None:
@@ -116,13 +116,13 @@ def _up(block: Any, packing: Packing, hidden: Tensor, x: Tensor) -> State:
     return hidden, mlp.activation_func(gate) * values
 
 
-def _down(block: Any, packing: Packing, hidden: Tensor, x: Tensor) -> State:
+def _down(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
     return hidden, block.mlp.linear_fc2(x)[0]
 
 
-def _add(block: Any, packing: Packing, hidden: Tensor, x: Tensor) -> State:
+def _add(block: Any, packing: PackedSequences, hidden: Tensor, x: Tensor) -> BlockState:
     bias = block.mlp.linear_fc2.bias
     return ((hidden + (x if bias is None else x + bias)).squeeze(1),)
 
 
-_PIECES: tuple[Callable[..., State], ...] = (_norm, _qkv, _attention, _projection, _norm_mlp, _up, _down, _add)
+_PIECES: tuple[Callable[..., BlockState], ...] = (_norm, _qkv, _attention, _projection, _norm_mlp, _up, _down, _add)

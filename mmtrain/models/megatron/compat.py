@@ -1,8 +1,9 @@
 """What Megatron-core 0.16.1 needs to run on a CPU; on CUDA nothing here changes anything.
 
-Megatron-core asks `torch.cuda.current_device()` for "the" device and compares tensor types with CUDA names. The first
-is answered by `prepare` for the whole process. The second happens only while an optimizer is created or steps, so
-`optimizer_scope` translates it there and nowhere else: the translation would double the time of a training step.
+Megatron-core asks `torch.cuda.current_device()` for "the" device and compares tensor types with CUDA names.
+`prepare_megatron` answers the first question for the whole process. The second one comes up only while an optimizer is
+created or steps, so `optimizer_scope` translates the names there and nowhere else: translating them everywhere would
+double the time of a training step.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ _REPLACED: dict[str, Callable[..., Any]] = {
 _ORIGINAL = {name: getattr(torch.cuda, name) for name in _REPLACED}
 
 
-def prepare(device: torch.device) -> None:
+def prepare_megatron(device: torch.device) -> None:
     """Make Megatron-core allocate on `device` in this process. May be called any number of times."""
     chosen = _REPLACED if device.type == "cpu" else _ORIGINAL
     for name, function in chosen.items():

@@ -88,7 +88,7 @@ class ParallelGroups:
 
 
 @contextmanager
-def unit_scope(groups: ParallelGroups) -> Iterator[None]:
+def tp_group_scope(groups: ParallelGroups) -> Iterator[None]:
     """Make `groups.tp` the tensor-parallel group of Megatron-core's globals while a unit computes.
 
     Its vocabulary-parallel cross-entropy and a few others read the global instead of taking a group, and one process

@@ -26,7 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class LocalParam:
     """A parameter as this rank holds it."""
 
     spec: ParamSpec
@@ -48,7 +48,7 @@ class ZeroAdamW:
     def __init__(
         self,
         stages: nn.ModuleList,
-        held: Mapping[nn.Parameter, Held],
+        held: Mapping[nn.Parameter, LocalParam],
         groups: ParallelGroups,
         device: torch.device,
         settings: OptimizerSettings,

@@ -8,7 +8,7 @@ import numpy as np
 
 from mmtrain.balance import Load, Place, Price, SampleLengths, StepAims
 from mmtrain.costs import CostModel, TokenLoad, costs_for, machine_for, precision_for, upstream_trains
-from mmtrain.models.model_shape import LayerShape, ModelShape, shape
+from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.plan.artifact.marginal_cost import Slope, slope
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
@@ -44,7 +44,7 @@ def step_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
     them, since its items go to any of its replicas. Order in time matters to pipelines over several ranks: plain 1F1B
     along one chain of ranks is known by its places alone, all else by its timetable.
     """
-    model, machine = shape(recipe), machine_for(recipe, plan.hardware)
+    model, machine = build_model_shape(recipe), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, model)
     costs = costs_for(machine, precision_for(recipe, machine), recipe.cluster.costs)
     typical = typical_loads(graph, lengths, recipe.data.seq_len)

@@ -221,7 +221,7 @@ class Pricing:
         rows = int(self.grid(unit, spread).tokens.min())
         own = -(-rows // tp) if self.slices(unit, tp) else rows
         behind = self.shape.unit(unit).layers[1:]
-        return min((layer.handed(own, 0) for layer in behind), default=0) * ELEMENT_BYTES[self.precision]
+        return min((layer.input_elements(own, 0) for layer in behind), default=0) * ELEMENT_BYTES[self.precision]
 
     def model_flops(self, spread: Spread) -> float:
         """FLOPs that MFU counts, mean over the batches."""

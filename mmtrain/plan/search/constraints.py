@@ -8,7 +8,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.program.ir.graph import LLM
-from mmtrain.recipe.cross_checks import AROUND
+from mmtrain.recipe.cross_checks import OTHER_UNITS
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
@@ -55,8 +55,8 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
     for unit in shape.units:
         fixed: UnitParallel = getattr(recipe.parallel, unit.name)
         possible = {
-            "tp": _tensor_sizes(unit, ranks_per_node) if unit.splits else (1,),
-            "pp": tuple(range(1, len(unit.layers) + 1)) if unit.splits else (1,),
+            "tp": _tensor_sizes(unit, ranks_per_node) if unit.is_splittable else (1,),
+            "pp": tuple(range(1, len(unit.layers) + 1)) if unit.is_splittable else (1,),
             "dp": _divisors(recipe.train.global_batch),
             "vpp": tuple(n for n in _chunks(unit) if n <= len(unit.layers)),
         }
@@ -81,7 +81,7 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
             batch=recipe.train.global_batch,
             fixed_microbatches=fixed.num_microbatches,
             fixed_vpp=fixed.vpp,
-            is_whole=not unit.splits,
+            is_whole=not unit.is_splittable,
         )
     if not problems and not choices[LLM].dp:
         fixed_here = ", ".join(f"{path} {n}" for path, n in fixed_microbatches(recipe.parallel, choices).items())
@@ -110,7 +110,7 @@ def fixed_microbatches(parallel: ParallelSettings, units: Iterable[str]) -> dict
 def _suits_microbatches(dp: int, recipe: Recipe) -> bool:
     """Whether the LLM with `dp` replicas has the number of microbatches asked for, and encoders can follow it."""
     asked, has = recipe.parallel.llm.num_microbatches, recipe.train.global_batch // dp
-    others = [getattr(recipe.parallel, name).num_microbatches or has for name in AROUND]
+    others = [getattr(recipe.parallel, name).num_microbatches or has for name in OTHER_UNITS]
     return asked in (None, has) and all(n % has == 0 or has % n == 0 for n in others)
 
 
@@ -118,7 +118,7 @@ def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     names = [unit.name for unit in shape.units]
     if names == [LLM] and (wanted := recipe.parallel.placement) in ("disaggregated", "colocated"):
         yield f"parallel.placement: `{wanted}` needs an encoder, but model.vision is not set; use `unified`"
-    absent = [name for name in AROUND if name not in names]
+    absent = [name for name in OTHER_UNITS if name not in names]
     for name, key in product(absent, (*_SIZES, "vpp", "num_microbatches")):
         if getattr(getattr(recipe.parallel, name), key) is not None:
             yield f"parallel.{name}.{key} is set, but model.{name} is not: remove it"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mmtrain.costs import preset
 from mmtrain.errors import UserError
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.search.constraints import unit_choices
 from mmtrain.recipe.schema import Recipe
 
@@ -18,7 +18,7 @@ def sizes_to_measure(
     """
     hardware = preset(recipe.cluster.hardware) if recipe.cluster.hardware != "auto" else None
     per_node = recipe.cluster.ranks_per_node or (hardware.ranks_per_node if hardware else ranks)
-    model = shape(recipe)
+    model = build_model_shape(recipe)
     shapes = [unit.name for unit in model.units if unit.kind == "generator"]  # there are no modules to measure
     choices = {name: c for name, c in unit_choices(recipe, model, per_node).items() if name not in shapes}
     unknown = [name for name in only if name not in choices]

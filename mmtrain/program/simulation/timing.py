@@ -264,7 +264,7 @@ class ModelTiming:
         load, sharers = self.loads.loads[flow.src], 1
         if self.graph.stage(edge.src).sliced:  # each rank of the lane sends its own rows
             sharers = self.graph.mesh(edge.src.unit).tp
-        return self._entered[edge].handed(-(-load.tokens // sharers), load.num_sequences) * self.element_bytes
+        return self._entered[edge].input_elements(-(-load.tokens // sharers), load.num_sequences) * self.element_bytes
 
     @cached_property
     def _widths(self) -> dict[Edge, int]:

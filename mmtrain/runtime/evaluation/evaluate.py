@@ -20,10 +20,10 @@ from mmtrain.data.formats.read_source import read
 from mmtrain.data.index.data_index import check_bad_rate
 from mmtrain.errors import CheckpointError, LaunchError, UserError
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import shape
+from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.plan.artifact.plan_files import load as load_plan
-from mmtrain.recipe import Recipe, load, sha256
+from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.recipe.schema import ParallelSettings
 from mmtrain.report.evaluation import MODALITIES, EvaluationResult, Example, TemplateScore
 from mmtrain.runtime.evaluation.generate import load_generator
@@ -114,11 +114,11 @@ def _layout(request: Request, recipe: Recipe, index: DataIndex, num_ranks: int) 
     """
     if num_ranks == 1:
         _say("evaluating on 1 rank, which holds the whole model")
-        return {unit.name: _whole(len(unit.layers)) for unit in shape(recipe).units}
+        return {unit.name: _whole(len(unit.layers)) for unit in build_model_shape(recipe).units}
     saved = request.run_dir / PLAN
     plan = load_plan(saved) if saved.exists() else None
     whose = "the plan of its training"
-    if plan is None or (plan.world_size, plan.recipe_sha256) != (num_ranks, sha256(recipe)):
+    if plan is None or (plan.world_size, plan.recipe_sha256) != (num_ranks, recipe_fingerprint(recipe)):
         free = recipe.model_copy(update={"parallel": ParallelSettings()})
         plan, whose = request.planner(free, index.lengths, num_ranks), "a plan made for them"
     meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
@@ -165,7 +165,7 @@ def _recipe(run_dir: Path) -> Recipe:
             f"{run_dir}: not the folder of a run: {found}. Name the folder that `mmtrain train` wrote to "
             "(`run_dir` of its recipe, by default runs/<name>)"
         )
-    recipe = load(path).recipe
+    recipe = load_recipe(path).recipe
     if not recipe.data.validation:
         raise UserError(
             f"{path}: data.validation: no held-out data to ask about; add a source of samples that training "

@@ -18,9 +18,9 @@ from mmtrain.checkpoint import Checkpoint
 from mmtrain.costs import TokenLoad
 from mmtrain.data import ChatTokenizer, Need, StepData
 from mmtrain.models import parameter_specs as params
-from mmtrain.models.kv_cache import KeyValues
-from mmtrain.models.megatron import unit_scope
-from mmtrain.models.model_shape import ModelShape, shape
+from mmtrain.models.kv_cache import KVCache
+from mmtrain.models.megatron import tp_group_scope
+from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.plan.artifact.plan import UnitPlan
@@ -104,7 +104,7 @@ class Generator:
             for mb, draft in drafts.items():
                 prompts = inputs[mb]
                 assert isinstance(prompts, TextInput)
-                inputs[mb] = replace(prompts, memory=draft.memory)
+                inputs[mb] = replace(prompts, kv_cache=draft.kv_cache)
         self._reader.run(StepInput(inputs, step_loads(self._graph, data.meta), NO_LOSS))
         for num_left in range(max_new_tokens - 1, -1, -1):
             self._accept(drafts)
@@ -129,7 +129,7 @@ class Generator:
             return
         groups, counts = self._llm.groups, [len(draft.open) for draft in drafts.values()]
         if self._end in self._llm.stages:
-            tokens = torch.cat([self._llm.picked.pop(draft.memory) for draft in drafts.values()])
+            tokens = torch.cat([self._llm.picked.pop(draft.kv_cache) for draft in drafts.values()])
         else:
             tokens = torch.empty(sum(counts), dtype=torch.int64, device=self._world.device)
         if groups.pp.size() > 1:
@@ -155,29 +155,29 @@ class _Draft:
 
     open: list[int]  # sample ids whose answer goes on, in the order of their sequences
     answers: dict[int, list[int]]
-    memory: KeyValues
+    kv_cache: KVCache
     lengths: tuple[int, ...]  # tokens of each open sequence in the pass under way
 
     @classmethod
     def of(cls, data: StepData, mb: Microbatch, max_new_tokens: int) -> "_Draft":
         rows = data.meta.microbatch(mb.replica, mb.index)
         samples, lengths = data.meta.sample_id[rows].tolist(), tuple(data.meta.tokens[rows].tolist())
-        memory = KeyValues(max(lengths, default=0) + max_new_tokens, (0,) * len(lengths))
+        memory = KVCache(max(lengths, default=0) + max_new_tokens, (0,) * len(lengths))
         return cls(samples, {sample: [] for sample in samples}, memory, lengths)
 
     def accept(self, tokens: list[int], end: int) -> None:
         """Append a token to each open answer, or close it."""
-        self.memory.advance(self.lengths)
+        self.kv_cache.advance(self.lengths)
         for sample, token in zip(self.open, tokens, strict=True):
             if token != end:
                 self.answers[sample].append(token)
         goes_on = [i for i, token in enumerate(tokens) if token != end]
-        self.memory.keep(goes_on)
+        self.kv_cache.select_sequences(goes_on)
         self.open, self.lengths = [self.open[i] for i in goes_on], (1,) * len(goes_on)
 
     def last_tokens(self, device: torch.device) -> TextInput:
         ids = torch.tensor([self.answers[sample][-1] for sample in self.open], dtype=torch.int64, device=device)
-        return TextInput(self.lengths, ids, memory=self.memory)
+        return TextInput(self.lengths, ids, kv_cache=self.kv_cache)
 
 
 class _AnsweringLlm(UnitRunner):
@@ -186,7 +186,7 @@ class _AnsweringLlm(UnitRunner):
     def __init__(self, unit: UnitRunner, end: StageId, vocab_size: int) -> None:
         super().__init__(unit.name, unit.stages, unit.groups)
         self._end, self._vocab_size = end, vocab_size
-        self.picked: dict[KeyValues, Tensor] = {}
+        self.picked: dict[KVCache, Tensor] = {}
 
     def forward(self, passage: Passage, lo: int, hi: int) -> None:
         if passage.stage != self._end:
@@ -194,12 +194,12 @@ class _AnsweringLlm(UnitRunner):
             return
         inputs = passage.inputs
         assert isinstance(inputs, TextInput)
-        assert inputs.memory is not None
+        assert inputs.kv_cache is not None
         hidden = next((tensor for edge, tensor in passage.received.items() if not edge.crosses_units), None)
         features = {edge.src.unit: tensor for edge, tensor in passage.received.items() if edge.crosses_units}
-        with unit_scope(self.groups):
+        with tp_group_scope(self.groups):
             tokens = self.stages[self._end].next_tokens(hidden, inputs, features, self._vocab_size)
-        self.picked[inputs.memory] = tokens
+        self.picked[inputs.kv_cache] = tokens
         passage.left.append((torch.zeros(()),))
 
 
@@ -212,7 +212,7 @@ def load_generator(
     """
     # The recipe's choice of attention may need the machine that it was trained on.
     train = recipe.train.model_copy(update={"attention": "auto"})
-    recipe, model = recipe.model_copy(update={"train": train}), shape(recipe)
+    recipe, model = recipe.model_copy(update={"train": train}), build_model_shape(recipe)
     graph, dtype = graph_of(plans, dict.fromkeys(plans, 1), model), compute_dtype(recipe, world.device)
     groups = build_groups(graph, world)
     units = {
@@ -233,7 +233,7 @@ def load_weights(unit: UnitRunner, checkpoint: Checkpoint) -> None:
     tp, tp_rank = unit.groups.tp_size, unit.groups.tp_rank
     with torch.no_grad():
         for stage in unit.stages.values():
-            specs = params.specs(stage, unit.name, tp)
+            specs = params.stage_param_specs(stage, unit.name, tp)
             for name, param in stage.named_parameters():
                 piece = NamedShard(specs[name].name, specs[name], tp_rank, tp, None, param)
                 param.copy_(checkpoint.read(piece.name, shard_spec(piece)).reshape(param.shape))

@@ -9,8 +9,8 @@ from torch import nn
 from mmtrain.data.loading.batch_builder import Need, StepData
 from mmtrain.models import parameter_specs as params
 from mmtrain.models.build_stage import StageModule, build_stage
-from mmtrain.models.megatron.zero_adamw import Held, ZeroAdamW
-from mmtrain.models.model_shape import ModelShape, shape
+from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
+from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.stage_inputs import AudioInput, TextInput, UnitInput, VisionInput
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
@@ -86,7 +86,7 @@ def assemble(
     The program is checked before anything is built, and every channel is tried before anything is trained.
     """
     activity, faults = activity or Activity(recorder=Recorder(clock_of(world.device))), faults or Faults()
-    model = shape(recipe)
+    model = build_model_shape(recipe)
     graph = stage_graph(plan, model)
     kind, order = plan.schedule.kind, plan.schedule.order
     program, forward_program = (build(g, kind=kind, order=order) for g in (graph, forward_only(graph)))
@@ -156,7 +156,7 @@ def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dic
         inputs[Microbatch("audio", replica, index)] = AudioInput(clips.frames, mels)
     for (replica, index), text in data.text.items():
         ids, labels = (None if a is None else torch.from_numpy(a).to(device) for a in (text.ids, text.labels))
-        places = {unit: torch.from_numpy(at).to(device) for unit, at in text.feature_places.items()}
+        places = {unit: torch.from_numpy(at).to(device) for unit, at in text.feature_positions.items()}
         inputs[Microbatch(LLM, replica, index)] = TextInput(text.lengths, ids, labels, places)
     return inputs
 
@@ -232,12 +232,12 @@ def _is_copy(param: nn.Parameter) -> bool:
 
 def unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW:
     """The optimizer of the unit's stages on this rank, with the recipe's settings for it."""
-    held: dict[nn.Parameter, Held] = {}
+    held: dict[nn.Parameter, LocalParam] = {}
     for stage in unit.stages.values():
-        specs = params.specs(stage, unit.name, unit.groups.tp_size)
+        specs = params.stage_param_specs(stage, unit.name, unit.groups.tp_size)
         for name, param in stage.named_parameters():
             tied = _is_copy(param)
-            held[param] = Held(specs[name], tied, owned=not tied or 0 in stage.indices)
+            held[param] = LocalParam(specs[name], tied, owned=not tied or 0 in stage.indices)
     settings = getattr(recipe.model, unit.name)
     modules, optimizer = nn.ModuleList(unit.stages.values()), recipe.train.optimizer
     weight_decay = optimizer.weight_decay if settings.weight_decay is None else settings.weight_decay

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.models.build_stage import Context, StageModule
-from mmtrain.models.megatron import ParallelGroups, exchanged, unit_scope
+from mmtrain.models.build_stage import StageContext, StageModule
+from mmtrain.models.megatron import ParallelGroups, start_tp_communication, tp_group_scope
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.program import Edge, StageId
 
@@ -28,7 +28,7 @@ class Passage:
     received: Mapping[Edge, Tensor]  # hidden states over the edge inside the unit, features over edges from others
     cuts: Sequence[int] = ()  # segments at which some part begins, in either direction, and the number of segments
     segments: Sequence[tuple[int, int]] = ()  # see `program.segments.segments_of`; needed with cuts
-    context: Context | None = None
+    context: StageContext | None = None
     entered: list[tuple[Tensor, ...]] = field(default_factory=list)  # what each run so far started from
     left: list[tuple[Tensor, ...]] = field(default_factory=list)  # and what it gave
     handed_on: tuple[Tensor, ...] = ()  # what the next run starts from: what the last gave, exchanged where need be
@@ -56,7 +56,7 @@ class UnitRunner:
         and the sum of its losses, if it has one.
         """
         module = self.stages[passage.stage]
-        with unit_scope(self.groups):
+        with tp_group_scope(self.groups):
             if passage.context is None:
                 features = {e.src.unit: tensor for e, tensor in passage.received.items() if e.crosses_units}
                 passage.context = module.context(passage.inputs, features)
@@ -81,7 +81,7 @@ class UnitRunner:
 
         Gradients of parameters accumulate, those of what the stage received are left in its `.grad`.
         """
-        with unit_scope(self.groups):
+        with tp_group_scope(self.groups):
             for first, _ in reversed(_runs(passage, lo, hi)):
                 passage.wait()
                 state, outputs = passage.entered.pop(), passage.left.pop()
@@ -106,7 +106,7 @@ class UnitRunner:
             return state
         sliced = self.stages[passage.stage].parts.sequence_parallel
         piece = passage.segments[before][1]
-        tensor, passage.under_way = exchanged(state[1], piece, self.groups, sliced, backward)
+        tensor, passage.under_way = start_tp_communication(state[1], piece, self.groups, sliced, backward)
         return [state[0], tensor, *state[2:]]
 
 

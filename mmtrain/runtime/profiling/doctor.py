@@ -18,7 +18,7 @@ from mmtrain.costs import preset
 from mmtrain.costs.cost_table import MessageEntry
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import MmtrainError, PlanError
-from mmtrain.models.attention import problems
+from mmtrain.models.attention import backend_problems
 from mmtrain.runtime.profiling.diagnostics import Finding, accelerators, host, num_cores, packages, rates
 from mmtrain.runtime.profiling.profile import device_name, measure_messages
 from mmtrain.runtime.resilience.launch import launch_local
@@ -55,7 +55,7 @@ def examine(folder: Path, links: bool = True) -> Health:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     dtype = torch.bfloat16 if cuda else torch.float32
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    attention = {str(name): problem for name, problem in problems(device, dtype).items()}
+    attention = {str(name): problem for name, problem in backend_problems(device, dtype).items()}
     findings = [*packages(), *accelerators(cuda, backends["nccl"], attention)]
     findings += host(folder, psutil.virtual_memory().available)
     messages: dict[str, list[float]] = {}

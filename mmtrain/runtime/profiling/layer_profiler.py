@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmtrain.costs.cost_table import LayerSample, Timed, described, layer_key
 from mmtrain.models.build_stage import StageModule, build_stage
-from mmtrain.models.megatron import ParallelGroups, unit_scope
+from mmtrain.models.megatron import ParallelGroups, tp_group_scope
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.models.stage_inputs import TextInput, UnitInput
@@ -150,7 +150,7 @@ class Stack:
         features = [self._features(given, way.input_grad) for given in inputs]
         self.world.barrier()
         clock.start()
-        with unit_scope(self.groups):
+        with tp_group_scope(self.groups):
             for given, rows in zip(inputs, features, strict=True):
                 marks.append(clock.mark())
                 context, entered, left = stage.context(given, rows), [], []  # type: ignore[var-annotated]
@@ -166,7 +166,7 @@ class Stack:
 
     def _features(self, inputs: UnitInput, input_grad: bool) -> dict[str, Tensor]:
         """What encoders hand to the LLM."""
-        places = inputs.feature_places if isinstance(inputs, TextInput) else {}
+        places = inputs.feature_positions if isinstance(inputs, TextInput) else {}
         width, device = self.stage.shape.layers[0].out, self.world.device
         return {
             name: torch.randn(len(at), width, device=device, dtype=self.dtype).requires_grad_(input_grad)
@@ -213,7 +213,7 @@ class Stack:
                 kept[storage.data_ptr()] = (storage.nbytes(), tensor)
             return tensor
 
-        with unit_scope(self.groups), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with tp_group_scope(self.groups), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             context, hidden = stage.context(inputs, self._features(inputs, True)), None
             for index in stage.indices:
                 hidden = stage.run(context, hidden, range(index, index + 1))

@@ -31,7 +31,7 @@ from mmtrain.costs.cost_table import (
 )
 from mmtrain.costs.measured_costs import errors
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.model_shape import UnitShape, shape
+from mmtrain.models.model_shape import UnitShape, build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import compute_dtype
 from mmtrain.runtime.profiling.layer_profiler import Stack, build_stack, typical
@@ -131,7 +131,7 @@ def _rank_main(measure: Callable[[World], _Found], out: Path, address: Address) 
 def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Found:
     """Time the layers of every unit that may be split so; lanes of as many ranks do the same side by side."""
     groups = _lanes(world, tp)
-    model, found = shape(request.recipe), _Found()
+    model, found = build_model_shape(request.recipe), _Found()
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
     plans = [(unit, probes(request.recipe, unit, request.lengths)) for unit in units]
     console = Console(stderr=True, quiet=not world.is_first)

@@ -32,7 +32,7 @@ from mmtrain.plan.artifact.data_drift import drift
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_files import load as load_plan
 from mmtrain.plan.artifact.plan_files import require_match
-from mmtrain.recipe import Loaded, Recipe, dump, sha256
+from mmtrain.recipe import LoadedRecipe, Recipe, dump_recipe, recipe_fingerprint
 from mmtrain.report import RunLog, open_progress
 from mmtrain.runtime.evaluation.qa_eval import evaluation
 from mmtrain.runtime.execution.rank_context import Job, assemble
@@ -68,7 +68,7 @@ class Planner(Protocol):
 class Request:
     """What the user asked for."""
 
-    loaded: Loaded
+    loaded: LoadedRecipe
     planner: Planner
     hardware: str  # preset to plan for
     ranks: int  # processes to start where no launcher has started any
@@ -239,7 +239,7 @@ def _tell(rank: int, text: str) -> None:
 def _agreed_plan(request: Request, world: World, index: DataIndex) -> Plan:
     """Take the plan that the user gave, the one of the run that is resumed, or plan on rank 0; the same on all."""
     recipe = request.loaded.recipe
-    sha = sha256(recipe)
+    sha = recipe_fingerprint(recipe)
 
     def choose() -> str:
         saved = request.run_dir / PLAN
@@ -277,7 +277,7 @@ def _claim(request: Request) -> None:
     if request.resume and not (folder / RECIPE).exists():
         raise UserError(f"--resume: {folder} holds no run; leave --resume out to start one there")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECIPE).write_text(dump(request.loaded.recipe), encoding="utf-8")
+    (folder / RECIPE).write_text(dump_recipe(request.loaded.recipe), encoding="utf-8")
     clear_failures(folder)
     write_state(folder, "running", None if request.resume else 0)
 

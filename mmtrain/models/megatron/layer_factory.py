@@ -31,8 +31,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from mmtrain.models.attention import Backend, Packing, attend, rotate
-from mmtrain.models.megatron.parallel_groups import ParallelGroups, unit_scope
+from mmtrain.models.attention import AttentionBackend, PackedSequences, apply_rotary, attend
+from mmtrain.models.megatron.parallel_groups import ParallelGroups, tp_group_scope
 from mmtrain.models.model_shape import LayerShape
 
 
@@ -72,19 +72,19 @@ class Norm(nn.Module):
 class PackedAttention(nn.Module):
     """Core attention over packed sequences, in the place of Megatron-core's, which refuses them without CUDA."""
 
-    def __init__(self, backend: Backend, causal: bool) -> None:
+    def __init__(self, backend: AttentionBackend, causal: bool) -> None:
         super().__init__()
         self.backend = backend
         self.causal = causal
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, *, packed_seq_params: Packing, **_: object
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, *, packed_seq_params: PackedSequences, **_: object
     ) -> Tensor:
         """Attend inside each sequence: q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d)."""
         if packed_seq_params.rope is not None:
-            q, k = rotate(q, packed_seq_params.rope), rotate(k, packed_seq_params.rope)
-        if packed_seq_params.memory is not None:
-            return packed_seq_params.memory.attend(self, q, k, v, packed_seq_params.lengths, self.backend)
+            q, k = apply_rotary(q, packed_seq_params.rope), apply_rotary(k, packed_seq_params.rope)
+        if packed_seq_params.kv_cache is not None:
+            return packed_seq_params.kv_cache.attend(self, q, k, v, packed_seq_params.lengths, self.backend)
         return attend(q, k, v, packed_seq_params.lengths, self.causal, self.backend)
 
 
@@ -119,14 +119,14 @@ class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core ha
         return heads.narrow(2, part * num_queries, num_queries), heads[:, :, -2:-1], heads[:, :, -1:]
 
 
-class Block(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
+class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
     """One pre-norm transformer block on packed tokens."""
 
-    def forward(self, hidden: Tensor, packing: Packing) -> Tensor:
+    def forward(self, hidden: Tensor, packing: PackedSequences) -> Tensor:
         """Map (T, hidden) to (T, hidden)."""
         if hidden.shape[0] == 0:
             # Megatron-core cannot reshape nothing. A row whose result is dropped gives every weight a zero gradient.
-            padded: Tensor = self(F.pad(hidden, (0, 0, 0, 1)), Packing((1,)))
+            padded: Tensor = self(F.pad(hidden, (0, 0, 0, 1)), PackedSequences((1,)))
             return padded[:0]
         # Megatron-core wants (sequence, batch, hidden): one sequence that holds all the packed ones.
         out: Tensor = super().forward(hidden.unsqueeze(1), packed_seq_params=packing)[0]
@@ -134,7 +134,7 @@ class Block(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no typ
 
 
 @dataclass(frozen=True)
-class Parts:
+class LayerFactory:
     """Builds the parts of one unit. `block` is the shape of the unit's transformer blocks.
 
     Under sequence parallelism (arXiv 2205.05198) blocks and head read and hand on each rank's slice of the tokens.
@@ -146,7 +146,7 @@ class Parts:
     norm_eps: float
     groups: ParallelGroups
     dtype: torch.dtype
-    attention: Backend
+    attention: AttentionBackend
     sequence_parallel: bool
 
     @cached_property
@@ -182,25 +182,25 @@ class Parts:
         )
 
     @cached_property
-    def sliced(self) -> TransformerConfig:
+    def sequence_parallel_config(self) -> TransformerConfig:
         """The same for parts that work on slices of the tokens, where the unit does."""
         return replace(self.config, sequence_parallel=self.sequence_parallel)
 
-    def slice_tokens(self, hidden: Tensor) -> Tensor:
+    def scatter_tokens(self, hidden: Tensor) -> Tensor:
         """Take this rank's slice of tokens (T, width), zeros added where T does not divide; at least a row each."""
-        padded = F.pad(hidden, (0, 0, 0, self.padding(len(hidden))))
+        padded = F.pad(hidden, (0, 0, 0, self.num_padding_rows(len(hidden))))
         mine: Tensor = scatter_to_sequence_parallel_region(padded, group=self.groups.tp)
         return mine
 
-    def join_tokens(self, hidden: Tensor, num_tokens: int) -> Tensor:
+    def gather_tokens(self, hidden: Tensor, num_tokens: int) -> Tensor:
         """Join all ranks' slices to the `num_tokens` tokens they came from. Each rank brings the same gradient."""
         whole: Tensor = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False, group=self.groups.tp
         )
         return whole[:num_tokens]
 
-    def padding(self, num_tokens: int) -> int:
-        """Rows that `slice_tokens` adds."""
+    def num_padding_rows(self, num_tokens: int) -> int:
+        """Rows that `scatter_tokens` adds."""
         tp = self.groups.tp_size
         return -num_tokens % tp if num_tokens else tp
 
@@ -210,7 +210,7 @@ class Parts:
         return self.groups.collection()
 
     def transformer_block(self) -> nn.Module:
-        """One block (`Block`): attention and MLP with residual connections."""
+        """One block (`PackedTransformerBlock`): attention and MLP with residual connections."""
         norm = Norm
 
         def qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
@@ -236,7 +236,7 @@ class Parts:
             ),
             mlp_bda=get_bias_dropout_add,
         )
-        layer = Block(self.sliced, spec, pg_collection=self.collection)
+        layer = PackedTransformerBlock(self.sequence_parallel_config, spec, pg_collection=self.collection)
         _mark(layer.self_attention.linear_qkv, dim=0)
         _mark(layer.self_attention.linear_proj, dim=1)
         _mark(layer.mlp.linear_fc1, dim=0, stride=2 if self.block.gated else 1)
@@ -245,7 +245,7 @@ class Parts:
 
     def norm(self, width: int, sliced: bool = False) -> Norm:
         """The unit's kind of norm over `width` features; `sliced` where blocks hand it their tokens."""
-        return Norm(self.sliced if sliced else self.config, width, self.norm_eps)
+        return Norm(self.sequence_parallel_config if sliced else self.config, width, self.norm_eps)
 
     def column_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
         """Linear whose outputs are split over the tensor-parallel ranks; returns `(output, None)`."""
@@ -276,7 +276,7 @@ class Parts:
         linear = ColumnParallelLinear(
             width,
             rows,
-            config=self.sliced,
+            config=self.sequence_parallel_config,
             init_method=None,
             bias=False,
             skip_weight_param_allocation=not own_weight,
@@ -289,7 +289,7 @@ class Parts:
 
         A label outside the vocabulary (-100) yields a finite value that the caller must drop.
         """
-        with unit_scope(self.groups):
+        with tp_group_scope(self.groups):
             losses: Tensor = vocab_parallel_cross_entropy(logits, labels)
         return losses
 
@@ -298,7 +298,7 @@ class Parts:
         whole: Tensor = gather_from_tensor_model_parallel_region(logits, group=self.groups.tp)
         return whole
 
-    def likeliest(self, logits: Tensor, limit: int) -> Tensor:
+    def greedy_tokens(self, logits: Tensor, limit: int) -> Tensor:
         """Id of the largest of logits (T, vocab / tp) below id `limit`, on all ranks alike: (T,) int64.
 
         Of equal ones the lowest id is taken. Two numbers a token travel, not the vocabulary.
