@@ -345,7 +345,7 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
     unit = {mesh.unit: mesh for mesh in meshes}
     graph = StageGraph(
         meshes,
-        tuple(Stage(sid, (0, 1), (unit[sid.unit].lane(sid.index, 0),), trainable=True) for sid in ids),
+        tuple(Stage(sid, (0, 1), (unit[sid.unit].tp_group(sid.index, 0),), trainable=True) for sid in ids),
         tuple(Edge(one, other) for one, other in pairwise(ids)),
     )
     counts = {"vision": num, "llm": num}

@@ -68,11 +68,11 @@ def hold_to_host(found: Schedule) -> None:
     """Fail unless kernels lie in free time, one at a time, and no microbatch is late or early."""
     for (pipeline, stage), forward in found.forward.items():
         backward = found.backward[pipeline, stage]
-        lane = found.host.lanes[found.plan.place(pipeline, stage)]
-        for computes, free in ((True, lane.compute), (False, lane.link)):
+        free = found.host.free_times[found.plan.place(pipeline, stage)]
+        for computes, intervals in ((True, free.compute), (False, free.link)):
             spans = np.concatenate([p.spans[p.computes == computes] for p in (forward, backward)])
             spans = spans[np.argsort(spans[:, 0])]
-            within = free[np.searchsorted(free[:, 0], spans[:, 0] + 1e-6) - 1]
+            within = intervals[np.searchsorted(intervals[:, 0], spans[:, 0] + 1e-6) - 1]
             assert np.all(spans[1:, 0] >= spans[:-1, 1] - 1e-6), "one kernel at a time"
             assert np.all((spans >= within[:, :1] - 1e-6) & (spans <= within[:, 1:] + 1e-6)), "in free time alone"
         way = found.host.transfer if found.plan.place(pipeline, found.plan.pp - 1) else 0.0

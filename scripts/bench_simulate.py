@@ -99,7 +99,7 @@ def graph_of(dp: int, num_microbatches: int) -> StageGraph:
     last = PP * VPP
     borders = [0, *range(2, last + 1), len(LAYERS)]
     stages = tuple(
-        Stage(StageId(LLM, s), (borders[s], borders[s + 1]), tuple(mesh.lane(s, r) for r in range(dp)), True)
+        Stage(StageId(LLM, s), (borders[s], borders[s + 1]), tuple(mesh.tp_group(s, r) for r in range(dp)), True)
         for s in range(last)
     )
     return StageGraph((mesh,), stages, tuple(Edge(StageId(LLM, s), StageId(LLM, s + 1)) for s in range(last - 1)))

@@ -36,7 +36,7 @@ class HeldLayers:
     dp: int
     in_flight: int  # microbatches whose forward ran and whose backward did not, at the fullest moment
     load: TokenLoad  # of the largest microbatch
-    sp: bool = False  # sequence parallelism: ranks of a lane share out the tokens between products
+    sp: bool = False  # sequence parallelism: ranks of a TP group share out the tokens between products
 
 
 @dataclass(frozen=True)

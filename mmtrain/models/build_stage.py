@@ -46,7 +46,7 @@ def build_stage(
     """Build layers [lo, hi) of `unit` on this rank, with their initial weights, frozen where the settings say so.
 
     `recompute` names layers (by index in the unit) whose activations are computed again in backward. With
-    `sequence_parallel` the ranks of a lane share out the tokens between the layers' products.
+    `sequence_parallel` the ranks of a TP group share out the tokens between the layers' products.
     Raises UserError if the attention backend does not work here.
     """
     from mmtrain.models.megatron import prepare_megatron
@@ -178,7 +178,7 @@ class StageModule(nn.Module):
         return hidden, sliced
 
     def _laid_out(self, hidden: Tensor, sliced: bool, wanted: bool, num_tokens: int) -> Tensor:
-        """Turn tokens that are `sliced` over the lane, or whole, into what is `wanted`."""
+        """Turn tokens that are `sliced` over the TP group, or whole, into what is `wanted`."""
         if sliced == wanted:
             return hidden
         return self.parts.scatter_tokens(hidden) if wanted else self.parts.gather_tokens(hidden, num_tokens)

@@ -289,7 +289,7 @@ def _memory_by_ranks(chosen: Judged) -> dict[str, RankMemory]:
     """What is held, by range of ranks that hold the same stages; every rank is in one range."""
     held: defaultdict[int, tuple[StageId, ...]] = defaultdict(tuple)
     for stage in chosen.graph.stages:
-        for rank in chain.from_iterable(stage.lanes):
+        for rank in chain.from_iterable(stage.tp_groups):
             held[rank] += (stage.id,)
     of_stages = {held[rank]: memory for rank, memory in chosen.memory.items()}
     found = {}

@@ -97,8 +97,9 @@ def _timelines(contents: Contents) -> str:
     )
     if len(ranks) < contents.plan.world_size:
         words += (
-            f"<p>{len(ranks)} of {contents.plan.world_size} ranks: one of each lane of the replica group that the step "
-            "waits for most. The others of a lane do the same on their share, other groups on other samples.</p>"
+            f"<p>{len(ranks)} of {contents.plan.world_size} ranks: one of each TP group of the replica group that the "
+            "step waits for most. The others of a TP group do the same on their share, other groups on other "
+            "samples.</p>"
         )
     longest = max(step.length_us for step in drawn)
     for step in drawn:

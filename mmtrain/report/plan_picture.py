@@ -6,7 +6,7 @@ from itertools import pairwise
 from mmtrain.plan.artifact.plan import Plan, StagePlan
 from mmtrain.report.drawing import Box, Drawing, Label, Line, Mark, Paint, unit_paint
 from mmtrain.report.rank_groups import (
-    Lanes,
+    HeldUnit,
     Slice,
     UnitEdge,
     layers_text,
@@ -18,14 +18,14 @@ from mmtrain.report.rank_groups import (
 )
 
 CARD, GAP, ROW = 216, 44, 4  # width of a card, room for arrows between two, cards side by side
-_PAD, _STAGE, _LANE, _TAG = 10, 34, 19, 14  # inside a card; heights of a stage, a lane and a line of small print
-_MOST_LANES, _MOST_CARDS, _MOST_STAGES = 4, 16, 12
+_PAD, _STAGE, _TP_GROUP, _TAG = 10, 34, 19, 14  # in a card; heights of a stage, a TP group, a line of small print
+_MOST_TP_GROUPS, _MOST_CARDS, _MOST_STAGES = 4, 16, 12
 _ROOMY, _SHORT_STAGE = 3, 17  # stages of a unit on a card, up to which each has two lines; height of one that has one
 _LEGEND = 20
 
 
 def plan_picture(plan: Plan) -> Drawing:
-    """Draw who holds which layers, which of them are recomputed, replicas, lanes, and what passes between units."""
+    """Draw who holds which layers, which of them are recomputed, replicas, TP groups, and what passes between units."""
     units, all_cards, edges = tuple(plan.units), slices(plan), unit_edges(plan)
     cards = all_cards[:_MOST_CARDS]
     marks: list[Mark] = list(_legend(plan, len(all_cards)))
@@ -61,8 +61,8 @@ def _card_height(card: Slice, edges: Sequence[UnitEdge]) -> float:
     stages = sum(
         min(len(h.stages), _MOST_STAGES) * _stage_height(h) + (len(h.stages) > _MOST_STAGES) * _TAG for h in card.held
     )
-    lanes = sum(_TAG + _LANE * min(len(lanes), _MOST_LANES) + 4 for _, lanes in _alike(card.held))
-    return 26 + stages + len(_tags(card, edges)) * _TAG + lanes + _PAD
+    heights = sum(_TAG + _TP_GROUP * min(len(tp_groups), _MOST_TP_GROUPS) + 4 for _, tp_groups in _alike(card.held))
+    return 26 + stages + len(_tags(card, edges)) * _TAG + heights + _PAD
 
 
 def _card(card: Slice, plan: Plan, edges: Sequence[UnitEdge], left: float, top: float, height: float) -> Iterator[Mark]:
@@ -81,12 +81,12 @@ def _card(card: Slice, plan: Plan, edges: Sequence[UnitEdge], left: float, top: 
     for tag in _tags(card, edges):
         yield Label(left + _PAD, y + 10, tag, paint="ink", size=10.5)
         y += _TAG
-    for names, lanes in _alike(card.held):
-        yield from _lanes(names, lanes, units, left + _PAD, y)
-        y += _TAG + _LANE * min(len(lanes), _MOST_LANES) + 4
+    for names, tp_groups in _alike(card.held):
+        yield from _draw_tp_groups(names, tp_groups, units, left + _PAD, y)
+        y += _TAG + _TP_GROUP * min(len(tp_groups), _MOST_TP_GROUPS) + 4
 
 
-def _stage_height(held: Lanes) -> int:
+def _stage_height(held: HeldUnit) -> int:
     return _STAGE if len(held.stages) <= _ROOMY else _SHORT_STAGE
 
 
@@ -140,41 +140,42 @@ def _tags(card: Slice, edges: Sequence[UnitEdge]) -> list[str]:
     return found
 
 
-def _alike(held: Sequence[Lanes]) -> list[tuple[list[str], tuple[tuple[int, tuple[int, ...]], ...]]]:
-    """Units with the same lanes together."""
+def _alike(held: Sequence[HeldUnit]) -> list[tuple[list[str], tuple[tuple[int, tuple[int, ...]], ...]]]:
+    """Units with the same TP groups together."""
     found: dict[tuple[tuple[int, tuple[int, ...]], ...], list[str]] = {}
-    for lanes in held:
-        found.setdefault(lanes.lanes, []).append(lanes.unit)
-    return [(names, lanes) for lanes, names in found.items()]
+    for unit in held:
+        found.setdefault(unit.tp_groups, []).append(unit.unit)
+    return [(names, tp_groups) for tp_groups, names in found.items()]
 
 
-def _lanes(
+def _draw_tp_groups(
     names: Sequence[str],
-    lanes: Sequence[tuple[int, tuple[int, ...]]],
+    tp_groups: Sequence[tuple[int, tuple[int, ...]]],
     units: tuple[str, ...],
     left: float,
     y: float,
 ) -> Iterator[Mark]:
-    tp = len(lanes[0][1])
-    what = "one rank each" if tp == 1 else f"lanes of {tp} ranks"
-    yield Label(left, y + 10, f"{', '.join(names)}: {len(lanes)} replica{'s' * (len(lanes) > 1)}, {what}", size=10)
+    tp = len(tp_groups[0][1])
+    what = "one rank each" if tp == 1 else f"TP groups of {tp} ranks"
+    replicas = f"{len(tp_groups)} replica{'s' * (len(tp_groups) > 1)}"
+    yield Label(left, y + 10, f"{', '.join(names)}: {replicas}, {what}", size=10)
     y += _TAG
     indent, width = 58, CARD - 2 * _PAD - 58
-    shown = lanes if len(lanes) <= _MOST_LANES else lanes[: _MOST_LANES - 1]
+    shown = tp_groups if len(tp_groups) <= _MOST_TP_GROUPS else tp_groups[: _MOST_TP_GROUPS - 1]
     for replica, ranks in shown:
         yield Label(left, y + 12, f"replica {replica}", size=10)
         cell = width / tp
         for place, rank in enumerate(ranks):
-            words = f"rank {rank}: replica {replica}, place {place} of its lane"
+            words = f"rank {rank}: replica {replica}, place {place} of its TP group"
             paint: Paint = unit_paint(names[0], units) if len(names) == 1 else "soft"
-            yield Box(left + indent + place * cell + 0.5, y + 1, cell - 1, _LANE - 4, paint, 0.3, words)
+            yield Box(left + indent + place * cell + 0.5, y + 1, cell - 1, _TP_GROUP - 4, paint, 0.3, words)
         fits = cell > 7 * len(str(ranks[-1]))
         texts = [(i, str(rank)) for i, rank in enumerate(ranks)] if fits else [((tp - 1) / 2, spans(ranks))]
         for at, text in texts:
             yield Label(left + indent + (at + 0.5) * cell, y + 12, text, "middle", paint="ink", size=10)
-        y += _LANE
-    if len(shown) < len(lanes):
-        yield Label(left, y + 11, f"and {len(lanes) - len(shown)} more replicas like these", size=10)
+        y += _TP_GROUP
+    if len(shown) < len(tp_groups):
+        yield Label(left, y + 11, f"and {len(tp_groups) - len(shown)} more replicas like these", size=10)
 
 
 def _arrow(plan: Plan, left: Slice, right: Slice, edges: Sequence[UnitEdge], x: float, top: float) -> Iterator[Mark]:

@@ -48,7 +48,7 @@ def _ranks(plan: Plan) -> Table:
     for part in slices(plan):
         ranks = spans(part.ranks)
         held = plan.predicted.peak_memory_gib.get(ranks)
-        layers = {lanes.unit: [stage.layers for stage in lanes.stages] for lanes in part.held}
+        layers = {held.unit: [stage.layers for stage in held.stages] for held in part.held}
         table.add_row(
             ranks,
             *(_layers(layers.get(name, [])) for name in plan.units),
@@ -66,11 +66,11 @@ def _layers(stages: list[tuple[int, int]]) -> str:
 def _recomputed(part: Slice) -> str:
     """Which layers, by unit: `vision all, llm 18-19`."""
     found = []
-    for lanes in part.held:
-        again = tuple(chain.from_iterable(stage.recompute for stage in lanes.stages))
+    for held in part.held:
+        again = tuple(chain.from_iterable(stage.recompute for stage in held.stages))
         if again:
-            all_layers = len(again) == sum(stage.layers[1] - stage.layers[0] for stage in lanes.stages)
-            found.append(f"{lanes.unit} {'all' if all_layers else spans(again)}")
+            all_layers = len(again) == sum(stage.layers[1] - stage.layers[0] for stage in held.stages)
+            found.append(f"{held.unit} {'all' if all_layers else spans(again)}")
     return "; ".join(found) or "none"
 
 

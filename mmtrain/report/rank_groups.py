@@ -12,12 +12,12 @@ _AFTER_LLM = "generator"
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """A unit's stages on a slice of the ranks, and the lanes there that hold them."""
+class HeldUnit:
+    """A unit's stages on a slice of the ranks, and the TP groups there that hold them."""
 
     unit: str
     stages: tuple[StagePlan, ...]
-    lanes: tuple[tuple[int, tuple[int, ...]], ...]  # replica, and its ranks in tensor-parallel order
+    tp_groups: tuple[tuple[int, tuple[int, ...]], ...]  # replica, and its ranks in tensor-parallel order
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Slice:
     """Ranks that hold the same stages."""
 
     ranks: tuple[int, ...]
-    held: tuple[Lanes, ...]  # in the order of the plan's units
+    held: tuple[HeldUnit, ...]  # in the order of the plan's units
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class UnitEdge:
 
 
 def stage_ranks(unit: UnitPlan, stage: int) -> tuple[int, ...]:
-    """Ranks of all lanes that hold the unit's stage number `stage`: tp fastest, then dp."""
+    """Ranks of all TP groups that hold the unit's stage number `stage`: tp fastest, then dp."""
     size = unit.tp * unit.dp
     place = stage % unit.pp
     return unit.ranks[place * size : (place + 1) * size]
@@ -58,21 +58,23 @@ def slices(plan: Plan) -> list[Slice]:
     return [Slice(tuple(ranks), _held(plan, what, set(ranks))) for what, ranks in together.items()]
 
 
-def _held(plan: Plan, what: tuple[tuple[str, int], ...], ranks: set[int]) -> tuple[Lanes, ...]:
+def _held(plan: Plan, what: tuple[tuple[str, int], ...], ranks: set[int]) -> tuple[HeldUnit, ...]:
     found = []
     for name in dict.fromkeys(unit for unit, _ in what):
         unit, numbers = plan.units[name], [stage for other, stage in what if other == name]
         own = stage_ranks(unit, numbers[0])
-        lanes = ((replica, own[replica * unit.tp : (replica + 1) * unit.tp]) for replica in range(unit.dp))
+        tp_groups = ((replica, own[replica * unit.tp : (replica + 1) * unit.tp]) for replica in range(unit.dp))
         stages = tuple(s for s in unit.stages if s.stage in numbers)
-        found.append(Lanes(name, stages, tuple(lane for lane in lanes if not ranks.isdisjoint(lane[1]))))
+        found.append(
+            HeldUnit(name, stages, tuple(tp_group for tp_group in tp_groups if not ranks.isdisjoint(tp_group[1])))
+        )
     return tuple(found)
 
 
 def unit_edges(plan: Plan) -> list[UnitEdge]:
     """How units are joined: encoders feed the LLM's first stage, its last one the generator.
 
-    A broker moves rows wherever replicas differ in number; a lane passes them on by itself where both stages sit on
+    A broker moves rows wherever replicas differ in number; a TP group passes them on by itself where both stages sit on
     the same ranks.
     """
     pairs = [(name, LLM) for name in plan.units if name not in (LLM, _AFTER_LLM)]
@@ -93,9 +95,10 @@ def unit_edges(plan: Plan) -> list[UnitEdge]:
 
 
 def shown_ranks(plan: Plan, most: int, group: int = 0) -> list[int]:
-    """Ranks for a picture of at most `most`: all, else one of each lane of a replica group, else of each stage there.
+    """Ranks for a picture of at most `most`: all, else one of each TP group of a replica group, else of each stage.
 
-    Other groups and the other ranks of a lane do the same on other samples or slices, so they add little to a picture.
+    Other groups and the other ranks of a TP group do the same on other samples or slices, so they add little to
+    a picture.
     """
     if plan.world_size <= most:
         return sorted({rank for unit in plan.units.values() for rank in unit.ranks})
@@ -112,7 +115,7 @@ def num_groups(plan: Plan) -> int:
 
 
 def _firsts(plan: Plan, replicas: Mapping[str, range]) -> list[int]:
-    """The first rank of each lane of these replicas."""
+    """The first rank of each TP group of these replicas."""
     return sorted(
         {
             unit.ranks[(place * unit.dp + replica) * unit.tp]

@@ -19,7 +19,7 @@ IDLE_MEANINGS = {
     "pp_warmup": "waiting for the pipeline to fill",
     "pp_cooldown": "waiting for the pipeline to drain",
     "pp_other": "waiting for other stages in between",
-    "tp": "sharing rows inside a lane",
+    "tp": "sharing rows inside a TP group",
     "imbalance": "waiting for replicas with more to do",
 }
 

@@ -42,11 +42,11 @@ def timeline_picture(step: Step, units: Sequence[str], ranks: Sequence[int], len
     Neighbours narrower than a pixel become one grey box, or than more where boxes would be too many: a page stays
     small however long the step.
     """
-    lanes: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
+    tracks: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in step.events:
         if event["ph"] == "X" and step.start_us <= event["ts"] < step.start_us + step.length_us:
-            lanes[event["pid"], event["tid"]].append(event)
-    for found in lanes.values():
+            tracks[event["pid"], event["tid"]].append(event)
+    for found in tracks.values():
         found.sort(key=lambda event: float(event["ts"]))
     tall, flat = (20.0, 7.0) if len(ranks) <= 12 else (13.0, 4.0)
     scale = (WIDTH - LEFT) / max(length_us, 1e-9)
@@ -58,20 +58,20 @@ def timeline_picture(step: Step, units: Sequence[str], ranks: Sequence[int], len
             mark
             for row, rank in enumerate(ranks)
             for tid, (top, height) in enumerate(((row * pitch, tall), (row * pitch + tall + 1, flat)))
-            for mark in _lane(lanes[rank, tid], step.start_us, scale, top, height, tuple(units), narrow)
+            for mark in _track(tracks[rank, tid], step.start_us, scale, top, height, tuple(units), narrow)
         ]
         if len(boxes) <= MAX_BOXES or narrow > WIDTH:
             break
         narrow *= 2
-    marks += _critical(step, lanes, ranks, scale, pitch, tall)
+    marks += _critical(step, tracks, ranks, scale, pitch, tall)
     marks += [Label(0, row * pitch + tall * 0.75, f"rank {rank}", paint="ink") for row, rank in enumerate(ranks)]
-    about = f"{step.name}: {step.length_us / 1e3:.4g} ms on {len(ranks)} ranks. " + _about(lanes, ranks, step)
+    about = f"{step.name}: {step.length_us / 1e3:.4g} ms on {len(ranks)} ranks. " + _about(tracks, ranks, step)
     return Drawing(WIDTH, len(ranks) * pitch + 20, about, (*marks, *boxes))
 
 
 def _critical(
     step: Step,
-    lanes: Mapping[tuple[int, int], Sequence[Event]],
+    tracks: Mapping[tuple[int, int], Sequence[Event]],
     ranks: Sequence[int],
     scale: float,
     pitch: float,
@@ -80,7 +80,7 @@ def _critical(
     """A line under each computation that the step's time depends on, neighbours in one."""
     for row, rank in enumerate(ranks):
         y, line = row * pitch + tall + 0.5, None
-        for event in lanes.get((rank, _COMPUTE), ()):
+        for event in tracks.get((rank, _COMPUTE), ()):
             if (rank, event["ts"]) not in step.critical:
                 continue
             left = LEFT + (event["ts"] - step.start_us) * scale
@@ -106,7 +106,7 @@ def _axis(length_us: float, scale: float, bottom: float) -> Iterator[Mark]:
         yield Label(x, bottom + 14, f"{tick * step:.6g}{unit}", "start" if tick == 0 else "middle")
 
 
-def _lane(
+def _track(
     events: Sequence[Event],
     start_us: float,
     scale: float,
@@ -150,10 +150,10 @@ def _span(event: Event, left: float, width: float, top: float, height: float, un
         yield Label(left + width / 2, top + height / 2 + 4, number, "middle", paint, size=min(11, height - 2))
 
 
-def _about(lanes: Mapping[tuple[int, int], Sequence[Event]], ranks: Sequence[int], step: Step) -> str:
+def _about(tracks: Mapping[tuple[int, int], Sequence[Event]], ranks: Sequence[int], step: Step) -> str:
     """How busy each rank is, in words."""
     busy = (
-        sum(event["dur"] for event in lanes.get((rank, _COMPUTE), ())) / max(step.length_us, 1e-9) for rank in ranks
+        sum(event["dur"] for event in tracks.get((rank, _COMPUTE), ())) / max(step.length_us, 1e-9) for rank in ranks
     )
     return ", ".join(f"rank {rank} computes {share:.0%} of it" for rank, share in zip(ranks, busy, strict=True)) + "."
 

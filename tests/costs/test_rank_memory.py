@@ -131,7 +131,7 @@ def test_frozen_layers_keep_what_autograd_still_saves(unit: str, layers: slice) 
 
 
 def _saved_on_this_rank() -> dict[tuple[str, bool], int]:
-    """Bytes that a lane of two ranks saves in two blocks and a head, without and with slices of the tokens."""
+    """Bytes that a TP group of two ranks saves in two blocks and a head, without and with slices of the tokens."""
     groups = replace(ParallelGroups.single(), tp=dist.group.WORLD)
     found = {}
     for (unit, layers), sp in product(SLICED, (False, True)):

@@ -295,7 +295,7 @@ def any_order(graph: StageGraph, rng: np.random.Generator) -> Order:
         kind, stage, mb = action = ready[rng.integers(len(ready))]
         del waits[action]
         done.add(action)
-        for rank in graph.lane(stage, mb.replica):
+        for rank in graph.tp_group(stage, mb.replica):
             order.setdefault(rank, []).append(f"{kind} {stage} {mb}")
     return {rank: tuple(lines) for rank, lines in order.items()}
 

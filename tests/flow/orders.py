@@ -3,7 +3,7 @@
 Vision has four layers (patches, two blocks, projector), the LLM five (embedding, three blocks, head); four waves.
 """
 
-# A whole LLM and a whole encoder on the same lane.
+# A whole LLM and a whole encoder on the same TP group.
 TOGETHER = (
     "F vision.0 vision:0.0",
     "F llm.0 llm:0.0 |2| PF vision.0 vision:0.1 0:2",

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh], bool, int]] = {
 
 # Encoder and LLM are cut inside their layers: whole tokens, and slices of them.
 INSIDE: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
-    "an encoder on each rank of the lane, a layer recomputed": (
+    "an encoder on each rank of the TP group, a layer recomputed": (
         {},
         {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2, recompute=(3,))},
     ),

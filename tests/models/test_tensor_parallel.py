@@ -58,7 +58,7 @@ class Outcome:
 
 
 def _groups() -> ParallelGroups:
-    """All ranks of the world are one lane."""
+    """All ranks of the world are one TP group."""
     return replace(ParallelGroups.single(), tp=dist.group.WORLD)
 
 

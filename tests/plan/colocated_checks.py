@@ -109,7 +109,7 @@ def _least_tail(host: Host, plan: EncoderPlan, pipeline: int, mine: tuple[int, .
     forward = [d for k in plan.forward[0] for d in k.durations]
     backward = [d for layers in plan.backward for k in layers for d in k.durations]
     way = host.transfer if plan.place(pipeline, 0) else 0.0
-    free = [(max(a, -head), b) for a, b in host.lanes[plan.place(pipeline, 0)].compute.tolist() if b > -head]
+    free = [(max(a, -head), b) for a, b in host.free_times[plan.place(pipeline, 0)].compute.tolist() if b > -head]
     chains = [(forward, -float(head), float(host.first_forwards[mb]) - way) for mb in mine]
     chains += [(backward, float(host.last_backwards[mb]) + way, np.inf) for mb in mine if backward]
     best = np.inf

@@ -14,7 +14,7 @@ from mmtrain.plan.estimate.memory_fit import Fitted, fitted
 from mmtrain.plan.search.best_first_search import FEW, search
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import Cuts, Track, every_cut, graph_for, laid_out, tracks_of
-from mmtrain.plan.search.mesh_enumeration import Sizing, bounded_sizings, split_lane_of
+from mmtrain.plan.search.mesh_enumeration import Sizing, bounded_sizings, split_tp_group_of
 from mmtrain.program.schedules.builder import in_flight
 from tests.plan.factory import pricing_for, recipe
 
@@ -104,7 +104,7 @@ def fastest_found(given: Instance) -> float:
 def _all_that_fit(given: Instance) -> Iterator[Fitted]:
     """Every sizing, every cut, recomputing as little as memory demands."""
     for _, sizing in given.sizings:
-        if split_lane_of(sizing, given.machine.ranks_per_node):
+        if split_tp_group_of(sizing, given.machine.ranks_per_node):
             continue
         for cuts in all_cuts(tracks_of(sizing, given.pricing, given.choices)):
             alive = in_flight(graph_for(laid_out(sizing, given.pricing, cuts), given.pricing))
@@ -119,8 +119,8 @@ def _least_work(found: Fitted, pricing: Pricing) -> float:
     seconds = pricing.stage_seconds(found.graph)
     for stage in found.graph.stages:
         own = (seconds[stage.id].forward + seconds[stage.id].backward).sum(axis=2)
-        for replica, lane in enumerate(stage.lanes):
-            work[lane[0]] = work.get(lane[0], np.zeros(len(own))) + own[:, replica]
+        for replica, tp_group in enumerate(stage.tp_groups):
+            work[tp_group[0]] = work.get(tp_group[0], np.zeros(len(own))) + own[:, replica]
     return float(np.max(list(work.values()), axis=0).mean())
 
 

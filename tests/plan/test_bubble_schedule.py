@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
 from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, Host, bound, schedule, search
-from mmtrain.plan.colocated.bubbles import Chain, Kernels, Lane, fill
+from mmtrain.plan.colocated.bubbles import Chain, FreeTime, Kernels, fill
 from mmtrain.plan.colocated.kernel_table import KernelTable, LayerKernels, balanced_step, megatron_step
 from mmtrain.plan.colocated.llm_timeline import Pipeline, pipeline_timeline
 from tests.plan.colocated_checks import Spans, check_schedule, least_step
@@ -144,10 +144,10 @@ def test_interleaving_asks_for_whole_groups_and_enough_warm_up() -> None:
         pipeline_timeline(Pipeline(2, 2, 4, (1.0,) * 4, (2.0,) * 4, 0.0), [0, 0])
 
 
-def test_chains_share_a_lane_without_idling() -> None:
-    lane = Lane(np.array([[0.0, 4.0], [10.0, np.inf]]), np.array([[4.0, 10.0], [10.0, np.inf]]))
+def test_chains_share_a_rank_without_idling() -> None:
+    free = FreeTime(np.array([[0.0, 4.0], [10.0, np.inf]]), np.array([[4.0, 10.0], [10.0, np.inf]]))
     kernels = Kernels.of([3, 2, 1], [True, False, True])
-    placed, done = fill(lane, [Chain(7, 0.0, kernels), Chain(8, 1.0, Kernels.of([1], [True]))])
+    placed, done = fill(free, [Chain(7, 0.0, kernels), Chain(8, 1.0, Kernels.of([1], [True]))])
     assert placed.spans.tolist() == [[0, 3], [4, 6], [3, 4], [10, 11]]
     assert placed.chains.tolist() == [7, 7, 8, 7]
     assert done == {7: 11, 8: 4}
@@ -156,11 +156,11 @@ def test_chains_share_a_lane_without_idling() -> None:
 def tiny(seed: int) -> tuple[Host, EncoderPlan]:
     """Two ranks with random gaps, two or three microbatches, one or two kernels each way; whole numbers."""
     rng = np.random.default_rng(seed)
-    lanes, ends = [], []
+    free_times, ends = [], []
     for _ in range(2):
         points = np.cumsum([rng.integers(0, 4), *rng.integers(1, 5, rng.integers(5, 10))]).astype(float)
         busy = np.array([(a, b) for a, b in pairwise(points)][::2])
-        lanes.append(Lane.around(busy, busy[:0]))
+        free_times.append(FreeTime.around(busy, busy[:0]))
         ends.append(busy[-1, 1])
     end, total = max(ends), rng.integers(2, 4)
     first = np.sort(rng.integers(0, int(end) // 2, total)).astype(float)
@@ -170,7 +170,7 @@ def tiny(seed: int) -> tuple[Host, EncoderPlan]:
         for d in (rng.integers(1, 5, n) for n in rng.integers(1, 3, 2))
     )
     plan = EncoderPlan(1, 1, 1, ((forward,),), ((backward,),))
-    return Host(tuple(lanes), end, 1.0, 2.0, first, last, float(rng.integers(0, 2))), plan
+    return Host(tuple(free_times), end, 1.0, 2.0, first, last, float(rng.integers(0, 2))), plan
 
 
 def test_tiny_instances_are_near_the_best_there_is() -> None:

@@ -56,8 +56,8 @@ def test_an_encoder_lies_on_all_ranks_and_its_sizes_divide_the_llms(world_size: 
         graph = graph_for(layout, pricing_for(settings)[0])
         per_llm = vision.dp // llm.dp
         for replica in range(vision.dp):
-            ranks = {r for s in graph.stages if s.id.unit == "vision" for r in s.lanes[replica]}
-            hosts = {r for s in graph.stages if s.id.unit == LLM for r in s.lanes[replica // per_llm]}
+            ranks = {r for s in graph.stages if s.id.unit == "vision" for r in s.tp_groups[replica]}
+            hosts = {r for s in graph.stages if s.id.unit == LLM for r in s.tp_groups[replica // per_llm]}
             assert ranks <= hosts, "an encoder's replica lies inside one LLM replica"
 
 

@@ -36,7 +36,7 @@ def test_forwards_are_late_and_the_step_is_no_longer(pp: int, vpp: int, n: int, 
         if isinstance(span.action, Forward):
             for edge in graph.outputs(span.action.stage):
                 reader = late[Forward(edge.dst, span.action.mb)]
-                away = graph.stage(edge.dst).lanes != graph.stage(edge.src).lanes
+                away = graph.stage(edge.dst).tp_groups != graph.stage(edge.src).tp_groups
                 assert reader >= late[span.action] + span.duration_s + (MESSAGE_S if away else 0) - 1e-9
     for works in on_rank.values():
         assert all(

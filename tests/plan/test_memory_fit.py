@@ -57,4 +57,4 @@ def test_cuts_are_judged_with_the_working_memory_that_ranks_are_counted_with(fro
             line = pricing.line(stage.id.unit, mesh.tp, sizes_of(graph))
             working = line.working_bytes[lo:hi].max() + line.input_bytes[lo] + line.input_bytes[hi - 1]
             if mesh.vpp == 1:
-                assert held[stage.lanes[0][0]].buffers == working, stage.id
+                assert held[stage.tp_groups[0][0]].buffers == working, stage.id

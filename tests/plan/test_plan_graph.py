@@ -1,4 +1,4 @@
-"""Stage graphs of all layouts: every layer once in every replica, lanes of the right size, one chain of stages."""
+"""Stage graphs of all layouts: every layer once in every replica, TP groups of the right size, one chain of stages."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.layout import Layout, MeshSize, split_lane, unified
+from mmtrain.plan.artifact.layout import Layout, MeshSize, split_tp_group, unified
 from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
 from mmtrain.plan.artifact.plan_graph import graph_of
 from mmtrain.plan.search import layer_partition as cut
@@ -38,10 +38,12 @@ def test_invariants(index: int) -> None:
         assert -(-len(stages) // mesh.pp) == mesh.vpp
         assert [i for s in stages for i in range(*s.layers)] == list(range(len(unit.layers)))
         assert len(mesh.ranks) == mesh.tp * mesh.pp * mesh.dp
-        ranks = Counter(r for s in stages for lane in s.lanes for r in lane)
+        ranks = Counter(r for s in stages for tp_group in s.tp_groups for r in tp_group)
         assert set(ranks.values()) <= {mesh.vpp, max(mesh.vpp - 1, 1)}, "a rank holds one stage of a unit and chunk"
         assert sorted(ranks) == sorted(mesh.ranks)
-        assert all(len(s.lanes) == mesh.dp and {len(lane) for lane in s.lanes} == {mesh.tp} for s in stages)
+        assert all(
+            len(s.tp_groups) == mesh.dp and {len(tp_group) for tp_group in s.tp_groups} == {mesh.tp} for s in stages
+        )
         assert [s.trainable for s in stages] == [
             any(x.trainable for x in unit.layers[slice(*s.layers)]) for s in stages
         ]
@@ -62,7 +64,7 @@ def test_every_layout_becomes_a_program_that_runs_and_holds_what_memory_says(ind
     _, graph = laid_out(index)
     program, alive = build(graph), in_flight(graph)
     for stage in graph.stages:
-        assert peak_live(graph, program.actions[stage.lanes[0][0]])[stage.id] == alive[stage.id]
+        assert peak_live(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]
 
 
 def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
@@ -89,7 +91,7 @@ def test_chunks_go_round_the_ranks_and_a_unit_begins_where_the_other_ends() -> N
         (3, 1, (4, 6)),
     ]
     graph = graph_of(units, {"vision": 4, "llm": 4}, build_model_shape(recipe()))
-    assert [s.lanes[0] for s in graph.stages] == [(0,), (2,), (4,), (0,), (2,), (4,)]
+    assert [s.tp_groups[0] for s in graph.stages] == [(0,), (2,), (4,), (0,), (2,), (4,)]
     assert [str(e) for e in graph.edges] == [
         "vision.0>vision.1",
         "llm.0>llm.1",
@@ -107,10 +109,10 @@ def test_a_plan_whose_stages_do_not_go_round_its_ranks_is_refused(stages: tuple[
         UnitPlan(tp=1, pp=2, dp=1, vpp=2, ranks=(0, 1), stages=parts)
 
 
-def test_a_lane_over_two_nodes_is_found() -> None:
+def test_a_tp_group_over_two_nodes_is_found() -> None:
     units = unified(build_model_shape(recipe()), MeshSize(4, 1, 2), (0, 11))
-    assert split_lane(units, ranks_per_node=6) == (4, 5, 6, 7)
-    assert split_lane(units, ranks_per_node=4) is None
+    assert split_tp_group(units, ranks_per_node=6) == (4, 5, 6, 7)
+    assert split_tp_group(units, ranks_per_node=4) is None
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, {"unified"}), (2, {"unified", "disaggregated"})])

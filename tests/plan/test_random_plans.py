@@ -41,7 +41,7 @@ def holds(data: st.DataObject) -> None:
         return
     program = build(found.graph)
     for stage in found.graph.stages:
-        assert peak_live(found.graph, program.actions[stage.lanes[0][0]])[stage.id] <= alive[stage.id]
+        assert peak_live(found.graph, program.actions[stage.tp_groups[0][0]])[stage.id] <= alive[stage.id]
     assert max(memory.total for memory in PRICING.memory(found.graph).values()) <= small.memory_bytes
     for unit in PRICING.shape.units:
         layers = [s.layers for s in found.layout.units[unit.name].stages]

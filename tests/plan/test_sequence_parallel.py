@@ -108,8 +108,8 @@ def test_each_rank_sends_its_own_rows_to_the_next_stage() -> None:
         timing = model_timing(graph, one, loads, machine)
         llm = [e for e in graph.edges if e.src.unit == e.dst.unit == "llm"]
         mb = Microbatch("llm", 0, 0)
-        sends = [Send(e, mb, mb, graph.lane(e.dst, 0)[0], "activation") for e in llm]
-        bytes_sent.append([timing.message(graph.lane(s.edge.src, 0)[0], s).nbytes for s in sends])
+        sends = [Send(e, mb, mb, graph.tp_group(e.dst, 0)[0], "activation") for e in llm]
+        bytes_sent.append([timing.message(graph.tp_group(s.edge.src, 0)[0], s).nbytes for s in sends])
         (track,) = tracks_of(sizing, one, choices)
         assert track.anchor is not None
         rating = Rater(one, machine, None).rate(sizing, (track,), [(track.anchor,)], [None])[0]

@@ -30,8 +30,8 @@ def chain(*units: Unit, n: int = 2, tied: bool = False) -> StageGraph:
         meshes.append(mesh)
         trainable = u.trainable or (True,) * num_stages
         for k in range(num_stages):
-            lanes = tuple(mesh.lane(k, r) for r in range(u.dp))
-            stages.append(Stage(StageId(u.name, k), (2 * k, 2 * k + 2), lanes, trainable[k]))
+            tp_groups = tuple(mesh.tp_group(k, r) for r in range(u.dp))
+            stages.append(Stage(StageId(u.name, k), (2 * k, 2 * k + 2), tp_groups, trainable[k]))
             if k:
                 edges.append(Edge(StageId(u.name, k - 1), StageId(u.name, k)))
     names = [u.name for u in units]
@@ -80,7 +80,7 @@ def graphs(draw: st.DrawFn, max_n: int = 4, max_dp: int = 3) -> StageGraph:
         ranks = tuple(range(pp * dp))
         vision = Unit("vision", pp, dp, ranks=ranks, n=draw(counts(max_n)))
         return chain(vision, Unit("llm", pp, dp, ranks=ranks), n=n, tied=tied)
-    if shape == "spread":  # one tensor-parallel LLM lane whose ranks each hold an encoder replica, or the reverse
+    if shape == "spread":  # one LLM TP group whose ranks each hold an encoder replica, or the reverse
         ranks = (0, 1)
         wide, long = Unit("vision", dp=2, ranks=ranks), Unit("llm", tp=2, ranks=ranks)
         if draw(st.booleans()):

@@ -145,19 +145,21 @@ class Interpreter:
         return True
 
     def _group(self, rank: int, action: Action) -> list[int]:
-        lane = lambda stage, mb: list(self.graph.stage(stage).lanes[mb.replica])  # noqa: E731
+        tp_group = lambda stage, mb: list(self.graph.stage(stage).tp_groups[mb.replica])  # noqa: E731
         match action:
             case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
-                return lane(stage, mb)
+                return tp_group(stage, mb)
             case Share(edge, mb, payload):
-                return lane(edge.dst if payload == "activation" else edge.src, mb)
+                return tp_group(edge.dst if payload == "activation" else edge.src, mb)
             case ReduceGrads(unit) | GatherParams(unit):
-                mine = [s for s in self.graph.stages if s.id.unit == unit and any(rank in x for x in s.lanes)]
-                same = (x[k] for s in mine for y in s.lanes if rank in y for k in [y.index(rank)] for x in s.lanes)
+                mine = [s for s in self.graph.stages if s.id.unit == unit and any(rank in x for x in s.tp_groups)]
+                same = (
+                    x[k] for s in mine for y in s.tp_groups if rank in y for k in [y.index(rank)] for x in s.tp_groups
+                )
                 return list(dict.fromkeys(same))
             case ReduceShared():
                 llm = [s for s in self.graph.stages if s.id.unit == "llm"]
-                for first, last in zip(llm[0].lanes, llm[-1].lanes, strict=True):
+                for first, last in zip(llm[0].tp_groups, llm[-1].tp_groups, strict=True):
                     for pair in zip(first, last, strict=True):
                         if rank in pair:
                             return list(pair)
@@ -185,11 +187,11 @@ class Interpreter:
                     for d in self._partners(e.dst.unit, mb)
                 ]
             case Share(edge, mb, "activation"):
-                if rank != self.graph.stage(edge.dst).lanes[mb.replica][0]:
+                if rank != self.graph.stage(edge.dst).tp_groups[mb.replica][0]:
                     return 0.0
                 pieces = [(edge, s, mb, "activation") for s in self._partners(edge.src.unit, mb)]
             case Share(edge, mb, "gradient"):
-                if rank != self.graph.stage(edge.src).lanes[mb.replica][0]:
+                if rank != self.graph.stage(edge.src).tp_groups[mb.replica][0]:
                     return 0.0
                 pieces = [(edge, mb, d, "gradient") for d in self._partners(edge.dst.unit, mb)]
             case _:
@@ -273,8 +275,8 @@ class Interpreter:
         """Everything the graph asks of the rank was done exactly once, and nothing else."""
         trained, wanted = set(), []
         for stage in self.graph.stages:
-            for replica, lane in enumerate(stage.lanes):
-                if rank not in lane:
+            for replica, tp_group in enumerate(stage.tp_groups):
+                if rank not in tp_group:
                     continue
                 for i in range(self.graph.mesh(stage.id.unit).num_microbatches):
                     mb = Microbatch(stage.id.unit, replica, i)
@@ -285,9 +287,9 @@ class Interpreter:
                     trained.add(stage.id.unit)
         wanted += [kind(unit) for unit in trained for kind in (ReduceGrads, GatherParams)] + [Step()]
         llm = [s for s in self.graph.stages if s.id.unit == "llm"]
-        two_copies = llm[0].lanes != llm[-1].lanes if llm else False
+        two_copies = llm[0].tp_groups != llm[-1].tp_groups if llm else False
         if self.graph.tied_embeddings and two_copies and llm[0].trainable and llm[-1].trainable:
-            wanted += [ReduceShared("embeddings")] * any(rank in x for s in (llm[0], llm[-1]) for x in s.lanes)
+            wanted += [ReduceShared("embeddings")] * any(rank in x for s in (llm[0], llm[-1]) for x in s.tp_groups)
         found = [a for a in state.done if not isinstance(a, Share | Partial)]
         shares = [a for a in state.actions if isinstance(a, Share)]
         if sorted(map(repr, wanted)) != sorted(map(repr, found)) or len(set(shares)) != len(shares):

@@ -86,13 +86,13 @@ def test_in_flight_microbatches_follow_the_longest_path():
     assert [next(iter(c.values())) for c in counts] == [4, 3, 2, 1]
 
 
-def test_same_lane_needs_no_messages_between_units():
+def test_same_tp_group_needs_no_messages_between_units():
     for tp in (1, 2):
         actions = build(unified(1, tp=tp)).actions[0]
         assert not any(isinstance(a, Send | Recv | Share) for a in actions)
 
 
-def test_lanes_that_differ_in_tp_but_start_on_the_same_rank_share_without_a_message():
+def test_tp_groups_that_differ_in_tp_but_start_on_the_same_rank_share_without_a_message():
     graph = chain(Unit("vision", ranks=(0,)), Unit("llm", tp=2, ranks=(0, 1)), n=1)
     program = build(graph)
     assert not any(isinstance(a, Send | Recv) for actions in program.actions.values() for a in actions)

@@ -80,7 +80,7 @@ def test_no_deadlock_whatever_lies_before_and_after():
         graph = chain(*ends[0], middle, *ends[1], n=n)
         program, alive = build(graph), in_flight(graph)
         for stage in graph.stages:
-            assert peak_live(graph, program.actions[stage.lanes[0][0]])[stage.id] == alive[stage.id]
+            assert peak_live(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]
 
 
 def test_a_fast_encoder_never_makes_an_interleaved_llm_wait_once_it_runs():
@@ -152,4 +152,4 @@ def test_lines_of_two_encoders_and_an_llm_run_on_any_ranks(cut, n):
     graph = chain(*units, n=n)
     program, alive = build(graph), in_flight(graph)
     for stage in graph.stages:
-        assert peak_live(graph, program.actions[stage.lanes[0][0]])[stage.id] == alive[stage.id]
+        assert peak_live(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]

@@ -145,11 +145,11 @@ def test_following_one_of_those_that_do_the_same_changes_nothing(graph: StageGra
 @pytest.mark.parametrize(
     ("units", "num_leaders"),
     [
-        ([Unit("llm", 4, 3, tp=8)], 4),  # one of each lane of a replica group
+        ([Unit("llm", 4, 3, tp=8)], 4),  # one of each TP group of a replica group
         (
             [Unit("vision", 2, 2, tp=4), Unit("llm", 2, 2, tp=8)],
             8,
-        ),  # lanes talk to lanes: their first rank, and another
+        ),  # TP groups talk to TP groups: their first rank, and another
         ([Unit("vision", 1, 4, tp=1, ranks=(0, 1, 2, 3)), Unit("llm", tp=4, ranks=(0, 1, 2, 3))], 4),  # all differ
     ],
 )
@@ -158,7 +158,7 @@ def test_how_many_ranks_are_followed(units: list[Unit], num_leaders: int) -> Non
 
 
 def test_ranks_on_slower_links_are_followed_too() -> None:
-    """Lanes of four on nodes of six ranks: between lanes 0-3 and 4-7 positions 0 and 1 stay on a node."""
+    """TP groups of four on nodes of six ranks: between TP groups 0-3 and 4-7 positions 0 and 1 stay on a node."""
     graph = chain(Unit("llm", 2, tp=4), n=2)
     on_a_node = lambda ranks: len({rank // 6 for rank in ranks}) == 1  # noqa: E731
     assert leaders(graph, len) == (0, 4)

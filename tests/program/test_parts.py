@@ -181,7 +181,7 @@ def test_a_deadlock_names_the_part_that_comes_too_late():
     check(build(graph, kind="explicit", order=order))
 
 
-def test_ranks_of_a_lane_cut_alike():
+def test_ranks_of_a_tp_group_cut_alike():
     graph = deeper(chain(Unit("llm", tp=2), n=1), 2)
     order = {0: ["F llm.0 llm:0.0", "B llm.0 llm:0.0"], 1: ["PF llm.0 llm:0.0 0:2", "B llm.0 llm:0.0"]}
     with pytest.raises(ProgramError, match="ranks 0 and 1 share the group"):

@@ -182,8 +182,8 @@ def test_messages_of_a_rank_leave_one_after_another():
     assert [s.start_s for s in timeline.spans if s.rank > 0 and isinstance(s.action, Forward)] == [3.0, 4.0, 5.0]
 
 
-def test_sharing_a_lane_holds_every_rank_of_it():
-    """Encoder 1 s, message 1 s, share 2 s in a lane of two, LLM 3 s; then the step and gathers take 4 s each."""
+def test_sharing_a_tp_group_holds_every_rank_of_it():
+    """Encoder 1 s, message 1 s, share 2 s in a TP group of two, LLM 3 s; then the step and gathers take 4 s each."""
     graph = chain(Unit("vision", trainable=(False,)), Unit("llm", tp=2), n=1)
     program = build(graph)
     given_times = Given({"vision.0": 1.0, "llm.0": 3.0}, {"llm.0": 3.0}, message_s=1.0, share_s=2.0, collective_s=4.0)

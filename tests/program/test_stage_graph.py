@@ -71,7 +71,10 @@ def test_groups_that_do_not_repeat_the_first_are_refused():
             "vision has 0 .* at least",
         ),
         (lambda g: replace(g, meshes=g.meshes[1:]), r"stage vision\.0 belongs to no mesh; meshes: llm"),
-        (lambda g: replace(g, stages=(replace(g.stages[0], lanes=((0, 1),)), *g.stages[1:])), "1 lanes of 1 ranks"),
+        (
+            lambda g: replace(g, stages=(replace(g.stages[0], tp_groups=((0, 1),)), *g.stages[1:])),
+            "1 TP groups of 1 ranks",
+        ),
         (lambda g: chain(Unit("llm"), Unit("generator"), Unit("painter")), "the LLM feeds generator and painter"),
         (lambda g: replace(g, stages=g.stages[1:]), r"edge vision\.0>llm\.0 joins a stage that does not exist"),
     ],

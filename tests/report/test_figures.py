@@ -82,7 +82,7 @@ def test_ranks_that_hold_the_same_stages_are_one_slice() -> None:
     shared = planned(vision=unit(2, 1, 4, 0, 4), llm=unit(2, 4, 1, 0, 16))
     found = slices(shared)
     assert [s.ranks for s in found] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert [[(lanes.unit, lanes.lanes) for lanes in s.held] for s in found][1] == [
+    assert [[(held.unit, held.tp_groups) for held in s.held] for s in found][1] == [
         ("vision", ((1, (2, 3)),)),
         ("llm", ((0, (2, 3)),)),
     ]

@@ -27,7 +27,7 @@ NUM_DRAWS = 3
 LIMIT = 1  # sends under way on a channel
 NUM_MICROBATCHES = 4
 
-# name -> (units, ranks of a lane that share out the tokens of a unit)
+# name -> (units, ranks of a TP group that share out the tokens of a unit)
 CASES: dict[str, tuple[tuple[Unit, ...], dict[str, int]]] = {
     "2:3": ((Unit("vision", dp=2), Unit("llm", dp=3)), {}),
     "3:2": ((Unit("vision", dp=3), Unit("llm", dp=2)), {}),
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[tuple[Unit, ...], dict[str, int]]] = {
     "3:2, one split into two, tp2": ((Unit("vision", dp=3, n=8), Unit("llm", dp=2, tp=2)), {}),
     "a unit after the LLM": ((Unit("vision"), Unit("llm", dp=2, tp=2), Unit("generator", dp=3)), {}),
     "2:3 on the same ranks": ((Unit("vision", dp=2, ranks=(0, 1)), Unit("llm", dp=3, ranks=(0, 1, 2))), {}),
-    "tp2 lane of two encoder ranks": ((Unit("vision", dp=2, ranks=(0, 1)), Unit("llm", tp=2, ranks=(0, 1))), {}),
+    "one TP group, two encoder ranks": ((Unit("vision", dp=2, ranks=(0, 1)), Unit("llm", tp=2, ranks=(0, 1))), {}),
 }
 
 
@@ -152,8 +152,8 @@ class Stages:
             into = sum(i.length for i in self.step.items[edge] if i.dst == mb)
             return self.step.rows(self.step.loads.rows_out[mb] if payload == "activation" else into, edge, mb, payload)
         share, num_tokens = self.sharers.get(mb.unit, 1), self.step.loads.loads[mb].tokens
-        lanes = (self.graph.lane(stage, mb.replica) for stage in (edge.src, edge.dst))
-        place = next(lane.index(self.rank) for lane in lanes if self.rank in lane) if share > 1 else 0
+        tp_groups = (self.graph.tp_group(stage, mb.replica) for stage in (edge.src, edge.dst))
+        place = next(tp_group.index(self.rank) for tp_group in tp_groups if self.rank in tp_group) if share > 1 else 0
         return self.step.rows(-(-num_tokens // share), edge, mb, payload, place)
 
 

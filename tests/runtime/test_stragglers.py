@@ -82,7 +82,7 @@ def test_ranks_without_load_and_stages_without_peers_are_not_judged() -> None:
     assert all(slow.judge(table(slow, rows), 1.0) == ([], []) for _ in range(WINDOW))
 
 
-def test_a_lane_is_judged_as_one() -> None:
+def test_a_tp_group_is_judged_as_one() -> None:
     slow = SlowRanks(chain(Unit("llm", tp=2, dp=2)), by_id)
     rows = [(LLM, 0, 1, 1.0)] * 2 + [(LLM, 1, 1, 2.0)] * 2
     texts = [s.to_text() for _ in range(WINDOW) for s in slow.judge(table(slow, rows), 1.0)[1]]

@@ -175,7 +175,9 @@ def run(units: tuple[Unit, ...], cut_seed: int | None) -> Outcome:
     groups = build_groups(graph, world)
     runners = {}
     for unit in groups.units:
-        held = [s for s in graph.stages if s.id.unit == unit and any(world.rank in lane for lane in s.lanes)]
+        held = [
+            s for s in graph.stages if s.id.unit == unit and any(world.rank in tp_group for tp_group in s.tp_groups)
+        ]
         stages = {s.id: cast(StageModule, Toy(unit, range(*s.layers), last(graph, unit), s.trainable)) for s in held}
         runners[unit] = UnitRunner(unit, stages, groups.units[unit])
     sums: dict[str, Any] = {u: Sums(nn.ModuleList(r.stages.values()), r.groups) for u, r in runners.items()}

@@ -39,7 +39,7 @@ def run_pieces(block: Any, state: BlockState, packing: PackedSequences, pieces: 
 def start_tp_communication(
     tensor: Tensor, before: int, groups: ParallelGroups, sliced: bool, backward: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
-    """Begin what the ranks of a lane exchange before piece `before`, or behind its backward.
+    """Begin what the ranks of a TP group exchange before piece `before`, or behind its backward.
 
     tensor: the state's second, behind the residual stream, or its gradient; may be overwritten. sliced: with sequence
     parallelism. Returns what becomes of it, and what must be waited for before it is read.

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 class ParallelGroups:
     """Process groups of one unit that this rank belongs to. Each may have a single member.
 
-    torch orders a group's members by global rank, whatever order it is given, so a lane's ranks must ascend.
+    torch orders a group's members by global rank, whatever order it is given, so a TP group's ranks must ascend.
     """
 
     tp: dist.ProcessGroup  # ranks that share one stage of one replica

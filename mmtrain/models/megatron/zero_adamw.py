@@ -81,8 +81,8 @@ class ZeroAdamW:
     def reduce_grads(self) -> None:
         """Begin to sum the gradients over the replicas; `grad_sq_sum` waits until each holds the sum of its shard.
 
-        What other units of this rank still compute hides it. First each lane sums, here and now, those of weights of
-        which its ranks saw only their slices of the tokens.
+        What other units of this rank still compute hides it. First each TP group sums, here and now, the gradients of
+        weights of which its ranks saw only their slices of the tokens.
         """
         if partial := [p.main_grad for p in self._trained if getattr(p, "sequence_parallel", False)]:  # type: ignore[attr-defined]
             total = torch.cat([g.flatten() for g in partial])

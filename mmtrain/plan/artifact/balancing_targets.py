@@ -90,9 +90,9 @@ def _mean_load(lengths: np.ndarray, microbatches: float) -> TokenLoad:
 def _work_of_ranks(
     graph: StageGraph, model: ModelShape, costs: CostModel, typical: Mapping[str, TokenLoad]
 ) -> list[_RankWork]:
-    """Of the ranks that the first LLM replica's microbatches pass, in the order of passing, one of each lane."""
-    home = {rank: s.lanes[0][0] for s in graph.stages if s.id.unit == LLM for rank in s.lanes[0]}
-    others = {rank for s in graph.stages if s.id.unit == LLM for lane in s.lanes[1:] for rank in lane}
+    """Of the ranks that the first LLM replica's microbatches pass, in the order of passing, one of each TP group."""
+    home = {rank: s.tp_groups[0][0] for s in graph.stages if s.id.unit == LLM for rank in s.tp_groups[0]}
+    others = {rank for s in graph.stages if s.id.unit == LLM for tp_group in s.tp_groups[1:] for rank in tp_group}
     needs = upstream_trains(model)
     found: dict[int, _RankWork] = {}
     for stage in (graph.stage(sid) for sid in graph.order):
@@ -100,7 +100,7 @@ def _work_of_ranks(
         mesh, layers = graph.mesh(unit), model.unit(unit).layers
         lines = _stage_slopes(stage, layers, needs[unit], mesh.tp, costs, typical[unit])
         own = 1 if unit == LLM else mesh.dp // graph.num_groups
-        at = [home.get(lane[0], lane[0]) for lane in stage.lanes[:own] if lane[0] not in others]
+        at = [home.get(tp_group[0], tp_group[0]) for tp_group in stage.tp_groups[:own] if tp_group[0] not in others]
         shared = [rank for rank in dict.fromkeys(at) if rank in home.values()]
         for rank in shared or at[:1]:
             work = found.setdefault(rank, _RankWork({}, {}))
@@ -194,4 +194,4 @@ def _nodes(graph: StageGraph, unit: str, ranks_per_node: int) -> tuple[int, ...]
     """Node of each replica's end at which features leave (an encoder's last stage) or arrive (the LLM's first)."""
     stages = [s for s in graph.stages if s.id.unit == unit]
     end = min(stages, key=lambda s: s.id.index) if unit == LLM else max(stages, key=lambda s: s.id.index)
-    return tuple(lane[0] // ranks_per_node for lane in end.lanes)
+    return tuple(tp_group[0] // ranks_per_node for tp_group in end.tp_groups)

@@ -89,13 +89,13 @@ def disaggregated(
     return units
 
 
-def split_lane(units: Mapping[str, UnitPlan], ranks_per_node: int) -> tuple[int, ...] | None:
+def split_tp_group(units: Mapping[str, UnitPlan], ranks_per_node: int) -> tuple[int, ...] | None:
     """A tensor-parallel group whose ranks lie on different nodes, if there is one."""
     for unit in units.values():
         for first in range(0, len(unit.ranks), unit.tp):
-            lane = unit.ranks[first : first + unit.tp]
-            if lane[0] // ranks_per_node != lane[-1] // ranks_per_node:
-                return lane
+            tp_group = unit.ranks[first : first + unit.tp]
+            if tp_group[0] // ranks_per_node != tp_group[-1] // ranks_per_node:
+                return tp_group
     return None
 
 

@@ -38,7 +38,7 @@ class UnitPlan(_Frozen):
     pp: int
     dp: int
     vpp: int = 1
-    sp: bool = False  # sequence parallelism: ranks of a lane share out the tokens between products
+    sp: bool = False  # sequence parallelism: ranks of a TP group share out the tokens between products
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 

@@ -54,7 +54,7 @@ def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage
         yield Stage(
             id=StageId(mesh.unit, s.stage),
             layers=s.layers,
-            lanes=tuple(mesh.lane(s.stage, replica) for replica in range(mesh.dp)),
+            tp_groups=tuple(mesh.tp_group(s.stage, replica) for replica in range(mesh.dp)),
             trainable=any(layer.trainable for layer in layers[lo:hi]),
             recompute=frozenset(s.recompute),
             sliced=unit.sp and unit.tp > 1,

@@ -11,43 +11,49 @@ from mmtrain.program.schedules.builder import build_compute
 from mmtrain.program.schedules.pipeline_positions import positions
 
 MOST_TURNS = 10_000  # a step is arranged in the time it takes to follow them some hundred times over
-Lane = tuple[StageId, int]  # a stage, and the replica that holds it
+StageReplica = tuple[StageId, int]  # a stage, and the replica that holds it
 
 
 def timetable(
     graph: StageGraph, schedule: SchedulePlan, prices: Mapping[StageId, tuple[Price, Price]]
 ) -> Timetable | None:
-    """The turns of the first LLM replica's ranks and of those that feed it; one rank stands for each lane.
+    """The turns of the first LLM replica's ranks and of those that feed it; one rank stands for each stage replica.
 
     prices: what a stage's forward and backward cost. Of encoders on ranks of their own the first replica stands for
     all, since they share work evenly; on the LLM's ranks each is there. None where work lies in the gaps of other work,
     which no recurrence of turns describes, or where there are too many turns to follow them often.
     """
-    lanes = _lanes(graph)
-    ranks = sorted(set(lanes.values()))
-    tasks: dict[tuple[Lane, bool, int, int], int] = {}
+    followed = _followed(graph)
+    ranks = sorted(set(followed.values()))
+    tasks: dict[tuple[StageReplica, bool, int, int], int] = {}
     turns: list[list[tuple[int, int]]] = []
     actions = build_compute(graph, schedule.kind, schedule.order, ranks).actions
-    stages = {lane: number for number, lane in enumerate(lanes)}
+    stages = {stage_replica: number for number, stage_replica in enumerate(followed)}
     for rank in ranks:
         if any(isinstance(action, Fill) for action in actions[rank]):
             return None
         turns.append([])
         for action in actions[rank]:
             assert isinstance(action, Compute)
-            lane = action.stage, action.mb.replica
-            if lanes.get(lane) == rank:
-                lo, hi = (action.lo, action.hi) if isinstance(action, Partial) else (0, num_segments(graph, lane[0]))
-                key = lane, direction(action) == "F", lo, hi
+            stage_replica = action.stage, action.mb.replica
+            if followed.get(stage_replica) == rank:
+                whole = (0, num_segments(graph, action.stage))
+                lo, hi = (action.lo, action.hi) if isinstance(action, Partial) else whole
+                key = stage_replica, direction(action) == "F", lo, hi
                 turns[-1].append((tasks.setdefault(key, len(tasks)), action.mb.index))
     if sum(map(len, turns)) > MOST_TURNS:
         return None
     return Timetable(
         tuple(
-            Task(stages[lane], lane[0].unit, forward, _part(prices[lane[0]][not forward], hi - lo, graph, lane[0]))
-            for lane, forward, lo, hi in tasks
+            Task(
+                stages[stage, replica],
+                stage.unit,
+                forward,
+                _part(prices[stage][not forward], hi - lo, graph, stage),
+            )
+            for (stage, replica), forward, lo, hi in tasks
         ),
-        tuple(tuple(_sources(graph, lane, stages)) for lane in lanes),
+        tuple(tuple(_sources(graph, stage_replica, stages)) for stage_replica in followed),
         tuple(" ".join(str(task + len(tasks) * mb) for task, mb in own) for own in turns),
     )
 
@@ -55,27 +61,27 @@ def timetable(
 def is_chain(graph: StageGraph) -> bool:
     """Whether 1F1B of two units is that of one chain of ranks, each visited once, back and forth."""
     counts = {mesh.num_microbatches for mesh in graph.meshes}
-    lanes = ({graph.stage(sid).lanes for part in p.parts for sid in part} for p in positions(graph))
-    once = all(len(of_position) == 1 for of_position in lanes)
+    tp_groups = ({graph.stage(sid).tp_groups for part in p.parts for sid in part} for p in positions(graph))
+    once = all(len(of_position) == 1 for of_position in tp_groups)
     return len(graph.meshes) == 2 and len(counts) == 1 and once and all(map(graph.needs_backward, graph.order))
 
 
-def _lanes(graph: StageGraph) -> dict[Lane, int]:
-    """The lanes that are followed, each with the rank that stands for it, sources first."""
-    llm = {rank for stage in graph.stages if stage.id.unit == LLM for rank in stage.lanes[0][:1]}
+def _followed(graph: StageGraph) -> dict[StageReplica, int]:
+    """The stage replicas that are followed, each with the rank that stands for it, sources first."""
+    llm = {rank for stage in graph.stages if stage.id.unit == LLM for rank in stage.tp_groups[0][:1]}
     found = {}
     for sid in graph.order:
         own = 1 if sid.unit == LLM else graph.mesh(sid.unit).dp // graph.num_groups
-        lanes = graph.stage(sid).lanes[:own]
-        among = [r for r, lane in enumerate(lanes) if lane[0] in llm]
+        tp_groups = graph.stage(sid).tp_groups[:own]
+        among = [r for r, tp_group in enumerate(tp_groups) if tp_group[0] in llm]
         for replica in among or [0]:
-            found[sid, replica] = lanes[replica][0]
+            found[sid, replica] = tp_groups[replica][0]
     return found
 
 
-def _sources(graph: StageGraph, lane: Lane, stages: Mapping[Lane, int]) -> Iterable[int]:
-    """The followed lanes whose outputs a lane reads: its own replica's inside a unit, all there are between units."""
-    sid, replica = lane
+def _sources(graph: StageGraph, stage_replica: StageReplica, stages: Mapping[StageReplica, int]) -> Iterable[int]:
+    """Return the followed stage replicas that one reads from: its own replica inside a unit, all between units."""
+    sid, replica = stage_replica
     for edge in graph.inputs(sid):
         for (source, of), number in stages.items():
             if source == edge.src and (edge.crosses_units or of == replica):

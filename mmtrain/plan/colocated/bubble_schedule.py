@@ -22,7 +22,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.plan.colocated.bubbles import Chain, FloatArray, Kernels, Lane, Placed, fill
+from mmtrain.plan.colocated.bubbles import Chain, FloatArray, FreeTime, Kernels, Placed, fill
 
 IntArray = npt.NDArray[np.int64]
 Layers = tuple[Kernels, ...]  # in the order in which they run
@@ -35,7 +35,7 @@ TRIALS = 40  # ways to share microbatches out that are tried for a plan
 class Host:
     """An LLM replica's timeline, as an encoder sees it."""
 
-    lanes: tuple[Lane, ...]  # free time of each pipeline rank; all ranks of its tensor-parallel group have the same
+    free_times: tuple[FreeTime, ...]  # of each pipeline rank; all ranks of its tensor-parallel group have the same
     end: float  # of the last backward
     gather: float  # parameters, before the first forward
     scatter: float  # gradients, after the last backward
@@ -55,18 +55,18 @@ class EncoderPlan:
 
     tp: int
     pp: int
-    lanes: int  # tensor-parallel groups of the encoder on one pipeline rank of the LLM
+    tp_groups_per_rank: int  # tensor-parallel groups of the encoder on one pipeline rank of the LLM
     forward: tuple[Layers, ...]  # (pp,) of each stage
     backward: tuple[Layers, ...]  # (pp,) of each stage, last layer first; empty if there is nothing to train
     cut_cost: float = 0.0  # share of a kernel that each cut of it adds
 
     def num_pipelines(self, host: Host) -> int:
         """How many of its pipelines share the LLM's microbatches: m."""
-        return len(host.lanes) // self.pp * self.lanes
+        return len(host.free_times) // self.pp * self.tp_groups_per_rank
 
     def place(self, pipeline: int, stage: int) -> int:
         """The LLM's pipeline rank that holds a stage of a pipeline."""
-        return pipeline // self.lanes * self.pp + stage
+        return pipeline // self.tp_groups_per_rank * self.pp + stage
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ def _fine(host: Host, plan: EncoderPlan, owner: IntArray) -> Schedule:
 
 def _coarse(host: Host, plan: EncoderPlan, owner: IntArray) -> Schedule:
     """Layer by layer before and after the LLM's work on each rank."""
-    outer = tuple(Lane(lane.compute[[0, -1]], lane.link[[0, -1]]) for lane in host.lanes)
+    outer = tuple(FreeTime(free.compute[[0, -1]], free.link[[0, -1]]) for free in host.free_times)
     stages = replace(plan, forward=_blocks(plan.forward), backward=_blocks(plan.backward))
-    found = _place(replace(host, lanes=outer), stages, owner, plan)
+    found = _place(replace(host, free_times=outer), stages, owner, plan)
     forward = {key: _expanded(placed, plan.forward[key[1]]) for key, placed in found.forward.items()}
     backward = {key: _expanded(placed, plan.backward[key[1]]) for key, placed in found.backward.items()}
     return replace(found, host=host, forward=forward, backward=backward)
@@ -230,7 +230,7 @@ def _place(host: Host, stages: EncoderPlan, owner: IntArray, plan: EncoderPlan, 
         for stage in reversed(range(plan.pp)):
             [kernels] = stages.forward[stage]
             chains = [Chain(int(mb), -float(t), kernels.mirrored()) for mb, t in zip(mine, due, strict=True)]
-            placed, ready = fill(host.lanes[plan.place(pipeline, stage)].mirrored(), chains[::-1], plan.cut_cost)
+            placed, ready = fill(host.free_times[plan.place(pipeline, stage)].mirrored(), chains[::-1], plan.cut_cost)
             forward[pipeline, stage] = placed.mirrored(len(kernels.durations))
             if stage == plan.pp - 1:
                 ends[mine] = _ends(forward[pipeline, stage], mine) + _way(host, plan, pipeline)
@@ -246,8 +246,8 @@ def _place(host: Host, stages: EncoderPlan, owner: IntArray, plan: EncoderPlan, 
         for stage in reversed(range(plan.pp)):
             [kernels] = stages.backward[stage]
             chains = [Chain(int(mine[k]), float(release[k]), kernels) for k in np.argsort(release, kind="stable")]
-            lane = host.lanes[plan.place(pipeline, stage)].without(forward[pipeline, stage])
-            backward[pipeline, stage], done = fill(lane, chains, plan.cut_cost)
+            free = host.free_times[plan.place(pipeline, stage)].without(forward[pipeline, stage])
+            backward[pipeline, stage], done = fill(free, chains, plan.cut_cost)
             release = np.array([done[int(mb)] for mb in mine]) + host.transfer
         tail = max(tail, *(release - host.transfer - host.end), 0.0)
     return Schedule(host, plan, owner, forward, backward, ends, head, tail)

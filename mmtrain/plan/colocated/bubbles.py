@@ -1,11 +1,11 @@
 """Work into the gaps of a timeline: on a rank whose busy times are given, run other kernels as early as they fit.
 
-A `Lane` is one rank's free time: intervals in which nothing computes, and intervals in which the tensor-parallel link
+`FreeTime` holds one rank's free intervals: those in which nothing computes, and those in which the tensor-parallel link
 carries nothing. A `Chain` is a sequence of kernels that run one after another once they are released: compute kernels
-need a free stretch of computing as long as themselves, collectives one of the link. Chains on a lane are independent.
+need a free stretch of computing as long as themselves, collectives one of the link. Chains on a rank are independent.
 
 `fill` is list scheduling: at any moment the first chain (in the order given) whose next kernel is ready and fits into
-the free interval runs; the lane never idles while one does. Kernels are not interrupted, unless they may be cut.
+the free interval runs; the rank never idles while one does. Kernels are not interrupted, unless they may be cut.
 
 All times are in one unit, whichever it is.
 """
@@ -26,25 +26,25 @@ ROUNDING = 1e-7  # of a unit of time: sums of many durations differ by less
 
 
 @dataclass(frozen=True)
-class Lane:
+class FreeTime:
     """Free time of one rank, as (n, 2) intervals (start, end) in ascending order; the outer ones reach to infinity."""
 
     compute: FloatArray
     link: FloatArray
 
     @classmethod
-    def around(cls, busy: FloatArray, link_busy: FloatArray) -> "Lane":
+    def around(cls, busy: FloatArray, link_busy: FloatArray) -> "FreeTime":
         """What these occupied intervals leave free; they may touch, but not overlap."""
         return cls(_between(busy), _between(link_busy))
 
-    def mirrored(self) -> "Lane":
+    def mirrored(self) -> "FreeTime":
         """The same with time running backwards."""
-        return Lane(-self.compute[::-1, ::-1], -self.link[::-1, ::-1])
+        return FreeTime(-self.compute[::-1, ::-1], -self.link[::-1, ::-1])
 
-    def without(self, placed: "Placed") -> "Lane":
+    def without(self, placed: "Placed") -> "FreeTime":
         """What is left when kernels have been placed."""
         spans = placed.spans
-        return Lane(_less(self.compute, spans[placed.computes]), _less(self.link, spans[~placed.computes]))
+        return FreeTime(_less(self.compute, spans[placed.computes]), _less(self.link, spans[~placed.computes]))
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,18 @@ class Placed:
         return Placed(-self.spans[:, ::-1], self.chains, num_kernels - 1 - self.kernels, self.computes)
 
 
-def fill(lane: Lane, chains: Sequence[Chain], cut_cost: float = 0.0) -> tuple[Placed, dict[int, float]]:
+def fill(free: FreeTime, chains: Sequence[Chain], cut_cost: float = 0.0) -> tuple[Placed, dict[int, float]]:
     """Place all chains; also return when each has finished.
 
     Args:
-        lane: what is free.
+        free time: what is free.
         chains: the earlier comes first when several are ready.
         cut_cost: share of a kernel's duration that each cut of it adds.
     """
     if not chains:
         none = np.zeros(0, dtype=np.int64)
         return Placed(np.zeros((0, 2)), none, none, none.astype(bool)), {}
-    filling = _Filling(lane, chains, cut_cost)
+    filling = _Filling(free, chains, cut_cost)
     filling.run()
     rows = np.array(filling.rows, dtype=np.float64).reshape(-1, 5)  # none where chains are empty
     placed = Placed(rows[:, :2], rows[:, 2].astype(np.int64), rows[:, 3].astype(np.int64), rows[:, 4] > 0)
@@ -139,11 +139,11 @@ class _Run:
 
 
 class _Filling:
-    """Walks through a lane's free intervals."""
+    """Walks through a rank's free intervals."""
 
-    def __init__(self, lane: Lane, chains: Sequence[Chain], cut_cost: float) -> None:
-        self.starts, self.ends = lane.compute[:, 0].tolist(), lane.compute[:, 1].tolist()
-        self.link_starts, self.link_ends = lane.link[:, 0].tolist(), lane.link[:, 1].tolist()
+    def __init__(self, free: FreeTime, chains: Sequence[Chain], cut_cost: float) -> None:
+        self.starts, self.ends = free.compute[:, 0].tolist(), free.compute[:, 1].tolist()
+        self.link_starts, self.link_ends = free.link[:, 0].tolist(), free.link[:, 1].tolist()
         self.link_at, self.link_clock = 0, -inf
         self.cut_cost = cut_cost
         self.rows: list[tuple[float, float, int, int, bool]] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from mmtrain.costs import Hardware, RankMemory
-from mmtrain.plan.artifact.layout import Layout, MeshSize, split_lane
+from mmtrain.plan.artifact.layout import Layout, MeshSize, split_tp_group
 from mmtrain.plan.artifact.plan import Alternative, SchedulePlan
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
 from mmtrain.plan.colocated.encoder_order import least_alive, llm_alone, plan_order
@@ -161,8 +161,8 @@ def _layout(sizes: _Sizes, recompute: Mapping[str, float], pricing: Pricing, mac
     layout = colocated_layout(pricing, sizes.encoders, sizes.llm, recompute)
     if layout is None:
         return None
-    if lane := split_lane(layout.units, machine.ranks_per_node):
-        return _lost(sizes, f"the tensor-parallel group of ranks {lane} lies on two nodes")
+    if tp_group := split_tp_group(layout.units, machine.ranks_per_node):
+        return _lost(sizes, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
     graph = graph_for(layout, pricing)
     least = pricing.memory(graph, least_alive(graph))
     if max(memory.total for memory in least.values()) > machine.memory_bytes:

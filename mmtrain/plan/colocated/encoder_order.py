@@ -18,7 +18,7 @@ import numpy as np
 
 from mmtrain.costs import Hardware, PieceCost
 from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, Host, Schedule, schedule_as_dealt
-from mmtrain.plan.colocated.bubbles import FloatArray, Lane
+from mmtrain.plan.colocated.bubbles import FloatArray, FreeTime
 from mmtrain.plan.colocated.emit_order import Work, written
 from mmtrain.plan.colocated.latest_forwards import forwards_latest
 from mmtrain.plan.colocated.stage_kernels import StageKernels, gaps_of, segment_costs, stage_kernels
@@ -71,14 +71,14 @@ def plan_order(
     for mesh in (m for m in graph.meshes if m.unit != LLM):
         kernels = {key: stage_kernels(each, key[1], grain) for key, each in costs.items() if key[0].unit == mesh.unit}
         found = _schedule(graph, kernels, host, mesh)
-        free = list(host.lanes)
+        free = list(host.free_times)
         for (pipeline, stage), placed in chain(found.forward.items(), found.backward.items()):
             place = found.plan.place(pipeline, stage)
             free[place] = free[place].without(placed)
-        host = replace(host, lanes=tuple(free))
+        host = replace(host, free_times=tuple(free))
         for rank, task in _encoder_tasks(graph, mesh, found, kernels, ahead):
             tasks[rank].append(task)
-    once: dict[tuple[int, ...], tuple[str, ...]] = {}  # ranks of a lane mostly have the same work
+    once: dict[tuple[int, ...], tuple[str, ...]] = {}  # ranks of a TP group mostly have the same work
     for todo in tasks.values():
         if (same := tuple(map(id, todo))) not in once:
             once[same] = tuple(written(graph, todo, gaps))
@@ -161,7 +161,7 @@ class _Typical(PricedTiming):
 def _put_off(graph: StageGraph, alone: Timeline) -> list[Span]:
     """What one rank of each place of the LLM's first replica does, its forwards as late as its backwards let them."""
     mesh = graph.mesh(LLM)
-    ranks = {mesh.lane(place, 0)[0] for place in range(mesh.pp)}
+    ranks = {mesh.tp_group(place, 0)[0] for place in range(mesh.pp)}
     spans = [s for s in alone.spans if s.rank in ranks and isinstance(s.action, Pass | ReduceGrads | ReduceShared)]
     late = forwards_latest(_only_llm(graph), spans)
     return [s._replace(start_s=late[s.action]) if isinstance(s.action, Pass) else s for s in spans]
@@ -170,7 +170,7 @@ def _put_off(graph: StageGraph, alone: Timeline) -> list[Span]:
 def _host(graph: StageGraph, spans: Sequence[Span], costs: Mapping[Way, Sequence[PieceCost]]) -> Host:
     """The LLM's gaps, and when it starts and ends each microbatch at the first stage that an encoder enters."""
     mesh = graph.mesh(LLM)
-    place = {mesh.lane(p, 0)[0]: p for p in range(mesh.pp)}
+    place = {mesh.tp_group(p, 0)[0]: p for p in range(mesh.pp)}
     busy: list[set[tuple[float, float]]] = [set() for _ in range(mesh.pp)]
     link: list[set[tuple[float, float]]] = [set() for _ in range(mesh.pp)]
     entered = {e.dst for e in graph.edges if e.crosses_units and e.dst.unit == LLM}
@@ -195,7 +195,7 @@ def _host(graph: StageGraph, spans: Sequence[Span], costs: Mapping[Way, Sequence
     works, links = ([np.array(sorted(one)).reshape(-1, 2) for one in each] for each in (busy, link))
     end = max((float(one[-1, 1]) for one in works if len(one)), default=0.0)
     return Host(
-        tuple(Lane.around(*pair) for pair in zip(works, links, strict=True)),
+        tuple(FreeTime.around(*pair) for pair in zip(works, links, strict=True)),
         end,
         0.0,
         0.0,
@@ -215,7 +215,7 @@ def _llm_tasks(graph: StageGraph, spans: Sequence[Span]) -> dict[int, list[Work]
             found.setdefault(span.action.stage, {})[span.action] = work
     tasks: dict[int, list[Work]] = {}
     for stage, works in found.items():
-        for rank in mesh.lane(stage.index, 0):
+        for rank in mesh.tp_group(stage.index, 0):
             tasks.setdefault(rank, []).extend(works.values())
     return tasks
 
@@ -236,7 +236,7 @@ def _schedule(graph: StageGraph, kernels: Mapping[Way, StageKernels], host: Host
         tuple((kernels[s.id, "F"].kernels,) for s in stages),
         tuple((kernels[s.id, "B"].kernels,) if graph.needs_backward(s.id) else () for s in stages),
     )
-    blocks = len(host.lanes) // mesh.pp
+    blocks = len(host.free_times) // mesh.pp
     per_block = replace(host, first_forwards=begins.repeat(blocks), last_backwards=ends.repeat(blocks))
     return schedule_as_dealt(per_block, plan, np.arange(mesh.num_microbatches * blocks) % blocks)
 
@@ -267,7 +267,7 @@ def _encoder_tasks(
                     mb = Microbatch(mesh.unit, replica, index)
                     action = Forward(sid, mb) if is_forward else Backward(sid, mb)
                     task = Work(float(when), 0 if is_forward else 2, action, segments[kernel])
-                    for rank in mesh.lane(stage, replica):
+                    for rank in mesh.tp_group(stage, replica):
                         yield rank, task
 
 

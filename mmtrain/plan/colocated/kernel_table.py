@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, Host
-from mmtrain.plan.colocated.bubbles import FloatArray, Kernels, Lane
+from mmtrain.plan.colocated.bubbles import FloatArray, FreeTime, Kernels
 from mmtrain.plan.colocated.llm_timeline import Pipeline, PipelineTimeline, pipeline_timeline
 from mmtrain.plan.search.min_max_partition import min_max_partition
 
@@ -54,7 +54,7 @@ class KernelTable:
         """The LLM's timeline, with bubbles between its kernels."""
         timeline = pipeline_timeline(self.pipeline(num_microbatches))
         return Host(
-            lanes=tuple(self._lane(timeline, rank) for rank in range(self.pp)),
+            free_times=tuple(self._free_time(timeline, rank) for rank in range(self.pp)),
             end=timeline.end,
             gather=self.gather,
             scatter=self.scatter,
@@ -89,7 +89,7 @@ class KernelTable:
             CUT_COST,
         )
 
-    def _lane(self, timeline: PipelineTimeline, rank: int) -> Lane:
+    def _free_time(self, timeline: PipelineTimeline, rank: int) -> FreeTime:
         forward = np.array([is_forward for is_forward, _, _ in timeline.order[rank]])
         each = self.llm_layers // (self.pp * self.vpp)
         busy, link = [], []
@@ -100,7 +100,7 @@ class KernelTable:
                 starts = timeline.start[rank][which, None, None] + layer * kernels.latency
                 busy.append((starts + spans[computes]).reshape(-1, 2))
                 link.append((starts + spans[~computes]).reshape(-1, 2))
-        return Lane.around(np.concatenate(busy), np.concatenate(link))
+        return FreeTime.around(np.concatenate(busy), np.concatenate(link))
 
 
 def read_table(path: Path) -> KernelTable:

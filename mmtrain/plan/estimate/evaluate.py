@@ -88,9 +88,9 @@ def _busiest(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> tupl
     held: dict[int, tuple[StageId, ...]] = {}
     for stage in graph.stages:
         own = seconds[stage.id]
-        for lane, spent in zip(stage.lanes, (own.forward + own.backward).sum(axis=2).mean(axis=0), strict=True):
-            busy[lane[0]] = busy.get(lane[0], 0.0) + float(spent)
-            held[lane[0]] = (*held.get(lane[0], ()), stage.id)
+        for tp_group, spent in zip(stage.tp_groups, (own.forward + own.backward).sum(axis=2).mean(axis=0), strict=True):
+            busy[tp_group[0]] = busy.get(tp_group[0], 0.0) + float(spent)
+            held[tp_group[0]] = (*held.get(tp_group[0], ()), stage.id)
     rank = max(busy, key=lambda rank: busy[rank])
     return held[rank], busy[rank]
 
@@ -136,7 +136,9 @@ def _program(
 
 def memory_of(graph: StageGraph, schedule: SchedulePlan, pricing: Pricing) -> Mapping[int, RankMemory]:
     """What the ranks of the first replica group hold at most in that order."""
-    ranks = {lane[0] for s in graph.stages for lane in s.lanes[: graph.mesh(s.id.unit).dp // graph.num_groups]}
+    ranks = {
+        tp_group[0] for s in graph.stages for tp_group in s.tp_groups[: graph.mesh(s.id.unit).dp // graph.num_groups]
+    }
     return pricing.memory(graph, most_alive(build_compute(graph, schedule.kind, schedule.order, sorted(ranks))))
 
 
@@ -242,10 +244,10 @@ def _of_group(graph: StageGraph, loads: StepLoads, shift: Mapping[str, int]) -> 
 
 def _heaviest(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> IntArray:
     """(batches,) the replica group that has the rank with most work."""
-    by_lane: dict[tuple[int, ...], float] = {}
+    by_tp_group: dict[tuple[int, ...], float] = {}
     for stage in graph.stages:
         own = seconds[stage.id]
         total = (own.forward + own.backward).sum(axis=2)
         grouped = total.reshape(len(total), graph.num_groups, -1).max(axis=2)
-        by_lane[stage.lanes[0]] = by_lane.get(stage.lanes[0], 0.0) + grouped
-    return np.asarray(np.max(list(by_lane.values()), axis=0).argmax(axis=1))
+        by_tp_group[stage.tp_groups[0]] = by_tp_group.get(stage.tp_groups[0], 0.0) + grouped
+    return np.asarray(np.max(list(by_tp_group.values()), axis=0).argmax(axis=1))

@@ -188,7 +188,7 @@ class Pricing:
                 load=self.largest_load(stage.id.unit, sizes_of(graph)),
                 sp=self.slices(stage.id.unit, mesh.tp),
             )
-            for rank in chain.from_iterable(stage.lanes[: mesh.dp // graph.num_groups]):
+            for rank in chain.from_iterable(stage.tp_groups[: mesh.dp // graph.num_groups]):
                 held.setdefault(rank, []).append(part)
         alike: dict[tuple[int, ...], RankMemory] = {}  # ranks that hold the same, by what they hold
         found = {}

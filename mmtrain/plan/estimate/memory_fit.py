@@ -47,14 +47,14 @@ def fitted(
         layout = laid_out(sizing, pricing, cuts, again)
         graph = graph_for(layout, pricing)
         memory = pricing.memory(graph, alive)
-        over = {s.lanes[0]: memory[s.lanes[0][0]].total - machine.memory_bytes for s in graph.stages}
+        over = {s.tp_groups[0]: memory[s.tp_groups[0][0]].total - machine.memory_bytes for s in graph.stages}
         if max(over.values()) <= 0:
             return Fitted(layout, graph, memory)
         if not any(pricing.recompute[m.unit] == "auto" for m in graph.meshes):
             break
-        for lane, excess in over.items():
+        for tp_group, excess in over.items():
             if excess > 0:
-                demanded[lane] += excess / (1 + MARGIN)
+                demanded[tp_group] += excess / (1 + MARGIN)
         found = _recomputed(graph, pricing, demanded, alive)
         if found is None:
             least = pricing.memory(graph_for(laid_out(sizing, pricing, cuts, _all_layers(pricing)), pricing), alive)
@@ -73,14 +73,14 @@ def _all_layers(pricing: Pricing) -> dict[str, frozenset[int]]:
 def _recomputed(
     graph: StageGraph, pricing: Pricing, demanded: Mapping[tuple[int, ...], float], alive: Mapping[StageId, int]
 ) -> dict[str, frozenset[int]] | None:
-    """Layers by unit whose recomputation saves what each lane demands; None where one cannot."""
+    """Layers by unit whose recomputation saves what each TP group demands; None where one cannot."""
     chosen: defaultdict[str, set[int]] = defaultdict(set)
-    for lane, nbytes in demanded.items():
+    for tp_group, nbytes in demanded.items():
         lots: list[tuple[Stage, list[int]]] = []
         saved, seconds = [], []
         working = working_again = 0.0
         for stage in graph.stages:
-            if stage.lanes[0] != lane:
+            if stage.tp_groups[0] != tp_group:
                 continue
             line = _line(graph, pricing, stage)
             here = slice(*stage.layers)

@@ -231,13 +231,13 @@ class _Run:
         """Stages on a rank by unit, sources first."""
         held: dict[str, list[int]] = {}
         for stage in self.graph.stages:
-            if any(rank in lane for lane in stage.lanes):
+            if any(rank in tp_group for tp_group in stage.tp_groups):
                 held.setdefault(stage.id.unit, []).append(stage.id.index)
         return held
 
 
 def _one_group(sizing: Sizing) -> tuple[Sizing, int]:
-    """The sizing of one replica group with lanes of one rank, and how many groups there are."""
+    """The sizing of one replica group with TP groups of one rank, and how many groups there are."""
     num = int(np.gcd.reduce([size.dp for size in sizing.sizes.values()]))
     sizes = {n: MeshSize(1, s.pp, s.dp // num, s.vpp) for n, s in sizing.sizes.items()}
     return Sizing(sizing.placement, sizes, sizing.counts), num

@@ -34,7 +34,7 @@ def line_order(size: MeshSize, num_microbatches: int, first_backward: int) -> Or
     """The order of a line cut into parts, of which those from `first_backward` on have a backward."""
     mesh = UnitMesh(LLM, 1, size.pp, 1, tuple(range(size.pp)), num_microbatches, size.vpp)
     parts = [StageId(LLM, k) for k in range(size.pp * size.vpp)]
-    stages = [Stage(p, (p.index, p.index + 1), (mesh.lane(p.index, 0),), p.index == first_backward) for p in parts]
+    stages = [Stage(p, (p.index, p.index + 1), (mesh.tp_group(p.index, 0),), p.index == first_backward) for p in parts]
     return order_of(StageGraph((mesh,), tuple(stages), tuple(Edge(a, b) for a, b in pairwise(parts))))
 
 

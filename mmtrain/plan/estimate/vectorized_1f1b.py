@@ -73,7 +73,7 @@ class Order:
 
 
 def order_of(graph: StageGraph) -> Order:
-    """Work out the order of a graph of one replica group, whose lanes are known by their first rank."""
+    """Work out the order of a graph of one replica group, whose TP groups are known by their first rank."""
     wires = _Wires(graph)
     found = positions(graph)
     sequences = _sequences(graph, wires, found)
@@ -131,7 +131,7 @@ class _Wires:
         return mesh.dp * mesh.num_microbatches
 
     def _delay(self, at: int, edge: Edge) -> int:
-        same = edge.crosses_units or self.graph.stage(edge.src).lanes == self.graph.stage(edge.dst).lanes
+        same = edge.crosses_units or self.graph.stage(edge.src).tp_groups == self.graph.stage(edge.dst).tp_groups
         return LOCAL if same else at
 
     def _wire(self, giver: StageId, taker: StageId, is_forward: bool, delay: int) -> None:
@@ -159,8 +159,8 @@ def _sequences(graph: StageGraph, wires: _Wires, positioned: Iterable[Position])
     tables: dict[tuple[int, int], IntArray] = {}
     held: defaultdict[int, dict[StageId, int]] = defaultdict(dict)
     for stage in graph.stages:
-        for replica, lane in enumerate(stage.lanes):
-            held[lane[0]][stage.id] = replica
+        for replica, tp_group in enumerate(stage.tp_groups):
+            held[tp_group[0]][stage.id] = replica
     found = {}
     for rank, stages in sorted(held.items()):
         position, place = places[next(iter(stages))]

@@ -24,7 +24,7 @@ from mmtrain.plan.estimate.time_lower_bound import unit_bound
 from mmtrain.plan.search.best_first_search import HEAVIEST
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import Cuts, Track, is_allowed, tracks_of
-from mmtrain.plan.search.mesh_enumeration import Sizing, in_shares, split_lane_of
+from mmtrain.plan.search.mesh_enumeration import Sizing, in_shares, split_tp_group_of
 from mmtrain.plan.search.min_max_partition import FloatArray, min_max_partition
 from mmtrain.program.ir.graph import LLM
 
@@ -196,7 +196,7 @@ class Folklore:
         return np.asarray(np.concatenate(own) / sizing.counts[LLM])
 
     def _is_split(self, sizing: Sizing) -> bool:
-        return split_lane_of(sizing, self.machine.ranks_per_node) is not None
+        return split_tp_group_of(sizing, self.machine.ranks_per_node) is not None
 
 
 def told(name: str, baseline: Judged, fastest: float) -> Alternative:

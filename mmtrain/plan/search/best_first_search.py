@@ -32,7 +32,7 @@ from mmtrain.plan.search.layer_partition import (
     recomputed,
     tracks_of,
 )
-from mmtrain.plan.search.mesh_enumeration import Sizing, split_lane_of
+from mmtrain.plan.search.mesh_enumeration import Sizing, split_tp_group_of
 from mmtrain.program.ir.graph import LLM
 
 SAME = 1.001  # step times within this factor count as equal; the simpler layout then wins
@@ -123,8 +123,8 @@ class _Search:
         if self.is_small:
             self.rater.groups = None
         for bound, sizing in sizings:
-            if lane := split_lane_of(sizing, self.machine.ranks_per_node):
-                self._lost(sizing, f"the tensor-parallel group of ranks {lane} lies on two nodes")
+            if tp_group := split_tp_group_of(sizing, self.machine.ranks_per_node):
+                self._lost(sizing, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
             else:
                 self._wait(0.0 if self.is_small else bound, sizing)
         num_seen = 0

@@ -342,14 +342,14 @@ def _interleaved(choices: Mapping[str, UnitChoices], sizing: Sizing, deep: Set[s
         yield replace(sizing, sizes=dict(zip(sizing.sizes, sizes, strict=True)))
 
 
-def split_lane_of(sizing: Sizing, ranks_per_node: int) -> tuple[int, ...] | None:
+def split_tp_group_of(sizing: Sizing, ranks_per_node: int) -> tuple[int, ...] | None:
     """A tensor-parallel group whose ranks lie on different nodes, if there is one."""
     sizes = [sizing.sizes[LLM]] if sizing.placement == "unified" else list(sizing.sizes.values())
     first = 0
     for size in sizes:
         if ranks_per_node % size.tp or first % size.tp:
-            for lane in range(first, first + size.ranks, size.tp):
-                if lane // ranks_per_node != (lane + size.tp - 1) // ranks_per_node:
-                    return tuple(range(lane, lane + size.tp))
+            for start in range(first, first + size.ranks, size.tp):
+                if start // ranks_per_node != (start + size.tp - 1) // ranks_per_node:
+                    return tuple(range(start, start + size.tp))
         first += size.ranks
     return None

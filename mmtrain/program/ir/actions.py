@@ -8,7 +8,7 @@ Compute actions come from builders; `lower` adds the communication. Text form, o
     B vision.1 vision:1.0                    backward
     SA vision.0>llm.0 vision:0.2 llm:1.2 @5  send rank 5 the activations that llm:1.2 needs from vision:0.2
     RA / SG / RG                             receive activations, send / receive gradients
-    XA vision.0>llm.0 llm:1.2                share received activations inside the lane (XG: gradients)
+    XA vision.0>llm.0 llm:1.2                share received activations inside the TP group (XG: gradients)
     PF vision.0 vision:0.2 0:3               segments 0 to 2 of that stage's forward (PB: of its backward, 2 first)
     PBI vision.0 vision:0.2 0:3              gradients of those segments' inputs alone; PBW those of their weights
     F llm.0 llm:0.3 |2| PF ..., PB ...       forward with partials in its gap 2, between its segments 1 and 2
@@ -137,10 +137,10 @@ def _hash_of_message(message: Send | Recv) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Broadcast what the lane's first rank holds for `mb` over `edge` to the rest of the lane (a collective).
+    """Broadcast what the TP group's first rank holds for `mb` over `edge` to the rest of the TP group (a collective).
 
-    The first rank holds what it received and what it computed itself. Activations are shared in the lane of
-    `edge.dst`, gradients in the lane of `edge.src`.
+    The first rank holds what it received and what it computed itself. Activations are shared in the TP group of
+    `edge.dst`, gradients in the TP group of `edge.src`.
     """
 
     edge: Edge

@@ -1,9 +1,9 @@
 """What travels between ranks: the rules that `lower`, `check`, `simulate` and the executor share.
 
-* Inside a unit, position k of a lane talks to position k of the next lane.
-* Between units, the first rank of the source's lane talks to the first rank of the destination's lane. If the
-  receiving lane has more than one rank, its first rank then shares what it holds (`Share`).
-* What both ends find on the same rank is local and appears in no program; source and destination lanes that are
+* Inside a unit, position k of a TP group talks to position k of the next TP group.
+* Between units, the first rank of the source's TP group talks to the first rank of the destination's TP group. If the
+  receiving TP group has more than one rank, its first rank then shares what it holds (`Share`).
+* What both ends find on the same rank is local and appears in no program; source and destination TP groups that are
   the same ranks in the same order need no sharing either.
 """
 
@@ -91,8 +91,8 @@ def gives(graph: StageGraph, task: Task) -> list[Flow]:
 
 def transfers(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
     """Pairs (sending rank, receiving rank) between which the flow travels; empty where it is local."""
-    src = graph.lane(flow.edge.src, flow.src.replica)
-    dst = graph.lane(flow.edge.dst, flow.dst.replica)
+    src = graph.tp_group(flow.edge.src, flow.src.replica)
+    dst = graph.tp_group(flow.edge.dst, flow.dst.replica)
     pairs = [(src[0], dst[0])] if flow.edge.crosses_units and src != dst else list(zip(src, dst, strict=True))
     if flow.payload == "gradient":
         pairs = [(d, s) for s, d in pairs]
@@ -100,20 +100,20 @@ def transfers(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
 
 
 def is_shared(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> bool:
-    """Whether the lane that receives `mb`'s data over `edge` must share what its first rank holds."""
+    """Whether the TP group that receives `mb`'s data over `edge` must share what its first rank holds."""
     if not edge.crosses_units:
         return False
-    lane = sharing_lane(graph, edge, mb, payload)
+    tp_group = sharing_tp_group(graph, edge, mb, payload)
     if payload == "activation":
-        others = [graph.lane(edge.src, s.replica) for s in graph.sources(edge, mb)]
+        others = [graph.tp_group(edge.src, s.replica) for s in graph.sources(edge, mb)]
     else:
-        others = [graph.lane(edge.dst, d.replica) for d in graph.destinations(edge, mb)]
-    return len(lane) > 1 and any(other != lane for other in others)
+        others = [graph.tp_group(edge.dst, d.replica) for d in graph.destinations(edge, mb)]
+    return len(tp_group) > 1 and any(other != tp_group for other in others)
 
 
-def sharing_lane(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> tuple[int, ...]:
-    """The lane that receives `mb`'s data over `edge`."""
-    return graph.lane(edge.dst if payload == "activation" else edge.src, mb.replica)
+def sharing_tp_group(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> tuple[int, ...]:
+    """The TP group that receives `mb`'s data over `edge`."""
+    return graph.tp_group(edge.dst if payload == "activation" else edge.src, mb.replica)
 
 
 def receives(graph: StageGraph, rank: int, task: Task) -> list[Recv]:
@@ -137,7 +137,7 @@ def sends(graph: StageGraph, rank: int, task: Task) -> list[Send]:
 
 
 def shares(graph: StageGraph, task: Task) -> list[Share]:
-    """Broadcasts in which every rank of the task's lane takes part just before `task`."""
+    """Broadcasts in which every rank of the task's TP group takes part just before `task`."""
     wanted = dict.fromkeys((f.edge, f.receiver, f.payload) for f in needs(graph, task))
     return [Share(*key) for key in wanted if is_shared(graph, *key)]
 
@@ -167,46 +167,46 @@ def shared_embedding_stages(graph: StageGraph) -> tuple[StageId, ...]:
         return ()
     llm = [sid for sid in graph.order if sid.unit == LLM]
     first, last = (graph.stage(sid) for sid in (llm[0], llm[-1]))
-    two_copies = first.lanes != last.lanes and first.trainable and last.trainable
+    two_copies = first.tp_groups != last.tp_groups and first.trainable and last.trainable
     return (first.id, last.id) if two_copies else ()
 
 
 def holds_shared_embeddings(graph: StageGraph, rank: int) -> bool:
     """Whether `rank` takes part in reducing the tied embedding matrix."""
-    return any(rank in lane for sid in shared_embedding_stages(graph) for lane in graph.stage(sid).lanes)
+    return any(rank in tp_group for sid in shared_embedding_stages(graph) for tp_group in graph.stage(sid).tp_groups)
 
 
 def members(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
     """Global ranks, in ascending order, that take part in `rank`'s action at the same time; all replica groups.
 
-    Compute is a collective of its lane: tensor parallelism exchanges partial results inside it.
+    Compute is a collective of its TP group: tensor parallelism exchanges partial results inside it.
     """
     match action:
         case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
-            ranks = set(graph.lane(stage, mb.replica))
+            ranks = set(graph.tp_group(stage, mb.replica))
         case Fill(host):
             return members(graph, rank, host)
         case Share(edge, mb, payload):
-            ranks = set(sharing_lane(graph, edge, mb, payload))
+            ranks = set(sharing_tp_group(graph, edge, mb, payload))
         case ReduceGrads(unit) | GatherParams(unit):
             ranks = _mirrors(graph, rank, unit)
         case ReduceShared():
             ranks = _embedding_group(graph, rank)
         case Step():
-            ranks = {r for s in graph.stages for lane in s.lanes for r in lane}
+            ranks = {r for s in graph.stages for tp_group in s.tp_groups for r in tp_group}
         case Send() | Recv():
             ranks = {rank}
     return tuple(sorted(ranks))
 
 
 def _mirrors(graph: StageGraph, rank: int, unit: str) -> set[int]:
-    """The data-parallel group of `rank`: same stages of `unit`, same lane position, every replica."""
+    """The data-parallel group of `rank`: same stages of `unit`, same TP group position, every replica."""
     ranks: set[int] = set()
     for sid, replica in graph.held_by(rank):
         if sid.unit == unit:
-            lanes = graph.stage(sid).lanes
-            position = lanes[replica].index(rank)
-            ranks.update(lane[position] for lane in lanes)
+            tp_groups = graph.stage(sid).tp_groups
+            position = tp_groups[replica].index(rank)
+            ranks.update(tp_group[position] for tp_group in tp_groups)
     return ranks
 
 
@@ -214,7 +214,7 @@ def _embedding_group(graph: StageGraph, rank: int) -> set[int]:
     """Holders of the same slice of the tied matrix in the same replica."""
     ends = shared_embedding_stages(graph)
     for sid in ends:
-        for replica, lane in enumerate(graph.stage(sid).lanes):
-            if rank in lane:
-                return {graph.lane(end, replica)[lane.index(rank)] for end in ends}
+        for replica, tp_group in enumerate(graph.stage(sid).tp_groups):
+            if rank in tp_group:
+                return {graph.tp_group(end, replica)[tp_group.index(rank)] for end in ends}
     return set()

@@ -1,6 +1,6 @@
 """The stage graph: which stage of which unit sits on which ranks, and what flows between them.
 
-A *lane* below is the tuple of global ranks that hold one stage of one replica: its tensor-parallel group.
+A *TP group* below is the tuple of global ranks that hold one stage of one replica: its tensor-parallel group.
 Replica groups are the smallest sets of replicas that talk only to each other; with g = gcd of all units'
 data-parallel sizes, group q holds replicas [q * dp_u / g, (q + 1) * dp_u / g) of every unit u.
 """
@@ -53,7 +53,7 @@ class UnitMesh:
     num_microbatches: int
     vpp: int = 1
 
-    def lane(self, stage: int, replica: int) -> tuple[int, ...]:
+    def tp_group(self, stage: int, replica: int) -> tuple[int, ...]:
         """Global ranks of the tensor-parallel group that holds the unit's stage number `stage` of `replica`."""
         first = (stage % self.pp * self.dp + replica) * self.tp
         return self.ranks[first : first + self.tp]
@@ -70,15 +70,15 @@ def block_sizes(one: int, other: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers [lo, hi) of one unit; `lanes[replica]` are the ranks that hold it."""
+    """Consecutive layers [lo, hi) of one unit; `tp_groups[replica]` are the ranks that hold it."""
 
     id: StageId
     layers: tuple[int, int]
-    lanes: tuple[tuple[int, ...], ...]
+    tp_groups: tuple[tuple[int, ...], ...]
     trainable: bool  # holds a trainable parameter
     recompute: frozenset[int] = frozenset()  # layers whose activations are computed again in backward
     pieces: tuple[int, ...] = ()  # segments of each layer, where layers can be cut too; else a segment is a layer
-    sliced: bool = False  # ranks of a lane share out the tokens between products (sequence parallelism)
+    sliced: bool = False  # ranks of a TP group share out the tokens between products (sequence parallelism)
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ class StageGraph:
         """Edges that leave the stage."""
         return self._edges_from[stage_id]
 
-    def lane(self, stage_id: StageId, replica: int) -> tuple[int, ...]:
+    def tp_group(self, stage_id: StageId, replica: int) -> tuple[int, ...]:
         """Global ranks that hold the stage for `replica`, in tensor-parallel order."""
-        return self._stages[stage_id].lanes[replica]
+        return self._stages[stage_id].tp_groups[replica]
 
     @cached_property
     def order(self) -> tuple[StageId, ...]:
@@ -213,8 +213,8 @@ class StageGraph:
     def _held(self) -> dict[int, list[tuple[StageId, int]]]:
         held: dict[int, list[tuple[StageId, int]]] = {}
         for sid in self.order:
-            for replica, lane in enumerate(self.stage(sid).lanes):
-                for rank in lane:
+            for replica, tp_group in enumerate(self.stage(sid).tp_groups):
+                for rank in tp_group:
                     held.setdefault(rank, []).append((sid, replica))
         return held
 

@@ -135,7 +135,7 @@ def graph_to_json(graph: StageGraph) -> str:
                 {
                     "id": str(stage.id),
                     "layers": stage.layers,
-                    "lanes": stage.lanes,
+                    "lanes": stage.tp_groups,
                     "trainable": stage.trainable,
                     "recompute": sorted(stage.recompute),
                     "pieces": stage.pieces,
@@ -173,7 +173,7 @@ def _stage_from_json(stage: dict[str, Any]) -> Stage:
     return Stage(
         id=_stage(stage["id"]),
         layers=(lo, hi),
-        lanes=tuple(tuple(lane) for lane in stage["lanes"]),
+        tp_groups=tuple(tuple(tp_group) for tp_group in stage["lanes"]),
         trainable=stage["trainable"],
         recompute=frozenset(stage["recompute"]),
         pieces=tuple(stage["pieces"]),

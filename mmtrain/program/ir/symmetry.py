@@ -17,7 +17,7 @@ class Symmetry:
 
 
 def symmetry(graph: StageGraph) -> Symmetry:
-    """Find every rank's replica group and its mirror in group 0; lane position k mirrors lane position k.
+    """Find every rank's replica group and its mirror in group 0; TP group position k mirrors TP group position k.
 
     Raises:
         ProgramError: the graph's parts do not fit together, or a rank sits in two groups.
@@ -27,9 +27,9 @@ def symmetry(graph: StageGraph) -> Symmetry:
     held: dict[int, StageId] = {}
     for stage in graph.stages:
         per_group = graph.mesh(stage.id.unit).dp // graph.num_groups
-        for replica, lane in enumerate(stage.lanes):
-            mirror = stage.lanes[replica % per_group]
-            for rank, first in zip(lane, mirror, strict=True):
+        for replica, tp_group in enumerate(stage.tp_groups):
+            mirror = stage.tp_groups[replica % per_group]
+            for rank, first in zip(tp_group, mirror, strict=True):
                 here = (replica // per_group, first)
                 if place.setdefault(rank, here) != here:
                     raise ProgramError(_two_places(rank, held[rank], place[rank], stage.id, here))
@@ -85,13 +85,13 @@ def _stage_problems(graph: StageGraph) -> list[str]:
             problems.append(f"stage {stage.id} belongs to no mesh; meshes: {', '.join(sorted(units))}")
             continue
         mesh = graph.mesh(stage.id.unit)
-        if len(stage.lanes) != mesh.dp or any(len(lane) != mesh.tp for lane in stage.lanes):
-            problems.append(f"stage {stage.id} needs {mesh.dp} lanes of {mesh.tp} ranks, found {stage.lanes}")
-        lanes_of: dict[int, int] = defaultdict(int)
-        for lane in stage.lanes:
-            for rank in lane:
-                lanes_of[rank] += 1
-        twice = sorted(rank for rank, n in lanes_of.items() if n > 1)
+        if len(stage.tp_groups) != mesh.dp or any(len(tp_group) != mesh.tp for tp_group in stage.tp_groups):
+            problems.append(f"stage {stage.id} needs {mesh.dp} TP groups of {mesh.tp} ranks, found {stage.tp_groups}")
+        tp_groups_of: dict[int, int] = defaultdict(int)
+        for tp_group in stage.tp_groups:
+            for rank in tp_group:
+                tp_groups_of[rank] += 1
+        twice = sorted(rank for rank, n in tp_groups_of.items() if n > 1)
         if twice:
             problems.append(
                 f"stage {stage.id} sits more than once on ranks {twice}; a rank holds one replica of a stage"

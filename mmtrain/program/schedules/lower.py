@@ -23,9 +23,9 @@ def lower(program: Program, reduce_last: bool = False) -> Program:
     """Insert communication into a program of compute actions.
 
     A receive is posted one compute action ahead of its consumer, or where layers are cut several pieces ahead, so that
-    the transfer overlaps with compute; a send starts right after its producer; a lane shares right before the consumer.
-    Gradients of a unit are reduced after its last backward on the rank, shared weights just before; then the optimizer
-    step and the gathering of parameters.
+    the transfer overlaps with compute; a send starts right after its producer; a TP group shares right before the
+    consumer. Gradients of a unit are reduced after its last backward on the rank, shared weights just before; then
+    the optimizer step and the gathering of parameters.
 
     `reduce_last`: gradients of all units are reduced after all compute, in one order everywhere. Then nothing is hidden
     beside other units' compute, but no order of compute makes two ranks wait for each other's reductions either.

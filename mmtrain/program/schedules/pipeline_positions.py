@@ -1,9 +1,9 @@
 """Positions: where in the pipeline a rank stands, and in which order it takes its turns there.
 
 A position is a set of ranks that the path through the stage graph does not leave for good until it is through with
-them. Mostly it is one lane of ranks. If the path goes round several lanes again and again, as it does over the chunks
-of interleaved pipelines, those lanes are the *places* of one position, and the stages of one visit to a lane a *part*:
-part k sits on place k % num_places and is chunk k // num_places there.
+them. Mostly it is one TP group. If the path goes round several TP groups again and again, as it does over the chunks
+of interleaved pipelines, those groups are the *places* of one position, and the stages of one visit to a group a
+*part*: part k sits on place k % num_places and is chunk k // num_places there.
 
 A position counts its turns in *waves*: mostly one microbatch of its units, see `paces`.
 """
@@ -173,16 +173,16 @@ def _parts(graph: StageGraph, stages: Sequence[StageId]) -> tuple[tuple[tuple[St
     """Parts of a position, and its number of places.
 
     Units that feed the same one, like two encoders, are visited one behind the other, as in the line of a unified
-    pipeline, or side by side. Lanes that the path visits in no regular round either way are one place, which then runs
-    one wave at a time.
+    pipeline, or side by side. TP groups that the path visits in no regular round either way are one place, which then
+    runs one wave at a time.
     """
     line = {mesh.unit: at for at, mesh in enumerate(graph.meshes)}
     by_unit = sorted(stages, key=lambda s: line[s.unit])
     for path in (by_unit, stages) if _flows_down(graph, by_unit) else (stages,):
-        visits = [(lanes, tuple(part)) for lanes, part in groupby(path, key=lambda s: graph.stage(s).lanes)]
-        round_ = list(dict.fromkeys(lanes for lanes, _ in visits))
-        ranks = [rank for lanes in round_ for lane in lanes for rank in lane]
-        regular = all(lanes == round_[at % len(round_)] for at, (lanes, _) in enumerate(visits))
+        visits = [(tp_groups, tuple(part)) for tp_groups, part in groupby(path, key=lambda s: graph.stage(s).tp_groups)]
+        round_ = list(dict.fromkeys(tp_groups for tp_groups, _ in visits))
+        ranks = [rank for tp_groups in round_ for tp_group in tp_groups for rank in tp_group]
+        regular = all(tp_groups == round_[at % len(round_)] for at, (tp_groups, _) in enumerate(visits))
         if regular and len(ranks) == len(set(ranks)):
             return tuple(part for _, part in visits), len(round_)
     return (tuple(stages),), 1
@@ -198,8 +198,8 @@ def _neighbours(graph: StageGraph) -> dict[StageId, set[StageId]]:
     """Stages that each stage feeds or shares a rank with."""
     by_rank: dict[int, set[StageId]] = {}
     for stage in graph.stages:
-        for lane in stage.lanes:
-            for rank in lane:
+        for tp_group in stage.tp_groups:
+            for rank in tp_group:
                 by_rank.setdefault(rank, set()).add(stage.id)
     joined = {s.id: {e.dst for e in graph.outputs(s.id)} for s in graph.stages}
     for together in by_rank.values():

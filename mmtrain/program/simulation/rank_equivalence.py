@@ -1,7 +1,7 @@
 """Twins: ranks of a replica group that do the same at the same time, of which the simulator follows one.
 
-Tensor parallelism makes most ranks of a lane copies of each other: they compute together, and position k of a lane
-talks to position k of the next. Only its first rank may differ, which speaks for the lane to other units.
+Tensor parallelism makes most ranks of a TP group copies of each other: they compute together, and position k of a
+TP group talks to position k of the next. Only its first rank may differ, which speaks for the TP group to other units.
 """
 
 from collections import defaultdict
@@ -15,13 +15,15 @@ from mmtrain.program.ir.graph import Stage, StageGraph, StageId
 from mmtrain.program.ir.symmetry import symmetry
 
 LinkOf = Callable[[tuple[int, ...]], Hashable]  # what costs among these ranks depend on
-Seat = tuple[tuple[StageId, int, bool], ...]  # the (stage, replica) that a rank holds, and if it speaks for the lane
+Seat = tuple[
+    tuple[StageId, int, bool], ...
+]  # the (stage, replica) that a rank holds, and if it speaks for the TP group
 Same = Callable[[int, int], bool]  # whether two ranks do the same
 Thread = dict[Seat, int]  # the ranks of a thread by where they sit
 
 
 class _Tie(NamedTuple):
-    """Ranks that exchange messages, or that are in one collective besides those of their lanes."""
+    """Ranks that exchange messages, or that are in one collective besides those of their TP groups."""
 
     ranks: tuple[int, ...]  # of group 0
     group: tuple[int, ...]  # of all replica groups
@@ -32,8 +34,8 @@ def twins(
 ) -> dict[int, tuple[int, ...]]:
     """Return, for each of `ranks` (of group 0) to follow, the ranks that do as it does, itself first.
 
-    A *thread* is a set of ranks tied by messages and collectives that go from position k of a lane to position k of
-    another. Two threads are twins if they sit in the same lanes, neither speaks for a lane in which the other does
+    A *thread* is a set of ranks tied by messages and collectives that go from position k of a TP group to position k of
+    another. Two threads are twins if they sit in the same TP groups, neither speaks for one in which the other does
     not, their ties cost the same in all the groups of `mirrors` (rank of group 0 -> rank of the group), and the ranks
     do the same. Twins that are not among `ranks` are taken to do as those that are.
     """
@@ -67,21 +69,21 @@ def _seats(graph: StageGraph) -> dict[int, Seat]:
     speaks = {sid for e in graph.edges if e.crosses_units for sid in (e.src, e.dst)}
     held: defaultdict[int, list[tuple[StageId, int, bool]]] = defaultdict(list)
     for stage in graph.stages:
-        for replica, lane in enumerate(_lanes(graph, stage)):
-            for rank in lane:
-                held[rank].append((stage.id, replica, stage.id in speaks and rank == lane[0]))
+        for replica, tp_group in enumerate(_tp_groups(graph, stage)):
+            for rank in tp_group:
+                held[rank].append((stage.id, replica, stage.id in speaks and rank == tp_group[0]))
     return {rank: tuple(places) for rank, places in held.items()}
 
 
-def _lanes(graph: StageGraph, stage: Stage) -> tuple[tuple[int, ...], ...]:
-    """Lanes of group 0."""
-    return stage.lanes[: graph.mesh(stage.id.unit).dp // graph.num_groups]
+def _tp_groups(graph: StageGraph, stage: Stage) -> tuple[tuple[int, ...], ...]:
+    """TP groups of group 0."""
+    return stage.tp_groups[: graph.mesh(stage.id.unit).dp // graph.num_groups]
 
 
 def _visits_twice(thread: Thread) -> bool:
-    """Whether two ranks of the thread sit in one lane."""
-    lanes = [(stage, replica) for seat in thread for stage, replica, _ in seat]
-    return len(set(lanes)) < len(lanes)
+    """Whether two ranks of the thread sit in one TP group."""
+    tp_groups = [(stage, replica) for seat in thread for stage, replica, _ in seat]
+    return len(set(tp_groups)) < len(tp_groups)
 
 
 def _ties(graph: StageGraph) -> Iterator[_Tie]:
@@ -89,20 +91,21 @@ def _ties(graph: StageGraph) -> Iterator[_Tie]:
         pair: None
         for e in graph.edges
         if not e.crosses_units
-        for src, dst in zip(_lanes(graph, graph.stage(e.src)), _lanes(graph, graph.stage(e.dst)), strict=True)
+        for src, dst in zip(_tp_groups(graph, graph.stage(e.src)), _tp_groups(graph, graph.stage(e.dst)), strict=True)
         for pair in zip(src, dst, strict=True)
     }
     yield from (_Tie(pair, pair) for pair in pairs)
     seen = set()
     for stage in graph.stages:
-        key = (stage.id.unit, stage.lanes)
+        key = (stage.id.unit, stage.tp_groups)
         if key not in seen:
             seen.add(key)
-            here = zip(*_lanes(graph, stage), strict=True)
-            yield from (_Tie(ranks, group) for ranks, group in zip(here, zip(*stage.lanes, strict=True), strict=True))
-    ends = [_lanes(graph, graph.stage(sid)) for sid in shared_embedding_stages(graph)]
-    for lanes in zip(*ends, strict=True):
-        yield from (_Tie(ranks, ranks) for ranks in zip(*lanes, strict=True))
+            here = zip(*_tp_groups(graph, stage), strict=True)
+            groups = zip(*stage.tp_groups, strict=True)
+            yield from (_Tie(ranks, group) for ranks, group in zip(here, groups, strict=True))
+    ends = [_tp_groups(graph, graph.stage(sid)) for sid in shared_embedding_stages(graph)]
+    for tp_groups in zip(*ends, strict=True):
+        yield from (_Tie(ranks, ranks) for ranks in zip(*tp_groups, strict=True))
 
 
 def _threads(seats: Mapping[int, Seat], ties: Sequence[_Tie]) -> Iterator[tuple[list[int], list[_Tie]]]:

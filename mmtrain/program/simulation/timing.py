@@ -62,7 +62,7 @@ class Timing(Protocol):
     """What the simulator must know of a step."""
 
     def compute(self, action: Compute) -> float:
-        """Seconds of a forward or backward, or some segments of it, on each rank of its lane.
+        """Seconds of a forward or backward, or some segments of it, on each rank of its TP group.
 
         Recomputation and tensor parallelism are included.
         """
@@ -229,7 +229,7 @@ class ModelTiming:
     @cached_property
     def _optimizer_s(self) -> float:
         """Seconds of the longest optimizer step of a rank."""
-        ranks = {stage.lanes[0][0] for stage in self.graph.stages}  # other replicas and lanes do the same
+        ranks = {stage.tp_groups[0][0] for stage in self.graph.stages}  # other replicas and TP groups do the same
         units = {mesh.unit: mesh.dp for mesh in self.graph.meshes}
         counts = [sum(self._trained_parameters(rank, name) // dp for name, dp in units.items()) for rank in ranks]
         return max(map(self.costs.optimizer, counts))
@@ -262,7 +262,7 @@ class ModelTiming:
             rows = self.loads.routes[edge.src.unit, edge.dst.unit].rows(flow.src, flow.dst)
             return rows * self._widths[edge] * self.element_bytes
         load, sharers = self.loads.loads[flow.src], 1
-        if self.graph.stage(edge.src).sliced:  # each rank of the lane sends its own rows
+        if self.graph.stage(edge.src).sliced:  # each rank of the TP group sends its own rows
             sharers = self.graph.mesh(edge.src.unit).tp
         return self._entered[edge].input_elements(-(-load.tokens // sharers), load.num_sequences) * self.element_bytes
 

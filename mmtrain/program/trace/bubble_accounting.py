@@ -14,9 +14,9 @@ class Account:
 
     A wait for data before the rank's first compute is `pp_warmup`, after its last forward `pp_cooldown`, between them
     `pp_other`; `pp_cooldown` also counts the wait for other stages before shared weights and the step, `imbalance`
-    that for other replicas before a reduction. Collectives themselves count as `tp` (sharing in a lane), `dp_gather`
-    or `dp_reduce` (gradients, shared weights, the norm). Tensor parallelism inside compute is compute; a wait before a
-    later part of a forward or backward, for what the part before has left under way, is `tp`.
+    that for other replicas before a reduction. Collectives themselves count as `tp` (sharing in a TP group),
+    `dp_gather` or `dp_reduce` (gradients, shared weights, the norm). Tensor parallelism inside compute is compute; a
+    wait before a later part of a forward or backward, for what the part before has left under way, is `tp`.
     """
 
     forwards_left: int

@@ -35,7 +35,7 @@ from mmtrain.program.ir.data_dependencies import (
     receives,
     sends,
     shares,
-    sharing_lane,
+    sharing_tp_group,
     trained_units,
     transfers,
 )
@@ -203,7 +203,7 @@ def _before(graph: StageGraph, rank: int, action: Action) -> list[Action]:
                 for f, share in zip(flows, shared, strict=True)
             ]
         case Share(edge, mb, payload):
-            if rank != sharing_lane(graph, edge, mb, payload)[0]:
+            if rank != sharing_tp_group(graph, edge, mb, payload)[0]:
                 return []
             reader = Forward(edge.dst, mb) if payload == "activation" else Backward(edge.src, mb)
             return [_source(graph, rank, f) for f in needs(graph, reader) if f.edge == edge]

@@ -88,7 +88,7 @@ class _Groups:
     def __init__(self, graph: StageGraph, actions: Collection[int]) -> None:
         self._graph, self._actions = graph, actions
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._lanes: dict[tuple[str, int, int], int] = {}  # compute, of which there is much, by stage and replica
+        self._tp_groups: dict[tuple[str, int, int], int] = {}  # compute, of which there is much, by stage and replica
         self.everyone: list[tuple[int, ...]] = []
         self.here: list[tuple[int, ...]] = []
 
@@ -96,10 +96,10 @@ class _Groups:
         """The group in which `rank` does this."""
         if not isinstance(action, Compute):
             return self._number_of(members(self._graph, rank, action))
-        lane = (action.stage.unit, action.stage.index, action.mb.replica)
-        number = self._lanes.get(lane)
+        tp_group = (action.stage.unit, action.stage.index, action.mb.replica)
+        number = self._tp_groups.get(tp_group)
         if number is None:
-            number = self._lanes[lane] = self._number_of(members(self._graph, rank, action))
+            number = self._tp_groups[tp_group] = self._number_of(members(self._graph, rank, action))
         return number
 
     def _number_of(self, ranks: tuple[int, ...]) -> int:

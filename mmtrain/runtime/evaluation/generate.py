@@ -133,9 +133,9 @@ class Generator:
         else:
             tokens = torch.empty(sum(counts), dtype=torch.int64, device=self._world.device)
         if groups.pp.size() > 1:
-            # Tensor-parallel ranks have picked the same: each hands it to its own place in the other lanes.
-            lane = self._graph.lane(self._end, self._replica)
-            dist.broadcast(tokens, src=lane[groups.tp_rank], group=groups.pp)
+            # Tensor-parallel ranks have picked the same: each hands it to its own place in the other TP groups.
+            tp_group = self._graph.tp_group(self._end, self._replica)
+            dist.broadcast(tokens, src=tp_group[groups.tp_rank], group=groups.pp)
         for draft, mine in zip(drafts.values(), torch.split(tokens.cpu(), counts), strict=True):
             draft.accept(mine.tolist(), self._tokenizer.end_id)
 

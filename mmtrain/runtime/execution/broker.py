@@ -104,15 +104,15 @@ class Broker:
             self._posted[action.edge, action.src, action.dst, action.payload] = _Posted(action, work, rows)
 
     def share(self, action: Share) -> None:
-        """Broadcast what the lane's first rank received to the whole lane."""
+        """Broadcast what the TP group's first rank received to the whole TP group."""
         stage = action.edge.dst if action.payload == "activation" else action.edge.src
-        lane = self._graph.stage(stage).lanes[action.mb.replica]
-        if self._rank == lane[0]:
+        tp_group = self._graph.stage(stage).tp_groups[action.mb.replica]
+        if self._rank == tp_group[0]:
             tensor = self._assemble(action.edge, action.mb, action.payload)
         else:
             tensor = self._empty(self._total_rows(action.edge, action.mb, action.payload), action.edge)
         if len(tensor):
-            dist.broadcast(tensor, src=lane[0], group=self._groups.units[stage.unit].tp)
+            dist.broadcast(tensor, src=tp_group[0], group=self._groups.units[stage.unit].tp)
         self._shared[action.edge, action.mb, action.payload] = tensor
 
     def take(self, edge: Edge, mb: Microbatch, payload: Payload) -> Tensor:
@@ -211,7 +211,7 @@ def _count_uses(graph: StageGraph, actions: Iterable[Action], rank: int) -> Coun
         elif isinstance(action, Task):
             for flow in needs(graph, action):
                 made = flow.producer
-                if rank in graph.lane(made.stage, made.mb.replica):
+                if rank in graph.tp_group(made.stage, made.mb.replica):
                     uses[flow.edge, made.mb, flow.payload] += 1
     return uses
 

@@ -155,7 +155,7 @@ class Executor:
         stage = passage.stage
         outputs = tuple(self._faults.computed(self._step.number, Forward(stage, mb), o) for o in passage.left[-1])
         passage.left[-1] = outputs
-        if self._graph.has_loss(stage) and self._units[stage.unit].groups.tp_rank == 0:  # the lane sees the same loss
+        if self._graph.has_loss(stage) and self._units[stage.unit].groups.tp_rank == 0:  # TP ranks see the same loss
             # Stays on the device: fetched here, every microbatch would wait until the GPU has caught up.
             self._loss = self._loss + outputs[-1].detach().double() * self._step.loss_scale[stage.unit]
         for edge in self._graph.outputs(stage):

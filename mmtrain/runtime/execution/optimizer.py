@@ -26,7 +26,7 @@ class UnitOptimizer(Protocol):
         """Gradient of the weight that another stage holds too, if this rank has one."""
 
     def reduce_grads(self) -> None:
-        """Begin to sum the gradients over the unit's data-parallel replicas (and of sliced tokens, over the lane)."""
+        """Begin to sum the gradients over the unit's replicas (and those of sliced tokens over the TP group)."""
 
     def grad_sq_sum(self) -> Tensor:
         """Sum of squares of the gradient elements this rank answers for (float64), once they are reduced; each element

@@ -65,11 +65,11 @@ class _Creator:
 def _mesh_lines(mesh: UnitMesh) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """Lines of ranks along the mesh's tp, dp and pp axes."""
     tp, dp, pp = (range(n) for n in (mesh.tp, mesh.dp, mesh.pp))
-    lanes = {(p, d): mesh.lane(p, d) for p in pp for d in dp}
+    tp_groups = {(p, d): mesh.tp_group(p, d) for p in pp for d in dp}
     return (
-        [list(lane) for lane in lanes.values()],
-        [[lanes[p, d][t] for d in dp] for p in pp for t in tp],
-        [[lanes[p, d][t] for p in pp] for d in dp for t in tp],
+        [list(tp_group) for tp_group in tp_groups.values()],
+        [[tp_groups[p, d][t] for d in dp] for p in pp for t in tp],
+        [[tp_groups[p, d][t] for p in pp] for d in dp for t in tp],
     )
 
 
@@ -77,13 +77,13 @@ def _edge_ranks(graph: StageGraph, edge: Edge) -> list[list[int]]:
     """Ranks at both ends of the edge, for each replica group."""
     groups: list[set[int]] = [set() for _ in range(graph.num_groups)]
     for stage_id in (edge.src, edge.dst):
-        lanes = graph.stage(stage_id).lanes
-        for replica, lane in enumerate(lanes):
-            groups[replica // (len(lanes) // graph.num_groups)].update(lane)
+        tp_groups = graph.stage(stage_id).tp_groups
+        for replica, tp_group in enumerate(tp_groups):
+            groups[replica // (len(tp_groups) // graph.num_groups)].update(tp_group)
     return [sorted(group) for group in groups]
 
 
 def _tied_pairs(graph: StageGraph) -> list[list[int]]:
     """Ranks that hold the same slice of a matrix that the LLM's first and last stage hold two copies of."""
-    ends = [graph.stage(sid).lanes for sid in shared_embedding_stages(graph)]
-    return [list(pair) for lanes in zip(*ends, strict=True) for pair in zip(*lanes, strict=True)]
+    ends = [graph.stage(sid).tp_groups for sid in shared_embedding_stages(graph)]
+    return [list(pair) for tp_groups in zip(*ends, strict=True) for pair in zip(*tp_groups, strict=True)]

@@ -210,7 +210,7 @@ def build_unit(
             sequence_parallel=sequence_parallel,
         )
         for stage in graph.stages
-        if stage.id.unit == name and any(world.rank in lane for lane in stage.lanes)
+        if stage.id.unit == name and any(world.rank in tp_group for tp_group in stage.tp_groups)
     }
     _join_tied(stages.values())
     return UnitRunner(name, stages, groups.units[name])

@@ -101,7 +101,7 @@ class UnitRunner:
     def _exchanged(
         self, passage: Passage, state: list[Tensor | None], before: int, backward: bool = False
     ) -> list[Tensor | None]:
-        """The state with its second tensor as a lane's ranks exchange it before a segment; begun, not awaited."""
+        """The state with its second tensor as a TP group's ranks exchange it before a segment; begun, not awaited."""
         if len(state) < 2 or state[1] is None:
             return state
         sliced = self.stages[passage.stage].parts.sequence_parallel

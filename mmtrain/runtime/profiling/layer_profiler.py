@@ -79,7 +79,7 @@ class Stack:
 
         repeats: rounds of each way, at least and at most. Every rank must call this, and they measure at once.
         """
-        load, rng = probe.load, np.random.default_rng(0)  # ranks of a lane must shuffle alike
+        load, rng = probe.load, np.random.default_rng(0)  # ranks of a TP group must shuffle alike
 
         def fresh() -> UnitInput:
             return probe.shuffled(rng).inputs(recipe, self.world.device, self.dtype)

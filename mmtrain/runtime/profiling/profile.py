@@ -129,8 +129,8 @@ def _rank_main(measure: Callable[[World], _Found], out: Path, address: Address) 
 
 
 def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Found:
-    """Time the layers of every unit that may be split so; lanes of as many ranks do the same side by side."""
-    groups = _lanes(world, tp)
+    """Time the layers of every unit that may be split so; TP groups of as many ranks do the same side by side."""
+    groups = _tp_groups(world, tp)
     model, found = build_model_shape(request.recipe), _Found()
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
     plans = [(unit, probes(request.recipe, unit, request.lengths)) for unit in units]
@@ -162,11 +162,11 @@ def _measure_messages(world: World) -> _Found:
     return _Found(messages=measure_messages(world, MESSAGE_BYTES))
 
 
-def _lanes(world: World, tp: int) -> ParallelGroups:
-    """Groups of this rank in a world that is cut into lanes of `tp` ranks."""
+def _tp_groups(world: World, tp: int) -> ParallelGroups:
+    """Groups of this rank in a world that is cut into TP groups of `tp` ranks."""
     alone = dist.new_group([world.rank], use_local_synchronization=True)
-    lane = world.rank // tp
-    group = dist.new_group([*range(lane * tp, (lane + 1) * tp)], use_local_synchronization=True) if tp > 1 else alone
+    first = world.rank // tp * tp
+    group = dist.new_group([*range(first, first + tp)], use_local_synchronization=True) if tp > 1 else alone
     assert group is not None
     return ParallelGroups(tp=group, dp=alone, pp=alone)
 

@@ -13,7 +13,7 @@ from mmtrain.program.ir.segments import direction
 from mmtrain.program.trace.step_record import StepRecord
 
 FloatArray = npt.NDArray[np.float64]
-Lane = tuple[int, ...]
+TpGroup = tuple[int, ...]
 
 KINDS: tuple[Direction, Direction] = ("F", "B")
 WINDOW = 10  # steps; what is slow in most of them is called slow
@@ -23,9 +23,9 @@ SHARE = 0.05  # of a step's time; who loses less holds nobody up
 
 @dataclass(frozen=True)
 class Slow:
-    """A lane that is slower than its peers at some kinds of work."""
+    """A TP group that is slower than its peers at some kinds of work."""
 
-    ranks: Lane
+    ranks: TpGroup
     works: tuple[str, ...]  # like `F vision.0`
     times: float  # the peers' time for the same load
     lost_s: float  # a step
@@ -40,10 +40,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class _Work:
-    """Forwards or backwards of stages that do the same, wherever they lie; entry k is a stage on a lane."""
+    """Forwards or backwards of stages that do the same, wherever they lie; entry k is a stage on a TP group."""
 
     kind: Direction
-    entries: tuple[tuple[StageId, Lane], ...]
+    entries: tuple[tuple[StageId, TpGroup], ...]
     rows: npt.NDArray[np.int64]  # where the figures of each entry are
     columns: npt.NDArray[np.int64]
     seen: deque[FloatArray]  # the last steps: (2, entries) times the peers' pace, seconds lost
@@ -52,28 +52,28 @@ class _Work:
 class SlowRanks:
     """Compares ranks, step by step, by the seconds of each stage's forwards and backwards.
 
-    Measured seconds are divided by predicted ones, so that loads do not count. Peers are lanes with stages that are
+    Measured seconds are divided by predicted ones, so that loads do not count. Peers are TP groups with stages that are
     `alike` (its values compare equal): the other replicas, and stages of the same kinds of layers. What is wrong in
     the prediction is wrong for all of them; so modelled costs will do, and a stage that no other is like is not
-    judged. Ranks of a lane wait for each other inside compute and are judged as one.
+    judged. Ranks of a TP group wait for each other inside compute and are judged as one.
     """
 
     def __init__(self, graph: StageGraph, alike: Callable[[Stage], Hashable]) -> None:
         ranks = {rank for mesh in graph.meshes for rank in mesh.ranks}
         slots = {rank: [stage for stage, _ in graph.held_by(rank)] for rank in ranks}
-        groups: defaultdict[Hashable, list[tuple[StageId, Lane]]] = defaultdict(list)
+        groups: defaultdict[Hashable, list[tuple[StageId, TpGroup]]] = defaultdict(list)
         for stage in graph.stages:
-            groups[alike(stage)] += [(stage.id, lane) for lane in stage.lanes]
-        compared = [tuple(entries) for entries in groups.values() if len({lane for _, lane in entries}) > 1]
+            groups[alike(stage)] += [(stage.id, tp_group) for tp_group in stage.tp_groups]
+        compared = [tuple(entries) for entries in groups.values() if len({tp_group for _, tp_group in entries}) > 1]
         self._judged = {stage for entries in compared for stage, _ in entries}
         self._slots = {rank: [stage for stage in held if stage in self._judged] for rank, held in slots.items()}
         self.num_figures = 4 * max(map(len, self._slots.values()))
         self._works = [self._work(kind, entries) for entries in compared for kind in KINDS]
-        self._known: set[Lane] = set()
+        self._known: set[TpGroup] = set()
 
-    def _work(self, kind: Direction, entries: tuple[tuple[StageId, Lane], ...]) -> _Work:
-        rows = [lane[0] for _, lane in entries]
-        columns = [4 * self._slots[lane[0]].index(stage) + 2 * KINDS.index(kind) for stage, lane in entries]
+    def _work(self, kind: Direction, entries: tuple[tuple[StageId, TpGroup], ...]) -> _Work:
+        rows = [tp_group[0] for _, tp_group in entries]
+        columns = [4 * self._slots[tp_group[0]].index(stage) + 2 * KINDS.index(kind) for stage, tp_group in entries]
         return _Work(kind, entries, np.array(rows), np.array(columns), deque(maxlen=WINDOW))
 
     def figures(self, rank: int, record: StepRecord, timing: Timing) -> list[float]:
@@ -89,15 +89,15 @@ class SlowRanks:
 
     def judge(self, table: FloatArray, step_time_s: float) -> tuple[list[Slow], list[Slow]]:
         """Take a step's figures, row k of rank k; return who is slow now, and who of them was not before."""
-        late: defaultdict[Lane, list[tuple[str, float, float]]] = defaultdict(list)
+        late: defaultdict[TpGroup, list[tuple[str, float, float]]] = defaultdict(list)
         for work in self._works:
             _compare(work, table)
             if len(work.seen) == WINDOW:
                 times, lost_s = _medians(np.stack(list(work.seen)))
                 for k in np.flatnonzero(times >= FACTOR):
-                    stage, lane = work.entries[k]
-                    late[lane].append((f"{work.kind} {stage}", float(times[k]), float(lost_s[k])))
-        slow = [_slow(lane, works) for lane, works in late.items()]
+                    stage, tp_group = work.entries[k]
+                    late[tp_group].append((f"{work.kind} {stage}", float(times[k]), float(lost_s[k])))
+        slow = [_slow(tp_group, works) for tp_group, works in late.items()]
         now = [s for s in slow if s.lost_s >= SHARE * step_time_s]
         known, self._known = self._known, {s.ranks for s in now}
         return now, [s for s in now if s.ranks not in known]
@@ -111,10 +111,10 @@ def _compare(work: _Work, table: FloatArray) -> None:
     work.seen.append(np.stack([pace / peers, measured - predicted * peers]))
 
 
-def _slow(lane: Lane, works: list[tuple[str, float, float]]) -> Slow:
+def _slow(tp_group: TpGroup, works: list[tuple[str, float, float]]) -> Slow:
     lost_s = sum(lost for _, _, lost in works)
     wanted_s = sum(lost / (times - 1) for _, times, lost in works)
-    return Slow(lane, tuple(name for name, _, _ in works), 1 + lost_s / wanted_s, lost_s)
+    return Slow(tp_group, tuple(name for name, _, _ in works), 1 + lost_s / wanted_s, lost_s)
 
 
 def median_of_others(values: FloatArray) -> FloatArray:
