@@ -45,7 +45,7 @@ from mmtrain.data import GroupStream, build
 from mmtrain.plan import SchedulePlan
 from mmtrain.plan.artifact.balancing_targets import step_aims
 from mmtrain.plan.artifact.schedule_table import timetable
-from mmtrain.plan.estimate.simulate_plan import rehearse
+from mmtrain.plan.estimate.simulate_plan import simulate_plan
 from mmtrain.plan.planner import plan
 from mmtrain.program import Edge, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.recipe import load_recipe
@@ -384,7 +384,7 @@ def ordering_plan(settings: Sequence[str]) -> None:
     shares = []
     for step in range(6):
         with_order, without = (
-            rehearse(recipe, chosen, stream.batch(step, recipe.train.global_batch, dp, counts, way)).step_time_s
+            simulate_plan(recipe, chosen, stream.batch(step, recipe.train.global_batch, dp, counts, way)).step_time_s
             for way in (aims, replace(aims, places=(), timetable=None))
         )
         shares.append(with_order / without)

@@ -20,12 +20,12 @@ from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import in_pieces
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout
 from mmtrain.plan.colocated.encoder_order import llm_alone, plan_order, scheduling_efficiency
-from mmtrain.plan.estimate.evaluate import judge
-from mmtrain.plan.estimate.layer_costs import Pricing
-from mmtrain.plan.estimate.sample_batches import draw_batches
+from mmtrain.plan.estimate.evaluate import evaluate_layout
+from mmtrain.plan.estimate.layer_costs import LayerCosts
+from mmtrain.plan.estimate.sample_batches import sample_batches
 from mmtrain.plan.search.constraints import encoder_microbatches, unit_choices
-from mmtrain.plan.search.layer_partition import graph_for
-from mmtrain.plan.search.sequence_parallel import with_slices
+from mmtrain.plan.search.layer_partition import layout_graph
+from mmtrain.plan.search.sequence_parallel import with_sequence_parallelism
 from mmtrain.recipe import load_recipe
 
 LAYOUTS = (
@@ -48,30 +48,32 @@ def row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
     recipe = load_recipe(Path(f"recipes/whatif/{name}.yaml")).recipe
     machine, shape = machine_for(recipe, recipe.cluster.hardware), model_shape(recipe)
     precision, choices = precision_for(recipe, machine), unit_choices(recipe, shape, machine.ranks_per_node)
-    pricing = Pricing(
+    layer_costs = LayerCosts(
         shape,
         costs_for(machine, precision, recipe.cluster.costs),
         precision,
-        draw_batches(indexed(recipe).lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed),
+        sample_batches(indexed(recipe).lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed),
         recipe.data.seq_len,
         {unit: getattr(recipe.parallel, unit).recompute for unit in choices},
         encoder_microbatches(recipe, shape),
     )
-    pricing = with_slices(pricing, {unit: getattr(recipe.parallel, unit).sp for unit in choices}, choices, machine)
-    layout = colocated_layout(pricing, {"vision": encoder}, llm)
+    layer_costs = with_sequence_parallelism(
+        layer_costs, {unit: getattr(recipe.parallel, unit).sp for unit in choices}, choices, machine
+    )
+    layout = colocated_layout(layer_costs, {"vision": encoder}, llm)
     assert layout is not None, "there are layers enough"
-    counts, whole = dict(layout.num_microbatches), graph_for(layout, pricing)
-    pieces = in_pieces(whole, shape, [m.unit for m in whole.meshes if pricing.slices(m.unit, m.tp)])
-    told = [f"{name}, {encoder}, {llm} | {llm_alone(whole, pricing, machine).step_time_s:.3f}"]
+    counts, whole = dict(layout.num_microbatches), layout_graph(layout, layer_costs)
+    pieces = in_pieces(whole, shape, [m.unit for m in whole.meshes if layer_costs.has_sp(m.unit, m.tp)])
+    told = [f"{name}, {encoder}, {llm} | {llm_alone(whole, layer_costs, machine).step_time_s:.3f}"]
     for graph in (None, whole, pieces):
         begin = time.process_time()
         schedule = SchedulePlan(kind="coarse", num_microbatches=counts)
         if graph is not None:
-            order = plan_order(graph, pricing, machine)
+            order = plan_order(graph, layer_costs, machine)
             schedule = SchedulePlan(kind="explicit", num_microbatches=counts, order=order, pieces=graph is pieces)
-        found = judge(layout, pricing, machine, schedule)
+        found = evaluate_layout(layout, layer_costs, machine, schedule)
         took = time.process_time() - begin
-        share = scheduling_efficiency(found, pricing, machine) or 0.0
+        share = scheduling_efficiency(found, layer_costs, machine) or 0.0
         told.append(f"{found.step_time_s:.3f}, {share:.0%}, {took:.1f}")
     return " | ".join(told)
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from mmtrain.data import GroupStream, Preparer, build
 from mmtrain.data.synthetic.demo import generate
 from mmtrain.plan import Plan
-from mmtrain.plan.estimate.simulate_plan import rehearse
+from mmtrain.plan.estimate.simulate_plan import simulate_plan
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
@@ -148,7 +148,7 @@ def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
     stream, dp = GroupStream.of(recipe, build(recipe)), {name: unit.dp for name, unit in chosen.units.items()}
     counts = chosen.schedule.num_microbatches
     batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts) for number in trace.steps]
-    timelines = [rehearse(recipe, chosen, batch) for batch in batches]
+    timelines = [simulate_plan(recipe, chosen, batch) for batch in batches]
     measured = [step["dur"] * 1e-6 for step in trace.content["otherData"]["steps"]]
     ratios = [line.step_time_s / took for line, took in zip(timelines, measured, strict=True)]
     lines, memory = json.loads(memory_file.read_text())

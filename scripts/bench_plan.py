@@ -19,7 +19,7 @@ import numpy as np
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
-from mmtrain.plan.search.best_first_search import SAME
+from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO
 from mmtrain.recipe.schema import Recipe
 from tests.plan import factory
 from tests.plan.exhaustive import Instance, fastest_found, larger_instance, least_step, placed, random_instance
@@ -61,10 +61,10 @@ def main() -> None:
 
 
 def exact(seeds: range) -> None:
-    """How often the search finds what simulating every sizing and cut finds: of all plans, and of each placement."""
+    """How often the search finds what simulating every assignment and partition finds: overall, per placement."""
     start = time.process_time()
     ratios = [_over_the_best(random_instance(seed)) for seed in _told_every(20, seeds)]
-    equal = sum(max(found) <= SAME for found in ratios)
+    equal = sum(max(found) <= EQUAL_STEP_TIME_RATIO for found in ratios)
     worst = max(map(max, ratios))
     print(
         f"exact: {equal} of {len(seeds)} random instances as fast as the best of everything; worst {worst:.4f}x, "
@@ -79,7 +79,7 @@ def larger(seeds: range) -> None:
         given, start = larger_instance(seed), time.process_time()
         ratios = _over_the_best(given)
         near += max(ratios) <= CLOSE
-        ranks = given.sizings[0][1].ranks
+        ranks = given.assignments[0][1].ranks
         print(
             f"  {seed}: {given.num_cuts} plans on {ranks} ranks of {given.machine.name}: "
             f"{', '.join(f'{ratio:.4f}' for ratio in ratios)} of the best (of all, of each placement); "
@@ -112,7 +112,7 @@ def against_milp() -> None:
         ours = given.planned()
         seconds = time.process_time() - start
         start = time.process_time()
-        solved = best_cuts(given.track, given.alive, given.machine.memory_bytes)
+        solved = best_cuts(given.chain, given.alive, given.machine.memory_bytes)
         milp_seconds = time.process_time() - start
         ratio = "the MILP found nothing in 60 s"
         if solved is not None and (reference := given.simulated(solved.cuts)) is not None:

@@ -37,7 +37,7 @@ def rehearsal(
     from mmtrain.plan.artifact.balancing_targets import step_aims
     from mmtrain.plan.artifact.plan_files import load as load_plan
     from mmtrain.plan.artifact.plan_files import require_match
-    from mmtrain.plan.estimate.simulate_plan import rehearse
+    from mmtrain.plan.estimate.simulate_plan import simulate_plan
     from mmtrain.recipe import recipe_fingerprint
     from mmtrain.report.comparison import Trace
 
@@ -54,5 +54,5 @@ def rehearsal(
     dp = {name: unit.dp for name, unit in plan.units.items()}
     numbers = list(steps) if trace is None else trace.steps
     counts, aims = plan.schedule.num_microbatches, step_aims(recipe, plan, index.lengths)
-    timelines = [rehearse(recipe, plan, stream.batch(n - 1, global_batch, dp, counts, aims)) for n in numbers]
+    timelines = [simulate_plan(recipe, plan, stream.batch(n - 1, global_batch, dp, counts, aims)) for n in numbers]
     return Rehearsal(index, plan, numbers, timelines, trace)

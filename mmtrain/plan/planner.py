@@ -16,20 +16,26 @@ from mmtrain.plan.artifact.data_drift import planned_data
 from mmtrain.plan.artifact.plan import Alternative, Placement, Plan, Prediction
 from mmtrain.plan.colocated.colocated_search import colocated_candidates
 from mmtrain.plan.colocated.encoder_order import scheduling_efficiency
-from mmtrain.plan.estimate.evaluate import Judged
-from mmtrain.plan.estimate.layer_costs import Pricing, sizes_of
-from mmtrain.plan.estimate.memory_lower_bound import ruled_out, unit_room
-from mmtrain.plan.estimate.sample_batches import draw_batches
-from mmtrain.plan.estimate.time_lower_bound import unit_bound
+from mmtrain.plan.estimate.evaluate import Candidate
+from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
+from mmtrain.plan.estimate.memory_lower_bound import rejected_by_memory_bound, unit_memory_bound
+from mmtrain.plan.estimate.sample_batches import sample_batches
+from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
 from mmtrain.plan.explain.baselines import Folklore, told
 from mmtrain.plan.explain.infeasible import is_possible, refusal
 from mmtrain.plan.explain.suggestions import what_would_fit
 from mmtrain.plan.explain.why_slower import why_measured, why_slower
 from mmtrain.plan.replicated.replicated_step import Phases
-from mmtrain.plan.search.best_first_search import SAME, Outcome, Progress, joined, search
+from mmtrain.plan.search.best_first_search import (
+    EQUAL_STEP_TIME_RATIO,
+    Progress,
+    SearchResults,
+    best_first_search,
+    merge_results,
+)
 from mmtrain.plan.search.constraints import UnitChoices, encoder_microbatches, unit_choices
-from mmtrain.plan.search.mesh_enumeration import Sizing, bounded_sizings
-from mmtrain.plan.search.sequence_parallel import with_slices
+from mmtrain.plan.search.mesh_enumeration import MeshAssignment, bounded_mesh_assignments
+from mmtrain.plan.search.sequence_parallel import with_sequence_parallelism
 from mmtrain.program import StageId, build
 from mmtrain.recipe.schema import Recipe
 
@@ -63,63 +69,71 @@ def plan(
         PlanError: constraints contradict each other or the cluster, or nothing fits into memory.
     """
     machine = machine_for(recipe, hardware)
-    pricing, choices = prepared(recipe, lengths, machine)
-    found = _found(recipe, pricing, choices, machine, world_size, top, progress)
-    about = About(recipe, recipe_sha256, found.pricing, machine)
-    folklore = Folklore(found.candidates, found.pricing, choices, machine)
+    layer_costs, choices = prepared(recipe, lengths, machine)
+    found = _found(recipe, layer_costs, choices, machine, world_size, top, progress)
+    about = PlanMetadata(recipe, recipe_sha256, found.layer_costs, machine)
+    folklore = Folklore(found.candidates, found.layer_costs, choices, machine)
     if baseline is not None:
         asked = folklore.asked(baseline)
-        return about.plan(asked, (_planned_instead(found.outcome.judged[0], asked),))
-    full = not explain and len(found.outcome.judged) > top  # of losers that are faster than slow rules
-    rules = folklore.all(found.outcome.judged[top].step_time_s if full else math.inf) if measure is None else {}
-    outcome = joined(
-        found.outcome, Outcome(tuple(j for j in rules.values() if j.step_time_s < found.outcome.fastest), ())
+        return about.plan(asked, (_planned_instead(found.outcome.candidates[0], asked),))
+    full = not explain and len(found.outcome.candidates) > top  # of losers that are faster than slow rules
+    rules = folklore.all(found.outcome.candidates[top].step_time_s if full else math.inf) if measure is None else {}
+    outcome = merge_results(
+        found.outcome, SearchResults(tuple(j for j in rules.values() if j.step_time_s < found.outcome.fastest), ())
     )
-    judged, seconds = by_measure(outcome.judged, top, about, measure) if measure else (outcome.judged, {})
+    judged, seconds = (
+        rank_by_measurement(outcome.candidates, top, about, measure) if measure else (outcome.candidates, {})
+    )
     chosen, *slower = judged
     build(
         chosen.graph, kind=chosen.schedule.kind, order=chosen.schedule.order
     )  # refuses what the runtime could not run to its end
-    losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.losers]
-    losers += [told(n, j, chosen.step_time_s) for n, j in rules.items() if j.step_time_s > chosen.step_time_s * SAME]
+    losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.rejected]
+    losers += [
+        told(n, j, chosen.step_time_s)
+        for n, j in rules.items()
+        if j.step_time_s > chosen.step_time_s * EQUAL_STEP_TIME_RATIO
+    ]
     if recipe.parallel.placement == "auto" and world_size > 1:
-        phases = Phases(pricing.shape, pricing.costs, pricing.precision, pricing.batches, machine, world_size)
+        phases = Phases(
+            layer_costs.shape, layer_costs.costs, layer_costs.precision, layer_costs.batches, machine, world_size
+        )
         losers.append(phases.alternative(chosen.step_time_s))
     return about.plan(chosen, shown([*losers, *found.left_out], len(losers) if explain else top))
 
 
-def prepared(recipe: Recipe, lengths: SampleLengths, machine: Hardware) -> tuple[Pricing, dict[str, UnitChoices]]:
+def prepared(recipe: Recipe, lengths: SampleLengths, machine: Hardware) -> tuple[LayerCosts, dict[str, UnitChoices]]:
     """What the search asks: costs of the model's layers on drawn batches, and the sizes that the recipe allows.
 
     Raises PlanError for settings that contradict each other or the model, and for data without samples.
     """
     shape, precision = model_shape(recipe), precision_for(recipe, machine)
     choices = unit_choices(recipe, shape, machine.ranks_per_node)
-    pricing = Pricing(
+    layer_costs = LayerCosts(
         shape,
         costs_for(machine, precision, recipe.cluster.costs),
         precision,
-        draw_batches(lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed),
+        sample_batches(lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed),
         recipe.data.seq_len,
         {name: getattr(recipe.parallel, name).recompute for name in choices},
         encoder_microbatches(recipe, shape),
     )
-    return pricing, choices
+    return layer_costs, choices
 
 
 @dataclass(frozen=True)
 class _Found:
     """What the search found, and what it rests on."""
 
-    pricing: Pricing
-    candidates: list[tuple[float, Sizing]]
-    outcome: Outcome
+    layer_costs: LayerCosts
+    candidates: list[tuple[float, MeshAssignment]]
+    outcome: SearchResults
     left_out: list[Alternative]  # sizes that cannot fit, counted
 
 
 def _found(
     recipe: Recipe,
-    pricing: Pricing,
+    layer_costs: LayerCosts,
     choices: dict[str, UnitChoices],
     machine: Hardware,
     world_size: int,
@@ -131,50 +145,50 @@ def _found(
     Raises PlanError if nothing fits.
     """
     slicing = {name: getattr(recipe.parallel, name).sp for name in choices}
-    pricing = with_slices(pricing, slicing, choices, machine)
-    candidates, outcome = _searched(recipe, pricing, choices, machine, world_size, top, progress)
-    sliced = with_slices(pricing, slicing, choices, machine, at_any_price=True)
-    if not outcome.judged and sliced.sp != pricing.sp:  # memory demands it
-        pricing = sliced
-        candidates, outcome = _searched(recipe, pricing, choices, machine, world_size, top, progress)
-    searched = [sizing for _, sizing in candidates]
-    left_out = ruled_out(choices, world_size, searched, unit_room(pricing), machine)
-    if not outcome.judged:
-        changes = what_would_fit(searched, outcome.losers, pricing, choices, machine, world_size)
-        raise PlanError(_nothing_fits(outcome.losers, left_out, machine, world_size, changes))
-    return _Found(pricing, candidates, outcome, left_out)
+    layer_costs = with_sequence_parallelism(layer_costs, slicing, choices, machine)
+    candidates, outcome = _searched(recipe, layer_costs, choices, machine, world_size, top, progress)
+    sliced = with_sequence_parallelism(layer_costs, slicing, choices, machine, at_any_price=True)
+    if not outcome.candidates and sliced.sp != layer_costs.sp:  # memory demands it
+        layer_costs = sliced
+        candidates, outcome = _searched(recipe, layer_costs, choices, machine, world_size, top, progress)
+    searched = [assignment for _, assignment in candidates]
+    left_out = rejected_by_memory_bound(choices, world_size, searched, unit_memory_bound(layer_costs), machine)
+    if not outcome.candidates:
+        changes = what_would_fit(searched, outcome.rejected, layer_costs, choices, machine, world_size)
+        raise PlanError(_nothing_fits(outcome.rejected, left_out, machine, world_size, changes))
+    return _Found(layer_costs, candidates, outcome, left_out)
 
 
 def _searched(
     recipe: Recipe,
-    pricing: Pricing,
+    layer_costs: LayerCosts,
     choices: dict[str, UnitChoices],
     machine: Hardware,
     world_size: int,
     top: int,
     progress: Progress | None,
-) -> tuple[list[tuple[float, Sizing]], Outcome]:
+) -> tuple[list[tuple[float, MeshAssignment]], SearchResults]:
     """The sizes of `unified` and `disaggregated`, and what was found of all placements."""
     counts = rank_counts(recipe, choices, world_size)
     if not counts:
         placements, most = placements_of(recipe, choices), min(world_size, recipe.parallel.max_gpus or world_size)
-        free = partial(unit_choices, shape=pricing.shape, ranks_per_node=machine.ranks_per_node)
+        free = partial(unit_choices, shape=layer_costs.shape, ranks_per_node=machine.ranks_per_node)
         raise PlanError(refusal(recipe, choices, most, placements, free))
-    bound = unit_bound(pricing, choices, machine)
+    bound = unit_time_bound(layer_costs, choices, machine)
     candidates = [
-        (least, sizing)
+        (least, assignment)
         for count in counts
-        for least, sizing in bounded_sizings(choices, count, bound)
-        if recipe.parallel.placement in ("auto", sizing.placement)
+        for least, assignment in bounded_mesh_assignments(choices, count, bound)
+        if recipe.parallel.placement in ("auto", assignment.placement)
     ]
     colocated = counts if recipe.parallel.placement in ("auto", "colocated") else []
     first, *others = _parts(progress, 1 + len(colocated))
-    outcome = search(candidates, pricing, choices, machine, at_least=top + 1, progress=first)
+    outcome = best_first_search(candidates, layer_costs, choices, machine, at_least=top + 1, progress=first)
     rest = (
-        colocated_candidates(pricing, choices, machine, n, outcome.fastest, other)
+        colocated_candidates(layer_costs, choices, machine, n, outcome.fastest, other)
         for n, other in zip(colocated, others, strict=True)
     )
-    outcome = joined(outcome, *rest)
+    outcome = merge_results(outcome, *rest)
     if (last := [first, *others][-1]) is not None:
         last(1, 1)
     return candidates, outcome
@@ -193,15 +207,15 @@ def _parts(progress: Progress | None, count: int) -> "list[Progress | None]":
 
 
 @dataclass(frozen=True)
-class About:
+class PlanMetadata:
     """What a plan says beside its layout."""
 
     recipe: Recipe
     recipe_sha256: str
-    pricing: Pricing
+    layer_costs: LayerCosts
     machine: Hardware
 
-    def plan(self, chosen: Judged, alternatives: tuple[Alternative, ...] = ()) -> Plan:
+    def plan(self, chosen: Candidate, alternatives: tuple[Alternative, ...] = ()) -> Plan:
         """The saved artefact of a layout."""
         world_size = chosen.graph.world_size
         return Plan(
@@ -211,15 +225,15 @@ class About:
             placement=chosen.layout.placement,
             units=dict(chosen.layout.units),
             schedule=chosen.schedule,
-            data=planned_data(self.pricing.batches.lengths),
-            predicted=predict(chosen, self.pricing, self.machine, world_size),
+            data=planned_data(self.layer_costs.batches.lengths),
+            predicted=predict(chosen, self.layer_costs, self.machine, world_size),
             alternatives=alternatives,
         )
 
 
-def by_measure(
-    judged: Sequence[Judged], top: int, about: About, measure: Callable[[Plan], float]
-) -> tuple[list[Judged], dict[int, float]]:
+def rank_by_measurement(
+    judged: Sequence[Candidate], top: int, about: PlanMetadata, measure: Callable[[Plan], float]
+) -> tuple[list[Candidate], dict[int, float]]:
     """The layouts with the first `top` of them in the order of what their steps take, and that by `id`.
 
     A layout that could not be run takes for ever.
@@ -257,35 +271,36 @@ def rank_counts(recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: 
     if limit is None:
         return [world_size] if possible(world_size) else []
     most = min(world_size, limit)
-    return [*filter(possible, fewer(most))] or [*islice(filter(possible, range(most, 0, -1)), 1)]
+    return [*filter(possible, rank_counts_to_try(most))] or [*islice(filter(possible, range(most, 0, -1)), 1)]
 
 
-def fewer(most: int) -> list[int]:
+def rank_counts_to_try(most: int) -> list[int]:
     """Numbers of ranks worth trying where fewer than `most` will do: eight, in steps of a sixteenth."""
     step = max(1, most // 16)
     return list(range(most, 0, -step))[:8]
 
 
-def predict(chosen: Judged, pricing: Pricing, machine: Hardware, world_size: int) -> Prediction:
+def predict(chosen: Candidate, layer_costs: LayerCosts, machine: Hardware, world_size: int) -> Prediction:
     """What the run will see, if the costs are right."""
     memory = _memory_by_ranks(chosen)
     rank_seconds = chosen.step_time_s * world_size
     return Prediction(
         step_time_s=chosen.step_time_s,
-        mfu=pricing.model_flops(sizes_of(chosen.graph)) / (rank_seconds * machine.peak_flops(pricing.precision)),
-        tokens_per_s_per_gpu=pricing.tokens() / rank_seconds,
+        mfu=layer_costs.model_flops(batch_split_of(chosen.graph))
+        / (rank_seconds * machine.peak_flops(layer_costs.precision)),
+        tokens_per_s_per_gpu=layer_costs.tokens() / rank_seconds,
         peak_memory_gib={ranks: round(held.total / GIB, 4) for ranks, held in memory.items()},
         memory_kinds_gib={
             ranks: {kind: round(held_bytes / GIB, 4) for kind, held_bytes in held.by_kind().items()}
             for ranks, held in memory.items()
         },
         bubbles=dict(chosen.bubbles),
-        cost_source=pricing.costs.source,
-        scheduling_efficiency=scheduling_efficiency(chosen, pricing, machine),
+        cost_source=layer_costs.costs.source,
+        scheduling_efficiency=scheduling_efficiency(chosen, layer_costs, machine),
     )
 
 
-def _memory_by_ranks(chosen: Judged) -> dict[str, RankMemory]:
+def _memory_by_ranks(chosen: Candidate) -> dict[str, RankMemory]:
     """What is held, by range of ranks that hold the same stages; every rank is in one range."""
     held: defaultdict[int, tuple[StageId, ...]] = defaultdict(tuple)
     for stage in chosen.graph.stages:
@@ -300,11 +315,11 @@ def _memory_by_ranks(chosen: Judged) -> dict[str, RankMemory]:
     return found
 
 
-def _slower(loser: Judged, chosen: Judged, seconds: Mapping[int, float]) -> Alternative:
+def _slower(loser: Candidate, chosen: Candidate, seconds: Mapping[int, float]) -> Alternative:
     """One line on a plan that fits but is not the fastest; seconds: of those that were measured, by `id`."""
     if id(loser) in seconds:
         reason = why_measured(loser, chosen, seconds[id(loser)] / seconds[id(chosen)])
-    elif loser.step_time_s <= chosen.step_time_s * SAME:
+    elif loser.step_time_s <= chosen.step_time_s * EQUAL_STEP_TIME_RATIO:
         reason = "as fast, but with more pipeline ranks, chunks or tensor parallelism"
     else:
         reason = why_slower(loser, chosen)
@@ -317,7 +332,7 @@ def _slower(loser: Judged, chosen: Judged, seconds: Mapping[int, float]) -> Alte
     )
 
 
-def _planned_instead(planned: Judged, asked: Judged) -> Alternative:
+def _planned_instead(planned: Candidate, asked: Candidate) -> Alternative:
     """What a baseline that was asked for stands beside."""
     return Alternative(
         summary=planned.layout.summary,

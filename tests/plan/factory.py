@@ -7,7 +7,7 @@ import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.costs import machine_for
-from mmtrain.plan.estimate.layer_costs import Pricing
+from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.planner import prepared
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.recipe.schema import Recipe
@@ -58,7 +58,7 @@ def text_lengths(num_samples: int = 300) -> SampleLengths:
     return SampleLengths(tokens, tokens // 2, {})
 
 
-def pricing_for(settings: Recipe, hardware: str = "cpu-core") -> tuple[Pricing, dict[str, UnitChoices]]:
+def layer_costs_for(settings: Recipe, hardware: str = "cpu-core") -> tuple[LayerCosts, dict[str, UnitChoices]]:
     """What `plan` prepares before it searches."""
     samples = lengths() if settings.model.vision else text_lengths()
     return prepared(settings, samples, machine_for(settings, hardware))

@@ -13,51 +13,66 @@ from scipy.sparse import csr_array
 
 from mmtrain.costs import Hardware, machine_for
 from mmtrain.costs.rank_memory import MARGIN
-from mmtrain.plan.estimate.evaluate import judge
-from mmtrain.plan.estimate.layer_costs import Pricing
-from mmtrain.plan.estimate.memory_fit import Fitted, fitted
-from mmtrain.plan.search.best_first_search import search
+from mmtrain.plan.estimate.evaluate import evaluate_layout
+from mmtrain.plan.estimate.layer_costs import LayerCosts
+from mmtrain.plan.estimate.memory_fit import FittedLayout, fit_memory
+from mmtrain.plan.search.best_first_search import best_first_search
 from mmtrain.plan.search.constraints import UnitChoices
-from mmtrain.plan.search.layer_partition import IntArray, Track, alive_of, graph_for, laid_out, tracks_of
-from mmtrain.plan.search.mesh_enumeration import Sizing, sizings
+from mmtrain.plan.search.layer_partition import (
+    IntArray,
+    LayerChain,
+    in_flight_by_chunk,
+    layer_chains,
+    layout_graph,
+    partitioned_layout,
+)
+from mmtrain.plan.search.mesh_enumeration import MeshAssignment, mesh_assignments
 from mmtrain.program.schedules.builder import in_flight
-from tests.plan.factory import VISION, pricing_for, recipe
+from tests.plan.factory import VISION, layer_costs_for, recipe
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """One pipeline over an encoder and an LLM, short of memory."""
 
-    pricing: Pricing
+    layer_costs: LayerCosts
     choices: Mapping[str, UnitChoices]
     machine: Hardware
-    sizing: Sizing
-    track: Track
+    assignment: MeshAssignment
+    chain: LayerChain
     alive: IntArray  # as in `cut.recomputed`
 
     def planned(self) -> float:
         """Simulated seconds of the step that the search finds; infinity where nothing fits."""
-        judged = search([(0.0, self.sizing)], self.pricing, self.choices, self.machine, at_least=1).judged
+        judged = best_first_search(
+            [(0.0, self.assignment)], self.layer_costs, self.choices, self.machine, at_least=1
+        ).candidates
         return judged[0].step_time_s if judged else float("inf")
 
     def simulated(self, cuts: tuple[int, ...]) -> float | None:
         """Simulated seconds of the step under these cuts, recomputing what that takes; None where they do not fit."""
-        alive = in_flight(graph_for(laid_out(self.sizing, self.pricing, (cuts,)), self.pricing))
-        found = fitted(self.sizing, self.pricing, (cuts,), self.machine, alive)
-        return judge(found.layout, self.pricing, self.machine).step_time_s if isinstance(found, Fitted) else None
+        alive = in_flight(
+            layout_graph(partitioned_layout(self.assignment, self.layer_costs, (cuts,)), self.layer_costs)
+        )
+        found = fit_memory(self.assignment, self.layer_costs, (cuts,), self.machine, alive)
+        return (
+            evaluate_layout(found.layout, self.layer_costs, self.machine).step_time_s
+            if isinstance(found, FittedLayout)
+            else None
+        )
 
 
 def pipeline(vision: int, llm: int, pp: int, batch: int, share: float) -> Pipeline:
     """So many blocks, pipeline ranks and microbatches, and `share` of the memory that its even cut needs at most."""
     settings = recipe(vision={**VISION, "layers": vision}, llm={"layers": llm}, global_batch=batch)
-    pricing, choices = pricing_for(settings)
-    sizing = next(s for s in sizings(choices, pp) if str(s) == f"unified: tp1 pp{pp} dp1")
-    (track,) = tracks_of(sizing, pricing, choices)
-    assert track.anchor is not None
-    graph = graph_for(laid_out(sizing, pricing, (track.anchor,)), pricing)
-    most = max(held.total for held in pricing.memory(graph).values())
+    layer_costs, choices = layer_costs_for(settings)
+    assignment = next(s for s in mesh_assignments(choices, pp) if str(s) == f"unified: tp1 pp{pp} dp1")
+    (chain,) = layer_chains(assignment, layer_costs, choices)
+    assert chain.anchor is not None
+    graph = layout_graph(partitioned_layout(assignment, layer_costs, (chain.anchor,)), layer_costs)
+    most = max(held.total for held in layer_costs.memory(graph).values())
     machine = replace(machine_for(settings, "cpu-core"), memory_bytes=share * most)
-    return Pipeline(pricing, choices, machine, sizing, track, alive_of(track, in_flight(graph)))
+    return Pipeline(layer_costs, choices, machine, assignment, chain, in_flight_by_chunk(chain, in_flight(graph)))
 
 
 @dataclass(frozen=True)
@@ -68,12 +83,12 @@ class Solved:
     is_proven: bool
 
 
-def best_cuts(track: Track, alive: IntArray, memory_bytes: float, seconds: float = 60.0) -> Solved | None:
-    """Solve for one track with a chunk a rank; alive as in `cut.recomputed`; None if nothing fits, or in time."""
-    line, parts, num = track.line, track.parts, len(track.line.seconds)
+def best_cuts(chain: LayerChain, alive: IntArray, memory_bytes: float, seconds: float = 60.0) -> Solved | None:
+    """Solve for one chain with a chunk a rank; alive as in `cut.recomputed`; None if nothing fits, or in time."""
+    line, parts, num = chain.costs, chain.num_chunks, len(chain.costs.seconds)
     size, slowest = num * parts, 2 * num * parts
     objective = np.zeros(2 * size + 1)
-    objective[slowest] = track.num_microbatches - 1
+    objective[slowest] = chain.num_microbatches - 1
     objective[size:slowest] = np.repeat(line.again, parts)
     rows: list[dict[int, float]] = []
     low: list[float] = []

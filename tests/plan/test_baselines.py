@@ -10,34 +10,34 @@ from mmtrain.costs import machine_for, model_flops
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
-from mmtrain.plan.estimate.evaluate import judge
+from mmtrain.plan.estimate.evaluate import evaluate_layout
 from mmtrain.plan.estimate.layer_costs import FORWARD
-from mmtrain.plan.estimate.time_lower_bound import unit_bound
+from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
 from mmtrain.plan.explain.baselines import BASELINES, CUT_RULES, FLOPS, Folklore
 from mmtrain.plan.planner import plan
-from mmtrain.plan.search.best_first_search import SAME, Outcome, search
-from mmtrain.plan.search.layer_partition import FloatArray, Track, part_seconds, tracks_of
-from mmtrain.plan.search.mesh_enumeration import bounded_sizings, sizings
+from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO, SearchResults, best_first_search
+from mmtrain.plan.search.layer_partition import FloatArray, LayerChain, chunk_seconds, layer_chains
+from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments, mesh_assignments
 from mmtrain.program import build
 from mmtrain.recipe.schema import Recipe
-from tests.plan.factory import VISION, lengths, pricing_for, recipe
+from tests.plan.factory import VISION, layer_costs_for, lengths, recipe
 
 SMALL: dict[str, Any] = {"llm": {"layers": 2}, "vision": {"layers": 1, "hidden": 96, "heads": 4, "ffn": 256}}
 
 
-def track(pp: int, **vision: Any) -> tuple[Track, FloatArray]:
+def chain(pp: int, **vision: Any) -> tuple[LayerChain, FloatArray]:
     """A pipeline of 5 + 8 layers, and what their forwards take."""
-    pricing, choices = pricing_for(recipe(llm={"layers": 6}, vision=VISION | vision))
-    sizing = next(s for s in sizings(choices, pp) if str(s) == f"unified: tp1 pp{pp} dp1")
-    forward = [pricing.prices(name, 1, sizing.spread).mean[:, FORWARD] for name in ("vision", "llm")]
-    return tracks_of(sizing, pricing, choices)[0], np.concatenate(forward)
+    layer_costs, choices = layer_costs_for(recipe(llm={"layers": 6}, vision=VISION | vision))
+    assignment = next(s for s in mesh_assignments(choices, pp) if str(s) == f"unified: tp1 pp{pp} dp1")
+    forward = [layer_costs.unit_times(name, 1, assignment.batch_split).mean[:, FORWARD] for name in ("vision", "llm")]
+    return layer_chains(assignment, layer_costs, choices)[0], np.concatenate(forward)
 
 
 def folklore(settings: Recipe, world_size: int, hardware: str = "cpu-core") -> Folklore:
-    pricing, choices = pricing_for(settings, hardware)
+    layer_costs, choices = layer_costs_for(settings, hardware)
     machine = machine_for(settings, hardware)
-    bound = unit_bound(pricing, choices, machine)
-    return Folklore(list(bounded_sizings(choices, world_size, bound)), pricing, choices, machine)
+    bound = unit_time_bound(layer_costs, choices, machine)
+    return Folklore(list(bounded_mesh_assignments(choices, world_size, bound)), layer_costs, choices, machine)
 
 
 def planned(settings: Recipe, world_size: int, **asked: Any) -> Plan:
@@ -49,19 +49,19 @@ def planned(settings: Recipe, world_size: int, **asked: Any) -> Plan:
     [("megatron", (0, 7, 9, 11, 13)), ("megatron-extra", (0, 5, 8, 10, 13)), ("equal-layers", (0, 3, 6, 9, 13))],
 )
 def test_layers_lie_where_the_rule_says(name: str, expected: tuple[int, ...]) -> None:
-    found = CUT_RULES[name](*track(4))
+    found = CUT_RULES[name](*chain(4))
     assert found is not None
     assert sorted(np.diff(found)) == sorted(np.diff(expected))
     assert (found[0], found[-1]) == (0, 13)
 
 
 def test_each_rule_evens_out_what_its_name_says() -> None:
-    one, forward = track(3, freeze=True)  # no backward: a profile of forwards takes it for dearer than it is
+    one, forward = chain(3, freeze=True)  # no backward: a profile of forwards takes it for dearer than it is
     cuts = {name: rule(one, forward) for name, rule in CUT_RULES.items()}
     of_forward = np.concatenate([[0.0], np.cumsum(forward)])
 
     def slowest(found: tuple[int, ...] | None) -> float:
-        return float(part_seconds(one, np.asarray([found])).max())
+        return float(chunk_seconds(one, np.asarray([found])).max())
 
     def slowest_forward(found: tuple[int, ...] | None) -> float:
         return float(np.diff(of_forward[list(found or ())]).max())
@@ -79,12 +79,12 @@ def test_ranks_are_in_proportion_to_flops(world_size: int) -> None:
     alone = tuple((name, 1, 8) for name in given.choices)
     flops = {}
     for name in given.choices:
-        loads = [given.pricing.grid(name, alone).total(batch) for batch in range(3)]
-        flops[name] = sum(model_flops(given.pricing.shape, {name: load}) for load in loads)
+        loads = [given.layer_costs.microbatch_loads(name, alone).total(batch) for batch in range(3)]
+        flops[name] = sum(model_flops(given.layer_costs.shape, {name: load}) for load in loads)
     share = world_size * flops["vision"] / sum(flops.values())
     ranks = {name: len(unit.ranks) for name, unit in found.layout.units.items()}
-    apart = (s for s in sizings(given.choices, world_size) if s.placement == "disaggregated")
-    possible = {s.sizes["vision"].ranks for s in apart}
+    apart = (s for s in mesh_assignments(given.choices, world_size) if s.placement == "disaggregated")
+    possible = {s.meshes["vision"].ranks for s in apart}
     assert abs(ranks["vision"] - share) == min(abs(own - share) for own in possible)
     assert sum(ranks.values()) == world_size
 
@@ -99,12 +99,12 @@ def test_baselines_are_simulated_and_never_stand_before_the_plan(world_size: int
     assert "megatron" in told
     assert set(told) <= set(rules)
     for name, judged in rules.items():
-        assert judged.step_time_s == judge(judged.layout, given.pricing, given.machine).step_time_s
-        assert judged.step_time_s >= chosen.predicted.step_time_s / SAME
+        assert judged.step_time_s == evaluate_layout(judged.layout, given.layer_costs, given.machine).step_time_s
+        assert judged.step_time_s >= chosen.predicted.step_time_s / EQUAL_STEP_TIME_RATIO
         if name in told:
             assert told[name].step_time_s == judged.step_time_s
         else:
-            assert judged.step_time_s <= chosen.predicted.step_time_s * SAME
+            assert judged.step_time_s <= chosen.predicted.step_time_s * EQUAL_STEP_TIME_RATIO
 
 
 def test_a_baseline_that_is_faster_than_all_that_was_found_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +113,13 @@ def test_a_baseline_that_is_faster_than_all_that_was_found_is_the_plan(monkeypat
     fastest = min(judged.step_time_s for judged in rules.values())
     slow = ("disaggregated",)
     monkeypatch.setattr(
-        "mmtrain.plan.planner.search",
-        lambda sizings, *given, **more: search([e for e in sizings if e[1].placement in slow], *given, **more),
+        "mmtrain.plan.planner.best_first_search",
+        lambda assignments, *given, **more: best_first_search(
+            [e for e in assignments if e[1].placement in slow], *given, **more
+        ),
     )
     settings = recipe(**SMALL, parallel={"placement": "auto"})
-    monkeypatch.setattr("mmtrain.plan.planner.colocated_candidates", lambda *_: Outcome((), ()))
+    monkeypatch.setattr("mmtrain.plan.planner.colocated_candidates", lambda *_: SearchResults((), ()))
     assert planned(settings, 2).predicted.step_time_s == fastest
 
 

@@ -7,12 +7,12 @@ import pytest
 
 from mmtrain.costs import machine_for
 from mmtrain.plan import Plan
-from mmtrain.plan.estimate.time_lower_bound import unit_bound
+from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
 from mmtrain.plan.planner import plan
-from mmtrain.plan.search.best_first_search import search
-from mmtrain.plan.search.mesh_enumeration import bounded_sizings, sizings
+from mmtrain.plan.search.best_first_search import best_first_search
+from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments, mesh_assignments
 from tests.plan.exhaustive import Instance, everything
-from tests.plan.factory import VISION, lengths, pricing_for, recipe
+from tests.plan.factory import VISION, layer_costs_for, lengths, recipe
 
 DEEP: dict[str, Any] = {**VISION, "layers": 8, "hidden": 256, "ffn": 1024}
 OWN: dict[str, Any] = {"tp": 1, "pp": 2, "dp": 1}
@@ -33,15 +33,15 @@ def test_a_deep_encoder_fills_its_pipeline_sooner_in_chunks() -> None:
 
 def test_chunks_are_few_and_even() -> None:
     settings = recipe(vision={**VISION, "layers": 8})
-    _, choices = pricing_for(settings)
-    found = list(sizings(choices, 8))
-    apart = {(s.sizes["vision"].pp, s.sizes["vision"].vpp) for s in found if s.placement == "disaggregated"}
+    _, choices = layer_costs_for(settings)
+    found = list(mesh_assignments(choices, 8))
+    apart = {(s.meshes["vision"].pp, s.meshes["vision"].vpp) for s in found if s.placement == "disaggregated"}
     assert {(pp, vpp) for pp, vpp in apart if vpp > 1} == {(2, 2), (4, 2)}
     assert len(set(map(str, found))) == len(found)
-    for sizing in found:
-        size = sizing.sizes["vision"]
-        if sizing.placement == "disaggregated" and size.vpp > 1:
-            assert sizing.counts["vision"] >= size.pp
+    for assignment in found:
+        size = assignment.meshes["vision"]
+        if assignment.placement == "disaggregated" and size.vpp > 1:
+            assert assignment.num_microbatches["vision"] >= size.pp
 
 
 @pytest.mark.parametrize(("vision", "found"), [({**VISION, "layers": 4, "hidden": 32}, {1}), (DEEP, {1, 2})])
@@ -50,25 +50,28 @@ def test_among_many_sizes_only_pipelines_that_take_long_to_fill_have_chunks(
 ) -> None:
     wide = {"layers": 24, "hidden": 1024, "ffn": 4096}
     settings = recipe(vision=vision, llm=wide, parallel={"placement": "disaggregated", "vision": OWN})
-    pricing, choices = pricing_for(settings)
-    bound = unit_bound(pricing, choices, machine_for(settings, "cpu-core"))
-    apart = [s for _, s in bounded_sizings(choices, 12, bound) if s.placement == "disaggregated"]
-    assert {s.sizes["vision"].vpp for s in apart} == found
+    layer_costs, choices = layer_costs_for(settings)
+    bound = unit_time_bound(layer_costs, choices, machine_for(settings, "cpu-core"))
+    apart = [s for _, s in bounded_mesh_assignments(choices, 12, bound) if s.placement == "disaggregated"]
+    assert {s.meshes["vision"].vpp for s in apart} == found
 
 
 def test_the_best_of_all_chunks_is_found() -> None:
     """Against every cut of every size simulated, encoders in one chunk and in two."""
     parallel = {"placement": "disaggregated", "vision": OWN, "llm": {"tp": 1, "dp": 1, "pp": 1}}
     settings = recipe(vision={**DEEP, "layers": 4}, llm={"layers": 2}, global_batch=4, parallel=parallel)
-    pricing, choices = pricing_for(settings)
+    layer_costs, choices = layer_costs_for(settings)
     machine = machine_for(settings, "cpu-core")
     given = Instance(
-        pricing, choices, machine, [(b, s) for b, s in bounded_sizings(choices, 3) if s.sizes["llm"].pp == 1]
+        layer_costs,
+        choices,
+        machine,
+        [(b, s) for b, s in bounded_mesh_assignments(choices, 3) if s.meshes["llm"].pp == 1],
     )
-    assert {s.sizes["vision"].vpp for _, s in given.sizings if s.placement == "disaggregated"} == {1, 2}
+    assert {s.meshes["vision"].vpp for _, s in given.assignments if s.placement == "disaggregated"} == {1, 2}
     best = min(judged.step_time_s for judged in everything(given))
-    found = search(given.sizings, pricing, choices, machine, at_least=1)
-    assert math.isclose(found.judged[0].step_time_s, best, rel_tol=1e-3)
+    found = best_first_search(given.assignments, layer_costs, choices, machine, at_least=1)
+    assert math.isclose(found.candidates[0].step_time_s, best, rel_tol=1e-3)
 
 
 @pytest.mark.parametrize(

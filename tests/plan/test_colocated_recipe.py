@@ -15,29 +15,29 @@ from mmtrain.plan.artifact.plan_graph import in_pieces, stage_graph
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
 from mmtrain.plan.colocated.colocated_search import colocated_candidates
 from mmtrain.plan.colocated.encoder_order import plan_order, scheduling_efficiency
-from mmtrain.plan.estimate.evaluate import DrawnTiming, Judged, judge, model_timing, most_alive
-from mmtrain.plan.estimate.layer_costs import sizes_of
+from mmtrain.plan.estimate.evaluate import Candidate, SampledBatchTiming, evaluate_layout, model_timing, peak_in_flight
+from mmtrain.plan.estimate.layer_costs import batch_split_of
 from mmtrain.plan.planner import plan
-from mmtrain.plan.search.layer_partition import graph_for
+from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program import Fill, ScheduleKind, build
 from mmtrain.program.ir.graph import LLM
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.recipe.schema import Recipe
 from mmtrain.report import plan_table
-from tests.plan.factory import VISION, lengths, pricing_for, recipe
+from tests.plan.factory import VISION, layer_costs_for, lengths, recipe
 
 MACHINE = machine_for(recipe(), "cpu-core")
 
 
-def order_of(judged: Judged) -> tuple[ScheduleKind, Any]:
+def order_of(judged: Candidate) -> tuple[ScheduleKind, Any]:
     return judged.schedule.kind, judged.schedule.order
 
 
 def layouts(settings: Recipe, world_size: int, vpp: int = 1) -> list[Layout]:
     """Colocated layouts of all sizes."""
-    pricing, choices = pricing_for(settings)
+    layer_costs, choices = layer_costs_for(settings)
     found = [
-        colocated_layout(pricing, encoders, replace(llm, vpp=vpp))
+        colocated_layout(layer_costs, encoders, replace(llm, vpp=vpp))
         for llm in llm_sizes(choices, world_size)
         for encoders in encoder_sizes(choices, llm)
     ]
@@ -53,7 +53,7 @@ def test_an_encoder_lies_on_all_ranks_and_its_sizes_divide_the_llms(world_size: 
         assert llm.pp % vision.pp == 0
         assert llm.tp % vision.tp == 0
         assert sorted(vision.ranks) == sorted(llm.ranks) == list(range(world_size))
-        graph = graph_for(layout, pricing_for(settings)[0])
+        graph = layout_graph(layout, layer_costs_for(settings)[0])
         per_llm = vision.dp // llm.dp
         for replica in range(vision.dp):
             ranks = {r for s in graph.stages if s.id.unit == "vision" for r in s.tp_groups[replica]}
@@ -75,25 +75,29 @@ def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
     world_size: int, vpp: int, changes: dict[str, Any]
 ) -> None:
     settings = recipe(**changes)
-    pricing, _ = pricing_for(settings)
+    layer_costs, _ = layer_costs_for(settings)
     faster = 0
     for layout in layouts(settings, world_size, vpp)[::2]:
-        graph, counts = graph_for(layout, pricing), dict(layout.num_microbatches)
-        coarse = judge(layout, pricing, MACHINE, SchedulePlan(kind="coarse", num_microbatches=counts))
-        seconds = pricing.stage_seconds(graph)
+        graph, counts = layout_graph(layout, layer_costs), dict(layout.num_microbatches)
+        coarse = evaluate_layout(layout, layer_costs, MACHINE, SchedulePlan(kind="coarse", num_microbatches=counts))
+        seconds = layer_costs.stage_seconds(graph)
         for ahead in (None, 2, 0):
-            order = plan_order(graph, pricing, MACHINE, ahead=ahead)
+            order = plan_order(graph, layer_costs, MACHINE, ahead=ahead)
             program = build(graph, kind="explicit", order=order)
-            found = judge(layout, pricing, MACHINE, SchedulePlan(kind="explicit", num_microbatches=counts, order=order))
+            found = evaluate_layout(
+                layout, layer_costs, MACHINE, SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
+            )
             times = [
-                simulate(program, DrawnTiming(model_timing(graph, pricing, loads, MACHINE), seconds, batch)).step_time_s
-                for batch, loads in enumerate(pricing.loads(sizes_of(graph)))
+                simulate(
+                    program, SampledBatchTiming(model_timing(graph, layer_costs, loads, MACHINE), seconds, batch)
+                ).step_time_s
+                for batch, loads in enumerate(layer_costs.loads(batch_split_of(graph)))
             ]
             if graph.num_groups == 1:
                 assert found.step_time_s == pytest.approx(sum(times) / len(times))
-            assert found.memory == pricing.memory(graph, most_alive(program))
+            assert found.memory == layer_costs.memory(graph, peak_in_flight(program))
             faster += found.step_time_s < coarse.step_time_s * 0.999
-            assert 0 <= (scheduling_efficiency(found, pricing, MACHINE) or 0) <= 1
+            assert 0 <= (scheduling_efficiency(found, layer_costs, MACHINE) or 0) <= 1
     assert faster, "bubbles were used"
 
 
@@ -106,23 +110,25 @@ def test_pieces_of_layers_go_into_the_gaps_inside_the_llms(sliced: bool, recompu
         vision=wide, llm={"hidden": 2048, "heads": 16, "ffn": 4096}, parallel={"vision": {"recompute": recompute}}
     )
     machine = machine_for(settings, "h100-80g")
-    pricing, _ = pricing_for(settings, "h100-80g")
-    pricing = replace(pricing, sp={unit: frozenset([2, 4] if sliced else []) for unit in ("vision", LLM)})
+    layer_costs, _ = layer_costs_for(settings, "h100-80g")
+    layer_costs = replace(layer_costs, sp={unit: frozenset([2, 4] if sliced else []) for unit in ("vision", LLM)})
     filled, faster = 0, 0
     for layout in (one for one in layouts(settings, 4) if one.units[LLM].tp > 1):
         sizes = [name for name, unit in layout.units.items() if sliced and unit.tp > 1]
-        graph = in_pieces(graph_for(layout, pricing), pricing.shape, sizes)
-        order = plan_order(graph, pricing, machine)
+        graph = in_pieces(layout_graph(layout, layer_costs), layer_costs.shape, sizes)
+        order = plan_order(graph, layer_costs, machine)
         program = build(graph, kind="explicit", order=order)
         schedule = SchedulePlan(
             kind="explicit", num_microbatches=dict(layout.num_microbatches), order=order, pieces=True
         )
-        found = judge(layout, pricing, machine, schedule)
+        found = evaluate_layout(layout, layer_costs, machine, schedule)
         assert found.graph == graph
-        assert found.memory == pricing.memory(graph, most_alive(program))
+        assert found.memory == layer_costs.memory(graph, peak_in_flight(program))
         filled += sum(isinstance(action, Fill) for action in program.actions[0])
-        by_layer = plan_order(graph_for(layout, pricing), pricing, machine)
-        plain = judge(layout, pricing, machine, schedule.model_copy(update={"order": by_layer, "pieces": False}))
+        by_layer = plan_order(layout_graph(layout, layer_costs), layer_costs, machine)
+        plain = evaluate_layout(
+            layout, layer_costs, machine, schedule.model_copy(update={"order": by_layer, "pieces": False})
+        )
         faster += found.step_time_s < plain.step_time_s * 0.99
     if recompute == "none":  # a layer that is recomputed is one piece
         assert filled
@@ -133,35 +139,35 @@ def test_the_fastest_candidates_are_cut_into_pieces_where_that_is_faster() -> No
     wide = {"hidden": 2048, "heads": 16, "ffn": 4096}
     settings = recipe(vision={**VISION, "hidden": 512, "ffn": 1024}, llm=wide, parallel={"llm": {"tp": 4, "pp": 1}})
     machine = machine_for(settings, "h100-80g")
-    pricing, choices = pricing_for(settings, "h100-80g")
-    found = colocated_candidates(pricing, choices, machine, 4).judged
+    layer_costs, choices = layer_costs_for(settings, "h100-80g")
+    found = colocated_candidates(layer_costs, choices, machine, 4).candidates
     cut = [one for one in found if one.schedule.pieces]
     assert 0 < len(cut) <= 2
     for one in cut:
-        order = plan_order(graph_for(one.layout, pricing), pricing, machine)
+        order = plan_order(layout_graph(one.layout, layer_costs), layer_costs, machine)
         counts = dict(one.layout.num_microbatches)
         by_layer = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
-        assert one.step_time_s < judge(one.layout, pricing, machine, by_layer).step_time_s
+        assert one.step_time_s < evaluate_layout(one.layout, layer_costs, machine, by_layer).step_time_s
         build(one.graph, kind="explicit", order=one.schedule.order)
         assert SchedulePlan.model_validate_json(one.schedule.model_dump_json()) == one.schedule
-    unhurried = colocated_candidates(pricing, choices, machine, 4, fastest=found[0].step_time_s / 100).judged
+    unhurried = colocated_candidates(layer_costs, choices, machine, 4, fastest=found[0].step_time_s / 100).candidates
     assert not any(one.schedule.pieces for one in unhurried), "no work goes into what cannot win"
 
 
 def test_candidates_are_never_slower_than_their_coarse_order() -> None:
-    pricing, choices = pricing_for(recipe(global_batch=16))
-    found = colocated_candidates(pricing, choices, MACHINE, 4)
-    assert {one.schedule.kind for one in found.judged} >= {"explicit"}
-    for one in found.judged:
+    layer_costs, choices = layer_costs_for(recipe(global_batch=16))
+    found = colocated_candidates(layer_costs, choices, MACHINE, 4)
+    assert {one.schedule.kind for one in found.candidates} >= {"explicit"}
+    for one in found.candidates:
         coarse = SchedulePlan(kind="coarse", num_microbatches=dict(one.layout.num_microbatches))
-        assert one.step_time_s <= judge(one.layout, pricing, MACHINE, coarse).step_time_s
+        assert one.step_time_s <= evaluate_layout(one.layout, layer_costs, MACHINE, coarse).step_time_s
 
 
 def test_no_candidate_that_can_be_seen_to_be_slower_is_tried() -> None:
-    pricing, choices = pricing_for(recipe())
-    everything = colocated_candidates(pricing, choices, MACHINE, 2)
-    best = min(one.step_time_s for one in everything.judged)
-    assert colocated_candidates(pricing, choices, MACHINE, 2, fastest=best / 10).judged == ()
+    layer_costs, choices = layer_costs_for(recipe())
+    everything = colocated_candidates(layer_costs, choices, MACHINE, 2)
+    best = min(one.step_time_s for one in everything.candidates)
+    assert colocated_candidates(layer_costs, choices, MACHINE, 2, fastest=best / 10).candidates == ()
 
 
 def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
@@ -178,21 +184,21 @@ def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
 
 def test_orders_that_hold_too_much_give_way_to_ones_that_fit() -> None:
     settings = recipe(global_batch=32, parallel={"placement": "colocated", "llm": {"pp": 2, "tp": 1}})
-    pricing, choices = pricing_for(settings)
-    free = colocated_candidates(pricing, choices, MACHINE, 2)
+    layer_costs, choices = layer_costs_for(settings)
+    free = colocated_candidates(layer_costs, choices, MACHINE, 2)
     recomputed = set()
     for share in (0.8, 0.5, 0.4):
-        tight = replace(MACHINE, memory_bytes=share * min(one.peak_bytes for one in free.judged))
-        found = colocated_candidates(pricing, choices, tight, 2)
-        assert found.judged or found.losers
-        for one in found.judged:
+        tight = replace(MACHINE, memory_bytes=share * min(one.peak_bytes for one in free.candidates))
+        found = colocated_candidates(layer_costs, choices, tight, 2)
+        assert found.candidates or found.rejected
+        for one in found.candidates:
             assert one.peak_bytes <= tight.memory_bytes
-            assert one.memory == pricing.memory(one.graph, most_alive(build(one.graph, None, *order_of(one))))
+            assert one.memory == layer_costs.memory(one.graph, peak_in_flight(build(one.graph, None, *order_of(one))))
             recomputed |= {name for name, unit in one.layout.units.items() for s in unit.stages if s.recompute}
     assert "vision" in recomputed
-    nothing = colocated_candidates(pricing, choices, replace(MACHINE, memory_bytes=1e4), 2)
-    assert nothing.judged == ()
-    assert all("does not fit" in loser.reason for loser in islice(nothing.losers, 3))
+    nothing = colocated_candidates(layer_costs, choices, replace(MACHINE, memory_bytes=1e4), 2)
+    assert nothing.candidates == ()
+    assert all("does not fit" in loser.reason for loser in islice(nothing.rejected, 3))
 
 
 @pytest.mark.parametrize(

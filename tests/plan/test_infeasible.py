@@ -13,7 +13,7 @@ from mmtrain.plan.artifact.plan import Placement
 from mmtrain.plan.explain.infeasible import is_possible, nearest_counts, refusal
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.constraints import UnitChoices, unit_choices
-from mmtrain.plan.search.mesh_enumeration import sizings
+from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import lengths, recipe
 
@@ -43,7 +43,7 @@ def test_what_is_possible_is_what_can_be_listed(seed: int) -> None:
     except PlanError:
         return
     for ranks in (1, 2, 3, 4, 6, 7, 8, 12):
-        found = {sizing.placement for sizing in sizings(choices, ranks)}
+        found = {assignment.placement for assignment in mesh_assignments(choices, ranks)}
         assert {p for p in PLACEMENTS[:2] if is_possible(choices, ranks, p)} == found
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from mmtrain.plan.estimate.memory_lower_bound import unit_room
-from mmtrain.plan.search.layer_partition import graph_for, laid_out, tracks_of
-from mmtrain.plan.search.mesh_enumeration import Sizing, sizings
+from mmtrain.plan.estimate.memory_lower_bound import unit_memory_bound
+from mmtrain.plan.search.layer_partition import layer_chains, layout_graph, partitioned_layout
+from mmtrain.plan.search.mesh_enumeration import MeshAssignment, mesh_assignments
 from mmtrain.program.ir.graph import LLM
 from tests.plan.exhaustive import everything, random_instance
-from tests.plan.factory import VISION, pricing_for, recipe
+from tests.plan.factory import VISION, layer_costs_for, recipe
 
 CASES: dict[str, dict[str, Any]] = {
     "deep": {"llm": {"layers": 7}, "global_batch": 16},
@@ -24,32 +24,36 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def behind(sizing: Sizing, unit: str) -> int:
+def behind(assignment: MeshAssignment, unit: str) -> int:
     """Microbatches of an encoder that are under way in the LLM's pipeline on ranks of its own, at least."""
-    if sizing.placement != "disaggregated" or unit == LLM:
+    if assignment.placement != "disaggregated" or unit == LLM:
         return 0
-    return sizing.sizes[LLM].pp * sizing.counts[unit] // sizing.counts[LLM]
+    return assignment.meshes[LLM].pp * assignment.num_microbatches[unit] // assignment.num_microbatches[LLM]
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_no_rank_does_with_less(case: str, world_size: int) -> None:
-    pricing, choices = pricing_for(recipe(**CASES[case]))
-    room, closest = unit_room(pricing), 0.0
+    layer_costs, choices = layer_costs_for(recipe(**CASES[case]))
+    room, closest = unit_memory_bound(layer_costs), 0.0
     again = {
-        u.name: frozenset(range(len(u.layers))) for u in pricing.shape.units if pricing.recompute[u.name] == "auto"
+        u.name: frozenset(range(len(u.layers)))
+        for u in layer_costs.shape.units
+        if layer_costs.recompute[u.name] == "auto"
     }
-    for sizing in list(sizings(choices, world_size))[::3]:
-        tracks = tracks_of(sizing, pricing, choices)
-        cuts = tuple(track.anchor for track in tracks if track.anchor is not None)
-        if len(cuts) < len(tracks):
+    for assignment in list(mesh_assignments(choices, world_size))[::3]:
+        chains = layer_chains(assignment, layer_costs, choices)
+        cuts = tuple(chain.anchor for chain in chains if chain.anchor is not None)
+        if len(cuts) < len(chains):
             continue
         for recompute in ({}, again):
-            memory = pricing.memory(graph_for(laid_out(sizing, pricing, cuts, recompute), pricing))
+            memory = layer_costs.memory(
+                layout_graph(partitioned_layout(assignment, layer_costs, cuts, recompute), layer_costs)
+            )
             fullest = max(m.total for m in memory.values())
-            for name, size in sizing.sizes.items():
-                least = room(name, size, sizing.paces[name], behind(sizing, name))
-                assert least <= fullest * (1 + 1e-9), (sizing, name)
+            for name, size in assignment.meshes.items():
+                least = room(name, size, assignment.paces[name], behind(assignment, name))
+                assert least <= fullest * (1 + 1e-9), (assignment, name)
                 closest = max(closest, least / fullest)
     assert closest > 0.4
 
@@ -57,8 +61,11 @@ def test_no_rank_does_with_less(case: str, world_size: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_it_rules_out_nothing_that_fits(seed: int) -> None:
     given = random_instance(seed, most_cuts=60)
-    room = unit_room(given.pricing)
-    for _, sizing in given.sizings:
-        least = max(room(name, size, sizing.paces[name], behind(sizing, name)) for name, size in sizing.sizes.items())
-        for judged in everything(replace(given, sizings=[(0.0, sizing)])):
+    room = unit_memory_bound(given.layer_costs)
+    for _, assignment in given.assignments:
+        least = max(
+            room(name, size, assignment.paces[name], behind(assignment, name))
+            for name, size in assignment.meshes.items()
+        )
+        for judged in everything(replace(given, assignments=[(0.0, assignment)])):
             assert least <= judged.peak_bytes

@@ -9,7 +9,7 @@ from tests.plan.milp import best_cuts, pipeline
 @pytest.mark.parametrize(("layers", "pp"), [(4, 2), (5, 3), (9, 4)])
 def test_a_milp_finds_nothing_noticeably_better(layers: int, pp: int, share: float) -> None:
     given = pipeline(vision=3, llm=layers, pp=pp, batch=8, share=share)
-    solved = best_cuts(given.track, given.alive, given.machine.memory_bytes)
+    solved = best_cuts(given.chain, given.alive, given.machine.memory_bytes)
     if solved is None:
         return
     assert solved.is_proven

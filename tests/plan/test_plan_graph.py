@@ -11,21 +11,21 @@ from mmtrain.plan.artifact.layout import Layout, MeshSize, split_tp_group, unifi
 from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
 from mmtrain.plan.artifact.plan_graph import graph_of
 from mmtrain.plan.search import layer_partition as cut
-from mmtrain.plan.search.layer_partition import graph_for, tracks_of
-from mmtrain.plan.search.mesh_enumeration import sizings
+from mmtrain.plan.search.layer_partition import layer_chains, layout_graph
+from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.program import build, peak_live
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.schedules.builder import in_flight
-from tests.plan.factory import pricing_for, recipe
+from tests.plan.factory import layer_costs_for, recipe
 
-PRICING, CHOICES = pricing_for(recipe())
-SIZINGS = [s for world_size in (1, 2, 3, 4, 5, 6, 8) for s in sizings(CHOICES, world_size)]
+PRICING, CHOICES = layer_costs_for(recipe())
+SIZINGS = [s for world_size in (1, 2, 3, 4, 5, 6, 8) for s in mesh_assignments(CHOICES, world_size)]
 
 
 def laid_out(index: int) -> tuple[Layout, StageGraph]:
-    cuts = [track.anchor for track in tracks_of(SIZINGS[index], PRICING, CHOICES)]
-    layout = cut.laid_out(SIZINGS[index], PRICING, tuple(c for c in cuts if c is not None))
-    return layout, graph_for(layout, PRICING)
+    cuts = [chain.anchor for chain in layer_chains(SIZINGS[index], PRICING, CHOICES)]
+    layout = cut.partitioned_layout(SIZINGS[index], PRICING, tuple(c for c in cuts if c is not None))
+    return layout, layout_graph(layout, PRICING)
 
 
 @given(st.integers(0, len(SIZINGS) - 1))
@@ -117,4 +117,4 @@ def test_a_tp_group_over_two_nodes_is_found() -> None:
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, {"unified"}), (2, {"unified", "disaggregated"})])
 def test_units_apart_need_a_rank_each(world_size: int, expected: set[str]) -> None:
-    assert {s.placement for s in sizings(CHOICES, world_size)} == expected
+    assert {s.placement for s in mesh_assignments(CHOICES, world_size)} == expected

@@ -8,35 +8,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.costs import machine_for
-from mmtrain.plan.estimate.memory_fit import Fitted, fitted
+from mmtrain.plan.estimate.memory_fit import FittedLayout, fit_memory
 from mmtrain.plan.estimate.step_time_estimator import Rater
-from mmtrain.plan.search.layer_partition import graph_for, laid_out, tracks_of
-from mmtrain.plan.search.mesh_enumeration import sizings
+from mmtrain.plan.search.layer_partition import layer_chains, layout_graph, partitioned_layout
+from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.program import build, peak_live
 from mmtrain.program.schedules.builder import in_flight
-from tests.plan.factory import pricing_for, recipe
+from tests.plan.factory import layer_costs_for, recipe
 
 SETTINGS = recipe(llm={"layers": 6}, global_batch=8)
-PRICING, CHOICES = pricing_for(SETTINGS)
+PRICING, CHOICES = layer_costs_for(SETTINGS)
 MACHINE = machine_for(SETTINGS, "cpu-core")
-SIZINGS = [s for world_size in (1, 2, 3, 4, 6) for s in sizings(CHOICES, world_size)]
+SIZINGS = [s for world_size in (1, 2, 3, 4, 6) for s in mesh_assignments(CHOICES, world_size)]
 RATER = Rater(PRICING, MACHINE, None)
 
 
 def holds(data: st.DataObject) -> None:
-    sizing = data.draw(st.sampled_from(SIZINGS))
+    assignment = data.draw(st.sampled_from(SIZINGS))
     cuts = []
-    for track in tracks_of(sizing, PRICING, CHOICES):
-        length = len(track.line.seconds)
-        inner = st.lists(st.integers(1, length - 1), min_size=track.parts - 1, max_size=track.parts - 1, unique=True)
+    for chain in layer_chains(assignment, PRICING, CHOICES):
+        length = len(chain.costs.seconds)
+        inner = st.lists(
+            st.integers(1, length - 1), min_size=chain.num_chunks - 1, max_size=chain.num_chunks - 1, unique=True
+        )
         cuts.append((0, *sorted(data.draw(inner)), length))
-    free = graph_for(laid_out(sizing, PRICING, tuple(cuts)), PRICING)
+    free = layout_graph(partitioned_layout(assignment, PRICING, tuple(cuts)), PRICING)
     peak = max(memory.total for memory in PRICING.memory(free).values())
     small = replace(MACHINE, memory_bytes=data.draw(st.floats(0.5, 1.1)) * peak)
-    alive = RATER.alive(sizing, tuple(cuts))
+    alive = RATER.alive(assignment, tuple(cuts))
     assert alive == in_flight(free)
-    found = fitted(sizing, PRICING, tuple(cuts), small, alive)
-    if not isinstance(found, Fitted):
+    found = fit_memory(assignment, PRICING, tuple(cuts), small, alive)
+    if not isinstance(found, FittedLayout):
         assert found.need_gib * 2**30 > small.memory_bytes
         return
     program = build(found.graph)

@@ -17,11 +17,13 @@ from tests.plan import factory
 
 def phases(num_ranks: int, *, hardware: str = "h100-80g", frozen: bool = False, **recipe: object) -> Phases:
     settings = factory.recipe(**recipe)
-    pricing, _ = factory.pricing_for(settings, hardware)
-    model = pricing.shape
+    layer_costs, _ = factory.layer_costs_for(settings, hardware)
+    model = layer_costs.shape
     if frozen:
         model = replace(model, units=tuple(_frozen(u) if u.name == "vision" else u for u in model.units))
-    return Phases(model, pricing.costs, pricing.precision, pricing.batches, machine_for(settings, hardware), num_ranks)
+    return Phases(
+        model, layer_costs.costs, layer_costs.precision, layer_costs.batches, machine_for(settings, hardware), num_ranks
+    )
 
 
 def _frozen(unit: UnitShape) -> UnitShape:

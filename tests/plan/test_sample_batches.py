@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mmtrain.balance import Grouping
 from mmtrain.balance.methods import unit_tokens
 from mmtrain.errors import PlanError
-from mmtrain.plan.estimate.sample_batches import draw_batches
+from mmtrain.plan.estimate.sample_batches import sample_batches
 from tests.plan.factory import lengths, text_lengths
 
 
@@ -16,10 +16,10 @@ from tests.plan.factory import lengths, text_lengths
 def test_batches_are_whole_and_groups_fit(num_samples: int, global_batch: int, method: str) -> None:
     samples = lengths(num_samples)
     grouping = Grouping(384, 64, global_batch, method)  # type: ignore[arg-type]
-    drawn = draw_batches(samples, grouping, seed=3)
+    drawn = sample_batches(samples, grouping, seed=3)
     assert [len(groups) for groups in drawn.groups] == [global_batch] * 3
     assert all(0 < samples.tokens[g].sum() <= 384 for groups in drawn.groups for g in groups)
-    again = draw_batches(samples, grouping, seed=3)
+    again = sample_batches(samples, grouping, seed=3)
     assert [[g.tolist() for g in b] for b in drawn.groups] == [[g.tolist() for g in b] for b in again.groups]
 
 
@@ -29,11 +29,11 @@ def test_few_batches_stand_for_steps_that_differ() -> None:
     work = unit_tokens(samples)[1].astype(np.float64)
     share = work.sum(axis=0) / work[:, 0].sum()
     for seed in range(8):
-        drawn = draw_batches(samples, Grouping(384, 4096, 4), seed)
+        drawn = sample_batches(samples, Grouping(384, 4096, 4), seed)
         mean = work[np.concatenate([g for groups in drawn.groups for g in groups])].sum(axis=0)
         assert mean / mean[0] == pytest.approx(share, rel=0.08)
 
 
 def test_no_samples_are_an_error_of_the_data() -> None:
     with pytest.raises(PlanError, match=r"data\.sources: no usable sample"):
-        draw_batches(text_lengths(0), Grouping(384, 64, 2), seed=0)
+        sample_batches(text_lengths(0), Grouping(384, 64, 2), seed=0)

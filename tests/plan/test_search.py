@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from mmtrain.costs import machine_for
-from mmtrain.plan.estimate.evaluate import judge
+from mmtrain.plan.estimate.evaluate import evaluate_layout
 from mmtrain.plan.estimate.step_time_estimator import Rater
-from mmtrain.plan.search.best_first_search import SAME, TOLD, search
-from mmtrain.plan.search.layer_partition import graph_for, laid_out, least_seconds, tracks_of
-from mmtrain.plan.search.mesh_enumeration import bounded_sizings
+from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO, MAX_EXPLAINED_ASSIGNMENTS, best_first_search
+from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layer_chains, layout_graph, partitioned_layout
+from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
 from mmtrain.program.schedules.builder import in_flight
 from tests.plan.exhaustive import Instance, all_cuts, everything, least_step, placed, random_instance, squeezed
-from tests.plan.factory import pricing_for, recipe
+from tests.plan.factory import layer_costs_for, recipe
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({}, "cpu-core"),
@@ -29,15 +29,15 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 def holds(given: Instance, least: float) -> None:
     """The search finds the best of everything, which takes `least` seconds, and ranks by step time."""
-    outcome = search(given.sizings, given.pricing, given.choices, given.machine, at_least=1)
+    outcome = best_first_search(given.assignments, given.layer_costs, given.choices, given.machine, at_least=1)
     if least == math.inf:
-        assert not outcome.judged
+        assert not outcome.candidates
         return
-    assert least <= outcome.judged[0].step_time_s <= least * SAME
-    assert outcome.judged[0].peak_bytes <= given.machine.memory_bytes
-    assert sorted(j.step_time_s for j in outcome.judged[1:]) == [j.step_time_s for j in outcome.judged[1:]]
-    told = len(outcome.judged) + len(outcome.losers)
-    assert min(len(given.sizings), TOLD) <= told <= len(given.sizings)
+    assert least <= outcome.candidates[0].step_time_s <= least * EQUAL_STEP_TIME_RATIO
+    assert outcome.candidates[0].peak_bytes <= given.machine.memory_bytes
+    assert sorted(j.step_time_s for j in outcome.candidates[1:]) == [j.step_time_s for j in outcome.candidates[1:]]
+    told = len(outcome.candidates) + len(outcome.rejected)
+    assert min(len(given.assignments), MAX_EXPLAINED_ASSIGNMENTS) <= told <= len(given.assignments)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -71,46 +71,46 @@ def test_the_best_of_all_is_found_at_length(seed: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_ratings_bound_the_simulator_and_bounds_the_ratings(case: str) -> None:
     settings, hardware = recipe(**CASES[case][0]), CASES[case][1]
-    pricing, choices = pricing_for(settings, hardware)
+    layer_costs, choices = layer_costs_for(settings, hardware)
     machine = machine_for(settings, hardware)
-    rater, slack, rng = Rater(pricing, machine, None), 1 + 1e-9, np.random.default_rng(0)
+    rater, slack, rng = Rater(layer_costs, machine, None), 1 + 1e-9, np.random.default_rng(0)
     errors = []
-    for _, sizing in bounded_sizings(choices, 4):
-        tracks = tracks_of(sizing, pricing, choices)
-        cuts = list(all_cuts(tracks))
+    for _, assignment in bounded_mesh_assignments(choices, 4):
+        chains = layer_chains(assignment, layer_costs, choices)
+        cuts = list(all_cuts(chains))
         some = [cuts[at] for at in rng.permutation(len(cuts))[:2]]
-        rated = rater.rate(sizing, tracks, some, [None] * len(tracks))
+        rated = rater.rate(assignment, chains, some, [None] * len(chains))
         for chosen, rating in zip(some, rated, strict=True):
-            layout = laid_out(sizing, pricing, chosen)
-            simulated = judge(layout, pricing, machine).step_time_s
-            assert 0 < max(map(least_seconds, tracks)) <= rating * slack, sizing
-            assert rating <= simulated * slack, sizing
+            layout = partitioned_layout(assignment, layer_costs, chosen)
+            simulated = evaluate_layout(layout, layer_costs, machine).step_time_s
+            assert 0 < max(map(chain_time_lower_bound, chains)) <= rating * slack, assignment
+            assert rating <= simulated * slack, assignment
             errors.append(simulated / rating - 1)
-            assert rater.alive(sizing, chosen) == in_flight(graph_for(layout, pricing))
+            assert rater.alive(assignment, chosen) == in_flight(layout_graph(layout, layer_costs))
     assert np.median(errors) < 0.05
 
 
 def test_memory_decides_where_time_would_not() -> None:
     """A limit between the need of the fastest layout and that of others: another one, that fits, is chosen."""
     settings = recipe(parallel={"vision": {"recompute": "none"}, "llm": {"recompute": "none"}})
-    pricing, choices = pricing_for(settings)
-    candidates, machine = list(bounded_sizings(choices, 3)), machine_for(settings, "cpu-core")
-    fastest = search(candidates, pricing, choices, machine, at_least=1).judged[0]
+    layer_costs, choices = layer_costs_for(settings)
+    candidates, machine = list(bounded_mesh_assignments(choices, 3)), machine_for(settings, "cpu-core")
+    fastest = best_first_search(candidates, layer_costs, choices, machine, at_least=1).candidates[0]
     small = replace(machine, memory_bytes=fastest.peak_bytes * 0.9)
-    outcome = search(candidates, pricing, choices, small, at_least=1)
-    assert outcome.judged[0].peak_bytes <= small.memory_bytes
-    assert outcome.judged[0].step_time_s > fastest.step_time_s
+    outcome = best_first_search(candidates, layer_costs, choices, small, at_least=1)
+    assert outcome.candidates[0].peak_bytes <= small.memory_bytes
+    assert outcome.candidates[0].step_time_s > fastest.step_time_s
 
 
 def test_what_memory_demands_is_recomputed_and_no_more() -> None:
-    pricing, choices = pricing_for(recipe(vision=None, llm={"layers": 8}))
+    layer_costs, choices = layer_costs_for(recipe(vision=None, llm={"layers": 8}))
     machine = machine_for(recipe(), "cpu-core")
-    candidates = [(b, s) for b, s in bounded_sizings(choices, 2) if str(s) == "unified: tp1 pp2 dp1"]
+    candidates = [(b, s) for b, s in bounded_mesh_assignments(choices, 2) if str(s) == "unified: tp1 pp2 dp1"]
     peaks, recomputed = [], []
-    free = search(candidates, pricing, choices, machine, at_least=1).judged[0]
+    free = best_first_search(candidates, layer_costs, choices, machine, at_least=1).candidates[0]
     for share in (1.0, 0.9, 0.7):
         small = replace(machine, memory_bytes=share * free.peak_bytes)
-        found = search(candidates, pricing, choices, small, at_least=1).judged[0]
+        found = best_first_search(candidates, layer_costs, choices, small, at_least=1).candidates[0]
         assert found.peak_bytes <= small.memory_bytes
         peaks.append(found.peak_bytes)
         recomputed.append(sum(len(stage.recompute) for stage in found.layout.units["llm"].stages))
@@ -118,11 +118,13 @@ def test_what_memory_demands_is_recomputed_and_no_more() -> None:
 
 
 def test_the_heaviest_group_stands_for_all_where_they_are_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    pricing, choices = pricing_for(recipe())
+    layer_costs, choices = layer_costs_for(recipe())
     machine = machine_for(recipe(), "cpu-core")
-    for _, sizing in bounded_sizings(choices, 6):
-        layout = laid_out(sizing, pricing, next(all_cuts(tracks_of(sizing, pricing, choices))))
-        monkeypatch.setattr("mmtrain.plan.estimate.evaluate.ALL_GROUPS", 10**9)
-        whole = judge(layout, pricing, machine).step_time_s
-        monkeypatch.setattr("mmtrain.plan.estimate.evaluate.ALL_GROUPS", 0)
-        assert judge(layout, pricing, machine).step_time_s == pytest.approx(whole, rel=0.03), sizing
+    for _, assignment in bounded_mesh_assignments(choices, 6):
+        layout = partitioned_layout(
+            assignment, layer_costs, next(all_cuts(layer_chains(assignment, layer_costs, choices)))
+        )
+        monkeypatch.setattr("mmtrain.plan.estimate.evaluate.MAX_PASSES_OF_ALL_GROUPS", 10**9)
+        whole = evaluate_layout(layout, layer_costs, machine).step_time_s
+        monkeypatch.setattr("mmtrain.plan.estimate.evaluate.MAX_PASSES_OF_ALL_GROUPS", 0)
+        assert evaluate_layout(layout, layer_costs, machine).step_time_s == pytest.approx(whole, rel=0.03), assignment

@@ -9,14 +9,14 @@ from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.costs import machine_for, upstream_trains
 from mmtrain.models.model_shape import ModelEdge, ModelShape, UnitShape, build_model_shape
 from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated
-from mmtrain.plan.estimate.evaluate import judge
-from mmtrain.plan.estimate.sample_batches import BatchSample
+from mmtrain.plan.estimate.evaluate import evaluate_layout
+from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.estimate.step_time_estimator import Rater
-from mmtrain.plan.search.layer_partition import graph_for, least_seconds, tracks_of
-from mmtrain.plan.search.mesh_enumeration import Sizing
+from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layer_chains, layout_graph
+from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.program import build
 from mmtrain.program.ir.graph import StageId
-from tests.plan.factory import pricing_for, recipe
+from tests.plan.factory import layer_costs_for, recipe
 
 
 def drawing(model: ModelShape, freeze: tuple[str, ...] = ()) -> ModelShape:
@@ -40,30 +40,30 @@ def with_goals(lengths: SampleLengths) -> SampleLengths:
 @pytest.mark.parametrize("num_microbatches", [2, 8, 16])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_unit_after_the_llm_is_rated_and_judged_like_any_other(pp: int, num_microbatches: int) -> None:
-    pricing, choices = pricing_for(recipe())
-    pricing = replace(
-        pricing,
-        shape=drawing(pricing.shape),
-        batches=BatchSample(with_goals(pricing.batches.lengths), pricing.batches.groups),
-        recompute={**pricing.recompute, "generator": "none"},
+    layer_costs, choices = layer_costs_for(recipe())
+    layer_costs = replace(
+        layer_costs,
+        shape=drawing(layer_costs.shape),
+        batches=SampledBatches(with_goals(layer_costs.batches.lengths), layer_costs.batches.groups),
+        recompute={**layer_costs.recompute, "generator": "none"},
         encoder_microbatches={"generator": num_microbatches},
     )
     sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, pp, 1), "generator": MeshSize(1, 2, 1)}
     cuts = {"vision": (0, 5), "llm": (0, 3, 6) if pp == 2 else (0, 6), "generator": (0, 2, 5)}
     counts = {"vision": 8, "llm": 8, "generator": num_microbatches}
     layout = Layout("disaggregated", disaggregated(sizes, cuts), counts)
-    graph, machine = graph_for(layout, pricing), machine_for(recipe(), "cpu-core")
+    graph, machine = layout_graph(layout, layer_costs), machine_for(recipe(), "cpu-core")
     assert [str(s.id) for s in graph.stages if graph.has_loss(s.id)] == [f"llm.{pp - 1}", "generator.1"]
     build(graph)
-    sizing = Sizing("disaggregated", sizes, counts)
-    tracks = tracks_of(sizing, pricing, choices)
-    rated = Rater(pricing, machine, None).rate(sizing, tracks, [tuple(cuts.values())], [None] * 3)[0]
-    judged = judge(layout, pricing, machine)
+    assignment = MeshAssignment("disaggregated", sizes, counts)
+    chains = layer_chains(assignment, layer_costs, choices)
+    rated = Rater(layer_costs, machine, None).rate(assignment, chains, [tuple(cuts.values())], [None] * 3)[0]
+    judged = evaluate_layout(layout, layer_costs, machine)
     slack = 1 + 1e-9
-    assert 0 < max(map(least_seconds, tracks)) <= rated * slack
+    assert 0 < max(map(chain_time_lower_bound, chains)) <= rated * slack
     assert rated <= judged.step_time_s * slack
     assert set(judged.memory) == set(range(3 + pp))
-    loads = pricing.loads(sizing.spread)[0]
+    loads = layer_costs.loads(assignment.batch_split)[0]
     assert sum(rows for mb, rows in loads.rows_out.items() if mb.unit == "llm") > 0
 
 
@@ -71,7 +71,7 @@ def test_gradients_pass_a_frozen_llm_where_an_encoder_trains() -> None:
     model = build_model_shape(recipe())
     assert all(upstream_trains(drawing(model, ("llm",)))["generator"])
     assert not upstream_trains(drawing(model, ("vision", "llm", "generator")))["generator"][-1]
-    graph = graph_for(_layout(), replace(pricing_for(recipe())[0], shape=drawing(model, ("llm",))))
+    graph = layout_graph(_layout(), replace(layer_costs_for(recipe())[0], shape=drawing(model, ("llm",))))
     assert graph.needs_backward(StageId("generator", 0))
 
 

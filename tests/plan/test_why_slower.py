@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.costs import machine_for
 from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated, unified
-from mmtrain.plan.estimate.evaluate import Judged, judge
+from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout
 from mmtrain.plan.explain.why_slower import why_measured, why_slower
 from mmtrain.program import StageId
 from tests.plan import factory
@@ -15,42 +15,44 @@ from tests.plan import factory
 SETTINGS = factory.recipe()
 
 
-def judged(llm_cuts: tuple[int, ...], recompute: dict[str, range] | None = None) -> Judged:
+def judged(llm_cuts: tuple[int, ...], recompute: dict[str, range] | None = None) -> Candidate:
     """The encoder on one rank, the LLM's six layers on two."""
-    pricing, _ = factory.pricing_for(SETTINGS)
+    layer_costs, _ = factory.layer_costs_for(SETTINGS)
     sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, len(llm_cuts) - 1, 1)}
     units = disaggregated(sizes, {"vision": (0, 5), "llm": llm_cuts}, recompute or {})
     layout = Layout("disaggregated", units, {"vision": 8, "llm": 8})
-    return judge(layout, pricing, machine_for(SETTINGS, "cpu-core"))
+    return evaluate_layout(layout, layer_costs, machine_for(SETTINGS, "cpu-core"))
 
 
 @pytest.fixture(scope="module")
-def even() -> Judged:
+def even() -> Candidate:
     return judged((0, 3, 6))
 
 
 def test_the_busiest_rank_is_found_with_all_its_stages() -> None:
     """In one pipeline of one rank all stages are the busiest rank's."""
-    pricing, _ = factory.pricing_for(SETTINGS)
-    units = unified(pricing.shape, MeshSize(1, 1, 1), (0, 11))
-    alone = judge(Layout("unified", units, {"vision": 8, "llm": 8}), pricing, machine_for(SETTINGS, "cpu-core"))
-    assert alone.busiest == (StageId("vision", 0), StageId("llm", 0))
+    layer_costs, _ = factory.layer_costs_for(SETTINGS)
+    units = unified(layer_costs.shape, MeshSize(1, 1, 1), (0, 11))
+    alone = evaluate_layout(
+        Layout("unified", units, {"vision": 8, "llm": 8}), layer_costs, machine_for(SETTINGS, "cpu-core")
+    )
+    assert alone.busiest_stages == (StageId("vision", 0), StageId("llm", 0))
     assert alone.busiest_s == pytest.approx(alone.step_time_s * (1 - sum(alone.bubbles.values())), rel=1e-4)
 
 
-def test_a_plan_that_recomputes_computes_more(even: Judged) -> None:
+def test_a_plan_that_recomputes_computes_more(even: Candidate) -> None:
     again = judged((0, 3, 6), {"vision": range(5), "llm": range(6)})
     said = why_slower(again, even)
     assert "x slower: its ranks compute " in said
     assert said.endswith("more, recomputing 11 layers and not 0")
 
 
-def test_a_plan_cut_unevenly_is_called_so(even: Judged) -> None:
+def test_a_plan_cut_unevenly_is_called_so(even: Candidate) -> None:
     said = why_slower(judged((0, 1, 6)), even)
     assert "x slower: uneven, ranks with llm 1-5 compute " in said
 
 
-def test_a_plan_that_waits_says_for_what_more(even: Judged) -> None:
+def test_a_plan_that_waits_says_for_what_more(even: Candidate) -> None:
     """The same work, evenly spread, in a longer step: all that has grown is the pipeline's draining."""
     busy = 1 - sum(even.bubbles.values())
     flat = replace(even, busiest_s=busy * even.step_time_s)
@@ -62,7 +64,7 @@ def test_a_plan_that_waits_says_for_what_more(even: Judged) -> None:
     )
 
 
-def test_what_was_measured_counts(even: Judged) -> None:
+def test_what_was_measured_counts(even: Candidate) -> None:
     slow = replace(even, step_time_s=1.5 * even.step_time_s)
     assert why_measured(slow, even, 1.25) == "1.25x slower as measured, 1.50x predicted"
     assert why_measured(slow, even, math.inf) == "could not be run here"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mmtrain.plan import Plan
-from mmtrain.plan.estimate.simulate_plan import rehearse
+from mmtrain.plan.estimate.simulate_plan import simulate_plan
 from mmtrain.plan.planner import plan
 from mmtrain.program import Timeline
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
@@ -23,10 +23,10 @@ def rehearsed() -> tuple[Plan, Timeline]:
     """A plan on two ranks, and its step simulated."""
     settings = factory.recipe()
     chosen = plan(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
-    pricing, _ = factory.pricing_for(settings)
+    layer_costs, _ = factory.layer_costs_for(settings)
     dp = {name: unit.dp for name, unit in chosen.units.items()}
-    [batch, *_] = pricing.batches.lay_out(dp, chosen.schedule.num_microbatches)
-    return chosen, rehearse(settings, chosen, batch)
+    [batch, *_] = layer_costs.batches.lay_out(dp, chosen.schedule.num_microbatches)
+    return chosen, simulate_plan(settings, chosen, batch)
 
 
 def metrics(step: int, **changes: Any) -> StepMetrics:

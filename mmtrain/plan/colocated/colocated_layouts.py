@@ -8,7 +8,7 @@ import numpy as np
 
 from mmtrain.plan.artifact.layout import Layout, MeshSize
 from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
-from mmtrain.plan.estimate.layer_costs import Pricing, counts_of
+from mmtrain.plan.estimate.layer_costs import LayerCosts, num_microbatches_of
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.min_max_partition import min_max_partition
 from mmtrain.program.ir.graph import LLM
@@ -45,20 +45,23 @@ def encoder_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator
 
 
 def colocated_layout(
-    pricing: Pricing, encoders: Mapping[str, MeshSize], llm: MeshSize, recompute: Mapping[str, float] | None = None
+    layer_costs: LayerCosts,
+    encoders: Mapping[str, MeshSize],
+    llm: MeshSize,
+    recompute: Mapping[str, float] | None = None,
 ) -> Layout | None:
     """Cut every unit into stages of equal time; None if it has too few layers for that.
 
     recompute: by unit, the share of each stage's layers that is recomputed, where the recipe does not say all.
     """
-    sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in pricing.shape.units}
-    spread = pricing.spread({name: size.dp for name, size in sizes.items()})
+    sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in layer_costs.shape.units}
+    spread = layer_costs.batch_split({name: size.dp for name, size in sizes.items()})
     units = {}
     for name, size in sizes.items():
-        cuts = min_max_partition(pricing.line(name, size.tp, spread).seconds.tolist(), size.pp * size.vpp)
+        cuts = min_max_partition(layer_costs.unit_costs(name, size.tp, spread).seconds.tolist(), size.pp * size.vpp)
         if cuts is None:
             return None
-        share = 1.0 if pricing.recompute[name] == "all" else (recompute or {}).get(name, 0.0)
+        share = 1.0 if layer_costs.recompute[name] == "all" else (recompute or {}).get(name, 0.0)
         stages = tuple(
             StagePlan(
                 stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(range(lo, lo + ceil(share * (hi - lo))))
@@ -70,11 +73,11 @@ def colocated_layout(
             pp=size.pp,
             dp=size.dp,
             vpp=size.vpp,
-            sp=pricing.slices(name, size.tp),
+            sp=layer_costs.has_sp(name, size.tp),
             ranks=_on_top(size, llm),
             stages=stages,
         )
-    return Layout("colocated", units, counts_of(spread))
+    return Layout("colocated", units, num_microbatches_of(spread))
 
 
 def _on_top(size: MeshSize, llm: MeshSize) -> tuple[int, ...]:

@@ -13,12 +13,12 @@ from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_s
 from mmtrain.plan.colocated.encoder_order import least_alive, llm_alone, plan_order
 from mmtrain.plan.colocated.stage_kernels import compute_share
 from mmtrain.plan.colocated.tp_bubbles import beside_collectives, finer
-from mmtrain.plan.estimate.evaluate import Judged, judge, memory_of
-from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, Pricing, counts_of
-from mmtrain.plan.estimate.memory_fit import misfit
-from mmtrain.plan.search.best_first_search import SAME, Outcome, Progress
+from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout, schedule_memory
+from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, LayerCosts, num_microbatches_of
+from mmtrain.plan.estimate.memory_fit import explain_misfit
+from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO, Progress, SearchResults
 from mmtrain.plan.search.constraints import UnitChoices
-from mmtrain.plan.search.layer_partition import graph_for
+from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program.ir.graph import LLM
 
 TRIED = 8  # layouts whose orders are planned and simulated
@@ -39,13 +39,13 @@ class _Sizes:
 
 
 def colocated_candidates(
-    pricing: Pricing,
+    layer_costs: LayerCosts,
     choices: Mapping[str, UnitChoices],
     machine: Hardware,
     world_size: int,
     fastest: float = math.inf,
     progress: Progress | None = None,
-) -> Outcome:
+) -> SearchResults:
     """Plan and simulate the colocated layouts on `world_size` ranks that may beat `fastest` seconds.
 
     Layouts are tried in the order of what they take at least: the LLM its pipeline, a rank its share of all work. Of
@@ -55,37 +55,37 @@ def colocated_candidates(
     nothing fits otherwise and the recipe leaves it open, layers are recomputed, encoders' before the LLM's.
     Models with a unit behind the LLM have no colocated layouts here, nor those without one before it.
     """
-    encoders = {edge.src for edge in pricing.shape.edges if edge.dst == LLM}
-    if not encoders or {unit.name for unit in pricing.shape.units} != encoders | {LLM}:
-        return Outcome((), ())
-    judged: list[Judged] = []
+    encoders = {edge.src for edge in layer_costs.shape.edges if edge.dst == LLM}
+    if not encoders or {unit.name for unit in layer_costs.shape.units} != encoders | {LLM}:
+        return SearchResults((), ())
+    judged: list[Candidate] = []
     losers: list[Alternative] = []
-    levels, tried, others = _recomputed(pricing), 0, fastest
-    every = _all_sizes(pricing, choices, world_size, beside_collectives(machine))
+    levels, tried, others = _recomputed(layer_costs), 0, fastest
+    every = _all_sizes(layer_costs, choices, world_size, beside_collectives(machine))
     for sizes in sorted(every, key=lambda s: (s.bound, s.llm.pp, s.llm.tp)):
-        if sizes.bound > fastest * SAME:  # as is all that follows
+        if sizes.bound > fastest * EQUAL_STEP_TIME_RATIO:  # as is all that follows
             losers.append(_lost(sizes, f"at least {sizes.bound / fastest:.2f}x slower: its work cannot be done sooner"))
             break
         if tried >= TRIED:
             break
         if progress is not None:
             progress(tried, TRIED)
-        at = cache(partial(_at_level, sizes, levels, pricing, machine))
+        at = cache(partial(_at_level, sizes, levels, layer_costs, machine))
         smallest = at(len(levels) - 1)
-        found: Judged | Alternative | None = smallest if isinstance(smallest, Alternative) else None
+        found: Candidate | Alternative | None = smallest if isinstance(smallest, Alternative) else None
         for level in _enough(at, len(levels)) if isinstance(smallest, Layout) else ():
             layout = at(level)
-            limit = fastest * SAME if judged else math.inf  # one is simulated, for the ranking
-            found = _judged(sizes, layout, pricing, machine, limit) if isinstance(layout, Layout) else layout
+            limit = fastest * EQUAL_STEP_TIME_RATIO if judged else math.inf  # one is simulated, for the ranking
+            found = _judged(sizes, layout, layer_costs, machine, limit) if isinstance(layout, Layout) else layout
             tried += isinstance(layout, Layout)
             if not isinstance(found, Alternative) or found.peak_memory_gib is None:
                 break  # recomputing more would make room, which is not what it lacks
-        if isinstance(found, Judged):
+        if isinstance(found, Candidate):
             judged.append(found)
             fastest = min(fastest, found.step_time_s)
         elif found is not None:
             losers.append(found)
-    return Outcome(finer(judged, pricing, machine, others), tuple(losers))
+    return SearchResults(finer(judged, layer_costs, machine, others), tuple(losers))
 
 
 def fits_on(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
@@ -93,12 +93,14 @@ def fits_on(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
     return len(choices) > 1 and any(True for llm in llm_sizes(choices, world_size) for _ in encoder_sizes(choices, llm))
 
 
-def _all_sizes(pricing: Pricing, choices: Mapping[str, UnitChoices], world_size: int, beside: bool) -> Iterator[_Sizes]:
+def _all_sizes(
+    layer_costs: LayerCosts, choices: Mapping[str, UnitChoices], world_size: int, beside: bool
+) -> Iterator[_Sizes]:
     work: dict[tuple[str, int], float] = {}
     for one in llm_sizes(choices, world_size):
         for llm in _with_chunks(one, choices[LLM]):
             for encoders in encoder_sizes(choices, one):
-                yield _Sizes(encoders, llm, _bound(pricing, encoders, llm, work, beside))
+                yield _Sizes(encoders, llm, _bound(layer_costs, encoders, llm, work, beside))
 
 
 def _with_chunks(size: MeshSize, unit: UnitChoices) -> Iterator[MeshSize]:
@@ -108,7 +110,7 @@ def _with_chunks(size: MeshSize, unit: UnitChoices) -> Iterator[MeshSize]:
 
 
 def _bound(
-    pricing: Pricing,
+    layer_costs: LayerCosts,
     encoders: Mapping[str, MeshSize],
     llm: MeshSize,
     work: dict[tuple[str, int], float],
@@ -119,28 +121,28 @@ def _bound(
     work: rank-seconds of an encoder with a tp, over all its replicas; known from the first sizes that are asked for, as
     how its items are shared out hardly changes it. beside: one unit's collectives may run beside another's compute.
     """
-    sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in pricing.shape.units}
-    spread = pricing.spread({name: size.dp for name, size in sizes.items()})
-    count = counts_of(spread)
+    sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in layer_costs.shape.units}
+    spread = layer_costs.batch_split({name: size.dp for name, size in sizes.items()})
+    count = num_microbatches_of(spread)
 
     def of_rank(name: str) -> float:
-        return float(pricing.line(name, sizes[name].tp, spread).seconds.sum()) / sizes[name].pp * count[name]
+        return float(layer_costs.unit_costs(name, sizes[name].tp, spread).seconds.sum()) / sizes[name].pp * count[name]
 
     for name, size in encoders.items():
         if (name, size.tp) not in work:
-            share = compute_share(pricing, name, size.tp, spread) if beside else 1.0
+            share = compute_share(layer_costs, name, size.tp, spread) if beside else 1.0
             work[name, size.tp] = of_rank(name) * size.ranks * share
-    one = pricing.prices(LLM, llm.tp, spread).mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * count[LLM]
+    one = layer_costs.unit_times(LLM, llm.tp, spread).mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * count[LLM]
     alone = one * (1 + (llm.pp - 1) / llm.vpp / count[LLM])
     if beside and (LLM, llm.tp) not in work:
-        work[LLM, llm.tp] = compute_share(pricing, LLM, llm.tp, spread)
+        work[LLM, llm.tp] = compute_share(layer_costs, LLM, llm.tp, spread)
     one *= work[LLM, llm.tp] if beside else 1.0
     return float(max(alone, one + sum(work[name, size.tp] / size.ranks for name, size in encoders.items())))
 
 
-def _recomputed(pricing: Pricing) -> list[dict[str, float]]:
+def _recomputed(layer_costs: LayerCosts) -> list[dict[str, float]]:
     """Shares of layers to recompute where the recipe leaves it open: more and more of the encoders', then the LLM's."""
-    free = [unit for unit, wanted in pricing.recompute.items() if wanted == "auto"]
+    free = [unit for unit, wanted in layer_costs.recompute.items() if wanted == "auto"]
     encoders = [{unit: share for unit in free if unit != LLM} for share in SHARES]
     return encoders + [encoders[-1] | {LLM: share} for share in SHARES[1:] if LLM in free]
 
@@ -151,29 +153,31 @@ def _enough(at: Callable[[int], _Found], num_levels: int) -> range:
 
 
 def _at_level(
-    sizes: _Sizes, levels: Sequence[Mapping[str, float]], pricing: Pricing, machine: Hardware, level: int
+    sizes: _Sizes, levels: Sequence[Mapping[str, float]], layer_costs: LayerCosts, machine: Hardware, level: int
 ) -> _Found:
-    return _layout(sizes, levels[level], pricing, machine)
+    return _layout(sizes, levels[level], layer_costs, machine)
 
 
-def _layout(sizes: _Sizes, recompute: Mapping[str, float], pricing: Pricing, machine: Hardware) -> _Found:
+def _layout(sizes: _Sizes, recompute: Mapping[str, float], layer_costs: LayerCosts, machine: Hardware) -> _Found:
     """The sizes as a layout, or why no order of it can run; None if the layers are too few."""
-    layout = colocated_layout(pricing, sizes.encoders, sizes.llm, recompute)
+    layout = colocated_layout(layer_costs, sizes.encoders, sizes.llm, recompute)
     if layout is None:
         return None
     if tp_group := split_tp_group(layout.units, machine.ranks_per_node):
         return _lost(sizes, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
-    graph = graph_for(layout, pricing)
-    least = pricing.memory(graph, least_alive(graph))
+    graph = layout_graph(layout, layer_costs)
+    least = layer_costs.memory(graph, least_alive(graph))
     if max(memory.total for memory in least.values()) > machine.memory_bytes:
-        return _too_large(sizes, pricing, least, machine)
+        return _too_large(sizes, layer_costs, least, machine)
     return layout
 
 
-def _judged(sizes: _Sizes, layout: Layout, pricing: Pricing, machine: Hardware, limit: float) -> Judged | Alternative:
+def _judged(
+    sizes: _Sizes, layout: Layout, layer_costs: LayerCosts, machine: Hardware, limit: float
+) -> Candidate | Alternative:
     """The faster of planned and coarse order that fits, or why none does, or that the LLM by itself takes too long."""
-    graph = graph_for(layout, pricing)
-    alone = llm_alone(graph, pricing, machine)
+    graph = layout_graph(layout, layer_costs)
+    alone = llm_alone(graph, layer_costs, machine)
     if alone.step_time_s > limit:
         again = (
             " with the layers recomputed that memory demands"
@@ -185,16 +189,16 @@ def _judged(sizes: _Sizes, layout: Layout, pricing: Pricing, machine: Hardware, 
     fitting: list[SchedulePlan] = []
     coarse = SchedulePlan(kind="coarse", num_microbatches=counts)
     for ahead in (None, 2 * sizes.llm.pp, 0):
-        order = plan_order(graph, pricing, machine, ahead=ahead, alone=alone)
+        order = plan_order(graph, layer_costs, machine, ahead=ahead, alone=alone)
         planned = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
         for schedule in (planned, coarse) if ahead is None else (planned,):
-            memory = memory_of(graph, schedule, pricing)
+            memory = schedule_memory(graph, schedule, layer_costs)
             if max(m.total for m in memory.values()) <= machine.memory_bytes:
                 fitting.append(schedule)
         if fitting:
-            tried = [judge(layout, pricing, machine, schedule) for schedule in fitting]
+            tried = [evaluate_layout(layout, layer_costs, machine, schedule) for schedule in fitting]
             return min(tried, key=lambda one: one.step_time_s)
-    return _too_large(sizes, pricing, memory, machine)
+    return _too_large(sizes, layer_costs, memory, machine)
 
 
 def _lost(sizes: _Sizes, reason: str, peak_gib: float | None = None) -> Alternative:
@@ -203,6 +207,8 @@ def _lost(sizes: _Sizes, reason: str, peak_gib: float | None = None) -> Alternat
     )
 
 
-def _too_large(sizes: _Sizes, pricing: Pricing, memory: Mapping[int, RankMemory], machine: Hardware) -> Alternative:
-    found = misfit(pricing, memory, machine)
+def _too_large(
+    sizes: _Sizes, layer_costs: LayerCosts, memory: Mapping[int, RankMemory], machine: Hardware
+) -> Alternative:
+    found = explain_misfit(layer_costs, memory, machine)
     return _lost(sizes, found.reason, found.need_gib)

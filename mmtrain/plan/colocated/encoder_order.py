@@ -22,8 +22,8 @@ from mmtrain.plan.colocated.bubbles import FloatArray, FreeTime
 from mmtrain.plan.colocated.emit_order import Work, written
 from mmtrain.plan.colocated.latest_forwards import forwards_latest
 from mmtrain.plan.colocated.stage_kernels import StageKernels, gaps_of, segment_costs, stage_kernels
-from mmtrain.plan.estimate.evaluate import Judged, PricedTiming, model_timing, rehearsed
-from mmtrain.plan.estimate.layer_costs import Pricing, sizes_of
+from mmtrain.plan.estimate.evaluate import Candidate, PrecomputedTiming, model_timing, simulate_first_batch
+from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
 from mmtrain.program.ir.actions import (
     Backward,
     Compute,
@@ -48,21 +48,26 @@ _WAYS: tuple[Direction, Direction] = ("F", "B")
 
 
 def plan_order(
-    graph: StageGraph, pricing: Pricing, machine: Hardware, *, ahead: int | None = None, alone: Timeline | None = None
+    graph: StageGraph,
+    layer_costs: LayerCosts,
+    machine: Hardware,
+    *,
+    ahead: int | None = None,
+    alone: Timeline | None = None,
 ) -> Order:
     """Put the encoders of a colocated graph into the bubbles of its LLM, for microbatches of mean cost.
 
     Args:
         graph: the layout's.
-        pricing: what its layers cost.
+        layer_costs: what its layers cost.
         machine: what they run on.
         ahead: microbatches by which a forward may be ahead of the LLM's, and a backward behind it: fewer hold fewer
             activations, but what finds no bubble then makes the LLM wait in its midst. Default: any number.
         alone: `llm_alone` of the same LLM, to save its making.
     """
-    alone = alone or llm_alone(graph, pricing, machine)
+    alone = alone or llm_alone(graph, layer_costs, machine)
     costs = {
-        (stage.id, kind): segment_costs(pricing, graph, stage.id, kind) for stage in graph.stages for kind in _WAYS
+        (stage.id, kind): segment_costs(layer_costs, graph, stage.id, kind) for stage in graph.stages for kind in _WAYS
     }
     gaps = {key: gaps_of(each) for key, each in costs.items() if key[0].unit == LLM}
     spans = _put_off(graph, alone)
@@ -85,7 +90,7 @@ def plan_order(
     return {rank: once[tuple(map(id, todo))] for rank, todo in sorted(tasks.items())}
 
 
-def scheduling_efficiency(judged: Judged, pricing: Pricing, machine: Hardware) -> float | None:
+def scheduling_efficiency(judged: Candidate, layer_costs: LayerCosts, machine: Hardware) -> float | None:
     """Share of the encoders' compute that lies inside the LLM's own step, of the first drawn batch; None if apart.
 
     That step begins with the LLM's first forward and takes what the LLM takes by itself (Optimus' measure).
@@ -93,10 +98,10 @@ def scheduling_efficiency(judged: Judged, pricing: Pricing, machine: Hardware) -
     if judged.layout.placement != "colocated":
         return None
     graph = judged.graph
-    alone = llm_alone(graph, pricing, machine).step_time_s
+    alone = llm_alone(graph, layer_costs, machine).step_time_s
     work = [
         (span.action.stage.unit, span.start_s, span.duration_s)
-        for span in rehearsed(judged, pricing, machine).spans
+        for span in simulate_first_batch(judged, layer_costs, machine).spans
         if isinstance(span.action, Compute)
     ]
     begin = min(start for unit, start, _ in work if unit == LLM)
@@ -110,15 +115,15 @@ def scheduling_efficiency(judged: Judged, pricing: Pricing, machine: Hardware) -
 # The LLM by itself -------------------------------------------------------------------------------------------------
 
 
-def llm_alone(graph: StageGraph, pricing: Pricing, machine: Hardware) -> Timeline:
+def llm_alone(graph: StageGraph, layer_costs: LayerCosts, machine: Hardware) -> Timeline:
     """The LLM of one replica group without its encoders, every microbatch of mean cost."""
     only = _only_llm(graph)
     seconds = {
         sid: (float(s.forward.mean()), float(s.backward.mean()))
-        for sid, s in pricing.stage_seconds(graph).items()
+        for sid, s in layer_costs.stage_seconds(graph).items()
         if sid.unit == LLM
     }
-    model = model_timing(only, pricing, pricing.loads(sizes_of(graph))[0], machine)
+    model = model_timing(only, layer_costs, layer_costs.loads(batch_split_of(graph))[0], machine)
     return simulate(lower(build_1f1b(only)), _Typical(model, seconds), 1)
 
 
@@ -147,7 +152,7 @@ def _only_llm(graph: StageGraph) -> StageGraph:
 
 
 @dataclass(frozen=True)
-class _Typical(PricedTiming):
+class _Typical(PrecomputedTiming):
     """The same seconds for every microbatch."""
 
     seconds: Mapping[StageId, tuple[float, float]]  # forward, backward

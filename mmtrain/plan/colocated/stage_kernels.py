@@ -13,7 +13,7 @@ import numpy as np
 from mmtrain.costs import ComputeKind, PieceCost, TokenLoad
 from mmtrain.costs.block_pieces import scaled
 from mmtrain.plan.colocated.bubbles import Kernels
-from mmtrain.plan.estimate.layer_costs import AGAIN, BACKWARD, FORWARD, Pricing, Spread, sizes_of
+from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, BatchSplit, LayerCosts, batch_split_of
 from mmtrain.program.ir.actions import Direction
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.ir.segments import segments_of
@@ -36,22 +36,22 @@ class Gap:
     after: int  # segments that have been run by then
 
 
-def segment_costs(pricing: Pricing, graph: StageGraph, stage: StageId, kind: Direction) -> tuple[PieceCost, ...]:
+def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, kind: Direction) -> tuple[PieceCost, ...]:
     """Mean seconds of a stage's segments for a microbatch, in the order in which they run."""
-    held, mesh, spread = graph.stage(stage), graph.mesh(stage.unit), sizes_of(graph)
-    mean = pricing.prices(stage.unit, mesh.tp, spread).mean
-    layers, needed = pricing.shape.unit(stage.unit).layers, pricing.input_grad[stage.unit]
-    load = _mean_load(pricing, stage.unit, spread) if held.pieces else None
+    held, mesh, spread = graph.stage(stage), graph.mesh(stage.unit), batch_split_of(graph)
+    mean = layer_costs.unit_times(stage.unit, mesh.tp, spread).mean
+    layers, needed = layer_costs.shape.unit(stage.unit).layers, layer_costs.input_grad[stage.unit]
+    load = _mean_load(layer_costs, stage.unit, spread) if held.pieces else None
     found: list[PieceCost] = []
     for i in range(*held.layers):
         total = float(mean[i, FORWARD])
         if kind == "B":
-            total = float(mean[i, BACKWARD] + (mean[i, AGAIN] if i in held.recompute else 0.0))
+            total = float(mean[i, BACKWARD] + (mean[i, RECOMPUTE] if i in held.recompute else 0.0))
         if load is None or held.pieces[i - held.layers[0]] == 1:
             found.append(PieceCost(total, 0.0))
             continue
         name: ComputeKind = "forward" if kind == "F" else "backward"
-        pieces = pricing.costs.pieces(
+        pieces = layer_costs.costs.pieces(
             layers[i],
             mesh.tp,
             load,
@@ -64,16 +64,16 @@ def segment_costs(pricing: Pricing, graph: StageGraph, stage: StageId, kind: Dir
     return tuple(found if kind == "F" else found[::-1])
 
 
-def compute_share(pricing: Pricing, unit: str, tp: int, spread: Spread) -> float:
+def compute_share(layer_costs: LayerCosts, unit: str, tp: int, spread: BatchSplit) -> float:
     """Share of a unit's forwards and backwards that is not spent on collectives between pieces of its layers."""
-    load = _mean_load(pricing, unit, spread)
-    layers = zip(pricing.shape.unit(unit).layers, pricing.input_grad[unit], strict=True)
+    load = _mean_load(layer_costs, unit, spread)
+    layers = zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True)
     ways: tuple[ComputeKind, ComputeKind] = ("forward", "backward")
     each = [
         (count, piece)
         for (layer, needed), count in Counter(layers).items()
         for way in ways
-        for piece in pricing.costs.pieces(layer, tp, load, way, input_grad=needed)
+        for piece in layer_costs.costs.pieces(layer, tp, load, way, input_grad=needed)
     ]
     total = sum(count * sum(piece) for count, piece in each)
     return sum(count * piece.compute_s for count, piece in each) / total if total else 1.0
@@ -119,7 +119,7 @@ def _joined(costs: Sequence[PieceCost], grain_s: float) -> Iterator[tuple[int, i
             lo, total = at + 1, 0.0
 
 
-def _mean_load(pricing: Pricing, unit: str, spread: Spread) -> TokenLoad:
-    loads = pricing.grid(unit, spread)
+def _mean_load(layer_costs: LayerCosts, unit: str, spread: BatchSplit) -> TokenLoad:
+    loads = layer_costs.microbatch_loads(unit, spread)
     columns = (loads.tokens, loads.sum_sq, loads.max_len, loads.num_sequences)
     return TokenLoad(*(round(float(np.mean(column))) for column in columns))

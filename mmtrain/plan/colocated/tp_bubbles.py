@@ -10,9 +10,9 @@ from mmtrain.costs import Hardware
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import in_pieces
 from mmtrain.plan.colocated.encoder_order import llm_alone, plan_order
-from mmtrain.plan.estimate.evaluate import Judged, judge, memory_of
-from mmtrain.plan.estimate.layer_costs import Pricing
-from mmtrain.plan.search.layer_partition import graph_for
+from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout, schedule_memory
+from mmtrain.plan.estimate.layer_costs import LayerCosts
+from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program.ir.graph import LLM
 
 TRIED = 2  # layouts, the fastest first
@@ -23,7 +23,9 @@ def beside_collectives(machine: Hardware) -> bool:
     return machine.name != "cpu-core"
 
 
-def finer(candidates: Sequence[Judged], pricing: Pricing, machine: Hardware, fastest: float) -> tuple[Judged, ...]:
+def finer(
+    candidates: Sequence[Candidate], layer_costs: LayerCosts, machine: Hardware, fastest: float
+) -> tuple[Candidate, ...]:
     """The candidates, of which the fastest few are replaced by orders in pieces that are faster and fit.
 
     fastest: seconds of a step that is known; candidates whose LLM alone takes as long stay as they are.
@@ -32,25 +34,25 @@ def finer(candidates: Sequence[Judged], pricing: Pricing, machine: Hardware, fas
         return tuple(candidates)
     ranked = sorted(candidates, key=lambda one: one.step_time_s)
     first = [id(one) for one in ranked if one.layout.units[LLM].tp > 1][:TRIED]
-    return tuple(_finer(one, pricing, machine, fastest) if id(one) in first else one for one in candidates)
+    return tuple(_finer(one, layer_costs, machine, fastest) if id(one) in first else one for one in candidates)
 
 
-def _finer(judged: Judged, pricing: Pricing, machine: Hardware, fastest: float) -> Judged:
+def _finer(judged: Candidate, layer_costs: LayerCosts, machine: Hardware, fastest: float) -> Candidate:
     """The candidate with pieces in gaps where that is faster and fits, else as it is."""
-    whole = graph_for(judged.layout, pricing)
-    alone = llm_alone(whole, pricing, machine)
+    whole = layout_graph(judged.layout, layer_costs)
+    alone = llm_alone(whole, layer_costs, machine)
     if alone.step_time_s >= fastest:
         return judged
-    graph = in_pieces(whole, pricing.shape, [m.unit for m in whole.meshes if pricing.slices(m.unit, m.tp)])
+    graph = in_pieces(whole, layer_costs.shape, [m.unit for m in whole.meshes if layer_costs.has_sp(m.unit, m.tp)])
     for ahead in (None, 2 * judged.layout.units[LLM].pp, 0):
         schedule = SchedulePlan(
             kind="explicit",
             num_microbatches=dict(judged.layout.num_microbatches),
-            order=plan_order(graph, pricing, machine, ahead=ahead, alone=alone),
+            order=plan_order(graph, layer_costs, machine, ahead=ahead, alone=alone),
             pieces=True,
         )
-        memory = memory_of(graph, schedule, pricing)
+        memory = schedule_memory(graph, schedule, layer_costs)
         if max(held.total for held in memory.values()) <= machine.memory_bytes:
-            found = judge(judged.layout, pricing, machine, schedule)
+            found = evaluate_layout(judged.layout, layer_costs, machine, schedule)
             return found if found.step_time_s < judged.step_time_s else judged
     return judged

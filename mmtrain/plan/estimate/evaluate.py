@@ -12,8 +12,8 @@ from mmtrain.errors import ProgramError
 from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import in_pieces
-from mmtrain.plan.estimate.layer_costs import Pricing, StageSeconds, sizes_of
-from mmtrain.plan.search.layer_partition import graph_for
+from mmtrain.plan.estimate.layer_costs import LayerCosts, StageSeconds, batch_split_of
+from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program.ir.actions import Collective, Compute, Forward, Partial, Send
 from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
 from mmtrain.program.ir.program import Program
@@ -28,11 +28,11 @@ from mmtrain.program.verify.live_activations import peak_live
 
 IntArray = npt.NDArray[np.int64]
 
-ALL_GROUPS = 2_000  # forwards and backwards of a step up to which every replica group is simulated
+MAX_PASSES_OF_ALL_GROUPS = 2_000  # forwards and backwards of a step up to which every replica group is simulated
 
 
 @dataclass(frozen=True)
-class Judged:
+class Candidate:
     """A layout that fits, with what the simulator says of it on the drawn batches (means)."""
 
     layout: Layout
@@ -40,7 +40,7 @@ class Judged:
     step_time_s: float
     bubbles: Mapping[str, float]  # kind -> share of all rank-seconds
     memory: Mapping[int, RankMemory]  # ranks of the first replica group
-    busiest: tuple[StageId, ...]  # the stages of the rank that computes most
+    busiest_stages: tuple[StageId, ...]  # the stages of the rank that computes most
     busiest_s: float  # what it computes in a step
     schedule: SchedulePlan
 
@@ -50,33 +50,33 @@ class Judged:
         return max(m.total for m in self.memory.values())
 
 
-def judge(
+def evaluate_layout(
     layout: Layout,
-    pricing: Pricing,
+    layer_costs: LayerCosts,
     machine: Hardware,
     schedule: SchedulePlan | None = None,
     memory: Mapping[int, RankMemory] | None = None,
-) -> Judged:
+) -> Candidate:
     """Simulate the layout's program, by default that of 1F1B, on every drawn batch.
 
     All replica groups are, unless there are very many: then the one with most work in each batch stands for them.
     memory: what ranks hold, where that is known.
     """
     schedule = schedule or SchedulePlan(num_microbatches=dict(layout.num_microbatches))
-    graph = graph_for(layout, pricing)
+    graph = layout_graph(layout, layer_costs)
     if schedule.pieces:
-        graph = in_pieces(graph, pricing.shape, [m.unit for m in graph.meshes if pricing.slices(m.unit, m.tp)])
-    compute, timings, num_groups = _program(graph, schedule, pricing, machine)
+        graph = in_pieces(graph, layer_costs.shape, [m.unit for m in graph.meshes if layer_costs.has_sp(m.unit, m.tp)])
+    compute, timings, num_groups = _program(graph, schedule, layer_costs, machine)
     program, lines = _simulated(compute, schedule, timings, num_groups)
     seconds = timings[0].seconds
     step_time = sum(t.step_time_s for t in lines) / len(lines)
     shares = [t.bubble_shares() for t in lines]
-    return Judged(
+    return Candidate(
         layout,
         graph,
         step_time,
         {kind: sum(s[kind] for s in shares) / len(shares) for kind in shares[0]},
-        memory or pricing.memory(graph, None if schedule.kind == "1f1b" else most_alive(program)),
+        memory or layer_costs.memory(graph, None if schedule.kind == "1f1b" else peak_in_flight(program)),
         *_busiest(graph, seconds),
         schedule,
     )
@@ -95,14 +95,14 @@ def _busiest(graph: StageGraph, seconds: Mapping[StageId, StageSeconds]) -> tupl
     return held[rank], busy[rank]
 
 
-def rehearsed(judged: Judged, pricing: Pricing, machine: Hardware) -> Timeline:
+def simulate_first_batch(judged: Candidate, layer_costs: LayerCosts, machine: Hardware) -> Timeline:
     """The layout's step on the first drawn batch."""
-    compute, timings, num_groups = _program(judged.graph, judged.schedule, pricing, machine)
+    compute, timings, num_groups = _program(judged.graph, judged.schedule, layer_costs, machine)
     return _simulated(compute, judged.schedule, timings[:1], num_groups)[1][0]
 
 
 def _simulated(
-    compute: Program, schedule: SchedulePlan, timings: "Sequence[DrawnTiming]", num_groups: int
+    compute: Program, schedule: SchedulePlan, timings: "Sequence[SampledBatchTiming]", num_groups: int
 ) -> tuple[Program, list[Timeline]]:
     """The program with its communication, lowered as `program.build` would, and its step on each batch.
 
@@ -119,30 +119,30 @@ def _simulated(
 
 
 def _program(
-    graph: StageGraph, schedule: SchedulePlan, pricing: Pricing, machine: Hardware
-) -> tuple[Program, "list[DrawnTiming]", int]:
+    graph: StageGraph, schedule: SchedulePlan, layer_costs: LayerCosts, machine: Hardware
+) -> tuple[Program, "list[SampledBatchTiming]", int]:
     """What the ranks that stand for others compute, what that takes in every drawn batch, and how many groups."""
-    seconds = pricing.stage_seconds(graph)
-    alone = _num_passes(graph) > ALL_GROUPS
-    chosen = _heaviest(graph, seconds) if alone else np.zeros(len(pricing.batches.groups), dtype=np.int64)
+    seconds = layer_costs.stage_seconds(graph)
+    alone = _num_passes(graph) > MAX_PASSES_OF_ALL_GROUPS
+    chosen = _heaviest(graph, seconds) if alone else np.zeros(len(layer_costs.batches.groups), dtype=np.int64)
     timings = []
-    for batch, loads in enumerate(pricing.loads(sizes_of(graph))):
+    for batch, loads in enumerate(layer_costs.loads(batch_split_of(graph))):
         shift = _shift(graph, int(chosen[batch]))
-        model = model_timing(graph, pricing, _of_group(graph, loads, shift) if alone else loads, machine)
-        timings.append(DrawnTiming(model, seconds, batch, shift))
+        model = model_timing(graph, layer_costs, _of_group(graph, loads, shift) if alone else loads, machine)
+        timings.append(SampledBatchTiming(model, seconds, batch, shift))
     compute = build_compute(graph, schedule.kind, schedule.order, leaders(graph, timings[0].link))
     return compute, timings, 1 if alone else graph.num_groups
 
 
-def memory_of(graph: StageGraph, schedule: SchedulePlan, pricing: Pricing) -> Mapping[int, RankMemory]:
+def schedule_memory(graph: StageGraph, schedule: SchedulePlan, layer_costs: LayerCosts) -> Mapping[int, RankMemory]:
     """What the ranks of the first replica group hold at most in that order."""
     ranks = {
         tp_group[0] for s in graph.stages for tp_group in s.tp_groups[: graph.mesh(s.id.unit).dp // graph.num_groups]
     }
-    return pricing.memory(graph, most_alive(build_compute(graph, schedule.kind, schedule.order, sorted(ranks))))
+    return layer_costs.memory(graph, peak_in_flight(build_compute(graph, schedule.kind, schedule.order, sorted(ranks))))
 
 
-def most_alive(program: Program) -> dict[StageId, int]:
+def peak_in_flight(program: Program) -> dict[StageId, int]:
     """Microbatches of each stage between forward and backward at most, counted from the program."""
     alive: dict[StageId, int] = {}
     for actions in program.actions.values():
@@ -151,22 +151,22 @@ def most_alive(program: Program) -> dict[StageId, int]:
     return alive
 
 
-def model_timing(graph: StageGraph, pricing: Pricing, loads: StepLoads, machine: Hardware) -> ModelTiming:
+def model_timing(graph: StageGraph, layer_costs: LayerCosts, loads: StepLoads, machine: Hardware) -> ModelTiming:
     """What the simulator asks, for one batch."""
     return ModelTiming(
         graph,
-        pricing.shape,
-        pricing.costs,
+        layer_costs.shape,
+        layer_costs.costs,
         loads,
-        pricing.input_grad,
+        layer_costs.input_grad,
         parameters,
-        ELEMENT_BYTES[pricing.precision],
+        ELEMENT_BYTES[layer_costs.precision],
         machine.ranks_per_node,
     )
 
 
 @dataclass(frozen=True)
-class PricedTiming:
+class PrecomputedTiming:
     """`ModelTiming` for candidates, whose compute was priced before, in one way or another."""
 
     model: ModelTiming
@@ -188,12 +188,12 @@ class PricedTiming:
         return self.model.link(ranks)
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
-        """Not asked of a candidate: its memory was held against the limit before (`Pricing.memory`)."""
+        """Not asked of a candidate: its memory was held against the limit before (`LayerCosts.memory`)."""
         return 0
 
 
 @dataclass(frozen=True)
-class DrawnTiming(PricedTiming):
+class SampledBatchTiming(PrecomputedTiming):
     """One of the drawn batches, priced for all candidates at once.
 
     `shift`, by unit: replica 0 stands for the replica of this number, the next for the next; the model's loads are

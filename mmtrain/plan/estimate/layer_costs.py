@@ -25,19 +25,19 @@ from mmtrain.costs.rank_memory import input_bytes, kept_bytes, layer_state, laye
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.plan.artifact.layout import MeshSize, disaggregated
 from mmtrain.plan.artifact.plan_graph import graph_of
-from mmtrain.plan.estimate.load_arrays import Loads, loads_of, priced
-from mmtrain.plan.estimate.sample_batches import BatchSample
+from mmtrain.plan.estimate.load_arrays import LoadArrays, load_arrays, seconds_of_loads
+from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.ir.step_loads import StepLoads, step_loads
 from mmtrain.program.schedules.builder import in_flight
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-UNSEEN = 1.1  # of the largest microbatch drawn: room for what three batches of a run do not show
-Recompute = Literal["none", "all", "auto"]
-Spread = tuple[tuple[str, int, int], ...]  # (unit, dp, microbatches of a replica) in the order of the model's units
+UNSAMPLED_LOAD_FACTOR = 1.1  # of the largest microbatch drawn: room for what three batches of a run do not show
+RecomputeMode = Literal["none", "all", "auto"]
+BatchSplit = tuple[tuple[str, int, int], ...]  # (unit, dp, microbatches of a replica) in the order of the model's units
 
-FORWARD, BACKWARD, AGAIN = range(3)  # what a layer does with a microbatch: `again` is its recomputation
+FORWARD, BACKWARD, RECOMPUTE = range(3)  # what a layer does with a microbatch: `again` is its recomputation
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StageSeconds:
 
 
 @dataclass(frozen=True)
-class UnitPrices:
+class UnitLayerTimes:
     """What the layers of a unit cost. Layers of one kind cost the same."""
 
     by_kind: FloatArray  # (K, 3, batches, dp, microbatches) seconds: forward, backward, again
@@ -71,12 +71,14 @@ class UnitPrices:
         counts = self.count[layers[1]] - self.count[layers[0]]
         again = np.bincount(self.kind[list(recompute)], minlength=len(self.by_kind))
         forward = np.tensordot(counts, self.by_kind[:, FORWARD], 1)
-        backward = np.tensordot(counts, self.by_kind[:, BACKWARD], 1) + np.tensordot(again, self.by_kind[:, AGAIN], 1)
+        backward = np.tensordot(counts, self.by_kind[:, BACKWARD], 1) + np.tensordot(
+            again, self.by_kind[:, RECOMPUTE], 1
+        )
         return StageSeconds(forward, backward)
 
 
 @dataclass(frozen=True)
-class Line:
+class UnitLayerCosts:
     """The layers of one unit as they are cut: mean seconds, and bytes for the largest microbatch."""
 
     seconds: FloatArray  # (L,) of one microbatch: forward and backward, and recompute where that is fixed
@@ -92,71 +94,71 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Pricing:
+class LayerCosts:
     """Costs of a model on drawn batches; what is asked twice is computed once."""
 
     shape: ModelShape
     costs: CostModel
     precision: Precision
-    batches: BatchSample
+    batches: SampledBatches
     seq_len: int
-    recompute: Mapping[str, Recompute]  # by unit
+    recompute: Mapping[str, RecomputeMode]  # by unit
     encoder_microbatches: Mapping[str, int] = field(default_factory=dict)  # of units whose number the recipe fixes
     sp: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by unit, the tp with sequence parallelism
-    _loads: dict[Spread, list[StepLoads]] = field(default_factory=dict, repr=False)
-    _grids: dict[tuple[str, Spread], Loads] = field(default_factory=dict, repr=False)
-    _prices: dict[tuple[str, int, Spread], UnitPrices] = field(default_factory=dict, repr=False)
-    _lines: dict[tuple[str, int, Spread], Line] = field(default_factory=dict, repr=False)
+    _loads: dict[BatchSplit, list[StepLoads]] = field(default_factory=dict, repr=False)
+    _grids: dict[tuple[str, BatchSplit], LoadArrays] = field(default_factory=dict, repr=False)
+    _prices: dict[tuple[str, int, BatchSplit], UnitLayerTimes] = field(default_factory=dict, repr=False)
+    _lines: dict[tuple[str, int, BatchSplit], UnitLayerCosts] = field(default_factory=dict, repr=False)
 
     @cached_property
     def input_grad(self) -> Mapping[str, tuple[bool, ...]]:
         """By unit, per layer: does anything below it train."""
         return upstream_trains(self.shape)
 
-    def slices(self, unit: str, tp: int) -> bool:
+    def has_sp(self, unit: str, tp: int) -> bool:
         """Whether the tensor-parallel ranks of a unit share out the tokens between products."""
         return tp in self.sp.get(unit, ())
 
-    def spread(self, dp: Mapping[str, int]) -> Spread:
+    def batch_split(self, dp: Mapping[str, int]) -> BatchSplit:
         """Data-parallel sizes with each unit's microbatches: those that the recipe fixes, else as many as the LLM's."""
         count = self.batches.global_batch // dp[LLM]
         return tuple((name, own, self.encoder_microbatches.get(name, count)) for name, own in dp.items())
 
-    def loads(self, spread: Spread) -> list[StepLoads]:
+    def loads(self, spread: BatchSplit) -> list[StepLoads]:
         """Loads and routes of every drawn batch under these data-parallel sizes."""
         if spread not in self._loads:
             # They depend on nothing but sizes and microbatches: any graph with these will do.
             sizes = {name: MeshSize(1, 1, dp) for name, dp, _ in spread}
             cuts = {u.name: (0, len(u.layers)) for u in self.shape.units}
-            graph = graph_of(disaggregated(sizes, cuts), counts_of(spread), self.shape)
+            graph = graph_of(disaggregated(sizes, cuts), num_microbatches_of(spread), self.shape)
             self._loads[spread] = [
-                step_loads(graph, meta) for meta in self.batches.lay_out(_dp(spread), counts_of(spread))
+                step_loads(graph, meta) for meta in self.batches.lay_out(_dp(spread), num_microbatches_of(spread))
             ]
         return self._loads[spread]
 
-    def grid(self, unit: str, spread: Spread) -> Loads:
+    def microbatch_loads(self, unit: str, spread: BatchSplit) -> LoadArrays:
         """Loads of a unit's microbatches alone, as arrays: (batches, dp, microbatches)."""
         key = (unit, _deciding(unit, spread))
         if key not in self._grids:
-            metas = self.batches.lay_out(_dp(spread), counts_of(spread))
+            metas = self.batches.lay_out(_dp(spread), num_microbatches_of(spread))
             for name, dp, num_microbatches in spread:
-                found = loads_of(name, metas, dp, num_microbatches)
+                found = load_arrays(name, metas, dp, num_microbatches)
                 self._grids.setdefault((name, _deciding(name, spread)), found)
         return self._grids[key]
 
-    def prices(self, unit: str, tp: int, spread: Spread) -> UnitPrices:
+    def unit_times(self, unit: str, tp: int, spread: BatchSplit) -> UnitLayerTimes:
         """What the unit's layers cost for each microbatch."""
         key = (unit, tp, _deciding(unit, spread))
         if key not in self._prices:
             kinds = self._kinds(unit)
             distinct = list(dict.fromkeys(kinds))
-            loads = self.grid(unit, spread)
+            loads = self.microbatch_loads(unit, spread)
             by_kind = np.stack([np.stack([self._price(layer, needed, tp, loads, i) for i in range(3)])
                                 for layer, needed in distinct])  # fmt: skip
-            self._prices[key] = UnitPrices(by_kind, np.array([distinct.index(k) for k in kinds], dtype=np.int64))
+            self._prices[key] = UnitLayerTimes(by_kind, np.array([distinct.index(k) for k in kinds], dtype=np.int64))
         return self._prices[key]
 
-    def line(self, unit: str, tp: int, spread: Spread) -> Line:
+    def unit_costs(self, unit: str, tp: int, spread: BatchSplit) -> UnitLayerCosts:
         """The unit's layers as they are cut."""
         key = (unit, tp, spread)
         if key not in self._lines:
@@ -165,8 +167,8 @@ class Pricing:
 
     def stage_seconds(self, graph: StageGraph) -> dict[StageId, StageSeconds]:
         """What every stage costs in each batch."""
-        spread = sizes_of(graph)
-        prices = {m.unit: self.prices(m.unit, m.tp, spread) for m in graph.meshes}
+        spread = batch_split_of(graph)
+        prices = {m.unit: self.unit_times(m.unit, m.tp, spread) for m in graph.meshes}
         return {s.id: prices[s.id.unit].stage(s.layers, s.recompute) for s in graph.stages}
 
     def memory(self, graph: StageGraph, alive: Mapping[StageId, int] | None = None) -> dict[int, RankMemory]:
@@ -185,8 +187,8 @@ class Pricing:
                 tp=mesh.tp,
                 dp=mesh.dp,
                 in_flight=alive[stage.id],
-                load=self.largest_load(stage.id.unit, sizes_of(graph)),
-                sp=self.slices(stage.id.unit, mesh.tp),
+                load=self.largest_load(stage.id.unit, batch_split_of(graph)),
+                sp=self.has_sp(stage.id.unit, mesh.tp),
             )
             for rank in chain.from_iterable(stage.tp_groups[: mesh.dp // graph.num_groups]):
                 held.setdefault(rank, []).append(part)
@@ -199,16 +201,16 @@ class Pricing:
             found[rank] = alike[key]
         return found
 
-    def largest_load(self, unit: str, spread: Spread) -> TokenLoad:
+    def largest_load(self, unit: str, spread: BatchSplit) -> TokenLoad:
         """The largest microbatch to make room for: a little more than the largest drawn, which few batches exceed.
 
         The LLM's never exceed `seq_len`, and may hold the data's longest sample alone.
         """
-        largest = self.grid(unit, spread).largest()
+        largest = self.microbatch_loads(unit, spread).largest()
         if unit != LLM:
-            return _scaled(largest, UNSEEN)
+            return _scaled(largest, UNSAMPLED_LOAD_FACTOR)
         longest = min(self.seq_len, self._longest)
-        packed = _scaled(largest, min(UNSEEN, self.seq_len / max(1, largest.tokens)))
+        packed = _scaled(largest, min(UNSAMPLED_LOAD_FACTOR, self.seq_len / max(1, largest.tokens)))
         return max(packed, TokenLoad(longest, longest**2, longest, 1), key=lambda load: (load.tokens, load.sum_sq))
 
     @cached_property
@@ -216,18 +218,18 @@ class Pricing:
         """Tokens of the longest sample."""
         return int(self.batches.lengths.tokens.max())
 
-    def least_message(self, unit: str, tp: int, spread: Spread) -> int:
+    def least_message(self, unit: str, tp: int, spread: BatchSplit) -> int:
         """Bytes, at least, that a rank sends to the unit's next stage for a microbatch."""
-        rows = int(self.grid(unit, spread).tokens.min())
-        own = -(-rows // tp) if self.slices(unit, tp) else rows
+        rows = int(self.microbatch_loads(unit, spread).tokens.min())
+        own = -(-rows // tp) if self.has_sp(unit, tp) else rows
         behind = self.shape.unit(unit).layers[1:]
         return min((layer.input_elements(own, 0) for layer in behind), default=0) * ELEMENT_BYTES[self.precision]
 
-    def model_flops(self, spread: Spread) -> float:
+    def model_flops(self, spread: BatchSplit) -> float:
         """FLOPs that MFU counts, mean over the batches."""
         num = len(self.batches.groups)
         totals = [
-            model_flops(self.shape, {name: self.grid(name, spread).total(batch) for name, _, _ in spread})
+            model_flops(self.shape, {name: self.microbatch_loads(name, spread).total(batch) for name, _, _ in spread})
             for batch in range(num)
         ]
         return float(np.mean(totals))
@@ -240,17 +242,21 @@ class Pricing:
     def _kinds(self, unit: str) -> list[tuple[LayerShape, bool]]:
         return list(zip(self.shape.unit(unit).layers, self.input_grad[unit], strict=True))
 
-    def _price(self, layer: LayerShape, input_grad: bool, tp: int, loads: Loads, what: int) -> FloatArray:
+    def _price(self, layer: LayerShape, input_grad: bool, tp: int, loads: LoadArrays, what: int) -> FloatArray:
         if what == FORWARD:
-            return priced(lambda load: self.costs.seconds(layer, tp, load, "forward", input_grad=input_grad), loads)
+            return seconds_of_loads(
+                lambda load: self.costs.seconds(layer, tp, load, "forward", input_grad=input_grad), loads
+            )
         if not (layer.trainable or input_grad):
             return np.zeros(loads.tokens.shape)
-        if what == AGAIN:
-            return priced(lambda load: self.costs.seconds(layer, tp, load, "recompute"), loads)
-        return priced(lambda load: self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad), loads)
+        if what == RECOMPUTE:
+            return seconds_of_loads(lambda load: self.costs.seconds(layer, tp, load, "recompute"), loads)
+        return seconds_of_loads(
+            lambda load: self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad), loads
+        )
 
-    def _line(self, unit: str, tp: int, spread: Spread) -> Line:
-        prices, mode, sp = self.prices(unit, tp, spread), self.recompute[unit], self.slices(unit, tp)
+    def _line(self, unit: str, tp: int, spread: BatchSplit) -> UnitLayerCosts:
+        prices, mode, sp = self.unit_times(unit, tp, spread), self.recompute[unit], self.has_sp(unit, tp)
         load, kinds = self.largest_load(unit, spread), self._kinds(unit)
         known: dict[tuple[LayerShape, bool], tuple[float, ...]] = {}
         for layer, needed in dict.fromkeys(kinds):
@@ -272,9 +278,9 @@ class Pricing:
             )
         state, kept, saved, working, working_again, inputs = np.array([known[key] for key in kinds], np.float64).T
         own, forced = prices.mean, mode == "all"
-        return Line(
-            seconds=own[:, FORWARD] + own[:, BACKWARD] + forced * own[:, AGAIN],
-            again=own[:, AGAIN] * (1 - forced),
+        return UnitLayerCosts(
+            seconds=own[:, FORWARD] + own[:, BACKWARD] + forced * own[:, RECOMPUTE],
+            again=own[:, RECOMPUTE] * (1 - forced),
             state_bytes=state,
             kept_bytes=kept,
             saved_bytes=saved,
@@ -296,20 +302,20 @@ def _scaled(load: TokenLoad, factor: float) -> TokenLoad:
     return TokenLoad(tokens, round(load.sum_sq * factor**2), longest, load.num_sequences)
 
 
-def sizes_of(graph: StageGraph) -> Spread:
+def batch_split_of(graph: StageGraph) -> BatchSplit:
     """The graph's data-parallel sizes and microbatches, in the order of its units."""
     return tuple((m.unit, m.dp, m.num_microbatches) for m in graph.meshes)
 
 
-def _dp(spread: Spread) -> dict[str, int]:
+def _dp(spread: BatchSplit) -> dict[str, int]:
     return {name: dp for name, dp, _ in spread}
 
 
-def counts_of(spread: Spread) -> dict[str, int]:
+def num_microbatches_of(spread: BatchSplit) -> dict[str, int]:
     """Microbatches of each replica, by unit."""
     return {name: num for name, _, num in spread}
 
 
-def _deciding(unit: str, spread: Spread) -> Spread:
+def _deciding(unit: str, spread: BatchSplit) -> BatchSplit:
     """The sizes that decide about a unit's loads: the LLM's do not depend on encoders."""
     return tuple(entry for entry in spread if entry[0] == LLM) if unit == LLM else spread

@@ -14,12 +14,12 @@ from mmtrain.program.ir.graph import LLM
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-EXACT_UP_TO = 256  # different loads that are priced one by one; of more, these nodes stand for all:
-NUM_NODES = 24  # numbers of tokens; costs are nearly linear between them (errors below 0.1% on the presets)
+MAX_EXACT_LOADS = 256  # different loads that are priced one by one; of more, these nodes stand for all:
+NUM_TOKEN_NODES = 24  # numbers of tokens; costs are nearly linear between them (errors below 0.1% on the presets)
 
 
 @dataclass(frozen=True)
-class Loads:
+class LoadArrays:
     """`TokenLoad`s of a unit: arrays of (batches, dp, microbatches)."""
 
     tokens: IntArray
@@ -50,7 +50,7 @@ class Loads:
         return TokenLoad(*(int(x.flat[place]) for x in self._columns))
 
 
-def loads_of(unit: str, metas: Sequence[BatchMeta], dp: int, num_microbatches: int) -> Loads:
+def load_arrays(unit: str, metas: Sequence[BatchMeta], dp: int, num_microbatches: int) -> LoadArrays:
     """Sum up what each microbatch of a unit holds in every batch."""
     columns = []
     for meta in metas:
@@ -62,19 +62,21 @@ def loads_of(unit: str, metas: Sequence[BatchMeta], dp: int, num_microbatches: i
         for total, values in zip(sums, (lengths, lengths * lengths, np.ones_like(lengths)), strict=True):
             np.add.at(total, slot, values)
         columns.append((sums[0], sums[1], longest, sums[2]))
-    return Loads(*(np.stack(rows).reshape(len(metas), dp, num_microbatches) for rows in zip(*columns, strict=True)))
+    return LoadArrays(
+        *(np.stack(rows).reshape(len(metas), dp, num_microbatches) for rows in zip(*columns, strict=True))
+    )
 
 
-def priced(seconds: Callable[[TokenLoad], float], loads: Loads) -> FloatArray:
+def seconds_of_loads(seconds: Callable[[TokenLoad], float], loads: LoadArrays) -> FloatArray:
     """Ask for the cost of every load; of very many different ones, between nodes.
 
     Between nodes the cost is a line in tokens, with the slopes in squared lengths and in sequences apart.
     """
     distinct, index = loads.distinct
-    if len(distinct) <= EXACT_UP_TO:
+    if len(distinct) <= MAX_EXACT_LOADS:
         return np.array([seconds(load) for load in distinct])[index]
     tokens, squares, count = (x.astype(np.float64) for x in (loads.tokens, loads.sum_sq, loads.num_sequences))
-    nodes = np.unique(np.linspace(max(tokens[tokens > 0].min(), 1), tokens.max(), NUM_NODES).astype(np.int64))
+    nodes = np.unique(np.linspace(max(tokens[tokens > 0].min(), 1), tokens.max(), NUM_TOKEN_NODES).astype(np.int64))
     per_token = squares.sum() / tokens.sum(), count.sum() / tokens.sum()
     longest = int(loads.max_len.max())
     base, by_square, by_sequence = [], [], []

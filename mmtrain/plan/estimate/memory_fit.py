@@ -8,17 +8,17 @@ from mmtrain.costs import Hardware, RankMemory
 from mmtrain.costs.hardware import GIB
 from mmtrain.costs.rank_memory import MARGIN
 from mmtrain.plan.artifact.layout import Layout
-from mmtrain.plan.estimate.layer_costs import Line, Pricing, sizes_of
+from mmtrain.plan.estimate.layer_costs import LayerCosts, UnitLayerCosts, batch_split_of
 from mmtrain.plan.estimate.recompute import least_recompute
-from mmtrain.plan.search.layer_partition import Cuts, graph_for, laid_out
-from mmtrain.plan.search.mesh_enumeration import Sizing
+from mmtrain.plan.search.layer_partition import LayerPartition, layout_graph, partitioned_layout
+from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.program.ir.graph import Stage, StageGraph, StageId
 
-TRIES = 4  # rounds: what a recomputed layer's backward needs for a while may take the place of what was saved
+MAX_FIT_ROUNDS = 4  # rounds: what a recomputed layer's backward needs for a while may take the place of what was saved
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedLayout:
     """A layout that fits."""
 
     layout: Layout
@@ -27,51 +27,58 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class MemoryMisfit:
     """Why a layout does not fit, whatever is recomputed."""
 
     need_gib: float
     reason: str
 
 
-def fitted(
-    sizing: Sizing, pricing: Pricing, cuts: Cuts, machine: Hardware, alive: Mapping[StageId, int]
-) -> Fitted | Misfit:
+def fit_memory(
+    assignment: MeshAssignment,
+    layer_costs: LayerCosts,
+    cuts: LayerPartition,
+    machine: Hardware,
+    alive: Mapping[StageId, int],
+) -> FittedLayout | MemoryMisfit:
     """Lay out one cut and recompute what memory demands, on each rank in the least time; or say why it cannot fit.
 
     alive: microbatches that each stage holds.
     """
     again: dict[str, frozenset[int]] = {}
     demanded: defaultdict[tuple[int, ...], float] = defaultdict(float)
-    for _ in range(TRIES):
-        layout = laid_out(sizing, pricing, cuts, again)
-        graph = graph_for(layout, pricing)
-        memory = pricing.memory(graph, alive)
+    for _ in range(MAX_FIT_ROUNDS):
+        layout = partitioned_layout(assignment, layer_costs, cuts, again)
+        graph = layout_graph(layout, layer_costs)
+        memory = layer_costs.memory(graph, alive)
         over = {s.tp_groups[0]: memory[s.tp_groups[0][0]].total - machine.memory_bytes for s in graph.stages}
         if max(over.values()) <= 0:
-            return Fitted(layout, graph, memory)
-        if not any(pricing.recompute[m.unit] == "auto" for m in graph.meshes):
+            return FittedLayout(layout, graph, memory)
+        if not any(layer_costs.recompute[m.unit] == "auto" for m in graph.meshes):
             break
         for tp_group, excess in over.items():
             if excess > 0:
                 demanded[tp_group] += excess / (1 + MARGIN)
-        found = _recomputed(graph, pricing, demanded, alive)
+        found = _recomputed(graph, layer_costs, demanded, alive)
         if found is None:
-            least = pricing.memory(graph_for(laid_out(sizing, pricing, cuts, _all_layers(pricing)), pricing), alive)
+            least = layer_costs.memory(
+                layout_graph(partitioned_layout(assignment, layer_costs, cuts, _all_layers(layer_costs)), layer_costs),
+                alive,
+            )
             memory = min(memory, least, key=lambda held: max(m.total for m in held.values()))
             break
         again = found
-    return misfit(pricing, memory, machine)
+    return explain_misfit(layer_costs, memory, machine)
 
 
-def _all_layers(pricing: Pricing) -> dict[str, frozenset[int]]:
+def _all_layers(layer_costs: LayerCosts) -> dict[str, frozenset[int]]:
     """All that may be recomputed, by unit."""
-    free = (unit for unit in pricing.shape.units if pricing.recompute[unit.name] == "auto")
+    free = (unit for unit in layer_costs.shape.units if layer_costs.recompute[unit.name] == "auto")
     return {unit.name: frozenset(range(len(unit.layers))) for unit in free}
 
 
 def _recomputed(
-    graph: StageGraph, pricing: Pricing, demanded: Mapping[tuple[int, ...], float], alive: Mapping[StageId, int]
+    graph: StageGraph, layer_costs: LayerCosts, demanded: Mapping[tuple[int, ...], float], alive: Mapping[StageId, int]
 ) -> dict[str, frozenset[int]] | None:
     """Layers by unit whose recomputation saves what each TP group demands; None where one cannot."""
     chosen: defaultdict[str, set[int]] = defaultdict(set)
@@ -82,7 +89,7 @@ def _recomputed(
         for stage in graph.stages:
             if stage.tp_groups[0] != tp_group:
                 continue
-            line = _line(graph, pricing, stage)
+            line = _line(graph, layer_costs, stage)
             here = slice(*stage.layers)
             working = max(working, line.working_bytes[here].max())
             working_again = max(working_again, line.working_again[here].max())
@@ -103,17 +110,17 @@ def _recomputed(
     return {unit: frozenset(layers) for unit, layers in chosen.items()}
 
 
-def _line(graph: StageGraph, pricing: Pricing, stage: Stage) -> Line:
-    return pricing.line(stage.id.unit, graph.mesh(stage.id.unit).tp, sizes_of(graph))
+def _line(graph: StageGraph, layer_costs: LayerCosts, stage: Stage) -> UnitLayerCosts:
+    return layer_costs.unit_costs(stage.id.unit, graph.mesh(stage.id.unit).tp, batch_split_of(graph))
 
 
-def misfit(pricing: Pricing, memory: Mapping[int, RankMemory], machine: Hardware) -> Misfit:
+def explain_misfit(layer_costs: LayerCosts, memory: Mapping[int, RankMemory], machine: Hardware) -> MemoryMisfit:
     """What a layout that is too large needs, and for what."""
     rank = max(memory, key=lambda r: memory[r].total)
     need, limit, binding = memory[rank].total / GIB, machine.memory_bytes / GIB, memory[rank].binding
     share = memory[rank].by_kind()[binding] / GIB
-    most = " with all layers recomputed that may be" if "auto" in pricing.recompute.values() else ""
-    return Misfit(
+    most = " with all layers recomputed that may be" if "auto" in layer_costs.recompute.values() else ""
+    return MemoryMisfit(
         need,
         f"does not fit{most}: rank {rank} needs {need:.3g} of {limit:.3g} GiB, most of it {binding} ({share:.3g} GiB)",
     )

@@ -12,13 +12,13 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.costs.rank_memory import MARGIN, kept_bytes, layer_state, layer_working, matrix_state
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan import Alternative, Placement
-from mmtrain.plan.estimate.layer_costs import FloatArray, Pricing, Spread
+from mmtrain.plan.estimate.layer_costs import BatchSplit, FloatArray, LayerCosts
 from mmtrain.plan.search.constraints import UnitChoices
-from mmtrain.plan.search.mesh_enumeration import Sizing, sizes_alone
+from mmtrain.plan.search.mesh_enumeration import MeshAssignment, unit_mesh_sizes
 from mmtrain.program.ir.graph import LLM
 
 
-class UnitRoom(Protocol):
+class UnitMemoryBound(Protocol):
     """Bytes that the fullest rank of a unit of this size holds at least."""
 
     def __call__(self, unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
@@ -35,7 +35,7 @@ class _Layers:
     alone: FloatArray  # state, one microbatch and what the layer needs for a while: a rank that holds it holds that
 
 
-def unit_room(pricing: Pricing) -> UnitRoom:
+def unit_memory_bound(layer_costs: LayerCosts) -> UnitMemoryBound:
     """Make the bound of what the fullest rank holds: state under the recipe's freezing, and activations.
 
     Some rank holds at least a weighted mean of what all hold, under any weights; here they are such that stages weigh
@@ -43,25 +43,28 @@ def unit_room(pricing: Pricing) -> UnitRoom:
     pipelines that read from it. The LLM's largest microbatch is the same under all sizes. An encoder's holds at least
     its share of a batch.
     """
-    alone: Spread = tuple((unit.name, 1, pricing.batches.global_batch) for unit in pricing.shape.units)
-    head = pricing.shape.unit(LLM).layers[-1]
+    alone: BatchSplit = tuple((unit.name, 1, layer_costs.batches.global_batch) for unit in layer_costs.shape.units)
+    head = layer_costs.shape.unit(LLM).layers[-1]
     known: dict[tuple[str, int, int, int], _Layers] = {}
     bounds: dict[tuple[str, MeshSize, int, int], float] = {}
 
     def load(unit: str, num_microbatches: int) -> TokenLoad:
         if unit == LLM:
-            return pricing.largest_load(LLM, alone)
-        most = max(pricing.grid(unit, alone).total(batch).tokens for batch in range(len(pricing.batches.groups)))
+            return layer_costs.largest_load(LLM, alone)
+        most = max(
+            layer_costs.microbatch_loads(unit, alone).total(batch).tokens
+            for batch in range(len(layer_costs.batches.groups))
+        )
         return TokenLoad(most // num_microbatches if num_microbatches else 0, 0, 0, 0)
 
     def bound(unit: str, size: MeshSize, count: int, behind: int) -> float:
         num_microbatches = 0 if unit == LLM else count * size.dp
         key = (unit, size.tp, size.dp, num_microbatches)
         if key not in known:
-            known[key] = _layers(pricing, unit, size.tp, size.dp, load(unit, num_microbatches))
+            known[key] = _layers(layer_costs, unit, size.tp, size.dp, load(unit, num_microbatches))
         mean = _mean(known[key], np.minimum(np.arange(size.pp, 0, -1) + behind, max(count, 1)))
-        if unit == LLM and pricing.shape.tied_embeddings:  # held once where both ends of the LLM share a rank
-            mean -= (1 + MARGIN) * sum(matrix_state(head, size.tp, size.dp, pricing.precision))
+        if unit == LLM and layer_costs.shape.tied_embeddings:  # held once where both ends of the LLM share a rank
+            mean -= (1 + MARGIN) * sum(matrix_state(head, size.tp, size.dp, layer_costs.precision))
         return max(mean, float(known[key].alone.max()))
 
     def room(unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
@@ -73,21 +76,25 @@ def unit_room(pricing: Pricing) -> UnitRoom:
     return room
 
 
-def ruled_out(
-    choices: Mapping[str, UnitChoices], world_size: int, sizings: Sequence[Sizing], room: UnitRoom, machine: Hardware
+def rejected_by_memory_bound(
+    choices: Mapping[str, UnitChoices],
+    world_size: int,
+    assignments: Sequence[MeshAssignment],
+    room: UnitMemoryBound,
+    machine: Hardware,
 ) -> list[Alternative]:
     """What to say of sizes that are left out as they cannot fit: how many, and what they need at least.
 
-    sizings: those that are searched, which say what placements there are.
+    assignments: those that are searched, which say what placements there are.
     """
-    limit, placements = machine.memory_bytes, {sizing.placement for sizing in sizings}
+    limit, placements = machine.memory_bytes, {assignment.placement for assignment in assignments}
     found = []
     for name in choices if "disaggregated" in placements else ():
-        needs = [room(name, size, 0) for size in sizes_alone(choices, name, world_size)]
+        needs = [room(name, size, 0) for size in unit_mesh_sizes(choices, name, world_size)]
         found.append(_left_out("disaggregated", name, needs, limit))
     if "unified" in placements:
-        together = [s for s in sizings if s.placement == "unified"]
-        needs = [max(room(name, size, s.paces[name]) for name, size in s.sizes.items()) for s in together]
+        together = [s for s in assignments if s.placement == "unified"]
+        needs = [max(room(name, size, s.paces[name]) for name, size in s.meshes.items()) for s in together]
         found.append(_left_out("unified", " and ".join(choices), needs, limit))
     return [loser for loser in found if loser is not None]
 
@@ -112,10 +119,10 @@ def _mean(layers: _Layers, alive: FloatArray) -> float:
     return float(layers.count @ least / weights.sum())
 
 
-def _layers(pricing: Pricing, unit: str, tp: int, dp: int, load: TokenLoad) -> _Layers:
-    costs, precision, sp = pricing.costs, pricing.precision, pricing.slices(unit, tp)
-    mode, found = pricing.recompute[unit], []
-    kinds = Counter(zip(pricing.shape.unit(unit).layers, pricing.input_grad[unit], strict=True))
+def _layers(layer_costs: LayerCosts, unit: str, tp: int, dp: int, load: TokenLoad) -> _Layers:
+    costs, precision, sp = layer_costs.costs, layer_costs.precision, layer_costs.has_sp(unit, tp)
+    mode, found = layer_costs.recompute[unit], []
+    kinds = Counter(zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True))
     for (layer, needed), count in kinds.items():
         state = sum(layer_state(layer, tp, dp, precision))
         kept = min(

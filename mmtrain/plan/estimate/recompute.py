@@ -13,7 +13,9 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-TRIED = 50_000  # combinations; with more (many chunks of a rank) the best ratio of time to bytes decides
+MAX_RECOMPUTE_COMBINATIONS = (
+    50_000  # combinations; with more (many chunks of a rank) the best ratio of time to bytes decides
+)
 
 
 def least_recompute(
@@ -21,7 +23,7 @@ def least_recompute(
 ) -> tuple[int, ...] | None:
     """How many layers of each lot to recompute so that `excess` bytes are saved in the least time; None if impossible.
 
-    saved_bytes, seconds: of one layer of each lot. Exact up to `TRIED` combinations.
+    saved_bytes, seconds: of one layer of each lot. Exact up to `MAX_RECOMPUTE_COMBINATIONS` combinations.
 
         >>> least_recompute([4, 3], [1.0, 1.0], [2, 3], 7)
         (1, 1)
@@ -34,7 +36,7 @@ def least_recompute(
     found = np.zeros(len(counts), dtype=np.int64)
     lots.sort(key=lambda i: -counts[i])
     last, others = lots[0], lots[1:]
-    if np.prod([counts[i] + 1 for i in others], dtype=np.float64) <= TRIED:
+    if np.prod([counts[i] + 1 for i in others], dtype=np.float64) <= MAX_RECOMPUTE_COMBINATIONS:
         found[[*others, last]] = _all_tried(
             np.array([saved_bytes[i] for i in (*others, last)], dtype=np.float64),
             np.array([seconds[i] for i in (*others, last)], dtype=np.float64),

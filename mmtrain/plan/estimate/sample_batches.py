@@ -9,13 +9,15 @@ from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, assign
 from mmtrain.balance.methods import arrange, compose, sizes_of, unit_tokens
 from mmtrain.errors import PlanError
 
-NUM_BATCHES = 3
-SPARE = 1.25  # samples drawn beyond those that fill the groups on average: packing leaves gaps, never fewer groups
-LOOKED_AT = 4096  # samples; with fewer to choose from, batches would be less even than training's
+NUM_SAMPLED_BATCHES = 3
+SAMPLE_SURPLUS_RATIO = (
+    1.25  # samples drawn beyond those that fill the groups on average: packing leaves gaps, never fewer groups
+)
+MIN_SAMPLES_TO_GROUP = 4096  # samples; with fewer to choose from, batches would be less even than training's
 
 
 @dataclass(frozen=True)
-class BatchSample:
+class SampledBatches:
     """Groups of some global batches; independent of any plan, as the stream of groups is."""
 
     lengths: SampleLengths
@@ -31,7 +33,9 @@ class BatchSample:
         return [assign(i, 0, groups, self.lengths, dp, num_microbatches) for i, groups in enumerate(self.groups)]
 
 
-def draw_batches(lengths: SampleLengths, grouping: Grouping, seed: int, num_batches: int = NUM_BATCHES) -> BatchSample:
+def sample_batches(
+    lengths: SampleLengths, grouping: Grouping, seed: int, num_batches: int = NUM_SAMPLED_BATCHES
+) -> SampledBatches:
     """Draw samples at random, group them as training does, and take steps that stand for all.
 
     Grouping makes the groups of a step alike, so steps differ: from a light one to a heavy one, the steps in the middle
@@ -43,7 +47,9 @@ def draw_batches(lengths: SampleLengths, grouping: Grouping, seed: int, num_batc
         raise PlanError("data.sources: no usable sample, so there is nothing to plan for")
     size = grouping.global_batch
     per_group = grouping.seq_len / max(float(lengths.tokens.mean()), 1.0)
-    num_samples = max(int(np.ceil(SPARE * num_batches * size * per_group)), min(LOOKED_AT, grouping.window))
+    num_samples = max(
+        int(np.ceil(SAMPLE_SURPLUS_RATIO * num_batches * size * per_group)), min(MIN_SAMPLES_TO_GROUP, grouping.window)
+    )
     rng, sizes = np.random.default_rng(seed), sizes_of(lengths, grouping)
     order = rng.permutation(len(lengths))[:num_samples].astype(np.int64)
     packed = arrange(sizes, compose(sizes, order, grouping, rng), grouping, 0, rng)
@@ -52,4 +58,4 @@ def draw_batches(lengths: SampleLengths, grouping: Grouping, seed: int, num_batc
     work = unit_tokens(lengths)[1].sum(axis=1)
     steps.sort(key=lambda groups: int(work[np.concatenate(groups)].sum()))
     middles = [(2 * i + 1) * num_steps // (2 * num_batches) for i in range(num_batches)]
-    return BatchSample(lengths, tuple(steps[middle] for middle in middles))
+    return SampledBatches(lengths, tuple(steps[middle] for middle in middles))

@@ -10,7 +10,7 @@ from mmtrain.program import ModelTiming, Timeline, build, simulate, step_loads
 from mmtrain.recipe.schema import Recipe
 
 
-def rehearse(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:
+def simulate_plan(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:
     """Simulate one step of the plan, all replica groups, on a batch laid out for it."""
     machine, model = machine_for(recipe, plan.hardware), build_model_shape(recipe)
     precision, graph = precision_for(recipe, machine), stage_graph(plan, model)

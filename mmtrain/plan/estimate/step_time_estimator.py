@@ -11,11 +11,11 @@ from mmtrain.costs import Hardware
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.plan.artifact.layout import Layout, MeshSize
 from mmtrain.plan.artifact.plan_graph import graph_of
-from mmtrain.plan.estimate.layer_costs import AGAIN, BACKWARD, FORWARD, Pricing
+from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts
 from mmtrain.plan.estimate.unified_chain import LineRun, first_backwards, is_line, line_order
 from mmtrain.plan.estimate.vectorized_1f1b import Order, order_of
-from mmtrain.plan.search.layer_partition import Cuts, Track, laid_out
-from mmtrain.plan.search.mesh_enumeration import Sizing
+from mmtrain.plan.search.layer_partition import LayerChain, LayerPartition, partitioned_layout
+from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.simulation.timing import GRADIENT_BYTES, NORM_BYTES
 
@@ -29,14 +29,18 @@ AT_ONCE = 3_000_000  # numbers in the table of ends
 class Rater:
     """Rates cuts; orders are worked out once for all that share them."""
 
-    pricing: Pricing
+    pricing: LayerCosts
     machine: Hardware
     groups: int | None  # replica groups of each batch that stand for all, those with most work; None: all
     _orders: dict[tuple[object, ...], tuple[StageGraph, Order]] = field(default_factory=dict)
     _lines: dict[tuple[int, ...], Order] = field(default_factory=dict)
 
     def rate(
-        self, sizing: Sizing, tracks: Sequence[Track], cuts: Sequence[Cuts], extra: Sequence[FloatArray | None]
+        self,
+        sizing: MeshAssignment,
+        tracks: Sequence[LayerChain],
+        cuts: Sequence[LayerPartition],
+        extra: Sequence[FloatArray | None],
     ) -> FloatArray:
         """(n,) seconds of the step under each of n cuts, mean over the batches, at least.
 
@@ -47,7 +51,7 @@ class Rater:
         found = np.zeros(len(cuts))
         alike: dict[tuple[object, ...], list[int]] = {}
         thin, num_groups = _one_group(sizing)
-        layouts = [laid_out(thin, self.pricing, c) for c in cuts]
+        layouts = [partitioned_layout(thin, self.pricing, c) for c in cuts]
         for at, layout in enumerate(layouts):
             alike.setdefault(self._key(thin, layout), []).append(at)
         for members in alike.values():
@@ -62,15 +66,17 @@ class Rater:
                 )
         return found
 
-    def _rate_line(self, sizing: Sizing, track: Track, cuts: IntArray, extra: FloatArray | None) -> FloatArray:
+    def _rate_line(
+        self, sizing: MeshAssignment, track: LayerChain, cuts: IntArray, extra: FloatArray | None
+    ) -> FloatArray:
         """The same of units that are one line."""
-        num_groups = sizing.sizes[LLM].dp
+        num_groups = sizing.meshes[LLM].dp
         chosen = self._heaviest(sizing, num_groups)
         grids = [
-            _of_groups(self.pricing.prices(n, s.tp, sizing.spread).by_kind, chosen, num_groups).reshape(
-                -1, 3, *chosen.shape, sizing.counts[n]
+            _of_groups(self.pricing.unit_times(n, s.tp, sizing.batch_split).by_kind, chosen, num_groups).reshape(
+                -1, 3, *chosen.shape, sizing.num_microbatches[n]
             )
-            for n, s in sizing.sizes.items()
+            for n, s in sizing.meshes.items()
         ]
         again = None if extra is None else _shares(track, cuts, extra)
         found, first = np.zeros(len(cuts)), first_backwards(cuts, self.pricing)
@@ -83,14 +89,14 @@ class Rater:
                 found[at] = LineRun(self.pricing, self.machine, sizing, order, cuts[at], own).seconds(grids)
         return found
 
-    def _line_order(self, sizing: Sizing, first_backward: int) -> Order:
-        size, count = sizing.sizes[LLM], sizing.counts[LLM]
+    def _line_order(self, sizing: MeshAssignment, first_backward: int) -> Order:
+        size, count = sizing.meshes[LLM], sizing.num_microbatches[LLM]
         key = (size.pp, size.vpp, count, first_backward)
         if key not in self._lines:
             self._lines[key] = line_order(size, count, first_backward)
         return self._lines[key]
 
-    def alive(self, sizing: Sizing, cuts: Cuts) -> Mapping[StageId, int]:
+    def alive(self, sizing: MeshAssignment, cuts: LayerPartition) -> Mapping[StageId, int]:
         """Microbatches that each stage holds at most."""
         thin, _ = _one_group(sizing)
         if is_line(sizing, self.pricing):
@@ -103,17 +109,17 @@ class Rater:
                 found |= {StageId(unit.name, i): of_parts[StageId(LLM, part)] for i, part in enumerate(parts)}
                 begin = end
             return found
-        return self._order(thin, laid_out(thin, self.pricing, cuts))[1].alive
+        return self._order(thin, partitioned_layout(thin, self.pricing, cuts))[1].alive
 
-    def _order(self, thin: Sizing, layout: Layout) -> tuple[StageGraph, Order]:
+    def _order(self, thin: MeshAssignment, layout: Layout) -> tuple[StageGraph, Order]:
         """A graph and the order that it shares with all that are alike."""
         key = self._key(thin, layout)
         if key not in self._orders:
-            graph = graph_of(layout.units, thin.counts, self.pricing.shape)
+            graph = graph_of(layout.units, thin.num_microbatches, self.pricing.shape)
             self._orders[key] = graph, order_of(graph)
         return self._orders[key]
 
-    def _key(self, thin: Sizing, layout: Layout) -> tuple[object, ...]:
+    def _key(self, thin: MeshAssignment, layout: Layout) -> tuple[object, ...]:
         """What the order depends on: where stages lie, how many microbatches there are, who needs a backward."""
         shape = self.pricing.shape
         held = []
@@ -125,16 +131,16 @@ class Rater:
             next(s.stage for s in layout.units[e.dst].stages if s.layers[0] <= e.layer < s.layers[1])
             for e in shape.edges
         )
-        return (*held, tuple(thin.counts.items()), entered)
+        return (*held, tuple(thin.num_microbatches.items()), entered)
 
-    def _heaviest(self, sizing: Sizing, num_groups: int) -> IntArray:
+    def _heaviest(self, sizing: MeshAssignment, num_groups: int) -> IntArray:
         """(batches, groups looked at) replica groups."""
         if self.groups is None or self.groups >= num_groups:
             return np.tile(np.arange(num_groups), (len(self.pricing.batches.groups), 1))
         work: FloatArray | float = 0.0
-        for name, size in sizing.sizes.items():
-            prices = self.pricing.prices(name, size.tp, sizing.spread)
-            seconds = np.tensordot(prices.count[-1], prices.by_kind[:, :AGAIN].sum(axis=1), 1).sum(axis=2)
+        for name, size in sizing.meshes.items():
+            prices = self.pricing.unit_times(name, size.tp, sizing.batch_split)
+            seconds = np.tensordot(prices.count[-1], prices.by_kind[:, :RECOMPUTE].sum(axis=1), 1).sum(axis=2)
             share = seconds.reshape(len(seconds), num_groups, -1).sum(axis=2) / (size.pp * size.dp)
             work = np.maximum(work, share) if sizing.placement != "unified" else work + share
         return np.argsort(-np.asarray(work), axis=1, kind="stable")[:, : self.groups]
@@ -145,7 +151,7 @@ class _Run:
     """One order, and the cuts that share it."""
 
     rater: Rater
-    sizing: Sizing
+    sizing: MeshAssignment
     graph: StageGraph
     order: Order
     groups: IntArray
@@ -163,14 +169,14 @@ class _Run:
         self, sid: StageId, layouts: Sequence[Layout], added: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, FloatArray]:
         """Forward and backward of a stage under each layout: (n x batches x groups, replicas x microbatches)."""
-        size = self.sizing.sizes[sid.unit]
-        prices = self.rater.pricing.prices(sid.unit, size.tp, self.sizing.spread)
+        size = self.sizing.meshes[sid.unit]
+        prices = self.rater.pricing.unit_times(sid.unit, size.tp, self.sizing.batch_split)
         lo, hi = np.array([layout.units[sid.unit].stages[sid.index].layers for layout in layouts]).T
         counts = (prices.count[hi] - prices.count[lo]).astype(np.float64)
         grid = _of_groups(prices.by_kind, self.groups, self.num_groups)  # (K, 3, batches x groups, rest)
         forward = np.tensordot(counts, grid[:, FORWARD], 1)
         backward = np.tensordot(counts, grid[:, BACKWARD], 1)
-        again = np.tensordot(counts, grid[:, AGAIN], 1)
+        again = np.tensordot(counts, grid[:, RECOMPUTE], 1)
         if self.rater.pricing.recompute[sid.unit] == "all":
             backward = backward + again
         elif sid.unit in added:
@@ -185,8 +191,8 @@ class _Run:
             if edge.crosses_units:
                 found.append(0.0)
                 continue
-            size = self.sizing.sizes[edge.src.unit]
-            nbytes = pricing.least_message(edge.src.unit, size.tp, self.sizing.spread)
+            size = self.sizing.meshes[edge.src.unit]
+            nbytes = pricing.least_message(edge.src.unit, size.tp, self.sizing.batch_split)
             near = size.tp * size.dp < machine.ranks_per_node  # then some pair shares a node
             found.append(pricing.costs.transfer(nbytes, near) if nbytes else 0.0)
         return found
@@ -200,9 +206,9 @@ class _Run:
             shards, last = np.zeros(len(layouts)), np.zeros(len(layouts))
             gathers = np.zeros(len(layouts))
             for at, (unit, stages) in enumerate(self._held(rank).items()):
-                size = self.sizing.sizes[unit]
+                size = self.sizing.meshes[unit]
                 near = machine.ranks_per_node % (size.tp * size.dp) == 0
-                trained = pricing.line(unit, size.tp, self.sizing.spread).parameters
+                trained = pricing.unit_costs(unit, size.tp, self.sizing.batch_split).parameters
                 prefix = np.concatenate([[0.0], np.cumsum(trained)])
                 bounds = np.array([[layout.units[unit].stages[i].layers for i in stages] for layout in layouts])
                 counts = (prefix[bounds[:, :, 1]] - prefix[bounds[:, :, 0]]).sum(axis=1).astype(np.int64)
@@ -236,11 +242,11 @@ class _Run:
         return held
 
 
-def _one_group(sizing: Sizing) -> tuple[Sizing, int]:
+def _one_group(sizing: MeshAssignment) -> tuple[MeshAssignment, int]:
     """The sizing of one replica group with TP groups of one rank, and how many groups there are."""
-    num = int(np.gcd.reduce([size.dp for size in sizing.sizes.values()]))
-    sizes = {n: MeshSize(1, s.pp, s.dp // num, s.vpp) for n, s in sizing.sizes.items()}
-    return Sizing(sizing.placement, sizes, sizing.counts), num
+    num = int(np.gcd.reduce([size.dp for size in sizing.meshes.values()]))
+    sizes = {n: MeshSize(1, s.pp, s.dp // num, s.vpp) for n, s in sizing.meshes.items()}
+    return MeshAssignment(sizing.placement, sizes, sizing.num_microbatches), num
 
 
 def _of_groups(by_kind: FloatArray, groups: IntArray, num_groups: int) -> FloatArray:
@@ -251,7 +257,9 @@ def _of_groups(by_kind: FloatArray, groups: IntArray, num_groups: int) -> FloatA
     return picked.reshape(kinds, three, -1, picked.shape[-1])
 
 
-def _added(tracks: Sequence[Track], cuts: Sequence[Cuts], extra: Sequence[FloatArray | None]) -> dict[str, FloatArray]:
+def _added(
+    tracks: Sequence[LayerChain], cuts: Sequence[LayerPartition], extra: Sequence[FloatArray | None]
+) -> dict[str, FloatArray]:
     """By unit (n, stages): recomputation that memory demands, as a share of all there could be. The cuts are alike."""
     found = {}
     for at, (track, seconds) in enumerate(zip(tracks, extra, strict=True)):
@@ -265,9 +273,9 @@ def _added(tracks: Sequence[Track], cuts: Sequence[Cuts], extra: Sequence[FloatA
     return found
 
 
-def _shares(track: Track, cuts: IntArray, extra: FloatArray) -> FloatArray:
+def _shares(track: LayerChain, cuts: IntArray, extra: FloatArray) -> FloatArray:
     """(n, parts) of each part's recomputation, the share that it needs to fit."""
-    prefix = np.concatenate([[0.0], np.cumsum(track.line.again)])
+    prefix = np.concatenate([[0.0], np.cumsum(track.costs.again)])
     most = np.maximum(np.diff(prefix[cuts], axis=1), 1e-30)
     # Where a part alone would not fit, others on its rank may leave it room: all of it is recomputed then.
-    return np.asarray(np.minimum(extra[np.arange(track.parts), cuts[:, :-1], cuts[:, 1:]] / most, 1.0))
+    return np.asarray(np.minimum(extra[np.arange(track.num_chunks), cuts[:, :-1], cuts[:, 1:]] / most, 1.0))

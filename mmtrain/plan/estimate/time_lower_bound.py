@@ -5,17 +5,21 @@ from collections.abc import Mapping
 
 from mmtrain.costs import Hardware
 from mmtrain.plan.artifact.layout import MeshSize
-from mmtrain.plan.estimate.layer_costs import AGAIN, Pricing, Spread
-from mmtrain.plan.estimate.memory_lower_bound import unit_room
+from mmtrain.plan.estimate.layer_costs import RECOMPUTE, BatchSplit, LayerCosts
+from mmtrain.plan.estimate.memory_lower_bound import unit_memory_bound
 from mmtrain.plan.search.constraints import UnitChoices
-from mmtrain.plan.search.mesh_enumeration import UnitBound
+from mmtrain.plan.search.mesh_enumeration import UnitTimeBound
 from mmtrain.program.ir.graph import LLM
 
-FILLING = 0.9  # of the wait for the first microbatch in interleaved pipelines, that uneven chunks may leave
-MERGING = 0.9  # of an encoder's work, that larger microbatches may leave: fixed costs of kernels are shared
+INTERLEAVED_FILL_SHARE = (
+    0.9  # of the wait for the first microbatch in interleaved pipelines, that uneven chunks may leave
+)
+MERGED_ENCODER_WORK_SHARE = (
+    0.9  # of an encoder's work, that larger microbatches may leave: fixed costs of kernels are shared
+)
 
 
-def unit_bound(pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Hardware) -> UnitBound:
+def unit_time_bound(layer_costs: LayerCosts, choices: Mapping[str, UnitChoices], machine: Hardware) -> UnitTimeBound:
     """Make the bound of one unit's part in the step; infinite where what it must hold is too much for memory.
 
     A pipeline of P ranks and M microbatches fills and drains: part p has done its work no sooner than C if it takes
@@ -23,15 +27,15 @@ def unit_bound(pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Ha
     several chunks on a rank, even ones, the last rank waits for a microbatch to pass one chunk of all others.
     """
     batch = choices[LLM].batch
-    alone: Spread = tuple((unit.name, 1, batch) for unit in pricing.shape.units)
+    alone: BatchSplit = tuple((unit.name, 1, batch) for unit in layer_costs.shape.units)
     work: dict[tuple[str, int], float] = {}
-    room = unit_room(pricing)
+    room = unit_memory_bound(layer_costs)
 
     def seconds(unit: str, tp: int) -> float:
         if (unit, tp) not in work:
-            mean = pricing.prices(unit, tp, alone).mean
-            used = mean.sum() if pricing.recompute[unit] == "all" else mean[:, :AGAIN].sum()
-            work[unit, tp] = float(used) * (1.0 if unit == LLM else MERGING)
+            mean = layer_costs.unit_times(unit, tp, alone).mean
+            used = mean.sum() if layer_costs.recompute[unit] == "all" else mean[:, :RECOMPUTE].sum()
+            work[unit, tp] = float(used) * (1.0 if unit == LLM else MERGED_ENCODER_WORK_SHARE)
         return work[unit, tp]
 
     def bound(unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
@@ -41,7 +45,7 @@ def unit_bound(pricing: Pricing, choices: Mapping[str, UnitChoices], machine: Ha
         if count < 0:
             return total / size.pp
         if size.vpp > 1:
-            return total / size.pp * (1 + FILLING * (size.pp - 1) / size.vpp / count)
+            return total / size.pp * (1 + INTERLEAVED_FILL_SHARE * (size.pp - 1) / size.vpp / count)
         return total / count / (1 - (1 - 1 / count) ** size.pp)
 
     return bound

@@ -15,19 +15,19 @@ import numpy.typing as npt
 from mmtrain.costs import Hardware
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.plan.artifact.layout import MeshSize
-from mmtrain.plan.estimate.layer_costs import AGAIN, BACKWARD, FORWARD, FloatArray, IntArray, Pricing
+from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, FloatArray, IntArray, LayerCosts
 from mmtrain.plan.estimate.vectorized_1f1b import Order, order_of
-from mmtrain.plan.search.mesh_enumeration import Sizing
+from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.simulation.timing import GRADIENT_BYTES, NORM_BYTES
 
 
-def is_line(sizing: Sizing, pricing: Pricing) -> bool:
+def is_line(sizing: MeshAssignment, pricing: LayerCosts) -> bool:
     """Whether the sizing's units are one line, each entered at its beginning by the one before."""
     names = [unit.name for unit in pricing.shape.units]
     edges = [(e.src, e.dst) for e in pricing.shape.edges if e.layer == 0]
     joined = list(pairwise(names)) == edges and len(edges) == len(pricing.shape.edges)
-    return sizing.placement == "unified" and joined and len(set(sizing.counts.values())) == 1
+    return sizing.placement == "unified" and joined and len(set(sizing.num_microbatches.values())) == 1
 
 
 def line_order(size: MeshSize, num_microbatches: int, first_backward: int) -> Order:
@@ -38,7 +38,7 @@ def line_order(size: MeshSize, num_microbatches: int, first_backward: int) -> Or
     return order_of(StageGraph((mesh,), tuple(stages), tuple(Edge(a, b) for a, b in pairwise(parts))))
 
 
-def first_backwards(cuts: IntArray, pricing: Pricing) -> IntArray:
+def first_backwards(cuts: IntArray, pricing: LayerCosts) -> IntArray:
     """(n,) the first part of each cut, (n, parts + 1), that has a backward; all of them if there is none."""
     trains = [layer.trainable for unit in pricing.shape.units for layer in unit.layers]
     first = trains.index(True) if any(trains) else len(trains)
@@ -49,9 +49,9 @@ def first_backwards(cuts: IntArray, pricing: Pricing) -> IntArray:
 class LineRun:
     """Cuts of one line that share an order."""
 
-    pricing: Pricing
+    pricing: LayerCosts
     machine: Hardware
-    sizing: Sizing
+    sizing: MeshAssignment
     order: Order
     cuts: IntArray  # (n, parts + 1)
     again: FloatArray | None  # (n, parts) share of its layers' recomputation that each part needs to fit
@@ -72,7 +72,7 @@ class LineRun:
 
     @property
     def _size(self) -> MeshSize:
-        return self.sizing.sizes[LLM]
+        return self.sizing.meshes[LLM]
 
     def _held(self) -> Iterator[tuple[str, IntArray, IntArray]]:
         """By unit, the layers [lo, hi) of it in each part, (n, parts) each."""
@@ -87,14 +87,14 @@ class LineRun:
         forward: FloatArray | float = 0.0
         backward: FloatArray | float = 0.0
         for (unit, lo, hi), grid in zip(self._held(), grids, strict=True):
-            count = self.pricing.prices(unit, self._size.tp, self.sizing.spread).count
+            count = self.pricing.unit_times(unit, self._size.tp, self.sizing.batch_split).count
             held = (count[hi] - count[lo]).swapaxes(0, 1).astype(np.float64)  # (parts, n, kinds)
             forward = forward + np.tensordot(held, grid[:, FORWARD], 1)
             backward = backward + np.tensordot(held, grid[:, BACKWARD], 1)
             if self.pricing.recompute[unit] == "all":
-                backward = backward + np.tensordot(held, grid[:, AGAIN], 1)
+                backward = backward + np.tensordot(held, grid[:, RECOMPUTE], 1)
             elif self.again is not None:
-                backward = backward + np.tensordot(held * self.again.T[:, :, None], grid[:, AGAIN], 1)
+                backward = backward + np.tensordot(held * self.again.T[:, :, None], grid[:, RECOMPUTE], 1)
         shape = (self.cuts.shape[1] - 1, -1, grids[0].shape[-1])
         return np.asarray(forward).reshape(shape), np.asarray(backward).reshape(shape)
 
@@ -103,7 +103,7 @@ class LineRun:
         found = np.zeros((self.cuts.shape[1] - 2, len(self.cuts)))
         near = self._size.tp * self._size.dp < self.machine.ranks_per_node  # then some pair shares a node
         for unit, lo, _ in self._held():
-            nbytes = self.pricing.least_message(unit, self._size.tp, self.sizing.spread)
+            nbytes = self.pricing.least_message(unit, self._size.tp, self.sizing.batch_split)
             inside = (lo[:, 1:] > 0) & (lo[:, 1:] < len(self.pricing.shape.unit(unit).layers))
             found += np.where(inside, self.pricing.costs.transfer(nbytes, near) if nbytes else 0.0, 0.0).T
         return found
@@ -115,7 +115,7 @@ class LineRun:
         shards, gathers = np.zeros((size.pp, n), np.int64), np.zeros((size.pp, n))
         last, is_first = np.zeros((size.pp, n)), np.ones((size.pp, n), dtype=np.bool_)
         for unit, lo, hi in self._held():
-            trained = self.pricing.line(unit, size.tp, self.sizing.spread).parameters
+            trained = self.pricing.unit_costs(unit, size.tp, self.sizing.batch_split).parameters
             prefix = np.concatenate([[0.0], np.cumsum(trained)])
             counts = _by_rank((prefix[hi] - prefix[lo]).astype(np.int64), size.pp)
             reduced, gathered = self._exchanged(counts)

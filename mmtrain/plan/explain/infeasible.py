@@ -6,8 +6,8 @@ from itertools import combinations, product
 
 from mmtrain.plan.artifact.plan import Placement
 from mmtrain.plan.colocated.colocated_search import fits_on
-from mmtrain.plan.search.constraints import UnitChoices, listed
-from mmtrain.plan.search.mesh_enumeration import adds_up
+from mmtrain.plan.search.constraints import UnitChoices, format_sizes
+from mmtrain.plan.search.mesh_enumeration import has_pipelined_meshes
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
@@ -20,7 +20,7 @@ def is_possible(choices: Choices, ranks: int, placement: Placement) -> bool:
     """Whether a placement has sizes that use exactly so many ranks."""
     if placement == "colocated":
         return "generator" not in choices and fits_on(choices, ranks)  # only encoders lie on the LLM's ranks
-    return adds_up(choices, ranks, placement)
+    return has_pipelined_meshes(choices, ranks, placement)
 
 
 def nearest_counts(choices: Choices, ranks: int, placements: Sequence[Placement]) -> list[int]:
@@ -115,7 +115,9 @@ def _why(parallel: ParallelSettings, choices: Choices, ranks: int, placement: Pl
     for key in ("tp", "dp"):
         common = set.intersection(*(set(getattr(c, key)) for c in choices.values()))
         if not common:
-            settings = " and ".join(f"parallel.{c.name}.{key} ({listed(getattr(c, key))})" for c in choices.values())
+            settings = " and ".join(
+                f"parallel.{c.name}.{key} ({format_sizes(getattr(c, key))})" for c in choices.values()
+            )
             return f"{settings} have no size in common, but all units share one {key} there"
     shared = {path: size for path, size in fixed.items() if size[0] in ("tp", "dp")}
     together = math.prod(dict(shared.values()).values())

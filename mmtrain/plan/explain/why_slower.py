@@ -2,13 +2,13 @@
 
 import math
 
-from mmtrain.plan.estimate.evaluate import Judged
+from mmtrain.plan.estimate.evaluate import Candidate
 from mmtrain.program.ir.graph import StageId
 
 FEW_STAGES = 2  # that are named with their layers
 
 
-def why_slower(loser: Judged, chosen: Judged) -> str:
+def why_slower(loser: Candidate, chosen: Candidate) -> str:
     """One line on a plan that takes longer than the chosen one.
 
     A step is what ranks compute, on average, and what they idle; the reason is whichever of the two has grown more.
@@ -28,14 +28,14 @@ def why_slower(loser: Judged, chosen: Judged) -> str:
     return f"{ratio}: ranks idle {idle:.0%} of it (chosen {idled:.0%}), more {most}"
 
 
-def why_measured(loser: Judged, chosen: Judged, ran: float) -> str:
+def why_measured(loser: Candidate, chosen: Candidate, ran: float) -> str:
     """The same of a plan whose step took `ran` times that of the chosen one when both were run; inf: it did not run."""
     if math.isinf(ran):
         return "could not be run here"
     return f"{ran:.2f}x slower as measured, {loser.step_time_s / chosen.step_time_s:.2f}x predicted"
 
 
-def _computed(judged: Judged) -> float:
+def _computed(judged: Candidate) -> float:
     """Seconds of a step that ranks compute, on average."""
     return (1 - sum(judged.bubbles.values())) * judged.step_time_s
 
@@ -44,7 +44,7 @@ def _change(ratio: float) -> str:
     return f"{ratio - 1:.0%}" if ratio < 2 else f"{ratio:.2g} times"
 
 
-def _because(loser: Judged, chosen: Judged) -> str:
+def _because(loser: Candidate, chosen: Candidate) -> str:
     """What may explain that ranks compute longer: there are fewer, or more is computed twice."""
     ranks, before = loser.graph.world_size, chosen.graph.world_size
     if ranks < before:
@@ -53,17 +53,17 @@ def _because(loser: Judged, chosen: Judged) -> str:
     return f", recomputing {again} layers and not {once}" if again > once else ""
 
 
-def _recomputed(judged: Judged) -> int:
+def _recomputed(judged: Candidate) -> int:
     return sum(unit.num_recomputed for unit in judged.layout.units.values())
 
 
-def _held(judged: Judged) -> str:
+def _held(judged: Candidate) -> str:
     """What the busiest ranks hold: `vision 0-7`, or the units where there are many stages."""
-    if len(judged.busiest) > FEW_STAGES:
-        return " and ".join(dict.fromkeys(sid.unit for sid in judged.busiest))
-    return " and ".join(_layers(judged, sid) for sid in judged.busiest)
+    if len(judged.busiest_stages) > FEW_STAGES:
+        return " and ".join(dict.fromkeys(sid.unit for sid in judged.busiest_stages))
+    return " and ".join(_layers(judged, sid) for sid in judged.busiest_stages)
 
 
-def _layers(judged: Judged, sid: StageId) -> str:
+def _layers(judged: Candidate, sid: StageId) -> str:
     lo, hi = judged.graph.stage(sid).layers
     return f"{sid.unit} {lo}-{hi - 1}" if hi - lo > 1 else f"{sid.unit} {lo}"

@@ -11,7 +11,7 @@ from mmtrain.balance.post_balancing import Cost, rebalance
 from mmtrain.costs import CostModel, TokenLoad
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.plan.artifact.marginal_cost import chord
-from mmtrain.plan.estimate.sample_batches import BatchSample
+from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.program.ir.graph import LLM
 
 PHASES = 2  # all-to-alls of an encoder's features in a round: theirs, and their gradients'
@@ -34,7 +34,7 @@ class Dealing:
     shape: ModelShape
     costs: CostModel
     element_bytes: int  # of a feature
-    batches: BatchSample
+    batches: SampledBatches
     num_ranks: int
     ranks_per_node: int
     _dealt: dict[int, Rounds] = field(default_factory=dict, repr=False)

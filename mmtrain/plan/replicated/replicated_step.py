@@ -23,7 +23,7 @@ from mmtrain.costs.rank_memory import MARGIN, layer_state, microbatch_bytes, wor
 from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
 from mmtrain.plan.artifact.plan import Alternative
 from mmtrain.plan.estimate.layer_costs import FloatArray
-from mmtrain.plan.estimate.sample_batches import BatchSample
+from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.replicated.phase_dispatch import Dealing, Rounds
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
@@ -64,7 +64,7 @@ class Phases:
     shape: ModelShape
     costs: CostModel
     precision: Precision
-    batches: BatchSample
+    batches: SampledBatches
     machine: Hardware
     num_ranks: int
     _priced: dict[tuple[str, int], "_Seconds"] = field(default_factory=dict, repr=False)

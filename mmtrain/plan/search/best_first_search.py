@@ -1,6 +1,6 @@
 """Which layouts there are, and which of them is fastest: best-first, by bounds that grow tighter as work is put in.
 
-A sizing waits with a bound on all its cuts: arithmetic, then the exact optimum of a dynamic program. When its turn
+A assignment waits with a bound on all its cuts: arithmetic, then the exact optimum of a dynamic program. When its turn
 comes its cuts are rated, all of them if the whole search has few, else those near the anchor; and a cut whose rating
 comes first is fitted into memory and simulated. What cannot be faster than the best one found is never looked at.
 """
@@ -13,60 +13,62 @@ from itertools import product
 
 from mmtrain.costs import Hardware
 from mmtrain.plan.artifact.plan import Alternative
-from mmtrain.plan.estimate.evaluate import Judged, judge
-from mmtrain.plan.estimate.layer_costs import Pricing
-from mmtrain.plan.estimate.memory_fit import Fitted, Misfit, fitted
+from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout
+from mmtrain.plan.estimate.layer_costs import LayerCosts
+from mmtrain.plan.estimate.memory_fit import FittedLayout, MemoryMisfit, fit_memory
 from mmtrain.plan.estimate.step_time_estimator import Rater
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import (
-    Cuts,
     FloatArray,
-    Track,
-    alive_of,
-    anchor,
-    every_cut,
-    graph_for,
-    jittered,
-    laid_out,
-    least_seconds,
-    recomputed,
-    tracks_of,
+    LayerChain,
+    LayerPartition,
+    all_chain_partitions,
+    anchor_partition,
+    chain_time_lower_bound,
+    in_flight_by_chunk,
+    jittered_partitions,
+    layer_chains,
+    layout_graph,
+    partitioned_layout,
+    recompute_to_fit,
 )
-from mmtrain.plan.search.mesh_enumeration import Sizing, split_tp_group_of
+from mmtrain.plan.search.mesh_enumeration import MeshAssignment, split_tp_group_of
 from mmtrain.program.ir.graph import LLM
 
-SAME = 1.001  # step times within this factor count as equal; the simpler layout then wins
-FEW = 2_000  # cuts of all sizings together up to which all are rated, and compared in full
-JITTERED = 160  # cuts that are rated of each sizing otherwise
-ROUNDS = 8  # of rating what lies near the best so far
-HOPELESS = 1.05  # of the fastest step found: what rates above is not looked at more closely
-HOPEFUL = 0.95  # of its anchor's rating: what a sizing's best cut may rate, where there are more cuts than a few
-REFINED = 2  # more cuts of the sizing found fastest that are simulated then
-TOO_LARGE = 12  # sizings whose bound says that they cannot fit that are looked at, where no other does
-TOLD = 200  # sizings that were not looked at, of which the ranking may tell
-HEAVIEST = 2  # replica groups of a batch that are rated where there are more cuts than a few
+EQUAL_STEP_TIME_RATIO = 1.001  # step times within this factor count as equal; the simpler layout then wins
+MAX_PARTITIONS_TO_TRY_ALL = 2_000  # cuts of all assignments together up to which all are rated, and compared in full
+MAX_JITTERS_PER_ASSIGNMENT = 160  # cuts that are rated of each assignment otherwise
+MAX_JITTER_ROUNDS = 8  # of rating what lies near the best so far
+MAX_ESTIMATE_RATIO = 1.05  # of the fastest step found: what rates above is not looked at more closely
+ANCHOR_ESTIMATE_DISCOUNT = (
+    0.95  # of its anchor's rating: what a assignment's best cut may rate, where there are more cuts than a few
+)
+NUM_RUNNER_UP_PARTITIONS = 2  # more cuts of the assignment found fastest that are simulated then
+MAX_MISFITS_TO_TRY = 12  # assignments whose bound says that they cannot fit that are looked at, where no other does
+MAX_EXPLAINED_ASSIGNMENTS = 200  # assignments that were not looked at, of which the ranking may tell
+NUM_ESTIMATED_REPLICA_GROUPS = 2  # replica groups of a batch that are rated where there are more cuts than a few
 
-Progress = Callable[[int, int], None]  # sizings that were looked at or are settled, of how many
+Progress = Callable[[int, int], None]  # assignments that were looked at or are settled, of how many
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchResults:
     """Everything the search learned."""
 
-    judged: tuple[Judged, ...]  # the chosen one first, then by step time; of each sizing the best
-    losers: tuple[Alternative, ...]  # those never simulated, with the reason
+    candidates: tuple[Candidate, ...]  # the chosen one first, then by step time; of each assignment the best
+    rejected: tuple[Alternative, ...]  # those never simulated, with the reason
 
     @property
     def fastest(self) -> float:
         """Seconds of the chosen step; infinity without any."""
-        return self.judged[0].step_time_s if self.judged else math.inf
+        return self.candidates[0].step_time_s if self.candidates else math.inf
 
 
-def joined(*outcomes: Outcome) -> Outcome:
+def merge_results(*outcomes: SearchResults) -> SearchResults:
     """What several searches learned, ranked together."""
-    return Outcome(
-        tuple(_ranked([j for outcome in outcomes for j in outcome.judged])),
-        tuple(loser for outcome in outcomes for loser in outcome.losers),
+    return SearchResults(
+        tuple(_ranked([j for outcome in outcomes for j in outcome.candidates])),
+        tuple(loser for outcome in outcomes for loser in outcome.rejected),
     )
 
 
@@ -76,68 +78,68 @@ class _Waiting:
 
     bound: float
     number: int
-    sizing: Sizing = field(compare=False)
-    tracks: tuple[Track, ...] = field(compare=False, default=())
-    cuts: Cuts | None = field(compare=False, default=None)
+    assignment: MeshAssignment = field(compare=False)
+    chains: tuple[LayerChain, ...] = field(compare=False, default=())
+    cuts: LayerPartition | None = field(compare=False, default=None)
     is_glanced_at: bool = field(compare=False, default=False)
 
 
-def search(
-    sizings: Sequence[tuple[float, Sizing]],
-    pricing: Pricing,
+def best_first_search(
+    assignments: Sequence[tuple[float, MeshAssignment]],
+    layer_costs: LayerCosts,
     choices: Mapping[str, UnitChoices],
     machine: Hardware,
     at_least: int,
     progress: Progress | None = None,
-) -> Outcome:
+) -> SearchResults:
     """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
 
-    At least `at_least` sizings are simulated, if so many fit, so that the ranking has figures to show.
+    At least `at_least` assignments are simulated, if so many fit, so that the ranking has figures to show.
     """
-    return _Search(pricing, choices, machine, at_least, progress).run(sizings)
+    return _Search(layer_costs, choices, machine, at_least, progress).run(assignments)
 
 
 class _Search:
     def __init__(
         self,
-        pricing: Pricing,
+        layer_costs: LayerCosts,
         choices: Mapping[str, UnitChoices],
         machine: Hardware,
         at_least: int,
         progress: Progress | None,
     ) -> None:
-        self.pricing, self.choices, self.machine = pricing, choices, machine
+        self.layer_costs, self.choices, self.machine = layer_costs, choices, machine
         self.at_least, self.progress = at_least, progress
-        self.losers: list[Alternative] = []
-        self.best: dict[int, Judged] = {}  # by id of the sizing
-        self.misfits: dict[int, Misfit] = {}
-        self.others: dict[int, list[tuple[float, Sizing, Cuts]]] = {}  # the next best rated cuts
+        self.rejected: list[Alternative] = []
+        self.best: dict[int, Candidate] = {}  # by id of the assignment
+        self.misfits: dict[int, MemoryMisfit] = {}
+        self.others: dict[int, list[tuple[float, MeshAssignment, LayerPartition]]] = {}  # the next best rated cuts
         self.queue: list[_Waiting] = []
         self.num_queued = 0
         self.is_small = False
-        self.rater = Rater(pricing, machine, HEAVIEST)
+        self.rater = Rater(layer_costs, machine, NUM_ESTIMATED_REPLICA_GROUPS)
 
-    def run(self, sizings: Sequence[tuple[float, Sizing]]) -> Outcome:
+    def run(self, assignments: Sequence[tuple[float, MeshAssignment]]) -> SearchResults:
         """Work the queue off."""
-        self.is_small = self._num_cuts(s for _, s in sizings) <= FEW
+        self.is_small = self._num_cuts(s for _, s in assignments) <= MAX_PARTITIONS_TO_TRY_ALL
         if self.is_small:
             self.rater.groups = None
-        for bound, sizing in sizings:
-            if tp_group := split_tp_group_of(sizing, self.machine.ranks_per_node):
-                self._lost(sizing, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
+        for bound, assignment in assignments:
+            if tp_group := split_tp_group_of(assignment, self.machine.ranks_per_node):
+                self._lost(assignment, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
             else:
-                self._wait(0.0 if self.is_small else bound, sizing)
+                self._wait(0.0 if self.is_small else bound, assignment)
         num_seen = 0
         while self.queue and not self._is_settled(self.queue[0]):
             waiting = heapq.heappop(self.queue)
-            self._tell(num_seen, len(sizings))
-            num_seen += not waiting.tracks and waiting.cuts is None
+            self._tell(num_seen, len(assignments))
+            num_seen += not waiting.chains and waiting.cuts is None
             self._look_at(waiting)
         if not self.is_small:
             self._refine()
         self._give_up()
-        self._tell(len(sizings), len(sizings))
-        return Outcome(tuple(_ranked(list(self.best.values()))), tuple(self.losers))
+        self._tell(len(assignments), len(assignments))
+        return SearchResults(tuple(_ranked(list(self.best.values()))), tuple(self.rejected))
 
     def _tell(self, done: int, total: int) -> None:
         if self.progress is not None:
@@ -146,191 +148,199 @@ class _Search:
     def _is_settled(self, first: _Waiting) -> bool:
         """Whether nothing that waits can change the choice."""
         if math.isinf(first.bound):  # then there is nothing to find, only something to say
-            return bool(self.best) or len(self.misfits) >= TOO_LARGE
+            return bool(self.best) or len(self.misfits) >= MAX_MISFITS_TO_TRY
         fastest = self._fastest()
-        return len(self.best) >= self.at_least and first.bound > fastest * (SAME if self.is_small else 1.0)
+        return len(self.best) >= self.at_least and first.bound > fastest * (
+            EQUAL_STEP_TIME_RATIO if self.is_small else 1.0
+        )
 
     def _refine(self) -> None:
-        """Simulate the next best rated cuts of the sizing found fastest."""
+        """Simulate the next best rated cuts of the assignment found fastest."""
         if not self.best:
             return
         fastest = min(self.best, key=lambda at: self.best[at].step_time_s)
-        for bound, sizing, cuts in self.others.get(fastest, [])[:REFINED]:
-            self._simulate(bound, sizing, cuts)
+        for bound, assignment, cuts in self.others.get(fastest, [])[:NUM_RUNNER_UP_PARTITIONS]:
+            self._simulate(bound, assignment, cuts)
 
-    def _num_cuts(self, sizings: Iterable[Sizing]) -> int:
-        """Ways to cut all sizings, counted up to what is not few."""
-        layers = {unit.name: len(unit.layers) for unit in self.pricing.shape.units}
+    def _num_cuts(self, assignments: Iterable[MeshAssignment]) -> int:
+        """Ways to cut all assignments, counted up to what is not few."""
+        layers = {unit.name: len(unit.layers) for unit in self.layer_costs.shape.units}
         total = 0
-        for sizing in sizings:
-            if sizing.placement == "unified":
-                size = sizing.sizes[LLM]
+        for assignment in assignments:
+            if assignment.placement == "unified":
+                size = assignment.meshes[LLM]
                 total += math.comb(sum(layers.values()) - 1, size.pp * size.vpp - 1)
             else:
-                total += math.prod(math.comb(layers[n] - 1, s.pp * s.vpp - 1) for n, s in sizing.sizes.items())
-            if total > FEW:
+                total += math.prod(math.comb(layers[n] - 1, s.pp * s.vpp - 1) for n, s in assignment.meshes.items())
+            if total > MAX_PARTITIONS_TO_TRY_ALL:
                 break
         return total
 
     def _wait(
         self,
         bound: float,
-        sizing: Sizing,
-        tracks: tuple[Track, ...] = (),
-        cuts: Cuts | None = None,
+        assignment: MeshAssignment,
+        chains: tuple[LayerChain, ...] = (),
+        cuts: LayerPartition | None = None,
         is_glanced_at: bool = False,
     ) -> None:
         self.num_queued += 1
-        heapq.heappush(self.queue, _Waiting(bound, self.num_queued, sizing, tracks, cuts, is_glanced_at))
+        heapq.heappush(self.queue, _Waiting(bound, self.num_queued, assignment, chains, cuts, is_glanced_at))
 
     def _look_at(self, waiting: _Waiting) -> None:
         """Put the next piece of work into what comes first."""
-        bound, sizing = waiting.bound, waiting.sizing
+        bound, assignment = waiting.bound, waiting.assignment
         if waiting.cuts is not None:
-            self._simulate(bound, sizing, waiting.cuts)
-        elif waiting.tracks and (self.is_small or waiting.is_glanced_at):
-            self._rate(bound, sizing, waiting.tracks)
-        elif waiting.tracks:
-            self._glance_at(bound, sizing, waiting.tracks)
+            self._simulate(bound, assignment, waiting.cuts)
+        elif waiting.chains and (self.is_small or waiting.is_glanced_at):
+            self._rate(bound, assignment, waiting.chains)
+        elif waiting.chains:
+            self._glance_at(bound, assignment, waiting.chains)
         else:
-            tracks = tracks_of(sizing, self.pricing, self.choices)
-            if any(track.anchor is None for track in tracks):
-                self._lost(sizing, "its layers cannot be cut into so many stages under parallel.*.pp")
+            chains = layer_chains(assignment, self.layer_costs, self.choices)
+            if any(chain.anchor is None for chain in chains):
+                self._lost(assignment, "its layers cannot be cut into so many stages under parallel.*.pp")
             else:
-                self._wait(max(bound, *map(least_seconds, tracks)), sizing, tracks)
+                self._wait(max(bound, *map(chain_time_lower_bound, chains)), assignment, chains)
 
-    def _glance_at(self, bound: float, sizing: Sizing, tracks: tuple[Track, ...]) -> None:
+    def _glance_at(self, bound: float, assignment: MeshAssignment, chains: tuple[LayerChain, ...]) -> None:
         """Rate the anchor alone, so that what is far behind others waits until they are settled."""
-        extra = self._extra(sizing, tracks)
-        cuts = tuple(anchor(track, more) or track.anchor or () for track, more in zip(tracks, extra, strict=True))
-        rating = float(self.rater.rate(sizing, tracks, [cuts], extra)[0])
-        self._wait(max(bound, rating * HOPEFUL), sizing, tracks, is_glanced_at=True)
+        extra = self._extra(assignment, chains)
+        cuts = tuple(
+            anchor_partition(chain, more) or chain.anchor or () for chain, more in zip(chains, extra, strict=True)
+        )
+        rating = float(self.rater.rate(assignment, chains, [cuts], extra)[0])
+        self._wait(max(bound, rating * ANCHOR_ESTIMATE_DISCOUNT), assignment, chains, is_glanced_at=True)
 
-    def _rate(self, bound: float, sizing: Sizing, tracks: tuple[Track, ...]) -> None:
-        """Rate the cuts of a sizing, and let the best wait for the simulator."""
-        extra = self._extra(sizing, tracks)
-        options = [self._options(track, more) for track, more in zip(tracks, extra, strict=True)]
+    def _rate(self, bound: float, assignment: MeshAssignment, chains: tuple[LayerChain, ...]) -> None:
+        """Rate the cuts of a assignment, and let the best wait for the simulator."""
+        extra = self._extra(assignment, chains)
+        options = [self._options(chain, more) for chain, more in zip(chains, extra, strict=True)]
         if not all(options):
-            self._try_to_fit(sizing, tuple(track.anchor or () for track in tracks))
-            self._lost_for_memory(sizing)
+            self._try_to_fit(assignment, tuple(chain.anchor or () for chain in chains))
+            self._lost_for_memory(assignment)
             return
         if self.is_small:
             cuts = list(product(*options))
-            for rating, one in zip(self.rater.rate(sizing, tracks, cuts, extra), cuts, strict=True):
-                self._wait(max(float(rating), bound), sizing, tracks, one)
+            for rating, one in zip(self.rater.rate(assignment, chains, cuts, extra), cuts, strict=True):
+                self._wait(max(float(rating), bound), assignment, chains, one)
             return
-        rated = self._descend(sizing, tracks, options, extra)
+        rated = self._descend(assignment, chains, options, extra)
         order = sorted(rated, key=lambda one: rated[one])
         least = max(rated[order[0]], bound)
-        self.others[id(sizing)] = [(rated[one], sizing, one) for one in order[1 : 1 + REFINED]]
+        self.others[id(assignment)] = [(rated[one], assignment, one) for one in order[1 : 1 + NUM_RUNNER_UP_PARTITIONS]]
         if least < self._fastest():  # the sooner a fast one is known, the less of others is looked at
-            self._simulate(least, sizing, order[0])
+            self._simulate(least, assignment, order[0])
         else:
-            self._wait(least, sizing, tracks, order[0])
+            self._wait(least, assignment, chains, order[0])
 
     def _descend(
         self,
-        sizing: Sizing,
-        tracks: Sequence[Track],
+        assignment: MeshAssignment,
+        chains: Sequence[LayerChain],
         options: Sequence[Sequence[tuple[int, ...]]],
         extra: Sequence[FloatArray | None],
-    ) -> dict[Cuts, float]:
+    ) -> dict[LayerPartition, float]:
         """Rate cuts near the anchor, then near the best of these, until none is better."""
-        rated: dict[Cuts, float] = {}
+        rated: dict[LayerPartition, float] = {}
         best = math.inf
-        for _ in range(ROUNDS):
-            new = [cuts for cuts in _spread_over(options, JITTERED) if cuts not in rated]
+        for _ in range(MAX_JITTER_ROUNDS):
+            new = [cuts for cuts in _spread_over(options, MAX_JITTERS_PER_ASSIGNMENT) if cuts not in rated]
             if new:
-                rated |= zip(new, self.rater.rate(sizing, tracks, new, extra).tolist(), strict=True)
+                rated |= zip(new, self.rater.rate(assignment, chains, new, extra).tolist(), strict=True)
             around = min(rated, key=lambda cuts: rated[cuts])
             if rated[around] >= best:
                 break
             best = rated[around]
-            if best > self._fastest() * HOPELESS:
+            if best > self._fastest() * MAX_ESTIMATE_RATIO:
                 break
             options = [
-                jittered(track, cuts, JITTERED, more) or [cuts]
-                for track, cuts, more in zip(tracks, around, extra, strict=True)
+                jittered_partitions(chain, cuts, MAX_JITTERS_PER_ASSIGNMENT, more) or [cuts]
+                for chain, cuts, more in zip(chains, around, extra, strict=True)
             ]
         return rated
 
     def _fastest(self) -> float:
         return min((j.step_time_s for j in self.best.values()), default=math.inf)
 
-    def _extra(self, sizing: Sizing, tracks: Sequence[Track]) -> list[FloatArray | None]:
-        """By track, seconds of recomputation that parts and spans need; None where the anchor needs none."""
-        cuts = tuple(track.anchor or () for track in tracks)
-        alive = self.rater.alive(sizing, cuts)
-        memory = self.pricing.memory(graph_for(laid_out(sizing, self.pricing, cuts), self.pricing), alive)
+    def _extra(self, assignment: MeshAssignment, chains: Sequence[LayerChain]) -> list[FloatArray | None]:
+        """By chain, seconds of recomputation that parts and spans need; None where the anchor needs none."""
+        cuts = tuple(chain.anchor or () for chain in chains)
+        alive = self.rater.alive(assignment, cuts)
+        memory = self.layer_costs.memory(
+            layout_graph(partitioned_layout(assignment, self.layer_costs, cuts), self.layer_costs), alive
+        )
         if max(m.total for m in memory.values()) <= self.machine.memory_bytes:
-            return [None] * len(tracks)
-        return [recomputed(track, alive_of(track, alive), self.machine.memory_bytes) for track in tracks]
+            return [None] * len(chains)
+        return [
+            recompute_to_fit(chain, in_flight_by_chunk(chain, alive), self.machine.memory_bytes) for chain in chains
+        ]
 
-    def _options(self, track: Track, extra: FloatArray | None) -> list[tuple[int, ...]]:
-        """Cuts of one track that are worth rating."""
+    def _options(self, chain: LayerChain, extra: FloatArray | None) -> list[tuple[int, ...]]:
+        """Cuts of one chain that are worth rating."""
         if self.is_small:
-            return every_cut(track)
-        around = anchor(track, extra)
-        if around is None and track.vpp > 1 and track.anchor is not None:  # parts of a rank may help each other out
-            return jittered(track, track.anchor, JITTERED)
-        return [] if around is None else jittered(track, around, JITTERED, extra)
+            return all_chain_partitions(chain)
+        around = anchor_partition(chain, extra)
+        if around is None and chain.vpp > 1 and chain.anchor is not None:  # parts of a rank may help each other out
+            return jittered_partitions(chain, chain.anchor, MAX_JITTERS_PER_ASSIGNMENT)
+        return [] if around is None else jittered_partitions(chain, around, MAX_JITTERS_PER_ASSIGNMENT, extra)
 
-    def _simulate(self, bound: float, sizing: Sizing, cuts: Cuts) -> None:
-        known = self.best.get(id(sizing))
+    def _simulate(self, bound: float, assignment: MeshAssignment, cuts: LayerPartition) -> None:
+        known = self.best.get(id(assignment))
         if known is not None and known.step_time_s <= bound:
             return
-        found = self._try_to_fit(sizing, cuts)
+        found = self._try_to_fit(assignment, cuts)
         if found is None:
             if not self.is_small:
-                self._next_best(sizing)
-            if not any(w.sizing is sizing for w in self.queue):
-                self._lost_for_memory(sizing)
+                self._next_best(assignment)
+            if not any(w.assignment is assignment for w in self.queue):
+                self._lost_for_memory(assignment)
             return
-        judged = judge(found.layout, self.pricing, self.machine, memory=found.memory)
+        judged = evaluate_layout(found.layout, self.layer_costs, self.machine, memory=found.memory)
         if known is None or judged.step_time_s < known.step_time_s:
-            self.best[id(sizing)] = judged
+            self.best[id(assignment)] = judged
 
-    def _next_best(self, sizing: Sizing) -> None:
+    def _next_best(self, assignment: MeshAssignment) -> None:
         """Let the next rated cut wait, where the one before turned out not to fit."""
-        left = self.others.get(id(sizing), [])
+        left = self.others.get(id(assignment), [])
         if left:
             bound, _, cuts = left.pop(0)
-            self._wait(bound, sizing, (), cuts)
+            self._wait(bound, assignment, (), cuts)
 
-    def _try_to_fit(self, sizing: Sizing, cuts: Cuts) -> Fitted | None:
-        found = fitted(sizing, self.pricing, cuts, self.machine, self.rater.alive(sizing, cuts))
-        if isinstance(found, Fitted):
+    def _try_to_fit(self, assignment: MeshAssignment, cuts: LayerPartition) -> FittedLayout | None:
+        found = fit_memory(assignment, self.layer_costs, cuts, self.machine, self.rater.alive(assignment, cuts))
+        if isinstance(found, FittedLayout):
             return found
-        known = self.misfits.get(id(sizing))
+        known = self.misfits.get(id(assignment))
         if known is None or found.need_gib < known.need_gib:
-            self.misfits[id(sizing)] = found
+            self.misfits[id(assignment)] = found
         return None
 
-    def _lost_for_memory(self, sizing: Sizing) -> None:
-        if id(sizing) not in self.best and id(sizing) in self.misfits:
-            misfit = self.misfits[id(sizing)]
-            self._lost(sizing, misfit.reason, misfit.need_gib)
+    def _lost_for_memory(self, assignment: MeshAssignment) -> None:
+        if id(assignment) not in self.best and id(assignment) in self.misfits:
+            misfit = self.misfits[id(assignment)]
+            self._lost(assignment, misfit.reason, misfit.need_gib)
 
     def _give_up(self) -> None:
         """What still waits cannot be faster."""
         fastest = self._fastest()
         seen = {*self.best}
         for waiting in sorted(self.queue):
-            if id(waiting.sizing) not in seen and len(seen) < TOLD:
-                seen.add(id(waiting.sizing))
+            if id(waiting.assignment) not in seen and len(seen) < MAX_EXPLAINED_ASSIGNMENTS:
+                seen.add(id(waiting.assignment))
                 if math.isinf(waiting.bound):
-                    self._lost(waiting.sizing, "does not fit: what its ranks must hold at least is too much")
+                    self._lost(waiting.assignment, "does not fit: what its ranks must hold at least is too much")
                     continue
                 unit = _slowest(waiting)
                 self._lost(
-                    waiting.sizing, f"at least {waiting.bound / fastest:.2f}x slower: {unit} cannot be done sooner"
+                    waiting.assignment, f"at least {waiting.bound / fastest:.2f}x slower: {unit} cannot be done sooner"
                 )
 
-    def _lost(self, sizing: Sizing, reason: str, peak_gib: float | None = None) -> None:
-        self.losers.append(
+    def _lost(self, assignment: MeshAssignment, reason: str, peak_gib: float | None = None) -> None:
+        self.rejected.append(
             Alternative(
-                summary=str(sizing),
-                placement=sizing.placement,
+                summary=str(assignment),
+                placement=assignment.placement,
                 step_time_s=None,
                 peak_memory_gib=peak_gib,
                 reason=reason,
@@ -340,22 +350,22 @@ class _Search:
 
 def _slowest(waiting: _Waiting) -> str:
     """Whose work asks for the bound, as far as is known."""
-    if not waiting.tracks:
+    if not waiting.chains:
         return "its work"
-    return " and ".join(max(waiting.tracks, key=least_seconds).units)
+    return " and ".join(max(waiting.chains, key=chain_time_lower_bound).units)
 
 
-def _spread_over(options: Sequence[Sequence[tuple[int, ...]]], limit: int) -> list[Cuts]:
-    """Combine the best few of each track."""
+def _spread_over(options: Sequence[Sequence[tuple[int, ...]]], limit: int) -> list[LayerPartition]:
+    """Combine the best few of each chain."""
     few = max(1, int(limit ** (1 / len(options))))
     return list(product(*(cuts[:few] for cuts in options)))
 
 
-def _ranked(judged: list[Judged]) -> list[Judged]:
+def _ranked(judged: list[Candidate]) -> list[Candidate]:
     """Fastest first; of those as fast as the fastest, the simplest is chosen and leads."""
     ordered = sorted(judged, key=lambda j: (j.step_time_s, j.layout.complexity))
     if not ordered:
         return []
-    equal = [j for j in ordered if j.step_time_s <= ordered[0].step_time_s * SAME]
+    equal = [j for j in ordered if j.step_time_s <= ordered[0].step_time_s * EQUAL_STEP_TIME_RATIO]
     chosen = min(equal, key=lambda j: (j.layout.complexity, j.step_time_s))
     return [chosen, *(j for j in ordered if j is not chosen)]

@@ -12,8 +12,8 @@ from mmtrain.recipe.cross_checks import OTHER_UNITS
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
-CHUNKS = (1, 2, 3, 4, 6, 8, 12)  # chunks of the LLM's layers on a pipeline rank that are tried
-FEW_CHUNKS = (1, 2)  # and of an encoder's, on ranks of its own
+LLM_VPP_SIZES = (1, 2, 3, 4, 6, 8, 12)  # chunks of the LLM's layers on a pipeline rank that are tried
+ENCODER_VPP_SIZES = (1, 2)  # and of an encoder's, on ranks of its own
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class UnitChoices:
                     yield MeshSize(tp, pp, dp)
 
     def __str__(self) -> str:
-        tp, pp, dp = (listed(v) for v in (self.tp, self.pp, self.dp))
+        tp, pp, dp = (format_sizes(v) for v in (self.tp, self.pp, self.dp))
         return f"{self.name}: tp {tp}; pp {pp}; dp {dp}" + (f"; vpp {self.fixed_vpp}" if self.fixed_vpp else "")
 
 
@@ -64,7 +64,7 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
             value = getattr(fixed, key)
             if value is not None and value not in possible[key]:
                 where = f"parallel.{unit.name}.{key}"
-                problems.append(f"{where}: {value} {why}; allowed: {listed(possible[key])}")
+                problems.append(f"{where}: {value} {why}; allowed: {format_sizes(possible[key])}")
             elif value is not None:
                 possible[key] = (value,)
         if unit.name == LLM:
@@ -135,7 +135,7 @@ def _reasons(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[st
 
 
 def _chunks(unit: UnitShape) -> tuple[int, ...]:
-    return CHUNKS if unit.name == LLM else FEW_CHUNKS if unit.kind == "encoder" else (1,)
+    return LLM_VPP_SIZES if unit.name == LLM else ENCODER_VPP_SIZES if unit.kind == "encoder" else (1,)
 
 
 def _tensor_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ def _divisors(n: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
-def listed(values: tuple[int, ...]) -> str:
+def format_sizes(values: tuple[int, ...]) -> str:
     """Print sizes: `1, 2, 4`, or `1-34` for a long unbroken range."""
     if len(values) > 4 and values == tuple(range(values[0], values[-1] + 1)):
         return f"{values[0]}-{values[-1]}"

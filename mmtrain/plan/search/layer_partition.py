@@ -1,6 +1,6 @@
 """Cutting units into stages: even by time, where memory allows it; and the cuts near that.
 
-A *track* is a line of layers that is cut over pipeline ranks: in `unified` that of all units, else one unit's. Its
+A *chain* is a line of layers that is cut over pipeline ranks: in `unified` that of all units, else one unit's. Its
 *parts* go round the ranks, `vpp` on each.
 """
 
@@ -15,61 +15,74 @@ import numpy.typing as npt
 from mmtrain.costs.rank_memory import MARGIN
 from mmtrain.plan.artifact.layout import Layout, disaggregated, unified
 from mmtrain.plan.artifact.plan_graph import graph_of
-from mmtrain.plan.estimate.layer_costs import AGAIN, BACKWARD, FORWARD, Line, Pricing
+from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerCosts
 from mmtrain.plan.estimate.recompute import span_recompute
 from mmtrain.plan.search.constraints import UnitChoices
-from mmtrain.plan.search.mesh_enumeration import Sizing
-from mmtrain.plan.search.min_max_partition import BoolArray, min_max_spans
+from mmtrain.plan.search.mesh_enumeration import MeshAssignment
+from mmtrain.plan.search.min_max_partition import BoolArray, min_max_span_partition
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.schedules.builder import in_flight
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-Cuts = tuple[tuple[int, ...], ...]  # of each track: the bounds of its parts
+LayerPartition = tuple[tuple[int, ...], ...]  # of each chain: the bounds of its parts
 
-REACH = 3  # layers that a cut is moved away from the anchor at most
-JITTERS = 20_000  # cuts near the anchor that are scored
-SEED = 0  # of the jitters that are looked at where there are more
+MAX_BOUNDARY_SHIFT = 3  # layers that a cut is moved away from the anchor at most
+MAX_SCORED_JITTERS = 20_000  # cuts near the anchor that are scored
+JITTER_SEED = 0  # of the jitters that are looked at where there are more
 
 
 @dataclass(frozen=True)
-class Track:
+class LayerChain:
     """A line of layers and the pipeline ranks it is cut over."""
 
     units: tuple[str, ...]
     bounds: tuple[int, ...]  # where the units' layers begin, and the end
-    line: Line
+    costs: UnitLayerCosts
     pp: int
     vpp: int
     num_microbatches: int  # of the unit that keeps time
-    way: FloatArray  # (L,) seconds at least from the first forward until one comes to the layer, and back
+    round_trip_s: FloatArray  # (L,) seconds at least from the first forward until one comes to the layer, and back
     masks: tuple[BoolArray, ...]  # what sizes fixed in the recipe allow; none of them: everything
 
     @property
-    def parts(self) -> int:
+    def num_chunks(self) -> int:
         """Parts the line is cut into."""
         return self.pp * self.vpp
 
     @cached_property
     def anchor(self) -> tuple[int, ...] | None:
         """The cut whose slowest part is done soonest, of those the evenest; None if the recipe allows none."""
-        return anchor(self)
+        return anchor_partition(self)
 
 
-def tracks_of(sizing: Sizing, pricing: Pricing, choices: Mapping[str, UnitChoices]) -> tuple[Track, ...]:
-    """What has to be cut for a sizing."""
-    names, spread = list(sizing.sizes), sizing.spread
-    lines = {n: pricing.line(n, s.tp, spread) for n, s in sizing.sizes.items()}
-    ways = {n: _way(pricing, n, s.tp, sizing) for n, s in sizing.sizes.items()}
-    if sizing.placement != "unified":
+def layer_chains(
+    assignment: MeshAssignment, layer_costs: LayerCosts, choices: Mapping[str, UnitChoices]
+) -> tuple[LayerChain, ...]:
+    """What has to be cut for a assignment."""
+    names, spread = list(assignment.meshes), assignment.batch_split
+    lines = {n: layer_costs.unit_costs(n, s.tp, spread) for n, s in assignment.meshes.items()}
+    ways = {n: _way(layer_costs, n, s.tp, assignment) for n, s in assignment.meshes.items()}
+    if assignment.placement != "unified":
         return tuple(
-            Track((n,), (0, len(lines[n].seconds)), lines[n], s.pp, s.vpp, sizing.counts[n], ways[n][:-1], ())
-            for n, s in sizing.sizes.items()
+            LayerChain(
+                (n,),
+                (0, len(lines[n].seconds)),
+                lines[n],
+                s.pp,
+                s.vpp,
+                assignment.num_microbatches[n],
+                ways[n][:-1],
+                (),
+            )
+            for n, s in assignment.meshes.items()
         )
-    size = sizing.sizes[LLM]
-    share = {n: sizing.counts[n] / sizing.counts[LLM] for n in names}  # seconds of each LLM microbatch
+    size = assignment.meshes[LLM]
+    share = {
+        n: assignment.num_microbatches[n] / assignment.num_microbatches[LLM] for n in names
+    }  # seconds of each LLM microbatch
     reached = dict.fromkeys(names, 0.0)
-    for edge in pricing.shape.edges:
+    for edge in layer_costs.shape.edges:
         reached[edge.dst] = max(reached[edge.dst], reached[edge.src] + float(ways[edge.src][-1]))
     way = np.concatenate([ways[n][:-1] + reached[n] for n in names])
     bounds = np.cumsum([0, *(len(lines[n].seconds) for n in names)]).tolist()
@@ -78,134 +91,154 @@ def tracks_of(sizing: Sizing, pricing: Pricing, choices: Mapping[str, UnitChoice
     else:
         masks = _whole_masks(bounds, size.pp * size.vpp, [choices[n].is_whole for n in names])
     line = _join([lines[n] for n in names], [share[n] for n in names])
-    return (Track(tuple(names), tuple(bounds), line, size.pp, size.vpp, sizing.counts[LLM], way, masks),)
+    return (
+        LayerChain(tuple(names), tuple(bounds), line, size.pp, size.vpp, assignment.num_microbatches[LLM], way, masks),
+    )
 
 
-def least_seconds(track: Track) -> float:
-    """Seconds that no cut of the track can beat, whatever the schedule.
+def chain_time_lower_bound(chain: LayerChain) -> float:
+    """Seconds that no cut of the chain can beat, whatever the schedule.
 
     Some part works for all microbatches, and no sooner than the first has come down to it; its last backward still
     has to travel up. The least of the largest such sum is found exactly.
     """
-    seconds, num = track.line.seconds, track.num_microbatches
-    work = num * max(seconds.sum() / track.pp, seconds.max())
-    if track.vpp > 1 or track.anchor is None:
+    seconds, num = chain.costs.seconds, chain.num_microbatches
+    work = num * max(seconds.sum() / chain.pp, seconds.max())
+    if chain.vpp > 1 or chain.anchor is None:
         return float(work)
-    return max(float(work), _longest(track, track.anchor))
+    return max(float(work), _longest(chain, chain.anchor))
 
 
-def anchor(track: Track, fits: FloatArray | None = None) -> tuple[int, ...] | None:
-    """Cut a track so that the slowest part is done soonest, with all its work and the way to it; None if impossible.
+def anchor_partition(chain: LayerChain, fits: FloatArray | None = None) -> tuple[int, ...] | None:
+    """Cut a chain so that the slowest part is done soonest, with all its work and the way to it; None if impossible.
 
     fits: (parts, L + 1, L + 1) seconds of recomputation that part p with layers [lo, hi) needs to fit, or infinity.
     """
-    seconds = track.line.seconds
-    if not 1 <= track.parts <= len(seconds):
+    seconds = chain.costs.seconds
+    if not 1 <= chain.num_chunks <= len(seconds):
         return None
-    segment = _span_sums(seconds)[None] * track.num_microbatches
+    segment = _span_sums(seconds)[None] * chain.num_microbatches
     if fits is not None:
-        segment = segment + fits * track.num_microbatches
-    if track.vpp == 1:  # interleaved parts take turns: there only work counts
-        segment = segment + np.append(track.way, 0.0)[None, :, None]
-    found = [min_max_spans(segment, track.parts, mask) for mask in track.masks or (None,)]
+        segment = segment + fits * chain.num_microbatches
+    if chain.vpp == 1:  # interleaved parts take turns: there only work counts
+        segment = segment + np.append(chain.round_trip_s, 0.0)[None, :, None]
+    found = [min_max_span_partition(segment, chain.num_chunks, mask) for mask in chain.masks or (None,)]
     ways = [cuts for cuts in found if cuts is not None]
-    return min(ways, key=lambda cuts: _longest(track, cuts), default=None)
+    return min(ways, key=lambda cuts: _longest(chain, cuts), default=None)
 
 
-def jittered(
-    track: Track, around: tuple[int, ...], limit: int, extra: FloatArray | None = None
+def jittered_partitions(
+    chain: LayerChain, around: tuple[int, ...], limit: int, extra: FloatArray | None = None
 ) -> list[tuple[int, ...]]:
     """At most `limit` cuts near one, that one first, by how uneven their parts are and how much crosses between them.
 
-    Each cut moves by up to `REACH` layers (OmniBal's jitter); both terms of the score are divided by their mean.
-    `extra`: seconds that parts take besides, as in `anchor`.
+    Each boundary moves by up to `MAX_BOUNDARY_SHIFT` layers (OmniBal's jitter); both terms of the score are divided by
+    their mean.
+    `extra`: seconds that parts take besides, as in `anchor_partition`.
     """
-    if track.parts == 1:
+    if chain.num_chunks == 1:
         return [around]
-    moved = np.array(list(islice(_moves(len(around) - 2), JITTERS)), dtype=np.int64).reshape(-1, len(around) - 2)
+    moved = np.array(list(islice(_moves(len(around) - 2), MAX_SCORED_JITTERS)), dtype=np.int64).reshape(
+        -1, len(around) - 2
+    )
     cuts = np.unique(np.asarray(around)[None, 1:-1] + moved, axis=0)
     full = np.concatenate([np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), around[-1])], axis=1)
-    full = full[(np.diff(full, axis=1) > 0).all(axis=1) & _allowed(track, full)]
-    seconds = part_seconds(track, full, extra)
+    full = full[(np.diff(full, axis=1) > 0).all(axis=1) & _allowed(chain, full)]
+    seconds = chunk_seconds(chain, full, extra)
     ranked = np.isfinite(seconds).all(axis=1)
     full, seconds = full[ranked], seconds[ranked]
     if not len(full):
         return []
-    volume = track.line.input_bytes[full[:, 1:-1]].sum(axis=1)
+    volume = chain.costs.input_bytes[full[:, 1:-1]].sum(axis=1)
     spread = seconds.var(axis=1)
     score = spread / max(spread.mean(), 1e-30) + volume / max(volume.mean(), 1e-30)
     score[(full == np.asarray(around)).all(axis=1)] = -1.0
     return [tuple(row) for row in full[np.argsort(score, kind="stable")[:limit]].tolist()]
 
 
-def is_allowed(track: Track, cuts: tuple[int, ...]) -> bool:
+def is_partition_allowed(chain: LayerChain, cuts: tuple[int, ...]) -> bool:
     """Whether sizes fixed in the recipe allow a cut."""
-    return bool(_allowed(track, np.asarray([cuts]))[0])
+    return bool(_allowed(chain, np.asarray([cuts]))[0])
 
 
-def every_cut(track: Track) -> list[tuple[int, ...]]:
-    """All ways to cut a track that the recipe allows."""
-    length = len(track.line.seconds)
-    cuts = np.array([(0, *inner, length) for inner in combinations(range(1, length), track.parts - 1)], dtype=np.int64)
-    return [tuple(row) for row in cuts[_allowed(track, cuts)].tolist()] if len(cuts) else []
+def all_chain_partitions(chain: LayerChain) -> list[tuple[int, ...]]:
+    """All ways to cut a chain that the recipe allows."""
+    length = len(chain.costs.seconds)
+    cuts = np.array(
+        [(0, *inner, length) for inner in combinations(range(1, length), chain.num_chunks - 1)], dtype=np.int64
+    )
+    return [tuple(row) for row in cuts[_allowed(chain, cuts)].tolist()] if len(cuts) else []
 
 
-def part_seconds(track: Track, cuts: IntArray, extra: FloatArray | None = None) -> FloatArray:
+def chunk_seconds(chain: LayerChain, cuts: IntArray, extra: FloatArray | None = None) -> FloatArray:
     """(n, parts) mean seconds of each part under each of n cuts."""
-    prefix = np.concatenate([[0.0], np.cumsum(track.line.seconds)])
+    prefix = np.concatenate([[0.0], np.cumsum(chain.costs.seconds)])
     seconds = np.diff(prefix[cuts], axis=1)
-    return seconds if extra is None else seconds + extra[np.arange(track.parts), cuts[:, :-1], cuts[:, 1:]]
+    return seconds if extra is None else seconds + extra[np.arange(chain.num_chunks), cuts[:, :-1], cuts[:, 1:]]
 
 
-def laid_out(
-    sizing: Sizing, pricing: Pricing, cuts: Cuts, recompute: Mapping[str, frozenset[int]] | None = None
+def partitioned_layout(
+    assignment: MeshAssignment,
+    layer_costs: LayerCosts,
+    cuts: LayerPartition,
+    recompute: Mapping[str, frozenset[int]] | None = None,
 ) -> Layout:
     """The layout with these cuts, and with these layers recomputed besides those that the recipe names."""
     again = {
-        unit.name: frozenset(range(len(unit.layers))) if pricing.recompute[unit.name] == "all" else frozenset[int]()
-        for unit in pricing.shape.units
+        unit.name: frozenset(range(len(unit.layers))) if layer_costs.recompute[unit.name] == "all" else frozenset[int]()
+        for unit in layer_costs.shape.units
     } | dict(recompute or {})
-    if sizing.placement == "unified":
-        units = unified(pricing.shape, sizing.sizes[LLM], cuts[0], again)
+    if assignment.placement == "unified":
+        units = unified(layer_costs.shape, assignment.meshes[LLM], cuts[0], again)
     else:
-        units = disaggregated(sizing.sizes, dict(zip(sizing.sizes, cuts, strict=True)), again)
-    sliced = {n: u.model_copy(update={"sp": True}) for n, u in units.items() if pricing.slices(n, u.tp)}
-    return Layout(sizing.placement, units | sliced, dict(sizing.counts))
+        units = disaggregated(assignment.meshes, dict(zip(assignment.meshes, cuts, strict=True)), again)
+    sliced = {n: u.model_copy(update={"sp": True}) for n, u in units.items() if layer_costs.has_sp(n, u.tp)}
+    return Layout(assignment.placement, units | sliced, dict(assignment.num_microbatches))
 
 
-def arrange(
-    sizing: Sizing, pricing: Pricing, choices: Mapping[str, UnitChoices], memory_bytes: float | None = None
+def anchor_layout(
+    assignment: MeshAssignment,
+    layer_costs: LayerCosts,
+    choices: Mapping[str, UnitChoices],
+    memory_bytes: float | None = None,
 ) -> Layout | None:
     """Cut every unit into stages of equal time, with `memory_bytes` only into stages that fit; None if impossible."""
-    tracks = tracks_of(sizing, pricing, choices)
-    cuts = tuple(track.anchor for track in tracks)
+    chains = layer_chains(assignment, layer_costs, choices)
+    cuts = tuple(chain.anchor for chain in chains)
     if any(c is None for c in cuts):
         return None
-    layout = laid_out(sizing, pricing, tuple(c for c in cuts if c is not None))
+    layout = partitioned_layout(assignment, layer_costs, tuple(c for c in cuts if c is not None))
     if memory_bytes is None:
         return layout
-    alive = in_flight(graph_for(layout, pricing))
-    fits = [anchor(track, recomputed(track, alive_of(track, alive), memory_bytes)) for track in tracks]
-    return None if any(c is None for c in fits) else laid_out(sizing, pricing, tuple(c for c in fits if c is not None))
+    alive = in_flight(layout_graph(layout, layer_costs))
+    fits = [
+        anchor_partition(chain, recompute_to_fit(chain, in_flight_by_chunk(chain, alive), memory_bytes))
+        for chain in chains
+    ]
+    return (
+        None
+        if any(c is None for c in fits)
+        else partitioned_layout(assignment, layer_costs, tuple(c for c in fits if c is not None))
+    )
 
 
-def graph_for(layout: Layout, pricing: Pricing) -> StageGraph:
+def layout_graph(layout: Layout, layer_costs: LayerCosts) -> StageGraph:
     """The layout's stage graph."""
-    return graph_of(layout.units, layout.num_microbatches, pricing.shape)
+    return graph_of(layout.units, layout.num_microbatches, layer_costs.shape)
 
 
-def recomputed(track: Track, alive: IntArray, memory_bytes: float) -> FloatArray:
+def recompute_to_fit(chain: LayerChain, alive: IntArray, memory_bytes: float) -> FloatArray:
     """(parts, L + 1, L + 1) seconds of recomputation that part p with layers [lo, hi) needs to fit; infinite: never.
 
     alive: (L, parts) microbatches of each layer's unit that are alive if the layer lies in that part. With several
     parts on a rank each may take its share of the memory.
     """
-    line, limit = track.line, memory_bytes / (1 + MARGIN) / track.vpp
+    line, limit = chain.costs, memory_bytes / (1 + MARGIN) / chain.vpp
     held = _span_sums((line.kept_bytes[:, None] * alive).T) + _span_sums(line.state_bytes) - limit
-    plain = held + _span_working(line.working_bytes, line.input_bytes) / track.vpp
+    plain = held + _span_working(line.working_bytes, line.input_bytes) / chain.vpp
     found = np.where(plain <= 0, 0.0, np.inf)
     saved = line.saved_bytes[:, None] * alive
-    held += _span_working(line.working_again, line.input_bytes) / track.vpp
+    held += _span_working(line.working_again, line.input_bytes) / chain.vpp
     # Few spans are left that need some recomputation, and fit with it.
     part, lo, hi = np.nonzero((plain > 0) & (held <= _span_sums(saved.T)) & ~np.tri(len(saved) + 1, dtype=np.bool_))
     lots = np.flatnonzero(np.bincount(line.kind))
@@ -217,52 +250,52 @@ def recomputed(track: Track, alive: IntArray, memory_bytes: float) -> FloatArray
     return found
 
 
-def alive_of(track: Track, alive: Mapping[StageId, int]) -> IntArray:
+def in_flight_by_chunk(chain: LayerChain, alive: Mapping[StageId, int]) -> IntArray:
     """(L, parts) microbatches of each layer's unit that are alive if the layer lies in that part.
 
     As the program of the anchor says; where the unit has no layers in a part, as in the nearest that has.
     """
-    assert track.anchor is not None
-    found = np.zeros((len(track.line.seconds), track.parts), dtype=np.int64)
-    for unit, (begin, end) in zip(track.units, pairwise(track.bounds), strict=True):
-        first = int(np.searchsorted(track.anchor, begin, side="right")) - 1
+    assert chain.anchor is not None
+    found = np.zeros((len(chain.costs.seconds), chain.num_chunks), dtype=np.int64)
+    for unit, (begin, end) in zip(chain.units, pairwise(chain.bounds), strict=True):
+        first = int(np.searchsorted(chain.anchor, begin, side="right")) - 1
         own = {first + sid.index: count for sid, count in alive.items() if sid.unit == unit}
-        for part in range(track.parts):
+        for part in range(chain.num_chunks):
             nearest = min(own, key=lambda at: (abs(at - part), at))
             found[begin:end, part] = own[nearest]
     return found
 
 
-def _way(pricing: Pricing, unit: str, tp: int, sizing: Sizing) -> FloatArray:
+def _way(layer_costs: LayerCosts, unit: str, tp: int, assignment: MeshAssignment) -> FloatArray:
     """(L + 1,) the least seconds through a unit's layers [0, l), down and back, mean over the batches."""
-    prices = pricing.prices(unit, tp, sizing.spread)
+    prices = layer_costs.unit_times(unit, tp, assignment.batch_split)
     least = prices.by_kind.min(axis=(3, 4)).mean(axis=2)
     per_layer = least[:, FORWARD] + least[:, BACKWARD]
-    if pricing.recompute[unit] == "all":
-        per_layer = per_layer + least[:, AGAIN]
+    if layer_costs.recompute[unit] == "all":
+        per_layer = per_layer + least[:, RECOMPUTE]
     return np.concatenate([[0.0], np.cumsum(per_layer[prices.kind])])
 
 
-def _join(lines: Sequence[Line], share: Sequence[float]) -> Line:
+def _join(lines: Sequence[UnitLayerCosts], share: Sequence[float]) -> UnitLayerCosts:
     """All units' layers one after another, in seconds of each LLM microbatch; kinds stay apart."""
     first_kind = np.cumsum([0, *(int(line.kind.max()) + 1 for line in lines)])
-    columns = {f.name: np.concatenate([getattr(line, f.name) for line in lines]) for f in fields(Line)}
+    columns = {f.name: np.concatenate([getattr(line, f.name) for line in lines]) for f in fields(UnitLayerCosts)}
     columns["seconds"] = np.concatenate([line.seconds * s for line, s in zip(lines, share, strict=True)])
     columns["again"] = np.concatenate([line.again * s for line, s in zip(lines, share, strict=True)])
     columns["kind"] = np.concatenate([line.kind + k for line, k in zip(lines, first_kind[:-1], strict=True)])
-    return Line(**columns)
+    return UnitLayerCosts(**columns)
 
 
-def _longest(track: Track, cuts: tuple[int, ...]) -> float:
+def _longest(chain: LayerChain, cuts: tuple[int, ...]) -> float:
     """Seconds until the slowest part of a cut is done, at least."""
-    work = part_seconds(track, np.asarray([cuts]))[0] * track.num_microbatches
-    return float((work + track.way[list(cuts[:-1])]).max())
+    work = chunk_seconds(chain, np.asarray([cuts]))[0] * chain.num_microbatches
+    return float((work + chain.round_trip_s[list(cuts[:-1])]).max())
 
 
 def _moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
     """Moves of all cuts, all of them if they are few, else those of one and two neighbours and then random ones."""
-    steps = range(-REACH, REACH + 1)
-    if len(steps) ** num_cuts <= JITTERS:
+    steps = range(-MAX_BOUNDARY_SHIFT, MAX_BOUNDARY_SHIFT + 1)
+    if len(steps) ** num_cuts <= MAX_SCORED_JITTERS:
         yield from product(steps, repeat=num_cuts)
         return
     still = (0,) * num_cuts
@@ -272,16 +305,16 @@ def _moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
             yield (*still[:at], step, *still[at + 1 :])
             if at + 1 < num_cuts:
                 yield from ((*still[:at], step, other, *still[at + 2 :]) for other in (-1, 1))
-    rng = np.random.default_rng(SEED)
-    for _ in range(JITTERS // 10):
+    rng = np.random.default_rng(JITTER_SEED)
+    for _ in range(MAX_SCORED_JITTERS // 10):
         yield tuple(rng.integers(-1, 2, num_cuts).tolist())
 
 
-def _allowed(track: Track, cuts: IntArray) -> BoolArray:
+def _allowed(chain: LayerChain, cuts: IntArray) -> BoolArray:
     """(n,) whether sizes fixed in the recipe allow a cut."""
-    if not track.masks:
+    if not chain.masks:
         return np.ones(len(cuts), dtype=np.bool_)
-    each = [mask[np.arange(track.parts), cuts[:, :-1], cuts[:, 1:]].all(axis=1) for mask in track.masks]
+    each = [mask[np.arange(chain.num_chunks), cuts[:, :-1], cuts[:, 1:]].all(axis=1) for mask in chain.masks]
     return np.asarray(np.any(each, axis=0))
 
 

@@ -11,57 +11,67 @@ from typing import Protocol
 
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan import Placement
-from mmtrain.plan.estimate.layer_costs import Spread
+from mmtrain.plan.estimate.layer_costs import BatchSplit
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.program.ir.graph import LLM
 
-MERGED = (-1, -2, -4)  # -k: an encoder on ranks of its own joins k of the LLM's microbatches to one of its own
-WORTH = 0.01  # of a step: what an encoder's pipeline takes to fill, below which chunks are not looked at
-ALL_SIZES = 8  # ranks up to which every size is looked at
-ALIKE = 4  # of these, those with the same size of the LLM
-KEPT = 20  # sizes of units that share so many ranks, the quickest by their bounds, where there are very many
+LLM_MICROBATCHES_PER_ENCODER_MICROBATCH = (
+    -1,
+    -2,
+    -4,
+)  # -k: an encoder on ranks of its own joins k of the LLM's microbatches to one of its own
+MIN_FILL_SHARE_FOR_CHUNKS = (
+    0.01  # of a step: what an encoder's pipeline takes to fill, below which chunks are not looked at
+)
+MAX_RANKS_TO_ENUMERATE_ALL = 8  # ranks up to which every size is looked at
+MAX_ASSIGNMENTS_PER_LLM_MESH = 4  # of these, those with the same size of the LLM
+MAX_MESHES_PER_RANK_COUNT = (
+    20  # sizes of units that share so many ranks, the quickest by their bounds, where there are very many
+)
 
 
 @dataclass(frozen=True)
-class Sizing:
+class MeshAssignment:
     """A placement with the size of every unit's mesh, still uncut.
 
     In `unified` all units have the same size, and its `pp` is the number of ranks of the one pipeline.
     """
 
     placement: Placement
-    sizes: Mapping[str, MeshSize]
-    counts: Mapping[str, int]  # microbatches of each replica, by unit
+    meshes: Mapping[str, MeshSize]
+    num_microbatches: Mapping[str, int]  # microbatches of each replica, by unit
 
     @property
     def paces(self) -> Mapping[str, int]:
         """The same for bounds, which know of units with a pace of their own or that of all on their ranks: else -1."""
         if self.placement != "unified":
-            return self.counts
-        return {name: n if n == self.counts[LLM] else -1 for name, n in self.counts.items()}
+            return self.num_microbatches
+        return {name: n if n == self.num_microbatches[LLM] else -1 for name, n in self.num_microbatches.items()}
 
     @property
-    def spread(self) -> Spread:
+    def batch_split(self) -> BatchSplit:
         """Data-parallel sizes and microbatches by unit."""
-        return tuple((name, size.dp, self.counts[name]) for name, size in self.sizes.items())
+        return tuple((name, size.dp, self.num_microbatches[name]) for name, size in self.meshes.items())
 
     @property
     def ranks(self) -> int:
         """Ranks that it uses."""
         if self.placement == "unified":
-            return next(iter(self.sizes.values())).ranks
-        return sum(size.ranks for size in self.sizes.values())
+            return next(iter(self.meshes.values())).ranks
+        return sum(size.ranks for size in self.meshes.values())
 
     def __str__(self) -> str:
-        merged = {name: f" mb{n}" if n != self.counts[LLM] else "" for name, n in self.counts.items()}
+        merged = {
+            name: f" mb{n}" if n != self.num_microbatches[LLM] else "" for name, n in self.num_microbatches.items()
+        }
         if self.placement == "unified":
-            return f"unified: {next(iter(self.sizes.values()))}" + "".join(
+            return f"unified: {next(iter(self.meshes.values()))}" + "".join(
                 f", {name}{text}" for name, text in merged.items() if text
             )
-        return "disaggregated: " + ", ".join(f"{name} {size}{merged[name]}" for name, size in self.sizes.items())
+        return "disaggregated: " + ", ".join(f"{name} {size}{merged[name]}" for name, size in self.meshes.items())
 
 
-def adds_up(choices: Mapping[str, UnitChoices], world_size: int, placement: Placement) -> bool:
+def has_pipelined_meshes(choices: Mapping[str, UnitChoices], world_size: int, placement: Placement) -> bool:
     """Whether there are `unified` or `disaggregated` sizes of exactly so many ranks; faster than to list them."""
     if placement == "unified":
         return any(True for _ in _unified(choices, world_size))
@@ -78,73 +88,79 @@ def _totals(totals: int, own: Set[int]) -> int:
     return reduce(or_, (totals << ranks for ranks in own), 0)
 
 
-class UnitBound(Protocol):
+class UnitTimeBound(Protocol):
     """Seconds of a unit of this size with so many microbatches, at least; infinite where it cannot fit into memory."""
 
     def __call__(self, unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
         """behind: microbatches that are under way in the pipelines after it before the first comes back, at least."""
 
 
-def sizings(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[Sizing]:
+def mesh_assignments(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[MeshAssignment]:
     """Every placement and size that uses exactly `world_size` ranks."""
-    yield from (sizing for _, sizing in bounded_sizings(choices, world_size))
+    yield from (assignment for _, assignment in bounded_mesh_assignments(choices, world_size))
 
 
-def bounded_sizings(
-    choices: Mapping[str, UnitChoices], world_size: int, bound: UnitBound | None = None
-) -> Iterator[tuple[float, Sizing]]:
+def bounded_mesh_assignments(
+    choices: Mapping[str, UnitChoices], world_size: int, bound: UnitTimeBound | None = None
+) -> Iterator[tuple[float, MeshAssignment]]:
     """Every placement and size that uses exactly `world_size` ranks, with a bound of its step's seconds.
 
-    On more than `ALL_SIZES` ranks, and with a bound: of units on ranks of their own only the sizes that look quickest,
-    and none whose bound is infinite; if there are no others the most split ones, so that something can be said of them.
+    On more than `MAX_RANKS_TO_ENUMERATE_ALL` ranks, and with a bound: of units on ranks of their own only the meshes
+    that look quickest, and none whose bound is infinite; if there are no others the most split ones, so that something
+    can be said of them.
     """
     yield from ((0.0 if bound is None else _summed(bound, s), s) for s in _unified(choices, world_size))
     if len(choices) == 1:
         return
-    few = bound if world_size > ALL_SIZES else None
+    few = bound if world_size > MAX_RANKS_TO_ENUMERATE_ALL else None
     if few is not None:
         apart = _quickest(choices, world_size, few)
     else:
         units = [[(0.0, size, n) for size, n in _sizes(c, world_size, choices[LLM])] for c in choices.values()]
         every = (_disaggregated(choices, chosen) for _, chosen in _together(units, world_size, None))
         apart = [(max(_bounds(bound, s)) if bound else 0.0, s) for s in every if s]
-    for least, sizing in apart:
-        yield from ((least, one) for one in _interleaved(choices, sizing, _deep(sizing, least, few)))
+    for least, assignment in apart:
+        yield from ((least, one) for one in _interleaved(choices, assignment, _deep(assignment, least, few)))
 
 
-def _deep(sizing: Sizing, least: float, bound: UnitBound | None) -> Set[str]:
+def _deep(assignment: MeshAssignment, least: float, bound: UnitTimeBound | None) -> Set[str]:
     """Units whose pipelines take a share of the step to fill, which chunks may spare; all units without a bound."""
     if bound is None:
-        return sizing.sizes.keys()
-    fill = {name: (size.pp - 1) * bound(name, size, -1) / sizing.counts[name] for name, size in sizing.sizes.items()}
-    return {name for name, seconds in fill.items() if seconds > WORTH * least}
+        return assignment.meshes.keys()
+    fill = {
+        name: (size.pp - 1) * bound(name, size, -1) / assignment.num_microbatches[name]
+        for name, size in assignment.meshes.items()
+    }
+    return {name for name, seconds in fill.items() if seconds > MIN_FILL_SHARE_FOR_CHUNKS * least}
 
 
-def _bounds(bound: UnitBound, sizing: Sizing) -> list[float]:
-    return [bound(name, size, sizing.paces[name]) for name, size in sizing.sizes.items()]
+def _bounds(bound: UnitTimeBound, assignment: MeshAssignment) -> list[float]:
+    return [bound(name, size, assignment.paces[name]) for name, size in assignment.meshes.items()]
 
 
-def _quickest(choices: Mapping[str, UnitChoices], world_size: int, bound: UnitBound) -> list[tuple[float, Sizing]]:
+def _quickest(
+    choices: Mapping[str, UnitChoices], world_size: int, bound: UnitTimeBound
+) -> list[tuple[float, MeshAssignment]]:
     """Of units on ranks of their own the sizes that look quickest.
 
     For each number of the LLM's replicas in turn, as that decides how large an encoder's microbatches are; and for
     each depth of its pipeline, as that decides how many of them an encoder holds.
     """
-    found: list[tuple[float, Sizing]] = []
+    found: list[tuple[float, MeshAssignment]] = []
     for can_fit in (True, False):
         for dp, pp in product(choices[LLM].dp, _doubling(choices[LLM].pp)):
             units = list(_sizes_beside(choices, dp, pp, world_size, bound, can_fit))
             if all(units):
-                kept = _together(units, world_size, 4 * KEPT)
-                found += [(b, sizing) for b, chosen in kept if (sizing := _disaggregated(choices, chosen))]
+                kept = _together(units, world_size, 4 * MAX_MESHES_PER_RANK_COUNT)
+                found += [(b, assignment) for b, chosen in kept if (assignment := _disaggregated(choices, chosen))]
         if found:
             break
     seen = Counter[MeshSize]()
-    some: list[tuple[float, Sizing]] = []
-    for least, sizing in sorted(found, key=lambda entry: entry[0]):
-        seen[sizing.sizes[LLM]] += 1
-        if seen[sizing.sizes[LLM]] <= ALIKE and len(some) < KEPT:
-            some.append((least, sizing))
+    some: list[tuple[float, MeshAssignment]] = []
+    for least, assignment in sorted(found, key=lambda entry: entry[0]):
+        seen[assignment.meshes[LLM]] += 1
+        if seen[assignment.meshes[LLM]] <= MAX_ASSIGNMENTS_PER_LLM_MESH and len(some) < MAX_MESHES_PER_RANK_COUNT:
+            some.append((least, assignment))
     return some
 
 
@@ -158,7 +174,7 @@ def _sizes_beside(
     llm_dp: int,
     llm_pp: tuple[int, ...],
     world_size: int,
-    bound: UnitBound,
+    bound: UnitTimeBound,
     can_fit: bool,
 ) -> Iterator[list["Sized"]]:
     """Each unit's sizes with their bounds and microbatches, beside so many LLM replicas of one of these depths."""
@@ -180,14 +196,14 @@ def _sizes_beside(
         yield own if unit.name == LLM else bounded(unit, left)
 
 
-def sizes_alone(choices: Mapping[str, UnitChoices], unit: str, world_size: int) -> set[MeshSize]:
+def unit_mesh_sizes(choices: Mapping[str, UnitChoices], unit: str, world_size: int) -> set[MeshSize]:
     """Sizes that a unit may have on some of so many ranks."""
     return {size for size, _ in _sizes(choices[unit], world_size, choices[LLM])}
 
 
-def in_shares(
-    choices: Mapping[str, UnitChoices], shares: Mapping[str, float], bound: UnitBound
-) -> Iterator[list[Sizing]]:
+def assignments_near_shares(
+    choices: Mapping[str, UnitChoices], shares: Mapping[str, float], bound: UnitTimeBound
+) -> Iterator[list[MeshAssignment]]:
     """Sizes of units on ranks of their own that look quickest, first for numbers of ranks nearest to these shares."""
     world_size, llm = round(sum(shares.values())), choices[LLM]
     bounded = ([(bound(c.name, size, n), size, n) for size, n in _sizes(c, world_size, llm)] for c in choices.values())
@@ -197,16 +213,16 @@ def in_shares(
     wanted = [shares[name] for name in choices]
     for ranks in sorted(possible, key=lambda own: (sum(abs(a - b) for a, b in zip(own, wanted, strict=True)), own)):
         sized = [by_ranks[n] for by_ranks, n in zip(units, ranks, strict=True)]
-        found = sorted(_together(sized, world_size, KEPT), key=lambda entry: entry[0])
-        yield [sizing for _, chosen in found if (sizing := _disaggregated(choices, chosen))]
+        found = sorted(_together(sized, world_size, MAX_MESHES_PER_RANK_COUNT), key=lambda entry: entry[0])
+        yield [assignment for _, chosen in found if (assignment := _disaggregated(choices, chosen))]
 
 
-def _summed(bound: UnitBound, sizing: Sizing) -> float:
+def _summed(bound: UnitTimeBound, assignment: MeshAssignment) -> float:
     """All units take turns on the same ranks."""
-    return sum(_bounds(bound, sizing))
+    return sum(_bounds(bound, assignment))
 
 
-def _unified(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[Sizing]:
+def _unified(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[MeshAssignment]:
     names, llm = list(choices), choices[LLM]
     shared = set.intersection(*({(tp, dp) for tp in c.tp for dp in c.dp} for c in choices.values()))
     fewest, most = max(min(c.pp) for c in choices.values()), sum(max(c.pp) for c in choices.values())
@@ -220,7 +236,7 @@ def _unified(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[Si
                     continue  # what spans a fixed number of ranks is held for one round over them
                 sizes = dict.fromkeys(names, MeshSize(tp, pp, dp, vpp))
                 counts = {name: c.fixed_microbatches or llm.batch // dp for name, c in choices.items()}
-                yield Sizing("unified", sizes, counts | {LLM: llm.batch // dp})
+                yield MeshAssignment("unified", sizes, counts | {LLM: llm.batch // dp})
 
 
 def _chunks(unit: UnitChoices, pp: int, layers: int, num_microbatches: int) -> Iterator[int]:
@@ -238,7 +254,7 @@ def _sizes(unit: UnitChoices, most: int, llm: UnitChoices) -> Iterator[tuple[Mes
     for tp, dp, pp in product(unit.tp, unit.dp, unit.pp):
         if tp * dp * pp > most:
             continue
-        counts = MERGED if unit.name != LLM else (llm.batch // dp,)
+        counts = LLM_MICROBATCHES_PER_ENCODER_MICROBATCH if unit.name != LLM else (llm.batch // dp,)
         if unit.fixed_microbatches and unit.name != LLM:
             counts = (unit.fixed_microbatches,)
         for count in counts:
@@ -312,7 +328,7 @@ def _beginnings(before: list[Chosen], entries: list[Sized], kept: int) -> tuple[
     return before[:a], entries[:b]
 
 
-def _disaggregated(choices: Mapping[str, UnitChoices], chosen: Sequence[tuple[MeshSize, int]]) -> Sizing | None:
+def _disaggregated(choices: Mapping[str, UnitChoices], chosen: Sequence[tuple[MeshSize, int]]) -> MeshAssignment | None:
     """Give every unit its microbatches; None where an encoder's do not go with the LLM's."""
     sizes = {name: size for name, (size, _) in zip(choices, chosen, strict=True)}
     llm = choices[LLM].batch // sizes[LLM].dp
@@ -323,28 +339,30 @@ def _disaggregated(choices: Mapping[str, UnitChoices], chosen: Sequence[tuple[Me
         counts[name] = n if n > 0 else llm // -n
     if any(n % llm and llm % n for n in counts.values()):
         return None
-    return Sizing("disaggregated", sizes, counts)
+    return MeshAssignment("disaggregated", sizes, counts)
 
 
-def _interleaved(choices: Mapping[str, UnitChoices], sizing: Sizing, deep: Set[str]) -> Iterator[Sizing]:
-    """The sizing, and with several chunks of the layers of `deep` encoders on a rank, where blocks share out evenly.
+def _interleaved(
+    choices: Mapping[str, UnitChoices], assignment: MeshAssignment, deep: Set[str]
+) -> Iterator[MeshAssignment]:
+    """The assignment, and with several chunks of the layers of `deep` encoders on a rank, where blocks divide evenly.
 
     They fill an encoder's pipeline sooner, which is all that they do: so they are no sizes of their own, among which
     only some are kept.
     """
     options = []
-    for name, size in sizing.sizes.items():
-        unit, is_open = choices[name], name != LLM and name in deep and 1 < size.pp <= sizing.counts[name]
+    for name, size in assignment.meshes.items():
+        unit, is_open = choices[name], name != LLM and name in deep and 1 < size.pp <= assignment.num_microbatches[name]
         blocks = unit.layers - 2  # between an embedding of media and a projector
         even = [v for v in unit.vpp[1:] if is_open and blocks % (size.pp * v) == 0]
         options.append([size, *(replace(size, vpp=v) for v in even)])
     for sizes in product(*options):
-        yield replace(sizing, sizes=dict(zip(sizing.sizes, sizes, strict=True)))
+        yield replace(assignment, meshes=dict(zip(assignment.meshes, sizes, strict=True)))
 
 
-def split_tp_group_of(sizing: Sizing, ranks_per_node: int) -> tuple[int, ...] | None:
+def split_tp_group_of(assignment: MeshAssignment, ranks_per_node: int) -> tuple[int, ...] | None:
     """A tensor-parallel group whose ranks lie on different nodes, if there is one."""
-    sizes = [sizing.sizes[LLM]] if sizing.placement == "unified" else list(sizing.sizes.values())
+    sizes = [assignment.meshes[LLM]] if assignment.placement == "unified" else list(assignment.meshes.values())
     first = 0
     for size in sizes:
         if ranks_per_node % size.tp or first % size.tp:

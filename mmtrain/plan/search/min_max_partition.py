@@ -8,7 +8,7 @@ import numpy.typing as npt
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 
-EXACT = 1e-12  # relative slack for sums of floats that are equal on paper
+OPTIMUM_TOLERANCE = 1e-12  # relative slack for sums of floats that are equal on paper
 
 
 def min_max_partition(costs: Sequence[float], parts: int, allowed: BoolArray | None = None) -> tuple[int, ...] | None:
@@ -22,10 +22,10 @@ def min_max_partition(costs: Sequence[float], parts: int, allowed: BoolArray | N
         (0, 2, 4)
     """
     prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
-    return min_max_spans(prefix[None, None, :] - prefix[None, :, None], parts, allowed)
+    return min_max_span_partition(prefix[None, None, :] - prefix[None, :, None], parts, allowed)
 
 
-def min_max_spans(spans: FloatArray, parts: int, allowed: BoolArray | None = None) -> tuple[int, ...] | None:
+def min_max_span_partition(spans: FloatArray, parts: int, allowed: BoolArray | None = None) -> tuple[int, ...] | None:
     """The same, where what a run costs depends on it as a whole, or on its part.
 
     spans: (1 or parts, L + 1, L + 1) cost of [lo, hi), in part p; infinite where it cannot be.
@@ -37,7 +37,7 @@ def min_max_spans(spans: FloatArray, parts: int, allowed: BoolArray | None = Non
     optimum = least[-1, -1]
     if not np.isfinite(optimum):
         return None
-    within = np.where(segment <= optimum * (1 + EXACT), segment**2, np.inf)
+    within = np.where(segment <= optimum * (1 + OPTIMUM_TOLERANCE), segment**2, np.inf)
     _, choice = _solve(within, parts, np.add)
     return _boundaries(choice)
 

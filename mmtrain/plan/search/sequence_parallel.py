@@ -7,42 +7,42 @@ from typing import Literal
 
 from mmtrain.costs import Hardware
 from mmtrain.costs.sequence_parallel_costs import slicing_seconds
-from mmtrain.plan.estimate.layer_costs import Pricing, Spread
+from mmtrain.plan.estimate.layer_costs import BatchSplit, LayerCosts
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.program.ir.graph import LLM
 
-Slicing = Literal["auto"] | bool  # what the recipe says of a unit
+SequenceParallelSetting = Literal["auto"] | bool  # what the recipe says of a unit
 
 
-def with_slices(
-    pricing: Pricing,
-    wanted: Mapping[str, Slicing],
+def with_sequence_parallelism(
+    layer_costs: LayerCosts,
+    wanted: Mapping[str, SequenceParallelSetting],
     choices: Mapping[str, UnitChoices],
     machine: Hardware,
     *,
     at_any_price: bool = False,
-) -> Pricing:
-    """The pricing with sequence parallelism where the recipe asks for it, or leaves it open and it costs no time.
+) -> LayerCosts:
+    """The layer_costs with sequence parallelism where the recipe asks for it, or leaves it open and it costs no time.
 
     It always spares memory. Whether it costs time is asked of a microbatch of mean size, for a whole unit at each
     tensor-parallel size; seconds that it would save are not counted on. at_any_price: wherever it is left open.
     """
     found = {}
     for name, asked in wanted.items():
-        is_possible = pricing.shape.unit(name).kind != "generator"
+        is_possible = layer_costs.shape.unit(name).kind != "generator"
         sizes = [tp for tp in choices[name].tp if tp > 1 and asked and is_possible]
         if asked == "auto" and not at_any_price:
-            sizes = [tp for tp in sizes if _added(pricing, name, tp, choices[LLM].batch, machine) <= 0]
+            sizes = [tp for tp in sizes if _added(layer_costs, name, tp, choices[LLM].batch, machine) <= 0]
         found[name] = frozenset(sizes)
-    return replace(pricing, sp=found, _lines={})
+    return replace(layer_costs, sp=found, _lines={})
 
 
-def _added(pricing: Pricing, unit: str, tp: int, batch: int, machine: Hardware) -> float:
+def _added(layer_costs: LayerCosts, unit: str, tp: int, batch: int, machine: Hardware) -> float:
     """Seconds that a microbatch of mean size takes longer in a unit's forward and backward."""
-    alone: Spread = tuple((u.name, 1, batch) for u in pricing.shape.units)
-    tokens = round(float(pricing.grid(unit, alone).tokens.mean()))
-    layers = zip(pricing.shape.unit(unit).layers, pricing.input_grad[unit], strict=True)
+    alone: BatchSplit = tuple((u.name, 1, batch) for u in layer_costs.shape.units)
+    tokens = round(float(layer_costs.microbatch_loads(unit, alone).tokens.mean()))
+    layers = zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True)
     return sum(
-        count * slicing_seconds(layer, tp, tokens, pricing.costs, machine, pricing.precision, input_grad=needed)
+        count * slicing_seconds(layer, tp, tokens, layer_costs.costs, machine, layer_costs.precision, input_grad=needed)
         for (layer, needed), count in Counter(layers).items()
     )
