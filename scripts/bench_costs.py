@@ -36,14 +36,14 @@ from mmtrain.plan.planner import plan
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report.comparison import Trace, compare, comparison_text, path_rows
-from mmtrain.runtime.execution.rank_context import assemble
-from mmtrain.runtime.execution.recorder import Recorder, clock_of
+from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
-from mmtrain.runtime.resilience.activity import Activity
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.resilience.out_of_memory import predicted_for
-from mmtrain.runtime.training.step_metrics import Meter
-from mmtrain.runtime.training.tracing import Tracer
+from mmtrain.runtime.resilience.out_of_memory import predicted_peak_gib
+from mmtrain.runtime.training.step_metrics import StepMetricsReducer
+from mmtrain.runtime.training.tracing import RunTracer
 from mmtrain.runtime.world import Address, join, leave
 
 RANKS, WARM_UP, STEPS = 2, 4, 16
@@ -168,13 +168,13 @@ def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, 
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[address.rank]})
     torch.set_num_threads(1)
     world = join(address)
-    job = assemble(recipe, chosen, world, Activity(recorder=Recorder(clock_of(world.device))))
+    job = build_rank_context(recipe, chosen, world, Activity(recorder=StepRecorder(clock_for(world.device))))
     index = build(recipe)
     stream = GroupStream.of(recipe, index)
     preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
-    meter = Meter(job, stream, chosen.hardware)
+    meter = StepMetricsReducer(job, stream, chosen.hardware)
     recorded = frozenset(range(WARM_UP + 1, WARM_UP + STEPS + 1))
-    tracer = Tracer(recorded, job.graph, world, meter.timing, chosen.sha256, trace_file)
+    tracer = RunTracer(recorded, job.graph, world, meter.timing, chosen.sha256, trace_file)
     batches = [
         preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
         for step in range(WARM_UP + STEPS)
@@ -194,14 +194,14 @@ def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, 
         for data in batches[WARM_UP:]:
             job.train(data, lr=1e-4)
     counted = alive.peak
-    predicted = predicted_for(world.rank, chosen.predicted.peak_memory_gib)
+    predicted = predicted_peak_gib(world.rank, chosen.predicted.peak_memory_gib)
     assert predicted is not None
     ratio = predicted * 2**30 / counted
     line = (
         f"rank {world.rank}: predicted {predicted * 1024:.1f} MiB over {lasting / MIB:.1f} + "
         f"{(counted - lasting) / MIB:.1f} counted (weights, gradients and optimizer, the step's tensors) = {ratio:.2f}"
     )
-    lines, ratios = world.gather(line), world.gather(ratio)
+    lines, ratios = world.all_gather(line), world.all_gather(ratio)
     if world.is_first:
         memory_file.write_text(json.dumps([lines, ratios]))
     leave()

@@ -21,10 +21,10 @@ from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import load_recipe
 from mmtrain.runtime.evaluation.generate import load_generator
-from mmtrain.runtime.evaluation.qa_eval import Asker, questions_of
+from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, select_questions
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.training.checkpointing import ranks_of
-from mmtrain.runtime.training.run_folder import CHECKPOINTS, RECIPE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
+from mmtrain.runtime.training.checkpointing import checkpoint_ranks
 from mmtrain.runtime.world import Address, World, join, leave
 
 WARM_UP = 8  # questions
@@ -37,7 +37,7 @@ def main() -> None:
     limit = int(sys.argv[2]) if len(sys.argv) > 2 else 200
     print("| layout | ranks | parameters on the fullest rank | seconds | tokens/s | long: seconds | tokens/s | sum |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, (num_ranks, layout) in layouts(build_model_shape(load_recipe(run_dir / RECIPE).recipe)).items():
+    for name, (num_ranks, layout) in layouts(build_model_shape(load_recipe(run_dir / RECIPE_FILE).recipe)).items():
         launch_local(num_ranks, partial(measure, run_dir, limit, name, layout))
 
 
@@ -64,19 +64,22 @@ def unit(num_layers: int, *, ranks: tuple[int, ...], tp: int = 1, pp: int = 1, d
 def measure(run_dir: Path, limit: int, name: str, layout: Layout, address: Address) -> None:
     torch.set_num_threads(1)
     world = join(address)
-    recipe = load_recipe(run_dir / RECIPE).recipe
-    checkpoint = open_newest_good(run_dir / CHECKPOINTS, print, ranks_of(world))
+    recipe = load_recipe(run_dir / RECIPE_FILE).recipe
+    checkpoint = open_newest_good(run_dir / CHECKPOINTS_FOLDER, print, checkpoint_ranks(world))
     index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer)
     endless = ChatTokenizer.load(recipe.data.tokenizer)
     endless.end_id = -1
     rates: list[float] = []
     for ending, max_new_tokens in ((tokenizer, None), (endless, LONG)):
         generator = load_generator(recipe, layout, world, checkpoint, ending)
-        asker, questions = Asker(generator, recipe, tokenizer, index, world, max_new_tokens), questions_of(index, limit)
-        asker.ask(questions[:WARM_UP], blank=False)
+        asker, questions = (
+            QuestionAnswerer(generator, recipe, tokenizer, index, world, max_new_tokens),
+            select_questions(index, limit),
+        )
+        asker.answer(questions[:WARM_UP], blank=False)
         world.barrier()
         begin = time.process_time()
-        written, _ = asker.write(questions, blank=False)
+        written, _ = asker.generate(questions, blank=False)
         seconds = time.process_time() - begin
         num_tokens = sum(len(tokens) + (max_new_tokens is None) for tokens in written.values())  # with the last one
         checksum = zlib.crc32(repr([*written.values()]).encode())
@@ -91,7 +94,7 @@ def measure(run_dir: Path, limit: int, name: str, layout: Layout, address: Addre
 
 
 def most(world: World, value: float) -> float:
-    return max(float(str(theirs)) for theirs in world.gather(value))
+    return max(float(str(theirs)) for theirs in world.all_gather(value))
 
 
 if __name__ == "__main__":

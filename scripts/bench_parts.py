@@ -22,7 +22,7 @@ from mmtrain.plan.planner import plan
 from mmtrain.program import Partial, action_to_text, build_1f1b
 from mmtrain.program.ir.segments import direction, num_segments
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
-from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 
@@ -45,7 +45,7 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     """Run the steps of both programs in turn, and print how long theirs took."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     world = join(address)
-    jobs = [assemble(recipe, of_kind, world) for of_kind in (chosen, cut(recipe, chosen))]
+    jobs = [build_rank_context(recipe, of_kind, world) for of_kind in (chosen, cut(recipe, chosen))]
     index = build(recipe)
     stream = GroupStream.of(recipe, index)
     preparer = Preparer(index, recipe, jobs[0].needs, jobs[0].num_microbatches)

@@ -20,7 +20,7 @@ from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.runtime.execution.broker import Broker
-from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 
@@ -47,7 +47,7 @@ def _run_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     world, seconds, calls = join(address), Counter[str](), Counter[str]()
     for name in (*SENDING, *RECEIVING):
         setattr(Broker, name, _timed(getattr(Broker, name), name, seconds, calls))
-    job, index = assemble(recipe, chosen, world), build(recipe)
+    job, index = build_rank_context(recipe, chosen, world), build(recipe)
     stream, preparer = GroupStream.of(recipe, index), Preparer(index, recipe, job.needs, job.num_microbatches)
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
@@ -59,7 +59,7 @@ def _run_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
         for names, counted in ((SENDING, "send"), (RECEIVING, "receive"))
     )
     figures = f"rank {world.rank}: {sent * 1e3:.3f} ms a message sent, {received * 1e3:.3f} ms a message received"
-    for line in world.gather(figures):
+    for line in world.all_gather(figures):
         if world.is_first:
             print(line)
     leave()

@@ -23,7 +23,7 @@ from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, recipe_fingerprint
-from mmtrain.runtime.profiling.measure_plans import measured_steps
+from mmtrain.runtime.profiling.measure_plans import measure_step_times
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 
 RANKS = 2
@@ -86,7 +86,7 @@ def compared(name: str, folder: Path, costs: Path | None, rounds: int) -> bool:
     settings = settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"costs": table})})
     plans = every_plan(settings, index.lengths)
     print(f"{name}: {rounds} rounds of {len(plans)} plans", flush=True)
-    steps = measured_steps(settings, plans, rounds)
+    steps = measure_step_times(settings, plans, rounds)
     measured = [Ranked(p, statistics.median(seconds)) for p, seconds in zip(plans, steps, strict=True)]
     in_order = sorted(measured, key=lambda one: one.seconds)
     for place, one in enumerate(in_order):

@@ -24,12 +24,12 @@ from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.planner import plan
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.runtime.execution.optimizer import Optimizer
-from mmtrain.runtime.execution.rank_context import assemble
-from mmtrain.runtime.execution.recorder import Recorder
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.execution.recorder import StepRecorder
 from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.training.step_metrics import Meter
-from mmtrain.runtime.training.tracing import Tracer
+from mmtrain.runtime.training.step_metrics import StepMetricsReducer
+from mmtrain.runtime.training.tracing import RunTracer
 from mmtrain.runtime.world import Address, join, leave
 
 WARM_UP, STEPS = 5, 30
@@ -70,20 +70,20 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[address.rank % len(cores)]})
     inside, recording = Stopwatch(), Stopwatch()
-    for name in ("start", "begin", "wait", "arrived", "stop"):
-        setattr(Recorder, name, recording.timed(getattr(Recorder, name)))
+    for name in ("start_step", "start_action", "wait", "arrived", "stop_step"):
+        setattr(StepRecorder, name, recording.timed(getattr(StepRecorder, name)))
     for owner, names in ((UnitRunner, ("forward", "backward")), (Optimizer, ("zero_grad", "step"))):
         for name in names:
             setattr(owner, name, inside.timed(getattr(owner, name)))
     world = join(address)
-    job = assemble(recipe, chosen, world)
+    job = build_rank_context(recipe, chosen, world)
     index = build(recipe)
     stream = GroupStream.of(recipe, index)
     preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
     num_actions = len(job.program.for_rank(world.rank))
-    meter = Meter(job, stream, chosen.hardware)
+    meter = StepMetricsReducer(job, stream, chosen.hardware)
     trace = Path(tempfile.gettempdir()) / f"bench-trace-{os.getppid()}.json"
-    tracer = Tracer(frozenset(), job.graph, world, meter.timing, chosen.sha256, trace)
+    tracer = RunTracer(frozenset(), job.graph, world, meter.timing, chosen.sha256, trace)
     rows = []
     for step in range(WARM_UP + STEPS):
         data = preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))

@@ -21,7 +21,7 @@ from mmtrain.data.synthetic.demo import generate
 from mmtrain.models.model_shape import LayerShape, UnitShape, build_model_shape
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe
-from mmtrain.runtime.profiling.probes import probes
+from mmtrain.runtime.profiling.probes import make_probes
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 
 ROOT = Path(__file__).parents[1]
@@ -100,7 +100,7 @@ def modelled(recipe: Recipe, unit: UnitShape, tp: int, hardware: str) -> list[La
     if tp not in sizes_to_measure(recipe, RANKS_OF_NODE).get(unit.name, ()):
         return []
     costs = AnalyticCosts(preset(hardware), "bf16")
-    loads = sorted((probe.load for probe in probes(recipe, unit)[0]), key=lambda load: (load.tokens, load.sum_sq))
+    loads = sorted((probe.load for probe in make_probes(recipe, unit)[0]), key=lambda load: (load.tokens, load.sum_sq))
     layers = {layer_key(described(layer)): layer for layer in unit.layers}
     return [
         LayerEntry(

@@ -21,7 +21,7 @@ from mmtrain.checkpoint import open_newest_good
 from mmtrain.data.synthetic.demo import generate
 from mmtrain.program import Action, Backward, Forward, Recv, Send, Step
 from mmtrain.report import read_metrics
-from mmtrain.runtime.training.run_folder import CHECKPOINTS
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, tensors
 
@@ -36,14 +36,14 @@ ACTIONS: dict[str, tuple[type[Action], ...]] = {
 class _Kill(FailAt):
     """Kills once, and notes when the run that came after had taken a step."""
 
-    def before(self, step: int, action: Action) -> None:
+    def before_action(self, step: int, action: Action) -> None:
         assert self.once is not None
         resumed = self.once.with_name("resumed")
         if self._here and self.once.exists() and not resumed.exists():
             self._first = getattr(self, "_first", step)
             if step > self._first:
                 resumed.touch()
-        super().before(step, action)
+        super().before_action(step, action)
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def _run(folder: Path, placement: str, kill: _Kill | None) -> tuple[list[float],
     request = request_for(folder / "data", run_dir, f"parallel.placement={placement}", max_restarts=1)
     code, message = launch(request, kill)
     assert code == 0, message
-    held = tensors(open_newest_good(run_dir / CHECKPOINTS, refuse))
+    held = tensors(open_newest_good(run_dir / CHECKPOINTS_FOLDER, refuse))
     return [s["loss"] for s in read_metrics(run_dir)], [
         held[n].view(torch.uint8).numpy().tobytes() for n in sorted(held)
     ]

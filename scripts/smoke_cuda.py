@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests hold t
 from mmtrain.errors import UserError
 from mmtrain.models.attention import AttentionBackend, attend, choose_backend
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.training.lr_schedule import learning_rate
 from mmtrain.runtime.world import World
 from tests.flow.cases import Mesh, Reference, plan, recipe, step_data
@@ -149,12 +149,12 @@ def train(settings: Recipe, meshes: Meshes, device: torch.device) -> Curve:
         reference = Reference(settings)
         return [reference.step()[:2] for _ in range(NUM_STEPS)]
     world = World(dist.get_rank(), dist.get_world_size(), device)
-    job = assemble(settings, plan(settings, **meshes), world)
+    job = build_rank_context(settings, plan(settings, **meshes), world)
     curve: Curve = []
     for step in range(NUM_STEPS):
         outcome = job.train(step_data(job, step), learning_rate(settings.train.optimizer, step, NUM_STEPS))
         assert outcome.grad_norm is not None
-        curve.append((world.sum(outcome.loss), outcome.grad_norm))
+        curve.append((world.all_reduce(outcome.loss), outcome.grad_norm))
     return curve
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmtrain.checkpoint import LocalStorage, Storage
 from mmtrain.checkpoint.storage import FileSum
 from mmtrain.program import Action, Forward
-from mmtrain.runtime.resilience.fault_points import Faults
+from mmtrain.runtime.execution.fault_points import FaultPoints
 
 Kind = Literal[
     "kill",
@@ -34,7 +34,7 @@ SLOW_S = 0.3
 
 
 @dataclass
-class FailAt(Faults):
+class FailAt(FaultPoints):
     """Fails on `rank` in `step` (from 0; or in each of a range), at the first action of type `action`.
 
     `nan` spoils the output of the step's forwards; `corrupt` and `disk full` concern the checkpoint after `step`
@@ -48,12 +48,12 @@ class FailAt(Faults):
     number: signal.Signals = signal.SIGTERM
     once: Path | None = None
 
-    def begin(self, rank: int) -> None:
-        """See `Faults`."""
+    def start(self, rank: int) -> None:
+        """See `FaultPoints`."""
         self._here, self._spent = rank == self.rank, set[int]()
 
-    def before(self, step: int, action: Action) -> None:
-        """See `Faults`."""
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
         if self.kind in ("nan", "corrupt", "disk full") or not isinstance(action, self.action) or not self._due(step):
             return
         self._spent.add(step)
@@ -75,12 +75,12 @@ class FailAt(Faults):
             case "signal launcher":
                 os.kill(os.getppid(), self.number)
 
-    def computed(self, step: int, action: Action, output: Tensor) -> Tensor:
-        """See `Faults`."""
+    def forward_output(self, step: int, action: Action, output: Tensor) -> Tensor:
+        """See `FaultPoints`."""
         return output * torch.nan if self.kind == "nan" and self._due(step) else output
 
-    def storage(self, step: int) -> Storage:
-        """See `Faults`."""
+    def checkpoint_storage(self, step: int) -> Storage:
+        """See `FaultPoints`."""
         if self.kind == "disk full" and self._due(step):
             return _FullDisk()
         return _BadDisk() if self.kind == "corrupt" and self._due(step) else LocalStorage()
@@ -96,31 +96,31 @@ class FailAt(Faults):
         return True
 
 
-class AllOf(Faults):
+class AllOf(FaultPoints):
     """Several failures in one run; checkpoints go where the first of them says."""
 
-    def __init__(self, *faults: Faults) -> None:
+    def __init__(self, *faults: FaultPoints) -> None:
         self.faults = faults
 
-    def begin(self, rank: int) -> None:
-        """See `Faults`."""
+    def start(self, rank: int) -> None:
+        """See `FaultPoints`."""
         for fault in self.faults:
-            fault.begin(rank)
+            fault.start(rank)
 
-    def before(self, step: int, action: Action) -> None:
-        """See `Faults`."""
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
         for fault in self.faults:
-            fault.before(step, action)
+            fault.before_action(step, action)
 
-    def computed(self, step: int, action: Action, output: Tensor) -> Tensor:
-        """See `Faults`."""
+    def forward_output(self, step: int, action: Action, output: Tensor) -> Tensor:
+        """See `FaultPoints`."""
         for fault in self.faults:
-            output = fault.computed(step, action, output)
+            output = fault.forward_output(step, action, output)
         return output
 
-    def storage(self, step: int) -> Storage:
-        """See `Faults`."""
-        return self.faults[0].storage(step)
+    def checkpoint_storage(self, step: int) -> Storage:
+        """See `FaultPoints`."""
+        return self.faults[0].checkpoint_storage(step)
 
 
 class _FullDisk(LocalStorage):

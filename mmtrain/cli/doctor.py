@@ -8,7 +8,7 @@ import typer
 from mmtrain.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from mmtrain.runtime.profiling.doctor import Health
+    from mmtrain.runtime.profiling.doctor import MachineReport
 
 
 def doctor(
@@ -24,13 +24,13 @@ def doctor(
     import json
     from dataclasses import asdict
 
-    from mmtrain.runtime.profiling.doctor import examine
+    from mmtrain.runtime.profiling.doctor import examine_machine
 
-    health = examine(run_dir, links)
+    health = examine_machine(run_dir, links)
     typer.echo(json.dumps(asdict(health), indent=2) if as_json else "\n".join(lines(health)))
 
 
-def lines(health: "Health") -> list[str]:
+def lines(health: "MachineReport") -> list[str]:
     """What was found, for people."""
     text = ["Versions    " + ", ".join(f"{name} {version}" for name, version in health.versions.items())]
     text += [f"{'Devices' if i == 0 else '':<12}{device}" for i, device in enumerate(health.devices)]

@@ -34,10 +34,10 @@ def cluster_of(recipe: Recipe) -> tuple[int, str]:
     if ranks is None or hardware == "auto":
         import torch
 
-        from mmtrain.runtime.world import hardware_here
+        from mmtrain.runtime.world import detect_hardware
 
         if hardware == "auto":
-            hardware = hardware_here()
+            hardware = detect_hardware()
         if ranks is None:
             # Two processes are the least that can cooperate.
             ranks = torch.cuda.device_count() if torch.cuda.is_available() else 2
@@ -107,11 +107,11 @@ def measuring(recipe: Recipe) -> "Callable[[Plan], float]":
     from mmtrain.report.scaling import mesh_text
 
     require_runnable(recipe, "plan --measure")
-    from mmtrain.runtime.profiling.measure_plans import measured_step
+    from mmtrain.runtime.profiling.measure_plans import measure_step_time
 
     def seconds(plan: "Plan") -> float:
         try:
-            found = measured_step(recipe, plan)
+            found = measure_step_time(recipe, plan)
         except RunError as error:
             tell(f"{mesh_text(plan)}: could not be run: {str(error).splitlines()[0]}")
             return math.inf

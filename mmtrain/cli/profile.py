@@ -47,7 +47,7 @@ def profile(
     from mmtrain.costs.cost_table import CostTable
     from mmtrain.data import build
     from mmtrain.plan.search.profiled_sizes import sizes_to_measure
-    from mmtrain.runtime.profiling.profile import ProfileRequest, unmeasured
+    from mmtrain.runtime.profiling.profile import ProfileRequest, empty_cost_table
     from mmtrain.runtime.profiling.profile import profile as measure
 
     ranks, hardware = cluster_of(settings)
@@ -60,7 +60,7 @@ def profile(
     request = ProfileRequest(settings, hardware, ranks, sizes, lengths)
     before = CostTable.load(out, "--out") if out.exists() else None
     if before is not None:
-        before.merged(unmeasured(request))  # refused now rather than after minutes of measuring
+        before.merged(empty_cost_table(request))  # refused now rather than after minutes of measuring
     require_writable("--out", out, "cost table")
     found = measure(request)
     table = found.table if before is None else before.merged(found.table)

@@ -87,12 +87,12 @@ def _rehearsed(source: Path, plan: Path | None, overrides: list[str]) -> "Conten
     from mmtrain.report import read_metrics
     from mmtrain.report.comparison import compare
     from mmtrain.report.report_contents import Contents
-    from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
+    from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
 
     is_run = source.is_dir()
-    settings = load_recipe(source / RECIPE if is_run else source, overrides).recipe
-    recorded = source / TRACE if is_run and (source / TRACE).exists() else None
-    found = rehearsal(settings, source / PLAN if is_run else plan, recorded)
+    settings = load_recipe(source / RECIPE_FILE if is_run else source, overrides).recipe
+    recorded = source / TRACE_FILE if is_run and (source / TRACE_FILE).exists() else None
+    found = rehearsal(settings, source / PLAN_FILE if is_run else plan, recorded)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
     scores = compare_methods(
         found.index.lengths,

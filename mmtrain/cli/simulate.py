@@ -69,7 +69,7 @@ def _rehearsed(source: Path, overrides: list[str], plan: Path | None, against: P
     from mmtrain.cli.simulated_steps import rehearsal
     from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe
-    from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
+    from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
 
     is_plan, is_run = source.suffix.lower() == ".json", source.is_dir()
     if is_plan and against is None:
@@ -82,9 +82,9 @@ def _rehearsed(source: Path, overrides: list[str], plan: Path | None, against: P
     if is_run and against is not None:
         raise UserError(f"simulate {source}: is a run, and held beside its own trace; give --against with a recipe")
     run = source if is_run else against
-    recipe = load_recipe(run / RECIPE if run is not None and (is_plan or is_run) else source, overrides).recipe
-    chosen = source if is_plan else plan or (run / PLAN if run else None)
-    return rehearsal(recipe, chosen, run / TRACE if run else None, (step,))
+    recipe = load_recipe(run / RECIPE_FILE if run is not None and (is_plan or is_run) else source, overrides).recipe
+    chosen = source if is_plan else plan or (run / PLAN_FILE if run else None)
+    return rehearsal(recipe, chosen, run / TRACE_FILE if run else None, (step,))
 
 
 def _path_json(found: "Rehearsal") -> list[dict[str, Any]]:

@@ -35,14 +35,14 @@ def train(
     from mmtrain.cli.local_cluster import cluster_of, plan_for_started
     from mmtrain.plan import load as load_plan
     from mmtrain.plan.artifact.plan_files import ranks_to_start
-    from mmtrain.runtime.training.train import Request, run
+    from mmtrain.runtime.training.train import TrainRequest, run
 
     folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
     ranks, hardware = cluster_of(loaded.recipe)
     if plan is not None:
         ranks = ranks_to_start(load_plan(plan), loaded.recipe, ranks)
     run(
-        Request(
+        TrainRequest(
             loaded, plan_for_started, hardware, ranks, folder, plan_path=plan, resume=resume, max_restarts=max_restarts
         )
     )

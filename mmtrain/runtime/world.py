@@ -51,7 +51,7 @@ class World:
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
-    def gather(self, value: object, group: dist.ProcessGroup | None = None) -> list[object]:
+    def all_gather(self, value: object, group: dist.ProcessGroup | None = None) -> list[object]:
         """Collect one small picklable object from every rank, on every rank, in rank order.
 
         `group`: another group of all ranks than the default one, for a thread of its own.
@@ -62,7 +62,7 @@ class World:
         dist.all_gather_object(values, value, group=group)
         return values
 
-    def collect(self, value: object) -> list[object]:
+    def gather_to_first(self, value: object) -> list[object]:
         """Collect one picklable object from every rank on rank 0, in rank order; the others get an empty list."""
         if self.size == 1:
             return [value]
@@ -70,7 +70,7 @@ class World:
         dist.gather_object(value, values)
         return values or []
 
-    def sum(self, value: float) -> float:
+    def all_reduce(self, value: float) -> float:
         """Add up one number over all ranks."""
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         if self.size > 1:
@@ -95,7 +95,7 @@ class World:
         return result
 
     def broadcast(self, value: object, group: dist.ProcessGroup | None = None) -> object:
-        """Return rank 0's small picklable object on every rank; `group` as in `gather`."""
+        """Return rank 0's small picklable object on every rank; `group` as in `all_gather`."""
         if self.size == 1:
             return value
         box = [value]
@@ -103,7 +103,7 @@ class World:
         return box[0]
 
 
-def hardware_here() -> str:
+def detect_hardware() -> str:
     """Name of the preset that stands for this machine in plans; PlanError for a GPU without one."""
     return preset_for_device(torch.cuda.get_device_name(0) if torch.cuda.is_available() else None)
 

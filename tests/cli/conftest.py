@@ -10,7 +10,7 @@ from mmtrain.cli.simulated_steps import rehearsal
 from mmtrain.data.synthetic.demo import generate
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.recipe import dump_recipe, load_recipe
-from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
+from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
 from tests.report.conftest import metrics
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
@@ -29,9 +29,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spans = tuple(s._replace(start_s=2 * s.start_s, duration_s=2 * s.duration_s) for s in step.spans)
     slower = replace(step, spans=spans, step_time_s=2 * step.step_time_s, simulated=False)
     folder.mkdir()
-    (folder / RECIPE).write_text(dump_recipe(recipe))
-    found.plan.save(folder / PLAN)
+    (folder / RECIPE_FILE).write_text(dump_recipe(recipe))
+    found.plan.save(folder / PLAN_FILE)
     trace = run_trace([MeasuredStep(1, 10.0, slower)], found.plan.sha256, 1e-6)
-    (folder / TRACE).write_text(json.dumps(trace))
+    (folder / TRACE_FILE).write_text(json.dumps(trace))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics(i).to_json()) + "\n" for i in (1, 2, 3)))
     return folder

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from mmtrain.cli.doctor import lines
-from mmtrain.runtime.profiling.diagnostics import Finding
-from mmtrain.runtime.profiling.doctor import Health, examine
+from mmtrain.runtime.profiling.diagnostics import Diagnostic
+from mmtrain.runtime.profiling.doctor import MachineReport, examine_machine
 
 
 def _doctor(*arguments: str, folder: Path) -> str:
@@ -34,7 +34,7 @@ def test_it_knows_this_machine(tmp_path: Path) -> None:
 
 
 def test_in_words_it_says_what_is_used_and_why_not_the_rest(tmp_path: Path) -> None:
-    words = "\n".join(lines(examine(tmp_path, links=False)))
+    words = "\n".join(lines(examine_machine(tmp_path, links=False)))
     assert "sdpa is used" in words or "flash_attn is used" in words or "varlen is used" in words
     assert "all_reduce" not in words
     assert "Versions" in words
@@ -42,8 +42,8 @@ def test_in_words_it_says_what_is_used_and_why_not_the_rest(tmp_path: Path) -> N
 
 
 def test_what_is_missing_is_told_with_the_commands_it_is_missing_for() -> None:
-    missing = Finding("missing", "av, for samples with videos", "pip install 'mmtrain[video]'", ("plan", "train"))
-    health = Health({}, ["2 cores"], None, {}, {"sdpa": None}, 1e11, {}, [missing])
+    missing = Diagnostic("missing", "av, for samples with videos", "pip install 'mmtrain[video]'", ("plan", "train"))
+    health = MachineReport({}, ["2 cores"], None, {}, {"sdpa": None}, 1e11, {}, [missing])
     words = lines(health)
     assert "Missing     av, for samples with videos [plan, train]: pip install 'mmtrain[video]'" in words
     assert "Slow        nothing found" in words

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from mmtrain.cli.app import app
 from mmtrain.errors import MmtrainError
 from mmtrain.plan import load as load_plan
-from mmtrain.runtime.training.run_folder import PLAN, RECIPE, TRACE
+from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
@@ -42,7 +42,7 @@ def test_a_run_in_the_terminal_and_as_json(run_dir: Path) -> None:
 def test_a_run_without_a_trace_has_only_simulated_steps(run_dir: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(run_dir, bare)
-    (bare / TRACE).unlink()
+    (bare / TRACE_FILE).unlink()
     (bare / "metrics.jsonl").unlink()
     found = json.loads(report(bare, "--json").stdout)
     assert found["idle"]["measured"] is None
@@ -55,16 +55,16 @@ def test_a_run_without_a_trace_has_only_simulated_steps(run_dir: Path, tmp_path:
 
 
 def test_a_plan_by_itself_and_a_recipe_with_it(run_dir: Path) -> None:
-    alone = json.loads(report(run_dir / PLAN, "--json").stdout)
+    alone = json.loads(report(run_dir / PLAN_FILE, "--json").stdout)
     assert alone["name"] == "plan"
     assert alone["seconds"] == []
     assert alone["training"] is None
-    assert alone["idle"]["predicted"] == pytest.approx(load_plan(run_dir / PLAN).predicted.bubbles)
-    with_recipe = json.loads(report(run_dir / RECIPE, "--plan", run_dir / PLAN, "--json").stdout)
+    assert alone["idle"]["predicted"] == pytest.approx(load_plan(run_dir / PLAN_FILE).predicted.bubbles)
+    with_recipe = json.loads(report(run_dir / RECIPE_FILE, "--plan", run_dir / PLAN_FILE, "--json").stdout)
     assert with_recipe["plan_sha256"] == alone["plan_sha256"]
     assert with_recipe["name"] == "demo"
     assert with_recipe["seconds"][-1]["what"] == "step"
-    planned_now = json.loads(report(run_dir / RECIPE, "--set", "train.global_batch=2", "--json").stdout)
+    planned_now = json.loads(report(run_dir / RECIPE_FILE, "--set", "train.global_batch=2", "--json").stdout)
     assert planned_now["plan_sha256"] != alone["plan_sha256"]
 
 
@@ -74,8 +74,8 @@ def test_what_cannot_be_shown_is_one_message(run_dir: Path, tmp_path: Path) -> N
     (tmp_path / "empty").mkdir()
     untraced = tmp_path / "untraced"
     shutil.copytree(run_dir, untraced)
-    (untraced / TRACE).write_text("{}")
-    plan, recipe, nowhere = run_dir / PLAN, run_dir / RECIPE, tmp_path / "none" / "x.html"
+    (untraced / TRACE_FILE).write_text("{}")
+    plan, recipe, nowhere = run_dir / PLAN_FILE, run_dir / RECIPE_FILE, tmp_path / "none" / "x.html"
     for arguments, message in (
         ([tmp_path / "gone.json"], r"gone.json: cannot read the plan \(No such file"),
         ([tmp_path / "gone.yaml"], r"gone.yaml"),

@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from mmtrain.cli.app import app
 from mmtrain.errors import MmtrainError
-from mmtrain.runtime.training.run_folder import PLAN, RECIPE
+from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE
 from tests.program.trace_format import require_trace
 
 
@@ -42,24 +42,24 @@ def test_recipe_and_plan_against_a_run_are_the_same(run_dir: Path) -> None:
     words = simulate(run_dir).stdout
     assert "-50.0%" in words
     assert "Critical path" in words
-    assert simulate(run_dir / PLAN, "--against", run_dir).stdout == words
-    assert simulate(run_dir / RECIPE, "--against", run_dir).stdout == words
+    assert simulate(run_dir / PLAN_FILE, "--against", run_dir).stdout == words
+    assert simulate(run_dir / RECIPE_FILE, "--against", run_dir).stdout == words
 
 
 def test_without_a_run_there_is_only_what_is_foretold(run_dir: Path) -> None:
-    words = simulate(run_dir / RECIPE, "--plan", run_dir / PLAN).stdout
+    words = simulate(run_dir / RECIPE_FILE, "--plan", run_dir / PLAN_FILE).stdout
     assert "measured" not in words
     assert "Critical path" in words
 
 
 def test_what_does_not_go_together_is_refused(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(MmtrainError, match=r"does not say on what data; give its recipe .*--against RUN"):
-        simulate(run_dir / PLAN)
+        simulate(run_dir / PLAN_FILE)
     with pytest.raises(MmtrainError, match="--plan FILE belongs to a recipe"):
-        simulate(run_dir, "--plan", run_dir / PLAN)
+        simulate(run_dir, "--plan", run_dir / PLAN_FILE)
     with pytest.raises(MmtrainError, match="held beside its own trace"):
         simulate(run_dir, "--against", run_dir)
     with pytest.raises(MmtrainError, match="cannot read the trace"):
-        simulate(run_dir / RECIPE, "--plan", run_dir / PLAN, "--against", tmp_path)
+        simulate(run_dir / RECIPE_FILE, "--plan", run_dir / PLAN_FILE, "--against", tmp_path)
     with pytest.raises(MmtrainError, match="cannot write the trace"):
         simulate(run_dir, "--out", tmp_path / "none" / "trace.json")

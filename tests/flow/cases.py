@@ -20,7 +20,7 @@ from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
 from mmtrain.plan.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import ScheduleKind
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import Job
+from mmtrain.runtime.execution.rank_context import RankContext
 
 IMAGE_ID, AUDIO_ID, VOCAB, PATCH, MERGE, BINS, STACK = 3, 2, 61, 2, 2, 10, 2
 SAMPLES, TEXTS = range(8), range(8, 16)  # those of a step; and those of a step of text alone
@@ -190,7 +190,7 @@ def batch(step: int, samples: range, dp: dict[str, int], num_microbatches: dict[
     return assign(step, 0, groups, found, dp, num_microbatches)
 
 
-def step_data(job: Job, step: int, texts_between: bool = False) -> StepData:
+def step_data(job: RankContext, step: int, texts_between: bool = False) -> StepData:
     """Return what this rank of the job needs of a step."""
     meta = batch(step, samples_of(step, texts_between), job.dp, job.num_microbatches)
     speech = "audio" in job.dp

@@ -7,7 +7,7 @@ from torch import Tensor
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.plan import Plan
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.training.lr_schedule import learning_rate
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
@@ -48,7 +48,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], scale: flo
 def _train(settings: Recipe, plan: Plan, texts_between: bool) -> tuple[list[tuple[float, float]], list[NamedShard]]:
     """Run on every rank: (loss part, norm) of each step, and this rank's gradients of the first."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    job = assemble(settings, plan, world)
+    job = build_rank_context(settings, plan, world)
     steps, gradients = [], []
     for step in range(NUM_STEPS):
         lr = learning_rate(settings.train.optimizer, step, NUM_STEPS)

@@ -12,9 +12,9 @@ from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import MmtrainError
 from mmtrain.plan.planner import plan as planner
 from mmtrain.recipe import load_recipe
-from mmtrain.runtime.resilience.fault_points import Faults
+from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.launch import free_port
-from mmtrain.runtime.training.train import Request, run, train_rank
+from mmtrain.runtime.training.train import TrainRequest, run, train_rank
 from mmtrain.runtime.world import Address
 from tests.distributed import fork_ranks
 
@@ -32,7 +32,7 @@ SMALL = [
 ]
 
 
-def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> Request:
+def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> TrainRequest:
     """A run of two ranks on `data`; `changes` are settings, `options` fields of the request."""
     paths = [
         f"data.sources.0.path={data}/train.json",
@@ -40,22 +40,22 @@ def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> 
         f"data.tokenizer={data}/tokenizer.json",
     ]
     loaded = load_recipe(RECIPE, [*paths, *SMALL, *changes])
-    return Request(loaded, planner, "cpu-core", 2, run_dir, **options)  # type: ignore[arg-type]
+    return TrainRequest(loaded, planner, "cpu-core", 2, run_dir, **options)  # type: ignore[arg-type]
 
 
-def run_all(*requests: Request, faults: Faults | None = None) -> list[str]:
+def run_all(*requests: TrainRequest, faults: FaultPoints | None = None) -> list[str]:
     """Run one plain rank per request, as another launcher would; return the error that its user would read."""
-    return fork_ranks(len(requests), _rank, requests, free_port(), faults or Faults())
+    return fork_ranks(len(requests), _rank, requests, free_port(), faults or FaultPoints())
 
 
-def launch(request: Request, faults: Faults | None = None) -> tuple[int, str]:
+def launch(request: TrainRequest, faults: FaultPoints | None = None) -> tuple[int, str]:
     """Run `mmtrain train` in a process of its own; return its exit code and its error."""
     outcome: tuple[int, str]
-    [outcome] = fork_ranks(1, _launcher, replace(request, faults=faults or Faults()))
+    [outcome] = fork_ranks(1, _launcher, replace(request, faults=faults or FaultPoints()))
     return outcome
 
 
-def _rank(rank: int, world_size: int, _: Path, requests: Sequence[Request], port: int, faults: Faults) -> str:
+def _rank(rank: int, world_size: int, _: Path, requests: Sequence[TrainRequest], port: int, faults: FaultPoints) -> str:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         address = Address(rank, world_size, rank, "127.0.0.1", port, "mmtrain")
@@ -65,7 +65,7 @@ def _rank(rank: int, world_size: int, _: Path, requests: Sequence[Request], port
     return ""
 
 
-def _launcher(rank: int, world_size: int, _: Path, request: Request) -> tuple[int, str]:
+def _launcher(rank: int, world_size: int, _: Path, request: TrainRequest) -> tuple[int, str]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         run(request)

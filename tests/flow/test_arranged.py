@@ -14,9 +14,9 @@ from mmtrain.plan import load as load_plan
 from mmtrain.plan.artifact.balancing_targets import step_aims
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE
 from mmtrain.runtime.training import train
-from mmtrain.runtime.training.run_folder import CHECKPOINTS, PLAN
-from mmtrain.runtime.training.train import Request
+from mmtrain.runtime.training.train import TrainRequest
 from tests.flow.runs import request_for, run_all
 
 TOGETHER = ("parallel.placement=unified", "parallel.llm.dp=2", "train.global_batch=8")
@@ -32,7 +32,7 @@ def _no_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
     return StepAims()
 
 
-def _rearranged(request: Request, plan: Plan) -> bool:
+def _rearranged(request: TrainRequest, plan: Plan) -> bool:
     """Whether aims change some of the first steps of a run."""
     recipe = request.loaded.recipe
     index = build(recipe)
@@ -55,7 +55,7 @@ def test_losses_are_those_of_steps_as_they_come(
 ) -> None:
     arranged, plain = (request_for(data, tmp_path / name, *changes) for name in ("arranged", "plain"))
     assert run_all(*[arranged] * ranks) == [""] * ranks
-    assert _rearranged(arranged, load_plan(arranged.run_dir / PLAN))
+    assert _rearranged(arranged, load_plan(arranged.run_dir / PLAN_FILE))
     monkeypatch.setattr(train, "step_aims", _no_aims)  # ranks are forked from here
     assert run_all(*[plain] * ranks) == [""] * ranks
     assert _losses(arranged.run_dir) == pytest.approx(_losses(plain.run_dir), rel=1e-5)
@@ -65,10 +65,10 @@ def test_a_run_continues_in_the_same_data_under_another_plan(data: Path, tmp_pat
     whole = request_for(data, tmp_path / "whole", *TOGETHER)
     assert run_all(whole, whole) == ["", ""]
     shutil.copytree(whole.run_dir, tmp_path / "moved")
-    shutil.rmtree(tmp_path / "moved" / CHECKPOINTS / "step-00000006")
+    shutil.rmtree(tmp_path / "moved" / CHECKPOINTS_FOLDER / "step-00000006")
     moved = replace(request_for(data, tmp_path / "moved", *APART), resume=True)
     assert run_all(moved, moved) == ["", ""]
-    assert load_plan(moved.run_dir / PLAN).placement == "disaggregated"
+    assert load_plan(moved.run_dir / PLAN_FILE).placement == "disaggregated"
     steps = [(s["samples"], s["tokens"]) for s in read_metrics(moved.run_dir)]
     assert steps == [(s["samples"], s["tokens"]) for s in read_metrics(whole.run_dir)]
     assert _losses(moved.run_dir) == pytest.approx(_losses(whole.run_dir), rel=1e-5)

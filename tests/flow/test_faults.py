@@ -13,16 +13,16 @@ from mmtrain.checkpoint import Checkpoint, find, open_newest_good
 from mmtrain.checkpoint.verify import read_manifest
 from mmtrain.program import Backward, Forward
 from mmtrain.report import read_metrics
-from mmtrain.runtime.resilience.failures import FOLDER, read_failures, stacks_path
-from mmtrain.runtime.training.run_folder import CHECKPOINTS, SKIPPED
-from mmtrain.runtime.training.run_state import read_state
+from mmtrain.runtime.resilience.failures import FAILURES_FOLDER, read_failures, stacks_path
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, SKIPPED_STEPS_FILE
+from mmtrain.runtime.run_state import read_run_state
 from tests.faults import SLOW_S, FailAt
 from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, run_all, tensors
 
 
 def _same_end(run_dir: Path, unbroken: Path) -> None:
     """Both runs ended in the same weights, having seen the same losses."""
-    found, wanted = (open_newest_good(run / CHECKPOINTS, refuse) for run in (run_dir, unbroken))
+    found, wanted = (open_newest_good(run / CHECKPOINTS_FOLDER, refuse) for run in (run_dir, unbroken))
     assert found.state == wanted.state
     theirs = tensors(wanted)
     for name, tensor in tensors(found).items():
@@ -38,13 +38,13 @@ def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_later(
     code, message = launch(request, FailAt(1, 2, "signal launcher", number=number))
     assert code == 75
     assert "step-0000000" in message
-    state = read_state(tmp_path)
+    state = read_run_state(tmp_path)
     assert state["status"] == "stopped"
     # The launcher passes the signal on while the ranks compute: the step that it meets is theirs to finish.
     assert state["step"] in (3, 4)
     assert len(read_metrics(tmp_path)) == state["step"]
     assert launch(replace(request, resume=True)) == (0, "")
-    assert read_state(tmp_path) == {"status": "done", "step": NUM_STEPS, "error": None}
+    assert read_run_state(tmp_path) == {"status": "done", "step": NUM_STEPS, "error": None}
     _same_end(tmp_path, unbroken)
 
 
@@ -53,15 +53,15 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(data: Path, tmp_path
     request = request_for(data, tmp_path, "train.checkpoint.every=0")
     for message in run_all(request, request, faults=FailAt(rank, 2, "signal", action=Backward)):
         assert message.startswith("StoppedAndSaved")
-    assert read_state(tmp_path) == {"status": "stopped", "step": 3, "error": None}
+    assert read_run_state(tmp_path) == {"status": "stopped", "step": 3, "error": None}
     assert len(read_metrics(tmp_path)) == 3
-    assert [folder.name for folder in find(tmp_path / CHECKPOINTS)] == ["step-00000003"]
+    assert [folder.name for folder in find(tmp_path / CHECKPOINTS_FOLDER)] == ["step-00000003"]
 
 
 def test_a_signal_in_the_last_step_changes_nothing(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path)
     assert run_all(request, request, faults=FailAt(0, NUM_STEPS - 1, "signal")) == ["", ""]
-    assert read_state(tmp_path)["status"] == "done"
+    assert read_run_state(tmp_path)["status"] == "done"
 
 
 def test_a_killed_rank_is_replaced_and_the_run_ends_as_if_unbroken(data: Path, unbroken: Path, tmp_path: Path) -> None:
@@ -79,12 +79,12 @@ def test_restarts_are_counted_and_not_for_wrong_input(data: Path, unbroken: Path
     code, message = launch(request, FailAt(0, 1, "exception"))
     assert code == 1
     assert message.startswith("rank 0 failed: ValueError: a failure placed by the test")
-    state = read_state(tmp_path)
+    state = read_run_state(tmp_path)
     assert (state["status"], state["step"]) == ("failed", 0)
     assert state["error"] == message
     code, message = launch(request_for(data, unbroken, max_restarts=1))
     assert (code, "holds a run already" in message) == (2, True)
-    assert read_state(unbroken)["status"] == "done"
+    assert read_run_state(unbroken)["status"] == "done"
 
 
 def test_out_of_memory_names_stage_samples_and_bytes(data: Path, tmp_path: Path) -> None:
@@ -103,7 +103,9 @@ def test_a_corrupt_checkpoint_is_passed_over_by_the_restart(data: Path, unbroken
     assert run_all(request, request, faults=FailAt(1, NUM_STEPS, "corrupt")) == ["", ""]
     resumed = replace(request, resume=True)
     assert run_all(resumed, resumed) == ["", ""]
-    found, wanted = (tensors(open_newest_good(d / CHECKPOINTS, lambda _: None)) for d in (tmp_path / "run", unbroken))
+    found, wanted = (
+        tensors(open_newest_good(d / CHECKPOINTS_FOLDER, lambda _: None)) for d in (tmp_path / "run", unbroken)
+    )
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -111,14 +113,14 @@ def test_a_corrupt_checkpoint_is_passed_over_by_the_restart(data: Path, unbroken
 def test_a_gradient_that_is_not_finite_changes_nothing(data: Path, tmp_path: Path, rank: int) -> None:
     request = request_for(data, tmp_path, "train.checkpoint.every=1", "train.checkpoint.keep=9")
     assert run_all(request, request, faults=FailAt(rank, 2, "nan")) == ["", ""]
-    folders = [tmp_path / CHECKPOINTS / f"step-{step:08d}" for step in (2, 3, 4)]
+    folders = [tmp_path / CHECKPOINTS_FOLDER / f"step-{step:08d}" for step in (2, 3, 4)]
     before, after, later = (Checkpoint(folder, read_manifest(folder)) for folder in folders)
     was, now, then = tensors(before), tensors(after), tensors(later)
     assert all(torch.equal(now[name], was[name]) for name in was)
     assert [c.state["num_updates"] for c in (before, after, later)] == [2, 2, 3]
     assert not all(torch.equal(now[name], then[name]) for name in was)
     assert all(tensor.isfinite().all() for tensor in then.values() if tensor.is_floating_point())
-    [skipped] = [json.loads(line) for line in (tmp_path / SKIPPED).read_text().splitlines()]
+    [skipped] = [json.loads(line) for line in (tmp_path / SKIPPED_STEPS_FILE).read_text().splitlines()]
     assert (skipped["step"], skipped["grad_norm"]) == (3, "nan")
     assert len(skipped["samples"]) == read_metrics(tmp_path)[2]["samples"]
     known = {sample["id"] for sample in json.loads((data / "train.json").read_text())}
@@ -126,24 +128,26 @@ def test_a_gradient_that_is_not_finite_changes_nothing(data: Path, tmp_path: Pat
 
 
 def test_records_that_cannot_be_written_do_not_end_the_run(data: Path, tmp_path: Path) -> None:
-    (tmp_path / SKIPPED).symlink_to("/dev/full")
+    (tmp_path / SKIPPED_STEPS_FILE).symlink_to("/dev/full")
     request = request_for(data, tmp_path)
     assert run_all(request, request, faults=FailAt(1, 2, "nan")) == ["", ""]
-    assert read_state(tmp_path)["status"] == "done"
+    assert read_run_state(tmp_path)["status"] == "done"
 
 
 def test_too_many_bad_steps_end_the_run(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, "train.max_bad_steps=2")
     for message in run_all(request, request, faults=FailAt(0, range(1, 6), "nan")):
         assert message.startswith("RunError: step 3: the gradient norm was not finite in 2 steps in a row")
-    assert read_state(tmp_path)["status"] == "failed"
+    assert read_run_state(tmp_path)["status"] == "failed"
 
 
 def test_training_goes_on_over_a_full_disk(data: Path, unbroken: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path)
     assert run_all(request, request, faults=FailAt(1, range(5), "disk full")) == ["", ""]
     _same_end(tmp_path, unbroken)
-    assert [f.name for f in (tmp_path / CHECKPOINTS).iterdir() if f.is_dir()] == ["step-00000006"], "no draft is left"
+    assert [f.name for f in (tmp_path / CHECKPOINTS_FOLDER).iterdir() if f.is_dir()] == ["step-00000006"], (
+        "no draft is left"
+    )
 
 
 def test_a_disk_that_stays_full_ends_the_run(data: Path, tmp_path: Path) -> None:
@@ -166,10 +170,10 @@ def test_a_hang_is_explained_by_every_rank(data: Path, tmp_path: Path) -> None:
     assert "`SA vision.0>llm.0 vision:0.0 llm:0.0 @1` on rank 0, which never happened" in other
     assert "in before" in stacks_path(tmp_path, 0).read_text(), "where the test placed the hang"
     assert "in _wait" in stacks_path(tmp_path, 1).read_text()
-    reports = [(tmp_path / FOLDER / f"rank-{rank}.json").stat().st_mtime for rank in (0, 1)]
+    reports = [(tmp_path / FAILURES_FOLDER / f"rank-{rank}.json").stat().st_mtime for rank in (0, 1)]
     assert max(reports) - min(reports) < 2
     assert min(reports) > began
-    assert read_state(tmp_path) == {"status": "failed", "step": 2, "error": message}
+    assert read_run_state(tmp_path) == {"status": "failed", "step": 2, "error": message}
 
 
 def test_a_stopped_process_is_named(data: Path, tmp_path: Path) -> None:

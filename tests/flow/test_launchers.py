@@ -16,9 +16,9 @@ import pytest
 from mmtrain.errors import MmtrainError
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.launch import free_port
-from mmtrain.runtime.training.run_folder import CHECKPOINTS
-from mmtrain.runtime.training.run_state import read_state, write_state
-from mmtrain.runtime.training.train import Request, run
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
+from mmtrain.runtime.run_state import read_run_state, write_run_state
+from mmtrain.runtime.training.train import TrainRequest, run
 from tests.distributed import RanksFailed, fork_ranks
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, RECIPE, SMALL, request_for, run_all
@@ -27,7 +27,7 @@ ORPHANS_S = 5  # how long a process may outlive the launcher
 SBATCH = Path(__file__).parents[2] / "scripts" / "train.sbatch"
 
 
-def _slurm_task(rank: int, size: int, _: Path, request: Request, port: int) -> int:
+def _slurm_task(rank: int, size: int, _: Path, request: TrainRequest, port: int) -> int:
     """Be what srun starts as one task; return the exit code."""
     os.environ |= {
         "SLURM_PROCID": str(rank),
@@ -48,12 +48,12 @@ def test_slurm_tasks_stop_together_when_one_is_signalled(data: Path, tmp_path: P
     request = request_for(data, tmp_path)
     stopped = replace(request, faults=FailAt(1, 2, "signal", number=signal.SIGUSR1))
     assert fork_ranks(2, _slurm_task, stopped, free_port()) == [75, 75]
-    assert read_state(tmp_path) == {"status": "stopped", "step": 3, "error": None}
+    assert read_run_state(tmp_path) == {"status": "stopped", "step": 3, "error": None}
     assert fork_ranks(2, _slurm_task, replace(request, resume=True), free_port()) == [0, 0]
-    assert read_state(tmp_path)["status"] == "done"
+    assert read_run_state(tmp_path)["status"] == "done"
 
 
-def _restarted_rank(rank: int, size: int, folder: Path, request: Request, port: int) -> int:
+def _restarted_rank(rank: int, size: int, folder: Path, request: TrainRequest, port: int) -> int:
     """Be what torchrun starts after a failure; return the exit code."""
     os.environ |= {"TORCHELASTIC_RESTART_COUNT": "1", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     return _slurm_task(rank, size, folder, request, port)
@@ -64,9 +64,9 @@ def test_what_torchrun_restarts_goes_on_unless_it_was_stopped(data: Path, tmp_pa
     with pytest.raises(RanksFailed):
         run_all(request, request, faults=FailAt(0, 3, "kill"))
     assert fork_ranks(2, _restarted_rank, request, free_port()) == [0, 0]
-    assert read_state(tmp_path)["status"] == "done"
+    assert read_run_state(tmp_path)["status"] == "done"
     assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, NUM_STEPS + 1))
-    write_state(tmp_path, "stopped")
+    write_run_state(tmp_path, "stopped")
     assert fork_ranks(2, _restarted_rank, request, free_port()) == [75, 75]
 
 
@@ -160,12 +160,12 @@ def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(data: Pat
         nodes.processes[1].send_signal(signal.SIGTERM)
         assert all(nodes.wait()), "torchrun counts ranks that stopped as failed"
         assert psutil.wait_procs(ranks, ORPHANS_S)[1] == []
-    state = read_state(tmp_path)
+    state = read_run_state(tmp_path)
     assert state["status"] == "stopped"
     assert len(read_metrics(tmp_path)) == state["step"] < 2000
     with _torchrun(data, tmp_path, "--set", f"train.steps={state['step'] + 2}", "--resume") as nodes:
         assert nodes.wait() == [0, 0]
-    assert read_state(tmp_path) == {"status": "done", "step": state["step"] + 2, "error": None}
+    assert read_run_state(tmp_path) == {"status": "done", "step": state["step"] + 2, "error": None}
     assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, state["step"] + 3))
 
 
@@ -173,10 +173,10 @@ def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(data: Pat
 def test_torchrun_restarts_a_run_from_its_newest_checkpoint(data: Path, tmp_path: Path) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
     with _Started([*command, *_train(data, tmp_path, "--set", "train.steps=80")]) as started:
-        _poll(lambda: any((tmp_path / CHECKPOINTS).glob("step-*")), 120)
+        _poll(lambda: any((tmp_path / CHECKPOINTS_FOLDER).glob("step-*")), 120)
         started.offspring()[0].kill()
         assert started.wait() == [0]
-    assert read_state(tmp_path) == {"status": "done", "step": 80, "error": None}
+    assert read_run_state(tmp_path) == {"status": "done", "step": 80, "error": None}
     assert [s["step"] for s in read_metrics(tmp_path)] == list(range(1, 81))
 
 
@@ -190,4 +190,4 @@ def test_no_process_is_left_after_the_save(data: Path, tmp_path: Path, number: s
         started.processes[0].send_signal(number)
         assert started.wait() == [75]
         assert psutil.wait_procs(ranks, ORPHANS_S)[1] == []
-    assert read_state(tmp_path)["status"] == "stopped"
+    assert read_run_state(tmp_path)["status"] == "stopped"

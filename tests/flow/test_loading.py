@@ -10,8 +10,8 @@ from pathlib import Path
 from mmtrain.data import read_quarantine
 from mmtrain.program import Action
 from mmtrain.report import read_metrics
-from mmtrain.runtime.resilience.fault_points import Faults
-from mmtrain.runtime.training.run_folder import QUARANTINE
+from mmtrain.runtime.execution.fault_points import FaultPoints
+from mmtrain.runtime.run_folder import QUARANTINE_FILE
 from tests.data.producers import Served
 from tests.flow.runs import request_for, run_all
 
@@ -32,24 +32,24 @@ def test_what_several_ranks_and_epochs_find_broken_is_quarantined_once(data: Pat
     settings = ("parallel.placement=unified", "parallel.llm.dp=2", "data.workers=1", "data.max_bad_rate=1")
     request = request_for(spoiled, tmp_path / "run", *settings, "train.steps=2")
     assert run_all(request, request) == ["", ""]
-    first = read_quarantine(tmp_path / "run" / QUARANTINE)
+    first = read_quarantine(tmp_path / "run" / QUARANTINE_FILE)
     again = replace(request_for(spoiled, tmp_path / "run", *settings, "train.steps=6"), resume=True)
     assert run_all(again, again) == ["", ""]
-    found = read_quarantine(tmp_path / "run" / QUARANTINE)
+    found = read_quarantine(tmp_path / "run" / QUARANTINE_FILE)
     assert len({(q.source, q.index) for q in found}) == len(found)
     assert found[: len(first)] == first, "resuming forgets nothing"
     assert len(first) < len(found)
 
 
 @dataclass
-class KillProducer(Faults):
+class KillProducer(FaultPoints):
     """Kills a process when step `step` begins."""
 
     pid: int
     step: int
 
-    def before(self, step: int, action: Action) -> None:
-        """See `Faults`."""
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
         if step == self.step:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)

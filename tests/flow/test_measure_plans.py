@@ -8,7 +8,7 @@ from mmtrain.data import build
 from mmtrain.errors import UserError
 from mmtrain.plan.planner import plan
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.profiling.measure_plans import measured_step, measured_steps
+from mmtrain.runtime.profiling.measure_plans import measure_step_time, measure_step_times
 from tests.distributed import fork_ranks
 from tests.flow.runs import request_for
 
@@ -24,13 +24,13 @@ def _measure(_rank: int, _size: int, _folder: Path, data: Path) -> list[float]:
         chosen = plan(recipe, build(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="x")
         assert chosen.placement == placement
         plans.append(chosen)
-    seconds = [measured_step(recipe, chosen)]
-    for found in measured_steps(recipe, plans, rounds=2):
+    seconds = [measure_step_time(recipe, chosen)]
+    for found in measure_step_times(recipe, plans, rounds=2):
         assert len(found) == 2
         seconds += found
     elsewhere = chosen.model_copy(update={"hardware": "h100-80g"})
     with pytest.raises(UserError, match="the plan is for h100-80g and this machine is cpu-core"):
-        measured_step(recipe, elsewhere)
+        measure_step_time(recipe, elsewhere)
     return seconds
 
 

@@ -11,8 +11,8 @@ from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.plan.planner import plan as planner
 from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics
-from mmtrain.runtime.training.run_folder import QUARANTINE
-from mmtrain.runtime.training.train import Request
+from mmtrain.runtime.run_folder import QUARANTINE_FILE
+from mmtrain.runtime.training.train import TrainRequest
 from tests.data.archives import movie, png, tar, wav
 from tests.flow.runs import run_all
 
@@ -59,9 +59,9 @@ def _losses(media: Path, source: str, world_size: int, *changes: str) -> list[fl
     run_dir = media / f"run-{source}-{world_size}"
     paths = [f"data.sources.0.path={media / source}", f"data.tokenizer={media}/t.json"]
     loaded = load_recipe(RECIPE, [*paths, *SMALL, *changes])
-    request = Request(loaded, planner, "cpu-core", world_size, run_dir)
+    request = TrainRequest(loaded, planner, "cpu-core", world_size, run_dir)
     assert run_all(*[request] * world_size) == [""] * world_size
-    assert (run_dir / QUARANTINE).read_text() == ""
+    assert (run_dir / QUARANTINE_FILE).read_text() == ""
     return [step["loss"] for step in read_metrics(run_dir)]
 
 

@@ -24,7 +24,7 @@ from mmtrain.plan import Plan
 from mmtrain.program import Microbatch
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.process_groups import build_groups
-from mmtrain.runtime.execution.rank_context import assemble, build_unit, unit_inputs
+from mmtrain.runtime.execution.rank_context import build_rank_context, build_unit, unit_inputs
 from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
@@ -55,7 +55,7 @@ class Chunk(nn.Module):
 def _ours_and_theirs(settings: Recipe, wanted: Plan) -> tuple[float, list[NamedShard], Result]:
     """Run the first step by the program and by Megatron-core's schedule, from the same weights."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    job = assemble(settings, wanted, world)
+    job = build_rank_context(settings, wanted, world)
     runner = build_unit(
         settings, build_model_shape(settings), job.graph, "llm", False, build_groups(job.graph, world), world, job.dtype
     )

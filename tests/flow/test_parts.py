@@ -14,7 +14,7 @@ from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.colocated.encoder_order import plan_order
 from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coarse, check, lower
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.faults import FailAt
@@ -128,9 +128,9 @@ def _validate_train_spoil() -> tuple[float, float, bool, bool]:
     """The loss of a batch without training it and with; whether a good step was taken, and one spoiled by NaN."""
     settings, meshes = recipe(), {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))}
     faults = FailAt(0, 1, "nan")
-    faults.begin(0)
+    faults.start(0)
     chosen = plan(settings, "explicit", {0: TOGETHER}, **meshes)
-    job = assemble(settings, chosen, World(0, 1, torch.device("cpu")), faults=faults)
+    job = build_rank_context(settings, chosen, World(0, 1, torch.device("cpu")), faults=faults)
     validated = job.validate(step_data(job, 0)).loss
     good, spoiled = job.train(step_data(job, 0), 0.01), job.train(step_data(job, 1), 0.01)
     return validated, good.loss, good.stepped, spoiled.stepped

@@ -12,7 +12,7 @@ import torch
 from mmtrain.models.attention import attend
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.training.lr_schedule import learning_rate
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
@@ -39,7 +39,7 @@ class Seen:
 def _train_apart(precision: str) -> Seen:
     settings = recipe(train__precision=precision, train__global_batch=6)
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    job = assemble(settings, plan(settings, **APART), world)
+    job = build_rank_context(settings, plan(settings, **APART), world)
     outcomes, gradients, nbytes = [], [], 0
     for step in range(NUM_STEPS):
         lr = learning_rate(settings.train.optimizer, step, NUM_STEPS)

@@ -15,9 +15,9 @@ from mmtrain.program.ir.segments import flat
 from mmtrain.program.trace.measured_timeline import measured_timeline
 from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.report import read_metrics
-from mmtrain.runtime.execution.rank_context import assemble
-from mmtrain.runtime.resilience.stragglers import WINDOW
-from mmtrain.runtime.training.run_folder import PLAN, TRACE
+from mmtrain.runtime.execution.rank_context import build_rank_context
+from mmtrain.runtime.resilience.stragglers import STRAGGLER_WINDOW_STEPS
+from mmtrain.runtime.run_folder import PLAN_FILE, TRACE_FILE
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.faults import AllOf, FailAt
@@ -33,14 +33,14 @@ TWO_REPLICAS = ("parallel.placement=unified", "parallel.llm.dp=2", "train.checkp
 def test_a_run_writes_the_timelines_it_was_asked_for(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, "train.trace=[2,4]", "parallel.placement=disaggregated")
     assert run_all(request, request) == ["", ""]
-    trace = json.loads((tmp_path / TRACE).read_text())
+    trace = json.loads((tmp_path / TRACE_FILE).read_text())
     require_trace(trace)
     other = trace["otherData"]
-    assert (other["simulated"], other["plan_sha256"]) == (False, load_plan(tmp_path / PLAN).sha256)
+    assert (other["simulated"], other["plan_sha256"]) == (False, load_plan(tmp_path / PLAN_FILE).sha256)
     assert [s["step"] for s in other["steps"]] == [2, 4]
     assert other["step_time_us"] == pytest.approx(sum(s["dur"] for s in other["steps"]) / 2)
     metrics = read_metrics(tmp_path)
-    plan = load_plan(tmp_path / PLAN)
+    plan = load_plan(tmp_path / PLAN_FILE)
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     for step in other["steps"]:
         own = [e for e in spans if step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] + 1e-3]
@@ -61,15 +61,19 @@ def test_a_run_writes_the_timelines_it_was_asked_for(data: Path, tmp_path: Path)
 
 
 def test_a_slow_rank_is_named_in_the_metrics_and_in_the_report_of_a_failure(data: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path, *TWO_REPLICAS, f"train.steps={WINDOW + 1}", "train.watchdog_s=2")
-    code, message = launch(request, AllOf(FailAt(1, range(WINDOW), "slow"), FailAt(0, WINDOW, "hang")))
+    request = request_for(
+        data, tmp_path, *TWO_REPLICAS, f"train.steps={STRAGGLER_WINDOW_STEPS + 1}", "train.watchdog_s=2"
+    )
+    code, message = launch(
+        request, AllOf(FailAt(1, range(STRAGGLER_WINDOW_STEPS), "slow"), FailAt(0, STRAGGLER_WINDOW_STEPS, "hang"))
+    )
     assert code == 1
     metrics = read_metrics(tmp_path)
-    assert [step["step"] for step in metrics if step["slow_ranks"]] == [WINDOW]
+    assert [step["step"] for step in metrics if step["slow_ranks"]] == [STRAGGLER_WINDOW_STEPS]
     named = [text for text in metrics[-1]["slow_ranks"] if text.startswith("rank 1 takes")]
     assert "the time of its peers for F vision.0" in named[0]
     lead, *rest = message.splitlines()
-    assert lead.startswith(f"rank 0, step {WINDOW + 1}, in `F vision.0 vision:0.0`: did not come back")
+    assert lead.startswith(f"rank 0, step {STRAGGLER_WINDOW_STEPS + 1}, in `F vision.0 vision:0.0`: did not come back")
     assert rest[-1].startswith("  before that: ")
     assert named[0] in rest[-1]
 
@@ -77,7 +81,7 @@ def test_a_slow_rank_is_named_in_the_metrics_and_in_the_report_of_a_failure(data
 def recorded_step() -> StepRecord:
     """Take one step of the encoder in parts between and inside the stages of an LLM pipeline."""
     settings, world = recipe(), World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    job = assemble(settings, plan(settings, "explicit", PIPELINE, **GUESTS), world)
+    job = build_rank_context(settings, plan(settings, "explicit", PIPELINE, **GUESTS), world)
     return job.train(step_data(job, 0), lr=0.01).record
 
 

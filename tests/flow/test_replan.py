@@ -10,8 +10,8 @@ from torch import Tensor
 from mmtrain.checkpoint import Checkpoint, ShardSpec, open_newest_good
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import Job, assemble
-from mmtrain.runtime.training.checkpointing import BackgroundSaver, restore_job
+from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
+from mmtrain.runtime.training.checkpointing import BackgroundSaver, restore_checkpoint
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data
@@ -35,16 +35,16 @@ def _world() -> World:
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
 
 
-def _save(root: Path, job: Job, next_step: int) -> None:
+def _save(root: Path, job: RankContext, next_step: int) -> None:
     """Save while standing still."""
     saver = BackgroundSaver(root, job, {})
     saver.start(next_step, copy=False)
-    saver.settle()
+    saver.finish()
 
 
 def _train_and_save(settings: Recipe, meshes: dict[str, Mesh], root: Path) -> float:
     """Train, save, and return this rank's part of the loss of one step more."""
-    job = assemble(settings, plan(settings, **meshes), _world())
+    job = build_rank_context(settings, plan(settings, **meshes), _world())
     for step in range(STEPS_BEFORE):
         job.train(step_data(job, step), LR)
     _save(root, job, STEPS_BEFORE)
@@ -53,8 +53,8 @@ def _train_and_save(settings: Recipe, meshes: dict[str, Mesh], root: Path) -> fl
 
 def _restore_and_train(settings: Recipe, meshes: dict[str, Mesh], root: Path) -> Seen:
     """Restore, and return this rank's part of the next loss and all that it holds."""
-    job = assemble(settings, plan(settings, **meshes), _world())
-    restore_job(root, job, on_bad=_refuse)
+    job = build_rank_context(settings, plan(settings, **meshes), _world())
+    restore_checkpoint(root, job, on_bad=_refuse)
     held = [copy(s) for unit in job.optimizer.units.values() for s in unit.shards()]
     return job.train(step_data(job, STEPS_BEFORE), LR).loss, held
 
@@ -88,13 +88,13 @@ def test_a_run_continues_on_any_plan(tmp_path: Path, before: str) -> None:
 
 def _save_both_ways(settings: Recipe, meshes: dict[str, Mesh], root: Path) -> None:
     """Save while standing still, then from a copy while the next step runs."""
-    job = assemble(settings, plan(settings, **meshes), _world())
+    job = build_rank_context(settings, plan(settings, **meshes), _world())
     job.train(step_data(job, 0), LR)
     _save(root / "still", job, 1)
     saver = BackgroundSaver(root / "moving", job, {})
     saver.start(1, copy=True)
     job.train(step_data(job, 1), LR)
-    assert saver.settle() == root / "moving" / "step-00000001"
+    assert saver.finish() == root / "moving" / "step-00000001"
     assert not saver.pending
 
 

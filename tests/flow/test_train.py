@@ -17,7 +17,7 @@ from mmtrain.plan import load as load_plan
 from mmtrain.program import Action, Backward, Forward
 from mmtrain.recipe import load_recipe
 from mmtrain.report import StepMetrics, read_metrics
-from mmtrain.runtime.training.run_folder import CHECKPOINTS, PLAN, QUARANTINE, RECIPE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE
 from mmtrain.runtime.training.train import _introduce
 from tests.distributed import RanksFailed
 from tests.faults import FailAt
@@ -30,11 +30,11 @@ def test_a_run_leaves_its_record(unbroken: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert set(StepMetrics.__dataclass_fields__) - {"val_loss", "val_exact", "bound_sample"} <= set(steps[0])
     assert all(0 < s["mfu"] < 1 for s in steps)
-    plan = load_plan(unbroken / PLAN)
+    plan = load_plan(unbroken / PLAN_FILE)
     assert (plan.placement, plan.world_size) == ("disaggregated", 2)
-    assert load_recipe(unbroken / RECIPE).recipe.train.steps == NUM_STEPS
+    assert load_recipe(unbroken / RECIPE_FILE).recipe.train.steps == NUM_STEPS
     assert list((unbroken / "tensorboard").iterdir())
-    assert [f.name for f in find(unbroken / CHECKPOINTS)] == ["step-00000006", "step-00000004"], "keeps two"
+    assert [f.name for f in find(unbroken / CHECKPOINTS_FOLDER)] == ["step-00000006", "step-00000004"], "keeps two"
 
 
 @pytest.mark.parametrize(("kill", "action"), [((0, 3), Forward), ((1, 4), Backward)])
@@ -47,7 +47,7 @@ def test_resuming_after_a_kill_ends_in_the_same_weights(
         run_all(request, request, faults=FailAt(*kill, kind="kill", action=action))
     resumed = replace(request, resume=True)
     assert run_all(resumed, resumed) == ["", ""]
-    found, wanted = (open_newest_good(run / CHECKPOINTS, refuse) for run in (run_dir, unbroken))
+    found, wanted = (open_newest_good(run / CHECKPOINTS_FOLDER, refuse) for run in (run_dir, unbroken))
     assert found.step == wanted.step == NUM_STEPS
     theirs = tensors(wanted)
     for name, tensor in tensors(found).items():
@@ -60,13 +60,13 @@ def test_resuming_after_a_kill_ends_in_the_same_weights(
 def test_a_damaged_checkpoint_is_passed_over(data: Path, unbroken: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(unbroken, run_dir)
-    file = next((run_dir / CHECKPOINTS / "step-00000006").glob("*.safetensors"))
+    file = next((run_dir / CHECKPOINTS_FOLDER / "step-00000006").glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     request = request_for(data, run_dir, resume=True)
     assert run_all(request, request) == ["", ""]
-    found, wanted = (tensors(open_newest_good(run / CHECKPOINTS, lambda _: None)) for run in (run_dir, unbroken))
+    found, wanted = (tensors(open_newest_good(run / CHECKPOINTS_FOLDER, lambda _: None)) for run in (run_dir, unbroken))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -87,17 +87,17 @@ def test_resuming_with_other_data_names_the_fields(data: Path, unbroken: Path, t
 
 
 def test_a_plan_for_another_recipe_or_size_isrefused(data: Path, unbroken: Path, tmp_path: Path) -> None:
-    other = request_for(data, tmp_path / "a", "model.llm.layers=3", plan_path=unbroken / PLAN)
+    other = request_for(data, tmp_path / "a", "model.llm.layers=3", plan_path=unbroken / PLAN_FILE)
     for message in run_all(other, other):
         assert message.startswith(PlanError.__name__)
         assert "the recipe" in message
-    [message] = run_all(request_for(data, tmp_path / "b", plan_path=unbroken / PLAN))
+    [message] = run_all(request_for(data, tmp_path / "b", plan_path=unbroken / PLAN_FILE))
     assert "the number of ranks: plan 2, now 1" in message
 
 
 @pytest.mark.parametrize("longer", [1.0, 1.5])
 def test_data_that_has_changed_under_a_plan_is_told(data: Path, unbroken: Path, tmp_path: Path, longer: float) -> None:
-    request, plan, screen = request_for(data, tmp_path), load_plan(unbroken / PLAN), StringIO()
+    request, plan, screen = request_for(data, tmp_path), load_plan(unbroken / PLAN_FILE), StringIO()
     assert plan.data is not None
     meant = plan.data.model_copy(update={"tokens": {u: n / longer for u, n in plan.data.tokens.items()}})
     index = build(request.loaded.recipe)
@@ -135,7 +135,7 @@ def test_bad_samples_are_named_and_do_not_stop_arun_all(data: Path, tmp_path: Pa
     changes = ["data.max_bad_rate=0.1", "train.steps=12", "train.global_batch=8", "train.checkpoint.every=0"]
     request = request_for(folder, tmp_path / "run", *changes)
     assert run_all(request, request) == ["", ""]
-    named = [json.loads(line) for line in (tmp_path / "run" / QUARANTINE).read_text().splitlines()]
+    named = [json.loads(line) for line in (tmp_path / "run" / QUARANTINE_FILE).read_text().splitlines()]
     assert {with_image[0]["id"], with_image[1]["id"]} <= {q["id"] for q in named}
     assert len(named) == 3
     assert len(read_metrics(tmp_path / "run")) == 12
@@ -156,6 +156,6 @@ def test_a_run_that_broke_before_its_first_checkpoint_starts_again(data: Path, t
     with pytest.raises(RanksFailed):
         run_all(request, request, faults=FailAt(1, 1, "kill"))
     assert run_all(request, request) == ["", ""], "without --resume there is nothing to lose"
-    shutil.rmtree(tmp_path / "run" / CHECKPOINTS)
+    shutil.rmtree(tmp_path / "run" / CHECKPOINTS_FOLDER)
     again = replace(request, resume=True)
     assert run_all(again, again) == ["", ""], "a job that is requeued with --resume needs no checkpoint"

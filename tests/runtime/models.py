@@ -18,9 +18,9 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.program import LLM, Microbatch
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.report import EvaluationResult
-from mmtrain.runtime.evaluation.evaluate import Request, run
+from mmtrain.runtime.evaluation.evaluate import EvaluateRequest, run
 from mmtrain.runtime.execution.rank_context import unit_inputs
-from mmtrain.runtime.training.run_folder import CHECKPOINTS, RECIPE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
 
 CPU = torch.device("cpu")
 PATCH = 8
@@ -116,16 +116,16 @@ def teach(settings: Recipe) -> dict[str, StageModule]:
 def run_folder(folder: Path, settings: Recipe, units: dict[str, StageModule] | None = None, step: int = 7) -> Path:
     """The folder of a run, with a checkpoint of `units` if there are any."""
     folder.mkdir(exist_ok=True)
-    (folder / RECIPE).write_text(dump_recipe(settings))
+    (folder / RECIPE_FILE).write_text(dump_recipe(settings))
     if units is not None:
-        save_in_halves(folder / CHECKPOINTS, step, units.values())
+        save_in_halves(folder / CHECKPOINTS_FOLDER, step, units.values())
     return folder
 
 
 def evaluated(run_dir: Path, limit: int | None = None, blank_images: bool = False) -> EvaluationResult:
     """What `mmtrain evaluate` finds in this process alone."""
     results: list[EvaluationResult] = []
-    run(Request(run_dir, _no_plan, results.append, limit, blank_images))
+    run(EvaluateRequest(run_dir, _no_plan, results.append, limit, blank_images))
     [result] = results
     return result
 

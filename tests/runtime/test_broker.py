@@ -13,9 +13,9 @@ from mmtrain.costs import TokenLoad
 from mmtrain.program import Backward, Edge, Forward, Microbatch, Recv, Route, Send, Share, StageGraph, StepLoads, build
 from mmtrain.program.ir.actions import Payload
 from mmtrain.program.verify.send_window import send_limit
+from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.process_groups import build_groups
-from mmtrain.runtime.resilience.activity import Activity
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.program.graphs import Unit, chain
@@ -175,10 +175,10 @@ def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
             step, activity = draw(graph, seed), Activity()
             stages = Stages(graph, world.rank, sharers, dtype, step)
             broker = Broker(graph, actions, world.rank, groups, widths, sharers, LIMIT, CPU, dtype, activity)
-            broker.begin(step.loads)
-            activity.recorder.start()
+            broker.start_step(step.loads)
+            activity.recorder.start_step()
             for action in actions:
-                activity.begin(action)
+                activity.start(action)
                 match action:
                     case Forward() | Backward():
                         stages.run(broker, action)
@@ -191,7 +191,7 @@ def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
                     case Share():
                         broker.share(action)
             broker.drain()
-            record = activity.recorder.stop()
+            record = activity.recorder.stop_step()
             wrong += [f"{name}, draw {seed}, {dtype}, rank {world.rank}: {text}" for text in stages.wrong]
             sent.append({str(edge): traffic.nbytes for edge, traffic in record.traffic().items()})
     return wrong, sent

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmtrain.errors import LaunchError
-from mmtrain.runtime.resilience.config_consensus import agree, flatten
+from mmtrain.runtime.resilience.config_consensus import flatten, require_consensus
 from mmtrain.runtime.world import World
 
 
@@ -13,7 +13,7 @@ class _ThreeRanks(World):
         super().__init__(0, 1 + len(others), torch.device("cpu"))
         object.__setattr__(self, "others", others)
 
-    def gather(self, value: object) -> list[object]:
+    def all_gather(self, value: object, group: object = None) -> list[object]:
         return [value, *(flatten(o) for o in self.others)]  # type: ignore[attr-defined]
 
 
@@ -23,11 +23,11 @@ def test_flatten_gives_dotted_paths() -> None:
 
 def test_equal_ranks_pass() -> None:
     facts: dict[str, object] = {"recipe": {"train": {"steps": 3}}}
-    agree(_ThreeRanks([facts, facts]), facts)
+    require_consensus(_ThreeRanks([facts, facts]), facts)
 
 
 def test_the_rank_and_the_field_are_named() -> None:
     ours: dict[str, object] = {"recipe": {"train": {"steps": 3, "seed": 1}}}
     theirs: dict[str, object] = {"recipe": {"train": {"steps": 4, "seed": 1}}}
     with pytest.raises(LaunchError, match=r"recipe\.train\.steps: 3 on rank 0, 4 on rank 2"):
-        agree(_ThreeRanks([ours, theirs]), ours)
+        require_consensus(_ThreeRanks([ours, theirs]), ours)

@@ -10,17 +10,25 @@ import torch
 
 from mmtrain.costs import preset
 from mmtrain.costs.hardware import GIB
-from mmtrain.runtime.profiling import diagnostics as ailments
-from mmtrain.runtime.profiling.diagnostics import OPTIONAL, accelerators, host, misfits, num_cores, packages, rates
+from mmtrain.runtime.profiling import diagnostics
+from mmtrain.runtime.profiling.diagnostics import (
+    OPTIONAL_PACKAGES,
+    accelerator_diagnostics,
+    host_diagnostics,
+    num_usable_cores,
+    package_diagnostics,
+    throughput_diagnostics,
+    unmet_requirements,
+)
 
 CPU = preset("cpu-core")
 FAST = CPU.peak_flops("fp32") * CPU.gemm_efficiency
 
 
 def test_a_missing_package_names_the_extra_and_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in OPTIONAL:
+    for name in OPTIONAL_PACKAGES:
         monkeypatch.setitem(sys.modules, name.module, None)
-    found = {f.remedy: f for f in packages()}
+    found = {f.remedy: f for f in package_diagnostics()}
     assert found.keys() == {
         f"pip install 'mmtrain[{extra}]'" for extra in ("audio", "video", "parquet", "serve", "report")
     }
@@ -34,22 +42,22 @@ def test_a_broken_package_is_told_from_an_absent_one(monkeypatch: pytest.MonkeyP
     def broken(name: str) -> None:
         raise OSError("libsndfile.so: cannot open")
 
-    monkeypatch.setattr(ailments.importlib, "import_module", broken)
-    assert all("cannot open" in f.what and "pip" not in f.remedy for f in packages())
+    monkeypatch.setattr(diagnostics.importlib, "import_module", broken)
+    assert all("cannot open" in f.what and "pip" not in f.remedy for f in package_diagnostics())
 
 
 def test_versions_are_held_to_what_mmtrain_is_made_for() -> None:
-    assert list(misfits(["numpy>=1", 'none-such>=1; extra == "dev"'])) == []
-    [old, absent] = misfits(["numpy<1", "none-such>=2"])
+    assert list(unmet_requirements(["numpy>=1", 'none-such>=1; extra == "dev"'])) == []
+    [old, absent] = unmet_requirements(["numpy<1", "none-such>=2"])
     assert old.what.endswith("mmtrain is made for <1")
     assert absent.remedy == "pip install 'none-such>=2'"
 
 
 def test_a_gpu_that_torch_cannot_use_is_no_machine_without_one(tmp_path: Path) -> None:
-    [none] = accelerators(False, False, {}, tmp_path / "nvidia0")
+    [none] = accelerator_diagnostics(False, False, {}, tmp_path / "nvidia0")
     assert none.kind == "slow"
     (tmp_path / "nvidia0").touch()
-    [unused] = accelerators(False, False, {}, tmp_path / "nvidia0")
+    [unused] = accelerator_diagnostics(False, False, {}, tmp_path / "nvidia0")
     assert unused.kind == "missing"
     assert torch.__version__ in unused.what
 
@@ -61,7 +69,7 @@ def test_gpus_that_differ_are_old_or_taken_are_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: cards[i][1])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (cards[i][2] * GIB - i * 4 * GIB, cards[i][2] * GIB))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
-    found = [f.what for f in accelerators(True, False, {"flash_attn": "not installed", "varlen": "too old"})]
+    found = [f.what for f in accelerator_diagnostics(True, False, {"flash_attn": "not installed", "varlen": "too old"})]
     assert [words for words in found if "NCCL" in words]
     assert "attention has no fused kernel for packed sequences: not installed" in found
     assert "GPUs differ (H100, V100): every step waits for the slowest" in found
@@ -73,35 +81,37 @@ def test_gpus_that_differ_are_old_or_taken_are_told(monkeypatch: pytest.MonkeyPa
 
 def test_what_is_slower_than_the_preset_assumes_is_told() -> None:
     link = CPU.intra_node.bytes_per_s
-    assert list(rates(CPU, "fp32", FAST, {"p2p": [1e-4, 2**22 / link]})) == []
-    assert list(rates(CPU, "fp32", FAST, {})) == []
-    products, messages = rates(CPU, "fp32", FAST / 4, {"p2p": [1e-4, 10 * 2**22 / link]})
+    assert list(throughput_diagnostics(CPU, "fp32", FAST, {"p2p": [1e-4, 2**22 / link]})) == []
+    assert list(throughput_diagnostics(CPU, "fp32", FAST, {})) == []
+    products, messages = throughput_diagnostics(CPU, "fp32", FAST / 4, {"p2p": [1e-4, 10 * 2**22 / link]})
     assert "25% of what the preset cpu-core assumes" in products.what
     assert "10% of what the preset cpu-core assumes" in messages.what
     assert "profile" in products.remedy
     unlike = replace(CPU, fp32_flops=10 * CPU.fp32_flops)
-    assert len(list(rates(unlike, "fp32", FAST, {}))) == 1
+    assert len(list(throughput_diagnostics(unlike, "fp32", FAST, {}))) == 1
 
 
 def test_limits_of_the_system_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(ailments.shutil, "disk_usage", lambda path: usage(2**26, 0, 2**26))
-    monkeypatch.setattr(ailments.resource, "getrlimit", lambda kind: (256, 256))
+    monkeypatch.setattr(diagnostics.shutil, "disk_usage", lambda path: usage(2**26, 0, 2**26))
+    monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda kind: (256, 256))
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text(f"{GIB}\n")
-    found = [f.what for f in host(tmp_path / "runs" / "new", GIB, tmp_path)]
+    found = [f.what for f in host_diagnostics(tmp_path / "runs" / "new", GIB, tmp_path)]
     assert f"0.1 GiB of disk free in {tmp_path}" in found
     assert "256 open files allowed; many ranks and workers need more" in found
     assert "1.0 GiB of memory free: each rank takes half a GiB before any model" in found
-    assert f"this container may use 0.5 of the {num_cores()} cores: ranks and workers are held up in turns" in found
+    assert (
+        f"this container may use 0.5 of the {num_usable_cores()} cores: ranks and workers are held up in turns" in found
+    )
     assert "this container may use 1.0 GiB of memory; processes beyond that are killed" in found
 
 
 def test_a_roomy_system_has_nothing_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(ailments.shutil, "disk_usage", lambda path: usage(2**50, 0, 2**50))
-    monkeypatch.setattr(ailments.resource, "getrlimit", lambda kind: (2**20, 2**20))
+    monkeypatch.setattr(diagnostics.shutil, "disk_usage", lambda path: usage(2**50, 0, 2**50))
+    monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda kind: (2**20, 2**20))
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert list(host(tmp_path, 64 * GIB, tmp_path)) == []
-    assert list(host(tmp_path, 64 * GIB, tmp_path / "none")) == []
+    assert list(host_diagnostics(tmp_path, 64 * GIB, tmp_path)) == []
+    assert list(host_diagnostics(tmp_path, 64 * GIB, tmp_path / "none")) == []

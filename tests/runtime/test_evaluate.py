@@ -15,7 +15,7 @@ from mmtrain.data.synthetic.demo import generate as generate_demo
 from mmtrain.errors import CheckpointError, TooManyBadSamples, UserError
 from mmtrain.report.evaluation import TemplateScore
 from mmtrain.runtime.evaluation.evaluate import score
-from mmtrain.runtime.evaluation.qa_eval import Question, prompt_lengths, questions_of, spread
+from mmtrain.runtime.evaluation.qa_eval import HeldOutQuestion, evenly_spaced, prompt_lengths, select_questions
 from tests.data.rows import Row, row
 from tests.runtime.models import evaluated, recipe, run_folder, whole
 from tests.runtime.taught import COLOURS, Taught, asking
@@ -78,7 +78,7 @@ def test_the_prompt_ends_where_the_last_answer_begins(taught: Taught) -> None:
     settings = taught.recipe(taught.rows, rows)
     tokenizer = ChatTokenizer.load(settings.data.tokenizer)
     index = build(settings, "validation")
-    (question,) = questions_of(index, None)
+    (question,) = select_questions(index, None)
     assert [Path(str(image)).name for image in question.images] == ["red.png", "blue.png"]
     assert question.expected == "blue"
     lengths = prompt_lengths(index, tokenizer, [question])
@@ -121,10 +121,10 @@ def _asks(entry: Row, text: str) -> bool:
 
 
 def test_scores_count_per_template() -> None:
-    def ask(template: str | None, expected: str, num_images: int, num_clips: int = 0) -> Question:
+    def ask(template: str | None, expected: str, num_images: int, num_clips: int = 0) -> HeldOutQuestion:
         turns = Turn("user", IMAGE_MARK * num_images + AUDIO_MARK * num_clips), Turn("assistant", expected)
         media = FileMedia("x")
-        return Question(0, Sample("", "", 0, turns, (media,) * num_images, template, (media,) * num_clips))
+        return HeldOutQuestion(0, Sample("", "", 0, turns, (media,) * num_images, template, (media,) * num_clips))
 
     a, b, c, d = ask("one", "yes", 1), ask("one", "no", 2, 1), ask("two", "7", 0), ask(None, "no", 0)
     answers = {a: "yes", b: "no", c: "8", d: "no"}
@@ -140,7 +140,7 @@ def test_scores_count_per_template() -> None:
 def test_spread_is_even_and_never_repeats() -> None:
     for size in range(12):
         for count in range(1, 15):
-            taken = spread(range(size), count)
+            taken = evenly_spaced(range(size), count)
             assert len(taken) == len(set(taken)) == min(size, count)
             gaps = np.diff([*taken, size])
             assert size == 0 or gaps.max() - gaps.min() <= 1

@@ -17,12 +17,12 @@ from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan as planner
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report import EvaluationResult
-from mmtrain.runtime.evaluation.evaluate import Request, run
+from mmtrain.runtime.evaluation.evaluate import EvaluateRequest, run
 from mmtrain.runtime.evaluation.generate import load_weights
-from mmtrain.runtime.evaluation.qa_eval import evaluation
-from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
+from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.launch import free_port
-from mmtrain.runtime.training.run_folder import CHECKPOINTS, PLAN, RECIPE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE
 from mmtrain.runtime.world import World
 from tests.data.rows import row
 from tests.distributed import fork_ranks, run_ranks
@@ -48,7 +48,7 @@ def _evaluate(
     shown: list[EvaluationResult] = []
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            run(Request(run_dir, _plan, shown.append, ranks=ranks))
+            run(EvaluateRequest(run_dir, _plan, shown.append, ranks=ranks))
         except MmtrainError as e:
             print(e, file=said)
     return shown, said.getvalue()
@@ -63,9 +63,9 @@ def _evaluate(
 )
 def test_ranks_score_together_what_one_scores(taught: Taught, tmp_path: Path, num_ranks: int, says: str) -> None:
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
-    settings = load_recipe(folder / RECIPE).recipe
+    settings = load_recipe(folder / RECIPE_FILE).recipe
     training = plan(settings, **APART).model_copy(update={"recipe_sha256": recipe_fingerprint(settings)})
-    training.save(folder / PLAN)
+    training.save(folder / PLAN_FILE)
     (first, said), *others = fork_ranks(num_ranks, _evaluate, folder, free_port())
     assert first == [evaluated(folder)]
     assert said.startswith(says)
@@ -94,8 +94,8 @@ def _ask_in_training(asking: list[Recipe], root: Path, plans: list[Plan]) -> lis
     """The share of right answers of a job with taught weights, without them, and with them again."""
     world, shares = World(dist.get_rank(), dist.get_world_size(), CPU), []
     for settings, chosen in itertools.product(asking, plans):
-        job = assemble(settings, chosen, world)
-        evaluate = evaluation(job)
+        job = build_rank_context(settings, chosen, world)
+        evaluate = build_held_out_evaluation(job)
         params = [p for unit in job.units.values() for stage in unit.stages.values() for p in stage.parameters()]
         untaught = [p.detach().clone() for p in params]
         found = []
@@ -114,7 +114,7 @@ def _ask_in_training(asking: list[Recipe], root: Path, plans: list[Plan]) -> lis
 def test_a_job_asks_the_model_that_it_trains(taught: Taught, tmp_path: Path) -> None:
     """By its own units as they stand, with slices of tokens where training has them."""
     folder = run_folder(tmp_path / "run", taught.recipe(taught.rows, taught.rows), taught.model)
-    settings = load_recipe(folder / RECIPE).recipe
+    settings = load_recipe(folder / RECIPE_FILE).recipe
     # Of two microbatches or replicas, one has nothing to do with a single question.
     changes = [{"evaluate_every": 1, "evaluate_questions": count} for count in (3, 1)]
     asking = [settings.model_copy(update={"train": settings.train.model_copy(update=c)}) for c in changes]
@@ -122,7 +122,7 @@ def test_a_job_asks_the_model_that_it_trains(taught: Taught, tmp_path: Path) -> 
         plan(settings, vision=Mesh((), (0, 1), tp=2, sp=True), llm=Mesh((1,), (0, 1, 2, 3), tp=2, sp=True)),
         plan(settings, vision=Mesh((), (0, 1), dp=2), llm=Mesh((), (2, 3), dp=2)),
     ]
-    for shares in run_ranks(4, _ask_in_training, asking, folder / CHECKPOINTS, plans):
+    for shares in run_ranks(4, _ask_in_training, asking, folder / CHECKPOINTS_FOLDER, plans):
         assert len(shares) == len(asking) * len(plans)
         for taught_share, untaught_share, again in shares:
             assert taught_share == again == 1.0

@@ -5,20 +5,20 @@ import pytest
 
 from mmtrain.errors import StoppedAndSaved
 from mmtrain.program import Edge, Forward, Microbatch, Recv, Send, StageId, Step
-from mmtrain.runtime.resilience.activity import SAVING, Activity
+from mmtrain.runtime.execution.activity import SAVING, Activity
 from mmtrain.runtime.resilience.failures import (
-    FOLDER,
+    FAILURES_FOLDER,
     Failure,
     clear_failures,
-    explain,
-    failure_of,
-    lost_peer,
+    describe_failure,
+    explain_failures,
+    is_lost_peer,
     read_failures,
-    reporting,
+    report_failures,
     stacks_path,
     write_failure,
 )
-from mmtrain.runtime.training.run_state import read_state, write_state
+from mmtrain.runtime.run_state import read_run_state, write_run_state
 
 MB = Microbatch("llm", 0, 3)
 EDGE = Edge(StageId("llm", 0), StageId("llm", 1))
@@ -29,45 +29,49 @@ def test_a_report_names_the_action_of_the_peer_that_is_missing() -> None:
     now = [10.0]
     activity = Activity(clock=lambda: now[0])
     activity.step = 7
-    activity.begin(Forward(StageId("llm", 1), MB))
+    activity.start(Forward(StageId("llm", 1), MB))
     activity.wait(Recv(EDGE, MB, MB, peer=2, payload="activation"))
     now[0] = 15.0
-    failure = failure_of(5, activity, "hang")
+    failure = describe_failure(5, activity, "hang")
     assert (failure.peer, failure.missing, failure.stuck_s) == (2, "SA llm.0>llm.1 llm:0.3 llm:0.3 @5", 5.0)
     assert failure.to_text() == (
         "rank 5, step 7, in `F llm.1 llm:0.3`: waited 5 s for `SA llm.0>llm.1 llm:0.3 llm:0.3 @5` on rank 2, "
         "which never happened"
     )
     activity.wait(Send(EDGE, MB, MB, peer=2, payload="gradient"))
-    assert failure_of(5, activity, "hang").missing == "RG llm.0>llm.1 llm:0.3 llm:0.3 @5"
+    assert describe_failure(5, activity, "hang").missing == "RG llm.0>llm.1 llm:0.3 llm:0.3 @5"
     activity.arrived()
-    assert failure_of(5, activity, "hang").missing is None
+    assert describe_failure(5, activity, "hang").missing is None
     for doing in (Step(), SAVING):
-        activity.begin(doing)
-        assert failure_of(5, activity, "hang").together
+        activity.start(doing)
+        assert describe_failure(5, activity, "hang").together
 
 
 def test_the_cause_leads_and_the_others_are_secondary() -> None:
     error = Failure(2, "error", 7, "B llm.0 llm:0.1", 0.0, error="ValueError: x")
     lost = Failure(0, "lost peer", 7, "STEP", 0.0, together=True, error="RuntimeError: Connection closed by peer")
-    assert explain([lost, error], 3).splitlines() == [
+    assert explain_failures([lost, error], 3).splitlines() == [
         "rank 2, step 7, in `B llm.0 llm:0.1`: ValueError: x",
         "  secondary: rank 0, step 7, in `STEP`: RuntimeError: Connection closed by peer",
     ]
     waiting = replace(HANG, rank=1, stuck_s=601.0, peer=0, missing="SA llm.0>llm.1 llm:0.1 llm:0.1 @1")
     together = replace(HANG, rank=2, stuck_s=602.0, doing="STEP", together=True)
-    assert explain([together, waiting, HANG], 3).startswith("rank 0, step 7, in `F llm.0 llm:0.1`: did not come back")
-    assert explain([together, waiting], 3).startswith("rank 0 left no report")
+    assert explain_failures([together, waiting, HANG], 3).startswith(
+        "rank 0, step 7, in `F llm.0 llm:0.1`: did not come back"
+    )
+    assert explain_failures([together, waiting], 3).startswith("rank 0 left no report")
     longest = replace(together, rank=0, stuck_s=603.0)
-    assert explain([replace(waiting, missing="x"), together, longest], 3).startswith("rank 0, step 7, in `STEP`")
+    assert explain_failures([replace(waiting, missing="x"), together, longest], 3).startswith(
+        "rank 0, step 7, in `STEP`"
+    )
 
 
 def test_who_was_slow_before_is_said_once_at_the_end() -> None:
     activity = Activity()
     activity.slow = "rank 2 takes 2.1x the time of its peers for F vision.0 (0.3 s a step)"
-    hung = [failure_of(rank, activity, "hang") for rank in (0, 1)]
-    assert explain(hung, 2).splitlines()[2:] == [f"  before that: {activity.slow}"]
-    assert explain(hung[:1], 2).splitlines()[2:] == [f"  before that: {activity.slow}"]
+    hung = [describe_failure(rank, activity, "hang") for rank in (0, 1)]
+    assert explain_failures(hung, 2).splitlines()[2:] == [f"  before that: {activity.slow}"]
+    assert explain_failures(hung[:1], 2).splitlines()[2:] == [f"  before that: {activity.slow}"]
 
 
 def test_reports_come_back_in_their_order_and_are_cleared(tmp_path: Path) -> None:
@@ -81,26 +85,26 @@ def test_reports_come_back_in_their_order_and_are_cleared(tmp_path: Path) -> Non
 
 
 def test_a_failing_rank_leaves_its_report_and_the_state(tmp_path: Path) -> None:
-    write_state(tmp_path, "running", 4)
-    with pytest.raises(ValueError, match="broken"), reporting(tmp_path, 1, Activity()):
+    write_run_state(tmp_path, "running", 4)
+    with pytest.raises(ValueError, match="broken"), report_failures(tmp_path, 1, Activity()):
         raise ValueError("broken")
     [failure] = read_failures(tmp_path)
     assert (failure.rank, failure.kind, failure.error) == (1, "error", "ValueError: broken")
     assert "raise ValueError" in stacks_path(tmp_path, 1).read_text()
-    assert read_state(tmp_path) == {"status": "failed", "step": 4, "error": "rank 1: ValueError: broken"}
-    with pytest.raises(RuntimeError), reporting(tmp_path, 0, Activity()):
+    assert read_run_state(tmp_path) == {"status": "failed", "step": 4, "error": "rank 1: ValueError: broken"}
+    with pytest.raises(RuntimeError), report_failures(tmp_path, 0, Activity()):
         raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
-    assert read_state(tmp_path)["error"] == "rank 1: ValueError: broken", "who lost a peer is not the cause"
+    assert read_run_state(tmp_path)["error"] == "rank 1: ValueError: broken", "who lost a peer is not the cause"
 
 
 def test_a_run_that_stopped_has_not_failed(tmp_path: Path) -> None:
-    with pytest.raises(StoppedAndSaved), reporting(tmp_path, 0, Activity()):
+    with pytest.raises(StoppedAndSaved), report_failures(tmp_path, 0, Activity()):
         raise StoppedAndSaved("saved")
-    assert not (tmp_path / FOLDER).exists()
-    assert read_state(tmp_path) == {}
+    assert not (tmp_path / FAILURES_FOLDER).exists()
+    assert read_run_state(tmp_path) == {}
 
 
 def test_lost_connections_are_told_from_errors() -> None:
-    assert lost_peer(RuntimeError("... Connection reset by peer"))
-    assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not lost_peer(ValueError("Connection reset by peer"))
+    assert is_lost_peer(RuntimeError("... Connection reset by peer"))
+    assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_lost_peer(ValueError("Connection reset by peer"))

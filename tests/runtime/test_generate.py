@@ -27,7 +27,7 @@ from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
 from mmtrain.plan.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.evaluation.generate import load_generator
-from mmtrain.runtime.evaluation.qa_eval import Asker, deal, questions_of
+from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, batch_by_length, select_questions
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan
@@ -111,7 +111,7 @@ class Case:
         save_in_halves(root, 7, naive.units.values())
         return cls(settings, root, end, expected, _num_params(naive.units.values()))
 
-    def open(self, layout: Layout, world: World) -> tuple[Asker, DataIndex, int]:
+    def open(self, layout: Layout, world: World) -> tuple[QuestionAnswerer, DataIndex, int]:
         """Build the rank's stages; also return how many parameters they have."""
         # Two of them: prompts end their turns as ever.
         tokenizer, ending = (ChatTokenizer.load(self.settings.data.tokenizer) for _ in range(2))
@@ -119,7 +119,7 @@ class Case:
         index = build(self.settings, "validation")
         generator = load_generator(self.settings, layout, world, open_newest_good(self.root, refuse), ending)
         held = _num_params([stage for unit in generator.units.values() for stage in unit.stages.values()])
-        return Asker(generator, self.settings, tokenizer, index, world, NUM_NEW), index, held
+        return QuestionAnswerer(generator, self.settings, tokenizer, index, world, NUM_NEW), index, held
 
     def on_rank(self, layouts: Sequence[Layout]) -> list[tuple[list[list[int]], list[list[int]], int]]:
         """Answers to all questions and to a single one, and the parameters held, by layout."""
@@ -127,8 +127,8 @@ class Case:
         outcomes = []
         for layout in layouts:
             asker, index, held = self.open(layout, world)
-            questions = questions_of(index, None)
-            answers = [asker.write(asked, blank=False) for asked in (questions, questions[3:4])]
+            questions = select_questions(index, None)
+            answers = [asker.generate(asked, blank=False) for asked in (questions, questions[3:4])]
             assert all(not bad for _, bad in answers)
             outcomes.append((*([*tokens.values()] for tokens, _ in answers), held))
         return outcomes
@@ -230,7 +230,7 @@ def test_every_layout_answers_as_the_naive_loop(size: int, request: pytest.Fixtu
                 assert max(held) < case.num_params, f"{name}: no rank holds the whole model"
 
 
-def _alone(case: Case) -> tuple[Asker, DataIndex]:
+def _alone(case: Case) -> tuple[QuestionAnswerer, DataIndex]:
     ParallelGroups.single()
     layout = plan(case.settings, **LAYOUTS["one rank"][1]).units
     asker, index, _ = case.open(layout, World(0, 1, CPU))
@@ -247,8 +247,8 @@ def test_an_image_token_in_an_answer_stands_for_no_picture(seeing: Case) -> None
     case = Case(seeing.settings, seeing.root, -1, [], 0)
     asker, index = _alone(case)
     asker._tokenizer.item_ids["vision"] = said
-    found, _ = asker.write(
-        [question for question in questions_of(index, None) if question.number in saying], blank=False
+    found, _ = asker.generate(
+        [question for question in select_questions(index, None) if question.number in saying], blank=False
     )
     assert list(found.values()) == [answers[n] for n in saying]
 
@@ -263,15 +263,15 @@ def test_a_model_that_the_checkpoint_does_not_fit_is_refused(seeing: Case) -> No
 
 def test_nothing_asked_is_nothing_answered(seeing: Case) -> None:
     asker, _ = _alone(seeing)
-    assert asker.write([], blank=False) == ({}, [])
+    assert asker.generate([], blank=False) == ({}, [])
 
 
 def test_answers_do_not_depend_on_who_is_asked_together(seeing: Case) -> None:
     asker, index = _alone(seeing)
-    questions = questions_of(index, None)
-    together, _ = asker.write(questions, blank=False)
-    assert [asker.write([question], blank=False)[0][question] for question in questions] == [*together.values()]
-    blind, _ = asker.write(questions, blank=True)
+    questions = select_questions(index, None)
+    together, _ = asker.generate(questions, blank=False)
+    assert [asker.generate([question], blank=False)[0][question] for question in questions] == [*together.values()]
+    blind, _ = asker.generate(questions, blank=True)
     changed = [question for question in questions if blind[question] != together[question]]
     assert len(changed) > 5
     assert all(question.images for question in changed)
@@ -279,7 +279,7 @@ def test_answers_do_not_depend_on_who_is_asked_together(seeing: Case) -> None:
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 6), st.integers(1, 100))
 def test_deal_gives_everybody_about_as_much(sizes: list[int], ways: int, max_tokens: int) -> None:
-    rounds = deal(sizes, ways, max_tokens)
+    rounds = batch_by_length(sizes, ways, max_tokens)
     batches = [batch for batches in rounds for batch in batches]
     assert all(len(batches) == ways for batches in rounds)
     assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))

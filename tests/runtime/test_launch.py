@@ -14,7 +14,7 @@ from tests.distributed import fork_ranks
 
 def _sum_of_ranks(address: Address) -> None:
     world = join(address)
-    assert world.gather(world.rank) == [0, 1, 2]
+    assert world.all_gather(world.rank) == [0, 1, 2]
     leave()
 
 

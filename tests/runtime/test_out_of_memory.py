@@ -4,25 +4,25 @@ import torch
 
 from mmtrain.balance import BatchMeta
 from mmtrain.program import action_from_text
-from mmtrain.runtime.resilience.out_of_memory import memory_story, out_of_memory, predicted_for
+from mmtrain.runtime.resilience.out_of_memory import explain_out_of_memory, is_out_of_memory, predicted_peak_gib
 
 
 @pytest.mark.parametrize(("rank", "gib"), [(0, 1.5), (1, 2.5), (3, 2.5), (4, None)])
 def test_a_rank_is_found_in_a_range(rank: int, gib: float | None) -> None:
-    assert predicted_for(rank, {"0": 1.5, "1-3": 2.5}) == gib
+    assert predicted_peak_gib(rank, {"0": 1.5, "1-3": 2.5}) == gib
 
 
 def test_memory_errors_of_device_and_host_are_known() -> None:
-    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(RuntimeError) as host:
         torch.empty(2**60, dtype=torch.uint8)
-    assert out_of_memory(host.value)
-    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert is_out_of_memory(host.value)
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 @pytest.mark.parametrize("line", ["F llm.0 llm:0.1", "B llm.0 llm:0.1", "PB llm.0 llm:0.1 1:2"])
 def test_the_stage_and_the_samples_are_named(line: str) -> None:
     place = np.array([0, 1])
     meta = BatchMeta(0, 0, place, np.array([5, 7]), np.array([5, 7]), np.array([0, 0]), place, {})
-    story = memory_story(action_from_text(line), meta, ["cat", "dog"], 2**30, None)
+    story = explain_out_of_memory(action_from_text(line), meta, ["cat", "dog"], 2**30, None)
     assert story.startswith("out of memory in stage llm.0, microbatch llm:0.1; samples dog (7 LLM tokens); 1.00 GiB")

@@ -12,8 +12,8 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.profiling.layer_profiler import typical
-from mmtrain.runtime.profiling.probes import probes
+from mmtrain.runtime.profiling.layer_profiler import median_without_outliers
+from mmtrain.runtime.profiling.probes import make_probes
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from tests.distributed import fork_ranks
 from tests.plan import factory
@@ -87,7 +87,7 @@ def test_the_planner_takes_a_table_and_says_so(table: CostTable, tmp_path: Path)
 def test_probes_fill_the_recipes_sequences() -> None:
     settings = _recipe()
     for unit in build_model_shape(settings).units:
-        fitted, held_out = probes(settings, unit)
+        fitted, held_out = make_probes(settings, unit)
         largest = max(p.load.tokens for p in fitted)
         assert 0.7 <= largest / (128 * unit.layers[-1].joins) <= 1.3
         assert held_out
@@ -100,10 +100,10 @@ def test_probes_hold_what_the_data_holds_in_any_order() -> None:
     vision, llm = build_model_shape(settings).units
     images = lengths.items["vision"]
     held = set(zip(images.rows.tolist(), images.cols.tolist(), strict=True))
-    for probe in [p for some in probes(settings, vision, lengths) for p in some]:
+    for probe in [p for some in make_probes(settings, vision, lengths) for p in some]:
         assert set(probe.sizes) <= held
     share = images.features.sum() / lengths.tokens.sum()
-    for probe in [p for some in probes(settings, llm, lengths) for p in some]:
+    for probe in [p for some in make_probes(settings, llm, lengths) for p in some]:
         assert set(probe.sizes[:-1]) <= set(lengths.tokens.tolist())  # the last is cut, or alone
         assert probe.load.tokens <= settings.data.seq_len
         assert probe.features == (("vision", int(share * probe.load.tokens)),)
@@ -119,7 +119,9 @@ def test_lengths_that_are_only_stated_become_images_that_the_encoder_takes() -> 
     stated = replace(lengths, items={"vision": column})
     vision = settings.model.vision
     assert vision is not None
-    for probe in [p for some in probes(settings, build_model_shape(settings).unit("vision"), stated) for p in some]:
+    for probe in [
+        p for some in make_probes(settings, build_model_shape(settings).unit("vision"), stated) for p in some
+    ]:
         for rows, cols in probe.sizes:  # type: ignore[misc]
             assert rows % vision.merge == cols % vision.merge == 0 < min(rows, cols) <= vision.max_side
             assert min(abs(rows * cols - n) for n in set(column.rows.tolist())) <= 4
@@ -138,5 +140,5 @@ def test_sizes_are_those_that_the_recipe_allows() -> None:
 
 
 def test_outliers_do_not_move_what_is_typical() -> None:
-    assert typical([1.0, 1.1, 0.9, 1.0, 50.0, 60.0]) == 1.0
-    assert typical([2.0, 2.0, 2.0, 9.0]) == 2.0
+    assert median_without_outliers([1.0, 1.1, 0.9, 1.0, 50.0, 60.0]) == 1.0
+    assert median_without_outliers([2.0, 2.0, 2.0, 9.0]) == 2.0

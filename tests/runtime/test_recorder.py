@@ -10,8 +10,8 @@ import torch
 from mmtrain.program import Edge, Forward, Microbatch, Recv, Send, StageId, Step
 from mmtrain.program.trace.step_record import Done, Moved, StepRecord
 from mmtrain.runtime.execution import recorder as module
-from mmtrain.runtime.execution.recorder import CudaClock, HostClock, Recorder, clock_of
-from mmtrain.runtime.resilience.activity import Activity
+from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.recorder import CudaClock, HostClock, StepRecorder, clock_for
 
 VISION, LLM = StageId("vision", 0), StageId("llm", 0)
 EDGE = Edge(VISION, LLM)
@@ -33,20 +33,20 @@ class Ticks:
 
 
 def test_a_record_holds_actions_waits_and_messages() -> None:
-    activity = Activity(recorder=Recorder(Ticks()))
-    activity.begin("loading data")
+    activity = Activity(recorder=StepRecorder(Ticks()))
+    activity.start("loading data")
     for _ in range(2):  # nothing of a step is left in the next
-        activity.recorder.start()
-        activity.begin(RECV)  # 0
-        activity.begin(SEND)  # 1
-        activity.begin(Forward(LLM, TEXT))  # 2
+        activity.recorder.start_step()
+        activity.start(RECV)  # 0
+        activity.start(SEND)  # 1
+        activity.start(Forward(LLM, TEXT))  # 2
         activity.wait(RECV)  # 3
         activity.arrived(48)  # 4
-        activity.begin(Step())  # 5
-        activity.begin("waiting for what was sent to leave")  # 6
+        activity.start(Step())  # 5
+        activity.start("waiting for what was sent to leave")  # 6
         activity.wait(SEND)  # 7
         activity.arrived(64)  # 8
-        record = activity.recorder.stop()  # 9
+        record = activity.recorder.stop_step()  # 9
         assert record == StepRecord(
             0.0,
             9.0,
@@ -58,7 +58,7 @@ def test_a_record_holds_actions_waits_and_messages() -> None:
             ),
             (Moved(RECV, 0.0, 4.0, 1.0, 48), Moved(SEND, 1.0, 8.0, 1.0, 64)),
         )
-        activity.begin("gathering the metrics")
+        activity.start("gathering the metrics")
 
 
 def test_a_shifted_record_is_the_same_on_another_clock() -> None:
@@ -94,14 +94,14 @@ def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(module.time, "perf_counter", lambda: 100.0)
-    clock = clock_of(torch.device("cuda", 0))
+    clock = clock_for(torch.device("cuda", 0))
     assert isinstance(clock, CudaClock)
     for _ in range(2):
         clock.start()
         marks = [clock.mark() for _ in range(3)]
         assert clock.seconds(marks) == pytest.approx([100.003, 100.006, 100.009])
     assert Event.made == 4, "events are used again"
-    assert isinstance(clock_of(torch.device("cpu")), HostClock)
+    assert isinstance(clock_for(torch.device("cpu")), HostClock)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

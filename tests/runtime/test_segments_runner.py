@@ -13,7 +13,7 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import num_pieces
 from mmtrain.models.stage_inputs import TextInput, UnitInput
 from mmtrain.program import Edge, StageId
-from mmtrain.runtime.execution.unit import Passage, UnitRunner
+from mmtrain.runtime.execution.unit import MicrobatchState, UnitRunner
 from tests.models.factory import gradients, images, randomize, settings, stage, text
 
 MODEL = settings()
@@ -28,14 +28,14 @@ def _runner(unit: str, recompute: Sequence[int], freeze: Sequence[str]) -> tuple
     return UnitRunner(unit, {StageId(unit, 1): module}, ParallelGroups.single()), module
 
 
-def _passage(unit: str, in_parts: bool) -> tuple[Passage, Tensor | None]:
+def _passage(unit: str, in_parts: bool) -> tuple[MicrobatchState, Tensor | None]:
     inputs: UnitInput = images((2, 4), (4, 4)) if unit == "vision" else text(9, 5)
     cuts, segments = (tuple(range(5)), [(layer, 0) for layer in range(4)]) if in_parts else ((), [])
     if not isinstance(inputs, TextInput):
-        return Passage(StageId(unit, 1), inputs, {}, cuts, segments), None
+        return MicrobatchState(StageId(unit, 1), inputs, {}, cuts, segments), None
     hidden = torch.randn(14, MODEL.llm.hidden, generator=torch.Generator().manual_seed(3)).requires_grad_()
     edge = Edge(StageId(unit, 0), StageId(unit, 1))
-    return Passage(StageId(unit, 1), inputs, {edge: hidden}, cuts, segments), hidden
+    return MicrobatchState(StageId(unit, 1), inputs, {edge: hidden}, cuts, segments), hidden
 
 
 def _run(unit: str, cut: list[tuple[int, int]], recompute: Sequence[int], freeze: Sequence[str]) -> dict[str, Tensor]:

@@ -5,23 +5,23 @@ import time
 
 import pytest
 
-from mmtrain.runtime.resilience.signals import STOP_SIGNALS, StopRequest
+from mmtrain.runtime.resilience.signals import STOP_SIGNALS, StopSignalListener
 
 DEADLINE_S = 5.0
 
 
-def _until_asked(stop: StopRequest) -> bool:
+def _until_asked(stop: StopSignalListener) -> bool:
     deadline = time.monotonic() + DEADLINE_S
-    while not stop.asked and time.monotonic() < deadline:
+    while not stop.stop_requested and time.monotonic() < deadline:
         time.sleep(0.001)
-    return stop.asked
+    return stop.stop_requested
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_noted_and_interrupts_nothing(number: signal.Signals) -> None:
     before = [signal.getsignal(s) for s in STOP_SIGNALS]
-    with StopRequest() as stop:
-        assert not stop.asked
+    with StopSignalListener() as stop:
+        assert not stop.stop_requested
         os.kill(os.getpid(), number)
         assert _until_asked(stop)
     assert [signal.getsignal(s) for s in STOP_SIGNALS] == before
@@ -30,11 +30,11 @@ def test_a_signal_is_noted_and_interrupts_nothing(number: signal.Signals) -> Non
 
 def test_a_second_interrupt_ends_at_once_but_other_signals_may_repeat() -> None:
     ended = threading.Event()
-    with StopRequest(end=ended.set) as stop:
+    with StopSignalListener(end=ended.set) as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
             assert _until_asked(stop)
-            stop.asked = False
+            stop.stop_requested = False
         assert not ended.is_set()
         os.kill(os.getpid(), signal.SIGINT)
         assert ended.wait(DEADLINE_S)
@@ -43,7 +43,7 @@ def test_a_second_interrupt_ends_at_once_but_other_signals_may_repeat() -> None:
 def test_what_the_parent_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with StopRequest() as stop:
+        with StopSignalListener() as stop:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
             assert _until_asked(stop)

@@ -2,10 +2,10 @@ import threading
 from pathlib import Path
 
 from mmtrain.program import Step
-from mmtrain.runtime.resilience.activity import Activity
+from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.resilience.failures import read_failures, stacks_path
 from mmtrain.runtime.resilience.watchdog import Watchdog
-from mmtrain.runtime.training.run_state import read_state
+from mmtrain.runtime.run_state import read_run_state
 
 DEADLINE_S = 5.0
 
@@ -24,8 +24,8 @@ class _End:
 def test_all_ranks_report_when_one_has_found_that_nothing_moves(tmp_path: Path) -> None:
     now = [0.0]
     stuck, busy = Activity(clock=lambda: now[0]), Activity(clock=lambda: 0.0)
-    stuck.begin("loading data")
-    busy.begin(Step())
+    stuck.start("loading data")
+    busy.start(Step())
     ends = [_End(), _End()]
     with (
         Watchdog(stuck, 1.0, tmp_path, 0, 2, ends[0]),
@@ -39,7 +39,7 @@ def test_all_ranks_report_when_one_has_found_that_nothing_moves(tmp_path: Path) 
         assert "test_all_ranks_report" in stacks_path(tmp_path, rank).read_text()
     assert ends[0].report.startswith("rank 0, in `loading data`: did not come back for 1 s\n  secondary: rank 1")
     assert ends[1].report == "", "one rank speaks for all"
-    assert read_state(tmp_path)["error"] == ends[0].report
+    assert read_run_state(tmp_path)["error"] == ends[0].report
 
 
 def test_a_timeout_of_zero_watches_nothing(tmp_path: Path) -> None:

@@ -27,19 +27,25 @@ from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.recipe.schema import ParallelSettings
 from mmtrain.report.evaluation import MODALITIES, EvaluationResult, Example, TemplateScore
 from mmtrain.runtime.evaluation.generate import load_generator
-from mmtrain.runtime.evaluation.qa_eval import NO_TEMPLATE, Asker, Question, questions_of, spread
-from mmtrain.runtime.resilience.config_consensus import agree
+from mmtrain.runtime.evaluation.qa_eval import (
+    NO_TEMPLATE,
+    HeldOutQuestion,
+    QuestionAnswerer,
+    evenly_spaced,
+    select_questions,
+)
+from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.training.checkpointing import ranks_of
-from mmtrain.runtime.training.run_folder import CHECKPOINTS, PLAN, RECIPE
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE
+from mmtrain.runtime.training.checkpointing import checkpoint_ranks
 from mmtrain.runtime.world import Address, World, find_address, join, leave
 
 NUM_EXAMPLES = 5
-Answers = Mapping[Question, str]
+Answers = Mapping[HeldOutQuestion, str]
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluateRequest:
     """What the user asked for."""
 
     run_dir: Path
@@ -50,7 +56,7 @@ class Request:
     ranks: int = 1  # processes to start where no launcher has started any
 
 
-def run(request: Request) -> None:
+def run(request: EvaluateRequest) -> None:
     """Score the newest good checkpoint of a run on its recipe's held-out samples, at most `limit` of them.
 
     In the processes that a launcher has started, or else in our own. With `blank_images` the model gets zeros in place
@@ -60,7 +66,7 @@ def run(request: Request) -> None:
     good, TooManyBadSamples above `data.max_bad_rate`, PlanError where the ranks cannot hold the model.
     """
     recipe = _recipe(request.run_dir)
-    _require_checkpoint(request.run_dir / CHECKPOINTS, recipe)
+    _require_checkpoint(request.run_dir / CHECKPOINTS_FOLDER, recipe)
     address = find_address()
     if address is not None:
         if request.ranks not in (1, address.world_size):
@@ -76,7 +82,7 @@ def run(request: Request) -> None:
         _evaluate(request, recipe, World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu")))
 
 
-def _evaluate_rank(request: Request, recipe: Recipe, address: Address) -> None:
+def _evaluate_rank(request: EvaluateRequest, recipe: Recipe, address: Address) -> None:
     """Be one rank of the evaluation."""
     if torch.get_num_threads() > 1 and not torch.cuda.is_available():
         torch.set_num_threads(1)  # a rank is one core, as in training
@@ -84,29 +90,29 @@ def _evaluate_rank(request: Request, recipe: Recipe, address: Address) -> None:
     leave()
 
 
-def _evaluate(request: Request, recipe: Recipe, world: World) -> None:
+def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     """Load, ask, score."""
-    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS, _say, ranks_of(world))
+    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, _say, checkpoint_ranks(world))
     index, tokenizer = build(recipe, "validation", _say), ChatTokenizer.load(recipe.data.tokenizer_file)
-    agree(world, {"held-out data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
+    require_consensus(world, {"held-out data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
     if index.kept_in is not None and world.is_first:
         _say(index.remarks()[0])  # what was set aside is told with what only asking finds bad
     layout = world.on_first(lambda: _layout(request, recipe, index, world.size))
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
-    asker = Asker(generator, recipe, tokenizer, index, world)
+    asker = QuestionAnswerer(generator, recipe, tokenizer, index, world)
 
-    answers, bad = asker.ask(questions_of(index, request.limit), blank=request.blank_images)
+    answers, bad = asker.answer(select_questions(index, request.limit), blank=request.blank_images)
     world.on_first(lambda: _report_unusable((*index.quarantined, *bad), index, recipe))
     blanked = answers
     if not request.blank_images:  # without media there is nothing to blank, and nothing to ask again
         seeing = [question for question in answers if question.media]
-        blanked = answers | asker.ask(seeing, blank=True)[0]
+        blanked = answers | asker.answer(seeing, blank=True)[0]
     if world.is_first:
         templates = score(answers, blanked, _training_answers(recipe))
         request.show(EvaluationResult(checkpoint.step, templates, _examples(answers)))
 
 
-def _layout(request: Request, recipe: Recipe, index: DataIndex, num_ranks: int) -> dict[str, UnitPlan]:
+def _layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, num_ranks: int) -> dict[str, UnitPlan]:
     """Choose where the stages lie, and say so.
 
     Whole on one rank, as in training on as many ranks as then, and else as the planner says, whatever the recipe
@@ -115,7 +121,7 @@ def _layout(request: Request, recipe: Recipe, index: DataIndex, num_ranks: int) 
     if num_ranks == 1:
         _say("evaluating on 1 rank, which holds the whole model")
         return {unit.name: _whole(len(unit.layers)) for unit in build_model_shape(recipe).units}
-    saved = request.run_dir / PLAN
+    saved = request.run_dir / PLAN_FILE
     plan = load_plan(saved) if saved.exists() else None
     whose = "the plan of its training"
     if plan is None or (plan.world_size, plan.recipe_sha256) != (num_ranks, recipe_fingerprint(recipe)):
@@ -138,7 +144,7 @@ def score(answers: Answers, blanked: Answers, training: Sequence[tuple[str, str]
     the most frequent answer of all.
     """
     frequent = _most_frequent(training)
-    of_template: dict[str, list[Question]] = defaultdict(list)
+    of_template: dict[str, list[HeldOutQuestion]] = defaultdict(list)
     for question in answers:
         of_template[question.template].append(question)
     scores = []
@@ -158,9 +164,9 @@ def score(answers: Answers, blanked: Answers, training: Sequence[tuple[str, str]
 
 
 def _recipe(run_dir: Path) -> Recipe:
-    path = run_dir / RECIPE
+    path = run_dir / RECIPE_FILE
     if not path.is_file():
-        found = f"it has no {RECIPE}" if run_dir.is_dir() else "there is no such folder"
+        found = f"it has no {RECIPE_FILE}" if run_dir.is_dir() else "there is no such folder"
         raise UserError(
             f"{run_dir}: not the folder of a run: {found}. Name the folder that `mmtrain train` wrote to "
             "(`run_dir` of its recipe, by default runs/<name>)"
@@ -199,15 +205,15 @@ def _most_frequent(training: Iterable[tuple[str, str]]) -> dict[str | None, str]
 
 def _examples(answers: Answers) -> tuple[Example, ...]:
     """A few answers as they came, right or wrong, of as many templates as possible."""
-    of_template: dict[str, list[Question]] = defaultdict(list)
+    of_template: dict[str, list[HeldOutQuestion]] = defaultdict(list)
     for question in answers:
         of_template[question.template].append(question)
     rounds = sorted((nth, template) for template, found in of_template.items() for nth in range(len(found)))
-    chosen = spread(rounds[: max(len(of_template), NUM_EXAMPLES)], NUM_EXAMPLES)
+    chosen = evenly_spaced(rounds[: max(len(of_template), NUM_EXAMPLES)], NUM_EXAMPLES)
     return tuple(_example(of_template[template][nth], answers) for nth, template in chosen)
 
 
-def _example(question: Question, answers: Answers) -> Example:
+def _example(question: HeldOutQuestion, answers: Answers) -> Example:
     *_, asked = ("", *(turn.text for turn in question.asked))
     images, clips = (tuple(map(str, media)) for media in (question.images, question.clips))
     return Example(asked, question.expected, answers[question], images, clips)

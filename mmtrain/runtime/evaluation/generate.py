@@ -28,12 +28,13 @@ from mmtrain.plan.artifact.plan_graph import graph_of
 from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build, step_loads
 from mmtrain.program.verify.send_window import send_limit
 from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
-from mmtrain.runtime.execution.channel_probe import try_channels
+from mmtrain.runtime.execution.channel_probe import probe_channels
 from mmtrain.runtime.execution.executor import Executor, StepInput
-from mmtrain.runtime.execution.process_groups import Groups, build_groups
+from mmtrain.runtime.execution.process_groups import ProcessGroups, build_groups
 from mmtrain.runtime.execution.rank_context import (
-    Job,
+    RankContext,
     build_unit,
     compute_dtype,
     edge_widths,
@@ -41,23 +42,22 @@ from mmtrain.runtime.execution.rank_context import (
     payload_needs,
     unit_inputs,
 )
-from mmtrain.runtime.execution.unit import Passage, UnitRunner
-from mmtrain.runtime.resilience.activity import Activity
+from mmtrain.runtime.execution.unit import MicrobatchState, UnitRunner
 from mmtrain.runtime.training.checkpointing import shard_spec
 from mmtrain.runtime.world import World
 
 NO_LOSS = {LLM: 0.0}
 
 
-class Generator:
-    """One rank's share of a model that answers. All ranks of the graph must call `write` together."""
+class GreedyGenerator:
+    """One rank's share of a model that answers. All ranks of the graph must call `generate` together."""
 
     def __init__(
         self,
         graph: StageGraph,
         model: ModelShape,
         units: Mapping[str, UnitRunner],
-        groups: Groups,
+        groups: ProcessGroups,
         world: World,
         dtype: torch.dtype,
         tokenizer: ChatTokenizer,
@@ -86,12 +86,12 @@ class Generator:
         self.reading = reading
 
     @classmethod
-    def of(cls, job: Job, tokenizer: ChatTokenizer) -> "Generator":
+    def of(cls, job: RankContext, tokenizer: ChatTokenizer) -> "GreedyGenerator":
         """Answer with the units of a job, as they are trained at the moment of writing."""
         return cls(job.graph, job.shape, job.units, job.groups, job.world, job.dtype, tokenizer, job.activity)
 
     @torch.no_grad()
-    def write(self, data: StepData, max_new_tokens: int) -> dict[int, list[int]]:
+    def generate(self, data: StepData, max_new_tokens: int) -> dict[int, list[int]]:
         """Continue the prompts of a batch by the likeliest token, again and again.
 
         An answer ends before `<|end|>`, or at `max_new_tokens`, of which there must be one. Returns the answers of the
@@ -188,7 +188,7 @@ class _AnsweringLlm(UnitRunner):
         self._end, self._vocab_size = end, vocab_size
         self.picked: dict[KVCache, Tensor] = {}
 
-    def forward(self, passage: Passage, lo: int, hi: int) -> None:
+    def forward(self, passage: MicrobatchState, lo: int, hi: int) -> None:
         if passage.stage != self._end:
             super().forward(passage, lo, hi)
             return
@@ -205,7 +205,7 @@ class _AnsweringLlm(UnitRunner):
 
 def load_generator(
     recipe: Recipe, plans: Mapping[str, UnitPlan], world: World, checkpoint: Checkpoint, tokenizer: ChatTokenizer
-) -> Generator:
+) -> GreedyGenerator:
     """Build this rank's stages, of the layout in `plans`, out of a checkpoint that any plan may have written.
 
     Raises CheckpointError, naming the parameter, when one is missing or has another shape.
@@ -223,8 +223,8 @@ def load_generator(
     }
     for unit in units.values():
         load_weights(unit, checkpoint)
-    generator = Generator(graph, model, units, groups, world, dtype, tokenizer)
-    try_channels(generator.reading.for_rank(world.rank), groups, world)
+    generator = GreedyGenerator(graph, model, units, groups, world, dtype, tokenizer)
+    probe_channels(generator.reading.for_rank(world.rank), groups, world)
     return generator
 
 

@@ -15,19 +15,19 @@ from mmtrain.data.media.images import FloatArray
 from mmtrain.data.media.media_bytes import Media
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.evaluation.generate import Generator
-from mmtrain.runtime.execution.rank_context import Job
-from mmtrain.runtime.resilience.activity import ASKING
+from mmtrain.runtime.evaluation.generate import GreedyGenerator
+from mmtrain.runtime.execution.activity import ASKING
+from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.world import World
 
-MAX_BATCH_TOKENS = 8192  # about as many in one microbatch, answers included
-SPARE_TOKENS = 8  # how much longer than the longest right answer one may grow
+MAX_GENERATION_MICROBATCH_TOKENS = 8192  # about as many in one microbatch, answers included
+ANSWER_MARGIN_TOKENS = 8  # how much longer than the longest right answer one may grow
 NO_TEMPLATE = "all"  # where the data names no kinds of questions
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)  # told apart by identity: two samples may ask the same
-class Question:
+class HeldOutQuestion:
     """A held-out sample, cut where its last answer begins."""
 
     number: int  # of the sample in the index
@@ -69,13 +69,15 @@ class Question:
         return sum(turn.text.count(mark) for turn in self.asked for mark in marks)
 
 
-def questions_of(index: DataIndex, limit: int | None) -> list[Question]:
+def select_questions(index: DataIndex, limit: int | None) -> list[HeldOutQuestion]:
     """Make questions of the samples; with a limit, of samples spread evenly over the index."""
     numbers = range(len(index.samples))
-    return [Question(n, index.samples[n]) for n in spread(numbers, len(numbers) if limit is None else limit)]
+    return [
+        HeldOutQuestion(n, index.samples[n]) for n in evenly_spaced(numbers, len(numbers) if limit is None else limit)
+    ]
 
 
-def spread(items: Sequence[T], count: int) -> list[T]:
+def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     """At most `count` of the items, at even distances.
 
     >>> spread("abcdef", 3)
@@ -85,12 +87,12 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-class Asker:
+class QuestionAnswerer:
     """Puts questions to a model whose stages lie on all ranks of a world; every rank asks and hears the same."""
 
     def __init__(
         self,
-        generator: Generator,
+        generator: GreedyGenerator,
         recipe: Recipe,
         tokenizer: ChatTokenizer,
         index: DataIndex,
@@ -105,34 +107,36 @@ class Asker:
         self._generator, self._recipe, self._tokenizer = generator, recipe, tokenizer
         self._index, self._world = index, world
 
-    def ask(self, questions: Sequence[Question], *, blank: bool) -> tuple[dict[Question, str], list[Quarantined]]:
+    def answer(
+        self, questions: Sequence[HeldOutQuestion], *, blank: bool
+    ) -> tuple[dict[HeldOutQuestion, str], list[Quarantined]]:
         """Let the model answer, with its images and clips or blank ones.
 
         Questions whose media cannot be decoded are left out of the answers, and returned with the reason.
         """
-        tokens, bad = self.write(questions, blank=blank)
+        tokens, bad = self.generate(questions, blank=blank)
         return {question: self._tokenizer.decode(ids).strip() for question, ids in tokens.items()}, bad
 
-    def write(
-        self, questions: Sequence[Question], *, blank: bool
-    ) -> tuple[dict[Question, list[int]], list[Quarantined]]:
+    def generate(
+        self, questions: Sequence[HeldOutQuestion], *, blank: bool
+    ) -> tuple[dict[HeldOutQuestion, list[int]], list[Quarantined]]:
         """The same, in tokens."""
         lengths = prompt_lengths(self._index, self._tokenizer, questions)
         numbers = [q.number for q in questions]
         longest_answer = max((self._index.lengths.tokens - lengths.tokens)[numbers], default=0)
-        max_new_tokens = self._max_new_tokens or SPARE_TOKENS + int(longest_answer)
+        max_new_tokens = self._max_new_tokens or ANSWER_MARGIN_TOKENS + int(longest_answer)
         sizes = [int(lengths.tokens[number]) + max_new_tokens for number in numbers]
         preparer = _Prompts(self._index, self._recipe, self._generator, self._tokenizer, blank)
         written: dict[int, list[int]] = {}
         bad: dict[tuple[str, int], Quarantined] = {}
         dp, num_microbatches = self._generator.dp, self._generator.num_microbatches
-        for groups in deal(sizes, dp[LLM] * num_microbatches[LLM], MAX_BATCH_TOKENS):
+        for groups in batch_by_length(sizes, dp[LLM] * num_microbatches[LLM], MAX_GENERATION_MICROBATCH_TOKENS):
             samples = [np.array([numbers[i] for i in group], dtype=np.int64) for group in groups]
             data = preparer.prepare(assign(0, 0, samples, lengths, dp, num_microbatches))
             bad |= {(q.source, q.index): q for q in data.quarantined}
-            written |= self._generator.write(data, max_new_tokens)
-        self._generator.activity.begin(ASKING)
-        for theirs in self._world.gather((written, bad)):
+            written |= self._generator.generate(data, max_new_tokens)
+        self._generator.activity.start(ASKING)
+        for theirs in self._world.all_gather((written, bad)):
             assert isinstance(theirs, tuple)
             written, bad = written | theirs[0], bad | theirs[1]
         answers = {
@@ -143,7 +147,7 @@ class Asker:
         return answers, [bad[key] for key in sorted(bad)]
 
 
-def evaluation(job: Job) -> Callable[[], float]:
+def build_held_out_evaluation(job: RankContext) -> Callable[[], float]:
     """Return a function that asks the model in training and returns the share of answers that are exactly right.
 
     All ranks must call it together. Questions with broken media count as wrong.
@@ -152,11 +156,11 @@ def evaluation(job: Job) -> Callable[[], float]:
     if not recipe.train.evaluate_every:
         return lambda: float("nan")
     index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer_file)
-    questions = questions_of(index, recipe.train.evaluate_questions)
-    asker = Asker(Generator.of(job, tokenizer), recipe, tokenizer, index, job.world)
+    questions = select_questions(index, recipe.train.evaluate_questions)
+    asker = QuestionAnswerer(GreedyGenerator.of(job, tokenizer), recipe, tokenizer, index, job.world)
 
     def evaluate() -> float:
-        answers, _ = asker.ask(questions, blank=False)
+        answers, _ = asker.answer(questions, blank=False)
         return sum(answer == question.expected for question, answer in answers.items()) / len(questions)
 
     return evaluate
@@ -166,7 +170,7 @@ class _Prompts(Preparer):
     """Prepares samples up to where their answer begins, on request with nothing in their images and clips."""
 
     def __init__(
-        self, index: DataIndex, recipe: Recipe, generator: Generator, tokenizer: ChatTokenizer, blank: bool
+        self, index: DataIndex, recipe: Recipe, generator: GreedyGenerator, tokenizer: ChatTokenizer, blank: bool
     ) -> None:
         super().__init__(index, recipe, generator.needs, generator.num_microbatches, tokenizer)
         self._blank = blank
@@ -188,7 +192,7 @@ class _Prompts(Preparer):
         return np.zeros((frames, self._recipe.model.audio.mel_bins), dtype=np.float32)
 
 
-def deal(sizes: Sequence[int], ways: int, max_tokens: int) -> list[list[list[int]]]:
+def batch_by_length(sizes: Sequence[int], ways: int, max_tokens: int) -> list[list[list[int]]]:
     """Deal sequences to rounds of `ways` batches, about equal in tokens, each of at most about `max_tokens`.
 
     Sequences of one batch are of similar length, so that little of what is remembered of them is padding. A batch
@@ -214,7 +218,7 @@ def _prompt_ids(index: DataIndex, tokenizer: ChatTokenizer, number: int) -> IntA
     return tokenizer.prompt_ids(index.samples[number], index.features(number), index.features(number, "audio"))
 
 
-def prompt_lengths(index: DataIndex, tokenizer: ChatTokenizer, questions: Sequence[Question]) -> SampleLengths:
+def prompt_lengths(index: DataIndex, tokenizer: ChatTokenizer, questions: Sequence[HeldOutQuestion]) -> SampleLengths:
     """Lengths of prompts, with no more of a sample's items than its prompt shows; of other samples nothing."""
     ids = {q.number: _prompt_ids(index, tokenizer, q.number) for q in questions}
     tokens = np.zeros(len(index.samples), dtype=np.int64)

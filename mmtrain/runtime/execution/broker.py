@@ -19,8 +19,8 @@ from mmtrain.program import Action, Edge, Microbatch, Recv, Send, Share, StageGr
 from mmtrain.program.ir.actions import Payload, Task
 from mmtrain.program.ir.data_dependencies import needs
 from mmtrain.program.ir.step_loads import IntArray
-from mmtrain.runtime.execution.process_groups import Groups
-from mmtrain.runtime.resilience.activity import Activity
+from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.process_groups import ProcessGroups
 
 Key = tuple[Edge, Microbatch, Payload]
 Channel = tuple[Edge, Payload, int]  # and the rank at its other end
@@ -51,7 +51,7 @@ class Broker:
         graph: StageGraph,
         actions: Iterable[Action],
         rank: int,
-        groups: Groups,
+        groups: ProcessGroups,
         widths: Mapping[Edge, int],
         sharers: Mapping[str, int],
         send_limit: int,
@@ -66,7 +66,7 @@ class Broker:
         self._uses = _count_uses(graph, actions, rank)
         self._begin_empty()
 
-    def begin(self, loads: StepLoads) -> None:
+    def start_step(self, loads: StepLoads) -> None:
         """Start a step with these loads and routes."""
         self._loads = loads
         self._begin_empty()

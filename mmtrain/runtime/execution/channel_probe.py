@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from mmtrain.errors import LaunchError
 from mmtrain.program import Action, Recv, Send
-from mmtrain.runtime.execution.process_groups import Groups
+from mmtrain.runtime.execution.process_groups import ProcessGroups
 from mmtrain.runtime.world import World
 
-TRIAL_TIMEOUT = timedelta(seconds=60)
+CHANNEL_PROBE_TIMEOUT = timedelta(seconds=60)
 
 
-def try_channels(actions: Iterable[Action], groups: Groups, world: World) -> None:
+def probe_channels(actions: Iterable[Action], groups: ProcessGroups, world: World) -> None:
     """Send one number over every channel that the program uses, in the program's own order.
 
     Raises LaunchError naming the edge and the peer that did not answer.
@@ -35,7 +35,7 @@ def try_channels(actions: Iterable[Action], groups: Groups, world: World) -> Non
         under_way.append((work, number, action))
     for work, number, action in under_way:
         try:
-            work.wait(TRIAL_TIMEOUT)
+            work.wait(CHANNEL_PROBE_TIMEOUT)
         except RuntimeError as e:
             raise LaunchError(
                 f"rank {world.rank} cannot reach rank {action.peer} for {action.payload}s over edge {action.edge}: "

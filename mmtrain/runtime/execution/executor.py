@@ -34,11 +34,11 @@ from mmtrain.program import (
 from mmtrain.program.ir.actions import Part
 from mmtrain.program.ir.segments import begun, direction, ended, flat, num_segments, segments_of
 from mmtrain.program.trace.step_record import EMPTY, StepRecord
+from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
+from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.execution.optimizer import Optimizer
-from mmtrain.runtime.execution.unit import Passage, UnitRunner
-from mmtrain.runtime.resilience.activity import Activity
-from mmtrain.runtime.resilience.fault_points import Faults
+from mmtrain.runtime.execution.unit import MicrobatchState, UnitRunner
 
 
 @dataclass(frozen=True)
@@ -74,29 +74,29 @@ class Executor:
         broker: Broker,
         optimizer: Optimizer | None,
         activity: Activity | None = None,
-        faults: Faults | None = None,
+        faults: FaultPoints | None = None,
     ) -> None:
         self._graph, self._actions, self._units = graph, flat(graph, actions), units
         self._cuts = _cuts(graph, self._actions)
         self._broker, self._optimizer = broker, optimizer
-        self._activity, self._faults = activity or Activity(), faults or Faults()
+        self._activity, self._faults = activity or Activity(), faults or FaultPoints()
 
     def run(self, step: StepInput) -> StepOutcome:
         """Run one step; without an optimizer, only what the program computes (validation)."""
         self._step, self._outcome = step, StepOutcome(loads=step.loads)
-        self._passages: dict[tuple[StageId, Microbatch], Passage] = {}
+        self._passages: dict[tuple[StageId, Microbatch], MicrobatchState] = {}
         self._loss = torch.zeros((), dtype=torch.float64)
-        self._broker.begin(step.loads)
+        self._broker.start_step(step.loads)
         if self._optimizer:
             self._optimizer.zero_grad()
-        self._activity.recorder.start()
+        self._activity.recorder.start_step()
         for action in self._actions:
-            self._activity.begin(action)
-            self._faults.before(step.number, action)
+            self._activity.start(action)
+            self._faults.before_action(step.number, action)
             self._run(action)
-        self._activity.begin("waiting for what was sent to leave")
+        self._activity.start("waiting for what was sent to leave")
         self._broker.drain()
-        self._outcome.record = self._activity.recorder.stop()
+        self._outcome.record = self._activity.recorder.stop_step()
         self._outcome.loss = float(self._loss)
         return self._outcome
 
@@ -148,12 +148,12 @@ class Executor:
                 tensor.requires_grad_(self._graph.carries_gradient(edge))
         cuts = self._cuts.get((stage, mb), ())
         segments = segments_of(self._graph, stage) if cuts else ()
-        self._passages[stage, mb] = Passage(stage, self._step.inputs[mb], received, cuts, segments)
+        self._passages[stage, mb] = MicrobatchState(stage, self._step.inputs[mb], received, cuts, segments)
 
-    def _leave(self, passage: Passage, mb: Microbatch) -> None:
+    def _leave(self, passage: MicrobatchState, mb: Microbatch) -> None:
         """Hand on what the stage gives, and count its loss."""
         stage = passage.stage
-        outputs = tuple(self._faults.computed(self._step.number, Forward(stage, mb), o) for o in passage.left[-1])
+        outputs = tuple(self._faults.forward_output(self._step.number, Forward(stage, mb), o) for o in passage.left[-1])
         passage.left[-1] = outputs
         if self._graph.has_loss(stage) and self._units[stage.unit].groups.tp_rank == 0:  # TP ranks see the same loss
             # Stays on the device: fetched here, every microbatch would wait until the GPU has caught up.
@@ -175,7 +175,7 @@ class Executor:
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 self._broker.put(edge, mb, "gradient", gradient)
 
-    def _returned(self, passage: Passage, mb: Microbatch) -> list[Tensor | None]:
+    def _returned(self, passage: MicrobatchState, mb: Microbatch) -> list[Tensor | None]:
         """Gradients of what the stage gave: the sum of those that came over its edges, and its loss's own."""
         stage = passage.stage
         found: list[Tensor | None] = []

@@ -18,7 +18,7 @@ ProcessGroup = dist.ProcessGroup
 
 
 @dataclass(frozen=True)
-class Groups:
+class ProcessGroups:
     """What this rank is a member of."""
 
     units: dict[str, ParallelGroups]
@@ -26,7 +26,7 @@ class Groups:
     tied_embeddings: ProcessGroup | None  # first and last stage of this rank's replica, same tensor-parallel rank
 
 
-def build_groups(graph: StageGraph, world: World) -> Groups:
+def build_groups(graph: StageGraph, world: World) -> ProcessGroups:
     """Create every group of the graph; return those that this rank belongs to."""
     create = _Creator(world.rank)
     units: dict[str, ParallelGroups] = {}
@@ -41,7 +41,7 @@ def build_groups(graph: StageGraph, world: World) -> Groups:
             group = create.all(_edge_ranks(graph, edge))
             if group:
                 channels[edge, payload] = group
-    return Groups(units, channels, create.all(_tied_pairs(graph)))
+    return ProcessGroups(units, channels, create.all(_tied_pairs(graph)))
 
 
 class _Creator:

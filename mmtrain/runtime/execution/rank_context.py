@@ -17,22 +17,22 @@ from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build, step_loads
 from mmtrain.program.verify.send_window import send_limit
 from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
-from mmtrain.runtime.execution.channel_probe import try_channels
+from mmtrain.runtime.execution.channel_probe import probe_channels
 from mmtrain.runtime.execution.executor import Executor, StepInput, StepOutcome
+from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.execution.optimizer import Optimizer
-from mmtrain.runtime.execution.process_groups import Groups, build_groups
-from mmtrain.runtime.execution.recorder import Recorder, clock_of
+from mmtrain.runtime.execution.process_groups import ProcessGroups, build_groups
+from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.execution.unit import UnitRunner
-from mmtrain.runtime.resilience.activity import Activity
-from mmtrain.runtime.resilience.fault_points import Faults
 from mmtrain.runtime.world import World
 
 LLM = "llm"
 
 
 @dataclass(frozen=True)
-class Job:
+class RankContext:
     """One rank's units, optimizer and executors, and what they were built from."""
 
     recipe: Recipe
@@ -40,14 +40,14 @@ class Job:
     shape: ModelShape
     graph: StageGraph
     program: Program
-    groups: Groups
+    groups: ProcessGroups
     units: Mapping[str, UnitRunner]
     optimizer: Optimizer
-    trainer: Executor
-    validator: Executor  # the same stages, forward only
+    train_executor: Executor
+    validation_executor: Executor  # the same stages, forward only
     dtype: torch.dtype
     activity: Activity
-    faults: Faults
+    faults: FaultPoints
 
     @property
     def dp(self) -> dict[str, int]:
@@ -66,11 +66,11 @@ class Job:
 
     def train(self, data: StepData, lr: float) -> StepOutcome:
         """Run one optimizer step."""
-        return self.trainer.run(self._feed(data, lr))
+        return self.train_executor.run(self._feed(data, lr))
 
     def validate(self, data: StepData) -> StepOutcome:
         """Compute the loss of a global batch and change nothing."""
-        return self.validator.run(self._feed(data, 0.0))
+        return self.validation_executor.run(self._feed(data, 0.0))
 
     def _feed(self, data: StepData, lr: float) -> StepInput:
         inputs = unit_inputs(data, self.world.device, self.dtype)
@@ -78,21 +78,21 @@ class Job:
         return StepInput(inputs, step_loads(self.graph, data.meta), loss_scale, lr, data.meta.step)
 
 
-def assemble(
-    recipe: Recipe, plan: Plan, world: World, activity: Activity | None = None, faults: Faults | None = None
-) -> Job:
+def build_rank_context(
+    recipe: Recipe, plan: Plan, world: World, activity: Activity | None = None, faults: FaultPoints | None = None
+) -> RankContext:
     """Build what this rank of the plan runs: groups, stages, optimizer, executors.
 
     The program is checked before anything is built, and every channel is tried before anything is trained.
     """
-    activity, faults = activity or Activity(recorder=Recorder(clock_of(world.device))), faults or Faults()
+    activity, faults = activity or Activity(recorder=StepRecorder(clock_for(world.device))), faults or FaultPoints()
     model = build_model_shape(recipe)
     graph = stage_graph(plan, model)
     kind, order = plan.schedule.kind, plan.schedule.order
     program, forward_program = (build(g, kind=kind, order=order) for g in (graph, forward_only(graph)))
     groups = build_groups(graph, world)
     actions = program.for_rank(world.rank)
-    try_channels(actions, groups, world)
+    probe_channels(actions, groups, world)
     dtype = compute_dtype(recipe, world.device)
     units = {
         mesh.unit: build_unit(recipe, model, graph, mesh.unit, plan.units[mesh.unit].sp, groups, world, dtype)
@@ -100,7 +100,7 @@ def assemble(
         if world.rank in mesh.ranks
     }
     optimizer = Optimizer(
-        {name: unit_optimizer(recipe, unit, world) for name, unit in units.items()},
+        {name: build_unit_optimizer(recipe, unit, world) for name, unit in units.items()},
         recipe.train.optimizer,
         world,
         groups.tied_embeddings,
@@ -112,7 +112,7 @@ def assemble(
         Broker(p.graph, a, world.rank, groups, widths, sharers, send_limit(p), world.device, dtype, activity)
         for p, a in ((program, actions), (forward_program, forward_actions))
     ]
-    return Job(
+    return RankContext(
         recipe,
         world,
         model,
@@ -190,7 +190,7 @@ def build_unit(
     graph: StageGraph,
     name: str,
     sequence_parallel: bool,
-    groups: Groups,
+    groups: ProcessGroups,
     world: World,
     dtype: torch.dtype,
 ) -> UnitRunner:
@@ -230,7 +230,7 @@ def _is_copy(param: nn.Parameter) -> bool:
     return getattr(param, "shared", None) is not None
 
 
-def unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW:
+def build_unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> ZeroAdamW:
     """The optimizer of the unit's stages on this rank, with the recipe's settings for it."""
     held: dict[nn.Parameter, LocalParam] = {}
     for stage in unit.stages.values():

@@ -10,7 +10,7 @@ from mmtrain.program import Action, Recv, Send
 from mmtrain.program.trace.step_record import Done, Moved, StepRecord
 
 
-class Clock(Protocol):
+class DeviceClock(Protocol):
     """Takes marks that cost next to nothing and are turned into seconds when the step is over."""
 
     def start(self) -> None:
@@ -33,10 +33,10 @@ class HostClock:
         self.mark = time.perf_counter
 
     def start(self) -> None:
-        """See `Clock`."""
+        """See `DeviceClock`."""
 
     def seconds(self, marks: Sequence[float]) -> list[float]:
-        """See `Clock`."""
+        """See `DeviceClock`."""
         return list(marks)
 
 
@@ -51,14 +51,14 @@ class CudaClock:
         self._used = 0
 
     def start(self) -> None:
-        """See `Clock`."""
+        """See `DeviceClock`."""
         self._used = 0
         torch.cuda.synchronize()
         self._zero = self.mark()
         self._zero_s = time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
-        """See `Clock`."""
+        """See `DeviceClock`."""
         if self._used == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         event = self._events[self._used]
@@ -67,37 +67,37 @@ class CudaClock:
         return event
 
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """See `Clock`."""
+        """See `DeviceClock`."""
         marks[-1].synchronize()
         return [self._zero_s + self._zero.elapsed_time(mark) / 1e3 for mark in marks]
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> DeviceClock:
     """The clock by which actions on the device are timed."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
-class Recorder:
-    """Records one step at a time: `start`, then begins, waits and arrivals, then `stop`.
+class StepRecorder:
+    """Records one step at a time: `start_step`, then starts, waits and arrivals, then `stop_step`.
 
     A mark and an entry of a list for each, a microsecond together: cheap enough for every step. What is made of them
-    is worked out in `stop`. What is noted outside a step is not kept.
+    is worked out in `stop_step`. What is noted outside a step is not kept.
     """
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: DeviceClock | None = None) -> None:
         self._clock = clock or HostClock()
         self._on = False
         self._notes: list[tuple[Action | Send | Recv | str | None, int]] = []
         self._marks: list[Any] = []
 
-    def start(self) -> None:
+    def start_step(self) -> None:
         """A step begins."""
         self._notes.clear()
         self._marks.clear()
         self._clock.start()
         self._on = True
 
-    def begin(self, doing: Action | str) -> None:
+    def start_action(self, doing: Action | str) -> None:
         """An action begins, and the one before it ends."""
         if self._on:
             self._notes.append((doing, _BEGIN))
@@ -115,7 +115,7 @@ class Recorder:
             self._notes.append((None, nbytes))
             self._marks.append(self._clock.mark())
 
-    def stop(self) -> StepRecord:
+    def stop_step(self) -> StepRecord:
         """The step is over; say what happened in it."""
         self._notes.append((None, _END))
         self._marks.append(self._clock.mark())

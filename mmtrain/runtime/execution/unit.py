@@ -16,7 +16,7 @@ from mmtrain.program import Edge, StageId
 
 
 @dataclass
-class Passage:
+class MicrobatchState:
     """One microbatch's way through a stage: up run by run, and down again.
 
     A run are the segments between two `cuts`, and starts from detached tensors, so that its backward runs by itself; a
@@ -49,7 +49,7 @@ class UnitRunner:
     def __init__(self, name: str, stages: Mapping[StageId, StageModule], groups: ParallelGroups) -> None:
         self.name, self.stages, self.groups = name, stages, groups
 
-    def forward(self, passage: Passage, lo: int, hi: int) -> None:
+    def forward(self, passage: MicrobatchState, lo: int, hi: int) -> None:
         """Run segments [lo, hi), all of them if the passage has no cuts.
 
         What the stage gives is then the passage's last `left`: what goes over its outgoing edges, if there are any,
@@ -76,7 +76,7 @@ class UnitRunner:
                 if passage.cuts and last < passage.cuts[-1]:
                     passage.handed_on = self._handed_on(passage, last)
 
-    def backward(self, passage: Passage, lo: int, hi: int) -> None:
+    def backward(self, passage: MicrobatchState, lo: int, hi: int) -> None:
         """Run the backward of segments [lo, hi), the last first; `gradients` of what they gave lie in the passage.
 
         Gradients of parameters accumulate, those of what the stage received are left in its `.grad`.
@@ -93,13 +93,13 @@ class UnitRunner:
                 if first > 0:
                     passage.gradients = self._exchanged(passage, passage.gradients, first, backward=True)
 
-    def _handed_on(self, passage: Passage, last: int) -> tuple[Tensor, ...]:
+    def _handed_on(self, passage: MicrobatchState, last: int) -> tuple[Tensor, ...]:
         """What the run behind segment `last` - 1 starts from: what this one gave, cut off and exchanged."""
         state = self._exchanged(passage, [tensor.detach() for tensor in passage.left[-1]], last)
         return tuple(tensor for tensor in state if tensor is not None)
 
     def _exchanged(
-        self, passage: Passage, state: list[Tensor | None], before: int, backward: bool = False
+        self, passage: MicrobatchState, state: list[Tensor | None], before: int, backward: bool = False
     ) -> list[Tensor | None]:
         """The state with its second tensor as a TP group's ranks exchange it before a segment; begun, not awaited."""
         if len(state) < 2 or state[1] is None:
@@ -110,20 +110,20 @@ class UnitRunner:
         return [state[0], tensor, *state[2:]]
 
 
-def _runs(passage: Passage, lo: int, hi: int) -> list[tuple[int, int]]:
+def _runs(passage: MicrobatchState, lo: int, hi: int) -> list[tuple[int, int]]:
     """Runs [first, last) of the segments [lo, hi)."""
     if not passage.cuts:
         return [(0, 0)]
     return list(pairwise(cut for cut in passage.cuts if lo <= cut <= hi))
 
 
-def _entering(passage: Passage) -> tuple[Tensor, ...]:
+def _entering(passage: MicrobatchState) -> tuple[Tensor, ...]:
     """What the stage starts from: hidden states from the stage before, if there is one."""
     return tuple(tensor for edge, tensor in passage.received.items() if not edge.crosses_units)
 
 
 def _through(
-    module: StageModule, passage: Passage, state: tuple[Tensor, ...], first: int, last: int
+    module: StageModule, passage: MicrobatchState, state: tuple[Tensor, ...], first: int, last: int
 ) -> tuple[Tensor, ...]:
     """Run segments [first, last) of the stage, all of them if the passage has no cuts."""
     context = passage.context

@@ -19,20 +19,27 @@ from mmtrain.costs.cost_table import MessageEntry
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import MmtrainError, PlanError
 from mmtrain.models.attention import backend_problems
-from mmtrain.runtime.profiling.diagnostics import Finding, accelerators, host, num_cores, packages, rates
+from mmtrain.runtime.profiling.diagnostics import (
+    Diagnostic,
+    accelerator_diagnostics,
+    host_diagnostics,
+    num_usable_cores,
+    package_diagnostics,
+    throughput_diagnostics,
+)
 from mmtrain.runtime.profiling.profile import device_name, measure_messages
 from mmtrain.runtime.resilience.launch import launch_local
-from mmtrain.runtime.world import Address, hardware_here, join, leave
+from mmtrain.runtime.world import Address, detect_hardware, join, leave
 
-QUICK_BYTES = (2**10, 2**22)
-PRODUCTS = 5
+DOCTOR_MESSAGE_BYTES = (2**10, 2**22)
+NUM_TIMED_GEMMS = 5
 PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "safetensors", "pydantic", "pillow")
-EXTRAS = ("flash-attn", "soundfile", "av", "pyarrow", "pyzmq", "matplotlib")
-TALK = "look at firewalls, and at GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+EXTRA_PACKAGES = ("flash-attn", "soundfile", "av", "pyarrow", "pyzmq", "matplotlib")
+NETWORK_REMEDY = "look at firewalls, and at GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
-class Health:
+class MachineReport:
     """Everything `doctor` found."""
 
     versions: dict[str, str]
@@ -42,42 +49,42 @@ class Health:
     attention: dict[str, str | None]  # backend -> why it cannot be used, in the precision training takes by default
     flops: float  # FLOP/s of large products on one rank: a GPU, or one core
     messages: dict[str, list[float]] = field(default_factory=dict)  # kind -> seconds of 1 KiB and of 4 MiB
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Diagnostic] = field(default_factory=list)
 
 
 class _Measured(BaseModel):
     entries: list[MessageEntry]
 
 
-def examine(folder: Path, links: bool = True) -> Health:
+def examine_machine(folder: Path, links: bool = True) -> MachineReport:
     """Look at this machine; `folder` is where runs would be written. `links` times messages of two ranks."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     dtype = torch.bfloat16 if cuda else torch.float32
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     attention = {str(name): problem for name, problem in backend_problems(device, dtype).items()}
-    findings = [*packages(), *accelerators(cuda, backends["nccl"], attention)]
-    findings += host(folder, psutil.virtual_memory().available)
+    findings = [*package_diagnostics(), *accelerator_diagnostics(cuda, backends["nccl"], attention)]
+    findings += host_diagnostics(folder, psutil.virtual_memory().available)
     messages: dict[str, list[float]] = {}
     if links and (not cuda or torch.cuda.device_count() > 1):
         try:
             messages = _links()
         except MmtrainError as error:
             what = f"two processes of this machine cannot talk: {error}"
-            findings.append(Finding("missing", what, TALK, ("train", "profile")))
+            findings.append(Diagnostic("missing", what, NETWORK_REMEDY, ("train", "profile")))
     preset_name, flops = None, _rate(device, dtype)
     try:
-        preset_name = hardware_here()
-        findings += rates(preset(preset_name), "bf16" if cuda else "fp32", flops, messages)
+        preset_name = detect_hardware()
+        findings += throughput_diagnostics(preset(preset_name), "bf16" if cuda else "fp32", flops, messages)
     except PlanError as error:
-        findings.append(Finding("missing", "plans for this hardware", str(error), ("plan", "train")))
-    return Health(_versions(), _devices(cuda), preset_name, backends, attention, flops, messages, findings)
+        findings.append(Diagnostic("missing", "plans for this hardware", str(error), ("plan", "train")))
+    return MachineReport(_versions(), _devices(cuda), preset_name, backends, attention, flops, messages, findings)
 
 
 def _versions() -> dict[str, str]:
     """Of what is needed, and of what extras brought."""
     found = {"python": platform.python_version()}
-    for name in ("mmtrain", *PACKAGES, *EXTRAS):
+    for name in ("mmtrain", *PACKAGES, *EXTRA_PACKAGES):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
@@ -86,7 +93,8 @@ def _versions() -> dict[str, str]:
 def _devices(cuda: bool) -> list[str]:
     name = device_name(torch.device("cpu")).removeprefix("one core of ")
     memory = psutil.virtual_memory()
-    host = f"{num_cores()} cores, {name}, {memory.total / GIB:.0f} GiB memory, {memory.available / GIB:.0f} GiB free"
+    total, free = memory.total / GIB, memory.available / GIB
+    host = f"{num_usable_cores()} cores, {name}, {total:.0f} GiB memory, {free:.0f} GiB free"
     gpus = []
     for index in range(torch.cuda.device_count() if cuda else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -102,7 +110,7 @@ def _rate(device: torch.device, dtype: torch.dtype) -> float:
     torch.set_num_threads(1)
     try:
         seconds = []
-        for _ in range(PRODUCTS):
+        for _ in range(NUM_TIMED_GEMMS):
             begin = time.perf_counter()
             (a @ b)[0, 0].item()  # a GPU has finished when its value is here
             seconds.append(time.perf_counter() - begin)
@@ -122,7 +130,7 @@ def _links() -> dict[str, list[float]]:
 
 def _measure_rank(out: Path, address: Address) -> None:
     world = join(address)
-    entries = measure_messages(world, QUICK_BYTES)
+    entries = measure_messages(world, DOCTOR_MESSAGE_BYTES)
     if world.is_first:
         out.write_text(_Measured(entries=entries).model_dump_json(), encoding="utf-8")
     leave()

@@ -24,21 +24,21 @@ from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.models.stage_inputs import TextInput, UnitInput
 from mmtrain.program import StageId
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import compute_dtype, unit_optimizer
-from mmtrain.runtime.execution.recorder import clock_of
+from mmtrain.runtime.execution.rank_context import build_unit_optimizer, compute_dtype
+from mmtrain.runtime.execution.recorder import clock_for
 from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.profiling.probes import Probe
 from mmtrain.runtime.world import World
 
-COPIES = 3  # at most, of layers that are alike: enough to find nothing of the one before in a cache
+MAX_EQUAL_LAYERS = 3  # at most, of layers that are alike: enough to find nothing of the one before in a cache
 IN_FLIGHT, IN_FLIGHT_BYTES = 3, 2**28  # microbatches that go forward before the first goes back, if they are no larger
-WARM_UP = 1  # rounds
-BUDGET_S = 0.4  # for the rounds of one way, as far as their least number allows
-OUTLIER = 3.0  # median deviations beyond which a repeat is dropped
+LAYER_WARM_UP_ROUNDS = 1  # rounds
+MODE_BUDGET_S = 0.4  # for the rounds of one way, as far as their least number allows
+MAX_MEDIAN_DEVIATIONS = 3.0  # median deviations beyond which a repeat is dropped
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Mode:
     """A way to run the stack, and what of it counts as what."""
 
     weights: bool = True  # their gradients are computed
@@ -48,18 +48,18 @@ class _Way:
     backward: Timed | None = None
 
 
-_PLAIN = _Way(forward="forward", backward="backward")
-_OTHERS = (
-    _Way(again=True, backward="recompute"),
-    _Way(input_grad=False, backward="backward_weight"),
-    _Way(weights=False, backward="backward_input"),
-    _Way(weights=False, input_grad=False, forward="forward_only"),
+_PLAIN_MODE = _Mode(forward="forward", backward="backward")
+_OTHER_MODES = (
+    _Mode(again=True, backward="recompute"),
+    _Mode(input_grad=False, backward="backward_weight"),
+    _Mode(weights=False, backward="backward_input"),
+    _Mode(weights=False, input_grad=False, forward="forward_only"),
 )
 
 
 @dataclass(frozen=True)
-class Stack:
-    """A unit's layers on one rank; of layers that are alike at most `COPIES`."""
+class LayerProfiler:
+    """A unit's layers on one rank; of layers that are alike at most `MAX_EQUAL_LAYERS`."""
 
     stage: StageModule
     optimizer: ZeroAdamW
@@ -87,12 +87,12 @@ class Stack:
         kept = self._saved_bytes(fresh())
         held = max(1, min(IN_FLIGHT, IN_FLIGHT_BYTES // max(1, sum(kept))))
         seconds: defaultdict[str, dict[Timed, float]] = defaultdict(dict)
-        for way in (_PLAIN, *(_OTHERS if every_way else ())):
+        for way in (_PLAIN_MODE, *(_OTHER_MODES if every_way else ())):
             for key, (forward, backward) in self._repeat(way, fresh, held, repeats).items():
                 if way.forward:
-                    seconds[key][way.forward] = typical(forward)
+                    seconds[key][way.forward] = median_without_outliers(forward)
                 if way.backward and (key != self.keys[0] or way.weights):  # the first layer has no input to go back to
-                    seconds[key][way.backward] = typical(backward)
+                    seconds[key][way.backward] = median_without_outliers(backward)
         found: dict[str, LayerSample] = {}
         for key, nbytes in zip(self.keys, kept, strict=True):
             times = seconds[key]
@@ -112,8 +112,8 @@ class Stack:
     def optimizer_seconds(self, repeats: tuple[int, int]) -> tuple[int, float]:
         """Parameters of the stack on this rank, and seconds of an optimizer step over them."""
         params = [p for p in self.stage.parameters() if p.requires_grad]
-        clock, found = clock_of(self.world.device), []
-        for _ in range(WARM_UP + repeats[1]):
+        clock, found = clock_for(self.world.device), []
+        for _ in range(LAYER_WARM_UP_ROUNDS + repeats[1]):
             self.optimizer.zero_grad()
             self.world.barrier()
             clock.start()
@@ -122,16 +122,16 @@ class Stack:
             self.optimizer.step(0.0, 0.5)
             begin_s, end_s = clock.seconds([begin, clock.mark()])
             found.append(end_s - begin_s)
-        return sum(p.numel() for p in params), typical(found[WARM_UP:])
+        return sum(p.numel() for p in params), median_without_outliers(found[LAYER_WARM_UP_ROUNDS:])
 
     def _repeat(
-        self, way: _Way, fresh: Callable[[], UnitInput], held: int, repeats: tuple[int, int]
+        self, way: _Mode, fresh: Callable[[], UnitInput], held: int, repeats: tuple[int, int]
     ) -> dict[str, tuple[list[float], list[float]]]:
         """Seconds of forwards and backwards by layer, of as many rounds on every rank."""
-        for _ in range(WARM_UP):
+        for _ in range(LAYER_WARM_UP_ROUNDS):
             took = sum(sum(f) + sum(b) for f, b in self._round(way, [fresh() for _ in range(held)]).values())
         least, most = repeats
-        rounds = self.world.broadcast(min(most, max(least, round(BUDGET_S / max(took, 1e-6)))))
+        rounds = self.world.broadcast(min(most, max(least, round(MODE_BUDGET_S / max(took, 1e-6)))))
         assert isinstance(rounds, int)
         found: dict[str, tuple[list[float], list[float]]] = {key: ([], []) for key in self.keys}
         for _ in range(rounds):
@@ -140,9 +140,9 @@ class Stack:
                 found[key][1].extend(backward)
         return found
 
-    def _round(self, way: _Way, inputs: Sequence[UnitInput]) -> dict[str, tuple[list[float], list[float]]]:
+    def _round(self, way: _Mode, inputs: Sequence[UnitInput]) -> dict[str, tuple[list[float], list[float]]]:
         """Seconds by layer of a forward for each of the inputs through the stack, and then of their backwards."""
-        stage, clock = self.stage, clock_of(self.world.device)
+        stage, clock = self.stage, clock_for(self.world.device)
         stage.recompute = frozenset(stage.indices if way.again else ())
         stage.requires_grad_(way.weights)
         marks: list[Any] = []
@@ -221,13 +221,15 @@ class Stack:
         return [after - before for before, after in itertools.pairwise(sums)]
 
 
-def build_stack(recipe: Recipe, model: ModelShape, unit: UnitShape, groups: ParallelGroups, world: World) -> Stack:
+def build_layer_profiler(
+    recipe: Recipe, model: ModelShape, unit: UnitShape, groups: ParallelGroups, world: World
+) -> LayerProfiler:
     """Build a unit's distinct layers with a few of each, all to be trained, and their optimizer."""
     number: defaultdict[str, int] = defaultdict(int)
     layers = []
     for layer in unit.layers:
         number[layer_key(described(layer))] += 1
-        if number[layer_key(described(layer))] <= COPIES:
+        if number[layer_key(described(layer))] <= MAX_EQUAL_LAYERS:
             layers.append(layer)
     short = replace(unit, layers=tuple(layers))
     dtype = compute_dtype(recipe, world.device)
@@ -243,12 +245,12 @@ def build_stack(recipe: Recipe, model: ModelShape, unit: UnitShape, groups: Para
         seed=recipe.train.seed,
         attention=recipe.train.attention,
     ).requires_grad_(True)
-    optimizer = unit_optimizer(recipe, UnitRunner(unit.name, {StageId(unit.name, 0): stage}, groups), world)
-    return Stack(stage, optimizer, groups, world, dtype)
+    optimizer = build_unit_optimizer(recipe, UnitRunner(unit.name, {StageId(unit.name, 0): stage}, groups), world)
+    return LayerProfiler(stage, optimizer, groups, world, dtype)
 
 
-def typical(seconds: Sequence[float]) -> float:
+def median_without_outliers(seconds: Sequence[float]) -> float:
     """The median of repeats without outliers."""
     middle = statistics.median(seconds)
     spread = statistics.median([abs(s - middle) for s in seconds])
-    return statistics.median([s for s in seconds if abs(s - middle) <= OUTLIER * spread or spread == 0])
+    return statistics.median([s for s in seconds if abs(s - middle) <= MAX_MEDIAN_DEVIATIONS * spread or spread == 0])

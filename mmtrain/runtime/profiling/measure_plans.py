@@ -16,14 +16,14 @@ from mmtrain.errors import UserError
 from mmtrain.plan.artifact.balancing_targets import step_aims
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import assemble
+from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, join, leave
 
-WARM_UP, STEPS = 2, 3  # the first steps fill caches and open connections
+PLAN_WARM_UP_STEPS, MEASURED_STEPS = 2, 3  # the first steps fill caches and open connections
 
 
-def measured_step(recipe: Recipe, plan: Plan) -> float:
+def measure_step_time(recipe: Recipe, plan: Plan) -> float:
     """Seconds of a step of the plan on this machine's ranks: the slowest rank's, median of a few after warm-up.
 
     Every plan is given the run's own first batches, data made ready before the clock starts. Weights stay as they are.
@@ -32,15 +32,15 @@ def measured_step(recipe: Recipe, plan: Plan) -> float:
         UserError: the plan is for other hardware, or for more GPUs than this machine has.
         RunError: the plan could not be run, for want of memory for one.
     """
-    [seconds] = measured_steps(recipe, [plan], STEPS)
+    [seconds] = measure_step_times(recipe, [plan], MEASURED_STEPS)
     return statistics.median(seconds)
 
 
-def measured_steps(recipe: Recipe, plans: Sequence[Plan], rounds: int) -> list[list[float]]:
+def measure_step_times(recipe: Recipe, plans: Sequence[Plan], rounds: int) -> list[list[float]]:
     """Seconds of `rounds` steps of each plan, after warm-up, of plans for as many ranks as each other.
 
     The plans take turns, step by step, so that what else the machine does slows all of them alike; they must fit into
-    memory side by side. Otherwise as `measured_step`.
+    memory side by side. Otherwise as `measure_step_time`.
     """
     here = preset_for_device(torch.cuda.get_device_name(0) if torch.cuda.is_available() else None)
     world_size = plans[0].world_size
@@ -67,10 +67,10 @@ def _run_rank(recipe: Recipe, plans: Sequence[Plan], rounds: int, out: Path, add
     index = build(recipe)
     stream = GroupStream.of(recipe, index)
     aims = [step_aims(recipe, plan, index.lengths) for plan in plans]
-    jobs = [assemble(recipe, plan, world) for plan in plans]
+    jobs = [build_rank_context(recipe, plan, world) for plan in plans]
     preparers = [Preparer(index, recipe, job.needs, job.num_microbatches) for job in jobs]
     rows: list[list[float]] = []
-    for step in range(WARM_UP + rounds):
+    for step in range(PLAN_WARM_UP_STEPS + rounds):
         rows.append([])
         for job, preparer, wanted in zip(jobs, preparers, aims, strict=True):
             batch = stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches, wanted)
@@ -78,7 +78,7 @@ def _run_rank(recipe: Recipe, plans: Sequence[Plan], rounds: int, out: Path, add
             world.barrier()
             record = job.train(data, lr=0.0).record
             rows[-1].append(record.end_s - record.begin_s)
-    everywhere = np.array(world.gather(rows))  # (ranks, steps, plans)
+    everywhere = np.array(world.all_gather(rows))  # (ranks, steps, plans)
     if world.is_first:
-        out.write_text(json.dumps(everywhere.max(axis=0)[WARM_UP:].T.tolist()), encoding="utf-8")
+        out.write_text(json.dumps(everywhere.max(axis=0)[PLAN_WARM_UP_STEPS:].T.tolist()), encoding="utf-8")
     leave()

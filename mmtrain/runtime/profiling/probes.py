@@ -13,9 +13,9 @@ from mmtrain.models.model_shape import UnitShape
 from mmtrain.models.stage_inputs import AudioInput, TextInput, UnitInput, VisionInput
 from mmtrain.recipe.schema import Recipe
 
-NODES = 5  # numbers of tokens, each twice the one before
-HELD_OUT = (0.37, 0.74)  # of the largest load
-NUM_MADE_UP = 64  # items of a recipe without data
+NUM_FITTED_LOADS = 5  # numbers of tokens, each twice the one before
+HELD_OUT_LOAD_SHARES = (0.37, 0.74)  # of the largest load
+NUM_SYNTHETIC_ITEMS = 64  # items of a recipe without data
 
 Size = tuple[int, int] | int  # of an image (rows, cols), of a clip frames, of a sequence tokens
 
@@ -66,7 +66,9 @@ def num_tokens(unit: str, size: Size, extra_tokens: int) -> int:
     return size // 2 if unit == "audio" else size
 
 
-def probes(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None = None) -> tuple[list[Probe], list[Probe]]:
+def make_probes(
+    recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None = None
+) -> tuple[list[Probe], list[Probe]]:
     """Loads to fit a unit's costs to, and others to hold the fit against.
 
     The largest is what fills `data.seq_len`. Items are drawn from the data's `lengths`: kernels are started for every
@@ -81,9 +83,13 @@ def probes(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None = None
         longer = [largest]  # a text may fill a sequence by itself
     shares = _feature_shares(unit, lengths)
     rng = np.random.default_rng(recipe.train.seed)
-    counts = [max(1, largest >> k) for k in range(NODES)][::-1]
+    counts = [max(1, largest >> k) for k in range(NUM_FITTED_LOADS)][::-1]
     fitted = [_filled(unit, some, n, shares, rng) for n in counts for some in (pool, longer, shorter)]
-    between = [_filled(unit, pool, max(1, round(share * largest)), shares, rng) for share in HELD_OUT for _ in range(2)]
+    between = [
+        _filled(unit, pool, max(1, round(share * largest)), shares, rng)
+        for share in HELD_OUT_LOAD_SHARES
+        for _ in range(2)
+    ]
     return list(dict.fromkeys(fitted)), [p for p in dict.fromkeys(between) if p not in fitted]
 
 
@@ -158,7 +164,7 @@ def _square(patches: int, merge: int, most: int) -> tuple[int, int]:
 def _made_up(recipe: Recipe, unit: UnitShape) -> list[Size]:
     """Sizes that a recipe without data allows: texts up to `seq_len`, images of a quarter of the area up to all of it,
     clips of a quarter of the length up to all of it."""
-    shares = np.linspace(0.25, 1.0, NUM_MADE_UP)
+    shares = np.linspace(0.25, 1.0, NUM_SYNTHETIC_ITEMS)
     if unit.name == "vision":
         vision, image = recipe.model.vision, recipe.data.image
         assert vision is not None

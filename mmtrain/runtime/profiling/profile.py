@@ -34,13 +34,13 @@ from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import UnitShape, build_model_shape
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import compute_dtype
-from mmtrain.runtime.profiling.layer_profiler import Stack, build_stack, typical
-from mmtrain.runtime.profiling.probes import Probe, probes
+from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler, median_without_outliers
+from mmtrain.runtime.profiling.probes import Probe, make_probes
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, World, join, leave
 
-WARM_UP = 2
-MESSAGES = 7  # repeats of one
+MESSAGE_WARM_UP_REPEATS = 2
+MESSAGE_REPEATS = 7  # repeats of one
 MESSAGE_BYTES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
 
 
@@ -70,7 +70,7 @@ class Profile:
         return statistics.median(everything) if everything else 0.0
 
 
-class _Found(BaseModel):
+class _Measurements(BaseModel):
     """What the ranks of one launch measured."""
 
     layers: list[LayerEntry] = []
@@ -86,23 +86,23 @@ def profile(request: ProfileRequest) -> Profile:
     """
     sizes = sorted({tp for sizes in request.tp.values() for tp in sizes})
     together = [2**k for k in range(1, request.ranks.bit_length()) if 2**k <= request.ranks]
-    todo: list[tuple[int, Callable[[World], _Found]]]
+    todo: list[tuple[int, Callable[[World], _Measurements]]]
     todo = [(request.ranks // tp * tp, partial(_measure_layers, request, tp)) for tp in sizes]
     todo += [(size, _measure_messages) for size in together]
-    found: list[_Found] = []
+    found: list[_Measurements] = []
     with TemporaryDirectory(prefix="mmtrain-profile-") as folder:
         for number, (ranks, measure) in enumerate(todo):
             out = Path(folder) / f"{number}.json"
             launch_local(ranks, partial(_rank_main, measure, out))
-            found.append(_Found.model_validate_json(out.read_text(encoding="utf-8")))
-    table = unmeasured(request)
+            found.append(_Measurements.model_validate_json(out.read_text(encoding="utf-8")))
+    table = empty_cost_table(request)
     for part in found:
         entries = {"layers": (*part.layers,), "messages": (*part.messages,), "optimizer": (*part.optimizer,)}
         table = table.merged(table.model_copy(update=entries))
     return Profile(table, {name: tuple(values) for part in found for name, values in part.errors.items()})
 
 
-def unmeasured(request: ProfileRequest) -> CostTable:
+def empty_cost_table(request: ProfileRequest) -> CostTable:
     """The table without its entries: what it will say of this machine."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return CostTable(
@@ -114,7 +114,7 @@ def unmeasured(request: ProfileRequest) -> CostTable:
     )
 
 
-def _rank_main(measure: Callable[[World], _Found], out: Path, address: Address) -> None:
+def _rank_main(measure: Callable[[World], _Measurements], out: Path, address: Address) -> None:
     """Be one of the ranks that measure; the first one writes what was found."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # a rank is one core
@@ -128,20 +128,20 @@ def _rank_main(measure: Callable[[World], _Found], out: Path, address: Address) 
     leave()
 
 
-def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Found:
+def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurements:
     """Time the layers of every unit that may be split so; TP groups of as many ranks do the same side by side."""
     groups = _tp_groups(world, tp)
-    model, found = build_model_shape(request.recipe), _Found()
+    model, found = build_model_shape(request.recipe), _Measurements()
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
-    plans = [(unit, probes(request.recipe, unit, request.lengths)) for unit in units]
+    plans = [(unit, make_probes(request.recipe, unit, request.lengths)) for unit in units]
     console = Console(stderr=True, quiet=not world.is_first)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"tp {tp}", total=sum(len(fitted) + len(held_out) for _, (fitted, held_out) in plans))
         for unit, (fitted, held_out) in plans:
             progress.update(task, description=f"tp {tp}: {unit.name}")
-            stack = build_stack(request.recipe, model, unit, groups, world)
+            stack = build_layer_profiler(request.recipe, model, unit, groups, world)
 
-            def sampled(probe: Probe, every_way: bool, stack: Stack = stack) -> dict[str, LayerSample]:
+            def sampled(probe: Probe, every_way: bool, stack: LayerProfiler = stack) -> dict[str, LayerSample]:
                 mine = stack.sample(probe, request.recipe, request.repeats, every_way)
                 progress.advance(task)
                 return _mean(world, mine)
@@ -157,9 +157,9 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Found:
     return found
 
 
-def _measure_messages(world: World) -> _Found:
+def _measure_messages(world: World) -> _Measurements:
     """Time what goes between all ranks of this launch."""
-    return _Found(messages=measure_messages(world, MESSAGE_BYTES))
+    return _Measurements(messages=measure_messages(world, MESSAGE_BYTES))
 
 
 def _tp_groups(world: World, tp: int) -> ParallelGroups:
@@ -173,7 +173,7 @@ def _tp_groups(world: World, tp: int) -> ParallelGroups:
 
 def _mean(world: World, samples: dict[str, LayerSample]) -> dict[str, LayerSample]:
     """Of the seconds that the ranks saw: none of them stands for all."""
-    seen = cast(list[dict[str, LayerSample]], world.gather(samples))
+    seen = cast(list[dict[str, LayerSample]], world.all_gather(samples))
 
     def over_ranks(key: str, timed: Timed) -> float:
         return statistics.fmean(one[key].seconds[timed] for one in seen)
@@ -227,15 +227,15 @@ def measure_messages(world: World, sizes: tuple[int, ...]) -> list[MessageEntry]
         seconds = []
         for nbytes in sizes:
             data = torch.zeros(nbytes // 4 // world.size * world.size, device=world.device)
-            for _ in range(WARM_UP):
+            for _ in range(MESSAGE_WARM_UP_REPEATS):
                 way(data)
             times = []
-            for _ in range(MESSAGES):
+            for _ in range(MESSAGE_REPEATS):
                 world.barrier()
                 begin = _now(world.device)
                 way(data)
                 times.append(_now(world.device) - begin)
-            seconds.append(typical(times))
+            seconds.append(median_without_outliers(times))
         size = 2 if kind == "p2p" else world.size
         found.append(MessageEntry(kind=kind, size=size, nbytes=sizes, seconds=tuple(seconds)))
     return found

@@ -6,7 +6,7 @@ from mmtrain.errors import LaunchError
 from mmtrain.runtime.world import World
 
 
-def agree(world: World, facts: Mapping[str, object]) -> None:
+def require_consensus(world: World, facts: Mapping[str, object]) -> None:
     """Raise the same LaunchError on every rank where any rank's facts differ from rank 0's.
 
     Args:
@@ -14,7 +14,7 @@ def agree(world: World, facts: Mapping[str, object]) -> None:
         facts: nested mappings and lists of plain values (a recipe, versions, a fingerprint of the data); the
             message names the first differing entries by their dotted path.
     """
-    everyone = world.gather(flatten(facts))
+    everyone = world.all_gather(flatten(facts))
     first = everyone[0]
     assert isinstance(first, dict)
     for rank, theirs in enumerate(everyone[1:], start=1):

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from mmtrain.errors import StoppedAndSaved
 from mmtrain.program import Recv, Send, action_to_text
-from mmtrain.runtime.resilience.activity import Activity
-from mmtrain.runtime.training.run_state import read_state, write_state
+from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.run_state import read_run_state, write_run_state
 
-FOLDER = "failures"
-Kind = Literal["error", "lost peer", "hang"]
+FAILURES_FOLDER = "failures"
+FailureKind = Literal["error", "lost peer", "hang"]
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket closed")
 
 
@@ -30,7 +30,7 @@ class Failure:
     """What one rank was doing when it failed, or when nothing moved any more."""
 
     rank: int
-    kind: Kind
+    kind: FailureKind
     step: int | None
     doing: str  # action in the program's text form, or a phase
     stuck_s: float  # since anything began on this rank
@@ -54,7 +54,7 @@ class Failure:
         return f"{where}: did not come back for {self.stuck_s:.0f} s"
 
 
-def failure_of(rank: int, activity: Activity, kind: Kind, error: str | None = None) -> Failure:
+def describe_failure(rank: int, activity: Activity, kind: FailureKind, error: str | None = None) -> Failure:
     """Describe what this rank is doing now."""
     waiting, peer, missing = activity.waiting, None, None
     if waiting is not None:
@@ -87,16 +87,16 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
 
 def read_failures(run_dir: Path) -> list[Failure]:
     """All reports so far, in the order in which they were made."""
-    paths = sorted((run_dir / FOLDER).glob("rank-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    paths = sorted((run_dir / FAILURES_FOLDER).glob("rank-*.json"), key=lambda path: path.stat().st_mtime_ns)
     return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def clear_failures(run_dir: Path) -> None:
     """Forget the reports of an earlier attempt."""
-    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+    shutil.rmtree(run_dir / FAILURES_FOLDER, ignore_errors=True)
 
 
-def explain(failures: Sequence[Failure], world_size: int) -> str:
+def explain_failures(failures: Sequence[Failure], world_size: int) -> str:
     """Say where it began, and then what followed on other ranks.
 
     An error of its own comes before a lost connection. Where all hang, it is the rank that left no report (it is
@@ -116,25 +116,25 @@ def explain(failures: Sequence[Failure], world_size: int) -> str:
 
 
 @contextlib.contextmanager
-def reporting(run_dir: Path, rank: int, activity: Activity) -> Iterator[None]:
+def report_failures(run_dir: Path, rank: int, activity: Activity) -> Iterator[None]:
     """Leave a report, and the run's state, when what is inside fails on this rank."""
     try:
         yield
     except StoppedAndSaved:
         raise
     except Exception as error:
-        kind: Kind = "lost peer" if lost_peer(error) else "error"
+        kind: FailureKind = "lost peer" if is_lost_peer(error) else "error"
         text = f"{type(error).__name__}: {error}"
         # A full disk or a lost mount must not hide the failure itself.
         with contextlib.suppress(OSError):
-            write_failure(run_dir, failure_of(rank, activity, kind, text))
+            write_failure(run_dir, describe_failure(rank, activity, kind, text))
             stacks_path(run_dir, rank).write_text(traceback.format_exc(), encoding="utf-8")
-            if kind == "error" or read_state(run_dir).get("status") != "failed":
-                write_state(run_dir, "failed", error=f"rank {rank}: {text}")
+            if kind == "error" or read_run_state(run_dir).get("status") != "failed":
+                write_run_state(run_dir, "failed", error=f"rank {rank}: {text}")
         raise
 
 
-def lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Whether the error says no more than that another rank is gone."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
@@ -155,4 +155,4 @@ def _joined(lead: str, first: Failure | None, failures: Sequence[Failure]) -> st
 
 
 def _path(run_dir: Path, rank: int) -> Path:
-    return run_dir / FOLDER / f"rank-{rank}.json"
+    return run_dir / FAILURES_FOLDER / f"rank-{rank}.json"

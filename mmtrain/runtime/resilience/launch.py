@@ -16,16 +16,16 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from mmtrain.errors import MmtrainError, RunError, StoppedAndSaved, UserError
-from mmtrain.runtime.resilience.failures import lost_peer
+from mmtrain.runtime.resilience.failures import is_lost_peer
 from mmtrain.runtime.resilience.signals import STOP_SIGNALS, SignalPipe
 from mmtrain.runtime.world import Address
 
-SETTLE_S = 3.0  # how long ranks may take to end by themselves, and say why, after a peer failed
-GRACE_S = 5.0  # the same after a peer has stopped and saved
+PEER_FAILURE_GRACE_S = 3.0  # how long ranks may take to end by themselves, and say why, after a peer failed
+PEER_STOP_GRACE_S = 5.0  # the same after a peer has stopped and saved
 
 
 @dataclass(frozen=True)
-class _End:
+class _RankExit:
     """How a rank ended badly."""
 
     rank: int
@@ -77,7 +77,7 @@ def _rank_main(target: Callable[[Address], None], address: Address, report: Conn
     except BaseException as e:
         code = 1
         print(f"rank {address.rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
-        report.send((code, f"rank {address.rank} failed: {type(e).__name__}: {e}", lost_peer(e)))
+        report.send((code, f"rank {address.rank} failed: {type(e).__name__}: {e}", is_lost_peer(e)))
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of a library must not keep a failed rank alive while its peers wait for it.
@@ -96,7 +96,7 @@ def _watch(ranks: dict[BaseProcess, Connection], signals: SignalPipe) -> None:
     """Wait until all ranks ended well; raise what the rank reported where it began to go wrong."""
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     processes, reports = list(ranks), list(ranks.values())
-    ends: list[_End] = []
+    ends: list[_RankExit] = []
     deadline, interrupts = float("inf"), 0
     while running and (left := deadline - time.monotonic()) > 0:
         ready = wait([*running, signals.reader], None if left == float("inf") else left)
@@ -112,23 +112,25 @@ def _watch(ranks: dict[BaseProcess, Connection], signals: SignalPipe) -> None:
             processes[rank].join()
             if processes[rank].exitcode:
                 ends.append(_how(rank, processes[rank], reports[rank]))
-                deadline = min(deadline, time.monotonic() + (GRACE_S if ends[-1].code == 75 else SETTLE_S))
+                deadline = min(
+                    deadline, time.monotonic() + (PEER_STOP_GRACE_S if ends[-1].code == 75 else PEER_FAILURE_GRACE_S)
+                )
     if ends:
         raise _verdict(ends)
 
 
-def _how(rank: int, process: BaseProcess, report: Connection) -> _End:
+def _how(rank: int, process: BaseProcess, report: Connection) -> _RankExit:
     """Take a rank's own words, or read them off its exit code."""
     try:
         code, message, secondary = report.recv()
-        return _End(rank, code, message, secondary)
+        return _RankExit(rank, code, message, secondary)
     except EOFError:  # it could not report: killed from outside, or out of memory
         code = process.exitcode or 1
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return _End(rank, code, f"rank {rank} {how}", False)
+        return _RankExit(rank, code, f"rank {rank} {how}", False)
 
 
-def _verdict(ends: list[_End]) -> MmtrainError:
+def _verdict(ends: list[_RankExit]) -> MmtrainError:
     """The failure where it began: a rank that was killed cannot have lost another; then the first with a reason."""
     failed = [end for end in ends if end.code != StoppedAndSaved.exit_code]
     if not failed:

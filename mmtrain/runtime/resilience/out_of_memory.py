@@ -9,22 +9,22 @@ from mmtrain.balance import BatchMeta
 from mmtrain.program import LLM, Action, Compute, Microbatch
 
 KIB, GIB = 1024, 1024**3
-MAX_NAMED = 5
+MAX_NAMED_SAMPLES = 5
 
 
-def peak_memory(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """Bytes at the fullest moment so far: of the CUDA allocator, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the device or (torch has no type for that) on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def memory_story(
+def explain_out_of_memory(
     doing: Action | str,
     meta: BatchMeta,
     names: Sequence[str],
@@ -39,8 +39,8 @@ def memory_story(
     if isinstance(doing, Compute):
         rows = _rows(doing.mb, meta)
         tokens = int(meta.tokens[rows].sum())
-        shown = ", ".join(names[row] for row in rows[:MAX_NAMED])
-        more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
+        shown = ", ".join(names[row] for row in rows[:MAX_NAMED_SAMPLES])
+        more = f" and {len(rows) - MAX_NAMED_SAMPLES} more" if len(rows) > MAX_NAMED_SAMPLES else ""
         where = f" in stage {doing.stage}, microbatch {doing.mb}"
         samples = f"; samples {shown}{more} ({tokens} LLM tokens)"
         ways = (
@@ -50,7 +50,7 @@ def memory_story(
     return f"out of memory{where}{samples}; {predicted}{measured_bytes / GIB:.2f} GiB measured before. Try {ways}"
 
 
-def predicted_for(rank: int, peaks: Mapping[str, float]) -> float | None:
+def predicted_peak_gib(rank: int, peaks: Mapping[str, float]) -> float | None:
     """Look a rank up in a plan's peaks, whose keys are a rank (`3`) or a range of ranks (`0-3`)."""
     for key, gib in peaks.items():
         first, _, last = key.partition("-")

@@ -50,11 +50,11 @@ class SignalPipe:
         os.write(self._writer, _WAKE)
 
 
-class StopRequest:
+class StopSignalListener:
     """Whether a signal has asked this rank to stop; a second Ctrl-C ends the process there and then."""
 
     def __init__(self, end: Callable[[], None] | None = None) -> None:
-        self.asked = False
+        self.stop_requested = False
         self._end = end or _end_now
         self._pipe = SignalPipe()
 
@@ -72,7 +72,7 @@ class StopRequest:
     def _listen(self) -> None:
         interrupts = 0
         while signals := self._pipe.read():
-            self.asked = True
+            self.stop_requested = True
             interrupts += signals.count(signal.SIGINT)
             if interrupts > 1:
                 self._end()

@@ -15,27 +15,27 @@ from mmtrain.program.trace.step_record import StepRecord
 FloatArray = npt.NDArray[np.float64]
 TpGroup = tuple[int, ...]
 
-KINDS: tuple[Direction, Direction] = ("F", "B")
-WINDOW = 10  # steps; what is slow in most of them is called slow
-FACTOR = 1.5  # times the peers' pace; less is within what busy machines do to each other
-SHARE = 0.05  # of a step's time; who loses less holds nobody up
+DIRECTIONS: tuple[Direction, Direction] = ("F", "B")
+STRAGGLER_WINDOW_STEPS = 10  # steps; what is slow in most of them is called slow
+MIN_STRAGGLER_SLOWDOWN = 1.5  # times the peers' pace; less is within what busy machines do to each other
+MIN_LOST_STEP_SHARE = 0.05  # of a step's time; who loses less holds nobody up
 
 
 @dataclass(frozen=True)
-class Slow:
+class Straggler:
     """A TP group that is slower than its peers at some kinds of work."""
 
     ranks: TpGroup
-    works: tuple[str, ...]  # like `F vision.0`
-    times: float  # the peers' time for the same load
-    lost_s: float  # a step
+    tasks: tuple[str, ...]  # like `F vision.0`
+    slowdown: float  # the peers' time for the same load
+    lost_s_per_step: float  # a step
 
     def to_text(self) -> str:
         """One line for people."""
         one = len(self.ranks) == 1
         who = f"rank {self.ranks[0]} takes" if one else f"ranks {', '.join(map(str, self.ranks))} together take"
-        what = f"{self.times:.1f}x the time of {'its' if one else 'their'} peers for {', '.join(self.works)}"
-        return f"{who} {what} ({self.lost_s:.2g} s a step)"
+        what = f"{self.slowdown:.1f}x the time of {'its' if one else 'their'} peers for {', '.join(self.tasks)}"
+        return f"{who} {what} ({self.lost_s_per_step:.2g} s a step)"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Work:
     seen: deque[FloatArray]  # the last steps: (2, entries) times the peers' pace, seconds lost
 
 
-class SlowRanks:
+class StragglerDetector:
     """Compares ranks, step by step, by the seconds of each stage's forwards and backwards.
 
     Measured seconds are divided by predicted ones, so that loads do not count. Peers are TP groups with stages that are
@@ -68,17 +68,19 @@ class SlowRanks:
         self._judged = {stage for entries in compared for stage, _ in entries}
         self._slots = {rank: [stage for stage in held if stage in self._judged] for rank, held in slots.items()}
         self.num_figures = 4 * max(map(len, self._slots.values()))
-        self._works = [self._work(kind, entries) for entries in compared for kind in KINDS]
+        self._works = [self._work(kind, entries) for entries in compared for kind in DIRECTIONS]
         self._known: set[TpGroup] = set()
 
     def _work(self, kind: Direction, entries: tuple[tuple[StageId, TpGroup], ...]) -> _Work:
         rows = [tp_group[0] for _, tp_group in entries]
-        columns = [4 * self._slots[tp_group[0]].index(stage) + 2 * KINDS.index(kind) for stage, tp_group in entries]
-        return _Work(kind, entries, np.array(rows), np.array(columns), deque(maxlen=WINDOW))
+        columns = [
+            4 * self._slots[tp_group[0]].index(stage) + 2 * DIRECTIONS.index(kind) for stage, tp_group in entries
+        ]
+        return _Work(kind, entries, np.array(rows), np.array(columns), deque(maxlen=STRAGGLER_WINDOW_STEPS))
 
-    def figures(self, rank: int, record: StepRecord, timing: Timing) -> list[float]:
+    def rank_figures(self, rank: int, record: StepRecord, timing: Timing) -> list[float]:
         """What a rank tells the others of its step: measured and predicted seconds, forward and backward, by stage."""
-        sums = {(stage, kind): [0.0, 0.0] for stage in self._slots[rank] for kind in KINDS}
+        sums = {(stage, kind): [0.0, 0.0] for stage in self._slots[rank] for kind in DIRECTIONS}
         for done in record.done:
             if isinstance(done.action, Compute) and done.action.stage in self._judged:
                 entry = sums[done.action.stage, direction(done.action)]
@@ -87,18 +89,18 @@ class SlowRanks:
         figures = [value for entry in sums.values() for value in entry]
         return figures + [0.0] * (self.num_figures - len(figures))
 
-    def judge(self, table: FloatArray, step_time_s: float) -> tuple[list[Slow], list[Slow]]:
+    def detect(self, table: FloatArray, step_time_s: float) -> tuple[list[Straggler], list[Straggler]]:
         """Take a step's figures, row k of rank k; return who is slow now, and who of them was not before."""
         late: defaultdict[TpGroup, list[tuple[str, float, float]]] = defaultdict(list)
         for work in self._works:
             _compare(work, table)
-            if len(work.seen) == WINDOW:
+            if len(work.seen) == STRAGGLER_WINDOW_STEPS:
                 times, lost_s = _medians(np.stack(list(work.seen)))
-                for k in np.flatnonzero(times >= FACTOR):
+                for k in np.flatnonzero(times >= MIN_STRAGGLER_SLOWDOWN):
                     stage, tp_group = work.entries[k]
                     late[tp_group].append((f"{work.kind} {stage}", float(times[k]), float(lost_s[k])))
         slow = [_slow(tp_group, works) for tp_group, works in late.items()]
-        now = [s for s in slow if s.lost_s >= SHARE * step_time_s]
+        now = [s for s in slow if s.lost_s_per_step >= MIN_LOST_STEP_SHARE * step_time_s]
         known, self._known = self._known, {s.ranks for s in now}
         return now, [s for s in now if s.ranks not in known]
 
@@ -111,10 +113,10 @@ def _compare(work: _Work, table: FloatArray) -> None:
     work.seen.append(np.stack([pace / peers, measured - predicted * peers]))
 
 
-def _slow(tp_group: TpGroup, works: list[tuple[str, float, float]]) -> Slow:
+def _slow(tp_group: TpGroup, works: list[tuple[str, float, float]]) -> Straggler:
     lost_s = sum(lost for _, _, lost in works)
     wanted_s = sum(lost / (times - 1) for _, times, lost in works)
-    return Slow(tp_group, tuple(name for name, _, _ in works), 1 + lost_s / wanted_s, lost_s)
+    return Straggler(tp_group, tuple(name for name, _, _ in works), 1 + lost_s / wanted_s, lost_s)
 
 
 def median_of_others(values: FloatArray) -> FloatArray:

@@ -9,20 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from mmtrain.runtime.resilience.activity import Activity
+from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.resilience.failures import (
-    FOLDER,
+    FAILURES_FOLDER,
     Failure,
-    explain,
-    failure_of,
+    describe_failure,
+    explain_failures,
     read_failures,
     stacks_path,
     write_failure,
 )
-from mmtrain.runtime.training.run_state import write_state
+from mmtrain.runtime.run_state import write_run_state
 
-POLL_S = 0.5
-COLLECT_S = 1.0  # how long the ranks that raised the alarm wait for the reports of the others
+WATCHDOG_POLL_S = 0.5
+REPORT_COLLECTION_S = 1.0  # how long the ranks that raised the alarm wait for the reports of the others
 
 
 class Watchdog:
@@ -58,18 +58,20 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(POLL_S, self._timeout_s / 4)):
+        while not self._closed.wait(min(WATCHDOG_POLL_S, self._timeout_s / 4)):
             if self._activity.stuck_s() >= self._timeout_s or self._alarmed():
                 self._report()
                 return
 
     def _alarmed(self) -> bool:
         return (
-            any(f.kind == "hang" for f in read_failures(self._run_dir)) if (self._run_dir / FOLDER).exists() else False
+            any(f.kind == "hang" for f in read_failures(self._run_dir))
+            if (self._run_dir / FAILURES_FOLDER).exists()
+            else False
         )
 
     def _report(self) -> None:
-        own = failure_of(self._rank, self._activity, "hang")
+        own = describe_failure(self._rank, self._activity, "hang")
         path = stacks_path(self._run_dir, self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
@@ -77,12 +79,12 @@ class Watchdog:
         write_failure(self._run_dir, own)  # after the stacks: this file is the alarm, and the others then leave too
         failures = self._collect()
         if failures[0].rank == self._rank:
-            write_state(self._run_dir, "failed", error=explain(failures, self._world_size))
-        self._end(explain(failures, self._world_size) if failures[0].rank == self._rank else "")
+            write_run_state(self._run_dir, "failed", error=explain_failures(failures, self._world_size))
+        self._end(explain_failures(failures, self._world_size) if failures[0].rank == self._rank else "")
 
     def _collect(self) -> list[Failure]:
         """The reports of all ranks, or of those that could give one in time; the first to raise the alarm first."""
-        deadline = time.monotonic() + COLLECT_S
+        deadline = time.monotonic() + REPORT_COLLECTION_S
         while len(found := read_failures(self._run_dir)) < self._world_size and time.monotonic() < deadline:
             self._closed.wait(0.05)
         return found

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, open_newest_good, save
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.runtime.execution.rank_context import Job
+from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.world import World
 
 
-def ranks_of(world: World, group: dist.ProcessGroup | None = None) -> Ranks:
+def checkpoint_ranks(world: World, group: dist.ProcessGroup | None = None) -> Ranks:
     """Let the checkpoint room talk to the other ranks, over a group of all ranks (default: the world's own)."""
 
     def gather(value: Any) -> list[Any] | None:
-        everyone = world.gather(value, group)
+        everyone = world.all_gather(value, group)
         return everyone if world.is_first else None
 
     return Ranks(world.rank, world.size, gather, lambda value: world.broadcast(value, group))
@@ -36,7 +36,7 @@ class Snapshot:
     own: dict[str, Any]
 
 
-def snapshot(job: Job, next_step: int, facts: dict[str, object], copy: bool) -> Snapshot:
+def take_snapshot(job: RankContext, next_step: int, facts: dict[str, object], copy: bool) -> Snapshot:
     """Everything that the steps from `next_step` on depend on; `facts` are the settings they hang on.
 
     Without `copy` the shards are the live tensors: they must be written before training goes on.
@@ -52,23 +52,23 @@ def snapshot(job: Job, next_step: int, facts: dict[str, object], copy: bool) -> 
     return Snapshot(next_step, shards, state, own)
 
 
-def _write(root: Path, job: Job, taken: Snapshot, ranks: Ranks) -> Path:
-    keep, storage = job.recipe.train.checkpoint.keep, job.faults.storage(taken.next_step)
+def _write(root: Path, job: RankContext, taken: Snapshot, ranks: Ranks) -> Path:
+    keep, storage = job.recipe.train.checkpoint.keep, job.faults.checkpoint_storage(taken.next_step)
     return save(root, taken.next_step, taken.shards, taken.state, taken.own, keep=keep, ranks=ranks, storage=storage)
 
 
 class BackgroundSaver:
     """Saves in a thread, from a copy where training is to go on meanwhile; at most one save at a time.
 
-    `done` says whether this rank's part is over; `settle` waits for it and raises what went wrong. Ranks must settle
+    `done` says whether this rank's part is over; `finish` waits for it and raises what went wrong. Ranks must settle
     in the same step, since a failed save counts on all of them.
     """
 
-    def __init__(self, root: Path, job: Job, facts: dict[str, object]) -> None:
+    def __init__(self, root: Path, job: RankContext, facts: dict[str, object]) -> None:
         self._root, self._job, self._facts = root, job, facts
         # A group of its own: the thread's collectives must not come between those of the steps.
         group = dist.new_group(backend="gloo") if job.world.size > 1 else None
-        self._ranks = ranks_of(job.world, group)
+        self._ranks = checkpoint_ranks(job.world, group)
         self.step = 0  # that the save under way, or the last one, comes after
         self._thread: threading.Thread | None = None
         self._folder: Path | None = None
@@ -85,15 +85,15 @@ class BackgroundSaver:
         return self._thread is None or not self._thread.is_alive()
 
     def start(self, next_step: int, copy: bool) -> None:
-        """Begin to write; without `copy`, which takes host memory, nothing may change before `settle`."""
+        """Begin to write; without `copy`, which takes host memory, nothing may change before `finish`."""
         assert not self.pending, "two saves at once would remove each other's drafts"
         self.step = next_step
-        taken = snapshot(self._job, next_step, self._facts, copy=copy)
+        taken = take_snapshot(self._job, next_step, self._facts, copy=copy)
         # A daemon: after a failure elsewhere, a save whose peers are gone must not keep the process.
         self._thread = threading.Thread(target=self._save, args=(taken,), name="mmtrain-saver", daemon=True)
         self._thread.start()
 
-    def settle(self) -> Path:
+    def finish(self) -> Path:
         """Wait for the save under way; return the checkpoint. Raises CheckpointError, the same on all ranks."""
         assert self._thread is not None, "no save is under way"
         self._thread.join()
@@ -110,12 +110,12 @@ class BackgroundSaver:
             self._error = error
 
 
-def restore_job(root: Path, job: Job, on_bad: Callable[[str], None]) -> Checkpoint:
+def restore_checkpoint(root: Path, job: RankContext, on_bad: Callable[[str], None]) -> Checkpoint:
     """Load the newest good checkpoint into the job; damaged ones are reported through `on_bad` and passed over.
 
     Raises CheckpointError when none is good or the model does not fit.
     """
-    checkpoint = open_newest_good(root, on_bad, ranks_of(job.world))
+    checkpoint = open_newest_good(root, on_bad, checkpoint_ranks(job.world))
     for unit in job.optimizer.units.values():
         unit.load(lambda piece: checkpoint.read(piece.name, shard_spec(piece)))
     job.optimizer.num_updates = int(checkpoint.state["num_updates"])

@@ -13,35 +13,35 @@ from mmtrain.balance.step_targets import Work
 from mmtrain.data import BadSamples, DataIndex, Loader, Quarantined, StepData, write_quarantine
 from mmtrain.errors import CheckpointError, RunError
 from mmtrain.report import Progress, RunLog, StepMetrics
+from mmtrain.runtime.execution.activity import LOADING, MEASURING, SAVING, TRACING
 from mmtrain.runtime.execution.executor import StepOutcome
-from mmtrain.runtime.execution.rank_context import Job
-from mmtrain.runtime.resilience.activity import LOADING, MEASURING, SAVING, TRACING
-from mmtrain.runtime.resilience.out_of_memory import memory_story, out_of_memory, peak_memory
-from mmtrain.runtime.resilience.signals import StopRequest
+from mmtrain.runtime.execution.rank_context import RankContext
+from mmtrain.runtime.resilience.out_of_memory import explain_out_of_memory, is_out_of_memory, peak_memory_bytes
+from mmtrain.runtime.resilience.signals import StopSignalListener
+from mmtrain.runtime.run_folder import QUARANTINE_FILE, SKIPPED_STEPS_FILE
+from mmtrain.runtime.run_state import RUN_STATE_FILE, write_run_state
 from mmtrain.runtime.training.checkpointing import BackgroundSaver
 from mmtrain.runtime.training.lr_schedule import learning_rate
-from mmtrain.runtime.training.run_folder import QUARANTINE, SKIPPED
-from mmtrain.runtime.training.run_state import STATE, write_state
-from mmtrain.runtime.training.step_metrics import Meter, Seen
-from mmtrain.runtime.training.tracing import Tracer
+from mmtrain.runtime.training.step_metrics import StepMetricsReducer, StepMetricsReduction
+from mmtrain.runtime.training.tracing import RunTracer
 
-MOST_BOUNDS_TOLD = 20  # samples; `metrics.jsonl` names that of every step
+MAX_IMBALANCE_NOTES = 20  # samples; `metrics.jsonl` names that of every step
 
 
 @dataclass(kw_only=True)
 class Loop:
     """One rank's way through the steps of a run."""
 
-    job: Job
+    job: RankContext
     index: DataIndex
     loader: Loader
-    meter: Meter
-    tracer: Tracer
+    meter: StepMetricsReducer
+    tracer: RunTracer
     validate: Callable[[], float]
     evaluate: Callable[[], float]
     log: RunLog
     progress: Progress
-    stop: StopRequest
+    stop: StopSignalListener
     run_dir: Path
     saver: BackgroundSaver
     predicted_gib: float | None  # this rank's peak memory by the plan
@@ -63,7 +63,7 @@ class Loop:
             metrics, stopped = self._step(step)
             self._record(metrics)
             last = step + 1 == train.steps
-            if stopped or due(step, train.checkpoint.every, train.steps):
+            if stopped or is_due(step, train.checkpoint.every, train.steps):
                 folder = self._save(step + 1, must=stopped or last)
                 if stopped and not last:
                     self._state("stopped", step + 1)
@@ -75,13 +75,13 @@ class Loop:
         """Load, train, measure; validate and evaluate where that is due. Also return whether a signal asked to stop."""
         train, activity = self.job.recipe.train, self.job.activity
         begin, waited = time.perf_counter(), self.loader.wait_s
-        activity.begin(LOADING)
+        activity.start(LOADING)
         data = next(self.loader)
         lr = learning_rate(train.optimizer, step, train.steps)
         outcome = self._train(data, lr)
-        activity.begin(MEASURING)
+        activity.start(MEASURING)
         broken, waited = len(data.quarantined), self.loader.wait_s - waited
-        seen = self.meter.gather(outcome, waited, broken, self.stop.asked, self.saver.done)
+        seen = self.meter.reduce(outcome, waited, broken, self.stop.stop_requested, self.saver.done)
         took = time.perf_counter() - begin
         self._tell_slow(seen)
         if self.tracer.wants(step + 1):
@@ -90,10 +90,10 @@ class Loop:
         if self.saver.pending and seen.saved:
             self._settle(must=False)
         if seen.broken_samples and (new := self._record_broken(data)):
-            self.progress.note(f"step {step + 1}: {new} samples could not be decoded, see {QUARANTINE}")
-        validates = train.validate_every and due(step, train.validate_every, train.steps) and not seen.stopped
+            self.progress.note(f"step {step + 1}: {new} samples could not be decoded, see {QUARANTINE_FILE}")
+        validates = train.validate_every and is_due(step, train.validate_every, train.steps) and not seen.stopped
         val_loss = self.validate() if validates else None
-        evaluates = train.evaluate_every and due(step, train.evaluate_every, train.steps) and not seen.stopped
+        evaluates = train.evaluate_every and is_due(step, train.evaluate_every, train.steps) and not seen.stopped
         metrics = self.meter.metrics(data.meta, outcome, seen, lr, took, val_loss)
         val_exact, bound = self.evaluate() if evaluates else None, self._bound_reached(data)
         return replace(metrics, val_exact=val_exact, bound_sample=bound), seen.stopped
@@ -103,23 +103,25 @@ class Loop:
         try:
             return self.job.train(data, lr)
         except (RuntimeError, MemoryError) as e:
-            if not out_of_memory(e):
+            if not is_out_of_memory(e):
                 raise
-            measured = peak_memory(self.job.world.device)
-            story = memory_story(self.job.activity.doing, data.meta, self._names(data), measured, self.predicted_gib)
+            measured = peak_memory_bytes(self.job.world.device)
+            story = explain_out_of_memory(
+                self.job.activity.doing, data.meta, self._names(data), measured, self.predicted_gib
+            )
             raise RunError(f"rank {self.job.world.rank}, step {data.meta.step + 1}: {story}") from e
 
     def _names(self, data: StepData) -> list[str]:
         return [self.index.samples[i].id for i in data.meta.sample_id]
 
     def _trace(self, step: int, outcome: StepOutcome) -> None:
-        self.job.activity.begin(TRACING)
+        self.job.activity.start(TRACING)
         try:
             self.tracer.take(step, outcome)
         except OSError as e:  # a full disk, on the first rank
             self.progress.note(f"step {step}: the trace could not be written: {e}")
 
-    def _tell_slow(self, seen: Seen) -> None:
+    def _tell_slow(self, seen: StepMetricsReduction) -> None:
         """Say who has become slow; keep who is for a report, should the run fail."""
         self.job.activity.slow = "; ".join(slow.to_text() for slow in seen.slow) or None
         for slow in seen.newly_slow:
@@ -134,16 +136,19 @@ class Loop:
         step, limit = data.meta.step + 1, self.job.recipe.train.max_bad_steps
         samples = self._names(data)
         self.progress.note(
-            f"step {step}: the gradient norm is {outcome.grad_norm}; no weight was changed, samples in {SKIPPED}"
+            f"step {step}: the gradient norm is {outcome.grad_norm}; no weight was changed, "
+            f"samples in {SKIPPED_STEPS_FILE}"
         )
         if self.job.world.is_first:
             entry = {"step": step, "grad_norm": str(outcome.grad_norm), "samples": samples}
-            self._write(SKIPPED, lambda: _append(self.run_dir / SKIPPED, json.dumps(entry) + "\n"))
+            self._write(
+                SKIPPED_STEPS_FILE, lambda: _append(self.run_dir / SKIPPED_STEPS_FILE, json.dumps(entry) + "\n")
+            )
         if self.bad_steps >= limit:
             raise RunError(
                 f"step {step}: the gradient norm was not finite in {limit} steps in a row (train.max_bad_steps); "
-                f"the weights are those before them. {SKIPPED} in {self.run_dir} names their samples; look at those, "
-                "at the learning rate and at train.precision"
+                f"the weights are those before them. {SKIPPED_STEPS_FILE} in {self.run_dir} names their samples; "
+                "look at those, at the learning rate and at train.precision"
             )
 
     def _bound_reached(self, data: StepData) -> str | None:
@@ -154,7 +159,7 @@ class Loop:
             return None
         number = int(meta.sample_id[found[0]])
         sample = self.index.samples[number].id
-        if number not in self.bound and len(self.bound) < MOST_BOUNDS_TOLD:
+        if number not in self.bound and len(self.bound) < MAX_IMBALANCE_NOTES:
             self.bound.add(number)
             self.progress.note(
                 f"step {meta.step + 1}: bound reached: sample {sample} alone is {found[1]:.2f} times a replica's mean "
@@ -175,7 +180,7 @@ class Loop:
 
     def _save(self, next_step: int, must: bool) -> Path | None:
         """Save in the background, or, where nothing may come before it is done, here and now."""
-        self.job.activity.begin(SAVING)
+        self.job.activity.start(SAVING)
         if self.saver.pending:
             self._settle(must=False)
         waits = must or not self.job.recipe.train.checkpoint.background
@@ -186,7 +191,7 @@ class Loop:
         """Close the save under way; go on without, where it failed, unless nothing comes after or too many failed."""
         limit = self.job.recipe.train.checkpoint.max_failures
         try:
-            folder = self.saver.settle()
+            folder = self.saver.finish()
         except CheckpointError as e:  # the same on every rank, and nothing is left of it
             self.failed_saves += 1
             self.progress.note(f"not saved ({self.failed_saves} of {limit} in a row): {e}")
@@ -204,19 +209,19 @@ class Loop:
 
     def _state(self, status: Literal["running", "done", "stopped"], step: int) -> None:
         if self.job.world.is_first:
-            self._write(STATE, lambda: write_state(self.run_dir, status, step))
+            self._write(RUN_STATE_FILE, lambda: write_run_state(self.run_dir, status, step))
 
     def _record_broken(self, data: StepData) -> int:
         """Put what ranks could not decode into the quarantine, and return how many samples that are.
 
         Each only once: several ranks may hold images of a sample, and other ranks in another epoch.
         """
-        found = self.job.world.gather(data.quarantined)
+        found = self.job.world.all_gather(data.quarantined)
         return self.job.world.on_first(lambda: self._quarantine(cast(list[tuple[Quarantined, ...]], found)))
 
     def _quarantine(self, found: Sequence[tuple[Quarantined, ...]]) -> int:
         new = self.bad.admit([entry for entries in found for entry in entries])
-        self._write(QUARANTINE, lambda: write_quarantine(self.run_dir / QUARANTINE, new, append=True))
+        self._write(QUARANTINE_FILE, lambda: write_quarantine(self.run_dir / QUARANTINE_FILE, new, append=True))
         return len(new)
 
 
@@ -225,6 +230,6 @@ def _append(path: Path, line: str) -> None:
         file.write(line)
 
 
-def due(step: int, every: int, num_steps: int) -> bool:
+def is_due(step: int, every: int, num_steps: int) -> bool:
     """Whether something that happens after every `every`th step, and after the last, happens after `step`."""
     return step + 1 == num_steps or (every > 0 and (step + 1) % every == 0)

@@ -14,13 +14,13 @@ from mmtrain.program import ModelTiming, Stage, StepLoads
 from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.report.metrics_record import EdgeMetrics
 from mmtrain.runtime.execution.executor import StepOutcome
-from mmtrain.runtime.execution.rank_context import Job
-from mmtrain.runtime.resilience.out_of_memory import peak_memory
-from mmtrain.runtime.resilience.stragglers import Slow, SlowRanks
+from mmtrain.runtime.execution.rank_context import RankContext
+from mmtrain.runtime.resilience.out_of_memory import peak_memory_bytes
+from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepMetricsReduction:
     """A step over all ranks."""
 
     loss: float  # mean over the global batch's target tokens
@@ -30,14 +30,14 @@ class Seen:
     stopped: bool  # a signal has asked at least one rank to stop
     saved: bool  # no rank is still writing a checkpoint
     edges: dict[str, EdgeMetrics]
-    slow: list[Slow]
-    newly_slow: list[Slow]  # those of them who were not before
+    slow: list[Straggler]
+    newly_slow: list[Straggler]  # those of them who were not before
 
 
-class Meter:
+class StepMetricsReducer:
     """Turns what each rank saw into `StepMetrics`."""
 
-    def __init__(self, job: Job, stream: GroupStream, hardware: str) -> None:
+    def __init__(self, job: RankContext, stream: GroupStream, hardware: str) -> None:
         self._job, self._stream = job, stream
         precision: Precision = "bf16" if job.dtype == torch.bfloat16 else "fp32"
         self._machine, self._precision = preset(hardware), precision
@@ -45,7 +45,7 @@ class Meter:
             costs_for(self._machine, precision, job.recipe.cluster.costs),
             upstream_trains(job.shape),
         )
-        self._slow = SlowRanks(job.graph, self._work_of)
+        self._slow = StragglerDetector(job.graph, self._work_of)
         self.peak_flops = self._machine.peak_flops(precision) * job.world.size
 
     def timing(self, loads: StepLoads) -> ModelTiming:
@@ -59,7 +59,9 @@ class Meter:
         layers = self._job.shape.unit(stage.id.unit).layers
         return stage.id.unit, frozenset((layers[at], at in stage.recompute) for at in range(*stage.layers))
 
-    def gather(self, outcome: StepOutcome, data_wait_s: float, broken_samples: int, stop: bool, saved: bool) -> Seen:
+    def reduce(
+        self, outcome: StepOutcome, data_wait_s: float, broken_samples: int, stop: bool, saved: bool
+    ) -> StepMetricsReduction:
         """Bring all ranks' figures together; every rank must call this once a step."""
         world, record, seconds = self._job.world, outcome.record, outcome.record.seconds()
         assert outcome.loads is not None, "an outcome of a step that was run"
@@ -67,8 +69,16 @@ class Meter:
         flags = [float(stop), float(saved)]
         traffic = record.traffic()
         edges = [figure for e in self._job.graph.edges for figure in (traffic[e].nbytes, traffic[e].wait_s)]
-        pace = self._slow.figures(world.rank, record, self.timing(outcome.loads))
-        mine = [outcome.loss, float(peak_memory(world.device)), float(broken_samples), *flags, *times, *edges, *pace]
+        pace = self._slow.rank_figures(world.rank, record, self.timing(outcome.loads))
+        mine = [
+            outcome.loss,
+            float(peak_memory_bytes(world.device)),
+            float(broken_samples),
+            *flags,
+            *times,
+            *edges,
+            *pace,
+        ]
         rows = [torch.tensor(mine, dtype=torch.float64, device=world.device)]
         if world.size > 1:
             row = rows[0]
@@ -77,8 +87,8 @@ class Meter:
         table = torch.stack(rows).cpu()
         cuts = [5, 5 + len(times), 5 + len(times) + len(edges)]
         _, all_times, all_edges, all_paces = table.tensor_split(cuts, dim=1)
-        slow, newly_slow = self._slow.judge(all_paces.numpy(), record.end_s - record.begin_s)
-        return Seen(
+        slow, newly_slow = self._slow.detect(all_paces.numpy(), record.end_s - record.begin_s)
+        return StepMetricsReduction(
             float(table[:, 0].sum()),
             TimeSplit(*all_times.mean(dim=0).tolist()),
             int(table[:, 1].max()),
@@ -96,7 +106,13 @@ class Meter:
         return {str(edge): EdgeMetrics(int(nbytes), wait_s) for edge, nbytes, wait_s in found if nbytes}
 
     def metrics(
-        self, meta: BatchMeta, outcome: StepOutcome, seen: Seen, lr: float, took_s: float, val_loss: float | None
+        self,
+        meta: BatchMeta,
+        outcome: StepOutcome,
+        seen: StepMetricsReduction,
+        lr: float,
+        took_s: float,
+        val_loss: float | None,
     ) -> StepMetrics:
         """Describe a finished step; MFU counts unpadded tokens, no recompute and only the gradients that train."""
         loads = {unit: TokenLoad.of(table.tokens) for unit, table in meta.items.items()}

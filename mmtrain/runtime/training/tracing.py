@@ -10,11 +10,11 @@ from mmtrain.program.ir.data_dependencies import members
 from mmtrain.program.trace.measured_timeline import MeasuredStep, measured_timeline, run_trace
 from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.runtime.execution.executor import StepOutcome
-from mmtrain.runtime.training.clocks import ClockOffset, clock_offset
+from mmtrain.runtime.training.clock_offset import ClockOffset, clock_offset
 from mmtrain.runtime.world import World
 
 
-class Tracer:
+class RunTracer:
     """Brings the ranks' records of a step to rank 0, which writes `path` anew with every recorded step.
 
     `timing` says what collectives of a step move; how long things took is measured.
@@ -43,7 +43,7 @@ class Tracer:
         record, loads = outcome.record, outcome.loads
         assert loads is not None, "an outcome of a step that was run"
         offset = clock_offset(self._world)
-        found = self._world.collect((record.shifted(-offset.offset_s), offset))
+        found = self._world.gather_to_first((record.shifted(-offset.offset_s), offset))
         if not found:
             return
         parts = cast(list[tuple[StepRecord, ClockOffset]], found)

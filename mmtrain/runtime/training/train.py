@@ -34,23 +34,23 @@ from mmtrain.plan.artifact.plan_files import load as load_plan
 from mmtrain.plan.artifact.plan_files import require_match
 from mmtrain.recipe import LoadedRecipe, Recipe, dump_recipe, recipe_fingerprint
 from mmtrain.report import RunLog, open_progress
-from mmtrain.runtime.evaluation.qa_eval import evaluation
-from mmtrain.runtime.execution.rank_context import Job, assemble
-from mmtrain.runtime.execution.recorder import Recorder, clock_of
-from mmtrain.runtime.resilience.activity import Activity
-from mmtrain.runtime.resilience.config_consensus import agree, flatten
-from mmtrain.runtime.resilience.failures import clear_failures, explain, read_failures, reporting
-from mmtrain.runtime.resilience.fault_points import Faults
+from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
+from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.fault_points import FaultPoints
+from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
+from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
+from mmtrain.runtime.resilience.config_consensus import flatten, require_consensus
+from mmtrain.runtime.resilience.failures import clear_failures, explain_failures, read_failures, report_failures
 from mmtrain.runtime.resilience.launch import free_port, launch_local
-from mmtrain.runtime.resilience.out_of_memory import predicted_for
-from mmtrain.runtime.resilience.signals import StopRequest
+from mmtrain.runtime.resilience.out_of_memory import predicted_peak_gib
+from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.resilience.watchdog import Watchdog
-from mmtrain.runtime.training.checkpointing import BackgroundSaver, restore_job
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE, TRACE_FILE
+from mmtrain.runtime.run_state import read_run_state, write_run_state
+from mmtrain.runtime.training.checkpointing import BackgroundSaver, restore_checkpoint
 from mmtrain.runtime.training.loop import Loop
-from mmtrain.runtime.training.run_folder import CHECKPOINTS, PLAN, QUARANTINE, RECIPE, TRACE
-from mmtrain.runtime.training.run_state import read_state, write_state
-from mmtrain.runtime.training.step_metrics import Meter
-from mmtrain.runtime.training.tracing import Tracer
+from mmtrain.runtime.training.step_metrics import StepMetricsReducer
+from mmtrain.runtime.training.tracing import RunTracer
 from mmtrain.runtime.world import Address, World, find_address, join, leave
 
 
@@ -65,7 +65,7 @@ class Planner(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
+class TrainRequest:
     """What the user asked for."""
 
     loaded: LoadedRecipe
@@ -76,10 +76,10 @@ class Request:
     plan_path: Path | None = None
     resume: bool = False
     max_restarts: int = 0  # after failures, of processes that we start
-    faults: Faults = field(default_factory=Faults)
+    faults: FaultPoints = field(default_factory=FaultPoints)
 
 
-def run(request: Request) -> None:
+def run(request: TrainRequest) -> None:
     """Train, in the processes that a launcher has started, or else in our own.
 
     Raises UserError for wrong input and RunError where the run breaks; both name what and where.
@@ -92,7 +92,7 @@ def run(request: Request) -> None:
                 "must restart them (torchrun --max-restarts, sbatch --requeue with --resume); leave it out here"
             )
         if address.attempt:  # with the arguments of the first start
-            if read_state(request.run_dir).get("status") == "stopped":
+            if read_run_state(request.run_dir).get("status") == "stopped":
                 raise StoppedAndSaved("stopped by a signal before this restart, which torchrun counts as a failure")
             request = replace(request, resume=True)
         train_rank(request, address)
@@ -102,33 +102,33 @@ def run(request: Request) -> None:
         _launch(request)
 
 
-def _launch(request: Request) -> None:
+def _launch(request: TrainRequest) -> None:
     """Start the ranks; when the run breaks, again from the newest good checkpoint, as often as allowed."""
     # What another run has saved is refused by the ranks; a restart must not turn that into resuming it.
-    left = 0 if not request.resume and find(request.run_dir / CHECKPOINTS) else request.max_restarts
+    left = 0 if not request.resume and find(request.run_dir / CHECKPOINTS_FOLDER) else request.max_restarts
     while True:
         try:
             return launch_local(request.ranks, partial(train_rank, request))
         except RunError as e:
             error = _root_cause(request, e)
-        if not left or not (request.run_dir / RECIPE).exists():
+        if not left or not (request.run_dir / RECIPE_FILE).exists():
             raise error
         left -= 1
         print(f"mmtrain: {error}\nmmtrain: starting again, {left} restarts left after this", file=sys.stderr)
         request = replace(request, resume=True)
 
 
-def _root_cause(request: Request, error: RunError) -> RunError:
+def _root_cause(request: TrainRequest, error: RunError) -> RunError:
     """What the launcher saw, or, of a run that hung, what its ranks found; and put it into the run's state."""
     failures = read_failures(request.run_dir)
     if any(f.kind == "hang" for f in failures):
-        error = RunError(explain(failures, request.ranks))
-    if read_state(request.run_dir).get("status") in ("running", "failed"):
-        write_state(request.run_dir, "failed", error=str(error))
+        error = RunError(explain_failures(failures, request.ranks))
+    if read_run_state(request.run_dir).get("status") in ("running", "failed"):
+        write_run_state(request.run_dir, "failed", error=str(error))
     return error
 
 
-def train_rank(request: Request, address: Address) -> None:
+def train_rank(request: TrainRequest, address: Address) -> None:
     """Be one rank of the run."""
     recipe = request.loaded.recipe
     wanted, most = recipe.cluster.ranks, recipe.parallel.max_gpus
@@ -139,27 +139,27 @@ def train_rank(request: Request, address: Address) -> None:
         )
     if torch.get_num_threads() > 1 and not torch.cuda.is_available():
         torch.set_num_threads(1)  # a rank is one core; more threads than cores would fight the other ranks
-    with StopRequest() as stop:
+    with StopSignalListener() as stop:
         saved = _train(request, join(address), stop)
         leave()
     if saved:
         raise StoppedAndSaved(f"stopped by a signal and saved {saved}; continue with --resume")
 
 
-def _train(request: Request, world: World, stop: StopRequest) -> Path | None:
+def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Path | None:
     """Train from the first step, or from the newest good checkpoint, to the last, or until a signal stops the run.
 
     Return the checkpoint of a run that was stopped.
     """
     recipe = request.loaded.recipe
-    agree(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
+    require_consensus(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
     world.on_first(lambda: _claim(request))
-    activity = Activity(recorder=Recorder(clock_of(world.device)))
-    with reporting(request.run_dir, world.rank, activity):
+    activity = Activity(recorder=StepRecorder(clock_for(world.device)))
+    with report_failures(request.run_dir, world.rank, activity):
         index = build(recipe, note=partial(print, flush=True))  # told by the rank that reads, whichever that is
-        agree(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
+        require_consensus(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
         plan = _agreed_plan(request, world, index)
-        job = assemble(recipe, plan, world, activity, request.faults)
+        job = build_rank_context(recipe, plan, world, activity, request.faults)
         console = Console(quiet=not world.is_first)
         first = _restore(request, job, index, console) if request.resume else 0
         _introduce(console, request, plan, index)
@@ -167,27 +167,33 @@ def _train(request: Request, world: World, stop: StopRequest) -> Path | None:
 
 
 def _steps(
-    request: Request, job: Job, plan: Plan, index: DataIndex, console: Console, first: int, stop: StopRequest
+    request: TrainRequest,
+    job: RankContext,
+    plan: Plan,
+    index: DataIndex,
+    console: Console,
+    first: int,
+    stop: StopSignalListener,
 ) -> Path | None:
     """Open everything that steps need, and take them."""
     recipe, world = job.recipe, job.world
     stream, aims = GroupStream.of(recipe, index), _agreed_aims(world, recipe, plan, index)
-    meter, validate = Meter(job, stream, plan.hardware), _validation(job)
+    meter, validate = StepMetricsReducer(job, stream, plan.hardware), _validation(job)
     steps = frozenset(recipe.train.trace)
-    tracer = Tracer(steps, job.graph, world, meter.timing, plan.sha256, request.run_dir / TRACE)
+    tracer = RunTracer(steps, job.graph, world, meter.timing, plan.sha256, request.run_dir / TRACE_FILE)
     console.print(f"MFU is the share of {meter.peak_flops:.3g} FLOP/s, {world.size} x {plan.hardware}", highlight=False)
-    job.faults.begin(world.rank)
+    job.faults.start(world.rank)
     node = socket.gethostname()
-    ranks_here, tell = world.gather(node).count(node), partial(_tell, world.rank)
+    ranks_here, tell = world.all_gather(node).count(node), partial(_tell, world.rank)
     with (
         RunLog(request.run_dir, first + 1, enabled=world.is_first) as log,
         open_progress(console, recipe.name, recipe.train.steps, first + 1) as progress,
         Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first, ranks_here, tell, aims) as loader,
         Watchdog(job.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
     ):
-        saver = BackgroundSaver(request.run_dir / CHECKPOINTS, job, _facts(recipe, index))
-        predicted = predicted_for(world.rank, plan.predicted.peak_memory_gib)
-        bad = BadSamples(index, recipe.data.max_bad_rate, read_quarantine(request.run_dir / QUARANTINE))
+        saver = BackgroundSaver(request.run_dir / CHECKPOINTS_FOLDER, job, _facts(recipe, index))
+        predicted = predicted_peak_gib(world.rank, plan.predicted.peak_memory_gib)
+        bad = BadSamples(index, recipe.data.max_bad_rate, read_quarantine(request.run_dir / QUARANTINE_FILE))
         loop = Loop(
             job=job,
             index=index,
@@ -195,7 +201,7 @@ def _steps(
             meter=meter,
             tracer=tracer,
             validate=validate,
-            evaluate=evaluation(job),
+            evaluate=build_held_out_evaluation(job),
             log=log,
             progress=progress,
             stop=stop,
@@ -208,7 +214,7 @@ def _steps(
         return loop.run(first)
 
 
-def _validation(job: Job) -> Callable[[], float]:
+def _validation(job: RankContext) -> Callable[[], float]:
     """Return a function that computes the mean loss per target token of the held-out batches."""
     recipe = job.recipe
     if not recipe.train.validate_every:
@@ -226,7 +232,7 @@ def _validation(job: Job) -> Callable[[], float]:
             data = preparer.prepare(meta)
             bad.admit(data.quarantined)
             mine += job.validate(data).loss * meta.total_targets / total
-        return job.world.sum(mine)
+        return job.world.all_reduce(mine)
 
     return validate
 
@@ -236,13 +242,13 @@ def _tell(rank: int, text: str) -> None:
     print(f"mmtrain: rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
-def _agreed_plan(request: Request, world: World, index: DataIndex) -> Plan:
+def _agreed_plan(request: TrainRequest, world: World, index: DataIndex) -> Plan:
     """Take the plan that the user gave, the one of the run that is resumed, or plan on rank 0; the same on all."""
     recipe = request.loaded.recipe
     sha = recipe_fingerprint(recipe)
 
     def choose() -> str:
-        saved = request.run_dir / PLAN
+        saved = request.run_dir / PLAN_FILE
         if request.plan_path is not None:
             plan = load_plan(request.plan_path)
             require_match(plan, sha, world.size, request.hardware)
@@ -269,25 +275,27 @@ def _matches(path: Path, sha: str, world_size: int, hardware: str) -> bool:
     return (plan.recipe_sha256, plan.world_size, plan.hardware) == (sha, world_size, hardware)
 
 
-def _claim(request: Request) -> None:
+def _claim(request: TrainRequest) -> None:
     """Make the run's folder ours; refuse one that holds what another run has learned."""
     folder = request.run_dir
-    if not request.resume and find(folder / CHECKPOINTS):
+    if not request.resume and find(folder / CHECKPOINTS_FOLDER):
         raise UserError(f"{folder} holds a run already: continue it with --resume, or choose another --run-dir")
-    if request.resume and not (folder / RECIPE).exists():
+    if request.resume and not (folder / RECIPE_FILE).exists():
         raise UserError(f"--resume: {folder} holds no run; leave --resume out to start one there")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECIPE).write_text(dump_recipe(request.loaded.recipe), encoding="utf-8")
+    (folder / RECIPE_FILE).write_text(dump_recipe(request.loaded.recipe), encoding="utf-8")
     clear_failures(folder)
-    write_state(folder, "running", None if request.resume else 0)
+    write_run_state(folder, "running", None if request.resume else 0)
 
 
-def _restore(request: Request, job: Job, index: DataIndex, console: Console) -> int:
+def _restore(request: TrainRequest, job: RankContext, index: DataIndex, console: Console) -> int:
     """Load the newest good checkpoint, if the run came as far as saving one; return the step to take next."""
-    if not job.world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS))):
+    if not job.world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
         console.print(f"{request.run_dir} holds no checkpoint yet: starting from the first step")
         return 0
-    checkpoint = restore_job(request.run_dir / CHECKPOINTS, job, on_bad=lambda text: console.print(text, style="red"))
+    checkpoint = restore_checkpoint(
+        request.run_dir / CHECKPOINTS_FOLDER, job, on_bad=lambda text: console.print(text, style="red")
+    )
     before, now = flatten(checkpoint.state["facts"]), flatten(_facts(job.recipe, index))
     changed = [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in now if before.get(key) != now[key]]
     if changed:
@@ -322,7 +330,7 @@ def _facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     }
 
 
-def _introduce(console: Console, request: Request, plan: Plan, index: DataIndex) -> None:
+def _introduce(console: Console, request: TrainRequest, plan: Plan, index: DataIndex) -> None:
     meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
     console.print(
         f"{plan.placement} plan on {plan.world_size} ranks: {meshes}; predicted {plan.predicted.step_time_s:.3f} s "
@@ -339,11 +347,11 @@ def _introduce(console: Console, request: Request, plan: Plan, index: DataIndex)
             soft_wrap=True,
         )
     kept = f" known from the index kept in {index.kept_in}" if index.kept_in else ""
-    aside = f", {len(index.quarantined)} set aside (see {QUARANTINE})" if index.quarantined else ""
+    aside = f", {len(index.quarantined)} set aside (see {QUARANTINE_FILE})" if index.quarantined else ""
     console.print(
         f"{len(index.samples)} samples{kept}{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True
     )
     if not console.quiet:
         # A run that goes on keeps what it found while decoding.
-        before = read_quarantine(request.run_dir / QUARANTINE) if request.resume else ()
-        write_quarantine(request.run_dir / QUARANTINE, dict.fromkeys((*index.quarantined, *before)))
+        before = read_quarantine(request.run_dir / QUARANTINE_FILE) if request.resume else ()
+        write_quarantine(request.run_dir / QUARANTINE_FILE, dict.fromkeys((*index.quarantined, *before)))

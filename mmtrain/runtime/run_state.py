@@ -5,24 +5,24 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-STATE = "state.json"
-Status = Literal["running", "done", "stopped", "failed"]
+RUN_STATE_FILE = "state.json"
+RunStatus = Literal["running", "done", "stopped", "failed"]
 
 
-def write_state(run_dir: Path, status: Status, step: int | None = None, error: str | None = None) -> None:
+def write_run_state(run_dir: Path, status: RunStatus, step: int | None = None, error: str | None = None) -> None:
     """Replace the state in one step, so that a reader sees the old one or the new one.
 
     `step` is the last step that a resumed run would not take again; None leaves it as it was.
     """
     if step is None:
-        step = read_state(run_dir).get("step", 0)
-    draft = run_dir / f"{STATE}.{os.getpid()}"  # ranks may fail at the same moment
+        step = read_run_state(run_dir).get("step", 0)
+    draft = run_dir / f"{RUN_STATE_FILE}.{os.getpid()}"  # ranks may fail at the same moment
     draft.write_text(json.dumps({"status": status, "step": step, "error": error}) + "\n", encoding="utf-8")
-    draft.replace(run_dir / STATE)
+    draft.replace(run_dir / RUN_STATE_FILE)
 
 
-def read_state(run_dir: Path) -> dict[str, Any]:
+def read_run_state(run_dir: Path) -> dict[str, Any]:
     """Return the state; empty where there is none."""
-    path = run_dir / STATE
+    path = run_dir / RUN_STATE_FILE
     state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return state

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from mmtrain.program import Action, Collective, Recv, Send, action_to_text
-from mmtrain.runtime.execution.recorder import Recorder
+from mmtrain.runtime.execution.recorder import StepRecorder
 
 LOADING, MEASURING, SAVING = "loading data", "gathering the metrics", "saving a checkpoint"
 TRACING, ASKING = "gathering a trace", "gathering the answers"
@@ -17,19 +17,19 @@ class Activity:
     and a reader that sees one of them an action too old is not misled. The same calls feed the step's record.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, recorder: Recorder | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, recorder: StepRecorder | None = None) -> None:
         self._clock = clock
-        self.recorder = recorder or Recorder()
+        self.recorder = recorder or StepRecorder()
         self.step: int | None = None  # counts from 1, as people see it; None before the first
         self.waiting: Send | Recv | None = None  # the message that the main thread waits for
         self.doing: Action | str = "starting"
         self.slow: str | None = None  # ranks that all of them know to be slow
         self._since = clock()
 
-    def begin(self, doing: Action | str) -> None:
+    def start(self, doing: Action | str) -> None:
         """Start an action or a named phase; what was in progress has ended."""
         self.doing, self._since = doing, self._clock()
-        self.recorder.begin(doing)
+        self.recorder.start_action(doing)
 
     def wait(self, message: Send | Recv) -> None:
         """Wait for a message, as part of the action in progress."""

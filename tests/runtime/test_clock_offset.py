@@ -3,7 +3,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mmtrain.runtime.training.clocks import ClockOffset, clock_offset
+from mmtrain.runtime.training.clock_offset import ClockOffset, clock_offset
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 

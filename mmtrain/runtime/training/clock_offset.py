@@ -32,7 +32,7 @@ def clock_offset(world: World, clock: Callable[[], float] = time.perf_counter) -
     """
     if world.size == 1:
         return ClockOffset(0.0, 0.0)
-    boots = world.gather(BOOT_ID.read_text() if BOOT_ID.exists() else None)
+    boots = world.all_gather(BOOT_ID.read_text() if BOOT_ID.exists() else None)
     entered: list[Sequence[float]] = []  # of a round: rank 0's clock on entering, mine on entering, mine on leaving
     left_first: list[float] = []  # rank 0's clock on leaving a round, told in the next
     last_left = 0.0
