@@ -43,8 +43,8 @@ from mmtrain.balance.reordering import across_time, construct, makespans, work_b
 from mmtrain.balance.schedule_recurrence import Recurrence
 from mmtrain.data import GroupStream, build
 from mmtrain.plan import SchedulePlan
-from mmtrain.plan.artifact.balancing_targets import step_aims
-from mmtrain.plan.artifact.schedule_table import timetable
+from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+from mmtrain.plan.artifact.schedule_table import build_schedule_table
 from mmtrain.plan.estimate.simulate_plan import simulate_plan
 from mmtrain.plan.planner import plan
 from mmtrain.program import Edge, Stage, StageGraph, StageId, UnitMesh
@@ -349,7 +349,7 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
         tuple(Edge(one, other) for one, other in pairwise(ids)),
     )
     counts = {"vision": num, "llm": num}
-    table = timetable(graph, SchedulePlan(num_microbatches=counts), dict.fromkeys(ids, (Price(1), Price(2))))
+    table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), dict.fromkeys(ids, (Price(1), Price(2))))
     assert table is not None
     recurrence, saved, seconds = Recurrence(table, counts), [], []
     for seed in range(10):
@@ -379,7 +379,7 @@ def ordering_plan(settings: Sequence[str]) -> None:
     index, ranks = build(recipe), recipe.cluster.ranks
     assert ranks is not None
     chosen = plan(recipe, index.lengths, world_size=ranks, hardware="h100-80g", recipe_sha256="", top=1)
-    aims, stream = step_aims(recipe, chosen, index.lengths), GroupStream.of(recipe, index)
+    aims, stream = derive_step_targets(recipe, chosen, index.lengths), GroupStream.of(recipe, index)
     dp, counts = {name: unit.dp for name, unit in chosen.units.items()}, chosen.schedule.num_microbatches
     shares = []
     for step in range(6):

@@ -17,9 +17,9 @@ from mmtrain.costs import costs_for, machine_for, precision_for
 from mmtrain.models.model_shape import build_model_shape as model_shape
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.artifact.plan_graph import in_pieces
+from mmtrain.plan.artifact.plan_graph import split_into_pieces
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout
-from mmtrain.plan.colocated.encoder_order import llm_alone, plan_order, scheduling_efficiency
+from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_efficiency, simulate_llm_alone
 from mmtrain.plan.estimate.evaluate import evaluate_layout
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.sample_batches import sample_batches
@@ -63,13 +63,13 @@ def row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
     layout = colocated_layout(layer_costs, {"vision": encoder}, llm)
     assert layout is not None, "there are layers enough"
     counts, whole = dict(layout.num_microbatches), layout_graph(layout, layer_costs)
-    pieces = in_pieces(whole, shape, [m.unit for m in whole.meshes if layer_costs.has_sp(m.unit, m.tp)])
-    told = [f"{name}, {encoder}, {llm} | {llm_alone(whole, layer_costs, machine).step_time_s:.3f}"]
+    pieces = split_into_pieces(whole, shape, [m.unit for m in whole.meshes if layer_costs.has_sp(m.unit, m.tp)])
+    told = [f"{name}, {encoder}, {llm} | {simulate_llm_alone(whole, layer_costs, machine).step_time_s:.3f}"]
     for graph in (None, whole, pieces):
         begin = time.process_time()
         schedule = SchedulePlan(kind="coarse", num_microbatches=counts)
         if graph is not None:
-            order = plan_order(graph, layer_costs, machine)
+            order = plan_encoder_order(graph, layer_costs, machine)
             schedule = SchedulePlan(kind="explicit", num_microbatches=counts, order=order, pieces=graph is pieces)
         found = evaluate_layout(layout, layer_costs, machine, schedule)
         took = time.process_time() - begin

@@ -14,8 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, Host, Layers, Schedule, schedule, search
-from mmtrain.plan.colocated.kernel_table import KernelTable, balanced_step, megatron_step, read_table
+from mmtrain.plan.colocated.bubble_schedule import (
+    EncoderPlan,
+    EncoderSchedule,
+    LayerKernelSequences,
+    LlmTimeline,
+    search_encoder_plans,
+    search_shares,
+)
+from mmtrain.plan.colocated.kernel_table import KernelTable, balanced_step_ms, megatron_step_ms, read_table
 
 REPEATS = 3
 HEADER = (
@@ -42,29 +49,29 @@ def line(name: str, table: KernelTable, count: int) -> str:
     for _ in range(REPEATS):
         begun = time.process_time()
         host = table.host(count)
-        fine = search(host, table.encoder_plans())
+        fine = search_encoder_plans(host, table.encoder_plans())
         seconds.append(time.process_time() - begun)
-    coarse = schedule(host, fine.plan, whole_layers=True)
+    coarse = search_shares(host, fine.plan, whole_layers=True)
     for found in (coarse, fine):
         hold_to_host(found)
     least = least_step(host, table.encoder_plans())
-    figures = [host.step_time, least, megatron_step(table, count), balanced_step(table, count)]
+    figures = [host.step_time, least, megatron_step_ms(table, count), balanced_step_ms(table, count)]
     cells = [name, str(count), *(f"{ms:,.1f}" for ms in (*figures, coarse.step_time, fine.step_time))]
     cells += [f"{fine.step_time / least:.5f}", f"tp{fine.plan.tp} pp{fine.plan.pp}"]
     cells += [f"{coarse.efficiency:.1%} / {fine.efficiency:.1%}", f"{min(seconds):.2f}"]
     return "| " + " | ".join(cells) + " |"
 
 
-def least_step(host: Host, plans: list[EncoderPlan]) -> float:
+def least_step(host: LlmTimeline, plans: list[EncoderPlan]) -> float:
     """The issue's bound, of the plan for which it is least."""
 
-    def around(stages: tuple[Layers, ...], hidden: float) -> float:
+    def around(stages: tuple[LayerKernelSequences, ...], hidden: float) -> float:
         return sum(kernels.latency for layers in stages for kernels in layers) - hidden
 
     return host.step_time + min(around(p.forward, host.gather) + around(p.backward, host.scatter) for p in plans)
 
 
-def hold_to_host(found: Schedule) -> None:
+def hold_to_host(found: EncoderSchedule) -> None:
     """Fail unless kernels lie in free time, one at a time, and no microbatch is late or early."""
     for (pipeline, stage), forward in found.forward.items():
         backward = found.backward[pipeline, stage]

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mmtrain.plan import load
+from mmtrain.plan import load_plan
 from mmtrain.report import read_metrics
 
 MIB = 2**20
@@ -36,7 +36,7 @@ def report(run: Path) -> None:
     steps = read_metrics(run)
     warm = steps[len(steps) // 10 :]  # the first steps fill caches
     aside = len((run / "quarantine.jsonl").read_text().splitlines())
-    predicted = load(run / "plan.json").predicted
+    predicted = load_plan(run / "plan.json").predicted
     tenth = max(1, len(steps) // 10)
     memory = [s["peak_memory_bytes"] / MIB for s in steps]
     print(f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")

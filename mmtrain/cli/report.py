@@ -67,10 +67,10 @@ def _of_plan(path: Path) -> "Contents":
     """A plan by itself; the limit of its memory is that of the hardware's preset."""
     from mmtrain.costs import preset
     from mmtrain.costs.hardware import GIB
-    from mmtrain.plan.artifact.plan_files import load
+    from mmtrain.plan.artifact.plan_files import load_plan
     from mmtrain.report.report_contents import Contents
 
-    plan = load(path)
+    plan = load_plan(path)
     return Contents(path.stem, plan, preset(plan.hardware).memory_bytes / GIB)
 
 

@@ -34,9 +34,8 @@ def rehearsal(
     from mmtrain.cli.recipe_index import indexed
     from mmtrain.data import GroupStream
     from mmtrain.errors import UserError
-    from mmtrain.plan.artifact.balancing_targets import step_aims
-    from mmtrain.plan.artifact.plan_files import load as load_plan
-    from mmtrain.plan.artifact.plan_files import require_match
+    from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+    from mmtrain.plan.artifact.plan_files import load_plan, require_match
     from mmtrain.plan.estimate.simulate_plan import simulate_plan
     from mmtrain.recipe import recipe_fingerprint
     from mmtrain.report.comparison import Trace
@@ -53,6 +52,6 @@ def rehearsal(
     stream, global_batch = GroupStream.of(recipe, index), recipe.train.global_batch
     dp = {name: unit.dp for name, unit in plan.units.items()}
     numbers = list(steps) if trace is None else trace.steps
-    counts, aims = plan.schedule.num_microbatches, step_aims(recipe, plan, index.lengths)
+    counts, aims = plan.schedule.num_microbatches, derive_step_targets(recipe, plan, index.lengths)
     timelines = [simulate_plan(recipe, plan, stream.batch(n - 1, global_batch, dp, counts, aims)) for n in numbers]
     return Rehearsal(index, plan, numbers, timelines, trace)

@@ -33,7 +33,7 @@ def train(
     loaded = load_recipe(recipe, overrides)  # a wrong recipe is told before torch has loaded
     require_runnable(loaded.recipe, "train")
     from mmtrain.cli.local_cluster import cluster_of, plan_for_started
-    from mmtrain.plan import load as load_plan
+    from mmtrain.plan import load_plan
     from mmtrain.plan.artifact.plan_files import ranks_to_start
     from mmtrain.runtime.training.train import TrainRequest, run
 

@@ -5,7 +5,7 @@ search import it, so that ranks that execute a plan never load it.
 """
 
 from mmtrain.plan.artifact.plan import Alternative, Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
-from mmtrain.plan.artifact.plan_files import load, require_match
+from mmtrain.plan.artifact.plan_files import load_plan, require_match
 from mmtrain.plan.artifact.plan_graph import stage_graph
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "SchedulePlan",
     "StagePlan",
     "UnitPlan",
-    "load",
+    "load_plan",
     "require_match",
     "stage_graph",
 ]

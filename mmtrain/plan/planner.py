@@ -12,20 +12,20 @@ from mmtrain.costs import Hardware, RankMemory, costs_for, machine_for, precisio
 from mmtrain.costs.hardware import GIB
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape as model_shape
-from mmtrain.plan.artifact.data_drift import planned_data
+from mmtrain.plan.artifact.data_drift import summarize_data
 from mmtrain.plan.artifact.plan import Alternative, Placement, Plan, Prediction
-from mmtrain.plan.colocated.colocated_search import colocated_candidates
+from mmtrain.plan.colocated.colocated_search import search_colocated
 from mmtrain.plan.colocated.encoder_order import scheduling_efficiency
 from mmtrain.plan.estimate.evaluate import Candidate
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
 from mmtrain.plan.estimate.memory_lower_bound import rejected_by_memory_bound, unit_memory_bound
 from mmtrain.plan.estimate.sample_batches import sample_batches
 from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
-from mmtrain.plan.explain.baselines import Folklore, told
-from mmtrain.plan.explain.infeasible import is_possible, refusal
-from mmtrain.plan.explain.suggestions import what_would_fit
-from mmtrain.plan.explain.why_slower import why_measured, why_slower
-from mmtrain.plan.replicated.replicated_step import Phases
+from mmtrain.plan.explain.baselines import BaselinePlanner, baseline_alternative
+from mmtrain.plan.explain.infeasible import explain_infeasible, has_meshes
+from mmtrain.plan.explain.suggestions import suggest_changes
+from mmtrain.plan.explain.why_slower import explain_measured_slower, explain_slower
+from mmtrain.plan.replicated.replicated_step import ReplicatedPredictor
 from mmtrain.plan.search.best_first_search import (
     EQUAL_STEP_TIME_RATIO,
     Progress,
@@ -72,7 +72,7 @@ def plan(
     layer_costs, choices = prepared(recipe, lengths, machine)
     found = _found(recipe, layer_costs, choices, machine, world_size, top, progress)
     about = PlanMetadata(recipe, recipe_sha256, found.layer_costs, machine)
-    folklore = Folklore(found.candidates, found.layer_costs, choices, machine)
+    folklore = BaselinePlanner(found.candidates, found.layer_costs, choices, machine)
     if baseline is not None:
         asked = folklore.asked(baseline)
         return about.plan(asked, (_planned_instead(found.outcome.candidates[0], asked),))
@@ -90,12 +90,12 @@ def plan(
     )  # refuses what the runtime could not run to its end
     losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.rejected]
     losers += [
-        told(n, j, chosen.step_time_s)
+        baseline_alternative(n, j, chosen.step_time_s)
         for n, j in rules.items()
         if j.step_time_s > chosen.step_time_s * EQUAL_STEP_TIME_RATIO
     ]
     if recipe.parallel.placement == "auto" and world_size > 1:
-        phases = Phases(
+        phases = ReplicatedPredictor(
             layer_costs.shape, layer_costs.costs, layer_costs.precision, layer_costs.batches, machine, world_size
         )
         losers.append(phases.alternative(chosen.step_time_s))
@@ -154,7 +154,7 @@ def _found(
     searched = [assignment for _, assignment in candidates]
     left_out = rejected_by_memory_bound(choices, world_size, searched, unit_memory_bound(layer_costs), machine)
     if not outcome.candidates:
-        changes = what_would_fit(searched, outcome.rejected, layer_costs, choices, machine, world_size)
+        changes = suggest_changes(searched, outcome.rejected, layer_costs, choices, machine, world_size)
         raise PlanError(_nothing_fits(outcome.rejected, left_out, machine, world_size, changes))
     return _Found(layer_costs, candidates, outcome, left_out)
 
@@ -173,7 +173,7 @@ def _searched(
     if not counts:
         placements, most = placements_of(recipe, choices), min(world_size, recipe.parallel.max_gpus or world_size)
         free = partial(unit_choices, shape=layer_costs.shape, ranks_per_node=machine.ranks_per_node)
-        raise PlanError(refusal(recipe, choices, most, placements, free))
+        raise PlanError(explain_infeasible(recipe, choices, most, placements, free))
     bound = unit_time_bound(layer_costs, choices, machine)
     candidates = [
         (least, assignment)
@@ -185,7 +185,7 @@ def _searched(
     first, *others = _parts(progress, 1 + len(colocated))
     outcome = best_first_search(candidates, layer_costs, choices, machine, at_least=top + 1, progress=first)
     rest = (
-        colocated_candidates(layer_costs, choices, machine, n, outcome.fastest, other)
+        search_colocated(layer_costs, choices, machine, n, outcome.fastest, other)
         for n, other in zip(colocated, others, strict=True)
     )
     outcome = merge_results(outcome, *rest)
@@ -225,7 +225,7 @@ class PlanMetadata:
             placement=chosen.layout.placement,
             units=dict(chosen.layout.units),
             schedule=chosen.schedule,
-            data=planned_data(self.layer_costs.batches.lengths),
+            data=summarize_data(self.layer_costs.batches.lengths),
             predicted=predict(chosen, self.layer_costs, self.machine, world_size),
             alternatives=alternatives,
         )
@@ -266,7 +266,7 @@ def rank_counts(recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: 
     limit, placements = recipe.parallel.max_gpus, placements_of(recipe, choices)
 
     def possible(count: int) -> bool:
-        return any(is_possible(choices, count, placement) for placement in placements)
+        return any(has_meshes(choices, count, placement) for placement in placements)
 
     if limit is None:
         return [world_size] if possible(world_size) else []
@@ -318,11 +318,11 @@ def _memory_by_ranks(chosen: Candidate) -> dict[str, RankMemory]:
 def _slower(loser: Candidate, chosen: Candidate, seconds: Mapping[int, float]) -> Alternative:
     """One line on a plan that fits but is not the fastest; seconds: of those that were measured, by `id`."""
     if id(loser) in seconds:
-        reason = why_measured(loser, chosen, seconds[id(loser)] / seconds[id(chosen)])
+        reason = explain_measured_slower(loser, chosen, seconds[id(loser)] / seconds[id(chosen)])
     elif loser.step_time_s <= chosen.step_time_s * EQUAL_STEP_TIME_RATIO:
         reason = "as fast, but with more pipeline ranks, chunks or tensor parallelism"
     else:
-        reason = why_slower(loser, chosen)
+        reason = explain_slower(loser, chosen)
     return Alternative(
         summary=loser.layout.summary,
         placement=loser.layout.placement,

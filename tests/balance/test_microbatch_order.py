@@ -13,7 +13,7 @@ from mmtrain.balance import BatchMeta, Place, Price, SampleLengths, StepAims, as
 from mmtrain.balance.reordering import makespans
 from mmtrain.balance.schedule_recurrence import Recurrence
 from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.artifact.schedule_table import timetable
+from mmtrain.plan.artifact.schedule_table import build_schedule_table
 from tests.balance.test_assign import make_groups, make_lengths
 from tests.program.graphs import Unit, chain
 
@@ -50,7 +50,8 @@ def interleaved(case: Case) -> StepAims:
     graph = chain(Unit("vision", dp=dp_vision, n=num_vision), Unit("llm", 2, dp_llm, num_stages=4), n=num)
     counts = {"vision": num_vision, "llm": num}
     prices = {s.id: (Price(40, 1), Price(80, 2)) if s.id.unit == "vision" else LLM_PRICES for s in graph.stages}
-    return StepAims(timetable=timetable(graph, SchedulePlan(num_microbatches=counts), prices), items=AIMS.items)
+    table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), prices)
+    return StepAims(timetable=table, items=AIMS.items)
 
 
 def seconds(meta: BatchMeta, case: Case, prices: Sequence[Mapping[str, Price]]) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 
 from mmtrain.data import build
 from mmtrain.data.synthetic.demo import generate
-from mmtrain.plan import load
+from mmtrain.plan import load_plan
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
 
@@ -34,7 +34,7 @@ def test_a_table_and_a_plan_file(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     done = plan(data, "--set", "parallel.placement=auto", "--top", "2", "--out", str(out))
     assert done.returncode == 0, done.stderr
-    saved = load(out)
+    saved = load_plan(out)
     assert saved.world_size == 2
     assert len(saved.alternatives) <= 2
     assert done.stdout.startswith(f"{saved.placement} on 2 x cpu-core")
@@ -51,7 +51,7 @@ def test_a_baseline_is_a_plan_file_like_any_other(data: Path, tmp_path: Path) ->
     done = plan(data, "--set", "parallel.placement=unified", "--baseline", "megatron", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert "what is planned without a baseline" in " ".join(done.stdout.split())
-    saved = load(out)
+    saved = load_plan(out)
     assert saved.placement == "unified"
     assert len(saved.units["vision"].stages) == 1
 

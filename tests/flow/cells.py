@@ -235,7 +235,7 @@ def _unified(cell: Cell, model: ModelShape, rng: np.random.Generator) -> dict[st
     num_layers = sum(len(unit.layers) for unit in model.units)
     cuts = _bounds(num_layers, size.pp * size.vpp, rng)
     whole = MeshSize(size.tp, size.pp, size.dp, size.vpp)
-    units = layouts.unified(model, whole, cuts)
+    units = layouts.unified_units(model, whole, cuts)
     return {
         name: Mesh(
             tuple(stage.layers[0] for stage in unit.stages[1:]),

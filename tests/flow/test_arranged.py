@@ -9,9 +9,8 @@ import pytest
 
 from mmtrain.balance import SampleLengths, StepAims
 from mmtrain.data import GroupStream, build
-from mmtrain.plan import Plan
-from mmtrain.plan import load as load_plan
-from mmtrain.plan.artifact.balancing_targets import step_aims
+from mmtrain.plan import Plan, load_plan
+from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE
@@ -36,7 +35,7 @@ def _rearranged(request: TrainRequest, plan: Plan) -> bool:
     """Whether aims change some of the first steps of a run."""
     recipe = request.loaded.recipe
     index = build(recipe)
-    stream, aims = GroupStream.of(recipe, index), step_aims(recipe, plan, index.lengths)
+    stream, aims = GroupStream.of(recipe, index), derive_step_targets(recipe, plan, index.lengths)
     dp = {name: unit.dp for name, unit in plan.units.items()}
     ways = [
         [stream.batch(s, 8, dp, plan.schedule.num_microbatches, a).sample_id.tolist() for s in range(3)]
@@ -56,7 +55,7 @@ def test_losses_are_those_of_steps_as_they_come(
     arranged, plain = (request_for(data, tmp_path / name, *changes) for name in ("arranged", "plain"))
     assert run_all(*[arranged] * ranks) == [""] * ranks
     assert _rearranged(arranged, load_plan(arranged.run_dir / PLAN_FILE))
-    monkeypatch.setattr(train, "step_aims", _no_aims)  # ranks are forked from here
+    monkeypatch.setattr(train, "derive_step_targets", _no_aims)  # ranks are forked from here
     assert run_all(*[plain] * ranks) == [""] * ranks
     assert _losses(arranged.run_dir) == pytest.approx(_losses(plain.run_dir), rel=1e-5)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.plan import load
+from mmtrain.plan import load_plan
 from mmtrain.plan.planner import plan
 from tests.flow.cases import lengths, recipe
 from tests.flow.equality import assert_equals_one_process
@@ -15,7 +15,7 @@ def test_a_baseline_that_was_saved_trains_as_one_process_does(rule: str, placeme
     settings = recipe(model__llm__layers=4)
     chosen = plan(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="", baseline=rule)
     chosen.save(tmp_path / "plan.json")
-    found = load(tmp_path / "plan.json")
+    found = load_plan(tmp_path / "plan.json")
     assert found == chosen
     assert found.placement == placement
     assert_equals_one_process(settings, found)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.plan_files import load as load_plan
+from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.program import Compute, Partial, build, chrome_trace
 from mmtrain.program.ir.segments import flat

@@ -13,7 +13,7 @@ from rich.console import Console
 from mmtrain.checkpoint import find, open_newest_good
 from mmtrain.data import build
 from mmtrain.errors import LaunchError, PlanError, UserError
-from mmtrain.plan import load as load_plan
+from mmtrain.plan import load_plan
 from mmtrain.program import Action, Backward, Forward
 from mmtrain.recipe import load_recipe
 from mmtrain.report import StepMetrics, read_metrics

@@ -6,15 +6,15 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, Host, Schedule
-from mmtrain.plan.colocated.bubbles import Kernels, Placed
+from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, EncoderSchedule, LlmTimeline
+from mmtrain.plan.colocated.bubbles import KernelSequence, PlacedKernels
 
 CLOSE = 1e-5
 Spans = Sequence[tuple[float, float]]
 FloatArray = npt.NDArray[np.float64]
 
 
-def check_schedule(found: Schedule, busy: Sequence[Spans], link: Sequence[Spans]) -> None:
+def check_schedule(found: EncoderSchedule, busy: Sequence[Spans], link: Sequence[Spans]) -> None:
     """Fail unless the schedule could run beside an LLM whose ranks compute at `busy` and communicate at `link`."""
     host, plan = found.host, found.plan
     num_microbatches = len(host.first_forwards)
@@ -52,7 +52,7 @@ def check_schedule(found: Schedule, busy: Sequence[Spans], link: Sequence[Spans]
     assert abs(found.step_time - expected) < CLOSE
 
 
-def _rows(placed: Placed) -> Iterator[tuple[float, float, bool]]:
+def _rows(placed: PlacedKernels) -> Iterator[tuple[float, float, bool]]:
     for (start, end), computes in zip(placed.spans.tolist(), placed.computes.tolist(), strict=True):
         yield start, end, computes
 
@@ -64,7 +64,9 @@ def _apart(spans: Spans, others: Spans) -> None:
     assert np.all(everything[1:, 0] >= everything[:-1, 1] - CLOSE)
 
 
-def _in_order(placed: Placed, mb: int, layers: tuple[Kernels, ...], plan: EncoderPlan) -> tuple[float, float]:
+def _in_order(
+    placed: PlacedKernels, mb: int, layers: tuple[KernelSequence, ...], plan: EncoderPlan
+) -> tuple[float, float]:
     """Each kernel as long as it should be, and none before the one in front of it; returns first start and last end."""
     mine = placed.chains == mb
     spans, which, computes = placed.spans[mine], placed.kernels[mine], placed.computes[mine]
@@ -81,7 +83,7 @@ def _in_order(placed: Placed, mb: int, layers: tuple[Kernels, ...], plan: Encode
     return float(spans[0, 0]), float(spans[-1, 1])
 
 
-def least_step(host: Host, plan: EncoderPlan) -> float:
+def least_step(host: LlmTimeline, plan: EncoderPlan) -> float:
     """The shortest step, by trying every owner, every start and every order; whole numbers, pp 1, no collectives."""
     num_pipelines, total = plan.num_pipelines(host), len(host.first_forwards)
     furthest = int(sum(k.latency for k in plan.forward[0]) * total)
@@ -104,7 +106,7 @@ def least_step(host: Host, plan: EncoderPlan) -> float:
     return best
 
 
-def _least_tail(host: Host, plan: EncoderPlan, pipeline: int, mine: tuple[int, ...], head: int) -> float:
+def _least_tail(host: LlmTimeline, plan: EncoderPlan, pipeline: int, mine: tuple[int, ...], head: int) -> float:
     """The least time after the LLM that one rank needs when it starts `head` before it; infinite if F is missed."""
     forward = [d for k in plan.forward[0] for d in k.durations]
     backward = [d for layers in plan.backward for k in layers for d in k.durations]

@@ -11,8 +11,8 @@ from mmtrain.costs import TokenLoad, costs_for, machine_for, precision_for, upst
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
-from mmtrain.plan.artifact.balancing_targets import step_aims, typical_loads
-from mmtrain.plan.artifact.marginal_cost import slope
+from mmtrain.plan.artifact.balancing_targets import derive_step_targets, typical_loads
+from mmtrain.plan.artifact.marginal_cost import marginal_cost
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.planner import plan
 from mmtrain.program import build_1f1b
@@ -31,7 +31,7 @@ def planned(settings: Recipe, ranks: int) -> Plan:
 def aimed(parallel: dict[str, Any], ranks: int, **changes: Any) -> tuple[Plan, StepAims]:
     settings = recipe(parallel=parallel, **changes)
     chosen = planned(settings, ranks)
-    return chosen, step_aims(settings, chosen, lengths())
+    return chosen, derive_step_targets(settings, chosen, lengths())
 
 
 def test_units_on_the_same_ranks_are_one_cost() -> None:
@@ -84,14 +84,14 @@ def test_other_pipelines_are_ordered_in_time_by_their_timetable() -> None:
     graph = stage_graph(chosen, build_model_shape(recipe(parallel={"placement": "disaggregated"} | sizes)))
     lines = {rank: tuple(map(action_to_text, todo)) for rank, todo in build_1f1b(graph).actions.items()}
     written = SchedulePlan(kind="explicit", num_microbatches=chosen.schedule.num_microbatches, order=lines)
-    same = step_aims(recipe(), chosen.model_copy(update={"schedule": written}), lengths())
+    same = derive_step_targets(recipe(), chosen.model_copy(update={"schedule": written}), lengths())
     assert same.timetable == aims.timetable, "an order that is written down is another way to say the same"
 
 
 def test_two_encoders_side_by_side_are_no_chain() -> None:
     settings = speech(parallel={"placement": "disaggregated"})
     chosen = plan(settings, heard(settings), world_size=3, hardware="cpu-core", recipe_sha256="f" * 64)
-    aims = step_aims(settings, chosen, heard(settings))
+    aims = derive_step_targets(settings, chosen, heard(settings))
     assert not aims.places
     assert aims.timetable is not None
     assert len(aims.timetable.turns) == 3
@@ -100,7 +100,7 @@ def test_two_encoders_side_by_side_are_no_chain() -> None:
 def test_three_units_are_all_priced() -> None:
     settings = speech(parallel={"placement": "unified"})
     chosen = plan(settings, heard(settings), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
-    aims = step_aims(settings, chosen, heard(settings))
+    aims = derive_step_targets(settings, chosen, heard(settings))
     assert set(aims.items) == {"vision", "audio"}
     assert set(aims.nodes) == set(chosen.units)
 
@@ -111,7 +111,7 @@ def test_prices_add_up_to_what_the_cost_model_says() -> None:
     settings = recipe(parallel={"placement": "disaggregated"} | sizes)
     chosen = planned(settings, 4)
     aims, model, machine = (
-        step_aims(settings, chosen, lengths()),
+        derive_step_targets(settings, chosen, lengths()),
         build_model_shape(settings),
         machine_for(settings, "cpu-core"),
     )
@@ -141,15 +141,15 @@ def test_prices_add_up_to_what_the_cost_model_says() -> None:
 @pytest.mark.parametrize(("linear", "quadratic"), list(itertools.product([0.0, 3e-6], [0.0, 2e-9])))
 def test_a_slope_is_exact_where_costs_are_straight(linear: float, quadratic: float) -> None:
     at = TokenLoad(400, 40_000, 100, 4)
-    found = slope(lambda load: linear * load.tokens + quadratic * load.sum_sq, at)
+    found = marginal_cost(lambda load: linear * load.tokens + quadratic * load.sum_sq, at)
     assert found.linear == pytest.approx(linear, abs=1e-15)
     assert found.quadratic == pytest.approx(quadratic, abs=1e-18)
 
 
 def test_where_time_does_not_grow_the_mean_is_the_price() -> None:
-    found = slope(lambda _: 0.2, TokenLoad(400, 40_000, 100, 4))
+    found = marginal_cost(lambda _: 0.2, TokenLoad(400, 40_000, 100, 4))
     assert found.linear == pytest.approx(0.2 / 400)
-    assert slope(lambda _: 0.2, TokenLoad(0, 0, 0, 0)).linear == 0
+    assert marginal_cost(lambda _: 0.2, TokenLoad(0, 0, 0, 0)).linear == 0
 
 
 def test_sums_over_a_step_are_exact() -> None:

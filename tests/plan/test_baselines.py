@@ -13,7 +13,7 @@ from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.estimate.evaluate import evaluate_layout
 from mmtrain.plan.estimate.layer_costs import FORWARD
 from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
-from mmtrain.plan.explain.baselines import BASELINES, CUT_RULES, FLOPS, Folklore
+from mmtrain.plan.explain.baselines import BASELINES, FLOPS_BASELINE, PARTITION_RULES, BaselinePlanner
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO, SearchResults, best_first_search
 from mmtrain.plan.search.layer_partition import FloatArray, LayerChain, chunk_seconds, layer_chains
@@ -33,11 +33,11 @@ def chain(pp: int, **vision: Any) -> tuple[LayerChain, FloatArray]:
     return layer_chains(assignment, layer_costs, choices)[0], np.concatenate(forward)
 
 
-def folklore(settings: Recipe, world_size: int, hardware: str = "cpu-core") -> Folklore:
+def folklore(settings: Recipe, world_size: int, hardware: str = "cpu-core") -> BaselinePlanner:
     layer_costs, choices = layer_costs_for(settings, hardware)
     machine = machine_for(settings, hardware)
     bound = unit_time_bound(layer_costs, choices, machine)
-    return Folklore(list(bounded_mesh_assignments(choices, world_size, bound)), layer_costs, choices, machine)
+    return BaselinePlanner(list(bounded_mesh_assignments(choices, world_size, bound)), layer_costs, choices, machine)
 
 
 def planned(settings: Recipe, world_size: int, **asked: Any) -> Plan:
@@ -49,7 +49,7 @@ def planned(settings: Recipe, world_size: int, **asked: Any) -> Plan:
     [("megatron", (0, 7, 9, 11, 13)), ("megatron-extra", (0, 5, 8, 10, 13)), ("equal-layers", (0, 3, 6, 9, 13))],
 )
 def test_layers_lie_where_the_rule_says(name: str, expected: tuple[int, ...]) -> None:
-    found = CUT_RULES[name](*chain(4))
+    found = PARTITION_RULES[name](*chain(4))
     assert found is not None
     assert sorted(np.diff(found)) == sorted(np.diff(expected))
     assert (found[0], found[-1]) == (0, 13)
@@ -57,7 +57,7 @@ def test_layers_lie_where_the_rule_says(name: str, expected: tuple[int, ...]) ->
 
 def test_each_rule_evens_out_what_its_name_says() -> None:
     one, forward = chain(3, freeze=True)  # no backward: a profile of forwards takes it for dearer than it is
-    cuts = {name: rule(one, forward) for name, rule in CUT_RULES.items()}
+    cuts = {name: rule(one, forward) for name, rule in PARTITION_RULES.items()}
     of_forward = np.concatenate([[0.0], np.cumsum(forward)])
 
     def slowest(found: tuple[int, ...] | None) -> float:
@@ -74,7 +74,7 @@ def test_each_rule_evens_out_what_its_name_says() -> None:
 @pytest.mark.parametrize("world_size", [2, 5, 8, 16])
 def test_ranks_are_in_proportion_to_flops(world_size: int) -> None:
     given = folklore(recipe(vision={**SMALL["vision"], "layers": 8}), world_size)
-    found = given.find(FLOPS)
+    found = given.find(FLOPS_BASELINE)
     assert found is not None
     alone = tuple((name, 1, 8) for name in given.choices)
     flops = {}
@@ -95,7 +95,7 @@ def test_baselines_are_simulated_and_never_stand_before_the_plan(world_size: int
     told = {a.summary.split(" baseline")[0]: a for a in chosen.alternatives if " baseline" in a.summary}
     given = folklore(recipe(**SMALL), world_size)
     rules = given.all()
-    assert {"megatron", "equal-layers", FLOPS} <= set(rules) <= set(BASELINES)
+    assert {"megatron", "equal-layers", FLOPS_BASELINE} <= set(rules) <= set(BASELINES)
     assert "megatron" in told
     assert set(told) <= set(rules)
     for name, judged in rules.items():
@@ -119,7 +119,7 @@ def test_a_baseline_that_is_faster_than_all_that_was_found_is_the_plan(monkeypat
         ),
     )
     settings = recipe(**SMALL, parallel={"placement": "auto"})
-    monkeypatch.setattr("mmtrain.plan.planner.colocated_candidates", lambda *_: SearchResults((), ()))
+    monkeypatch.setattr("mmtrain.plan.planner.search_colocated", lambda *_: SearchResults((), ()))
     assert planned(settings, 2).predicted.step_time_s == fastest
 
 
@@ -129,13 +129,13 @@ def test_a_baseline_can_be_asked_for(name: str) -> None:
     chosen = planned(settings, 2)
     found = planned(settings, 2, baseline=name)
     build(stage_graph(found, build_model_shape(settings)))
-    assert found.placement == ("disaggregated" if name == FLOPS else "unified")
+    assert found.placement == ("disaggregated" if name == FLOPS_BASELINE else "unified")
     [beside] = found.alternatives
     assert beside.step_time_s == chosen.predicted.step_time_s
     assert "x faster: what is planned without a baseline" in beside.reason
 
 
-@pytest.mark.parametrize("name", ["balanced", FLOPS])
+@pytest.mark.parametrize("name", ["balanced", FLOPS_BASELINE])
 def test_where_the_quickest_sizes_do_not_fit_others_are_taken(name: str) -> None:
     given = folklore(recipe(parallel={"vision": {"recompute": "none"}, "llm": {"recompute": "none"}}), 8)
     free = given.find(name)

@@ -11,10 +11,10 @@ from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.artifact.plan_graph import in_pieces, stage_graph
-from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
-from mmtrain.plan.colocated.colocated_search import colocated_candidates
-from mmtrain.plan.colocated.encoder_order import plan_order, scheduling_efficiency
+from mmtrain.plan.artifact.plan_graph import split_into_pieces, stage_graph
+from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_mesh_sizes, llm_mesh_sizes
+from mmtrain.plan.colocated.colocated_search import search_colocated
+from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_efficiency
 from mmtrain.plan.estimate.evaluate import Candidate, SampledBatchTiming, evaluate_layout, model_timing, peak_in_flight
 from mmtrain.plan.estimate.layer_costs import batch_split_of
 from mmtrain.plan.planner import plan
@@ -38,8 +38,8 @@ def layouts(settings: Recipe, world_size: int, vpp: int = 1) -> list[Layout]:
     layer_costs, choices = layer_costs_for(settings)
     found = [
         colocated_layout(layer_costs, encoders, replace(llm, vpp=vpp))
-        for llm in llm_sizes(choices, world_size)
-        for encoders in encoder_sizes(choices, llm)
+        for llm in llm_mesh_sizes(choices, world_size)
+        for encoders in encoder_mesh_sizes(choices, llm)
     ]
     return [layout for layout in found if layout is not None]
 
@@ -82,7 +82,7 @@ def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
         coarse = evaluate_layout(layout, layer_costs, MACHINE, SchedulePlan(kind="coarse", num_microbatches=counts))
         seconds = layer_costs.stage_seconds(graph)
         for ahead in (None, 2, 0):
-            order = plan_order(graph, layer_costs, MACHINE, ahead=ahead)
+            order = plan_encoder_order(graph, layer_costs, MACHINE, ahead=ahead)
             program = build(graph, kind="explicit", order=order)
             found = evaluate_layout(
                 layout, layer_costs, MACHINE, SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
@@ -115,8 +115,8 @@ def test_pieces_of_layers_go_into_the_gaps_inside_the_llms(sliced: bool, recompu
     filled, faster = 0, 0
     for layout in (one for one in layouts(settings, 4) if one.units[LLM].tp > 1):
         sizes = [name for name, unit in layout.units.items() if sliced and unit.tp > 1]
-        graph = in_pieces(layout_graph(layout, layer_costs), layer_costs.shape, sizes)
-        order = plan_order(graph, layer_costs, machine)
+        graph = split_into_pieces(layout_graph(layout, layer_costs), layer_costs.shape, sizes)
+        order = plan_encoder_order(graph, layer_costs, machine)
         program = build(graph, kind="explicit", order=order)
         schedule = SchedulePlan(
             kind="explicit", num_microbatches=dict(layout.num_microbatches), order=order, pieces=True
@@ -125,7 +125,7 @@ def test_pieces_of_layers_go_into_the_gaps_inside_the_llms(sliced: bool, recompu
         assert found.graph == graph
         assert found.memory == layer_costs.memory(graph, peak_in_flight(program))
         filled += sum(isinstance(action, Fill) for action in program.actions[0])
-        by_layer = plan_order(layout_graph(layout, layer_costs), layer_costs, machine)
+        by_layer = plan_encoder_order(layout_graph(layout, layer_costs), layer_costs, machine)
         plain = evaluate_layout(
             layout, layer_costs, machine, schedule.model_copy(update={"order": by_layer, "pieces": False})
         )
@@ -140,23 +140,23 @@ def test_the_fastest_candidates_are_cut_into_pieces_where_that_is_faster() -> No
     settings = recipe(vision={**VISION, "hidden": 512, "ffn": 1024}, llm=wide, parallel={"llm": {"tp": 4, "pp": 1}})
     machine = machine_for(settings, "h100-80g")
     layer_costs, choices = layer_costs_for(settings, "h100-80g")
-    found = colocated_candidates(layer_costs, choices, machine, 4).candidates
+    found = search_colocated(layer_costs, choices, machine, 4).candidates
     cut = [one for one in found if one.schedule.pieces]
     assert 0 < len(cut) <= 2
     for one in cut:
-        order = plan_order(layout_graph(one.layout, layer_costs), layer_costs, machine)
+        order = plan_encoder_order(layout_graph(one.layout, layer_costs), layer_costs, machine)
         counts = dict(one.layout.num_microbatches)
         by_layer = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
         assert one.step_time_s < evaluate_layout(one.layout, layer_costs, machine, by_layer).step_time_s
         build(one.graph, kind="explicit", order=one.schedule.order)
         assert SchedulePlan.model_validate_json(one.schedule.model_dump_json()) == one.schedule
-    unhurried = colocated_candidates(layer_costs, choices, machine, 4, fastest=found[0].step_time_s / 100).candidates
+    unhurried = search_colocated(layer_costs, choices, machine, 4, fastest=found[0].step_time_s / 100).candidates
     assert not any(one.schedule.pieces for one in unhurried), "no work goes into what cannot win"
 
 
 def test_candidates_are_never_slower_than_their_coarse_order() -> None:
     layer_costs, choices = layer_costs_for(recipe(global_batch=16))
-    found = colocated_candidates(layer_costs, choices, MACHINE, 4)
+    found = search_colocated(layer_costs, choices, MACHINE, 4)
     assert {one.schedule.kind for one in found.candidates} >= {"explicit"}
     for one in found.candidates:
         coarse = SchedulePlan(kind="coarse", num_microbatches=dict(one.layout.num_microbatches))
@@ -165,9 +165,9 @@ def test_candidates_are_never_slower_than_their_coarse_order() -> None:
 
 def test_no_candidate_that_can_be_seen_to_be_slower_is_tried() -> None:
     layer_costs, choices = layer_costs_for(recipe())
-    everything = colocated_candidates(layer_costs, choices, MACHINE, 2)
+    everything = search_colocated(layer_costs, choices, MACHINE, 2)
     best = min(one.step_time_s for one in everything.candidates)
-    assert colocated_candidates(layer_costs, choices, MACHINE, 2, fastest=best / 10).candidates == ()
+    assert search_colocated(layer_costs, choices, MACHINE, 2, fastest=best / 10).candidates == ()
 
 
 def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
@@ -185,18 +185,18 @@ def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
 def test_orders_that_hold_too_much_give_way_to_ones_that_fit() -> None:
     settings = recipe(global_batch=32, parallel={"placement": "colocated", "llm": {"pp": 2, "tp": 1}})
     layer_costs, choices = layer_costs_for(settings)
-    free = colocated_candidates(layer_costs, choices, MACHINE, 2)
+    free = search_colocated(layer_costs, choices, MACHINE, 2)
     recomputed = set()
     for share in (0.8, 0.5, 0.4):
         tight = replace(MACHINE, memory_bytes=share * min(one.peak_bytes for one in free.candidates))
-        found = colocated_candidates(layer_costs, choices, tight, 2)
+        found = search_colocated(layer_costs, choices, tight, 2)
         assert found.candidates or found.rejected
         for one in found.candidates:
             assert one.peak_bytes <= tight.memory_bytes
             assert one.memory == layer_costs.memory(one.graph, peak_in_flight(build(one.graph, None, *order_of(one))))
             recomputed |= {name for name, unit in one.layout.units.items() for s in unit.stages if s.recompute}
     assert "vision" in recomputed
-    nothing = colocated_candidates(layer_costs, choices, replace(MACHINE, memory_bytes=1e4), 2)
+    nothing = search_colocated(layer_costs, choices, replace(MACHINE, memory_bytes=1e4), 2)
     assert nothing.candidates == ()
     assert all("does not fit" in loser.reason for loser in islice(nothing.rejected, 3))
 

@@ -10,7 +10,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.plan import Placement
-from mmtrain.plan.explain.infeasible import is_possible, nearest_counts, refusal
+from mmtrain.plan.explain.infeasible import explain_infeasible, has_meshes, nearest_rank_counts
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.constraints import UnitChoices, unit_choices
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
@@ -44,7 +44,7 @@ def test_what_is_possible_is_what_can_be_listed(seed: int) -> None:
         return
     for ranks in (1, 2, 3, 4, 6, 7, 8, 12):
         found = {assignment.placement for assignment in mesh_assignments(choices, ranks)}
-        assert {p for p in PLACEMENTS[:2] if is_possible(choices, ranks, p)} == found
+        assert {p for p in PLACEMENTS[:2] if has_meshes(choices, ranks, p)} == found
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -58,9 +58,9 @@ def test_the_fewest_settings_that_clash_are_named(placement: Placement) -> None:
         except PlanError:
             continue
         ranks = int(np.random.default_rng(seed).choice([4, 6, 8]))
-        if is_possible(choices, ranks, placement):
+        if has_meshes(choices, ranks, placement):
             continue
-        text = refusal(settings, choices, ranks, [placement], choices_of)
+        text = explain_infeasible(settings, choices, ranks, [placement], choices_of)
         named = re.search(rf"{placement}: (parallel.*?) (?:do not go together|cannot be met)", text)
         paths = re.findall(r"parallel\.(\w+)\.(\w+) (\d+)", named[1]) if named else []
         for left_out in [None, *paths]:
@@ -69,7 +69,7 @@ def test_the_fewest_settings_that_clash_are_named(placement: Placement) -> None:
                 assert fixed[unit][key] == int(value)
                 if (unit, key, value) != left_out:
                     some[unit][key] = int(value)
-            assert is_possible(choices_of(recipe(parallel=some)), ranks, placement) == (
+            assert has_meshes(choices_of(recipe(parallel=some)), ranks, placement) == (
                 bool(paths) and left_out is not None
             )
         num_named += len(paths) > 1
@@ -108,5 +108,5 @@ def test_fixed_sizes_are_found_below_the_most_gpus_allowed() -> None:
 
 def test_the_nearest_numbers_of_ranks_can_be_used() -> None:
     choices = choices_of(recipe(parallel={unit: {"tp": 2, "dp": 4} for unit in ("vision", "llm")}))
-    assert nearest_counts(choices, 20, ["unified"]) == [16, 24]
-    assert nearest_counts(choices, 3, ["unified"]) == [8]
+    assert nearest_rank_counts(choices, 20, ["unified"]) == [16, 24]
+    assert nearest_rank_counts(choices, 3, ["unified"]) == [8]

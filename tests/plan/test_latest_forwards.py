@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.plan.colocated.latest_forwards import forwards_latest
+from mmtrain.plan.colocated.latest_forwards import delay_forwards
 from mmtrain.program import Backward, Forward, Send, Transport, action_to_text, build, simulate
 from tests.program.graphs import Unit, chain
 from tests.program.timings import Seconds
@@ -26,7 +26,7 @@ def test_forwards_are_late_and_the_step_is_no_longer(pp: int, vpp: int, n: int, 
     timing = Sent(llm=1.0)
     alone = simulate(build(graph), timing)
     spans = [s for s in alone.spans if isinstance(s.action, Forward | Backward)]
-    late = forwards_latest(graph, spans)
+    late = delay_forwards(graph, spans)
     assert late.keys() == {s.action for s in spans}
     on_rank = defaultdict(list)
     for span in spans:
@@ -54,7 +54,7 @@ def test_a_warm_up_is_shortened_where_the_step_is_no_longer() -> None:
     """Interleaved 1F1B starts more forwards than it must; some are put off past a backward."""
     graph = chain(Unit("llm", 2, num_stages=4), n=4)
     spans = [s for s in simulate(build(graph), Seconds(llm=1.0)).spans if isinstance(s.action, Forward | Backward)]
-    late = forwards_latest(graph, spans)
+    late = delay_forwards(graph, spans)
 
     def warm_up(starts: dict[object, float]) -> list[int]:
         first = [min(starts[s.action] for s in spans if s.rank == r and isinstance(s.action, Backward)) for r in (0, 1)]

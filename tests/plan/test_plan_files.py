@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.errors import PlanError
-from mmtrain.plan import Plan, load, require_match
+from mmtrain.plan import Plan, load_plan, require_match
 from mmtrain.plan.artifact.plan_files import ranks_to_start
 from mmtrain.plan.planner import plan
 from tests.plan.factory import lengths, recipe
@@ -19,7 +19,7 @@ def chosen() -> Plan:
 
 def test_a_saved_plan_is_the_same_plan(chosen: Plan, tmp_path: Path) -> None:
     chosen.save(tmp_path / "plan.json")
-    assert load(tmp_path / "plan.json") == chosen
+    assert load_plan(tmp_path / "plan.json") == chosen
 
 
 @pytest.mark.parametrize(
@@ -35,16 +35,16 @@ def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> 
     path = tmp_path / "plan.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(PlanError, match=message):
-        load(path)
+        load_plan(path)
 
 
 def test_unknown_keys_and_missing_files_are_refused(chosen: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with pytest.raises(PlanError, match="cannot read the plan"):
-        load(path)
+        load_plan(path)
     path.write_text(json.dumps({**chosen.model_dump(mode="json"), "color": "red"}), encoding="utf-8")
     with pytest.raises(PlanError, match="damaged plan file: color"):
-        load(path)
+        load_plan(path)
 
 
 @pytest.mark.parametrize("counts", [{"llm": 8}, {"vision": 8, "llm": 8, "audio": 8}, {"vision": 0, "llm": 8}])
@@ -58,7 +58,7 @@ def test_numbers_of_microbatches_that_are_not_those_of_the_units_are_refused(
     with pytest.raises(
         PlanError, match=r"damaged plan file: .*num_microbatches is .*vision, llm a number of at least 1"
     ):
-        load(path)
+        load_plan(path)
 
 
 def test_a_plan_for_something_else_names_all_that_differs(chosen: Plan) -> None:

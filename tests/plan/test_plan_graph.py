@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.artifact.layout import Layout, MeshSize, split_tp_group, unified
+from mmtrain.plan.artifact.layout import Layout, MeshSize, split_tp_group, unified_units
 from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
-from mmtrain.plan.artifact.plan_graph import graph_of
+from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.search import layer_partition as cut
 from mmtrain.plan.search.layer_partition import layer_chains, layout_graph
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
@@ -68,7 +68,7 @@ def test_every_layout_becomes_a_program_that_runs_and_holds_what_memory_says(ind
 
 
 def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
-    units = unified(build_model_shape(recipe()), MeshSize(2, 3, 2), (0, 3, 7, 11), {"llm": range(6)})
+    units = unified_units(build_model_shape(recipe()), MeshSize(2, 3, 2), (0, 3, 7, 11), {"llm": range(6)})
     vision, llm = units["vision"], units["llm"]
     assert [s.layers for s in vision.stages] == [(0, 3), (3, 5)]
     assert [s.layers for s in llm.stages] == [(0, 2), (2, 6)]
@@ -80,7 +80,7 @@ def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
 
 def test_chunks_go_round_the_ranks_and_a_unit_begins_where_the_other_ends() -> None:
     cuts = (0, 3, 5, 6, 7, 9, 11)  # six parts on three ranks: the vision unit has 5 layers, the LLM 6
-    units = unified(build_model_shape(recipe()), MeshSize(1, 3, 2, 2), cuts)
+    units = unified_units(build_model_shape(recipe()), MeshSize(1, 3, 2, 2), cuts)
     vision, llm = units["vision"], units["llm"]
     assert (vision.vpp, vision.pp, vision.ranks) == (1, 2, (0, 1, 2, 3))
     assert (llm.vpp, llm.pp, llm.ranks) == (2, 3, (4, 5, 0, 1, 2, 3))
@@ -90,7 +90,7 @@ def test_chunks_go_round_the_ranks_and_a_unit_begins_where_the_other_ends() -> N
         (2, 0, (2, 4)),
         (3, 1, (4, 6)),
     ]
-    graph = graph_of(units, {"vision": 4, "llm": 4}, build_model_shape(recipe()))
+    graph = build_stage_graph(units, {"vision": 4, "llm": 4}, build_model_shape(recipe()))
     assert [s.tp_groups[0] for s in graph.stages] == [(0,), (2,), (4,), (0,), (2,), (4,)]
     assert [str(e) for e in graph.edges] == [
         "vision.0>vision.1",
@@ -110,7 +110,7 @@ def test_a_plan_whose_stages_do_not_go_round_its_ranks_is_refused(stages: tuple[
 
 
 def test_a_tp_group_over_two_nodes_is_found() -> None:
-    units = unified(build_model_shape(recipe()), MeshSize(4, 1, 2), (0, 11))
+    units = unified_units(build_model_shape(recipe()), MeshSize(4, 1, 2), (0, 11))
     assert split_tp_group(units, ranks_per_node=6) == (4, 5, 6, 7)
     assert split_tp_group(units, ranks_per_node=4) is None
 

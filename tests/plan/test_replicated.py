@@ -11,17 +11,19 @@ from hypothesis import strategies as st
 from mmtrain.costs import TokenLoad, machine_for, upstream_trains
 from mmtrain.models.model_shape import UnitShape
 from mmtrain.plan.planner import plan
-from mmtrain.plan.replicated.replicated_step import Phases, Replicated, overlapped
+from mmtrain.plan.replicated.replicated_step import ReplicatedLayout, ReplicatedPredictor, overlapped_seconds
 from tests.plan import factory
 
 
-def phases(num_ranks: int, *, hardware: str = "h100-80g", frozen: bool = False, **recipe: object) -> Phases:
+def phases(
+    num_ranks: int, *, hardware: str = "h100-80g", frozen: bool = False, **recipe: object
+) -> ReplicatedPredictor:
     settings = factory.recipe(**recipe)
     layer_costs, _ = factory.layer_costs_for(settings, hardware)
     model = layer_costs.shape
     if frozen:
         model = replace(model, units=tuple(_frozen(u) if u.name == "vision" else u for u in model.units))
-    return Phases(
+    return ReplicatedPredictor(
         model, layer_costs.costs, layer_costs.precision, layer_costs.batches, machine_for(settings, hardware), num_ranks
     )
 
@@ -32,7 +34,7 @@ def _frozen(unit: UnitShape) -> UnitShape:
 
 def test_one_rank_and_one_round_is_every_layer_once() -> None:
     one = phases(1)
-    found = one.rehearse(Replicated(1, 1, 1, frozenset()))
+    found = one.rehearse(ReplicatedLayout(1, 1, 1, frozenset()))
     expected = 0.0
     for groups in one.batches.groups:
         samples = np.concatenate(groups)
@@ -61,12 +63,12 @@ def test_overlapped_layers_follow_their_dependencies(layers: list[tuple[float, f
         if i > 0:
             comm += reductions[i - 1]
         clock = max(clock + seconds, comm)
-    found = overlapped(np.array(compute), np.array(gathers), np.array(reductions))
+    found = overlapped_seconds(np.array(compute), np.array(gathers), np.array(reductions))
     assert found == pytest.approx(clock + reductions[-1])
 
 
 def test_a_frozen_encoder_has_no_backward() -> None:
-    trained, frozen = (phases(4, frozen=f).rehearse(Replicated(4, 4, 1, frozenset())) for f in (False, True))
+    trained, frozen = (phases(4, frozen=f).rehearse(ReplicatedLayout(4, 4, 1, frozenset())) for f in (False, True))
     assert frozen.phase_s["vision"] < 0.6 * trained.phase_s["vision"]
     assert frozen.memory.optimizer < trained.memory.optimizer
 
@@ -74,7 +76,7 @@ def test_a_frozen_encoder_has_no_backward() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_no_dealing_of_the_items_is_much_evener(num_ranks: int) -> None:
     here = phases(num_ranks, global_batch=1, seq_len=200)
-    found = here.rehearse(Replicated(num_ranks, 1, 1, frozenset())).max_over_mean["vision"]
+    found = here.rehearse(ReplicatedLayout(num_ranks, 1, 1, frozenset())).max_over_mean["vision"]
     best = []
     for groups in here.batches.groups:
         items = here.batches.lengths.items["vision"]
@@ -89,7 +91,7 @@ def test_no_dealing_of_the_items_is_much_evener(num_ranks: int) -> None:
 
 def test_more_ranks_to_a_shard_hold_less_and_never_gather_less() -> None:
     here = phases(16)
-    found = [here.rehearse(Replicated(16, shard, 1, frozenset())) for shard in (1, 2, 4, 8, 16)]
+    found = [here.rehearse(ReplicatedLayout(16, shard, 1, frozenset())) for shard in (1, 2, 4, 8, 16)]
     state = [r.memory.parameters + r.memory.gradients + r.memory.optimizer for r in found]
     assert state == sorted(state, reverse=True)
     assert state[0] == pytest.approx(16 * state[-1])

@@ -13,7 +13,7 @@ from mmtrain.balance.reordering import across_time, makespans
 from mmtrain.balance.schedule_recurrence import Recurrence
 from mmtrain.balance.step_targets import Price, Task, Timetable
 from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.artifact.schedule_table import is_chain, timetable
+from mmtrain.plan.artifact.schedule_table import build_schedule_table, is_single_chain
 from mmtrain.program import Partial, Program, StageGraph, build, build_1f1b, build_coarse, lower, simulate
 from mmtrain.program.ir.actions import Backward, Compute, Forward, Pass
 from mmtrain.program.ir.segments import direction, num_segments, whole
@@ -59,7 +59,7 @@ def test_the_recurrence_takes_what_the_program_takes(case: tuple[StageGraph, Sch
         share = (action.hi - action.lo) / num_segments(graph, action.stage) if isinstance(action, Partial) else 1.0
         return price * share * load(action.mb.unit, action.mb.index, loads[order])
 
-    table = timetable(graph, schedule, prices)
+    table = build_schedule_table(graph, schedule, prices)
     assert table is not None
     costs = np.zeros((1, len(table.tasks), num["llm"]))
     for t, task in enumerate(table.tasks):
@@ -110,10 +110,10 @@ def chains(draw: st.DrawFn) -> StageGraph:
 
 @given(chains(), st.integers(0, 10_000))
 def test_of_a_chain_the_places_say_all(graph: StageGraph, seed: int) -> None:
-    assert is_chain(graph)
+    assert is_single_chain(graph)
     rng, num = np.random.default_rng(seed), {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
     prices = {stage.id: (Price(1), Price(1)) for stage in graph.stages}
-    table = timetable(graph, SchedulePlan(num_microbatches=num), prices)
+    table = build_schedule_table(graph, SchedulePlan(num_microbatches=num), prices)
     assert table is not None
     costs, orders = rng.gamma(2.0, 1.0, (1, len(table.tasks), num["llm"])), np.arange(num["llm"])[None]
     recurrence = Recurrence(table, num)
@@ -133,14 +133,14 @@ def test_of_a_chain_the_places_say_all(graph: StageGraph, seed: int) -> None:
     ids=["two encoders", "merged microbatches", "the same ranks twice", "chunks", "no backward"],
 )
 def test_other_pipelines_are_no_chains(graph: StageGraph) -> None:
-    assert not is_chain(graph)
+    assert not is_single_chain(graph)
 
 
 def interleaved(p: int, chunks: int, num: int) -> tuple[Timetable, dict[str, int]]:
     """An LLM of so many chunks on each of p ranks, forwards of 1 and backwards of 2."""
     graph, counts = chain(Unit("llm", p, num_stages=p * chunks), n=num), {"llm": num}
     prices = {stage.id: (Price(1), Price(2)) for stage in graph.stages}
-    table = timetable(graph, SchedulePlan(num_microbatches=counts), prices)
+    table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), prices)
     assert table is not None
     return table, counts
 
@@ -201,7 +201,7 @@ def test_work_in_gaps_and_endless_steps_have_no_timetable() -> None:
     prices = {stage.id: (Price(1), Price(2)) for stage in graph.stages}
     order = ("F vision.0 vision:0.0", "F llm.0 llm:0.0", "B llm.0 llm:0.0 |1| PB vision.0 vision:0.0 0:2")
     schedule = SchedulePlan(kind="explicit", num_microbatches={"vision": 1, "llm": 1}, order={0: order})
-    assert timetable(graph, schedule, prices) is None
+    assert build_schedule_table(graph, schedule, prices) is None
     many = chain(Unit("llm", 2), n=4000)
     prices = {stage.id: (Price(1), Price(2)) for stage in many.stages}
-    assert timetable(many, SchedulePlan(num_microbatches={"llm": 4000}), prices) is None
+    assert build_schedule_table(many, SchedulePlan(num_microbatches={"llm": 4000}), prices) is None

@@ -8,7 +8,7 @@ import pytest
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.costs import machine_for, upstream_trains
 from mmtrain.models.model_shape import ModelEdge, ModelShape, UnitShape, build_model_shape
-from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated
+from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated_units
 from mmtrain.plan.estimate.evaluate import evaluate_layout
 from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.estimate.step_time_estimator import Rater
@@ -51,7 +51,7 @@ def test_a_unit_after_the_llm_is_rated_and_judged_like_any_other(pp: int, num_mi
     sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, pp, 1), "generator": MeshSize(1, 2, 1)}
     cuts = {"vision": (0, 5), "llm": (0, 3, 6) if pp == 2 else (0, 6), "generator": (0, 2, 5)}
     counts = {"vision": 8, "llm": 8, "generator": num_microbatches}
-    layout = Layout("disaggregated", disaggregated(sizes, cuts), counts)
+    layout = Layout("disaggregated", disaggregated_units(sizes, cuts), counts)
     graph, machine = layout_graph(layout, layer_costs), machine_for(recipe(), "cpu-core")
     assert [str(s.id) for s in graph.stages if graph.has_loss(s.id)] == [f"llm.{pp - 1}", "generator.1"]
     build(graph)
@@ -78,4 +78,4 @@ def test_gradients_pass_a_frozen_llm_where_an_encoder_trains() -> None:
 def _layout() -> Layout:
     sizes = dict.fromkeys(("vision", "llm", "generator"), MeshSize(1, 1, 1))
     cuts = {"vision": (0, 5), "llm": (0, 6), "generator": (0, 5)}
-    return Layout("disaggregated", disaggregated(sizes, cuts), dict.fromkeys(sizes, 8))
+    return Layout("disaggregated", disaggregated_units(sizes, cuts), dict.fromkeys(sizes, 8))

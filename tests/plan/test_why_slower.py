@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.costs import machine_for
-from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated, unified
+from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated_units, unified_units
 from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout
-from mmtrain.plan.explain.why_slower import why_measured, why_slower
+from mmtrain.plan.explain.why_slower import explain_measured_slower, explain_slower
 from mmtrain.program import StageId
 from tests.plan import factory
 
@@ -19,7 +19,7 @@ def judged(llm_cuts: tuple[int, ...], recompute: dict[str, range] | None = None)
     """The encoder on one rank, the LLM's six layers on two."""
     layer_costs, _ = factory.layer_costs_for(SETTINGS)
     sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, len(llm_cuts) - 1, 1)}
-    units = disaggregated(sizes, {"vision": (0, 5), "llm": llm_cuts}, recompute or {})
+    units = disaggregated_units(sizes, {"vision": (0, 5), "llm": llm_cuts}, recompute or {})
     layout = Layout("disaggregated", units, {"vision": 8, "llm": 8})
     return evaluate_layout(layout, layer_costs, machine_for(SETTINGS, "cpu-core"))
 
@@ -32,7 +32,7 @@ def even() -> Candidate:
 def test_the_busiest_rank_is_found_with_all_its_stages() -> None:
     """In one pipeline of one rank all stages are the busiest rank's."""
     layer_costs, _ = factory.layer_costs_for(SETTINGS)
-    units = unified(layer_costs.shape, MeshSize(1, 1, 1), (0, 11))
+    units = unified_units(layer_costs.shape, MeshSize(1, 1, 1), (0, 11))
     alone = evaluate_layout(
         Layout("unified", units, {"vision": 8, "llm": 8}), layer_costs, machine_for(SETTINGS, "cpu-core")
     )
@@ -42,13 +42,13 @@ def test_the_busiest_rank_is_found_with_all_its_stages() -> None:
 
 def test_a_plan_that_recomputes_computes_more(even: Candidate) -> None:
     again = judged((0, 3, 6), {"vision": range(5), "llm": range(6)})
-    said = why_slower(again, even)
+    said = explain_slower(again, even)
     assert "x slower: its ranks compute " in said
     assert said.endswith("more, recomputing 11 layers and not 0")
 
 
 def test_a_plan_cut_unevenly_is_called_so(even: Candidate) -> None:
-    said = why_slower(judged((0, 1, 6)), even)
+    said = explain_slower(judged((0, 1, 6)), even)
     assert "x slower: uneven, ranks with llm 1-5 compute " in said
 
 
@@ -59,12 +59,12 @@ def test_a_plan_that_waits_says_for_what_more(even: Candidate) -> None:
     longer = {kind: share / 2 for kind, share in even.bubbles.items()} | {"pp_warmup": 0.0, "pp_cooldown": 0.0}
     longer["pp_cooldown"] = 1 - busy / 2 - sum(longer.values())
     waits = replace(flat, step_time_s=2 * even.step_time_s, bubbles=longer)
-    assert why_slower(waits, flat) == (
+    assert explain_slower(waits, flat) == (
         f"2.00x slower: ranks idle {1 - busy / 2:.0%} of it (chosen {1 - busy:.0%}), more pp_cooldown"
     )
 
 
 def test_what_was_measured_counts(even: Candidate) -> None:
     slow = replace(even, step_time_s=1.5 * even.step_time_s)
-    assert why_measured(slow, even, 1.25) == "1.25x slower as measured, 1.50x predicted"
-    assert why_measured(slow, even, math.inf) == "could not be run here"
+    assert explain_measured_slower(slow, even, 1.25) == "1.25x slower as measured, 1.50x predicted"
+    assert explain_measured_slower(slow, even, math.inf) == "could not be run here"

@@ -9,34 +9,35 @@ import numpy as np
 from mmtrain.balance import Load, Place, Price, SampleLengths, StepAims
 from mmtrain.costs import CostModel, TokenLoad, costs_for, machine_for, precision_for, upstream_trains
 from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
-from mmtrain.plan.artifact.marginal_cost import Slope, slope
+from mmtrain.plan.artifact.marginal_cost import MarginalCost, marginal_cost
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
-from mmtrain.plan.artifact.schedule_table import is_chain, timetable
+from mmtrain.plan.artifact.schedule_table import build_schedule_table, is_single_chain
 from mmtrain.program.ir.graph import LLM, Stage, StageGraph, StageId
 from mmtrain.recipe.schema import Recipe
 
-FILL = 0.98  # of `data.seq_len`, in a typical microbatch
-SCALE = 2.0**36  # units of cost in a typical microbatch on the busiest rank: sums over a step stay below 2^53
-ALIKE = 0.1  # of two ranks' time spent on different things, up to which one of them stands for both
+TYPICAL_FILL_RATIO = 0.98  # of `data.seq_len`, in a typical microbatch
+# Integer cost of a typical microbatch on the busiest rank: sums over a step stay below 2^53, so they are exact.
+MICROBATCH_COST_UNITS = 2.0**36
+MAX_TIME_SHARE_APART = 0.1  # of two ranks' time spent on different things, up to which one of them stands for both
 
 
-Slopes = dict[str, Slope]  # by unit
+UnitCosts = dict[str, MarginalCost]  # by unit
 
 
 @dataclass(frozen=True)
 class _RankWork:
     """What one rank computes of every unit."""
 
-    forward: Slopes
-    backward: Slopes
+    forward: UnitCosts
+    backward: UnitCosts
 
-    def busy(self, units: frozenset[str]) -> Slopes:
+    def busy(self, units: frozenset[str]) -> UnitCosts:
         both = [self.forward, self.backward]
-        return {u: sum((lines[u] for lines in both if u in lines), Slope()) for u in self.forward if u in units}
+        return {u: sum((lines[u] for lines in both if u in lines), MarginalCost()) for u in self.forward if u in units}
 
 
-def step_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
+def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
     """What to arrange the samples of a step for, under this plan and its costs.
 
     Units that share ranks are summed, units on ranks of their own evened apart. Prices are the slopes of the cost model
@@ -50,16 +51,16 @@ def step_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
     typical = typical_loads(graph, lengths, recipe.data.seq_len)
     ranks = _work_of_ranks(graph, model, costs, typical)
     totals = [sum(_seconds(work.busy(frozenset(typical)), typical).values()) for work in ranks]
-    scale = SCALE / max(max(totals), 1e-15)
+    scale = MICROBATCH_COST_UNITS / max(max(totals), 1e-15)
     encoders = [mesh.unit for mesh in graph.meshes if mesh.unit != LLM]
     in_time = bool(encoders) and len(ranks) > 1
-    plain = plan.schedule.kind == "1f1b" and is_chain(graph)
+    plain = plan.schedule.kind == "1f1b" and is_single_chain(graph)
     return StepAims(
         loads=_loads(ranks, graph, typical, scale),
         places=tuple(Place(_prices(work.forward, scale), _prices(work.backward, scale)) for work in ranks)
         if in_time and plain
         else (),
-        timetable=timetable(graph, plan.schedule, _prices_of_stages(graph, model, costs, typical, scale))
+        timetable=build_schedule_table(graph, plan.schedule, _prices_of_stages(graph, model, costs, typical, scale))
         if in_time and not plain
         else None,
         items={u: _prices(_together(ranks, u), scale)[u] for u in encoders},
@@ -69,7 +70,7 @@ def step_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
 
 def typical_loads(graph: StageGraph, lengths: SampleLengths, seq_len: int) -> dict[str, TokenLoad]:
     """The mean microbatch of every unit, when the LLM's are as full as grouping makes them."""
-    tokens, llm = max(int(FILL * seq_len), 1), graph.mesh(LLM)
+    tokens, llm = max(int(TYPICAL_FILL_RATIO * seq_len), 1), graph.mesh(LLM)
     groups = max(float(lengths.tokens.sum()) / tokens, 1e-9)  # in the whole dataset
     found = {LLM: _mean_load(lengths.tokens, groups)}
     for unit, items in lengths.items.items():
@@ -105,7 +106,7 @@ def _work_of_ranks(
         for rank in shared or at[:1]:
             work = found.setdefault(rank, _RankWork({}, {}))
             for kept, line in zip((work.forward, work.backward), lines, strict=True):
-                kept[unit] = kept.get(unit, Slope()) + line
+                kept[unit] = kept.get(unit, MarginalCost()) + line
     return list(found.values())
 
 
@@ -124,22 +125,25 @@ def _prices_of_stages(
 
 def _stage_slopes(
     stage: Stage, layers: Sequence[LayerShape], needs: Sequence[bool], tp: int, costs: CostModel, typical: TokenLoad
-) -> tuple[Slope, Slope]:
+) -> tuple[MarginalCost, MarginalCost]:
     """Forward and backward (recompute included) of a stage near a typical load."""
 
     @cache
-    def lines(layer: LayerShape, input_grad: bool, again: bool) -> tuple[Slope, Slope]:
+    def lines(layer: LayerShape, input_grad: bool, again: bool) -> tuple[MarginalCost, MarginalCost]:
         def backward(load: TokenLoad) -> float:
             seconds = costs.seconds(layer, tp, load, "backward", input_grad=input_grad)
             return seconds + (costs.seconds(layer, tp, load, "recompute") if again else 0.0)
 
-        return slope(lambda load: costs.seconds(layer, tp, load, "forward"), typical), slope(backward, typical)
+        forward = marginal_cost(lambda load: costs.seconds(layer, tp, load, "forward"), typical)
+        return forward, marginal_cost(backward, typical)
 
     each = [
         lines(layers[i], needs[i], i in stage.recompute and (layers[i].trainable or needs[i]))
         for i in range(*stage.layers)
     ]
-    return sum((forward for forward, _ in each), Slope()), sum((backward for _, backward in each), Slope())
+    total_forward = sum((forward for forward, _ in each), MarginalCost())
+    total_backward = sum((backward for _, backward in each), MarginalCost())
+    return total_forward, total_backward
 
 
 def _loads(
@@ -151,16 +155,16 @@ def _loads(
     counted = frozenset(typical) if graph.num_groups > 1 else frozenset({LLM})
     busy = [(lines, _seconds(lines, typical)) for lines in (work.busy(counted) for work in ranks)]
     busy = sorted((entry for entry in busy if sum(entry[1].values()) > 0), key=lambda e: -sum(e[1].values()))
-    kept: list[tuple[Slopes, dict[tuple[str, str], float]]] = []
+    kept: list[tuple[UnitCosts, dict[tuple[str, str], float]]] = []
     for lines, seconds in busy:
-        if all(_apart(seconds, other) > ALIKE for _, other in kept):
+        if all(_apart(seconds, other) > MAX_TIME_SHARE_APART for _, other in kept):
             kept.append((lines, seconds))
     whole = sum(sum(seconds.values()) for _, seconds in kept)
     kept.sort(key=lambda e: -sum(s for (unit, _), s in e[1].items() if unit != LLM) / sum(e[1].values()))
     return tuple(Load(_prices(lines, scale), round(sum(s.values()) / whole, 6)) for lines, s in kept)
 
 
-def _seconds(lines: Slopes, typical: Mapping[str, TokenLoad]) -> dict[tuple[str, str], float]:
+def _seconds(lines: UnitCosts, typical: Mapping[str, TokenLoad]) -> dict[tuple[str, str], float]:
     """Seconds of a typical microbatch, by unit and by what they grow with."""
     found: dict[tuple[str, str], float] = {}
     for unit, line in lines.items():
@@ -176,17 +180,17 @@ def _apart(one: Mapping[tuple[str, str], float], other: Mapping[tuple[str, str],
     return sum(abs(shares[0].get(key, 0.0) - shares[1].get(key, 0.0)) for key in sorted(keys)) / 2
 
 
-def _together(ranks: list[_RankWork], unit: str) -> Slopes:
+def _together(ranks: list[_RankWork], unit: str) -> UnitCosts:
     """All of a unit's stages, both ways."""
-    lines = (work.busy(frozenset({unit})).get(unit, Slope()) for work in ranks)
-    return {unit: sum(lines, Slope())}
+    lines = (work.busy(frozenset({unit})).get(unit, MarginalCost()) for work in ranks)
+    return {unit: sum(lines, MarginalCost())}
 
 
-def _prices(lines: Slopes, scale: float) -> dict[str, Price]:
+def _prices(lines: UnitCosts, scale: float) -> dict[str, Price]:
     return {u: _price(line, scale) for u, line in sorted(lines.items())}
 
 
-def _price(line: Slope, scale: float) -> Price:
+def _price(line: MarginalCost, scale: float) -> Price:
     return Price(round(line.linear * scale), round(line.quadratic * scale))
 
 

@@ -53,7 +53,7 @@ class Layout:
         return pipeline, max(u.vpp for u in units), max(u.tp for u in units), len(set(counts))
 
 
-def unified(
+def unified_units(
     shape: ModelShape, size: MeshSize, cuts: Sequence[int], recompute: Mapping[str, Collection[int]] = NO_LAYERS
 ) -> dict[str, UnitPlan]:
     """One pipeline over the line of all units' layers, cut at `cuts` into `size.pp * size.vpp` parts.
@@ -75,7 +75,7 @@ def unified(
     return units
 
 
-def disaggregated(
+def disaggregated_units(
     sizes: Mapping[str, MeshSize],
     cuts: Mapping[str, Sequence[int]],
     recompute: Mapping[str, Collection[int]] = NO_LAYERS,

@@ -9,25 +9,27 @@ from mmtrain.errors import PlanError
 from mmtrain.plan.artifact.plan import PLAN_VERSION, Plan
 from mmtrain.recipe.schema import Recipe
 
-AGAIN = "make a new one with `mmtrain plan`"
+REPLAN_HINT = "make a new one with `mmtrain plan`"
 
 
-def load(path: Path) -> Plan:
+def load_plan(path: Path) -> Plan:
     """Read a plan; PlanError if the file is missing, damaged, or of another version."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanError(f"{path}: cannot read the plan ({error.strerror}); {AGAIN}") from error
+        raise PlanError(f"{path}: cannot read the plan ({error.strerror}); {REPLAN_HINT}") from error
     except ValueError as error:
-        raise PlanError(f"{path}: not a plan file, it is no JSON ({error}); {AGAIN}") from error
+        raise PlanError(f"{path}: not a plan file, it is no JSON ({error}); {REPLAN_HINT}") from error
     version = raw.get("version") if isinstance(raw, dict) else None
     if version != PLAN_VERSION:
-        raise PlanError(f"{path}: version {version!r} of the plan file, this mmtrain reads {PLAN_VERSION}; {AGAIN}")
+        raise PlanError(
+            f"{path}: version {version!r} of the plan file, this mmtrain reads {PLAN_VERSION}; {REPLAN_HINT}"
+        )
     try:
         return Plan.model_validate(raw)
     except ValidationError as error:
         found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise PlanError(f"{path}: damaged plan file: {found}; {AGAIN}") from error
+        raise PlanError(f"{path}: damaged plan file: {found}; {REPLAN_HINT}") from error
 
 
 def ranks_to_start(plan: Plan, recipe: Recipe, available: int) -> int:
@@ -54,4 +56,5 @@ def require_match(plan: Plan, recipe_sha256: str, world_size: int, hardware: str
     if plan.hardware != hardware:
         differs.append(f"the hardware: plan `{plan.hardware}`, now `{hardware}`")
     if differs:
-        raise PlanError("the plan does not match this run:\n  " + "\n  ".join(differs) + f"\nUse its own, or {AGAIN}.")
+        listed = "\n  ".join(differs)
+        raise PlanError(f"the plan does not match this run:\n  {listed}\nUse its own, or {REPLAN_HINT}.")

@@ -10,13 +10,15 @@ from mmtrain.program.ir.graph import Edge, Stage, StageGraph, StageId, UnitMesh
 
 def stage_graph(plan: Plan, shape: ModelShape) -> StageGraph:
     """Lay the model's units out as the plan says."""
-    graph = graph_of(plan.units, plan.schedule.num_microbatches, shape)
+    graph = build_stage_graph(plan.units, plan.schedule.num_microbatches, shape)
     if not plan.schedule.pieces:
         return graph
-    return in_pieces(graph, shape, [name for name, unit in plan.units.items() if unit.sp and unit.tp > 1])
+    return split_into_pieces(graph, shape, [name for name, unit in plan.units.items() if unit.sp and unit.tp > 1])
 
 
-def graph_of(units: Mapping[str, UnitPlan], num_microbatches: Mapping[str, int], shape: ModelShape) -> StageGraph:
+def build_stage_graph(
+    units: Mapping[str, UnitPlan], num_microbatches: Mapping[str, int], shape: ModelShape
+) -> StageGraph:
     """Stages in data-flow order, chained inside their unit and joined to other units where the model says."""
     meshes = tuple(
         UnitMesh(name, u.tp, u.pp, u.dp, u.ranks, num_microbatches[name], u.vpp)
@@ -26,7 +28,7 @@ def graph_of(units: Mapping[str, UnitPlan], num_microbatches: Mapping[str, int],
     return StageGraph(meshes, stages, tuple(_edges(units, shape)), shape.tied_embeddings)
 
 
-def in_pieces(graph: StageGraph, shape: ModelShape, sliced: Collection[str]) -> StageGraph:
+def split_into_pieces(graph: StageGraph, shape: ModelShape, sliced: Collection[str]) -> StageGraph:
     """The graph with blocks cut into pieces, but for those that are recomputed: they are run again as a whole.
 
     sliced: units with sequence parallelism.

@@ -10,11 +10,11 @@ from mmtrain.program.ir.segments import direction, num_segments
 from mmtrain.program.schedules.builder import build_compute
 from mmtrain.program.schedules.pipeline_positions import positions
 
-MOST_TURNS = 10_000  # a step is arranged in the time it takes to follow them some hundred times over
+MAX_SCHEDULED_PASSES = 10_000  # a step is arranged in the time it takes to follow them some hundred times over
 StageReplica = tuple[StageId, int]  # a stage, and the replica that holds it
 
 
-def timetable(
+def build_schedule_table(
     graph: StageGraph, schedule: SchedulePlan, prices: Mapping[StageId, tuple[Price, Price]]
 ) -> Timetable | None:
     """The turns of the first LLM replica's ranks and of those that feed it; one rank stands for each stage replica.
@@ -41,7 +41,7 @@ def timetable(
                 lo, hi = (action.lo, action.hi) if isinstance(action, Partial) else whole
                 key = stage_replica, direction(action) == "F", lo, hi
                 turns[-1].append((tasks.setdefault(key, len(tasks)), action.mb.index))
-    if sum(map(len, turns)) > MOST_TURNS:
+    if sum(map(len, turns)) > MAX_SCHEDULED_PASSES:
         return None
     return Timetable(
         tuple(
@@ -58,7 +58,7 @@ def timetable(
     )
 
 
-def is_chain(graph: StageGraph) -> bool:
+def is_single_chain(graph: StageGraph) -> bool:
     """Whether 1F1B of two units is that of one chain of ranks, each visited once, back and forth."""
     counts = {mesh.num_microbatches for mesh in graph.meshes}
     tp_groups = ({graph.stage(sid).tp_groups for part in p.parts for sid in part} for p in positions(graph))

@@ -22,17 +22,24 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.plan.colocated.bubbles import Chain, FloatArray, FreeTime, Kernels, Placed, fill
+from mmtrain.plan.colocated.bubbles import (
+    FloatArray,
+    FreeTime,
+    KernelChain,
+    KernelSequence,
+    PlacedKernels,
+    place_kernels,
+)
 
 IntArray = npt.NDArray[np.int64]
-Layers = tuple[Kernels, ...]  # in the order in which they run
+LayerKernelSequences = tuple[KernelSequence, ...]  # in the order in which they run
 
 NEAR = 1.0005  # a step within this factor of what no plan can beat is not searched further
 TRIALS = 40  # ways to share microbatches out that are tried for a plan
 
 
 @dataclass(frozen=True)
-class Host:
+class LlmTimeline:
     """An LLM replica's timeline, as an encoder sees it."""
 
     free_times: tuple[FreeTime, ...]  # of each pipeline rank; all ranks of its tensor-parallel group have the same
@@ -56,11 +63,11 @@ class EncoderPlan:
     tp: int
     pp: int
     tp_groups_per_rank: int  # tensor-parallel groups of the encoder on one pipeline rank of the LLM
-    forward: tuple[Layers, ...]  # (pp,) of each stage
-    backward: tuple[Layers, ...]  # (pp,) of each stage, last layer first; empty if there is nothing to train
+    forward: tuple[LayerKernelSequences, ...]  # (pp,) of each stage
+    backward: tuple[LayerKernelSequences, ...]  # (pp,) of each stage, last layer first; empty if nothing trains
     cut_cost: float = 0.0  # share of a kernel that each cut of it adds
 
-    def num_pipelines(self, host: Host) -> int:
+    def num_pipelines(self, host: LlmTimeline) -> int:
         """How many of its pipelines share the LLM's microbatches: m."""
         return len(host.free_times) // self.pp * self.tp_groups_per_rank
 
@@ -70,14 +77,14 @@ class EncoderPlan:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class EncoderSchedule:
     """Where every kernel of an encoder went."""
 
-    host: Host
+    host: LlmTimeline
     plan: EncoderPlan
     owner: IntArray  # (microbatches,) pipeline that computes it
-    forward: Mapping[tuple[int, int], Placed]  # (pipeline, stage) -> kernels; chains are microbatches
-    backward: Mapping[tuple[int, int], Placed]
+    forward: Mapping[tuple[int, int], PlacedKernels]  # (pipeline, stage) -> kernels; chains are microbatches
+    backward: Mapping[tuple[int, int], PlacedKernels]
     forward_ends: FloatArray  # EF: (microbatches,) when the LLM's first rank has its output
     head: float  # how long before the LLM's first forward the first kernel starts
     tail: float  # how long after its last backward the last kernel ends
@@ -99,7 +106,7 @@ class Schedule:
         return inside / total if total else 1.0
 
 
-def bound(host: Host, plan: EncoderPlan) -> float:
+def step_time_lower_bound(host: LlmTimeline, plan: EncoderPlan) -> float:
     """A step time that no schedule of this plan can beat.
 
     The k-th microbatch that a pipeline computes takes at least its way through the stages and k - 1 times the busiest
@@ -112,7 +119,7 @@ def bound(host: Host, plan: EncoderPlan) -> float:
     return _step_time(host, float(head), float(tail))
 
 
-def schedule(host: Host, plan: EncoderPlan, *, whole_layers: bool = False) -> Schedule:
+def search_shares(host: LlmTimeline, plan: EncoderPlan, *, whole_layers: bool = False) -> EncoderSchedule:
     """Share the microbatches out among the plan's pipelines and place all kernels.
 
     Few microbatches are dealt out in all ways. Many start from equal shares, and are taken from the pipeline that ends
@@ -126,7 +133,7 @@ def schedule(host: Host, plan: EncoderPlan, *, whole_layers: bool = False) -> Sc
     """
     place = _coarse if whole_layers else _fine
     num_pipelines, total = plan.num_pipelines(host), len(host.first_forwards)
-    enough, trials = bound(host, plan) * NEAR, TRIALS
+    enough, trials = step_time_lower_bound(host, plan) * NEAR, TRIALS
     equal = [total // num_pipelines + (k < total % num_pipelines) for k in range(num_pipelines)]
     best = place(host, plan, _owners(equal))
     for owner in product(range(num_pipelines), repeat=total) if num_pipelines**total <= TRIALS else ():
@@ -145,39 +152,41 @@ def schedule(host: Host, plan: EncoderPlan, *, whole_layers: bool = False) -> Sc
     return best
 
 
-def _faster(best: Schedule, other: Schedule) -> Schedule:
+def _faster(best: EncoderSchedule, other: EncoderSchedule) -> EncoderSchedule:
     return other if other.step_time < best.step_time * (1 - 1e-9) else best
 
 
-def schedule_as_dealt(host: Host, plan: EncoderPlan, owner: IntArray) -> Schedule:
+def schedule_encoder(host: LlmTimeline, plan: EncoderPlan, owner: IntArray) -> EncoderSchedule:
     """Place all kernels when it is settled who computes which microbatch, whichever ends first."""
     return _place(
         host, replace(plan, forward=_joined(plan.forward), backward=_joined(plan.backward)), owner, plan, False
     )
 
 
-def search(host: Host, plans: Iterable[EncoderPlan]) -> Schedule:
+def search_encoder_plans(host: LlmTimeline, plans: Iterable[EncoderPlan]) -> EncoderSchedule:
     """The fine schedule of least step time, over all plans; those whose bound is no better are not tried.
 
     A plan's coarse schedule is taken where the fine one is no faster.
     """
-    best: Schedule | None = None
-    for least, plan in sorted(((bound(host, plan), plan) for plan in plans), key=lambda item: item[0]):
+    best: EncoderSchedule | None = None
+    for least, plan in sorted(((step_time_lower_bound(host, plan), plan) for plan in plans), key=lambda item: item[0]):
         if best is not None and best.step_time <= least * NEAR:
             break
         for whole_layers in (False, True):
             if best is None or best.step_time > least * NEAR:
-                found = schedule(host, plan, whole_layers=whole_layers)
+                found = search_shares(host, plan, whole_layers=whole_layers)
                 best = found if best is None or found.step_time < best.step_time else best
     assert best is not None, "search is given plans"
     return best
 
 
-def _step_time(host: Host, head: float, tail: float) -> float:
+def _step_time(host: LlmTimeline, head: float, tail: float) -> float:
     return host.end + max(head, host.gather) + max(tail, host.scatter)
 
 
-def _least(host: Host, plan: EncoderPlan, stages: Sequence[Layers], rounds: IntArray) -> FloatArray:
+def _least(
+    host: LlmTimeline, plan: EncoderPlan, stages: Sequence[LayerKernelSequences], rounds: IntArray
+) -> FloatArray:
     """Time from the first kernel to the end of a pipeline's microbatch of each round."""
     way = sum(kernels.latency for layers in stages for kernels in layers) + (plan.pp - 1) * host.transfer
     busiest = max((sum(kernels.compute_time for kernels in layers) for layers in stages), default=0.0)
@@ -190,7 +199,7 @@ def _owners(shares: Sequence[int]) -> IntArray:
     return np.array([pipeline for _, pipeline in sorted(turns)], dtype=np.int64)
 
 
-def _slowest(found: Schedule) -> int:
+def _slowest(found: EncoderSchedule) -> int:
     """The pipeline that lengthens the step most."""
     late = {key: float(p.spans[:, 1].max()) - found.host.end for key, p in found.backward.items() if len(p.spans)}
     early = {key: -float(p.spans[:, 0].min()) for key, p in found.forward.items() if len(p.spans)}
@@ -200,13 +209,13 @@ def _slowest(found: Schedule) -> int:
     return max(worst, key=lambda key: worst[key])[0]
 
 
-def _fine(host: Host, plan: EncoderPlan, owner: IntArray) -> Schedule:
+def _fine(host: LlmTimeline, plan: EncoderPlan, owner: IntArray) -> EncoderSchedule:
     """Kernel by kernel into every gap."""
     stages = replace(plan, forward=_joined(plan.forward), backward=_joined(plan.backward))
     return _place(host, stages, owner, plan)
 
 
-def _coarse(host: Host, plan: EncoderPlan, owner: IntArray) -> Schedule:
+def _coarse(host: LlmTimeline, plan: EncoderPlan, owner: IntArray) -> EncoderSchedule:
     """Layer by layer before and after the LLM's work on each rank."""
     outer = tuple(FreeTime(free.compute[[0, -1]], free.link[[0, -1]]) for free in host.free_times)
     stages = replace(plan, forward=_blocks(plan.forward), backward=_blocks(plan.backward))
@@ -216,21 +225,25 @@ def _coarse(host: Host, plan: EncoderPlan, owner: IntArray) -> Schedule:
     return replace(found, host=host, forward=forward, backward=backward)
 
 
-def _place(host: Host, stages: EncoderPlan, owner: IntArray, plan: EncoderPlan, renumber: bool = True) -> Schedule:
-    """Place forwards as late and then backwards as early as they fit; `stages` has one `Kernels` a stage.
+def _place(
+    host: LlmTimeline, stages: EncoderPlan, owner: IntArray, plan: EncoderPlan, renumber: bool = True
+) -> EncoderSchedule:
+    """Place forwards as late and then backwards as early as they fit; `stages` has one `KernelSequence` a stage.
 
     renumber: the i-th forward to end becomes LLM microbatch i.
     """
-    forward: dict[tuple[int, int], Placed] = {}
-    backward: dict[tuple[int, int], Placed] = {}
+    forward: dict[tuple[int, int], PlacedKernels] = {}
+    backward: dict[tuple[int, int], PlacedKernels] = {}
     ends, head, tail = np.empty(len(owner)), 0.0, 0.0
     for pipeline in range(plan.num_pipelines(host)):
         mine = np.flatnonzero(owner == pipeline)
         due = host.first_forwards[mine] - _way(host, plan, pipeline)
         for stage in reversed(range(plan.pp)):
             [kernels] = stages.forward[stage]
-            chains = [Chain(int(mb), -float(t), kernels.mirrored()) for mb, t in zip(mine, due, strict=True)]
-            placed, ready = fill(host.free_times[plan.place(pipeline, stage)].mirrored(), chains[::-1], plan.cut_cost)
+            chains = [KernelChain(int(mb), -float(t), kernels.mirrored()) for mb, t in zip(mine, due, strict=True)]
+            placed, ready = place_kernels(
+                host.free_times[plan.place(pipeline, stage)].mirrored(), chains[::-1], plan.cut_cost
+            )
             forward[pipeline, stage] = placed.mirrored(len(kernels.durations))
             if stage == plan.pp - 1:
                 ends[mine] = _ends(forward[pipeline, stage], mine) + _way(host, plan, pipeline)
@@ -245,37 +258,37 @@ def _place(host: Host, stages: EncoderPlan, owner: IntArray, plan: EncoderPlan, 
         release = host.last_backwards[mine] + _way(host, plan, pipeline)
         for stage in reversed(range(plan.pp)):
             [kernels] = stages.backward[stage]
-            chains = [Chain(int(mine[k]), float(release[k]), kernels) for k in np.argsort(release, kind="stable")]
+            chains = [KernelChain(int(mine[k]), float(release[k]), kernels) for k in np.argsort(release, kind="stable")]
             free = host.free_times[plan.place(pipeline, stage)].without(forward[pipeline, stage])
-            backward[pipeline, stage], done = fill(free, chains, plan.cut_cost)
+            backward[pipeline, stage], done = place_kernels(free, chains, plan.cut_cost)
             release = np.array([done[int(mb)] for mb in mine]) + host.transfer
         tail = max(tail, *(release - host.transfer - host.end), 0.0)
-    return Schedule(host, plan, owner, forward, backward, ends, head, tail)
+    return EncoderSchedule(host, plan, owner, forward, backward, ends, head, tail)
 
 
-def _way(host: Host, plan: EncoderPlan, pipeline: int) -> float:
+def _way(host: LlmTimeline, plan: EncoderPlan, pipeline: int) -> float:
     """Between a pipeline's last stage and the LLM's first rank."""
     return host.transfer if plan.place(pipeline, plan.pp - 1) > 0 else 0.0
 
 
-def _ends(placed: Placed, mine: IntArray) -> FloatArray:
+def _ends(placed: PlacedKernels, mine: IntArray) -> FloatArray:
     """When the last kernel of each chain ends."""
     return np.array([placed.spans[placed.chains == mb, 1].max() for mb in mine])
 
 
-def _joined(stages: Sequence[Layers]) -> tuple[Layers, ...]:
+def _joined(stages: Sequence[LayerKernelSequences]) -> tuple[LayerKernelSequences, ...]:
     """Each stage's kernels as one sequence."""
-    return tuple((Kernels.joined(layers),) for layers in stages)
+    return tuple((KernelSequence.joined(layers),) for layers in stages)
 
 
-def _blocks(stages: Sequence[Layers]) -> tuple[Layers, ...]:
+def _blocks(stages: Sequence[LayerKernelSequences]) -> tuple[LayerKernelSequences, ...]:
     """Each layer as one kernel."""
-    return tuple((Kernels.of([k.latency for k in layers], [True] * len(layers)),) for layers in stages)
+    return tuple((KernelSequence.of([k.latency for k in layers], [True] * len(layers)),) for layers in stages)
 
 
-def _expanded(placed: Placed, layers: Layers) -> Placed:
+def _expanded(placed: PlacedKernels, layers: LayerKernelSequences) -> PlacedKernels:
     """Kernels in place of the layers that `_blocks` made one."""
-    kernels = Kernels.joined(layers)
+    kernels = KernelSequence.joined(layers)
     sizes = np.array([len(k.durations) for k in layers])
     first = np.cumsum(sizes) - sizes
     ends = np.cumsum(kernels.durations)
@@ -285,4 +298,4 @@ def _expanded(placed: Placed, layers: Layers) -> Placed:
     which = np.arange(repeat.sum()) + np.repeat(first[placed.kernels] - begun, repeat)
     shift = np.repeat(placed.spans[:, 0] - starts[first[placed.kernels]], repeat)
     spans = np.stack([starts[which], ends[which]], axis=1) + shift[:, None]
-    return Placed(spans, np.repeat(placed.chains, repeat), which, np.array(kernels.computes)[which])
+    return PlacedKernels(spans, np.repeat(placed.chains, repeat), which, np.array(kernels.computes)[which])

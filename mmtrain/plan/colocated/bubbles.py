@@ -1,11 +1,11 @@
-"""Work into the gaps of a timeline: on a rank whose busy times are given, run other kernels as early as they fit.
+"""Place kernels into the free time of a rank whose busy times are given, each as early as it fits.
 
-`FreeTime` holds one rank's free intervals: those in which nothing computes, and those in which the tensor-parallel link
-carries nothing. A `Chain` is a sequence of kernels that run one after another once they are released: compute kernels
-need a free stretch of computing as long as themselves, collectives one of the link. Chains on a rank are independent.
+`FreeTime` holds the intervals in which a rank computes nothing, and those in which its tensor-parallel link carries
+nothing. A `KernelChain` is a sequence of kernels that run one after another from its release time on. Compute kernels
+need a free compute interval as long as themselves, collectives one of the link. Chains on a rank are independent.
 
-`fill` is list scheduling: at any moment the first chain (in the order given) whose next kernel is ready and fits into
-the free interval runs; the rank never idles while one does. Kernels are not interrupted, unless they may be cut.
+`place_kernels` is list scheduling: at any moment the first chain (in the given order) runs whose next kernel is ready
+and fits into the free interval. The rank never idles while there is one. Only cuttable kernels are interrupted.
 
 All times are in one unit, whichever it is.
 """
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-ROUNDING = 1e-7  # of a unit of time: sums of many durations differ by less
+TIME_ROUNDING = 1e-7  # of a unit of time: sums of many durations differ by less
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class FreeTime:
         """The same with time running backwards."""
         return FreeTime(-self.compute[::-1, ::-1], -self.link[::-1, ::-1])
 
-    def without(self, placed: "Placed") -> "FreeTime":
+    def without(self, placed: "PlacedKernels") -> "FreeTime":
         """What is left when kernels have been placed."""
         spans = placed.spans
         return FreeTime(_less(self.compute, spans[placed.computes]), _less(self.link, spans[~placed.computes]))
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelSequence:
     """Kernels in order: what each takes, which of them compute, and which may be cut into pieces."""
 
     durations: tuple[float, ...]
@@ -56,13 +56,13 @@ class Kernels:
     cuttable: tuple[bool, ...]
 
     @classmethod
-    def of(cls, durations: Sequence[float], computes: Sequence[bool], cut_above: float = inf) -> "Kernels":
+    def of(cls, durations: Sequence[float], computes: Sequence[bool], cut_above: float = inf) -> "KernelSequence":
         """Kernels of which those that compute for longer than `cut_above` may be cut."""
         cuttable = [c and d > cut_above for d, c in zip(durations, computes, strict=True)]
         return cls(tuple(durations), tuple(computes), tuple(cuttable))
 
     @classmethod
-    def joined(cls, parts: Sequence["Kernels"]) -> "Kernels":
+    def joined(cls, parts: Sequence["KernelSequence"]) -> "KernelSequence":
         """One after another."""
         return cls(
             tuple(chain.from_iterable(k.durations for k in parts)),
@@ -70,9 +70,9 @@ class Kernels:
             tuple(chain.from_iterable(k.cuttable for k in parts)),
         )
 
-    def mirrored(self) -> "Kernels":
+    def mirrored(self) -> "KernelSequence":
         """Last kernel first."""
-        return Kernels(self.durations[::-1], self.computes[::-1], self.cuttable[::-1])
+        return KernelSequence(self.durations[::-1], self.computes[::-1], self.cuttable[::-1])
 
     @cached_property
     def compute_time(self) -> float:
@@ -86,16 +86,16 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Chain:
+class KernelChain:
     """Kernels that may begin at `release`; `name` is the caller's."""
 
     name: int
     release: float
-    kernels: Kernels
+    kernels: KernelSequence
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedKernels:
     """Kernels, or pieces of kernels, in time; one row each."""
 
     spans: FloatArray  # (n, 2) start and end
@@ -103,12 +103,14 @@ class Placed:
     kernels: npt.NDArray[np.int64]  # (n,) index in the chain
     computes: npt.NDArray[np.bool_]  # (n,) on the compute stream, not the link
 
-    def mirrored(self, num_kernels: int) -> "Placed":
+    def mirrored(self, num_kernels: int) -> "PlacedKernels":
         """The same with time running backwards, in chains of `num_kernels`."""
-        return Placed(-self.spans[:, ::-1], self.chains, num_kernels - 1 - self.kernels, self.computes)
+        return PlacedKernels(-self.spans[:, ::-1], self.chains, num_kernels - 1 - self.kernels, self.computes)
 
 
-def fill(free: FreeTime, chains: Sequence[Chain], cut_cost: float = 0.0) -> tuple[Placed, dict[int, float]]:
+def place_kernels(
+    free: FreeTime, chains: Sequence[KernelChain], cut_cost: float = 0.0
+) -> tuple[PlacedKernels, dict[int, float]]:
     """Place all chains; also return when each has finished.
 
     Args:
@@ -118,42 +120,42 @@ def fill(free: FreeTime, chains: Sequence[Chain], cut_cost: float = 0.0) -> tupl
     """
     if not chains:
         none = np.zeros(0, dtype=np.int64)
-        return Placed(np.zeros((0, 2)), none, none, none.astype(bool)), {}
-    filling = _Filling(free, chains, cut_cost)
+        return PlacedKernels(np.zeros((0, 2)), none, none, none.astype(bool)), {}
+    filling = _ListScheduler(free, chains, cut_cost)
     filling.run()
     rows = np.array(filling.rows, dtype=np.float64).reshape(-1, 5)  # none where chains are empty
-    placed = Placed(rows[:, :2], rows[:, 2].astype(np.int64), rows[:, 3].astype(np.int64), rows[:, 4] > 0)
+    placed = PlacedKernels(rows[:, :2], rows[:, 2].astype(np.int64), rows[:, 3].astype(np.int64), rows[:, 4] > 0)
     return placed, {run.name: run.ready for run in filling.runs}
 
 
-class _Run:
+class _ChainProgress:
     """How far a chain has come: its next compute kernel, and when that is ready."""
 
     __slots__ = ("at", "computes", "cuttable", "durations", "name", "ready", "whole")
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: KernelChain) -> None:
         self.name, self.ready, self.at = chain.name, chain.release, 0
         self.computes, self.cuttable = chain.kernels.computes, chain.kernels.cuttable
         self.whole = chain.kernels.durations
         self.durations = list(self.whole)  # of a kernel that was cut: what is left
 
 
-class _Filling:
+class _ListScheduler:
     """Walks through a rank's free intervals."""
 
-    def __init__(self, free: FreeTime, chains: Sequence[Chain], cut_cost: float) -> None:
+    def __init__(self, free: FreeTime, chains: Sequence[KernelChain], cut_cost: float) -> None:
         self.starts, self.ends = free.compute[:, 0].tolist(), free.compute[:, 1].tolist()
         self.link_starts, self.link_ends = free.link[:, 0].tolist(), free.link[:, 1].tolist()
         self.link_at, self.link_clock = 0, -inf
         self.cut_cost = cut_cost
         self.rows: list[tuple[float, float, int, int, bool]] = []
-        self.runs = [_Run(c) for c in chains]
+        self.runs = [_ChainProgress(c) for c in chains]
 
     def run(self) -> None:
         """Place kernel after kernel in the order of time, until every chain is through."""
         places = {id(run): place for place, run in enumerate(self.runs)}
         coming = sorted(self.runs, key=lambda run: run.ready, reverse=True)
-        left: list[_Run] = []
+        left: list[_ChainProgress] = []
         at, clock = 0, -inf
         while left or coming:
             if coming and (not left or coming[-1].ready <= max(clock, min(run.ready for run in left))):
@@ -177,21 +179,21 @@ class _Filling:
             if chosen.at == len(chosen.whole):
                 left.remove(chosen)
 
-    def _choose(self, left: list[_Run], clock: float, end: float) -> tuple[_Run | None, float]:
+    def _choose(self, left: list[_ChainProgress], clock: float, end: float) -> tuple[_ChainProgress | None, float]:
         """Who runs next in the free interval that is left until `end`, and from when."""
         chosen, begin = None, inf
         for run in left:
             start = run.ready if run.ready > clock else clock
-            if start < begin and start + run.durations[run.at] <= end + ROUNDING:
+            if start < begin and start + run.durations[run.at] <= end + TIME_ROUNDING:
                 chosen, begin = run, start
         return chosen, begin
 
-    def _skip(self, at: int, clock: float, left: list[_Run]) -> int:
+    def _skip(self, at: int, clock: float, left: list[_ChainProgress]) -> int:
         """The first interval from `at` on that ends after some chain is ready."""
         soonest = max(clock, min(run.ready for run in left))
         return at if self.ends[at] > soonest else bisect_right(self.ends, soonest, at)
 
-    def _cut(self, left: list[_Run], clock: float, end: float) -> float:
+    def _cut(self, left: list[_ChainProgress], clock: float, end: float) -> float:
         """Fill the rest of an interval with pieces of kernels that may be cut; returns when it is used up."""
         for run in left:
             start = max(clock, run.ready)
@@ -202,12 +204,12 @@ class _Filling:
                 run.ready = clock = end
         return clock
 
-    def _communicate(self, run: _Run) -> None:
+    def _communicate(self, run: _ChainProgress) -> None:
         """Place the collectives that come next in a chain."""
         while run.at < len(run.whole) and not run.computes[run.at]:
             seconds, earliest = run.whole[run.at], max(run.ready, self.link_clock)
             at = self.link_at
-            while max(earliest, self.link_starts[at]) + seconds > self.link_ends[at] + ROUNDING:
+            while max(earliest, self.link_starts[at]) + seconds > self.link_ends[at] + TIME_ROUNDING:
                 at += 1
             begin = max(earliest, self.link_starts[at])
             self.link_at, self.link_clock = at, begin + seconds
@@ -222,7 +224,7 @@ def _between(busy: FloatArray) -> FloatArray:
     """Gaps between occupied intervals, the outer ones included."""
     ordered = busy[np.argsort(busy[:, 0], kind="stable")]
     starts, ends = np.concatenate([[-np.inf], ordered[:, 1]]), np.concatenate([ordered[:, 0], [np.inf]])
-    some = ends - starts > ROUNDING
+    some = ends - starts > TIME_ROUNDING
     return np.stack([starts[some], ends[some]], axis=1)
 
 

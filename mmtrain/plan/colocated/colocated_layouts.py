@@ -14,7 +14,7 @@ from mmtrain.plan.search.min_max_partition import min_max_partition
 from mmtrain.program.ir.graph import LLM
 
 
-def llm_sizes(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[MeshSize]:
+def llm_mesh_sizes(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[MeshSize]:
     """Sizes of the LLM on all ranks; a replica on one rank has no bubbles, and is `unified`.
 
     Where the recipe wants several chunks on a rank, there are enough layers for them.
@@ -26,7 +26,7 @@ def llm_sizes(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[M
             yield size
 
 
-def encoder_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator[dict[str, MeshSize]]:
+def encoder_mesh_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator[dict[str, MeshSize]]:
     """Sizes of all encoders on an LLM's ranks: tp and pp divide the LLM's, and replicas fill all ranks."""
     encoders = [unit for name, unit in choices.items() if name != LLM]
     each = [

@@ -9,10 +9,10 @@ from functools import cache, partial
 from mmtrain.costs import Hardware, RankMemory
 from mmtrain.plan.artifact.layout import Layout, MeshSize, split_tp_group
 from mmtrain.plan.artifact.plan import Alternative, SchedulePlan
-from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_sizes, llm_sizes
-from mmtrain.plan.colocated.encoder_order import least_alive, llm_alone, plan_order
+from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_mesh_sizes, llm_mesh_sizes
+from mmtrain.plan.colocated.encoder_order import min_in_flight, plan_encoder_order, simulate_llm_alone
 from mmtrain.plan.colocated.stage_kernels import compute_share
-from mmtrain.plan.colocated.tp_bubbles import beside_collectives, finer
+from mmtrain.plan.colocated.tp_bubbles import fill_tp_bubbles, overlaps_collectives
 from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout, schedule_memory
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, LayerCosts, num_microbatches_of
 from mmtrain.plan.estimate.memory_fit import explain_misfit
@@ -21,13 +21,13 @@ from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program.ir.graph import LLM
 
-TRIED = 8  # layouts whose orders are planned and simulated
+MAX_SIMULATED_LAYOUTS = 8  # layouts whose orders are planned and simulated
 _Found = Layout | Alternative | None  # what could be laid out, or why not; None: nothing worth telling
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers that are recomputed
+RECOMPUTE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers that are recomputed
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _ColocatedMeshes:
     """Sizes of all units, uncut, and seconds that their step takes at least."""
 
     encoders: Mapping[str, MeshSize]
@@ -38,7 +38,7 @@ class _Sizes:
         return "colocated: " + ", ".join(f"{n} {size}" for n, size in [*self.encoders.items(), (LLM, self.llm)])
 
 
-def colocated_candidates(
+def search_colocated(
     layer_costs: LayerCosts,
     choices: Mapping[str, UnitChoices],
     machine: Hardware,
@@ -61,15 +61,15 @@ def colocated_candidates(
     judged: list[Candidate] = []
     losers: list[Alternative] = []
     levels, tried, others = _recomputed(layer_costs), 0, fastest
-    every = _all_sizes(layer_costs, choices, world_size, beside_collectives(machine))
+    every = _enumerate_meshes(layer_costs, choices, world_size, overlaps_collectives(machine))
     for sizes in sorted(every, key=lambda s: (s.bound, s.llm.pp, s.llm.tp)):
         if sizes.bound > fastest * EQUAL_STEP_TIME_RATIO:  # as is all that follows
             losers.append(_lost(sizes, f"at least {sizes.bound / fastest:.2f}x slower: its work cannot be done sooner"))
             break
-        if tried >= TRIED:
+        if tried >= MAX_SIMULATED_LAYOUTS:
             break
         if progress is not None:
-            progress(tried, TRIED)
+            progress(tried, MAX_SIMULATED_LAYOUTS)
         at = cache(partial(_at_level, sizes, levels, layer_costs, machine))
         smallest = at(len(levels) - 1)
         found: Candidate | Alternative | None = smallest if isinstance(smallest, Alternative) else None
@@ -85,22 +85,25 @@ def colocated_candidates(
             fastest = min(fastest, found.step_time_s)
         elif found is not None:
             losers.append(found)
-    return SearchResults(finer(judged, layer_costs, machine, others), tuple(losers))
+    return SearchResults(fill_tp_bubbles(judged, layer_costs, machine, others), tuple(losers))
 
 
-def fits_on(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
+def has_colocated_meshes(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
     """Whether there are colocated sizes on so many ranks."""
-    return len(choices) > 1 and any(True for llm in llm_sizes(choices, world_size) for _ in encoder_sizes(choices, llm))
+    if len(choices) < 2:
+        return False
+    meshes = (encoders for llm in llm_mesh_sizes(choices, world_size) for encoders in encoder_mesh_sizes(choices, llm))
+    return next(meshes, None) is not None
 
 
-def _all_sizes(
+def _enumerate_meshes(
     layer_costs: LayerCosts, choices: Mapping[str, UnitChoices], world_size: int, beside: bool
-) -> Iterator[_Sizes]:
+) -> Iterator[_ColocatedMeshes]:
     work: dict[tuple[str, int], float] = {}
-    for one in llm_sizes(choices, world_size):
+    for one in llm_mesh_sizes(choices, world_size):
         for llm in _with_chunks(one, choices[LLM]):
-            for encoders in encoder_sizes(choices, one):
-                yield _Sizes(encoders, llm, _bound(layer_costs, encoders, llm, work, beside))
+            for encoders in encoder_mesh_sizes(choices, one):
+                yield _ColocatedMeshes(encoders, llm, _bound(layer_costs, encoders, llm, work, beside))
 
 
 def _with_chunks(size: MeshSize, unit: UnitChoices) -> Iterator[MeshSize]:
@@ -143,8 +146,8 @@ def _bound(
 def _recomputed(layer_costs: LayerCosts) -> list[dict[str, float]]:
     """Shares of layers to recompute where the recipe leaves it open: more and more of the encoders', then the LLM's."""
     free = [unit for unit, wanted in layer_costs.recompute.items() if wanted == "auto"]
-    encoders = [{unit: share for unit in free if unit != LLM} for share in SHARES]
-    return encoders + [encoders[-1] | {LLM: share} for share in SHARES[1:] if LLM in free]
+    encoders = [{unit: share for unit in free if unit != LLM} for share in RECOMPUTE_SHARES]
+    return encoders + [encoders[-1] | {LLM: share} for share in RECOMPUTE_SHARES[1:] if LLM in free]
 
 
 def _enough(at: Callable[[int], _Found], num_levels: int) -> range:
@@ -153,12 +156,18 @@ def _enough(at: Callable[[int], _Found], num_levels: int) -> range:
 
 
 def _at_level(
-    sizes: _Sizes, levels: Sequence[Mapping[str, float]], layer_costs: LayerCosts, machine: Hardware, level: int
+    sizes: _ColocatedMeshes,
+    levels: Sequence[Mapping[str, float]],
+    layer_costs: LayerCosts,
+    machine: Hardware,
+    level: int,
 ) -> _Found:
     return _layout(sizes, levels[level], layer_costs, machine)
 
 
-def _layout(sizes: _Sizes, recompute: Mapping[str, float], layer_costs: LayerCosts, machine: Hardware) -> _Found:
+def _layout(
+    sizes: _ColocatedMeshes, recompute: Mapping[str, float], layer_costs: LayerCosts, machine: Hardware
+) -> _Found:
     """The sizes as a layout, or why no order of it can run; None if the layers are too few."""
     layout = colocated_layout(layer_costs, sizes.encoders, sizes.llm, recompute)
     if layout is None:
@@ -166,18 +175,18 @@ def _layout(sizes: _Sizes, recompute: Mapping[str, float], layer_costs: LayerCos
     if tp_group := split_tp_group(layout.units, machine.ranks_per_node):
         return _lost(sizes, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
     graph = layout_graph(layout, layer_costs)
-    least = layer_costs.memory(graph, least_alive(graph))
+    least = layer_costs.memory(graph, min_in_flight(graph))
     if max(memory.total for memory in least.values()) > machine.memory_bytes:
         return _too_large(sizes, layer_costs, least, machine)
     return layout
 
 
 def _judged(
-    sizes: _Sizes, layout: Layout, layer_costs: LayerCosts, machine: Hardware, limit: float
+    sizes: _ColocatedMeshes, layout: Layout, layer_costs: LayerCosts, machine: Hardware, limit: float
 ) -> Candidate | Alternative:
     """The faster of planned and coarse order that fits, or why none does, or that the LLM by itself takes too long."""
     graph = layout_graph(layout, layer_costs)
-    alone = llm_alone(graph, layer_costs, machine)
+    alone = simulate_llm_alone(graph, layer_costs, machine)
     if alone.step_time_s > limit:
         again = (
             " with the layers recomputed that memory demands"
@@ -189,7 +198,7 @@ def _judged(
     fitting: list[SchedulePlan] = []
     coarse = SchedulePlan(kind="coarse", num_microbatches=counts)
     for ahead in (None, 2 * sizes.llm.pp, 0):
-        order = plan_order(graph, layer_costs, machine, ahead=ahead, alone=alone)
+        order = plan_encoder_order(graph, layer_costs, machine, ahead=ahead, alone=alone)
         planned = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
         for schedule in (planned, coarse) if ahead is None else (planned,):
             memory = schedule_memory(graph, schedule, layer_costs)
@@ -201,14 +210,14 @@ def _judged(
     return _too_large(sizes, layer_costs, memory, machine)
 
 
-def _lost(sizes: _Sizes, reason: str, peak_gib: float | None = None) -> Alternative:
+def _lost(sizes: _ColocatedMeshes, reason: str, peak_gib: float | None = None) -> Alternative:
     return Alternative(
         summary=str(sizes), placement="colocated", step_time_s=None, peak_memory_gib=peak_gib, reason=reason
     )
 
 
 def _too_large(
-    sizes: _Sizes, layer_costs: LayerCosts, memory: Mapping[int, RankMemory], machine: Hardware
+    sizes: _ColocatedMeshes, layer_costs: LayerCosts, memory: Mapping[int, RankMemory], machine: Hardware
 ) -> Alternative:
     found = explain_misfit(layer_costs, memory, machine)
     return _lost(sizes, found.reason, found.need_gib)

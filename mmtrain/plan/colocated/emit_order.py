@@ -9,18 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from mmtrain.plan.colocated.bubbles import ROUNDING
-from mmtrain.plan.colocated.stage_kernels import Gap
+from mmtrain.plan.colocated.bubbles import TIME_ROUNDING
+from mmtrain.plan.colocated.stage_kernels import CommunicationGap
 from mmtrain.program.ir.actions import Compute, Direction, Fill, Forward, Partial, Pass
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.ir.segments import direction, num_segments
 from mmtrain.program.ir.serialize import action_to_text
 
-_ROUNDING_S = 2 * ROUNDING  # by which work may begin before the gap that it is in
+_ROUNDING_S = 2 * TIME_ROUNDING  # by which work may begin before the gap that it is in
 
 
 @dataclass(frozen=True)
-class Work:
+class TimedPass:
     """Something a rank does: a whole forward or backward of the LLM, or some segments of an encoder's."""
 
     start: float
@@ -30,8 +30,8 @@ class Work:
     end: float = 0.0  # of the LLM's
 
 
-def written(
-    graph: StageGraph, works: Sequence[Work], gaps: Mapping[tuple[StageId, Direction], Sequence[Gap]]
+def emit_rank_order(
+    graph: StageGraph, works: Sequence[TimedPass], gaps: Mapping[tuple[StageId, Direction], Sequence[CommunicationGap]]
 ) -> Iterator[str]:
     """Lines of one rank's order. `gaps`: those inside the LLM's passes, from a pass's begin on."""
     ordered = sorted(works, key=_in_order)
@@ -44,15 +44,17 @@ def written(
     yield from map(action_to_text, actions)
 
 
-def _in_order(work: Work) -> tuple[float, int, int, str, int]:
+def _in_order(work: TimedPass) -> tuple[float, int, int, str, int]:
     lo = 0 if work.segments is None else work.segments[0]
     turn = lo if direction(work.action) == "F" else -lo
     return work.start, work.turn, work.action.mb.index, work.action.stage.unit, turn
 
 
-def _sorted_out(host: Work, rest: Sequence[Work], gaps: Sequence[Gap]) -> tuple[dict[int, list[Work]], list[Work]]:
+def _sorted_out(
+    host: TimedPass, rest: Sequence[TimedPass], gaps: Sequence[CommunicationGap]
+) -> tuple[dict[int, list[TimedPass]], list[TimedPass]]:
     """What begins in the host's gaps, by the segments that it has run by then, and what comes after it."""
-    inside: dict[int, list[Work]] = {}
+    inside: dict[int, list[TimedPass]] = {}
     left = list(gaps)
     for at, work in enumerate(rest):
         when = work.start - host.start + _ROUNDING_S
@@ -64,7 +66,7 @@ def _sorted_out(host: Work, rest: Sequence[Work], gaps: Sequence[Gap]) -> tuple[
     return inside, []
 
 
-def _hosted(graph: StageGraph, host: Pass, inside: Mapping[int, Sequence[Work]]) -> Iterator[Compute | Fill]:
+def _hosted(graph: StageGraph, host: Pass, inside: Mapping[int, Sequence[TimedPass]]) -> Iterator[Compute | Fill]:
     """The host in parts, with the work in its gaps."""
     total, done = num_segments(graph, host.stage), 0
     for after in sorted(inside):
@@ -97,7 +99,7 @@ def _part(graph: StageGraph, action: Pass, done: int, end: int) -> Compute:
     return Partial(action.stage, action.mb, direction(action), lo, hi)
 
 
-def _joined(graph: StageGraph, works: Sequence[Work]) -> Iterator[Compute]:
+def _joined(graph: StageGraph, works: Sequence[TimedPass]) -> Iterator[Compute]:
     """Segments of a stage that follow each other as one part of it, or the whole."""
     for action, run in groupby(works, key=lambda work: work.action):
         spans = [work.segments for work in run if work.segments is not None]

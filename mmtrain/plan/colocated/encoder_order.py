@@ -17,11 +17,11 @@ from itertools import chain
 import numpy as np
 
 from mmtrain.costs import Hardware, PieceCost
-from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, Host, Schedule, schedule_as_dealt
+from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, EncoderSchedule, LlmTimeline, schedule_encoder
 from mmtrain.plan.colocated.bubbles import FloatArray, FreeTime
-from mmtrain.plan.colocated.emit_order import Work, written
-from mmtrain.plan.colocated.latest_forwards import forwards_latest
-from mmtrain.plan.colocated.stage_kernels import StageKernels, gaps_of, segment_costs, stage_kernels
+from mmtrain.plan.colocated.emit_order import TimedPass, emit_rank_order
+from mmtrain.plan.colocated.latest_forwards import delay_forwards
+from mmtrain.plan.colocated.stage_kernels import StageKernels, communication_gaps, segment_costs, stage_kernels
 from mmtrain.plan.estimate.evaluate import Candidate, PrecomputedTiming, model_timing, simulate_first_batch
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
 from mmtrain.program.ir.actions import (
@@ -40,21 +40,21 @@ from mmtrain.program.schedules.lower import lower
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.program.trace.timeline import Span, Timeline
 
-Order = dict[int, tuple[str, ...]]
-Way = tuple[StageId, Direction]
+RankOrders = dict[int, tuple[str, ...]]
+StagePass = tuple[StageId, Direction]
 
-GRAIN = 0.5  # of the LLM's longest gap inside a layer: pieces of an encoder's layers are joined up to that
-_WAYS: tuple[Direction, Direction] = ("F", "B")
+MAX_PIECE_SHARE_OF_GAP = 0.5  # of the LLM's longest gap inside a layer: encoder pieces are joined up to that length
+_DIRECTIONS: tuple[Direction, Direction] = ("F", "B")
 
 
-def plan_order(
+def plan_encoder_order(
     graph: StageGraph,
     layer_costs: LayerCosts,
     machine: Hardware,
     *,
     ahead: int | None = None,
     alone: Timeline | None = None,
-) -> Order:
+) -> RankOrders:
     """Put the encoders of a colocated graph into the bubbles of its LLM, for microbatches of mean cost.
 
     Args:
@@ -63,16 +63,18 @@ def plan_order(
         machine: what they run on.
         ahead: microbatches by which a forward may be ahead of the LLM's, and a backward behind it: fewer hold fewer
             activations, but what finds no bubble then makes the LLM wait in its midst. Default: any number.
-        alone: `llm_alone` of the same LLM, to save its making.
+        alone: `simulate_llm_alone` of the same LLM, to save its making.
     """
-    alone = alone or llm_alone(graph, layer_costs, machine)
+    alone = alone or simulate_llm_alone(graph, layer_costs, machine)
     costs = {
-        (stage.id, kind): segment_costs(layer_costs, graph, stage.id, kind) for stage in graph.stages for kind in _WAYS
+        (stage.id, kind): segment_costs(layer_costs, graph, stage.id, kind)
+        for stage in graph.stages
+        for kind in _DIRECTIONS
     }
-    gaps = {key: gaps_of(each) for key, each in costs.items() if key[0].unit == LLM}
+    gaps = {key: communication_gaps(each) for key, each in costs.items() if key[0].unit == LLM}
     spans = _put_off(graph, alone)
     host, tasks = _host(graph, spans, costs), _llm_tasks(graph, spans)
-    grain = max((gap.end - gap.start for each in gaps.values() for gap in each), default=0.0) * GRAIN
+    grain = max((gap.end - gap.start for each in gaps.values() for gap in each), default=0.0) * MAX_PIECE_SHARE_OF_GAP
     for mesh in (m for m in graph.meshes if m.unit != LLM):
         kernels = {key: stage_kernels(each, key[1], grain) for key, each in costs.items() if key[0].unit == mesh.unit}
         found = _schedule(graph, kernels, host, mesh)
@@ -86,7 +88,7 @@ def plan_order(
     once: dict[tuple[int, ...], tuple[str, ...]] = {}  # ranks of a TP group mostly have the same work
     for todo in tasks.values():
         if (same := tuple(map(id, todo))) not in once:
-            once[same] = tuple(written(graph, todo, gaps))
+            once[same] = tuple(emit_rank_order(graph, todo, gaps))
     return {rank: once[tuple(map(id, todo))] for rank, todo in sorted(tasks.items())}
 
 
@@ -98,7 +100,7 @@ def scheduling_efficiency(judged: Candidate, layer_costs: LayerCosts, machine: H
     if judged.layout.placement != "colocated":
         return None
     graph = judged.graph
-    alone = llm_alone(graph, layer_costs, machine).step_time_s
+    alone = simulate_llm_alone(graph, layer_costs, machine).step_time_s
     work = [
         (span.action.stage.unit, span.start_s, span.duration_s)
         for span in simulate_first_batch(judged, layer_costs, machine).spans
@@ -115,7 +117,7 @@ def scheduling_efficiency(judged: Candidate, layer_costs: LayerCosts, machine: H
 # The LLM by itself -------------------------------------------------------------------------------------------------
 
 
-def llm_alone(graph: StageGraph, layer_costs: LayerCosts, machine: Hardware) -> Timeline:
+def simulate_llm_alone(graph: StageGraph, layer_costs: LayerCosts, machine: Hardware) -> Timeline:
     """The LLM of one replica group without its encoders, every microbatch of mean cost."""
     only = _only_llm(graph)
     seconds = {
@@ -124,10 +126,10 @@ def llm_alone(graph: StageGraph, layer_costs: LayerCosts, machine: Hardware) -> 
         if sid.unit == LLM
     }
     model = model_timing(only, layer_costs, layer_costs.loads(batch_split_of(graph))[0], machine)
-    return simulate(lower(build_1f1b(only)), _Typical(model, seconds), 1)
+    return simulate(lower(build_1f1b(only)), _MeanTiming(model, seconds), 1)
 
 
-def least_alive(graph: StageGraph) -> dict[StageId, int]:
+def min_in_flight(graph: StageGraph) -> dict[StageId, int]:
     """Microbatches that each stage holds at least: the LLM's as in 1F1B, an encoder's as long as the LLM holds them."""
     alive, llm = in_flight(_only_llm(graph)), graph.mesh(LLM)
     entered = {e.src.unit: e.dst for e in graph.edges if e.crosses_units}
@@ -152,7 +154,7 @@ def _only_llm(graph: StageGraph) -> StageGraph:
 
 
 @dataclass(frozen=True)
-class _Typical(PrecomputedTiming):
+class _MeanTiming(PrecomputedTiming):
     """The same seconds for every microbatch."""
 
     seconds: Mapping[StageId, tuple[float, float]]  # forward, backward
@@ -168,11 +170,11 @@ def _put_off(graph: StageGraph, alone: Timeline) -> list[Span]:
     mesh = graph.mesh(LLM)
     ranks = {mesh.tp_group(place, 0)[0] for place in range(mesh.pp)}
     spans = [s for s in alone.spans if s.rank in ranks and isinstance(s.action, Pass | ReduceGrads | ReduceShared)]
-    late = forwards_latest(_only_llm(graph), spans)
+    late = delay_forwards(_only_llm(graph), spans)
     return [s._replace(start_s=late[s.action]) if isinstance(s.action, Pass) else s for s in spans]
 
 
-def _host(graph: StageGraph, spans: Sequence[Span], costs: Mapping[Way, Sequence[PieceCost]]) -> Host:
+def _host(graph: StageGraph, spans: Sequence[Span], costs: Mapping[StagePass, Sequence[PieceCost]]) -> LlmTimeline:
     """The LLM's gaps, and when it starts and ends each microbatch at the first stage that an encoder enters."""
     mesh = graph.mesh(LLM)
     place = {mesh.tp_group(p, 0)[0]: p for p in range(mesh.pp)}
@@ -185,7 +187,7 @@ def _host(graph: StageGraph, spans: Sequence[Span], costs: Mapping[Way, Sequence
         start, end = span.start_s, span.start_s + span.duration_s
         at = place[span.rank]
         if isinstance(span.action, Compute):
-            inside = gaps_of(costs[span.action.stage, direction(span.action)])
+            inside = communication_gaps(costs[span.action.stage, direction(span.action)])
             link[at].update((start + gap.start, start + gap.end) for gap in inside)
             ends = [start, *(start + t for gap in inside for t in (gap.start, gap.end)), end]
             busy[at].update(pair for pair in zip(ends[::2], ends[1::2], strict=True) if pair[1] > pair[0])
@@ -199,7 +201,7 @@ def _host(graph: StageGraph, spans: Sequence[Span], costs: Mapping[Way, Sequence
                 last[index] = max(last[index], end)
     works, links = ([np.array(sorted(one)).reshape(-1, 2) for one in each] for each in (busy, link))
     end = max((float(one[-1, 1]) for one in works if len(one)), default=0.0)
-    return Host(
+    return LlmTimeline(
         tuple(FreeTime.around(*pair) for pair in zip(works, links, strict=True)),
         end,
         0.0,
@@ -210,15 +212,15 @@ def _host(graph: StageGraph, spans: Sequence[Span], costs: Mapping[Way, Sequence
     )
 
 
-def _llm_tasks(graph: StageGraph, spans: Sequence[Span]) -> dict[int, list[Work]]:
+def _llm_tasks(graph: StageGraph, spans: Sequence[Span]) -> dict[int, list[TimedPass]]:
     """The LLM's forwards and backwards on each rank of its first replica."""
     mesh = graph.mesh(LLM)
-    found: dict[StageId, dict[Pass, Work]] = {}
+    found: dict[StageId, dict[Pass, TimedPass]] = {}
     for span in spans:
         if isinstance(span.action, Forward | Backward):
-            work = Work(span.start_s, 1, span.action, None, span.start_s + span.duration_s)
+            work = TimedPass(span.start_s, 1, span.action, None, span.start_s + span.duration_s)
             found.setdefault(span.action.stage, {})[span.action] = work
-    tasks: dict[int, list[Work]] = {}
+    tasks: dict[int, list[TimedPass]] = {}
     for stage, works in found.items():
         for rank in mesh.tp_group(stage.index, 0):
             tasks.setdefault(rank, []).extend(works.values())
@@ -228,7 +230,9 @@ def _llm_tasks(graph: StageGraph, spans: Sequence[Span]) -> dict[int, list[Work]
 # The encoders ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(graph: StageGraph, kernels: Mapping[Way, StageKernels], host: Host, mesh: UnitMesh) -> Schedule:
+def _schedule(
+    graph: StageGraph, kernels: Mapping[StagePass, StageKernels], host: LlmTimeline, mesh: UnitMesh
+) -> EncoderSchedule:
     """Place the encoder's kernels, for one of its replicas on each block of the LLM's pipeline ranks."""
     own, llm = block_sizes(mesh.num_microbatches, graph.mesh(LLM).num_microbatches)
     begins = host.first_forwards.reshape(-1, llm).min(axis=1).repeat(own)
@@ -243,12 +247,16 @@ def _schedule(graph: StageGraph, kernels: Mapping[Way, StageKernels], host: Host
     )
     blocks = len(host.free_times) // mesh.pp
     per_block = replace(host, first_forwards=begins.repeat(blocks), last_backwards=ends.repeat(blocks))
-    return schedule_as_dealt(per_block, plan, np.arange(mesh.num_microbatches * blocks) % blocks)
+    return schedule_encoder(per_block, plan, np.arange(mesh.num_microbatches * blocks) % blocks)
 
 
 def _encoder_tasks(
-    graph: StageGraph, mesh: UnitMesh, found: Schedule, kernels: Mapping[Way, StageKernels], ahead: int | None
-) -> Iterator[tuple[int, Work]]:
+    graph: StageGraph,
+    mesh: UnitMesh,
+    found: EncoderSchedule,
+    kernels: Mapping[StagePass, StageKernels],
+    ahead: int | None,
+) -> Iterator[tuple[int, TimedPass]]:
     """What each rank of the first LLM replica does for an encoder, and when, within what `ahead` allows."""
     per_group = mesh.dp // graph.num_groups
     llm = graph.mesh(LLM)
@@ -271,7 +279,7 @@ def _encoder_tasks(
                 for replica in range(block * slices, (block + 1) * slices):
                     mb = Microbatch(mesh.unit, replica, index)
                     action = Forward(sid, mb) if is_forward else Backward(sid, mb)
-                    task = Work(float(when), 0 if is_forward else 2, action, segments[kernel])
+                    task = TimedPass(float(when), 0 if is_forward else 2, action, segments[kernel])
                     for rank in mesh.tp_group(stage, replica):
                         yield rank, task
 

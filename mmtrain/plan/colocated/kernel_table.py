@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, Host
-from mmtrain.plan.colocated.bubbles import FloatArray, FreeTime, Kernels
-from mmtrain.plan.colocated.llm_timeline import Pipeline, PipelineTimeline, pipeline_timeline
+from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, LlmTimeline
+from mmtrain.plan.colocated.bubbles import FloatArray, FreeTime, KernelSequence
+from mmtrain.plan.colocated.llm_timeline import InterleavedPipeline, InterleavedTimeline, simulate_interleaved
 from mmtrain.plan.search.min_max_partition import min_max_partition
 
 CUT_COST = 0.03  # of a kernel, for each cut
@@ -24,8 +24,8 @@ CUT_COST = 0.03  # of a kernel, for each cut
 class LayerKernels:
     """A layer's kernels in both directions, in the order in which they run."""
 
-    forward: Kernels
-    backward: Kernels
+    forward: KernelSequence
+    backward: KernelSequence
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,18 @@ class KernelTable:
     scatter: float
     microbatches: tuple[int, ...]
 
-    def pipeline(self, num_microbatches: int) -> Pipeline:
+    def pipeline(self, num_microbatches: int) -> InterleavedPipeline:
         """The LLM by itself, its layers shared out equally."""
         each, stages = self.llm_layers // (self.pp * self.vpp), self.pp * self.vpp
         forward, backward = each * self.llm.forward.latency, each * self.llm.backward.latency
-        return Pipeline(self.pp, self.vpp, num_microbatches, (forward,) * stages, (backward,) * stages, self.transfer)
+        return InterleavedPipeline(
+            self.pp, self.vpp, num_microbatches, (forward,) * stages, (backward,) * stages, self.transfer
+        )
 
-    def host(self, num_microbatches: int) -> Host:
+    def host(self, num_microbatches: int) -> LlmTimeline:
         """The LLM's timeline, with bubbles between its kernels."""
-        timeline = pipeline_timeline(self.pipeline(num_microbatches))
-        return Host(
+        timeline = simulate_interleaved(self.pipeline(num_microbatches))
+        return LlmTimeline(
             free_times=tuple(self._free_time(timeline, rank) for rank in range(self.pp)),
             end=timeline.end,
             gather=self.gather,
@@ -76,7 +78,7 @@ class KernelTable:
     def _encoder_plan(self, tp: int, pp: int, bubble: float) -> EncoderPlan:
         cuts = [self.encoder_layers * k // pp for k in range(pp + 1)]
         forward, backward = (
-            Kernels.of(k.durations, k.computes, cut_above=bubble)
+            KernelSequence.of(k.durations, k.computes, cut_above=bubble)
             for k in (self.encoder[tp].forward, self.encoder[tp].backward)
         )
         sizes = [hi - lo for lo, hi in pairwise(cuts)]
@@ -89,7 +91,7 @@ class KernelTable:
             CUT_COST,
         )
 
-    def _free_time(self, timeline: PipelineTimeline, rank: int) -> FreeTime:
+    def _free_time(self, timeline: InterleavedTimeline, rank: int) -> FreeTime:
         forward = np.array([is_forward for is_forward, _, _ in timeline.order[rank]])
         each = self.llm_layers // (self.pp * self.vpp)
         busy, link = [], []
@@ -122,7 +124,7 @@ def read_table(path: Path) -> KernelTable:
     )
 
 
-def megatron_step(table: KernelTable, num_microbatches: int) -> float:
+def megatron_step_ms(table: KernelTable, num_microbatches: int) -> float:
     """Milliseconds with the whole encoder in front of the LLM's first stage, under the LLM's tp."""
     alone, encoder = table.pipeline(num_microbatches), table.encoder[table.tp]
     forward, backward = list(alone.forward), list(alone.backward)
@@ -131,7 +133,7 @@ def megatron_step(table: KernelTable, num_microbatches: int) -> float:
     return _pipeline_step(table, num_microbatches, table.vpp, forward, backward)
 
 
-def balanced_step(table: KernelTable, num_microbatches: int) -> float:
+def balanced_step_ms(table: KernelTable, num_microbatches: int) -> float:
     """Milliseconds of one pipeline over all layers, cut by the exact min-max, with the best number of chunks."""
     encoder = table.encoder[table.tp]
     forward = [encoder.forward.latency] * table.encoder_layers + [table.llm.forward.latency] * table.llm_layers
@@ -156,20 +158,20 @@ def balanced_step(table: KernelTable, num_microbatches: int) -> float:
 def _pipeline_step(
     table: KernelTable, num_microbatches: int, vpp: int, forward: Sequence[float], backward: Sequence[float]
 ) -> float:
-    pipeline = Pipeline(table.pp, vpp, num_microbatches, tuple(forward), tuple(backward), table.transfer)
-    return table.gather + pipeline_timeline(pipeline).end + table.scatter
+    pipeline = InterleavedPipeline(table.pp, vpp, num_microbatches, tuple(forward), tuple(backward), table.transfer)
+    return table.gather + simulate_interleaved(pipeline).end + table.scatter
 
 
 def _layer(raw: dict[str, list[tuple[str, float]]]) -> LayerKernels:
     return LayerKernels(
-        *(Kernels.of([ms for _, ms in raw[way]], [kind == "compute" for kind, _ in raw[way]]) for way in _WAYS)
+        *(KernelSequence.of([ms for _, ms in raw[way]], [kind == "compute" for kind, _ in raw[way]]) for way in _WAYS)
     )
 
 
 _WAYS = ("forward", "backward")
 
 
-def _back_to_back(kernels: Kernels) -> FloatArray:
+def _back_to_back(kernels: KernelSequence) -> FloatArray:
     """(n, 2) start and end of kernels that follow each other without a gap."""
     ends = np.cumsum(kernels.durations)
     return np.stack([ends - kernels.durations, ends], axis=1)

@@ -8,13 +8,13 @@ there; Optimus, arXiv 2408.03505, section 4.4) where that makes none earlier. Th
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from mmtrain.plan.colocated.bubbles import ROUNDING
+from mmtrain.plan.colocated.bubbles import TIME_ROUNDING
 from mmtrain.program.ir.actions import Backward, Forward, Pass
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.trace.timeline import Span
 
 
-def forwards_latest(graph: StageGraph, spans: Sequence[Span]) -> dict[Pass, float]:
+def delay_forwards(graph: StageGraph, spans: Sequence[Span]) -> dict[Pass, float]:
     """Starts of all forwards and backwards on some ranks of a pipeline, the forwards put off.
 
     graph: the pipeline's, one unit without others. spans: of one rank of each place, in the order of their start.
@@ -23,7 +23,7 @@ def forwards_latest(graph: StageGraph, spans: Sequence[Span]) -> dict[Pass, floa
     lags = _lags(graph, early)
     in_order = _put_off(graph, early, lags, past_backwards=False)
     anywhere = _put_off(graph, early, lags, past_backwards=True)
-    return anywhere if all(anywhere[one] >= start - ROUNDING for one, start in in_order.items()) else in_order
+    return anywhere if all(anywhere[one] >= start - TIME_ROUNDING for one, start in in_order.items()) else in_order
 
 
 def _put_off(

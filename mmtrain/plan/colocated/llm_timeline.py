@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class InterleavedPipeline:
     """Sizes and costs of an interleaved pipeline; virtual stage v is chunk v // pp of rank v % pp. Any unit of time."""
 
     pp: int
@@ -42,20 +42,20 @@ class Pipeline:
         most = self.num_microbatches * self.vpp
         return tuple(min(most, 2 * (self.pp - r - 1) + (self.vpp - 1) * self.pp) for r in range(self.pp))
 
-    def seconds(self, rank: int, work: "Work") -> float:
+    def seconds(self, rank: int, work: "ChunkPass") -> float:
         """What a piece of work takes there."""
         return (self.forward if work[0] else self.backward)[work[1] * self.pp + rank]
 
 
-Work = tuple[bool, int, int]  # forward?, chunk, microbatch
+ChunkPass = tuple[bool, int, int]  # forward?, chunk, microbatch
 
 
 @dataclass(frozen=True)
-class PipelineTimeline:
+class InterleavedTimeline:
     """When each rank runs what; time begins with the first forward."""
 
-    pipeline: Pipeline
-    order: tuple[tuple[Work, ...], ...]  # of each rank
+    pipeline: InterleavedPipeline
+    order: tuple[tuple[ChunkPass, ...], ...]  # of each rank
     start: tuple[FloatArray, ...]  # (2 * vpp * num_microbatches,) of each rank
 
     @property
@@ -82,7 +82,7 @@ class PipelineTimeline:
         return when
 
 
-def pipeline_timeline(pipeline: Pipeline, warm_up: Sequence[int] | None = None) -> PipelineTimeline:
+def simulate_interleaved(pipeline: InterleavedPipeline, warm_up: Sequence[int] | None = None) -> InterleavedTimeline:
     """Lay interleaved 1F1B out in time, by default with Megatron-LM's warm-up.
 
     Raises:
@@ -91,14 +91,14 @@ def pipeline_timeline(pipeline: Pipeline, warm_up: Sequence[int] | None = None) 
     counts = pipeline.warm_up if warm_up is None else warm_up
     order = tuple(tuple(_turns(pipeline, count)) for count in counts)
     early = _earliest(pipeline, order)
-    return PipelineTimeline(pipeline, order, _forwards_latest(pipeline, order, early))
+    return InterleavedTimeline(pipeline, order, _forwards_latest(pipeline, order, early))
 
 
-def _turns(pipeline: Pipeline, warm_up: int) -> Iterator[Work]:
+def _turns(pipeline: InterleavedPipeline, warm_up: int) -> Iterator[ChunkPass]:
     pp, vpp = pipeline.pp, pipeline.vpp
     total = pipeline.num_microbatches * vpp
 
-    def work(forward: bool, k: int) -> Work:
+    def work(forward: bool, k: int) -> ChunkPass:
         chunk = k // pp % vpp
         return forward, chunk if forward else vpp - 1 - chunk, k // (pp * vpp) * pp + k % pp
 
@@ -109,7 +109,7 @@ def _turns(pipeline: Pipeline, warm_up: int) -> Iterator[Work]:
     yield from (work(False, k) for k in range(total - warm_up, total))
 
 
-def _before(pipeline: Pipeline, rank: int, work: Work) -> tuple[int, Work] | None:
+def _before(pipeline: InterleavedPipeline, rank: int, work: ChunkPass) -> tuple[int, ChunkPass] | None:
     """Whose result a piece of work reads."""
     forward, chunk, mb = work
     if forward:
@@ -121,9 +121,9 @@ def _before(pipeline: Pipeline, rank: int, work: Work) -> tuple[int, Work] | Non
     return (0, (False, chunk + 1, mb)) if chunk < pipeline.vpp - 1 else (rank, (True, chunk, mb))
 
 
-def _earliest(pipeline: Pipeline, order: Sequence[Sequence[Work]]) -> list[dict[Work, float]]:
+def _earliest(pipeline: InterleavedPipeline, order: Sequence[Sequence[ChunkPass]]) -> list[dict[ChunkPass, float]]:
     """Start of every piece of work when none is put off."""
-    start: list[dict[Work, float]] = [{} for _ in order]
+    start: list[dict[ChunkPass, float]] = [{} for _ in order]
     clock, at = [0.0] * len(order), [0] * len(order)
     moved = True
     while moved:
@@ -148,11 +148,11 @@ def _earliest(pipeline: Pipeline, order: Sequence[Sequence[Work]]) -> list[dict[
 
 
 def _forwards_latest(
-    pipeline: Pipeline, order: Sequence[Sequence[Work]], early: list[dict[Work, float]]
+    pipeline: InterleavedPipeline, order: Sequence[Sequence[ChunkPass]], early: list[dict[ChunkPass, float]]
 ) -> tuple[FloatArray, ...]:
     """Put forwards off until right before what waits for them; backwards stay. Read against the data flow."""
-    late: list[dict[Work, float]] = [{} for _ in order]
-    readers = [{} for _ in order]  # type: list[dict[Work, tuple[int, Work]]]
+    late: list[dict[ChunkPass, float]] = [{} for _ in order]
+    readers = [{} for _ in order]  # type: list[dict[ChunkPass, tuple[int, ChunkPass]]]
     for rank, todo in enumerate(order):
         for work in todo:
             source = _before(pipeline, rank, work)

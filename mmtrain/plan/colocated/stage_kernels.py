@@ -12,7 +12,7 @@ import numpy as np
 
 from mmtrain.costs import ComputeKind, PieceCost, TokenLoad
 from mmtrain.costs.block_pieces import scaled
-from mmtrain.plan.colocated.bubbles import Kernels
+from mmtrain.plan.colocated.bubbles import KernelSequence
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, BatchSplit, LayerCosts, batch_split_of
 from mmtrain.program.ir.actions import Direction
 from mmtrain.program.ir.graph import StageGraph, StageId
@@ -23,12 +23,12 @@ from mmtrain.program.ir.segments import segments_of
 class StageKernels:
     """A stage's forward or backward as kernels, in the order in which they run."""
 
-    kernels: Kernels
+    kernels: KernelSequence
     segments: tuple[tuple[int, int], ...]  # of each that computes, what it is of the stage: [lo, hi); (0, 0) if none
 
 
 @dataclass(frozen=True)
-class Gap:
+class CommunicationGap:
     """A time in a pass in which its rank computes nothing, from its begin on."""
 
     start: float
@@ -79,13 +79,13 @@ def compute_share(layer_costs: LayerCosts, unit: str, tp: int, spread: BatchSpli
     return sum(count * piece.compute_s for count, piece in each) / total if total else 1.0
 
 
-def gaps_of(costs: Sequence[PieceCost]) -> tuple[Gap, ...]:
+def communication_gaps(costs: Sequence[PieceCost]) -> tuple[CommunicationGap, ...]:
     """The gaps between the segments of a pass."""
     found, clock = [], 0.0
     for at, (compute_s, collective_s) in enumerate(costs[:-1]):
         clock += compute_s
         if collective_s:
-            found.append(Gap(clock, clock + collective_s, at + 1))
+            found.append(CommunicationGap(clock, clock + collective_s, at + 1))
         clock += collective_s
     return tuple(found)
 
@@ -103,7 +103,7 @@ def stage_kernels(costs: Sequence[PieceCost], kind: Direction, grain_s: float) -
             durations.append(collective_s)
             computes.append(False)
             ranges.append((0, 0))
-    return StageKernels(Kernels.of(durations, computes), tuple(ranges))
+    return StageKernels(KernelSequence.of(durations, computes), tuple(ranges))
 
 
 def _joined(costs: Sequence[PieceCost], grain_s: float) -> Iterator[tuple[int, int, float, float]]:

@@ -8,47 +8,49 @@ from collections.abc import Sequence
 
 from mmtrain.costs import Hardware
 from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.artifact.plan_graph import in_pieces
-from mmtrain.plan.colocated.encoder_order import llm_alone, plan_order
+from mmtrain.plan.artifact.plan_graph import split_into_pieces
+from mmtrain.plan.colocated.encoder_order import plan_encoder_order, simulate_llm_alone
 from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout, schedule_memory
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program.ir.graph import LLM
 
-TRIED = 2  # layouts, the fastest first
+MAX_LAYOUTS_IN_PIECES = 2  # layouts, the fastest first
 
 
-def beside_collectives(machine: Hardware) -> bool:
+def overlaps_collectives(machine: Hardware) -> bool:
     """Whether ranks of this hardware compute at full speed while they communicate: gloo takes the core for it."""
     return machine.name != "cpu-core"
 
 
-def finer(
+def fill_tp_bubbles(
     candidates: Sequence[Candidate], layer_costs: LayerCosts, machine: Hardware, fastest: float
 ) -> tuple[Candidate, ...]:
     """The candidates, of which the fastest few are replaced by orders in pieces that are faster and fit.
 
     fastest: seconds of a step that is known; candidates whose LLM alone takes as long stay as they are.
     """
-    if not beside_collectives(machine):
+    if not overlaps_collectives(machine):
         return tuple(candidates)
     ranked = sorted(candidates, key=lambda one: one.step_time_s)
-    first = [id(one) for one in ranked if one.layout.units[LLM].tp > 1][:TRIED]
-    return tuple(_finer(one, layer_costs, machine, fastest) if id(one) in first else one for one in candidates)
+    first = [id(one) for one in ranked if one.layout.units[LLM].tp > 1][:MAX_LAYOUTS_IN_PIECES]
+    return tuple(_with_pieces(one, layer_costs, machine, fastest) if id(one) in first else one for one in candidates)
 
 
-def _finer(judged: Candidate, layer_costs: LayerCosts, machine: Hardware, fastest: float) -> Candidate:
+def _with_pieces(judged: Candidate, layer_costs: LayerCosts, machine: Hardware, fastest: float) -> Candidate:
     """The candidate with pieces in gaps where that is faster and fits, else as it is."""
     whole = layout_graph(judged.layout, layer_costs)
-    alone = llm_alone(whole, layer_costs, machine)
+    alone = simulate_llm_alone(whole, layer_costs, machine)
     if alone.step_time_s >= fastest:
         return judged
-    graph = in_pieces(whole, layer_costs.shape, [m.unit for m in whole.meshes if layer_costs.has_sp(m.unit, m.tp)])
+    graph = split_into_pieces(
+        whole, layer_costs.shape, [m.unit for m in whole.meshes if layer_costs.has_sp(m.unit, m.tp)]
+    )
     for ahead in (None, 2 * judged.layout.units[LLM].pp, 0):
         schedule = SchedulePlan(
             kind="explicit",
             num_microbatches=dict(judged.layout.num_microbatches),
-            order=plan_order(graph, layer_costs, machine, ahead=ahead, alone=alone),
+            order=plan_encoder_order(graph, layer_costs, machine, ahead=ahead, alone=alone),
             pieces=True,
         )
         memory = schedule_memory(graph, schedule, layer_costs)

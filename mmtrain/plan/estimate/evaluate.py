@@ -11,7 +11,7 @@ from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.errors import ProgramError
 from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.artifact.plan_graph import in_pieces
+from mmtrain.plan.artifact.plan_graph import split_into_pieces
 from mmtrain.plan.estimate.layer_costs import LayerCosts, StageSeconds, batch_split_of
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program.ir.actions import Collective, Compute, Forward, Partial, Send
@@ -65,7 +65,9 @@ def evaluate_layout(
     schedule = schedule or SchedulePlan(num_microbatches=dict(layout.num_microbatches))
     graph = layout_graph(layout, layer_costs)
     if schedule.pieces:
-        graph = in_pieces(graph, layer_costs.shape, [m.unit for m in graph.meshes if layer_costs.has_sp(m.unit, m.tp)])
+        graph = split_into_pieces(
+            graph, layer_costs.shape, [m.unit for m in graph.meshes if layer_costs.has_sp(m.unit, m.tp)]
+        )
     compute, timings, num_groups = _program(graph, schedule, layer_costs, machine)
     program, lines = _simulated(compute, schedule, timings, num_groups)
     seconds = timings[0].seconds

@@ -23,8 +23,8 @@ from mmtrain.costs import (
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.costs.rank_memory import input_bytes, kept_bytes, layer_state, layer_working
 from mmtrain.models.model_shape import LayerShape, ModelShape
-from mmtrain.plan.artifact.layout import MeshSize, disaggregated
-from mmtrain.plan.artifact.plan_graph import graph_of
+from mmtrain.plan.artifact.layout import MeshSize, disaggregated_units
+from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.estimate.load_arrays import LoadArrays, load_arrays, seconds_of_loads
 from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
@@ -130,7 +130,7 @@ class LayerCosts:
             # They depend on nothing but sizes and microbatches: any graph with these will do.
             sizes = {name: MeshSize(1, 1, dp) for name, dp, _ in spread}
             cuts = {u.name: (0, len(u.layers)) for u in self.shape.units}
-            graph = graph_of(disaggregated(sizes, cuts), num_microbatches_of(spread), self.shape)
+            graph = build_stage_graph(disaggregated_units(sizes, cuts), num_microbatches_of(spread), self.shape)
             self._loads[spread] = [
                 step_loads(graph, meta) for meta in self.batches.lay_out(_dp(spread), num_microbatches_of(spread))
             ]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mmtrain.costs import Hardware
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.plan.artifact.layout import Layout, MeshSize
-from mmtrain.plan.artifact.plan_graph import graph_of
+from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts
 from mmtrain.plan.estimate.unified_chain import LineRun, first_backwards, is_line, line_order
 from mmtrain.plan.estimate.vectorized_1f1b import Order, order_of
@@ -115,7 +115,7 @@ class Rater:
         """A graph and the order that it shares with all that are alike."""
         key = self._key(thin, layout)
         if key not in self._orders:
-            graph = graph_of(layout.units, thin.num_microbatches, self.pricing.shape)
+            graph = build_stage_graph(layout.units, thin.num_microbatches, self.pricing.shape)
             self._orders[key] = graph, order_of(graph)
         return self._orders[key]
 

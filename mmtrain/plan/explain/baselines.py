@@ -28,12 +28,12 @@ from mmtrain.plan.search.mesh_enumeration import MeshAssignment, assignments_nea
 from mmtrain.plan.search.min_max_partition import FloatArray, min_max_partition
 from mmtrain.program.ir.graph import LLM
 
-AT_ONCE = 4  # sizes that are rated to take the quickest, by their bounds, of those that a rule can cut
-LOOKS = 12  # how often, until one of them fits
-FLOPS = "flops"  # the rule that shares ranks out, instead of cutting a pipeline
+MESHES_PER_BASELINE_ROUND = 4  # meshes of which the fastest is taken, in the order of their lower bounds
+MAX_BASELINE_ROUNDS = 12  # how often, until one of them fits
+FLOPS_BASELINE = "flops"  # the rule that shares ranks out, instead of cutting a pipeline
 # From a line of layers and the seconds of each one's forward on the mean microbatch to its bounds; None: impossible.
-CutRule = Callable[[LayerChain, FloatArray], tuple[int, ...] | None]
-Cut = tuple[MeshAssignment, tuple[LayerChain, ...], LayerPartition]
+PartitionRule = Callable[[LayerChain, FloatArray], tuple[int, ...] | None]
+PartitionedMeshes = tuple[MeshAssignment, tuple[LayerChain, ...], LayerPartition]
 
 
 def megatron(chain: LayerChain, forward: FloatArray) -> tuple[int, ...] | None:
@@ -71,7 +71,7 @@ def profile_only(chain: LayerChain, forward: FloatArray) -> tuple[int, ...] | No
     return min_max_partition(forward.tolist(), chain.num_chunks)
 
 
-CUT_RULES: Mapping[str, CutRule] = {
+PARTITION_RULES: Mapping[str, PartitionRule] = {
     "megatron": megatron,
     "megatron-extra": megatron_extra,
     "balanced": balanced,
@@ -79,7 +79,7 @@ CUT_RULES: Mapping[str, CutRule] = {
     "equal-layers": equal_layers,
     "profile-only": profile_only,
 }
-BASELINES = (*CUT_RULES, FLOPS)
+BASELINES = (*PARTITION_RULES, FLOPS_BASELINE)
 
 
 def _llm(chain: LayerChain) -> tuple[int, int]:
@@ -96,7 +96,7 @@ def _even(parts: int, begin: int, end: int, first: int, last: int) -> tuple[int,
 
 
 @dataclass(frozen=True)
-class Folklore:
+class BaselinePlanner:
     """Makes baselines of the sizes that are searched, `assignments` with their bounds."""
 
     assignments: Sequence[tuple[float, MeshAssignment]]
@@ -116,7 +116,7 @@ class Folklore:
             raise PlanError(
                 f"--baseline {name}: no plan by this rule is possible and fits; possible here: "
                 f"{', '.join(self.all()) or 'none'}. Rules that cut a pipeline need `unified` plans with pp above 1, "
-                f"`{FLOPS}` units on ranks of their own"
+                f"`{FLOPS_BASELINE}` units on ranks of their own"
             )
         return found
 
@@ -125,8 +125,8 @@ class Folklore:
 
         None where it is not possible or does not fit, or by its rating takes more than `within` seconds.
         """
-        looks = self._in_proportion() if name == FLOPS else self._cut_by(CUT_RULES[name])
-        for look in islice(looks, LOOKS):
+        looks = self._in_proportion() if name == FLOPS_BASELINE else self._cut_by(PARTITION_RULES[name])
+        for look in islice(looks, MAX_BASELINE_ROUNDS):
             rated = []
             for at, (assignment, chains, cuts) in enumerate(look):
                 rating = float(self._rater.rate(assignment, chains, [cuts], [None] * len(chains))[0])
@@ -145,21 +145,21 @@ class Folklore:
         """Rules share it, as they share sizes and with them orders."""
         return Rater(self.layer_costs, self.machine, NUM_ESTIMATED_REPLICA_GROUPS)
 
-    def _cut_by(self, rule: CutRule) -> Iterator[list[Cut]]:
+    def _cut_by(self, rule: PartitionRule) -> Iterator[list[PartitionedMeshes]]:
         """The `unified` sizes that look quickest, a few at a time; those of one pipeline rank have nothing to cut."""
         pipelines = [s for _, s in sorted(self.assignments, key=lambda entry: entry[0]) if s.placement == "unified"]
-        found: list[Cut] = []
+        found: list[PartitionedMeshes] = []
         for assignment in (s for s in pipelines if s.meshes[LLM].pp > 1 and not self._is_split(s)):
             (chain,) = layer_chains(assignment, self.layer_costs, self.choices)
             cuts = rule(chain, self._forward(assignment))
             if cuts is not None and is_partition_allowed(chain, cuts):
                 found.append((assignment, (chain,), (cuts,)))
-            if len(found) == AT_ONCE:
+            if len(found) == MESHES_PER_BASELINE_ROUND:
                 yield found
                 found = []
         yield found
 
-    def _in_proportion(self) -> Iterator[list[Cut]]:
+    def _in_proportion(self) -> Iterator[list[PartitionedMeshes]]:
         """Units on ranks of their own, as nearly as many as their FLOPs ask for as sizes come and fit."""
         apart = [s for _, s in self.assignments if s.placement == "disaggregated"]
         if not apart:
@@ -167,8 +167,8 @@ class Folklore:
         world_size = max(assignment.ranks for assignment in apart)
         bound = unit_time_bound(self.layer_costs, self.choices, self.machine)
         for assignments in assignments_near_shares(self.choices, self._shares(world_size), bound):
-            found: list[Cut] = []
-            for assignment in [s for s in assignments if not self._is_split(s)][:AT_ONCE]:
+            found: list[PartitionedMeshes] = []
+            for assignment in [s for s in assignments if not self._is_split(s)][:MESHES_PER_BASELINE_ROUND]:
                 chains = layer_chains(assignment, self.layer_costs, self.choices)
                 cuts = tuple(chain.anchor for chain in chains if chain.anchor is not None)
                 if len(cuts) == len(chains):
@@ -202,9 +202,9 @@ class Folklore:
         return split_tp_group_of(assignment, self.machine.ranks_per_node) is not None
 
 
-def told(name: str, baseline: Candidate, fastest: float) -> Alternative:
+def baseline_alternative(name: str, baseline: Candidate, fastest: float) -> Alternative:
     """A baseline in the ranking, under its name."""
-    rule = "ranks shared out by FLOPs" if name == FLOPS else "cut by rule, whatever layers cost"
+    rule = "ranks shared out by FLOPs" if name == FLOPS_BASELINE else "cut by rule, whatever layers cost"
     return Alternative(
         summary=f"{name} baseline, {baseline.layout.summary}",
         placement=baseline.layout.placement,

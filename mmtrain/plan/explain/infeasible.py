@@ -5,36 +5,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 
 from mmtrain.plan.artifact.plan import Placement
-from mmtrain.plan.colocated.colocated_search import fits_on
+from mmtrain.plan.colocated.colocated_search import has_colocated_meshes
 from mmtrain.plan.search.constraints import UnitChoices, format_sizes
 from mmtrain.plan.search.mesh_enumeration import has_pipelined_meshes
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
-NEAR = 64  # ranks more or less
+MAX_RANK_COUNT_DISTANCE = 64  # ranks more or less
 _SETTINGS = ("tp", "pp", "dp", "vpp", "num_microbatches")
 Choices = Mapping[str, UnitChoices]
 
 
-def is_possible(choices: Choices, ranks: int, placement: Placement) -> bool:
+def has_meshes(choices: Choices, ranks: int, placement: Placement) -> bool:
     """Whether a placement has sizes that use exactly so many ranks."""
     if placement == "colocated":
-        return "generator" not in choices and fits_on(choices, ranks)  # only encoders lie on the LLM's ranks
+        # Only encoders can share the LLM's ranks.
+        return "generator" not in choices and has_colocated_meshes(choices, ranks)
     return has_pipelined_meshes(choices, ranks, placement)
 
 
-def nearest_counts(choices: Choices, ranks: int, placements: Sequence[Placement]) -> list[int]:
+def nearest_rank_counts(choices: Choices, ranks: int, placements: Sequence[Placement]) -> list[int]:
     """The next smaller and the next larger number of ranks that some sizes make up, if there are such nearby."""
 
     def possible(count: int) -> bool:
-        return any(is_possible(choices, count, placement) for placement in placements)
+        return any(has_meshes(choices, count, placement) for placement in placements)
 
-    below = next((n for n in range(ranks - 1, max(ranks - NEAR, 0), -1) if possible(n)), None)
-    above = next((n for n in range(ranks + 1, ranks + NEAR) if possible(n)), None)
+    below = next((n for n in range(ranks - 1, max(ranks - MAX_RANK_COUNT_DISTANCE, 0), -1) if possible(n)), None)
+    above = next((n for n in range(ranks + 1, ranks + MAX_RANK_COUNT_DISTANCE) if possible(n)), None)
     return [n for n in (below, above) if n is not None]
 
 
-def refusal(
+def explain_infeasible(
     recipe: Recipe,
     choices: Choices,
     ranks: int,
@@ -53,7 +54,7 @@ def refusal(
         why = _why(recipe.parallel, choices, ranks, placement)
         clash = _clash(recipe, choices, ranks, placement, choices_of)
         lines.append(f"  {placement}: " + (f"{clash}: {why}" if clash else why))
-    near = nearest_counts(choices, ranks, placements)
+    near = nearest_rank_counts(choices, ranks, placements)
     do = f": {' or '.join(map(str, near))} would do." if near else "."
     lines.append(f"Change the constraints under `parallel`, train.global_batch, or the number of ranks{do}")
     return "\n".join(lines)
@@ -67,12 +68,12 @@ def _clash(
     choices_of: Callable[[Recipe], Choices],
 ) -> str:
     """The fewest settings, at most three, which alone leave no sizes; empty where even none leave any."""
-    if not is_possible(choices_of(_with_only(recipe, ())), ranks, placement):
+    if not has_meshes(choices_of(_with_only(recipe, ())), ranks, placement):
         return ""
     settings = list(_settings(recipe.parallel, choices))
     for count in (1, 2, 3):
         for some in combinations(settings, count):
-            if not is_possible(choices_of(_with_only(recipe, some)), ranks, placement):
+            if not has_meshes(choices_of(_with_only(recipe, some)), ranks, placement):
                 named = [f"parallel.{unit}.{key} {getattr(getattr(recipe.parallel, unit), key)}" for unit, key in some]
                 return f"{' and '.join(named)} {'do not go together' if count > 1 else 'cannot be met'}"
     return ""

@@ -13,12 +13,12 @@ from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import anchor_layout, layout_graph
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment, bounded_mesh_assignments
 
-DOUBLINGS = 6  # of the number of ranks
-TRIED = 20  # sizes for each change, those that split state and activations most first
-LOOKED_AT = 500  # sizes of one number of ranks among which those are sought
+MAX_RANK_DOUBLINGS = 6  # of the number of ranks
+MAX_MESHES_PER_SUGGESTION = 20  # sizes for each change, those that split state and activations most first
+MAX_MESHES_SCANNED = 500  # sizes of one number of ranks among which those are sought
 
 
-def what_would_fit(
+def suggest_changes(
     found: Sequence[MeshAssignment],
     losers: Sequence[Alternative],
     layer_costs: LayerCosts,
@@ -60,9 +60,9 @@ def _ranks(
     world_size: int,
 ) -> Iterator[str]:
     placements, bound = {assignment.placement for assignment in found}, unit_time_bound(layer_costs, choices, machine)
-    for count in (world_size * 2**i for i in range(1, DOUBLINGS + 1)):
+    for count in (world_size * 2**i for i in range(1, MAX_RANK_DOUBLINGS + 1)):
         every = bounded_mesh_assignments(choices, count, bound)
-        some = islice((s for _, s in every if s.placement in placements), LOOKED_AT)
+        some = islice((s for _, s in every if s.placement in placements), MAX_MESHES_SCANNED)
         if _fits(list(some), layer_costs, choices, machine):
             yield f"{count} ranks"
             return
@@ -82,7 +82,7 @@ def _fits(
     hopeful = [
         s for s in found if max(room(n, size, s.paces[n]) for n, size in s.meshes.items()) <= machine.memory_bytes
     ]
-    for assignment in islice(sorted(hopeful, key=_most_split), TRIED):
+    for assignment in islice(sorted(hopeful, key=_most_split), MAX_MESHES_PER_SUGGESTION):
         layout = anchor_layout(assignment, layer_costs, choices, machine.memory_bytes)
         if layout is None:
             continue

@@ -5,10 +5,10 @@ import math
 from mmtrain.plan.estimate.evaluate import Candidate
 from mmtrain.program.ir.graph import StageId
 
-FEW_STAGES = 2  # that are named with their layers
+MAX_NAMED_STAGES = 2  # that are named with their layers
 
 
-def why_slower(loser: Candidate, chosen: Candidate) -> str:
+def explain_slower(loser: Candidate, chosen: Candidate) -> str:
     """One line on a plan that takes longer than the chosen one.
 
     A step is what ranks compute, on average, and what they idle; the reason is whichever of the two has grown more.
@@ -28,7 +28,7 @@ def why_slower(loser: Candidate, chosen: Candidate) -> str:
     return f"{ratio}: ranks idle {idle:.0%} of it (chosen {idled:.0%}), more {most}"
 
 
-def why_measured(loser: Candidate, chosen: Candidate, ran: float) -> str:
+def explain_measured_slower(loser: Candidate, chosen: Candidate, ran: float) -> str:
     """The same of a plan whose step took `ran` times that of the chosen one when both were run; inf: it did not run."""
     if math.isinf(ran):
         return "could not be run here"
@@ -59,7 +59,7 @@ def _recomputed(judged: Candidate) -> int:
 
 def _held(judged: Candidate) -> str:
     """What the busiest ranks hold: `vision 0-7`, or the units where there are many stages."""
-    if len(judged.busiest_stages) > FEW_STAGES:
+    if len(judged.busiest_stages) > MAX_NAMED_STAGES:
         return " and ".join(dict.fromkeys(sid.unit for sid in judged.busiest_stages))
     return " and ".join(_layers(judged, sid) for sid in judged.busiest_stages)
 

@@ -10,15 +10,15 @@ from mmtrain.balance import IntArray
 from mmtrain.balance.post_balancing import Cost, rebalance
 from mmtrain.costs import CostModel, TokenLoad
 from mmtrain.models.model_shape import LayerShape, ModelShape
-from mmtrain.plan.artifact.marginal_cost import chord
+from mmtrain.plan.artifact.marginal_cost import average_cost
 from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.program.ir.graph import LLM
 
-PHASES = 2  # all-to-alls of an encoder's features in a round: theirs, and their gradients'
+ALL_TO_ALLS_PER_ROUND = 2  # all-to-alls of an encoder's features in a round: theirs, and their gradients'
 
 
 @dataclass(frozen=True)
-class Rounds:
+class DispatchedRounds:
     """The drawn batches dealt out over rounds and ranks."""
 
     loads: tuple[tuple[Mapping[str, TokenLoad], ...], ...]  # per batch and round: the fullest rank's, by unit
@@ -28,7 +28,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Dealing:
+class PhaseDispatcher:
     """Samples over rounds and ranks by their cost in the LLM, a round's items over ranks by that in their encoder."""
 
     shape: ModelShape
@@ -37,15 +37,15 @@ class Dealing:
     batches: SampledBatches
     num_ranks: int
     ranks_per_node: int
-    _dealt: dict[int, Rounds] = field(default_factory=dict, repr=False)
+    _dealt: dict[int, DispatchedRounds] = field(default_factory=dict, repr=False)
 
-    def rounds(self, num_rounds: int) -> Rounds:
+    def rounds(self, num_rounds: int) -> DispatchedRounds:
         """The batches over `num_rounds` mini-batches of every rank."""
         if num_rounds not in self._dealt:
             self._dealt[num_rounds] = self._deal(num_rounds)
         return self._dealt[num_rounds]
 
-    def _deal(self, num_rounds: int) -> Rounds:
+    def _deal(self, num_rounds: int) -> DispatchedRounds:
         """Spread every drawn batch over rounds and ranks, in each phase by what it costs there."""
         names = [u.name for u in self.shape.units]
         largest = dict.fromkeys(names, TokenLoad(0, 0, 0, 0))
@@ -68,7 +68,7 @@ class Dealing:
             loads.append(tuple(batch))
         num = len(self.batches.groups)
         evenness = {name: float(np.mean(values)) if values else 1.0 for name, values in uneven.items()}
-        return Rounds(tuple(loads), largest, dispatch / num, evenness)
+        return DispatchedRounds(tuple(loads), largest, dispatch / num, evenness)
 
     def _round(
         self, samples: IntArray, rank: IntArray, uneven: dict[str, list[float]]
@@ -88,7 +88,7 @@ class Dealing:
             moved = goes != np.repeat(rank, counts)
             width = next(e.width for e in self.shape.edges if unit.name in (e.src, e.dst))
             nbytes = items.features[row] * width * self.element_bytes * moved
-            seconds += PHASES * self._all_to_all(nbytes, goes, np.repeat(rank, counts))
+            seconds += ALL_TO_ALLS_PER_ROUND * self._all_to_all(nbytes, goes, np.repeat(rank, counts))
         return fullest, seconds
 
     def _fullest(self, unit: str, tokens: IntArray, rank: IntArray, uneven: dict[str, list[float]]) -> TokenLoad:
@@ -111,7 +111,7 @@ class Dealing:
             every = [self._tokens(unit.name, np.concatenate(groups)) for groups in self.batches.groups]
             load, parts = TokenLoad.of(np.concatenate(every)), len(every) * self.num_ranks
             mean = TokenLoad(max(load.tokens // parts, 1), max(load.sum_sq // parts, 1), load.max_len, 1)
-            own = chord(partial(self._forward, unit.layers), mean)
+            own = average_cost(partial(self._forward, unit.layers), mean)
             found[unit.name] = Cost(linear=own.linear, quadratic=own.quadratic)
         return found
 

@@ -24,14 +24,14 @@ from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
 from mmtrain.plan.artifact.plan import Alternative
 from mmtrain.plan.estimate.layer_costs import FloatArray
 from mmtrain.plan.estimate.sample_batches import SampledBatches
-from mmtrain.plan.replicated.phase_dispatch import Dealing, Rounds
+from mmtrain.plan.replicated.phase_dispatch import DispatchedRounds, PhaseDispatcher
 
-GRADIENT_BYTES = 4  # gradients are reduced in fp32
-GATHERED_AHEAD = 2  # layers whose whole weights a rank holds: the one computed and the one gathered meanwhile
+GRADIENT_ELEMENT_BYTES = 4  # gradients are reduced in fp32
+NUM_GATHERED_LAYERS = 2  # layers whose whole weights a rank holds: the one computed and the one gathered meanwhile
 
 
 @dataclass(frozen=True)
-class Replicated:
+class ReplicatedLayout:
     """One way to run all units on all ranks."""
 
     num_ranks: int
@@ -45,10 +45,10 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class ReplicatedPrediction:
     """What the cost model says of it on the drawn batches (means, seconds of a step)."""
 
-    layout: Replicated
+    layout: ReplicatedLayout
     step_time_s: float
     phase_s: Mapping[str, float]  # by unit: its forwards and backwards, exposed collectives included
     exposed_s: float  # part of them that waits for weights and gradients
@@ -58,7 +58,7 @@ class Rehearsed:
 
 
 @dataclass(frozen=True)
-class Phases:
+class ReplicatedPredictor:
     """Predicts the replicated placement of one model on one cluster; what layouts share is computed once."""
 
     shape: ModelShape
@@ -67,15 +67,15 @@ class Phases:
     batches: SampledBatches
     machine: Hardware
     num_ranks: int
-    _priced: dict[tuple[str, int], "_Seconds"] = field(default_factory=dict, repr=False)
+    _priced: dict[tuple[str, int], "_LayerSeconds"] = field(default_factory=dict, repr=False)
 
-    def best(self) -> tuple[list[Rehearsed], Rehearsed | None]:
+    def best(self) -> tuple[list[ReplicatedPrediction], ReplicatedPrediction | None]:
         """All layouts worth a look that fit into memory, fastest first, and the smallest one where none fits.
 
         More rounds only save memory: once all fit whose state does, no more are tried.
         """
-        fitting: list[Rehearsed] = []
-        smallest: Rehearsed | None = None
+        fitting: list[ReplicatedPrediction] = []
+        smallest: ReplicatedPrediction | None = None
         for _, layouts in groupby(self.layouts(), key=lambda layout: layout.num_rounds):
             found = [self.rehearse(layout) for layout in layouts]
             here = [r for r in found if r.memory.total <= self.machine.memory_bytes]
@@ -86,7 +86,7 @@ class Phases:
         fitting.sort(key=lambda r: (r.step_time_s, len(r.layout.recompute), r.layout.shard))
         return fitting, None if fitting else smallest
 
-    def _state_fits(self, found: Rehearsed) -> bool:
+    def _state_fits(self, found: ReplicatedPrediction) -> bool:
         memory = found.memory
         return memory.parameters + memory.gradients + memory.optimizer <= self.machine.memory_bytes
 
@@ -112,21 +112,21 @@ class Phases:
             runnable=False,
         )
 
-    def layouts(self) -> Iterator[Replicated]:
+    def layouts(self) -> Iterator[ReplicatedLayout]:
         """Shard groups of whole nodes or inside one, rounds in powers of two, recompute by unit."""
         samples = min(sum(len(g) for g in groups) for groups in self.batches.groups)
         names = [u.name for u in self.shape.units]
         kept = [frozenset(compress(names, flags)) for flags in product((False, True), repeat=len(names))]
         for i in range(max(samples // self.num_ranks, 1).bit_length()):
             for shard, recompute in product(_shards(self.num_ranks, self.machine.ranks_per_node), kept):
-                yield Replicated(self.num_ranks, shard, 1 << i, recompute)
+                yield ReplicatedLayout(self.num_ranks, shard, 1 << i, recompute)
 
-    def rehearse(self, layout: Replicated) -> Rehearsed:
+    def rehearse(self, layout: ReplicatedLayout) -> ReplicatedPrediction:
         """Step time and memory of one layout."""
         dealt = self.dealing.rounds(layout.num_rounds)
         taken = {u.name: self._phase(u, layout) for u in self.shape.units}
         phase_s = {name: busy + waits for name, (busy, waits) in taken.items()}
-        return Rehearsed(
+        return ReplicatedPrediction(
             layout,
             sum(phase_s.values()) + dealt.dispatch_s,
             phase_s,
@@ -136,7 +136,7 @@ class Phases:
             self._memory(layout, dealt),
         )
 
-    def _phase(self, unit: UnitShape, layout: Replicated) -> tuple[float, float]:
+    def _phase(self, unit: UnitShape, layout: ReplicatedLayout) -> tuple[float, float]:
         """Seconds of a unit's forwards and backwards in a step (mean of the batches): computing, and waiting.
 
         Gradients are reduced inside the shard group each round, between the groups in the last one.
@@ -153,38 +153,40 @@ class Phases:
             last = place == layout.num_rounds - 1
             each = [self._reduce(run.layer, layout.shard, last) if run.layer.trainable else 0.0 for run in runs]
             reductions[:, :, place] = np.repeat(each, count)[has_backward][::-1, None]
-        taken = overlapped(forward, gathers, np.zeros_like(forward))
-        taken = taken + overlapped(backward, gathers[has_backward][::-1], reductions)
+        taken = overlapped_seconds(forward, gathers, np.zeros_like(forward))
+        taken = taken + overlapped_seconds(backward, gathers[has_backward][::-1], reductions)
         busy = forward.sum(axis=0) + backward.sum(axis=0)
         num_batches = busy.shape[0]
         return float(busy.sum() / num_batches), float((taken - busy).sum() / num_batches)
 
     @cached_property
-    def dealing(self) -> Dealing:
+    def dealing(self) -> PhaseDispatcher:
         """The drawn batches, dealt out over rounds and ranks."""
         nbytes = ELEMENT_BYTES[self.precision]
-        return Dealing(self.shape, self.costs, nbytes, self.batches, self.num_ranks, self.machine.ranks_per_node)
+        return PhaseDispatcher(
+            self.shape, self.costs, nbytes, self.batches, self.num_ranks, self.machine.ranks_per_node
+        )
 
     @cached_property
-    def _runs(self) -> dict[str, tuple["_Run", ...]]:
+    def _runs(self) -> dict[str, tuple["_EqualLayers", ...]]:
         """Every unit's layers, equal neighbours together."""
         needs = upstream_trains(self.shape)
         return {
             u.name: tuple(
-                _Run(*key, len(list(same))) for key, same in groupby(zip(u.layers, needs[u.name], strict=True))
+                _EqualLayers(*key, len(list(same))) for key, same in groupby(zip(u.layers, needs[u.name], strict=True))
             )
             for u in self.shape.units
         }
 
-    def _seconds_of(self, unit: str, num_rounds: int) -> "_Seconds":
+    def _seconds_of(self, unit: str, num_rounds: int) -> "_LayerSeconds":
         """(runs, batches, rounds) seconds of one layer of each run, on the fullest rank."""
         if (unit, num_rounds) not in self._priced:
             loads = [[loads[unit] for loads in batch] for batch in self.dealing.rounds(num_rounds).loads]
 
-            def grid(price: Callable[[_Run, TokenLoad], float]) -> FloatArray:
+            def grid(price: Callable[[_EqualLayers, TokenLoad], float]) -> FloatArray:
                 return np.array([[[price(run, load) for load in row] for row in loads] for run in self._runs[unit]])
 
-            self._priced[unit, num_rounds] = _Seconds(
+            self._priced[unit, num_rounds] = _LayerSeconds(
                 grid(lambda run, load: self.costs.seconds(run.layer, 1, load, "forward")),
                 grid(lambda run, load: self.costs.seconds(run.layer, 1, load, "backward", input_grad=run.input_grad)),
                 grid(lambda run, load: self.costs.seconds(run.layer, 1, load, "recompute")),
@@ -196,14 +198,14 @@ class Phases:
         return self.costs.collective("all_gather", nbytes, shard, shard <= self.machine.ranks_per_node)
 
     def _reduce(self, layer: LayerShape, shard: int, last: bool) -> float:
-        nbytes, inside = parameters(layer) * GRADIENT_BYTES, shard <= self.machine.ranks_per_node
+        nbytes, inside = parameters(layer) * GRADIENT_ELEMENT_BYTES, shard <= self.machine.ranks_per_node
         seconds = self.costs.collective("reduce_scatter", nbytes, shard, inside)
         if last:
             copies, near = self.num_ranks // shard, self.num_ranks <= self.machine.ranks_per_node
             seconds += self.costs.collective("all_reduce", nbytes // shard, copies, near)
         return seconds
 
-    def _memory(self, layout: Replicated, dealt: Rounds) -> RankMemory:
+    def _memory(self, layout: ReplicatedLayout, dealt: DispatchedRounds) -> RankMemory:
         """Everything of the fullest rank: a shard of the state, one mini-batch of every unit, layers gathered whole."""
         state = np.zeros(3)
         activations = buffers = 0.0
@@ -216,14 +218,14 @@ class Phases:
             buffers = max(buffers, working_bytes(held, self.costs, self.precision))
         largest = max(parameters(layer) for unit in self.shape.units for layer in unit.layers)
         if layout.shard > 1:
-            buffers += largest * (GATHERED_AHEAD * ELEMENT_BYTES[self.precision] + GRADIENT_BYTES)
+            buffers += largest * (NUM_GATHERED_LAYERS * ELEMENT_BYTES[self.precision] + GRADIENT_ELEMENT_BYTES)
         own = state / layout.shard
         total = float(own.sum()) + activations + buffers
         return RankMemory(float(own[0]), float(own[1]), float(own[2]), activations, buffers, MARGIN * total)
 
 
 @dataclass(frozen=True)
-class _Run:
+class _EqualLayers:
     """Equal layers one after another."""
 
     layer: LayerShape
@@ -232,7 +234,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Seconds:
+class _LayerSeconds:
     """(runs, batches, rounds) seconds of one layer of each run."""
 
     forward: FloatArray
@@ -240,7 +242,7 @@ class _Seconds:
     recompute: FloatArray
 
 
-def overlapped(compute: FloatArray, gathers: FloatArray, reductions: FloatArray) -> FloatArray:
+def overlapped_seconds(compute: FloatArray, gathers: FloatArray, reductions: FloatArray) -> FloatArray:
     """Seconds for layers one after another whose weights are gathered before, and gradients reduced after, each.
 
     compute, reductions: (L, ...) seconds; gathers: (L,). Returns (...). While layer i is computed, the weights of layer

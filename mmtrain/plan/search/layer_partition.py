@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.costs.rank_memory import MARGIN
-from mmtrain.plan.artifact.layout import Layout, disaggregated, unified
-from mmtrain.plan.artifact.plan_graph import graph_of
+from mmtrain.plan.artifact.layout import Layout, disaggregated_units, unified_units
+from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerCosts
 from mmtrain.plan.estimate.recompute import span_recompute
 from mmtrain.plan.search.constraints import UnitChoices
@@ -189,9 +189,9 @@ def partitioned_layout(
         for unit in layer_costs.shape.units
     } | dict(recompute or {})
     if assignment.placement == "unified":
-        units = unified(layer_costs.shape, assignment.meshes[LLM], cuts[0], again)
+        units = unified_units(layer_costs.shape, assignment.meshes[LLM], cuts[0], again)
     else:
-        units = disaggregated(assignment.meshes, dict(zip(assignment.meshes, cuts, strict=True)), again)
+        units = disaggregated_units(assignment.meshes, dict(zip(assignment.meshes, cuts, strict=True)), again)
     sliced = {n: u.model_copy(update={"sp": True}) for n, u in units.items() if layer_costs.has_sp(n, u.tp)}
     return Layout(assignment.placement, units | sliced, dict(assignment.num_microbatches))
 
@@ -224,7 +224,7 @@ def anchor_layout(
 
 def layout_graph(layout: Layout, layer_costs: LayerCosts) -> StageGraph:
     """The layout's stage graph."""
-    return graph_of(layout.units, layout.num_microbatches, layer_costs.shape)
+    return build_stage_graph(layout.units, layout.num_microbatches, layer_costs.shape)
 
 
 def recompute_to_fit(chain: LayerChain, alive: IntArray, memory_bytes: float) -> FloatArray:

@@ -22,7 +22,7 @@ from mmtrain.errors import CheckpointError, LaunchError, UserError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
-from mmtrain.plan.artifact.plan_files import load as load_plan
+from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.recipe.schema import ParallelSettings
 from mmtrain.report.evaluation import MODALITIES, EvaluationResult, Example, TemplateScore

@@ -24,7 +24,7 @@ from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.plan.artifact.plan import UnitPlan
-from mmtrain.plan.artifact.plan_graph import graph_of
+from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build, step_loads
 from mmtrain.program.verify.send_window import send_limit
 from mmtrain.recipe import Recipe
@@ -213,7 +213,7 @@ def load_generator(
     # The recipe's choice of attention may need the machine that it was trained on.
     train = recipe.train.model_copy(update={"attention": "auto"})
     recipe, model = recipe.model_copy(update={"train": train}), build_model_shape(recipe)
-    graph, dtype = graph_of(plans, dict.fromkeys(plans, 1), model), compute_dtype(recipe, world.device)
+    graph, dtype = build_stage_graph(plans, dict.fromkeys(plans, 1), model), compute_dtype(recipe, world.device)
     groups = build_groups(graph, world)
     units = {
         # Slices of the tokens save memory of activations, of which writing has next to none.

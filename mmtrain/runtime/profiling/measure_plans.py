@@ -13,7 +13,7 @@ import torch
 from mmtrain.costs import preset_for_device
 from mmtrain.data import GroupStream, Preparer, build
 from mmtrain.errors import UserError
-from mmtrain.plan.artifact.balancing_targets import step_aims
+from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
@@ -66,7 +66,7 @@ def _run_rank(recipe: Recipe, plans: Sequence[Plan], rounds: int, out: Path, add
         torch.set_num_threads(1)  # a rank is one core, as in training
     index = build(recipe)
     stream = GroupStream.of(recipe, index)
-    aims = [step_aims(recipe, plan, index.lengths) for plan in plans]
+    aims = [derive_step_targets(recipe, plan, index.lengths) for plan in plans]
     jobs = [build_rank_context(recipe, plan, world) for plan in plans]
     preparers = [Preparer(index, recipe, job.needs, job.num_microbatches) for job in jobs]
     rows: list[list[float]] = []

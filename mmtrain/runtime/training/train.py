@@ -27,11 +27,10 @@ from mmtrain.data import (
 )
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.errors import LaunchError, RunError, StoppedAndSaved, UserError
-from mmtrain.plan.artifact.balancing_targets import step_aims
-from mmtrain.plan.artifact.data_drift import drift
+from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+from mmtrain.plan.artifact.data_drift import describe_data_drift
 from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.artifact.plan_files import load as load_plan
-from mmtrain.plan.artifact.plan_files import require_match
+from mmtrain.plan.artifact.plan_files import load_plan, require_match
 from mmtrain.recipe import LoadedRecipe, Recipe, dump_recipe, recipe_fingerprint
 from mmtrain.report import RunLog, open_progress
 from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
@@ -266,7 +265,7 @@ def _agreed_plan(request: TrainRequest, world: World, index: DataIndex) -> Plan:
 
 def _agreed_aims(world: World, recipe: Recipe, plan: Plan, index: DataIndex) -> StepAims:
     """What steps are arranged for, as rank 0 has it: a cost table may be missing, or another one, elsewhere."""
-    text: str = world.on_first(lambda: to_json(step_aims(recipe, plan, index.lengths)))
+    text: str = world.on_first(lambda: to_json(derive_step_targets(recipe, plan, index.lengths)))
     return from_json(StepAims, text)
 
 
@@ -338,7 +337,7 @@ def _introduce(console: Console, request: TrainRequest, plan: Plan, index: DataI
         highlight=False,
         soft_wrap=True,
     )
-    if changed := drift(plan, index.lengths):
+    if changed := describe_data_drift(plan, index.lengths):
         console.print(
             f"the plan was made for other data ({changed}): its prediction does not hold, and another plan may be "
             "faster; `mmtrain plan` makes one",
