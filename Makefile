@@ -17,11 +17,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed      ## demo data, plan, train on CPU, report what it learned
 	$(BIN)/python scripts/demo.py
 
+# One worker a core; the tests of a file stay together, because they share what is expensive to start. One thread a
+# worker: torch would otherwise start as many threads as there are cores in each of them.
+PARALLEL := -n auto --dist loadfile
+export OMP_NUM_THREADS := 1
+
 test: $(VENV)/.installed      ## the test suite
-	$(BIN)/pytest -m 'not slow'
+	$(BIN)/pytest $(PARALLEL) -m 'not slow'
 
 test-slow: $(VENV)/.installed ## its long runs, and property tests on many examples
-	$(BIN)/pytest -m 'slow or hypothesis' --hypothesis-profile=thorough
+	$(BIN)/pytest $(PARALLEL) -m 'slow or hypothesis' --hypothesis-profile=thorough
 
 test-all: test test-slow      ## the test suite with its long runs
 
