@@ -19,28 +19,28 @@ from typing import TypeVar
 import numpy as np
 
 from mmtrain.balance import (
-    Cost,
+    BalancedLoad,
+    BatchCost,
     Grouping,
-    Groups,
     ItemLengths,
-    Load,
-    Price,
+    SampleGroups,
     SampleLengths,
-    StepAims,
+    SequenceCost,
+    StepTargets,
     dist_ratio,
-    isf,
-    matched,
+    group_by_isf,
+    group_matched,
     max_over_mean,
-    pack,
+    pack_groups,
     pad_ratio,
-    rearrange,
+    rearrange_across_nodes,
     rebalance,
 )
-from mmtrain.balance.grouping import device, length, random
-from mmtrain.balance.methods import token_aims
+from mmtrain.balance.grouping import group_across_devices, group_by_length, group_randomly
+from mmtrain.balance.methods import token_targets
 from mmtrain.balance.node_rearrangement import off_node_bytes
-from mmtrain.balance.reordering import across_time, construct, makespans, work_bound
-from mmtrain.balance.schedule_recurrence import Recurrence
+from mmtrain.balance.reordering import construct_order, makespan_lower_bound, makespans_1f1b, reorder_microbatches
+from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
 from mmtrain.data import GroupStream, build
 from mmtrain.plan import SchedulePlan
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
@@ -92,15 +92,17 @@ def grouping(tokens: np.ndarray) -> None:
     bounds = np.array([MOST_TOKENS, 64, MOST_TOKENS])  # matched: tokens bind; the others only cap memory
     batch = round(MOST_TOKENS / tokens[:, TOKENS].mean())
     alone, no_budget = tokens[:, :1], np.array([batch * MOST_TOKENS])  # the baselines' batches are padded to any length
-    by_method: dict[str, Callable[[int, np.ndarray], Groups]] = {
-        "random": lambda replicas, even: random(alone, no_budget, batch, np.random.default_rng(0)),
-        "length": lambda replicas, even: length(alone, no_budget, batch, WINDOW, np.random.default_rng(0)),
-        "device": lambda replicas, even: device(alone, no_budget, batch, replicas, WINDOW, np.random.default_rng(0)),
-        "isf": lambda replicas, even: isf(
+    by_method: dict[str, Callable[[int, np.ndarray], SampleGroups]] = {
+        "random": lambda replicas, even: group_randomly(alone, no_budget, batch, np.random.default_rng(0)),
+        "length": lambda replicas, even: group_by_length(alone, no_budget, batch, WINDOW, np.random.default_rng(0)),
+        "device": lambda replicas, even: group_across_devices(
+            alone, no_budget, batch, replicas, WINDOW, np.random.default_rng(0)
+        ),
+        "isf": lambda replicas, even: group_by_isf(
             np.ascontiguousarray(tokens[:, :2]), budgets, fill, 10, np.random.default_rng(0)
         ),
-        "best fit": lambda replicas, even: pack(tokens, bounds, order, WINDOW),
-        "matched": lambda replicas, even: matched(
+        "best fit": lambda replicas, even: pack_groups(tokens, bounds, order, WINDOW),
+        "matched": lambda replicas, even: group_matched(
             tokens, bounds, order, WINDOW, even, replicas, np.random.default_rng(0)
         ),
     }
@@ -129,7 +131,7 @@ def grouping(tokens: np.ndarray) -> None:
 
 
 def _matched_targets(
-    groups: Groups,
+    groups: SampleGroups,
     tokens: np.ndarray,
     order: np.ndarray,
     replicas: int,
@@ -173,7 +175,11 @@ def training(tokens: np.ndarray) -> None:
         tokens[:, TOKENS] // 2,
         {"audio": _items(tokens[:, AUDIO]), "vision": _items(TILE_PATCHES * tokens[:, TILES])},
     )
-    tile = {"llm": Price(TILE_PATCHES), "vision": Price(300), "audio": Price(TILE_PATCHES)}  # tile : token = 300 : 1
+    tile = {
+        "llm": SequenceCost(TILE_PATCHES),
+        "vision": SequenceCost(300),
+        "audio": SequenceCost(TILE_PATCHES),
+    }  # tile : token = 300 : 1
     for replicas, microbatches in ((8, 1), (64, 1), (8, 64), (64, 8)):
         grouping = Grouping(MOST_TOKENS, WINDOW, replicas * microbatches)
         seconds, stream = _least_seconds(lambda g=grouping: GroupStream(lengths, g, 0), 1)
@@ -182,20 +188,23 @@ def training(tokens: np.ndarray) -> None:
             f"  training, {replicas} replicas of {microbatches} microbatches: starts in {seconds:.2f} s, "
             f"step 1,000,000 found in {far * 1e3:.0f} ms"
         )
-        for name, aims in (("apart", token_aims(lengths, grouping)), ("summed", StepAims((Load(tile),)))):
-            _arranged(name, aims, tokens, stream, replicas, microbatches)
+        for name, targets in (
+            ("apart", token_targets(lengths, grouping)),
+            ("summed", StepTargets((BalancedLoad(tile),))),
+        ):
+            _arranged(name, targets, tokens, stream, replicas, microbatches)
 
 
 def _arranged(
-    name: str, aims: StepAims, tokens: np.ndarray, stream: GroupStream, replicas: int, microbatches: int
+    name: str, targets: StepTargets, tokens: np.ndarray, stream: GroupStream, replicas: int, microbatches: int
 ) -> None:
-    """Arrange an epoch's steps for `aims`, and print how even they are."""
+    """Arrange an epoch's steps for `targets`, and print how even they are."""
     dp = {"llm": replicas, "vision": replicas, "audio": replicas}
     num_steps = stream.groups_per_epoch // (replicas * microbatches)
     slots = np.zeros((num_steps, microbatches, replicas, 3), dtype=np.int64)
     start = time.process_time()
     for step in range(num_steps):
-        meta = stream.batch(step, replicas * microbatches, dp, dict.fromkeys(dp, microbatches), aims)
+        meta = stream.batch(step, replicas * microbatches, dp, dict.fromkeys(dp, microbatches), targets)
         np.add.at(slots[step], (meta.index, meta.replica), tokens[meta.sample_id])
     each_ms = (time.process_time() - start) / num_steps * 1e3
     side_by_side, in_all = slots.reshape(-1, replicas, 3), slots.sum(axis=1)
@@ -230,7 +239,9 @@ def isf_speed(many: np.ndarray) -> None:
     for tokens, limit in ((many[:NUM_SAMPLES], 0.2), (many, 2.0)):
         two = np.ascontiguousarray(tokens[:, :2])
         budgets, fill = _isf_budgets(tokens)
-        seconds, _ = _least_seconds(lambda two=two, b=budgets, f=fill: isf(two, b, f, 10, np.random.default_rng(0)))
+        seconds, _ = _least_seconds(
+            lambda two=two, b=budgets, f=fill: group_by_isf(two, b, f, 10, np.random.default_rng(0))
+        )
         target(f"isf, 10 rounds, two budgets: seconds for {len(tokens)} samples", seconds, limit)
 
 
@@ -238,7 +249,13 @@ def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
     num, per = 2560, 60
     lengths = np.random.default_rng(3).choice(tokens[:, TOKENS], num * per)
     source = np.repeat(np.arange(num), per)
-    costs = [Cost(), Cost(quadratic=1e-4), Cost("two_key"), Cost("padded"), Cost("convolution", padding=1e-4)]
+    costs = [
+        BatchCost(),
+        BatchCost(quadratic=1e-4),
+        BatchCost("two_key"),
+        BatchCost("padded"),
+        BatchCost("convolution", padding=1e-4),
+    ]
     for cost in costs:
         seconds, moved = _least_seconds(lambda cost=cost: rebalance(lengths, source, num, cost))
         loads, before = (cost.of_ranks(lengths, rank, num) for rank in (moved.dest_rank, source))
@@ -246,12 +263,14 @@ def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
             f"  post-balancing {cost.kind} (quadratic {cost.quadratic:g}): max/mean {before.max() / before.mean():.4f} "
             f"-> {loads.max() / loads.mean():.4f}, largest x {loads.max() / before.max():.3f}, {seconds * 1e3:.0f} ms"
         )
-        if cost == Cost():
+        if cost == BatchCost():
             target(f"post-balancing {num} x {per}: milliseconds", seconds * 1e3, 40)
             target(f"post-balancing {num} x {per}: max/mean", float(loads.max() / loads.mean()), 1.001)
-    batch = rebalance(lengths, source, num, Cost()).dest_rank
+    batch = rebalance(lengths, source, num, BatchCost()).dest_rank
     for swaps in (0, 20):
-        seconds, replica = _least_seconds(lambda swaps=swaps: rearrange(source, batch, lengths, num, 8, swaps))
+        seconds, replica = _least_seconds(
+            lambda swaps=swaps: rearrange_across_nodes(source, batch, lengths, num, 8, swaps)
+        )
         before, after = (off_node_bytes(source, batch, lengths, r, 8) for r in (np.arange(num), replica))
         target(f"node-wise, {num} replicas, 320 nodes, {swaps} exchanges: milliseconds", seconds * 1e3, 60)
         print(
@@ -261,8 +280,8 @@ def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
     for num, per_node, per in ((16, 4, 60), (32, 8, 60), (64, 8, 8), (64, 8, 60)) if exact else ():
         lengths = np.random.default_rng(num + per).choice(tokens[:, TOKENS], num * per)
         source = np.repeat(np.arange(num), per)
-        batch = rebalance(lengths, source, num, Cost()).dest_rank
-        replica = rearrange(source, batch, lengths, num, per_node, 400)
+        batch = rebalance(lengths, source, num, BatchCost()).dest_rank
+        replica = rearrange_across_nodes(source, batch, lengths, num, per_node, 400)
         worst = off_node_bytes(source, batch, lengths, replica, per_node).max()
         best, proven = _milp(source, batch, lengths, num, per_node)
         name = (
@@ -310,13 +329,13 @@ def ordering() -> None:
         forward = np.ones((1, 10, 64))
         forward[0, 0] = rng.gamma(1 / 0.36, 0.9 * 0.36, 64)
         backward = 2 * forward
-        chance = makespans(forward, backward, np.stack([rng.permutation(64) for _ in range(100)])).mean()
-        excess = chance - work_bound(forward[0], backward[0])
+        chance = makespans_1f1b(forward, backward, np.stack([rng.permutation(64) for _ in range(100)])).mean()
+        excess = chance - makespan_lower_bound(forward[0], backward[0])
         given = np.arange(64)
         ways: dict[str, Callable[[], np.ndarray]] = {
-            "constructed": lambda f=forward, b=backward, g=given: construct(f[0], b[0], g),
+            "constructed": lambda f=forward, b=backward, g=given: construct_order(f[0], b[0], g),
             **{
-                f"{r} rounds": lambda f=forward, b=backward, g=given, r=r: across_time(
+                f"{r} rounds": lambda f=forward, b=backward, g=given, r=r: reorder_microbatches(
                     f, b, g, r, np.random.default_rng(0)
                 )
                 for r in rounds_of
@@ -324,7 +343,7 @@ def ordering() -> None:
         }
         for name, way in ways.items():
             taken, found = _least_seconds(way, 2)
-            span, before = makespans(forward, backward, np.stack([found, given]))
+            span, before = makespans_1f1b(forward, backward, np.stack([found, given]))
             assert name == "constructed" or span <= before, "worse than the order given"
             removed[name].append(float((chance - span) / excess))
             seconds[name].append(taken)
@@ -349,24 +368,26 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
         tuple(Edge(one, other) for one, other in pairwise(ids)),
     )
     counts = {"vision": num, "llm": num}
-    table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), dict.fromkeys(ids, (Price(1), Price(2))))
+    table = build_schedule_table(
+        graph, SchedulePlan(num_microbatches=counts), dict.fromkeys(ids, (SequenceCost(1), SequenceCost(2)))
+    )
     assert table is not None
-    recurrence, saved, seconds = Recurrence(table, counts), [], []
+    recurrence, saved, seconds = ScheduleRecurrence(table, counts), [], []
     for seed in range(10):
         rng = np.random.default_rng(seed)
         uneven = 0.9 * chunks * rng.gamma(1 / 0.36, 0.36, num)
-        costs = np.array([[t.price.linear * (uneven if t.unit == "vision" else np.ones(num)) for t in table.tasks]])
+        costs = np.array([[t.cost.linear * (uneven if t.unit == "vision" else np.ones(num)) for t in table.tasks]])
         chance = recurrence.makespans(costs, np.stack([rng.permutation(num) for _ in range(50)])).mean()
         forward, backward = (work[None] for work in recurrence.work(costs[0]))
         taken, found = _least_seconds(
-            lambda f=forward, b=backward, c=costs: across_time(
+            lambda f=forward, b=backward, c=costs: reorder_microbatches(
                 f, b, np.arange(num), 2, np.random.default_rng(0), score=lambda orders: recurrence.makespans(c, orders)
             ),
             2,
         )
         saved.append(1 - float(recurrence.makespans(costs, found[None])[0]) / chance)
         seconds.append(taken)
-    turns = sum(len(line.split()) for line in table.turns)
+    turns = sum(len(line.split()) for line in table.actions)
     print(
         f"  ordering {num} microbatches over {stages} ranks of {chunks} chunks ({turns} turns): "
         f"{np.median(seconds) * 1e3:.0f} ms, {np.mean(saved):.1%} off a step in random order"
@@ -379,13 +400,13 @@ def ordering_plan(settings: Sequence[str]) -> None:
     index, ranks = build(recipe), recipe.cluster.ranks
     assert ranks is not None
     chosen = plan(recipe, index.lengths, world_size=ranks, hardware="h100-80g", recipe_sha256="", top=1)
-    aims, stream = derive_step_targets(recipe, chosen, index.lengths), GroupStream.of(recipe, index)
+    targets, stream = derive_step_targets(recipe, chosen, index.lengths), GroupStream.of(recipe, index)
     dp, counts = {name: unit.dp for name, unit in chosen.units.items()}, chosen.schedule.num_microbatches
     shares = []
     for step in range(6):
         with_order, without = (
             simulate_plan(recipe, chosen, stream.batch(step, recipe.train.global_batch, dp, counts, way)).step_time_s
-            for way in (aims, replace(aims, places=(), timetable=None))
+            for way in (targets, replace(targets, pipeline=(), schedule_table=None))
         )
         shares.append(with_order / without)
     print(
@@ -449,7 +470,7 @@ def _steps(loads: np.ndarray, replicas: int) -> np.ndarray:
     return loads[:whole].reshape(-1, replicas, *loads.shape[1:])
 
 
-def _fill(groups: Groups, tokens: np.ndarray, which: np.ndarray) -> str:
+def _fill(groups: SampleGroups, tokens: np.ndarray, which: np.ndarray) -> str:
     return f"{groups.loads(tokens)[which, TOKENS].mean() / MOST_TOKENS:.0%} full"
 
 

@@ -5,47 +5,47 @@ Knows no files, no tensors and no model, so that the planner can ask it about cl
 
 from mmtrain.balance.assign import assign
 from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths
-from mmtrain.balance.grouping import Groups, isf, pack
+from mmtrain.balance.grouping import SampleGroups, group_by_isf, pack_groups
 from mmtrain.balance.imbalance import dist_ratio, max_over_mean, pad_ratio
-from mmtrain.balance.long_samples import split_long
+from mmtrain.balance.long_samples import split_long_samples
 from mmtrain.balance.lpt import longest_first
-from mmtrain.balance.matched import matched
+from mmtrain.balance.matched import group_matched
 from mmtrain.balance.methods import Grouping
-from mmtrain.balance.node_rearrangement import rearrange
-from mmtrain.balance.post_balancing import Cost, dominant, rebalance
+from mmtrain.balance.node_rearrangement import rearrange_across_nodes
+from mmtrain.balance.post_balancing import BatchCost, dominant_sample, rebalance
 from mmtrain.balance.rearrangement import Rearrangement
-from mmtrain.balance.reordering import across_replicas, across_time
-from mmtrain.balance.step_targets import Load, Place, Price, StepAims
-from mmtrain.balance.steps import assemble
+from mmtrain.balance.reordering import across_replicas, reorder_microbatches
+from mmtrain.balance.step_targets import BalancedLoad, PipelineRank, SequenceCost, StepTargets
+from mmtrain.balance.steps import assemble_steps
 
 __all__ = [
+    "BalancedLoad",
+    "BatchCost",
     "BatchMeta",
-    "Cost",
     "FloatArray",
     "Grouping",
-    "Groups",
     "IntArray",
     "ItemLengths",
     "ItemTable",
-    "Load",
-    "Place",
-    "Price",
+    "PipelineRank",
     "Rearrangement",
+    "SampleGroups",
     "SampleLengths",
-    "StepAims",
+    "SequenceCost",
+    "StepTargets",
     "across_replicas",
-    "across_time",
-    "assemble",
+    "assemble_steps",
     "assign",
     "dist_ratio",
-    "dominant",
-    "isf",
+    "dominant_sample",
+    "group_by_isf",
+    "group_matched",
     "longest_first",
-    "matched",
     "max_over_mean",
-    "pack",
+    "pack_groups",
     "pad_ratio",
-    "rearrange",
+    "rearrange_across_nodes",
     "rebalance",
-    "split_long",
+    "reorder_microbatches",
+    "split_long_samples",
 ]

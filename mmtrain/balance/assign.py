@@ -8,12 +8,12 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, FloatArray, IntArray, ItemLengths, ItemTable, SampleLengths, item_rows
 from mmtrain.balance.lpt import longest_first
-from mmtrain.balance.microbatch_order import in_turn
-from mmtrain.balance.node_placement import settled
-from mmtrain.balance.step_targets import LLM, Price, StepAims, Work
+from mmtrain.balance.microbatch_order import order_microbatches
+from mmtrain.balance.node_placement import place_items
+from mmtrain.balance.step_targets import LLM, SampleWork, SequenceCost, StepTargets
 
-NO_AIMS = StepAims()
-TOKENS = Price(1)
+NO_TARGETS = StepTargets()
+ONE_PER_TOKEN = SequenceCost(1)
 
 
 def assign(
@@ -23,7 +23,7 @@ def assign(
     lengths: SampleLengths,
     dp: Mapping[str, int],
     num_microbatches: Mapping[str, int],
-    aims: StepAims = NO_AIMS,
+    targets: StepTargets = NO_TARGETS,
 ) -> BatchMeta:
     """Lay out one global batch of as many groups as the LLM's replicas have microbatches.
 
@@ -32,20 +32,20 @@ def assign(
     Each run of as many groups as there are LLM replicas becomes one microbatch of all of them, the longest on the least
     loaded (MMScale's reordering across replicas, one microbatch after the other): grouping puts groups alike in every
     modality next to each other, so replicas wait for each other neither at the end of a step nor inside it. Where
-    `aims` know a pipeline, microbatches then take their turns by `turns.in_turn`. Items follow in blocks: n
+    `targets` know a pipeline, `order_microbatches` then orders the microbatches in time. Items follow in blocks: n
     microbatches of an encoder and m of the LLM are gcd(n, m) blocks, and the encoder's microbatches of block i carry
     exactly the items of the LLM's of block i in their replica group, longest first onto the one with the least to do.
-    Where `aims` know of several nodes, encoder replicas of a group then change places by `settle.settle`.
+    Where `targets` know of several nodes, encoder replicas of a group then change places by `place_items`.
     """
     owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])  # groups of an evaluation may be empty
     samples = np.concatenate(groups).astype(np.int64)
-    work = Work(lengths, samples)
-    loads = work.loads(aims) if aims.loads else lengths.tokens[samples, None]
+    work = SampleWork(lengths, samples)
+    loads = work.loads(targets) if targets.loads else lengths.tokens[samples, None]
     of_groups = np.zeros((len(groups), loads.shape[1]), dtype=np.int64)
     np.add.at(of_groups, owner, loads)
-    shares = _shares_of_mean(of_groups, aims) if aims.loads else of_groups[:, 0].astype(np.float64)
+    shares = _shares_of_mean(of_groups, targets) if targets.loads else of_groups[:, 0].astype(np.float64)
     replica_of_group, index_of_group = _place(shares, dp[LLM], num_microbatches[LLM])
-    turns = in_turn(work, replica_of_group[owner], index_of_group[owner], aims, dp, num_microbatches)
+    turns = order_microbatches(work, replica_of_group[owner], index_of_group[owner], targets, dp, num_microbatches)
     index_of_group = np.argsort(turns)[index_of_group]
     by_place = np.lexsort((index_of_group, replica_of_group))
     sizes = np.array([len(groups[g]) for g in by_place], dtype=np.int64)
@@ -59,7 +59,7 @@ def assign(
         num_blocks = math.gcd(num_microbatches[LLM], num_microbatches[unit])
         spread = _Spread(dp[unit] // num_groups, num_blocks, num_microbatches[unit] // num_blocks)
         block = index // (num_microbatches[LLM] // num_blocks)
-        items[unit] = _items(unit, sample_id, replica, group * num_blocks + block, unit_items, spread, aims)
+        items[unit] = _items(unit, sample_id, replica, group * num_blocks + block, unit_items, spread, targets)
     return BatchMeta(
         step=step,
         epoch=epoch,
@@ -72,11 +72,11 @@ def assign(
     )
 
 
-def _shares_of_mean(loads: IntArray, aims: StepAims) -> FloatArray:
+def _shares_of_mean(loads: IntArray, targets: StepTargets) -> FloatArray:
     """(G,) the groups' loads (G, q) as one number: their shares of the mean, weighted."""
     mean = np.maximum(loads.mean(axis=0), 1.0)
     total = np.zeros(len(loads))
-    for column, load in zip((loads / mean).T, aims.loads, strict=True):
+    for column, load in zip((loads / mean).T, targets.loads, strict=True):
         total += load.weight * column
     return total
 
@@ -112,15 +112,15 @@ def _items(
     block: IntArray,
     items: ItemLengths,
     spread: _Spread,
-    aims: StepAims,
+    targets: StepTargets,
 ) -> ItemTable:
     """Spread the items of each block, counted through all replica groups, over its encoder microbatches."""
     sample, row = item_rows(items, sample_id)
     position = row - items.first[sample_id[sample]]
-    replica, index = _deal(aims.items.get(unit, TOKENS).of(items.tokens[row]), block[sample], spread)
-    if len(set(aims.nodes.get(unit, ()))) > 1:
-        nodes, to_node = aims.nodes[unit], np.array(aims.nodes[LLM])[llm_replica[sample]]
-        replica = settled(replica, items.features[row], to_node, nodes, len(nodes) // spread.replicas)
+    replica, index = _deal(targets.item_costs.get(unit, ONE_PER_TOKEN).of(items.tokens[row]), block[sample], spread)
+    if len(set(targets.replica_nodes.get(unit, ()))) > 1:
+        nodes, to_node = targets.replica_nodes[unit], np.array(targets.replica_nodes[LLM])[llm_replica[sample]]
+        replica = place_items(replica, items.features[row], to_node, nodes, len(nodes) // spread.replicas)
     order = np.lexsort((position, sample, index, replica))
     sample, position, row = sample[order], position[order], row[order]
     return ItemTable(

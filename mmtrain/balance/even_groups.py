@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.local_search import CANDIDATES, Aim, exchange
-from mmtrain.balance.matched import rounds_for
-from mmtrain.balance.steps import SPARE_PLACES
+from mmtrain.balance.local_search import CANDIDATES_PER_GROUP, SearchObjective, local_search
+from mmtrain.balance.matched import num_search_rounds
+from mmtrain.balance.steps import EXTRA_SAMPLES_PER_GROUP
 
 ROUNDS_OF_A_ROW = 128  # a load; by itself a row ends when nothing is left to gain, among many it waits for the last
 
 
-def even_out(
+def even_out_groups(
     groups: Sequence[IntArray],
     tokens: IntArray,
     budgets: IntArray,
@@ -34,16 +34,16 @@ def even_out(
         return list(groups)
     samples = np.concatenate(groups)
     sizes = np.array([len(group) for group in groups])
-    num_places = max(int(sizes.max()) + SPARE_PLACES, CANDIDATES)
+    num_places = max(int(sizes.max()) + EXTRA_SAMPLES_PER_GROUP, CANDIDATES_PER_GROUP)
     members = np.full((len(groups), num_places), len(samples), dtype=np.int64)
     members[np.arange(num_places) < sizes[:, None]] = np.arange(len(samples))
     columns = np.concatenate([tokens, loads], axis=1).astype(np.float64)
-    aim = Aim(
+    aim = SearchObjective(
         np.concatenate([columns, np.zeros((1, columns.shape[1]))]),
         budgets,
         np.eye(num_loads, columns.shape[1], len(budgets)),
         np.asarray(weights, dtype=np.float64),
     )
-    rounds = max(rounds_for(num_replicas), ROUNDS_OF_A_ROW * num_replicas // len(groups)) * num_loads
-    found = exchange(members.reshape(-1, num_replicas, num_places), aim, rounds).reshape(-1, num_places)
+    rounds = max(num_search_rounds(num_replicas), ROUNDS_OF_A_ROW * num_replicas // len(groups)) * num_loads
+    found = local_search(members.reshape(-1, num_replicas, num_places), aim, rounds).reshape(-1, num_places)
     return [samples[group[group < len(samples)]] for group in found]

@@ -13,7 +13,7 @@ from mmtrain.balance.batch_meta import IntArray
 
 
 @dataclass(frozen=True)
-class Groups:
+class SampleGroups:
     """Groups in the order they are trained on; group i holds `samples[first[i]:first[i + 1]]`."""
 
     first: IntArray  # (G + 1,)
@@ -37,15 +37,17 @@ class Groups:
         sums: IntArray = np.add.reduceat(tokens[self.samples], self.first[:-1], axis=0)
         return sums
 
-    def reordered(self, order: IntArray) -> "Groups":
+    def reordered(self, order: IntArray) -> "SampleGroups":
         """The groups `order` (k,) names, in that order; each keeps its samples as they are."""
         sizes = self.sizes[order]
         first = np.concatenate([[0], np.cumsum(sizes)])
         within = np.arange(first[-1]) - np.repeat(first[:-1], sizes)
-        return Groups(first, self.samples[np.repeat(self.first[order], sizes) + within])
+        return SampleGroups(first, self.samples[np.repeat(self.first[order], sizes) + within])
 
 
-def isf(tokens: IntArray, budgets: IntArray, fill: IntArray, rounds: int, rng: np.random.Generator) -> Groups:
+def group_by_isf(
+    tokens: IntArray, budgets: IntArray, fill: IntArray, rounds: int, rng: np.random.Generator
+) -> SampleGroups:
     """Iterative sampling and filtering (OmniBal): fill groups from a shuffle, keep the full ones, shuffle the rest.
 
     tokens: (n, m) sizes under m budgets. budgets: (m,); a group closes before the sample that would pass one of them.
@@ -58,20 +60,20 @@ def isf(tokens: IntArray, budgets: IntArray, fill: IntArray, rounds: int, rng: n
     """
     columns = [np.ascontiguousarray(column) for column in tokens.T]
     pool = np.arange(len(tokens), dtype=np.int64)
-    parts: list[Groups] = []
+    parts: list[SampleGroups] = []
     for _ in range(rounds):
         order = rng.permutation(pool)
         groups, loads = _fill_in_order(columns, budgets, order)
         full = (loads >= fill[:, None]).any(axis=0)
         kept = np.repeat(full, groups.sizes)
-        parts.append(Groups(np.concatenate([[0], np.cumsum(groups.sizes[full])]), order[kept]))
+        parts.append(SampleGroups(np.concatenate([[0], np.cumsum(groups.sizes[full])]), order[kept]))
         pool = order[~kept]
     parts.append(_fill_in_order(columns, budgets, rng.permutation(pool))[0])
     together = _concatenate(parts)
     return together.reordered(rng.permutation(len(together)))
 
 
-def random(tokens: IntArray, budgets: IntArray, batch: int, rng: np.random.Generator) -> Groups:
+def group_randomly(tokens: IntArray, budgets: IntArray, batch: int, rng: np.random.Generator) -> SampleGroups:
     """Baseline: mini-batches of `batch` samples as they fall, what a plain data loader does.
 
     tokens: (n, m), budgets: (m,); a mini-batch that would pass a budget closes before it is full.
@@ -79,7 +81,9 @@ def random(tokens: IntArray, budgets: IntArray, batch: int, rng: np.random.Gener
     return _batches(tokens, budgets, batch, rng.permutation(len(tokens)))
 
 
-def length(tokens: IntArray, budgets: IntArray, batch: int, window: int, rng: np.random.Generator) -> Groups:
+def group_by_length(
+    tokens: IntArray, budgets: IntArray, batch: int, window: int, rng: np.random.Generator
+) -> SampleGroups:
     """Baseline: mini-batches of samples of similar length, sorted inside shuffled windows; little padding.
 
     tokens: (n, m), the length first. Mini-batches close early at a budget (m,). They come out in random order, so the
@@ -90,9 +94,9 @@ def length(tokens: IntArray, budgets: IntArray, batch: int, window: int, rng: np
     return groups.reordered(rng.permutation(len(groups)))
 
 
-def device(
+def group_across_devices(
     tokens: IntArray, budgets: IntArray, batch: int, num_replicas: int, window: int, rng: np.random.Generator
-) -> Groups:
+) -> SampleGroups:
     """Baseline: the samples at one place of all replicas' mini-batches are of similar length; much padding.
 
     tokens: (n, m), the length first. A step's mini-batches close together, when `batch` samples are in each or one of
@@ -106,10 +110,12 @@ def device(
     dealt = [rows[steps[i]].T.ravel() for i in range(len(steps))]
     last = _batches(tokens, budgets, batch, ordered[num_rows * num_replicas :])
     sizes = np.concatenate([np.repeat(steps.sizes, num_replicas), last.sizes])
-    return Groups(np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([*dealt, last.samples]).astype(np.int64))
+    return SampleGroups(
+        np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([*dealt, last.samples]).astype(np.int64)
+    )
 
 
-def pack(tokens: IntArray, budgets: IntArray, order: IntArray, window: int) -> Groups:
+def pack_groups(tokens: IntArray, budgets: IntArray, order: IntArray, window: int) -> SampleGroups:
     """Pack the samples of `order` into groups that stay within every budget.
 
     tokens: (n, m) sizes of each sample under m budgets. budgets: (m,). order: (k,) rows of `tokens` in shuffled
@@ -128,7 +134,7 @@ def pack(tokens: IntArray, budgets: IntArray, order: IntArray, window: int) -> G
     groups = [group for window_groups in members for group in window_groups]
     sizes = np.array([0, *map(len, groups)], dtype=np.int64)
     samples = np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
-    return Groups(np.cumsum(sizes), samples.astype(np.int64))
+    return SampleGroups(np.cumsum(sizes), samples.astype(np.int64))
 
 
 def _largest_first(tokens: IntArray, budgets: IntArray) -> IntArray:
@@ -230,13 +236,13 @@ def _emission_order(group: IntArray, part: IntArray) -> list[IntArray]:
     return [members[i] for i in np.argsort(part[:num_groups], kind="stable")]
 
 
-def _concatenate(parts: list[Groups]) -> Groups:
+def _concatenate(parts: list[SampleGroups]) -> SampleGroups:
     """All groups of `parts`, in order."""
     sizes = np.concatenate([part.sizes for part in parts])
-    return Groups(np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([part.samples for part in parts]))
+    return SampleGroups(np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([part.samples for part in parts]))
 
 
-def _fill_in_order(columns: list[IntArray], budgets: IntArray, order: IntArray) -> tuple[Groups, IntArray]:
+def _fill_in_order(columns: list[IntArray], budgets: IntArray, order: IntArray) -> tuple[SampleGroups, IntArray]:
     """Close a group before the sample that would pass a budget; returns the groups and their loads (m, G).
 
     columns: m arrays (n,) of sizes. Where a group that starts at place s ends depends on s alone, so it is looked up
@@ -255,11 +261,11 @@ def _fill_in_order(columns: list[IntArray], budgets: IntArray, order: IntArray) 
     while place < num:
         place = end_of[place]
         chain.append(place)
-    groups = Groups(np.array(chain, dtype=np.int64), order)
+    groups = SampleGroups(np.array(chain, dtype=np.int64), order)
     return groups, np.diff(upto[:, groups.first], axis=1)
 
 
-def _batches(tokens: IntArray, budgets: IntArray, batch: int, order: IntArray) -> Groups:
+def _batches(tokens: IntArray, budgets: IntArray, batch: int, order: IntArray) -> SampleGroups:
     """Consecutive mini-batches of `batch` samples, fewer where a budget would be passed and at the end."""
     columns = [*(np.ascontiguousarray(column) for column in tokens.T), np.ones(len(tokens), dtype=np.int64)]
     return _fill_in_order(columns, np.append(budgets, batch), order.astype(np.int64))[0]

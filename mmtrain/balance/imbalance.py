@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.grouping import Groups
+from mmtrain.balance.grouping import SampleGroups
 
 Loads = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
-def pad_ratio(lengths: IntArray, groups: Groups) -> float:
+def pad_ratio(lengths: IntArray, groups: SampleGroups) -> float:
     """Share of a padded mini-batch that is padding, averaged over the mini-batches (OmniBal, eq. 1).
 
     For a mini-batch of B samples of lengths t_i: sum_i (t_max - t_i) / (t_max * B). lengths: (n,) of each sample.
@@ -48,7 +48,7 @@ def max_over_mean(loads: Loads) -> float:
 
 
 @dataclass(frozen=True)
-class Bound:
+class ImbalanceBound:
     """What single samples force on the replicas of a step, however the others are arranged."""
 
     dist_ratio: float  # no arrangement of the same steps gets below, mean over steps
@@ -56,7 +56,7 @@ class Bound:
     sample: int | None  # the one that exceeds it most, where any does
 
 
-def bound(groups: Groups, tokens: IntArray, num_replicas: int) -> Bound:
+def imbalance_bound(groups: SampleGroups, tokens: IntArray, num_replicas: int) -> ImbalanceBound:
     """Bound reached: how far samples that alone exceed the mean load of their step keep it from being even.
 
     tokens: (n,) of each sample for one unit; each run of `num_replicas` groups is a step. Only splitting such a
@@ -64,7 +64,7 @@ def bound(groups: Groups, tokens: IntArray, num_replicas: int) -> Bound:
     """
     whole = len(groups) // num_replicas * num_replicas
     if not whole:
-        return Bound(0.0, 0.0, None)
+        return ImbalanceBound(0.0, 0.0, None)
     of_sample = tokens[groups.samples[: groups.first[whole]]]
     largest = np.maximum.reduceat(of_sample, groups.first[:whole]).reshape(-1, num_replicas).max(axis=1)
     total = np.add.reduceat(of_sample, groups.first[:whole]).reshape(-1, num_replicas).sum(axis=1)
@@ -73,14 +73,14 @@ def bound(groups: Groups, tokens: IntArray, num_replicas: int) -> Bound:
     forced = float(np.mean(1 - _share(mean, least)))
     over = np.where(largest > mean, 1 - _share(mean, least), 0.0)
     if not over.any():
-        return Bound(forced, 0.0, None)
+        return ImbalanceBound(forced, 0.0, None)
     step = int(over.argmax())
     lo, hi = groups.first[step * num_replicas], groups.first[(step + 1) * num_replicas]
     here = groups.samples[lo:hi]
-    return Bound(forced, float((over > 0).mean()), int(here[tokens[here].argmax()]))
+    return ImbalanceBound(forced, float((over > 0).mean()), int(here[tokens[here].argmax()]))
 
 
-def bound_reached(loads: IntArray, num_replicas: int) -> tuple[int, float] | None:
+def sample_above_mean_load(loads: IntArray, num_replicas: int) -> tuple[int, float] | None:
     """The sample of a step that keeps replicas uneven however samples are arranged, and how far above the mean it is.
 
     loads: (k, q) what each sample adds to each load of a step. A sample that alone is more than a replica's mean load

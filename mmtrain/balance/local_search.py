@@ -7,19 +7,19 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 
-CANDIDATES = 8  # samples of each of two groups that one round considers
+CANDIDATES_PER_GROUP = 8  # samples of each of two groups that one round considers
 PARTNERS = 40  # the smallest groups of a step have the most to take; beyond these a round is rarely of use
 TIE = 0.3  # weight of the pair's own evenness: without it ties for the largest block all progress
-NOTHING = CANDIDATES  # stands for no sample in an offer
+NOTHING = CANDIDATES_PER_GROUP  # stands for no sample in an offer
 
 # Each group offers any one or two of its candidates, or nothing: swapping a large image for a small one and a text
 # evens out images while leaving tokens alone, which single swaps cannot.
-OFFERS = np.array(list(combinations_with_replacement(range(CANDIDATES + 1), 2)), dtype=np.int64)
+OFFERS = np.array(list(combinations_with_replacement(range(CANDIDATES_PER_GROUP + 1), 2)), dtype=np.int64)
 OFFERS = OFFERS[(OFFERS[:, 0] != OFFERS[:, 1]) | (OFFERS[:, 0] == NOTHING)]
 
 
 @dataclass(frozen=True)
-class Aim:
+class SearchObjective:
     """What exchange may not pass, and what it evens out."""
 
     sizes: FloatArray  # (n + 1, c) of each sample; the last, all zeros, stands for an empty place
@@ -38,7 +38,7 @@ class _Steps:
     scale: FloatArray  # (S, q) 1 / that mean
 
 
-def exchange(members: IntArray, aim: Aim, rounds: int) -> IntArray:
+def local_search(members: IntArray, aim: SearchObjective, rounds: int) -> IntArray:
     """Even out the groups of each step by moving samples between them.
 
     members: (S, N, K >= CANDIDATES) sample numbers of the N groups of S steps, len(aim.sizes) - 1 in the empty places,
@@ -57,7 +57,7 @@ def exchange(members: IntArray, aim: Aim, rounds: int) -> IntArray:
     steps = _Steps(members.copy(), used, (used @ aim.even.T) * scale[:, None], scale)
     before = steps.loads.max(axis=1) @ aim.weights
     partners = min(num_groups - 1, PARTNERS)
-    offered = -(-int((members != len(aim.sizes) - 1).sum(axis=2).max()) // CANDIDATES)  # turns until all were
+    offered = -(-int((members != len(aim.sizes) - 1).sum(axis=2).max()) // CANDIDATES_PER_GROUP)  # turns until all were
     idle = 0
     for number in range(rounds):
         turn, by = divmod(number, len(aim.even))
@@ -70,7 +70,7 @@ def exchange(members: IntArray, aim: Aim, rounds: int) -> IntArray:
     return np.where(worse[:, None, None], members, steps.members)
 
 
-def _exchange_pairs(steps: _Steps, high: IntArray, low: IntArray, aim: Aim, turn: int) -> bool:
+def _exchange_pairs(steps: _Steps, high: IntArray, low: IntArray, aim: SearchObjective, turn: int) -> bool:
     """In every step s make the best exchange between groups high[s] and low[s], if it helps; whether any was made."""
     rows, empty = np.arange(len(high)), len(aim.sizes) - 1
     offer_high = _offers(steps.members[rows, high], empty, turn)  # (S, O, 2) samples
@@ -109,14 +109,16 @@ def _worth(top: FloatArray, bottom: FloatArray, floor: FloatArray) -> FloatArray
 def _offers(members: IntArray, empty: int, turn: int) -> IntArray:
     """(S, O, 2) samples in each offer of a group. Large groups consider a part of their samples, which rotates."""
     count = (members != empty).sum(axis=1)[:, None]
-    begin = np.where(count > CANDIDATES, turn * CANDIDATES, 0)
-    places = (begin + np.arange(CANDIDATES)) % np.maximum(count, CANDIDATES)
-    candidates = np.full((len(members), CANDIDATES + 1), empty, dtype=np.int64)
-    candidates[:, :CANDIDATES] = np.take_along_axis(members, places, axis=1)
+    begin = np.where(count > CANDIDATES_PER_GROUP, turn * CANDIDATES_PER_GROUP, 0)
+    places = (begin + np.arange(CANDIDATES_PER_GROUP)) % np.maximum(count, CANDIDATES_PER_GROUP)
+    candidates = np.full((len(members), CANDIDATES_PER_GROUP + 1), empty, dtype=np.int64)
+    candidates[:, :CANDIDATES_PER_GROUP] = np.take_along_axis(members, places, axis=1)
     return candidates[:, OFFERS]
 
 
-def _move(steps: _Steps, step: int, pair: tuple[int, int], offers: tuple[IntArray, IntArray], aim: Aim) -> None:
+def _move(
+    steps: _Steps, step: int, pair: tuple[int, int], offers: tuple[IntArray, IntArray], aim: SearchObjective
+) -> None:
     """Exchange the offers of two groups of a step, unless that empties one."""
     empty = len(aim.sizes) - 1
     gone, come = offers

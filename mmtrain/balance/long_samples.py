@@ -8,7 +8,9 @@ from mmtrain.balance.batch_meta import IntArray
 from mmtrain.balance.rearrangement import Rearrangement, slots
 
 
-def split_long(sample: IntArray, tokens: IntArray, owner: IntArray, num_ranks: int, longest: int) -> Rearrangement:
+def split_long_samples(
+    sample: IntArray, tokens: IntArray, owner: IntArray, num_ranks: int, longest: int
+) -> Rearrangement:
     """Share out the items of long samples over context-parallel ranks; those of short samples stay where they are.
 
     sample: (n,) which sample an item belongs to, tokens: (n,) what it costs the encoder, owner: (n,) the rank that

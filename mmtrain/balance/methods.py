@@ -1,7 +1,8 @@
 """A recipe's way of grouping, as one object: which samples share a group, and which groups share a step.
 
-The two halves are apart, `compose` and `arrange`, because a stream of groups must know how many groups a window has
-before it knows where in a step they begin. Neither knows a plan: whatever it is, the same samples make the same steps.
+The two halves, `group_window` and `arrange_window`, are apart because a stream of groups must know how many groups a
+window has before it knows where in a step they start. Neither knows a plan: whatever it is, the same samples make the
+same steps.
 """
 
 from collections.abc import Mapping
@@ -12,25 +13,27 @@ from typing import Literal, Protocol
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray, SampleLengths
-from mmtrain.balance.grouping import Groups, device, isf, length, random
-from mmtrain.balance.matched import pack_alike, rounds_for
-from mmtrain.balance.modality_free_steps import clear
-from mmtrain.balance.step_targets import LLM, Load, Price, StepAims
-from mmtrain.balance.steps import assemble
-from mmtrain.balance.top_up_groups import refill
+from mmtrain.balance.grouping import SampleGroups, group_across_devices, group_by_isf, group_by_length, group_randomly
+from mmtrain.balance.matched import num_search_rounds, pack_with_slack
+from mmtrain.balance.modality_free_steps import form_modality_free_steps
+from mmtrain.balance.step_targets import LLM, BalancedLoad, SequenceCost, StepTargets
+from mmtrain.balance.steps import assemble_steps
+from mmtrain.balance.top_up_groups import top_up
 
-Method = Literal["matched", "isf", "random", "length", "device"]
-METHODS: tuple[Method, ...] = ("matched", "isf", "random", "length", "device")
+GroupingMethod = Literal["matched", "isf", "random", "length", "device"]
+GROUPING_METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
 ISF_ROUNDS, ISF_SLACK = 10, 32  # the published slack of 128 is a 32nd of a budget of 4,096
 LIGHT = 0.05  # share of all tokens below which a unit's evenness is worth little
-ALIKE = 64  # groups in a row that are alike; many more would make steps less random, few would wait for each other
+TARGET_ROW_SIZE = (
+    64  # groups in a row that are alike; many more would make steps less random, few would wait for each other
+)
 
 
 class GroupingSettings(Protocol):
     """The part of a recipe's `data` that grouping follows."""
 
     @property
-    def grouping(self) -> Method:
+    def grouping(self) -> GroupingMethod:
         """Which method."""
 
     @property
@@ -54,14 +57,14 @@ class GroupingSettings(Protocol):
 class Grouping:
     """How samples become groups and steps.
 
-    A step's `global_batch` groups come in rows of `alike` near-equal ones, so that replicas that run a row, or equal
+    A step's `global_batch` groups come in rows of `row_size` near-equal ones, so that replicas that run a row, or equal
     parts of it, side by side do not wait for each other.
     """
 
     seq_len: int  # most LLM tokens in a group
     window: int  # samples looked at together
     global_batch: int  # groups in a step
-    method: Method = "matched"
+    method: GroupingMethod = "matched"
     budgets: Mapping[str, int] = field(default_factory=dict)  # encoder unit -> most of its tokens in a group
     long_tokens: int | None = None  # samples with more LLM tokens than this have steps of their own
 
@@ -71,14 +74,14 @@ class Grouping:
         return cls(data.seq_len, data.window, global_batch, data.grouping, data.budgets, data.long_tokens)
 
     @property
-    def alike(self) -> int:
-        """The divisor of the global batch that is nearest to `ALIKE`, as a ratio."""
+    def row_size(self) -> int:
+        """The divisor of the global batch that is nearest to `TARGET_ROW_SIZE`, as a ratio."""
         divisors = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
-        return min(divisors, key=lambda n: abs(log(n / ALIKE)))
+        return min(divisors, key=lambda n: abs(log(n / TARGET_ROW_SIZE)))
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GroupingSizes:
     """What grouping counts of every sample, and what bounds it."""
 
     tokens: IntArray  # (n, m) of each sample under each budget, the LLM's first
@@ -97,16 +100,18 @@ def unit_tokens(lengths: SampleLengths) -> tuple[tuple[str, ...], IntArray]:
     return tuple(columns), np.stack(list(columns.values()), axis=1).astype(np.int64)
 
 
-def token_aims(lengths: SampleLengths, grouping: Grouping) -> StepAims:
-    """Even out every unit's tokens apart, as `sizes_of` weighs them: what to aim for where no plan is known."""
-    units, sizes = unit_tokens(lengths)[0], sizes_of(lengths, grouping)
+def token_targets(lengths: SampleLengths, grouping: Grouping) -> StepTargets:
+    """Even out every unit's tokens apart, as `grouping_sizes` weighs them: what to aim for where no plan is known."""
+    units, sizes = unit_tokens(lengths)[0], grouping_sizes(lengths, grouping)
     columns = sizes.even.argmax(axis=1).tolist()
     weights = sizes.weights.tolist()
-    return StepAims(tuple(Load({units[c]: Price(1)}, w) for c, w in zip(columns, weights, strict=True)))
+    return StepTargets(
+        tuple(BalancedLoad({units[c]: SequenceCost(1)}, w) for c, w in zip(columns, weights, strict=True))
+    )
 
 
-def sizes_of(lengths: SampleLengths, grouping: Grouping) -> Sizes:
-    """Prepare a dataset's lengths for `compose` and `arrange`.
+def grouping_sizes(lengths: SampleLengths, grouping: Grouping) -> GroupingSizes:
+    """Prepare a dataset's lengths for `group_window` and `arrange_window`.
 
     An encoder without a budget is bounded by nothing, under ISF by the published ratio (the LLM's budget times encoder
     tokens over LLM tokens). A sample above an encoder's budget alone counts as the budget: nothing else for that
@@ -129,56 +134,63 @@ def sizes_of(lengths: SampleLengths, grouping: Grouping) -> Sizes:
     batch = max(1, round(grouping.seq_len / max(float(tokens[:, 0].mean()), 1.0))) if len(tokens) else 1
     shares = total[used] / max(int(total.sum()), 1)
     weights = np.where(shares < LIGHT, shares / 100, shares)
-    return Sizes(np.minimum(tokens, budgets), budgets, np.eye(len(units))[used], weights, batch)
+    return GroupingSizes(np.minimum(tokens, budgets), budgets, np.eye(len(units))[used], weights, batch)
 
 
-def compose(sizes: Sizes, order: IntArray, grouping: Grouping, rng: np.random.Generator) -> Groups:
+def group_window(sizes: GroupingSizes, order: IntArray, grouping: Grouping, rng: np.random.Generator) -> SampleGroups:
     """Group the samples of one window; `order` (k,) names them as shuffled, one that occurs twice is used twice."""
     budgets, k = sizes.budgets, max(len(order), 1)
     if grouping.method == "matched":
-        return pack_alike(sizes.tokens, budgets, order, k)[0]
+        return pack_with_slack(sizes.tokens, budgets, order, k)[0]
     tokens = sizes.tokens[order]
     if grouping.method == "isf":
         slack = np.zeros_like(budgets)
         slack[0] = budgets[0] // ISF_SLACK
-        groups = isf(tokens, budgets, budgets - slack, ISF_ROUNDS, rng)
+        groups = group_by_isf(tokens, budgets, budgets - slack, ISF_ROUNDS, rng)
     elif grouping.method == "random":
-        groups = random(tokens, budgets, sizes.batch, rng)
+        groups = group_randomly(tokens, budgets, sizes.batch, rng)
     elif grouping.method == "length":
-        groups = length(tokens, budgets, sizes.batch, k, rng)
+        groups = group_by_length(tokens, budgets, sizes.batch, k, rng)
     else:
-        groups = device(tokens, budgets, sizes.batch, grouping.alike, k, rng)
-    return Groups(groups.first, order[groups.samples])
+        groups = group_across_devices(tokens, budgets, sizes.batch, grouping.row_size, k, rng)
+    return SampleGroups(groups.first, order[groups.samples])
 
 
-def arrange(
-    sizes: Sizes, groups: Groups, grouping: Grouping, offset: int, rng: np.random.Generator, exchanged: bool = True
-) -> Groups:
+def arrange_window(
+    sizes: GroupingSizes,
+    groups: SampleGroups,
+    grouping: Grouping,
+    offset: int,
+    rng: np.random.Generator,
+    exchanged: bool = True,
+) -> SampleGroups:
     """Put the groups of one window in the order of training; `offset` groups of a row came before them.
 
     `matched` exchanges samples between the groups of a row here, so groups change, but no row does; unless that is to
     be done step by step (`even.even_out`), when it is known what to even out and much of the window is not needed.
     """
     if grouping.method == "matched":
-        ends, rounds = np.array([0, len(groups)]), rounds_for(grouping.alike) if exchanged else 0
+        ends, rounds = np.array([0, len(groups)]), num_search_rounds(grouping.row_size) if exchanged else 0
         tokens, budgets, even, weights = sizes.tokens[groups.samples], sizes.budgets, sizes.even, sizes.weights
-        here = refill(Groups(groups.first, np.arange(len(tokens))), tokens)  # a window is little of a large dataset
+        here = top_up(
+            SampleGroups(groups.first, np.arange(len(tokens))), tokens
+        )  # a window is little of a large dataset
         if not exchanged:
-            here = clear(here, ends, tokens, budgets, tokens @ even[0], grouping.alike)
-        here = assemble(here, ends, tokens, budgets, even, grouping.alike, rounds, rng, weights, offset)
-        return Groups(here.first, groups.samples[here.samples])
+            here = form_modality_free_steps(here, ends, tokens, budgets, tokens @ even[0], grouping.row_size)
+        here = assemble_steps(here, ends, tokens, budgets, even, grouping.row_size, rounds, rng, weights, offset)
+        return SampleGroups(here.first, groups.samples[here.samples])
     if grouping.method == "device":  # its rows are made; what completes the row before comes from the loose end
-        head = min(-offset % grouping.alike, len(groups))
+        head = min(-offset % grouping.row_size, len(groups))
         return groups.reordered(np.roll(np.arange(len(groups)), head))
     return groups.reordered(rng.permutation(len(groups)))
 
 
-def spare_groups(num_groups: int, grouping: Grouping) -> int:
+def num_spare_groups(num_groups: int, grouping: Grouping) -> int:
     """How many more groups another shuffle of as many samples may need: chance fills them less evenly than search."""
     return isqrt(num_groups) // 50 if grouping.method == "matched" else isqrt(num_groups)
 
 
-def split_to(groups: Groups, num_groups: int) -> Groups:
+def split_to_count(groups: SampleGroups, num_groups: int) -> SampleGroups:
     """Halve the groups with the most samples until there are `num_groups`; the second halves come last.
 
     Raises ValueError if there are fewer samples than that.
@@ -194,5 +206,5 @@ def split_to(groups: Groups, num_groups: int) -> Groups:
         within = np.arange(len(group)) - groups.first[group]
         to = np.where((second[group] >= 0) & (within % 2 == 1), second[group], group)
         order = np.argsort(to, kind="stable")
-        groups = Groups(np.concatenate([[0], np.cumsum(np.bincount(to))]), groups.samples[order])
+        groups = SampleGroups(np.concatenate([[0], np.cumsum(np.bincount(to))]), groups.samples[order])
     return groups

@@ -1,4 +1,4 @@
-"""When each microbatch of a step runs: ordering in time (`order.across_time`) for the pipeline that a plan has."""
+"""When each microbatch of a step runs: `reorder_microbatches` for the pipeline that a plan has."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,21 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.reordering import across_time, makespans
-from mmtrain.balance.schedule_recurrence import prepared
-from mmtrain.balance.step_targets import LLM, Price, StepAims, Timetable, Work
+from mmtrain.balance.reordering import makespans_1f1b, reorder_microbatches
+from mmtrain.balance.schedule_recurrence import schedule_recurrence
+from mmtrain.balance.step_targets import LLM, SampleWork, ScheduleTable, SequenceCost, StepTargets
 
-ROUNDS = 2  # of swaps: most of what can be had, in a few milliseconds
-Prices = Mapping[str, Price]  # by unit
+SWAP_ROUNDS = 2  # of swaps: most of what can be had, in a few milliseconds
+CostsByUnit = Mapping[str, SequenceCost]  # by unit
 
 
-def in_turn(
-    work: Work, replica: IntArray, index: IntArray, aims: StepAims, dp: Mapping[str, int], num: Mapping[str, int]
+def order_microbatches(
+    work: SampleWork,
+    replica: IntArray,
+    index: IntArray,
+    targets: StepTargets,
+    dp: Mapping[str, int],
+    num: Mapping[str, int],
 ) -> IntArray:
     """(num_llm,) which microbatch runs at each turn, on all replicas alike.
 
@@ -28,36 +33,38 @@ def in_turn(
     if num_blocks < 3:  # of two, one order is as long as the other or nearly
         return given
 
-    def costs(prices: Sequence[Prices]) -> FloatArray:
+    def costs(prices: Sequence[CostsByUnit]) -> FloatArray:
         return stage_costs(work, replica, index, prices, dp, num[LLM])
 
-    if aims.timetable is not None:
-        return _by_timetable(aims.timetable, costs([{t.unit: t.price} for t in aims.timetable.tasks]), num)
-    if len(aims.places) < 2:
+    if targets.schedule_table is not None:
+        return _by_timetable(
+            targets.schedule_table, costs([{t.unit: t.cost} for t in targets.schedule_table.tasks]), num
+        )
+    if len(targets.pipeline) < 2:
         return given
-    forward, backward = costs([p.forward for p in aims.places]), costs([p.backward for p in aims.places])
+    forward, backward = costs([p.forward for p in targets.pipeline]), costs([p.backward for p in targets.pipeline])
     together, back = (_by_block(seconds.sum(axis=0), num_blocks)[None] for seconds in (forward, backward))
-    blocks = across_time(together, back, np.arange(num_blocks), ROUNDS, np.random.default_rng(0))
+    blocks = reorder_microbatches(together, back, np.arange(num_blocks), SWAP_ROUNDS, np.random.default_rng(0))
     found = _in_blocks(blocks[None], num[LLM])[0]
-    spans = makespans(forward, backward, np.stack([given, found]))
+    spans = makespans_1f1b(forward, backward, np.stack([given, found]))
     return found if spans[1] < spans[0] else given
 
 
-def _by_timetable(table: Timetable, costs: FloatArray, num: Mapping[str, int]) -> IntArray:
-    """(num_llm,) as `in_turn`; costs: (dp_llm, tasks, num_llm)."""
+def _by_timetable(table: ScheduleTable, costs: FloatArray, num: Mapping[str, int]) -> IntArray:
+    """(num_llm,) as `order_microbatches`; costs: (dp_llm, tasks, num_llm)."""
     num_blocks, given = math.gcd(*num.values()), np.arange(num[LLM])
     for t, unit in enumerate(task.unit for task in table.tasks):  # a turn stands for its share of a whole block
         shared = math.gcd(num[unit], num[LLM])
         by_block = costs[:, t].reshape(len(costs), shared, -1)
         by_block[:] = by_block.sum(axis=2, keepdims=True) // (num[unit] // shared)
-    recurrence = prepared(table, tuple(sorted(num.items())))
+    recurrence = schedule_recurrence(table, tuple(sorted(num.items())))
     together = costs.sum(axis=0)
     forward, backward = (_by_block(seconds, num_blocks)[None] for seconds in recurrence.work(together))
-    blocks = across_time(
+    blocks = reorder_microbatches(
         forward,
         backward,
         np.arange(num_blocks),
-        ROUNDS,
+        SWAP_ROUNDS,
         np.random.default_rng(0),
         score=lambda orders: recurrence.makespans(together[None], _in_blocks(orders, num[LLM])),
     )
@@ -67,7 +74,7 @@ def _by_timetable(table: Timetable, costs: FloatArray, num: Mapping[str, int]) -
 
 
 def stage_costs(
-    work: Work, replica: IntArray, index: IntArray, prices: Sequence[Prices], dp: Mapping[str, int], num: int
+    work: SampleWork, replica: IntArray, index: IntArray, prices: Sequence[CostsByUnit], dp: Mapping[str, int], num: int
 ) -> FloatArray:
     """(dp_llm, len(prices), num) what every LLM replica's microbatches cost under each of some prices.
 
@@ -76,7 +83,7 @@ def stage_costs(
     slot, units = replica * num + index, {unit for by_unit in prices for unit in by_unit}
     moments = {unit: work.moments(unit, slot, dp[LLM] * num).reshape(2, dp[LLM], num) for unit in units}
 
-    def costs(by_unit: Prices) -> IntArray:
+    def costs(by_unit: CostsByUnit) -> IntArray:
         total = np.zeros((dp[LLM], num), dtype=np.int64)
         for unit, price in by_unit.items():
             tokens, squares = moments[unit]

@@ -6,14 +6,14 @@ from itertools import pairwise
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.grouping import Groups
+from mmtrain.balance.grouping import SampleGroups
 
 MOST_CLEARED = 0.5  # of a step's groups; beyond, groups without the load do little harm among others
 
 
-def clear(
-    groups: Groups, windows: IntArray, tokens: IntArray, budgets: IntArray, load: FloatArray, num_replicas: int
-) -> Groups:
+def form_modality_free_steps(
+    groups: SampleGroups, windows: IntArray, tokens: IntArray, budgets: IntArray, load: FloatArray, num_replicas: int
+) -> SampleGroups:
     """Exchange samples between groups of a window until those without `load` fill whole steps of `num_replicas`.
 
     windows: (W + 1,) as in `steps.assemble`; tokens: (n, m), budgets: (m,), load: (n,) of each sample. Sixty groups of
@@ -46,7 +46,7 @@ def clear(
         else:
             gone, come = np.array(swaps, dtype=np.int64).T
             samples[gone], samples[come] = samples[come], samples[gone]
-    return Groups(groups.first, samples)
+    return SampleGroups(groups.first, samples)
 
 
 class _Table:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mmtrain.balance.batch_meta import IntArray
 
 
-def settle(volume: IntArray, node_of: Sequence[int]) -> IntArray:
+def place_batches(volume: IntArray, node_of: Sequence[int]) -> IntArray:
     """(d,) replica of each batch, each replica once, so that the batch that sends most off its node sends least.
 
     volume: (d, nodes) what batch j sends to each node; node_of: (d,) node of each replica. Batch j stays on replica j
@@ -55,8 +55,10 @@ def _matching(allowed: npt.NDArray[np.bool_]) -> IntArray | None:
     return found
 
 
-def settled(replica: IntArray, sent: IntArray, to_node: IntArray, node_of: Sequence[int], num_groups: int) -> IntArray:
-    """(n,) encoder replicas of items after the replicas of each replica group have changed batches by `settle`.
+def place_items(
+    replica: IntArray, sent: IntArray, to_node: IntArray, node_of: Sequence[int], num_groups: int
+) -> IntArray:
+    """(n,) encoder replicas of items after the replicas of each replica group have changed batches by `place_batches`.
 
     replica, sent, to_node: (n,) encoder replica of each item, what it sends, and the node of the LLM replica it goes
     to. node_of: node of each encoder replica; `num_groups` equal runs of them are the replica groups.
@@ -70,5 +72,5 @@ def settled(replica: IntArray, sent: IntArray, to_node: IntArray, node_of: Seque
         here = np.flatnonzero((replica >= lo) & (replica < lo + size))
         volume = np.zeros((size, num_nodes), dtype=np.int64)
         np.add.at(volume, (replica[here] - lo, to_node[here]), sent[here])
-        moved[here] = lo + settle(volume, nodes)[replica[here] - lo]
+        moved[here] = lo + place_batches(volume, nodes)[replica[here] - lo]
     return moved

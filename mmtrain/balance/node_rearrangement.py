@@ -17,7 +17,7 @@ STEPS = 20_000  # of that search, after which it gives up
 STALLED = 6  # worst replicas that are looked at in turn before the search gives up
 
 
-def rearrange(
+def rearrange_across_nodes(
     source: IntArray, batch: IntArray, num_bytes: IntArray, num_replicas: int, per_node: int, swaps: int
 ) -> IntArray:
     """Place new batches on replicas so that the replica that sends most off its node sends little.

@@ -17,7 +17,7 @@ TOLERANCE = 1.0  # of the two-key algorithm, in mean samples: sums this close co
 
 
 @dataclass(frozen=True)
-class Cost:
+class BatchCost:
     """What one rank's batch of lengths l costs, and by that which algorithm balances it.
 
     kind "packed": linear * sum(l) + quadratic * sum(l^2), sequences side by side without padding.
@@ -53,7 +53,7 @@ class Cost:
         return self.of_ranks(lengths, np.arange(len(lengths)), len(lengths))
 
 
-def rebalance(lengths: IntArray, source_rank: IntArray, num_ranks: int, cost: Cost) -> Rearrangement:
+def rebalance(lengths: IntArray, source_rank: IntArray, num_ranks: int, cost: BatchCost) -> Rearrangement:
     """Spread samples over ranks so that the most expensive rank is as cheap as can be found.
 
     lengths: (n,) tokens, source_rank: (n,) where each sample lies now. The answer never costs more than leaving
@@ -66,7 +66,7 @@ def rebalance(lengths: IntArray, source_rank: IntArray, num_ranks: int, cost: Co
     return Rearrangement(source_rank, rank, slots(rank))
 
 
-def dominant(lengths: IntArray, num_ranks: int, cost: Cost, rank: IntArray) -> int | None:
+def dominant_sample(lengths: IntArray, num_ranks: int, cost: BatchCost, rank: IntArray) -> int | None:
     """The sample that alone costs as much as the most expensive rank: "bound reached", no rearrangement can help.
 
     None if there is no such sample. The cure is to split the sample's images over ranks.
@@ -78,20 +78,20 @@ def dominant(lengths: IntArray, num_ranks: int, cost: Cost, rank: IntArray) -> i
     return largest if alone[largest] >= cost.of_ranks(lengths, rank, num_ranks).max() * (1 - 1e-9) else None
 
 
-def _packed(lengths: IntArray, num_ranks: int, cost: Cost) -> IntArray:
+def _packed(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
     """Longest first onto the least loaded: at most 4/3 - 1/(3 d) of the optimum, since costs of samples add up."""
     alone = cost.of_samples(lengths)
-    return deal(alone[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0])
+    return assign_greedily(alone[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0])
 
 
-def _two_key(lengths: IntArray, num_ranks: int, cost: Cost) -> IntArray:
+def _two_key(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
     """Longest first; sums are compared in steps of a tolerance, and within a step the sums of squares.
 
     A step is one mean sample. The two keys are one number: the step, and the squares as a fraction of all squares.
     """
     sizes = np.stack([lengths, lengths.astype(np.float64) ** 2], axis=1)
     step, squares = max(TOLERANCE * float(lengths.mean()), 1.0) if len(lengths) else 1.0, float(sizes[:, 1].sum()) + 1.0
-    return deal(
+    return assign_greedily(
         sizes,
         stable_order(lengths)[::-1],
         num_ranks,
@@ -99,7 +99,7 @@ def _two_key(lengths: IntArray, num_ranks: int, cost: Cost) -> IntArray:
     )
 
 
-def deal(sizes: FloatArray, order: IntArray, num_ranks: int, keys: Keys) -> IntArray:
+def assign_greedily(sizes: FloatArray, order: IntArray, num_ranks: int, keys: Keys) -> IntArray:
     """Deal samples in `order`, each to the rank with the least key; returns (n,) ranks.
 
     keys: loads (d, k) -> (d,), growing with the loads.
@@ -138,7 +138,7 @@ def _deal_one_by_one(sizes: FloatArray, order: IntArray, num_ranks: int, keys: K
     return rank
 
 
-def _padded(lengths: IntArray, num_ranks: int, cost: Cost) -> IntArray:
+def _padded(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
     """Ascending first fit under the least bound that needs no more than `num_ranks` batches: the optimum.
 
     A batch of b samples up to length l costs b * (linear * l + quadratic * l^2), so batches of neighbours in sorted
@@ -198,13 +198,15 @@ def _batches(alone: list[float], upto: list[float], bound: float, num_ranks: int
     return ends
 
 
-def _convolution(lengths: IntArray, num_ranks: int, cost: Cost) -> IntArray:
+def _convolution(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
     """Descending batches while their padded size stays within the unpadded optimum's bound, the rest to the least sum.
 
     At most `num_ranks` batches are opened; each takes samples of near equal length, so that its padding is small.
     The plain deal, or neighbours under the true cost, are kept where they are cheaper.
     """
-    plain = deal(lengths.astype(np.float64)[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0])
+    plain = assign_greedily(
+        lengths.astype(np.float64)[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0]
+    )
     bound = float(np.bincount(plain, weights=lengths, minlength=num_ranks).max(initial=0.0))
     order = stable_order(lengths)[::-1].tolist()
     rank = np.empty(len(lengths), dtype=np.int64)

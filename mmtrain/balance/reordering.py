@@ -6,7 +6,7 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.lpt import longest_first
-from mmtrain.balance.uneven_stage import even_out
+from mmtrain.balance.uneven_stage import order_around_uneven_stage
 
 SWAPS = 256  # candidates scored together in one round; the recurrence costs little more for many than for one
 COMBINED = 24  # improving swaps that are tried on top of each other
@@ -23,7 +23,7 @@ def across_replicas(sizes: IntArray, num_replicas: int, equal_counts: bool) -> I
     return longest_first(sizes, num_replicas, len(sizes) // num_replicas if equal_counts else None)
 
 
-def across_time(
+def reorder_microbatches(
     forward: FloatArray,
     backward: FloatArray,
     order: IntArray,
@@ -39,13 +39,14 @@ def across_time(
     score: (k,) seconds under each of some orders (k, l), for a pipeline other than 1F1B (see `timetable`); forward and
     backward are then what its ranks do for each microbatch.
 
-    Starts from the best of the given, the constructed and the evened-out order (`uneven.even_out`) and improves by
-    swaps: each of `rounds` rounds scores some random swaps by the pipeline recurrence, then the best of them combined.
+    Starts from the best of the given order, the constructed one and that of `order_around_uneven_stage`, and improves
+    it by swaps: each of `rounds` rounds scores some random swaps by the pipeline recurrence, then the best of them
+    combined.
     `expired` ends the search early; a search that all ranks must agree on leaves it out, since clocks differ.
     """
-    constructed = construct(forward.mean(axis=0), backward.mean(axis=0), order)
-    starts = np.stack([order, constructed, even_out(forward, backward, order)])
-    score = score or (lambda orders: makespans(forward, backward, orders))
+    constructed = construct_order(forward.mean(axis=0), backward.mean(axis=0), order)
+    starts = np.stack([order, constructed, order_around_uneven_stage(forward, backward, order)])
+    score = score or (lambda orders: makespans_1f1b(forward, backward, orders))
     spans = score(starts)
     best: IntArray = starts[spans.argmin()]
     span = float(spans.min())
@@ -66,7 +67,7 @@ def across_time(
     return best
 
 
-def makespans(forward: FloatArray, backward: FloatArray, orders: IntArray) -> FloatArray:
+def makespans_1f1b(forward: FloatArray, backward: FloatArray, orders: IntArray) -> FloatArray:
     """(k,) seconds that the longest of c 1F1B pipelines takes under each of `orders` (k, l).
 
     forward, backward: (c, p, l). The recurrence of 1F1B: a stage starts an action when it has ended the one before
@@ -116,7 +117,7 @@ def _makespans(forward: FloatArray, backward: FloatArray) -> FloatArray:
     return done
 
 
-def construct(forward: FloatArray, backward: FloatArray, order: IntArray) -> IntArray:
+def construct_order(forward: FloatArray, backward: FloatArray, order: IntArray) -> IntArray:
     """MMScale's rule for 1F1B with p stages: the smallest first, the p - 1 smallest last, the rest into intervals.
 
     forward, backward: (p, l). Interval 1 of the first stage, from the end of its first forward to the start of its
@@ -150,7 +151,7 @@ def construct(forward: FloatArray, backward: FloatArray, order: IntArray) -> Int
     raise AssertionError("the pool empties before the pipeline does")
 
 
-def work_bound(forward: FloatArray, backward: FloatArray) -> float:
+def makespan_lower_bound(forward: FloatArray, backward: FloatArray) -> float:
     """Seconds that no order of a pipeline (p, l) can pass below: a stage's whole work, and what must precede and
     follow it."""
     work = (forward + backward).sum(axis=1)

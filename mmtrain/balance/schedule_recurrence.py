@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.step_targets import LLM, Timetable
+from mmtrain.balance.step_targets import LLM, ScheduleTable
 
 
 class _Turn(NamedTuple):
@@ -24,16 +24,16 @@ class _Turn(NamedTuple):
     first: int  # LLM microbatch of a step that stands for its block
 
 
-class Recurrence:
+class ScheduleRecurrence:
     """The recurrence of a timetable, made ready for units with certain numbers of microbatches.
 
     Turns are numbered level by level, where a level holds those that wait for turns of earlier levels alone, so that
     numpy computes the ends of a whole level, under all orders, at once.
     """
 
-    def __init__(self, table: Timetable, num: Mapping[str, int]) -> None:
+    def __init__(self, table: ScheduleTable, num: Mapping[str, int]) -> None:
         """`num` counts the microbatches of every unit. Raises ValueError if turns wait for each other in a circle."""
-        turns = [_read(line, table, num, rank) for rank, line in enumerate(table.turns)]
+        turns = [_read(line, table, num, rank) for rank, line in enumerate(table.actions)]
         waits = _waits(turns, table, num)
         level = _levels(waits)
         order = np.argsort(level, kind="stable")
@@ -74,12 +74,12 @@ class Recurrence:
 
 
 @lru_cache(maxsize=4)  # the steps of a run share one
-def prepared(table: Timetable, num: tuple[tuple[str, int], ...]) -> Recurrence:
+def schedule_recurrence(table: ScheduleTable, num: tuple[tuple[str, int], ...]) -> ScheduleRecurrence:
     """The recurrence of a timetable for these numbers of microbatches."""
-    return Recurrence(table, dict(num))
+    return ScheduleRecurrence(table, dict(num))
 
 
-def _read(line: str, table: Timetable, num: Mapping[str, int], rank: int) -> list[_Turn]:
+def _read(line: str, table: ScheduleTable, num: Mapping[str, int], rank: int) -> list[_Turn]:
     found = []
     for turn in map(int, line.split()):
         microbatch, task = divmod(turn, len(table.tasks))
@@ -96,7 +96,7 @@ def _met(num: Mapping[str, int], unit: str, other: str, microbatch: int) -> rang
     return range(block * width, (block + 1) * width)
 
 
-def _waits(turns: Sequence[Sequence[_Turn]], table: Timetable, num: Mapping[str, int]) -> list[list[int]]:
+def _waits(turns: Sequence[Sequence[_Turn]], table: ScheduleTable, num: Mapping[str, int]) -> list[list[int]]:
     """For each turn, counted through all ranks, the turns that must have ended."""
     unit_of = {task.stage: task.unit for task in table.tasks}
     destinations: list[list[int]] = [[] for _ in table.sources]

@@ -1,6 +1,6 @@
 """What a plan wants of its steps, in numbers: which loads to even out, in what pipeline microbatches run, and where.
 
-A plan and its costs are known to those who make the aims; here they are only applied. Aims are numbers and names alone,
+A plan and its costs are known to those who make the targets; here they are only applied. Targets are numbers and names,
 so that they can travel to whoever prepares steps. Costs are whole numbers of some unit of time: sums of them are exact,
 so that machines whose arithmetic rounds differently still arrange a step alike.
 """
@@ -16,7 +16,7 @@ LLM = "llm"
 
 
 @dataclass(frozen=True)
-class Price:
+class SequenceCost:
     """Cost of a sequence of n tokens (a sample in the LLM, an item in an encoder): linear * n + quadratic * n^2."""
 
     linear: int
@@ -29,55 +29,59 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Load:
+class BalancedLoad:
     """Work that some rank of every replica does in a step: a sum over units, evened between the replicas."""
 
-    prices: dict[str, Price]  # by unit
+    costs: dict[str, SequenceCost]  # by unit
     weight: float = 1.0  # what a share of its mean is worth beside other loads
 
 
 @dataclass(frozen=True)
-class Place:
+class PipelineRank:
     """One rank of the pipeline that microbatches pass: what it computes of which unit."""
 
-    forward: dict[str, Price]
-    backward: dict[str, Price]
+    forward: dict[str, SequenceCost]
+    backward: dict[str, SequenceCost]
 
 
 @dataclass(frozen=True)
-class Task:
+class ScheduledTask:
     """What a stage, or some of its layers, does for one of its unit's microbatches, one way."""
 
     stage: int  # of the timetable
     unit: str
     is_forward: bool
-    price: Price
+    cost: SequenceCost
 
 
 @dataclass(frozen=True)
-class Timetable:
+class ScheduleTable:
     """In what order the ranks of one LLM replica, and those that feed it, do what.
 
     A turn is a task for a microbatch of its unit, as the number `task + len(tasks) * microbatch`.
     """
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[ScheduledTask, ...]
     sources: tuple[tuple[int, ...], ...]  # by stage: the stages whose outputs it reads
-    turns: tuple[str, ...]  # by rank: its turns in order, as numbers between spaces; they travel with every request
+    actions: tuple[str, ...]  # by rank: its turns in order, as numbers between spaces; they travel with every request
 
 
 @dataclass(frozen=True)
-class StepAims:
+class StepTargets:
     """What to arrange the samples of a step for; without any, they run as they come."""
 
-    loads: tuple[Load, ...] = ()  # the coarsest first
-    places: tuple[Place, ...] = ()  # of 1F1B along one chain, in the order of passing; none where time matters not
-    timetable: Timetable | None = None  # of pipelines that take their turns in another order
-    items: dict[str, Price] = field(default_factory=dict)  # encoder unit -> what one of its items costs its replica
-    nodes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # unit -> node of each of its replicas
+    loads: tuple[BalancedLoad, ...] = ()  # the coarsest first
+    pipeline: tuple[
+        PipelineRank, ...
+    ] = ()  # of 1F1B along one chain, in the order of passing; none where time matters not
+    schedule_table: ScheduleTable | None = None  # of pipelines that take their turns in another order
+    item_costs: dict[str, SequenceCost] = field(
+        default_factory=dict
+    )  # encoder unit -> what one of its items costs its replica
+    replica_nodes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # unit -> node of each of its replicas
 
 
-class Work:
+class SampleWork:
     """Lengths of some samples, ready to be priced."""
 
     def __init__(self, lengths: SampleLengths, samples: IntArray) -> None:
@@ -91,7 +95,7 @@ class Work:
             np.add.at(sums[1], owner, items.tokens[row] ** 2)
             self._moments[unit] = sums[0], sums[1]
 
-    def costs(self, prices: Mapping[str, Price]) -> IntArray:
+    def costs(self, prices: Mapping[str, SequenceCost]) -> IntArray:
         """(k,) cost of each sample's sequences under these prices."""
         total = np.zeros(len(self._moments[LLM][0]), dtype=np.int64)
         for unit, price in prices.items():
@@ -106,7 +110,7 @@ class Work:
             np.add.at(total, slot, each)
         return sums
 
-    def loads(self, aims: StepAims) -> IntArray:
+    def loads(self, targets: StepTargets) -> IntArray:
         """(k, q) what each sample adds to each of the loads."""
-        columns = [self.costs(load.prices) for load in aims.loads]
+        columns = [self.costs(load.costs) for load in targets.loads]
         return np.stack(columns, axis=1) if columns else np.zeros((len(self._moments[LLM][0]), 0), dtype=np.int64)

@@ -5,15 +5,15 @@ from itertools import pairwise
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.grouping import Groups
-from mmtrain.balance.local_search import CANDIDATES, Aim, exchange
-from mmtrain.balance.modality_free_steps import clear
+from mmtrain.balance.grouping import SampleGroups
+from mmtrain.balance.local_search import CANDIDATES_PER_GROUP, SearchObjective, local_search
+from mmtrain.balance.modality_free_steps import form_modality_free_steps
 
-SPARE_PLACES = 2  # a group may gain as many samples more than the largest has
+EXTRA_SAMPLES_PER_GROUP = 2  # a group may gain as many samples more than the largest has
 
 
-def assemble(
-    groups: Groups,
+def assemble_steps(
+    groups: SampleGroups,
     windows: IntArray,
     tokens: IntArray,
     budgets: IntArray,
@@ -23,7 +23,7 @@ def assemble(
     rng: np.random.Generator,
     weights: FloatArray | None = None,
     offset: int = 0,
-) -> Groups:
+) -> SampleGroups:
     """Order groups into steps of `num_replicas` whose loads are near equal, exchange samples inside a step, and put
     the steps in random order.
 
@@ -38,7 +38,7 @@ def assemble(
     step across the border of two windows takes the most average groups of both.
     """
     if rounds:
-        groups = clear(groups, windows, tokens, budgets, tokens @ even[0], num_replicas)
+        groups = form_modality_free_steps(groups, windows, tokens, budgets, tokens @ even[0], num_replicas)
     loads = groups.loads(tokens) @ even.T
     order: list[IntArray] = []
     whole: list[IntArray] = []  # steps inside one window, as places in `order`
@@ -51,7 +51,7 @@ def assemble(
     ordered = groups.reordered(np.concatenate(order) if order else np.empty(0, dtype=np.int64))
     if rounds == 0 or not sum(map(len, whole)):
         return ordered
-    aim = Aim(
+    aim = SearchObjective(
         np.concatenate([tokens, np.zeros((1, tokens.shape[1]), dtype=np.int64)]).astype(np.float64),
         budgets,
         even,
@@ -81,7 +81,9 @@ def _cut_window(
     return apart[:num_head], steps, apart[num_head:]
 
 
-def _exchanged(groups: Groups, whole: IntArray, num_replicas: int, aim: Aim, rounds: int) -> Groups:
+def _exchanged(
+    groups: SampleGroups, whole: IntArray, num_replicas: int, aim: SearchObjective, rounds: int
+) -> SampleGroups:
     """Exchange samples inside the steps, formed by the groups at `whole`, that are less even than their average: most
     steps are even as cut, and time is better spent on those that are not."""
     empty, sizes = len(aim.sizes) - 1, groups.sizes
@@ -90,9 +92,9 @@ def _exchanged(groups: Groups, whole: IntArray, num_replicas: int, aim: Aim, rou
     mean = loads[steps].mean(axis=1)
     worth = ((loads[steps].max(axis=1) - mean) / np.where(mean > 0, mean, 1)) @ aim.weights
     steps = steps[worth > worth.mean()]
-    num_places = max(int(sizes.max()) + SPARE_PLACES, CANDIDATES)
+    num_places = max(int(sizes.max()) + EXTRA_SAMPLES_PER_GROUP, CANDIDATES_PER_GROUP)
     table = np.full((len(groups), num_places), empty, dtype=np.int64)
     table[np.arange(num_places) < sizes[:, None]] = groups.samples
-    table[steps] = exchange(table[steps], aim, rounds)
+    table[steps] = local_search(table[steps], aim, rounds)
     filled = table != empty
-    return Groups(np.concatenate([[0], np.cumsum(filled.sum(axis=1))]), table[filled])
+    return SampleGroups(np.concatenate([[0], np.cumsum(filled.sum(axis=1))]), table[filled])

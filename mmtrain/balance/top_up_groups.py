@@ -3,14 +3,14 @@
 import numpy as np
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.balance.grouping import Groups
+from mmtrain.balance.grouping import SampleGroups
 
 LOW, FULL = 0.9, 0.99  # of the mean load: groups below the one are filled up to the other
 SMALL = 0.08  # of the mean load: the most that one group gives away
 FEW = 0.1  # of the groups: where more are low, the data is too coarse for this to help
 
 
-def refill(groups: Groups, tokens: IntArray) -> Groups:
+def top_up(groups: SampleGroups, tokens: IntArray) -> SampleGroups:
     """Move small samples into groups with much less under the first column of `tokens` (n, m) than the mean.
 
     The last group of a window holds what was left, and one that had to be halved for the number of groups holds half:
@@ -43,4 +43,4 @@ def refill(groups: Groups, tokens: IntArray) -> Groups:
                 taken[i], to[places[i]] = True, group
                 loads[group] += size[places[i]]
     order = np.argsort(to, kind="stable")
-    return Groups(np.concatenate([[0], np.cumsum(np.bincount(to, minlength=len(groups)))]), groups.samples[order])
+    return SampleGroups(np.concatenate([[0], np.cumsum(np.bincount(to, minlength=len(groups)))]), groups.samples[order])

@@ -35,7 +35,7 @@ class UnevenStage:
     after: int  # q
 
 
-def even_out(forward: FloatArray, backward: FloatArray, order: IntArray) -> IntArray:
+def order_around_uneven_stage(forward: FloatArray, backward: FloatArray, order: IntArray) -> IntArray:
     """Swap microbatches of `order` while that shortens the pipelines by the formula above; returns (l,).
 
     forward, backward: (c, p, l) seconds; c pipelines that run one order together count by the sum of their times.
@@ -50,10 +50,10 @@ def even_out(forward: FloatArray, backward: FloatArray, order: IntArray) -> IntA
     for _ in range(SWEEPS):
         for p in pipelines:
             _sort_ends(p, order)
-        change = np.sum([change_of(p, order) for p in pipelines], axis=0)[:, order]
+        change = np.sum([replacement_changes(p, order) for p in pipelines], axis=0)[:, order]
         gain = change + change.T  # of swapping positions (i, j), as long as neither changes what the other's is
         for p in pipelines:
-            forbid(gain, p.after)
+            forbid_dependent_swaps(gain, p.after)
         if not _swap(order, gain, {p.after for p in pipelines}):
             break
     return order
@@ -76,7 +76,7 @@ def _sort_ends(p: UnevenStage, order: IntArray) -> None:
     last[:] = last[np.argsort(-p.backward[last], kind="stable")]
 
 
-def change_of(p: UnevenStage, order: IntArray) -> FloatArray:
+def replacement_changes(p: UnevenStage, order: IntArray) -> FloatArray:
     """(l, l) change of the formula if position i held microbatch y instead, all others as they are."""
     q, num = p.after, len(order)
     f, b = p.forward[order], p.backward[order]
@@ -95,7 +95,7 @@ def change_of(p: UnevenStage, order: IntArray) -> FloatArray:
     return change
 
 
-def forbid(gain: FloatArray, q: int) -> None:
+def forbid_dependent_swaps(gain: FloatArray, q: int) -> None:
     """Leave alone swaps of positions that stand in one term."""
     num = len(gain)
     at = np.arange(num - q)

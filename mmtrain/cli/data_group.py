@@ -34,7 +34,7 @@ def group(
     settings = load_recipe(recipe, overrides).recipe
     index = indexed(settings)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
-    side_by_side = replicas or settings.parallel.llm.dp or grouping.alike
+    side_by_side = replicas or settings.parallel.llm.dp or grouping.row_size
     scores = compare_methods(
         index.lengths, index.weights, grouping, settings.train.seed, side_by_side, time.perf_counter
     )

@@ -26,7 +26,7 @@ def stats(
     import json
     from dataclasses import asdict
 
-    from mmtrain.balance.summary import summarise
+    from mmtrain.balance.summary import summarize_lengths
     from mmtrain.cli.recipe_index import tell
     from mmtrain.data.index.stats import survey, survey_as
     from mmtrain.recipe import load_recipe
@@ -35,7 +35,7 @@ def stats(
 
     wanted = [SourceSettings(path=source.absolute()) for source in sources]
     seen = survey(wanted, tell) if recipe is None else survey_as(load_recipe(recipe, overrides).recipe, wanted, tell)
-    summary = summarise(seen.names, seen.values)
+    summary = summarize_lengths(seen.names, seen.values)
     if png is not None:
         stats_picture(summary, png)
     if as_json:

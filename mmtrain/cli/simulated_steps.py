@@ -52,6 +52,6 @@ def rehearsal(
     stream, global_batch = GroupStream.of(recipe, index), recipe.train.global_batch
     dp = {name: unit.dp for name, unit in plan.units.items()}
     numbers = list(steps) if trace is None else trace.steps
-    counts, aims = plan.schedule.num_microbatches, derive_step_targets(recipe, plan, index.lengths)
-    timelines = [simulate_plan(recipe, plan, stream.batch(n - 1, global_batch, dp, counts, aims)) for n in numbers]
+    counts, targets = plan.schedule.num_microbatches, derive_step_targets(recipe, plan, index.lengths)
+    timelines = [simulate_plan(recipe, plan, stream.batch(n - 1, global_batch, dp, counts, targets)) for n in numbers]
     return Rehearsal(index, plan, numbers, timelines, trace)

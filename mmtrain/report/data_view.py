@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmtrain.balance.summary import Score, Spread, Summary
+from mmtrain.balance.summary import GroupingScore, LengthDistribution, LengthSummary
 from mmtrain.errors import UserError, writing
 from mmtrain.report.plain_text import rendered
 
@@ -15,7 +15,7 @@ _BAR = 50  # characters of the fullest bin
 _INK, _GROUND, _GREY = "#1f5a8c", "#ffffff", "#5c6670"
 
 
-def stats_text(summary: Summary, quarantined: Mapping[str, int]) -> str:
+def stats_text(summary: LengthSummary, quarantined: Mapping[str, int]) -> str:
     """A histogram for each measure, their correlation, and how many samples were set aside, by kind."""
     parts: list[RenderableType] = []
     for spread in summary.spreads:
@@ -28,7 +28,7 @@ def stats_text(summary: Summary, quarantined: Mapping[str, int]) -> str:
     return rendered(*parts).strip("\n")
 
 
-def grouping_text(scores: Sequence[Score], chosen: str, num_replicas: int, name: Callable[[int], str]) -> str:
+def grouping_text(scores: Sequence[GroupingScore], chosen: str, num_replicas: int, name: Callable[[int], str]) -> str:
     """A row for each method of grouping; `chosen` is the recipe's. `name` names a sample by its number."""
     table = Table(title=f"One epoch, {num_replicas} replicas side by side", title_justify="left")
     table.add_column("method")
@@ -64,7 +64,7 @@ def grouping_text(scores: Sequence[Score], chosen: str, num_replicas: int, name:
     return rendered(table, notes, *reached).strip("\n")
 
 
-def stats_picture(summary: Summary, path: Path) -> None:
+def stats_picture(summary: LengthSummary, path: Path) -> None:
     """Draw a histogram for each measure as PNG. Raises UserError without matplotlib, or where it cannot be written."""
     try:
         from matplotlib.figure import Figure
@@ -98,7 +98,7 @@ def stats_picture(summary: Summary, path: Path) -> None:
         figure.savefig(path, format="png", dpi=130)
 
 
-def _headline(spread: Spread, samples: int) -> str:
+def _headline(spread: LengthDistribution, samples: int) -> str:
     if not spread.samples:
         return f"{spread.name}: none"
     if not _varies(spread):
@@ -110,7 +110,7 @@ def _headline(spread: Spread, samples: int) -> str:
     )
 
 
-def _bars(spread: Spread) -> list[str]:
+def _bars(spread: LengthDistribution) -> list[str]:
     most = max(spread.counts, default=0)
     rows = []
     for count, lo, hi in zip(spread.counts, spread.edges, spread.edges[1:], strict=False):
@@ -120,7 +120,7 @@ def _bars(spread: Spread) -> list[str]:
     return rows
 
 
-def _correlation(summary: Summary, present: Sequence[bool]) -> Table:
+def _correlation(summary: LengthSummary, present: Sequence[bool]) -> Table:
     table = Table(title="Correlation over samples", title_justify="left")
     table.add_column("")
     shown = [i for i, there in enumerate(present) if there]
@@ -139,12 +139,12 @@ def _set_aside(quarantined: Mapping[str, int]) -> str:
     return f"{sum(quarantined.values())} set aside besides: {kinds}"
 
 
-def _varies(spread: Spread) -> bool:
+def _varies(spread: LengthDistribution) -> bool:
     """Whether there is more than one value, and so something to draw."""
     return len(spread.counts) > 1
 
 
-def _geometric(spread: Spread) -> bool:
+def _geometric(spread: LengthDistribution) -> bool:
     """Whether the bins grow; then an axis that does too shows them alike."""
     first, last = spread.edges[1] - spread.edges[0], spread.edges[-1] - spread.edges[-2]
     return last > 2 * first

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from mmtrain.balance.summary import Score
+from mmtrain.balance.summary import GroupingScore
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.report.drawing import UNIT_PAINTS, svg, unit_paint
 from mmtrain.report.html_style import STYLE
@@ -193,7 +193,7 @@ def _rows(contents: Contents) -> str:
     return _table(head, cells[-1:]) + hidden + note  # the last one is the step
 
 
-def _balance(scores: Sequence[Score], chosen: str) -> str:
+def _balance(scores: Sequence[GroupingScore], chosen: str) -> str:
     if not scores:
         return ""
     head, rows, note = balance_rows(scores, chosen)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from mmtrain.balance.summary import Score
+from mmtrain.balance.summary import GroupingScore
 from mmtrain.costs.hardware import GIB
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.program import BUBBLE_KINDS, Compute, Timeline
@@ -36,7 +36,7 @@ class Contents:
     memory_limit_gib: float
     simulated: Sequence[Timeline] = ()
     rows: Sequence[Row] = ()
-    scores: Sequence[Score] = ()
+    scores: Sequence[GroupingScore] = ()
     chosen: str = ""  # the recipe's way of grouping
     trace: Trace | None = None
     metrics: Sequence[Mapping[str, Any]] | None = None  # None for a plan that was not run

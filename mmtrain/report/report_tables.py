@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mmtrain.balance.summary import Score
+from mmtrain.balance.summary import GroupingScore
 from mmtrain.costs.hardware import GIB
 from mmtrain.report.comparison import MAX_PATH_ROWS, Row, path_rows
 from mmtrain.report.metrics_record import compact
@@ -80,7 +80,7 @@ def memory_rows(contents: Contents) -> list[MemoryRow]:
     return rows
 
 
-def balance_rows(scores: Sequence[Score], chosen: str) -> tuple[list[str], list[list[str]], str]:
+def balance_rows(scores: Sequence[GroupingScore], chosen: str) -> tuple[list[str], list[list[str]], str]:
     """Head, rows and a sentence that says what the recipe's grouping gains over random batches."""
     units = list(scores[0].dist_ratio)
     head = ["grouping", "fill", *(f"dist {unit}" for unit in units), "max/mean"]

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import (
+    BalancedLoad,
     BatchMeta,
     IntArray,
     ItemLengths,
-    Load,
-    Price,
     SampleLengths,
-    StepAims,
+    SequenceCost,
+    StepTargets,
     assign,
     longest_first,
 )
@@ -109,8 +109,8 @@ def test_items_are_dealt_by_what_they_cost_and_blocks_make_up_for_each_other(
     rng = np.random.default_rng(seed)
     lengths, groups = make_lengths(rng, 3 * dp_llm * num), make_groups(rng, 3 * dp_llm * num, dp_llm * num)
     dp, counts = {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num}
-    price = Price(1, 5)
-    table = assign(0, 0, groups, lengths, dp, counts, StepAims(items={"vision": price})).items["vision"]
+    price = SequenceCost(1, 5)
+    table = assign(0, 0, groups, lengths, dp, counts, StepTargets(item_costs={"vision": price})).items["vision"]
     costs = price.of(table.tokens)
     loads = np.zeros((dp_vision, num_vision), dtype=np.int64)
     np.add.at(loads, (table.replica, table.index), costs)
@@ -127,10 +127,10 @@ def test_items_are_dealt_by_what_they_cost_and_blocks_make_up_for_each_other(
 def test_replicas_are_even_in_the_cost_that_is_aimed_at(seed: int, dp: int, num: int) -> None:
     rng = np.random.default_rng(seed)
     lengths, groups = make_lengths(rng, 3 * dp * num), make_groups(rng, 3 * dp * num, dp * num)
-    aims = StepAims((Load({"llm": Price(1, 3)}),))
-    meta = assign(0, 0, groups, lengths, {"vision": 1, "llm": dp}, {"vision": num, "llm": num}, aims)
+    targets = StepTargets((BalancedLoad({"llm": SequenceCost(1, 3)}),))
+    meta = assign(0, 0, groups, lengths, {"vision": 1, "llm": dp}, {"vision": num, "llm": num}, targets)
     loads = np.zeros((num, dp), dtype=np.int64)
-    np.add.at(loads, (meta.index, meta.replica), Price(1, 3).of(meta.tokens))
+    np.add.at(loads, (meta.index, meta.replica), SequenceCost(1, 3).of(meta.tokens))
     total, differ = loads.sum(axis=0), loads.max(axis=1) - loads.min(axis=1)
     assert total.max() - total.min() <= differ.max() + 1e-6 * total.max()
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import IntArray, ItemLengths, Load, Price, SampleLengths, StepAims
-from mmtrain.balance.even_groups import even_out
-from mmtrain.balance.imbalance import bound_reached
-from mmtrain.balance.step_targets import Work
+from mmtrain.balance import BalancedLoad, IntArray, ItemLengths, SampleLengths, SequenceCost, StepTargets
+from mmtrain.balance.even_groups import even_out_groups
+from mmtrain.balance.imbalance import sample_above_mean_load
+from mmtrain.balance.step_targets import SampleWork
 
 
 def _worth(groups: list[IntArray], loads: np.ndarray, weights: list[float], replicas: int) -> list[float]:
@@ -34,14 +34,14 @@ def test_no_run_gets_worse_and_no_sample_leaves_it(seed: int, replicas: int, run
     budgets = np.max([tokens[group].sum(axis=0) for group in groups], axis=0)
     weights = rng.random(q).tolist()
     order = np.concatenate(groups)
-    found = even_out(groups, tokens[order], budgets, loads[order], weights, replicas)
+    found = even_out_groups(groups, tokens[order], budgets, loads[order], weights, replicas)
     assert all(len(group) and (tokens[group].sum(axis=0) <= budgets).all() for group in found)
     for lo in range(0, len(groups), replicas):
         before, after = (np.sort(np.concatenate(some[lo : lo + replicas])).tolist() for some in (groups, found))
         assert before == after
     for before, after in zip(*(_worth(some, loads, weights, replicas) for some in (groups, found)), strict=True):
         assert after <= before + 1e-9
-    again = even_out(groups, tokens[order], budgets, loads[order], weights, replicas)
+    again = even_out_groups(groups, tokens[order], budgets, loads[order], weights, replicas)
     assert all(np.array_equal(a, b) for a, b in zip(found, again, strict=True))
 
 
@@ -55,7 +55,7 @@ def test_three_groups_come_near_the_best_deal(costs: list[int], seed: int) -> No
     )
     order = np.random.default_rng(seed).permutation(len(costs))
     groups = [order[:2], order[2:4], order[4:]]
-    found = even_out(groups, np.ones_like(loads)[order], np.array([9]), loads[order], [1.0], 3)
+    found = even_out_groups(groups, np.ones_like(loads)[order], np.array([9]), loads[order], [1.0], 3)
     assert max(loads[group].sum() for group in found) <= 1.12 * best + 1
 
 
@@ -63,7 +63,7 @@ def test_with_nobody_beside_or_nothing_to_even_groups_stay() -> None:
     groups = [np.array([4, 1]), np.array([2])]
     ones = np.ones((3, 1), dtype=np.int64)
     for loads, replicas in ((ones, 1), (ones[:, :0], 2)):
-        found = even_out(groups, ones, np.array([5]), loads, [1.0] * loads.shape[1], replicas)
+        found = even_out_groups(groups, ones, np.array([5]), loads, [1.0] * loads.shape[1], replicas)
         assert [group.tolist() for group in found] == [[4, 1], [2]]
 
 
@@ -81,9 +81,9 @@ def test_work_prices_samples_and_every_item_of_theirs(seed: int, n: int) -> None
     lengths = make_lengths(rng, n)
     items = lengths.items["vision"]
     samples = rng.integers(0, n, 2 * n)  # some twice, some never
-    llm, vision = Price(3, 2), Price(7, 1)
-    aims = StepAims((Load({"vision": vision}), Load({"llm": llm, "vision": vision})))
-    loads = Work(lengths, samples).loads(aims)
+    llm, vision = SequenceCost(3, 2), SequenceCost(7, 1)
+    targets = StepTargets((BalancedLoad({"vision": vision}), BalancedLoad({"llm": llm, "vision": vision})))
+    loads = SampleWork(lengths, samples).loads(targets)
     for sample, (alone, summed) in zip(samples.tolist(), loads.tolist(), strict=True):
         sizes = items.tokens[items.first[sample] : items.first[sample + 1]].tolist()
         assert alone == sum(7 * size + size**2 for size in sizes)
@@ -104,5 +104,5 @@ def test_work_prices_samples_and_every_item_of_theirs(seed: int, n: int) -> None
 def test_the_sample_that_keeps_a_step_uneven_is_found(
     loads: list[list[int]], replicas: int, expected: tuple[int, float] | None
 ) -> None:
-    assert bound_reached(np.array(loads), replicas) == expected
-    assert bound_reached(np.zeros((3, 0), dtype=np.int64), 2) is None
+    assert sample_above_mean_load(np.array(loads), replicas) == expected
+    assert sample_above_mean_load(np.zeros((3, 0), dtype=np.int64), 2) is None

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import pack
+from mmtrain.balance import pack_groups
 from mmtrain.balance.grouping import best_fit
 
 
@@ -39,8 +39,8 @@ def test_every_sample_once_within_every_budget_and_window(data: st.DataObject) -
     order = np.array(data.draw(st.permutations(range(n))), dtype=np.int64)
     window = data.draw(st.integers(1, 15))
 
-    groups = pack(tokens, budgets, order, window)
-    again = pack(tokens, budgets, order, window)
+    groups = pack_groups(tokens, budgets, order, window)
+    again = pack_groups(tokens, budgets, order, window)
 
     assert sorted(groups.samples.tolist()) == list(range(n))
     assert all((tokens[groups[i]].sum(axis=0) <= budgets).all() and len(groups[i]) for i in range(len(groups)))
@@ -56,7 +56,7 @@ def test_every_sample_once_within_every_budget_and_window(data: st.DataObject) -
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8))
 def test_number_of_groups_is_near_the_best_possible(sizes: list[int]) -> None:
     tokens = np.array(sizes)[:, None]
-    groups = pack(tokens, np.array([20]), np.arange(len(sizes)), window=64)
+    groups = pack_groups(tokens, np.array([20]), np.arange(len(sizes)), window=64)
     assert len(groups) <= 11 / 9 * _fewest_groups(sizes, 20) + 6 / 9  # the bound of best-fit decreasing
 
 
@@ -80,14 +80,14 @@ def test_each_sample_joins_the_fullest_group_that_can_take_it(sizes: list[int], 
 
 
 def test_repeated_samples_are_packed_as_often_as_the_order_names_them() -> None:
-    groups = pack(np.array([[6], [3]]), np.array([10]), np.array([0, 1, 0, 1, 1]), window=8)
+    groups = pack_groups(np.array([[6], [3]]), np.array([10]), np.array([0, 1, 0, 1, 1]), window=8)
     assert sorted(groups.samples.tolist()) == [0, 0, 1, 1, 1]
 
 
 def test_groups_do_not_come_out_by_size() -> None:
     rng = np.random.default_rng(3)
     tokens = np.concatenate([rng.integers(1, 10, 500), rng.integers(60, 100, 500)])[:, None]
-    groups = pack(tokens, np.array([100]), rng.permutation(1000), window=1000)
+    groups = pack_groups(tokens, np.array([100]), rng.permutation(1000), window=1000)
     largest = [tokens[groups[i]].max() for i in range(len(groups))]
     counts = [len(groups[i]) for i in range(len(groups))]
     places = np.arange(len(groups))
@@ -97,13 +97,13 @@ def test_groups_do_not_come_out_by_size() -> None:
 
 def test_a_sample_above_the_budget_is_a_bug_of_the_caller() -> None:
     with pytest.raises(ValueError, match="above a budget"):
-        pack(np.array([[11]]), np.array([10]), np.array([0]), window=4)
+        pack_groups(np.array([[11]]), np.array([10]), np.array([0]), window=4)
 
 
 def test_a_hundred_thousand_samples_pack_tightly_in_seconds() -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(50, 1000, (100_000, 1))
     start = time.process_time()
-    groups = pack(tokens, np.array([4096]), rng.permutation(100_000), window=16384)
+    groups = pack_groups(tokens, np.array([4096]), rng.permutation(100_000), window=16384)
     assert time.process_time() - start < 10  # about 1.5 s; room for a slow machine
     assert tokens.sum() / (4096 * len(groups)) > 0.99

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import Groups, dist_ratio, max_over_mean, pad_ratio
-from mmtrain.balance.imbalance import bound
+from mmtrain.balance import SampleGroups, dist_ratio, max_over_mean, pad_ratio
+from mmtrain.balance.imbalance import imbalance_bound
 
 
 def test_padding_of_two_mini_batches_by_hand() -> None:
     lengths = np.array([10, 5, 4, 4])
-    groups = Groups(np.array([0, 2, 4]), np.array([0, 1, 2, 3]))
+    groups = SampleGroups(np.array([0, 2, 4]), np.array([0, 1, 2, 3]))
     assert pad_ratio(lengths, groups) == pytest.approx((5 / 20 + 0) / 2)
 
 
@@ -33,9 +33,9 @@ def test_ratios_are_what_their_formulas_say(seed: int, steps: int, replicas: int
 def test_no_arrangement_of_a_step_gets_below_its_bound(seed: int, steps: int, replicas: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 3, steps * replicas)
-    groups = Groups(np.concatenate([[0], np.cumsum(sizes)]), rng.permutation(sizes.sum()))
+    groups = SampleGroups(np.concatenate([[0], np.cumsum(sizes)]), rng.permutation(sizes.sum()))
     tokens = rng.choice([0, 1, 2, 9], sizes.sum())
-    found = bound(groups, tokens, replicas)
+    found = imbalance_bound(groups, tokens, replicas)
     ratios, exceeding, excess = [], 0, {}
     for step in range(steps):
         members = groups.samples[groups.first[step * replicas] : groups.first[(step + 1) * replicas]]
@@ -56,4 +56,4 @@ def test_no_arrangement_of_a_step_gets_below_its_bound(seed: int, steps: int, re
 
 def test_no_groups_have_no_padding() -> None:
     none = np.empty(0, dtype=np.int64)
-    assert pad_ratio(none, Groups(np.zeros(1, dtype=np.int64), none)) == 0.0
+    assert pad_ratio(none, SampleGroups(np.zeros(1, dtype=np.int64), none)) == 0.0

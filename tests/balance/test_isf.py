@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import Groups, IntArray, dist_ratio, isf, pad_ratio
-from mmtrain.balance.grouping import device, length, random
+from mmtrain.balance import IntArray, SampleGroups, dist_ratio, group_by_isf, pad_ratio
+from mmtrain.balance.grouping import group_across_devices, group_by_length, group_randomly
 
 
 def _isf_by_hand(
@@ -30,7 +30,7 @@ def _isf_by_hand(
     return kept + close_in_turn(rng.permutation(np.array(pool, dtype=np.int64)).tolist())
 
 
-def _as_sets(groups: Groups) -> list[tuple[int, ...]]:
+def _as_sets(groups: SampleGroups) -> list[tuple[int, ...]]:
     return sorted(tuple(groups[i].tolist()) for i in range(len(groups)))
 
 
@@ -41,7 +41,7 @@ def test_isf_is_the_algorithm_told_one_sample_at_a_time(seed: int, n: int, m: in
     tokens = rng.integers(0, 12, (n, m))  # some above a budget alone
     fill = budgets - rng.integers(0, 4, m)
 
-    groups = isf(tokens, budgets, fill, rounds, np.random.default_rng(seed))
+    groups = group_by_isf(tokens, budgets, fill, rounds, np.random.default_rng(seed))
 
     by_hand = _isf_by_hand(tokens, budgets, fill, rounds, np.random.default_rng(seed))
     assert _as_sets(groups) == sorted(map(tuple, by_hand))
@@ -55,7 +55,7 @@ def test_isf_keeps_mostly_full_groups_and_strands_the_rest() -> None:
     rng = np.random.default_rng(0)
     tokens = np.stack([rng.integers(50, 1500, 5000), rng.integers(0, 6, 5000)], axis=1)
     budgets, fill = np.array([4096, 12]), np.array([4096 - 128, 12])
-    loads = isf(tokens, budgets, fill, 10, rng).loads(tokens)
+    loads = group_by_isf(tokens, budgets, fill, 10, rng).loads(tokens)
     full = (loads >= fill).any(axis=1)
     assert 0.5 < full.mean() < 0.98
     assert (loads / budgets).max(axis=1)[full].mean() > 0.98
@@ -69,9 +69,9 @@ def test_baselines_use_every_sample_once_in_batches_of_the_asked_size(
     plenty, tight = np.full(2, 100 * batch), np.array([250, 180])
     by_budgets = [
         (
-            random(tokens, budgets, batch, np.random.default_rng(seed)),
-            length(tokens, budgets, batch, 20, np.random.default_rng(seed)),
-            device(tokens, budgets, batch, replicas, 20, np.random.default_rng(seed)),
+            group_randomly(tokens, budgets, batch, np.random.default_rng(seed)),
+            group_by_length(tokens, budgets, batch, 20, np.random.default_rng(seed)),
+            group_across_devices(tokens, budgets, batch, replicas, 20, np.random.default_rng(seed)),
         )
         for budgets in (plenty, tight)
     ]
@@ -90,9 +90,9 @@ def test_each_baseline_is_good_at_what_it_is_named_for() -> None:
     lengths = rng.integers(10, 1000, 4000)
     tokens, plenty = lengths[:, None], np.array([5000])
     by_method = {
-        "random": random(tokens, plenty, 5, rng),
-        "length": length(tokens, plenty, 5, 2000, rng),
-        "device": device(tokens, plenty, 5, 8, 2000, rng),
+        "random": group_randomly(tokens, plenty, 5, rng),
+        "length": group_by_length(tokens, plenty, 5, 2000, rng),
+        "device": group_across_devices(tokens, plenty, 5, 8, 2000, rng),
     }
     pad = {name: pad_ratio(lengths, groups) for name, groups in by_method.items()}
     dist = {name: dist_ratio(g.loads(lengths[:, None]).reshape(-1, 8, 1))[0] for name, g in by_method.items()}
@@ -102,13 +102,15 @@ def test_each_baseline_is_good_at_what_it_is_named_for() -> None:
 
 def test_the_same_generator_gives_the_same_groups() -> None:
     tokens = np.random.default_rng(1).integers(1, 9, (200, 2))
-    one, two = (isf(tokens, np.array([30, 30]), np.array([28, 29]), 5, np.random.default_rng(7)) for _ in range(2))
+    one, two = (
+        group_by_isf(tokens, np.array([30, 30]), np.array([28, 29]), 5, np.random.default_rng(7)) for _ in range(2)
+    )
     assert one.samples.tolist() == two.samples.tolist()
     assert one.first.tolist() == two.first.tolist()
 
 
 def test_reordered_groups_keep_their_samples() -> None:
-    groups = Groups(np.array([0, 2, 3, 6]), np.array([5, 4, 3, 2, 1, 0]))
+    groups = SampleGroups(np.array([0, 2, 3, 6]), np.array([5, 4, 3, 2, 1, 0]))
     turned = groups.reordered(np.array([2, 0]))
     assert [turned[i].tolist() for i in range(len(turned))] == [[2, 1, 0], [5, 4]]
     with pytest.raises(IndexError):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import Cost, Rearrangement, rebalance, split_long
+from mmtrain.balance import BatchCost, Rearrangement, rebalance, split_long_samples
 
 
 def _largest(tokens: np.ndarray, rank: np.ndarray, num_ranks: int) -> float:
@@ -20,7 +20,7 @@ def test_long_samples_are_shared_out_as_evenly_as_can_be(seed: int, num_items: i
     owner = rng.integers(0, num_ranks, 3)[sample]
     longest = 40
 
-    moved = split_long(sample, tokens, owner, num_ranks, longest)
+    moved = split_long_samples(sample, tokens, owner, num_ranks, longest)
 
     is_long = np.array([tokens[sample == s].sum() > longest for s in sample], dtype=bool)
     assert (moved.dest_rank[~is_long] == owner[~is_long]).all()
@@ -40,7 +40,7 @@ def test_long_samples_are_shared_out_as_evenly_as_can_be(seed: int, num_items: i
 def test_a_sample_with_most_of_the_images_no_longer_keeps_others_waiting() -> None:
     sample, tokens = np.array([0] * 16 + [1, 2, 3]), np.full(19, 10)
     owner = np.array([0] * 16 + [1, 2, 3])
-    moved = split_long(sample, tokens, owner, 4, 100)
+    moved = split_long_samples(sample, tokens, owner, 4, 100)
     assert np.bincount(moved.dest_rank).tolist() == [5, 5, 5, 4]
 
 
@@ -50,9 +50,9 @@ def test_features_of_split_samples_reach_the_llm_in_one_move(seed: int, num_samp
     source, num_items = rng.integers(0, num_ranks, num_samples), rng.integers(0, 9, num_samples)
     sample = np.repeat(np.arange(num_samples), num_items)
     tokens = rng.integers(1, 30, len(sample))
-    llm = rebalance(rng.integers(1, 50, num_samples), source, num_ranks, Cost()).lifted(num_items)
+    llm = rebalance(rng.integers(1, 50, num_samples), source, num_ranks, BatchCost()).lifted(num_items)
 
-    encoder = split_long(sample, tokens, source[sample], num_ranks, 40)
+    encoder = split_long_samples(sample, tokens, source[sample], num_ranks, 40)
     begin = {place: f"item {i}" for i, place in enumerate(_places(llm.source_rank, llm.source_slot))}
     at_encoder = _moved(encoder, begin)
     assert _moved(llm.after(encoder.inverse()), at_encoder) == _moved(llm, begin)

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import Groups, dist_ratio, matched, max_over_mean
-from mmtrain.balance.local_search import CANDIDATES, Aim, exchange
-from mmtrain.balance.matched import pack_alike
-from mmtrain.balance.modality_free_steps import clear
+from mmtrain.balance import SampleGroups, dist_ratio, group_matched, max_over_mean
+from mmtrain.balance.local_search import CANDIDATES_PER_GROUP, SearchObjective, local_search
+from mmtrain.balance.matched import pack_with_slack
+from mmtrain.balance.modality_free_steps import form_modality_free_steps
 
 
 @given(st.integers(0, 10_000), st.integers(0, 90), st.integers(1, 3), st.integers(1, 5), st.integers(5, 40))
@@ -19,7 +19,8 @@ def test_every_sample_once_within_budgets_and_window(seed: int, n: int, m: int, 
     order = rng.permutation(n)
 
     groups, again = (
-        matched(tokens, budgets, order, window, np.eye(m), replicas, np.random.default_rng(seed)) for _ in range(2)
+        group_matched(tokens, budgets, order, window, np.eye(m), replicas, np.random.default_rng(seed))
+        for _ in range(2)
     )
 
     assert sorted(groups.samples.tolist()) == list(range(n))
@@ -44,13 +45,13 @@ def test_steps_are_full_and_even_on_a_mixture() -> None:
     tokens = _mixture(20_000)
     budgets, order = np.array([4096, 64]), np.random.default_rng(1).permutation(20_000)
     apart, cost = np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([[1.0, 300.0]])
-    groups = matched(tokens, budgets, order, 8192, apart, 8, np.random.default_rng(2))
+    groups = group_matched(tokens, budgets, order, 8192, apart, 8, np.random.default_rng(2))
     loads = groups.loads(tokens)
     assert loads[:, 0].mean() > 0.98 * 4096
     tokens_waited, tiles_waited = dist_ratio(loads[: len(loads) // 8 * 8].reshape(-1, 8, 2))
     assert tokens_waited < 0.003
     assert tiles_waited < 0.01
-    loads = matched(tokens, budgets, order, 8192, cost, 8, np.random.default_rng(2)).loads(tokens)
+    loads = group_matched(tokens, budgets, order, 8192, cost, 8, np.random.default_rng(2)).loads(tokens)
     assert max_over_mean((loads @ cost[0])[: len(loads) // 8 * 8].reshape(-1, 8)) < 1.003
 
 
@@ -62,10 +63,10 @@ def test_groups_without_a_modality_come_to_fill_whole_steps(seed: int, replicas:
     first = np.concatenate([[0], np.cumsum(sizes)])
     tiles = np.where(rng.random(first[-1]) < 0.5, 0, rng.integers(1, 3, first[-1]))
     tokens = np.stack([5 * tiles + rng.integers(8, 20, first[-1]), tiles], axis=1)
-    groups = Groups(first, rng.permutation(first[-1]))
+    groups = SampleGroups(first, rng.permutation(first[-1]))
     windows = np.arange(0, num + 1, 24)
 
-    after = clear(groups, windows, tokens, budgets, tokens[:, 1].astype(float), replicas)
+    after = form_modality_free_steps(groups, windows, tokens, budgets, tokens[:, 1].astype(float), replicas)
 
     assert after.first.tolist() == groups.first.tolist()
     for lo, hi in itertools.pairwise(windows.tolist()):
@@ -81,8 +82,8 @@ def test_groups_without_a_modality_come_to_fill_whole_steps(seed: int, replicas:
 def test_most_windows_can_be_cleared() -> None:
     tokens = _mixture(16_384, (0.7, 0.2, 0.05, 0.05))
     budgets = np.array([4096, 64])
-    groups, windows = pack_alike(tokens, budgets, np.random.default_rng(1).permutation(16_384), 2048)
-    cleared = clear(groups, windows, tokens, budgets, tokens[:, 1].astype(float), 16)
+    groups, windows = pack_with_slack(tokens, budgets, np.random.default_rng(1).permutation(16_384), 2048)
+    cleared = form_modality_free_steps(groups, windows, tokens, budgets, tokens[:, 1].astype(float), 16)
     left = [
         [int((g.loads(tokens)[lo:hi, 1] == 0).sum()) % 16 for lo, hi in itertools.pairwise(windows.tolist())]
         for g in (groups, cleared)
@@ -93,7 +94,7 @@ def test_most_windows_can_be_cleared() -> None:
 
 def test_steps_come_in_no_order_of_size() -> None:
     tokens = _mixture(20_000)
-    groups = matched(
+    groups = group_matched(
         tokens,
         np.array([4096, 64]),
         np.random.default_rng(1).permutation(20_000),
@@ -108,7 +109,7 @@ def test_steps_come_in_no_order_of_size() -> None:
 
 def test_a_sample_above_the_budget_is_a_bug_of_the_caller() -> None:
     with pytest.raises(ValueError, match="above a budget"):
-        matched(np.array([[11]]), np.array([10]), np.array([0]), 4, np.eye(1), 2, np.random.default_rng(0))
+        group_matched(np.array([[11]]), np.array([10]), np.array([0]), 4, np.eye(1), 2, np.random.default_rng(0))
 
 
 @given(st.integers(0, 10_000), st.integers(2, 3), st.integers(1, 2))
@@ -117,11 +118,11 @@ def test_exchange_never_worsens_a_step_and_loses_nothing(seed: int, replicas: in
     counts = rng.integers(1, 4, (4, replicas))
     n = int(counts.sum())
     sizes = np.concatenate([rng.integers(0, 20, (n, m)), np.zeros((1, m), dtype=np.int64)]).astype(np.float64)
-    members = np.full((4, replicas, CANDIDATES), n)
-    members[np.arange(CANDIDATES) < counts[..., None]] = np.arange(n)
-    aim = Aim(sizes, np.full(m, 60), np.eye(m), np.ones(m))
+    members = np.full((4, replicas, CANDIDATES_PER_GROUP), n)
+    members[np.arange(CANDIDATES_PER_GROUP) < counts[..., None]] = np.arange(n)
+    aim = SearchObjective(sizes, np.full(m, 60), np.eye(m), np.ones(m))
 
-    after = exchange(members, aim, 40)
+    after = local_search(members, aim, 40)
 
     for before, now in zip(members, after, strict=True):
         assert sorted(before.ravel().tolist()) == sorted(now.ravel().tolist()), "samples stay in their step"
@@ -136,8 +137,8 @@ def test_exchange_never_worsens_a_step_and_loses_nothing(seed: int, replicas: in
 def test_exchange_between_two_groups_is_near_the_best_split(sizes: list[int]) -> None:
     n = len(sizes)
     padded = np.array([*sizes, 0], dtype=np.float64)[:, None]
-    members = np.full((1, 2, CANDIDATES), n)
+    members = np.full((1, 2, CANDIDATES_PER_GROUP), n)
     members[0, 0, : n - 1], members[0, 1, 0] = np.arange(n - 1), n - 1
-    after = exchange(members, Aim(padded, np.array([1000]), np.eye(1), np.ones(1)), 30)
+    after = local_search(members, SearchObjective(padded, np.array([1000]), np.eye(1), np.ones(1)), 30)
     best = min(max(sum(part), sum(sizes) - sum(part)) for k in range(1, n) for part in itertools.combinations(sizes, k))
     assert padded[after[0]].sum(axis=1).max() <= 1.2 * best

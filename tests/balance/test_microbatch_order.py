@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import BatchMeta, Place, Price, SampleLengths, StepAims, assign
-from mmtrain.balance.reordering import makespans
-from mmtrain.balance.schedule_recurrence import Recurrence
+from mmtrain.balance import BatchMeta, PipelineRank, SampleLengths, SequenceCost, StepTargets, assign
+from mmtrain.balance.reordering import makespans_1f1b
+from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.schedule_table import build_schedule_table
 from tests.balance.test_assign import make_groups, make_lengths
 from tests.program.graphs import Unit, chain
 
 PLACES = (
-    Place({"vision": Price(40, 1)}, {"vision": Price(80, 2)}),
-    Place({"llm": Price(9)}, {"llm": Price(18)}),
-    Place({"llm": Price(9, 1)}, {"llm": Price(18, 2)}),
+    PipelineRank({"vision": SequenceCost(40, 1)}, {"vision": SequenceCost(80, 2)}),
+    PipelineRank({"llm": SequenceCost(9)}, {"llm": SequenceCost(18)}),
+    PipelineRank({"llm": SequenceCost(9, 1)}, {"llm": SequenceCost(18, 2)}),
 )
-LLM_PRICES = Price(5), Price(9, 1)  # of one of four stages
-AIMS = StepAims(places=PLACES, items={"vision": Price(120, 3)})
+LLM_PRICES = SequenceCost(5), SequenceCost(9, 1)  # of one of four stages
+TARGETS = StepTargets(pipeline=PLACES, item_costs={"vision": SequenceCost(120, 3)})
 
 cases = st.tuples(  # seed, dp of vision and of the llm, microbatches of each
     st.integers(0, 10_000),
@@ -35,26 +35,28 @@ cases = st.tuples(  # seed, dp of vision and of the llm, microbatches of each
 Case = tuple[int, int, int, int, int]
 
 
-def laid_out(case: Case, aims: StepAims) -> tuple[SampleLengths, BatchMeta]:
+def laid_out(case: Case, targets: StepTargets) -> tuple[SampleLengths, BatchMeta]:
     seed, dp_vision, dp_llm, num_vision, num = case
     rng = np.random.default_rng(seed)
     lengths = make_lengths(rng, 3 * dp_llm * num)
     groups = make_groups(rng, 3 * dp_llm * num, dp_llm * num)
     dp, counts = {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num}
-    return lengths, assign(0, 0, groups, lengths, dp, counts, aims)
+    return lengths, assign(0, 0, groups, lengths, dp, counts, targets)
 
 
-def interleaved(case: Case) -> StepAims:
+def interleaved(case: Case) -> StepTargets:
     """Vision on ranks of its own before an LLM of two chunks on each of two ranks, priced as PLACES are."""
     _, dp_vision, dp_llm, num_vision, num = case
     graph = chain(Unit("vision", dp=dp_vision, n=num_vision), Unit("llm", 2, dp_llm, num_stages=4), n=num)
     counts = {"vision": num_vision, "llm": num}
-    prices = {s.id: (Price(40, 1), Price(80, 2)) if s.id.unit == "vision" else LLM_PRICES for s in graph.stages}
+    prices = {
+        s.id: (SequenceCost(40, 1), SequenceCost(80, 2)) if s.id.unit == "vision" else LLM_PRICES for s in graph.stages
+    }
     table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), prices)
-    return StepAims(timetable=table, items=AIMS.items)
+    return StepTargets(schedule_table=table, item_costs=TARGETS.item_costs)
 
 
-def seconds(meta: BatchMeta, case: Case, prices: Sequence[Mapping[str, Price]]) -> np.ndarray:
+def seconds(meta: BatchMeta, case: Case, prices: Sequence[Mapping[str, SequenceCost]]) -> np.ndarray:
     """(dp_llm, prices, num) told from the finished layout: what each replica group's encoders do, shared evenly."""
     _, dp_vision, dp_llm, _, num = case
     g = math.gcd(dp_vision, dp_llm)
@@ -70,26 +72,30 @@ def seconds(meta: BatchMeta, case: Case, prices: Sequence[Mapping[str, Price]]) 
     return found
 
 
-def span(meta: BatchMeta, case: Case, aims: StepAims) -> float:
+def span(meta: BatchMeta, case: Case, targets: StepTargets) -> float:
     """What the recurrence says of a layout as it is."""
     as_it_is = np.arange(case[4])[None]
-    if aims.timetable is None:
+    if targets.schedule_table is None:
         forward, backward = (seconds(meta, case, [getattr(p, way) for p in PLACES]) for way in ("forward", "backward"))
-        return float(makespans(forward, backward, as_it_is)[0])
-    costs = seconds(meta, case, [{task.unit: task.price} for task in aims.timetable.tasks])
+        return float(makespans_1f1b(forward, backward, as_it_is)[0])
+    costs = seconds(meta, case, [{task.unit: task.cost} for task in targets.schedule_table.tasks])
     blocks = math.gcd(case[3], case[4])
-    for t, task in enumerate(aims.timetable.tasks):
+    for t, task in enumerate(targets.schedule_table.tasks):
         if task.unit == "vision":  # a microbatch holds its share of a block
             whole = costs[:, t].reshape(case[2], blocks, -1).sum(axis=2)
             costs[:, t] = np.repeat(whole // (case[3] // blocks), case[4] // blocks, axis=1)
-    return float(Recurrence(aims.timetable, {"vision": case[3], "llm": case[4]}).makespans(costs, as_it_is)[0])
+    return float(
+        ScheduleRecurrence(targets.schedule_table, {"vision": case[3], "llm": case[4]}).makespans(costs, as_it_is)[0]
+    )
 
 
 @given(cases, st.booleans())
 def test_an_order_in_time_moves_whole_blocks_and_lengthens_no_step(case: Case, chunks: bool) -> None:
     _, _, dp_llm, num_vision, num = case
-    timing = interleaved(case) if chunks else AIMS
-    (_, plain), (_, timed) = (laid_out(case, aims) for aims in (StepAims(items=AIMS.items), timing))
+    timing = interleaved(case) if chunks else TARGETS
+    (_, plain), (_, timed) = (
+        laid_out(case, targets) for targets in (StepTargets(item_costs=TARGETS.item_costs), timing)
+    )
 
     def block(meta: BatchMeta, b: int) -> list[list[int]]:
         per = num // math.gcd(num, num_vision)
@@ -108,22 +114,22 @@ def test_an_uneven_pipeline_comes_near_the_best_of_all_orders(chunks: bool) -> N
     ratios, orders = [], np.array(list(itertools.permutations(range(6))))
     for seed in range(12):
         case = seed, 1, 1, 6, 6
-        timing = interleaved(case) if chunks else AIMS
+        timing = interleaved(case) if chunks else TARGETS
         _, timed = laid_out(case, timing)
-        if timing.timetable is None:
+        if timing.schedule_table is None:
             ways = (seconds(timed, case, [getattr(p, way) for p in PLACES]) for way in ("forward", "backward"))
-            spans = makespans(*ways, orders)
+            spans = makespans_1f1b(*ways, orders)
         else:
-            costs = seconds(timed, case, [{task.unit: task.price} for task in timing.timetable.tasks])
-            spans = Recurrence(timing.timetable, {"vision": 6, "llm": 6}).makespans(costs, orders)
+            costs = seconds(timed, case, [{task.unit: task.cost} for task in timing.schedule_table.tasks])
+            spans = ScheduleRecurrence(timing.schedule_table, {"vision": 6, "llm": 6}).makespans(costs, orders)
         ratios.append(float(spans[0] / spans.min()))  # the first is the order as it is
     assert max(ratios) < 1.03
     assert np.mean(ratios) < 1.01
 
 
 @pytest.mark.parametrize("places", [(), PLACES[:1]])
-def test_without_a_pipeline_microbatches_stay(places: tuple[Place, ...]) -> None:
+def test_without_a_pipeline_microbatches_stay(places: tuple[PipelineRank, ...]) -> None:
     case = 1, 2, 2, 4, 4
-    (_, plain), (_, same) = (laid_out(case, StepAims(places=p)) for p in ((), places))
+    (_, plain), (_, same) = (laid_out(case, StepTargets(pipeline=p)) for p in ((), places))
     assert plain.sample_id.tolist() == same.sample_id.tolist()
     assert plain.index.tolist() == same.index.tolist()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import ItemTable, StepAims, assign
-from mmtrain.balance.node_placement import settle
+from mmtrain.balance import ItemTable, StepTargets, assign
+from mmtrain.balance.node_placement import place_batches
 from tests.balance.test_assign import make_groups, make_lengths
 
 
@@ -20,7 +20,7 @@ def _worst(volume: np.ndarray, node_of: list[int], placed: list[int]) -> int:
 def test_no_placement_has_a_smaller_largest_sender(seed: int, d: int, nodes: int) -> None:
     rng = np.random.default_rng(seed)
     volume, node_of = rng.integers(0, 30, (d, nodes)), rng.integers(0, nodes, d).tolist()
-    placed = settle(volume, node_of).tolist()
+    placed = place_batches(volume, node_of).tolist()
     assert sorted(placed) == list(range(d))
     best = min(_worst(volume, node_of, list(p)) for p in itertools.permutations(range(d)))
     assert _worst(volume, node_of, placed) == best
@@ -35,7 +35,9 @@ def test_a_layout_sends_no_more_off_its_nodes_and_loads_stay(seed: int, dp: tupl
     lengths, groups = make_lengths(rng, 3 * num_groups), make_groups(rng, 3 * num_groups, num_groups)
     nodes = {"vision": tuple(rng.integers(0, 3, dp[0]).tolist()), "llm": tuple(rng.integers(0, 3, dp[1]).tolist())}
     sizes, counts = {"vision": dp[0], "llm": dp[1]}, {"vision": num, "llm": num}
-    plain, near = (assign(0, 0, groups, lengths, sizes, counts, a) for a in (StepAims(), StepAims(nodes=nodes)))
+    plain, near = (
+        assign(0, 0, groups, lengths, sizes, counts, a) for a in (StepTargets(), StepTargets(replica_nodes=nodes))
+    )
     per_group = dp[0] // int(np.gcd(*dp))
     to = np.array(nodes["llm"])
 
@@ -65,5 +67,5 @@ def test_many_replicas_are_placed_exactly(size: int) -> None:
     volume = np.zeros((size, size), dtype=np.int64)
     volume[np.arange(size), home] = 5
     volume += 1
-    placed = settle(volume, list(range(size)))
+    placed = place_batches(volume, list(range(size)))
     assert placed.tolist() == home.tolist()

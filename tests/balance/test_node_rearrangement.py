@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from mmtrain.balance import Cost, rearrange, rebalance
+from mmtrain.balance import BatchCost, rearrange_across_nodes, rebalance
 from mmtrain.balance.node_rearrangement import off_node_bytes
 
 
@@ -15,7 +15,7 @@ def _pieces(seed: int, num_replicas: int, per_replica: int) -> tuple[np.ndarray,
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(6, 1, num_replicas * per_replica).astype(np.int64), 1, 8192)
     source = np.repeat(np.arange(num_replicas), per_replica)
-    return source, rebalance(lengths, source, num_replicas, Cost()).dest_rank, lengths
+    return source, rebalance(lengths, source, num_replicas, BatchCost()).dest_rank, lengths
 
 
 @given(st.integers(0, 10_000), st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 2), (6, 3), (4, 4)]), st.integers(0, 4))
@@ -24,7 +24,7 @@ def test_placements_are_permutations_as_good_as_the_best_of_all(seed: int, nodes
     rng = np.random.default_rng(seed)
     n = num_replicas * per
     source, batch, sizes = rng.integers(0, num_replicas, n), rng.integers(0, num_replicas, n), rng.integers(1, 50, n)
-    replica = rearrange(source, batch, sizes, num_replicas, per_node, 50)
+    replica = rearrange_across_nodes(source, batch, sizes, num_replicas, per_node, 50)
     assert sorted(replica.tolist()) == list(range(num_replicas))
 
     def worst(placement: np.ndarray) -> int:
@@ -70,14 +70,14 @@ def _optimum(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num_repli
 def test_sixteen_replicas_come_near_the_exact_solution() -> None:
     for seed, per_replica in itertools.product(range(2), (8, 60)):
         source, batch, sizes = _pieces(seed, 16, per_replica)
-        replica = rearrange(source, batch, sizes, 16, 4, 400)
+        replica = rearrange_across_nodes(source, batch, sizes, 16, 4, 400)
         worst = off_node_bytes(source, batch, sizes, replica, 4).max()
         assert worst <= 1.01 * _optimum(source, batch, sizes, 16, 4)
 
 
 def test_the_worst_sender_of_many_nodes_is_relieved() -> None:
     source, batch, sizes = _pieces(0, 256, 60)
-    replica = rearrange(source, batch, sizes, 256, 8, 50)
+    replica = rearrange_across_nodes(source, batch, sizes, 256, 8, 50)
     assert sorted(replica.tolist()) == list(range(256))
     before = off_node_bytes(source, batch, sizes, np.arange(256), 8).max()
     assert off_node_bytes(source, batch, sizes, replica, 8).max() < 0.95 * before
@@ -86,4 +86,4 @@ def test_the_worst_sender_of_many_nodes_is_relieved() -> None:
 def test_nodes_must_be_full() -> None:
     none = np.empty(0, dtype=np.int64)
     with pytest.raises(ValueError, match="6 replicas do not fill nodes of 4"):
-        rearrange(none, none, none, 6, 4, 1)
+        rearrange_across_nodes(none, none, none, 6, 4, 1)

@@ -5,21 +5,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import Cost, Rearrangement, dominant, rebalance
+from mmtrain.balance import BatchCost, Rearrangement, dominant_sample, rebalance
 from mmtrain.balance import post_balancing as post_module
 
 COSTS = [
-    Cost(),
-    Cost(quadratic=0.1),
-    Cost("two_key"),
-    Cost("padded"),
-    Cost("padded", quadratic=0.05),
-    Cost("convolution", padding=0.02),
+    BatchCost(),
+    BatchCost(quadratic=0.1),
+    BatchCost("two_key"),
+    BatchCost("padded"),
+    BatchCost("padded", quadratic=0.05),
+    BatchCost("convolution", padding=0.02),
 ]
 small = st.tuples(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 3), st.integers(0, 1000))
 
 
-def _by_formula(cost: Cost, batch: list[int]) -> float:
+def _by_formula(cost: BatchCost, batch: list[int]) -> float:
     """One rank's cost as OrchMLLM writes it."""
     if not batch:
         return 0.0
@@ -31,20 +31,20 @@ def _by_formula(cost: Cost, batch: list[int]) -> float:
     return cost.linear * sum(batch) + cost.quadratic * sum(x * x for x in batch)
 
 
-def _largest(cost: Cost, lengths: list[int], rank: list[int], num_ranks: int) -> float:
+def _largest(cost: BatchCost, lengths: list[int], rank: list[int], num_ranks: int) -> float:
     return max(
         _by_formula(cost, [x for x, r in zip(lengths, rank, strict=True) if r == rank_]) for rank_ in range(num_ranks)
     )
 
 
-def _optimum(cost: Cost, lengths: list[int], num_ranks: int) -> float:
+def _optimum(cost: BatchCost, lengths: list[int], num_ranks: int) -> float:
     choices = itertools.product(range(num_ranks), repeat=len(lengths))
     return min(_largest(cost, lengths, list(choice), num_ranks) for choice in choices)
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=lambda c: f"{c.kind}-{c.quadratic}")
 @given(small)
-def test_each_algorithm_is_near_the_optimum_of_its_objective(cost: Cost, case: tuple[list[int], int, int]) -> None:
+def test_each_algorithm_is_near_the_optimum_of_its_objective(cost: BatchCost, case: tuple[list[int], int, int]) -> None:
     lengths, num_ranks, seed = case
     source = np.random.default_rng(seed).integers(0, num_ranks, len(lengths))
     moved = rebalance(np.array(lengths), source, num_ranks, cost)
@@ -69,7 +69,7 @@ def test_dealing_many_at_once_is_dealing_one_by_one(seed: int, n: int, num_ranks
     for few in (0, 1000):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(post_module, "FEW_BINS", few)
-            rank = post_module.deal(sizes, order, num_ranks, lambda loads: loads[:, 0])
+            rank = post_module.assign_greedily(sizes, order, num_ranks, lambda loads: loads[:, 0])
         loads.append(sorted(np.bincount(rank, weights=sizes[:, 0], minlength=num_ranks)))
     assert loads[0] == loads[1]
 
@@ -77,7 +77,7 @@ def test_dealing_many_at_once_is_dealing_one_by_one(seed: int, n: int, num_ranks
 def test_two_thousand_ranks_come_out_even() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(6, 1, 2560 * 60).astype(np.int64), 1, 8192)
-    cost = Cost(quadratic=1e-4)
+    cost = BatchCost(quadratic=1e-4)
     moved = rebalance(lengths, np.repeat(np.arange(2560), 60), 2560, cost)
     loads = cost.of_ranks(lengths, moved.dest_rank, 2560)
     assert loads.max() / loads.mean() < 1.001
@@ -86,13 +86,15 @@ def test_two_thousand_ranks_come_out_even() -> None:
 
 def test_a_sample_that_dominates_is_named() -> None:
     lengths = np.array([3, 100, 4, 5])
-    moved = rebalance(lengths, np.array([0, 0, 1, 1]), 2, Cost())
-    assert dominant(lengths, 2, Cost(), moved.dest_rank) == 1
+    moved = rebalance(lengths, np.array([0, 0, 1, 1]), 2, BatchCost())
+    assert dominant_sample(lengths, 2, BatchCost(), moved.dest_rank) == 1
     even = np.array([4, 4, 4, 4])
-    assert dominant(even, 2, Cost(), rebalance(even, np.array([0, 0, 1, 1]), 2, Cost()).dest_rank) is None
+    assert (
+        dominant_sample(even, 2, BatchCost(), rebalance(even, np.array([0, 0, 1, 1]), 2, BatchCost()).dest_rank) is None
+    )
     none = np.empty(0, dtype=np.int64)
-    assert dominant(none, 2, Cost(), none) is None
-    assert len(rebalance(none, none, 2, Cost()).dest_rank) == 0
+    assert dominant_sample(none, 2, BatchCost(), none) is None
+    assert len(rebalance(none, none, 2, BatchCost()).dest_rank) == 0
 
 
 def _random_move(rng: np.random.Generator, source: np.ndarray, num_ranks: int) -> Rearrangement:

@@ -50,12 +50,12 @@ def test_the_recurrence_is_1f1b(seed: int, p: int, num: int, chains: int) -> Non
     forward, backward = _times(seed, p, num, chains)
     rng = np.random.default_rng(seed)
     orders = np.stack([rng.permutation(num) for _ in range(3)])
-    found = reorder.makespans(forward, backward, orders)
+    found = reorder.makespans_1f1b(forward, backward, orders)
     for order, span in zip(orders.tolist(), found.tolist(), strict=True):
         told = [_one_pipeline(f, b, order) for f, b in zip(forward, backward, strict=True)]
         assert span == pytest.approx(max(told))
         for f, b, chain in zip(forward, backward, told, strict=True):
-            assert reorder.work_bound(f, b) <= chain + 1e-9
+            assert reorder.makespan_lower_bound(f, b) <= chain + 1e-9
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 16), st.integers(1, 2))
@@ -63,13 +63,13 @@ def test_an_order_is_a_permutation_and_never_worse_than_given(seed: int, p: int,
     forward, backward = _times(seed, p, num, chains)
     given_order = np.random.default_rng(seed).permutation(num)
     found, again = (
-        reorder.across_time(forward, backward, given_order, 2, np.random.default_rng(seed)) for _ in range(2)
+        reorder.reorder_microbatches(forward, backward, given_order, 2, np.random.default_rng(seed)) for _ in range(2)
     )
     assert sorted(found.tolist()) == list(range(num))
-    before, after = reorder.makespans(forward, backward, np.stack([given_order, found]))
+    before, after = reorder.makespans_1f1b(forward, backward, np.stack([given_order, found]))
     assert after <= before
     assert found.tolist() == again.tolist()
-    built = reorder.construct(forward[0], backward[0], given_order)
+    built = reorder.construct_order(forward[0], backward[0], given_order)
     assert sorted(built.tolist()) == list(range(num))
 
 
@@ -78,9 +78,9 @@ def test_the_search_is_near_the_best_of_all_orders() -> None:
     ratios = []
     for seed, p in itertools.product(range(10), (2, 3, 4)):
         forward, backward = _times(seed, p, 6)
-        found = reorder.across_time(forward, backward, np.arange(6), 10, np.random.default_rng(seed))
-        span = reorder.makespans(forward, backward, found[None])[0]
-        ratios.append(span / reorder.makespans(forward, backward, everything).min())
+        found = reorder.reorder_microbatches(forward, backward, np.arange(6), 10, np.random.default_rng(seed))
+        span = reorder.makespans_1f1b(forward, backward, found[None])[0]
+        ratios.append(span / reorder.makespans_1f1b(forward, backward, everything).min())
     assert np.mean(ratios) < 1.04
     assert max(ratios) < 1.15
 
@@ -97,11 +97,11 @@ def test_reordering_removes_most_of_what_chance_costs() -> None:
     for seed in range(8):
         rng = np.random.default_rng(seed)
         forward, backward = _encoder_first(seed)
-        chance = reorder.makespans(forward, backward, np.stack([rng.permutation(64) for _ in range(50)])).mean()
-        found = reorder.across_time(forward, backward, np.arange(64), 12, rng)
-        built = reorder.construct(forward[0], backward[0], np.arange(64))
-        left, left_by_rule = reorder.makespans(forward, backward, np.stack([found, built]))
-        excess = chance - reorder.work_bound(forward[0], backward[0])
+        chance = reorder.makespans_1f1b(forward, backward, np.stack([rng.permutation(64) for _ in range(50)])).mean()
+        found = reorder.reorder_microbatches(forward, backward, np.arange(64), 12, rng)
+        built = reorder.construct_order(forward[0], backward[0], np.arange(64))
+        left, left_by_rule = reorder.makespans_1f1b(forward, backward, np.stack([found, built]))
+        excess = chance - reorder.makespan_lower_bound(forward[0], backward[0])
         removed.append((chance - left) / excess)
         by_rule.append((chance - left_by_rule) / excess)
     assert np.mean(removed) > 0.85
@@ -110,7 +110,7 @@ def test_reordering_removes_most_of_what_chance_costs() -> None:
 
 def test_the_constructed_order_begins_and_ends_small() -> None:
     forward, backward = _encoder_first(0)
-    order = reorder.construct(forward[0], backward[0], np.arange(64))
+    order = reorder.construct_order(forward[0], backward[0], np.arange(64))
     by_size = np.argsort(forward[0, 0], kind="stable")
     assert order[0] == by_size[0]
     assert set(order[-9:].tolist()) == set(by_size[1:10].tolist())
@@ -124,17 +124,17 @@ def test_where_the_first_stage_is_uneven_a_swap_gains_what_the_formula_says(seed
     forward[0, 0] = rng.gamma(1 / 0.36, 0.9 * 0.36, num)
     backward = 2 * forward
     order = rng.permutation(num)
-    change = uneven.change_of(uneven.uneven_stage(forward[0], backward[0]), order)[:, order]
+    change = uneven.replacement_changes(uneven.uneven_stage(forward[0], backward[0]), order)[:, order]
     gain = change + change.T
-    uneven.forbid(gain, p)
+    uneven.forbid_dependent_swaps(gain, p)
     assert (gain < 0).any()
     said, found = [0.0], [0.0]
-    before = reorder.makespans(forward, backward, order[None])[0]
+    before = reorder.makespans_1f1b(forward, backward, order[None])[0]
     for i, j in zip(*np.nonzero(gain), strict=True):
         swapped = order.copy()
         swapped[i], swapped[j] = order[j], order[i]
         said.append(gain[i, j])
-        found.append(reorder.makespans(forward, backward, swapped[None])[0] - before)
+        found.append(reorder.makespans_1f1b(forward, backward, swapped[None])[0] - before)
     exact = np.isclose(said, found, atol=1e-9)
     assert exact.mean() > (0.99 if p == 10 else 0.5), "with few stages the warm-up is not always hidden"
     assert np.corrcoef(said, found)[0, 1] > (0.999 if p == 10 else 0.5)
@@ -143,10 +143,10 @@ def test_where_the_first_stage_is_uneven_a_swap_gains_what_the_formula_says(seed
 def test_an_expired_search_returns_its_start() -> None:
     forward, backward = _encoder_first(1)
     calls = iter([False, True])
-    one_round = reorder.across_time(
+    one_round = reorder.reorder_microbatches(
         forward, backward, np.arange(64), 50, np.random.default_rng(0), expired=lambda: next(calls)
     )
-    alone = reorder.across_time(forward, backward, np.arange(64), 1, np.random.default_rng(0))
+    alone = reorder.reorder_microbatches(forward, backward, np.arange(64), 1, np.random.default_rng(0))
     assert one_round.tolist() == alone.tolist()
 
 

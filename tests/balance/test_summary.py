@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import Groups
-from mmtrain.balance.summary import NUM_BINS, score, summarise
+from mmtrain.balance import SampleGroups
+from mmtrain.balance.summary import NUM_BINS, score_grouping, summarize_lengths
 
 
 @given(
@@ -12,7 +12,7 @@ from mmtrain.balance.summary import NUM_BINS, score, summarise
 )
 def test_every_sample_that_has_any_is_in_one_bin(rows: list[list[int]], unit: float) -> None:
     values = np.array(rows, dtype=np.float64).reshape(-1, 2) * unit
-    summary = summarise(("a", "b"), values)
+    summary = summarize_lengths(("a", "b"), values)
     for spread, column in zip(summary.spreads, values.T, strict=True):
         some = column[column > 0]
         assert sum(spread.counts) == spread.samples == len(some)
@@ -32,7 +32,7 @@ def test_every_sample_that_has_any_is_in_one_bin(rows: list[list[int]], unit: fl
 def test_correlation_is_numpys_and_has_none_for_what_never_varies() -> None:
     values = np.random.default_rng(0).integers(0, 50, (40, 3)).astype(np.float64)
     values[:, 2] = 7
-    found = summarise(("a", "b", "c"), values).correlation
+    found = summarize_lengths(("a", "b", "c"), values).correlation
     assert found[0][1] == pytest.approx(np.corrcoef(values[:, 0], values[:, 1])[0, 1])
     assert found[0][0] == pytest.approx(1)
     assert [row[2] for row in found] == [None] * 3
@@ -40,13 +40,13 @@ def test_correlation_is_numpys_and_has_none_for_what_never_varies() -> None:
 
 def test_a_score_by_hand() -> None:
     tokens = np.array([[6, 2], [4, 0], [8, 4], [2, 0], [5, 5]])
-    groups = Groups(np.array([0, 2, 3, 4, 5]), np.arange(5))  # loads 10/2, 8/4, 2/0, 5/5
-    row = score("random", groups, ("llm", "vision"), tokens, 10, 2, seconds=0.5)
+    groups = SampleGroups(np.array([0, 2, 3, 4, 5]), np.arange(5))  # loads 10/2, 8/4, 2/0, 5/5
+    row = score_grouping("random", groups, ("llm", "vision"), tokens, 10, 2, seconds=0.5)
     assert (row.groups, row.mean_batch, row.fill) == (4, 1.25, 0.625)
     assert row.pad_ratio == pytest.approx((2 / 12) / 4)
     waits = {"llm": ((2 / 20) + (3 / 10)) / 2, "vision": ((2 / 8) + (5 / 10)) / 2}
     assert row.dist_ratio == pytest.approx(waits)
     assert row.max_over_mean == pytest.approx((12 / 12 + 10 / 6) / 2)
-    assert score("matched", groups, ("llm", "vision"), tokens, 10, 2, 0.5).pad_ratio is None
-    alone = score("isf", groups, ("llm", "vision"), tokens, 10, 8, 0.5)
+    assert score_grouping("matched", groups, ("llm", "vision"), tokens, 10, 2, 0.5).pad_ratio is None
+    alone = score_grouping("isf", groups, ("llm", "vision"), tokens, 10, 8, 0.5)
     assert (alone.dist_ratio, alone.max_over_mean) == ({"llm": 0, "vision": 0}, 1.0)

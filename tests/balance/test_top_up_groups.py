@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import Groups
-from mmtrain.balance.top_up_groups import LOW, SMALL, refill
+from mmtrain.balance import SampleGroups
+from mmtrain.balance.top_up_groups import LOW, SMALL, top_up
 
 
-def make(seed: int, num: int, low: int) -> tuple[Groups, np.ndarray]:
+def make(seed: int, num: int, low: int) -> tuple[SampleGroups, np.ndarray]:
     """Groups of about 100 tokens, `low` of them half as full; every third sample with two tokens of another kind."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 12, num * 40)
@@ -21,13 +21,13 @@ def make(seed: int, num: int, low: int) -> tuple[Groups, np.ndarray]:
     order = rng.permutation(num)
     groups = [members[g] for g in order]
     first = np.concatenate([[0], np.cumsum([len(group) for group in groups])])
-    return Groups(first, np.concatenate(groups)), np.stack([sizes, 2 * (np.arange(len(sizes)) % 3 == 0)], axis=1)
+    return SampleGroups(first, np.concatenate(groups)), np.stack([sizes, 2 * (np.arange(len(sizes)) % 3 == 0)], axis=1)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 60), st.integers(0, 4))
 def test_full_groups_give_little_and_none_overflows(seed: int, num: int, low: int) -> None:
     groups, tokens = make(seed, num, min(low, num))
-    found = refill(groups, tokens)
+    found = top_up(groups, tokens)
     assert sorted(found.samples) == sorted(groups.samples)
     assert len(found) == len(groups)
     before, after = groups.loads(tokens), found.loads(tokens)
@@ -43,6 +43,6 @@ def test_full_groups_give_little_and_none_overflows(seed: int, num: int, low: in
 
 def test_two_halves_among_many_are_filled() -> None:
     groups, tokens = make(0, 60, 2)
-    before, after = groups.loads(tokens)[:, 0], refill(groups, tokens).loads(tokens)[:, 0]
+    before, after = groups.loads(tokens)[:, 0], top_up(groups, tokens).loads(tokens)[:, 0]
     assert (before < LOW * before.mean()).sum() == 2
     assert (after > LOW * before.mean()).all()

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import Grouping, Groups, IntArray, ItemLengths, SampleLengths, dist_ratio
-from mmtrain.balance.methods import Method, Sizes, compose, token_aims, unit_tokens
+from mmtrain.balance import Grouping, IntArray, ItemLengths, SampleGroups, SampleLengths, dist_ratio
+from mmtrain.balance.methods import GroupingMethod, GroupingSizes, group_window, token_targets, unit_tokens
 from mmtrain.data import DataIndex, GroupStream, validation_batches
 from mmtrain.errors import DataError
 
-METHODS: tuple[Method, ...] = ("matched", "isf", "random", "length", "device")
+METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "device")
 
 
 def make_lengths(seed: int, num_samples: int, longest: int = 40) -> SampleLengths:
@@ -40,7 +40,7 @@ def contents(stream: GroupStream, first: int, count: int) -> list[list[int]]:
     st.integers(0, 1000), st.integers(1, 60), st.integers(1, 30), st.sampled_from(METHODS), st.sampled_from([1, 2, 4])
 )
 def test_an_epoch_uses_every_sample_once_and_epochs_follow_each_other(
-    seed: int, num_samples: int, window: int, method: Method, global_batch: int
+    seed: int, num_samples: int, window: int, method: GroupingMethod, global_batch: int
 ) -> None:
     lengths = make_lengths(seed, num_samples)
     grouping = Grouping(40, window, global_batch, method, {"vision": 20})
@@ -56,7 +56,7 @@ def test_an_epoch_uses_every_sample_once_and_epochs_follow_each_other(
 
 
 @given(st.integers(0, 1000), st.integers(0, 80), st.integers(1, 20), st.sampled_from(METHODS), st.booleans())
-def test_seeking_equals_iterating(seed: int, first: int, count: int, method: Method, apart: bool) -> None:
+def test_seeking_equals_iterating(seed: int, first: int, count: int, method: GroupingMethod, apart: bool) -> None:
     grouping = Grouping(40, 16, 2, method, long_tokens=20 if apart else None)
     iterated = contents(make_stream(seed, 50, grouping), 0, first + count)[first:]
     assert contents(make_stream(seed, 50, grouping), first, count) == iterated
@@ -70,11 +70,11 @@ def test_step_a_million_is_found_without_the_steps_before_it(monkeypatch: pytest
     near = contents(stream, 8 * 10**6 - 8, 16)
     composed = []
 
-    def counting(sizes: Sizes, order: IntArray, grouping: Grouping, rng: np.random.Generator) -> Groups:
+    def counting(sizes: GroupingSizes, order: IntArray, grouping: Grouping, rng: np.random.Generator) -> SampleGroups:
         composed.append(len(order))
-        return compose(sizes, order, grouping, rng)
+        return group_window(sizes, order, grouping, rng)
 
-    monkeypatch.setattr("mmtrain.data.stream.group_stream.compose", counting)
+    monkeypatch.setattr("mmtrain.data.stream.group_stream.group_window", counting)
     fresh = make_stream(0, 4000, Grouping(400, 256, 8))
     counted = len(composed)
     assert sum(composed) == 4000, "windows are counted once"
@@ -83,7 +83,7 @@ def test_step_a_million_is_found_without_the_steps_before_it(monkeypatch: pytest
 
 
 @given(st.integers(0, 1000), st.integers(0, 5), st.sampled_from(METHODS))
-def test_every_plan_sees_the_same_batches(seed: int, step: int, method: Method) -> None:
+def test_every_plan_sees_the_same_batches(seed: int, step: int, method: GroupingMethod) -> None:
     grouping = Grouping(40, 32, 12, method)
     expected = sorted(sorted(g) for g in contents(make_stream(seed, 80, grouping), step * 12, 12))
     for dp, num_microbatches in ((1, 12), (2, 6), (3, 4), (4, 3), (12, 1)):
@@ -97,7 +97,7 @@ def test_every_plan_sees_the_same_batches(seed: int, step: int, method: Method) 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_seeds_and_epochs_shuffle_anew(method: Method) -> None:
+def test_seeds_and_epochs_shuffle_anew(method: GroupingMethod) -> None:
     grouping = Grouping(40, 64, 2, method)
     stream = GroupStream(make_lengths(0, 50), grouping, seed=1)
     first, second = (stream.epoch(e).samples.tolist() for e in range(2))
@@ -148,13 +148,13 @@ def test_matched_steps_are_even_across_windows_and_epochs() -> None:
     lengths = make_lengths(0, 4000)
     tokens = unit_tokens(lengths)[1]
 
-    def waits(method: Method) -> np.ndarray:
+    def waits(method: GroupingMethod) -> np.ndarray:
         grouping = Grouping(400, 2000, 8, method)
-        stream, aims = GroupStream(lengths, grouping, 0), token_aims(lengths, grouping)
+        stream, targets = GroupStream(lengths, grouping, 0), token_targets(lengths, grouping)
         num_steps = 3 * stream.groups_per_epoch // 8
         loads = np.zeros((num_steps, 8, 2), dtype=np.int64)
         for step in range(num_steps):
-            meta = stream.batch(step, 8, {"llm": 8, "vision": 1}, {"llm": 1, "vision": 1}, aims)
+            meta = stream.batch(step, 8, {"llm": 8, "vision": 1}, {"llm": 1, "vision": 1}, targets)
             np.add.at(loads[step], meta.replica, tokens[meta.sample_id])
         return dist_ratio(loads)
 
@@ -166,12 +166,12 @@ def test_matched_steps_are_even_across_windows_and_epochs() -> None:
 
 
 @given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3, 6]))
-def test_what_a_step_trains_on_hangs_on_no_plan(seed: int, method: Method, replicas: int) -> None:
+def test_what_a_step_trains_on_hangs_on_no_plan(seed: int, method: GroupingMethod, replicas: int) -> None:
     lengths, grouping = make_lengths(seed, 120), Grouping(60, 50, 6, method)
     stream = GroupStream(lengths, grouping, seed)
     dp, counts = {"llm": replicas, "vision": 1}, {"llm": 6 // replicas, "vision": 6 // replicas}
     for step in range(stream.groups_per_epoch // 6 + 1):
-        meta = stream.batch(step, 6, dp, counts, token_aims(lengths, grouping))
+        meta = stream.batch(step, 6, dp, counts, token_targets(lengths, grouping))
         assert sorted(meta.sample_id) == sorted(np.concatenate(stream.groups(6 * step, 6)))
         for r, i in np.ndindex(replicas, 6 // replicas):
             assert len(meta.microbatch(r, i))
@@ -180,8 +180,8 @@ def test_what_a_step_trains_on_hangs_on_no_plan(seed: int, method: Method, repli
 
 def test_an_epoch_is_evened_as_its_steps_are() -> None:
     lengths, grouping = make_lengths(3, 500), Grouping(60, 200, 4)
-    stream, aims = GroupStream(lengths, grouping, 0), token_aims(lengths, grouping)
-    epoch = stream.epoch(1, 4, aims)
+    stream, targets = GroupStream(lengths, grouping, 0), token_targets(lengths, grouping)
+    epoch = stream.epoch(1, 4, targets)
     assert sorted(epoch.samples) == list(range(500))
     per_epoch = stream.groups_per_epoch
     assert [len(stream.epoch(0)), len(epoch)] == [per_epoch] * 2
@@ -196,11 +196,11 @@ def test_an_epoch_is_evened_as_its_steps_are() -> None:
     ("global_batch", "alike"), [(1, 1), (48, 48), (64, 64), (96, 48), (67, 67), (268, 67), (512, 64)]
 )
 def test_rows_are_equal_parts_of_a_step(global_batch: int, alike: int) -> None:
-    assert Grouping(40, 16, global_batch).alike == alike
+    assert Grouping(40, 16, global_batch).row_size == alike
 
 
 @given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3]))
-def test_long_samples_have_steps_of_their_own(seed: int, method: Method, global_batch: int) -> None:
+def test_long_samples_have_steps_of_their_own(seed: int, method: GroupingMethod, global_batch: int) -> None:
     lengths = make_lengths(seed, 60)
     stream = GroupStream(lengths, Grouping(80, 32, global_batch, method, long_tokens=25), seed)
     num_steps = stream.groups_per_epoch  # and as many epochs as the global batch has groups

@@ -6,18 +6,24 @@ from typing import Any
 
 import pytest
 
-from mmtrain.balance import Load, Place, Price, StepAims
+from mmtrain.balance import BalancedLoad, PipelineRank, SequenceCost, StepTargets
 from mmtrain.data import DataIndex, GroupStream, Loader, Need, StepData
 from mmtrain.recipe.schema import Recipe
 from tests.data.producers import Served, asking
 from tests.data.steps import Dataset, leaves
 
 GROUPS, FIRST, LAST = 4, 3, 9
-AIMS = StepAims(
-    loads=(Load({"vision": Price(9, 1)}, 0.4), Load({"llm": Price(5), "vision": Price(1)}, 0.6)),
-    places=(Place({"vision": Price(3)}, {"vision": Price(6)}), Place({"llm": Price(5)}, {"llm": Price(10)})),
-    items={"vision": Price(9, 1)},
-    nodes={"vision": (0,), "llm": (0,)},
+TARGETS = StepTargets(
+    loads=(
+        BalancedLoad({"vision": SequenceCost(9, 1)}, 0.4),
+        BalancedLoad({"llm": SequenceCost(5), "vision": SequenceCost(1)}, 0.6),
+    ),
+    pipeline=(
+        PipelineRank({"vision": SequenceCost(3)}, {"vision": SequenceCost(6)}),
+        PipelineRank({"llm": SequenceCost(5)}, {"llm": SequenceCost(10)}),
+    ),
+    item_costs={"vision": SequenceCost(9, 1)},
+    replica_nodes={"vision": (0,), "llm": (0,)},
 )
 Content = tuple[list[tuple[int, bytes, bytes]], list[tuple[int, int, bytes]]]
 
@@ -45,14 +51,14 @@ def content(step: StepData, replica: int) -> Content:
 
 
 def steps(
-    recipe: Recipe, index: DataIndex, stream: GroupStream, ranks: int, first: int, aims: StepAims = AIMS
+    recipe: Recipe, index: DataIndex, stream: GroupStream, ranks: int, first: int, targets: StepTargets = TARGETS
 ) -> list[Content]:
     """What `ranks` ranks see together in each of the steps [first, LAST)."""
     dp = dict.fromkeys(("vision", "llm"), ranks)
     microbatches = dict.fromkeys(dp, GROUPS // ranks)
     with ExitStack() as stack:
         loaders = [
-            stack.enter_context(Loader(index, stream, recipe, dp, microbatches, needs, first, 1, refuse, aims))
+            stack.enter_context(Loader(index, stream, recipe, dp, microbatches, needs, first, 1, refuse, targets))
             for needs in ((Need("vision", r, media=True), Need("llm", r, ids=True, labels=True)) for r in range(ranks))
         ]
         found = []
@@ -72,7 +78,7 @@ def refuse(note: str) -> None:
 def test_steps_are_the_same(made: Dataset, tmp_path: Path, who: str, ranks: int) -> None:
     settings: dict[str, dict[str, Any]] = {"thread": {}, "workers": {"workers": 2}, "producer": {}}
     recipe, index, stream = made(seq_len=28, prefetch=2, **settings[who])
-    expected = steps(made(seq_len=28, prefetch=0)[0], index, stream, 1, 0, StepAims())
+    expected = steps(made(seq_len=28, prefetch=0)[0], index, stream, 1, 0, StepTargets())
     assert len({str(step[0]) for step in expected}) > len(expected) // 2, "few samples, but not the same in each step"
     with ExitStack() as stack:
         if who == "producer":
@@ -84,7 +90,7 @@ def test_steps_are_the_same(made: Dataset, tmp_path: Path, who: str, ranks: int)
 def test_a_step_is_arranged_alike_whoever_makes_it(made: Dataset, tmp_path: Path, who: str) -> None:
     recipe, index, stream = made(seq_len=60, prefetch=2, **({"workers": 2} if who == "workers" else {}))
     dp, counts = {"vision": 1, "llm": 2}, {"vision": 3, "llm": 3}
-    here = [stream.batch(step, 6, dp, counts, AIMS) for step in range(4)]
+    here = [stream.batch(step, 6, dp, counts, TARGETS) for step in range(4)]
     plain = [stream.batch(step, 6, dp, counts) for step in range(4)]
     assert any(a.sample_id.tolist() != b.sample_id.tolist() for a, b in zip(here, plain, strict=True))
     assert all(sorted(a.sample_id) == sorted(b.sample_id) for a, b in zip(here, plain, strict=True))
@@ -92,6 +98,6 @@ def test_a_step_is_arranged_alike_whoever_makes_it(made: Dataset, tmp_path: Path
         if who == "producer":
             recipe = asking(recipe, stack.enter_context(Served(recipe, tmp_path)).address)
         needs = (Need("vision", 0, media=True), Need("llm", 1, labels=True))
-        loader = stack.enter_context(Loader(index, stream, recipe, dp, counts, needs, 0, 1, refuse, AIMS))
+        loader = stack.enter_context(Loader(index, stream, recipe, dp, counts, needs, 0, 1, refuse, TARGETS))
         for expected, step in zip(here, loader, strict=False):
             assert list(leaves(step.meta)) == list(leaves(expected))

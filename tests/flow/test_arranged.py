@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.balance import SampleLengths, StepAims
+from mmtrain.balance import SampleLengths, StepTargets
 from mmtrain.data import GroupStream, build
 from mmtrain.plan import Plan, load_plan
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
@@ -27,19 +27,19 @@ def _losses(run_dir: Path) -> list[float]:
     return [step["loss"] for step in read_metrics(run_dir)]
 
 
-def _no_aims(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
-    return StepAims()
+def _no_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepTargets:
+    return StepTargets()
 
 
 def _rearranged(request: TrainRequest, plan: Plan) -> bool:
-    """Whether aims change some of the first steps of a run."""
+    """Whether targets change some of the first steps of a run."""
     recipe = request.loaded.recipe
     index = build(recipe)
-    stream, aims = GroupStream.of(recipe, index), derive_step_targets(recipe, plan, index.lengths)
+    stream, targets = GroupStream.of(recipe, index), derive_step_targets(recipe, plan, index.lengths)
     dp = {name: unit.dp for name, unit in plan.units.items()}
     ways = [
         [stream.batch(s, 8, dp, plan.schedule.num_microbatches, a).sample_id.tolist() for s in range(3)]
-        for a in (aims, StepAims())
+        for a in (targets, StepTargets())
     ]
     return ways[0] != ways[1]
 
@@ -55,7 +55,7 @@ def test_losses_are_those_of_steps_as_they_come(
     arranged, plain = (request_for(data, tmp_path / name, *changes) for name in ("arranged", "plain"))
     assert run_all(*[arranged] * ranks) == [""] * ranks
     assert _rearranged(arranged, load_plan(arranged.run_dir / PLAN_FILE))
-    monkeypatch.setattr(train, "derive_step_targets", _no_aims)  # ranks are forked from here
+    monkeypatch.setattr(train, "derive_step_targets", _no_targets)  # ranks are forked from here
     assert run_all(*[plain] * ranks) == [""] * ranks
     assert _losses(arranged.run_dir) == pytest.approx(_losses(plain.run_dir), rel=1e-5)
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.balance import StepAims
+from mmtrain.balance import StepTargets
 from mmtrain.costs import TokenLoad, costs_for, machine_for, precision_for, upstream_trains
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.models.model_shape import build_model_shape
@@ -28,7 +28,7 @@ def planned(settings: Recipe, ranks: int) -> Plan:
     return plan(settings, lengths(), world_size=ranks, hardware="cpu-core", recipe_sha256="f" * 64)
 
 
-def aimed(parallel: dict[str, Any], ranks: int, **changes: Any) -> tuple[Plan, StepAims]:
+def aimed(parallel: dict[str, Any], ranks: int, **changes: Any) -> tuple[Plan, StepTargets]:
     settings = recipe(parallel=parallel, **changes)
     chosen = planned(settings, ranks)
     return chosen, derive_step_targets(settings, chosen, lengths())
@@ -36,27 +36,27 @@ def aimed(parallel: dict[str, Any], ranks: int, **changes: Any) -> tuple[Plan, S
 
 def test_units_on_the_same_ranks_are_one_cost() -> None:
     sizes = {unit: {"tp": 1, "pp": 1, "dp": 4} for unit in ALL}
-    chosen, aims = aimed({"placement": "unified"} | sizes, 4)
+    chosen, targets = aimed({"placement": "unified"} | sizes, 4)
     assert {u.dp for u in chosen.units.values()} == {4}
-    assert [set(load.prices) for load in aims.loads] == [ALL]
-    assert not aims.places, "nobody waits for anybody inside a replica"
-    assert from_json(StepAims, to_json(aims)) == aims
+    assert [set(load.costs) for load in targets.loads] == [ALL]
+    assert not targets.pipeline, "nobody waits for anybody inside a replica"
+    assert from_json(StepTargets, to_json(targets)) == targets
 
 
 def test_units_on_ranks_of_their_own_are_evened_apart_and_ordered_in_time() -> None:
     sizes = {unit: {"tp": 1, "pp": 1, "dp": 2} for unit in ALL}
-    _, aims = aimed({"placement": "disaggregated"} | sizes, 4)
-    assert [set(load.prices) for load in aims.loads] == [{"vision"}, {"llm"}], "the coarser first"
-    assert sum(load.weight for load in aims.loads) == pytest.approx(1, abs=1e-5)
-    assert [set(place.forward) for place in aims.places] == [{"vision"}, {"llm"}]
+    _, targets = aimed({"placement": "disaggregated"} | sizes, 4)
+    assert [set(load.costs) for load in targets.loads] == [{"vision"}, {"llm"}], "the coarser first"
+    assert sum(load.weight for load in targets.loads) == pytest.approx(1, abs=1e-5)
+    assert [set(place.forward) for place in targets.pipeline] == [{"vision"}, {"llm"}]
 
 
 def test_an_encoder_that_serves_all_replicas_asks_nothing_of_them() -> None:
     sizes = {"vision": {"tp": 1, "pp": 1, "dp": 1}, "llm": {"tp": 1, "pp": 1, "dp": 2}}
-    _, aims = aimed({"placement": "disaggregated"} | sizes, 3)
-    assert [set(load.prices) for load in aims.loads] == [{"llm"}]
-    assert set(aims.items) == {"vision"}
-    assert len(aims.places) == 2
+    _, targets = aimed({"placement": "disaggregated"} | sizes, 3)
+    assert [set(load.costs) for load in targets.loads] == [{"llm"}]
+    assert set(targets.item_costs) == {"vision"}
+    assert len(targets.pipeline) == 2
 
 
 def test_a_single_replica_has_nobody_to_be_even_with() -> None:
@@ -65,44 +65,44 @@ def test_a_single_replica_has_nobody_to_be_even_with() -> None:
 
 def test_ranks_of_a_pipeline_that_do_alike_are_one_load() -> None:
     sizes = {"vision": {"tp": 1, "pp": 1, "dp": 2}, "llm": {"tp": 1, "pp": 2, "dp": 2, "vpp": 1}}
-    chosen, aims = aimed({"placement": "disaggregated"} | sizes, 6)
-    assert [set(place.forward) for place in aims.places] == [{"vision"}, {"llm"}, {"llm"}]
-    assert len(aims.loads) == 2
+    chosen, targets = aimed({"placement": "disaggregated"} | sizes, 6)
+    assert [set(place.forward) for place in targets.pipeline] == [{"vision"}, {"llm"}, {"llm"}]
+    assert len(targets.loads) == 2
     assert chosen.units["llm"].pp == 2
 
 
 def test_other_pipelines_are_ordered_in_time_by_their_timetable() -> None:
     sizes = {"vision": {"tp": 1, "pp": 1, "dp": 1}, "llm": {"tp": 1, "pp": 2, "dp": 1, "vpp": 2}}
-    chosen, aims = aimed({"placement": "disaggregated"} | sizes, 3)
-    assert not aims.places
-    assert aims.timetable is not None
-    assert [len(line.split()) for line in aims.timetable.turns] == [2 * 8, 4 * 8, 4 * 8], (
+    chosen, targets = aimed({"placement": "disaggregated"} | sizes, 3)
+    assert not targets.pipeline
+    assert targets.schedule_table is not None
+    assert [len(line.split()) for line in targets.schedule_table.actions] == [2 * 8, 4 * 8, 4 * 8], (
         "of vision and two chunks each"
     )
-    assert {task.unit for task in aims.timetable.tasks} == ALL
-    assert from_json(StepAims, to_json(aims)) == aims
+    assert {task.unit for task in targets.schedule_table.tasks} == ALL
+    assert from_json(StepTargets, to_json(targets)) == targets
     graph = stage_graph(chosen, build_model_shape(recipe(parallel={"placement": "disaggregated"} | sizes)))
     lines = {rank: tuple(map(action_to_text, todo)) for rank, todo in build_1f1b(graph).actions.items()}
     written = SchedulePlan(kind="explicit", num_microbatches=chosen.schedule.num_microbatches, order=lines)
     same = derive_step_targets(recipe(), chosen.model_copy(update={"schedule": written}), lengths())
-    assert same.timetable == aims.timetable, "an order that is written down is another way to say the same"
+    assert same.schedule_table == targets.schedule_table, "an order that is written down is another way to say the same"
 
 
 def test_two_encoders_side_by_side_are_no_chain() -> None:
     settings = speech(parallel={"placement": "disaggregated"})
     chosen = plan(settings, heard(settings), world_size=3, hardware="cpu-core", recipe_sha256="f" * 64)
-    aims = derive_step_targets(settings, chosen, heard(settings))
-    assert not aims.places
-    assert aims.timetable is not None
-    assert len(aims.timetable.turns) == 3
+    targets = derive_step_targets(settings, chosen, heard(settings))
+    assert not targets.pipeline
+    assert targets.schedule_table is not None
+    assert len(targets.schedule_table.actions) == 3
 
 
 def test_three_units_are_all_priced() -> None:
     settings = speech(parallel={"placement": "unified"})
     chosen = plan(settings, heard(settings), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
-    aims = derive_step_targets(settings, chosen, heard(settings))
-    assert set(aims.items) == {"vision", "audio"}
-    assert set(aims.nodes) == set(chosen.units)
+    targets = derive_step_targets(settings, chosen, heard(settings))
+    assert set(targets.item_costs) == {"vision", "audio"}
+    assert set(targets.replica_nodes) == set(chosen.units)
 
 
 def test_prices_add_up_to_what_the_cost_model_says() -> None:
@@ -110,7 +110,7 @@ def test_prices_add_up_to_what_the_cost_model_says() -> None:
     sizes = {unit: {"tp": 1, "pp": 1, "dp": 2} for unit in ALL}
     settings = recipe(parallel={"placement": "disaggregated"} | sizes)
     chosen = planned(settings, 4)
-    aims, model, machine = (
+    targets, model, machine = (
         derive_step_targets(settings, chosen, lengths()),
         build_model_shape(settings),
         machine_for(settings, "cpu-core"),
@@ -126,8 +126,8 @@ def test_prices_add_up_to_what_the_cost_model_says() -> None:
         )
 
     units_of_cost = []
-    for load in aims.loads:
-        [(unit, price)] = load.prices.items()
+    for load in targets.loads:
+        [(unit, price)] = load.costs.items()
         n = typical[unit]
         more, less = (
             TokenLoad(n.tokens + s * n.tokens // 4, n.sum_sq + s * n.sum_sq // 4, n.max_len, n.num_sequences)
@@ -154,8 +154,8 @@ def test_where_time_does_not_grow_the_mean_is_the_price() -> None:
 
 def test_sums_over_a_step_are_exact() -> None:
     """Costs are whole numbers, and a step's sum is far from where floating point would round."""
-    _, aims = aimed({"placement": "unified"}, 2)
+    _, targets = aimed({"placement": "unified"}, 2)
     tokens = np.full(4096, 384, dtype=np.int64)
-    for load in aims.loads:
-        for price in load.prices.values():
+    for load in targets.loads:
+        for price in load.costs.values():
             assert 0 < int(price.of(tokens).sum()) < 2**53

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmtrain.costs import machine_for
 from mmtrain.plan.estimate.memory_fit import FittedLayout, fit_memory
-from mmtrain.plan.estimate.step_time_estimator import Rater
+from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.search.layer_partition import layer_chains, layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.program import build, peak_live
@@ -20,7 +20,7 @@ SETTINGS = recipe(llm={"layers": 6}, global_batch=8)
 PRICING, CHOICES = layer_costs_for(SETTINGS)
 MACHINE = machine_for(SETTINGS, "cpu-core")
 SIZINGS = [s for world_size in (1, 2, 3, 4, 6) for s in mesh_assignments(CHOICES, world_size)]
-RATER = Rater(PRICING, MACHINE, None)
+RATER = StepTimeEstimator(PRICING, MACHINE, None)
 
 
 def holds(data: st.DataObject) -> None:
@@ -35,7 +35,7 @@ def holds(data: st.DataObject) -> None:
     free = layout_graph(partitioned_layout(assignment, PRICING, tuple(cuts)), PRICING)
     peak = max(memory.total for memory in PRICING.memory(free).values())
     small = replace(MACHINE, memory_bytes=data.draw(st.floats(0.5, 1.1)) * peak)
-    alive = RATER.alive(assignment, tuple(cuts))
+    alive = RATER.in_flight(assignment, tuple(cuts))
     assert alive == in_flight(free)
     found = fit_memory(assignment, PRICING, tuple(cuts), small, alive)
     if not isinstance(found, FittedLayout):

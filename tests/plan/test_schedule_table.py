@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance.reordering import across_time, makespans
-from mmtrain.balance.schedule_recurrence import Recurrence
-from mmtrain.balance.step_targets import Price, Task, Timetable
+from mmtrain.balance.reordering import makespans_1f1b, reorder_microbatches
+from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
+from mmtrain.balance.step_targets import ScheduledTask, ScheduleTable, SequenceCost
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.schedule_table import build_schedule_table, is_single_chain
 from mmtrain.program import Partial, Program, StageGraph, build, build_1f1b, build_coarse, lower, simulate
@@ -44,7 +44,7 @@ def scheduled(draw: st.DrawFn) -> tuple[StageGraph, SchedulePlan, Program]:
 def test_the_recurrence_takes_what_the_program_takes(case: tuple[StageGraph, SchedulePlan, Program], seed: int) -> None:
     graph, schedule, program = case
     rng, num = np.random.default_rng(seed), schedule.num_microbatches
-    prices = {s.id: tuple(Price(WHOLE * int(p)) for p in rng.integers(1, 9, 2)) for s in graph.stages}
+    prices = {s.id: tuple(SequenceCost(WHOLE * int(p)) for p in rng.integers(1, 9, 2)) for s in graph.stages}
     loads, inside = rng.integers(1, 20, num["llm"]), np.arange(num["llm"]).reshape(gcd(*num.values()), -1)
     order = inside[rng.permutation(len(inside))].ravel()  # blocks move together
     shares = {unit: gcd(count, num["llm"]) for unit, count in num.items()}
@@ -64,8 +64,8 @@ def test_the_recurrence_takes_what_the_program_takes(case: tuple[StageGraph, Sch
     costs = np.zeros((1, len(table.tasks), num["llm"]))
     for t, task in enumerate(table.tasks):
         per, width = num[task.unit] // shares[task.unit], num["llm"] // shares[task.unit]
-        costs[0, t] = [task.price.linear * load(task.unit, m // width * per, loads) for m in range(num["llm"])]
-    found = Recurrence(table, num).makespans(costs, order[None])
+        costs[0, t] = [task.cost.linear * load(task.unit, m // width * per, loads) for m in range(num["llm"])]
+    found = ScheduleRecurrence(table, num).makespans(costs, order[None])
     assert found[0] == pytest.approx(followed(program, seconds))
     assert found[0] <= simulate(program, Given({}, {}, rule=seconds)).step_time_s + 1e-6, "messages wait in line there"
 
@@ -112,13 +112,13 @@ def chains(draw: st.DrawFn) -> StageGraph:
 def test_of_a_chain_the_places_say_all(graph: StageGraph, seed: int) -> None:
     assert is_single_chain(graph)
     rng, num = np.random.default_rng(seed), {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
-    prices = {stage.id: (Price(1), Price(1)) for stage in graph.stages}
+    prices = {stage.id: (SequenceCost(1), SequenceCost(1)) for stage in graph.stages}
     table = build_schedule_table(graph, SchedulePlan(num_microbatches=num), prices)
     assert table is not None
     costs, orders = rng.gamma(2.0, 1.0, (1, len(table.tasks), num["llm"])), np.arange(num["llm"])[None]
-    recurrence = Recurrence(table, num)
+    recurrence = ScheduleRecurrence(table, num)
     forward, backward = (work[None] for work in recurrence.work(costs[0]))  # ranks count along the chain
-    assert recurrence.makespans(costs, orders) == pytest.approx(makespans(forward, backward, orders))
+    assert recurrence.makespans(costs, orders) == pytest.approx(makespans_1f1b(forward, backward, orders))
 
 
 @pytest.mark.parametrize(
@@ -136,17 +136,17 @@ def test_other_pipelines_are_no_chains(graph: StageGraph) -> None:
     assert not is_single_chain(graph)
 
 
-def interleaved(p: int, chunks: int, num: int) -> tuple[Timetable, dict[str, int]]:
+def interleaved(p: int, chunks: int, num: int) -> tuple[ScheduleTable, dict[str, int]]:
     """An LLM of so many chunks on each of p ranks, forwards of 1 and backwards of 2."""
     graph, counts = chain(Unit("llm", p, num_stages=p * chunks), n=num), {"llm": num}
-    prices = {stage.id: (Price(1), Price(2)) for stage in graph.stages}
+    prices = {stage.id: (SequenceCost(1), SequenceCost(2)) for stage in graph.stages}
     table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), prices)
     assert table is not None
     return table, counts
 
 
-def even(table: Timetable, num: int) -> np.ndarray:
-    return np.array([[[float(task.price.linear)] * num for task in table.tasks]])
+def even(table: ScheduleTable, num: int) -> np.ndarray:
+    return np.array([[[float(task.cost.linear)] * num for task in table.tasks]])
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 9))
@@ -158,21 +158,21 @@ def test_one_chunk_is_plain_1f1b(seed: int, p: int, num: int) -> None:
         costs[:, [i for _, i in sorted((t.stage, i) for i, t in enumerate(table.tasks) if t.is_forward == way)]]
         for way in (True, False)
     )
-    recurrence = Recurrence(table, counts)
-    assert recurrence.makespans(costs, orders) == pytest.approx(makespans(forward, backward, orders))
+    recurrence = ScheduleRecurrence(table, counts)
+    assert recurrence.makespans(costs, orders) == pytest.approx(makespans_1f1b(forward, backward, orders))
     assert [w.tolist() for w in recurrence.work(costs[0])] == [forward[0].tolist(), backward[0].tolist()]
 
 
 def test_even_chunks_take_what_megatron_lm_says() -> None:
     p, chunks, num = 4, 3, 8
     table, counts = interleaved(p, chunks, num)
-    span = Recurrence(table, counts).makespans(even(table, num), np.arange(num)[None])[0]
+    span = ScheduleRecurrence(table, counts).makespans(even(table, num), np.arange(num)[None])[0]
     assert span == num * chunks * 3 + (p - 1) * 3, "the bubble is (p - 1) (tf + tb) / v"
 
 
 def test_orders_of_several_chunks_are_never_worse_than_given() -> None:
     table, counts = interleaved(4, 2, 16)
-    recurrence, gains = Recurrence(table, counts), []
+    recurrence, gains = ScheduleRecurrence(table, counts), []
     first = [i for i, task in enumerate(table.tasks) if task.stage == 0]
     for seed in range(6):
         rng = np.random.default_rng(seed)
@@ -180,7 +180,7 @@ def test_orders_of_several_chunks_are_never_worse_than_given() -> None:
         costs[:, first] *= rng.gamma(2.0, 0.6, 16)
         given_order = rng.permutation(16)
         forward, backward = (work[None] for work in recurrence.work(costs[0]))
-        found = across_time(
+        found = reorder_microbatches(
             forward, backward, given_order, 3, rng, score=lambda orders, c=costs: recurrence.makespans(c, orders)
         )
         assert sorted(found.tolist()) == list(range(16))
@@ -191,17 +191,17 @@ def test_orders_of_several_chunks_are_never_worse_than_given() -> None:
 
 
 def test_turns_that_wait_for_each_other_are_refused() -> None:
-    tasks = tuple(Task(0, "llm", way, Price(1)) for way in (True, False))
+    tasks = tuple(ScheduledTask(0, "llm", way, SequenceCost(1)) for way in (True, False))
     with pytest.raises(ValueError, match="wait for each other in a circle"):
-        Recurrence(Timetable(tasks, ((),), ("1 0",)), {"llm": 1})
+        ScheduleRecurrence(ScheduleTable(tasks, ((),), ("1 0",)), {"llm": 1})
 
 
 def test_work_in_gaps_and_endless_steps_have_no_timetable() -> None:
     graph = deeper(chain(Unit("vision", ranks=(0,)), Unit("llm", ranks=(0,)), n=1), 2)
-    prices = {stage.id: (Price(1), Price(2)) for stage in graph.stages}
+    prices = {stage.id: (SequenceCost(1), SequenceCost(2)) for stage in graph.stages}
     order = ("F vision.0 vision:0.0", "F llm.0 llm:0.0", "B llm.0 llm:0.0 |1| PB vision.0 vision:0.0 0:2")
     schedule = SchedulePlan(kind="explicit", num_microbatches={"vision": 1, "llm": 1}, order={0: order})
     assert build_schedule_table(graph, schedule, prices) is None
     many = chain(Unit("llm", 2), n=4000)
-    prices = {stage.id: (Price(1), Price(2)) for stage in many.stages}
+    prices = {stage.id: (SequenceCost(1), SequenceCost(2)) for stage in many.stages}
     assert build_schedule_table(many, SchedulePlan(num_microbatches={"llm": 4000}), prices) is None

@@ -9,7 +9,7 @@ import pytest
 
 from mmtrain.costs import machine_for
 from mmtrain.plan.estimate.evaluate import evaluate_layout
-from mmtrain.plan.estimate.step_time_estimator import Rater
+from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO, MAX_EXPLAINED_ASSIGNMENTS, best_first_search
 from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layer_chains, layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
@@ -73,20 +73,20 @@ def test_ratings_bound_the_simulator_and_bounds_the_ratings(case: str) -> None:
     settings, hardware = recipe(**CASES[case][0]), CASES[case][1]
     layer_costs, choices = layer_costs_for(settings, hardware)
     machine = machine_for(settings, hardware)
-    rater, slack, rng = Rater(layer_costs, machine, None), 1 + 1e-9, np.random.default_rng(0)
+    rater, slack, rng = StepTimeEstimator(layer_costs, machine, None), 1 + 1e-9, np.random.default_rng(0)
     errors = []
     for _, assignment in bounded_mesh_assignments(choices, 4):
         chains = layer_chains(assignment, layer_costs, choices)
         cuts = list(all_cuts(chains))
         some = [cuts[at] for at in rng.permutation(len(cuts))[:2]]
-        rated = rater.rate(assignment, chains, some, [None] * len(chains))
+        rated = rater.estimate(assignment, chains, some, [None] * len(chains))
         for chosen, rating in zip(some, rated, strict=True):
             layout = partitioned_layout(assignment, layer_costs, chosen)
             simulated = evaluate_layout(layout, layer_costs, machine).step_time_s
             assert 0 < max(map(chain_time_lower_bound, chains)) <= rating * slack, assignment
             assert rating <= simulated * slack, assignment
             errors.append(simulated / rating - 1)
-            assert rater.alive(assignment, chosen) == in_flight(layout_graph(layout, layer_costs))
+            assert rater.in_flight(assignment, chosen) == in_flight(layout_graph(layout, layer_costs))
     assert np.median(errors) < 0.05
 
 

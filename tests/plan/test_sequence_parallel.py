@@ -10,7 +10,7 @@ from mmtrain.errors import PlanError
 from mmtrain.plan import Plan
 from mmtrain.plan.estimate.evaluate import evaluate_layout, model_timing
 from mmtrain.plan.estimate.layer_costs import batch_split_of
-from mmtrain.plan.estimate.step_time_estimator import Rater
+from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.layer_partition import anchor_layout, layer_chains, layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
@@ -116,7 +116,7 @@ def test_each_rank_sends_its_own_rows_to_the_next_stage() -> None:
         bytes_sent.append([timing.message(graph.tp_group(s.edge.src, 0)[0], s).nbytes for s in sends])
         (chain,) = layer_chains(assignment, one, choices)
         assert chain.anchor is not None
-        rating = Rater(one, machine, None).rate(assignment, (chain,), [(chain.anchor,)], [None])[0]
+        rating = StepTimeEstimator(one, machine, None).estimate(assignment, (chain,), [(chain.anchor,)], [None])[0]
         judged = evaluate_layout(partitioned_layout(assignment, one, (chain.anchor,)), one, machine)
         assert judged.step_time_s * (1 - 0.05) <= rating <= judged.step_time_s * (1 + 1e-9)
     tokens, width = loads.loads[mb].tokens, 4 * layer_costs.shape.unit("llm").layers[0].out

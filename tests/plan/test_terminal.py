@@ -11,7 +11,7 @@ from mmtrain.models.model_shape import ModelEdge, ModelShape, UnitShape, build_m
 from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated_units
 from mmtrain.plan.estimate.evaluate import evaluate_layout
 from mmtrain.plan.estimate.sample_batches import SampledBatches
-from mmtrain.plan.estimate.step_time_estimator import Rater
+from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layer_chains, layout_graph
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.program import build
@@ -57,7 +57,9 @@ def test_a_unit_after_the_llm_is_rated_and_judged_like_any_other(pp: int, num_mi
     build(graph)
     assignment = MeshAssignment("disaggregated", sizes, counts)
     chains = layer_chains(assignment, layer_costs, choices)
-    rated = Rater(layer_costs, machine, None).rate(assignment, chains, [tuple(cuts.values())], [None] * 3)[0]
+    rated = StepTimeEstimator(layer_costs, machine, None).estimate(
+        assignment, chains, [tuple(cuts.values())], [None] * 3
+    )[0]
     judged = evaluate_layout(layout, layer_costs, machine)
     slack = 1 + 1e-9
     assert 0 < max(map(chain_time_lower_bound, chains)) <= rated * slack

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mmtrain.plan.estimate.vectorized_1f1b import FloatArray, order_of
+from mmtrain.plan.estimate.vectorized_1f1b import FloatArray, compute_order
 from mmtrain.program import build_1f1b, simulate
 from mmtrain.program.ir.actions import Compute, Forward, Pass
 from mmtrain.program.ir.graph import StageGraph, StageId
@@ -38,8 +38,8 @@ def holds(graph: StageGraph) -> None:
         mesh = graph.mesh(stage.id.unit)
         shape = (1, mesh.dp * mesh.num_microbatches)
         seconds[stage.id] = rng.random(shape), rng.random(shape)
-    order = order_of(graph)
-    assert order.alive == in_flight(graph)
+    order = compute_order(graph)
+    assert order.in_flight == in_flight(graph)
     timeline = simulate(lower(build_1f1b(graph), reduce_last=True), Drawn(graph, seconds))
     ends: dict[int, float] = {}
     for span in timeline.spans:

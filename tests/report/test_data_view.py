@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmtrain.balance.imbalance import Bound
-from mmtrain.balance.summary import Score, summarise
+from mmtrain.balance.imbalance import ImbalanceBound
+from mmtrain.balance.summary import GroupingScore, summarize_lengths
 from mmtrain.errors import UserError
 from mmtrain.report.data_view import grouping_text, stats_picture, stats_text
 
 VALUES = np.array([[10.0, 0.0, 1.0], [30.0, 5000.0, 1.0], [20.0, 3.0, 1.0], [20.0, 4.0, 1.0]])
-SUMMARY = summarise(("LLM tokens", "pixels", "images"), VALUES)
+SUMMARY = summarize_lengths(("LLM tokens", "pixels", "images"), VALUES)
 
 
 def test_a_histogram_for_each_measure_and_what_was_set_aside() -> None:
@@ -25,16 +25,16 @@ def test_a_histogram_for_each_measure_and_what_was_set_aside() -> None:
     assert fullest.endswith("█ 2")
     assert "4 samples, 3 set aside besides: too_long 2, missing_image 1" in text
     assert "Correlation over samples" in text
-    assert "none: none" not in stats_text(summarise(("a",), np.zeros((0, 1))), {})
+    assert "none: none" not in stats_text(summarize_lengths(("a",), np.zeros((0, 1))), {})
 
 
-BOUNDS = {"llm": Bound(0.0, 0.0, None), "vision": Bound(0.01, 0.12, 7)}
+BOUNDS = {"llm": ImbalanceBound(0.0, 0.0, None), "vision": ImbalanceBound(0.01, 0.12, 7)}
 
 
 def test_the_table_marks_the_recipes_method() -> None:
     rows = [
-        Score("matched", 10, 4.0, 0.98, None, {"llm": 0.001, "vision": 0.02}, BOUNDS, 1.01, 0.5),
-        Score("random", 12, 3.3, 0.8, 0.4, {"llm": 0.3, "vision": 0.4}, BOUNDS, 1.5, 0.01),
+        GroupingScore("matched", 10, 4.0, 0.98, None, {"llm": 0.001, "vision": 0.02}, BOUNDS, 1.01, 0.5),
+        GroupingScore("random", 12, 3.3, 0.8, 0.4, {"llm": 0.3, "vision": 0.4}, BOUNDS, 1.5, 0.01),
     ]
     text = grouping_text(rows, "matched", 8, lambda i: f"sample number {i}")
     assert "bound reached, vision: in 12% of steps one sample alone exceeds the mean load" in text
@@ -49,7 +49,7 @@ def test_the_table_marks_the_recipes_method() -> None:
 
 def test_a_picture_has_a_panel_for_each_measure_that_varies(tmp_path: Path) -> None:
     stats_picture(SUMMARY, tmp_path / "a.png")
-    stats_picture(summarise(("LLM tokens",), VALUES[:, :1]), tmp_path / "b.png")
+    stats_picture(summarize_lengths(("LLM tokens",), VALUES[:, :1]), tmp_path / "b.png")
     with Image.open(tmp_path / "a.png") as two, Image.open(tmp_path / "b.png") as one:
         assert two.format == "PNG"
         assert two.height > 1.5 * one.height

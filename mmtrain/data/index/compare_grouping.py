@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance import Grouping, SampleLengths
-from mmtrain.balance.methods import METHODS, token_aims, unit_tokens
-from mmtrain.balance.summary import Score, score
+from mmtrain.balance.methods import GROUPING_METHODS, token_targets, unit_tokens
+from mmtrain.balance.summary import GroupingScore, score_grouping
 from mmtrain.data.stream.group_stream import GroupStream
 
 
@@ -19,15 +19,15 @@ def compare_methods(
     seed: int,
     num_replicas: int,
     clock: Callable[[], float],
-) -> list[Score]:
+) -> list[GroupingScore]:
     """Group one epoch by every method as training would, and judge it for `num_replicas` replicas side by side.
 
     clock: seconds from any start; an epoch's grouping is timed by it.
     """
     units, tokens = unit_tokens(lengths)
-    aims, scores = token_aims(lengths, grouping), []
-    for method in METHODS:
+    targets, scores = token_targets(lengths, grouping), []
+    for method in GROUPING_METHODS:
         begin = clock()
-        groups = GroupStream(lengths, replace(grouping, method=method), seed, weights).epoch(0, num_replicas, aims)
-        scores.append(score(method, groups, units, tokens, grouping.seq_len, num_replicas, clock() - begin))
+        groups = GroupStream(lengths, replace(grouping, method=method), seed, weights).epoch(0, num_replicas, targets)
+        scores.append(score_grouping(method, groups, units, tokens, grouping.seq_len, num_replicas, clock() - begin))
     return scores

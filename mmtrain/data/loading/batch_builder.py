@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmtrain.balance.assign import NO_AIMS
+from mmtrain.balance.assign import NO_TARGETS
 from mmtrain.balance.batch_meta import BatchMeta
-from mmtrain.balance.step_targets import StepAims
+from mmtrain.balance.step_targets import StepTargets
 from mmtrain.data.formats.chat_tokenizer import ChatTokenizer, Encoded
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.data_index import DataIndex, check_bad_rate
@@ -58,7 +58,7 @@ class StepRequest:
     dp: dict[str, int]  # data-parallel size of every unit, "llm" included
     num_microbatches: dict[str, int]  # of each replica of every unit
     needs: tuple[Need, ...]
-    aims: StepAims = NO_AIMS  # what to arrange the step's samples for
+    step_targets: StepTargets = NO_TARGETS  # what to arrange the step's samples for
 
 
 NO_SAMPLE = -1
@@ -178,7 +178,9 @@ class StepMaker:
     def meta(self, request: StepRequest) -> BatchMeta:
         """The step's samples, and where each goes."""
         global_batch = request.dp["llm"] * request.num_microbatches["llm"]
-        return self._stream.batch(request.step, global_batch, request.dp, request.num_microbatches, request.aims)
+        return self._stream.batch(
+            request.step, global_batch, request.dp, request.num_microbatches, request.step_targets
+        )
 
     def name(self, sample_id: int) -> str:
         """What to call a sample in messages."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Self
 
-from mmtrain.balance.assign import NO_AIMS
-from mmtrain.balance.step_targets import StepAims
+from mmtrain.balance.assign import NO_TARGETS
+from mmtrain.balance.step_targets import StepTargets
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.loading.batch_builder import BadSamples, Need, StepData, StepMaker, StepRequest
 from mmtrain.data.loading.prefetch_window import Window
@@ -40,7 +40,7 @@ class Loader:
         start_step: int = 0,
         local_ranks: int = 1,
         note: Note = print,
-        aims: StepAims = NO_AIMS,
+        step_targets: StepTargets = NO_TARGETS,
     ) -> None:
         """Start preparing.
 
@@ -54,11 +54,16 @@ class Loader:
             start_step: the first step to return.
             local_ranks: ranks that share this machine's processors.
             note: told, from another thread, of workers and producers that died, and of what became of their steps.
-            aims: what to arrange a step's samples for; the same on all ranks.
+            step_targets: what to arrange a step's samples for; the same on all ranks.
         """
         if recipe.data.producers:
             require_zmq("data.producers")
-        self._dp, self._num_microbatches, self._needs, self._aims = dict(dp), dict(num_microbatches), needs, aims
+        self._dp, self._num_microbatches, self._needs, self._step_targets = (
+            dict(dp),
+            dict(num_microbatches),
+            needs,
+            step_targets,
+        )
         self._maker = StepMaker(index, stream, recipe)
         self._bad = BadSamples(index, recipe.data.max_bad_rate)
         self._step = start_step
@@ -92,7 +97,7 @@ class Loader:
         return data
 
     def _request(self, step: int) -> StepRequest:
-        return StepRequest(step, self._dp, self._num_microbatches, self._needs, self._aims)
+        return StepRequest(step, self._dp, self._num_microbatches, self._needs, self._step_targets)
 
     def _prepare(self) -> None:
         try:

@@ -8,11 +8,18 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.balance import BatchMeta, Grouping, Groups, IntArray, SampleLengths, StepAims, assign, pack
-from mmtrain.balance.assign import NO_AIMS
-from mmtrain.balance.even_groups import even_out
-from mmtrain.balance.methods import Sizes, arrange, compose, sizes_of, spare_groups, split_to
-from mmtrain.balance.step_targets import LLM, Work
+from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleGroups, SampleLengths, StepTargets, assign, pack_groups
+from mmtrain.balance.assign import NO_TARGETS
+from mmtrain.balance.even_groups import even_out_groups
+from mmtrain.balance.methods import (
+    GroupingSizes,
+    arrange_window,
+    group_window,
+    grouping_sizes,
+    num_spare_groups,
+    split_to_count,
+)
+from mmtrain.balance.step_targets import LLM, SampleWork
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
@@ -43,7 +50,7 @@ class GroupStream:
         """Group samples of these lengths as `grouping` says."""
         self._lengths, self._grouping, self._seed = lengths, grouping, seed
         weights = np.ones(len(lengths)) if weights is None else weights
-        sizes = self._sizes = sizes_of(lengths, grouping)
+        sizes = self._sizes = grouping_sizes(lengths, grouping)
         limit = grouping.long_tokens
         is_long = np.zeros(len(lengths), dtype=bool) if limit is None else lengths.tokens > limit
         kinds = [np.flatnonzero(is_long == kind) for kind in (False, True)]
@@ -75,19 +82,19 @@ class GroupStream:
         global_batch: int,
         dp: Mapping[str, int],
         num_microbatches: Mapping[str, int],
-        aims: StepAims = NO_AIMS,
+        targets: StepTargets = NO_TARGETS,
     ) -> BatchMeta:
         """Groups [step, step + 1) * global_batch, laid out over the replicas and microbatches of every unit.
 
-        Which samples these are hangs on nothing else; who computes which, beside which and when, is what `aims` ask
+        Which samples these are hangs on nothing else; who computes which, beside which and when, is what `targets` ask
         for. Samples change groups for their sake where the method is `matched`.
         """
         first = step * global_batch
         groups = self.groups(first, global_batch)
-        groups = self._evened(groups, dp[LLM], aims)
-        return assign(step, first // self.groups_per_epoch, groups, self._lengths, dp, num_microbatches, aims)
+        groups = self._evened(groups, dp[LLM], targets)
+        return assign(step, first // self.groups_per_epoch, groups, self._lengths, dp, num_microbatches, targets)
 
-    def epoch(self, epoch: int, num_replicas: int = 1, aims: StepAims = NO_AIMS) -> Groups:
+    def epoch(self, epoch: int, num_replicas: int = 1, targets: StepTargets = NO_TARGETS) -> SampleGroups:
         """All groups of one epoch, evened for replicas that compute so many in a row side by side."""
         total = self.groups_per_epoch
         groups = self.groups(epoch * total, total)
@@ -95,18 +102,18 @@ class GroupStream:
         groups[: len(rows) * num_replicas] = [
             group
             for lo in range(0, len(rows), _ROWS_AT_ONCE)
-            for group in self._evened(list(chain(*rows[lo : lo + _ROWS_AT_ONCE])), num_replicas, aims)
+            for group in self._evened(list(chain(*rows[lo : lo + _ROWS_AT_ONCE])), num_replicas, targets)
         ]
         sizes = np.array([0, *map(len, groups)], dtype=np.int64)
-        return Groups(np.cumsum(sizes), np.concatenate(groups))
+        return SampleGroups(np.cumsum(sizes), np.concatenate(groups))
 
-    def _evened(self, groups: list[IntArray], num_replicas: int, aims: StepAims) -> list[IntArray]:
-        if not aims.loads or self._grouping.method != "matched":
+    def _evened(self, groups: list[IntArray], num_replicas: int, targets: StepTargets) -> list[IntArray]:
+        if not targets.loads or self._grouping.method != "matched":
             return groups
         samples = np.concatenate(groups)
-        loads = Work(self._lengths, samples).loads(aims)
-        weights = [load.weight for load in aims.loads]
-        return even_out(groups, self._sizes.tokens[samples], self._sizes.budgets, loads, weights, num_replicas)
+        loads = SampleWork(self._lengths, samples).loads(targets)
+        weights = [load.weight for load in targets.loads]
+        return even_out_groups(groups, self._sizes.tokens[samples], self._sizes.budgets, loads, weights, num_replicas)
 
     def epochs_done(self, num_groups: int) -> float:
         """Passes over the data that the first `num_groups` groups of the stream make."""
@@ -151,13 +158,13 @@ class _Strand:
     """The samples that may share steps with each other: all of them, or the long ones, or the others."""
 
     def __init__(
-        self, samples: IntArray, weights: FloatArray, sizes: Sizes, grouping: Grouping, key: tuple[int, int]
+        self, samples: IntArray, weights: FloatArray, sizes: GroupingSizes, grouping: Grouping, key: tuple[int, int]
     ) -> None:
         self._sizes, self._grouping, self._key = sizes, grouping, key
         self._windows = self._dealt(samples, weights)
         self.num_groups = sum(window.num_groups for window in self._windows)  # in each epoch
         self._visits: tuple[int, IntArray, IntArray] | None = None
-        self._made: dict[tuple[int, int], Groups] = {}
+        self._made: dict[tuple[int, int], SampleGroups] = {}
 
     def group(self, place: int) -> IntArray:
         """Sample numbers of a group of the endless stream."""
@@ -167,7 +174,7 @@ class _Strand:
         window, start = int(order[turn]), int(starts[turn])
         groups = self._made.get((epoch, window))
         if groups is None:
-            groups = self._make(epoch, window, (place - within + start) % self._grouping.alike)
+            groups = self._make(epoch, window, (place - within + start) % self._grouping.row_size)
             while len(self._made) >= _KEPT:
                 self._made.pop(next(iter(self._made)), None)
             self._made[epoch, window] = groups
@@ -188,7 +195,7 @@ class _Strand:
         groups = self._reference(w, samples, chance)
         tokens = self._sizes.tokens[samples, 0].astype(np.float64)
         deviation = float(np.sqrt((chance * (1 - chance) * tokens**2).sum()))
-        spare = spare_groups(len(groups), self._grouping) + ceil(2 * deviation / self._grouping.seq_len)
+        spare = num_spare_groups(len(groups), self._grouping) + ceil(2 * deviation / self._grouping.seq_len)
         return _Window(samples, chance, min(len(groups) + spare, len(groups.samples)))
 
     def _visit(self, epoch: int) -> tuple[IntArray, IntArray]:
@@ -200,7 +207,7 @@ class _Strand:
             known = self._visits = epoch, order, np.cumsum(sizes) - sizes
         return known[1], known[2]
 
-    def _make(self, epoch: int, w: int, offset: int) -> Groups:
+    def _make(self, epoch: int, w: int, offset: int) -> SampleGroups:
         """The groups of a window in an epoch.
 
         Should a shuffle need more groups than the window has, or leave fewer samples, the epoch uses the samples and
@@ -210,17 +217,17 @@ class _Strand:
         groups = self._composed(window.samples[rng.random(len(window.samples)) < window.chance], rng)
         if len(groups) > window.num_groups or len(groups.samples) < window.num_groups:
             groups = self._reference(w, window.samples, window.chance)
-        groups = split_to(groups, window.num_groups)
-        return arrange(self._sizes, groups, self._grouping, offset, rng, exchanged=False)
+        groups = split_to_count(groups, window.num_groups)
+        return arrange_window(self._sizes, groups, self._grouping, offset, rng, exchanged=False)
 
-    def _reference(self, w: int, samples: IntArray, chance: FloatArray) -> Groups:
+    def _reference(self, w: int, samples: IntArray, chance: FloatArray) -> SampleGroups:
         """The groups that decide how many a window has."""
         rng = _rng(_COUNT, *self._key, 0, w)
         drawn = samples[rng.random(len(samples)) < chance]
         return self._composed(drawn if len(drawn) else samples, rng)
 
-    def _composed(self, samples: IntArray, rng: np.random.Generator) -> Groups:
-        return compose(self._sizes, rng.permutation(samples), self._grouping, rng)
+    def _composed(self, samples: IntArray, rng: np.random.Generator) -> SampleGroups:
+        return group_window(self._sizes, rng.permutation(samples), self._grouping, rng)
 
 
 def _rng(purpose: int, *key: int) -> np.random.Generator:
@@ -237,8 +244,8 @@ def validation_batches(
     """
     per_batch = dp["llm"] * num_microbatches["llm"]
     order = np.random.default_rng(0).permutation(len(index.lengths))
-    sizes = sizes_of(index.lengths, grouping)
-    packed = pack(sizes.tokens, sizes.budgets, order, grouping.window)
+    sizes = grouping_sizes(index.lengths, grouping)
+    packed = pack_groups(sizes.tokens, sizes.budgets, order, grouping.window)
     groups = [packed[i] for i in range(len(packed))][: limit * per_batch]
     while len(groups) % per_batch:
         largest = max(range(len(groups)), key=lambda i: len(groups[i]))

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from mmtrain.balance import Load, Place, Price, SampleLengths, StepAims
+from mmtrain.balance import BalancedLoad, PipelineRank, SampleLengths, SequenceCost, StepTargets
 from mmtrain.costs import CostModel, TokenLoad, costs_for, machine_for, precision_for, upstream_trains
 from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.plan.artifact.marginal_cost import MarginalCost, marginal_cost
@@ -37,7 +37,7 @@ class _RankWork:
         return {u: sum((lines[u] for lines in both if u in lines), MarginalCost()) for u in self.forward if u in units}
 
 
-def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepAims:
+def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepTargets:
     """What to arrange the samples of a step for, under this plan and its costs.
 
     Units that share ranks are summed, units on ranks of their own evened apart. Prices are the slopes of the cost model
@@ -55,16 +55,18 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     encoders = [mesh.unit for mesh in graph.meshes if mesh.unit != LLM]
     in_time = bool(encoders) and len(ranks) > 1
     plain = plan.schedule.kind == "1f1b" and is_single_chain(graph)
-    return StepAims(
+    return StepTargets(
         loads=_loads(ranks, graph, typical, scale),
-        places=tuple(Place(_prices(work.forward, scale), _prices(work.backward, scale)) for work in ranks)
+        pipeline=tuple(PipelineRank(_prices(work.forward, scale), _prices(work.backward, scale)) for work in ranks)
         if in_time and plain
         else (),
-        timetable=build_schedule_table(graph, plan.schedule, _prices_of_stages(graph, model, costs, typical, scale))
+        schedule_table=build_schedule_table(
+            graph, plan.schedule, _prices_of_stages(graph, model, costs, typical, scale)
+        )
         if in_time and not plain
         else None,
-        items={u: _prices(_together(ranks, u), scale)[u] for u in encoders},
-        nodes={mesh.unit: _nodes(graph, mesh.unit, machine.ranks_per_node) for mesh in graph.meshes},
+        item_costs={u: _prices(_together(ranks, u), scale)[u] for u in encoders},
+        replica_nodes={mesh.unit: _nodes(graph, mesh.unit, machine.ranks_per_node) for mesh in graph.meshes},
     )
 
 
@@ -112,7 +114,7 @@ def _work_of_ranks(
 
 def _prices_of_stages(
     graph: StageGraph, model: ModelShape, costs: CostModel, typical: Mapping[str, TokenLoad], scale: float
-) -> dict[StageId, tuple[Price, Price]]:
+) -> dict[StageId, tuple[SequenceCost, SequenceCost]]:
     """What each stage's forward and backward cost."""
     needs, found = upstream_trains(model), {}
     for stage in graph.stages:
@@ -148,7 +150,7 @@ def _stage_slopes(
 
 def _loads(
     ranks: list[_RankWork], graph: StageGraph, typical: Mapping[str, TokenLoad], scale: float
-) -> tuple[Load, ...]:
+) -> tuple[BalancedLoad, ...]:
     """The different kinds of work that ranks do, each once, the coarsest (most of encoders) first."""
     if graph.mesh(LLM).dp == 1:
         return ()
@@ -161,7 +163,7 @@ def _loads(
             kept.append((lines, seconds))
     whole = sum(sum(seconds.values()) for _, seconds in kept)
     kept.sort(key=lambda e: -sum(s for (unit, _), s in e[1].items() if unit != LLM) / sum(e[1].values()))
-    return tuple(Load(_prices(lines, scale), round(sum(s.values()) / whole, 6)) for lines, s in kept)
+    return tuple(BalancedLoad(_prices(lines, scale), round(sum(s.values()) / whole, 6)) for lines, s in kept)
 
 
 def _seconds(lines: UnitCosts, typical: Mapping[str, TokenLoad]) -> dict[tuple[str, str], float]:
@@ -186,12 +188,12 @@ def _together(ranks: list[_RankWork], unit: str) -> UnitCosts:
     return {unit: sum(lines, MarginalCost())}
 
 
-def _prices(lines: UnitCosts, scale: float) -> dict[str, Price]:
+def _prices(lines: UnitCosts, scale: float) -> dict[str, SequenceCost]:
     return {u: _price(line, scale) for u, line in sorted(lines.items())}
 
 
-def _price(line: MarginalCost, scale: float) -> Price:
-    return Price(round(line.linear * scale), round(line.quadratic * scale))
+def _price(line: MarginalCost, scale: float) -> SequenceCost:
+    return SequenceCost(round(line.linear * scale), round(line.quadratic * scale))
 
 
 def _nodes(graph: StageGraph, unit: str, ranks_per_node: int) -> tuple[int, ...]:

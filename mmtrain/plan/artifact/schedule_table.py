@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from mmtrain.balance.step_targets import LLM, Price, Task, Timetable
+from mmtrain.balance.step_targets import LLM, ScheduledTask, ScheduleTable, SequenceCost
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.program.ir.actions import Compute, Fill, Partial
 from mmtrain.program.ir.graph import StageGraph, StageId
@@ -15,8 +15,8 @@ StageReplica = tuple[StageId, int]  # a stage, and the replica that holds it
 
 
 def build_schedule_table(
-    graph: StageGraph, schedule: SchedulePlan, prices: Mapping[StageId, tuple[Price, Price]]
-) -> Timetable | None:
+    graph: StageGraph, schedule: SchedulePlan, prices: Mapping[StageId, tuple[SequenceCost, SequenceCost]]
+) -> ScheduleTable | None:
     """The turns of the first LLM replica's ranks and of those that feed it; one rank stands for each stage replica.
 
     prices: what a stage's forward and backward cost. Of encoders on ranks of their own the first replica stands for
@@ -43,9 +43,9 @@ def build_schedule_table(
                 turns[-1].append((tasks.setdefault(key, len(tasks)), action.mb.index))
     if sum(map(len, turns)) > MAX_SCHEDULED_PASSES:
         return None
-    return Timetable(
+    return ScheduleTable(
         tuple(
-            Task(
+            ScheduledTask(
                 stages[stage, replica],
                 stage.unit,
                 forward,
@@ -88,7 +88,7 @@ def _sources(graph: StageGraph, stage_replica: StageReplica, stages: Mapping[Sta
                 yield number
 
 
-def _part(price: Price, segments: int, graph: StageGraph, stage: StageId) -> Price:
+def _part(price: SequenceCost, segments: int, graph: StageGraph, stage: StageId) -> SequenceCost:
     """The share of a stage's price that some of its segments have."""
     whole = num_segments(graph, stage)
-    return Price(price.linear * segments // whole, price.quadratic * segments // whole)
+    return SequenceCost(price.linear * segments // whole, price.quadratic * segments // whole)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleLengths, assign
-from mmtrain.balance.methods import arrange, compose, sizes_of, unit_tokens
+from mmtrain.balance.methods import arrange_window, group_window, grouping_sizes, unit_tokens
 from mmtrain.errors import PlanError
 
 NUM_SAMPLED_BATCHES = 3
@@ -50,9 +50,9 @@ def sample_batches(
     num_samples = max(
         int(np.ceil(SAMPLE_SURPLUS_RATIO * num_batches * size * per_group)), min(MIN_SAMPLES_TO_GROUP, grouping.window)
     )
-    rng, sizes = np.random.default_rng(seed), sizes_of(lengths, grouping)
+    rng, sizes = np.random.default_rng(seed), grouping_sizes(lengths, grouping)
     order = rng.permutation(len(lengths))[:num_samples].astype(np.int64)
-    packed = arrange(sizes, compose(sizes, order, grouping, rng), grouping, 0, rng)
+    packed = arrange_window(sizes, group_window(sizes, order, grouping, rng), grouping, 0, rng)
     num_steps = max(num_batches, len(packed) // size)
     steps = [[packed[i % len(packed)] for i in range(s * size, (s + 1) * size)] for s in range(num_steps)]
     work = unit_tokens(lengths)[1].sum(axis=1)

@@ -12,8 +12,8 @@ from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.plan.artifact.layout import Layout, MeshSize
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts
-from mmtrain.plan.estimate.unified_chain import LineRun, first_backwards, is_line, line_order
-from mmtrain.plan.estimate.vectorized_1f1b import Order, order_of
+from mmtrain.plan.estimate.unified_chain import UnifiedChainRun, chain_order, first_backward_parts, is_unified_chain
+from mmtrain.plan.estimate.vectorized_1f1b import ComputeOrder, compute_order
 from mmtrain.plan.search.layer_partition import LayerChain, LayerPartition, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
@@ -26,16 +26,16 @@ AT_ONCE = 3_000_000  # numbers in the table of ends
 
 
 @dataclass
-class Rater:
+class StepTimeEstimator:
     """Rates cuts; orders are worked out once for all that share them."""
 
     pricing: LayerCosts
     machine: Hardware
     groups: int | None  # replica groups of each batch that stand for all, those with most work; None: all
-    _orders: dict[tuple[object, ...], tuple[StageGraph, Order]] = field(default_factory=dict)
-    _lines: dict[tuple[int, ...], Order] = field(default_factory=dict)
+    _orders: dict[tuple[object, ...], tuple[StageGraph, ComputeOrder]] = field(default_factory=dict)
+    _lines: dict[tuple[int, ...], ComputeOrder] = field(default_factory=dict)
 
-    def rate(
+    def estimate(
         self,
         sizing: MeshAssignment,
         tracks: Sequence[LayerChain],
@@ -46,7 +46,7 @@ class Rater:
 
         extra: per track, seconds of recomputation by part and span (`cut.recomputed`).
         """
-        if is_line(sizing, self.pricing):
+        if is_unified_chain(sizing, self.pricing):
             return self._rate_line(sizing, tracks[0], np.asarray([one[0] for one in cuts]), extra[0])
         found = np.zeros(len(cuts))
         alike: dict[tuple[object, ...], list[int]] = {}
@@ -79,28 +79,28 @@ class Rater:
             for n, s in sizing.meshes.items()
         ]
         again = None if extra is None else _shares(track, cuts, extra)
-        found, first = np.zeros(len(cuts)), first_backwards(cuts, self.pricing)
+        found, first = np.zeros(len(cuts)), first_backward_parts(cuts, self.pricing)
         for part in np.unique(first).tolist():
             order = self._line_order(sizing, part)
             alike = np.flatnonzero(first == part)
             step = max(1, AT_ONCE // (order.num_rows * chosen.size))
             for at in (alike[i : i + step] for i in range(0, len(alike), step)):
                 own = None if again is None else again[at]
-                found[at] = LineRun(self.pricing, self.machine, sizing, order, cuts[at], own).seconds(grids)
+                found[at] = UnifiedChainRun(self.pricing, self.machine, sizing, order, cuts[at], own).seconds(grids)
         return found
 
-    def _line_order(self, sizing: MeshAssignment, first_backward: int) -> Order:
+    def _line_order(self, sizing: MeshAssignment, first_backward: int) -> ComputeOrder:
         size, count = sizing.meshes[LLM], sizing.num_microbatches[LLM]
         key = (size.pp, size.vpp, count, first_backward)
         if key not in self._lines:
-            self._lines[key] = line_order(size, count, first_backward)
+            self._lines[key] = chain_order(size, count, first_backward)
         return self._lines[key]
 
-    def alive(self, sizing: MeshAssignment, cuts: LayerPartition) -> Mapping[StageId, int]:
+    def in_flight(self, sizing: MeshAssignment, cuts: LayerPartition) -> Mapping[StageId, int]:
         """Microbatches that each stage holds at most."""
         thin, _ = _one_group(sizing)
-        if is_line(sizing, self.pricing):
-            of_parts = self._line_order(sizing, int(first_backwards(np.asarray(cuts), self.pricing)[0])).alive
+        if is_unified_chain(sizing, self.pricing):
+            of_parts = self._line_order(sizing, int(first_backward_parts(np.asarray(cuts), self.pricing)[0])).in_flight
             found: dict[StageId, int] = {}
             begin = 0
             for unit in self.pricing.shape.units:
@@ -109,14 +109,14 @@ class Rater:
                 found |= {StageId(unit.name, i): of_parts[StageId(LLM, part)] for i, part in enumerate(parts)}
                 begin = end
             return found
-        return self._order(thin, partitioned_layout(thin, self.pricing, cuts))[1].alive
+        return self._order(thin, partitioned_layout(thin, self.pricing, cuts))[1].in_flight
 
-    def _order(self, thin: MeshAssignment, layout: Layout) -> tuple[StageGraph, Order]:
+    def _order(self, thin: MeshAssignment, layout: Layout) -> tuple[StageGraph, ComputeOrder]:
         """A graph and the order that it shares with all that are alike."""
         key = self._key(thin, layout)
         if key not in self._orders:
             graph = build_stage_graph(layout.units, thin.num_microbatches, self.pricing.shape)
-            self._orders[key] = graph, order_of(graph)
+            self._orders[key] = graph, compute_order(graph)
         return self._orders[key]
 
     def _key(self, thin: MeshAssignment, layout: Layout) -> tuple[object, ...]:
@@ -150,10 +150,10 @@ class Rater:
 class _Run:
     """One order, and the cuts that share it."""
 
-    rater: Rater
+    estimator: StepTimeEstimator
     sizing: MeshAssignment
     graph: StageGraph
-    order: Order
+    order: ComputeOrder
     groups: IntArray
     num_groups: int
 
@@ -170,14 +170,14 @@ class _Run:
     ) -> tuple[FloatArray, FloatArray]:
         """Forward and backward of a stage under each layout: (n x batches x groups, replicas x microbatches)."""
         size = self.sizing.meshes[sid.unit]
-        prices = self.rater.pricing.unit_times(sid.unit, size.tp, self.sizing.batch_split)
+        prices = self.estimator.pricing.unit_times(sid.unit, size.tp, self.sizing.batch_split)
         lo, hi = np.array([layout.units[sid.unit].stages[sid.index].layers for layout in layouts]).T
         counts = (prices.count[hi] - prices.count[lo]).astype(np.float64)
         grid = _of_groups(prices.by_kind, self.groups, self.num_groups)  # (K, 3, batches x groups, rest)
         forward = np.tensordot(counts, grid[:, FORWARD], 1)
         backward = np.tensordot(counts, grid[:, BACKWARD], 1)
         again = np.tensordot(counts, grid[:, RECOMPUTE], 1)
-        if self.rater.pricing.recompute[sid.unit] == "all":
+        if self.estimator.pricing.recompute[sid.unit] == "all":
             backward = backward + again
         elif sid.unit in added:
             backward = backward + again * added[sid.unit][:, sid.index, None, None]
@@ -185,7 +185,7 @@ class _Run:
 
     def _delays(self) -> list[float]:
         """What a message inside a unit takes at least; what goes between units is left out."""
-        pricing, machine = self.rater.pricing, self.rater.machine
+        pricing, machine = self.estimator.pricing, self.estimator.machine
         found = []
         for edge in self.order.edges:
             if edge.crosses_units:
@@ -199,7 +199,7 @@ class _Run:
 
     def _closed(self, layouts: Sequence[Layout], ends: Mapping[int, FloatArray]) -> FloatArray:
         """(n, batches) with the last reduction of gradients, the optimizer's step for which all wait, and gathering."""
-        pricing, costs, machine = self.rater.pricing, self.rater.pricing.costs, self.rater.machine
+        pricing, costs, machine = self.estimator.pricing, self.estimator.pricing.costs, self.estimator.machine
         done: FloatArray | float = 0.0
         updated, gathered = np.zeros(len(layouts)), np.zeros(len(layouts))
         for rank, end in ends.items():
@@ -229,7 +229,7 @@ class _Run:
         """Seconds in which the replicas of so many parameters reduce gradients, and gather weights."""
         if not count:
             return 0.0, 0.0
-        costs, weight = self.rater.pricing.costs, ELEMENT_BYTES[self.rater.pricing.precision]
+        costs, weight = self.estimator.pricing.costs, ELEMENT_BYTES[self.estimator.pricing.precision]
         reduced = costs.collective("reduce_scatter", count * GRADIENT_BYTES, size.dp, near)
         return reduced, costs.collective("all_gather", count * weight, size.dp, near)
 

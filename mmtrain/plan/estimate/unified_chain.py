@@ -16,13 +16,13 @@ from mmtrain.costs import Hardware
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, FloatArray, IntArray, LayerCosts
-from mmtrain.plan.estimate.vectorized_1f1b import Order, order_of
+from mmtrain.plan.estimate.vectorized_1f1b import ComputeOrder, compute_order
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.program.simulation.timing import GRADIENT_BYTES, NORM_BYTES
 
 
-def is_line(sizing: MeshAssignment, pricing: LayerCosts) -> bool:
+def is_unified_chain(sizing: MeshAssignment, pricing: LayerCosts) -> bool:
     """Whether the sizing's units are one line, each entered at its beginning by the one before."""
     names = [unit.name for unit in pricing.shape.units]
     edges = [(e.src, e.dst) for e in pricing.shape.edges if e.layer == 0]
@@ -30,15 +30,15 @@ def is_line(sizing: MeshAssignment, pricing: LayerCosts) -> bool:
     return sizing.placement == "unified" and joined and len(set(sizing.num_microbatches.values())) == 1
 
 
-def line_order(size: MeshSize, num_microbatches: int, first_backward: int) -> Order:
+def chain_order(size: MeshSize, num_microbatches: int, first_backward: int) -> ComputeOrder:
     """The order of a line cut into parts, of which those from `first_backward` on have a backward."""
     mesh = UnitMesh(LLM, 1, size.pp, 1, tuple(range(size.pp)), num_microbatches, size.vpp)
     parts = [StageId(LLM, k) for k in range(size.pp * size.vpp)]
     stages = [Stage(p, (p.index, p.index + 1), (mesh.tp_group(p.index, 0),), p.index == first_backward) for p in parts]
-    return order_of(StageGraph((mesh,), tuple(stages), tuple(Edge(a, b) for a, b in pairwise(parts))))
+    return compute_order(StageGraph((mesh,), tuple(stages), tuple(Edge(a, b) for a, b in pairwise(parts))))
 
 
-def first_backwards(cuts: IntArray, pricing: LayerCosts) -> IntArray:
+def first_backward_parts(cuts: IntArray, pricing: LayerCosts) -> IntArray:
     """(n,) the first part of each cut, (n, parts + 1), that has a backward; all of them if there is none."""
     trains = [layer.trainable for unit in pricing.shape.units for layer in unit.layers]
     first = trains.index(True) if any(trains) else len(trains)
@@ -46,13 +46,13 @@ def first_backwards(cuts: IntArray, pricing: LayerCosts) -> IntArray:
 
 
 @dataclass(frozen=True)
-class LineRun:
+class UnifiedChainRun:
     """Cuts of one line that share an order."""
 
     pricing: LayerCosts
     machine: Hardware
     sizing: MeshAssignment
-    order: Order
+    order: ComputeOrder
     cuts: IntArray  # (n, parts + 1)
     again: FloatArray | None  # (n, parts) share of its layers' recomputation that each part needs to fit
 

@@ -24,7 +24,7 @@ LOCAL = -1  # index of the delay, 0, of what needs no message
 
 
 @dataclass(frozen=True)
-class Level:
+class DependencyLevel:
     """Actions that wait only for those of earlier levels: rows [first, last) of the table of ends."""
 
     first: int
@@ -36,15 +36,15 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Order:
+class ComputeOrder:
     """The compute of one replica group: rows of a table of ends, level by level."""
 
     num_rows: int
-    levels: tuple[Level, ...]
+    levels: tuple[DependencyLevel, ...]
     rows: Mapping[StageId, tuple[IntArray, IntArray]]  # forwards, backwards: by replica, then microbatch
     last_of_rank: Mapping[int, int]  # row of the rank's last compute
     edges: tuple[Edge, ...]
-    alive: Mapping[StageId, int]  # microbatches between forward and backward at most, see `builder.in_flight`
+    in_flight: Mapping[StageId, int]  # microbatches between forward and backward at most, see `builder.in_flight`
 
     def ends(
         self, seconds: Mapping[StageId, tuple[FloatArray, FloatArray]], delays: Sequence[float] | FloatArray
@@ -72,7 +72,7 @@ class Order:
         return {rank: taken[row] for rank, row in self.last_of_rank.items()}
 
 
-def order_of(graph: StageGraph) -> Order:
+def compute_order(graph: StageGraph) -> ComputeOrder:
     """Work out the order of a graph of one replica group, whose TP groups are known by their first rank."""
     wires = _Wires(graph)
     found = positions(graph)
@@ -215,7 +215,7 @@ def _levels(waits: _Waits, num: int) -> IntArray:
 
 def _tables(
     graph: StageGraph, sequences: Mapping[int, IntArray], wires: _Wires, waits: _Waits, alive: Mapping[StageId, int]
-) -> Order:
+) -> ComputeOrder:
     level = _levels(waits, wires.num_actions)
     by_level = np.argsort(level, kind="stable")
     row = np.empty(wires.num_actions, dtype=np.int64)
@@ -231,11 +231,13 @@ def _tables(
     for lo, hi in pairwise(bounds):
         here = slice(first[lo], first[hi])
         has_delay = bool((delays[here] != LOCAL).any())
-        levels.append(Level(lo + 1, hi + 1, producers[here], first[lo:hi] - first[lo], delays[here], has_delay))
+        levels.append(
+            DependencyLevel(lo + 1, hi + 1, producers[here], first[lo:hi] - first[lo], delays[here], has_delay)
+        )
     none = np.empty(0, dtype=np.int64)
     rows = {}
     for stage in (s.id for s in graph.stages):
         backward = row[wires.numbers(stage, False).ravel()] if (stage, False) in wires.first else none
         rows[stage] = row[wires.numbers(stage, True).ravel()], backward
     last = {rank: int(row[sequence[-1]]) for rank, sequence in sequences.items()}
-    return Order(wires.num_actions + 1, tuple(levels), rows, last, graph.edges, alive)
+    return ComputeOrder(wires.num_actions + 1, tuple(levels), rows, last, graph.edges, alive)

@@ -19,7 +19,7 @@ from mmtrain.plan.artifact.plan import Alternative
 from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout
 from mmtrain.plan.estimate.layer_costs import FORWARD, LayerCosts
 from mmtrain.plan.estimate.memory_fit import FittedLayout, fit_memory
-from mmtrain.plan.estimate.step_time_estimator import Rater
+from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
 from mmtrain.plan.search.best_first_search import NUM_ESTIMATED_REPLICA_GROUPS
 from mmtrain.plan.search.constraints import UnitChoices
@@ -129,21 +129,21 @@ class BaselinePlanner:
         for look in islice(looks, MAX_BASELINE_ROUNDS):
             rated = []
             for at, (assignment, chains, cuts) in enumerate(look):
-                rating = float(self._rater.rate(assignment, chains, [cuts], [None] * len(chains))[0])
+                rating = float(self._estimator.estimate(assignment, chains, [cuts], [None] * len(chains))[0])
                 if rating <= within:
                     rated.append((rating, at, assignment, cuts))
             for _, _, assignment, cuts in sorted(rated):
                 found = fit_memory(
-                    assignment, self.layer_costs, cuts, self.machine, self._rater.alive(assignment, cuts)
+                    assignment, self.layer_costs, cuts, self.machine, self._estimator.in_flight(assignment, cuts)
                 )
                 if isinstance(found, FittedLayout):
                     return evaluate_layout(found.layout, self.layer_costs, self.machine, memory=found.memory)
         return None
 
     @cached_property
-    def _rater(self) -> Rater:
+    def _estimator(self) -> StepTimeEstimator:
         """Rules share it, as they share sizes and with them orders."""
-        return Rater(self.layer_costs, self.machine, NUM_ESTIMATED_REPLICA_GROUPS)
+        return StepTimeEstimator(self.layer_costs, self.machine, NUM_ESTIMATED_REPLICA_GROUPS)
 
     def _cut_by(self, rule: PartitionRule) -> Iterator[list[PartitionedMeshes]]:
         """The `unified` sizes that look quickest, a few at a time; those of one pipeline rank have nothing to cut."""

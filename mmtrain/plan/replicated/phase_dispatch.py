@@ -7,7 +7,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from mmtrain.balance import IntArray
-from mmtrain.balance.post_balancing import Cost, rebalance
+from mmtrain.balance.post_balancing import BatchCost, rebalance
 from mmtrain.costs import CostModel, TokenLoad
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.plan.artifact.marginal_cost import average_cost
@@ -104,7 +104,7 @@ class PhaseDispatcher:
         return rebalance(tokens, dealt, bins, self.unit_costs[unit]).dest_rank
 
     @cached_property
-    def unit_costs(self) -> dict[str, Cost]:
+    def unit_costs(self) -> dict[str, BatchCost]:
         """For every unit the seconds of a token, and of a pair of tokens in attention, about a mean mini-batch."""
         found = {}
         for unit in self.shape.units:
@@ -112,7 +112,7 @@ class PhaseDispatcher:
             load, parts = TokenLoad.of(np.concatenate(every)), len(every) * self.num_ranks
             mean = TokenLoad(max(load.tokens // parts, 1), max(load.sum_sq // parts, 1), load.max_len, 1)
             own = average_cost(partial(self._forward, unit.layers), mean)
-            found[unit.name] = Cost(linear=own.linear, quadratic=own.quadratic)
+            found[unit.name] = BatchCost(linear=own.linear, quadratic=own.quadratic)
         return found
 
     def _forward(self, layers: Sequence[LayerShape], load: TokenLoad) -> float:

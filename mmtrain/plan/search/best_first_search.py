@@ -16,7 +16,7 @@ from mmtrain.plan.artifact.plan import Alternative
 from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.memory_fit import FittedLayout, MemoryMisfit, fit_memory
-from mmtrain.plan.estimate.step_time_estimator import Rater
+from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import (
     FloatArray,
@@ -117,13 +117,13 @@ class _Search:
         self.queue: list[_Waiting] = []
         self.num_queued = 0
         self.is_small = False
-        self.rater = Rater(layer_costs, machine, NUM_ESTIMATED_REPLICA_GROUPS)
+        self.estimator = StepTimeEstimator(layer_costs, machine, NUM_ESTIMATED_REPLICA_GROUPS)
 
     def run(self, assignments: Sequence[tuple[float, MeshAssignment]]) -> SearchResults:
         """Work the queue off."""
         self.is_small = self._num_cuts(s for _, s in assignments) <= MAX_PARTITIONS_TO_TRY_ALL
         if self.is_small:
-            self.rater.groups = None
+            self.estimator.groups = None
         for bound, assignment in assignments:
             if tp_group := split_tp_group_of(assignment, self.machine.ranks_per_node):
                 self._lost(assignment, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
@@ -209,7 +209,7 @@ class _Search:
         cuts = tuple(
             anchor_partition(chain, more) or chain.anchor or () for chain, more in zip(chains, extra, strict=True)
         )
-        rating = float(self.rater.rate(assignment, chains, [cuts], extra)[0])
+        rating = float(self.estimator.estimate(assignment, chains, [cuts], extra)[0])
         self._wait(max(bound, rating * ANCHOR_ESTIMATE_DISCOUNT), assignment, chains, is_glanced_at=True)
 
     def _rate(self, bound: float, assignment: MeshAssignment, chains: tuple[LayerChain, ...]) -> None:
@@ -222,7 +222,7 @@ class _Search:
             return
         if self.is_small:
             cuts = list(product(*options))
-            for rating, one in zip(self.rater.rate(assignment, chains, cuts, extra), cuts, strict=True):
+            for rating, one in zip(self.estimator.estimate(assignment, chains, cuts, extra), cuts, strict=True):
                 self._wait(max(float(rating), bound), assignment, chains, one)
             return
         rated = self._descend(assignment, chains, options, extra)
@@ -247,7 +247,7 @@ class _Search:
         for _ in range(MAX_JITTER_ROUNDS):
             new = [cuts for cuts in _spread_over(options, MAX_JITTERS_PER_ASSIGNMENT) if cuts not in rated]
             if new:
-                rated |= zip(new, self.rater.rate(assignment, chains, new, extra).tolist(), strict=True)
+                rated |= zip(new, self.estimator.estimate(assignment, chains, new, extra).tolist(), strict=True)
             around = min(rated, key=lambda cuts: rated[cuts])
             if rated[around] >= best:
                 break
@@ -266,7 +266,7 @@ class _Search:
     def _extra(self, assignment: MeshAssignment, chains: Sequence[LayerChain]) -> list[FloatArray | None]:
         """By chain, seconds of recomputation that parts and spans need; None where the anchor needs none."""
         cuts = tuple(chain.anchor or () for chain in chains)
-        alive = self.rater.alive(assignment, cuts)
+        alive = self.estimator.in_flight(assignment, cuts)
         memory = self.layer_costs.memory(
             layout_graph(partitioned_layout(assignment, self.layer_costs, cuts), self.layer_costs), alive
         )
@@ -308,7 +308,7 @@ class _Search:
             self._wait(bound, assignment, (), cuts)
 
     def _try_to_fit(self, assignment: MeshAssignment, cuts: LayerPartition) -> FittedLayout | None:
-        found = fit_memory(assignment, self.layer_costs, cuts, self.machine, self.rater.alive(assignment, cuts))
+        found = fit_memory(assignment, self.layer_costs, cuts, self.machine, self.estimator.in_flight(assignment, cuts))
         if isinstance(found, FittedLayout):
             return found
         known = self.misfits.get(id(assignment))

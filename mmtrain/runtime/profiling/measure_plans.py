@@ -66,13 +66,13 @@ def _run_rank(recipe: Recipe, plans: Sequence[Plan], rounds: int, out: Path, add
         torch.set_num_threads(1)  # a rank is one core, as in training
     index = build(recipe)
     stream = GroupStream.of(recipe, index)
-    aims = [derive_step_targets(recipe, plan, index.lengths) for plan in plans]
+    targets = [derive_step_targets(recipe, plan, index.lengths) for plan in plans]
     jobs = [build_rank_context(recipe, plan, world) for plan in plans]
     preparers = [Preparer(index, recipe, job.needs, job.num_microbatches) for job in jobs]
     rows: list[list[float]] = []
     for step in range(PLAN_WARM_UP_STEPS + rounds):
         rows.append([])
-        for job, preparer, wanted in zip(jobs, preparers, aims, strict=True):
+        for job, preparer, wanted in zip(jobs, preparers, targets, strict=True):
             batch = stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches, wanted)
             data = preparer.prepare(batch)
             world.barrier()

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
-from mmtrain.balance import StepAims
-from mmtrain.balance.imbalance import bound_reached
-from mmtrain.balance.step_targets import Work
+from mmtrain.balance import StepTargets
+from mmtrain.balance.imbalance import sample_above_mean_load
+from mmtrain.balance.step_targets import SampleWork
 from mmtrain.data import BadSamples, DataIndex, Loader, Quarantined, StepData, write_quarantine
 from mmtrain.errors import CheckpointError, RunError
 from mmtrain.report import Progress, RunLog, StepMetrics
@@ -46,7 +46,7 @@ class Loop:
     saver: BackgroundSaver
     predicted_gib: float | None  # this rank's peak memory by the plan
     bad: BadSamples  # found by any rank; kept on the first
-    aims: StepAims  # what steps are arranged for
+    step_targets: StepTargets  # what steps are arranged for
     bound: set[int] = field(default_factory=set)  # samples told of that no arrangement can even out
     bad_steps: int = 0  # in a row
     failed_saves: int = 0  # in a row
@@ -154,7 +154,9 @@ class Loop:
     def _bound_reached(self, data: StepData) -> str | None:
         """Name the sample that alone exceeds the mean load of this step, and tell of each such sample once."""
         meta = data.meta
-        found = bound_reached(Work(self.index.lengths, meta.sample_id).loads(self.aims), self.job.dp["llm"])
+        found = sample_above_mean_load(
+            SampleWork(self.index.lengths, meta.sample_id).loads(self.step_targets), self.job.dp["llm"]
+        )
         if found is None:
             return None
         number = int(meta.sample_id[found[0]])

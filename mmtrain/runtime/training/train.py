@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from rich.console import Console
 
-from mmtrain.balance import Grouping, SampleLengths, StepAims
+from mmtrain.balance import Grouping, SampleLengths, StepTargets
 from mmtrain.checkpoint import find
 from mmtrain.data import (
     BadSamples,
@@ -176,7 +176,7 @@ def _steps(
 ) -> Path | None:
     """Open everything that steps need, and take them."""
     recipe, world = job.recipe, job.world
-    stream, aims = GroupStream.of(recipe, index), _agreed_aims(world, recipe, plan, index)
+    stream, targets = GroupStream.of(recipe, index), _agreed_targets(world, recipe, plan, index)
     meter, validate = StepMetricsReducer(job, stream, plan.hardware), _validation(job)
     steps = frozenset(recipe.train.trace)
     tracer = RunTracer(steps, job.graph, world, meter.timing, plan.sha256, request.run_dir / TRACE_FILE)
@@ -187,7 +187,9 @@ def _steps(
     with (
         RunLog(request.run_dir, first + 1, enabled=world.is_first) as log,
         open_progress(console, recipe.name, recipe.train.steps, first + 1) as progress,
-        Loader(index, stream, recipe, job.dp, job.num_microbatches, job.needs, first, ranks_here, tell, aims) as loader,
+        Loader(
+            index, stream, recipe, job.dp, job.num_microbatches, job.needs, first, ranks_here, tell, targets
+        ) as loader,
         Watchdog(job.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
     ):
         saver = BackgroundSaver(request.run_dir / CHECKPOINTS_FOLDER, job, _facts(recipe, index))
@@ -208,7 +210,7 @@ def _steps(
             saver=saver,
             predicted_gib=predicted,
             bad=bad,
-            aims=aims,
+            step_targets=targets,
         )
         return loop.run(first)
 
@@ -263,10 +265,10 @@ def _agreed_plan(request: TrainRequest, world: World, index: DataIndex) -> Plan:
     return Plan.model_validate_json(world.on_first(choose))
 
 
-def _agreed_aims(world: World, recipe: Recipe, plan: Plan, index: DataIndex) -> StepAims:
+def _agreed_targets(world: World, recipe: Recipe, plan: Plan, index: DataIndex) -> StepTargets:
     """What steps are arranged for, as rank 0 has it: a cost table may be missing, or another one, elsewhere."""
     text: str = world.on_first(lambda: to_json(derive_step_targets(recipe, plan, index.lengths)))
-    return from_json(StepAims, text)
+    return from_json(StepTargets, text)
 
 
 def _matches(path: Path, sha: str, world_size: int, hardware: str) -> bool:
