@@ -41,7 +41,7 @@ from mmtrain.balance.methods import token_targets
 from mmtrain.balance.node_rearrangement import off_node_bytes
 from mmtrain.balance.reordering import construct_order, makespan_lower_bound, makespans_1f1b, reorder_microbatches
 from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
-from mmtrain.data import GroupStream, build
+from mmtrain.data import GroupStream, build_index
 from mmtrain.plan import SchedulePlan
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.schedule_table import build_schedule_table
@@ -153,7 +153,7 @@ def _matched_targets(
         f"  audio: dist ratio {dist[AUDIO]:.3f}, bound by single clips {bound:.3f}, absent from {absent:.0%} of groups"
     )
     target(f"matched, {replicas} replicas: summed cost, max/mean - 1", over, summed)
-    target(f"matched, {replicas} replicas: fill of all groups", filled, 0.985, at_least=True)
+    target(f"matched, {replicas} replicas: fill of all groups", filled, 0.985, min_tokens=True)
     target(f"matched, {replicas} replicas: seconds for {NUM_SAMPLES} samples", seconds, 2.0)
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
@@ -351,7 +351,7 @@ def ordering() -> None:
         taken_ms, share = float(np.median(seconds[name])) * 1e3, float(np.mean(removed[name]))
         print(f"  ordering 64 x 10, {name}: {taken_ms:.1f} ms, removes {share:.3f} of what chance costs")
         if name != "constructed" and taken_ms <= 10:
-            target("ordering 64 x 10 within 10 ms: share removed", share, 0.8, at_least=True)
+            target("ordering 64 x 10 within 10 ms: share removed", share, 0.8, min_tokens=True)
 
 
 def ordering_chunks(stages: int, chunks: int, num: int) -> None:
@@ -397,7 +397,7 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
 def ordering_plan(settings: Sequence[str]) -> None:
     """Steps of a planned run, simulated with and without an order in time."""
     recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "whatif" / "internvl_26b.yaml", settings).recipe
-    index, ranks = build(recipe), recipe.cluster.ranks
+    index, ranks = build_index(recipe), recipe.cluster.ranks
     assert ranks is not None
     chosen = plan(recipe, index.lengths, world_size=ranks, hardware="h100-80g", recipe_sha256="", top=1)
     targets, stream = derive_step_targets(recipe, chosen, index.lengths), GroupStream.of(recipe, index)

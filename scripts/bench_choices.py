@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmtrain.data import build as index
+from mmtrain.data import build_index as index
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
 from mmtrain.recipe import load_recipe

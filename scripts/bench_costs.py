@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmtrain.data import GroupStream, Preparer, build
-from mmtrain.data.synthetic.demo import generate
+from mmtrain.data import BatchBuilder, GroupStream, build_index
+from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.plan import Plan
 from mmtrain.plan.estimate.simulate_plan import simulate_plan
 from mmtrain.plan.planner import plan
@@ -115,7 +115,7 @@ def _cases(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Rec
     if options.recipe is not None:
         return {"recipe": {options.recipe.stem: load_recipe(options.recipe, options.set).recipe}}
     data = folder / "data"
-    generate(data, seed=0, train=2000, heldout=10)
+    generate_demo(data, seed=0, train=2000, heldout=10)
     common = ("cluster.hardware=cpu-core", "data.validation=[]", "train.validate_every=0",
               f"data.sources=[{{path: {data / 'train.json'}}}]", f"data.tokenizer={data / 'tokenizer.json'}",
               "parallel.placement=disaggregated", *options.set)  # fmt: skip
@@ -129,7 +129,7 @@ def _cases(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Rec
 def _profile(recipe: Recipe, out: Path) -> Path:
     """Measure the recipe's layers, in all the sizes that its placements may ask for."""
     free = recipe.model_copy(update={"parallel": type(recipe.parallel)()})
-    found = profile(ProfileRequest(free, "cpu-core", RANKS, sizes_to_measure(free, RANKS), build(recipe).lengths))
+    found = profile(ProfileRequest(free, "cpu-core", RANKS, sizes_to_measure(free, RANKS), build_index(recipe).lengths))
     for name, errors in found.errors.items():
         print(f"{name:<12} {len(errors)} loads held out: off by {statistics.median(errors):.1%} (median)")
     print(f"all: {found.median_error:.1%} (limit 10%)", flush=True)
@@ -140,12 +140,16 @@ def _profile(recipe: Recipe, out: Path) -> Path:
 def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
     """Plan, train some steps, and compare."""
     chosen = plan(
-        recipe, build(recipe).lengths, world_size=RANKS, hardware="cpu-core", recipe_sha256=recipe_fingerprint(recipe)
+        recipe,
+        build_index(recipe).lengths,
+        world_size=RANKS,
+        hardware="cpu-core",
+        recipe_sha256=recipe_fingerprint(recipe),
     )
     trace_file, memory_file = folder / "trace.json", folder / "memory.json"
     launch_local(RANKS, partial(run_rank, recipe, chosen, trace_file, memory_file))
     trace = Trace.load(trace_file)
-    stream, dp = GroupStream.of(recipe, build(recipe)), {name: unit.dp for name, unit in chosen.units.items()}
+    stream, dp = GroupStream.of(recipe, build_index(recipe)), {name: unit.dp for name, unit in chosen.units.items()}
     counts = chosen.schedule.num_microbatches
     batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts) for number in trace.steps]
     timelines = [simulate_plan(recipe, chosen, batch) for batch in batches]
@@ -169,14 +173,14 @@ def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, 
     torch.set_num_threads(1)
     world = join(address)
     job = build_rank_context(recipe, chosen, world, Activity(recorder=StepRecorder(clock_for(world.device))))
-    index = build(recipe)
+    index = build_index(recipe)
     stream = GroupStream.of(recipe, index)
-    preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
+    batch_builder = BatchBuilder(index, recipe, job.needs, job.num_microbatches)
     meter = StepMetricsReducer(job, stream, chosen.hardware)
     recorded = frozenset(range(WARM_UP + 1, WARM_UP + STEPS + 1))
     tracer = RunTracer(recorded, job.graph, world, meter.timing, chosen.sha256, trace_file)
     batches = [
-        preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
+        batch_builder.build(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
         for step in range(WARM_UP + STEPS)
     ]
     for step, data in enumerate(batches):

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.data import ChatTokenizer, build
+from mmtrain.data import ChatTokenizer, build_index
 from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import load_recipe
@@ -66,7 +66,7 @@ def measure(run_dir: Path, limit: int, name: str, layout: Layout, address: Addre
     world = join(address)
     recipe = load_recipe(run_dir / RECIPE_FILE).recipe
     checkpoint = open_newest_good(run_dir / CHECKPOINTS_FOLDER, print, checkpoint_ranks(world))
-    index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer)
+    index, tokenizer = build_index(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer)
     endless = ChatTokenizer.load(recipe.data.tokenizer)
     endless.end_id = -1
     rates: list[float] = []

@@ -26,7 +26,7 @@ import pyarrow.parquet
 from PIL import Image
 
 from mmtrain.balance import Grouping
-from mmtrain.data import GroupStream, build
+from mmtrain.data import GroupStream, build_index
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.recipe.schema import Recipe
 
@@ -51,7 +51,7 @@ def main() -> None:
     if options.format != "json":
         recipe = packed(recipe, options.folder, options.format)
     for name in ("first", "again"):
-        cpu, clock, index = timed(lambda: build(recipe))
+        cpu, clock, index = timed(lambda: build_index(recipe))
         rate = options.samples / cpu
         print(
             f"{name}: {cpu:.1f} s of processor time, {clock:.1f} s by the clock; {rate:,.0f} samples a second and core "

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from mmtrain.data import GroupStream, Preparer, build
+from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
@@ -35,7 +35,7 @@ def main() -> None:
         Path(recipe_file), [*(o for o in options if o != "--set"), "parallel.placement=unified"]
     ).recipe
     chosen = plan(
-        recipe, build(recipe).lengths, world_size=1, hardware="cpu-core", recipe_sha256=recipe_fingerprint(recipe)
+        recipe, build_index(recipe).lengths, world_size=1, hardware="cpu-core", recipe_sha256=recipe_fingerprint(recipe)
     )
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {chosen.placement} plan")
     launch_local(1, partial(bench_rank, recipe, chosen))
@@ -46,12 +46,12 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     world = join(address)
     jobs = [build_rank_context(recipe, of_kind, world) for of_kind in (chosen, cut(recipe, chosen))]
-    index = build(recipe)
+    index = build_index(recipe)
     stream = GroupStream.of(recipe, index)
-    preparer = Preparer(index, recipe, jobs[0].needs, jobs[0].num_microbatches)
+    batch_builder = BatchBuilder(index, recipe, jobs[0].needs, jobs[0].num_microbatches)
     seconds: list[list[float]] = [[], []]
     for step in range(WARM_UP + STEPS):
-        data = preparer.prepare(stream.batch(step, recipe.train.global_batch, jobs[0].dp, jobs[0].num_microbatches))
+        data = batch_builder.build(stream.batch(step, recipe.train.global_batch, jobs[0].dp, jobs[0].num_microbatches))
         losses = []
         for job, times in zip(jobs, seconds, strict=True):
             begin = time.perf_counter()

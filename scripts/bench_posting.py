@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from mmtrain.data import GroupStream, Preparer, build
-from mmtrain.data.synthetic.demo import generate
+from mmtrain.data import BatchBuilder, GroupStream, build_index
+from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
 from mmtrain.recipe import Recipe, load_recipe
@@ -33,12 +33,12 @@ def main() -> None:
     """Plan, and run."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        generate(data, seed=0, train=500, heldout=10)
+        generate_demo(data, seed=0, train=500, heldout=10)
         settings = [f"data.sources=[{{path: {data / 'train.json'}}}]", f"data.tokenizer={data / 'tokenizer.json'}",
                     "data.validation=[]", "train.validate_every=0", "train.global_batch=8",
                     "parallel.placement=unified", "parallel.llm.pp=2"]  # fmt: skip
         recipe = load_recipe(DEMO, settings).recipe
-        chosen = plan(recipe, build(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="")
+        chosen = plan(recipe, build_index(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="")
         launch_local(2, partial(_run_rank, recipe, chosen))
 
 
@@ -47,13 +47,15 @@ def _run_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     world, seconds, calls = join(address), Counter[str](), Counter[str]()
     for name in (*SENDING, *RECEIVING):
         setattr(Broker, name, _timed(getattr(Broker, name), name, seconds, calls))
-    job, index = build_rank_context(recipe, chosen, world), build(recipe)
-    stream, preparer = GroupStream.of(recipe, index), Preparer(index, recipe, job.needs, job.num_microbatches)
+    job, index = build_rank_context(recipe, chosen, world), build_index(recipe)
+    stream, batch_builder = GroupStream.of(recipe, index), BatchBuilder(index, recipe, job.needs, job.num_microbatches)
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
             seconds.clear()
             calls.clear()
-        job.train(preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches)), lr=0.0)
+        job.train(
+            batch_builder.build(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches)), lr=0.0
+        )
     sent, received = (
         sum(seconds[name] for name in names) / calls[counted]
         for names, counted in ((SENDING, "send"), (RECEIVING, "receive"))

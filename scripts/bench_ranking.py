@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from mmtrain.balance import SampleLengths
-from mmtrain.data import build
-from mmtrain.data.synthetic.demo import generate
-from mmtrain.data.synthetic.digits import prepare
+from mmtrain.data import build_index
+from mmtrain.data.synthetic.demo import generate_demo
+from mmtrain.data.synthetic.digits import prepare_digits
 from mmtrain.errors import PlanError
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
@@ -77,7 +77,7 @@ def ranking(only: str | None, folder: Path | None, costs: Path | None, rounds: i
 def compared(name: str, folder: Path, costs: Path | None, rounds: int) -> bool:
     """Run all plans of a model beside each other; whether the one ranked first is near the fastest."""
     settings = recipe(name, folder)
-    index = build(settings)
+    index = build_index(settings)
     table = costs or folder / f"{name.replace(' ', '')}.json"
     if costs is None and not table.exists():
         print(f"{name}: measuring layers", flush=True)
@@ -156,7 +156,7 @@ def recipe(name: str, folder: Path) -> Recipe:
 
 def make_data(folder: Path) -> None:
     """The demo's pictures, and recordings of noise as long as a spoken digit."""
-    generate(folder / "demo", seed=0, train=1_000, heldout=10)
+    generate_demo(folder / "demo", seed=0, train=1_000, heldout=10)
     recordings, rng = folder / "recordings", np.random.default_rng(0)
     recordings.mkdir(exist_ok=True)
     for digit in range(10):
@@ -168,4 +168,4 @@ def make_data(folder: Path) -> None:
                     file.setsampwidth(2)
                     file.setframerate(RATE)
                     file.writeframes(noise.tobytes())
-    prepare(recordings, folder / "digits", seed=0, sequences=1_000)
+    prepare_digits(recordings, folder / "digits", seed=0, sequences=1_000)

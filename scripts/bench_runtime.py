@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.cli.local_cluster import cluster_of
-from mmtrain.data import GroupStream, Preparer, build
+from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.planner import plan
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
@@ -59,7 +59,7 @@ def main() -> None:
     recipe_file, *options = sys.argv[1:]
     recipe = load_recipe(Path(recipe_file), [o for o in options if o != "--set"]).recipe
     ranks, hardware = cluster_of(recipe)
-    lengths = build(recipe).lengths
+    lengths = build_index(recipe).lengths
     chosen = plan(recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe))
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {chosen.placement} plan")
     launch_local(ranks, partial(bench_rank, recipe, chosen))
@@ -77,16 +77,16 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
             setattr(owner, name, inside.timed(getattr(owner, name)))
     world = join(address)
     job = build_rank_context(recipe, chosen, world)
-    index = build(recipe)
+    index = build_index(recipe)
     stream = GroupStream.of(recipe, index)
-    preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
+    batch_builder = BatchBuilder(index, recipe, job.needs, job.num_microbatches)
     num_actions = len(job.program.for_rank(world.rank))
     meter = StepMetricsReducer(job, stream, chosen.hardware)
     trace = Path(tempfile.gettempdir()) / f"bench-trace-{os.getppid()}.json"
     tracer = RunTracer(frozenset(), job.graph, world, meter.timing, chosen.sha256, trace)
     rows = []
     for step in range(WARM_UP + STEPS):
-        data = preparer.prepare(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
+        data = batch_builder.build(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
         world.barrier()
         before, recorded, begin = inside.seconds, recording.seconds, time.perf_counter()
         outcome = job.train(data, lr=1e-3)

@@ -16,8 +16,8 @@ import torch
 
 from mmtrain.costs import AnalyticCosts, CostTable, TokenLoad, preset, preset_for_device
 from mmtrain.costs.cost_table import LayerEntry, LayerSample, described, layer_key
-from mmtrain.data import build
-from mmtrain.data.synthetic.demo import generate
+from mmtrain.data import build_index
+from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.models.model_shape import LayerShape, UnitShape, build_model_shape
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe
@@ -58,14 +58,14 @@ def main() -> None:
 
 def _cpu_core(folder: Path) -> CostTable:
     """The demo's layers, on loads of its data."""
-    generate(folder, seed=0, train=2000, heldout=10)
+    generate_demo(folder, seed=0, train=2000, heldout=10)
     recipe = load_recipe(
         ROOT / "recipes" / "demo.yaml",
         [f"data.sources=[{{path: {folder / 'train.json'}}}]", f"data.tokenizer={folder / 'tokenizer.json'}",
          "data.validation=[]", "train.validate_every=0", "parallel.placement=auto"],
     ).recipe  # fmt: skip
     sizes = sizes_to_measure(recipe, RANKS_OF_CPU)
-    found = profile(ProfileRequest(recipe, "cpu-core", RANKS_OF_CPU, sizes, build(recipe).lengths))
+    found = profile(ProfileRequest(recipe, "cpu-core", RANKS_OF_CPU, sizes, build_index(recipe).lengths))
     print(f"median error on loads held out: {found.median_error:.1%}")
     return found.table
 

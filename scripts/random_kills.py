@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.data.synthetic.demo import generate
+from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.program import Action, Backward, Forward, Recv, Send, Step
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
@@ -54,7 +54,7 @@ def main() -> None:
     choose, exact, recovery = random.Random(options.seed), 0, []
     with tempfile.TemporaryDirectory(prefix="random-kills-") as temporary:
         folder = Path(temporary)
-        generate(folder / "data", seed=3, train=96, heldout=8)
+        generate_demo(folder / "data", seed=3, train=96, heldout=8)
         wanted = {placement: _run(folder, placement, None) for placement in ACTIONS}
         for i in range(options.count):
             placement, rank, step = choose.choice(sorted(ACTIONS)), choose.randrange(2), choose.randrange(NUM_STEPS - 1)

@@ -34,9 +34,9 @@ def demo(
     import json
     from dataclasses import asdict
 
-    from mmtrain.data.synthetic.demo import generate
+    from mmtrain.data.synthetic.demo import generate_demo
 
-    summary = generate(out, seed=seed, train=samples, heldout=heldout)
+    summary = generate_demo(out, seed=seed, train=samples, heldout=heldout)
     in_words = (
         f"{out}: {summary.train} training and {summary.heldout} held-out samples, {summary.images} images, "
         f"a tokenizer of {summary.vocab} tokens"
@@ -61,9 +61,9 @@ def digits(
     import json
     from dataclasses import asdict
 
-    from mmtrain.data.synthetic.digits import prepare
+    from mmtrain.data.synthetic.digits import prepare_digits
 
-    summary = prepare(source, out, seed=seed, sequences=sequences)
+    summary = prepare_digits(source, out, seed=seed, sequences=sequences)
     in_words = (
         f"{out}: {summary.recordings} recordings of {summary.speakers} speakers, {summary.train} training and "
         f"{summary.heldout} held-out samples, a tokenizer of {summary.vocab} tokens"

@@ -35,8 +35,8 @@ def check(
     from dataclasses import asdict
 
     from mmtrain.cli.recipe_index import tell
-    from mmtrain.data.index.data_check import check as check_any
-    from mmtrain.data.index.data_check import check_as
+    from mmtrain.data.index.data_check import check_sources as check_any
+    from mmtrain.data.index.data_check import check_sources_for_recipe
     from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe
     from mmtrain.recipe.schema import SourceSettings
@@ -52,7 +52,9 @@ def check(
 
         if recipe is not None:
             settings = load_recipe(recipe, overrides).recipe
-            report = check_as(settings, wanted or [*settings.data.sources, *settings.data.validation], show, tell)
+            report = check_sources_for_recipe(
+                settings, wanted or [*settings.data.sources, *settings.data.validation], show, tell
+            )
         elif wanted:
             report = check_any(wanted, show, tell)
         else:
@@ -67,13 +69,13 @@ def check(
 
 def in_words(report: "CheckReport") -> str:
     """The report as lines: counts, then each kind of fault with its first examples."""
-    from mmtrain.data.formats.quarantine_reasons import KINDS
+    from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
 
     media = ", ".join(f"{_PLURALS[kind]} {count}" for kind, count in report.media.items()) or "no media"
     sound = f" ({report.seconds_of_sound:.0f} s of sound)" if report.seconds_of_sound else ""
     lines = [f"{report.samples} samples, {len(report.bad)} of them bad; decoded without fault: {media}{sound}"]
     for kind, count in report.kinds.items():
-        lines.append(f"  {kind}: {count} ({KINDS[kind]})")
+        lines.append(f"  {kind}: {count} ({QUARANTINE_REASONS[kind]})")
         lines += [f"    {q}" for q in [q for q in report.bad if q.kind == kind][:EXAMPLES]]
     if not report.passed:
         lines.append(f"more than the {report.allowed_rate:.2%} that data.max_bad_rate allows")

@@ -27,7 +27,7 @@ def group(
 
     from mmtrain.balance import Grouping
     from mmtrain.cli.recipe_index import indexed
-    from mmtrain.data.index.compare_grouping import compare_methods
+    from mmtrain.data.stream.compare_grouping import compare_grouping_methods
     from mmtrain.recipe import load_recipe
     from mmtrain.report.data_view import grouping_text
 
@@ -35,7 +35,7 @@ def group(
     index = indexed(settings)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
     side_by_side = replicas or settings.parallel.llm.dp or grouping.row_size
-    scores = compare_methods(
+    scores = compare_grouping_methods(
         index.lengths, index.weights, grouping, settings.train.seed, side_by_side, time.perf_counter
     )
     if as_json:

@@ -27,7 +27,7 @@ def serve(
     import sys
     from functools import partial
 
-    from mmtrain.data.loading.worker_pool import processors
+    from mmtrain.data.loading.worker_pool import num_available_cores
     from mmtrain.data.service.protocol import require_zmq
     from mmtrain.recipe import load_recipe, require_runnable
 
@@ -37,7 +37,7 @@ def serve(
     from mmtrain.data.service.producer import open_producer
     from mmtrain.runtime.resilience.signals import SignalPipe
 
-    number = workers or processors()
+    number = workers or num_available_cores()
     with SignalPipe() as signals:
         producer = open_producer(made, bind, number, partial(print, "mmtrain:", file=sys.stderr, flush=True))
         in_words = f"{number} workers prepare steps of {made.name} at {producer.address}"

@@ -28,13 +28,17 @@ def stats(
 
     from mmtrain.balance.summary import summarize_lengths
     from mmtrain.cli.recipe_index import tell
-    from mmtrain.data.index.stats import survey, survey_as
+    from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
     from mmtrain.recipe import load_recipe
     from mmtrain.recipe.schema import SourceSettings
     from mmtrain.report.data_view import stats_picture, stats_text
 
     wanted = [SourceSettings(path=source.absolute()) for source in sources]
-    seen = survey(wanted, tell) if recipe is None else survey_as(load_recipe(recipe, overrides).recipe, wanted, tell)
+    seen = (
+        compute_stats(wanted, tell)
+        if recipe is None
+        else compute_stats_for_recipe(load_recipe(recipe, overrides).recipe, wanted, tell)
+    )
     summary = summarize_lengths(seen.names, seen.values)
     if png is not None:
         stats_picture(summary, png)

@@ -45,7 +45,7 @@ def profile(
     settings = load_recipe(recipe, overrides).recipe  # a wrong recipe is told before torch has loaded
     from mmtrain.cli.local_cluster import cluster_of
     from mmtrain.costs.cost_table import CostTable
-    from mmtrain.data import build
+    from mmtrain.data import build_index
     from mmtrain.plan.search.profiled_sizes import sizes_to_measure
     from mmtrain.runtime.profiling.profile import ProfileRequest, empty_cost_table
     from mmtrain.runtime.profiling.profile import profile as measure
@@ -53,7 +53,7 @@ def profile(
     ranks, hardware = cluster_of(settings)
     sizes = sizes_to_measure(settings, ranks, only, tp)
     try:
-        lengths = build(settings).lengths
+        lengths = build_index(settings).lengths
     except DataError as error:
         lengths = None
         typer.echo(f"mmtrain: measured on loads made up from the recipe, as its data cannot be read: {error}", err=True)

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 def indexed(recipe: Recipe) -> "DataIndex":
     """Index the recipe's samples, or read the index kept; what is worth knowing goes to stderr, a line each."""
-    from mmtrain.data import build
+    from mmtrain.data import build_index
 
-    index = build(recipe, note=tell)
+    index = build_index(recipe, notify=tell)
     for remark in index.remarks():
         tell(remark)
     return index

@@ -82,7 +82,7 @@ def _rehearsed(source: Path, plan: Path | None, overrides: list[str]) -> "Conten
     from mmtrain.cli.simulated_steps import rehearsal
     from mmtrain.costs import machine_for
     from mmtrain.costs.hardware import GIB
-    from mmtrain.data.index.compare_grouping import compare_methods
+    from mmtrain.data.stream.compare_grouping import compare_grouping_methods
     from mmtrain.recipe import load_recipe
     from mmtrain.report import read_metrics
     from mmtrain.report.comparison import compare
@@ -94,7 +94,7 @@ def _rehearsed(source: Path, plan: Path | None, overrides: list[str]) -> "Conten
     recorded = source / TRACE_FILE if is_run and (source / TRACE_FILE).exists() else None
     found = rehearsal(settings, source / PLAN_FILE if is_run else plan, recorded)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
-    scores = compare_methods(
+    scores = compare_grouping_methods(
         found.index.lengths,
         found.index.weights,
         grouping,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.cli.simulated_steps import rehearsal
-from mmtrain.data.synthetic.demo import generate
+from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.recipe import dump_recipe, load_recipe
 from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
@@ -21,7 +21,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of the demo on a machine that takes twice as long as foretold."""
     folder = tmp_path_factory.mktemp("runs") / "try"
     data = folder.parent / "data"
-    generate(data, seed=1, train=60, heldout=4)
+    generate_demo(data, seed=1, train=60, heldout=4)
     settings = [f"data.sources.0.path={data}/train.json", f"data.validation.0.path={data}/heldout.json"]
     recipe = load_recipe(DEMO, [*settings, f"data.tokenizer={data}/tokenizer.json"]).recipe
     found = rehearsal(recipe, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data.synthetic.demo import generate
+from mmtrain.data.synthetic.demo import generate_demo
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
 
@@ -16,7 +16,7 @@ RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("demo") / "data"
-    generate(made, seed=1, train=120, heldout=4)
+    generate_demo(made, seed=1, train=120, heldout=4)
     return made
 
 

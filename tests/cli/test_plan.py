@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data import build
-from mmtrain.data.synthetic.demo import generate
+from mmtrain.data import build_index
+from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.plan import load_plan
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
@@ -19,7 +19,7 @@ RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "data"
-    generate(folder, seed=1, train=60, heldout=4)
+    generate_demo(folder, seed=1, train=60, heldout=4)
     return folder
 
 
@@ -158,7 +158,7 @@ def test_every_recipe_of_ours_is_right(name: str) -> None:
 
     loaded = recipe.load_recipe(RECIPE.parent / name).recipe
     if loaded.data.sources[0].states_lengths:  # other data is made by the user
-        assert len(build(loaded).lengths)
+        assert len(build_index(loaded).lengths)
 
 
 def test_a_recipe_of_lengths_is_planned_but_not_trained() -> None:

@@ -10,7 +10,7 @@ import pytest
 from mmtrain.cli import app
 from mmtrain.data.index import index_cache
 from mmtrain.data.index import sample_lengths as measure
-from mmtrain.data.synthetic.demo import generate
+from mmtrain.data.synthetic.demo import generate_demo
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
 Say = Callable[..., tuple[str, str]]
@@ -20,7 +20,7 @@ Say = Callable[..., tuple[str, str]]
 def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
     """Run a command on 40 samples, of which one names no file; give what it said on stdout and stderr."""
     folder = tmp_path / "data"
-    generate(folder, seed=1, train=40, heldout=4)
+    generate_demo(folder, seed=1, train=40, heldout=4)
     rows = json.loads((folder / "train.json").read_text())
     next(row for row in rows if "image" in row)["image"] = "gone.png"
     (folder / "train.json").write_text(json.dumps(rows))
@@ -33,7 +33,7 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         "cluster.hardware": "cpu-core",
     }
     overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    monkeypatch.setattr(index_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(index_cache, "MIN_SOURCE_BYTES", 1)
     monkeypatch.setattr(measure, "_TOLD_EVERY", 30)
 
     def run(*command: object) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from mmtrain.balance import Grouping
-from mmtrain.data import DataIndex, GroupStream, build
+from mmtrain.data import DataIndex, GroupStream, build_index
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import Row, row
@@ -74,7 +74,7 @@ def made(tmp_path: Path, recipe: Callable[..., Recipe]) -> Dataset:
                 Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(tmp_path / name)
             rows.append(row("x<image>" * len(names) + "why", f"answer {s}", *names, name=str(s)))
         made_recipe = recipe(rows, **data)
-        index = build(made_recipe)
+        index = build_index(made_recipe)
         return made_recipe, index, GroupStream(index.lengths, Grouping(made_recipe.data.seq_len, 100, 2), seed=0)
 
     return make

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from mmtrain.data import DataIndex, GroupStream, Need, StepData
+from mmtrain.data import DataIndex, GroupStream, PayloadNeed, StepData
 from mmtrain.recipe.schema import Recipe
 
 Dataset = Callable[..., tuple[Recipe, DataIndex, GroupStream]]
 DP = {"vision": 1, "llm": 2}
 ONE, TWO = (dict.fromkeys(DP, n) for n in (1, 2))  # microbatches
 EVERYTHING = (
-    Need("vision", 0, media=True),
-    Need("llm", 0, ids=True, labels=True),
-    Need("llm", 1, ids=True, labels=True),
+    PayloadNeed("vision", 0, media=True),
+    PayloadNeed("llm", 0, ids=True, labels=True),
+    PayloadNeed("llm", 1, ids=True, labels=True),
 )
 
 

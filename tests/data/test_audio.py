@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import soundfile
 
+from mmtrain.data.media.audio import BadAudioError, load_log_mels, log_mel, read_num_frames, resample
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.media.sound import BadAudioError, load_mels, log_mel, read_frames, resample
 from mmtrain.recipe.schema import AudioDataSettings
 
 
@@ -45,13 +45,13 @@ def test_fixed_frames_are_those_whisper_pads_to(tmp_path: Path, bins: int) -> No
     wave = _wave(1.3).astype(np.float32)
     soundfile.write(tmp_path / "a.wav", wave, 16000, subtype="FLOAT")
     media = FileMedia(str(tmp_path / "a.wav"))
-    frames = read_frames(media, AudioDataSettings(scheme="fixed"), 8)
-    found = load_mels(media, frames, bins)
+    frames = read_num_frames(media, AudioDataSettings(scheme="fixed"), 8)
+    found = load_log_mels(media, frames, bins)
     extract = WhisperFeatureExtractor(feature_size=bins)
     expected = extract(wave, sampling_rate=16000, return_tensors="np").input_features[0].T
     assert found.shape == expected.shape == (3000, bins)
     assert np.abs(found - expected).max() < 1e-4
-    assert read_frames(media, AudioDataSettings(scheme="fixed", max_seconds=2.0), 64) == 256  # whole features
+    assert read_num_frames(media, AudioDataSettings(scheme="fixed", max_seconds=2.0), 64) == 256  # whole features
 
 
 def test_mp3_is_read_like_what_it_was_made_of(tmp_path: Path) -> None:
@@ -61,15 +61,15 @@ def test_mp3_is_read_like_what_it_was_made_of(tmp_path: Path) -> None:
     found = {}
     for name in ("a.mp3", "a.wav"):
         media = FileMedia(str(tmp_path / name))
-        assert read_frames(media, AudioDataSettings(), 2) in (100, 102, 104)  # encoders pad
-        found[name] = load_mels(media, 100, 20)
+        assert read_num_frames(media, AudioDataSettings(), 2) in (100, 102, 104)  # encoders pad
+        found[name] = load_log_mels(media, 100, 20)
     assert np.abs(found["a.mp3"][:95, :15] - found["a.wav"][:95, :15]).mean() < 0.05
 
 
 def test_clips_of_many_channels_are_refused_from_the_header(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.zeros((16, 100)), 8000)
     with pytest.raises(BadAudioError, match="100 channels at 8000 Hz, at most 32") as refused:
-        read_frames(FileMedia(str(tmp_path / "a.wav")), AudioDataSettings(), 2)
+        read_num_frames(FileMedia(str(tmp_path / "a.wav")), AudioDataSettings(), 2)
     assert refused.value.kind == "audio_too_wide"
 
 
@@ -90,8 +90,8 @@ def test_frames_come_from_the_header(tmp_path: Path, seconds: float, multiple: i
     for rate, kind in ((8000, "wav"), (16000, "flac"), (44100, "wav")):
         path = tmp_path / f"{rate}.{kind}"
         soundfile.write(path, _wave(seconds, rate), rate)
-        assert read_frames(FileMedia(str(path)), AudioDataSettings(max_seconds=30.0), multiple) == frames
-        mels = load_mels(FileMedia(str(path)), frames, 20)
+        assert read_num_frames(FileMedia(str(path)), AudioDataSettings(max_seconds=30.0), multiple) == frames
+        mels = load_log_mels(FileMedia(str(path)), frames, 20)
         assert mels.shape == (frames, 20)
         assert np.isfinite(mels).all()
 
@@ -100,7 +100,7 @@ def test_channels_are_mixed_and_silence_follows(tmp_path: Path) -> None:
     wave = _wave(0.2)
     soundfile.write(tmp_path / "mono.flac", wave, 16000)
     soundfile.write(tmp_path / "stereo.flac", np.stack([1.5 * wave, 0.5 * wave], axis=1), 16000)
-    mono, stereo = (load_mels(FileMedia(str(tmp_path / f"{name}.flac")), 40, 20) for name in ("mono", "stereo"))
+    mono, stereo = (load_log_mels(FileMedia(str(tmp_path / f"{name}.flac")), 40, 20) for name in ("mono", "stereo"))
     assert np.abs(mono - stereo).max() < 0.02  # 16 bits round
     assert np.ptp(mono[25:]) == 0  # nothing but the floor
     assert np.abs(mono[:15] - log_mel(wave, 20)[:15]).max() < 0.02
@@ -119,7 +119,7 @@ def test_what_a_header_gives_away(clip: Path, name: str, kind: str) -> None:
     (clip.parent / "text.wav").write_text("no sound")
     soundfile.write(clip.parent / "empty.wav", np.zeros(0), 16000)
     with pytest.raises(BadAudioError) as refused:
-        read_frames(FileMedia(str(clip.parent / name)), AudioDataSettings(max_seconds=0.4), 2)
+        read_num_frames(FileMedia(str(clip.parent / name)), AudioDataSettings(max_seconds=0.4), 2)
     assert refused.value.kind == kind
     assert name in str(refused.value)
 
@@ -129,9 +129,9 @@ def test_what_only_decoding_shows(clip: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.flac").write_bytes((tmp_path / "whole.flac").read_bytes()[:9000])
     soundfile.write(tmp_path / "nan.wav", np.full(1600, np.nan, np.float32), 16000, subtype="FLOAT")
     assert (
-        read_frames(FileMedia(str(tmp_path / "cut.flac")), AudioDataSettings(max_seconds=30.0), 2) == 200
+        read_num_frames(FileMedia(str(tmp_path / "cut.flac")), AudioDataSettings(max_seconds=30.0), 2) == 200
     )  # the header is fine
     for name, kinds in {"cut.flac": ("truncated", "undecodable"), "nan.wav": ("undecodable",)}.items():
         with pytest.raises(BadAudioError) as refused:
-            load_mels(FileMedia(str(tmp_path / name)), 200, 20)
+            load_log_mels(FileMedia(str(tmp_path / name)), 200, 20)
         assert refused.value.kind in kinds

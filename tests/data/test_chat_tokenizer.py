@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from mmtrain.data import ChatTokenizer, Sample, Turn
-from mmtrain.data.formats.chat_tokenizer import IMAGE, NO_LABEL, SPECIAL_TOKENS
 from mmtrain.data.synthetic.demo import train_tokenizer
+from mmtrain.data.text.chat_tokenizer import IGNORE_INDEX, IMAGE_TOKEN, SPECIAL_TOKENS
 from mmtrain.errors import DataError
 
 
@@ -35,12 +35,12 @@ def test_the_chat_format_and_where_labels_stand(tokenizer: ChatTokenizer) -> Non
         "<|system|>sys<|end|><|user|>a<|image|><|image|>b<|image|><|end|><|assistant|>red<|end|>"
         "<|user|>more<|end|><|assistant|>3<|end|>"
     )
-    predicted = encoded.labels[encoded.labels != NO_LABEL]
+    predicted = encoded.labels[encoded.labels != IGNORE_INDEX]
     assert show(tokenizer, predicted) == "red<|end|>3<|end|>"
-    places = np.flatnonzero(encoded.labels != NO_LABEL)
+    places = np.flatnonzero(encoded.labels != IGNORE_INDEX)
     assert (encoded.labels[places] == encoded.ids[places + 1]).all(), "the label is the next token"
     assert show(tokenizer, encoded.ids[places[:1]]) == "<|assistant|>", "the first answer token is predicted there"
-    assert encoded.labels[-1] == NO_LABEL, "nothing follows the last token, least of all the next sample"
+    assert encoded.labels[-1] == IGNORE_INDEX, "nothing follows the last token, least of all the next sample"
 
 
 @given(st.lists(st.sampled_from(["x", " 1 + 2", "<image>", "<audio>", "<|end|>", "é\n"]), max_size=6), st.booleans())
@@ -50,8 +50,8 @@ def test_counting_is_encoding_without_the_ids(tokenizer: ChatTokenizer, parts: l
     s = sample(*turns)
     features = [3] * text.count("<image>")
     encoded = tokenizer.encode(s, features)
-    expected = len(encoded.ids), int((encoded.labels != NO_LABEL).sum())
-    assert tokenizer.counter(1000)(s, features, ()) == expected
+    expected = len(encoded.ids), int((encoded.labels != IGNORE_INDEX).sum())
+    assert tokenizer.length_counter(1000)(s, features, ()) == expected
 
 
 def test_the_prompt_stops_where_the_last_answer_starts(tokenizer: ChatTokenizer) -> None:
@@ -85,7 +85,7 @@ def test_special_tokens_added_as_plain_ones_are_still_safe(tmp_path: Path) -> No
     assert text != plain.to_str()
     (tmp_path / "t.json").write_text(text)
     tokenizer = ChatTokenizer.load(tmp_path / "t.json")
-    ids = tokenizer.encode(sample(("user", IMAGE), ("assistant", "x")), []).ids
+    ids = tokenizer.encode(sample(("user", IMAGE_TOKEN), ("assistant", "x")), []).ids
     assert tokenizer.image_id not in ids
 
 

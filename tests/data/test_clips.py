@@ -12,10 +12,10 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from mmtrain.balance import Grouping
-from mmtrain.data import ChatTokenizer, GroupStream, Loader, Need, build
-from mmtrain.data.formats.chat_tokenizer import AUDIO
+from mmtrain.data import ChatTokenizer, GroupStream, Loader, PayloadNeed, build_index
+from mmtrain.data.media.audio import load_log_mels
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.media.sound import load_mels
+from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import Row
@@ -38,7 +38,7 @@ def speech_recipe(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> M
     (tmp_path / "text.wav").write_text("no sound")
     Image.new("RGB", (16, 8)).save(tmp_path / "a.png")
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    tokenizer.add_special_tokens([AUDIO])
+    tokenizer.add_special_tokens([AUDIO_TOKEN])
     tokenizer.save(str(tmp_path / "speech.json"))
 
     def make(rows: list[Row], **data: Any) -> Recipe:
@@ -56,7 +56,7 @@ def test_lengths_and_marks(speech_recipe: MakeRecipe) -> None:
         _row("1 + 2", "text"),
     ]
     made = speech_recipe(rows)
-    index = build(made)
+    index = build_index(made)
     items = index.lengths.items["audio"]
     assert items.first.tolist() == [0, 2, 2]
     assert (items.rows.tolist(), items.cols.tolist()) == ([16, 32], [1, 1])  # 10 and 30 frames, in whole features
@@ -80,13 +80,13 @@ def test_every_kind_of_unusable_sample_is_named(speech_recipe: MakeRecipe) -> No
         "audio_path": _row("<audio>", "4", clips=("../short.wav",)),
         "good": _row("<audio>", "5", clips=("short.wav",)),
     }
-    index = build(speech_recipe(list(rows.values())))
+    index = build_index(speech_recipe(list(rows.values())))
     assert [s.id for s in index.samples] == ["5"]
     assert {q.kind: q.id for q in index.quarantined} == {kind: r["id"] for kind, r in rows.items() if kind != "good"}
 
 
 def test_without_an_audio_unit_clips_are_refused_and_the_mark_is_text(recipe: MakeRecipe) -> None:
-    index = build(recipe([_row("<audio>", "heard", clips=("short.wav",)), _row("what is <audio>?", "read")]))
+    index = build_index(recipe([_row("<audio>", "heard", clips=("short.wav",)), _row("what is <audio>?", "read")]))
     assert [s.id for s in index.samples] == ["read"]
     assert [q.kind for q in index.quarantined] == ["no_audio"]
     assert index.lengths.tokens[0] > 10  # the mark as it is spelled
@@ -96,22 +96,22 @@ def test_a_tokenizer_without_the_audio_token_is_named(
     speech_recipe: MakeRecipe, tokenizer_path: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=r"lacks the special token <\|audio\|> that model\.audio needs"):
-        build(speech_recipe([_row("x", "0")], tokenizer=tokenizer_path))
+        build_index(speech_recipe([_row("x", "0")], tokenizer=tokenizer_path))
     assert json.loads((tmp_path / "train.json").read_text())
 
 
 def test_text_cannot_forge_a_clip(speech_recipe: MakeRecipe) -> None:
     made = speech_recipe([_row("<|audio|>", "0")])
     tokenizer = ChatTokenizer.load(made.data.tokenizer)
-    assert tokenizer.item_ids["audio"] not in tokenizer.encode(build(made).samples[0], []).ids
+    assert tokenizer.item_ids["audio"] not in tokenizer.encode(build_index(made).samples[0], []).ids
 
 
 def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Path) -> None:
     made = speech_recipe([_row("<audio><audio>", str(s), clips=("long.wav", "short.wav")) for s in range(4)])
-    index = build(made)
+    index = build_index(made)
     dp, needs = (
         {"vision": 1, "audio": 2, "llm": 1},
-        (Need("audio", 0, media=True), Need("audio", 1), Need("llm", 0, ids=True)),
+        (PayloadNeed("audio", 0, media=True), PayloadNeed("audio", 1), PayloadNeed("llm", 0, ids=True)),
     )
     stream = GroupStream(index.lengths, Grouping(made.data.seq_len, 100, 2), seed=0)
     with Loader(index, stream, made, dp, dict.fromkeys(dp, 1), needs) as loader:
@@ -120,7 +120,7 @@ def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Pa
     here = table.microbatch(0, 0)
     assert data.audio[0, 0].frames == tuple(table.rows[here].tolist())
     files = [tmp_path / ("long.wav", "short.wav")[p] for p in table.position[here]]
-    expected = [load_mels(FileMedia(str(f)), n, 16) for f, n in zip(files, data.audio[0, 0].frames, strict=True)]
+    expected = [load_log_mels(FileMedia(str(f)), n, 16) for f, n in zip(files, data.audio[0, 0].frames, strict=True)]
     assert data.audio[0, 0].mels is not None
     assert np.array_equal(data.audio[0, 0].mels, np.concatenate(expected))
     assert data.audio[1, 0].mels is None
@@ -130,11 +130,11 @@ def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Pa
 
 def test_a_clip_that_breaks_later_becomes_silence_and_is_named(speech_recipe: MakeRecipe, tmp_path: Path) -> None:
     made = speech_recipe([_row("<audio>", str(s), clips=("short.wav",)) for s in range(2)], max_bad_rate=1.0)
-    index = build(made)
+    index = build_index(made)
     (tmp_path / "short.wav").write_text("gone")
     stream = GroupStream(index.lengths, Grouping(16, 100, 2), seed=0)
     once = {"vision": 1, "audio": 1, "llm": 1}
-    with Loader(index, stream, made, once, once, (Need("audio", 0, media=True),)) as loader:
+    with Loader(index, stream, made, once, once, (PayloadNeed("audio", 0, media=True),)) as loader:
         data = next(loader)
     assert data.audio[0, 0].mels is not None
     assert not data.audio[0, 0].mels.any()

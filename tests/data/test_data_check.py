@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from mmtrain.cli.data_check import in_words
-from mmtrain.data.index.data_check import check, check_as
+from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
 from mmtrain.recipe.schema import Recipe, SourceSettings
 from tests.data.archives import movie, png, wav
 from tests.data.rows import Row, row
@@ -42,7 +42,7 @@ def mixed(tmp_path: Path) -> list[Row]:
 def test_everything_is_decoded_for_no_model_in_particular(tmp_path: Path, mixed: list[Row]) -> None:
     (tmp_path / "x.json").write_text(json.dumps(mixed))
     told: list[tuple[int, int]] = []
-    report = check([SourceSettings(path=tmp_path / "x.json")], lambda *a: told.append(a))
+    report = check_sources([SourceSettings(path=tmp_path / "x.json")], lambda *a: told.append(a))
     assert (report.samples, report.media) == (7, {"image": 1, "audio": 1, "video": 1})
     assert [(q.id, q.kind) for q in report.bad] == [("3", "missing_image"), ("6", "malformed"), ("2", "undecodable")]
     assert report.kinds == {"missing_image": 1, "malformed": 1, "undecodable": 1}
@@ -56,11 +56,11 @@ def test_everything_is_decoded_for_no_model_in_particular(tmp_path: Path, mixed:
 
 def test_a_recipe_brings_its_own_limits(mixed: list[Row], recipe: MakeRecipe) -> None:
     made = recipe(mixed, max_images=1, max_bad_rate=0.6)
-    report = check_as(made, made.data.sources)
+    report = check_sources_for_recipe(made, made.data.sources)
     kinds = {"3": "missing_image", "6": "malformed", "4": "no_audio", "1": "too_many_images", "2": "too_many_images"}
     assert {q.id: q.kind for q in report.bad} == kinds
     assert not report.passed
-    report = check_as(recipe(mixed, max_bad_rate=0.6), made.data.sources)
+    report = check_sources_for_recipe(recipe(mixed, max_bad_rate=0.6), made.data.sources)
     assert {q.id: q.kind for q in report.bad} == {k: v for k, v in kinds.items() if k in "364"} | {"2": "undecodable"}
     assert report.passed
     assert report.media == {"image": 1}

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from mmtrain.data import ChatTokenizer, build
-from mmtrain.data.media.images import read_size
+from mmtrain.data import ChatTokenizer, build_index
+from mmtrain.data.media.images import read_image_size
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.synthetic.demo import VOCAB, DemoSummary, generate
+from mmtrain.data.synthetic.demo import DEMO_VOCAB_SIZE, DemoSummary, generate_demo
 from mmtrain.errors import DataError
 from mmtrain.recipe import load_recipe
 
@@ -15,7 +15,7 @@ from mmtrain.recipe import load_recipe
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoSummary]:
     out = tmp_path_factory.mktemp("demo") / "demo-data"
-    return out, generate(out, seed=3, train=400, heldout=150)
+    return out, generate_demo(out, seed=3, train=400, heldout=150)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -30,11 +30,11 @@ def _question(row: dict[str, Any], out: Path) -> tuple[str, ...]:
 
 def test_the_same_seed_gives_the_same_bytes(demo: tuple[Path, DemoSummary], tmp_path: Path) -> None:
     out, summary = demo
-    assert generate(tmp_path / "again", seed=3, train=400, heldout=150) == summary
+    assert generate_demo(tmp_path / "again", seed=3, train=400, heldout=150) == summary
     files = sorted(p.relative_to(out) for p in out.rglob("*") if p.is_file())
     assert files == sorted(p.relative_to(tmp_path / "again") for p in (tmp_path / "again").rglob("*") if p.is_file())
     assert all((out / f).read_bytes() == (tmp_path / "again" / f).read_bytes() for f in files)
-    generate(tmp_path / "again", seed=4, train=400, heldout=150)
+    generate_demo(tmp_path / "again", seed=4, train=400, heldout=150)
     assert (out / "train.json").read_bytes() != (tmp_path / "again" / "train.json").read_bytes()
 
 
@@ -45,7 +45,7 @@ def test_samples_have_what_the_demo_promises(demo: tuple[Path, DemoSummary]) -> 
     counts = {len(row.get("image", [])) for row in rows}
     assert counts == {0, 1, 2, 3, 4}
     assert {row["template"] for row in rows} == set(summary.templates)
-    sizes = {read_size(FileMedia(str(out / name)), 10_000) for row in rows for name in row.get("image", [])}
+    sizes = {read_image_size(FileMedia(str(out / name)), 10_000) for row in rows for name in row.get("image", [])}
     assert len(sizes) > 5, "resolutions vary"
     assert summary.images == len(list((out / "images").iterdir()))
 
@@ -75,7 +75,7 @@ def test_no_template_gives_its_answers_away(demo: tuple[Path, DemoSummary]) -> N
 def test_the_tokenizer_spends_one_token_on_frequent_words_and_on_each_digit(demo: tuple[Path, DemoSummary]) -> None:
     out, summary = demo
     tokenizer = ChatTokenizer.load(out / "tokenizer.json")
-    assert tokenizer.vocab_size == summary.vocab <= VOCAB
+    assert tokenizer.vocab_size == summary.vocab <= DEMO_VOCAB_SIZE
     assert len(tokenizer._text(" the")) == 1
     assert len(tokenizer._text("17")) == 2
 
@@ -90,12 +90,12 @@ def test_the_demo_recipe_reads_it(demo: tuple[Path, DemoSummary]) -> None:
     ]
     recipe = load_recipe(recipe_path, overrides).recipe
     for which, count in (("train", 400), ("validation", 150)):
-        index = build(recipe, which)  # type: ignore[arg-type]
+        index = build_index(recipe, which)  # type: ignore[arg-type]
         assert (len(index.samples), index.quarantined) == (count, ())
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(DataError, match="not empty and not demo data"):
-        generate(tmp_path, seed=0, train=1, heldout=1)
+        generate_demo(tmp_path, seed=0, train=1, heldout=1)
     assert (tmp_path / "mine.txt").read_text() == "precious"

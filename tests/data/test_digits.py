@@ -6,9 +6,9 @@ import pytest
 import soundfile
 
 from mmtrain.data import ChatTokenizer
-from mmtrain.data.formats.read_source import read
-from mmtrain.data.formats.sample import Sample, find_miscount
-from mmtrain.data.synthetic.digits import WORDS, prepare
+from mmtrain.data.formats.read_source import read_samples
+from mmtrain.data.formats.sample import Sample, find_unusable
+from mmtrain.data.synthetic.digits import DIGIT_WORDS, prepare_digits
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
 
@@ -32,17 +32,18 @@ def _files(out: Path) -> dict[str, bytes]:
 
 def test_every_recording_is_asked_about_in_one_split(recordings: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    summary = prepare(recordings, out, seed=1, sequences=30)
+    summary = prepare_digits(recordings, out, seed=1, sequences=30)
     splits = {
-        name: list(read(SourceSettings(path=out / f"{name}.json"), LimitSettings())) for name in ("train", "heldout")
+        name: list(read_samples(SourceSettings(path=out / f"{name}.json"), LimitSettings()))
+        for name in ("train", "heldout")
     }
     heard: dict[str, set[str]] = {}
     for name, samples in splits.items():
         for sample in samples:
             assert isinstance(sample, Sample)
-            assert find_miscount(sample, sees=False, hears=True) is None
+            assert find_unusable(sample, sees=False, hears=True) is None
             assert all(Path(str(clip)).is_file() for clip in sample.clips)
-            assert sample.answer.split() == [WORDS[int(clip.name[0])] for clip in sample.clips]
+            assert sample.answer.split() == [DIGIT_WORDS[int(clip.name[0])] for clip in sample.clips]
             assert len({clip.name.split("_")[1] for clip in sample.clips}) == 1  # one speaker
         heard[name] = {clip.name for s in samples if isinstance(s, Sample) for clip in s.clips}
         alone = [s for s in samples if isinstance(s, Sample) and s.template == "digit"]
@@ -55,19 +56,19 @@ def test_every_recording_is_asked_about_in_one_split(recordings: Path, tmp_path:
 
 
 def test_the_same_arguments_make_the_same_bytes(recordings: Path, tmp_path: Path) -> None:
-    prepare(recordings, tmp_path / "a", seed=1, sequences=9)
+    prepare_digits(recordings, tmp_path / "a", seed=1, sequences=9)
     before = _files(tmp_path / "a")
-    prepare(recordings, tmp_path / "a", seed=1, sequences=9)
-    prepare(recordings, tmp_path / "b", seed=2, sequences=9)
+    prepare_digits(recordings, tmp_path / "a", seed=1, sequences=9)
+    prepare_digits(recordings, tmp_path / "b", seed=2, sequences=9)
     assert _files(tmp_path / "a") == before
     assert _files(tmp_path / "b")["train.json"] != before["train.json"]
 
 
 def test_other_folders_are_left_alone(recordings: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"found 0 recordings .* called DIGIT_SPEAKER_INDEX\.wav"):
-        prepare(tmp_path / "nothing", tmp_path / "out", seed=0, sequences=0)
+        prepare_digits(tmp_path / "nothing", tmp_path / "out", seed=0, sequences=0)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(DataError, match="not empty and not spoken digits"):
-        prepare(recordings, tmp_path / "mine", seed=0, sequences=0)
+        prepare_digits(recordings, tmp_path / "mine", seed=0, sequences=0)
     assert json.dumps((tmp_path / "mine" / "thesis.txt").read_text()) == '"years of work"'

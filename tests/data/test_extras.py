@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data.index.data_check import check
+from mmtrain.data.index.data_check import check_sources
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import SourceSettings
 from tests.data.archives import movie, parquet, wav
@@ -32,4 +32,4 @@ def test_what_to_install_is_said(
     for module in [m for m in sys.modules if m.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DataError, match=rf"{needs} needs the `{package}` package.*pip install 'mmtrain\[{extra}\]'"):
-        check([SourceSettings(path=tmp_path / name)])
+        check_sources([SourceSettings(path=tmp_path / name)])

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmtrain.data.formats.quarantine_reasons import KINDS
-from mmtrain.data.media.images import load_rgb, read_size
+from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
+from mmtrain.data.media.audio import load_log_mels, read_num_frames
+from mmtrain.data.media.images import load_rgb_images, read_image_size
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
-from mmtrain.data.media.sound import load_mels, read_frames
-from mmtrain.data.media.video import load_frames, read_video
+from mmtrain.data.media.video import load_video_frames, read_video_size
 from mmtrain.recipe.schema import AudioDataSettings
 from tests.data.archives import movie, wav
 
@@ -28,18 +28,18 @@ def _picture(form: str) -> bytes:
 
 
 def _look_at_picture(media: Media) -> None:
-    read_size(media, LIMIT)
-    assert load_rgb(media, [(16, 16)], LIMIT)[0].size == (16, 16)
+    read_image_size(media, LIMIT)
+    assert load_rgb_images(media, [(16, 16)], LIMIT)[0].size == (16, 16)
 
 
 def _listen(media: Media) -> None:
-    frames = read_frames(media, AudioDataSettings(), 2)
-    assert np.isfinite(load_mels(media, frames, 16)).all()
+    frames = read_num_frames(media, AudioDataSettings(), 2)
+    assert np.isfinite(load_log_mels(media, frames, 16)).all()
 
 
 def _watch(media: Media) -> None:
-    _, _, frames = read_video(media, 3, LIMIT)
-    assert len(load_frames(media, frames, (16, 16), LIMIT)) == frames
+    _, _, frames = read_video_size(media, 3, LIMIT)
+    assert len(load_video_frames(media, frames, (16, 16), LIMIT)) == frames
 
 
 CASES: dict[str, tuple[Callable[[], bytes], Callable[[Media], None]]] = {
@@ -67,7 +67,7 @@ def test_damaged_media_are_used_or_refused_by_name(tmp_path: Path, name: str, da
         use(FileMedia(str(_write(tmp_path, content))))
     except BadMediaError as bad:
         kind = bad.kind
-    assert kind is None or kind in KINDS
+    assert kind is None or kind in QUARANTINE_REASONS
 
 
 def _write(folder: Path, content: bytes) -> Path:

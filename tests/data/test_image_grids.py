@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data.media.image_grids import frame_grid, grids, native, num_tiles, tile_canvas
+from mmtrain.data.media.image_grids import frame_grid, item_grids, native_grid, num_tiles, tile_canvas
 from mmtrain.recipe.schema import ImageSettings
 
 
@@ -75,7 +75,7 @@ def test_native_is_qwens_wherever_that_keeps_its_own_limits(
     high = low + (2 * patch) ** 2 + extra
     expected = _processor("qwen2_vl").smart_resize(height, width, 2 * patch, low, high)
     if low <= expected[0] * expected[1] <= high:
-        rows, cols = native(width, height, low, high, patch, 2)
+        rows, cols = native_grid(width, height, low, high, patch, 2)
         assert (rows * patch, cols * patch) == expected
 
 
@@ -91,6 +91,6 @@ def test_several_tiles_come_with_one_of_the_whole() -> None:
     image = ImageSettings(scheme="tiles", tile=448, max_tiles=6)
     assert num_tiles(300, 300, image) == 1
     assert tile_canvas(900, 448, 448, 6) == (1, 2)
-    assert grids(900, 448, image, 14, 2) == ((32, 32),) * 3
+    assert item_grids(900, 448, image, 14, 2) == ((32, 32),) * 3
     assert frame_grid(900, 448, image, 14, 2) == (32, 32)
-    assert grids(900, 448, ImageSettings(), 14) == (frame_grid(900, 448, ImageSettings(), 14),)
+    assert item_grids(900, 448, ImageSettings(), 14) == (frame_grid(900, 448, ImageSettings(), 14),)

@@ -13,7 +13,7 @@ from PIL import Image, PngImagePlugin
 
 from mmtrain.data.media import image_headers as headers
 from mmtrain.data.media import images
-from mmtrain.data.media.image_headers import quick_size, quick_size_in
+from mmtrain.data.media.image_headers import fast_image_size, fast_image_size_in_stream
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (9, 14, 3), dtype=np.uint8)
@@ -43,9 +43,9 @@ def files(folder: Path) -> list[bytes]:
 def thorough_size(path: Path) -> tuple[int, int] | None:
     """What the general reader says, which must not ask the quick one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(images, "quick_size", lambda _: None)
+        patch.setattr(images, "fast_image_size", lambda _: None)
         try:
-            return images.read_size(FileMedia(str(path)), 10**9)
+            return images.read_image_size(FileMedia(str(path)), 10**9)
         except BadMediaError:
             return None
 
@@ -61,7 +61,7 @@ def thorough_size(path: Path) -> tuple[int, int] | None:
 def test_ordinary_files_are_read_quickly(folder: Path, suffix: str, mode: str, options: dict[str, Any]) -> None:
     path = folder / f"plain{suffix}"
     path.write_bytes(encode(folder, suffix, mode, **options))
-    assert quick_size(str(path)) == (14, 9) == thorough_size(path)
+    assert fast_image_size(str(path)) == (14, 9) == thorough_size(path)
 
 
 def test_a_file_longer_than_one_look_is_read_to_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +69,9 @@ def test_a_file_longer_than_one_look_is_read_to_its_end(folder: Path, monkeypatc
         path = folder / f"long{suffix}"
         path.write_bytes(encode(folder, suffix))
         monkeypatch.setattr(headers, "_LOOK", path.stat().st_size - 30)
-        assert quick_size(str(path)) == quick_size_in(io.BytesIO(path.read_bytes())) == (14, 9)
+        assert fast_image_size(str(path)) == fast_image_size_in_stream(io.BytesIO(path.read_bytes())) == (14, 9)
         os.truncate(path, path.stat().st_size - 1)
-        assert quick_size(str(path)) is quick_size_in(io.BytesIO(path.read_bytes())) is None
+        assert fast_image_size(str(path)) is fast_image_size_in_stream(io.BytesIO(path.read_bytes())) is None
 
 
 def test_what_is_out_of_the_ordinary_is_left_to_others(folder: Path) -> None:
@@ -88,12 +88,12 @@ def test_what_is_out_of_the_ordinary_is_left_to_others(folder: Path) -> None:
     }
     for name, content in odd.items():
         (folder / name).write_bytes(content)
-        assert quick_size(str(folder / name)) is None
+        assert fast_image_size(str(folder / name)) is None
     os.mkfifo(folder / "pipe")
-    assert quick_size(str(folder / "pipe")) is None
-    assert quick_size(str(folder)) is None
-    assert quick_size(str(folder / "gone")) is None
-    assert quick_size("a\0b") is None
+    assert fast_image_size(str(folder / "pipe")) is None
+    assert fast_image_size(str(folder)) is None
+    assert fast_image_size(str(folder / "gone")) is None
+    assert fast_image_size("a\0b") is None
 
 
 @given(st.integers(0, 3), st.integers(0, 700), st.integers(0, 255))
@@ -104,8 +104,8 @@ def test_a_changed_byte_never_leads_to_another_answer(
     content[place % len(content)] = value
     path = folder / "changed"
     path.write_bytes(content)
-    quick = quick_size(str(path))
-    assert quick_size_in(io.BytesIO(content)) == quick
+    quick = fast_image_size(str(path))
+    assert fast_image_size_in_stream(io.BytesIO(content)) == quick
     assert quick is None or quick == thorough_size(path)
 
 
@@ -113,4 +113,4 @@ def test_a_changed_byte_never_leads_to_another_answer(
 def test_a_cut_file_is_never_accepted(folder: Path, files: list[bytes], which: int, kept: int) -> None:
     path = folder / "cut"
     path.write_bytes(files[which][: kept % len(files[which])])
-    assert quick_size(str(path)) is None
+    assert fast_image_size(str(path)) is None

@@ -10,16 +10,16 @@ import pytest
 import torch
 from PIL import Image
 
-from mmtrain.data.media.images import BadImageError, FloatArray, cut_patches, load_rgb, read_size
+from mmtrain.data.media.images import BadImageError, Float32Array, load_rgb_images, patchify, read_image_size
 from mmtrain.data.media.media_bytes import FileMedia, Media
 from mmtrain.recipe.schema import ImageSettings
 
 LIMIT = 10_000_000
 
 
-def _patches(media: Media, rows: int, cols: int, settings: ImageSettings, patch: int) -> FloatArray:
+def _patches(media: Media, rows: int, cols: int, settings: ImageSettings, patch: int) -> Float32Array:
     """The patches of a whole image."""
-    return cut_patches(load_rgb(media, [(cols * patch, rows * patch)], LIMIT)[0], settings, patch)
+    return patchify(load_rgb_images(media, [(cols * patch, rows * patch)], LIMIT)[0], settings, patch)
 
 
 def test_patches_are_laid_out_like_a_convolutions_input(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def _jpeg_with_orientation(path: Path, orientation: int) -> np.ndarray:
 def test_exif_orientation_turns_size_and_pixels_alike(tmp_path: Path, orientation: int, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
     upright = _jpeg_with_orientation(path, orientation)
-    assert read_size(FileMedia(str(path)), LIMIT) == (24, 16)
+    assert read_image_size(FileMedia(str(path)), LIMIT) == (24, 16)
     patches = _patches(FileMedia(str(path)), 2, 3, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
     expected = upright.reshape(2, 8, 3, 8, 3).transpose(0, 2, 4, 1, 3).reshape(6, -1) / 255
     assert np.abs(patches - expected).mean() < 0.05
@@ -119,7 +119,7 @@ def test_a_truncated_file_is_found_without_decoding(tmp_path: Path, suffix: str,
     path = tmp_path / "a"
     path.write_bytes(whole[: max(int(len(whole) * share), header)])
     with pytest.raises(BadImageError, match="end of the") as bad:
-        read_size(FileMedia(str(path)), LIMIT)
+        read_image_size(FileMedia(str(path)), LIMIT)
     assert bad.value.kind == "truncated"
 
 
@@ -127,7 +127,7 @@ def test_a_truncated_file_is_found_without_decoding(tmp_path: Path, suffix: str,
 @pytest.mark.parametrize("extra", [1, 100_000])
 def test_bytes_appended_by_cameras_do_not_matter(tmp_path: Path, suffix: str, extra: int) -> None:
     (tmp_path / "a").write_bytes(_bytes(suffix) + b"\0" * extra)
-    assert read_size(FileMedia(str(tmp_path / "a")), LIMIT) == (64, 64)
+    assert read_image_size(FileMedia(str(tmp_path / "a")), LIMIT) == (64, 64)
 
 
 def test_the_end_of_a_thumbnail_is_not_the_end_of_the_picture(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_the_end_of_a_thumbnail_is_not_the_end_of_the_picture(tmp_path: Path) ->
     thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + 6 + 2) + b"Thumb\0\xff\xd9"
     (tmp_path / "a.jpg").write_bytes((whole[:2] + thumbnail + whole[2:])[: len(whole) // 2])
     with pytest.raises(BadImageError, match="end of the"):
-        read_size(FileMedia(str(tmp_path / "a.jpg")), LIMIT)
+        read_image_size(FileMedia(str(tmp_path / "a.jpg")), LIMIT)
 
 
 def test_what_cannot_be_an_image_is_named(tmp_path: Path) -> None:
@@ -144,14 +144,14 @@ def test_what_cannot_be_an_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.png").write_bytes(b"")
     for name, kind in (("none.png", "missing_image"), ("text.png", "not_an_image"), ("page.png", "not_an_image")):
         with pytest.raises(BadImageError, match=name) as bad:
-            read_size(FileMedia(str(tmp_path / name)), LIMIT)
+            read_image_size(FileMedia(str(tmp_path / name)), LIMIT)
         assert bad.value.kind == kind
     with pytest.raises(BadImageError):
-        read_size(FileMedia(str(tmp_path / "empty.png")), LIMIT)
+        read_image_size(FileMedia(str(tmp_path / "empty.png")), LIMIT)
     os.mkfifo(tmp_path / "pipe.png")
     for name in ("", "pipe.png"):  # neither is waited for
         with pytest.raises(BadImageError, match=r"is not a regular file|Is a directory"):
-            read_size(FileMedia(str(tmp_path / name)), LIMIT)
+            read_image_size(FileMedia(str(tmp_path / name)), LIMIT)
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:
@@ -165,7 +165,7 @@ def test_a_decompression_bomb_is_refused_from_its_header(tmp_path: Path) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(BadImageError, match=r"100000 x 100000 is above data\.image\.max_source_pixels") as bad:
-            read_size(FileMedia(str(path)), 100_000_000)
+            read_image_size(FileMedia(str(path)), 100_000_000)
     assert bad.value.kind == "too_many_pixels"
     with pytest.raises(BadImageError, match="max_source_pixels"):
         _patches(FileMedia(str(path)), 1, 1, ImageSettings(), 8)
@@ -175,7 +175,7 @@ def test_a_good_header_over_broken_data_is_undecodable(tmp_path: Path) -> None:
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 16, 16, 8, 2, 0, 0, 0))
     path = tmp_path / "a.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", b"rubbish") + _chunk(b"IEND", b""))
-    assert read_size(FileMedia(str(path)), LIMIT) == (16, 16)
+    assert read_image_size(FileMedia(str(path)), LIMIT) == (16, 16)
     with pytest.raises(BadImageError, match=r"a\.png") as bad:
         _patches(FileMedia(str(path)), 2, 2, ImageSettings(), 8)
     assert bad.value.kind == "undecodable"

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.data import build
-from mmtrain.data.formats.token_counter import TokenCounter
+from mmtrain.data import build_index
 from mmtrain.data.index import sample_lengths as measure
+from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import row
@@ -26,7 +26,7 @@ def test_lengths_follow_from_headers_and_text(picture: Picture, recipe: MakeReci
     picture("b.png", 8, 8)
     rows = [row("<image>x<image>", "red", "a.png", "b.png", name="two"), row("1 + 2", "3", name="none")]
     made = recipe(rows)
-    index = build(made)
+    index = build_index(made)
 
     assert [s.id for s in index.samples] == ["two", "none"]
     items = index.lengths.items["vision"]
@@ -45,10 +45,10 @@ def test_class_tokens_and_merging_change_the_counts(picture: Picture, recipe: Ma
     vision = plain.model.vision
     assert vision is not None
     merged = vision.model_copy(update={"downsample": "pixel_shuffle", "merge": 2, "class_token": True})
-    index = build(plain.model_copy(update={"model": plain.model.model_copy(update={"vision": merged})}))
+    index = build_index(plain.model_copy(update={"model": plain.model.model_copy(update={"vision": merged})}))
     items = index.lengths.items["vision"]
     assert (items.rows[0], items.cols[0], items.tokens[0], items.features[0]) == (2, 4, 9, 2)
-    assert build(plain).lengths.tokens[0] - index.lengths.tokens[0] == 8 - 2
+    assert build_index(plain).lengths.tokens[0] - index.lengths.tokens[0] == 8 - 2
 
 
 def test_every_kind_of_unusable_sample_is_named(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
@@ -72,7 +72,7 @@ def test_every_kind_of_unusable_sample_is_named(tmp_path: Path, picture: Picture
     }
     for name, entry in rows.items():
         entry["id"] = name
-    index = build(
+    index = build_index(
         recipe(
             list(rows.values()), max_images=3, image={"min_pixels": 64, "max_pixels": 1024, "max_source_pixels": 5000}
         )
@@ -95,7 +95,7 @@ def test_texts_beyond_any_measure_are_not_even_counted(recipe: MakeRecipe, monke
         return count(self, text)
 
     monkeypatch.setattr(TokenCounter, "__call__", watched)
-    index = build(recipe([row("é" * 10_000, "a"), row("word " * 20, "a"), row("q", "a")]))
+    index = build_index(recipe([row("é" * 10_000, "a"), row("word " * 20, "a"), row("q", "a")]))
     assert [q.kind for q in index.quarantined] == ["too_long"] * 2
     assert re.search(r"at least \d{3,} LLM tokens, data\.seq_len = 64", index.quarantined[0].reason)
     assert "least" not in index.quarantined[1].reason
@@ -106,16 +106,16 @@ def test_a_text_only_model_sets_samples_with_images_aside(picture: Picture, reci
     picture("a.png")
     made = recipe([row("<image>", "a", "a.png"), row("q", "a")])
     text_only = made.model_copy(update={"model": made.model.model_copy(update={"vision": None})})
-    index = build(text_only)
+    index = build_index(text_only)
     assert [q.kind for q in index.quarantined] == ["no_vision"]
     assert index.lengths.items == {}
 
 
 def test_above_the_set_rate_the_run_stops_and_names_the_first(recipe: MakeRecipe) -> None:
     rows = [row("<image>", "a", f"gone{i}.png", name=f"s{i}") for i in range(7)] + [row("q", "a")] * 93
-    assert len(build(recipe(rows, max_bad_rate=0.07)).quarantined) == 7
+    assert len(build_index(recipe(rows, max_bad_rate=0.07)).quarantined) == 7
     with pytest.raises(TooManyBadSamples) as caught:
-        build(recipe(rows, max_bad_rate=0.069))
+        build_index(recipe(rows, max_bad_rate=0.069))
     message = str(caught.value)
     assert "7 of 100 samples are unusable (missing_image 7); data.max_bad_rate = 0.069 allows 6" in message
     assert "number 0, id 's0': missing_image" in message
@@ -124,9 +124,9 @@ def test_above_the_set_rate_the_run_stops_and_names_the_first(recipe: MakeRecipe
 
 def test_no_usable_sample_is_an_error_of_the_data(recipe: MakeRecipe) -> None:
     with pytest.raises(DataError, match=r"data\.sources: no usable samples in .*train\.json"):
-        build(recipe([row("<image>", "a", "gone.png")]))
+        build_index(recipe([row("<image>", "a", "gone.png")]))
     with pytest.raises(DataError, match=r"data\.validation: no usable samples in an empty list"):
-        build(recipe([row("q", "a")]), "validation")
+        build_index(recipe([row("q", "a")]), "validation")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_image_settings_that_fit_no_image_are_refused(
     recipe: MakeRecipe, image: dict[str, object], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        build(recipe([row("q", "a")], image=image))
+        build_index(recipe([row("q", "a")], image=image))
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(recipe: MakeRecipe) -> None:
@@ -150,28 +150,28 @@ def test_a_tokenizer_larger_than_the_model_is_refused(recipe: MakeRecipe) -> Non
     llm = made.model.llm.model_copy(update={"vocab": 100})
     small = made.model_copy(update={"model": made.model.model_copy(update={"llm": llm})})
     with pytest.raises(DataError, match=r"model\.llm\.vocab is 100.*set model\.llm\.vocab to at least"):
-        build(small)
+        build_index(small)
 
 
 def test_fingerprints_tell_different_data_apart(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png", 16, 16)
     rows = [row("<image>", "a", "a.png"), row("q", "a")]
-    first = build(recipe(rows)).fingerprint
-    assert build(recipe(rows)).fingerprint == first
+    first = build_index(recipe(rows)).fingerprint
+    assert build_index(recipe(rows)).fingerprint == first
     picture("a.png", 24, 16)
-    assert build(recipe(rows)).fingerprint != first
+    assert build_index(recipe(rows)).fingerprint != first
     picture("a.png", 16, 16)
-    assert build(recipe([rows[0], row("q", "a", name="other")])).fingerprint != first
-    other = build(recipe([rows[0], row("Q", "a")]))
-    assert other.lengths.tokens.tolist() == build(recipe(rows)).lengths.tokens.tolist()
+    assert build_index(recipe([rows[0], row("q", "a", name="other")])).fingerprint != first
+    other = build_index(recipe([rows[0], row("Q", "a")]))
+    assert other.lengths.tokens.tolist() == build_index(recipe(rows)).lengths.tokens.tolist()
     assert other.fingerprint != first, "as long, and something else"
     doubled = recipe(rows, sources=[{"path": tmp_path / "train.json", "weight": 2}])
-    assert build(doubled).fingerprint != first
+    assert build_index(doubled).fingerprint != first
 
 
 def test_fingerprints_cover_which_item_is_of_which_medium(picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png")
-    two = build(recipe([row("<image><image>", "a", "a.png", "a.png")]))
+    two = build_index(recipe([row("<image><image>", "a", "a.png", "a.png")]))
     frames = replace(two, parts={"vision": np.array([0, 1])})
     assert two.parts["vision"].tolist() == [0, 0]
     assert frames.fingerprint != two.fingerprint
@@ -181,20 +181,20 @@ def test_fingerprints_are_those_of_the_same_data_elsewhere(
     tmp_path: Path, picture: Picture, recipe: MakeRecipe
 ) -> None:
     picture("a.png")
-    here = build(recipe([row("<image>", "a", "a.png")]))
+    here = build_index(recipe([row("<image>", "a", "a.png")]))
     (tmp_path / "pictures").mkdir()
     moved = tmp_path / "moved.json"
     (tmp_path / "train.json").rename(moved)
     (tmp_path / "a.png").rename(tmp_path / "pictures" / "a.png")
     sources = [{"path": moved, "image_root": tmp_path / "pictures"}]
-    assert build(recipe([], sources=sources)).fingerprint == here.fingerprint
+    assert build_index(recipe([], sources=sources)).fingerprint == here.fingerprint
 
 
 def test_sources_keep_their_weights(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png")
     (tmp_path / "more.jsonl").write_text(json.dumps(row("<image>", "b", "a.png")) + "\n")
     sources = [{"path": tmp_path / "train.json", "weight": 0.5}, {"path": tmp_path / "more.jsonl", "weight": 3}]
-    index = build(recipe([row("q", "a"), row("<image>", "a", "a.png")], sources=sources))
+    index = build_index(recipe([row("q", "a"), row("<image>", "a", "a.png")], sources=sources))
     assert np.array_equal(index.weights, [0.5, 0.5, 3])
 
 
@@ -203,16 +203,16 @@ def test_a_picture_used_often_is_looked_at_once(
 ) -> None:
     picture("a.png")
     looked: list[object] = []
-    read_grids = measure.read_grids
+    read_grids = measure.read_item_grids
 
     def counting(kind: Any, media: Any, *settings: Any) -> Any:
         looked.append(media)
         return read_grids(kind, media, *settings)
 
-    monkeypatch.setattr(measure, "read_grids", counting)
+    monkeypatch.setattr(measure, "read_item_grids", counting)
     told: list[str] = []
     monkeypatch.setattr("mmtrain.data.index.sample_lengths._TOLD_EVERY", 2)
-    index = build(recipe([row("<image>", "a", "a.png")] * 5), note=told.append)
+    index = build_index(recipe([row("<image>", "a", "a.png")] * 5), notify=told.append)
     assert (len(index.samples), len(looked)) == (5, 1)
     assert told == [f"reading headers: {n} samples so far" for n in (2, 4)]
 
@@ -226,20 +226,20 @@ def test_threads_look_at_files_that_are_waited_for(
     made = recipe([row("<image>", "a", f"{i}.png") for i in (0, 1, 2, 3, 4, 1, 9)])
     monkeypatch.setattr(measure, "_PER_TASK", 2)
     lookers: list[str] = []
-    read_grids = measure.read_grids
+    read_grids = measure.read_item_grids
 
     def watched(kind: Any, media: Any, *settings: Any) -> Any:
         lookers.append(threading.current_thread().name)
         return read_grids(kind, media, *settings)
 
-    monkeypatch.setattr(measure, "read_grids", watched)
+    monkeypatch.setattr(measure, "read_item_grids", watched)
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: 0.0))
-    here = build(made)
+    here = build_index(made)
     assert set(lookers) == {threading.main_thread().name}
     lookers.clear()
     passing = SimpleNamespace(perf_counter=iter(range(1000)).__next__, thread_time=lambda: 0.0)  # time without work
     monkeypatch.setattr(measure, "time", passing)
-    there = build(made)
+    there = build_index(made)
     assert [name == threading.main_thread().name for name in lookers].count(True) == 2  # the first task tells
     assert len(lookers) == 6
     assert there.fingerprint == here.fingerprint

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data import DataIndex, build
+from mmtrain.data import DataIndex, build_index
 from mmtrain.data.formats.sample import Sample, Turn
 from mmtrain.data.index import data_index as index_module
 from mmtrain.data.index import index_cache
-from mmtrain.data.index.sample_table import SampleTable, from_record, joined, said_in
+from mmtrain.data.index.sample_table import SampleTable, content_json, sample_from_record, sample_record
 from mmtrain.data.media.media_bytes import FileMedia, ParquetCell, TarMember
 from mmtrain.errors import TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
@@ -48,8 +48,8 @@ SAMPLES = st.builds(
 
 @given(st.lists(SAMPLES, max_size=4))
 def test_samples_survive_as_records(samples: list[Sample]) -> None:
-    records = [joined(sample, said_in(sample)) for sample in samples]
-    assert list(map(from_record, records)) == samples
+    records = [sample_record(sample, content_json(sample)) for sample in samples]
+    assert list(map(sample_from_record, records)) == samples
     table = SampleTable(b"".join(records), np.cumsum([len(record) for record in records]))
     assert list(table) == samples
     assert table[::-1] == samples[::-1]
@@ -64,7 +64,7 @@ def test_samples_survive_as_records(samples: list[Sample]) -> None:
 def made(picture: Picture, recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """A small dataset that is kept as if it were large, by a user of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(index_cache, "MIN_SOURCE_BYTES", 1)
     picture("a.png", 16, 24)
     rows = [row("<image>x<image>", "red", "a.png", "a.png", name="two"), row("1 + 2", "3"), row("<image>", "a", "no")]
     return recipe(rows)
@@ -83,13 +83,13 @@ class Reads:
     """Counts how often sources are read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, measure = 0, index_module.measure
+        self.count, measure = 0, index_module.measure_samples
 
         def counted(*args: Any) -> Any:
             self.count += 1
             return measure(*args)
 
-        monkeypatch.setattr(index_module, "measure", counted)
+        monkeypatch.setattr(index_module, "measure_samples", counted)
 
 
 @pytest.fixture
@@ -98,43 +98,43 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 def kept(folder: Path) -> list[Path]:
-    return [entry for entry in (folder / index_cache.FOLDER).iterdir() if entry.is_dir()]
+    return [entry for entry in (folder / index_cache.INDEX_FOLDER_NAME).iterdir() if entry.is_dir()]
 
 
 def test_what_is_kept_is_what_was_built(made: Recipe, tmp_path: Path, reads: Reads) -> None:
-    first, again = build(made), build(made)
+    first, again = build_index(made), build_index(made)
     assert reads.count == 1
     assert same(first, again)
     assert len(again.quarantined) == 1
     assert again.samples[0].images == (FileMedia(str(tmp_path / "a.png")),) * 2
-    small = index_cache.LEAST_BYTES
-    index_cache.LEAST_BYTES = 1 << 30
+    small = index_cache.MIN_SOURCE_BYTES
+    index_cache.MIN_SOURCE_BYTES = 1 << 30
     try:
-        assert same(build(made), first), "as without a cache"
+        assert same(build_index(made), first), "as without a cache"
     finally:
-        index_cache.LEAST_BYTES = small
+        index_cache.MIN_SOURCE_BYTES = small
     assert same(pickle.loads(pickle.dumps(again)), first)
 
 
 def test_an_index_that_came_with_the_data_is_not_believed(
     made: Recipe, tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(made)
+    build_index(made)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "somebody else"))
-    build(made)
+    build_index(made)
     assert reads.count == 2
     secret = tmp_path / "somebody else" / "mmtrain" / "secret"
     assert len(bytes.fromhex(secret.read_text())) == 16
     assert secret.stat().st_mode & 0o077 == 0
-    build(made)
+    build_index(made)
     assert reads.count == 2
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    build(made)
-    build(made)
+    build_index(made)
+    build_index(made)
     assert reads.count == 4, "who cannot keep a secret keeps no index beside data"
     named = changed(made, index_cache=tmp_path / "mine")
-    build(named)
-    build(named)
+    build_index(named)
+    build_index(named)
     assert reads.count == 5, "a folder that the user names is the user's"
 
 
@@ -145,38 +145,38 @@ def changed(recipe: Recipe, **data: Any) -> Recipe:
 def test_changes_that_matter_are_noticed_and_others_are_not(
     made: Recipe, tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(made)
+    build_index(made)
     train = made.train.model_copy(update={"steps": 99, "seed": 5})
-    build(made.model_copy(update={"train": train}))
-    build(changed(made, window=5, grouping="isf", max_bad_rate=0.9))
+    build_index(made.model_copy(update={"train": train}))
+    build_index(changed(made, window=5, grouping="isf", max_bad_rate=0.9))
     source = made.data.sources[0].model_copy(update={"weight": 3.0})
-    assert build(changed(made, sources=(source,))).weights.tolist() == [3, 3]
+    assert build_index(changed(made, sources=(source,))).weights.tolist() == [3, 3]
     assert reads.count == 1
     with pytest.raises(TooManyBadSamples):
-        build(changed(made, max_bad_rate=0.1))
-    build(changed(made, seq_len=63))
+        build_index(changed(made, max_bad_rate=0.1))
+    build_index(changed(made, seq_len=63))
     assert reads.count == 2
-    build(changed(made, image=made.data.image.model_copy(update={"max_pixels": 900})))
+    build_index(changed(made, image=made.data.image.model_copy(update={"max_pixels": 900})))
     assert reads.count == 3
     path = tmp_path / "train.json"
     rows = json.loads(path.read_text())
     path.write_text(json.dumps(rows[:1]))
-    assert len(build(made).samples) == 1
+    assert len(build_index(made).samples) == 1
     assert reads.count == 4
     before, text = path.stat(), path.read_text()
     path.unlink()
     path.write_text(text.replace('"red"', '"rot"'))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
-    assert build(made).samples[0].answer == "rot", "as old and as large as before"
+    assert build_index(made).samples[0].answer == "rot", "as old and as large as before"
     assert reads.count == 5
     monkeypatch.setattr(index_cache, "_versions", lambda: {"av": "another"})
-    build(made)
+    build_index(made)
     assert reads.count == 6
     monkeypatch.setattr(index_cache, "_code_sha256", lambda: "another version")
-    build(made)
+    build_index(made)
     assert reads.count == 7
-    assert len(kept(tmp_path)) == index_cache.KEPT, "old ones go"
+    assert len(kept(tmp_path)) == index_cache.MAX_INDEXES_PER_FOLDER, "old ones go"
 
 
 @pytest.mark.parametrize("name", ["samples.bin", "arrays.safetensors", "rest.json"])
@@ -184,7 +184,7 @@ def test_changes_that_matter_are_noticed_and_others_are_not(
 def test_a_broken_one_is_told_and_built_anew(
     made: Recipe, tmp_path: Path, reads: Reads, name: str, damage: str
 ) -> None:
-    first = build(made)
+    first = build_index(made)
     first = replace(first, samples=list(first.samples))  # else it would read what is damaged below
     (place,) = kept(tmp_path)
     content = bytearray((place / name).read_bytes())
@@ -197,7 +197,7 @@ def test_a_broken_one_is_told_and_built_anew(
         case "gone":
             (place / name).unlink()
     told: list[str] = []
-    again = build(made, note=told.append)
+    again = build_index(made, notify=told.append)
     if reads.count == 1:
         assert (name, damage) == ("rest.json", "flip"), "a change that JSON survives is one of a text"
         return
@@ -205,7 +205,7 @@ def test_a_broken_one_is_told_and_built_anew(
     assert len(told) == 1
     assert str(place) in told[0]
     assert "is broken" in told[0]
-    assert same(build(made, note=told.append), first)
+    assert same(build_index(made, notify=told.append), first)
     assert (reads.count, len(told)) == (2, 1)
 
 
@@ -218,39 +218,43 @@ def test_what_cannot_be_kept_is_built_all_the_same(
     told: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(index_cache, "save_file", full)
-        index = build(made, note=told.append)
+        index = build_index(made, notify=told.append)
     assert len(index.samples) == 2
     (message,) = told
-    assert message.startswith(f"the index cannot be kept in {tmp_path / index_cache.FOLDER} (data.index_cache chooses")
+    assert message.startswith(
+        f"the index cannot be kept in {tmp_path / index_cache.INDEX_FOLDER_NAME} (data.index_cache chooses"
+    )
     assert message.endswith("No space left on device")
     assert kept(tmp_path) == [], "nothing half-made stays"
     (tmp_path / "file").write_text("")
-    assert same(build(changed(made, index_cache=tmp_path / "file"), note=told.append), index), "a folder that cannot be"
+    assert same(build_index(changed(made, index_cache=tmp_path / "file"), notify=told.append), index), (
+        "a folder that cannot be"
+    )
     assert str(tmp_path / "file") in told[1]
     count = reads.count
-    os.chmod(tmp_path / index_cache.FOLDER, 0o500)
-    build(changed(made, index_cache=tmp_path / index_cache.FOLDER))
-    os.chmod(tmp_path / index_cache.FOLDER, 0o700)
+    os.chmod(tmp_path / index_cache.INDEX_FOLDER_NAME, 0o500)
+    build_index(changed(made, index_cache=tmp_path / index_cache.INDEX_FOLDER_NAME))
+    os.chmod(tmp_path / index_cache.INDEX_FOLDER_NAME, 0o700)
     assert reads.count == count + 1, "kept nowhere so far"
-    assert same(build(changed(made, index_cache=tmp_path / "new" / "folder")), index)
+    assert same(build_index(changed(made, index_cache=tmp_path / "new" / "folder")), index)
     assert len(list((tmp_path / "new" / "folder").iterdir())) == 2, "the index and its lock"
 
 
 def test_small_sources_are_not_kept(recipe: MakeRecipe, tmp_path: Path) -> None:
-    build(recipe([row("1 + 2", "3")]))
-    assert not (tmp_path / index_cache.FOLDER).exists()
+    build_index(recipe([row("1 + 2", "3")]))
+    assert not (tmp_path / index_cache.INDEX_FOLDER_NAME).exists()
 
 
 BUILDER = """
 import sys
-from mmtrain.data import build
+from mmtrain.data import build_index
 from mmtrain.data.index import data_index as index
 from mmtrain.data.index import index_cache
 from mmtrain.recipe.schema import Recipe
-index_cache.LEAST_BYTES = 1
-measure = index.measure
-index.measure = lambda *args: (print("reads"), measure(*args))[1]
-print(build(Recipe.model_validate_json(sys.argv[1])).fingerprint)
+index_cache.MIN_SOURCE_BYTES = 1
+measure = index.measure_samples
+index.measure_samples = lambda *args: (print("reads"), measure(*args))[1]
+print(build_index(Recipe.model_validate_json(sys.argv[1])).fingerprint)
 """
 
 

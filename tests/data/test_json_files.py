@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from mmtrain.data import ChatTokenizer, Quarantined, Sample, write_quarantine
 from mmtrain.data.formats import allowed_folder as folder
 from mmtrain.data.formats.conversation import BadSampleError
-from mmtrain.data.formats.read_source import read, shards
-from mmtrain.data.formats.sample import find_miscount
+from mmtrain.data.formats.read_source import list_shards, read_samples
+from mmtrain.data.formats.sample import find_unusable
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
@@ -19,7 +19,7 @@ GOOD = {"id": 7, "conversations": [{"from": "human", "value": "hi"}, {"from": "g
 
 
 def _read(path: Path, root: Path | None = None) -> list[Sample | Quarantined]:
-    return list(read(SourceSettings(path=path, image_root=root), LimitSettings()))
+    return list(read_samples(SourceSettings(path=path, image_root=root), LimitSettings()))
 
 
 def _files(*paths: Path) -> tuple[FileMedia, ...]:
@@ -50,7 +50,7 @@ def test_a_sample_keeps_turns_images_and_template(tmp_path: Path) -> None:
     assert [t.role for t in sample.turns] == ["system", "user", "assistant"]
     assert sample.images == _files(tmp_path / "x" / "1.png", tmp_path / "2.png")
     assert (sample.id, sample.index, sample.template) == ("a", 0, "t")
-    assert find_miscount(sample, sees=True, hears=False) is None, "a mark in an answer is text"
+    assert find_unusable(sample, sees=True, hears=False) is None, "a mark in an answer is text"
     assert sample.answer == "<image> is text here"
 
 
@@ -135,7 +135,7 @@ def test_what_a_tool_shows_is_an_image_like_any_other(tmp_path: Path) -> None:
     shown = {"role": "tool", "tool_call_id": "1", "content": [{"type": "image", "image": "screen.png"}]}
     sample = _sample(tmp_path, {"messages": [shown, {"role": "assistant", "content": "ok", "tool_calls": None}]})
     assert sample.images == _files(tmp_path / "screen.png")
-    assert find_miscount(sample, sees=True, hears=False) is None
+    assert find_unusable(sample, sees=True, hears=False) is None
 
 
 def test_messages_with_lists_of_media(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_messages_with_lists_of_media(tmp_path: Path) -> None:
     assert sample.clips == _files(tmp_path / "c.mp3")
     (video,) = _files(tmp_path / "d.mp4")
     first, second = sample.images
-    assert sample.sights == (("image", first), ("video", video), ("image", second))
+    assert sample.visual_media == (("image", first), ("video", video), ("image", second))
 
 
 def test_messages_of_parts(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_set_format_asks_for_its_own_key(tmp_path: Path) -> None:
     assert all(isinstance(s, Sample) for s in _read(path))
     kinds = {}
     for form in ("llava", "messages"):
-        found = read(SourceSettings(path=path, format=form), LimitSettings())
+        found = read_samples(SourceSettings(path=path, format=form), LimitSettings())
         kinds[form] = [s.kind if isinstance(s, Quarantined) else "good" for s in found]
     assert kinds == {"llava": ["malformed", "good"], "messages": ["good", "malformed"]}
 
@@ -224,7 +224,7 @@ def test_files_are_named_by_folders_braces_and_stars(tmp_path: Path) -> None:
         ".": ["x-08.json", "x-09.json", "x-10.json", "y.jsonl"],
     }
     for pattern, expected in names.items():
-        assert [file.name for file in shards(tmp_path / pattern)] == expected, pattern
+        assert [file.name for file in list_shards(tmp_path / pattern)] == expected, pattern
     for pattern in ("z*.json", "none"):
         with pytest.raises(DataError, match=r"no file matches|no such file|cannot be guessed"):
             _read(tmp_path / pattern)
@@ -313,6 +313,6 @@ def test_plain_paths_are_found_as_all_others_are(path: str) -> None:
 
 def _looked_up(path: str) -> object:
     try:
-        return folder.Folder(Path("/nowhere/at all")).file("image", path)
+        return folder.AllowedFolder(Path("/nowhere/at all")).file("image", path)
     except BadSampleError as bad:
         return bad.kind, bad.reason

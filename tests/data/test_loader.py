@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mmtrain.balance import Grouping
-from mmtrain.data import ChatTokenizer, GroupStream, Loader, Need, Preparer
-from mmtrain.data.media.vision_items import Pictures
+from mmtrain.data import BatchBuilder, ChatTokenizer, GroupStream, Loader, PayloadNeed
+from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.errors import RunError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 from tests.data.steps import DP, EVERYTHING, ONE, TWO, Dataset
@@ -42,7 +42,7 @@ def test_payload_is_what_the_layout_says(made: Dataset) -> None:
         here = table.microbatch(r, i)
         images = [index.samples[meta.sample_id[table.sample[j]]].images[table.position[j]] for j in here]
         shapes = list(zip(vision.rows, vision.cols, strict=True))
-        pictures = Pictures(recipe.data.image, 8)
+        pictures = VisionItemDecoder(recipe.data.image, 8)
         expected = [pictures.patches("image", p, 0, 1, shape) for p, shape in zip(images, shapes, strict=True)]
         expected = expected or [np.empty((0, 192))]
         assert vision.patches is not None
@@ -51,14 +51,14 @@ def test_payload_is_what_the_layout_says(made: Dataset) -> None:
 
 def test_a_rank_gets_only_what_it_needs(made: Dataset) -> None:
     recipe, index, stream = made()
-    needs = (Need("vision", 0), Need("llm", 1, labels=True))
+    needs = (PayloadNeed("vision", 0), PayloadNeed("llm", 1, labels=True))
     with Loader(index, stream, recipe, DP, TWO, needs) as loader:
         data = next(loader)
     assert set(data.text) == {(1, 0), (1, 1)}
     assert all(v.patches is None and len(v.rows) == len(v.cols) for v in data.vision.values())
     assert sum(len(v.rows) for v in data.vision.values()) == len(data.meta.items["vision"].sample)
     assert all(t.ids is None and t.labels is not None and t.feature_positions == {} for t in data.text.values())
-    meta_only = Preparer(index, recipe, (Need("llm", 0),), TWO).prepare(data.meta)
+    meta_only = BatchBuilder(index, recipe, (PayloadNeed("llm", 0),), TWO).build(data.meta)
     expected = tuple(data.meta.tokens[data.meta.microbatch(0, 0)].tolist())
     assert (meta_only.text[0, 0].lengths, meta_only.text[0, 0].labels) == (expected, None)
 
@@ -100,7 +100,7 @@ def test_any_other_error_names_its_step(made: Dataset, monkeypatch: pytest.Monke
     def failing(*_: Any) -> Any:
         raise KeyError("lost")
 
-    monkeypatch.setattr(Preparer, "prepare", failing)
+    monkeypatch.setattr(BatchBuilder, "build", failing)
     with (
         Loader(index, stream, recipe, DP, ONE, EVERYTHING, start_step=3) as loader,
         pytest.raises(RunError, match="preparing step 3 failed: KeyError: 'lost'"),
@@ -124,15 +124,15 @@ def test_prefetch_stays_within_its_bound(made: Dataset, monkeypatch: pytest.Monk
     recipe, index, stream = made(prefetch=2)
     prepared: list[int] = []
     fourth = threading.Event()
-    prepare = Preparer.prepare
+    prepare = BatchBuilder.build
 
-    def counting(self: Preparer, meta: Any) -> Any:
+    def counting(self: BatchBuilder, meta: Any) -> Any:
         prepared.append(meta.step)
         if len(prepared) == 4:
             fourth.set()
         return prepare(self, meta)
 
-    monkeypatch.setattr(Preparer, "prepare", counting)
+    monkeypatch.setattr(BatchBuilder, "build", counting)
     with Loader(index, stream, recipe, DP, ONE, EVERYTHING) as loader:
         assert not fourth.wait(0.3), "two are ready, a third waits for room"
         assert prepared == [0, 1, 2]

@@ -9,8 +9,8 @@ import pytest
 
 from mmtrain.data import Quarantined, Sample
 from mmtrain.data.formats import parquet as parquet_module
-from mmtrain.data.formats import parquet_cells as cells_module
-from mmtrain.data.formats.read_source import read
+from mmtrain.data.formats.read_source import read_samples
+from mmtrain.data.media import parquet_cells as cells_module
 from mmtrain.data.media.media_bytes import FileMedia, ParquetCell
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
@@ -24,7 +24,7 @@ def _talk(text: str) -> list[dict[str, str]]:
 
 
 def _read(path: Path, limits: LimitSettings | None = None) -> list[Sample | Quarantined]:
-    return list(read(SourceSettings(path=path), limits or LimitSettings()))
+    return list(read_samples(SourceSettings(path=path), limits or LimitSettings()))
 
 
 def _bytes(sample: Sample | Quarantined, key: str = "images") -> list[bytes]:
@@ -163,7 +163,7 @@ def test_a_file_without_text_is_refused_with_its_columns(tmp_path: Path) -> None
 def batch_bytes(path: Path) -> list[int]:
     """The sizes of what reading decodes at once."""
     with pyarrow.parquet.ParquetFile(path) as file:
-        return [batch.nbytes for batch in file.iter_batches(batch_size=cells_module.BATCH_ROWS)]
+        return [batch.nbytes for batch in file.iter_batches(batch_size=cells_module.PARQUET_BATCH_ROWS)]
 
 
 def test_few_bytes_that_stand_for_many_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +173,6 @@ def test_few_bytes_that_stand_for_many_are_not_unpacked(tmp_path: Path, monkeypa
     assert path.stat().st_size < 1_000_000
     most = max(batch_bytes(path))
     assert most < 2 * 100_000, "rows are decoded one at a time"
-    monkeypatch.setattr(cells_module, "MAX_COLUMN_BYTES", 10_000_000)
+    monkeypatch.setattr(cells_module, "MAX_PARQUET_COLUMN_BYTES", 10_000_000)
     with pytest.raises(OSError, match="is above 10000000 bytes"):
         ParquetCell(str(path), 0, 999, "image", None).open()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data.loading.prefetch_window import Window
+from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.errors import RunError
 
 
@@ -16,7 +16,7 @@ from mmtrain.errors import RunError
 def test_every_step_arrives_once_and_in_order_whatever_makers_do(
     first: int, depth: int, moves: list[tuple[str, int]]
 ) -> None:
-    window = Window[int](first, depth)
+    window = PrefetchWindow[int](first, depth)
     held: list[int] = []  # claimed, and not yet put or lost
     late: list[int] = []  # lost by a maker that may still answer
     taken: list[int] = []
@@ -53,7 +53,7 @@ def test_every_step_arrives_once_and_in_order_whatever_makers_do(
 
 
 def test_an_error_takes_the_place_of_its_step_and_stays() -> None:
-    window = Window[int](0, 3)
+    window = PrefetchWindow[int](0, 3)
     assert [window.claim(), window.claim()] == [0, 1]
     window.put(1, ValueError("one"))
     window.put(0, 0)
@@ -64,7 +64,7 @@ def test_an_error_takes_the_place_of_its_step_and_stays() -> None:
 
 
 def test_failing_lets_what_is_done_be_taken() -> None:
-    window = Window[int](0, 3)
+    window = PrefetchWindow[int](0, 3)
     window.claim()
     window.put(0, 0)
     window.fail(RunError("no makers"))
@@ -74,10 +74,10 @@ def test_failing_lets_what_is_done_be_taken() -> None:
 
 
 def test_closing_wakes_whoever_waits() -> None:
-    window = Window[int](0, 1)
+    window = PrefetchWindow[int](0, 1)
     assert window.claim() == 0
     woken = threading.Event()
-    window.watch(woken.set)
+    window.add_waker(woken.set)
     found: list[object] = []
     waiting = [threading.Thread(target=lambda: found.append(window.claim(wait=True)))]
 

@@ -16,9 +16,9 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 import mmtrain
-from mmtrain.data.formats.chat_tokenizer import AUDIO
-from mmtrain.data.formats.quarantine_reasons import KINDS
-from mmtrain.data.index.data_check import check_as
+from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
+from mmtrain.data.index.data_check import check_sources_for_recipe
+from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
 from mmtrain.recipe.schema import Recipe, SourceSettings
 from tests.data.archives import movie, parquet, png, tar, wav
 from tests.data.rows import Row, row
@@ -154,7 +154,7 @@ def planted(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> tuple[R
     outside.write_bytes(b"")
     os.symlink(outside, tmp_path / "link.mp4")
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    tokenizer.add_special_tokens([AUDIO])
+    tokenizer.add_special_tokens([AUDIO_TOKEN])
     tokenizer.save(str(tmp_path / "speech.json"))
     rows = [entry | {"id": kind} for kind, entry in ROWS.items()] + [row("<image>", "a", "good.png", name="good")]
     expected = {kind: kind for kind in ROWS} | _hostile_tars(tmp_path) | _hostile_parquet(tmp_path)
@@ -175,7 +175,7 @@ def planted(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> tuple[R
 
 def test_every_kind_is_found_where_it_was_planted(planted: tuple[Recipe, dict[str, str]]) -> None:
     made, expected = planted
-    report = check_as(made, made.data.sources)
+    report = check_sources_for_recipe(made, made.data.sources)
     named = {
         q: q.id if not q.kind.startswith("parquet_") or q.id[0] == "p" else f"{q.id}:{q.index}" for q in report.bad
     }
@@ -188,21 +188,24 @@ def test_every_kind_is_found_where_it_was_planted(planted: tuple[Recipe, dict[st
     rows = [_with("<image>", image="good.png", id="no_vision"), _with("<audio>", audio="good.wav", id="no_audio")]
     path = made.data.sources[0].path.with_name("text.json")
     path.write_text(json.dumps(rows))
-    assert {q.kind for q in check_as(text_only, [SourceSettings(path=path)]).bad} == {"no_vision", "no_audio"}
+    assert {q.kind for q in check_sources_for_recipe(text_only, [SourceSettings(path=path)]).bad} == {
+        "no_vision",
+        "no_audio",
+    }
     found_by_workers = {"deadly"}
-    assert {*expected.values(), "no_vision", "no_audio"} | found_by_workers == set(KINDS)
+    assert {*expected.values(), "no_vision", "no_audio"} | found_by_workers == set(QUARANTINE_REASONS)
 
 
 def test_no_kind_is_used_that_is_not_listed() -> None:
     folder = Path(mmtrain.__file__).parent / "data"
-    calls = r'(?:Error|BadMember|Quarantined|Quarantined\.of)\([^")]*"([a-z_]+)"|_opened\(media, "([a-z_]+)"'
+    calls = r'(?:Error|BadTarMember|Quarantined|Quarantined\.of)\([^")]*"([a-z_]+)"|_opened\(media, "([a-z_]+)"'
     raised = [match for path in folder.rglob("*.py") for match in re.findall(calls, path.read_text())]
     found = {kind for match in raised for kind in match if kind}
     assert {"malformed", "truncated", "tar_name", "not_audio", "too_long"} <= found
-    assert found <= set(KINDS)
+    assert found <= set(QUARANTINE_REASONS)
 
 
 def test_the_documentation_lists_them_all() -> None:
     page = (Path(mmtrain.__file__).parents[1] / "docs" / "data.md").read_text()
     table = page.partition("| kind | why |")[2]
-    assert dict(re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", table, re.M)) == KINDS
+    assert dict(re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", table, re.M)) == QUARANTINE_REASONS

@@ -19,10 +19,10 @@ import zmq
 from mmtrain.data import Loader
 from mmtrain.data.loading.batch_builder import StepData, StepRequest
 from mmtrain.data.loading.ipc import Waker
-from mmtrain.data.loading.prefetch_window import Window
+from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.data.loading.step_builders import RequestOf
 from mmtrain.data.loading.step_format import pack, unpack
-from mmtrain.data.loading.worker_pool import Failure, Pool
+from mmtrain.data.loading.worker_pool import StepFailure, WorkerPool
 from mmtrain.data.service.producer import Producer
 from mmtrain.data.service.protocol import (
     Failed,
@@ -37,14 +37,14 @@ from mmtrain.data.service.protocol import (
     Unknown,
     Want,
     Welcome,
-    differences,
-    facts,
-    read,
-    write,
+    decode_message,
+    describe_differences,
+    encode_message,
+    step_facts,
 )
-from mmtrain.data.service.remote_steps import RemoteMakers
+from mmtrain.data.service.remote_steps import RemoteStepBuilder
 from mmtrain.errors import DataError, RunError
-from tests.data.makers import Failing, Fake
+from tests.data.fake_step_builders import FailingStepBuilder, FakeStepBuilder
 from tests.data.producers import Served, asking
 from tests.data.steps import DP, EVERYTHING, ONE, Dataset, same
 
@@ -59,7 +59,7 @@ def test_steps_are_those_of_one_process_whatever_becomes_of_the_producers(made: 
         one, two = (stack.enter_context(Served(recipe, tmp_path)) for _ in range(2))
         asked = asking(recipe, one.address, two.address)
         reference = stack.enter_context(Loader(index, stream, alone, DP, ONE, EVERYTHING, 3))
-        loader = stack.enter_context(Loader(index, stream, asked, DP, ONE, EVERYTHING, 3, note=notes.append))
+        loader = stack.enter_context(Loader(index, stream, asked, DP, ONE, EVERYTHING, 3, notify=notes.append))
 
         def steps(count: int) -> None:
             for _ in range(count):
@@ -121,7 +121,7 @@ def test_a_producer_of_other_steps_refuses_and_says_why(made: Dataset, tmp_path:
     with Served(recipe, tmp_path, "tcp://127.0.0.1:*", "train.seed=7", "data.image.max_pixels=512") as producer:
         asked = asking(recipe, producer.address)
         with (
-            Loader(index, stream, asked, DP, ONE, EVERYTHING, note=print) as loader,
+            Loader(index, stream, asked, DP, ONE, EVERYTHING, notify=print) as loader,
             pytest.raises(DataError, match=r"data.image.max_pixels is 1024 in the trainer and 512 here.*train.seed"),
         ):
             next(loader)
@@ -158,14 +158,14 @@ def test_who_has_no_zeromq_is_told_how_to_get_it(made: Dataset, monkeypatch: pyt
 
 def test_facts_are_what_decides_the_content_of_steps(made: Dataset) -> None:
     recipe, index, _ = made()
-    ours = facts(recipe, index)
-    assert differences(ours, facts(asking(made(workers=3, prefetch=5)[0], "tcp://x:1"), index)) == ""
+    ours = step_facts(recipe, index)
+    assert describe_differences(ours, step_facts(asking(made(workers=3, prefetch=5)[0], "tcp://x:1"), index)) == ""
     fewer = replace(index, samples=index.samples[:-1], weights=index.weights[:-1])
-    assert differences(ours, facts(recipe, fewer)).startswith(
+    assert describe_differences(ours, step_facts(recipe, fewer)).startswith(
         "samples is 11 in the trainer and 12 here; fingerprint of"
     )
     other, other_index, _ = made(seq_len=48, window=7)
-    found = differences(ours, facts(other, other_index))
+    found = describe_differences(ours, step_facts(other, other_index))
     assert "data.seq_len is 48 in the trainer and 64 here" in found
     assert "data.window is 7 in the trainer" in found
 
@@ -202,11 +202,11 @@ class Puppet:
         """The next message that is no ping, and who said it."""
         while True:
             trainer, *frames = self._socket.recv_multipart()
-            if not isinstance(message := read(frames), Ping):
+            if not isinstance(message := decode_message(frames), Ping):
                 return trainer, message
 
     def say(self, trainer: bytes, message: FromProducer, *more: bytes) -> None:
-        self._socket.send_multipart([trainer, *write(message), *more])
+        self._socket.send_multipart([trainer, *encode_message(message), *more])
 
     def raw(self, trainer: bytes, *frames: bytes) -> None:
         self._socket.send_multipart([trainer, *frames])
@@ -223,7 +223,7 @@ class Puppet:
         """Whether nothing was asked for beyond what has been heard, pings aside."""
         while self._socket.poll(0):
             _, *frames = self._socket.recv_multipart()
-            if not isinstance(read(frames), Ping):
+            if not isinstance(decode_message(frames), Ping):
                 return False
         return True
 
@@ -233,20 +233,20 @@ def request_of(step: int) -> StepRequest:
 
 
 def step_bytes(step: int) -> bytes:
-    return b"".join(pack(Fake().make(request_of(step))).chunks)
+    return b"".join(pack(FakeStepBuilder().build(request_of(step))).chunks)
 
 
 @contextmanager
 def consuming(
-    window: Window[StepData], *puppets: Puppet, timeout_s: float = 60.0, request: RequestOf = request_of
+    window: PrefetchWindow[StepData], *puppets: Puppet, timeout_s: float = 60.0, request: RequestOf = request_of
 ) -> Iterator[list[str]]:
     """Have the window's steps made by puppets; yields what is noted."""
     notes: list[str] = []
 
-    def here() -> Pool[int]:
-        return Pool(Fake(), 1, notes.append)  # type: ignore[arg-type]
+    def here() -> WorkerPool[int]:
+        return WorkerPool(FakeStepBuilder(), 1, notes.append)  # type: ignore[arg-type]
 
-    makers = RemoteMakers(window, [p.address for p in puppets], request, FACTS, timeout_s, here, notes.append)
+    makers = RemoteStepBuilder(window, [p.address for p in puppets], request, FACTS, timeout_s, here, notes.append)
 
     def run() -> None:
         try:
@@ -271,7 +271,7 @@ def context() -> Iterator[Sockets]:
 
 
 def test_a_trainer_asks_for_no_more_than_its_credit_and_says_what_it_got(context: Sockets) -> None:
-    window, puppet = Window[StepData](0, 8), Puppet(context)
+    window, puppet = PrefetchWindow[StepData](0, 8), Puppet(context)
     with consuming(window, puppet):
         trainer = puppet.welcome(credit=2)
         assert [puppet.hear()[1] for _ in range(2)] == [Want(request_of(0)), Want(request_of(1))]
@@ -284,7 +284,7 @@ def test_a_trainer_asks_for_no_more_than_its_credit_and_says_what_it_got(context
 
 
 def test_a_trainer_holds_no_more_than_its_window(context: Sockets) -> None:
-    window, puppet = Window[StepData](0, 2), Puppet(context)
+    window, puppet = PrefetchWindow[StepData](0, 2), Puppet(context)
     with consuming(window, puppet):
         trainer = puppet.welcome(credit=100)
         assert [puppet.hear()[1] for _ in range(2)] == [Want(request_of(0)), Want(request_of(1))]
@@ -310,7 +310,7 @@ def test_a_trainer_holds_no_more_than_its_window(context: Sockets) -> None:
 def test_a_producer_that_talks_nonsense_loses_its_steps_to_another(
     context: Sockets, frames: list[bytes], why: str
 ) -> None:
-    window, bad, good = Window[StepData](0, 1), Puppet(context), Puppet(context)
+    window, bad, good = PrefetchWindow[StepData](0, 1), Puppet(context), Puppet(context)
     with consuming(window, bad, good) as notes:
         trainer = bad.welcome(credit=1)
         assert bad.hear() == (trainer, Want(request_of(0)))
@@ -326,7 +326,7 @@ def test_a_producer_that_talks_nonsense_loses_its_steps_to_another(
 
 
 def test_a_silent_producer_is_given_up(context: Sockets) -> None:
-    window, puppet = Window[StepData](0, 1), Puppet(context)
+    window, puppet = PrefetchWindow[StepData](0, 1), Puppet(context)
     with consuming(window, puppet, timeout_s=0.2) as notes:
         puppet.welcome(credit=1)
         assert window.take().meta.step == 0
@@ -334,14 +334,14 @@ def test_a_silent_producer_is_given_up(context: Sockets) -> None:
 
 
 def test_without_a_producer_at_the_start_steps_are_made_here(context: Sockets) -> None:
-    window, puppet = Window[StepData](0, 2), Puppet(context)
+    window, puppet = PrefetchWindow[StepData](0, 2), Puppet(context)
     with consuming(window, puppet, timeout_s=0.2) as notes:
         assert window.take().meta.step == 0
     assert "no producer answers" in notes[0]
 
 
 def test_a_producer_started_anew_is_greeted_again(context: Sockets) -> None:
-    window, puppet = Window[StepData](0, 1), Puppet(context)
+    window, puppet = PrefetchWindow[StepData](0, 1), Puppet(context)
     with consuming(window, puppet) as notes:
         trainer = puppet.welcome(credit=1)
         assert puppet.hear()[1] == Want(request_of(0))
@@ -353,11 +353,11 @@ def test_a_producer_started_anew_is_greeted_again(context: Sockets) -> None:
 
 
 def test_errors_travel_with_their_traceback(context: Sockets) -> None:
-    window, puppet = Window[StepData](0, 1), Puppet(context)
+    window, puppet = PrefetchWindow[StepData](0, 1), Puppet(context)
     with consuming(window, puppet):
         trainer = puppet.welcome(credit=1)
         puppet.hear()
-        puppet.say(trainer, Failed(0, Failure("", "KeyError: 'lost'", "Traceback: there")))
+        puppet.say(trainer, Failed(0, StepFailure("", "KeyError: 'lost'", "Traceback: there")))
         with pytest.raises(RunError, match=r"preparing step 0 failed: KeyError: 'lost'\nTraceback: there"):
             window.take()
 
@@ -389,16 +389,16 @@ class Dealer:
 
     def ask(self, message: FromTrainer) -> FromProducer:
         """Say something, and hear the next answer."""
-        self.socket.send_multipart(write(message))
+        self.socket.send_multipart(encode_message(message))
         return self.hear()
 
     def hear(self) -> FromProducer:
         self.frames = self.socket.recv_multipart()
-        return cast(FromProducer, read(self.frames))
+        return cast(FromProducer, decode_message(self.frames))
 
 
 def test_a_producer_makes_what_is_asked_for(context: Sockets) -> None:
-    with producing(Fake()) as (address, _):
+    with producing(FakeStepBuilder()) as (address, _):
         trainer = Dealer(context, address)
         assert trainer.ask(Want(request_of(0))) == Unknown()
         assert trainer.ask(Hello({"train.seed": "1"}, 60.0)) == Refused("train.seed is 1 in the trainer and 0 here")
@@ -409,26 +409,26 @@ def test_a_producer_makes_what_is_asked_for(context: Sockets) -> None:
 
 
 def test_a_producer_holds_no_more_than_it_may(context: Sockets) -> None:
-    with producing(Fake()) as (address, _):
+    with producing(FakeStepBuilder()) as (address, _):
         one, two = (Dealer(context, address) for _ in range(2))
         assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
         assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
-        two.socket.send_multipart(write(Want(request_of(7))))
+        two.socket.send_multipart(encode_message(Want(request_of(7))))
         assert not two.socket.poll(200), "what the first trainer has not got yet fills the room"
-        one.socket.send_multipart(write(Got(0)))
+        one.socket.send_multipart(encode_message(Got(0)))
         assert two.hear() == Made(7)
-        one.socket.send_multipart(write(Want(request_of(2))))
+        one.socket.send_multipart(encode_message(Want(request_of(2))))
         assert one.ask(Want(request_of(3))) == Refused(
             "a message could not be read: step 3 is asked for twice or beyond the credit of 2"
         )
 
 
 def test_a_trainer_that_is_killed_holds_no_room(context: Sockets) -> None:
-    with producing(Fake()) as (address, notes):
+    with producing(FakeStepBuilder()) as (address, notes):
         one, two = (Dealer(context, address) for _ in range(2))
         assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
         assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
-        two.socket.send_multipart(write(Want(request_of(7))))
+        two.socket.send_multipart(encode_message(Want(request_of(7))))
         one.socket.close(linger=0)
         while (heard := two.hear()) == Pong():
             pass
@@ -438,14 +438,14 @@ def test_a_trainer_that_is_killed_holds_no_room(context: Sockets) -> None:
 
 
 def test_a_producer_survives_nonsense_errors_and_silence(context: Sockets) -> None:
-    with producing(Failing()) as (address, notes):
+    with producing(FailingStepBuilder()) as (address, notes):
         for frames in (
             [b"junk"],
             [b"hello", b"{"],
             [b"want", b'{"request":{}}'],
             [b"", b"", b""],
-            write(Hello(FACTS, 0.0)),
-            write(Hello(FACTS, 1e300)),
+            encode_message(Hello(FACTS, 0.0)),
+            encode_message(Hello(FACTS, 1e300)),
         ):
             stranger = Dealer(context, address)
             stranger.socket.send_multipart(frames)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mmtrain.balance import BalancedLoad, PipelineRank, SequenceCost, StepTargets
-from mmtrain.data import DataIndex, GroupStream, Loader, Need, StepData
+from mmtrain.data import DataIndex, GroupStream, Loader, PayloadNeed, StepData
 from mmtrain.recipe.schema import Recipe
 from tests.data.producers import Served, asking
 from tests.data.steps import Dataset, leaves
@@ -59,7 +59,10 @@ def steps(
     with ExitStack() as stack:
         loaders = [
             stack.enter_context(Loader(index, stream, recipe, dp, microbatches, needs, first, 1, refuse, targets))
-            for needs in ((Need("vision", r, media=True), Need("llm", r, ids=True, labels=True)) for r in range(ranks))
+            for needs in (
+                (PayloadNeed("vision", r, media=True), PayloadNeed("llm", r, ids=True, labels=True))
+                for r in range(ranks)
+            )
         ]
         found = []
         for step in range(first, LAST):
@@ -97,7 +100,7 @@ def test_a_step_is_arranged_alike_whoever_makes_it(made: Dataset, tmp_path: Path
     with ExitStack() as stack:
         if who == "producer":
             recipe = asking(recipe, stack.enter_context(Served(recipe, tmp_path)).address)
-        needs = (Need("vision", 0, media=True), Need("llm", 1, labels=True))
+        needs = (PayloadNeed("vision", 0, media=True), PayloadNeed("llm", 1, labels=True))
         loader = stack.enter_context(Loader(index, stream, recipe, dp, counts, needs, 0, 1, refuse, TARGETS))
         for expected, step in zip(here, loader, strict=False):
             assert list(leaves(step.meta)) == list(leaves(expected))

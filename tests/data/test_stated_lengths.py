@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.data import GroupStream, build
+from mmtrain.data import GroupStream, build_index
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
 
@@ -35,7 +35,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_rows_become_samples_with_items(file: Path) -> None:
-    index = build(recipe(file, "# stated\ntext,vision,audio,count\n10,2x16 4,25,2\n\n7,,,1  # only text\n"))
+    index = build_index(recipe(file, "# stated\ntext,vision,audio,count\n10,2x16 4,25,2\n\n7,,,1  # only text\n"))
     lengths = index.lengths
     assert lengths.tokens.tolist() == [10 + 4 + 4 + 1 + 5] * 2 + [7]
     assert lengths.targets.tolist() == [10, 10, 7]
@@ -54,35 +54,35 @@ def test_a_generated_image_is_conditioned_by_tokens_of_the_llm(file: Path) -> No
     plain["model"]["generator"] = {
         "kind": "unet", "widths": (8, 8, 8), "heads": (2, 2, 2), "layers": 1, "context_width": 8, "context_tokens": 7,
     }  # fmt: skip
-    lengths = build(Recipe.model_validate(plain)).lengths
+    lengths = build_index(Recipe.model_validate(plain)).lengths
     images = lengths.items["generator"]
     assert lengths.tokens.tolist() == [10 + 3 * 7]
     assert (images.tokens.tolist(), images.features.tolist()) == ([64, 256, 256], [7, 7, 7])
     file.write_text("text,generator\n10,24\n", encoding="utf-8")
     with pytest.raises(DataError, match="24 tokens are not a multiple of the 16"):
-        build(Recipe.model_validate(plain))
+        build_index(Recipe.model_validate(plain))
 
 
 def test_lengths_are_grouped_as_samples_are(file: Path) -> None:
     settings = recipe(file, "count,text,vision\n20,100,16\n5,900,\n")
-    index = build(settings)
+    index = build_index(settings)
     stream = GroupStream.of(settings, index)
     epoch = stream.epoch(0)
     assert np.bincount(epoch.samples).tolist() == [2] * 25
 
 
 def test_two_files_differ_in_their_fingerprint(file: Path) -> None:
-    first = build(recipe(file, "text\n1\n2\n")).fingerprint
-    assert build(recipe(file, "text\n1\n3\n")).fingerprint != first
+    first = build_index(recipe(file, "text\n1\n2\n")).fingerprint
+    assert build_index(recipe(file, "text\n1\n3\n")).fingerprint != first
 
 
 def test_samples_that_are_too_long_are_set_aside_and_counted(file: Path) -> None:
     text = "count,text\n98,10\n2,1001\n"
-    index = build(recipe(file, text, max_bad_rate=0.02))
+    index = build_index(recipe(file, text, max_bad_rate=0.02))
     assert len(index.lengths) == 98
     assert [(q.kind, q.id) for q in index.quarantined] == [("too_long", f"{file}:3")] * 2
     with pytest.raises(TooManyBadSamples, match=r"2 of 100 samples are unusable \(too_long 2\)"):
-        build(recipe(file, text))
+        build_index(recipe(file, text))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_samples_that_are_too_long_are_set_aside_and_counted(file: Path) -> None
 )
 def test_what_is_no_length_is_named_with_its_line(file: Path, text: str, message: str) -> None:
     with pytest.raises(DataError) as error:
-        build(recipe(file, text))
+        build_index(recipe(file, text))
     assert message in str(error.value)
     assert str(error.value).startswith((str(file), "data.sources"))
 
@@ -113,4 +113,4 @@ def test_a_file_that_is_not_there(file: Path) -> None:
     settings = recipe(file, "text\n1\n")
     file.unlink()
     with pytest.raises(DataError, match="cannot read the lengths: No such file"):
-        build(settings)
+        build_index(settings)

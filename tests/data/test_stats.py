@@ -2,9 +2,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmtrain.balance import Grouping
-from mmtrain.data import GroupStream, build
-from mmtrain.data.index.compare_grouping import compare_methods
-from mmtrain.data.index.stats import survey, survey_as
+from mmtrain.data import GroupStream, build_index
+from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
+from mmtrain.data.stream.compare_grouping import compare_grouping_methods
 from mmtrain.recipe.schema import Recipe, SourceSettings
 from tests.data.rows import row
 
@@ -21,12 +21,12 @@ def test_what_is_there_is_counted_with_and_without_a_recipe(
     made = recipe([*rows, {"id": "broken"}], max_bad_rate=0)
     sources = [SourceSettings(path=tmp_path / "train.json")]
 
-    plain = survey(sources)
+    plain = compute_stats(sources)
     assert plain.names == ("characters of text", "images", "pixels of images", "videos", "seconds of sound")
     assert plain.values.tolist() == [[18, 2, 16 * 24 + 64, 0, 0], [6, 0, 0, 0, 0]]
     assert plain.quarantined == {"missing_image": 1, "malformed": 1}
 
-    seen = survey_as(made, sources)
+    seen = compute_stats_for_recipe(made, sources)
     assert seen.names == ("LLM tokens", "vision tokens")
     assert seen.values[:, 1].tolist() == [7, 0]
     assert seen.quarantined == plain.quarantined
@@ -34,9 +34,9 @@ def test_what_is_there_is_counted_with_and_without_a_recipe(
 
 def test_methods_are_compared_as_training_would_group(recipe: MakeRecipe) -> None:
     made = recipe([row(f"{s} + {s % 7}", "3" * (1 + s % 9)) for s in range(60)])
-    index, grouping = build(made), Grouping.of(made.data, 4)
+    index, grouping = build_index(made), Grouping.of(made.data, 4)
     clock = iter(range(100))
-    scores = compare_methods(index.lengths, index.weights, grouping, 3, 4, lambda: float(next(clock)))
+    scores = compare_grouping_methods(index.lengths, index.weights, grouping, 3, 4, lambda: float(next(clock)))
     assert [s.method for s in scores] == ["matched", "isf", "random", "length", "device"]
     assert all(s.seconds == 1 for s in scores)
     assert scores[0].groups == GroupStream(index.lengths, grouping, 3, index.weights).groups_per_epoch

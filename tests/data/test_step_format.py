@@ -12,9 +12,9 @@ from hypothesis.extra import numpy as hnp
 
 from mmtrain.balance import BatchMeta
 from mmtrain.balance.batch_meta import ItemTable
-from mmtrain.data import AudioPayload, Need, Quarantined, StepData, TextPayload, VisionPayload
+from mmtrain.data import AudioPayload, PayloadNeed, Quarantined, StepData, TextPayload, VisionPayload
 from mmtrain.data.loading.batch_builder import StepRequest
-from mmtrain.data.loading.step_format import WireError, fingerprint, from_json, pack, to_json, unpack
+from mmtrain.data.loading.step_format import WireError, format_fingerprint, from_json, pack, to_json, unpack
 from tests.data.steps import leaves, same
 
 ints = hnp.arrays(np.int64, st.integers(0, 5))
@@ -54,7 +54,7 @@ def test_a_step_comes_back_as_it_was(step: StepData) -> None:
 
 @given(st.builds(StepRequest, st.integers(), *[st.dictionaries(texts, st.integers())] * 2, st.just(())))
 def test_a_request_comes_back_as_it_was(request: StepRequest) -> None:
-    needs = (Need("vision", 1, media=True), Need("llm", 0, ids=True, labels=True))
+    needs = (PayloadNeed("vision", 1, media=True), PayloadNeed("llm", 0, ids=True, labels=True))
     for asked in (request, replace(request, needs=needs)):
         assert from_json(StepRequest, to_json(asked)) == asked
 
@@ -149,6 +149,6 @@ def test_the_fingerprint_follows_every_field() -> None:
         array: npt.NDArray[np.float32]
         pair: tuple[int, str]
 
-    assert fingerprint(Small) == fingerprint(Small)
-    assert fingerprint(Small) != fingerprint(Other)
-    assert fingerprint(StepData) != fingerprint(StepRequest)
+    assert format_fingerprint(Small) == format_fingerprint(Small)
+    assert format_fingerprint(Small) != format_fingerprint(Other)
+    assert format_fingerprint(StepData) != format_fingerprint(StepRequest)

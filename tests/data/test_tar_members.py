@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data.formats.tar_members import BLOCK, BadMember, members
+from mmtrain.data.formats.tar_members import TAR_BLOCK_BYTES, BadTarMember, read_tar_members
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.recipe.schema import LimitSettings
 
@@ -35,9 +35,9 @@ def _member(kind: bytes, name: str = "x", size: int = 0) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
-def _read(path: Path, content: bytes, limits: LimitSettings = LIMITS) -> list[TarMember | BadMember]:
+def _read(path: Path, content: bytes, limits: LimitSettings = LIMITS) -> list[TarMember | BadTarMember]:
     path.write_bytes(content)
-    return list(members(path, limits))
+    return list(read_tar_members(path, limits))
 
 
 @given(
@@ -94,7 +94,7 @@ def test_a_member_is_a_file_of_its_own(tmp_path: Path) -> None:
 )
 def test_what_is_no_plain_file_is_refused_and_the_rest_is_read(tmp_path: Path, kind: bytes, what: str) -> None:
     bad, good = _read(tmp_path / "a.tar", _member(kind) + _archive({"b": b"y"}))
-    assert isinstance(bad, BadMember)
+    assert isinstance(bad, BadTarMember)
     assert (bad.name, bad.kind) == ("x", "tar_member")
     assert f"is {what}; only plain files are read" in bad.reason
     assert isinstance(good, TarMember)
@@ -103,15 +103,15 @@ def test_what_is_no_plain_file_is_refused_and_the_rest_is_read(tmp_path: Path, k
 def test_sparse_files_of_pax_are_refused(tmp_path: Path) -> None:
     info = tarfile.TarInfo("x")
     info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.realsize": "1000000000000"}
-    (bad,) = _read(tmp_path / "a.tar", info.tobuf(tarfile.PAX_FORMAT) + bytes(2 * BLOCK))
-    assert isinstance(bad, BadMember)
+    (bad,) = _read(tmp_path / "a.tar", info.tobuf(tarfile.PAX_FORMAT) + bytes(2 * TAR_BLOCK_BYTES))
+    assert isinstance(bad, BadTarMember)
     assert "a sparse file" in bad.reason
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../up", "a\nb", "\x1b[2J"])
 def test_names_that_lead_out_or_hide_are_refused(tmp_path: Path, name: str) -> None:
     bad, good = _read(tmp_path / "a.tar", _archive({name: b"x", "b": b"y"}))
-    assert isinstance(bad, BadMember)
+    assert isinstance(bad, BadTarMember)
     assert (bad.name, bad.kind) == (name, "tar_name")
     assert isinstance(good, TarMember)
 
@@ -120,16 +120,16 @@ def test_sizes_and_counts_are_capped(tmp_path: Path) -> None:
     content = _archive({"a": b"x" * 11, "b": b"y" * 10, "c": b"", "d": b""})
     limits = LimitSettings(max_member_bytes=10, max_members=3)
     large, fits, _, rest = _read(tmp_path / "a.tar", content, limits)
-    assert isinstance(large, BadMember)
+    assert isinstance(large, BadTarMember)
     assert isinstance(fits, TarMember)
-    assert isinstance(rest, BadMember)
+    assert isinstance(rest, BadTarMember)
     assert (large.kind, rest.kind) == ("tar_member_size", "tar_too_many")
     assert "data.limits.max_member_bytes = 10" in large.reason
     assert "data.limits.max_members = 3" in rest.reason
 
 
 def _lying_size(field: bytes) -> bytes:
-    header = bytearray(_archive({"a": b"x"})[:BLOCK])
+    header = bytearray(_archive({"a": b"x"})[:TAR_BLOCK_BYTES])
     header[124:136] = field
     header[148:156] = b"%06o\0 " % (sum(header) - sum(header[148:156]) + 8 * 32)
     return bytes(header)
@@ -145,13 +145,13 @@ def _lying_size(field: bytes) -> bytes:
         (lambda: _lying_size(b"77777777777\0"), "it ends inside of member 'a'"),
         (lambda: _member(b"x", size=1 << 40), "a name or pax header of 1099511627776 bytes"),
         (lambda: _member(b"L", size=1 << 20) + bytes(1 << 20), "a name or pax header of 1048576 bytes"),
-        (lambda: _member(b"x", size=9) + b"99999 a=b".ljust(BLOCK, b"\0"), "a damaged pax header"),
+        (lambda: _member(b"x", size=9) + b"99999 a=b".ljust(TAR_BLOCK_BYTES, b"\0"), "a damaged pax header"),
         (lambda: _member(b"Q"), "is of unknown type b'Q'"),
     ],
 )
 def test_archives_that_cannot_be_followed_are_named(tmp_path: Path, make: Callable[[], bytes], reason: str) -> None:
     (bad,) = _read(tmp_path / "a.tar", make())
-    assert isinstance(bad, BadMember)
+    assert isinstance(bad, BadTarMember)
     assert bad.kind == "tar_broken"
     assert reason in bad.reason
 
@@ -170,7 +170,7 @@ def test_a_cut_archive_yields_what_is_whole(tmp_path: Path) -> None:
 def test_two_archives_in_one_file_are_told_apart(tmp_path: Path) -> None:
     good, bad = _read(tmp_path / "a.tar", _archive({"a": b"x"}) + _archive({"b": b"y"}))
     assert isinstance(good, TarMember)
-    assert isinstance(bad, BadMember)
+    assert isinstance(bad, BadTarMember)
     assert "something follows its end" in bad.reason
 
 

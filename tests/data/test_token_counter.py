@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from mmtrain.data.formats.token_counter import TokenCounter
+from mmtrain.data.text.token_counter import TokenCounter
 
 CORPUS = ["What colour is the circle? It's red.", "How many shapes are there? 3 of 12\n\nWe'll see", "x = 1 + 2  "] * 3
 QWEN2 = (
@@ -67,8 +67,8 @@ def test_counts_are_those_of_encoding(text: str, name: str) -> None:
 @given(TEXTS, st.sampled_from(sorted(FAST | SLOW)))
 def test_a_text_has_at_least_as_many_tokens_as_its_length_says(text: str, name: str) -> None:
     counter = TokenCounter((FAST | SLOW)[name])
-    assert counter.at_least(len(text)) <= counter(text)
-    assert counter.at_least(10**6) > 1000 or name in SLOW, "of others nothing may be known"
+    assert counter.min_tokens(len(text)) <= counter(text)
+    assert counter.min_tokens(10**6) > 1000 or name in SLOW, "of others nothing may be known"
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmtrain.data.media.media_bytes import FileMedia, TarMember
-from mmtrain.data.media.mp4_rotation import quarter_turns
-from mmtrain.data.media.video import BadVideoError, load_frames, read_video, span
+from mmtrain.data.media.mp4_rotation import read_quarter_turns
+from mmtrain.data.media.video import BadVideoError, load_video_frames, read_start_and_duration, read_video_size
 from tests.data.archives import movie, tar, wav
 
 COLOURS = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
@@ -28,7 +28,7 @@ def _file(path: Path, content: bytes) -> FileMedia:
 def _seen(media: FileMedia | TarMember, count: int) -> list[str]:
     """The colours that the frames show."""
     found = []
-    for frame in load_frames(media, count, (32, 24), LIMIT):
+    for frame in load_video_frames(media, count, (32, 24), LIMIT):
         assert frame.size == (32, 24)
         mean = np.asarray(frame).mean(axis=(0, 1))
         found.append(min(COLOURS, key=lambda name: float(np.abs(mean - COLOURS[name]).sum())))
@@ -38,7 +38,7 @@ def _seen(media: FileMedia | TarMember, count: int) -> list[str]:
 @pytest.mark.parametrize("form", ["mp4", "matroska", "avi"])
 def test_frames_lie_evenly_over_the_whole(tmp_path: Path, form: str) -> None:
     media = _file(tmp_path / "x", movie(list(COLOURS), form=form))
-    assert read_video(media, 4, LIMIT) == (64, 48, 4)
+    assert read_video_size(media, 4, LIMIT) == (64, 48, 4)
     assert _seen(media, 4) == list(COLOURS)
     assert _seen(media, 2) == ["lime", "white"]  # 1/4 and 3/4 of the way
     assert _seen(media, 1) == ["blue"]
@@ -56,10 +56,10 @@ def test_films_are_stood_upright_as_their_header_says(tmp_path: Path, rotation: 
         assert next(container.decode(video=0)).rotation % 360 == rotation % 360
     media = _file(tmp_path / "x.mp4", content)
     with media.open() as file:
-        assert quarter_turns(file) == turns
-    width, height, _ = read_video(media, 1, LIMIT)
+        assert read_quarter_turns(file) == turns
+    width, height, _ = read_video_size(media, 1, LIMIT)
     assert (width, height) == ((64, 48) if turns % 2 == 0 else (48, 64))
-    (frame,) = load_frames(media, 1, (width, height), LIMIT)
+    (frame,) = load_video_frames(media, 1, (width, height), LIMIT)
     expected = np.asarray(filmed.rotate(rotation, expand=True), dtype=float)
     assert np.abs(np.asarray(frame, dtype=float) - expected).mean() < 20
 
@@ -70,12 +70,12 @@ def test_damaged_headers_turn_nothing_or_something_and_end(noise: bytes, at: int
     moov = content.index(b"moov") - 4
     broken = content[: moov + at] + size.to_bytes(9, "big")[-8:] + noise + content[moov + at + 20 :]
     for piece in (broken, noise, b"\0\0\0\x01moov" + size.to_bytes(9, "big")[-8:] + noise):
-        assert 0 <= quarter_turns(io.BytesIO(piece)) <= 3
+        assert 0 <= read_quarter_turns(io.BytesIO(piece)) <= 3
 
 
 def test_a_short_video_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
     media = _file(tmp_path / "x.mp4", movie(["red", "blue"], seconds_each=0.1))
-    assert read_video(media, 64, LIMIT) == (64, 48, 4)
+    assert read_video_size(media, 64, LIMIT) == (64, 48, 4)
     assert _seen(media, 4) == ["red", "red", "blue", "blue"]
 
 
@@ -95,11 +95,13 @@ def test_frames_are_those_on_show_however_they_are_reached(
         ]
     media = _file(tmp_path / "x", content)
     with av.open(io.BytesIO(content)) as container:
-        start, seconds = span(media, container.streams.video[0])
+        start, seconds = read_start_and_duration(media, container.streams.video[0])
     for count in (1, 2, 3, 7, 20, 60):
         times = [start + (i + 0.5) / count * seconds for i in range(count)]
         expected = [[shade for time, shade in shown if time <= wanted][-1] for wanted in times]
-        found = [float(np.asarray(frame.convert("L")).mean()) for frame in load_frames(media, count, (32, 32), LIMIT)]
+        found = [
+            float(np.asarray(frame.convert("L")).mean()) for frame in load_video_frames(media, count, (32, 32), LIMIT)
+        ]
         assert np.abs(np.array(found) - expected).max() < 0.5, count
 
 
@@ -121,7 +123,7 @@ def test_a_video_may_lie_in_a_shard(tmp_path: Path) -> None:
     path = tar(tmp_path / "x.tar", {"a.txt": b"y" * 700, "a.mp4": content})
     offset = path.read_bytes().index(content)
     media = TarMember(str(path), "a.mp4", offset, len(content))
-    assert read_video(media, 2, LIMIT) == (64, 48, 2)
+    assert read_video_size(media, 2, LIMIT) == (64, 48, 2)
     assert _seen(media, 2) == ["red", "blue"]
 
 
@@ -139,7 +141,7 @@ def test_lists_that_name_other_files_are_not_followed(tmp_path: Path, hostile: o
     other.write_bytes(movie(["red"]))
     assert callable(hostile)
     with pytest.raises(BadVideoError) as refused:
-        read_video(_file(tmp_path / "x.mp4", hostile(other)), 4, LIMIT)
+        read_video_size(_file(tmp_path / "x.mp4", hostile(other)), 4, LIMIT)
     assert refused.value.kind == "not_a_video"
 
 
@@ -150,21 +152,21 @@ def test_lists_that_name_other_files_are_not_followed(tmp_path: Path, hostile: o
 def test_what_a_header_gives_away(tmp_path: Path, content: bytes | None, kind: str) -> None:
     media = FileMedia(str(tmp_path / "x.mp4")) if content is None else _file(tmp_path / "x.mp4", content)
     with pytest.raises(BadVideoError, match=r"x\.mp4") as refused:
-        read_video(media, 4, LIMIT)
+        read_video_size(media, 4, LIMIT)
     assert refused.value.kind == kind
 
 
 def test_too_many_pixels_are_refused_from_the_header(tmp_path: Path) -> None:
     media = _file(tmp_path / "x.mp4", movie(["red"]))
     with pytest.raises(BadVideoError, match=r"is above data\.image\.max_source_pixels = 3071") as refused:
-        read_video(media, 4, 64 * 48 - 1)
+        read_video_size(media, 4, 64 * 48 - 1)
     assert refused.value.kind == "too_many_pixels"
 
 
 def test_frames_that_are_gone_are_missed(tmp_path: Path) -> None:
     whole = movie(["red", "lime", "blue", "white"], seconds_each=2, form="matroska")
     media = _file(tmp_path / "x.mkv", whole[: len(whole) // 2])
-    assert read_video(media, 4, LIMIT)[2] == 4  # the header is fine
+    assert read_video_size(media, 4, LIMIT)[2] == 4  # the header is fine
     with pytest.raises(BadVideoError) as refused:
-        load_frames(media, 4, (32, 24), LIMIT)
+        load_video_frames(media, 4, (32, 24), LIMIT)
     assert refused.value.kind in ("truncated", "undecodable")

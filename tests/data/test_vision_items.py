@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from mmtrain.balance import assign
-from mmtrain.data import ChatTokenizer, Need, Preparer, build
+from mmtrain.data import BatchBuilder, ChatTokenizer, PayloadNeed, build_index
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.media.vision_items import Pictures
+from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.recipe.schema import ImageSettings, Recipe, SourceSettings
 from tests.data.archives import movie, parquet, png, tar
 
@@ -37,7 +37,7 @@ def _talk(text: str, **media: Any) -> dict[str, Any]:
 def test_tiles_cover_the_canvas_and_the_last_is_the_whole(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(_gradient(32, 16))
     image = ImageSettings(**TILES, mean=(0, 0, 0), std=(1, 1, 1))
-    pictures, media = Pictures(image, 8), FileMedia(str(tmp_path / "a.png"))
+    pictures, media = VisionItemDecoder(image, 8), FileMedia(str(tmp_path / "a.png"))
     left, right, whole = (pictures.patches("image", media, part, 3, (2, 2)) for part in range(3))
     pixels = np.asarray(Image.open(tmp_path / "a.png"), dtype=np.float32) / 255
     for tile, part in ((left, pixels[:, :16]), (right, pixels[:, 16:])):
@@ -55,12 +55,12 @@ def test_an_image_yields_several_items_and_its_mark_the_tokens_of_all(tmp_path: 
         _talk("<image>", images=["small.png"]),
     ]
     made = recipe(rows, image=TILES)
-    index = build(made)
+    index = build_index(made)
     assert index.lengths.items["vision"].first.tolist() == [0, 7, 8]
     assert index.parts["vision"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
     assert (index.features(0), index.features(1)) == ([12, 16], [4])
     assert set(index.lengths.items["vision"].rows.tolist()) == {2}
-    assert [index.part_of(0, position) for position in (0, 2, 3, 6)] == [(0, 0, 3), (0, 2, 3), (1, 0, 4), (1, 3, 4)]
+    assert [index.locate_item(0, position) for position in (0, 2, 3, 6)] == [(0, 0, 3), (0, 2, 3), (1, 0, 4), (1, 3, 4)]
     tokenizer = ChatTokenizer.load(made.data.tokenizer)
     ids = tokenizer.encode(index.samples[0], index.features(0)).ids
     assert len(ids) == index.lengths.tokens[0]
@@ -70,13 +70,13 @@ def test_an_image_yields_several_items_and_its_mark_the_tokens_of_all(tmp_path: 
 def test_a_picture_exchanged_for_one_of_other_tiles_is_named(tmp_path: Path, recipe: MakeRecipe) -> None:
     (tmp_path / "a.png").write_bytes(png("red", 32, 16))
     made = recipe([_talk("<image>", images=["a.png"], id="a")], image=TILES)
-    index = build(made)
+    index = build_index(made)
     meta = assign(0, 0, [np.array([0])], index.lengths, {"vision": 1, "llm": 1}, {"vision": 1, "llm": 1})
-    preparer = Preparer(index, made, (Need("vision", 0, media=True),), {"vision": 1, "llm": 1})
-    assert preparer.prepare(meta).quarantined == ()
+    batch_builder = BatchBuilder(index, made, (PayloadNeed("vision", 0, media=True),), {"vision": 1, "llm": 1})
+    assert batch_builder.build(meta).quarantined == ()
     (tmp_path / "a.png").write_bytes(png("red", 16, 16))
-    preparer = Preparer(index, made, (Need("vision", 0, media=True),), {"vision": 1, "llm": 1})
-    data = preparer.prepare(meta)
+    batch_builder = BatchBuilder(index, made, (PayloadNeed("vision", 0, media=True),), {"vision": 1, "llm": 1})
+    data = batch_builder.build(meta)
     [named] = data.quarantined
     assert named.kind == "undecodable"
     assert "16 x 16 pixels are not 3 tiles" in named.reason
@@ -89,7 +89,7 @@ def _payload(recipe: Recipe, index: DataIndex) -> np.ndarray:
     groups = [np.array([sample]) for sample in range(len(index.samples))]
     counts = dict.fromkeys(("vision", "llm"), len(groups))
     meta = assign(0, 0, groups, index.lengths, {"vision": 1, "llm": 1}, counts)
-    data = Preparer(index, recipe, (Need("vision", 0, media=True),), counts).prepare(meta)
+    data = BatchBuilder(index, recipe, (PayloadNeed("vision", 0, media=True),), counts).build(meta)
     assert data.quarantined == ()
     return np.concatenate([data.vision[0, i].patches for i in range(len(groups))])
 
@@ -106,7 +106,7 @@ def test_the_same_samples_are_the_same_in_every_format(
         _talk("x<video>y<image>", videos=["1.mp4"], images=["1.png"], id="1"),
     ]
     made = recipe(rows, image=image, video={"max_frames": 3}, seq_len=256)
-    expected = build(made)
+    expected = build_index(made)
     payload = _payload(made, expected)
     assert len(payload)
     members = {f"{i}.json": json.dumps(row).encode() for i, row in enumerate(rows)}
@@ -122,7 +122,7 @@ def test_the_same_samples_are_the_same_in_every_format(
         other = made.model_copy(
             update={"data": made.data.model_copy(update={"sources": (SourceSettings(path=tmp_path / name),)})}
         )
-        index = build(other)
+        index = build_index(other)
         assert index.quarantined == ()
         assert index.fingerprint == expected.fingerprint
         assert np.array_equal(_payload(other, index), payload)
@@ -135,7 +135,7 @@ def test_frames_are_items_in_the_order_of_marks(tmp_path: Path, recipe: MakeReci
     made = recipe(
         [row], video={"max_frames": 3}, image={"mean": [0, 0, 0], "std": [1, 1, 1], "min_pixels": 64, "max_pixels": 256}
     )
-    index = build(made)
+    index = build_index(made)
     assert index.parts["vision"].tolist() == [0, 0, 1, 2]
     seen = _payload(made, index).reshape(4, 4, 3, 64).mean(axis=(1, 3))
     assert np.abs(seen - [[1, 1, 1], [1, 0, 0], [0, 1, 0], [0, 0, 1]]).max() < 0.05
@@ -151,7 +151,7 @@ def test_frames_count_as_images_and_marks_are_counted(tmp_path: Path, recipe: Ma
         _talk("<video>", videos=["gone.mp4"], id="gone"),
     ]
     (tmp_path / "b.png").write_bytes(png())
-    index = build(recipe(rows, max_images=8))
+    index = build_index(recipe(rows, max_images=8))
     assert [s.id for s in index.samples] == ["fits"]
     kinds = {"too many": "too_many_images", "none there": "video_count", "none asked": "video_count"}
     assert {q.id: q.kind for q in index.quarantined} == kinds | {"gone": "missing_video"}
@@ -160,10 +160,10 @@ def test_frames_count_as_images_and_marks_are_counted(tmp_path: Path, recipe: Ma
 def test_a_bad_medium_is_zeros_for_all_its_parts_and_named_once(tmp_path: Path, recipe: MakeRecipe) -> None:
     (tmp_path / "a.png").write_bytes(_gradient(32, 16))
     made = recipe([_talk("<image>", images=["a.png"], id="x")], image=TILES)
-    index = build(made)
+    index = build_index(made)
     (tmp_path / "a.png").write_bytes(b"gone")
     meta = assign(0, 0, [np.array([0])], index.lengths, {"vision": 1, "llm": 1}, {"vision": 1, "llm": 1})
-    data = Preparer(index, made, (Need("vision", 0, media=True),), {"vision": 1}).prepare(meta)
+    data = BatchBuilder(index, made, (PayloadNeed("vision", 0, media=True),), {"vision": 1}).build(meta)
     assert data.vision[0, 0].patches.shape == (12, 192)
     assert not data.vision[0, 0].patches.any()
     assert [(q.id, q.kind) for q in data.quarantined] == [("x", "not_an_image")]
@@ -174,9 +174,9 @@ def test_a_medium_is_decoded_once_for_all_its_parts(tmp_path: Path, monkeypatch:
 
     (tmp_path / "a.png").write_bytes(_gradient(32, 16))
     calls = []
-    decode = module.load_rgb
-    monkeypatch.setattr(module, "load_rgb", lambda *a: (calls.append(1), decode(*a))[1])
-    pictures = Pictures(ImageSettings(**TILES), 8)
+    decode = module.load_rgb_images
+    monkeypatch.setattr(module, "load_rgb_images", lambda *a: (calls.append(1), decode(*a))[1])
+    pictures = VisionItemDecoder(ImageSettings(**TILES), 8)
     for part in range(3):
         pictures.patches("image", FileMedia(str(tmp_path / "a.png")), part, 3, (2, 2))
     assert len(calls) == 1

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.data import Quarantined, Sample
-from mmtrain.data.formats.read_source import read
+from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
@@ -14,7 +14,7 @@ ANSWER = {"role": "assistant", "content": "yes"}
 
 
 def _read(path: Path, limits: LimitSettings | None = None) -> list[Sample | Quarantined]:
-    return list(read(SourceSettings(path=path), limits or LimitSettings()))
+    return list(read_samples(SourceSettings(path=path), limits or LimitSettings()))
 
 
 def _json(text: object, **more: object) -> bytes:
@@ -74,7 +74,7 @@ def test_an_entry_may_name_its_media(tmp_path: Path) -> None:
 def test_an_image_root_is_refused_where_nothing_would_look_there(tmp_path: Path) -> None:
     path = tar(tmp_path / "x.tar", {"1.txt": b"a"})
     with pytest.raises(DataError, match=r"x\.tar: image_root is .* remove image_root"):
-        list(read(SourceSettings(path=path, image_root=tmp_path), LimitSettings()))
+        list(read_samples(SourceSettings(path=path, image_root=tmp_path), LimitSettings()))
 
 
 def test_shards_follow_each_other(tmp_path: Path) -> None:

@@ -12,13 +12,23 @@ import psutil
 import pytest
 
 from mmtrain.data import Loader, StepData
-from mmtrain.data.loading.batch_builder import NO_SAMPLE, Need, StepMaker, StepRequest, Watch
+from mmtrain.data.loading.batch_builder import NO_SAMPLE, PayloadNeed, ReadMonitor, StepBuilder, StepRequest
 from mmtrain.data.loading.loader import num_workers
 from mmtrain.data.loading.step_format import unpack
-from mmtrain.data.loading.worker_pool import MAX_DEATHS, STILL_S, Failure, Pool
+from mmtrain.data.loading.worker_pool import HANG_TIMEOUT_S, MAX_DEATHS_PER_STEP, StepFailure, WorkerPool
 from mmtrain.errors import DataError, RunError
 from mmtrain.recipe.schema import DataSettings
-from tests.data.makers import Crashing, Deadly, Failing, Fake, Hanging, Slow, Stuck, Telling, Unloadable
+from tests.data.fake_step_builders import (
+    CrashingStepBuilder,
+    DeadlyStepBuilder,
+    FailingStepBuilder,
+    FakeStepBuilder,
+    HangingStepBuilder,
+    SlowStepBuilder,
+    StuckStepBuilder,
+    TellingStepBuilder,
+    UnloadableStepBuilder,
+)
 from tests.data.steps import DP, EVERYTHING, Dataset, same
 
 
@@ -31,44 +41,44 @@ def hosts() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "mmtrain.data.loading.worker_process" in child.cmdline()]
 
 
-def run(maker: Any, steps: int, workers: int = 2) -> tuple[dict[int, StepData | Failure], list[str]]:
+def run(maker: Any, steps: int, workers: int = 2) -> tuple[dict[int, StepData | StepFailure], list[str]]:
     """Make steps [0, steps) in a pool; what they became, and what was noted."""
     notes: list[str] = []
-    results: dict[int, StepData | Failure] = {}
-    with Pool[int](maker, workers, notes.append) as pool:
+    results: dict[int, StepData | StepFailure] = {}
+    with WorkerPool[int](maker, workers, notes.append) as pool:
         left = list(range(steps))
         while len(results) < steps:
-            while left and pool.idle:
+            while left and pool.num_idle:
                 pool.submit(left[0], request(left.pop(0)))
             for pipe in wait(pool.pipes):
                 if (received := pool.receive(pipe)) is not None:  # type: ignore[arg-type]
                     step, content = received
                     assert step not in results
-                    results[step] = content if isinstance(content, Failure) else unpack(StepData, content)
+                    results[step] = content if isinstance(content, StepFailure) else unpack(StepData, content)
     return results, notes
 
 
 def test_a_killed_worker_costs_nothing_but_its_time(tmp_path: Path) -> None:
-    results, notes = run(Deadly(3, str(tmp_path / "spent")), 8)
+    results, notes = run(DeadlyStepBuilder(3, str(tmp_path / "spent")), 8)
     assert [result.meta.step for _, result in sorted(results.items())] == list(range(8))  # type: ignore[union-attr]
     [note] = notes
     assert "was killed by SIGKILL while preparing step 3; another prepares it" in note
 
 
 def test_a_step_that_kills_every_worker_is_given_up_and_named() -> None:
-    results, notes = run(Deadly(3), 6)
+    results, notes = run(DeadlyStepBuilder(3), 6)
     failure = results.pop(3)
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, StepFailure)
     assert isinstance(failure.error(3), RunError)
-    assert f"preparing step 3 ended {MAX_DEATHS} worker processes; the last one was killed by SIGKILL" in str(
+    assert f"preparing step 3 ended {MAX_DEATHS_PER_STEP} worker processes; the last one was killed by SIGKILL" in str(
         failure.error(3)
     )
-    assert len(notes) == MAX_DEATHS - 1
+    assert len(notes) == MAX_DEATHS_PER_STEP - 1
     assert all(isinstance(result, StepData) for result in results.values())
 
 
 def test_errors_arrive_with_their_traceback() -> None:
-    results, _ = run(Failing(), 2)
+    results, _ = run(FailingStepBuilder(), 2)
     ours, bug = (results[step].error(step) for step in range(2))  # type: ignore[union-attr]
     assert (type(ours), str(ours)) == (DataError, "data.seq_len is wrong")
     assert "raise DataError" in ours.__notes__[0]
@@ -78,13 +88,13 @@ def test_errors_arrive_with_their_traceback() -> None:
 
 
 def test_workers_have_no_torch_and_outlive_the_signals_of_launchers() -> None:
-    results, _ = run(Telling(), 1, workers=1)
+    results, _ = run(TellingStepBuilder(), 1, workers=1)
     assert str(results[0].error(0)) == "torch False, SIGTERM ignored True"  # type: ignore[union-attr]
 
 
 def test_a_lost_host_is_replaced() -> None:
     notes: list[str] = []
-    with Pool[int](Fake(), 1, notes.append) as pool:
+    with WorkerPool[int](FakeStepBuilder(), 1, notes.append) as pool:
         [host] = hosts()
         [worker] = host.children()
         host.kill()
@@ -102,7 +112,7 @@ def test_a_lost_host_is_replaced() -> None:
 
 def test_a_host_that_cannot_start_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RunError, match="ends at once"):
-        Pool[int](Unloadable(), 1, print)
+        WorkerPool[int](UnloadableStepBuilder(), 1, print)
     assert "invalid literal for int()" in capfd.readouterr().err
     assert hosts() == []
 
@@ -117,26 +127,26 @@ class Clock:
 def test_a_worker_that_hangs_is_replaced_and_after_the_second_time_the_sample_is_not_read(tmp_path: Path) -> None:
     reached, clock, notes = tmp_path / "reached", Clock(), list[str]()
     os.mkfifo(reached)
-    with Pool[int](Hanging(str(reached)), 1, notes.append, clock) as pool:
+    with WorkerPool[int](HangingStepBuilder(str(reached)), 1, notes.append, clock) as pool:
         pool.submit(3, request(3))
-        pool.look()
-        clock.now_s += 10 * STILL_S
-        pool.look()  # who did not look for so long was not there either
+        pool.kill_hung_workers()
+        clock.now_s += 10 * HANG_TIMEOUT_S
+        pool.kill_hung_workers()  # who did not look for so long was not there either
         for times in (1, 2):
             reached.open().close()
-            pool.look()
-            clock.now_s += STILL_S
-            pool.look()
+            pool.kill_hung_workers()
+            clock.now_s += HANG_TIMEOUT_S
+            pool.kill_hung_workers()
             assert len(notes) == times - 1, "not yet too long"
             clock.now_s += 1
-            pool.look()
+            pool.kill_hung_workers()
             wait(pool.pipes)
             assert pool.receive(pool.pipes[0]) is None
         wait(pool.pipes)
         received = pool.receive(pool.pipes[0])
     assert received is not None
     assert received[0] == 3
-    assert not isinstance(received[1], Failure)
+    assert not isinstance(received[1], StepFailure)
     assert [note.partition("hung for 60 s and was killed while reading media of ")[2] for note in notes] == [
         "sample 7; another tries it once more",
         "sample 7; it is not read again",
@@ -147,25 +157,25 @@ def test_a_worker_that_gets_on_may_take_its_time(tmp_path: Path) -> None:
     reached, go, clock = tmp_path / "reached", tmp_path / "go", Clock()
     os.mkfifo(reached)
     os.mkfifo(go)
-    with Pool[int](Slow(str(reached), str(go)), 1, pytest.fail, clock) as pool:
+    with WorkerPool[int](SlowStepBuilder(str(reached), str(go)), 1, pytest.fail, clock) as pool:
         pool.submit(0, request(0))
         for _ in range(3):
             reached.open().close()
-            pool.look()
-            clock.now_s += STILL_S - 1
-            pool.look()
+            pool.kill_hung_workers()
+            clock.now_s += HANG_TIMEOUT_S - 1
+            pool.kill_hung_workers()
             go.open("w").close()
         wait(pool.pipes)
         assert pool.receive(pool.pipes[0]) is not None
-        clock.now_s += 10 * STILL_S
-        pool.look()  # an idle one does not hang
+        clock.now_s += 10 * HANG_TIMEOUT_S
+        pool.kill_hung_workers()  # an idle one does not hang
         pool.submit(1, request(1))
-        pool.look()
+        pool.kill_hung_workers()
         reached.open().close()
 
 
 def test_a_sample_that_crashes_two_workers_is_not_read_again() -> None:
-    results, notes = run(Crashing(), 2, workers=1)
+    results, notes = run(CrashingStepBuilder(), 2, workers=1)
     assert all(isinstance(result, StepData) for result in results.values())
     assert [note.partition("was killed by SIGSEGV while reading media of ")[2] for note in notes] == [
         "sample 7; another tries it once more",
@@ -175,14 +185,14 @@ def test_a_sample_that_crashes_two_workers_is_not_read_again() -> None:
 
 def test_what_is_deadly_becomes_zeros_and_is_named(made: Dataset) -> None:
     recipe, index, stream = made()
-    maker, read = StepMaker(index, stream, recipe), list[int]()
+    maker, read = StepBuilder(index, stream, recipe), list[int]()
     asked = StepRequest(0, DP, dict.fromkeys(DP, 1), EVERYTHING)
-    whole = maker.make(asked, Watch(read.append))
+    whole = maker.build(asked, ReadMonitor(read.append))
     shown = [int(whole.meta.sample_id[s]) for s in whole.meta.items["vision"].sample]
     assert set(shown) <= set(read) <= {*shown, NO_SAMPLE}
     victim = shown[0]
     read.clear()
-    without = maker.make(asked, Watch(read.append, frozenset([victim])))
+    without = maker.build(asked, ReadMonitor(read.append, frozenset([victim])))
     assert victim not in read
     [named] = without.quarantined
     assert (named.id, named.kind) == (index.samples[victim].id, "deadly")
@@ -192,7 +202,7 @@ def test_what_is_deadly_becomes_zeros_and_is_named(made: Dataset) -> None:
 
 
 def test_closing_ends_workers_that_never_would() -> None:
-    with Pool[int](Stuck(), 2, print) as pool:
+    with WorkerPool[int](StuckStepBuilder(), 2, print) as pool:
         pool.submit(0, request(0))
         [host] = hosts()
         family = [host, *host.children()]
@@ -204,10 +214,10 @@ TRAINER = """
 import sys, threading
 import psutil
 from mmtrain.data.loading.batch_builder import StepRequest
-from mmtrain.data.loading.worker_pool import Pool
-from tests.data.makers import Stuck
+from mmtrain.data.loading.worker_pool import WorkerPool
+from tests.data.fake_step_builders import StuckStepBuilder
 
-pool = Pool(Stuck(), 2, print)
+pool = WorkerPool(StuckStepBuilder(), 2, print)
 pool.submit(0, StepRequest(0, {"llm": 1}, {"llm": 1}, ()))
 print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
 threading.Event().wait()
@@ -230,7 +240,7 @@ def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Dataset) ->
     notes: list[str] = []
     with (
         Loader(index, stream, alone, DP, dict.fromkeys(DP, 1), EVERYTHING, 3) as reference,
-        Loader(index, stream, recipe, DP, dict.fromkeys(DP, 1), EVERYTHING, 3, note=notes.append) as loader,
+        Loader(index, stream, recipe, DP, dict.fromkeys(DP, 1), EVERYTHING, 3, notify=notes.append) as loader,
     ):
         for taken in range(24):
             assert same(next(loader), next(reference))
@@ -275,4 +285,4 @@ def test_workers_are_taken_where_there_is_room(
     settings: dict[str, Any], media: bool, local_ranks: int, cores: int, expected: int
 ) -> None:
     data = DataSettings(sources=[{"path": "x.json"}], tokenizer="t.json", seq_len=8, **settings)
-    assert num_workers(data, (Need("vision", 0, media=media),), local_ranks, cores) == expected
+    assert num_workers(data, (PayloadNeed("vision", 0, media=media),), local_ranks, cores) == expected

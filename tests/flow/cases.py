@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
-from mmtrain.data.formats.chat_tokenizer import Encoded
 from mmtrain.data.loading.batch_builder import StepData
-from mmtrain.data.loading.payload import audio_payload, text_payload, vision_payload
+from mmtrain.data.loading.payload import build_audio_payload, build_text_payload, build_vision_payload
+from mmtrain.data.text.chat_tokenizer import EncodedSample
 from mmtrain.models.build_stage import build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
@@ -151,7 +151,7 @@ def _sides(samples: list[list[tuple[int, int]]]) -> tuple[np.ndarray, np.ndarray
     return sides[:, 0], sides[:, 1], np.cumsum([0, *(len(items) for items in samples)], dtype=np.int64)
 
 
-def encoded(sample: int, speech: bool = False) -> Encoded:
+def encoded(sample: int, speech: bool = False) -> EncodedSample:
     """Return ids and labels of a sample: two words, its images, two words, its clips, words; the last are predicted."""
     rng = np.random.default_rng(100 + sample)
     num_features = sum(r * c // MERGE**2 for r, c in GRIDS[sample])
@@ -161,7 +161,7 @@ def encoded(sample: int, speech: bool = False) -> Encoded:
     ids = np.concatenate(places).astype(np.int64)
     labels = np.full(len(ids), -100, dtype=np.int64)
     labels[-3:-1] = ids[-2:]
-    return Encoded(ids, labels)
+    return EncodedSample(ids, labels)
 
 
 def patches(sample: int, position: int, rows: int, cols: int) -> np.ndarray:
@@ -199,11 +199,13 @@ def step_data(job: RankContext, step: int, texts_between: bool = False) -> StepD
         for i in range(job.num_microbatches[need.unit]):
             key = (need.replica, i)
             if need.unit == "llm":
-                text[key] = text_payload(meta, *key, ITEM_IDS, partial(encoded, speech=speech), need.ids, need.labels)
+                text[key] = build_text_payload(
+                    meta, *key, ITEM_IDS, partial(encoded, speech=speech), need.ids, need.labels
+                )
             elif need.unit == "audio":
-                audio[key] = audio_payload(meta, need.unit, *key, BINS, mels if need.media else None)
+                audio[key] = build_audio_payload(meta, need.unit, *key, BINS, mels if need.media else None)
             else:
-                vision[key] = vision_payload(meta, need.unit, *key, 3 * PATCH**2, patches if need.media else None)
+                vision[key] = build_vision_payload(meta, need.unit, *key, 3 * PATCH**2, patches if need.media else None)
     return StepData(meta, vision, text, (), audio)
 
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data.synthetic.demo import generate
+from mmtrain.data.synthetic.demo import generate_demo
 from tests.flow.runs import request_for, run_all
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "data"
-    generate(folder, seed=3, train=96, heldout=8)
+    generate_demo(folder, seed=3, train=96, heldout=8)
     return folder
 
 

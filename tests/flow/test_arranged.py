@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.balance import SampleLengths, StepTargets
-from mmtrain.data import GroupStream, build
+from mmtrain.data import GroupStream, build_index
 from mmtrain.plan import Plan, load_plan
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.recipe import Recipe
@@ -34,7 +34,7 @@ def _no_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepTarge
 def _rearranged(request: TrainRequest, plan: Plan) -> bool:
     """Whether targets change some of the first steps of a run."""
     recipe = request.loaded.recipe
-    index = build(recipe)
+    index = build_index(recipe)
     stream, targets = GroupStream.of(recipe, index), derive_step_targets(recipe, plan, index.lengths)
     dp = {name: unit.dp for name, unit in plan.units.items()}
     ways = [

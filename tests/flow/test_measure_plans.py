@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data import build
+from mmtrain.data import build_index
 from mmtrain.errors import UserError
 from mmtrain.plan.planner import plan
 from mmtrain.recipe import Recipe
@@ -21,7 +21,7 @@ def _measure(_rank: int, _size: int, _folder: Path, data: Path) -> list[float]:
     plans = []
     for placement in ("unified", "disaggregated"):
         recipe = _recipe(data, placement)
-        chosen = plan(recipe, build(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="x")
+        chosen = plan(recipe, build_index(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="x")
         assert chosen.placement == placement
         plans.append(chosen)
     seconds = [measure_step_time(recipe, chosen)]

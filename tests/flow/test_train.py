@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from mmtrain.checkpoint import find, open_newest_good
-from mmtrain.data import build
+from mmtrain.data import build_index
 from mmtrain.errors import LaunchError, PlanError, UserError
 from mmtrain.plan import load_plan
 from mmtrain.program import Action, Backward, Forward
@@ -100,7 +100,7 @@ def test_data_that_has_changed_under_a_plan_is_told(data: Path, unbroken: Path, 
     request, plan, screen = request_for(data, tmp_path), load_plan(unbroken / PLAN_FILE), StringIO()
     assert plan.data is not None
     meant = plan.data.model_copy(update={"tokens": {u: n / longer for u, n in plan.data.tokens.items()}})
-    index = build(request.loaded.recipe)
+    index = build_index(request.loaded.recipe)
     _introduce(Console(file=screen), request, plan.model_copy(update={"data": meant}), index)
     assert ("the plan was made for other data" in screen.getvalue()) == (longer > 1)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.data import build as index
+from mmtrain.data import build_index as index
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.data import build
+from mmtrain.data import build_index
 from mmtrain.plan.planner import plan
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 
@@ -21,7 +21,7 @@ def test_it_fits_its_cluster(name: str) -> None:
     assert ranks is not None
     found = plan(
         recipe,
-        build(recipe).lengths,
+        build_index(recipe).lengths,
         world_size=ranks,
         hardware=hardware,
         recipe_sha256=recipe_fingerprint(recipe),

@@ -10,7 +10,7 @@ from torch import nn
 
 from mmtrain.balance import assign
 from mmtrain.checkpoint import Ranks, Shard, ShardSpec, save
-from mmtrain.data import Need, Preparer, build
+from mmtrain.data import BatchBuilder, PayloadNeed, build_index
 from mmtrain.models import parameter_specs as params
 from mmtrain.models.build_stage import StageModule, build_stage
 from mmtrain.models.megatron import ParallelGroups
@@ -95,12 +95,12 @@ def whole(settings: Recipe) -> dict[str, StageModule]:
 
 def teach(settings: Recipe) -> dict[str, StageModule]:
     """Train on the recipe's samples, all in one batch, until there is nothing left to learn."""
-    index, units = build(settings), whole(settings)
-    needs = tuple(Need(name, 0, media=name != LLM, ids=name == LLM, labels=name == LLM) for name in units)
+    index, units = build_index(settings), whole(settings)
+    needs = tuple(PayloadNeed(name, 0, media=name != LLM, ids=name == LLM, labels=name == LLM) for name in units)
     samples = np.arange(len(index.samples))
     one = dict.fromkeys(units, 1)
     meta = assign(0, 0, [samples], index.lengths, one, one)
-    inputs = unit_inputs(Preparer(index, settings, needs, one).prepare(meta), CPU, torch.float32)
+    inputs = unit_inputs(BatchBuilder(index, settings, needs, one).build(meta), CPU, torch.float32)
     adam = torch.optim.AdamW(nn.ModuleDict(units).parameters(), lr=5e-3)
     for _ in range(300):
         features = {name: unit(None, inputs[Microbatch(name, 0, 0)]) for name, unit in units.items() if name != LLM}

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmtrain.data.formats.chat_tokenizer import ChatTokenizer
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, Sample, Turn
-from mmtrain.data.index.data_index import build
+from mmtrain.data.index.data_index import build_index
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.synthetic.demo import generate as generate_demo
+from mmtrain.data.synthetic.demo import generate_demo as generate_demo
+from mmtrain.data.text.chat_tokenizer import ChatTokenizer
 from mmtrain.errors import CheckpointError, TooManyBadSamples, UserError
 from mmtrain.report.evaluation import TemplateScore
 from mmtrain.runtime.evaluation.evaluate import score
@@ -77,7 +77,7 @@ def test_the_prompt_ends_where_the_last_answer_begins(taught: Taught) -> None:
     rows = [{"image": ["red.png", "blue.png", "green.png"], "conversations": turns}]
     settings = taught.recipe(taught.rows, rows)
     tokenizer = ChatTokenizer.load(settings.data.tokenizer)
-    index = build(settings, "validation")
+    index = build_index(settings, "validation")
     (question,) = select_questions(index, None)
     assert [Path(str(image)).name for image in question.images] == ["red.png", "blue.png"]
     assert question.expected == "blue"

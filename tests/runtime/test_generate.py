@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.checkpoint import open_newest_good
-from mmtrain.data import ChatTokenizer, DataIndex, build
-from mmtrain.data.formats.chat_tokenizer import AUDIO
-from mmtrain.data.media.sound import load_mels
-from mmtrain.data.media.vision_items import Pictures
-from mmtrain.data.synthetic.demo import generate as generate_demo
+from mmtrain.data import ChatTokenizer, DataIndex, build_index
+from mmtrain.data.media.audio import load_log_mels
+from mmtrain.data.media.vision_items import VisionItemDecoder
+from mmtrain.data.synthetic.demo import generate_demo as generate_demo
 from mmtrain.data.synthetic.demo import train_tokenizer
+from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
 from mmtrain.errors import CheckpointError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
@@ -43,7 +43,7 @@ class Naive:
 
     def __init__(self, settings: Recipe) -> None:
         self.settings, self.units = settings, whole(settings)
-        self.index, self.tokenizer = build(settings, "validation"), ChatTokenizer.load(settings.data.tokenizer)
+        self.index, self.tokenizer = build_index(settings, "validation"), ChatTokenizer.load(settings.data.tokenizer)
         randomize(self.units.values())
 
     @torch.no_grad()
@@ -68,7 +68,7 @@ class Naive:
         sample, found = self.index.samples[number], {}
         vision, audio = self.settings.model.vision, self.settings.model.audio
         if vision and sample.images:
-            pictures = Pictures(self.settings.data.image, vision.patch)
+            pictures = VisionItemDecoder(self.settings.data.image, vision.patch)
             grids = self._grids(number, "vision")
             pairs = zip(sample.images, grids, strict=True)
             pixels = np.concatenate([pictures.patches("image", image, 0, 1, grid) for image, grid in pairs])
@@ -77,7 +77,7 @@ class Naive:
         if audio and sample.clips:
             frames = tuple(rows for rows, _ in self._grids(number, "audio"))
             clips = zip(sample.clips, frames, strict=True)
-            mels = np.concatenate([load_mels(clip, rows, audio.mel_bins) for clip, rows in clips])
+            mels = np.concatenate([load_log_mels(clip, rows, audio.mel_bins) for clip, rows in clips])
             found["audio"] = self.units["audio"](None, AudioInput(frames, torch.from_numpy(mels)))
         return found
 
@@ -116,7 +116,7 @@ class Case:
         # Two of them: prompts end their turns as ever.
         tokenizer, ending = (ChatTokenizer.load(self.settings.data.tokenizer) for _ in range(2))
         ending.end_id = self.end
-        index = build(self.settings, "validation")
+        index = build_index(self.settings, "validation")
         generator = load_generator(self.settings, layout, world, open_newest_good(self.root, refuse), ending)
         held = _num_params([stage for unit in generator.units.values() for stage in unit.stages.values()])
         return QuestionAnswerer(generator, self.settings, tokenizer, index, world, NUM_NEW), index, held
@@ -173,7 +173,7 @@ def hearing(folder: Path) -> Case:
     rows.append({**both, "audio": "4.wav"})
     (folder / "heard.json").write_text(json.dumps(rows))
     tokenizer = train_tokenizer(turn["value"] for row in rows for turn in row["conversations"])
-    tokenizer.add_special_tokens([AUDIO])
+    tokenizer.add_special_tokens([AUDIO_TOKEN])
     tokenizer.save(str(folder / "heard-tokenizer.json"))
     plain = recipe(folder / "heard-tokenizer.json", folder / "heard.json", folder / "heard.json").model_dump()
     unit = {"layers": 1, "hidden": 16, "heads": 2, "ffn": 32, "mel_bins": 20, "max_frames": 80, "downsample": 2}

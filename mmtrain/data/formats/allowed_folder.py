@@ -15,7 +15,7 @@ _PLAIN = re.compile(r"(?:[^/.:\0][^/:\0]*/)*[^/.:\0][^/:\0]*")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://|(?:data|file|blob|about|javascript|pipe|fd|concat|https?|ftps?):", re.I)
 
 
-class Folder:
+class AllowedFolder:
     """The folder that media of one source lie below, links resolved."""
 
     def __init__(self, root: Path) -> None:

@@ -18,11 +18,14 @@ from typing import Any
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample, Turn
 from mmtrain.data.media.media_bytes import Media
 
-LAYOUTS = {"llava": ("conversations",), "messages": ("messages",)}  # format -> where its turns stand
-ANY_LAYOUT = ("conversations", "messages")
-MARKS = {"image": IMAGE_MARK, "audio": AUDIO_MARK, "video": VIDEO_MARK}
-_KEYS = {kind: (kind, f"{kind}s") for kind in MARKS}
-MediaOf = Callable[[str, Any], Media]  # kind, what stands for a medium -> the medium; raises BadSampleError
+CONVERSATION_KEYS_BY_FORMAT = {
+    "llava": ("conversations",),
+    "messages": ("messages",),
+}  # format -> where its turns stand
+CONVERSATION_KEYS = ("conversations", "messages")
+MARK_BY_MEDIA_KIND = {"image": IMAGE_MARK, "audio": AUDIO_MARK, "video": VIDEO_MARK}
+_KEYS = {kind: (kind, f"{kind}s") for kind in MARK_BY_MEDIA_KIND}
+MediaResolver = Callable[[str, Any], Media]  # kind, what stands for a medium -> the medium; raises BadSampleError
 _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -48,15 +51,22 @@ class BadSampleError(Exception):
         self.kind, self.reason = kind, reason
 
 
-def sample_of(
-    entry: Any, source: str, index: int, media_of: MediaOf, layout: tuple[str, ...] = ANY_LAYOUT, name: str = ""
+def build_sample(
+    entry: Any,
+    source: str,
+    index: int,
+    media_of: MediaResolver,
+    layout: tuple[str, ...] = CONVERSATION_KEYS,
+    name: str = "",
 ) -> Sample:
     """Make a sample of an entry; `media_of` finds what its paths stand for. Raises `BadSampleError`.
 
     name: what it is called where the entry has no `id`; by default its place in the file.
     """
     if not isinstance(entry, dict):
-        raise BadSampleError("malformed", f"found {describe(entry)}, expected an object with `{'` or `'.join(layout)}`")
+        raise BadSampleError(
+            "malformed", f"found {json_type_name(entry)}, expected an object with `{'` or `'.join(layout)}`"
+        )
     found: dict[str, list[Media]] = {}
     for kind, (one, several) in _KEYS.items():
         named = _listed(entry, one, several) if one in entry or several in entry else ()
@@ -64,7 +74,7 @@ def sample_of(
     turns = _turns(entry, layout, found, media_of)
     template = entry.get("template")
     return Sample(
-        id=name_of(entry, name or str(index)),
+        id=entry_id(entry, name or str(index)),
         source=source,
         index=index,
         turns=turns,
@@ -75,49 +85,49 @@ def sample_of(
     )
 
 
-def captioned(entry: Any, media: Iterable[str]) -> Any:
+def caption_to_conversation(entry: Any, media: Iterable[str]) -> Any:
     """An entry that has a `caption` (or `text`) and no conversation, as the conversation it stands for.
 
     media: the kinds of its media, in order.
     """
-    if not isinstance(entry, dict) or any(key in entry for key in ANY_LAYOUT):
+    if not isinstance(entry, dict) or any(key in entry for key in CONVERSATION_KEYS):
         return entry
     text = next((entry[key] for key in _CAPTIONS if isinstance(entry.get(key), str)), None)
     if text is None:
         return entry
-    asked = "".join(MARKS[kind] for kind in media)
+    asked = "".join(MARK_BY_MEDIA_KIND[kind] for kind in media)
     return entry | {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]}
 
 
-def names_media(entry: dict[str, Any]) -> bool:
+def references_media(entry: dict[str, Any]) -> bool:
     """Whether an entry says itself which media it has, beside its turns or in them."""
-    if any(entry.get(kind) or entry.get(f"{kind}s") for kind in MARKS):
+    if any(entry.get(kind) or entry.get(f"{kind}s") for kind in MARK_BY_MEDIA_KIND):
         return True
-    turns = [turn for key in ANY_LAYOUT if isinstance(entry.get(key), list) for turn in entry[key]]
+    turns = [turn for key in CONVERSATION_KEYS if isinstance(entry.get(key), list) for turn in entry[key]]
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return any(part.get("type") in _PARTS and part.get(part["type"]) for part in parts)
 
 
-def name_of(entry: Any, otherwise: str) -> str:
+def entry_id(entry: Any, otherwise: str) -> str:
     """The `id` of an entry."""
     found = entry.get("id") if isinstance(entry, dict) else None
     return str(found) if isinstance(found, str | int) else otherwise
 
 
-def describe(value: Any) -> str:
+def json_type_name(value: Any) -> str:
     """What kind of JSON value this is, for messages."""
     names = {dict: "an object", list: "a list", str: "a text", type(None): "missing"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _turns(
-    entry: dict[str, Any], layout: tuple[str, ...], found: dict[str, list[Media]], media_of: MediaOf
+    entry: dict[str, Any], layout: tuple[str, ...], found: dict[str, list[Media]], media_of: MediaResolver
 ) -> tuple[Turn, ...]:
     key = next((key for key in layout if key in entry), layout[0])
     turns = entry.get(key)
     if not isinstance(turns, list) or not turns:
-        found_instead = "an empty list" if turns == [] else describe(turns)
+        found_instead = "an empty list" if turns == [] else json_type_name(turns)
         raise BadSampleError("malformed", f"`{key}` is {found_instead}, expected a list of messages")
     for tools in _TOOLS:
         if tools in entry and entry[tools] not in (None, "", "[]", []):
@@ -134,7 +144,7 @@ def _led(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     if system is None or system == "":
         return turns
     if not isinstance(system, str):
-        raise BadSampleError("malformed", f"`system` is {describe(system)}, expected a text")
+        raise BadSampleError("malformed", f"`system` is {json_type_name(system)}, expected a text")
     if (wrong := _not_unicode(system)) is not None:
         raise BadSampleError("malformed", f"`system` is {wrong}")
     first = Turn("system", system)
@@ -168,9 +178,9 @@ class _BadTurnError(BadSampleError):
         return next(i for i, turn in enumerate(turns, 1) if turn is self._turn)
 
 
-def _turn(turn: Any, found: dict[str, list[Media]], media_of: MediaOf) -> Turn:
+def _turn(turn: Any, found: dict[str, list[Media]], media_of: MediaResolver) -> Turn:
     if not isinstance(turn, dict):
-        raise _BadTurnError(turn, f"is {describe(turn)}, expected an object")
+        raise _BadTurnError(turn, f"is {json_type_name(turn)}, expected an object")
     says, who = ("content", "role") if "role" in turn else ("value", "from")
     text = turn.get(says)
     if len(turn) > 2:
@@ -196,7 +206,7 @@ def _check_rest(turn: dict[str, Any]) -> None:
         raise _BadTurnError(turn, f"has `weight` {turn['weight']!r}; every answer is learned from alike")
 
 
-def _part(turn: Any, part: Any, found: dict[str, list[Media]], media_of: MediaOf) -> str:
+def _part(turn: Any, part: Any, found: dict[str, list[Media]], media_of: MediaResolver) -> str:
     """The text of a part of a message: a mark where it is a medium, which is added to those found."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
@@ -211,7 +221,7 @@ def _part(turn: Any, part: Any, found: dict[str, list[Media]], media_of: MediaOf
         raise _BadTurnError(turn, f"holds its {_PARTS[kind]} itself; write it to a file", f"{_PARTS[kind]}_url")
     if value is not None:  # else it only shows where a medium of the sample's list goes
         found[_PARTS[kind]].append(media_of(_PARTS[kind], _path(value, kind)))
-    return MARKS[_PARTS[kind]]
+    return MARK_BY_MEDIA_KIND[_PARTS[kind]]
 
 
 def _listed(entry: dict[str, Any], one: str, several: str) -> list[Any]:
@@ -231,5 +241,5 @@ def _listed(entry: dict[str, Any], one: str, several: str) -> list[Any]:
 def _path(value: Any, key: str) -> Any:
     if (isinstance(value, str) and value) or isinstance(value, Media):
         return value
-    found = "an empty path" if value == "" else describe(value)
+    found = "an empty path" if value == "" else json_type_name(value)
     raise BadSampleError("malformed", f"`{key}` is or holds {found}, expected a path or a list of paths")

@@ -6,37 +6,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmtrain.data.formats.conversation import BadSampleError, MediaOf, describe, name_of, sample_of
+from mmtrain.data.formats.conversation import BadSampleError, MediaResolver, build_sample, entry_id, json_type_name
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.errors import DataError
 
-LINE_SUFFIXES = (".jsonl", ".ndjson")
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 _SPACES = re.compile(r"[ \t\n\r]*")
 MAX_ENTRY_BYTES = 64 << 20  # of one line, or of one JSON or text member of a tar
 
 
-def read_json(path: Path, media_of: MediaOf, layout: tuple[str, ...]) -> Iterator[Sample | Quarantined]:
+def read_json(path: Path, media_of: MediaResolver, layout: tuple[str, ...]) -> Iterator[Sample | Quarantined]:
     """Read every sample of a file in order.
 
     Raises `DataError` if the file is missing, is not JSON, or does not hold a list of samples.
     """
     try:
         with path.open("rb") as file:
-            entries = _lines(file) if path.suffix in LINE_SUFFIXES else _list(path, file.read())
+            entries = _lines(file) if path.suffix in JSON_LINES_SUFFIXES else _list(path, file.read())
             for index, entry in enumerate(entries):
                 try:
                     if isinstance(entry, BadSampleError):
                         raise entry
-                    yield sample_of(entry, str(path), index, media_of, layout)
+                    yield build_sample(entry, str(path), index, media_of, layout)
                 except BadSampleError as bad:
-                    yield Quarantined(str(path), index, name_of(entry, str(index)), bad.kind, bad.reason)
+                    yield Quarantined(str(path), index, entry_id(entry, str(index)), bad.kind, bad.reason)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def parse(text: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
     """Parse JSON in UTF-8. Raises `ValueError` for all that is wrong with it, bombs of brackets and digits included."""
     try:
         return json.loads(text.decode("utf-8-sig"))
@@ -63,7 +63,7 @@ def _elements(path: Path, text: str) -> Iterator[Any]:
     """The elements of a list in JSON. Raises `ValueError` as `json.loads` would, and `DataError` if it is no list."""
     at = _after_spaces(text, 0)
     if not text.startswith("[", at):
-        found = describe(json.loads(text))
+        found = json_type_name(json.loads(text))
         raise DataError(f"{path}:1: found {found} at the top, expected a list of samples")
     decode = json.JSONDecoder().raw_decode
     at = _after_spaces(text, at + 1)
@@ -100,6 +100,6 @@ def _lines(file: BinaryIO) -> Iterator[Any]:
             yield BadSampleError("malformed", f"line {number} is longer than {MAX_ENTRY_BYTES} bytes")
         elif line.strip():
             try:
-                yield parse(line)
+                yield parse_json(line)
             except ValueError as error:
                 yield BadSampleError("malformed", f"line {number} is not valid JSON: {error}")

@@ -13,25 +13,32 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from mmtrain.data.formats.allowed_folder import Folder
-from mmtrain.data.formats.conversation import ANY_LAYOUT, MARKS, BadSampleError, captioned, name_of, sample_of
-from mmtrain.data.formats.json_files import parse
-from mmtrain.data.formats.parquet_cells import BATCH_ROWS, plain
+from mmtrain.data.formats.allowed_folder import AllowedFolder
+from mmtrain.data.formats.conversation import (
+    CONVERSATION_KEYS,
+    MARK_BY_MEDIA_KIND,
+    BadSampleError,
+    build_sample,
+    caption_to_conversation,
+    entry_id,
+)
+from mmtrain.data.formats.json_files import parse_json
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.media.media_bytes import Media, ParquetCell
+from mmtrain.data.media.parquet_cells import PARQUET_BATCH_ROWS, decode_dictionary
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings
 
-_MEDIA_COLUMNS = {key: kind for kind in MARKS for key in (kind, f"{kind}s")}
-_TEXT_COLUMNS = (*ANY_LAYOUT, "system", "tools", "functions", "caption", "text", "id", "template")
+_MEDIA_COLUMNS = {key: kind for kind in MARK_BY_MEDIA_KIND for key in (kind, f"{kind}s")}
+_TEXT_COLUMNS = (*CONVERSATION_KEYS, "system", "tools", "functions", "caption", "text", "id", "template")
 _MAX_STRUCTURE_BYTES = 256 << 20  # of what describes a file: names, row groups, statistics
 
 
-def read_parquet(path: Path, folder: Folder, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
+def read_parquet(path: Path, folder: AllowedFolder, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
     """Read every row of a file in order. Raises `DataError` if it cannot be opened."""
     with _opened(path) as file:
         columns = [name for name in file.schema_arrow.names if name in _MEDIA_COLUMNS or name in _TEXT_COLUMNS]
-        if not set(columns) & {*ANY_LAYOUT, "caption", "text"}:
+        if not set(columns) & {*CONVERSATION_KEYS, "caption", "text"}:
             found = ", ".join(file.schema_arrow.names[:20])
             raise DataError(f"{path}: no column `conversations`, `messages`, `caption` or `text`; found {found}")
         first = 0
@@ -56,14 +63,14 @@ def _opened(path: Path) -> Any:
 
 
 def _group(
-    file: Any, path: Path, group: int, first: int, columns: list[str], folder: Folder, limits: LimitSettings
+    file: Any, path: Path, group: int, first: int, columns: list[str], folder: AllowedFolder, limits: LimitSettings
 ) -> Iterator[Sample | Quarantined]:
     """The rows of one row group, of which the first is row `first` of the file."""
     done, full = 0, _full(file, group, limits.max_member_bytes)
     read = [name for name in columns if name not in full]
     media = {name: name in full for name in columns if name in _MEDIA_COLUMNS}
     try:
-        for batch in file.iter_batches(BATCH_ROWS, [group], read, use_threads=False):
+        for batch in file.iter_batches(PARQUET_BATCH_ROWS, [group], read, use_threads=False):
             texts = {name: batch[name].to_pylist() for name in read if name not in _MEDIA_COLUMNS}
             for row in range(batch.num_rows):
                 entry = {name: values[row] for name, values in texts.items() if values[row] is not None}
@@ -98,7 +105,7 @@ def _row(
     row: int,
     number: int,
     where: Any,
-    folder: Folder,
+    folder: AllowedFolder,
     limits: LimitSettings,
 ) -> Sample | Quarantined:
     """A row of a batch; `media` are its columns of such, and whether each surely holds bytes, and was not read."""
@@ -111,33 +118,35 @@ def _row(
                 cells = _cells(batch[name][row], kind, partial(where, name), folder, limits.max_member_bytes)
             kinds += [kind] * len(cells)
             entry[name] = cells or None
-        for key in ANY_LAYOUT:
+        for key in CONVERSATION_KEYS:
             if isinstance(entry.get(key), str):
-                entry[key] = parse(entry[key].encode())
-        return sample_of(captioned(entry, kinds), source, number, partial(_file, folder))
+                entry[key] = parse_json(entry[key].encode())
+        return build_sample(caption_to_conversation(entry, kinds), source, number, partial(_file, folder))
     except BadSampleError as bad:
-        return Quarantined(source, number, name_of(entry, str(number)), bad.kind, bad.reason)
+        return Quarantined(source, number, entry_id(entry, str(number)), bad.kind, bad.reason)
     except ValueError as error:
         reason = f"its conversation is not valid JSON: {error}"
-        return Quarantined(source, number, name_of(entry, str(number)), "malformed", reason)
+        return Quarantined(source, number, entry_id(entry, str(number)), "malformed", reason)
 
 
-def _file(folder: Folder, kind: str, value: Any) -> Media:
+def _file(folder: AllowedFolder, kind: str, value: Any) -> Media:
     media: Media = folder.file(kind, value) if isinstance(value, str) else value
     return media
 
 
-def _cells(value: Any, kind: str, where: Callable[[int | None], ParquetCell], folder: Folder, most: int) -> list[Media]:
+def _cells(
+    value: Any, kind: str, where: Callable[[int | None], ParquetCell], folder: AllowedFolder, most: int
+) -> list[Media]:
     """The media in one cell; a list's have places in it."""
     if not value.is_valid:
         return []
-    value = plain(value)
+    value = decode_dictionary(value)
     if isinstance(value, pa.ListScalar):
         return [_cell(each, kind, where(place), folder, most) for place, each in enumerate(value)]
     return [_cell(value, kind, where(None), folder, most)]
 
 
-def _cell(value: Any, kind: str, cell: ParquetCell, folder: Folder, most: int) -> Media:
+def _cell(value: Any, kind: str, cell: ParquetCell, folder: AllowedFolder, most: int) -> Media:
     """The medium that a value stands for: bytes in `cell`, or a path. In structs the bytes come first."""
     if isinstance(value, pa.StructScalar) and value.is_valid:
         fields = {name: value[name] for name in value.keys() if value[name].is_valid}  # noqa: SIM118 - no mapping

@@ -1,6 +1,6 @@
 """Why samples are set aside: every kind that stands in `quarantine.jsonl`, and what it means."""
 
-KINDS = {
+QUARANTINE_REASONS = {
     # the entry
     "malformed": "not JSON, or not in a layout that is read: turns, roles, texts, parts, media",
     "tools": "it describes or calls tools beside its texts (`tools`, `functions`, `tool_calls`, `function_call`)",

@@ -1,34 +1,34 @@
-"""Reading a source, whatever its format: `read` yields its samples in order, and what had to be set aside."""
+"""Reading a source, whatever its format: `read_samples` yields its samples in order, and what had to be set aside."""
 
 import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from mmtrain.data.formats.allowed_folder import Folder
-from mmtrain.data.formats.conversation import ANY_LAYOUT, LAYOUTS
-from mmtrain.data.formats.json_files import LINE_SUFFIXES, read_json
+from mmtrain.data.formats.allowed_folder import AllowedFolder
+from mmtrain.data.formats.conversation import CONVERSATION_KEYS, CONVERSATION_KEYS_BY_FORMAT
+from mmtrain.data.formats.json_files import JSON_LINES_SUFFIXES, read_json
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.formats.webdataset import read_shard
-from mmtrain.data.media.optional_packages import require
+from mmtrain.data.optional_packages import require_package
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings, SourceSettings
 
-_SUFFIXES = {".json": "json", **dict.fromkeys(LINE_SUFFIXES, "json"), ".tar": "webdataset"}
+_SUFFIXES = {".json": "json", **dict.fromkeys(JSON_LINES_SUFFIXES, "json"), ".tar": "webdataset"}
 _SUFFIXES |= {".parquet": "parquet", ".pq": "parquet"}
 _PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 _WILD = frozenset("*?[{")
 _MOST_SHARDS = 1_000_000
 
 
-def read(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
+def read_samples(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
     """Read every sample of a source, shard by shard.
 
     Raises `DataError` if nothing is there, or if it is in no format that is read.
     """
     if source.states_lengths:
         raise DataError(f"{source.path}: states lengths (format `lengths`), to plan with; there are no samples to read")
-    files = shards(source.path)
+    files = list_shards(source.path)
     container = _container(source, files)
     if source.path.is_dir():
         files = [file for file in files if _SUFFIXES[file.suffix] == container]
@@ -40,17 +40,19 @@ def read(source: SourceSettings, limits: LimitSettings) -> Iterator[Sample | Qua
             )
         return chain.from_iterable(read_shard(file, limits) for file in files)
     if container == "parquet":
-        require("pyarrow.parquet", "parquet", f"{files[0]}: reading Parquet")
+        require_package("pyarrow.parquet", "parquet", f"{files[0]}: reading Parquet")
         from mmtrain.data.formats.parquet import read_parquet
 
         return chain.from_iterable(
-            read_parquet(file, Folder(source.image_root or file.parent), limits) for file in files
+            read_parquet(file, AllowedFolder(source.image_root or file.parent), limits) for file in files
         )
-    layout = LAYOUTS.get(source.format or "", ANY_LAYOUT)
-    return chain.from_iterable(read_json(file, Folder(source.image_root or file.parent).file, layout) for file in files)
+    layout = CONVERSATION_KEYS_BY_FORMAT.get(source.format or "", CONVERSATION_KEYS)
+    return chain.from_iterable(
+        read_json(file, AllowedFolder(source.image_root or file.parent).file, layout) for file in files
+    )
 
 
-def shards(path: Path) -> list[Path]:
+def list_shards(path: Path) -> list[Path]:
     """The files that a path names: itself, those in a folder, or those that match `{000..123}`, `{a,b}`, `*` and `?`.
 
     Raises `DataError` if there are none.
@@ -100,7 +102,7 @@ def _braces(text: str) -> list[str]:
 def _container(source: SourceSettings, files: list[Path]) -> str:
     """What holds the samples: `json`, `webdataset` or `parquet`."""
     if source.format is not None:
-        return "json" if source.format in LAYOUTS else source.format
+        return "json" if source.format in CONVERSATION_KEYS_BY_FORMAT else source.format
     kinds = {_SUFFIXES.get(file.suffix) for file in files}
     if len(kinds) == 1 and (kind := kinds.pop()) is not None:
         return kind

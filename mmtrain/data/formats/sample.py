@@ -40,7 +40,7 @@ class Sample:
     videos: tuple[Media, ...] = ()
 
     @property
-    def sights(self) -> tuple[tuple[Sight, Media], ...]:
+    def visual_media(self) -> tuple[tuple[Sight, Media], ...]:
         """Its images and videos together, in the order of their marks, which are as many as they."""
         if not self.videos:
             return tuple(("image", image) for image in self.images)
@@ -76,7 +76,7 @@ class Quarantined:
         return f"{self.source}, number {self.index}, id {self.id!r}: {self.kind}: {self.reason}"
 
 
-def find_miscount(sample: Sample, sees: bool, hears: bool) -> Quarantined | None:
+def find_unusable(sample: Sample, sees: bool, hears: bool) -> Quarantined | None:
     """Set a sample aside whose marks are not as many as its media, or that has nothing to learn.
 
     sees, hears: whether the model has such an encoder; marks of media that it cannot take are text like any other.

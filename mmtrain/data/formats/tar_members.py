@@ -13,7 +13,7 @@ from typing import BinaryIO
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.recipe.schema import LimitSettings
 
-BLOCK = 512
+TAR_BLOCK_BYTES = 512
 _MAX_META_BYTES = 64 << 10  # of a long name or a pax header
 _MAX_PADDING = 1 << 20  # how far behind the end is looked for more
 _PLAIN, _FOLDERS, _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"\0" + b"07", b"5", b"L", b"x", b"g", b"K"
@@ -29,7 +29,7 @@ _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
 
 @dataclass(frozen=True, slots=True)
-class BadMember:
+class BadTarMember:
     """A member that is not read, or (`tar_broken`, `tar_too_many`) the rest of its archive."""
 
     name: str
@@ -41,7 +41,7 @@ class _BrokenError(Exception):
     """The archive cannot be followed any further."""
 
 
-def members(path: Path, limits: LimitSettings) -> Iterator[TarMember | BadMember]:
+def read_tar_members(path: Path, limits: LimitSettings) -> Iterator[TarMember | BadTarMember]:
     """The files of an archive in order; folders are passed over. Raises OSError if it cannot be opened."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
@@ -50,21 +50,21 @@ def members(path: Path, limits: LimitSettings) -> Iterator[TarMember | BadMember
             for number, member in enumerate(_members(file, str(path), end, limits)):
                 if number == limits.max_members:
                     reason = f"more than data.limits.max_members = {limits.max_members}; the rest is not read"
-                    yield BadMember(str(path), "tar_too_many", reason)
+                    yield BadTarMember(str(path), "tar_too_many", reason)
                     return
                 yield member
         except _BrokenError as broken:
-            yield BadMember(str(path), "tar_broken", f"{broken}; the rest is not read")
+            yield BadTarMember(str(path), "tar_broken", f"{broken}; the rest is not read")
 
 
-def _members(file: BinaryIO, shard: str, end: int, limits: LimitSettings) -> Iterator[TarMember | BadMember]:
+def _members(file: BinaryIO, shard: str, end: int, limits: LimitSettings) -> Iterator[TarMember | BadTarMember]:
     told: dict[str, str] = {}  # what meta members say of the next one
-    while header := file.read(BLOCK):
-        if header.count(0) == BLOCK:
+    while header := file.read(TAR_BLOCK_BYTES):
+        if header.count(0) == TAR_BLOCK_BYTES:
             if file.read(_MAX_PADDING).strip(b"\0"):
                 raise _BrokenError(f"something follows its end at byte {file.tell()}, perhaps another archive")
             return
-        size, kind = _check(header, file.tell() - BLOCK), header[156:157]
+        size, kind = _check(header, file.tell() - TAR_BLOCK_BYTES), header[156:157]
         if kind in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL):
             body = _meta(file, size, end)
             if kind == _LONG_NAME:
@@ -84,7 +84,7 @@ def _members(file: BinaryIO, shard: str, end: int, limits: LimitSettings) -> Ite
         if has_body:
             if offset + size > end:
                 raise _BrokenError(f"it ends inside of member {name!r}")
-            file.seek(offset + -(-size // BLOCK) * BLOCK)
+            file.seek(offset + -(-size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES)
         if kind in _FOLDERS:
             continue
         what = "a sparse file" if sparse else _OTHER.get(kind)
@@ -92,16 +92,18 @@ def _members(file: BinaryIO, shard: str, end: int, limits: LimitSettings) -> Ite
     raise _BrokenError("its end is missing")  # whoever wrote it was interrupted: nobody knows what else there was
 
 
-def _judged(member: TarMember, what: str | None, limits: LimitSettings) -> TarMember | BadMember:
+def _judged(member: TarMember, what: str | None, limits: LimitSettings) -> TarMember | BadTarMember:
     """The member, or why it is not read."""
     name = member.name
     if what is not None:
-        return BadMember(name, "tar_member", f"{member} is {what}; only plain files are read")
+        return BadTarMember(name, "tar_member", f"{member} is {what}; only plain files are read")
     if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
-        return BadMember(name, "tar_name", f"{member}: the name is absolute, leads upwards or holds control characters")
+        return BadTarMember(
+            name, "tar_name", f"{member}: the name is absolute, leads upwards or holds control characters"
+        )
     if member.size > limits.max_member_bytes:
         reason = f"{member}: {member.size} bytes, data.limits.max_member_bytes = {limits.max_member_bytes}"
-        return BadMember(name, "tar_member_size", reason)
+        return BadTarMember(name, "tar_member_size", reason)
     return member
 
 
@@ -109,7 +111,7 @@ def _check(header: bytes, at: int) -> int:
     """The size in a header that is whole."""
     if at == 0 and header.startswith(_COMPRESSED):
         raise _BrokenError("it is compressed; unpack it")
-    if len(header) < BLOCK:
+    if len(header) < TAR_BLOCK_BYTES:
         raise _BrokenError("it ends inside of a header")
     stated = header[148:156].strip(b" \0")
     found = sum(header) - sum(header[148:156]) + 8 * ord(" ")  # the sum counts its own place as spaces
@@ -121,7 +123,7 @@ def _check(header: bytes, at: int) -> int:
 def _meta(file: BinaryIO, size: int, end: int) -> bytes:
     if size > _MAX_META_BYTES or file.tell() + size > end:
         raise _BrokenError(f"a name or pax header of {size} bytes")
-    body = file.read(-(-size // BLOCK) * BLOCK)
+    body = file.read(-(-size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES)
     return body[:size]
 
 

@@ -13,10 +13,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mmtrain.data.formats.conversation import BadSampleError, captioned, name_of, names_media, sample_of
-from mmtrain.data.formats.json_files import MAX_ENTRY_BYTES, parse
+from mmtrain.data.formats.conversation import (
+    BadSampleError,
+    build_sample,
+    caption_to_conversation,
+    entry_id,
+    references_media,
+)
+from mmtrain.data.formats.json_files import MAX_ENTRY_BYTES, parse_json
 from mmtrain.data.formats.sample import Quarantined, Sample
-from mmtrain.data.formats.tar_members import BadMember, members
+from mmtrain.data.formats.tar_members import BadTarMember, read_tar_members
 from mmtrain.data.media.media_bytes import TarMember
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings
@@ -33,10 +39,10 @@ def read_shard(path: Path, limits: LimitSettings) -> Iterator[Sample | Quarantin
     """Read every sample of a shard in order. Raises `DataError` if it cannot be opened."""
     number = -1
     try:
-        for number, (key, group) in enumerate(groupby(members(path, limits), _key)):
+        for number, (key, group) in enumerate(groupby(read_tar_members(path, limits), _key)):
             if key is None:  # names without a sample
                 for member in group:
-                    if isinstance(member, BadMember):
+                    if isinstance(member, BadTarMember):
                         yield Quarantined(str(path), number, member.name, member.kind, member.reason)
                 continue
             yield _read(path, number, key, list(group))
@@ -46,35 +52,35 @@ def read_shard(path: Path, limits: LimitSettings) -> Iterator[Sample | Quarantin
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def _key(member: TarMember | BadMember) -> str | None:
-    if isinstance(member, BadMember) and member.kind in ("tar_broken", "tar_too_many"):
+def _key(member: TarMember | BadTarMember) -> str | None:
+    if isinstance(member, BadTarMember) and member.kind in ("tar_broken", "tar_too_many"):
         return None
     found = _NAME.fullmatch(member.name)
     return found[1] if found else None
 
 
-def _read(path: Path, number: int, key: str, group: list[TarMember | BadMember]) -> Sample | Quarantined:
+def _read(path: Path, number: int, key: str, group: list[TarMember | BadTarMember]) -> Sample | Quarantined:
     entry: Any = None
     try:
         found: dict[str, TarMember] = {}  # by what follows the key
         for member in group:
-            if isinstance(member, BadMember):
+            if isinstance(member, BadTarMember):
                 raise BadSampleError(member.kind, member.reason)
             ending = member.name[len(key) + 1 :].lower()
             if ending in found:
                 raise BadSampleError("malformed", f"two members called {member.name!r}")
             found[ending] = member
         entry = _entry(key, found)
-        return sample_of(entry, str(path), number, lambda kind, name: _member(kind, name, key, found), name=key)
+        return build_sample(entry, str(path), number, lambda kind, name: _member(kind, name, key, found), name=key)
     except BadSampleError as bad:
-        return Quarantined(str(path), number, name_of(entry, key), bad.kind, bad.reason)
+        return Quarantined(str(path), number, entry_id(entry, key), bad.kind, bad.reason)
 
 
 def _entry(key: str, found: dict[str, TarMember]) -> Any:
     """The entry of a sample, its media named by their endings where it does not name them."""
     if "json" in found:
         try:
-            entry = parse(_text(found["json"]))
+            entry = parse_json(_text(found["json"]))
         except ValueError as error:
             raise BadSampleError("malformed", f"{found['json']} is not valid JSON: {error}") from None
     elif "txt" in found:
@@ -85,10 +91,10 @@ def _entry(key: str, found: dict[str, TarMember]) -> Any:
     else:
         raise BadSampleError("malformed", f"sample {key!r} has neither a .json nor a .txt member")
     media = {ending: kind for ending in found if (kind := _KINDS.get(ending.rsplit(".", 1)[-1]))}
-    if isinstance(entry, dict) and not names_media(entry):
+    if isinstance(entry, dict) and not references_media(entry):
         for ending, kind in media.items():
             entry = {**entry, f"{kind}s": [*entry.get(f"{kind}s", ()), ending]}
-    return captioned(entry, media.values())
+    return caption_to_conversation(entry, media.values())
 
 
 def _member(kind: str, name: Any, key: str, found: dict[str, TarMember]) -> TarMember:

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtrain.data.formats.read_source import read
-from mmtrain.data.formats.sample import Quarantined, Sample, find_miscount
-from mmtrain.data.index.data_index import Progress
-from mmtrain.data.index.sample_lengths import Measured, Note, measure, told
+from mmtrain.data.callbacks import NotifyCallback, ProgressCallback
+from mmtrain.data.formats.read_source import read_samples
+from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
+from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
+from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, decoded_duration_s, load_log_mels, read_num_frames
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.media_bytes import BadMediaError, Media
-from mmtrain.data.media.sound import HOP, SAMPLE_RATE, load_mels, read_frames, try_decoding
-from mmtrain.data.media.vision_items import Pictures, read_grids
+from mmtrain.data.media.vision_items import VisionItemDecoder, read_item_grids
 from mmtrain.recipe.model_settings import VisionSettings
 from mmtrain.recipe.schema import AudioDataSettings, ImageSettings, LimitSettings, Recipe, SourceSettings, VideoSettings
 
@@ -53,20 +53,23 @@ class _Seen:
     grids: tuple[Grid, ...]
 
 
-def check_as(
-    recipe: Recipe, sources: Sequence[SourceSettings], progress: Progress | None = None, note: Note = lambda _: None
+def check_sources_for_recipe(
+    recipe: Recipe,
+    sources: Sequence[SourceSettings],
+    progress: ProgressCallback | None = None,
+    notify: NotifyCallback = lambda _: None,
 ) -> CheckReport:
     """Check sources as a recipe would use them: its limits, its preprocessing and its tokenizer apply.
 
-    progress: told how decoding goes on; note: how reading does, before that.
+    progress: told how decoding goes on; notify: how reading does, before that.
     Raises `DataError` if a source cannot be read at all.
     """
-    looked = list(told(measure(recipe, sources), note))
-    usable = [one for one in looked if isinstance(one, Measured)]
+    looked = list(notify_progress(measure_samples(recipe, sources), notify))
+    usable = [one for one in looked if isinstance(one, MeasuredSample)]
     bad = [one for one in looked if isinstance(one, Quarantined)]
     found: list[tuple[Sample, list[_Seen]]] = []
     for one in usable:
-        sights = zip(one.sample.sights, one.grids["vision"], strict=True)
+        sights = zip(one.sample.visual_media, one.grids["vision"], strict=True)
         clips = zip(one.sample.clips, one.grids["audio"], strict=True)
         media = [_Seen(kind, medium, grids) for (kind, medium), grids in sights]
         found.append((one.sample, media + [_Seen("audio", medium, grids) for medium, grids in clips]))
@@ -75,17 +78,18 @@ def check_as(
     return _report(found, bad, decoder, recipe.data.max_bad_rate, progress)
 
 
-def check(
-    sources: Sequence[SourceSettings], progress: Progress | None = None, note: Note = lambda _: None
+def check_sources(
+    sources: Sequence[SourceSettings], progress: ProgressCallback | None = None, notify: NotifyCallback = lambda _: None
 ) -> CheckReport:
     """Check sources for no model in particular: default limits, any length.
 
-    progress: told how decoding goes on; note: how reading does, before that.
+    progress: told how decoding goes on; notify: how reading does, before that.
     Raises `DataError` if a source cannot be read at all.
     """
     found: list[tuple[Sample, list[_Seen]]] = []
     bad: list[Quarantined] = []
-    for entry in told((entry for source in sources for entry in read(source, LimitSettings())), note):
+    entries = (entry for source in sources for entry in read_samples(source, LimitSettings()))
+    for entry in notify_progress(entries, notify):
         looked = entry if isinstance(entry, Quarantined) else _look(entry)
         if isinstance(looked, Quarantined):
             bad.append(looked)
@@ -102,15 +106,15 @@ _ANY_LENGTH = AudioDataSettings(max_seconds=86_400)
 
 def _look(sample: Sample) -> list[_Seen] | Quarantined:
     """Read the headers of a sample's media."""
-    miscounted = find_miscount(sample, sees=True, hears=bool(sample.clips))
+    miscounted = find_unusable(sample, sees=True, hears=bool(sample.clips))
     if miscounted is not None:
         return miscounted
     try:
         seen = [
-            _Seen(kind, media, read_grids(kind, media, ImageSettings(), VideoSettings(), _ANY_ENCODER))
-            for kind, media in sample.sights
+            _Seen(kind, media, read_item_grids(kind, media, ImageSettings(), VideoSettings(), _ANY_ENCODER))
+            for kind, media in sample.visual_media
         ]
-        return seen + [_Seen("audio", clip, ((read_frames(clip, _ANY_LENGTH, 2), 1),)) for clip in sample.clips]
+        return seen + [_Seen("audio", clip, ((read_num_frames(clip, _ANY_LENGTH, 2), 1),)) for clip in sample.clips]
     except BadMediaError as bad:
         return Quarantined.of(sample, bad.kind, str(bad))
 
@@ -126,11 +130,13 @@ class _Decoder:
     def __call__(self, seen: _Seen) -> BadMediaError | None:
         try:
             if seen.kind != "audio":
-                Pictures(self.image, self.patch).patches(seen.kind, seen.media, 0, len(seen.grids), seen.grids[0])
+                VisionItemDecoder(self.image, self.patch).patches(
+                    seen.kind, seen.media, 0, len(seen.grids), seen.grids[0]
+                )
             elif self.bins is None:
-                try_decoding(seen.media)
+                decoded_duration_s(seen.media)
             else:
-                load_mels(seen.media, seen.grids[0][0], self.bins)
+                load_log_mels(seen.media, seen.grids[0][0], self.bins)
         except BadMediaError as bad:
             return bad
         return None
@@ -141,7 +147,7 @@ def _report(
     bad: Sequence[Quarantined],
     decode: Callable[[_Seen], BadMediaError | None],
     allowed_rate: float,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> CheckReport:
     distinct = list(dict.fromkeys(seen for _, media in found for seen in media))
     faults: dict[_Seen, BadMediaError] = {}
@@ -156,7 +162,7 @@ def _report(
         if fault is not None:
             broken.append(Quarantined.of(sample, fault.kind, str(fault)))
     whole = [seen for seen in distinct if seen not in faults]
-    seconds = sum(seen.grids[0][0] for seen in whole if seen.kind == "audio") * HOP / SAMPLE_RATE
+    seconds = sum(seen.grids[0][0] for seen in whole if seen.kind == "audio") * HOP_SAMPLES / SAMPLE_RATE_HZ
     counts: dict[str, int] = dict(Counter[str](seen.kind for seen in whole))
     return CheckReport(len(found) + len(bad), counts, seconds, (*bad, *broken), allowed_rate)
 

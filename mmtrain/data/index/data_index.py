@@ -9,7 +9,7 @@ import hashlib
 import io
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,19 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import IntArray, ItemLengths, SampleLengths
+from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample
-from mmtrain.data.index.index_cache import Cache, Stored
-from mmtrain.data.index.sample_lengths import Measured, Note, encoders_of, measure, told
-from mmtrain.data.index.sample_table import SampleTable, joined, said_in
-from mmtrain.data.index.stated_lengths import read_lengths
+from mmtrain.data.index.index_cache import IndexCache, StoredIndex
+from mmtrain.data.index.sample_lengths import MeasuredSample, encoder_settings, measure_samples, notify_progress
+from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
+from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.model_settings import AudioSettings
 from mmtrain.recipe.schema import Recipe, SourceSettings
 
-NAMED_IN_MESSAGE = 5
-
-Progress = Callable[[int, int], None]  # done, total
+MAX_SAMPLES_IN_MESSAGE = 5
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class DataIndex:
     # encoder unit -> (I,) which part of its medium (image, video, clip) an item is, from 0
     parts: dict[str, IntArray] = field(default_factory=dict)
     content_sha256: str = ""  # of what is said in the samples, wherever their files lie
-    kept_in: Path | None = None  # where it was read from, if not from the data
+    cache_folder: Path | None = None  # where it was read from, if not from the data
 
     def features(self, sample: int, unit: str = "vision") -> list[int]:
         """LLM tokens of each medium of a sample, all its items together; none where the model has no such encoder."""
@@ -58,7 +57,7 @@ class DataIndex:
         features: list[int] = np.add.reduceat(items.features[here], starts).tolist()
         return features
 
-    def part_of(self, sample: int, position: int) -> tuple[int, int, int]:
+    def locate_item(self, sample: int, position: int) -> tuple[int, int, int]:
         """Which medium of its sample a vision item is of, which part of that, and how many parts it has."""
         first = self.lengths.items["vision"].first
         parts = self.parts["vision"][first[sample] : first[sample + 1]]
@@ -69,8 +68,8 @@ class DataIndex:
 
     def remarks(self) -> tuple[str, ...]:
         """What whoever uses it may want to know: that nothing was read anew, and what was set aside."""
-        kept = f"{len(self.lengths):,} samples are known from the index kept in {self.kept_in}"
-        return (*([kept] if self.kept_in else []), *([_set_aside(self)] if self.quarantined else []))
+        kept = f"{len(self.lengths):,} samples are known from the index kept in {self.cache_folder}"
+        return (*([kept] if self.cache_folder else []), *([_set_aside(self)] if self.quarantined else []))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -95,37 +94,39 @@ def _by_kind(quarantined: Sequence[Quarantined]) -> str:
     return ", ".join(f"{kind} {count}" for kind, count in Counter(q.kind for q in quarantined).most_common())
 
 
-def build(recipe: Recipe, which: Literal["train", "validation"] = "train", note: Note = lambda _: None) -> DataIndex:
+def build_index(
+    recipe: Recipe, which: Literal["train", "validation"] = "train", notify: NotifyCallback = lambda _: None
+) -> DataIndex:
     """Index the recipe's samples, or read the index kept since nothing changed.
 
-    Samples that cannot be used are set aside with kind and reason. note: told how reading a large source goes on, and
+    Samples that cannot be used are set aside with kind and reason. notify: told how reading a large source goes on, and
     of a kept index that turned out broken. Raises `DataError` if a source cannot be read, no sample is usable, or the
     settings fit no image; `TooManyBadSamples` above `data.max_bad_rate`.
     """
     sources = recipe.data.sources if which == "train" else recipe.data.validation
     if sources and sources[0].states_lengths:
         return _stated(recipe, sources)
-    cache = Cache.of(recipe, sources)
+    cache = IndexCache.of(recipe, sources)
     with nullcontext() if cache is None else cache.held():  # others on this machine wait here for whoever builds
-        stored = cache.load(note) if cache is not None else None
+        stored = cache.load(notify) if cache is not None else None
         kept_in = cache.folder if cache is not None and stored is not None else None
         if stored is None and cache is not None:
             try:
-                stored = _read(recipe, sources, cache, note)
+                stored = _read(recipe, sources, cache, notify)
             except OSError as error:  # of the cache: a full disk, say; what is wrong with sources is a DataError
-                note(f"the index cannot be kept in {cache.folder} (data.index_cache chooses another place): {error}")
+                notify(f"the index cannot be kept in {cache.folder} (data.index_cache chooses another place): {error}")
         if stored is None:
-            stored = _read(recipe, sources, None, note)
+            stored = _read(recipe, sources, None, notify)
     check_bad_rate(stored.quarantined, len(stored.samples) + len(stored.quarantined), recipe.data.max_bad_rate)
     if not len(stored.samples):
         where = "data.sources" if which == "train" else "data.validation"
         raise DataError(f"{where}: no usable samples in {', '.join(str(s.path) for s in sources) or 'an empty list'}")
-    return replace(_index(stored, recipe, sources), kept_in=kept_in)
+    return replace(_index(stored, recipe, sources), cache_folder=kept_in)
 
 
 def _stated(recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
     """An index of lengths without samples."""
-    stated = read_lengths(recipe, sources)
+    stated = read_stated_lengths(recipe, sources)
     num_usable, aside = len(stated.lengths), stated.quarantined
     check_bad_rate(aside, num_usable + len(aside), recipe.data.max_bad_rate)
     if not num_usable:
@@ -139,7 +140,7 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
     """Raise `TooManyBadSamples`, with counts by kind and the first few named, above the rate `allowed`."""
     if len(quarantined) <= allowed * total:
         return
-    first = "".join(f"\n  {q}" for q in quarantined[:NAMED_IN_MESSAGE])
+    first = "".join(f"\n  {q}" for q in quarantined[:MAX_SAMPLES_IN_MESSAGE])
     raise TooManyBadSamples(
         f"{len(quarantined)} of {total} samples are unusable ({_by_kind(quarantined)}); "
         f"data.max_bad_rate = {allowed:g} allows {int(allowed * total)}. Repair them or raise the rate. "
@@ -147,20 +148,22 @@ def check_bad_rate(quarantined: Sequence[Quarantined], total: int, allowed: floa
     )
 
 
-def _read(recipe: Recipe, sources: Sequence[SourceSettings], cache: Cache | None, note: Note) -> Stored:
+def _read(
+    recipe: Recipe, sources: Sequence[SourceSettings], cache: IndexCache | None, notify: NotifyCallback
+) -> StoredIndex:
     """Read all sources, and keep what was found where there is a cache."""
     with _no_cycles(), io.BytesIO() if cache is None else cache.records() as records:
-        columns = _Columns(records, list(encoders_of(recipe)))
+        columns = _Columns(records, list(encoder_settings(recipe)))
         quarantined: list[Quarantined] = []
-        for entry in told(measure(recipe, sources), note):
-            if isinstance(entry, Measured):
+        for entry in notify_progress(measure_samples(recipe, sources), notify):
+            if isinstance(entry, MeasuredSample):
                 columns.add(entry)
             else:
                 quarantined.append(entry)
         arrays, content = columns.arrays(), columns.content.hexdigest()
         if cache is None:
             table = SampleTable(records.getvalue(), arrays["ends"])  # type: ignore[attr-defined]
-            return Stored(table, arrays, tuple(quarantined), content)
+            return StoredIndex(table, arrays, tuple(quarantined), content)
         return cache.store(records, arrays, quarantined, content)
 
 
@@ -186,9 +189,9 @@ class _Columns:
         self._items = {f"{unit}.{name}": array("q") for unit in units for name in ("count", "rows", "cols", "part")}
         self.content = hashlib.sha256()
 
-    def add(self, one: Measured) -> None:
-        said = said_in(one.sample)
-        record = joined(one.sample, said)
+    def add(self, one: MeasuredSample) -> None:
+        said = content_json(one.sample)
+        record = sample_record(one.sample, said)
         self._records.write(record)
         self._ends += len(record)
         self.content.update(said.encode("ascii"))
@@ -212,10 +215,10 @@ class _Columns:
         return {name: np.array(column, dtype=np.int64) for name, column in (self._sample | self._items).items()}
 
 
-def _index(stored: Stored, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
+def _index(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
     arrays = stored.arrays
     items: dict[str, ItemLengths] = {}
-    for unit, encoder in encoders_of(recipe).items():
+    for unit, encoder in encoder_settings(recipe).items():
         first = np.concatenate([[0], np.cumsum(arrays[f"{unit}.count"])]).astype(np.int64)
         rows, cols = arrays[f"{unit}.rows"], arrays[f"{unit}.cols"]
         if isinstance(encoder, AudioSettings):

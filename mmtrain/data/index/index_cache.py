@@ -30,15 +30,15 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.data.formats.read_source import shards
+from mmtrain.data.formats.read_source import list_shards
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.sample_table import SampleTable
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe, SourceSettings
 
-FOLDER = ".mmtrain-index"
-LEAST_BYTES = 1 << 20  # smaller sources are read in no time
-KEPT = 4  # indexes in one folder; the ones used longest ago go
+INDEX_FOLDER_NAME = ".mmtrain-index"
+MIN_SOURCE_BYTES = 1 << 20  # smaller sources are read in no time
+MAX_INDEXES_PER_FOLDER = 4  # indexes in one folder; the ones used longest ago go
 _FORMAT = 2
 _LIBRARIES = ("Pillow", "tokenizers", "soundfile", "av", "pyarrow")
 _RECORDS, _ARRAYS, _REST = "samples.bin", "arrays.safetensors", "rest.json"
@@ -46,7 +46,7 @@ _DATA_SETTINGS = {"seq_len", "max_sample_tokens", "max_images", "image", "video"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredIndex:
     """What reading the sources found, before weights and encoders give it its final form."""
 
     samples: SampleTable
@@ -55,7 +55,7 @@ class Stored:
     content_sha256: str
 
 
-class Cache:
+class IndexCache:
     """The place of one index.
 
     Use it inside `held`, so that of all processes of a machine one builds and the others read.
@@ -67,18 +67,18 @@ class Cache:
         self._made: Path | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, sources: Sequence[SourceSettings]) -> "Cache | None":
+    def of(cls, recipe: Recipe, sources: Sequence[SourceSettings]) -> "IndexCache | None":
         """The place for a recipe's index; None for small sources."""
         try:
-            files = [(file, file.stat()) for source in sources for file in shards(source.path)]
+            files = [(file, file.stat()) for source in sources for file in list_shards(source.path)]
             tokenizer = recipe.data.tokenizer_file.read_bytes()
         except (OSError, DataError):  # reading them will say what is wrong
             return None
-        if sum(status.st_size for _, status in files) < LEAST_BYTES:
+        if sum(status.st_size for _, status in files) < MIN_SOURCE_BYTES:
             return None
         folder, secret = recipe.data.index_cache, ""
         if folder is None:
-            folder, secret = files[0][0].parent / FOLDER, _secret()
+            folder, secret = files[0][0].parent / INDEX_FOLDER_NAME, _secret()
             if not secret:
                 return None
         facts = {
@@ -106,7 +106,7 @@ class Cache:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # given back by closing, or by the end of the process
             yield
 
-    def load(self, note: Callable[[str], None]) -> Stored | None:
+    def load(self, notify: Callable[[str], None]) -> StoredIndex | None:
         """The index kept here; None if there is none, or a broken one, which is removed and told about."""
         if not self._place.exists():
             return None
@@ -119,9 +119,9 @@ class Cache:
             table = SampleTable(self._place / _RECORDS, arrays["ends"])
             quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
             os.utime(self._place)
-            return Stored(table, arrays, quarantined, rest["content_sha256"])
+            return StoredIndex(table, arrays, quarantined, rest["content_sha256"])
         except Exception as error:  # whatever is wrong with it, the sources are still there
-            note(f"the index kept in {self._place} is broken ({type(error).__name__}: {error}); building it anew")
+            notify(f"the index kept in {self._place} is broken ({type(error).__name__}: {error}); building it anew")
             shutil.rmtree(self._place, ignore_errors=True)
             return None
 
@@ -140,7 +140,7 @@ class Cache:
 
     def store(
         self, records: BinaryIO, arrays: dict[str, IntArray], quarantined: Sequence[Quarantined], content_sha256: str
-    ) -> Stored:
+    ) -> StoredIndex:
         """Keep an index whose records are in the file that `records` opened."""
         assert self._made is not None, "store is called while the file of `records` is open"
         records.flush()
@@ -157,13 +157,15 @@ class Cache:
             if not self._place.exists():  # else, without locks, another process was first
                 raise
         self._forget()
-        return Stored(SampleTable(self._place / _RECORDS, arrays["ends"]), arrays, tuple(quarantined), content_sha256)
+        return StoredIndex(
+            SampleTable(self._place / _RECORDS, arrays["ends"]), arrays, tuple(quarantined), content_sha256
+        )
 
     def _forget(self) -> None:
         """Remove the indexes that were used longest ago, and what a killed process left behind."""
         kept = [entry for entry in self.folder.iterdir() if entry.is_dir()]
         kept.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
-        for entry in [e for e in kept if e.name.startswith("making-")] + kept[KEPT:]:
+        for entry in [e for e in kept if e.name.startswith("making-")] + kept[MAX_INDEXES_PER_FOLDER:]:
             shutil.rmtree(entry, ignore_errors=True)
 
 

@@ -8,13 +8,14 @@ from functools import partial
 from itertools import chain, islice
 from typing import Literal, TypeVar
 
-from mmtrain.data.formats.chat_tokenizer import AUDIO, ChatTokenizer
-from mmtrain.data.formats.read_source import read
-from mmtrain.data.formats.sample import Quarantined, Sample, find_miscount
+from mmtrain.data.callbacks import NotifyCallback
+from mmtrain.data.formats.read_source import read_samples
+from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
+from mmtrain.data.media.audio import read_num_frames, require_soundfile
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
-from mmtrain.data.media.sound import read_frames, require_soundfile
-from mmtrain.data.media.vision_items import read_grids
+from mmtrain.data.media.vision_items import read_item_grids
+from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN, ChatTokenizer
 from mmtrain.errors import DataError
 from mmtrain.recipe.model_settings import AudioSettings, VisionSettings
 from mmtrain.recipe.schema import DataSettings, Recipe, SourceSettings
@@ -26,7 +27,7 @@ _REMEMBERED = 1 << 16  # media, since samples about the same picture mostly foll
 
 _TOLD_EVERY = 100_000  # samples
 
-Note = Callable[[str], None]
+
 _T = TypeVar("_T")
 _Kind = Literal["image", "video", "audio"]
 _Found = tuple[Grid, ...] | BadMediaError  # the items that a medium becomes, or what is wrong with it
@@ -35,7 +36,7 @@ _Count = Callable[[Sample, Sequence[int], Sequence[int]], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredSample:
     """A usable sample and its lengths."""
 
     sample: Sample
@@ -45,17 +46,17 @@ class Measured:
     grids: dict[str, list[tuple[Grid, ...]]]  # encoder unit -> by medium, of each item; a clip's are its frames and 1
 
 
-def measure(recipe: Recipe, sources: Sequence[SourceSettings]) -> Iterator[Measured | Quarantined]:
+def measure_samples(recipe: Recipe, sources: Sequence[SourceSettings]) -> Iterator[MeasuredSample | Quarantined]:
     """Read sources and headers of their media: every sample in order, with its lengths or with what is wrong with it.
 
     Raises `DataError` if a source cannot be read, or the settings fit no image.
     """
     tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
-    check_settings(recipe, tokenizer)
-    count, headers = tokenizer.counter(_most_tokens(recipe.data)), _Headers(recipe)
+    check_data_settings(recipe, tokenizer)
+    count, headers = tokenizer.length_counter(_most_tokens(recipe.data)), _Headers(recipe)
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
         for number, source in enumerate(sources):
-            entries = read(source, recipe.data.limits)
+            entries = read_samples(source, recipe.data.limits)
             while some := list(islice(entries, _AT_ONCE)):
                 headers.look(pool, [entry for entry in some if isinstance(entry, Sample)])
                 for entry in some:
@@ -65,21 +66,21 @@ def measure(recipe: Recipe, sources: Sequence[SourceSettings]) -> Iterator[Measu
                         yield entry
 
 
-def told(entries: Iterable[_T], note: Note) -> Iterator[_T]:
-    """The entries; `note` hears now and then how many there were."""
+def notify_progress(entries: Iterable[_T], notify: NotifyCallback) -> Iterator[_T]:
+    """The entries; `notify` hears now and then how many there were."""
     for done, entry in enumerate(entries, 1):
         yield entry
         if done % _TOLD_EVERY == 0:
-            note(f"reading headers: {done:,} samples so far")
+            notify(f"reading headers: {done:,} samples so far")
 
 
-def encoders_of(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:
+def encoder_settings(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:
     """The encoders that the recipe's model has."""
     settings = {"vision": recipe.model.vision, "audio": recipe.model.audio}
     return {unit: encoder for unit, encoder in settings.items() if encoder is not None}
 
 
-def check_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
+def check_data_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
     """Settings of data and model that contradict each other, whatever the samples are."""
     vocab = recipe.model.llm.vocab
     if tokenizer.vocab_size > vocab:
@@ -91,8 +92,8 @@ def check_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
         require_soundfile()
         if "audio" not in tokenizer.item_ids:
             raise DataError(
-                f"data.tokenizer: {recipe.data.tokenizer} lacks the special token {AUDIO} that model.audio needs; "
-                "add it with `Tokenizer.add_special_tokens` of the `tokenizers` library and save it"
+                f"data.tokenizer: {recipe.data.tokenizer} lacks the special token {AUDIO_TOKEN} that model.audio "
+                "needs; add it with `Tokenizer.add_special_tokens` of the `tokenizers` library and save it"
             )
     vision, image = recipe.model.vision, recipe.data.image
     if vision is None:
@@ -157,9 +158,9 @@ class _Headers:
         try:
             if kind == "audio":
                 assert audio is not None
-                return ((read_frames(media, data.audio, 2 * audio.downsample), 1),)
+                return ((read_num_frames(media, data.audio, 2 * audio.downsample), 1),)
             assert vision is not None
-            return read_grids(kind, media, data.image, data.video, vision)
+            return read_item_grids(kind, media, data.image, data.video, vision)
         except BadMediaError as bad:
             return bad
 
@@ -173,10 +174,12 @@ def _key(media: Media) -> str | Media:
     return media.path if isinstance(media, FileMedia) else media
 
 
-def _measure(sample: Sample, source: int, recipe: Recipe, count: _Count, found: _FoundOf) -> Measured | Quarantined:
+def _measure(
+    sample: Sample, source: int, recipe: Recipe, count: _Count, found: _FoundOf
+) -> MeasuredSample | Quarantined:
     data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
     num_images, num_videos, num_clips = len(sample.images), len(sample.videos), len(sample.clips)
-    miscounted = find_miscount(sample, sees=vision is not None, hears=audio is not None)
+    miscounted = find_unusable(sample, sees=vision is not None, hears=audio is not None)
     if miscounted is not None:
         return miscounted
     if num_images > data.max_images:
@@ -188,7 +191,7 @@ def _measure(sample: Sample, source: int, recipe: Recipe, count: _Count, found: 
         return Quarantined.of(sample, "no_audio", "it has clips, but the recipe's model has no audio unit")
     grids: dict[str, list[tuple[Grid, ...]]] = {"vision": [], "audio": []}
     pictures = num_images
-    media_of: list[tuple[_Kind, Media]] = [*sample.sights, *[("audio", clip) for clip in sample.clips]]
+    media_of: list[tuple[_Kind, Media]] = [*sample.visual_media, *[("audio", clip) for clip in sample.clips]]
     for kind, media in media_of:
         size = found[kind][_key(media)]
         if isinstance(size, BadMediaError):
@@ -209,4 +212,4 @@ def _measure(sample: Sample, source: int, recipe: Recipe, count: _Count, found: 
         key = "data.max_sample_tokens" if limit == data.max_sample_tokens else "data.seq_len"
         at_least = "" if targets else "at least "  # nobody counted further
         return Quarantined.of(sample, "too_long", f"{at_least}{tokens} LLM tokens, {key} = {limit}")
-    return Measured(sample, source, tokens, targets, grids)
+    return MeasuredSample(sample, source, tokens, targets, grids)

@@ -38,26 +38,26 @@ class SampleTable(Sequence[Sample]):
         if not -len(self) <= i < len(self):
             raise IndexError(i)
         i %= len(self)
-        return from_record(self._bytes[int(self._ends[i - 1]) if i else 0 : int(self._ends[i])])
+        return sample_from_record(self._bytes[int(self._ends[i - 1]) if i else 0 : int(self._ends[i])])
 
     def __reduce__(self) -> tuple[Any, ...]:  # what is mapped is mapped again
         return SampleTable, (self._records, self._ends)
 
 
-def joined(sample: Sample, said: str) -> bytes:
-    """The bytes of a sample, given what is `said_in` it: JSON, put together by hand in half the time."""
+def sample_record(sample: Sample, said: str) -> bytes:
+    """The bytes of a sample, given what is `content_json` it: JSON, put together by hand in half the time."""
     media = [",".join(map(_medium, media)) for media in (sample.images, sample.clips, sample.videos)]
     return f"[{_quoted(sample.source)},[{media[0]}],[{media[1]}],[{media[2]}],{said}]".encode("ascii")
 
 
-def said_in(sample: Sample) -> str:
+def content_json(sample: Sample) -> str:
     """A sample without the places of its files, as it stands in its record: the same on every machine."""
     turns = ",".join([f"[{_quoted(turn.role)},{_quoted(turn.text)}]" for turn in sample.turns])
     template = "null" if sample.template is None else _quoted(sample.template)
     return f"{_quoted(sample.id)},{sample.index},[{turns}],{template}"
 
 
-def from_record(record: bytes) -> Sample:
+def sample_from_record(record: bytes) -> Sample:
     """The sample of some bytes."""
     source, images, clips, videos, name, index, turns, template = json.loads(record)
     return Sample(

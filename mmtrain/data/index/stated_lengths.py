@@ -24,13 +24,13 @@ from mmtrain.data.formats.sample import Quarantined
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe, SourceSettings
 
-MOST_SAMPLES = 20_000_000
-MOST = 10_000_000  # of anything counted in one row
+MAX_STATED_SAMPLES = 20_000_000
+MAX_STATED_COUNT = 10_000_000  # of anything counted in one row
 _COUNT, _TEXT = "count", "text"
 
 
 @dataclass(frozen=True)
-class Stated:
+class StatedLengths:
     """What files state: like the index of a dataset, but without samples."""
 
     lengths: SampleLengths
@@ -63,7 +63,7 @@ class _Unit:
         return tokens // self.joins if self.always is None else self.always
 
 
-def read_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> Stated:
+def read_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> StatedLengths:
     """Read what the sources state.
 
     Samples longer than the recipe allows are set aside. Raises `DataError` with file and line for what is no number,
@@ -76,9 +76,9 @@ def read_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> Stated:
         text = _text(source.path)
         digest.update(text.encode())
         rows += [(number, row) for row in _rows(text, source.path, units)]
-    if sum(row.count for _, row in rows) > MOST_SAMPLES:
+    if sum(row.count for _, row in rows) > MAX_STATED_SAMPLES:
         raise DataError(
-            f"{sources[0].path}: more than {MOST_SAMPLES:,} samples in all; divide the column `{_COUNT}`: "
+            f"{sources[0].path}: more than {MAX_STATED_SAMPLES:,} samples in all; divide the column `{_COUNT}`: "
             "a plan needs their proportions"
         )
     limit = min(recipe.data.max_sample_tokens or recipe.data.seq_len, recipe.data.seq_len)
@@ -91,7 +91,9 @@ def read_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> Stated:
         else:
             why = f"{tokens} LLM tokens, {row.count} times; allowed: {limit}"
             aside += [Quarantined(str(sources[number].path), len(aside), row.where, "too_long", why)] * row.count
-    return Stated(_lengths(used, units), _repeated([n for n, _, _ in used], used), tuple(aside), digest.hexdigest())
+    return StatedLengths(
+        _lengths(used, units), _repeated([n for n, _, _ in used], used), tuple(aside), digest.hexdigest()
+    )
 
 
 def _units(recipe: Recipe) -> dict[str, _Unit]:
@@ -174,6 +176,6 @@ def _items(cell: str, where: str, unit: _Unit) -> tuple[int, ...]:
 
 
 def _number(text: str, least: int, where: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= MOST:
-        raise DataError(f"{where}: found {text!r}; allowed: a whole number from {least} to {MOST}")
+    if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= MAX_STATED_COUNT:
+        raise DataError(f"{where}: found {text!r}; allowed: a whole number from {least} to {MAX_STATED_COUNT}")
     return int(text)

@@ -8,28 +8,28 @@ import numpy as np
 from mmtrain.balance.assign import NO_TARGETS
 from mmtrain.balance.batch_meta import BatchMeta
 from mmtrain.balance.step_targets import StepTargets
-from mmtrain.data.formats.chat_tokenizer import ChatTokenizer, Encoded
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.data_index import DataIndex, check_bad_rate
 from mmtrain.data.loading.payload import (
     AudioPayload,
     TextPayload,
     VisionPayload,
-    audio_payload,
-    text_payload,
-    vision_payload,
+    build_audio_payload,
+    build_text_payload,
+    build_vision_payload,
 )
-from mmtrain.data.media.images import FloatArray
+from mmtrain.data.media.audio import load_log_mels
+from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import BadMediaError
-from mmtrain.data.media.sound import load_mels
-from mmtrain.data.media.vision_items import Pictures
+from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.stream.group_stream import GroupStream
+from mmtrain.data.text.chat_tokenizer import ChatTokenizer, EncodedSample
 from mmtrain.errors import RunError
 from mmtrain.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
-class Need:
+class PayloadNeed:
     """A replica whose microbatches this rank takes part in, and which payload it wants beside the lengths."""
 
     unit: str
@@ -52,12 +52,12 @@ class StepData:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Which step to make and for whom: what a maker must be told beside the recipe and the data."""
+    """Which step to make and for whom: what a builder must be told beside the recipe and the data."""
 
     step: int
     dp: dict[str, int]  # data-parallel size of every unit, "llm" included
     num_microbatches: dict[str, int]  # of each replica of every unit
-    needs: tuple[Need, ...]
+    needs: tuple[PayloadNeed, ...]
     step_targets: StepTargets = NO_TARGETS  # what to arrange the step's samples for
 
 
@@ -65,37 +65,37 @@ NO_SAMPLE = -1
 
 
 @dataclass(frozen=True)
-class Watch:
+class ReadMonitor:
     """Looking on while a step is made, and knowing better."""
 
-    reads: Callable[[int], None] = lambda _: None  # told the id of the sample whose media are read next, or NO_SAMPLE
+    on_read: Callable[[int], None] = lambda _: None  # told the id of the sample whose media are read next, or NO_SAMPLE
     deadly: frozenset[int] = frozenset()  # samples whose media are not to be read again
 
 
-NOBODY = Watch()
+NO_MONITOR = ReadMonitor()
 
 
-class Preparer:
+class BatchBuilder:
     """Turns a `BatchMeta` into the `StepData` of one rank."""
 
     def __init__(
         self,
         index: DataIndex,
         recipe: Recipe,
-        needs: tuple[Need, ...],
+        needs: tuple[PayloadNeed, ...],
         num_microbatches: Mapping[str, int],
         tokenizer: ChatTokenizer | None = None,
-        watch: Watch = NOBODY,
+        monitor: ReadMonitor = NO_MONITOR,
     ) -> None:
         """Prepare payload of `index`'s samples; `needs` name what this rank computes. The tokenizer is the recipe's."""
         self._index, self._recipe, self._needs = index, recipe, needs
-        self._num_microbatches, self._watch = num_microbatches, watch
+        self._num_microbatches, self._monitor = num_microbatches, monitor
         self._tokenizer = tokenizer or ChatTokenizer.load(recipe.data.tokenizer_file)
         self._bad: dict[int, Quarantined] = {}  # by sample id, of the step being prepared
         vision = recipe.model.vision
-        self._pictures = Pictures(recipe.data.image, vision.patch) if vision is not None else None
+        self._pictures = VisionItemDecoder(recipe.data.image, vision.patch) if vision is not None else None
 
-    def prepare(self, meta: BatchMeta) -> StepData:
+    def build(self, meta: BatchMeta) -> StepData:
         """Load what the needs name. A broken image or clip becomes zeros, and its sample is named.
 
         The same `meta` gives the same data, whoever asks and whatever was prepared before.
@@ -114,60 +114,60 @@ class Preparer:
                     vision[need.replica, i] = self._vision(meta, need, i)
         return StepData(meta, vision, text, tuple(self._bad.values()), audio)
 
-    def _vision(self, meta: BatchMeta, need: Need, i: int) -> VisionPayload:
+    def _vision(self, meta: BatchMeta, need: PayloadNeed, i: int) -> VisionPayload:
         settings = self._recipe.model.vision
         assert settings is not None, "an encoder microbatch in a model without encoder"
         load = self._patches if need.media else None
-        return vision_payload(meta, need.unit, need.replica, i, 3 * settings.patch**2, load)
+        return build_vision_payload(meta, need.unit, need.replica, i, 3 * settings.patch**2, load)
 
-    def _audio(self, meta: BatchMeta, need: Need, i: int) -> AudioPayload:
+    def _audio(self, meta: BatchMeta, need: PayloadNeed, i: int) -> AudioPayload:
         settings = self._recipe.model.audio
         assert settings is not None, "a microbatch of clips in a model without audio unit"
         load = self._mels if need.media else None
-        return audio_payload(meta, need.unit, need.replica, i, settings.mel_bins, load)
+        return build_audio_payload(meta, need.unit, need.replica, i, settings.mel_bins, load)
 
-    def _text(self, meta: BatchMeta, need: Need, i: int) -> TextPayload:
-        return text_payload(meta, need.replica, i, self._tokenizer.item_ids, self._encode, need.ids, need.labels)
+    def _text(self, meta: BatchMeta, need: PayloadNeed, i: int) -> TextPayload:
+        return build_text_payload(meta, need.replica, i, self._tokenizer.item_ids, self._encode, need.ids, need.labels)
 
-    def _encode(self, sample_id: int) -> Encoded:
+    def _encode(self, sample_id: int) -> EncodedSample:
         sample = self._index.samples[sample_id]
-        self._watch.reads(NO_SAMPLE)
+        self._monitor.on_read(NO_SAMPLE)
         try:
             features, clip_features = (self._index.features(sample_id, unit) for unit in ("vision", "audio"))
             return self._tokenizer.encode(sample, features, clip_features)
         except Exception as error:
             raise RunError(f"{sample} cannot be encoded: {type(error).__name__}: {error}") from error
 
-    def _patches(self, sample_id: int, position: int, rows: int, cols: int) -> FloatArray:
+    def _patches(self, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
         assert self._pictures is not None, "an image in a model without encoder"
         sample = self._index.samples[sample_id]
         try:
             self._begin(sample_id)
-            medium, part, parts = self._index.part_of(sample_id, position)
-            return self._pictures.patches(*sample.sights[medium], part, parts, (rows, cols))
+            medium, part, parts = self._index.locate_item(sample_id, position)
+            return self._pictures.patches(*sample.visual_media[medium], part, parts, (rows, cols))
         except BadMediaError as bad:  # its header was fine: too late to leave the sample out, all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
             return self._pictures.blank((rows, cols))
 
     def _begin(self, sample_id: int) -> None:
         """Say what is read next, since decoders of what comes from elsewhere may crash or never end."""
-        if sample_id in self._watch.deadly:
+        if sample_id in self._monitor.deadly:
             raise BadMediaError("deadly", "reading its media ended worker processes or kept them for ever")
-        self._watch.reads(sample_id)
+        self._monitor.on_read(sample_id)
 
-    def _mels(self, sample_id: int, position: int, frames: int) -> FloatArray:
+    def _mels(self, sample_id: int, position: int, frames: int) -> Float32Array:
         settings = self._recipe.model.audio
         assert settings is not None, "a clip in a model without audio unit"
         sample = self._index.samples[sample_id]
         try:
             self._begin(sample_id)
-            return load_mels(sample.clips[position], frames, settings.mel_bins)
+            return load_log_mels(sample.clips[position], frames, settings.mel_bins)
         except BadMediaError as bad:  # as with images: all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
             return np.zeros((frames, settings.mel_bins), dtype=np.float32)
 
 
-class StepMaker:
+class StepBuilder:
     """Makes any step for any rank: a function of index, stream and recipe alone."""
 
     def __init__(self, index: DataIndex, stream: GroupStream, recipe: Recipe) -> None:
@@ -186,13 +186,15 @@ class StepMaker:
         """What to call a sample in messages."""
         return str(self._index.samples[sample_id])
 
-    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
+    def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
         """Everything that the request needs."""
-        preparer = Preparer(self._index, self._recipe, request.needs, request.num_microbatches, self._tokenizer, watch)
-        return preparer.prepare(self.meta(request))
+        batch_builder = BatchBuilder(
+            self._index, self._recipe, request.needs, request.num_microbatches, self._tokenizer, monitor
+        )
+        return batch_builder.build(self.meta(request))
 
 
-class BadSamples:
+class BadSampleTracker:
     """Remembers the samples that turned out bad while running: each is named once, and there may not be too many."""
 
     def __init__(self, index: DataIndex, max_bad_rate: float, known: Iterable[Quarantined] = ()) -> None:
@@ -201,7 +203,7 @@ class BadSamples:
         aside = {(q.source, q.index) for q in index.quarantined}
         self._found = {(q.source, q.index): q for q in known if (q.source, q.index) not in aside}
 
-    def admit(self, found: Iterable[Quarantined]) -> tuple[Quarantined, ...]:
+    def record_new(self, found: Iterable[Quarantined]) -> tuple[Quarantined, ...]:
         """Those that are named for the first time.
 
         Raises `TooManyBadSamples` when all that are known pass the rate allowed.

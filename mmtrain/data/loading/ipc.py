@@ -14,7 +14,7 @@ _LENGTH = struct.Struct("<I")
 _MAX_FILES = 4
 
 
-def send(pipe: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
+def send_message(pipe: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
     """Write one message; the other side gets descriptors of its own for `files`. Raises OSError if nobody reads."""
     text = json.dumps(message).encode()
     if files:
@@ -24,7 +24,7 @@ def send(pipe: socket.socket, message: dict[str, Any], files: Sequence[int] = ()
         pipe.sendall(_LENGTH.pack(len(text)) + text)
 
 
-def receive(pipe: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+def receive_message(pipe: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Read one message and the files that came with it; None when the other side is gone."""
     files: list[int] = []
     try:
@@ -50,7 +50,7 @@ def _exactly(pipe: socket.socket, count: int) -> bytes:
     return parts
 
 
-def memory_file(chunks: Iterable[memoryview]) -> int:
+def create_memory_file(chunks: Iterable[memoryview]) -> int:
     """Write `chunks` into a file that has no name and lies in memory, so that nothing is left when its users die."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("mmtrain")
@@ -67,7 +67,7 @@ def memory_file(chunks: Iterable[memoryview]) -> int:
     return file
 
 
-def mapped(file: int) -> memoryview:
+def map_file(file: int) -> memoryview:
     """The content of a file as memory, for whoever has it alone: writing changes the file. Closes `file`."""
     try:
         size = os.fstat(file).st_size
@@ -77,21 +77,21 @@ def mapped(file: int) -> memoryview:
         os.close(file)
 
 
-class Sign:
+class SharedStatus:
     """What a process is at, in memory that another one looks at: no message is needed, and it outlives the process."""
 
     _LAYOUT = struct.Struct("<qq")  # how often something was shown, and what last
 
     def __init__(self, memory: memoryview) -> None:
-        """Show or read in memory that both have mapped, see `blank`."""
+        """Show or read in memory that both have mapped, see `create_file`."""
         self._memory = memory
 
     @staticmethod
-    def blank() -> int:
+    def create_file() -> int:
         """A file to map; nothing was shown yet."""
-        return memory_file([memoryview(bytes(Sign._LAYOUT.size))])
+        return create_memory_file([memoryview(bytes(SharedStatus._LAYOUT.size))])
 
-    def show(self, what: int) -> None:
+    def write(self, what: int) -> None:
         """Say what is begun now."""
         count, _ = self.read()
         self._LAYOUT.pack_into(self._memory, 0, count + 1, what)

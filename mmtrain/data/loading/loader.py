@@ -8,17 +8,18 @@ from typing import Self
 
 from mmtrain.balance.assign import NO_TARGETS
 from mmtrain.balance.step_targets import StepTargets
+from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.index.data_index import DataIndex
-from mmtrain.data.loading.batch_builder import BadSamples, Need, StepData, StepMaker, StepRequest
-from mmtrain.data.loading.prefetch_window import Window
-from mmtrain.data.loading.step_builders import make_here, make_in_workers
-from mmtrain.data.loading.worker_pool import Note, Pool, processors
-from mmtrain.data.service.protocol import facts, require_zmq
+from mmtrain.data.loading.batch_builder import BadSampleTracker, PayloadNeed, StepBuilder, StepData, StepRequest
+from mmtrain.data.loading.prefetch_window import PrefetchWindow
+from mmtrain.data.loading.step_builders import build_steps_in_thread, build_steps_in_workers
+from mmtrain.data.loading.worker_pool import WorkerPool, num_available_cores
+from mmtrain.data.service.protocol import require_zmq, step_facts
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.errors import MmtrainError, RunError
 from mmtrain.recipe.schema import DataSettings, Recipe
 
-MOST_WORKERS = 4  # that a rank gets without asking
+MAX_DEFAULT_WORKERS = 4  # that a rank gets without asking
 
 
 class Loader:
@@ -36,10 +37,10 @@ class Loader:
         recipe: Recipe,
         dp: Mapping[str, int],
         num_microbatches: Mapping[str, int],
-        needs: tuple[Need, ...],
+        needs: tuple[PayloadNeed, ...],
         start_step: int = 0,
         local_ranks: int = 1,
-        note: Note = print,
+        notify: NotifyCallback = print,
         step_targets: StepTargets = NO_TARGETS,
     ) -> None:
         """Start preparing.
@@ -53,7 +54,7 @@ class Loader:
             needs: what this rank computes on.
             start_step: the first step to return.
             local_ranks: ranks that share this machine's processors.
-            note: told, from another thread, of workers and producers that died, and of what became of their steps.
+            notify: told, from another thread, of workers and producers that died, and of what became of their steps.
             step_targets: what to arrange a step's samples for; the same on all ranks.
         """
         if recipe.data.producers:
@@ -64,15 +65,15 @@ class Loader:
             needs,
             step_targets,
         )
-        self._maker = StepMaker(index, stream, recipe)
-        self._bad = BadSamples(index, recipe.data.max_bad_rate)
+        self._builder = StepBuilder(index, stream, recipe)
+        self._bad = BadSampleTracker(index, recipe.data.max_bad_rate)
         self._step = start_step
-        self._note = note
-        self._num_workers = num_workers(recipe.data, needs, local_ranks, processors())
+        self._notify = notify
+        self._num_workers = num_workers(recipe.data, needs, local_ranks, num_available_cores())
         self._data = recipe.data
-        self._facts = facts(recipe, index) if recipe.data.producers else {}
+        self._facts = step_facts(recipe, index) if recipe.data.producers else {}
         in_the_making = max(1, self._num_workers, len(recipe.data.producers))
-        self._window = Window[StepData](start_step, recipe.data.prefetch + in_the_making)
+        self._window = PrefetchWindow[StepData](start_step, recipe.data.prefetch + in_the_making)
         self._thread: threading.Thread | None = None
         if recipe.data.prefetch or recipe.data.producers:
             self._thread = threading.Thread(target=self._prepare, name="mmtrain-loader", daemon=True)
@@ -85,8 +86,8 @@ class Loader:
     def __next__(self) -> StepData:
         start = time.perf_counter()
         try:
-            made = self._window.take() if self._thread is not None else self._maker.make(self._request(self._step))
-            data = replace(made, quarantined=self._bad.admit(made.quarantined))
+            made = self._window.take() if self._thread is not None else self._builder.build(self._request(self._step))
+            data = replace(made, quarantined=self._bad.record_new(made.quarantined))
         except MmtrainError:
             raise
         except Exception as error:
@@ -104,20 +105,22 @@ class Loader:
             if self._data.producers:
                 self._prepare_elsewhere()
             elif self._num_workers:
-                make_in_workers(self._window, self._maker, self._request, self._num_workers, self._note)
+                build_steps_in_workers(self._window, self._builder, self._request, self._num_workers, self._notify)
             else:
-                make_here(self._window, self._maker, self._request)
+                build_steps_in_thread(self._window, self._builder, self._request)
         except Exception as error:  # not a step's: the machinery broke, and whoever waits must know
             self._window.fail(error)
 
     def _prepare_elsewhere(self) -> None:
-        from mmtrain.data.service.remote_steps import RemoteMakers  # ZeroMQ is not everybody's
+        from mmtrain.data.service.remote_steps import RemoteStepBuilder  # ZeroMQ is not everybody's
 
-        def workers_here() -> Pool[int]:
-            return Pool(self._maker, max(1, self._num_workers), self._note)
+        def workers_here() -> WorkerPool[int]:
+            return WorkerPool(self._builder, max(1, self._num_workers), self._notify)
 
         addresses, timeout_s = self._data.producers, self._data.producer_timeout_s
-        RemoteMakers(self._window, addresses, self._request, self._facts, timeout_s, workers_here, self._note).run()
+        RemoteStepBuilder(
+            self._window, addresses, self._request, self._facts, timeout_s, workers_here, self._notify
+        ).run()
 
     def close(self) -> None:
         """Stop preparing and wait for that to end."""
@@ -132,7 +135,7 @@ class Loader:
         self.close()
 
 
-def num_workers(data: DataSettings, needs: tuple[Need, ...], local_ranks: int, cores: int) -> int:
+def num_workers(data: DataSettings, needs: tuple[PayloadNeed, ...], local_ranks: int, cores: int) -> int:
     """Worker processes of a rank: what the recipe says, or as many as there are cores to spare for one with media.
 
     Text alone is quicker to prepare than to pass on, and a thread on a core that nobody else wants is enough for it.
@@ -141,4 +144,4 @@ def num_workers(data: DataSettings, needs: tuple[Need, ...], local_ranks: int, c
         return data.workers if data.prefetch else 0
     if not data.prefetch or not any(need.media for need in needs):
         return 0
-    return max(0, min(MOST_WORKERS, cores // local_ranks - 1))
+    return max(0, min(MAX_DEFAULT_WORKERS, cores // local_ranks - 1))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmtrain.balance.batch_meta import BatchMeta, IntArray
-from mmtrain.data.formats.chat_tokenizer import Encoded
-from mmtrain.data.media.images import FloatArray
+from mmtrain.data.media.images import Float32Array
+from mmtrain.data.text.chat_tokenizer import EncodedSample
 
-PatchLoader = Callable[[int, int, int, int], FloatArray]  # sample id, position, rows, cols -> (rows * cols, F)
-MelLoader = Callable[[int, int, int], FloatArray]  # sample id, position, frames -> (frames, bins)
-Encoder = Callable[[int], Encoded]  # sample id -> ids and labels
+LoadPatches = Callable[[int, int, int, int], Float32Array]  # sample id, position, rows, cols -> (rows * cols, F)
+LoadMels = Callable[[int, int, int], Float32Array]  # sample id, position, frames -> (frames, bins)
+EncodeSample = Callable[[int], EncodedSample]  # sample id -> ids and labels
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class VisionPayload:
 
     rows: tuple[int, ...]  # (I,) patch rows of each image
     cols: tuple[int, ...]  # (I,)
-    patches: FloatArray | None  # (N, 3 * patch * patch), row-major per image
+    patches: Float32Array | None  # (N, 3 * patch * patch), row-major per image
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class AudioPayload:
     """One encoder microbatch of I clips with N log-mel frames in all, packed one after another."""
 
     frames: tuple[int, ...]  # (I,) frames of each clip
-    mels: FloatArray | None  # (N, mel_bins)
+    mels: Float32Array | None  # (N, mel_bins)
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class TextPayload:
     feature_positions: dict[str, IntArray]  # with ids: encoder unit -> (F,) places in [0, T) its rows go to
 
 
-def vision_payload(
-    meta: BatchMeta, unit: str, replica: int, index: int, patch_features: int, load: PatchLoader | None
+def build_vision_payload(
+    meta: BatchMeta, unit: str, replica: int, index: int, patch_features: int, load: LoadPatches | None
 ) -> VisionPayload:
     """Microbatch (unit, replica, index); `load` fetches an image's patches of `patch_features` features each."""
     table = meta.items[unit]
@@ -62,8 +62,8 @@ def vision_payload(
     return VisionPayload(tuple(rows), tuple(cols), patches)
 
 
-def audio_payload(
-    meta: BatchMeta, unit: str, replica: int, index: int, bins: int, load: MelLoader | None
+def build_audio_payload(
+    meta: BatchMeta, unit: str, replica: int, index: int, bins: int, load: LoadMels | None
 ) -> AudioPayload:
     """Microbatch (unit, replica, index); `load` fetches a clip's log-mel frames of `bins` features each."""
     table = meta.items[unit]
@@ -77,12 +77,12 @@ def audio_payload(
     return AudioPayload(tuple(frames), np.concatenate(mels))
 
 
-def text_payload(
+def build_text_payload(
     meta: BatchMeta,
     replica: int,
     index: int,
     item_ids: Mapping[str, int],
-    encode: Encoder | None,
+    encode: EncodeSample | None,
     ids: bool,
     labels: bool,
 ) -> TextPayload:

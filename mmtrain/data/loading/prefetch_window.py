@@ -9,7 +9,7 @@ from mmtrain.errors import RunError
 T = TypeVar("T")
 
 
-class Window(Generic[T]):
+class PrefetchWindow(Generic[T]):
     """At most `depth` steps from the next to be taken on, each claimed by a maker, finished, or waiting for one.
 
     A maker claims a step and puts its result, or releases it, so that another makes it. Results come out in the order
@@ -33,7 +33,7 @@ class Window(Generic[T]):
         """Whether nobody will take another step."""
         return self._closed
 
-    def watch(self, wake: Callable[[], None]) -> None:
+    def add_waker(self, wake: Callable[[], None]) -> None:
         """Have `wake` called whenever there may be a step to claim, and when the window closes. It must not block."""
         with self._changed:
             self._wakers.append(wake)

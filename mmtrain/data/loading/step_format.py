@@ -4,8 +4,8 @@
 
 The header holds the value with every array replaced by its number, and the type and shape of each array; their places
 follow from these. What may stand where is read off the type hints of the frozen dataclasses on both sides, so nothing
-can be sent that was not declared, a new field needs no line here, and `fingerprint` tells two versions apart. Numbers
-are little-endian. There is no pickle: reading builds what the types say, or raises `WireError`.
+can be sent that was not declared, a new field needs no line here, and `format_fingerprint` tells two versions apart.
+Numbers are little-endian. There is no pickle: reading builds what the types say, or raises `WireError`.
 """
 
 import hashlib
@@ -41,19 +41,19 @@ class WireError(ValueError):
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedMessage:
     """A message: `chunks` one after another are its bytes."""
 
     chunks: tuple[memoryview, ...]
     nbytes: int
 
 
-def fingerprint(kind: type) -> str:
+def format_fingerprint(kind: type) -> str:
     """SHA-256 over the version of the format and every field that a `kind` may hold; equal where messages are."""
     return hashlib.sha256(f"{VERSION}:{_describe(kind, ())}".encode()).hexdigest()
 
 
-def pack(value: Any) -> Packed:
+def pack(value: Any) -> PackedMessage:
     """Lay out a dataclass, without copying its arrays."""
     arrays: list[AnyArray] = []
     plain = _to_plain(type(value), value, arrays)
@@ -65,7 +65,7 @@ def pack(value: Any) -> Packed:
         chunks += [memoryview(bytes(_padding(place))), array.reshape(-1).view(np.uint8).data]
         place += _padding(place) + array.nbytes
     head = _HEAD.pack(_MAGIC, VERSION, len(header), place)
-    return Packed((memoryview(head + header), *chunks), place)
+    return PackedMessage((memoryview(head + header), *chunks), place)
 
 
 def unpack(kind: type[T], message: memoryview | bytes) -> T:

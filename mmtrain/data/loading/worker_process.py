@@ -15,8 +15,8 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from mmtrain.data.loading.batch_builder import NO_SAMPLE, StepMaker, StepRequest, Watch
-from mmtrain.data.loading.ipc import Sign, mapped, memory_file, receive, send
+from mmtrain.data.loading.batch_builder import NO_SAMPLE, ReadMonitor, StepBuilder, StepRequest
+from mmtrain.data.loading.ipc import SharedStatus, create_memory_file, map_file, receive_message, send_message
 from mmtrain.data.loading.step_format import from_json, pack
 from mmtrain.errors import MmtrainError
 
@@ -29,17 +29,17 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     control = socket.socket(fileno=int(sys.argv[1]))
     with open(int(sys.argv[2]), "rb") as state:
-        maker: StepMaker = pickle.load(state)  # written by the trainer that started us, in memory of its own
-    host(control, maker)
+        builder: StepBuilder = pickle.load(state)  # written by the trainer that started us, in memory of its own
+    run_host(control, builder)
 
 
-def host(control: socket.socket, maker: StepMaker) -> None:
+def run_host(control: socket.socket, builder: StepBuilder) -> None:
     """Fork a worker for every pipe that comes, and say how the one it replaces ended; end all of them at last."""
     workers: set[int] = set()
     gc.freeze()  # so that collecting garbage does not copy what workers share
     try:
-        while (message := receive(control)) is not None:
-            request, (pipe, sign) = message
+        while (message := receive_message(control)) is not None:
+            request, (pipe, status) = message
             ended = None
             if request["replaces"] in workers:
                 workers.discard(request["replaces"])
@@ -47,25 +47,25 @@ def host(control: socket.socket, maker: StepMaker) -> None:
             worker = os.fork()
             if worker == 0:
                 control.close()
-                _work(socket.socket(fileno=pipe), Sign(mapped(sign)), maker)
+                _work(socket.socket(fileno=pipe), SharedStatus(map_file(status)), builder)
             os.close(pipe)
-            os.close(sign)
+            os.close(status)
             workers.add(worker)
-            send(control, {"pid": worker, "ended": ended})
+            send_message(control, {"pid": worker, "ended": ended})
     finally:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
             os.waitpid(worker, 0)
 
 
-def _work(pipe: socket.socket, sign: Sign, maker: StepMaker) -> NoReturn:
-    """Make what is asked for until nobody asks any more; `sign` shows whoever looks which sample is being read."""
+def _work(pipe: socket.socket, status: SharedStatus, builder: StepBuilder) -> NoReturn:
+    """Make what is asked for until nobody asks any more; `status` shows whoever looks which sample is being read."""
     code = 1
     try:
-        while (message := receive(pipe)) is not None:
-            watch = Watch(sign.show, frozenset(message[0]["deadly"]))
-            answer, files = _answer(message[0]["request"], watch, maker)
-            send(pipe, answer, files)
+        while (message := receive_message(pipe)) is not None:
+            monitor = ReadMonitor(status.write, frozenset(message[0]["deadly"]))
+            answer, files = _answer(message[0]["request"], monitor, builder)
+            send_message(pipe, answer, files)
             for file in files:
                 os.close(file)
         code = 0
@@ -77,16 +77,16 @@ def _work(pipe: socket.socket, sign: Sign, maker: StepMaker) -> NoReturn:
         os._exit(code)  # without running what the host would run at its end
 
 
-def _answer(request: str, watch: Watch, maker: StepMaker) -> tuple[dict[str, Any], list[int]]:
+def _answer(request: str, monitor: ReadMonitor, builder: StepBuilder) -> tuple[dict[str, Any], list[int]]:
     try:
-        made = maker.make(from_json(StepRequest, request), watch)
-        watch.reads(NO_SAMPLE)
-        return {}, [memory_file(pack(made).chunks)]
+        made = builder.build(from_json(StepRequest, request), monitor)
+        monitor.on_read(NO_SAMPLE)
+        return {}, [create_memory_file(pack(made).chunks)]
     except Exception as error:
-        return {"error": describe(error)}, []
+        return {"error": error_to_json(error)}, []
 
 
-def describe(error: Exception) -> dict[str, str]:
+def error_to_json(error: Exception) -> dict[str, str]:
     """An error as texts: whose it is, what it says, where it came from."""
     kind = type(error).__name__
     return {

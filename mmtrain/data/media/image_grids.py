@@ -1,7 +1,7 @@
 """What an image is resized to and cut into, from its size alone: the schemes of the field as functions of pixels.
 
-A grid is (rows, columns) of an item in patches. `native` is Qwen2-VL's (arXiv 2409.12191), `tiles` InternVL's dynamic
-tiling (arXiv 2404.16821).
+A grid is (rows, columns) of an item in patches. `native_grid` is Qwen2-VL's (arXiv 2409.12191), `tiles` InternVL's
+dynamic tiling (arXiv 2404.16821).
 """
 
 import math
@@ -12,7 +12,7 @@ from mmtrain.recipe.schema import ImageSettings
 Grid = tuple[int, int]
 
 
-def grids(
+def item_grids(
     width: int, height: int, settings: ImageSettings, patch: int, merge: int = 1, max_side: int = 1 << 30
 ) -> tuple[Grid, ...]:
     """The grids of the items that an image of `width` x `height` pixels becomes: one, or one a tile."""
@@ -27,12 +27,12 @@ def frame_grid(
 ) -> Grid:
     """The grid of a picture that stays whole, as a frame of a video does: with `tiles` it is one tile."""
     if settings.scheme == "native":
-        return native(width, height, settings.min_pixels, settings.max_pixels, patch, merge, max_side)
+        return native_grid(width, height, settings.min_pixels, settings.max_pixels, patch, merge, max_side)
     side = (settings.size if settings.scheme == "fixed" else settings.tile) // patch
     return side, side
 
 
-def native(
+def native_grid(
     width: int, height: int, min_pixels: int, max_pixels: int, patch: int, merge: int = 1, max_side: int = 1 << 30
 ) -> Grid:
     """Rows and columns, in patches, nearest to the image's own size whose area lies within the limits.

@@ -19,7 +19,7 @@ _FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended and progressive, H
 _JPEG_PLAIN = frozenset((0xC4, 0xDB, 0xDD, 0xE0, 0xEE, 0xFE))  # tables, restart interval, JFIF, Adobe, comment
 
 
-def quick_size(path: str) -> tuple[int, int] | None:
+def fast_image_size(path: str) -> tuple[int, int] | None:
     """Width and height of a whole, upright PNG or JPEG file; None for whatever else is there, or is not."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not keep us waiting
@@ -36,7 +36,7 @@ def quick_size(path: str) -> tuple[int, int] | None:
         os.close(file)
 
 
-def quick_size_in(file: BinaryIO) -> tuple[int, int] | None:
+def fast_image_size_in_stream(file: BinaryIO) -> tuple[int, int] | None:
     """The same of what an open file holds, a member of an archive for one. Raises OSError."""
 
     def read_at(count: int, at: int) -> bytes:

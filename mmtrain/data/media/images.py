@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
-from mmtrain.data.media.image_headers import quick_size, quick_size_in
+from mmtrain.data.media.image_headers import fast_image_size, fast_image_size_in_stream
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media
 from mmtrain.recipe.schema import ImageSettings
 
-FloatArray = npt.NDArray[np.float32]
+Float32Array = npt.NDArray[np.float32]
 
 # Formats that decode in this process (Pillow would hand EPS to Ghostscript).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
@@ -37,12 +37,12 @@ class BadImageError(BadMediaError):
     """An image that cannot be used."""
 
 
-def read_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
+def read_image_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
     """Upright width and height from the header; raises `BadImageError` for what no decoder could use.
 
     Also looks whether the end of a JPEG or PNG file is there, without decoding.
     """
-    quick = quick_size(media.path) if isinstance(media, FileMedia) else _quick_size(media)
+    quick = fast_image_size(media.path) if isinstance(media, FileMedia) else _quick_size(media)
     if quick is not None and quick[0] * quick[1] <= max_source_pixels:
         return quick
     with _opened(media, max_source_pixels) as (image, file):
@@ -59,12 +59,12 @@ def _quick_size(media: Media) -> tuple[int, int] | None:
     """Width and height of an ordinary picture in an archive; the general reader will say what is wrong with others."""
     try:
         with media.open() as file:
-            return quick_size_in(file)
+            return fast_image_size_in_stream(file)
     except Exception:  # as many as there are decoders, see `_opened`
         return None
 
 
-def load_rgb(media: Media, sizes: Sequence[tuple[int, int]], max_source_pixels: int) -> list[Image.Image]:
+def load_rgb_images(media: Media, sizes: Sequence[tuple[int, int]], max_source_pixels: int) -> list[Image.Image]:
     """Decode an image and resize it to each of some sizes (width, height), the largest first.
 
     Transparency is laid on white. Raises `BadImageError`.
@@ -79,7 +79,7 @@ def load_rgb(media: Media, sizes: Sequence[tuple[int, int]], max_source_pixels: 
     return [rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC) for size in sizes]
 
 
-def cut_patches(rgb: Image.Image, settings: ImageSettings, patch: int) -> FloatArray:
+def patchify(rgb: Image.Image, settings: ImageSettings, patch: int) -> Float32Array:
     """Normalise a picture and cut it up, its sides being whole patches.
 
     Returns (rows * cols, 3 * patch * patch), patches row-major, the features of each ordered (channel, y, x) like a

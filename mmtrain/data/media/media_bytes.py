@@ -72,7 +72,7 @@ class ParquetCell:
 
     def open(self) -> BinaryIO:
         """Read the cell. Raises OSError."""
-        from mmtrain.data.formats.parquet_cells import open_cell
+        from mmtrain.data.media.parquet_cells import open_cell
 
         return open_cell(self)
 

@@ -11,7 +11,7 @@ from typing import BinaryIO
 _MOST_BOXES = 10_000  # no file that people make comes near; a hostile one would keep us here
 
 
-def quarter_turns(file: BinaryIO) -> int:
+def read_quarter_turns(file: BinaryIO) -> int:
     """Clockwise quarter turns that stand its first film upright, 0 to 3; 0 for any other file."""
     end = file.seek(0, os.SEEK_END)
     try:

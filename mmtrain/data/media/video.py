@@ -15,8 +15,8 @@ from typing import Any
 from PIL import Image
 
 from mmtrain.data.media.media_bytes import BadMediaError, Media
-from mmtrain.data.media.mp4_rotation import quarter_turns
-from mmtrain.data.media.optional_packages import require
+from mmtrain.data.media.mp4_rotation import read_quarter_turns
+from mmtrain.data.optional_packages import require_package
 
 # Containers that hold their frames themselves.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv"
@@ -30,14 +30,14 @@ class BadVideoError(BadMediaError):
     """A video that cannot be used."""
 
 
-def read_video(media: Media, max_frames: int, max_source_pixels: int) -> tuple[int, int, int]:
+def read_video_size(media: Media, max_frames: int, max_source_pixels: int) -> tuple[int, int, int]:
     """Upright width and height of the frames, and how many of them are used; from the header, without decoding.
 
     Raises `BadVideoError` for what no decoder could use.
     """
     with _opened(media, "not_a_video", max_source_pixels) as (_, stream):
         width, height = stream.codec_context.width, stream.codec_context.height
-        _, seconds = span(media, stream)
+        _, seconds = read_start_and_duration(media, stream)
         there = stream.frames or math.floor(seconds * float(stream.average_rate or 1))
     if not 0 < width * height <= max_source_pixels:  # FFmpeg tells no size of pictures that it would not decode
         found = f"{width} x {height}" if width * height else "the size of its pictures"
@@ -48,13 +48,13 @@ def read_video(media: Media, max_frames: int, max_source_pixels: int) -> tuple[i
     return width, height, max(1, min(max_frames, there))
 
 
-def load_frames(media: Media, count: int, size: tuple[int, int], max_source_pixels: int) -> list[Image.Image]:
+def load_video_frames(media: Media, count: int, size: tuple[int, int], max_source_pixels: int) -> list[Image.Image]:
     """Decode `count` frames, each from the middle of one of as many equal parts, resized to `size` (width, height).
 
     Raises `BadVideoError`.
     """
     with _opened(media, "undecodable", max_source_pixels) as (container, stream):
-        start, seconds = span(media, stream)
+        start, seconds = read_start_and_duration(media, stream)
         spare = max(_SPARE_SECONDS, _SPARE_SHARE * seconds)
         times = [start + (i + 0.5) / count * seconds for i in range(count)]
         turn = _CLOCKWISE.get(_turns(media))
@@ -75,7 +75,7 @@ def _picture(frame: Any, turn: Image.Transpose | None, size: tuple[int, int]) ->
 
 def _turns(media: Media) -> int:
     with media.open() as file:
-        return quarter_turns(file)
+        return read_quarter_turns(file)
 
 
 def _runs(stream: Any, times: list[float]) -> list[list[float]]:
@@ -126,7 +126,7 @@ def _shown_at(frames: Iterator[Any], times: list[float], spare: float) -> Iterat
         time = next(wanted, None)
 
 
-def span(media: Media, stream: Any) -> tuple[float, float]:
+def read_start_and_duration(media: Media, stream: Any) -> tuple[float, float]:
     """When a video starts, and how many seconds it lasts."""
     base = stream.time_base
     tag = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", stream.metadata.get("DURATION", ""))
@@ -144,7 +144,7 @@ def span(media: Media, stream: Any) -> tuple[float, float]:
 @contextmanager
 def _opened(media: Media, broken: str, max_source_pixels: int) -> Iterator[tuple[Any, Any]]:
     """Open a video: its container and first stream of pictures; what goes wrong is a `BadVideoError`."""
-    av = require("av", "video", f"{media}: reading videos")
+    av = require_package("av", "video", f"{media}: reading videos")
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
     decoding = {"max_pixels": str(max_source_pixels)}  # a later picture may be larger than the header says
     try:

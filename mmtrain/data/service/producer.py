@@ -14,10 +14,11 @@ from socket import socket
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from mmtrain.data.index.data_index import build
-from mmtrain.data.loading.batch_builder import StepMaker, StepRequest
+from mmtrain.data.callbacks import NotifyCallback
+from mmtrain.data.index.data_index import build_index
+from mmtrain.data.loading.batch_builder import StepBuilder, StepRequest
 from mmtrain.data.loading.step_format import WireError
-from mmtrain.data.loading.worker_pool import LOOK_S, Failure, Note, Pool
+from mmtrain.data.loading.worker_pool import HANG_CHECK_INTERVAL_S, StepFailure, WorkerPool
 from mmtrain.data.service.protocol import (
     MAX_REQUEST_BYTES,
     MAX_TIMEOUT_S,
@@ -36,10 +37,10 @@ from mmtrain.data.service.protocol import (
     Unknown,
     Want,
     Welcome,
-    differences,
-    facts,
-    read,
-    write,
+    decode_message,
+    describe_differences,
+    encode_message,
+    step_facts,
 )
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.errors import DataError
@@ -47,7 +48,7 @@ from mmtrain.recipe.schema import Recipe
 
 _Job = tuple[bytes, int]  # trainer, step
 # A connection is told to be broken a moment before sending to it fails.
-LOOKS_S = 0.0, 0.05, 0.2, 1.0, 3.0
+PEER_CHECK_DELAYS_S = 0.0, 0.05, 0.2, 1.0, 3.0
 
 
 @dataclass
@@ -63,18 +64,18 @@ class Producer:
 
     def __init__(
         self,
-        maker: StepMaker,
+        builder: StepBuilder,
         known_facts: Mapping[str, str],
         bind: str,
         workers: int,
-        note: Note,
+        notify: NotifyCallback,
     ) -> None:
         """Listen at `bind`; raises `DataError` if that is not possible.
 
         Each trainer may ask for twice as many steps at a time as there are workers, and so many steps in all are made
         or held at a time.
         """
-        self._facts, self._note = known_facts, note
+        self._facts, self._notify = known_facts, notify
         self._credit = 2 * workers
         self._trainers: dict[bytes, _Trainer] = {}
         self._queue: deque[_Job] = deque()
@@ -96,7 +97,7 @@ class Producer:
             ) from None
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._pool = Pool[_Job](maker, workers, note)
+        self._pool = WorkerPool[_Job](builder, workers, notify)
 
     def serve(self, stop: int) -> None:
         """Serve until the descriptor `stop` becomes readable; then tell the trainers, and close."""
@@ -112,7 +113,7 @@ class Producer:
                 for pipe in pipes:
                     poller.register(pipe, zmq.POLLIN)
                 least_s = min((trainer.timeout_s for trainer in self._trainers.values()), default=60.0)
-                wait_s = min(LOOK_S, least_s / PINGS_IN_TIMEOUT)
+                wait_s = min(HANG_CHECK_INTERVAL_S, least_s / PINGS_IN_TIMEOUT)
                 if self._looks:
                     wait_s = min(wait_s, max(0.0, self._looks[0] - time.monotonic()))
                 ready = dict(poller.poll(math.ceil(1000 * wait_s)))
@@ -120,10 +121,10 @@ class Producer:
                 if stop in ready:
                     return
                 self._hear(now)
-                self._pool.look()
+                self._pool.kill_hung_workers()
                 if self._monitor in ready:
                     recv_monitor_message(self._monitor)
-                    self._looks = [now + later_s for later_s in LOOKS_S]
+                    self._looks = [now + later_s for later_s in PEER_CHECK_DELAYS_S]
                 if self._looks and self._looks[0] <= now:
                     self._looks.pop(0)
                     self._look_around()
@@ -150,7 +151,7 @@ class Producer:
             except zmq.Again:
                 return
             try:
-                self._answer(trainer, read(frames), now)
+                self._answer(trainer, decode_message(frames), now)
             except WireError as error:
                 self._say(trainer, Refused(f"a message could not be read: {error}"))
                 self._forget(trainer, f"sent what cannot be read: {error}")
@@ -160,12 +161,12 @@ class Producer:
             self._forget(trainer)
             if not MIN_TIMEOUT_S <= message.timeout_s <= MAX_TIMEOUT_S:
                 raise WireError(f"a timeout of {message.timeout_s} s")
-            if different := differences(self._facts, message.facts):
-                self._note(f"trainer {trainer.hex()[:8]} refused: {different}")
+            if different := describe_differences(self._facts, message.facts):
+                self._notify(f"trainer {trainer.hex()[:8]} refused: {different}")
                 self._say(trainer, Refused(different))
             else:
                 self._trainers[trainer] = _Trainer(now, message.timeout_s)
-                self._note(f"trainer {trainer.hex()[:8]} joined")
+                self._notify(f"trainer {trainer.hex()[:8]} joined")
                 self._say(trainer, Welcome(self._credit))
             return
         known = self._trainers.get(trainer)
@@ -190,14 +191,14 @@ class Producer:
     def _start(self) -> None:
         """Give idle workers what was asked for, as long as there is room for what they will make."""
         held = sum(len(trainer.sent) for trainer in self._trainers.values())
-        while self._queue and self._pool.idle and len(self._running) + held < self._credit:
+        while self._queue and self._pool.num_idle and len(self._running) + held < self._credit:
             job = self._queue.popleft()
             request = self._trainers[job[0]].wanted.get(job[1])
             if request is not None:
                 self._running.add(job)
                 self._pool.submit(job, request)
 
-    def _finish(self, job: _Job, made: memoryview | Failure) -> None:
+    def _finish(self, job: _Job, made: memoryview | StepFailure) -> None:
         """Send what a worker made, if the trainer is still there to get it."""
         self._running.discard(job)
         trainer, step = job
@@ -205,13 +206,13 @@ class Producer:
         if known is None or known.wanted.pop(step, None) is None:
             return
         known.sent.add(step)
-        if isinstance(made, Failure):
+        if isinstance(made, StepFailure):
             self._say(trainer, Failed(step, made))
         else:
             self._say(trainer, Made(step), made)
 
     def _say(self, trainer: bytes, message: FromProducer, step: memoryview | None = None) -> None:
-        frames: list[bytes | memoryview] = [trainer, *write(message), *([] if step is None else [step])]
+        frames: list[bytes | memoryview] = [trainer, *encode_message(message), *([] if step is None else [step])]
         try:
             self._socket.send_multipart(frames, copy=False)
         except zmq.ZMQError:  # its connection is gone
@@ -222,7 +223,7 @@ class Producer:
         if self._trainers.pop(trainer, None) is not None:
             self._queue = deque(job for job in self._queue if job[0] != trainer)
             if why:
-                self._note(f"trainer {trainer.hex()[:8]} {why}")
+                self._notify(f"trainer {trainer.hex()[:8]} {why}")
 
     def _close(self) -> None:
         self._pool.close()
@@ -234,10 +235,10 @@ class Producer:
         self._context.term()
 
 
-def open_producer(recipe: Recipe, bind: str, workers: int, note: Note) -> Producer:
+def open_producer(recipe: Recipe, bind: str, workers: int, notify: NotifyCallback) -> Producer:
     """A producer of the recipe's steps. Raises `DataError` if the data or the address cannot be used."""
-    index = build(recipe, note=note)
+    index = build_index(recipe, notify=notify)
     for remark in index.remarks():
-        note(remark)
-    maker = StepMaker(index, GroupStream.of(recipe, index), recipe)
-    return Producer(maker, facts(recipe, index), bind, workers, note)
+        notify(remark)
+    builder = StepBuilder(index, GroupStream.of(recipe, index), recipe)
+    return Producer(builder, step_facts(recipe, index), bind, workers, notify)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from mmtrain import __version__
 from mmtrain.data.index.data_index import DataIndex
 from mmtrain.data.loading.batch_builder import StepData, StepRequest
-from mmtrain.data.loading.step_format import WireError, fingerprint, from_json, to_json
-from mmtrain.data.loading.worker_pool import Failure
+from mmtrain.data.loading.step_format import WireError, format_fingerprint, from_json, to_json
+from mmtrain.data.loading.worker_pool import StepFailure
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 
@@ -97,7 +97,7 @@ class Failed:
     """A step could not be made, by no fault of the producer's."""
 
     step: int
-    failure: Failure
+    failure: StepFailure
 
 
 @dataclass(frozen=True)
@@ -123,19 +123,19 @@ _KINDS: dict[bytes, type[FromTrainer | FromProducer]] = {
 }
 
 
-def write(message: FromTrainer | FromProducer) -> list[bytes]:
+def encode_message(message: FromTrainer | FromProducer) -> list[bytes]:
     """The frames of a message, without a step's bytes."""
     return [type(message).__name__.lower().encode(), to_json(message).encode()]
 
 
-def read(frames: Sequence[memoryview | bytes]) -> FromTrainer | FromProducer:
+def decode_message(frames: Sequence[memoryview | bytes]) -> FromTrainer | FromProducer:
     """The message in the first two frames. Raises `WireError`."""
     if len(frames) < 2 or (kind := _KINDS.get(bytes(frames[0][:16]))) is None:
         raise WireError(f"{bytes(frames[0][:16])!r} is no message" if frames else "an empty message")
     return from_json(kind, bytes(frames[1]))
 
 
-def facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
+def step_facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
     """All that decides what is in a step, as texts by name; equal facts make equal steps."""
     settings = {
         "data": recipe.data.model_dump(mode="json", exclude=_OWN_DATA),
@@ -147,8 +147,8 @@ def facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
             del unit[key]
     return {
         "mmtrain": __version__,
-        "format of steps": fingerprint(StepData),
-        "format of requests": fingerprint(StepRequest),
+        "format of steps": format_fingerprint(StepData),
+        "format of requests": format_fingerprint(StepRequest),
         "samples": str(len(index.samples)),
         "fingerprint of the samples": index.fingerprint,
         "SHA-256 of data.tokenizer": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
@@ -156,7 +156,7 @@ def facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
     }
 
 
-def differences(ours: Mapping[str, str], theirs: Mapping[str, str], most: int = 5) -> str:
+def describe_differences(ours: Mapping[str, str], theirs: Mapping[str, str], most: int = 5) -> str:
     """The facts that differ, in words; empty where none does."""
     keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
     shown = [

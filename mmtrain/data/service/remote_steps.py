@@ -9,12 +9,13 @@ from typing import Literal
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.ipc import Waker
-from mmtrain.data.loading.prefetch_window import Window
-from mmtrain.data.loading.step_builders import RequestOf, opened
+from mmtrain.data.loading.prefetch_window import PrefetchWindow
+from mmtrain.data.loading.step_builders import RequestOf, unpack_result
 from mmtrain.data.loading.step_format import WireError
-from mmtrain.data.loading.worker_pool import LOOK_S, Note, Pool
+from mmtrain.data.loading.worker_pool import HANG_CHECK_INTERVAL_S, WorkerPool
 from mmtrain.data.service.protocol import (
     MAX_STEP_BYTES,
     PINGS_IN_TIMEOUT,
@@ -30,12 +31,12 @@ from mmtrain.data.service.protocol import (
     Unknown,
     Want,
     Welcome,
-    read,
-    write,
+    decode_message,
+    encode_message,
 )
 from mmtrain.errors import DataError
 
-GOODBYE_MS = 200  # for the last words of a trainer to leave this machine
+CLOSE_LINGER_MS = 200  # for the last words of a trainer to leave this machine
 
 
 @dataclass
@@ -56,10 +57,10 @@ class _Producer:
     def say(self, message: FromTrainer, now: float) -> None:
         """Send; what the connection cannot take now is lost with the connection."""
         self.said_s = now
-        self.socket.send_multipart(write(message), zmq.NOBLOCK)
+        self.socket.send_multipart(encode_message(message), zmq.NOBLOCK)
 
 
-class RemoteMakers:
+class RemoteStepBuilder:
     """Has the steps of a window made by producers, or here while there is none.
 
     A producer is lost when its connection breaks or it is silent for `timeout_s`; what it owed goes to others at once,
@@ -69,22 +70,22 @@ class RemoteMakers:
 
     def __init__(
         self,
-        window: Window[StepData],
+        window: PrefetchWindow[StepData],
         addresses: Sequence[str],
         request_of: RequestOf,
         facts: Mapping[str, str],
         timeout_s: float,
-        local_pool: Callable[[], Pool[int]],
-        note: Note,
+        local_pool: Callable[[], WorkerPool[int]],
+        notify: NotifyCallback,
     ) -> None:
         """`local_pool` starts workers of this machine, when they are first needed."""
         self._window, self._request_of, self._facts = window, request_of, dict(facts)
-        self._timeout_s, self._local_pool, self._note = timeout_s, local_pool, note
+        self._timeout_s, self._local_pool, self._notify = timeout_s, local_pool, notify
         self._context = zmq.Context()
         self._addresses = addresses
         self._producers: dict[str, _Producer] = {}
         self._started_s = time.monotonic()
-        self._pool: Pool[int] | None = None
+        self._pool: WorkerPool[int] | None = None
         self._warned = False
 
     def run(self) -> None:
@@ -92,7 +93,7 @@ class RemoteMakers:
         with ExitStack() as stack:
             waker = stack.enter_context(Waker())
             stack.callback(self._close)
-            self._window.watch(waker.wake)
+            self._window.add_waker(waker.wake)
             for address in self._addresses:
                 self._producers[address] = self._connect(address)
             while not self._window.closed:
@@ -132,7 +133,7 @@ class RemoteMakers:
         if not up and self._alone():
             if self._pool is None:
                 self._pool = self._local_pool()
-            while self._pool.idle and (step := self._window.claim()) is not None:
+            while self._pool.num_idle and (step := self._window.claim()) is not None:
                 self._pool.submit(step, self._request_of(step))
 
     def _alone(self) -> bool:
@@ -146,7 +147,7 @@ class RemoteMakers:
         waited = any(p.was_up for p in producers) or time.monotonic() - self._started_s > self._timeout_s
         if waited and not self._warned:
             self._warned = True
-            self._note(f"no producer answers ({', '.join(self._producers)}); steps are prepared here until one does")
+            self._notify(f"no producer answers ({', '.join(self._producers)}); steps are prepared here until one does")
         return waited
 
     def _wait(self, waker: Waker) -> None:
@@ -156,15 +157,15 @@ class RemoteMakers:
         pipes = self._pool.pipes if self._pool is not None else []
         for source in (*pipes, *(s for p in self._producers.values() for s in (p.socket, p.monitor))):
             poller.register(source, zmq.POLLIN)
-        ready = dict(poller.poll(round(1000 * min(LOOK_S, self._timeout_s / PINGS_IN_TIMEOUT))))
+        ready = dict(poller.poll(round(1000 * min(HANG_CHECK_INTERVAL_S, self._timeout_s / PINGS_IN_TIMEOUT))))
         now = time.monotonic()  # before reading, so that a pause of ours is not taken for one of theirs
         waker.drain()
         if self._pool is not None:
-            self._pool.look()
+            self._pool.kill_hung_workers()
         for pipe in pipes:
             assert self._pool is not None
             if pipe.fileno() in ready and (received := self._pool.receive(pipe)) is not None:
-                self._window.put(received[0], opened(*received))
+                self._window.put(received[0], unpack_result(*received))
         for producer in list(self._producers.values()):
             self._hear(producer, now)
             if self._producers[producer.address] is producer:
@@ -184,14 +185,14 @@ class RemoteMakers:
                 self._lose(producer, f"sent what cannot be read ({error})")
 
     def _take(self, producer: _Producer, frames: list[memoryview], now: float) -> None:
-        message = read(frames)
+        message = decode_message(frames)
         if isinstance(message, Made | Failed):
             if message.step not in producer.steps:
                 raise WireError(f"step {message.step} was not asked for")
             if isinstance(message, Failed):
-                result = opened(message.step, message.failure)
+                result = unpack_result(message.step, message.failure)
             elif len(frames) == 3:
-                result = opened(message.step, frames[2])
+                result = unpack_result(message.step, frames[2])
             else:
                 raise WireError(f"step {message.step} came in {len(frames)} frames")
             producer.steps.discard(message.step)
@@ -199,12 +200,12 @@ class RemoteMakers:
             self._window.put(message.step, result)
         elif isinstance(message, Welcome):
             if producer.state != "up" and (self._warned or producer.was_up):
-                self._note(f"producer {producer.address} is there")
+                self._notify(f"producer {producer.address} is there")
             producer.state, producer.credit, producer.was_up = "up", max(1, message.credit), True
             self._warned = False
         elif isinstance(message, Refused):
             producer.state, producer.refusal = "refused", message.reason
-            self._note(f"producer {producer.address} refuses: {message.reason}")
+            self._notify(f"producer {producer.address} refuses: {message.reason}")
             self._window.release(producer.steps)
             producer.steps.clear()
         elif isinstance(message, Unknown | Leaving):
@@ -228,7 +229,7 @@ class RemoteMakers:
         """Give a producer's steps back, and start over with it."""
         if producer.state == "up":
             owed = f"; {len(producer.steps)} steps go to others" if producer.steps else ""
-            self._note(f"producer {producer.address} {why}{owed}")
+            self._notify(f"producer {producer.address} {why}{owed}")
         self._disconnect(producer)
         self._producers[producer.address] = self._connect(producer.address)
         self._producers[producer.address].was_up = producer.was_up
@@ -244,7 +245,7 @@ class RemoteMakers:
         for producer in self._producers.values():
             if producer.state == "up":
                 producer.say(Bye(), time.monotonic())
-            self._disconnect(producer, GOODBYE_MS if producer.state == "up" else 0)
+            self._disconnect(producer, CLOSE_LINGER_MS if producer.state == "up" else 0)
         self._context.term()
         if self._pool is not None:
             self._pool.close()

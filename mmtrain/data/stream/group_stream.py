@@ -24,7 +24,7 @@ from mmtrain.data.index.data_index import DataIndex
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 
-FloatArray = npt.NDArray[np.float64]
+Float64Array = npt.NDArray[np.float64]
 
 # What a generator is for; first in its seed, since numpy takes no notice of zeros at the end of one.
 _LAYOUT, _COUNT, _WINDOWS, _WINDOW, _STEPS = range(1, 6)
@@ -150,7 +150,7 @@ class _Window:
     """Samples that are shuffled and grouped together in every epoch."""
 
     samples: IntArray  # (k,) one that an epoch may use twice is named twice
-    chance: FloatArray  # (k,) that an epoch uses it
+    chance: Float64Array  # (k,) that an epoch uses it
     num_groups: int
 
 
@@ -158,7 +158,7 @@ class _Strand:
     """The samples that may share steps with each other: all of them, or the long ones, or the others."""
 
     def __init__(
-        self, samples: IntArray, weights: FloatArray, sizes: GroupingSizes, grouping: Grouping, key: tuple[int, int]
+        self, samples: IntArray, weights: Float64Array, sizes: GroupingSizes, grouping: Grouping, key: tuple[int, int]
     ) -> None:
         self._sizes, self._grouping, self._key = sizes, grouping, key
         self._windows = self._dealt(samples, weights)
@@ -180,7 +180,7 @@ class _Strand:
             self._made[epoch, window] = groups
         return groups[within - start]
 
-    def _dealt(self, samples: IntArray, weights: FloatArray) -> list[_Window]:
+    def _dealt(self, samples: IntArray, weights: Float64Array) -> list[_Window]:
         """Deal the samples into windows at random, once for all epochs."""
         whole = np.floor(weights).astype(np.int64)
         fraction = weights - whole
@@ -191,7 +191,7 @@ class _Strand:
         parts = np.array_split(order, ceil(len(entries) / self._grouping.window))
         return [self._counted(w, entries[part], chance[part]) for w, part in enumerate(parts)]
 
-    def _counted(self, w: int, samples: IntArray, chance: FloatArray) -> _Window:
+    def _counted(self, w: int, samples: IntArray, chance: Float64Array) -> _Window:
         groups = self._reference(w, samples, chance)
         tokens = self._sizes.tokens[samples, 0].astype(np.float64)
         deviation = float(np.sqrt((chance * (1 - chance) * tokens**2).sum()))
@@ -220,7 +220,7 @@ class _Strand:
         groups = split_to_count(groups, window.num_groups)
         return arrange_window(self._sizes, groups, self._grouping, offset, rng, exchanged=False)
 
-    def _reference(self, w: int, samples: IntArray, chance: FloatArray) -> SampleGroups:
+    def _reference(self, w: int, samples: IntArray, chance: Float64Array) -> SampleGroups:
         """The groups that decide how many a window has."""
         rng = _rng(_COUNT, *self._key, 0, w)
         drawn = samples[rng.random(len(samples)) < chance]

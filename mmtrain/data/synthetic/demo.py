@@ -18,13 +18,13 @@ from typing import Any
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mmtrain.data.formats.chat_tokenizer import SPECIAL_TOKENS
 from mmtrain.data.formats.sample import IMAGE_MARK
-from mmtrain.data.synthetic.demo_draw import COLOURS, SHAPES, bar_chart, digit, scene
+from mmtrain.data.synthetic.demo_draw import COLOURS, SHAPES, draw_bar_chart, draw_digit, draw_scene
+from mmtrain.data.text.chat_tokenizer import SPECIAL_TOKENS
 from mmtrain.errors import DataError
 
-VOCAB = 512
-SUMMARY_FILE = "demo.json"
+DEMO_VOCAB_SIZE = 512
+DEMO_SUMMARY_FILE = "demo.json"
 _HELDOUT_PAIRS = 8  # one in this many pairs of operands
 
 Allowed = Callable[[int, int], bool]  # whether a split may use this pair of operands
@@ -32,7 +32,7 @@ Allowed = Callable[[int, int], bool]  # whether a split may use this pair of ope
 
 @dataclass(frozen=True)
 class DemoSummary:
-    """What `generate` wrote."""
+    """What `generate_demo` wrote."""
 
     seed: int
     train: int
@@ -43,7 +43,7 @@ class DemoSummary:
 
 
 @dataclass(frozen=True)
-class Question:
+class DemoQuestion:
     """A question about pictures (or none), and its answer."""
 
     template: str
@@ -52,13 +52,13 @@ class Question:
     pictures: tuple[Image.Image, ...] = ()
 
 
-def generate(out: Path, seed: int, train: int, heldout: int) -> DemoSummary:
+def generate_demo(out: Path, seed: int, train: int, heldout: int) -> DemoSummary:
     """Write `train.json`, `heldout.json`, `images/` and `tokenizer.json` under `out`; same arguments, same bytes.
 
     No held-out question occurs in training with the same pictures, and no pair of operands in both splits. Replaces
     demo data written before; raises `DataError` rather than touch a folder with anything else in it.
     """
-    if out.exists() and any(out.iterdir()) and not (out / SUMMARY_FILE).exists():
+    if out.exists() and any(out.iterdir()) and not (out / DEMO_SUMMARY_FILE).exists():
         raise DataError(f"{out}: not empty and not demo data; name another folder or empty it")
     shutil.rmtree(out, ignore_errors=True)
     (out / "images").mkdir(parents=True)
@@ -84,18 +84,21 @@ def generate(out: Path, seed: int, train: int, heldout: int) -> DemoSummary:
         templates=dict(sorted(Counter(row["template"] for row in train_rows).items())),
         vocab=tokenizer.get_vocab_size(),
     )
-    _write_json(out / SUMMARY_FILE, asdict(summary))
+    _write_json(out / DEMO_SUMMARY_FILE, asdict(summary))
     return summary
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer of at most `VOCAB` tokens, digits apart, with the chat format's specials."""
+    """Train a byte-level BPE tokenizer with the chat format's special tokens; each digit is a token of its own.
+
+    The vocabulary has at most `DEMO_VOCAB_SIZE` tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=DEMO_VOCAB_SIZE,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -104,7 +107,7 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
     return tokenizer
 
 
-def _questions(rng: random.Random, count: int, allowed: Allowed, seen: set[str]) -> Iterator[Question]:
+def _questions(rng: random.Random, count: int, allowed: Allowed, seen: set[str]) -> Iterator[DemoQuestion]:
     """Draw `count` questions that were not asked before about the same pictures; arithmetic may repeat."""
     names, weights = list(_TEMPLATES), [weight for weight, _ in _TEMPLATES.values()]
     for _ in range(count):
@@ -123,14 +126,14 @@ def _is_heldout(seed: int, a: int, b: int) -> bool:
     return zlib.crc32(f"{seed}:{min(a, b)}:{max(a, b)}".encode()) % _HELDOUT_PAIRS == 0
 
 
-def _key(question: Question) -> str:
+def _key(question: DemoQuestion) -> str:
     digest = hashlib.sha256(question.text.encode())
     for picture in question.pictures:
         digest.update(repr(picture.size).encode() + picture.tobytes())
     return digest.hexdigest()
 
 
-def _write(out: Path, split: str, number: int, question: Question) -> dict[str, Any]:
+def _write(out: Path, split: str, number: int, question: DemoQuestion) -> dict[str, Any]:
     names = [f"images/{split}-{number:05d}-{i}.png" for i in range(len(question.pictures))]
     for name, picture in zip(names, question.pictures, strict=True):
         picture.save(out / name, compress_level=1)
@@ -148,81 +151,81 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _colour(rng: random.Random, _: Allowed) -> Question:
+def _colour(rng: random.Random, _: Allowed) -> DemoQuestion:
     kinds = rng.sample(SHAPES, rng.randint(1, 2))
     objects = [(kind, rng.choice(list(COLOURS))) for kind in kinds]
     kind, colour = rng.choice(objects)
-    return Question("colour", f"{IMAGE_MARK}What colour is the {kind}?", colour, (scene(rng, objects),))
+    return DemoQuestion("colour", f"{IMAGE_MARK}What colour is the {kind}?", colour, (draw_scene(rng, objects),))
 
 
-def _shape(rng: random.Random, _: Allowed) -> Question:
+def _shape(rng: random.Random, _: Allowed) -> DemoQuestion:
     colours = rng.sample(list(COLOURS), rng.randint(1, 2))
     objects = [(rng.choice(SHAPES), colour) for colour in colours]
     kind, colour = rng.choice(objects)
-    return Question("shape", f"{IMAGE_MARK}What shape is {colour}?", kind, (scene(rng, objects),))
+    return DemoQuestion("shape", f"{IMAGE_MARK}What shape is {colour}?", kind, (draw_scene(rng, objects),))
 
 
-def _describe(rng: random.Random, _: Allowed) -> Question:
+def _describe(rng: random.Random, _: Allowed) -> DemoQuestion:
     objects = [_object(rng) for _ in range(rng.randint(1, 2))]
     answer = ", ".join(f"{colour} {kind}" for kind, colour in objects)
-    return Question("describe", f"{IMAGE_MARK}What is shown?", answer, (scene(rng, objects),))
+    return DemoQuestion("describe", f"{IMAGE_MARK}What is shown?", answer, (draw_scene(rng, objects),))
 
 
-def _count(rng: random.Random, _: Allowed) -> Question:
+def _count(rng: random.Random, _: Allowed) -> DemoQuestion:
     objects = [_object(rng) for _ in range(rng.randint(1, 5))]
-    return Question("count", f"{IMAGE_MARK}How many shapes?", str(len(objects)), (scene(rng, objects),))
+    return DemoQuestion("count", f"{IMAGE_MARK}How many shapes?", str(len(objects)), (draw_scene(rng, objects),))
 
 
-def _read_digit(rng: random.Random, _: Allowed) -> Question:
+def _read_digit(rng: random.Random, _: Allowed) -> DemoQuestion:
     value = rng.randint(0, 9)
-    return Question("digit", f"{IMAGE_MARK}Which digit?", str(value), (digit(rng, value),))
+    return DemoQuestion("digit", f"{IMAGE_MARK}Which digit?", str(value), (draw_digit(rng, value),))
 
 
-def _larger_digit(rng: random.Random, _: Allowed) -> Question:
+def _larger_digit(rng: random.Random, _: Allowed) -> DemoQuestion:
     values = rng.sample(range(10), 2)
-    pictures = tuple(digit(rng, value) for value in values)
-    return Question("larger_digit", f"{_numbered(pictures)}Which digit is larger?", str(max(values)), pictures)
+    pictures = tuple(draw_digit(rng, value) for value in values)
+    return DemoQuestion("larger_digit", f"{_numbered(pictures)}Which digit is larger?", str(max(values)), pictures)
 
 
-def _tallest(rng: random.Random, _: Allowed) -> Question:
+def _tallest(rng: random.Random, _: Allowed) -> DemoQuestion:
     bars = list(zip(rng.sample(list(COLOURS), 3), rng.sample(range(1, 6), 3), strict=True))
     tallest = max(bars, key=lambda bar: bar[1])[0]
-    return Question("tallest_bar", f"{IMAGE_MARK}Which bar is tallest?", tallest, (bar_chart(rng, bars),))
+    return DemoQuestion("tallest_bar", f"{IMAGE_MARK}Which bar is tallest?", tallest, (draw_bar_chart(rng, bars),))
 
 
-def _height(rng: random.Random, _: Allowed) -> Question:
+def _height(rng: random.Random, _: Allowed) -> DemoQuestion:
     bars = [(colour, rng.randint(1, 5)) for colour in rng.sample(list(COLOURS), rng.randint(1, 3))]
     colour, height = rng.choice(bars)
-    return Question("bar_height", f"{IMAGE_MARK}How tall is {colour}?", str(height), (bar_chart(rng, bars),))
+    return DemoQuestion("bar_height", f"{IMAGE_MARK}How tall is {colour}?", str(height), (draw_bar_chart(rng, bars),))
 
 
-def _which_image(rng: random.Random, _: Allowed) -> Question:
+def _which_image(rng: random.Random, _: Allowed) -> DemoQuestion:
     objects = [_object(rng) for _ in range(rng.randint(2, 4))]
-    pictures = tuple(scene(rng, [one]) for one in objects)
+    pictures = tuple(draw_scene(rng, [one]) for one in objects)
     place = rng.randrange(len(objects))
-    return Question("which_image", f"{_numbered(pictures)}What colour is {place + 1}?", objects[place][1], pictures)
+    return DemoQuestion("which_image", f"{_numbered(pictures)}What colour is {place + 1}?", objects[place][1], pictures)
 
 
-def _more(rng: random.Random, _: Allowed) -> Question:
+def _more(rng: random.Random, _: Allowed) -> DemoQuestion:
     numbers = rng.sample(range(1, 6), 2)
-    pictures = tuple(scene(rng, [_object(rng) for _ in range(number)]) for number in numbers)
+    pictures = tuple(draw_scene(rng, [_object(rng) for _ in range(number)]) for number in numbers)
     answer = 1 if numbers[0] > numbers[1] else 2
-    return Question("more_shapes", f"{_numbered(pictures)}Which has more shapes?", str(answer), pictures)
+    return DemoQuestion("more_shapes", f"{_numbered(pictures)}Which has more shapes?", str(answer), pictures)
 
 
-def _sum(rng: random.Random, allowed: Allowed) -> Question:
+def _sum(rng: random.Random, allowed: Allowed) -> DemoQuestion:
     while True:
         ones, b = rng.randint(0, 8), rng.randint(1, 9)
         a = rng.randint(1, 9) * 10 + ones
         if ones + b <= 9 and allowed(a, b):
-            return Question("sum", f"What is {a} + {b}?", str(a + b))
+            return DemoQuestion("sum", f"What is {a} + {b}?", str(a + b))
 
 
-def _larger_number(rng: random.Random, allowed: Allowed) -> Question:
+def _larger_number(rng: random.Random, allowed: Allowed) -> DemoQuestion:
     while True:
         a, b = rng.sample(range(10, 100), 2)
         if allowed(a, b):
-            return Question("larger_number", f"Which is larger, {a} or {b}?", str(max(a, b)))
+            return DemoQuestion("larger_number", f"Which is larger, {a} or {b}?", str(max(a, b)))
 
 
 def _object(rng: random.Random) -> tuple[str, str]:
@@ -233,7 +236,7 @@ def _numbered(pictures: tuple[Image.Image, ...]) -> str:
     return "".join(f"{i}: {IMAGE_MARK} " for i in range(1, len(pictures) + 1))
 
 
-_TEMPLATES: dict[str, tuple[float, Callable[[random.Random, Allowed], Question]]] = {
+_TEMPLATES: dict[str, tuple[float, Callable[[random.Random, Allowed], DemoQuestion]]] = {
     "describe": (1, _describe),
     "colour": (1, _colour),
     "shape": (1, _shape),

@@ -19,7 +19,7 @@ _ZOOMS = (1, 1, 1, 2)  # some pictures come at twice the resolution
 SHAPES = ("circle", "square", "triangle", "cross")
 
 
-def scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Image:
+def draw_scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Image:
     """Draw (shape, colour) objects apart from each other, in reading order, on a light ground of a size that varies."""
     zoom = rng.choice(_ZOOMS)
     across, down = (1, 1) if len(objects) == 1 else (2, 2) if len(objects) <= 4 else (3, 2)
@@ -36,7 +36,7 @@ def scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Image:
     return image
 
 
-def digit(rng: random.Random, value: int) -> Image.Image:
+def draw_digit(rng: random.Random, value: int) -> Image.Image:
     """Draw one digit, its size, place and colour varying."""
     width, height = rng.choice(((32, 32), (32, 32), (32, 48), (48, 32)))
     image, draw = _ground(rng, width, height)
@@ -48,7 +48,7 @@ def digit(rng: random.Random, value: int) -> Image.Image:
     return image
 
 
-def bar_chart(rng: random.Random, bars: list[tuple[str, int]]) -> Image.Image:
+def draw_bar_chart(rng: random.Random, bars: list[tuple[str, int]]) -> Image.Image:
     """Draw bars of (colour, height 1 to 5) over a base line, with a thin line at each height."""
     zoom = rng.choice(_ZOOMS)
     width, height = zoom * rng.choice((32, 48)), zoom * rng.choice((32, 48))

@@ -13,21 +13,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmtrain.data.formats.chat_tokenizer import AUDIO
 from mmtrain.data.formats.sample import AUDIO_MARK
 from mmtrain.data.synthetic.demo import train_tokenizer
+from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
 from mmtrain.errors import DataError
 
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-QUESTION = "What is said?"
+DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGITS_QUESTION = "What is said?"
 HELDOUT_EVERY = 6  # recordings of a digit by a speaker
-SUMMARY_FILE = "digits.json"
+DIGITS_SUMMARY_FILE = "digits.json"
 _NAME = re.compile(r"([0-9])_(\w+)_([0-9]+)\.wav")
 
 
 @dataclass(frozen=True)
 class DigitsSummary:
-    """What `prepare` wrote."""
+    """What `prepare_digits` wrote."""
 
     seed: int
     recordings: int
@@ -52,7 +52,7 @@ class Recording:
         return self.index % HELDOUT_EVERY == 0
 
 
-def prepare(source: Path, out: Path, seed: int, sequences: int) -> DigitsSummary:
+def prepare_digits(source: Path, out: Path, seed: int, sequences: int) -> DigitsSummary:
     """Write `train.json`, `heldout.json`, `audio/` and `tokenizer.json` under `out`; same arguments, same bytes.
 
     Each split asks about each of its recordings alone, and `train.json` about `sequences` draws of two to four as well;
@@ -66,7 +66,7 @@ def prepare(source: Path, out: Path, seed: int, sequences: int) -> DigitsSummary
             f"{source}: found {len(splits['train'])} recordings to train on and {len(splits['heldout'])} to hold out; "
             f"expected files called DIGIT_SPEAKER_INDEX.wav, an INDEX that {HELDOUT_EVERY} divides is held out"
         )
-    if out.exists() and any(out.iterdir()) and not (out / SUMMARY_FILE).exists():
+    if out.exists() and any(out.iterdir()) and not (out / DIGITS_SUMMARY_FILE).exists():
         raise DataError(f"{out}: not empty and not spoken digits; name another folder or empty it")
     shutil.rmtree(out, ignore_errors=True)
     (out / "audio").mkdir(parents=True)
@@ -80,7 +80,7 @@ def prepare(source: Path, out: Path, seed: int, sequences: int) -> DigitsSummary
     tokenizer = train_tokenizer(
         turn["value"].replace(AUDIO_MARK, "") for r in rows["train"] for turn in r["conversations"]
     )
-    tokenizer.add_special_tokens([AUDIO])
+    tokenizer.add_special_tokens([AUDIO_TOKEN])
     tokenizer.save(str(out / "tokenizer.json"))
     summary = DigitsSummary(
         seed=seed,
@@ -90,7 +90,7 @@ def prepare(source: Path, out: Path, seed: int, sequences: int) -> DigitsSummary
         heldout=len(rows["heldout"]),
         vocab=tokenizer.get_vocab_size(),
     )
-    (out / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
+    (out / DIGITS_SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
     return summary
 
 
@@ -117,7 +117,7 @@ def _row(template: str, name: str, said: Sequence[Recording]) -> dict[str, Any]:
         "template": template,
         "audio": [f"audio/{r.path.name}" for r in said],
         "conversations": [
-            {"from": "human", "value": AUDIO_MARK * len(said) + QUESTION},
-            {"from": "gpt", "value": " ".join(WORDS[r.digit] for r in said)},
+            {"from": "human", "value": AUDIO_MARK * len(said) + DIGITS_QUESTION},
+            {"from": "gpt", "value": " ".join(DIGIT_WORDS[r.digit] for r in said)},
         ],
     }

@@ -15,8 +15,8 @@ import torch
 
 from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import find, open_newest_good
-from mmtrain.data import ChatTokenizer, DataIndex, Quarantined, Sample, build
-from mmtrain.data.formats.read_source import read
+from mmtrain.data import ChatTokenizer, DataIndex, Quarantined, Sample, build_index
+from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.index.data_index import check_bad_rate
 from mmtrain.errors import CheckpointError, LaunchError, UserError
 from mmtrain.models.megatron import ParallelGroups
@@ -93,9 +93,9 @@ def _evaluate_rank(request: EvaluateRequest, recipe: Recipe, address: Address) -
 def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
     """Load, ask, score."""
     checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, _say, checkpoint_ranks(world))
-    index, tokenizer = build(recipe, "validation", _say), ChatTokenizer.load(recipe.data.tokenizer_file)
+    index, tokenizer = build_index(recipe, "validation", _say), ChatTokenizer.load(recipe.data.tokenizer_file)
     require_consensus(world, {"held-out data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
-    if index.kept_in is not None and world.is_first:
+    if index.cache_folder is not None and world.is_first:
         _say(index.remarks()[0])  # what was set aside is told with what only asking finds bad
     layout = world.on_first(lambda: _layout(request, recipe, index, world.size))
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
@@ -189,7 +189,7 @@ def _require_checkpoint(root: Path, recipe: Recipe) -> None:
 
 def _training_answers(recipe: Recipe) -> list[tuple[str, str]]:
     """Read (template, answer) of every training sample. Straight from the files: no image needs to be looked at."""
-    samples = (entry for source in recipe.data.sources for entry in read(source, recipe.data.limits))
+    samples = (entry for source in recipe.data.sources for entry in read_samples(source, recipe.data.limits))
     answered = (s for s in samples if isinstance(s, Sample) and s.answer.strip())
     return [(s.template or NO_TEMPLATE, s.answer.strip()) for s in answered]
 

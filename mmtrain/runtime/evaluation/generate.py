@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmtrain.checkpoint import Checkpoint
 from mmtrain.costs import TokenLoad
-from mmtrain.data import ChatTokenizer, Need, StepData
+from mmtrain.data import ChatTokenizer, PayloadNeed, StepData
 from mmtrain.models import parameter_specs as params
 from mmtrain.models.kv_cache import KVCache
 from mmtrain.models.megatron import tp_group_scope
@@ -80,7 +80,7 @@ class GreedyGenerator:
             self._replica = next(r for sid, r in graph.held_by(world.rank) if sid.unit == LLM)
             self._writer = self._executor(build(_only_llm(self._graph)))
         self._reader = self._executor(reading)
-        self.needs: tuple[Need, ...] = payload_needs(graph, units, world.rank)
+        self.needs: tuple[PayloadNeed, ...] = payload_needs(graph, units, world.rank)
         self.dp = {mesh.unit: mesh.dp for mesh in graph.meshes}
         self.num_microbatches = {mesh.unit: mesh.num_microbatches for mesh in reading.graph.meshes}
         self.reading = reading

@@ -8,11 +8,11 @@ from typing import TypeVar
 import numpy as np
 
 from mmtrain.balance import IntArray, ItemLengths, SampleLengths, assign
-from mmtrain.data import ChatTokenizer, DataIndex, Encoded, Preparer, Quarantined, Sample, Turn, build
-from mmtrain.data.formats.chat_tokenizer import NO_LABEL
+from mmtrain.data import BatchBuilder, ChatTokenizer, DataIndex, EncodedSample, Quarantined, Sample, Turn, build_index
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
-from mmtrain.data.media.images import FloatArray
+from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import Media
+from mmtrain.data.text.chat_tokenizer import IGNORE_INDEX
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.evaluation.generate import GreedyGenerator
@@ -48,7 +48,7 @@ class HeldOutQuestion:
     def images(self) -> tuple[Media, ...]:
         """The images and videos of the prompt; a turn after the answer may have more."""
         marks = (IMAGE_MARK, VIDEO_MARK) if self.sample.videos else (IMAGE_MARK,)
-        return tuple(media for _, media in self.sample.sights[: self._count(*marks)])
+        return tuple(media for _, media in self.sample.visual_media[: self._count(*marks)])
 
     @property
     def clips(self) -> tuple[Media, ...]:
@@ -126,13 +126,13 @@ class QuestionAnswerer:
         longest_answer = max((self._index.lengths.tokens - lengths.tokens)[numbers], default=0)
         max_new_tokens = self._max_new_tokens or ANSWER_MARGIN_TOKENS + int(longest_answer)
         sizes = [int(lengths.tokens[number]) + max_new_tokens for number in numbers]
-        preparer = _Prompts(self._index, self._recipe, self._generator, self._tokenizer, blank)
+        batch_builder = _Prompts(self._index, self._recipe, self._generator, self._tokenizer, blank)
         written: dict[int, list[int]] = {}
         bad: dict[tuple[str, int], Quarantined] = {}
         dp, num_microbatches = self._generator.dp, self._generator.num_microbatches
         for groups in batch_by_length(sizes, dp[LLM] * num_microbatches[LLM], MAX_GENERATION_MICROBATCH_TOKENS):
             samples = [np.array([numbers[i] for i in group], dtype=np.int64) for group in groups]
-            data = preparer.prepare(assign(0, 0, samples, lengths, dp, num_microbatches))
+            data = batch_builder.build(assign(0, 0, samples, lengths, dp, num_microbatches))
             bad |= {(q.source, q.index): q for q in data.quarantined}
             written |= self._generator.generate(data, max_new_tokens)
         self._generator.activity.start(ASKING)
@@ -155,7 +155,7 @@ def build_held_out_evaluation(job: RankContext) -> Callable[[], float]:
     recipe = job.recipe
     if not recipe.train.evaluate_every:
         return lambda: float("nan")
-    index, tokenizer = build(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer_file)
+    index, tokenizer = build_index(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer_file)
     questions = select_questions(index, recipe.train.evaluate_questions)
     asker = QuestionAnswerer(GreedyGenerator.of(job, tokenizer), recipe, tokenizer, index, job.world)
 
@@ -166,7 +166,7 @@ def build_held_out_evaluation(job: RankContext) -> Callable[[], float]:
     return evaluate
 
 
-class _Prompts(Preparer):
+class _Prompts(BatchBuilder):
     """Prepares samples up to where their answer begins, on request with nothing in their images and clips."""
 
     def __init__(
@@ -175,17 +175,17 @@ class _Prompts(Preparer):
         super().__init__(index, recipe, generator.needs, generator.num_microbatches, tokenizer)
         self._blank = blank
 
-    def _encode(self, sample_id: int) -> Encoded:
+    def _encode(self, sample_id: int) -> EncodedSample:
         ids = _prompt_ids(self._index, self._tokenizer, sample_id)
-        return Encoded(ids, np.full_like(ids, NO_LABEL))
+        return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX))
 
-    def _patches(self, sample_id: int, position: int, rows: int, cols: int) -> FloatArray:
+    def _patches(self, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
         if not self._blank:
             return super()._patches(sample_id, position, rows, cols)
         assert self._recipe.model.vision is not None
         return np.zeros((rows * cols, 3 * self._recipe.model.vision.patch**2), dtype=np.float32)
 
-    def _mels(self, sample_id: int, position: int, frames: int) -> FloatArray:
+    def _mels(self, sample_id: int, position: int, frames: int) -> Float32Array:
         if not self._blank:
             return super()._mels(sample_id, position, frames)
         assert self._recipe.model.audio is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from mmtrain.data.loading.batch_builder import Need, StepData
+from mmtrain.data.loading.batch_builder import PayloadNeed, StepData
 from mmtrain.models import parameter_specs as params
 from mmtrain.models.build_stage import StageModule, build_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
@@ -60,7 +60,7 @@ class RankContext:
         return {mesh.unit: mesh.num_microbatches for mesh in self.graph.meshes}
 
     @property
-    def needs(self) -> tuple[Need, ...]:
+    def needs(self) -> tuple[PayloadNeed, ...]:
         """The payload this rank computes on."""
         return payload_needs(self.graph, self.units, self.world.rank)
 
@@ -129,12 +129,12 @@ def build_rank_context(
     )
 
 
-def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int) -> tuple[Need, ...]:
+def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int) -> tuple[PayloadNeed, ...]:
     """The payload that a rank with these units computes on: media and ids for first layers, labels for the head."""
     # Not the rank in the unit's data-parallel group, which torch orders by global rank, whatever the mesh says.
     replica_of = {stage.unit: replica for stage, replica in graph.held_by(rank)}
     return tuple(
-        Need(
+        PayloadNeed(
             name,
             replica_of[name],
             media=name != LLM and any(0 in s.indices for s in unit.stages.values()),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mmtrain.costs import preset_for_device
-from mmtrain.data import GroupStream, Preparer, build
+from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.errors import UserError
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.plan import Plan
@@ -64,17 +64,17 @@ def _run_rank(recipe: Recipe, plans: Sequence[Plan], rounds: int, out: Path, add
     world = join(address)
     if world.device.type == "cpu":
         torch.set_num_threads(1)  # a rank is one core, as in training
-    index = build(recipe)
+    index = build_index(recipe)
     stream = GroupStream.of(recipe, index)
     targets = [derive_step_targets(recipe, plan, index.lengths) for plan in plans]
     jobs = [build_rank_context(recipe, plan, world) for plan in plans]
-    preparers = [Preparer(index, recipe, job.needs, job.num_microbatches) for job in jobs]
+    batch_builders = [BatchBuilder(index, recipe, job.needs, job.num_microbatches) for job in jobs]
     rows: list[list[float]] = []
     for step in range(PLAN_WARM_UP_STEPS + rounds):
         rows.append([])
-        for job, preparer, wanted in zip(jobs, preparers, targets, strict=True):
+        for job, batch_builder, wanted in zip(jobs, batch_builders, targets, strict=True):
             batch = stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches, wanted)
-            data = preparer.prepare(batch)
+            data = batch_builder.build(batch)
             world.barrier()
             record = job.train(data, lr=0.0).record
             rows[-1].append(record.end_s - record.begin_s)

@@ -10,7 +10,7 @@ from typing import Literal, cast
 from mmtrain.balance import StepTargets
 from mmtrain.balance.imbalance import sample_above_mean_load
 from mmtrain.balance.step_targets import SampleWork
-from mmtrain.data import BadSamples, DataIndex, Loader, Quarantined, StepData, write_quarantine
+from mmtrain.data import BadSampleTracker, DataIndex, Loader, Quarantined, StepData, write_quarantine
 from mmtrain.errors import CheckpointError, RunError
 from mmtrain.report import Progress, RunLog, StepMetrics
 from mmtrain.runtime.execution.activity import LOADING, MEASURING, SAVING, TRACING
@@ -45,7 +45,7 @@ class Loop:
     run_dir: Path
     saver: BackgroundSaver
     predicted_gib: float | None  # this rank's peak memory by the plan
-    bad: BadSamples  # found by any rank; kept on the first
+    bad: BadSampleTracker  # found by any rank; kept on the first
     step_targets: StepTargets  # what steps are arranged for
     bound: set[int] = field(default_factory=set)  # samples told of that no arrangement can even out
     bad_steps: int = 0  # in a row
@@ -222,7 +222,7 @@ class Loop:
         return self.job.world.on_first(lambda: self._quarantine(cast(list[tuple[Quarantined, ...]], found)))
 
     def _quarantine(self, found: Sequence[tuple[Quarantined, ...]]) -> int:
-        new = self.bad.admit([entry for entries in found for entry in entries])
+        new = self.bad.record_new([entry for entries in found for entry in entries])
         self._write(QUARANTINE_FILE, lambda: write_quarantine(self.run_dir / QUARANTINE_FILE, new, append=True))
         return len(new)
 

@@ -15,12 +15,12 @@ from rich.console import Console
 from mmtrain.balance import Grouping, SampleLengths, StepTargets
 from mmtrain.checkpoint import find
 from mmtrain.data import (
-    BadSamples,
+    BadSampleTracker,
+    BatchBuilder,
     DataIndex,
     GroupStream,
     Loader,
-    Preparer,
-    build,
+    build_index,
     read_quarantine,
     validation_batches,
     write_quarantine,
@@ -155,7 +155,7 @@ def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Pat
     world.on_first(lambda: _claim(request))
     activity = Activity(recorder=StepRecorder(clock_for(world.device)))
     with report_failures(request.run_dir, world.rank, activity):
-        index = build(recipe, note=partial(print, flush=True))  # told by the rank that reads, whichever that is
+        index = build_index(recipe, notify=partial(print, flush=True))  # told by the rank that reads, whichever that is
         require_consensus(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
         plan = _agreed_plan(request, world, index)
         job = build_rank_context(recipe, plan, world, activity, request.faults)
@@ -194,7 +194,7 @@ def _steps(
     ):
         saver = BackgroundSaver(request.run_dir / CHECKPOINTS_FOLDER, job, _facts(recipe, index))
         predicted = predicted_peak_gib(world.rank, plan.predicted.peak_memory_gib)
-        bad = BadSamples(index, recipe.data.max_bad_rate, read_quarantine(request.run_dir / QUARANTINE_FILE))
+        bad = BadSampleTracker(index, recipe.data.max_bad_rate, read_quarantine(request.run_dir / QUARANTINE_FILE))
         loop = Loop(
             job=job,
             index=index,
@@ -220,18 +220,18 @@ def _validation(job: RankContext) -> Callable[[], float]:
     recipe = job.recipe
     if not recipe.train.validate_every:
         return lambda: float("nan")
-    index = build(recipe, "validation")
+    index = build_index(recipe, "validation")
     grouping, limit = Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.validate_batches
     metas = validation_batches(index, grouping, job.dp, job.num_microbatches, limit)
-    preparer = Preparer(index, recipe, job.needs, job.num_microbatches)
-    bad = BadSamples(index, recipe.data.max_bad_rate)
+    batch_builder = BatchBuilder(index, recipe, job.needs, job.num_microbatches)
+    bad = BadSampleTracker(index, recipe.data.max_bad_rate)
     total = sum(meta.total_targets for meta in metas)
 
     def validate() -> float:
         mine = 0.0
         for meta in metas:
-            data = preparer.prepare(meta)
-            bad.admit(data.quarantined)
+            data = batch_builder.build(meta)
+            bad.record_new(data.quarantined)
             mine += job.validate(data).loss * meta.total_targets / total
         return job.world.all_reduce(mine)
 
@@ -347,7 +347,7 @@ def _introduce(console: Console, request: TrainRequest, plan: Plan, index: DataI
             highlight=False,
             soft_wrap=True,
         )
-    kept = f" known from the index kept in {index.kept_in}" if index.kept_in else ""
+    kept = f" known from the index kept in {index.cache_folder}" if index.cache_folder else ""
     aside = f", {len(index.quarantined)} set aside (see {QUARANTINE_FILE})" if index.quarantined else ""
     console.print(
         f"{len(index.samples)} samples{kept}{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True

@@ -11,20 +11,20 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mmtrain.balance import BatchMeta
-from mmtrain.data.loading.batch_builder import NOBODY, StepData, StepRequest, Watch
+from mmtrain.data.loading.batch_builder import NO_MONITOR, ReadMonitor, StepData, StepRequest
 from mmtrain.errors import DataError
 
 EMPTY = np.zeros(0, dtype=np.int64)
 
 
 @dataclass
-class Fake:
+class FakeStepBuilder:
     """Steps without samples."""
 
     def meta(self, request: StepRequest) -> BatchMeta:
         return BatchMeta(request.step, 0, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, {})
 
-    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
+    def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
         return StepData(self.meta(request), {}, {}, ())
 
     def name(self, sample_id: int) -> str:
@@ -32,86 +32,86 @@ class Fake:
 
 
 @dataclass
-class Deadly(Fake):
+class DeadlyStepBuilder(FakeStepBuilder):
     """Kills whoever makes step `step`: always, or until a file remembers that it has."""
 
     step: int
     once: str = ""
 
-    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
+    def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
         if request.step == self.step and not (self.once and os.path.exists(self.once)):
             if self.once:
                 open(self.once, "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().make(request, watch)
+        return super().build(request, monitor)
 
 
 @dataclass
-class Hanging(Fake):
+class HangingStepBuilder(FakeStepBuilder):
     """Hangs over sample 7 unless told that it is deadly; whoever opens `reached` knows that it has begun."""
 
     reached: str
 
-    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
-        if 7 not in watch.deadly:
-            watch.reads(7)
+    def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
+        if 7 not in monitor.deadly:
+            monitor.on_read(7)
             open(self.reached, "w").close()
             threading.Event().wait()
-        return super().make(request, watch)
+        return super().build(request, monitor)
 
 
 @dataclass
-class Slow(Fake):
+class SlowStepBuilder(FakeStepBuilder):
     """Reads three samples, each until `go` is opened; whoever opens `reached` knows that it has begun one."""
 
     reached: str
     go: str
 
-    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
+    def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
         for sample in range(3):
-            watch.reads(sample)
+            monitor.on_read(sample)
             open(self.reached, "w").close()
             open(self.go).close()
-        return super().make(request, watch)
+        return super().build(request, monitor)
 
 
-class Crashing(Fake):
+class CrashingStepBuilder(FakeStepBuilder):
     """Ends as a decoder written in C would that follows a wrong pointer in sample 7."""
 
-    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
-        if 7 not in watch.deadly:
-            watch.reads(7)
+    def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
+        if 7 not in monitor.deadly:
+            monitor.on_read(7)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.kill(os.getpid(), signal.SIGSEGV)
-        return super().make(request, watch)
+        return super().build(request, monitor)
 
 
-class Failing(Fake):
+class FailingStepBuilder(FakeStepBuilder):
     """A mistake of the user's in step 0, one of ours in step 1."""
 
-    def make(self, request: StepRequest, watch: Watch = NOBODY) -> StepData:
+    def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
         if request.step == 0:
             raise DataError("data.seq_len is wrong")
         raise KeyError("lost")
 
 
-class Stuck(Fake):
+class StuckStepBuilder(FakeStepBuilder):
     """Never ends."""
 
-    def make(self, request: StepRequest, watch: Watch = NOBODY) -> NoReturn:
+    def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> NoReturn:
         while True:
             threading.Event().wait()
 
 
-class Telling(Fake):
+class TellingStepBuilder(FakeStepBuilder):
     """Fails with what it sees of its process."""
 
-    def make(self, request: StepRequest, watch: Watch = NOBODY) -> NoReturn:
+    def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> NoReturn:
         ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         raise DataError(f"torch {'torch' in sys.modules}, SIGTERM ignored {ignored}")
 
 
-class Unloadable(Fake):
+class UnloadableStepBuilder(FakeStepBuilder):
     """Cannot be read back."""
 
     def __reduce__(self) -> Any:

@@ -15,19 +15,19 @@ from tokenizers import Tokenizer
 
 from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample
-from mmtrain.data.formats.token_counter import TokenCounter
+from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError
 
-PAD, END, IMAGE = "<|pad|>", "<|end|>", "<|image|>"
+PAD_TOKEN, END_TOKEN, IMAGE_TOKEN = "<|pad|>", "<|end|>", "<|image|>"
 ROLE_TOKENS: dict[Role, str] = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
-SPECIAL_TOKENS = (PAD, *ROLE_TOKENS.values(), END, IMAGE)
-AUDIO = "<|audio|>"  # only models with an audio unit ask for it
-NO_LABEL = -100  # places that count in no loss
+SPECIAL_TOKENS = (PAD_TOKEN, *ROLE_TOKENS.values(), END_TOKEN, IMAGE_TOKEN)
+AUDIO_TOKEN = "<|audio|>"  # only models with an audio unit ask for it
+IGNORE_INDEX = -100  # places that count in no loss
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """One sample as the LLM sees it; `labels[t]` is the token to predict at place t, `NO_LABEL` where none is."""
+class EncodedSample:
+    """One sample as the LLM sees it; `labels[t]` is the token to predict at place t, `IGNORE_INDEX` where none is."""
 
     ids: IntArray  # (T,)
     labels: IntArray  # (T,)
@@ -44,18 +44,20 @@ class ChatTokenizer:
                 f"data.tokenizer: {name} lacks the special tokens {' '.join(missing)}; add them with "
                 "`Tokenizer.add_special_tokens` of the `tokenizers` library, save it, and let model.llm.vocab cover it"
             )
-        known = [*SPECIAL_TOKENS, AUDIO] if tokenizer.token_to_id(AUDIO) is not None else list(SPECIAL_TOKENS)
+        known = (
+            [*SPECIAL_TOKENS, AUDIO_TOKEN] if tokenizer.token_to_id(AUDIO_TOKEN) is not None else list(SPECIAL_TOKENS)
+        )
         tokenizer.add_special_tokens(known)  # marks known ones as special; their ids stay
         tokenizer.encode_special_tokens = True  # text that spells a special token is text, or users could forge turns
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._roles: dict[Role, int] = {role: self._special(token) for role, token in ROLE_TOKENS.items()}
-        self.end_id = self._special(END)
-        self.image_id = self._special(IMAGE)
+        self.end_id = self._special(END_TOKEN)
+        self.image_id = self._special(IMAGE_TOKEN)
         self.item_ids = {"vision": self.image_id}  # encoder unit -> the token that each of its features replaces
-        if AUDIO in known:
-            self.item_ids["audio"] = self._special(AUDIO)
+        if AUDIO_TOKEN in known:
+            self.item_ids["audio"] = self._special(AUDIO_TOKEN)
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     @classmethod
@@ -70,17 +72,17 @@ class ChatTokenizer:
         except Exception as error:  # the library raises bare Exception for whatever it cannot parse
             raise DataError(f"data.tokenizer: {path}: not a `tokenizers` JSON file: {error}") from None
 
-    def encode(self, sample: Sample, features: Sequence[int], clip_features: Sequence[int] = ()) -> Encoded:
+    def encode(self, sample: Sample, features: Sequence[int], clip_features: Sequence[int] = ()) -> EncodedSample:
         """Encode a whole sample: image or video i becomes `features[i]` image tokens; clips likewise.
 
         Labels are the answers' tokens and the `<|end|>` that closes each, moved one place ahead: the token to predict.
         """
         ids, is_target = self._encode_turns(sample, {"vision": features, "audio": clip_features})
-        labels = np.full(len(ids), NO_LABEL, dtype=np.int64)
-        labels[:-1] = np.where(is_target[1:], ids[1:], NO_LABEL)
-        return Encoded(ids, labels)
+        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+        labels[:-1] = np.where(is_target[1:], ids[1:], IGNORE_INDEX)
+        return EncodedSample(ids, labels)
 
-    def counter(self, most: int) -> Callable[[Sample, Sequence[int], Sequence[int]], tuple[int, int]]:
+    def length_counter(self, most: int) -> Callable[[Sample, Sequence[int], Sequence[int]], tuple[int, int]]:
         """A function with the arguments of `encode` that tells how many ids and how many targets that would give.
 
         Texts that surely have more than `most` tokens are not looked at (megabytes of them take minutes, and memory a
@@ -91,7 +93,7 @@ class ChatTokenizer:
         def tell(sample: Sample, features: Sequence[int], clip_features: Sequence[int]) -> tuple[int, int]:
             ids, targets = sum(features) + sum(clip_features), 0
             marked = len(IMAGE_MARK) * (len(features) + len(clip_features))  # all marks are as long
-            least = count.at_least(sum([len(turn.text) for turn in sample.turns]) - marked)
+            least = count.min_tokens(sum([len(turn.text) for turn in sample.turns]) - marked)
             if least > most:
                 return least, 0
             first, *others = _marks(sample)

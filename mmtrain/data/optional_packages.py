@@ -6,7 +6,7 @@ from types import ModuleType
 from mmtrain.errors import DataError
 
 
-def require(module: str, extra: str, what: str) -> ModuleType:
+def require_package(module: str, extra: str, what: str) -> ModuleType:
     """Import `module`; `DataError` says what needs it and which extra of mmtrain brings it."""
     try:
         return importlib.import_module(module)

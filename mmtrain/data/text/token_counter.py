@@ -41,7 +41,7 @@ class TokenCounter:
 
         self._longest = max(map(len, made["model"]["vocab"])) if pieces is not None else None
 
-    def at_least(self, characters: int) -> int:
+    def min_tokens(self, characters: int) -> int:
         """A number of tokens that a text so long surely has: none is longer than the longest of the vocabulary."""
         return 0 if self._longest is None else -(-characters // self._longest)
 

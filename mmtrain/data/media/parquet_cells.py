@@ -16,8 +16,8 @@ import pyarrow.parquet
 if TYPE_CHECKING:
     from mmtrain.data.media.media_bytes import ParquetCell
 
-BATCH_ROWS = 1  # rows decoded at once: a few bytes may stand for one large value in each of them (dictionaries)
-MAX_COLUMN_BYTES = 4 << 30  # of one column of a row group, decoded
+PARQUET_BATCH_ROWS = 1  # rows decoded at once: a few bytes may stand for one large value in each of them (dictionaries)
+MAX_PARQUET_COLUMN_BYTES = 4 << 30  # of one column of a row group, decoded
 _reading = threading.Lock()  # several threads asking for the same column must not decode it each
 
 
@@ -29,7 +29,7 @@ def open_cell(cell: "ParquetCell") -> BinaryIO:
             column = _column(cell.file, (stat.st_mtime_ns, stat.st_size), cell.row_group, cell.column)
         value = column[cell.row]
         value = value if cell.place is None else value[cell.place]
-        value = plain(value)
+        value = decode_dictionary(value)
         value = value["bytes"] if isinstance(value, pa.StructScalar) else value
         if not value.is_valid:
             raise OSError(f"{cell} is empty")
@@ -38,7 +38,7 @@ def open_cell(cell: "ParquetCell") -> BinaryIO:
         raise OSError(f"{type(error).__name__}: {error}") from None
 
 
-def plain(value: Any) -> Any:
+def decode_dictionary(value: Any) -> Any:
     """A value of a column, looked up where the column stores numbers of a dictionary's entries."""
     return value.value if isinstance(value, pa.DictionaryScalar) else value
 
@@ -48,9 +48,11 @@ def _column(file: str, stamp: tuple[int, int], row_group: int, name: str) -> Any
     """A column of a row group; `stamp` tells versions of the file apart."""
     batches, size = [], 0
     with pyarrow.parquet.ParquetFile(file) as parquet:
-        for batch in parquet.iter_batches(BATCH_ROWS, [row_group], [name], use_threads=False):
+        for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, [row_group], [name], use_threads=False):
             size += batch.nbytes
-            if size > MAX_COLUMN_BYTES:
-                raise OSError(f"{file}: column {name} of row group {row_group} is above {MAX_COLUMN_BYTES} bytes")
+            if size > MAX_PARQUET_COLUMN_BYTES:
+                raise OSError(
+                    f"{file}: column {name} of row group {row_group} is above {MAX_PARQUET_COLUMN_BYTES} bytes"
+                )
             batches.append(batch.column(0))
     return pa.chunked_array(batches)

@@ -15,22 +15,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.data.media.images import FloatArray
+from mmtrain.data.media.images import Float32Array
 from mmtrain.data.media.media_bytes import BadMediaError, Media
-from mmtrain.data.media.optional_packages import require
+from mmtrain.data.optional_packages import require_package
 from mmtrain.recipe.schema import AudioDataSettings
 
-SAMPLE_RATE = 16_000
-WINDOW = 400  # samples under one window
-HOP = 160  # samples from one frame to the next
-MAX_RATE, MAX_CHANNELS = 384_000, 32  # a short clip of a thousand channels would fill the memory
+SAMPLE_RATE_HZ = 16_000
+WINDOW_SAMPLES = 400  # samples under one window
+HOP_SAMPLES = 160  # samples from one frame to the next
+MAX_SAMPLE_RATE_HZ, MAX_AUDIO_CHANNELS = 384_000, 32  # a short clip of a thousand channels would fill the memory
 _SPARE_SECONDS = 0.1  # headers of compressed files are off by a packet
 _FLOOR = 1e-10
 _DECADES = 8.0
 _LINEAR_END_HZ, _LINEAR_END_MEL = 1000.0, 15.0  # Slaney's scale is linear up to here, logarithmic above
 _LOG_STEP = math.log(6.4) / 27.0
 
-Doubles = npt.NDArray[np.float64]
+Float64Array = npt.NDArray[np.float64]
 
 
 class BadAudioError(BadMediaError):
@@ -39,10 +39,10 @@ class BadAudioError(BadMediaError):
 
 def require_soundfile() -> ModuleType:
     """The library that decodes; `DataError` says how to install it."""
-    return require("soundfile", "audio", "model.audio: reading audio")
+    return require_package("soundfile", "audio", "model.audio: reading audio")
 
 
-def read_frames(media: Media, settings: AudioDataSettings, multiple: int) -> int:
+def read_num_frames(media: Media, settings: AudioDataSettings, multiple: int) -> int:
     """Log-mel frames of a clip, from its header: 10 ms each, rounded up to a multiple of `multiple`.
 
     Raises `BadAudioError` for what no decoder could use, and for a clip that is too long.
@@ -52,32 +52,34 @@ def read_frames(media: Media, settings: AudioDataSettings, multiple: int) -> int
         count, rate, channels = sound.frames, sound.samplerate, sound.channels
     if count < 1 or rate < 1:
         raise BadAudioError("empty_audio", f"{media}: {count} samples at {rate} Hz")
-    if rate > MAX_RATE or channels > MAX_CHANNELS:
+    if rate > MAX_SAMPLE_RATE_HZ or channels > MAX_AUDIO_CHANNELS:
         found = f"{media}: {channels} channels at {rate} Hz"
-        raise BadAudioError("audio_too_wide", f"{found}, at most {MAX_CHANNELS} at {MAX_RATE} Hz are decoded")
+        raise BadAudioError(
+            "audio_too_wide", f"{found}, at most {MAX_AUDIO_CHANNELS} at {MAX_SAMPLE_RATE_HZ} Hz are decoded"
+        )
     seconds, most = count / rate, settings.max_seconds
     if seconds > most:
         reason = f"{media}: {seconds:.1f} s is above data.audio.max_seconds = {most:g}"
         raise BadAudioError("clip_too_long", reason)
     if settings.scheme == "fixed":
-        count, rate = round(most * SAMPLE_RATE), SAMPLE_RATE
-    hops: int = math.ceil(count * SAMPLE_RATE / (rate * HOP))
+        count, rate = round(most * SAMPLE_RATE_HZ), SAMPLE_RATE_HZ
+    hops: int = math.ceil(count * SAMPLE_RATE_HZ / (rate * HOP_SAMPLES))
     return math.ceil(hops / multiple) * multiple
 
 
-def load_mels(media: Media, frames: int, bins: int) -> FloatArray:
+def load_log_mels(media: Media, frames: int, bins: int) -> Float32Array:
     """Decode a clip, mix its channels and return its log-mel frames (frames, bins), silence after its end.
 
     Raises `BadAudioError`.
     """
     seconds = list(_decoded(media))
-    rate = seconds[0].rate if seconds else SAMPLE_RATE
+    rate = seconds[0].rate if seconds else SAMPLE_RATE_HZ
     mixed = np.concatenate([np.zeros(0), *(second.samples.mean(axis=1, dtype=np.float64) for second in seconds)])
-    wave = resample(mixed, rate)[: frames * HOP]
-    return log_mel(np.pad(wave, (0, frames * HOP - len(wave))), bins)
+    wave = resample(mixed, rate)[: frames * HOP_SAMPLES]
+    return log_mel(np.pad(wave, (0, frames * HOP_SAMPLES - len(wave))), bins)
 
 
-def try_decoding(media: Media) -> float:
+def decoded_duration_s(media: Media) -> float:
     """Decode a clip of any length without keeping it; its seconds. Raises `BadAudioError`."""
     return sum(len(second.samples) / second.rate for second in _decoded(media))
 
@@ -86,7 +88,7 @@ def try_decoding(media: Media) -> float:
 class _Second:
     """A second of a clip, or what is left of it."""
 
-    samples: FloatArray  # (n, channels)
+    samples: Float32Array  # (n, channels)
     rate: int
 
 
@@ -103,31 +105,33 @@ def _decoded(media: Media) -> Iterator[_Second]:
             raise BadAudioError("truncated", f"{media}: {found} of {promised} samples are there")
 
 
-def resample(wave: Doubles, rate: int) -> Doubles:
+def resample(wave: Float64Array, rate: int) -> Float64Array:
     """Resample (n,) from `rate` to 16 kHz: ceil(n * 16000 / rate) samples, band-limited, by way of the spectrum."""
-    if rate == SAMPLE_RATE:
+    if rate == SAMPLE_RATE_HZ:
         return wave
-    wanted = math.ceil(len(wave) * SAMPLE_RATE / rate)
+    wanted = math.ceil(len(wave) * SAMPLE_RATE_HZ / rate)
     # The spectrum is that of a wave that repeats: silence in between keeps the end from ringing at the start. Whole
     # seconds make both lengths whole.
     seconds = math.ceil(len(wave) / rate + 0.1)
     spectrum = np.fft.rfft(wave, seconds * rate)
-    longer = np.zeros(seconds * SAMPLE_RATE // 2 + 1, dtype=spectrum.dtype)
+    longer = np.zeros(seconds * SAMPLE_RATE_HZ // 2 + 1, dtype=spectrum.dtype)
     kept = min(len(spectrum), len(longer))
     longer[:kept] = spectrum[:kept]
-    resampled: Doubles = np.fft.irfft(longer, seconds * SAMPLE_RATE)[:wanted] * (SAMPLE_RATE / rate)
+    resampled: Float64Array = np.fft.irfft(longer, seconds * SAMPLE_RATE_HZ)[:wanted] * (SAMPLE_RATE_HZ / rate)
     return resampled
 
 
-def log_mel(wave: Doubles, bins: int) -> FloatArray:
+def log_mel(wave: Float64Array, bins: int) -> Float32Array:
     """Log-mel frames (n / 160, bins) of (n,) samples at 16 kHz, scaled as Whisper does: loudest near 1, floor 2 below.
 
     n is a multiple of 160, and longer than half a window.
     """
-    assert len(wave) % HOP == 0, f"{len(wave)} samples are not whole frames"
-    around = np.pad(wave, WINDOW // 2, mode="reflect")
-    windows = np.lib.stride_tricks.sliding_window_view(around, WINDOW)[::HOP][: len(wave) // HOP]
-    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
+    assert len(wave) % HOP_SAMPLES == 0, f"{len(wave)} samples are not whole frames"
+    around = np.pad(wave, WINDOW_SAMPLES // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(around, WINDOW_SAMPLES)[::HOP_SAMPLES][
+        : len(wave) // HOP_SAMPLES
+    ]
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW_SAMPLES) / WINDOW_SAMPLES)
     power = np.abs(np.fft.rfft(windows * hann, axis=1)) ** 2
     log = np.log10(np.maximum(power @ mel_filters(bins), _FLOOR))
     log = np.maximum(log, log.max() - _DECADES)
@@ -135,14 +139,14 @@ def log_mel(wave: Doubles, bins: int) -> FloatArray:
 
 
 @lru_cache(maxsize=4)
-def mel_filters(bins: int) -> Doubles:
+def mel_filters(bins: int) -> Float64Array:
     """(201, bins) triangles over the spectrum, evenly spaced on Slaney's mel scale from 0 to 8 kHz, of equal area."""
-    edges = _hertz(np.linspace(0.0, _mel(SAMPLE_RATE / 2), bins + 2))
-    frequencies = np.linspace(0.0, SAMPLE_RATE / 2, WINDOW // 2 + 1)[:, None]
+    edges = _hertz(np.linspace(0.0, _mel(SAMPLE_RATE_HZ / 2), bins + 2))
+    frequencies = np.linspace(0.0, SAMPLE_RATE_HZ / 2, WINDOW_SAMPLES // 2 + 1)[:, None]
     lower, centre, upper = edges[:-2], edges[1:-1], edges[2:]
     rising = (frequencies - lower) / (centre - lower)
     falling = (upper - frequencies) / (upper - centre)
-    filters: Doubles = np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (upper - lower))
+    filters: Float64Array = np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (upper - lower))
     return filters
 
 
@@ -152,7 +156,7 @@ def _mel(hertz: float) -> float:
     return _LINEAR_END_MEL + math.log(hertz / _LINEAR_END_HZ) / _LOG_STEP
 
 
-def _hertz(mel: Doubles) -> Doubles:
+def _hertz(mel: Float64Array) -> Float64Array:
     linear = mel * _LINEAR_END_HZ / _LINEAR_END_MEL
     return np.where(mel < _LINEAR_END_MEL, linear, _LINEAR_END_HZ * np.exp(_LOG_STEP * (mel - _LINEAR_END_MEL)))
 

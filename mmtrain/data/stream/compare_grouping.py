@@ -12,7 +12,7 @@ from mmtrain.balance.summary import GroupingScore, score_grouping
 from mmtrain.data.stream.group_stream import GroupStream
 
 
-def compare_methods(
+def compare_grouping_methods(
     lengths: SampleLengths,
     weights: npt.NDArray[np.float64],
     grouping: Grouping,
