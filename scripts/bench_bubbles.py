@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from mmtrain.balance import Grouping
-from mmtrain.cli.recipe_index import indexed
+from mmtrain.cli.recipe_index import index_recipe
 from mmtrain.costs import costs_for, machine_for, precision_for
 from mmtrain.models.model_shape import build_model_shape as model_shape
 from mmtrain.plan.artifact.layout import MeshSize
@@ -52,7 +52,9 @@ def row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
         shape,
         costs_for(machine, precision, recipe.cluster.costs),
         precision,
-        sample_batches(indexed(recipe).lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed),
+        sample_batches(
+            index_recipe(recipe).lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed
+        ),
         recipe.data.seq_len,
         {unit: getattr(recipe.parallel, unit).recompute for unit in choices},
         encoder_microbatches(recipe, shape),

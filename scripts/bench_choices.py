@@ -13,7 +13,7 @@ from mmtrain.data import build_index as index
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
 from mmtrain.recipe import load_recipe
-from mmtrain.report.scaling import mesh_text
+from mmtrain.report.scaling import layout_text
 
 WHOLE = ("parallel.vision.sp=false", "parallel.audio.sp=false", "parallel.llm.sp=false")
 APART = ("parallel.placement=disaggregated",)
@@ -60,7 +60,7 @@ def _told(name: str, overrides: Sequence[str]) -> str:
     sliced = "+".join(unit for unit, u in found.units.items() if u.sp) or "none"
     return (
         f"{found.predicted.step_time_s:.4f} s, {peak:.1f} GiB, {again} layers recomputed, sliced: {sliced}; "
-        f"{mesh_text(found)} ({time.process_time() - start:.0f} s)"
+        f"{layout_text(found)} ({time.process_time() - start:.0f} s)"
     )
 
 

@@ -35,7 +35,7 @@ from mmtrain.plan.estimate.simulate_plan import simulate_plan
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
-from mmtrain.report.comparison import Trace, compare, comparison_text, path_rows
+from mmtrain.report.comparison import RunTrace, comparison_rows, comparison_text, critical_path_rows
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
@@ -148,7 +148,7 @@ def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
     )
     trace_file, memory_file = folder / "trace.json", folder / "memory.json"
     launch_local(RANKS, partial(run_rank, recipe, chosen, trace_file, memory_file))
-    trace = Trace.load(trace_file)
+    trace = RunTrace.load(trace_file)
     stream, dp = GroupStream.of(recipe, build_index(recipe)), {name: unit.dp for name, unit in chosen.units.items()}
     counts = chosen.schedule.num_microbatches
     batches = [stream.batch(number - 1, recipe.train.global_batch, dp, counts) for number in trace.steps]
@@ -159,7 +159,11 @@ def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
     print(f"\n{case}: {chosen.placement}, {_sizes(chosen)}; step {statistics.median(measured) * 1e3:.0f} ms")
     print(*lines, sep="\n", flush=True)
     if detail:
-        print(comparison_text(compare(timelines, trace), timelines[0].bubble_shares(), path_rows(timelines)))
+        print(
+            comparison_text(
+                comparison_rows(timelines, trace), timelines[0].bubble_shares(), critical_path_rows(timelines)
+            )
+        )
     return Outcome(statistics.median(ratios), tuple(memory))
 
 

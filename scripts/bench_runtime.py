@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmtrain.cli.local_cluster import cluster_of
+from mmtrain.cli.local_cluster import resolve_cluster
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.planner import plan
@@ -58,7 +58,7 @@ class Stopwatch:
 def main() -> None:
     recipe_file, *options = sys.argv[1:]
     recipe = load_recipe(Path(recipe_file), [o for o in options if o != "--set"]).recipe
-    ranks, hardware = cluster_of(recipe)
+    ranks, hardware = resolve_cluster(recipe)
     lengths = build_index(recipe).lengths
     chosen = plan(recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe))
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {chosen.placement} plan")

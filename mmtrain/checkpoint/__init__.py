@@ -1,6 +1,6 @@
 """Checkpoints: sharded safetensors under a manifest of SHA-256 sums, committed by rename, read in any cut.
 
-folder = save(root, step, shards, state, rank_state, keep=2, ranks=ranks)
+folder = save(root, Snapshot(step, shards, state, rank_state), keep=2, ranks=ranks)
 checkpoint = open_newest_good(root, on_bad=print, ranks=ranks)
 weight = checkpoint.read("llm.layers.0.weight", ShardSpec((64, 32), dim=0, start=32, stop=64))
 """
@@ -8,7 +8,7 @@ weight = checkpoint.read("llm.layers.0.weight", ShardSpec((64, 32), dim=0, start
 from mmtrain.checkpoint.folders import find, latest
 from mmtrain.checkpoint.load import Checkpoint, open_newest_good
 from mmtrain.checkpoint.rank_agreement import Ranks
-from mmtrain.checkpoint.save import save
+from mmtrain.checkpoint.save import Snapshot, save
 from mmtrain.checkpoint.storage import FileSum, LocalStorage, Storage
 from mmtrain.checkpoint.tensor_pieces import Shard, ShardSpec
 from mmtrain.checkpoint.verify import verify
@@ -20,6 +20,7 @@ __all__ = [
     "Ranks",
     "Shard",
     "ShardSpec",
+    "Snapshot",
     "Storage",
     "find",
     "latest",

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +16,44 @@ from mmtrain.checkpoint.verify import complete, verify_together
 from mmtrain.errors import CheckpointError
 
 
-def save(
-    root: Path,
-    step: int,
-    shards: Sequence[Shard],
-    state: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
-    *,
-    keep: int,
-    ranks: Ranks,
-    storage: Storage | None = None,
-) -> Path:
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a checkpoint.
+
+    `state` and `rank_state` are JSON values: position in the data, schedule, random generators as integers or hex.
+    """
+
+    step: int
+    shards: Sequence[Shard]  # the pieces this rank owns: exactly one of the ranks that hold the same tensor passes it
+    state: Mapping[str, Any] = field(default_factory=dict)  # common to all ranks; the one of rank 0 is saved
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save(root: Path, snapshot: Snapshot, *, keep: int, ranks: Ranks, storage: Storage | None = None) -> Path:
     """Save one checkpoint together with all ranks; return its folder.
 
-    `shards` are the pieces this rank *owns*: of a tensor that several ranks hold alike, exactly one passes it.
-    `state` (rank 0's counts) and `rank_state` are JSON values: position in the data, schedule, random generators
-    as integers or hex. When this returns, the checkpoint survives a power cut and `latest` names it. Afterwards
-    the `keep` newest checkpoints remain; nothing goes while one of those is found damaged.
+    When this returns, the checkpoint survives a power cut and `latest` names it. Afterwards the `keep` newest
+    checkpoints remain; no checkpoint is removed while one of those is found damaged.
 
-    Raises CheckpointError, the same on every rank, if any rank fails; then nothing was committed, what was there
-    before is untouched and the draft is removed (by the next save, if this process dies first).
+    Raises CheckpointError, the same on every rank, if any rank fails. Then nothing was committed, earlier checkpoints
+    are untouched and the draft is removed (by the next save, if this process dies first).
     """
     storage = storage or LocalStorage()
     # No rank may write before rank 0 has made the folder, and none may choose another name for it.
-    draft = Path(ranks.from_zero(f"preparing to save in {root}", lambda: str(_begin(root, storage))))
+    draft = Path(ranks.from_zero(f"preparing to save in {root}", lambda: str(_make_draft(root, storage))))
     # Rank 0 may not write the manifest, which says that all is there, before every rank's files are on the disk.
-    records = ranks.gather(_write_own(draft, shards, rank_state, ranks.rank, storage))
+    records = ranks.gather(_write_rank_files(draft, snapshot, ranks.rank, storage))
     # No rank may go on, and perhaps exit or count this step as saved, before the commit has happened.
     folder = Path(
-        ranks.from_zero(f"saving step {step}", lambda: str(_commit(root, draft, step, state, records or [], storage)))
+        ranks.from_zero(
+            f"saving step {snapshot.step}", lambda: str(_commit(root, draft, snapshot, records or [], storage))
+        )
     )
     _retire(root, keep, ranks, storage)
     return folder
 
 
-def _begin(root: Path, storage: Storage) -> Path:
+def _make_draft(root: Path, storage: Storage) -> Path:
     """Remove what crashed saves left, which may be what fills the disk, and make a folder for this one."""
     for leftover in layout.drafts(root):
         storage.remove(leftover)
@@ -59,24 +62,22 @@ def _begin(root: Path, storage: Storage) -> Path:
     return draft
 
 
-def _write_own(
-    draft: Path, shards: Sequence[Shard], rank_state: Mapping[str, Any], rank: int, storage: Storage
-) -> dict[str, Any]:
+def _write_rank_files(draft: Path, snapshot: Snapshot, rank: int, storage: Storage) -> dict[str, Any]:
     """Write this rank's two files; return their sums and what the pieces are, or the error.
 
     Errors are returned, not raised: a rank that left here would leave the others waiting in `gather`.
     """
     try:
         pieces: dict[str, dict[str, Any]] = {}
-        for shard in shards:
+        for shard in snapshot.shards:
             dtype, shape = tensorfile.dtype_name(shard.tensor), shard.spec.full_shape
             known = pieces.setdefault(shard.name, {"dtype": dtype, "shape": shape, "pieces": []})
             if (known["dtype"], known["shape"]) != (dtype, shape):
                 raise CheckpointError(f"{shard.name}: pieces of different shapes or dtypes on rank {rank}")
             known["pieces"].append(shard.spec.to_text())
-        own_state = json.dumps(rank_state, allow_nan=False).encode()
+        own_state = json.dumps(snapshot.rank_state, allow_nan=False).encode()
         contents: dict[str, Iterable[bytes | memoryview]] = {
-            layout.tensor_file(rank): tensorfile.chunks(shards),
+            layout.tensor_file(rank): tensorfile.chunks(snapshot.shards),
             layout.state_file(rank): [own_state],
         }
         files = {name: asdict(_write(draft / name, chunks, storage)) for name, chunks in contents.items()}
@@ -88,8 +89,7 @@ def _write_own(
 def _commit(
     root: Path,
     draft: Path,
-    step: int,
-    state: Mapping[str, Any],
+    snapshot: Snapshot,
     records: Sequence[Mapping[str, Any]],
     storage: Storage,
 ) -> Path:
@@ -99,10 +99,10 @@ def _commit(
             raise CheckpointError("; ".join(errors))
         files = {name: FileSum(**file) for record in records for name, file in record["files"].items()}
         tensors = join_pieces([record["pieces"] for record in records])
-        manifest = Manifest(step, len(records), state, files, tensors)
+        manifest = Manifest(snapshot.step, len(records), snapshot.state, files, tensors)
         _write(draft / layout.MANIFEST, [manifest.to_bytes()], storage)
         storage.sync_folder(draft)  # the names inside must be on the disk before the folder gets its own
-        folder = layout.free_folder(root, step)
+        folder = layout.free_folder(root, snapshot.step)
         storage.rename(draft, folder)
     except Exception as error:
         _discard(draft, storage)

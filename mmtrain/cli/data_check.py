@@ -10,8 +10,8 @@ from mmtrain.cli.options import AsJson, Overrides
 if TYPE_CHECKING:
     from mmtrain.data.index.data_check import CheckReport
 
-EXAMPLES = 3  # of each kind of fault
-TOLD = 4  # how often progress is told where no bar can be drawn
+MAX_EXAMPLES_PER_REASON = 3  # of each kind of fault
+NUM_PROGRESS_LINES = 4  # how often progress is told where no bar can be drawn
 _PLURALS = {"image": "images", "video": "videos", "audio": "clips"}
 
 
@@ -34,7 +34,7 @@ def check(
     import sys
     from dataclasses import asdict
 
-    from mmtrain.cli.recipe_index import tell
+    from mmtrain.cli.recipe_index import print_note
     from mmtrain.data.index.data_check import check_sources as check_any
     from mmtrain.data.index.data_check import check_sources_for_recipe
     from mmtrain.errors import UserError
@@ -47,27 +47,30 @@ def check(
         def show(done: int, total: int) -> None:
             bar.length = total
             bar.update(1)
-            if not sys.stderr.isatty() and done * TOLD // total > (done - 1) * TOLD // total:
-                tell(f"decoded {done:,} of {total:,}")
+            if (
+                not sys.stderr.isatty()
+                and done * NUM_PROGRESS_LINES // total > (done - 1) * NUM_PROGRESS_LINES // total
+            ):
+                print_note(f"decoded {done:,} of {total:,}")
 
         if recipe is not None:
             settings = load_recipe(recipe, overrides).recipe
             report = check_sources_for_recipe(
-                settings, wanted or [*settings.data.sources, *settings.data.validation], show, tell
+                settings, wanted or [*settings.data.sources, *settings.data.validation], show, print_note
             )
         elif wanted:
-            report = check_any(wanted, show, tell)
+            report = check_any(wanted, show, print_note)
         else:
             raise UserError("nothing to check: name data files, or a recipe with --recipe")
     if as_json:
         typer.echo(json.dumps({**asdict(report), "kinds": report.kinds, "passed": report.passed}))
     else:
-        typer.echo(in_words(report))
+        typer.echo(check_text(report))
     if not report.passed:
         raise typer.Exit(1)
 
 
-def in_words(report: "CheckReport") -> str:
+def check_text(report: "CheckReport") -> str:
     """The report as lines: counts, then each kind of fault with its first examples."""
     from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
 
@@ -76,7 +79,7 @@ def in_words(report: "CheckReport") -> str:
     lines = [f"{report.samples} samples, {len(report.bad)} of them bad; decoded without fault: {media}{sound}"]
     for kind, count in report.kinds.items():
         lines.append(f"  {kind}: {count} ({QUARANTINE_REASONS[kind]})")
-        lines += [f"    {q}" for q in [q for q in report.bad if q.kind == kind][:EXAMPLES]]
+        lines += [f"    {q}" for q in [q for q in report.bad if q.kind == kind][:MAX_EXAMPLES_PER_REASON]]
     if not report.passed:
         lines.append(f"more than the {report.allowed_rate:.2%} that data.max_bad_rate allows")
     return "\n".join(lines)

@@ -26,13 +26,13 @@ def group(
     from dataclasses import asdict
 
     from mmtrain.balance import Grouping
-    from mmtrain.cli.recipe_index import indexed
+    from mmtrain.cli.recipe_index import index_recipe
     from mmtrain.data.stream.compare_grouping import compare_grouping_methods
     from mmtrain.recipe import load_recipe
     from mmtrain.report.data_view import grouping_text
 
     settings = load_recipe(recipe, overrides).recipe
-    index = indexed(settings)
+    index = index_recipe(settings)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
     side_by_side = replicas or settings.parallel.llm.dp or grouping.row_size
     scores = compare_grouping_methods(

@@ -27,7 +27,7 @@ def stats(
     from dataclasses import asdict
 
     from mmtrain.balance.summary import summarize_lengths
-    from mmtrain.cli.recipe_index import tell
+    from mmtrain.cli.recipe_index import print_note
     from mmtrain.data.index.stats import compute_stats, compute_stats_for_recipe
     from mmtrain.recipe import load_recipe
     from mmtrain.recipe.schema import SourceSettings
@@ -35,9 +35,9 @@ def stats(
 
     wanted = [SourceSettings(path=source.absolute()) for source in sources]
     seen = (
-        compute_stats(wanted, tell)
+        compute_stats(wanted, print_note)
         if recipe is None
-        else compute_stats_for_recipe(load_recipe(recipe, overrides).recipe, wanted, tell)
+        else compute_stats_for_recipe(load_recipe(recipe, overrides).recipe, wanted, print_note)
     )
     summary = summarize_lengths(seen.names, seen.values)
     if png is not None:

@@ -27,10 +27,10 @@ def doctor(
     from mmtrain.runtime.profiling.doctor import examine_machine
 
     health = examine_machine(run_dir, links)
-    typer.echo(json.dumps(asdict(health), indent=2) if as_json else "\n".join(lines(health)))
+    typer.echo(json.dumps(asdict(health), indent=2) if as_json else "\n".join(health_lines(health)))
 
 
-def lines(health: "MachineReport") -> list[str]:
+def health_lines(health: "MachineReport") -> list[str]:
     """What was found, for people."""
     text = ["Versions    " + ", ".join(f"{name} {version}" for name, version in health.versions.items())]
     text += [f"{'Devices' if i == 0 else '':<12}{device}" for i, device in enumerate(health.devices)]

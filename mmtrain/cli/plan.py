@@ -42,7 +42,7 @@ def plan(
     from shlex import quote
 
     from mmtrain.cli.options import require_writable, text_width
-    from mmtrain.cli.whatif import cluster_settings, counts, sweep
+    from mmtrain.cli.whatif import cluster_overrides, parse_gpu_counts, plan_for_each_count
     from mmtrain.errors import UserError, writing
     from mmtrain.recipe import is_runnable, load_recipe
 
@@ -50,28 +50,29 @@ def plan(
         raise UserError("--gpus compares clusters: it saves no plan (--out) and runs none (--measure)")
     if baseline is not None:
         _require_known(baseline, measure)
-    numbers = None if gpus is None else counts(gpus)
-    short = [] if cluster is None else cluster_settings(cluster)
+    numbers = None if gpus is None else parse_gpu_counts(gpus)
+    short = [] if cluster is None else cluster_overrides(cluster)
     short += [] if placement is None else [f"parallel.placement={placement}"]
     settings = load_recipe(recipe, [*short, *overrides]).recipe  # a wrong recipe is told before anything slow starts
     if out is not None:
         require_writable("--out", out, "plan")
-    from mmtrain.cli.local_cluster import measuring, plan_here, planning_bar
-    from mmtrain.cli.recipe_index import indexed
+    from mmtrain.cli.local_cluster import plan_here, plan_timer
+    from mmtrain.cli.planning_bar import planning_bar
+    from mmtrain.cli.recipe_index import index_recipe
     from mmtrain.report import plan_table
 
-    lengths = indexed(settings).lengths
+    lengths = index_recipe(settings).lengths
     with planning_bar() as bar:
         if numbers is not None:
             from mmtrain.report.scaling import scaling_json, scaling_table
 
-            found = sweep(
+            found = plan_for_each_count(
                 settings, numbers, partial(plan_here, lengths=lengths, top=1, progress=bar, baseline=baseline)
             )
             told = json.dumps(list(scaling_json(found)), indent=2) if as_json else scaling_table(found, text_width())
             typer.echo(told)
             return
-        runs = measuring(settings) if measure else None
+        runs = plan_timer(settings) if measure else None
         chosen = plan_here(settings, lengths, top=top, explain=explain, progress=bar, measure=runs, baseline=baseline)
     if out is not None:
         with writing("--out", out, "plan"):

@@ -43,14 +43,14 @@ def profile(
     from mmtrain.recipe import load_recipe
 
     settings = load_recipe(recipe, overrides).recipe  # a wrong recipe is told before torch has loaded
-    from mmtrain.cli.local_cluster import cluster_of
+    from mmtrain.cli.local_cluster import resolve_cluster
     from mmtrain.costs.cost_table import CostTable
     from mmtrain.data import build_index
     from mmtrain.plan.search.profiled_sizes import sizes_to_measure
     from mmtrain.runtime.profiling.profile import ProfileRequest, empty_cost_table
     from mmtrain.runtime.profiling.profile import profile as measure
 
-    ranks, hardware = cluster_of(settings)
+    ranks, hardware = resolve_cluster(settings)
     sizes = sizes_to_measure(settings, ranks, only, tp)
     try:
         lengths = build_index(settings).lengths

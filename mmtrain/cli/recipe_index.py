@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     from mmtrain.data import DataIndex
 
 
-def indexed(recipe: Recipe) -> "DataIndex":
+def index_recipe(recipe: Recipe) -> "DataIndex":
     """Index the recipe's samples, or read the index kept; what is worth knowing goes to stderr, a line each."""
     from mmtrain.data import build_index
 
-    index = build_index(recipe, notify=tell)
+    index = build_index(recipe, notify=print_note)
     for remark in index.remarks():
-        tell(remark)
+        print_note(remark)
     return index
 
 
-def tell(line: str) -> None:
+def print_note(line: str) -> None:
     """Say something beside a command's output."""
     import typer
 

@@ -8,7 +8,7 @@ import typer
 from mmtrain.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from mmtrain.cli.simulated_steps import Rehearsal
+    from mmtrain.cli.simulated_steps import SimulatedSteps
 
 
 def simulate(
@@ -41,14 +41,14 @@ def simulate(
 
     from mmtrain.cli.options import text_width
     from mmtrain.errors import writing
-    from mmtrain.report.comparison import compare, comparison_text, overlay, path_rows
+    from mmtrain.report.comparison import comparison_rows, comparison_text, critical_path_rows, overlay_trace
 
-    found = _rehearsed(source, overrides, plan, against, step)
-    rows, path = compare(found.timelines, found.trace), path_rows(found.timelines)
+    found = _simulate_source(source, overrides, plan, against, step)
+    rows, path = comparison_rows(found.timelines, found.trace), critical_path_rows(found.timelines)
     bubbles = found.timelines[0].bubble_shares()
     if out is not None:
         with writing("--out", out, "trace"):
-            out.write_text(json.dumps(overlay(found.timelines, found.trace, found.plan.sha256)), encoding="utf-8")
+            out.write_text(json.dumps(overlay_trace(found.timelines, found.trace, found.plan.sha256)), encoding="utf-8")
     if as_json:
         told = {
             "seconds": [row.to_json() for row in rows],
@@ -61,12 +61,14 @@ def simulate(
         typer.echo(comparison_text(rows, bubbles, path, text_width()))
 
 
-def _rehearsed(source: Path, overrides: list[str], plan: Path | None, against: Path | None, step: int) -> "Rehearsal":
+def _simulate_source(
+    source: Path, overrides: list[str], plan: Path | None, against: Path | None, step: int
+) -> "SimulatedSteps":
     """Take recipe, plan and trace from where they are.
 
     Raises UserError for what does not go together.
     """
-    from mmtrain.cli.simulated_steps import rehearsal
+    from mmtrain.cli.simulated_steps import simulate_steps
     from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe
     from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
@@ -84,10 +86,10 @@ def _rehearsed(source: Path, overrides: list[str], plan: Path | None, against: P
     run = source if is_run else against
     recipe = load_recipe(run / RECIPE_FILE if run is not None and (is_plan or is_run) else source, overrides).recipe
     chosen = source if is_plan else plan or (run / PLAN_FILE if run else None)
-    return rehearsal(recipe, chosen, run / TRACE_FILE if run else None, (step,))
+    return simulate_steps(recipe, chosen, run / TRACE_FILE if run else None, (step,))
 
 
-def _path_json(found: "Rehearsal") -> list[dict[str, Any]]:
+def _path_json(found: "SimulatedSteps") -> list[dict[str, Any]]:
     """The critical path of the first simulated step, action by action."""
     from mmtrain.program import action_to_text
 

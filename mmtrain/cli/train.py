@@ -32,17 +32,24 @@ def train(
 
     loaded = load_recipe(recipe, overrides)  # a wrong recipe is told before torch has loaded
     require_runnable(loaded.recipe, "train")
-    from mmtrain.cli.local_cluster import cluster_of, plan_for_started
+    from mmtrain.cli.local_cluster import plan_for_started_ranks, resolve_cluster
     from mmtrain.plan import load_plan
     from mmtrain.plan.artifact.plan_files import ranks_to_start
     from mmtrain.runtime.training.train import TrainRequest, run
 
     folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
-    ranks, hardware = cluster_of(loaded.recipe)
+    ranks, hardware = resolve_cluster(loaded.recipe)
     if plan is not None:
         ranks = ranks_to_start(load_plan(plan), loaded.recipe, ranks)
     run(
         TrainRequest(
-            loaded, plan_for_started, hardware, ranks, folder, plan_path=plan, resume=resume, max_restarts=max_restarts
+            loaded,
+            plan_for_started_ranks,
+            hardware,
+            ranks,
+            folder,
+            plan_path=plan,
+            resume=resume,
+            max_restarts=max_restarts,
         )
     )

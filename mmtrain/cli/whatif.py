@@ -8,12 +8,12 @@ from mmtrain.recipe import Recipe
 
 if TYPE_CHECKING:
     from mmtrain.plan import Plan
-    from mmtrain.report.scaling import Scaled
+    from mmtrain.report.scaling import ScalingPoint
 
 _CLUSTER = "h100-80g:nodes=8, with nodes, ranks, ranks_per_node and memory_gib where they matter"
 
 
-def cluster_settings(text: str) -> list[str]:
+def cluster_overrides(text: str) -> list[str]:
     """The overrides that `--cluster h100:nodes=384,ranks_per_node=8` stands for.
 
     The hardware's name may be cut short while it stays clear. A table of measured costs belongs to another cluster
@@ -47,7 +47,7 @@ def cluster_settings(text: str) -> list[str]:
     return [f"cluster.{key}={value}" for key, value in settings.items()]
 
 
-def counts(text: str) -> list[int]:
+def parse_gpu_counts(text: str) -> list[int]:
     """The numbers of `--gpus 64,128,256`, rising. Raises UserError."""
     try:
         found = sorted({int(part) for part in text.split(",")})
@@ -58,18 +58,20 @@ def counts(text: str) -> list[int]:
     return found
 
 
-def sweep(recipe: Recipe, numbers: list[int], plan_for: "Callable[[Recipe], Plan]") -> "list[Scaled]":
+def plan_for_each_count(
+    recipe: Recipe, numbers: list[int], plan_for: "Callable[[Recipe], Plan]"
+) -> "list[ScalingPoint]":
     """The plan of each number of GPUs, or why there is none; PlanError if there is none at all."""
-    from mmtrain.report.scaling import Scaled
+    from mmtrain.report.scaling import ScalingPoint
 
     found = []
     for number in numbers:
         cluster = recipe.cluster.model_copy(update={"ranks": number})
         try:
             plan = plan_for(recipe.model_copy(update={"cluster": cluster}))
-            found.append(Scaled(number, plan, ""))
+            found.append(ScalingPoint(number, plan, ""))
         except PlanError as error:
-            found.append(Scaled(number, None, str(error)))
+            found.append(ScalingPoint(number, None, str(error)))
     if all(one.plan is None for one in found):
         raise PlanError(f"--gpus: there is a plan for none of them; for {found[-1].gpus}, {found[-1].reason}")
     return found

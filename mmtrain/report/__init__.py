@@ -1,19 +1,19 @@
 """What people see of plans and runs: progress while training, the log on disk, tables afterwards."""
 
-from mmtrain.report.evaluation import EvaluationResult, Example, TemplateScore
+from mmtrain.report.evaluation import AnsweredQuestion, EvaluationResult, TemplateScore
 from mmtrain.report.metrics_record import StepMetrics, TimeSplit
 from mmtrain.report.plan_view import plan_table
-from mmtrain.report.progress import Progress, open_progress
+from mmtrain.report.progress import TrainingProgress, open_progress
 from mmtrain.report.runlog import RunLog, read_metrics
 
 __all__ = [
+    "AnsweredQuestion",
     "EvaluationResult",
-    "Example",
-    "Progress",
     "RunLog",
     "StepMetrics",
     "TemplateScore",
     "TimeSplit",
+    "TrainingProgress",
     "open_progress",
     "plan_table",
     "read_metrics",

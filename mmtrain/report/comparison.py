@@ -27,14 +27,14 @@ from mmtrain.program import (
     chrome_trace,
 )
 from mmtrain.program.ir.segments import direction
-from mmtrain.report.plain_text import WIDTH, rendered
+from mmtrain.report.plain_text import DEFAULT_WIDTH, render_text
 
-_COMPUTE, _US = 0, 1e-6
-MAX_PATH_ROWS = 12  # printed; a plan of many chunks has hundreds of kinds
+_COMPUTE_TID, _SECONDS_PER_US = 0, 1e-6
+MAX_CRITICAL_PATH_ROWS = 12  # printed; a plan of many chunks has hundreds of kinds
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """Seconds a step: of a stage's forwards or backwards, summed over microbatches, replicas and ranks; or of all."""
 
     what: str
@@ -52,13 +52,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Trace:
+class RunTrace:
     """A run's recorded steps, as Chrome trace JSON holds them."""
 
     content: Mapping[str, Any]
 
     @classmethod
-    def load(cls, path: Path) -> "Trace":
+    def load(cls, path: Path) -> "RunTrace":
         """Read a trace; UserError if there is none or it is none of a run."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ class Trace:
     @property
     def step_time_s(self) -> float:
         """Mean over the recorded steps."""
-        return float(self.content["otherData"]["step_time_us"]) * _US
+        return float(self.content["otherData"]["step_time_us"]) * _SECONDS_PER_US
 
     def bubble_shares(self) -> dict[str, float] | None:
         """Idle time by kind as a share of all rank-seconds, mean over the steps; None in traces that do not say."""
@@ -104,13 +104,13 @@ def stage_seconds(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, s
     """Compute seconds of a Chrome trace by (unit, stage, F or B), parts counted with what they are part of."""
     found: defaultdict[tuple[str, int, str], float] = defaultdict(float)
     for event in events:
-        if event["ph"] == "X" and event["tid"] == _COMPUTE:
+        if event["ph"] == "X" and event["tid"] == _COMPUTE_TID:
             args = event["args"]
-            found[args["unit"], args["stage"], event["name"][0]] += event["dur"] * _US
+            found[args["unit"], args["stage"], event["name"][0]] += event["dur"] * _SECONDS_PER_US
     return dict(found)
 
 
-def compare(simulated: Sequence[Timeline], trace: Trace | None) -> list[Row]:
+def comparison_rows(simulated: Sequence[Timeline], trace: RunTrace | None) -> list[ComparisonRow]:
     """A row for each stage's forwards and backwards, and one for the step: means over the simulated steps."""
     predicted: defaultdict[tuple[str, int, str], float] = defaultdict(float)
     for timeline in simulated:
@@ -118,15 +118,17 @@ def compare(simulated: Sequence[Timeline], trace: Trace | None) -> list[Row]:
             predicted[key] += seconds / len(simulated)
     measured = {} if trace is None else trace.stage_seconds()
     rows = [
-        Row(f"{unit}.{stage} {'forward' if kind == 'F' else 'backward'}", measured.get((unit, stage, kind)), seconds)
+        ComparisonRow(
+            f"{unit}.{stage} {'forward' if kind == 'F' else 'backward'}", measured.get((unit, stage, kind)), seconds
+        )
         for (unit, stage, kind), seconds in sorted(predicted.items())
     ]
     step = sum(t.step_time_s for t in simulated) / len(simulated)
-    return [*rows, Row("step", None if trace is None else trace.step_time_s, step)]
+    return [*rows, ComparisonRow("step", None if trace is None else trace.step_time_s, step)]
 
 
 @dataclass(frozen=True)
-class PathRow:
+class CriticalPathRow:
     """What work of one kind has of the critical path: seconds a step, and how many actions."""
 
     what: str  # `llm.0 forward`, `vision.0>llm.0 activation`, `reduce llm`, `optimizer`
@@ -139,7 +141,7 @@ class PathRow:
         return {"what": self.what, "part": self.part, "seconds": self.seconds, "actions": self.count}
 
 
-def path_rows(simulated: Sequence[Timeline]) -> list[PathRow]:
+def critical_path_rows(simulated: Sequence[Timeline]) -> list[CriticalPathRow]:
     """Where the step time comes from, largest first: means over the simulated steps. The seconds add up to the step."""
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     count: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -148,7 +150,9 @@ def path_rows(simulated: Sequence[Timeline]) -> list[PathRow]:
             words = _path_words(span.action)
             seconds[words] += span.duration_s / len(simulated)
             count[words] += 1 / len(simulated)
-    return sorted((PathRow(*words, s, count[words]) for words, s in seconds.items()), key=lambda row: -row.seconds)
+    return sorted(
+        (CriticalPathRow(*words, s, count[words]) for words, s in seconds.items()), key=lambda row: -row.seconds
+    )
 
 
 def _path_words(action: Action) -> tuple[str, str]:
@@ -168,7 +172,10 @@ def _path_words(action: Action) -> tuple[str, str]:
 
 
 def comparison_text(
-    rows: Sequence[Row], bubbles: Mapping[BubbleKind, float], path: Sequence[PathRow], width: int = WIDTH
+    rows: Sequence[ComparisonRow],
+    bubbles: Mapping[BubbleKind, float],
+    path: Sequence[CriticalPathRow],
+    width: int = DEFAULT_WIDTH,
 ) -> str:
     """The rows as a table, the simulated idle time by kind, and what the step time is made of."""
     measured = any(row.measured_s is not None for row in rows)
@@ -183,10 +190,10 @@ def comparison_text(
         table.add_row(row.what, *cells)
     idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles.items() if share >= 0.0005)
     told = f"Simulated ranks idle {sum(bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
-    return rendered(table, told, *(("", *_path_text(path)) if path else ()), width=width)
+    return render_text(table, told, *(("", *_path_text(path)) if path else ()), width=width)
 
 
-def _path_text(path: Sequence[PathRow]) -> tuple[str, Table]:
+def _path_text(path: Sequence[CriticalPathRow]) -> tuple[str, Table]:
     whole = sum(row.seconds for row in path) or 1.0
     parts: defaultdict[str, float] = defaultdict(float)
     for row in path:
@@ -196,15 +203,15 @@ def _path_text(path: Sequence[PathRow]) -> tuple[str, Table]:
     table = Table(title="Critical path", title_justify="left")
     for column in ("", "seconds", "share", "actions"):
         table.add_column(column, justify="left" if not column else "right")
-    for row in path[:MAX_PATH_ROWS]:
+    for row in path[:MAX_CRITICAL_PATH_ROWS]:
         table.add_row(row.what, f"{row.seconds * 1e3:.2f} ms", f"{row.seconds / whole:.1%}", f"{row.count:g}")
-    if rest := path[MAX_PATH_ROWS:]:
+    if rest := path[MAX_CRITICAL_PATH_ROWS:]:
         seconds = sum(row.seconds for row in rest)
         table.add_row(f"{len(rest)} others", f"{seconds * 1e3:.2f} ms", f"{seconds / whole:.1%}", "")
     return told, table
 
 
-def overlay(simulated: Sequence[Timeline], trace: Trace | None, plan_sha256: str) -> dict[str, Any]:
+def overlay_trace(simulated: Sequence[Timeline], trace: RunTrace | None, plan_sha256: str) -> dict[str, Any]:
     """One Chrome trace: the run's ranks, and under them, one for one, the simulated ones of the same steps."""
     starts = [0.0] * len(simulated)
     if trace is not None:

@@ -9,9 +9,9 @@ from rich.text import Text
 
 from mmtrain.balance.summary import GroupingScore, LengthDistribution, LengthSummary
 from mmtrain.errors import UserError, writing
-from mmtrain.report.plain_text import rendered
+from mmtrain.report.plain_text import render_text
 
-_BAR = 50  # characters of the fullest bin
+_BAR_COLUMNS = 50  # characters of the fullest bin
 _INK, _GROUND, _GREY = "#1f5a8c", "#ffffff", "#5c6670"
 
 
@@ -25,7 +25,7 @@ def stats_text(summary: LengthSummary, quarantined: Mapping[str, int]) -> str:
     if sum(present) > 1:
         parts += [Text(""), _correlation(summary, present)]
     parts.append(Text(f"\n{summary.samples} samples, {_set_aside(quarantined)}"))
-    return rendered(*parts).strip("\n")
+    return render_text(*parts).strip("\n")
 
 
 def grouping_text(scores: Sequence[GroupingScore], chosen: str, num_replicas: int, name: Callable[[int], str]) -> str:
@@ -61,7 +61,7 @@ def grouping_text(scores: Sequence[GroupingScore], chosen: str, num_replicas: in
         for unit, found in row.bounds.items()
         if found.sample is not None
     ]
-    return rendered(table, notes, *reached).strip("\n")
+    return render_text(table, notes, *reached).strip("\n")
 
 
 def stats_picture(summary: LengthSummary, path: Path) -> None:
@@ -114,7 +114,7 @@ def _bars(spread: LengthDistribution) -> list[str]:
     most = max(spread.counts, default=0)
     rows = []
     for count, lo, hi in zip(spread.counts, spread.edges, spread.edges[1:], strict=False):
-        length = count / most * _BAR
+        length = count / most * _BAR_COLUMNS
         bar = "█" * int(length) + ("▌" if length % 1 >= 0.5 else "") or ("▏" if count else "")
         rows.append(f"{_short(lo):>8} - {_short(hi):<8} {bar} {count}")
     return rows

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-MODALITIES = ("images", "clips")
+MEDIA_KINDS = ("images", "clips")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TemplateScore:
 
 
 @dataclass(frozen=True)
-class Example:
+class AnsweredQuestion:
     """One question as it was asked and answered."""
 
     question: str
@@ -50,7 +50,7 @@ class EvaluationResult:
 
     step: int
     templates: tuple[TemplateScore, ...]
-    examples: tuple[Example, ...]
+    examples: tuple[AnsweredQuestion, ...]
 
     @property
     def total(self) -> TemplateScore:
@@ -85,21 +85,21 @@ class EvaluationResult:
         return json.dumps({**figures, **asdict(self)}, indent=2, ensure_ascii=False)
 
     def to_text(self, width: int = 100) -> str:
-        """What `render` shows, without colours."""
+        """What `print_evaluation` shows, without colours."""
         console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
         with console.capture() as capture:
-            render(self, console)
+            print_evaluation(self, console)
         return capture.get()
 
 
-def render(result: EvaluationResult, console: Console) -> None:
+def print_evaluation(result: EvaluationResult, console: Console) -> None:
     """Print the table of scores, what they mean in two sentences, and the examples."""
     console.print(_table(result))
     console.print(Text("\n".join(_sentences(result))))
     for number, example in enumerate(result.examples, 1):
         right = example.expected == example.answered
         lines = [f"\n{number}. {example.question}"]
-        for modality in MODALITIES:
+        for modality in MEDIA_KINDS:
             if media := getattr(example, modality):
                 lines.append(f"   {modality:<10}{', '.join(media)}")
         lines.append(f"   expected  {example.expected}")
@@ -148,7 +148,7 @@ def _sum(name: str, scores: Sequence[TemplateScore]) -> TemplateScore:
         sum(score.exact for score in scores),
         sum(score.baseline for score in scores),
         sum(blanked) if len(blanked) == len(scores) else None,
-        tuple(name for name in MODALITIES if any(name in score.modalities for score in scores)),
+        tuple(name for name in MEDIA_KINDS if any(name in score.modalities for score in scores)),
     )
 
 

@@ -6,19 +6,19 @@ from typing import Any
 
 from mmtrain.balance.summary import GroupingScore
 from mmtrain.plan.artifact.plan import Plan
-from mmtrain.report.drawing import UNIT_PAINTS, svg, unit_paint
+from mmtrain.report.drawing import UNIT_COLORS, svg, unit_color
 from mmtrain.report.html_style import STYLE
 from mmtrain.report.plain_text import memory_text, seconds_text
-from mmtrain.report.plan_picture import plan_picture
-from mmtrain.report.rank_groups import layers_text, recompute_text, spans, stage_ranks
-from mmtrain.report.report_contents import IDLE_MEANINGS, Contents, figures, idle, steps
+from mmtrain.report.plan_picture import plan_drawing
+from mmtrain.report.rank_groups import layers_text, ranges_text, recompute_text, stage_ranks
+from mmtrain.report.report_contents import IDLE_MEANINGS, ReportContents, drawn_steps, idle_shares, key_figures
 from mmtrain.report.report_tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
-from mmtrain.report.timeline_picture import curve, timeline_picture
+from mmtrain.report.timeline_picture import curve_drawing, timeline_drawing
 
-MOST_ROWS = 16  # of stages; a table of more is folded
+MAX_UNFOLDED_ROWS = 16  # of stages; a table of more is folded
 
 
-def page(contents: Contents) -> str:
+def html_page(contents: ReportContents) -> str:
     """Return the page."""
     plan, name = contents.plan, escape(contents.name)
     about = (
@@ -32,7 +32,7 @@ def page(contents: Contents) -> str:
         "Idle time": _idle(contents),
         "Peak memory of each rank": _memory(contents),
         "Predicted and measured" if contents.trace else "Seconds a step, predicted": _rows(contents),
-        "Balance of the data": _balance(contents.scores, contents.chosen),
+        "Balance of the data": _balance(contents.grouping_scores, contents.grouping_method),
         "Training": _training(contents.metrics),
         "Alternatives, and why they lost": _alternatives(plan),
     }
@@ -53,9 +53,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], wordy: bool = Fal
     return f'<div class="scroll"><table{kind}><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def _figures(contents: Contents) -> str:
+def _figures(contents: ReportContents) -> str:
     cards = []
-    for figure in figures(contents):
+    for figure in key_figures(contents):
         both = figure.measured is not None
         large, small = figure_text(figure, measured=both), ""
         if both and figure.predicted is not None:
@@ -75,21 +75,21 @@ def _plan(plan: Plan) -> str:
             f"{name}.{stage.stage}",
             layers_text(stage),
             recompute_text(stage),
-            spans(tuple(sorted(stage_ranks(unit, stage.stage)))),
+            ranges_text(tuple(sorted(stage_ranks(unit, stage.stage)))),
         )
         for name, unit in plan.units.items()
         for stage in unit.stages
     ]
     table = _table(("stage", "layers", "recomputed", "ranks"), rows)
-    return svg(plan_picture(plan)) + f"<details><summary>The same as a table</summary>{table}</details>"
+    return svg(plan_drawing(plan)) + f"<details><summary>The same as a table</summary>{table}</details>"
 
 
-def _timelines(contents: Contents) -> str:
-    drawn, ranks = steps(contents)
+def _timelines(contents: ReportContents) -> str:
+    drawn, ranks = drawn_steps(contents)
     if not drawn:
         return ""
     units = tuple(contents.plan.units)
-    legend = "".join(f'<b class="{unit_paint(unit, units)}">■</b> {escape(unit)} ' for unit in units)
+    legend = "".join(f'<b class="{unit_color(unit, units)}">■</b> {escape(unit)} ' for unit in units)
     words = (
         f"<p>{legend}forward full, backward pale, with the number of the microbatch. The thin row below each rank is "
         "communication; grey boxes among computations are spans too short to be drawn apart. Underlined in the "
@@ -104,7 +104,7 @@ def _timelines(contents: Contents) -> str:
     longest = max(step.length_us for step in drawn)
     for step in drawn:
         words += f"<h3>{step.name}: {step.length_us / 1e3:.4g} ms</h3>"
-        words += svg(timeline_picture(step, units, ranks, longest))
+        words += svg(timeline_drawing(step, units, ranks, longest))
     return words
 
 
@@ -124,7 +124,7 @@ def _bar_table(head: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], k
     return f'<div class="scroll"><table class="bars"><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def _path(contents: Contents) -> str:
+def _path(contents: ReportContents) -> str:
     rows = path_cells(contents)
     if not rows:
         return ""
@@ -134,8 +134,8 @@ def _path(contents: Contents) -> str:
     return _bar_table(("work", "seconds", "share"), lines) + note
 
 
-def _idle(contents: Contents) -> str:
-    predicted, measured = idle(contents)
+def _idle(contents: ReportContents) -> str:
+    predicted, measured = idle_shares(contents)
     full = max(*predicted.values(), *(measured or {}).values(), 0.01)
     rows = []
     for kind, share in predicted.items():
@@ -151,13 +151,13 @@ def _idle(contents: Contents) -> str:
     return _bar_table(head, rows, head[1:]) + f"<p>Shares of all rank-seconds of the step. {escape(meanings)}.</p>"
 
 
-def _memory(contents: Contents) -> str:
+def _memory(contents: ReportContents) -> str:
     limit, rows = contents.memory_limit_gib, memory_rows(contents)
     if not rows:
         return ""
     full = max(limit, *(row.gib for row in rows))
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.kinds))
-    paints = dict(zip(kinds, (*UNIT_PAINTS[: len(kinds) - 1], "soft"), strict=True)) if kinds else {}
+    paints = dict(zip(kinds, (*UNIT_COLORS[: len(kinds) - 1], "soft"), strict=True)) if kinds else {}
     lines = []
     for row in rows:
         parts = [(gib / full, paints[kind]) for kind, gib in row.kinds.items()]
@@ -177,15 +177,15 @@ def _parts(parts: Sequence[tuple[float, str]], limit: float) -> str:
     return f'<td class="bar"><div aria-hidden="true" class="parts">{drawn}{line}</div></td>'
 
 
-def _rows(contents: Contents) -> str:
-    if not contents.rows:
+def _rows(contents: ReportContents) -> str:
+    if not contents.comparison:
         return ""
     measured = contents.trace is not None
     head = ("", "predicted", *(("measured", "error") if measured else ()))
     over = "Means over the recorded steps; of" if measured else "Of"
     note = f"<p>{over} a stage summed over its microbatches, replicas and ranks.</p>"
-    cells = [row_cells(row, measured) for row in contents.rows]
-    if len(cells) <= MOST_ROWS:
+    cells = [row_cells(row, measured) for row in contents.comparison]
+    if len(cells) <= MAX_UNFOLDED_ROWS:
         return _table(head, cells) + note
     hidden = (
         f"<details><summary>Each of {len(cells) - 1} stages and directions</summary>{_table(head, cells)}</details>"
@@ -222,7 +222,7 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:
         points = [(m["step"], m.get(key)) for m in metrics if key in m]
         if not points:
             continue
-        picture, last = curve(points, words, unit), points[-1][1]
+        picture, last = curve_drawing(points, words, unit), points[-1][1]
         drawn += f"<div><h3>{words}, {unit}: last {'not finite' if last is None else f'{last:.4g}'}</h3>"
         drawn += ("<p>Fewer than two finite values.</p>" if picture is None else svg(picture)) + "</div>"
     return f'<div class="curves">{drawn}</div>'

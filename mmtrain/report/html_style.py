@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 
-from mmtrain.report.drawing import DARK, LIGHT, Paint
+from mmtrain.report.drawing import DARK_COLORS, LIGHT_COLORS, Color
 
-_NAMES = "".join(f".{paint}{{fill:var(--{paint});color:var(--{paint})}}" for paint in LIGHT)
+_NAMES = "".join(f".{paint}{{fill:var(--{paint});color:var(--{paint})}}" for paint in LIGHT_COLORS)
 
 
-def _colours(colours: Mapping[Paint, str]) -> str:
+def _colours(colours: Mapping[Color, str]) -> str:
     return "".join(f"--{name}:{colour};" for name, colour in colours.items())
 
 
 STYLE = f"""
-:root{{color-scheme:light dark;{_colours(LIGHT)}}}
-@media screen and (prefers-color-scheme:dark){{:root{{{_colours(DARK)}}}}}
+:root{{color-scheme:light dark;{_colours(LIGHT_COLORS)}}}
+@media screen and (prefers-color-scheme:dark){{:root{{{_colours(DARK_COLORS)}}}}}
 *{{box-sizing:border-box}}
 body{{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--ground);margin:0;
 print-color-adjust:exact;-webkit-print-color-adjust:exact}}
@@ -24,7 +24,7 @@ section{{break-inside:avoid-page}}summary{{color:var(--soft);cursor:pointer;marg
 .draw,.scroll{{overflow-x:auto;max-width:100%}}.draw:focus-visible{{outline:2px solid var(--u0)}}
 svg{{display:block;width:100%;min-width:720px;font:12px system-ui,sans-serif}}svg[style]{{min-width:0;max-width:none}}
 {_NAMES}
-.path{{fill:none}}{"".join(f".{p}.path{{stroke:var(--{p})}}.{p}.edge{{stroke:var(--{p})}}" for p in LIGHT)}
+.path{{fill:none}}{"".join(f".{p}.path{{stroke:var(--{p})}}.{p}.edge{{stroke:var(--{p})}}" for p in LIGHT_COLORS)}
 .curves{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:0 20px}}
 .curves .draw svg{{min-width:0}}
 .figures{{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:8px;margin:16px 0}}

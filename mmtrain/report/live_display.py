@@ -12,16 +12,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mmtrain.report.metrics_record import StepMetrics, compact
-from mmtrain.report.progress import SHORT_NAMES, Pace, clock_text, held_out_text
+from mmtrain.report.metrics_record import StepMetrics, compact_number
+from mmtrain.report.progress_clock import ProgressClock, clock_text
+from mmtrain.report.step_text import TIME_LABELS, held_out_text
 
-_COLOURS = {"compute": "green", "wait": "yellow", "communication": "cyan", "data": "magenta"}
+_TIME_COLORS = {"compute": "green", "wait": "yellow", "communication": "cyan", "data": "magenta"}
 
 
 class LiveProgress:
     """A panel of five lines that is redrawn in place; notes scroll away above it."""
 
-    def __init__(self, console: Console, title: str, pace: Pace) -> None:
+    def __init__(self, console: Console, title: str, pace: ProgressClock) -> None:
         self._console = console
         self._title = title
         self._pace = pace
@@ -34,7 +35,7 @@ class LiveProgress:
 
     def step(self, metrics: StepMetrics) -> None:
         """Take the step into the next redraw."""
-        self._pace.done(metrics.step)
+        self._pace.finish_step(metrics.step)
         self._losses.append(metrics.loss)
         self._val_loss = self._val_loss if metrics.val_loss is None else metrics.val_loss
         self._val_exact = self._val_exact if metrics.val_exact is None else metrics.val_exact
@@ -84,11 +85,11 @@ def sparkline(values: Sequence[float], width: int, ascii_only: bool = False) -> 
     return "".join(levels[round((mean - low) / spread * 7) if spread > 0 else 0] for mean in means)
 
 
-def _bar(pace: Pace, done: int) -> Table:
+def _bar(pace: ProgressClock, done: int) -> Table:
     row = Table.grid(padding=(0, 1), expand=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True, justify="right")
-    times = f"{done / pace.num_steps:4.0%}  {clock_text(pace.elapsed_s)} passed, {clock_text(pace.left_s)} left"
+    times = f"{done / pace.num_steps:4.0%}  {clock_text(pace.elapsed_s)} passed, {clock_text(pace.remaining_s)} left"
     row.add_row(ProgressBar(total=pace.num_steps, completed=done, complete_style="blue", finished_style="green"), times)
     return row
 
@@ -103,8 +104,8 @@ def _figures(last: StepMetrics) -> Text:
     figures = [
         f"lr {last.lr:.1e}",
         f"grad norm {last.grad_norm:.2f}",
-        f"{compact(last.tokens_per_s)} tok/s",
-        f"{compact(last.samples_per_s)} samples/s",
+        f"{compact_number(last.tokens_per_s)} tok/s",
+        f"{compact_number(last.samples_per_s)} samples/s",
         f"MFU {last.mfu:.1%}",
         f"{last.peak_memory_bytes / 2**30:.1f} GiB",
     ]
@@ -114,9 +115,9 @@ def _figures(last: StepMetrics) -> Text:
 def _time(last: StepMetrics, width: int, ascii_only: bool) -> Text:
     """A bar of one step's time and its legend in the same colours."""
     shares = last.time_s.shares()
-    legend = [(f"  {SHORT_NAMES[name]} {share:.0%}", _COLOURS[name]) for name, share in shares.items()]
+    legend = [(f"  {TIME_LABELS[name]} {share:.0%}", _TIME_COLORS[name]) for name, share in shares.items()]
     length = max(8, width - len("time ") - sum(len(text) for text, _ in legend))
     edges = [round(edge * length) for edge in accumulate(shares.values(), initial=0.0)]
     blocks = [(("=#~-" if ascii_only else "█▓▒░")[index]) * (hi - lo) for index, (lo, hi) in enumerate(pairwise(edges))]
-    bar = [(block, colour) for block, colour in zip(blocks, _COLOURS.values(), strict=True)]
+    bar = [(block, colour) for block, colour in zip(blocks, _TIME_COLORS.values(), strict=True)]
     return Text.assemble("time ", *bar, *legend, no_wrap=True, overflow="ellipsis")

@@ -96,7 +96,7 @@ class StepMetrics:
         return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
-def compact(number: float) -> str:
+def compact_number(number: float) -> str:
     """Three digits and a unit of thousands, for columns that must stay narrow.
 
     >>> compact(12345), compact(950), compact(4.5e6)

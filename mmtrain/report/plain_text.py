@@ -5,10 +5,10 @@ import io
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-WIDTH = 120
+DEFAULT_WIDTH = 120
 
 
-def rendered(*parts: RenderableType, width: int = WIDTH) -> str:
+def render_text(*parts: RenderableType, width: int = DEFAULT_WIDTH) -> str:
     """Write the parts below each other, without colours."""
     console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
     with console.capture() as capture:

@@ -6,17 +6,17 @@ from itertools import chain
 from rich.table import Table
 
 from mmtrain.plan.artifact.plan import Plan, UnitPlan
-from mmtrain.report.metrics_record import compact
-from mmtrain.report.plain_text import WIDTH, memory_text, rendered, seconds_text
-from mmtrain.report.rank_groups import Slice, slices, spans
+from mmtrain.report.metrics_record import compact_number
+from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
+from mmtrain.report.rank_groups import RankGroup, ranges_text, rank_groups
 
-_SAME = 1.005  # step times that read the same
+_EQUAL_STEP_TIME_RATIO = 1.005  # step times that read the same
 
 
-def plan_table(plan: Plan, width: int = WIDTH) -> str:
+def plan_table(plan: Plan, width: int = DEFAULT_WIDTH) -> str:
     """Write a plan as text `width` columns wide: units, ranks, prediction, the reason it was chosen, alternatives."""
     beaten = [_alternatives(plan)] if plan.alternatives else []
-    return rendered(_units(plan), _ranks(plan), "\n".join(_sentences(plan)), *beaten, width=width)
+    return render_text(_units(plan), _ranks(plan), "\n".join(_sentences(plan)), *beaten, width=width)
 
 
 def _units(plan: Plan) -> Table:
@@ -45,10 +45,10 @@ def _ranks(plan: Plan) -> Table:
     table = Table(title="Layers of each rank", title_justify="left")
     for column in ("ranks", *plan.units, "recomputed", "memory"):
         table.add_column(column)
-    for part in slices(plan):
-        ranks = spans(part.ranks)
+    for part in rank_groups(plan):
+        ranks = ranges_text(part.ranks)
         held = plan.predicted.peak_memory_gib.get(ranks)
-        layers = {held.unit: [stage.layers for stage in held.stages] for held in part.held}
+        layers = {held.unit: [stage.layers for stage in held.stages] for held in part.units}
         table.add_row(
             ranks,
             *(_layers(layers.get(name, [])) for name in plan.units),
@@ -60,17 +60,17 @@ def _ranks(plan: Plan) -> Table:
 
 def _layers(stages: list[tuple[int, int]]) -> str:
     """Layers of several chunks: `0-1, 16-17`."""
-    return ", ".join(spans(tuple(range(lo, hi))) for lo, hi in stages if hi > lo) or "-"
+    return ", ".join(ranges_text(tuple(range(lo, hi))) for lo, hi in stages if hi > lo) or "-"
 
 
-def _recomputed(part: Slice) -> str:
+def _recomputed(part: RankGroup) -> str:
     """Which layers, by unit: `vision all, llm 18-19`."""
     found = []
-    for held in part.held:
+    for held in part.units:
         again = tuple(chain.from_iterable(stage.recompute for stage in held.stages))
         if again:
             all_layers = len(again) == sum(stage.layers[1] - stage.layers[0] for stage in held.stages)
-            found.append(f"{held.unit} {'all' if all_layers else spans(again)}")
+            found.append(f"{held.unit} {'all' if all_layers else ranges_text(again)}")
     return "; ".join(found) or "none"
 
 
@@ -89,10 +89,11 @@ def _alternatives(plan: Plan) -> Table:
 
 def _sentences(plan: Plan) -> Iterator[str]:
     p = plan.predicted
+    tokens_per_s = compact_number(p.tokens_per_s_per_gpu * plan.world_size)
     yield (
         f"Predicted ({p.cost_source}): {seconds_text(p.step_time_s)} a step, MFU {p.mfu:.1%}, "
-        f"{p.tokens_per_s_per_gpu:,.0f} LLM tokens/s a rank, {compact(p.tokens_per_s_per_gpu * plan.world_size)} in "
-        f"all; the fullest rank holds {memory_text(max(p.peak_memory_gib.values(), default=0.0))}."
+        f"{p.tokens_per_s_per_gpu:,.0f} LLM tokens/s a rank, {tokens_per_s} in all; "
+        f"the fullest rank holds {memory_text(max(p.peak_memory_gib.values(), default=0.0))}."
     )
     bubbles = sorted(p.bubbles.items(), key=lambda item: -item[1])
     idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles if share >= 0.0005)
@@ -108,7 +109,7 @@ def _choice(plan: Plan) -> Iterator[str]:
     slower = next(((other, seconds) for other, seconds in judged if other.runnable), None)
     if slower is not None:
         other, ratio = slower[0], slower[1] / step
-        if ratio < 1 / _SAME:  # chosen by measuring, or asked for
+        if ratio < 1 / _EQUAL_STEP_TIME_RATIO:  # chosen by measuring, or asked for
             yield f"Not the fastest as predicted: {other.summary} takes {ratio:.2f} of its step ({other.reason})."
         else:
             yield f"Chosen as the fastest that fits; the next, {other.summary}, takes {ratio:.2f} times as long."

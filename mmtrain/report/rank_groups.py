@@ -8,7 +8,7 @@ from math import gcd
 from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.program.ir.graph import LLM
 
-_AFTER_LLM = "generator"
+_GENERATOR = "generator"
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class HeldUnit:
 
 
 @dataclass(frozen=True)
-class Slice:
+class RankGroup:
     """Ranks that hold the same stages."""
 
     ranks: tuple[int, ...]
-    held: tuple[HeldUnit, ...]  # in the order of the plan's units
+    units: tuple[HeldUnit, ...]  # in the order of the plan's units
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class UnitEdge:
 
     src: str
     dst: str
-    how: str  # "local", "send 4:4", "broker 2:3"
+    transport: str  # "local", "send 4:4", "broker 2:3"
     last_stage: int  # of the source
 
 
@@ -45,7 +45,7 @@ def stage_ranks(unit: UnitPlan, stage: int) -> tuple[int, ...]:
     return unit.ranks[place * size : (place + 1) * size]
 
 
-def slices(plan: Plan) -> list[Slice]:
+def rank_groups(plan: Plan) -> list[RankGroup]:
     """All ranks, by what they hold; slices in the order of their first ranks, their ranks ascending."""
     held: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     for name, unit in plan.units.items():
@@ -55,10 +55,10 @@ def slices(plan: Plan) -> list[Slice]:
     together: defaultdict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
     for rank in sorted(held):
         together[tuple(held[rank])].append(rank)
-    return [Slice(tuple(ranks), _held(plan, what, set(ranks))) for what, ranks in together.items()]
+    return [RankGroup(tuple(ranks), _units_held(plan, what, set(ranks))) for what, ranks in together.items()]
 
 
-def _held(plan: Plan, what: tuple[tuple[str, int], ...], ranks: set[int]) -> tuple[HeldUnit, ...]:
+def _units_held(plan: Plan, what: tuple[tuple[str, int], ...], ranks: set[int]) -> tuple[HeldUnit, ...]:
     found = []
     for name in dict.fromkeys(unit for unit, _ in what):
         unit, numbers = plan.units[name], [stage for other, stage in what if other == name]
@@ -77,9 +77,9 @@ def unit_edges(plan: Plan) -> list[UnitEdge]:
     A broker moves rows wherever replicas differ in number; a TP group passes them on by itself where both stages sit on
     the same ranks.
     """
-    pairs = [(name, LLM) for name in plan.units if name not in (LLM, _AFTER_LLM)]
-    if _AFTER_LLM in plan.units:
-        pairs.append((LLM, _AFTER_LLM))
+    pairs = [(name, LLM) for name in plan.units if name not in (LLM, _GENERATOR)]
+    if _GENERATOR in plan.units:
+        pairs.append((LLM, _GENERATOR))
     found = []
     for src, dst in pairs:
         source, destination = plan.units[src], plan.units[dst]
@@ -94,7 +94,7 @@ def unit_edges(plan: Plan) -> list[UnitEdge]:
     return found
 
 
-def shown_ranks(plan: Plan, most: int, group: int = 0) -> list[int]:
+def ranks_to_draw(plan: Plan, most: int, group: int = 0) -> list[int]:
     """Ranks for a picture of at most `most`: all, else one of each TP group of a replica group, else of each stage.
 
     Other groups and the other ranks of a TP group do the same on other samples or slices, so they add little to
@@ -102,19 +102,23 @@ def shown_ranks(plan: Plan, most: int, group: int = 0) -> list[int]:
     """
     if plan.world_size <= most:
         return sorted({rank for unit in plan.units.values() for rank in unit.ranks})
-    sizes = {name: unit.dp // num_groups(plan) for name, unit in plan.units.items()}
-    of_group = _firsts(plan, {name: range(group * size, (group + 1) * size) for name, size in sizes.items()})
+    sizes = {name: unit.dp // num_replica_groups(plan) for name, unit in plan.units.items()}
+    of_group = _first_rank_of_each_tp_group(
+        plan, {name: range(group * size, (group + 1) * size) for name, size in sizes.items()}
+    )
     if len(of_group) > most:
-        of_group = _firsts(plan, {name: range(group * size, group * size + 1) for name, size in sizes.items()})
+        of_group = _first_rank_of_each_tp_group(
+            plan, {name: range(group * size, group * size + 1) for name, size in sizes.items()}
+        )
     return of_group[:most]
 
 
-def num_groups(plan: Plan) -> int:
+def num_replica_groups(plan: Plan) -> int:
     """Number of replica groups."""
     return gcd(*(unit.dp for unit in plan.units.values()))
 
 
-def _firsts(plan: Plan, replicas: Mapping[str, range]) -> list[int]:
+def _first_rank_of_each_tp_group(plan: Plan, replicas: Mapping[str, range]) -> list[int]:
     """The first rank of each TP group of these replicas."""
     return sorted(
         {
@@ -126,7 +130,7 @@ def _firsts(plan: Plan, replicas: Mapping[str, range]) -> list[int]:
     )
 
 
-def spans(numbers: tuple[int, ...]) -> str:
+def ranges_text(numbers: tuple[int, ...]) -> str:
     """Shorten runs of consecutive numbers.
 
     >>> spans((0, 1, 2, 5))
@@ -144,7 +148,7 @@ def spans(numbers: tuple[int, ...]) -> str:
 def layers_text(stage: StagePlan) -> str:
     """The stage's layers, `0-6`; `none` for a stage without one."""
     lo, hi = stage.layers
-    return spans(tuple(range(lo, hi))) or "none"
+    return ranges_text(tuple(range(lo, hi))) or "none"
 
 
 def recompute_text(stage: StagePlan) -> str:
@@ -152,4 +156,4 @@ def recompute_text(stage: StagePlan) -> str:
     lo, hi = stage.layers
     if not stage.recompute:
         return "none"
-    return "all" if len(stage.recompute) == hi - lo else spans(stage.recompute)
+    return "all" if len(stage.recompute) == hi - lo else ranges_text(stage.recompute)

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from mmtrain.balance.summary import GroupingScore
 from mmtrain.costs.hardware import GIB
-from mmtrain.report.comparison import MAX_PATH_ROWS, Row, path_rows
-from mmtrain.report.metrics_record import compact
+from mmtrain.report.comparison import MAX_CRITICAL_PATH_ROWS, ComparisonRow, critical_path_rows
+from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.plain_text import memory_text, seconds_text
-from mmtrain.report.report_contents import Contents, Figure
+from mmtrain.report.report_contents import KeyFigure, ReportContents
 
-MOST_MEMORY_ROWS = 16
-BEFORE = "random"  # what training without balancing does
+MAX_MEMORY_ROWS = 16
+UNBALANCED_METHOD = "random"  # what training without balancing does
 
 
-def figure_text(figure: Figure, measured: bool) -> str:
+def figure_text(figure: KeyFigure, measured: bool) -> str:
     """A figure with its unit, `97.1 ms` or `41.2 %`."""
     value = figure.measured if measured else figure.predicted
     if value is None:
@@ -24,11 +24,11 @@ def figure_text(figure: Figure, measured: bool) -> str:
     if figure.unit == "GiB":
         return memory_text(value)
     if figure.unit == "/s":
-        return f"{compact(value)}/s"
+        return f"{compact_number(value)}/s"
     return f"{value:.3g} {figure.unit}"
 
 
-def row_cells(row: Row, measured: bool) -> list[str]:
+def row_cells(row: ComparisonRow, measured: bool) -> list[str]:
     """What, predicted, and where something was measured that and the error."""
     cells = [row.what, f"{row.predicted_s * 1e3:.2f} ms"]
     if measured:
@@ -37,10 +37,10 @@ def row_cells(row: Row, measured: bool) -> list[str]:
     return cells
 
 
-def path_cells(contents: Contents) -> list[tuple[list[str], float]]:
+def path_cells(contents: ReportContents) -> list[tuple[list[str], float]]:
     """What the simulated steps wait for, one after another: cells (what, seconds, share) and the share again."""
-    found = [(row.what, row.seconds) for row in path_rows(contents.simulated)]
-    few, rest = found[:MAX_PATH_ROWS], found[MAX_PATH_ROWS:]
+    found = [(row.what, row.seconds) for row in critical_path_rows(contents.simulated)]
+    few, rest = found[:MAX_CRITICAL_PATH_ROWS], found[MAX_CRITICAL_PATH_ROWS:]
     if rest:
         few.append((f"{len(rest)} others", sum(seconds for _, seconds in rest)))
     whole = sum(seconds for _, seconds in found)
@@ -64,15 +64,15 @@ class MemoryRow:
         return f"{kind} {self.kinds[kind] / self.gib:.0%}" if self.gib else kind
 
 
-def memory_rows(contents: Contents) -> list[MemoryRow]:
+def memory_rows(contents: ReportContents) -> list[MemoryRow]:
     """The fullest ranks as predicted, and what the run's fullest took."""
     predicted = contents.plan.predicted
     rows = [
         MemoryRow(f"rank{'s' * ('-' in ranks)} {ranks}", gib, predicted.memory_kinds_gib.get(ranks, {}))
         for ranks, gib in predicted.peak_memory_gib.items()
     ]
-    if len(rows) > MOST_MEMORY_ROWS:
-        rows = sorted(rows, key=lambda row: -row.gib)[:MOST_MEMORY_ROWS]
+    if len(rows) > MAX_MEMORY_ROWS:
+        rows = sorted(rows, key=lambda row: -row.gib)[:MAX_MEMORY_ROWS]
     measured = max((m["peak_memory_bytes"] for m in contents.metrics or ()), default=None)
     if measured is not None:
         what = "process" if contents.plan.hardware == "cpu-core" else "fullest rank"
@@ -91,8 +91,8 @@ def balance_rows(scores: Sequence[GroupingScore], chosen: str) -> tuple[list[str
         rows.append([name, f"{score.fill:.3f}", *waits, f"{score.max_over_mean:.4f}"])
     by_name = {score.method: score for score in scores}
     gain = ""
-    if chosen in by_name and BEFORE in by_name and chosen != BEFORE:
-        before, after = by_name[BEFORE], by_name[chosen]
+    if chosen in by_name and UNBALANCED_METHOD in by_name and chosen != UNBALANCED_METHOD:
+        before, after = by_name[UNBALANCED_METHOD], by_name[chosen]
         changes = [f"fill {before.fill:.3f} to {after.fill:.3f}"]
         pairs = {unit: (before.dist_ratio[unit], after.dist_ratio[unit]) for unit in units}
         changes += [f"dist {unit} {old:.4f} to {new:.4f}" for unit, (old, new) in pairs.items() if old or new]

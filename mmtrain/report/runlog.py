@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from mmtrain.report.metrics_record import StepMetrics
 
-METRICS = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
 
 
 class RunLog:
@@ -24,9 +24,9 @@ class RunLog:
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        _keep_before(run_dir / METRICS, first_step)
-        self._lines = (run_dir / METRICS).open("a", encoding="utf-8")
-        self._events = _Events(run_dir / TENSORBOARD, first_step)
+        _keep_before(run_dir / METRICS_FILE, first_step)
+        self._lines = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._events = _Events(run_dir / TENSORBOARD_FOLDER, first_step)
 
     def step(self, metrics: StepMetrics) -> None:
         """Log one step. The line is handed to the system at once: a killed process loses none.
@@ -96,7 +96,7 @@ class _Events:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The logged steps in order, as `StepMetrics.to_json` gave them; none when nothing was logged."""
-    path = run_dir / METRICS
+    path = run_dir / METRICS_FILE
     return (
         [step for line in path.read_text(encoding="utf-8").splitlines() if (step := _parse(line))]
         if path.exists()

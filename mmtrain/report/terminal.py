@@ -8,35 +8,35 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from mmtrain.report.live_display import sparkline
-from mmtrain.report.plain_text import WIDTH, memory_text, rendered
+from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text
 from mmtrain.report.plan_view import plan_table
-from mmtrain.report.report_contents import Contents, figures, idle, steps
+from mmtrain.report.report_contents import ReportContents, drawn_steps, idle_shares, key_figures
 from mmtrain.report.report_tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
-from mmtrain.report.timeline_picture import Step
+from mmtrain.report.timeline_picture import DrawnStep
 
-_LABEL, _CURVE = 9, 60
-_BESIDE_BAR = 70  # columns of a table that are kept for what stands beside its bars
+_LABEL_COLUMNS, _CURVE_COLUMNS = 9, 60
+_TEXT_COLUMNS = 70  # columns of a table that are kept for what stands beside its bars
 
 
-def report_text(contents: Contents, width: int = WIDTH) -> str:
+def report_text(contents: ReportContents, width: int = DEFAULT_WIDTH) -> str:
     """The whole report as text `width` columns wide."""
-    bar = partial(_bar, most=max(width - _BESIDE_BAR, 0))
+    bar = partial(_bar, most=max(width - _TEXT_COLUMNS, 0))
     parts: list[RenderableType] = [_figures(contents), *_timelines(contents, width)]
     if path := path_cells(contents):
         full = max(share for _, share in path)
         waits = [(*cells, bar(share / full)) for cells, share in path]
         parts.append(_left_last(_table("Critical path of the simulated step", ("work", "seconds", "share", ""), waits)))
     parts += [_idle(contents, bar), _memory(contents, bar)]
-    if contents.rows:
+    if contents.comparison:
         measured = contents.trace is not None
         head = ("", "predicted", *(("measured", "error") if measured else ()))
-        parts.append(_table("Seconds a step", head, [row_cells(row, measured) for row in contents.rows]))
-    if contents.scores:
-        names, rows, note = balance_rows(contents.scores, contents.chosen)
+        parts.append(_table("Seconds a step", head, [row_cells(row, measured) for row in contents.comparison]))
+    if contents.grouping_scores:
+        names, rows, note = balance_rows(contents.grouping_scores, contents.grouping_method)
         parts += [_table("Balance of the data", names, rows), note]
     parts += _training(contents.metrics)
     spaced = [part for each in parts for part in ("", each)]
-    return plan_table(contents.plan, width) + rendered(*spaced, width=width)
+    return plan_table(contents.plan, width) + render_text(*spaced, width=width)
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -48,32 +48,34 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ta
     return table
 
 
-def _figures(contents: Contents) -> Table:
+def _figures(contents: ReportContents) -> Table:
     measured = contents.metrics is not None
     rows = [
         (f.what, figure_text(f, False), *((figure_text(f, True),) if measured else ()), f.meaning)
-        for f in figures(contents)
+        for f in key_figures(contents)
     ]
     head = ("", "predicted", *(("measured",) if measured else ()), "")
     return _left_last(_table(contents.name, head, rows))
 
 
-def _timelines(contents: Contents, width: int) -> Iterator[str]:
-    drawn, ranks = steps(contents)
+def _timelines(contents: ReportContents, width: int) -> Iterator[str]:
+    drawn, ranks = drawn_steps(contents)
     if not drawn:
         return
     longest = max(step.length_us for step in drawn)
     for step in drawn:
-        lines = [f"{step.name}: {step.length_us / 1e3:.4g} ms", *letters(step, ranks, longest, width)]
+        lines = [f"{step.name}: {step.length_us / 1e3:.4g} ms", *timeline_letters(step, ranks, longest, width)]
         yield "\n".join(lines)
     units = ", ".join(f"{unit[0].upper()} {unit}" for unit in contents.plan.units)
     few = "" if len(ranks) == contents.plan.world_size else f"; {len(ranks)} of {contents.plan.world_size} ranks"
     yield f"{units}; capitals forward, small letters backward, dots idle{few}"
 
 
-def letters(step: Step, ranks: Sequence[int], length_us: float, columns: int = WIDTH) -> Iterator[str]:
+def timeline_letters(
+    step: DrawnStep, ranks: Sequence[int], length_us: float, columns: int = DEFAULT_WIDTH
+) -> Iterator[str]:
     """A line for each rank: in each column the letter of what it computed longest there, or a dot."""
-    columns -= _LABEL
+    columns -= _LABEL_COLUMNS
     width = max(length_us, 1e-9) / columns
     spent: dict[int, list[dict[str, float]]] = {rank: [{} for _ in range(columns)] for rank in ranks}
     for event in step.events:
@@ -92,7 +94,7 @@ def letters(step: Step, ranks: Sequence[int], length_us: float, columns: int = W
     shown = min(columns, round(step.length_us / width))
     for rank in ranks:
         row = "".join(_most(cell) for cell in spent[rank][:shown])
-        yield f"{f'rank {rank}':<{_LABEL}}{row}"
+        yield f"{f'rank {rank}':<{_LABEL_COLUMNS}}{row}"
 
 
 def _most(cell: Mapping[str, float]) -> str:
@@ -100,8 +102,8 @@ def _most(cell: Mapping[str, float]) -> str:
     return letter if sum(cell.values()) >= 0.5 else "."
 
 
-def _idle(contents: Contents, bar: Callable[[float], str]) -> Table:
-    predicted, measured = idle(contents)
+def _idle(contents: ReportContents, bar: Callable[[float], str]) -> Table:
+    predicted, measured = idle_shares(contents)
     columns = [predicted] if measured is None else [predicted, measured]
     full = max(*(share for shares in columns for share in shares.values()), 0.01)
     rows = [[kind, *(f"{shares[kind]:.1%}" for shares in columns), bar(columns[-1][kind] / full)] for kind in predicted]
@@ -110,7 +112,7 @@ def _idle(contents: Contents, bar: Callable[[float], str]) -> Table:
     return _left_last(_table("Share of the step that ranks idle", head, rows))
 
 
-def _memory(contents: Contents, bar: Callable[[float], str]) -> Table:
+def _memory(contents: ReportContents, bar: Callable[[float], str]) -> Table:
     limit, rows = contents.memory_limit_gib, memory_rows(contents)
     full = max(limit, *(row.gib for row in rows)) if rows else limit
     cells = [(row.what, memory_text(row.gib), row.most, bar(row.gib / full)) for row in rows]
@@ -136,4 +138,4 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
         values = [m[key] for m in metrics if m.get(key) is not None]
         if values:
             change = f"{values[0]:.5g} to {values[-1]:.5g} over {metrics[-1]['step']} steps"
-            yield f"{words:<14}{change}  {sparkline(values, _CURVE)}"
+            yield f"{words:<14}{change}  {sparkline(values, _CURVE_COLUMNS)}"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain.checkpoint import Checkpoint, Ranks, ShardSpec, find, latest, open_newest_good, save, verify
+from mmtrain.checkpoint import Checkpoint, Ranks, ShardSpec, Snapshot, find, latest, open_newest_good, save, verify
 from mmtrain.errors import CheckpointError, RunError
 from tests.checkpoint.conftest import Crash, FailingStorage, disk_full, in_threads, shards_of, weights
 
 
 def save_one(root: Path, step: int, storage: FailingStorage | None = None, keep: int = 2) -> Path:
-    return save(root, step, shards_of(step, 0, 1), {}, {}, keep=keep, ranks=Ranks.alone(), storage=storage)
+    return save(root, Snapshot(step, shards_of(step, 0, 1)), keep=keep, ranks=Ranks.alone(), storage=storage)
 
 
 def fail_everywhere(
@@ -89,11 +89,11 @@ def test_a_full_disk_anywhere_is_an_error_that_leaves_no_draft(tmp_path: Path) -
 
 
 def test_the_error_of_a_full_disk_names_rank_and_file_on_all_ranks(root: Path) -> None:
-    in_threads(2, lambda ranks: save(root, 1, shards_of(1, ranks.rank, 2), {}, {}, keep=2, ranks=ranks))
+    in_threads(2, lambda ranks: save(root, Snapshot(1, shards_of(1, ranks.rank, 2)), keep=2, ranks=ranks))
 
     def work(ranks: Ranks) -> Path:
         storage = FailingStorage(fail_at=1 if ranks.rank else -1, error=disk_full)
-        return save(root, 2, shards_of(2, ranks.rank, 2), {}, {}, keep=2, ranks=ranks, storage=storage)
+        return save(root, Snapshot(2, shards_of(2, ranks.rank, 2)), keep=2, ranks=ranks, storage=storage)
 
     errors = in_threads(2, work)
     assert all(isinstance(error, RunError) for error in errors)
@@ -108,6 +108,6 @@ def test_the_error_of_a_full_disk_names_rank_and_file_on_all_ranks(root: Path) -
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(root: Path) -> None:
     root.write_text("a file is in the way")
-    errors = in_threads(2, lambda ranks: save(root, 1, shards_of(1, ranks.rank, 2), {}, {}, keep=2, ranks=ranks))
+    errors = in_threads(2, lambda ranks: save(root, Snapshot(1, shards_of(1, ranks.rank, 2)), keep=2, ranks=ranks))
     assert [type(error) for error in errors] == [CheckpointError] * 2
     assert all(str(root) in str(error) for error in errors)

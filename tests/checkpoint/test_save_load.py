@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, find, latest, open_newest_good, save, verify
+from mmtrain.checkpoint import (
+    Checkpoint,
+    Ranks,
+    Shard,
+    ShardSpec,
+    Snapshot,
+    find,
+    latest,
+    open_newest_good,
+    save,
+    verify,
+)
 from mmtrain.errors import CheckpointError
 from tests.checkpoint.conftest import in_threads, shards_of, weights
 
@@ -19,7 +30,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
 
 
 def save_alone(root: Path, step: int, keep: int = 2) -> Path:
-    return save(root, step, shards_of(step, 0, 1), {"at": step}, {"rng": "ab"}, keep=keep, ranks=Ranks.alone())
+    return save(
+        root, Snapshot(step, shards_of(step, 0, 1), {"at": step}, {"rng": "ab"}), keep=keep, ranks=Ranks.alone()
+    )
 
 
 def reopen(root: Path) -> Checkpoint:
@@ -62,7 +75,10 @@ def test_any_piece_is_read_from_any_tiling(
     full = torch.randint(256, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     with tempfile.TemporaryDirectory() as folder:
         save(
-            Path(folder), 1, [Shard("w", spec, cut(full, spec)) for spec in pieces], {}, {}, keep=1, ranks=Ranks.alone()
+            Path(folder),
+            Snapshot(1, [Shard("w", spec, cut(full, spec)) for spec in pieces]),
+            keep=1,
+            ranks=Ranks.alone(),
         )
         checkpoint = reopen(Path(folder))
         for spec in [*pieces, ShardSpec(shape), *data.draw(st.lists(specs_of(shape), max_size=4))]:
@@ -82,7 +98,10 @@ def specs_of(draw: st.DrawFn, shape: tuple[int, ...]) -> ShardSpec:
 
 def test_two_ranks_save_and_one_rank_reads(root: Path) -> None:
     folders = in_threads(
-        2, lambda ranks: save(root, 7, shards_of(7, ranks.rank, 2), {"at": 7}, {"r": ranks.rank}, keep=2, ranks=ranks)
+        2,
+        lambda ranks: save(
+            root, Snapshot(7, shards_of(7, ranks.rank, 2), {"at": 7}, {"r": ranks.rank}), keep=2, ranks=ranks
+        ),
     )
     assert folders == [root / "step-00000007"] * 2
     checkpoint = reopen(root)
@@ -98,7 +117,7 @@ def test_two_ranks_save_and_one_rank_reads(root: Path) -> None:
 
 def test_two_ranks_open_the_same_and_only_rank_0_reports(root: Path) -> None:
     for step in (1, 2):
-        in_threads(2, lambda ranks, s=step: save(root, s, shards_of(s, ranks.rank, 2), {}, {}, keep=2, ranks=ranks))
+        in_threads(2, lambda ranks, s=step: save(root, Snapshot(s, shards_of(s, ranks.rank, 2)), keep=2, ranks=ranks))
     (root / "step-00000002" / "rank-00001.json").unlink()
     reports: list[str] = []
     opened = in_threads(2, lambda ranks: open_newest_good(root, reports.append, ranks))
@@ -234,17 +253,17 @@ def test_wrong_names_and_shapes_name_the_tensor(root: Path) -> None:
 def test_pieces_that_miss_or_repeat_elements_are_refused_when_saved(root: Path) -> None:
     half = Shard("w", ShardSpec((4, 6), 0, 0, 2), torch.zeros(2, 6))
     with pytest.raises(CheckpointError, match=r"w: the ranks' pieces hold 12 elements, the tensor has 24"):
-        save(root, 1, [half], {}, {}, keep=1, ranks=Ranks.alone())
+        save(root, Snapshot(1, [half]), keep=1, ranks=Ranks.alone())
     whole = Shard("w", ShardSpec((4, 6)), torch.zeros(4, 6))
     with pytest.raises(CheckpointError, match="hold 36 elements"):
-        save(root, 1, [half, whole], {}, {}, keep=1, ranks=Ranks.alone())
+        save(root, Snapshot(1, [half, whole]), keep=1, ranks=Ranks.alone())
     assert list(root.iterdir()) == []
 
 
 def test_a_gap_hidden_by_a_repetition_is_refused_when_read(root: Path) -> None:
     half = Shard("w", ShardSpec((4, 6), 0, 0, 2), torch.zeros(2, 6))
     same = Shard("w", ShardSpec((4, 6), 0, 0, 2, (0, 12)), torch.zeros(12))
-    save(root, 1, [half, same], {}, {}, keep=1, ranks=Ranks.alone())
+    save(root, Snapshot(1, [half, same]), keep=1, ranks=Ranks.alone())
     with pytest.raises(CheckpointError, match=r"w: .* holds only 12 of the 24 elements of piece whole"):
         reopen(root).read("w", ShardSpec((4, 6)))
 
@@ -253,7 +272,7 @@ def test_ranks_that_disagree_are_refused_on_every_rank(root: Path) -> None:
     def work(ranks: Ranks) -> Path:
         dtype = torch.float32 if ranks.rank else torch.bfloat16
         spec = ShardSpec((4,), 0, 2 * ranks.rank, 2 * ranks.rank + 2)
-        return save(root, 1, [Shard("w", spec, torch.zeros(2, dtype=dtype))], {}, {}, keep=1, ranks=ranks)
+        return save(root, Snapshot(1, [Shard("w", spec, torch.zeros(2, dtype=dtype))]), keep=1, ranks=ranks)
 
     errors = in_threads(2, work)
     assert all(isinstance(error, CheckpointError) for error in errors)
@@ -264,6 +283,6 @@ def test_ranks_that_disagree_are_refused_on_every_rank(root: Path) -> None:
 @pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": torch.zeros(1)}])
 def test_a_state_that_is_not_json_is_refused(root: Path, state: dict) -> None:
     with pytest.raises(CheckpointError, match=r"saving step 1: .*JSON"):
-        save(root, 1, [], state, {}, keep=1, ranks=Ranks.alone())
+        save(root, Snapshot(1, [], state), keep=1, ranks=Ranks.alone())
     with pytest.raises(CheckpointError, match=r"saving step 1: rank 0: .*JSON"):
-        save(root, 1, [], {}, state, keep=1, ranks=Ranks.alone())
+        save(root, Snapshot(1, [], {}, state), keep=1, ranks=Ranks.alone())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.cli.simulated_steps import rehearsal
+from mmtrain.cli.simulated_steps import simulate_steps
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.recipe import dump_recipe, load_recipe
@@ -24,7 +24,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generate_demo(data, seed=1, train=60, heldout=4)
     settings = [f"data.sources.0.path={data}/train.json", f"data.validation.0.path={data}/heldout.json"]
     recipe = load_recipe(DEMO, [*settings, f"data.tokenizer={data}/tokenizer.json"]).recipe
-    found = rehearsal(recipe, None)
+    found = simulate_steps(recipe, None)
     [step] = found.timelines
     spans = tuple(s._replace(start_s=2 * s.start_s, duration_s=2 * s.duration_s) for s in step.spans)
     slower = replace(step, spans=spans, step_time_s=2 * step.step_time_s, simulated=False)

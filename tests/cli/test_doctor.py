@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mmtrain.cli.doctor import lines
+from mmtrain.cli.doctor import health_lines
 from mmtrain.runtime.profiling.diagnostics import Diagnostic
 from mmtrain.runtime.profiling.doctor import MachineReport, examine_machine
 
@@ -34,7 +34,7 @@ def test_it_knows_this_machine(tmp_path: Path) -> None:
 
 
 def test_in_words_it_says_what_is_used_and_why_not_the_rest(tmp_path: Path) -> None:
-    words = "\n".join(lines(examine_machine(tmp_path, links=False)))
+    words = "\n".join(health_lines(examine_machine(tmp_path, links=False)))
     assert "sdpa is used" in words or "flash_attn is used" in words or "varlen is used" in words
     assert "all_reduce" not in words
     assert "Versions" in words
@@ -44,6 +44,6 @@ def test_in_words_it_says_what_is_used_and_why_not_the_rest(tmp_path: Path) -> N
 def test_what_is_missing_is_told_with_the_commands_it_is_missing_for() -> None:
     missing = Diagnostic("missing", "av, for samples with videos", "pip install 'mmtrain[video]'", ("plan", "train"))
     health = MachineReport({}, ["2 cores"], None, {}, {"sdpa": None}, 1e11, {}, [missing])
-    words = lines(health)
+    words = health_lines(health)
     assert "Missing     av, for samples with videos [plan, train]: pip install 'mmtrain[video]'" in words
     assert "Slow        nothing found" in words

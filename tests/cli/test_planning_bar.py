@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from mmtrain.cli import local_cluster as cluster
-from mmtrain.cli.local_cluster import planning_bar
+from mmtrain.cli import planning_bar as bar_module
+from mmtrain.cli.planning_bar import planning_bar
 
 
 class Terminal(io.StringIO):
@@ -17,8 +17,8 @@ class Terminal(io.StringIO):
 def told(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, int]], seconds: float, stderr: io.StringIO) -> str:
     """What stands on stderr after these steps, each of which takes so long."""
     clock = itertools.count(step=seconds)
-    monkeypatch.setattr(cluster.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(cluster.sys, "stderr", stderr)
+    monkeypatch.setattr(bar_module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(bar_module.sys, "stderr", stderr)
     with planning_bar() as bar:
         for done, total in steps:
             bar(done, total)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmtrain.cli.data_check import in_words
+from mmtrain.cli.data_check import check_text
 from mmtrain.data.index.data_check import check_sources, check_sources_for_recipe
 from mmtrain.recipe.schema import Recipe, SourceSettings
 from tests.data.archives import movie, png, wav
@@ -49,7 +49,7 @@ def test_everything_is_decoded_for_no_model_in_particular(tmp_path: Path, mixed:
     assert report.seconds_of_sound == pytest.approx(0.1)
     assert not report.passed
     assert told == [(i, 4) for i in range(1, 5)]
-    shown = in_words(report)
+    shown = check_text(report)
     assert shown.startswith("7 samples, 3 of them bad; decoded without fault: images 1, videos 1, clips 1 (0 s")
     assert "id '2': undecodable: " in shown
 

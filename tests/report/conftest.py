@@ -13,8 +13,8 @@ from mmtrain.plan.planner import plan
 from mmtrain.program import Timeline
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.report import StepMetrics, TimeSplit
-from mmtrain.report.comparison import Trace, compare
-from mmtrain.report.report_contents import Contents
+from mmtrain.report.comparison import RunTrace, comparison_rows
+from mmtrain.report.report_contents import ReportContents
 from tests.plan import factory
 
 
@@ -55,16 +55,16 @@ class Clock:
         return self.now
 
 
-def contents_of(plan: Plan, step: Timeline) -> Contents:
+def contents_of(plan: Plan, step: Timeline) -> ReportContents:
     """A plan that was rehearsed and not run."""
-    return Contents("try", plan, 4.0, [step], compare([step], None))
+    return ReportContents("try", plan, 4.0, [step], comparison_rows([step], None))
 
 
-def run_of(contents: Contents) -> Contents:
+def run_of(contents: ReportContents) -> ReportContents:
     """The same run on a machine half as fast; the second step's loss is not finite."""
     step = contents.simulated[0]
     spans = tuple(s._replace(start_s=2 * s.start_s, duration_s=2 * s.duration_s) for s in step.spans)
     slower = replace(step, spans=spans, step_time_s=2 * step.step_time_s, simulated=False)
-    trace = Trace(json.loads(json.dumps(run_trace([MeasuredStep(4, 10.0, slower)], contents.plan.sha256, 1e-6))))
+    trace = RunTrace(json.loads(json.dumps(run_trace([MeasuredStep(4, 10.0, slower)], contents.plan.sha256, 1e-6))))
     logged = [metrics(i, loss=math.nan if i == 2 else 1 / i).to_json() for i in (1, 2, 3, 4)]
-    return replace(contents, trace=trace, rows=compare([step], trace), metrics=logged)
+    return replace(contents, trace=trace, comparison=comparison_rows([step], trace), metrics=logged)

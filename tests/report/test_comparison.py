@@ -10,7 +10,15 @@ from mmtrain.errors import UserError
 from mmtrain.plan import Plan
 from mmtrain.program import Timeline
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
-from mmtrain.report.comparison import PathRow, Trace, compare, comparison_text, overlay, path_rows, stage_seconds
+from mmtrain.report.comparison import (
+    CriticalPathRow,
+    RunTrace,
+    comparison_rows,
+    comparison_text,
+    critical_path_rows,
+    overlay_trace,
+    stage_seconds,
+)
 
 SHA = "ab" * 32
 
@@ -26,13 +34,13 @@ def _slower(timeline: Timeline, factor: float) -> Timeline:
     return replace(timeline, spans=spans, step_time_s=timeline.step_time_s * factor, simulated=False)
 
 
-def _recorded(*timelines: Timeline) -> Trace:
+def _recorded(*timelines: Timeline) -> RunTrace:
     steps = [MeasuredStep(4 + i, 10.0 + i, t) for i, t in enumerate(timelines)]
-    return Trace(json.loads(json.dumps(run_trace(steps, SHA, 1e-6))))
+    return RunTrace(json.loads(json.dumps(run_trace(steps, SHA, 1e-6))))
 
 
 def test_every_stage_and_the_step_are_compared(timeline: Timeline) -> None:
-    rows = compare([timeline, timeline], _recorded(_slower(timeline, 2.0), _slower(timeline, 3.0)))
+    rows = comparison_rows([timeline, timeline], _recorded(_slower(timeline, 2.0), _slower(timeline, 3.0)))
     assert [row.what for row in rows] == [
         *("llm.0 backward", "llm.0 forward", "vision.0 backward", "vision.0 forward"),
         "step",
@@ -41,28 +49,28 @@ def test_every_stage_and_the_step_are_compared(timeline: Timeline) -> None:
         assert row.measured_s == pytest.approx(2.5 * row.predicted_s)
         assert row.error == pytest.approx(1 / 2.5 - 1)
     assert rows[-1].predicted_s == timeline.step_time_s
-    words = comparison_text(rows, timeline.bubble_shares(), path_rows([timeline]))
+    words = comparison_text(rows, timeline.bubble_shares(), critical_path_rows([timeline]))
     assert "-60.0%" in words
     assert "Simulated ranks idle" in words
 
 
 def test_the_critical_path_is_told_by_what_it_waits_for(timeline: Timeline) -> None:
     """The demo's encoder on one rank, its LLM on another; its parts add up to the step."""
-    rows = path_rows([timeline, timeline])
+    rows = critical_path_rows([timeline, timeline])
     assert sum(row.seconds for row in rows) == pytest.approx(timeline.step_time_s)
     assert sum(row.count for row in rows) == len(timeline.critical_path)
     assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
     kinds = {"llm.0 forward", "llm.0 backward", "vision.0 forward", "vision.0 backward", "optimizer", "reduce vision"}
     kinds |= {"vision.0>llm.0 activation", "vision.0>llm.0 gradient", "reduce llm", "gather llm", "gather vision"}
     assert {row.what for row in rows} <= kinds
-    words = comparison_text(compare([timeline], None), timeline.bubble_shares(), rows)
+    words = comparison_text(comparison_rows([timeline], None), timeline.bubble_shares(), rows)
     assert rows[0].what in words.split("Critical path")[1]
     assert {row.part for row in rows} <= {"llm", "vision", "messages", "collectives"}
     assert all(f"{part} " in words.split("one after another: ")[1] for part in ("llm", "vision"))
 
 
 def test_a_long_path_is_told_in_part() -> None:
-    rows = [PathRow(f"llm.{i} forward", "llm", 1.0, 2) for i in range(20)]
+    rows = [CriticalPathRow(f"llm.{i} forward", "llm", 1.0, 2) for i in range(20)]
     words = comparison_text([], {}, rows)
     assert "8 others" in words
     assert "40.0%" in words
@@ -77,15 +85,15 @@ def test_stage_seconds_add_up_to_the_compute_of_the_step(timeline: Timeline) -> 
 
 
 def test_without_a_run_there_is_only_what_was_simulated(timeline: Timeline) -> None:
-    rows = compare([timeline], None)
+    rows = comparison_rows([timeline], None)
     assert {row.error for row in rows} == {None}
     assert "measured" not in comparison_text(rows, timeline.bubble_shares(), [])
-    assert overlay([timeline], None, SHA)["otherData"]["simulated"] is True
+    assert overlay_trace([timeline], None, SHA)["otherData"]["simulated"] is True
 
 
 def test_an_overlay_shows_simulated_ranks_under_those_of_the_run(timeline: Timeline) -> None:
     trace = _recorded(_slower(timeline, 2.0), timeline)
-    joined = overlay([timeline, timeline], trace, SHA)
+    joined = overlay_trace([timeline, timeline], trace, SHA)
     names = {e["pid"]: e["args"]["name"] for e in joined["traceEvents"] if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 1", 2: "rank 0, simulated", 3: "rank 1, simulated"}
     of_run = [e for e in joined["traceEvents"] if e["ph"] == "X" and e["pid"] < 2]
@@ -100,16 +108,16 @@ def test_idle_time_of_a_run_is_the_mean_of_its_steps(timeline: Timeline) -> None
     found = _recorded(timeline, twice).bubble_shares()
     assert found == pytest.approx({kind: 1.5 * share for kind, share in timeline.bubble_shares().items()})
     without = {"otherData": {"steps": [{"step": 1, "ts": 0.0, "dur": 1.0}]}}
-    assert Trace(without).bubble_shares() is None
+    assert RunTrace(without).bubble_shares() is None
 
 
 def test_what_is_no_trace_of_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read the trace .*train\.trace"):
-        Trace.load(tmp_path / "none.json")
+        RunTrace.load(tmp_path / "none.json")
     (tmp_path / "text.json").write_text("no")
     with pytest.raises(UserError, match="it is no JSON"):
-        Trace.load(tmp_path / "text.json")
+        RunTrace.load(tmp_path / "text.json")
     for text in ('{"otherData": {"simulated": true}}', '{"otherData": {"steps": []}}', '{"otherData": 1}', "[1]"):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(UserError, match="no trace of a run"):
-            Trace.load(tmp_path / "other.json")
+            RunTrace.load(tmp_path / "other.json")

@@ -6,8 +6,8 @@ import json
 import pytest
 from rich.console import Console
 
-from mmtrain.report import EvaluationResult, Example, TemplateScore
-from mmtrain.report.evaluation import render
+from mmtrain.report import AnsweredQuestion, EvaluationResult, TemplateScore
+from mmtrain.report.evaluation import print_evaluation
 
 RESULT = EvaluationResult(
     step=400,
@@ -17,8 +17,8 @@ RESULT = EvaluationResult(
         TemplateScore("read digit", 30, 27, 3, 3, ("images", "clips")),
     ),
     examples=(
-        Example("How many red circles are there?", "3", "3", ("images/1.png", "images/2.png"), ("1.wav",)),
-        Example("What is [2 + 2]?", "4", "5", ()),
+        AnsweredQuestion("How many red circles are there?", "3", "3", ("images/1.png", "images/2.png"), ("1.wav",)),
+        AnsweredQuestion("What is [2 + 2]?", "4", "5", ()),
     ),
 )
 
@@ -64,7 +64,7 @@ def test_table_and_examples() -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_rendering_fits(width: int) -> None:
     console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
-    render(RESULT, console)
+    print_evaluation(RESULT, console)
     assert all(len(line.rstrip()) <= width for line in console.export_text().splitlines())
 
 

@@ -11,13 +11,20 @@ import pytest
 from mmtrain.errors import UserError
 from mmtrain.plan import Plan, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import Compute, Forward, Microbatch, Span, StageId, Timeline
-from mmtrain.report.drawing import Box, Drawing, Label, Line, svg
-from mmtrain.report.figure_files import save_picture
-from mmtrain.report.figures import pictures
-from mmtrain.report.plan_picture import CARD, GAP, plan_picture
-from mmtrain.report.rank_groups import shown_ranks, slices, spans, stage_ranks, unit_edges
-from mmtrain.report.report_contents import Contents, steps
-from mmtrain.report.timeline_picture import LEFT, MAX_BOXES, WIDTH, Step, curve, timeline_picture
+from mmtrain.report.drawing import Box, Drawing, Label, Polyline, svg
+from mmtrain.report.figure_files import save_drawings
+from mmtrain.report.figures import report_drawings
+from mmtrain.report.plan_picture import CARD_GAP_PX, CARD_WIDTH_PX, plan_drawing
+from mmtrain.report.rank_groups import ranges_text, rank_groups, ranks_to_draw, stage_ranks, unit_edges
+from mmtrain.report.report_contents import ReportContents, drawn_steps
+from mmtrain.report.timeline_picture import (
+    MAX_TIMELINE_BOXES,
+    TIMELINE_MARGIN_PX,
+    TIMELINE_WIDTH_PX,
+    DrawnStep,
+    curve_drawing,
+    timeline_drawing,
+)
 from tests.report.conftest import contents_of, run_of
 from tests.report.test_plan_view import plan as two_units
 
@@ -42,47 +49,50 @@ def labels(drawing: Drawing) -> list[str]:
 
 
 def bars(drawing: Drawing) -> list[Box]:
-    return [mark for mark in drawing.marks if isinstance(mark, Box) and " layers " in mark.words]
+    return [mark for mark in drawing.marks if isinstance(mark, Box) and " layers " in mark.tooltip]
 
 
 def test_every_rank_and_layer_is_on_the_picture_once() -> None:
     plan = planned(vision=unit(1, 1, 2, 0, 5), llm=unit(2, 2, 2, 2, 12, redone=3))
-    drawing = plan_picture(plan)
+    drawing = plan_drawing(plan)
     ranks = [
-        int(word) for mark in drawing.marks if isinstance(mark, Box) for word in re.findall(r"^rank (\d+):", mark.words)
+        int(word)
+        for mark in drawing.marks
+        if isinstance(mark, Box)
+        for word in re.findall(r"^rank (\d+):", mark.tooltip)
     ]
     assert sorted(ranks) == list(range(10))
-    covered = [re.findall(r"^(\w+) layers (\d+) to (\d+): (\w+)", bar.words)[0] for bar in bars(drawing)]
+    covered = [re.findall(r"^(\w+) layers (\d+) to (\d+): (\w+)", bar.tooltip)[0] for bar in bars(drawing)]
     for name, number in (("vision", 5), ("llm", 12)):
         layers = [k for unit_name, lo, hi, _ in covered if unit_name == name for k in range(int(lo), int(hi) + 1)]
         assert sorted(layers) == list(range(number))
     redone = [lo for name, lo, _, how in covered if how == "recomputed"]
     assert sorted(map(int, redone)) == [0, 1, 2, 6, 7, 8]
-    assert all(bar.outlined == ("recomputed" in bar.words) for bar in bars(drawing))
+    assert all(bar.outlined == ("recomputed" in bar.tooltip) for bar in bars(drawing))
 
 
 def test_edges_between_units_are_named_by_who_talks_to_whom() -> None:
     def how(vision: UnitPlan, llm: UnitPlan) -> str:
         [edge] = unit_edges(planned(vision=vision, llm=llm))
-        return edge.how
+        return edge.transport
 
     assert how(unit(1, 1, 3, 0, 5), unit(2, 2, 2, 3, 12)) == "broker 3:2"
     assert how(unit(1, 1, 2, 0, 5), unit(2, 2, 2, 2, 12)) == "send 2:2"
     assert how(unit(2, 1, 2, 0, 5), unit(2, 2, 2, 0, 12)) == "local"
     three = planned(vision=unit(1, 1, 2, 0, 5), llm=unit(1, 1, 1, 2, 5), generator=unit(1, 1, 2, 3, 5))
-    assert [(e.src, e.dst, e.how) for e in unit_edges(three)] == [
+    assert [(e.src, e.dst, e.transport) for e in unit_edges(three)] == [
         ("vision", "llm", "broker 2:1"),
         ("llm", "generator", "broker 1:2"),
     ]
-    assert "vision.0 → llm: broker 2:1" in labels(plan_picture(three))
-    assert "llm.0 → generator: broker 1:2" in labels(plan_picture(three))
+    assert "vision.0 → llm: broker 2:1" in labels(plan_drawing(three))
+    assert "llm.0 → generator: broker 1:2" in labels(plan_drawing(three))
 
 
 def test_ranks_that_hold_the_same_stages_are_one_slice() -> None:
     shared = planned(vision=unit(2, 1, 4, 0, 4), llm=unit(2, 4, 1, 0, 16))
-    found = slices(shared)
+    found = rank_groups(shared)
     assert [s.ranks for s in found] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert [[(held.unit, held.tp_groups) for held in s.held] for s in found][1] == [
+    assert [[(held.unit, held.tp_groups) for held in s.units] for s in found][1] == [
         ("vision", ((1, (2, 3)),)),
         ("llm", ((0, (2, 3)),)),
     ]
@@ -91,19 +101,19 @@ def test_ranks_that_hold_the_same_stages_are_one_slice() -> None:
 def test_chunks_go_round_the_ranks() -> None:
     plan = planned(llm=unit(2, 2, 2, 0, 16, vpp=2))
     assert [stage_ranks(plan.units["llm"], s) for s in range(4)] == [(0, 1, 2, 3), (4, 5, 6, 7)] * 2
-    first, second = slices(plan)
-    assert [s.stage for s in first.held[0].stages] == [0, 2]
-    assert [s.stage for s in second.held[0].stages] == [1, 3]
+    first, second = rank_groups(plan)
+    assert [s.stage for s in first.units[0].stages] == [0, 2]
+    assert [s.stage for s in second.units[0].stages] == [1, 3]
 
 
 def test_shown_ranks_stand_for_the_others() -> None:
     plan = planned(vision=unit(2, 1, 32, 0, 8), llm=unit(8, 4, 16, 64, 32))
-    assert shown_ranks(plan, 2000) == list(range(576))
-    assert shown_ranks(plan, 24) == [0, 2, 64, 192, 320, 448]
-    assert shown_ranks(plan, 24, group=3) == [12, 14, 64 + 24, 192 + 24, 320 + 24, 448 + 24]
+    assert ranks_to_draw(plan, 2000) == list(range(576))
+    assert ranks_to_draw(plan, 24) == [0, 2, 64, 192, 320, 448]
+    assert ranks_to_draw(plan, 24, group=3) == [12, 14, 64 + 24, 192 + 24, 320 + 24, 448 + 24]
     odd = planned(vision=unit(1, 1, 31, 0, 8), llm=unit(1, 2, 32, 31, 32))
-    assert shown_ranks(odd, 24) == [0, 31, 63]
-    assert len(shown_ranks(planned(llm=unit(1, 64, 4, 0, 64)), 24)) == 24
+    assert ranks_to_draw(odd, 24) == [0, 31, 63]
+    assert len(ranks_to_draw(planned(llm=unit(1, 64, 4, 0, 64)), 24)) == 24
 
 
 def test_the_replica_group_that_the_step_waits_for_is_drawn(rehearsed: tuple[Plan, Timeline]) -> None:
@@ -114,8 +124,8 @@ def test_the_replica_group_that_the_step_waits_for_is_drawn(rehearsed: tuple[Pla
         Span(88, 3.5, 1.0, Forward(StageId("llm", 0), Microbatch("llm", 3, 0))),
     ]
     waiting = replace(rehearsed[1], critical_path=path)
-    _, ranks = steps(Contents("big", plan, 4.0, [waiting]))
-    assert ranks == shown_ranks(plan, 24, group=3)
+    _, ranks = drawn_steps(ReportContents("big", plan, 4.0, [waiting]))
+    assert ranks == ranks_to_draw(plan, 24, group=3)
 
 
 @pytest.mark.parametrize("vpp", [1, 3, 6])
@@ -123,11 +133,11 @@ def test_words_of_a_stage_do_not_lie_on_each_other(vpp: int) -> None:
     """Of an interleaved plan with a hundred layers, all recomputed; letters as wide as a browser's, on average."""
     plan = planned(vision=unit(1, 6, 2, 0, 108, vpp, redone=2), llm=unit(1, 6, 2, 0, 216, vpp, redone=99))
     lines: dict[tuple[float, float], list[tuple[float, float]]] = {}
-    for mark in plan_picture(plan).marks:
+    for mark in plan_drawing(plan).marks:
         if isinstance(mark, Label) and mark.anchor in ("start", "end"):
             length = len(mark.text) * mark.size * (0.66 if mark.bold else 0.64)
             left = mark.x - length if mark.anchor == "end" else mark.x
-            lines.setdefault((mark.y, mark.x // (CARD + GAP)), []).append((left, left + length))
+            lines.setdefault((mark.y, mark.x // (CARD_WIDTH_PX + CARD_GAP_PX)), []).append((left, left + length))
     for spans_of_line in lines.values():
         for (_, end), (begin, _) in pairwise(sorted(spans_of_line)):
             assert end <= begin
@@ -135,7 +145,7 @@ def test_words_of_a_stage_do_not_lie_on_each_other(vpp: int) -> None:
 
 def test_a_plan_of_thousands_of_ranks_stays_a_small_picture() -> None:
     plan = planned(vision=unit(8, 8, 48, 0, 48), llm=unit(8, 8, 48, 0, 96, vpp=12))
-    drawing = plan_picture(plan)
+    drawing = plan_drawing(plan)
     assert len(drawing.marks) < 3000
     assert drawing.width < 1100
     assert "and 45 more replicas like these" in labels(drawing)
@@ -152,7 +162,7 @@ def test_a_plan_of_thousands_of_ranks_stays_a_small_picture() -> None:
     ],
 )
 def test_marks_lie_on_the_sheet_and_cards_do_not_overlap(plan: Plan) -> None:
-    drawing = plan_picture(plan)
+    drawing = plan_drawing(plan)
     for mark in drawing.marks:
         if isinstance(mark, Box):
             assert 0 <= mark.x <= mark.x + mark.width <= drawing.width
@@ -160,7 +170,7 @@ def test_marks_lie_on_the_sheet_and_cards_do_not_overlap(plan: Plan) -> None:
         if isinstance(mark, Label):
             assert 0 <= mark.x <= drawing.width
             assert 0 < mark.y <= drawing.height
-    cards = [m for m in drawing.marks if isinstance(m, Box) and m.width == CARD]
+    cards = [m for m in drawing.marks if isinstance(m, Box) and m.width == CARD_WIDTH_PX]
     corners = [(c.x, c.y, c.x + c.width, c.y + c.height) for c in cards]
     for i, (x0, y0, x1, y1) in enumerate(corners):
         assert all(x1 <= u0 or u1 <= x0 or y1 <= v0 or v1 <= y0 for u0, v0, u1, v1 in corners[:i])
@@ -168,80 +178,80 @@ def test_marks_lie_on_the_sheet_and_cards_do_not_overlap(plan: Plan) -> None:
 
 def test_a_step_shows_each_computation_with_its_microbatch(rehearsed: tuple[Plan, Timeline]) -> None:
     plan, timeline = rehearsed
-    step = Step.simulated("Simulated step", timeline, [0, 1])
-    drawing = timeline_picture(step, tuple(plan.units), [0, 1], step.length_us)
+    step = DrawnStep.simulated("Simulated step", timeline, [0, 1])
+    drawing = timeline_drawing(step, tuple(plan.units), [0, 1], step.length_us)
     computed = [e for e in step.events if e["ph"] == "X" and e["tid"] == 0 and e["dur"] >= step.length_us / 900]
-    words = [mark.words for mark in drawing.marks if isinstance(mark, Box)]
+    words = [mark.tooltip for mark in drawing.marks if isinstance(mark, Box)]
     for event in computed:
         assert any(word.startswith(f"{event['name']}:") for word in words)
-    assert "rank 1 computes" in drawing.about
-    half = timeline_picture(step, tuple(plan.units), [0, 1], 2 * step.length_us)
-    assert max(m.x + m.width for m in half.marks if isinstance(m, Box)) < WIDTH * 0.55
+    assert "rank 1 computes" in drawing.description
+    half = timeline_drawing(step, tuple(plan.units), [0, 1], 2 * step.length_us)
+    assert max(m.x + m.width for m in half.marks if isinstance(m, Box)) < TIMELINE_WIDTH_PX * 0.55
 
 
 def test_the_critical_path_is_underlined_once_at_a_time(rehearsed: tuple[Plan, Timeline]) -> None:
     plan, timeline = rehearsed
-    step = Step.simulated("Simulated step", timeline, [0, 1])
-    drawing = timeline_picture(step, tuple(plan.units), [0, 1], step.length_us)
-    lines = sorted(m.points for m in drawing.marks if isinstance(m, Line) and m.paint == "ink")
-    assert lines[0][0][0] == LEFT
+    step = DrawnStep.simulated("Simulated step", timeline, [0, 1])
+    drawing = timeline_drawing(step, tuple(plan.units), [0, 1], step.length_us)
+    lines = sorted(m.points for m in drawing.marks if isinstance(m, Polyline) and m.color == "ink")
+    assert lines[0][0][0] == TIMELINE_MARGIN_PX
     for (_, (end, _)), ((begin, _), _) in pairwise(lines):
         assert end <= begin + 1
     computed = sum(s.duration_s for s in timeline.critical_path if isinstance(s.action, Compute))
-    underlined = sum(end[0] - begin[0] for begin, end in lines) / (WIDTH - LEFT)
+    underlined = sum(end[0] - begin[0] for begin, end in lines) / (TIMELINE_WIDTH_PX - TIMELINE_MARGIN_PX)
     assert underlined == pytest.approx(computed / timeline.step_time_s, rel=0.02)
 
 
 def test_spans_below_a_pixel_are_merged_and_boxes_bounded() -> None:
     args = {"unit": "llm", "stage": 0, "microbatch": 0}
     short = [{"ph": "X", "name": "F", "pid": 0, "tid": 0, "ts": i, "dur": 1, "args": args} for i in range(100_000)]
-    drawing = timeline_picture(Step("s", short, 0.0, 100_000.0), ("llm",), [0], 100_000.0)
-    assert [m.words for m in drawing.marks if isinstance(m, Box)] == ["100000 short spans"]
+    drawing = timeline_drawing(DrawnStep("s", short, 0.0, 100_000.0), ("llm",), [0], 100_000.0)
+    assert [m.tooltip for m in drawing.marks if isinstance(m, Box)] == ["100000 short spans"]
     many = [{**short[0], "pid": rank, "ts": 100 * i, "dur": 99} for rank in range(24) for i in range(1000)]
-    drawing = timeline_picture(Step("s", many, 0.0, 100_000.0), ("llm",), list(range(24)), 100_000.0)
-    assert 0 < sum(isinstance(m, Box) for m in drawing.marks) <= MAX_BOXES
+    drawing = timeline_drawing(DrawnStep("s", many, 0.0, 100_000.0), ("llm",), list(range(24)), 100_000.0)
+    assert 0 < sum(isinstance(m, Box) for m in drawing.marks) <= MAX_TIMELINE_BOXES
 
 
 def test_a_loss_that_is_not_finite_is_a_gap() -> None:
-    drawing = curve([(1, 1.0), (2, 2.0), (3, None), (4, 1.0), (5, 3.0), (6, None), (7, 2.0)], "Loss", "nats")
+    drawing = curve_drawing([(1, 1.0), (2, 2.0), (3, None), (4, 1.0), (5, 3.0), (6, None), (7, 2.0)], "Loss", "nats")
     assert drawing is not None
-    lines = [m for m in drawing.marks if isinstance(m, Line) and m.paint == "u0"]
+    lines = [m for m in drawing.marks if isinstance(m, Polyline) and m.color == "u0"]
     assert [len(line.points) for line in lines] == [2, 2]
     assert sum(isinstance(m, Box) for m in drawing.marks) == 1  # a value between two gaps
-    assert "1 at first, 2 at last, between 1 and 3" in drawing.about
-    assert curve([(1, None), (2, 1.0)], "Loss", "nats") is None
+    assert "1 at first, 2 at last, between 1 and 3" in drawing.description
+    assert curve_drawing([(1, None), (2, 1.0)], "Loss", "nats") is None
 
 
 @pytest.mark.parametrize(("ending", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
 def test_a_paper_gets_plan_and_both_steps(
     rehearsed: tuple[Plan, Timeline], tmp_path: Path, ending: str, magic: bytes
 ) -> None:
-    drawn = pictures(run_of(contents_of(*rehearsed)))
+    drawn = report_drawings(run_of(contents_of(*rehearsed)))
     assert [caption.split(":")[0] for caption, _ in drawn] == ["try", "Step 4, simulated", "Step 4, measured"]
-    save_picture(drawn, tmp_path / f"a.{ending}")
+    save_drawings(drawn, tmp_path / f"a.{ending}")
     assert (tmp_path / f"a.{ending}").read_bytes().startswith(magic)
 
 
 def test_a_picture_that_cannot_be_written_is_refused(
     rehearsed: tuple[Plan, Timeline], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = pictures(contents_of(*rehearsed))
+    drawn = report_drawings(contents_of(*rehearsed))
     with pytest.raises(UserError, match=r"ends in \.png, \.pdf, \.svg, this in `\.jpg`"):
-        save_picture(drawn, tmp_path / "a.jpg")
+        save_drawings(drawn, tmp_path / "a.jpg")
     with pytest.raises(UserError, match="cannot write the picture"):
-        save_picture(drawn, tmp_path / "none" / "a.png")
+        save_drawings(drawn, tmp_path / "none" / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"pip install 'mmtrain\[report\]'"):
-        save_picture(drawn, tmp_path / "a.png")
+        save_drawings(drawn, tmp_path / "a.png")
 
 
 def test_numbers_in_runs() -> None:
-    assert spans((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
-    assert spans(()) == ""
+    assert ranges_text((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
+    assert ranges_text(()) == ""
 
 
 def test_words_in_drawings_are_escaped() -> None:
-    text = svg(Drawing(10, 10, '<">', (Label(0, 0, "<b>"), Box(0, 0, 1, 1, "u0", words="a<b"))))
+    text = svg(Drawing(10, 10, '<">', (Label(0, 0, "<b>"), Box(0, 0, 1, 1, "u0", tooltip="a<b"))))
     assert "<b>" not in text
     assert "a&lt;b" in text
     assert 'aria-label="&lt;&quot;&gt;"' in text
@@ -251,4 +261,4 @@ def test_a_step_beyond_the_trace_is_not_drawn(rehearsed: tuple[Plan, Timeline]) 
     contents = run_of(contents_of(*rehearsed))
     assert contents.trace is not None
     later = replace(contents, trace=None)
-    assert [caption for caption, _ in pictures(later)][1].startswith("Simulated step: ")
+    assert [caption for caption, _ in report_drawings(later)][1].startswith("Simulated step: ")

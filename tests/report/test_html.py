@@ -7,10 +7,10 @@ import pytest
 
 from mmtrain.plan import Plan
 from mmtrain.program import Timeline
-from mmtrain.report.comparison import Row, path_rows
-from mmtrain.report.html import page
+from mmtrain.report.comparison import ComparisonRow, critical_path_rows
+from mmtrain.report.html import html_page
 from mmtrain.report.plain_text import memory_text
-from mmtrain.report.report_contents import Contents
+from mmtrain.report.report_contents import ReportContents
 from tests.report.conftest import contents_of, run_of
 
 VOID = {"meta"}
@@ -52,18 +52,18 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def contents(rehearsed: tuple[Plan, Timeline]) -> Contents:
+def contents(rehearsed: tuple[Plan, Timeline]) -> ReportContents:
     return contents_of(*rehearsed)
 
 
 @pytest.fixture
-def run(contents: Contents) -> Contents:
+def run(contents: ReportContents) -> ReportContents:
     return run_of(contents)
 
 
-def test_every_number_is_that_of_its_artefact(run: Contents) -> None:
-    words = Page(page(run)).text
-    for row in run.rows:
+def test_every_number_is_that_of_its_artefact(run: ReportContents) -> None:
+    words = Page(html_page(run)).text
+    for row in run.comparison:
         assert row.measured_s is not None
         assert f"{row.predicted_s * 1e3:.2f} ms {row.measured_s * 1e3:.2f} ms -50.0%" in words
     assert run.trace is not None
@@ -77,13 +77,13 @@ def test_every_number_is_that_of_its_artefact(run: Contents) -> None:
     for ranks, gib in run.plan.predicted.peak_memory_gib.items():
         assert f" {ranks} {memory_text(gib)} {gib / 4:.1%}" in words
     assert "Step 4, measured" in words
-    for path in path_rows(run.simulated)[:3]:
+    for path in critical_path_rows(run.simulated)[:3]:
         assert f"{path.what} {path.seconds * 1e3:.3g} ms {path.seconds / run.simulated[0].step_time_s:.1%}" in words
     assert "Loss, nats a token: last 0.25" in words
 
 
-def test_it_loads_nothing_and_runs_nothing(run: Contents) -> None:
-    text = page(run)
+def test_it_loads_nothing_and_runs_nothing(run: ReportContents) -> None:
+    text = html_page(run)
     found = Page(text)
     assert "://" not in text
     assert "url(" not in text
@@ -93,8 +93,8 @@ def test_it_loads_nothing_and_runs_nothing(run: Contents) -> None:
         assert not {name for name in attributes if name in ("src", "href", "xlink:href") or name.startswith("on")}
 
 
-def test_every_picture_has_a_text_and_ids_are_unique(run: Contents) -> None:
-    found = Page(page(run))
+def test_every_picture_has_a_text_and_ids_are_unique(run: ReportContents) -> None:
+    found = Page(html_page(run))
     pictures = found.of("svg")
     assert len(pictures) >= 4
     for picture in pictures:
@@ -108,8 +108,8 @@ def test_every_picture_has_a_text_and_ids_are_unique(run: Contents) -> None:
     assert len(found.of("h1")) == len(found.of("main")) == 1
 
 
-def test_wide_things_scroll_in_their_own_box(run: Contents) -> None:
-    text = page(run)
+def test_wide_things_scroll_in_their_own_box(run: ReportContents) -> None:
+    text = html_page(run)
     assert ".draw,.scroll{overflow-x:auto" in text
     parents: list[str] = []
 
@@ -135,45 +135,48 @@ def test_wide_things_scroll_in_their_own_box(run: Contents) -> None:
     assert set(parents) == {"draw", "scroll"}
 
 
-def test_a_plan_that_was_rehearsed_has_nothing_measured(contents: Contents) -> None:
-    words = Page(page(contents)).text
+def test_a_plan_that_was_rehearsed_has_nothing_measured(contents: ReportContents) -> None:
+    words = Page(html_page(contents)).text
     assert "Timeline of one step" in words
     assert "Training" not in words
     assert "measured" not in words.lower().replace("measured: resident", "")
 
 
-def test_a_plan_by_itself_shows_what_it_says(contents: Contents) -> None:
-    words = Page(page(Contents("bare", contents.plan, 4.0))).text
+def test_a_plan_by_itself_shows_what_it_says(contents: ReportContents) -> None:
+    words = Page(html_page(ReportContents("bare", contents.plan, 4.0))).text
     assert "Timeline" not in words
     assert "Balance of the data" not in words
     assert f"{contents.plan.predicted.bubbles['pp_warmup']:.1%}" in words
     assert "vision.0" in words
 
 
-def test_what_the_plan_beat_is_told_with_the_reason(contents: Contents) -> None:
-    words = Page(page(contents)).text
+def test_what_the_plan_beat_is_told_with_the_reason(contents: ReportContents) -> None:
+    words = Page(html_page(contents)).text
     assert contents.plan.alternatives
     for other in contents.plan.alternatives:
         assert other.summary in words
         assert other.reason in words
 
 
-def test_a_table_of_many_stages_is_folded_and_whole(contents: Contents) -> None:
+def test_a_table_of_many_stages_is_folded_and_whole(contents: ReportContents) -> None:
     def folded(number: int) -> list[dict[str, str | None]]:
-        rows = [*(Row(f"llm.{i} forward", None, 1.0) for i in range(number)), Row("step", None, 2.0)]
-        found = Page(page(replace(contents, rows=rows)))
+        rows = [
+            *(ComparisonRow(f"llm.{i} forward", None, 1.0) for i in range(number)),
+            ComparisonRow("step", None, 2.0),
+        ]
+        found = Page(html_page(replace(contents, comparison=rows)))
         assert all(f"llm.{i} forward" in found.words for i in range(number))
         return found.of("details")
 
     assert len(folded(100)) == len(folded(10)) + 1
 
 
-def test_a_run_that_logged_nothing_says_so(contents: Contents) -> None:
-    assert "No step was logged." in Page(page(replace(contents, metrics=[]))).words
+def test_a_run_that_logged_nothing_says_so(contents: ReportContents) -> None:
+    assert "No step was logged." in Page(html_page(replace(contents, metrics=[]))).words
 
 
-def test_names_are_escaped(contents: Contents) -> None:
+def test_names_are_escaped(contents: ReportContents) -> None:
     hostile = '<script>alert("&")</script>'
-    found = Page(page(replace(contents, name=hostile)))
+    found = Page(html_page(replace(contents, name=hostile)))
     assert not found.of("script")
     assert hostile in found.words

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from mmtrain.report import TimeSplit, open_progress
 from mmtrain.report.live_display import LiveProgress, sparkline
-from mmtrain.report.metrics_record import compact
-from mmtrain.report.progress import LineProgress, Pace, clock_text
+from mmtrain.report.metrics_record import compact_number
+from mmtrain.report.progress import LineProgress
+from mmtrain.report.progress_clock import ProgressClock, clock_text
 from tests.report.conftest import Clock, metrics
 
 
@@ -47,7 +48,7 @@ def test_the_display_suits_the_console(term: str, kind: type) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_panel_fits_and_says_everything(width: int) -> None:
     clock, console = Clock(), Console(file=io.StringIO(), width=width, record=True)
-    panel = LiveProgress(console, "demo", Pace(400, 1, clock))
+    panel = LiveProgress(console, "demo", ProgressClock(400, 1, clock))
     console.print(panel)
     before = console.export_text()
     assert "waiting for the first step" in before
@@ -93,7 +94,7 @@ def test_the_live_display_runs_to_its_end_on_a_terminal(width: int) -> None:
 def test_a_stream_without_unicode_gets_ascii() -> None:
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), width=80)
-    panel = LiveProgress(console, "demo", Pace(10, 1, Clock()))
+    panel = LiveProgress(console, "demo", ProgressClock(10, 1, Clock()))
     panel.step(metrics(1))
     panel.step(metrics(2))
     console.print(panel)
@@ -103,15 +104,15 @@ def test_a_stream_without_unicode_gets_ascii() -> None:
 
 def test_the_time_left_runs_down_between_steps() -> None:
     clock = Clock()
-    pace = Pace(num_steps=10, first_step=5, clock=clock)
-    assert pace.left_s is None
+    pace = ProgressClock(num_steps=10, first_step=5, clock=clock)
+    assert pace.remaining_s is None
     clock.now = 4
-    pace.done(6)
-    assert (pace.elapsed_s, pace.left_s) == (4, 8)
+    pace.finish_step(6)
+    assert (pace.elapsed_s, pace.remaining_s) == (4, 8)
     clock.now = 7
-    assert (pace.elapsed_s, pace.left_s) == (7, 5)
+    assert (pace.elapsed_s, pace.remaining_s) == (7, 5)
     clock.now = 99
-    assert pace.left_s == 0
+    assert pace.remaining_s == 0
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32)), st.integers(1, 50))
@@ -144,12 +145,12 @@ def test_a_sparkline_of_equal_values_is_low() -> None:
     ],
 )
 def test_compact(number: float, text: str) -> None:
-    assert compact(number) == text
+    assert compact_number(number) == text
 
 
 @given(st.floats(1e-3, 1e14))
 def test_compact_is_short_and_close(number: float) -> None:
-    text = compact(number)
+    text = compact_number(number)
     factor = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(text[-1], 1.0)
     assert float(text.rstrip("kMGT")) * factor == pytest.approx(number, rel=6e-3)
     assert number < 1 or len(text) <= 5

@@ -6,23 +6,23 @@ import pytest
 
 from mmtrain.plan import Plan
 from mmtrain.program import Timeline
-from mmtrain.report.comparison import path_rows
-from mmtrain.report.report_contents import Contents, figures, to_json
-from mmtrain.report.terminal import letters, report_text
-from mmtrain.report.timeline_picture import Step
+from mmtrain.report.comparison import critical_path_rows
+from mmtrain.report.report_contents import ReportContents, key_figures, report_json
+from mmtrain.report.terminal import report_text, timeline_letters
+from mmtrain.report.timeline_picture import DrawnStep
 from tests.report.conftest import contents_of, run_of
 
 
 def test_a_run_is_told_with_predicted_beside_measured(rehearsed: tuple[Plan, Timeline]) -> None:
     run = run_of(contents_of(*rehearsed))
     text = report_text(run)
-    for row in run.rows:
+    for row in run.comparison:
         assert row.measured_s is not None
         assert f"{row.predicted_s * 1e3:.2f} ms" in text
         assert f"{row.measured_s * 1e3:.2f} ms" in text
-    assert text.count("-50.0%") == len(run.rows)
+    assert text.count("-50.0%") == len(run.comparison)
     assert "Step 4, simulated" in text
-    for path in path_rows(run.simulated)[:3]:
+    for path in critical_path_rows(run.simulated)[:3]:
         assert re.search(rf"{re.escape(path.what)} +│ +{path.seconds * 1e3:.3g} ms │ +[\d.]+%", text), path
     assert "Step 4, measured" in text
     assert "Loss          1 to 0.25 over 4 steps" in text
@@ -31,7 +31,7 @@ def test_a_run_is_told_with_predicted_beside_measured(rehearsed: tuple[Plan, Tim
 
 
 def test_a_plan_by_itself_is_told_without_steps(rehearsed: tuple[Plan, Timeline]) -> None:
-    text = report_text(Contents("bare", rehearsed[0], 4.0))
+    text = report_text(ReportContents("bare", rehearsed[0], 4.0))
     assert "unified" in text
     assert "limit 4 GiB" in text
     assert "measured  " not in text
@@ -43,14 +43,14 @@ def test_letters_say_what_a_rank_computed_longest() -> None:
         return {"ph": "X", "name": name, "pid": 0, "tid": 0, "ts": start, "dur": length, "args": {"unit": unit}}
 
     events = [span("F vision.0", "vision", 0, 37), span("F llm.0", "llm", 37, 37), span("B llm.0", "llm", 74, 18.5)]
-    [line] = letters(Step("s", events, 0.0, 111.0), [0], 111.0)
+    [line] = timeline_letters(DrawnStep("s", events, 0.0, 111.0), [0], 111.0)
     assert line == "rank 0   " + "V" * 37 + "L" * 37 + "l" * 18 + "l" + "." * 18
 
 
 def test_json_holds_the_same_figures(rehearsed: tuple[Plan, Timeline]) -> None:
     run = run_of(contents_of(*rehearsed))
-    found = to_json(run)
-    assert [f["what"] for f in found["figures"]] == [f.what for f in figures(run)]
+    found = report_json(run)
+    assert [f["what"] for f in found["figures"]] == [f.what for f in key_figures(run)]
     assert found["figures"][0]["measured"] == pytest.approx(0.5)
     assert found["figures"][1]["predicted"] == pytest.approx(100 * run.plan.predicted.mfu)
     assert found["training"] == {"steps": 4, "first_loss": 1.0, "last_loss": 0.25, "last_val_loss": None}
@@ -58,4 +58,4 @@ def test_json_holds_the_same_figures(rehearsed: tuple[Plan, Timeline]) -> None:
     assert predicted == pytest.approx(run.simulated[0].bubble_shares())
     assert measured.keys() == predicted.keys()
     assert sum(row["seconds"] for row in found["critical"]) == pytest.approx(run.simulated[0].step_time_s)
-    assert [row["error"] for row in found["seconds"]] == pytest.approx([-0.5] * len(run.rows))
+    assert [row["error"] for row in found["seconds"]] == pytest.approx([-0.5] * len(run.comparison))

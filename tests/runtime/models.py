@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmtrain.balance import assign
-from mmtrain.checkpoint import Ranks, Shard, ShardSpec, save
+from mmtrain.checkpoint import Ranks, Shard, ShardSpec, Snapshot, save
 from mmtrain.data import BatchBuilder, PayloadNeed, build_index
 from mmtrain.models import parameter_specs as params
 from mmtrain.models.build_stage import StageModule, build_stage
@@ -78,7 +78,7 @@ def save_in_halves(root: Path, step: int, stages: Iterable[StageModule]) -> Path
                 piece = ShardSpec(spec.full_shape, spec.dim, rows // 2, rows, flat=(lo, hi))
                 shards[spec.name].append(Shard(spec.name, piece, flat[lo:hi]))
     pieces = [piece for found in shards.values() for piece in found]  # a tied embedding comes twice, and is saved once
-    return save(root, step, pieces, {}, {}, keep=9, ranks=Ranks.alone())
+    return save(root, Snapshot(step, pieces), keep=9, ranks=Ranks.alone())
 
 
 def whole(settings: Recipe) -> dict[str, StageModule]:

@@ -25,7 +25,7 @@ from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.recipe.schema import ParallelSettings
-from mmtrain.report.evaluation import MODALITIES, EvaluationResult, Example, TemplateScore
+from mmtrain.report.evaluation import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import (
     NO_TEMPLATE,
@@ -157,7 +157,7 @@ def score(answers: Answers, blanked: Answers, training: Sequence[tuple[str, str]
                 exact=sum(answers[q] == q.expected for q in questions),
                 baseline=sum(usual == q.expected for q in questions),
                 blanked=sum(blanked[q] == q.expected for q in questions) if any(q.media for q in questions) else None,
-                modalities=tuple(name for name in MODALITIES if any(getattr(q, name) for q in questions)),
+                modalities=tuple(name for name in MEDIA_KINDS if any(getattr(q, name) for q in questions)),
             )
         )
     return tuple(scores)
@@ -203,7 +203,7 @@ def _most_frequent(training: Iterable[tuple[str, str]]) -> dict[str | None, str]
     return {template: min(found, key=lambda text: (-found[text], text)) for template, found in counts.items()}
 
 
-def _examples(answers: Answers) -> tuple[Example, ...]:
+def _examples(answers: Answers) -> tuple[AnsweredQuestion, ...]:
     """A few answers as they came, right or wrong, of as many templates as possible."""
     of_template: dict[str, list[HeldOutQuestion]] = defaultdict(list)
     for question in answers:
@@ -213,10 +213,10 @@ def _examples(answers: Answers) -> tuple[Example, ...]:
     return tuple(_example(of_template[template][nth], answers) for nth, template in chosen)
 
 
-def _example(question: HeldOutQuestion, answers: Answers) -> Example:
+def _example(question: HeldOutQuestion, answers: Answers) -> AnsweredQuestion:
     *_, asked = ("", *(turn.text for turn in question.asked))
     images, clips = (tuple(map(str, media)) for media in (question.images, question.clips))
-    return Example(asked, question.expected, answers[question], images, clips)
+    return AnsweredQuestion(asked, question.expected, answers[question], images, clips)
 
 
 def _report_unusable(bad: Sequence[Quarantined], index: DataIndex, recipe: Recipe) -> None:

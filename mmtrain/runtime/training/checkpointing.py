@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, open_newest_good, save
+from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, Snapshot, open_newest_good, save
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.world import World
@@ -24,16 +23,6 @@ def checkpoint_ranks(world: World, group: dist.ProcessGroup | None = None) -> Ra
         return everyone if world.is_first else None
 
     return Ranks(world.rank, world.size, gather, lambda value: world.broadcast(value, group))
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a checkpoint will hold of one rank."""
-
-    next_step: int
-    shards: list[Shard]
-    state: dict[str, Any]
-    own: dict[str, Any]
 
 
 def take_snapshot(job: RankContext, next_step: int, facts: dict[str, object], copy: bool) -> Snapshot:
@@ -53,8 +42,8 @@ def take_snapshot(job: RankContext, next_step: int, facts: dict[str, object], co
 
 
 def _write(root: Path, job: RankContext, taken: Snapshot, ranks: Ranks) -> Path:
-    keep, storage = job.recipe.train.checkpoint.keep, job.faults.checkpoint_storage(taken.next_step)
-    return save(root, taken.next_step, taken.shards, taken.state, taken.own, keep=keep, ranks=ranks, storage=storage)
+    keep, storage = job.recipe.train.checkpoint.keep, job.faults.checkpoint_storage(taken.step)
+    return save(root, taken, keep=keep, ranks=ranks, storage=storage)
 
 
 class BackgroundSaver:

@@ -12,7 +12,7 @@ from mmtrain.balance.imbalance import sample_above_mean_load
 from mmtrain.balance.step_targets import SampleWork
 from mmtrain.data import BadSampleTracker, DataIndex, Loader, Quarantined, StepData, write_quarantine
 from mmtrain.errors import CheckpointError, RunError
-from mmtrain.report import Progress, RunLog, StepMetrics
+from mmtrain.report import RunLog, StepMetrics, TrainingProgress
 from mmtrain.runtime.execution.activity import LOADING, MEASURING, SAVING, TRACING
 from mmtrain.runtime.execution.executor import StepOutcome
 from mmtrain.runtime.execution.rank_context import RankContext
@@ -40,7 +40,7 @@ class Loop:
     validate: Callable[[], float]
     evaluate: Callable[[], float]
     log: RunLog
-    progress: Progress
+    progress: TrainingProgress
     stop: StopSignalListener
     run_dir: Path
     saver: BackgroundSaver
