@@ -222,6 +222,7 @@ class PlanMetadata:
             recipe_sha256=self.recipe_sha256,
             hardware=self.machine.name,
             world_size=world_size,
+            precision=self.layer_costs.precision,
             placement=chosen.layout.placement,
             units=dict(chosen.layout.units),
             schedule=chosen.schedule,

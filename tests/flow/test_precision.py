@@ -9,9 +9,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from mmtrain.errors import LaunchError
 from mmtrain.models.attention import attend
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.training.lr_schedule import learning_rate
 from mmtrain.runtime.world import World
@@ -37,9 +39,10 @@ class Seen:
 
 
 def _train_apart(precision: str) -> Seen:
-    settings = recipe(train__precision=precision, train__global_batch=6)
+    settings = recipe(train__global_batch=6)
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    job = build_rank_context(settings, plan(settings, **APART), world)
+    chosen = plan(settings, **APART).model_copy(update={"precision": precision})
+    job = build_rank_context(settings, chosen, world)
     outcomes, gradients, nbytes = [], [], 0
     for step in range(NUM_STEPS):
         lr = learning_rate(settings.train.optimizer, step, NUM_STEPS)
@@ -70,6 +73,19 @@ def test_brokers_carry_bf16_and_training_stays_near_fp32() -> None:
             for gradients in (wanted_gradients, found)
         )
         assert float((one - other).norm()) <= 0.05 * float(one.norm()), f"gradients of {unit}"
+
+
+def test_a_plan_for_bf16_is_refused_on_a_gpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla K80")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    with pytest.raises(
+        LaunchError, match=r"made for bf16, which Tesla K80 cannot compute in; set train\.precision: fp32"
+    ):
+        compute_dtype("bf16", gpu)
+    assert compute_dtype("fp32", gpu) == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    assert compute_dtype("bf16", gpu) == torch.bfloat16
 
 
 def _script() -> ModuleType:

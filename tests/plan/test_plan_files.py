@@ -1,5 +1,6 @@
 """Plan files: read back exactly, refused when damaged, old, or someone else's."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from mmtrain.errors import PlanError
 from mmtrain.plan import Plan, load_plan, require_match
 from mmtrain.plan.artifact.plan_files import ranks_to_start
+from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.plan.planner import plan
 from tests.plan.factory import lengths, recipe
 
@@ -20,6 +22,18 @@ def chosen() -> Plan:
 def test_a_saved_plan_is_the_same_plan(chosen: Plan, tmp_path: Path) -> None:
     chosen.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == chosen
+
+
+def test_a_plan_states_its_precision_and_a_file_without_one_keeps_its_fingerprint(chosen: Plan, tmp_path: Path) -> None:
+    assert (chosen.precision, plan_precision(chosen, recipe())) == ("fp32", "fp32")
+    older = json.loads(chosen.model_dump_json(indent=2))
+    del older["precision"]
+    (tmp_path / "plan.json").write_text(json.dumps(older))
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded.sha256 == hashlib.sha256(json.dumps(older, separators=(",", ":")).encode()).hexdigest()
+    assert (loaded.precision, plan_precision(loaded, recipe())) == (None, "fp32")
+    assert plan_precision(loaded.model_copy(update={"hardware": "h100-80g"}), recipe()) == "bf16"
+    assert plan_precision(chosen.model_copy(update={"hardware": "h100-80g"}), recipe()) == "fp32", "the plan decides"
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from functools import cache
 import numpy as np
 
 from mmtrain.balance import BalancedLoad, PipelineRank, SampleLengths, SequenceCost, StepTargets
-from mmtrain.costs import CostModel, TokenLoad, costs_for, machine_for, precision_for, upstream_trains
+from mmtrain.costs import CostModel, TokenLoad, costs_for, machine_for, upstream_trains
 from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.plan.artifact.marginal_cost import MarginalCost, marginal_cost
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.plan.artifact.schedule_table import build_schedule_table, is_single_chain
 from mmtrain.program.ir.graph import LLM, Stage, StageGraph, StageId
 from mmtrain.recipe.schema import Recipe
@@ -47,7 +48,7 @@ def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> S
     """
     model, machine = build_model_shape(recipe), machine_for(recipe, plan.hardware)
     graph = stage_graph(plan, model)
-    costs = costs_for(machine, precision_for(recipe, machine), recipe.cluster.costs)
+    costs = costs_for(machine, plan_precision(plan, recipe), recipe.cluster.costs)
     typical = typical_loads(graph, lengths, recipe.data.seq_len)
     ranks = _work_of_ranks(graph, model, costs, typical)
     totals = [sum(_seconds(work.busy(frozenset(typical)), typical).values()) for work in ranks]

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mmtrain.costs.hardware import Precision
 from mmtrain.program.schedules.builder import ScheduleKind
 
 PLAN_VERSION = 1
@@ -117,6 +118,7 @@ class Plan(_Frozen):
     version: int = PLAN_VERSION
     recipe_sha256: str
     hardware: str
+    precision: Precision | None = None  # of weights and activations; None in files of versions that did not write it
     world_size: int
     placement: Placement
     units: dict[str, UnitPlan]
@@ -128,7 +130,9 @@ class Plan(_Frozen):
     @property
     def sha256(self) -> str:
         """Fingerprint of all that the plan says, by which traces and reports name it."""
-        return hashlib.sha256(self.model_dump_json().encode("utf-8")).hexdigest()
+        # Without `precision` where the file has none, so that traces of older runs still name their plan.
+        unstated = {"precision"} if self.precision is None else None
+        return hashlib.sha256(self.model_dump_json(exclude=unstated).encode("utf-8")).hexdigest()
 
     @model_validator(mode="after")
     def _microbatches_of_every_unit(self) -> "Plan":

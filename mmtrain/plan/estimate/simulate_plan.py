@@ -1,11 +1,12 @@
 """A plan's step on a given batch, simulated: what a run would see if the costs are right."""
 
 from mmtrain.balance import BatchMeta
-from mmtrain.costs import costs_for, machine_for, parameters, precision_for, upstream_trains
+from mmtrain.costs import costs_for, machine_for, parameters, upstream_trains
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.program import ModelTiming, Timeline, build, simulate, step_loads
 from mmtrain.recipe.schema import Recipe
 
@@ -13,7 +14,8 @@ from mmtrain.recipe.schema import Recipe
 def simulate_plan(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:
     """Simulate one step of the plan, all replica groups, on a batch laid out for it."""
     machine, model = machine_for(recipe, plan.hardware), build_model_shape(recipe)
-    precision, graph = precision_for(recipe, machine), stage_graph(plan, model)
+    precision = plan_precision(plan, recipe)
+    graph = stage_graph(plan, model)
     timing = ModelTiming(
         graph,
         model,

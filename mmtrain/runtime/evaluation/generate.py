@@ -32,11 +32,11 @@ from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels
 from mmtrain.runtime.execution.executor import Executor, StepInput
+from mmtrain.runtime.execution.precision import compute_dtype, precision_on_device
 from mmtrain.runtime.execution.process_groups import ProcessGroups, build_groups
 from mmtrain.runtime.execution.rank_context import (
     RankContext,
     build_unit,
-    compute_dtype,
     edge_widths,
     forward_only,
     payload_needs,
@@ -213,7 +213,8 @@ def load_generator(
     # The recipe's choice of attention may need the machine that it was trained on.
     train = recipe.train.model_copy(update={"attention": "auto"})
     recipe, model = recipe.model_copy(update={"train": train}), build_model_shape(recipe)
-    graph, dtype = build_stage_graph(plans, dict.fromkeys(plans, 1), model), compute_dtype(recipe, world.device)
+    graph = build_stage_graph(plans, dict.fromkeys(plans, 1), model)
+    dtype = compute_dtype(precision_on_device(recipe.train.precision, world.device), world.device)
     groups = build_groups(graph, world)
     units = {
         # Slices of the tokens save memory of activations, of which writing has next to none.

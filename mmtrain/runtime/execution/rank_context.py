@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from mmtrain.costs import Precision
 from mmtrain.data.loading.batch_builder import PayloadNeed, StepData
 from mmtrain.models import parameter_specs as params
 from mmtrain.models.build_stage import StageModule, build_stage
@@ -14,6 +15,7 @@ from mmtrain.models.model_shape import ModelShape, build_model_shape
 from mmtrain.models.stage_inputs import AudioInput, TextInput, UnitInput, VisionInput
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
+from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build, step_loads
 from mmtrain.program.verify.send_window import send_limit
 from mmtrain.recipe import Recipe
@@ -23,6 +25,7 @@ from mmtrain.runtime.execution.channel_probe import probe_channels
 from mmtrain.runtime.execution.executor import Executor, StepInput, StepOutcome
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.execution.optimizer import Optimizer
+from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.execution.process_groups import ProcessGroups, build_groups
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.execution.unit import UnitRunner
@@ -45,7 +48,8 @@ class RankContext:
     optimizer: Optimizer
     train_executor: Executor
     validation_executor: Executor  # the same stages, forward only
-    dtype: torch.dtype
+    precision: Precision  # as the plan states it
+    dtype: torch.dtype  # the same, of torch
     activity: Activity
     faults: FaultPoints
 
@@ -93,7 +97,8 @@ def build_rank_context(
     groups = build_groups(graph, world)
     actions = program.for_rank(world.rank)
     probe_channels(actions, groups, world)
-    dtype = compute_dtype(recipe, world.device)
+    precision = plan_precision(plan, recipe)
+    dtype = compute_dtype(precision, world.device)
     units = {
         mesh.unit: build_unit(recipe, model, graph, mesh.unit, plan.units[mesh.unit].sp, groups, world, dtype)
         for mesh in graph.meshes
@@ -123,6 +128,7 @@ def build_rank_context(
         optimizer,
         Executor(graph, actions, units, brokers[0], optimizer, activity, faults),
         Executor(forward_program.graph, forward_actions, units, brokers[1], None, activity),
+        precision,
         dtype,
         activity,
         faults,
@@ -164,14 +170,6 @@ def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dic
 def forward_only(graph: StageGraph) -> StageGraph:
     """The same graph with nothing to train: its program has no backward."""
     return replace(graph, stages=tuple(replace(s, trainable=False) for s in graph.stages))
-
-
-def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """The type of weights and activations: what the recipe says, or fp32 on CPU and bf16 on CUDA."""
-    chosen = recipe.train.precision
-    if chosen == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen]
 
 
 def edge_widths(graph: StageGraph, model: ModelShape) -> dict[Edge, int]:

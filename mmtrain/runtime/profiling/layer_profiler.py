@@ -24,7 +24,7 @@ from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.models.stage_inputs import TextInput, UnitInput
 from mmtrain.program import StageId
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import build_unit_optimizer, compute_dtype
+from mmtrain.runtime.execution.rank_context import build_unit_optimizer
 from mmtrain.runtime.execution.recorder import clock_for
 from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.profiling.probes import Probe
@@ -222,7 +222,7 @@ class LayerProfiler:
 
 
 def build_layer_profiler(
-    recipe: Recipe, model: ModelShape, unit: UnitShape, groups: ParallelGroups, world: World
+    recipe: Recipe, model: ModelShape, unit: UnitShape, groups: ParallelGroups, world: World, dtype: torch.dtype
 ) -> LayerProfiler:
     """Build a unit's distinct layers with a few of each, all to be trained, and their optimizer."""
     number: defaultdict[str, int] = defaultdict(int)
@@ -232,7 +232,6 @@ def build_layer_profiler(
         if number[layer_key(described(layer))] <= MAX_EQUAL_LAYERS:
             layers.append(layer)
     short = replace(unit, layers=tuple(layers))
-    dtype = compute_dtype(recipe, world.device)
     stage = build_stage(
         recipe.model,
         replace(model, units=tuple(short if u.name == unit.name else u for u in model.units)),

@@ -19,6 +19,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mmtrain.balance import SampleLengths
+from mmtrain.costs import precision_for, preset
 from mmtrain.costs.cost_table import (
     CostTable,
     LayerEntry,
@@ -33,7 +34,7 @@ from mmtrain.costs.measured_costs import errors
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import UnitShape, build_model_shape
 from mmtrain.recipe import Recipe
-from mmtrain.runtime.execution.rank_context import compute_dtype
+from mmtrain.runtime.execution.precision import compute_dtype
 from mmtrain.runtime.profiling.layer_profiler import LayerProfiler, build_layer_profiler, median_without_outliers
 from mmtrain.runtime.profiling.probes import Probe, make_probes
 from mmtrain.runtime.resilience.launch import launch_local
@@ -108,7 +109,7 @@ def empty_cost_table(request: ProfileRequest) -> CostTable:
     return CostTable(
         hardware=request.hardware,
         device=device_name(device),
-        precision="bf16" if compute_dtype(request.recipe, device) == torch.bfloat16 else "fp32",
+        precision=precision_for(request.recipe, preset(request.hardware)),
         software={"python": platform.python_version(), "torch": torch.__version__},
         date=time.strftime("%Y-%m-%d"),
     )
@@ -132,6 +133,7 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
     """Time the layers of every unit that may be split so; TP groups of as many ranks do the same side by side."""
     groups = _tp_groups(world, tp)
     model, found = build_model_shape(request.recipe), _Measurements()
+    dtype = compute_dtype(precision_for(request.recipe, preset(request.hardware)), world.device)
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
     plans = [(unit, make_probes(request.recipe, unit, request.lengths)) for unit in units]
     console = Console(stderr=True, quiet=not world.is_first)
@@ -139,7 +141,7 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
         task = progress.add_task(f"tp {tp}", total=sum(len(fitted) + len(held_out) for _, (fitted, held_out) in plans))
         for unit, (fitted, held_out) in plans:
             progress.update(task, description=f"tp {tp}: {unit.name}")
-            stack = build_layer_profiler(request.recipe, model, unit, groups, world)
+            stack = build_layer_profiler(request.recipe, model, unit, groups, world, dtype)
 
             def sampled(probe: Probe, every_way: bool, stack: LayerProfiler = stack) -> dict[str, LayerSample]:
                 mine = stack.sample(probe, request.recipe, request.repeats, every_way)

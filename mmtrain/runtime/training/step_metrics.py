@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.balance import BatchMeta
-from mmtrain.costs import Precision, TokenLoad, costs_for, model_flops, parameters, preset, upstream_trains
+from mmtrain.costs import TokenLoad, costs_for, model_flops, parameters, preset, upstream_trains
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.data import GroupStream
 from mmtrain.program import ModelTiming, Stage, StepLoads
@@ -39,8 +39,8 @@ class StepMetricsReducer:
 
     def __init__(self, job: RankContext, stream: GroupStream, hardware: str) -> None:
         self._job, self._stream = job, stream
-        precision: Precision = "bf16" if job.dtype == torch.bfloat16 else "fp32"
-        self._machine, self._precision = preset(hardware), precision
+        precision = job.precision
+        self._machine = preset(hardware)
         self._costs, self._input_grad = (
             costs_for(self._machine, precision, job.recipe.cluster.costs),
             upstream_trains(job.shape),
@@ -50,7 +50,8 @@ class StepMetricsReducer:
 
     def timing(self, loads: StepLoads) -> ModelTiming:
         """What a step with these loads should take, by the cost model of the plan's hardware."""
-        job, element_bytes = self._job, ELEMENT_BYTES[self._precision]
+        job = self._job
+        element_bytes = ELEMENT_BYTES[job.precision]
         rules = (self._input_grad, parameters, element_bytes, self._machine.ranks_per_node)
         return ModelTiming(job.graph, job.shape, self._costs, loads, *rules)
 
