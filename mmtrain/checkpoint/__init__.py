@@ -11,7 +11,7 @@ from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.save import Snapshot, save
 from mmtrain.checkpoint.storage import FileSum, LocalStorage, Storage
 from mmtrain.checkpoint.tensor_pieces import Shard, ShardSpec
-from mmtrain.checkpoint.verify import verify
+from mmtrain.checkpoint.verify_files import verify
 
 __all__ = [
     "Checkpoint",

@@ -11,7 +11,7 @@ from mmtrain.checkpoint import tensorfile
 from mmtrain.checkpoint.manifest import Manifest, Piece
 from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.tensor_pieces import Region, ShardSpec, overlap
-from mmtrain.checkpoint.verify import read_manifest, verify_together
+from mmtrain.checkpoint.verify_files import read_manifest, verify_together
 from mmtrain.errors import CheckpointError
 
 if TYPE_CHECKING:

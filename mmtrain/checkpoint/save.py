@@ -12,7 +12,7 @@ from mmtrain.checkpoint.manifest import Manifest, join_pieces
 from mmtrain.checkpoint.rank_agreement import Ranks, describe
 from mmtrain.checkpoint.storage import FileSum, LocalStorage, Storage
 from mmtrain.checkpoint.tensor_pieces import Shard
-from mmtrain.checkpoint.verify import complete, verify_together
+from mmtrain.checkpoint.verify_files import complete, verify_together
 from mmtrain.errors import CheckpointError
 
 

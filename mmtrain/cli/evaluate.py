@@ -32,8 +32,8 @@ def evaluate(
     Under torchrun or SLURM each process started is one rank, and holds its own stages of the model alone.
     """
     from mmtrain.cli.local_cluster import plan_here
-    from mmtrain.runtime.evaluation.evaluate import EvaluateRequest
-    from mmtrain.runtime.evaluation.evaluate import run as evaluate_run
+    from mmtrain.runtime.evaluation.score_run import EvaluateRequest
+    from mmtrain.runtime.evaluation.score_run import run as evaluate_run
 
     evaluate_run(EvaluateRequest(run, plan_here, partial(_show, as_json), limit, blank_images, ranks))
 

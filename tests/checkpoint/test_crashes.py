@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain.checkpoint import Checkpoint, Ranks, ShardSpec, Snapshot, find, latest, open_newest_good, save, verify
+from mmtrain.checkpoint import Checkpoint, Ranks, ShardSpec, Snapshot, find, latest, open_newest_good, save
+from mmtrain.checkpoint import verify_files as verify
 from mmtrain.errors import CheckpointError, RunError
 from tests.checkpoint.conftest import Crash, FailingStorage, disk_full, in_threads, shards_of, weights
 

@@ -11,18 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from mmtrain.checkpoint import (
-    Checkpoint,
-    Ranks,
-    Shard,
-    ShardSpec,
-    Snapshot,
-    find,
-    latest,
-    open_newest_good,
-    save,
-    verify,
-)
+from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, Snapshot, find, latest, open_newest_good, save
+from mmtrain.checkpoint import verify_files as verify
 from mmtrain.errors import CheckpointError
 from tests.checkpoint.conftest import in_threads, shards_of, weights
 

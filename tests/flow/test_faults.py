@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmtrain.checkpoint import Checkpoint, find, open_newest_good
-from mmtrain.checkpoint.verify import read_manifest
+from mmtrain.checkpoint.verify_files import read_manifest
 from mmtrain.program import Backward, Forward
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import FAILURES_FOLDER, read_failures, stacks_path

@@ -18,7 +18,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.program import LLM, Microbatch
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.report import EvaluationResult
-from mmtrain.runtime.evaluation.evaluate import EvaluateRequest, run
+from mmtrain.runtime.evaluation.score_run import EvaluateRequest, run
 from mmtrain.runtime.execution.rank_context import unit_inputs
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
 

@@ -17,9 +17,9 @@ from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan as planner
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report import EvaluationResult
-from mmtrain.runtime.evaluation.evaluate import EvaluateRequest, run
 from mmtrain.runtime.evaluation.generate import load_weights
 from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
+from mmtrain.runtime.evaluation.score_run import EvaluateRequest, run
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.resilience.launch import free_port
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE

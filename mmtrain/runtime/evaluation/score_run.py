@@ -25,7 +25,7 @@ from mmtrain.plan.artifact.plan import Plan, StagePlan, UnitPlan
 from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.recipe.schema import ParallelSettings
-from mmtrain.report.evaluation import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
+from mmtrain.report.evaluation_result import MEDIA_KINDS, AnsweredQuestion, EvaluationResult, TemplateScore
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import (
     NO_TEMPLATE,

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from mmtrain.report import AnsweredQuestion, EvaluationResult, TemplateScore
-from mmtrain.report.evaluation import print_evaluation
+from mmtrain.report.evaluation_result import print_evaluation
 
 RESULT = EvaluationResult(
     step=400,

@@ -13,9 +13,9 @@ from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.synthetic.demo import generate_demo as generate_demo
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer
 from mmtrain.errors import CheckpointError, TooManyBadSamples, UserError
-from mmtrain.report.evaluation import TemplateScore
-from mmtrain.runtime.evaluation.evaluate import score
+from mmtrain.report.evaluation_result import TemplateScore
 from mmtrain.runtime.evaluation.qa_eval import HeldOutQuestion, evenly_spaced, prompt_lengths, select_questions
+from mmtrain.runtime.evaluation.score_run import score
 from tests.data.rows import Row, row
 from tests.runtime.models import evaluated, recipe, run_folder, whole
 from tests.runtime.taught import COLOURS, Taught, asking
