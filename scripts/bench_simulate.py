@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mmtrain.costs import AnalyticCosts, TokenLoad, parameters, preset
+from mmtrain.costs import AnalyticCosts, TokenLoad, num_parameters, preset
 from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
 from mmtrain.program import (
     LLM,
@@ -31,7 +31,7 @@ from mmtrain.program import (
     lower,
     simulate,
 )
-from mmtrain.program.simulation.rank_equivalence import leaders
+from mmtrain.program.simulation.rank_equivalence import representative_ranks
 
 TP, PP, DP, VPP, MICROBATCHES = 8, 8, 48, 12, 32
 MILLION = 1_000_000
@@ -50,7 +50,7 @@ T = TypeVar("T")
 class Unlike(ModelTiming):
     """Takes no two ranks to be alike."""
 
-    def link(self, ranks: tuple[int, ...]) -> tuple[int, ...]:  # type: ignore[override]
+    def link_class(self, ranks: tuple[int, ...]) -> tuple[int, ...]:  # type: ignore[override]
         """The ranks themselves."""
         return ranks
 
@@ -58,7 +58,7 @@ class Unlike(ModelTiming):
 def main() -> None:
     print(f"{platform.machine()}, Python {platform.python_version()}, seconds of one core")
     graph = graph_of(DP, MICROBATCHES)
-    followed, found_s = timed(lambda: leaders(graph, timing(graph, 0).link))
+    followed, found_s = timed(lambda: representative_ranks(graph, timing(graph, 0).link_class))
     program, built_s = timed(lambda: lower(build_1f1b(graph, followed)))
     _, first_s = timed(lambda: simulate(program, timing(graph, 0)))
     again = [timed(lambda seed=seed: simulate(program, timing(graph, seed))) for seed in range(1, REPEATS + 1)]  # type: ignore[misc]
@@ -117,7 +117,7 @@ def timing(graph: StageGraph, seed: int) -> ModelTiming:
     machine = replace(preset("h100-80g"), ranks_per_node=8)
     inputs = {LLM: (False, *[True] * (len(LAYERS) - 1))}
     costs = AnalyticCosts(machine, "bf16")
-    return ModelTiming(graph, SHAPE, costs, StepLoads(loads, {}, {}), inputs, parameters, 2, machine.ranks_per_node)
+    return ModelTiming(graph, SHAPE, costs, StepLoads(loads, {}, {}), inputs, num_parameters, 2, machine.ranks_per_node)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mmtrain.costs import AnalyticCosts, CostTable, TokenLoad, preset, preset_for_device
-from mmtrain.costs.cost_table import LayerEntry, LayerSample, described, layer_key
+from mmtrain.costs.cost_table import LayerEntry, LayerSample, layer_fields, layer_key
 from mmtrain.data import build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.models.model_shape import LayerShape, UnitShape, build_model_shape
@@ -101,10 +101,10 @@ def modelled(recipe: Recipe, unit: UnitShape, tp: int, hardware: str) -> list[La
         return []
     costs = AnalyticCosts(preset(hardware), "bf16")
     loads = sorted((probe.load for probe in make_probes(recipe, unit)[0]), key=lambda load: (load.tokens, load.sum_sq))
-    layers = {layer_key(described(layer)): layer for layer in unit.layers}
+    layers = {layer_key(layer_fields(layer)): layer for layer in unit.layers}
     return [
         LayerEntry(
-            layer=described(layer),
+            layer=layer_fields(layer),
             tp=tp,
             source="modelled",
             samples=tuple(_sample(costs, replace(layer, trainable=True), tp, load) for load in loads),

@@ -31,7 +31,7 @@ FORWARD_KERNELS = {
     "dit_out": 6,
 }
 # All-reduces that tensor parallelism adds to forward and to the input part of backward (Megatron-LM, arXiv 1909.08053).
-TP_REDUCES = {
+TP_ALL_REDUCES = {
     "patch_embed": (0, 0),
     "audio_embed": (0, 0),
     "vit_block": (2, 2),
@@ -47,7 +47,7 @@ TP_REDUCES = {
 # Bytes of a parameter that the gradient norm, clipping and AdamW read and write, in fp32: the gradient is read for the
 # norm (and once more as a double, written and read), read and written by clipping; AdamW reads gradient, weight and two
 # moments and writes all but the gradient.
-OPTIMIZER_BYTES = 4 * (1 + 4 + 2 + 4 + 3)
+OPTIMIZER_BYTES_PER_PARAMETER = 4 * (1 + 4 + 2 + 4 + 3)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class AnalyticCosts:
         kind: ComputeKind,
         *,
         input_grad: bool = True,
-        sliced: bool = False,
+        sp: bool = False,
     ) -> tuple[PieceCost, ...]:
         """What `seconds` says, piece by piece; see `pieces`. Layers of one piece have their collectives inside."""
         total = self.seconds(layer, tp, load, kind, input_grad=input_grad)
@@ -112,8 +112,8 @@ class AnalyticCosts:
             moving_s=twice * self._moving(layer, tp, load),
             launches_s=self._launches(layer),
             gather_s=self._kv_gather(layer, tp, load),
-            reduce_s=TP_REDUCES[layer.kind][backward] * self._tp_reduce(layer, tp, load),
-            sliced=sliced,
+            reduce_s=TP_ALL_REDUCES[layer.kind][backward] * self._tp_reduce(layer, tp, load),
+            sp=sp,
         )
 
     def activation_bytes(
@@ -124,7 +124,7 @@ class AnalyticCosts:
             return 0
         if recompute:
             return analytic.input_bytes(layer, load, self.element_bytes)
-        spared = 0 if layer.trainable else analytic.weights_only_bytes(layer, load, self.element_bytes, tp)
+        spared = 0 if layer.trainable else analytic.weight_grad_bytes(layer, load, self.element_bytes, tp)
         return analytic.activation_bytes(layer, load, self.element_bytes, tp) - spared
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
@@ -147,12 +147,12 @@ class AnalyticCosts:
 
     def optimizer(self, parameters: int) -> float:
         """Seconds of an optimizer step over `parameters` of one rank."""
-        return parameters * OPTIMIZER_BYTES / self.hardware.memory_bytes_per_s
+        return parameters * OPTIMIZER_BYTES_PER_PARAMETER / self.hardware.memory_bytes_per_s
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019 - a model is a small value kept for the whole planning, its layers repeat
     def _forward(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         products = sum(self._product(g) for g in analytic.gemms(layer, load, tp))
-        reduces = TP_REDUCES.get(layer.kind, (0, 0))[0] * self._tp_reduce(layer, tp, load)
+        reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[0] * self._tp_reduce(layer, tp, load)
         moving = self._moving(layer, tp, load) + self._launches(layer)
         return products + self._attention(layer, tp, load) + moving + reduces + self._kv_gather(layer, tp, load)
 
@@ -163,7 +163,7 @@ class AnalyticCosts:
             return 0.0
         passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
         products = sum(times * self._product(g) for g, times in passes)
-        reduces = TP_REDUCES.get(layer.kind, (0, 0))[1] * self._tp_reduce(layer, tp, load)
+        reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[1] * self._tp_reduce(layer, tp, load)
         # Backward has about twice the kernels, but starts them without Python in between.
         moving = 2 * self._moving(layer, tp, load) + self._launches(layer)
         gather = self._kv_gather(layer, tp, load)
@@ -173,7 +173,7 @@ class AnalyticCosts:
         if g.m == 0:
             return 0.0
         h = self.hardware
-        compute = g.flops / (h.peak_flops(self.precision) * h.product_efficiency(g.m, g.n, g.k))
+        compute = g.flops / (h.peak_flops(self.precision) * h.efficiency_at(g.m, g.n, g.k))
         operands = (g.m * g.k + g.k * g.n + g.m * g.n) * self.element_bytes
         return max(compute, operands / h.memory_bytes_per_s)
 
@@ -182,7 +182,7 @@ class AnalyticCosts:
         return analytic.attention_flops(layer, load, tp) / rate
 
     def _moving(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
-        moved = analytic.moved_elements(layer, load, tp) * self.element_bytes
+        moved = analytic.elementwise_elements(layer, load, tp) * self.element_bytes
         return moved / self.hardware.memory_bytes_per_s
 
     def _launches(self, layer: LayerShape) -> float:
@@ -196,7 +196,7 @@ class AnalyticCosts:
         return self.collective("all_gather", load.tokens * width * self.element_bytes, tp, same_node=True)
 
     def _tp_reduce(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
-        rows = analytic.features(layer, load) if layer.kind == "projector" else load.tokens
+        rows = analytic.feature_rows(layer, load) if layer.kind == "projector" else load.tokens
         if layer.kind == "context_projector":
             rows = load.num_sequences * layer.context
         width = layer.hidden if layer.kind == "head" else layer.out

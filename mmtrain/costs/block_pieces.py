@@ -15,10 +15,10 @@ from typing import Literal
 from mmtrain.costs.cost_model import PieceCost
 from mmtrain.models.model_shape import BLOCK_PIECES, LayerShape
 
-Direction = Literal["forward", "backward"]
+PassDirection = Literal["forward", "backward"]
 NORM, QKV, ATTENTION, PROJECTION, NORM_MLP, UP, DOWN, ADD = range(len(BLOCK_PIECES))
-_REDUCED: dict[Direction, tuple[int, ...]] = {"forward": (PROJECTION, DOWN), "backward": (QKV, UP)}
-_GATHERED: dict[Direction, tuple[int, ...]] = {"forward": (NORM, NORM_MLP), "backward": (ADD, NORM_MLP)}
+_REDUCED: dict[PassDirection, tuple[int, ...]] = {"forward": (PROJECTION, DOWN), "backward": (QKV, UP)}
+_GATHERED: dict[PassDirection, tuple[int, ...]] = {"forward": (NORM, NORM_MLP), "backward": (ADD, NORM_MLP)}
 _WIDTHS = {NORM: 2, NORM_MLP: 5, ADD: 3}  # of the residual stream, read and written by norms and additions
 # Kernels of `model.FORWARD_KERNELS`, as they fall on the pieces.
 _KERNELS = {"vit_block": (2, 4, 5, 2, 3, 3, 2, 1), "decoder_block": (2, 3, 11, 2, 3, 5, 2, 2)}
@@ -27,7 +27,7 @@ _KERNELS = {"vit_block": (2, 4, 5, 2, 3, 3, 2, 1), "decoder_block": (2, 3, 11, 2
 def block_pieces(
     layer: LayerShape,
     tp: int,
-    direction: Direction,
+    direction: PassDirection,
     *,
     products_s: Sequence[float],
     attention_s: float,
@@ -35,7 +35,7 @@ def block_pieces(
     launches_s: float,
     gather_s: float,
     reduce_s: float,
-    sliced: bool,
+    sp: bool,
 ) -> tuple[PieceCost, ...]:
     """Share a block's seconds out over its pieces, in the order of `BLOCK_PIECES`.
 
@@ -53,13 +53,13 @@ def block_pieces(
     for piece in range(len(compute)):
         compute[piece] += moving_s * elements[piece] / sum(elements) + launches_s * kernels[piece] / sum(kernels)
     collective = [0.0] * len(compute)
-    ends = [*_REDUCED[direction], *(_GATHERED[direction] if sliced else ())]
+    ends = [*_REDUCED[direction], *(_GATHERED[direction] if sp else ())]
     for piece in ends:
         collective[piece] += reduce_s / len(ends)
     return tuple(map(PieceCost, compute, collective))
 
 
-def scaled(pieces: Sequence[PieceCost], total_s: float) -> tuple[PieceCost, ...]:
+def scale_pieces(pieces: Sequence[PieceCost], total_s: float) -> tuple[PieceCost, ...]:
     """The pieces in the same proportions, `total_s` seconds together."""
     modelled = sum(map(sum, pieces))
     factor = total_s / modelled if modelled else 0.0

@@ -78,9 +78,9 @@ class CostModel(Protocol):
         kind: ComputeKind,
         *,
         input_grad: bool = True,
-        sliced: bool = False,
+        sp: bool = False,
     ) -> tuple[PieceCost, ...]:
-        """What `seconds` says of the layer, piece by piece; `sliced`: with sequence parallelism. See `costs.pieces`."""
+        """What `seconds` says of the layer, piece by piece; `sp`: with sequence parallelism. See `costs.pieces`."""
         ...
 
     def activation_bytes(

@@ -11,8 +11,15 @@ from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import LayerShape
 
-Timed = Literal["forward", "forward_only", "recompute", "backward", "backward_weight", "backward_input"]
-TIMED: tuple[Timed, ...] = ("forward", "forward_only", "recompute", "backward", "backward_weight", "backward_input")
+TimedPass = Literal["forward", "forward_only", "recompute", "backward", "backward_weight", "backward_input"]
+TIMED_PASSES: tuple[TimedPass, ...] = (
+    "forward",
+    "forward_only",
+    "recompute",
+    "backward",
+    "backward_weight",
+    "backward_input",
+)
 
 
 Source = Literal["measured", "modelled"]
@@ -36,7 +43,7 @@ class LayerSample(_Frozen):
     sum_sq: Count
     max_len: Count
     num_sequences: Count
-    seconds: dict[Timed, Seconds]
+    seconds: dict[TimedPass, Seconds]
     activation_bytes: Count
 
     @model_validator(mode="after")
@@ -146,7 +153,7 @@ class CostTable(_Frozen):
         )
 
     @property
-    def made(self) -> str:
+    def provenance(self) -> str:
         """`measured`, `modelled`, or both, as its entries say."""
         entries: list[LayerEntry | MessageEntry | OptimizerEntry] = [*self.layers, *self.messages, *self.optimizer]
         return " and ".join(sorted({entry.source for entry in entries})) or "measured"
@@ -162,7 +169,7 @@ class CostTable(_Frozen):
         return {(e.kind, e.size): e for e in self.messages}
 
 
-def described(layer: LayerShape) -> dict[str, Any]:
+def layer_fields(layer: LayerShape) -> dict[str, Any]:
     """A layer's fields without defaults, and without what trains: that decides which measured seconds count."""
     bare, default = asdict(layer), asdict(LayerShape(layer.kind, 0, 0))
     del bare["trainable"], bare["frozen"]

@@ -10,12 +10,12 @@ from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.models.model_shape import LayerShape
 
 _KERNEL = 9  # of every convolution: 3 x 3
-Sides = tuple[int, int, int]  # (m, n, k) of a product
+GemmSides = tuple[int, int, int]  # (m, n, k) of a product
 
 
-def products(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Sides, ...]:
+def gemm_sides(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[GemmSides, ...]:
     """Products with weights that one of `tp` ranks computes in forward, in order."""
-    t, images, wide, out = positions(layer, load), load.num_sequences, layer.hidden, layer.out
+    t, images, wide, out = num_positions(layer, load), load.num_sequences, layer.hidden, layer.out
     rows = images * layer.context
     match layer.kind:
         case "context_projector":
@@ -52,24 +52,24 @@ def products(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Sides, ..
             return ((t, out, wide),)
 
 
-def needs_no_input(layer: LayerShape) -> int:
+def num_gemms_without_input_grad(layer: LayerShape) -> int:
     """How many of the first products read nothing that could need a gradient: noise, and waves of the timestep."""
     return 2 if layer.kind in ("unet_embed", "dit_embed") else 0
 
 
-def positions(layer: LayerShape, load: TokenLoad) -> int:
+def num_positions(layer: LayerShape, load: TokenLoad) -> int:
     """Places at which the layer works: fewer on the coarser levels of a U-Net."""
     return load.tokens // layer.scale**2
 
 
-def pairs(layer: LayerShape, load: TokenLoad) -> int:
+def query_key_pairs(layer: LayerShape, load: TokenLoad) -> int:
     """Query-key pairs: every position with those of its image, and with the image's context."""
     if not layer.heads:
         return 0
-    return load.sum_sq // layer.scale**4 + positions(layer, load) * layer.context
+    return load.sum_sq // layer.scale**4 + num_positions(layer, load) * layer.context
 
 
-def parameters(layer: LayerShape, tp: int = 1) -> int:
+def num_parameters(layer: LayerShape, tp: int = 1) -> int:
     """Learned numbers that one of `tp` ranks holds."""
     wide, out, time = layer.hidden, layer.out, layer.time_width
     match layer.kind:
@@ -98,9 +98,9 @@ def parameters(layer: LayerShape, tp: int = 1) -> int:
             return (into + back) // tp + 3 * wide + 6 * wide  # biases after `back`, and its share of the modulation
 
 
-def kept_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+def saved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Numbers kept by one of `tp` ranks for backward when nothing is recomputed, counted as autograd saves them."""
-    t, images, wide, out = positions(layer, load), load.num_sequences, layer.hidden, layer.out
+    t, images, wide, out = num_positions(layer, load), load.num_sequences, layer.hidden, layer.out
     context = images * layer.context
     match layer.kind:
         case "context_projector":
@@ -126,9 +126,9 @@ def kept_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
             return 3 * t * wide
 
 
-def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Numbers read and written in the element-wise work of a forward: norms, activations, residuals, resampling."""
-    t, wide, out = positions(layer, load), layer.hidden, layer.out
+    t, wide, out = num_positions(layer, load), layer.hidden, layer.out
     match layer.kind:
         case "context_projector":
             return 0
@@ -150,5 +150,5 @@ def input_rows(layer: LayerShape, load: TokenLoad) -> int:
     """Rows of `hidden` numbers that the layer reads, the context apart."""
     if layer.kind == "context_projector":
         return load.num_sequences * layer.context
-    resampled = {"unet_down": 4 * positions(layer, load), "unet_up": positions(layer, load) // 4}
-    return resampled.get(layer.kind, positions(layer, load))
+    resampled = {"unet_down": 4 * num_positions(layer, load), "unet_up": num_positions(layer, load) // 4}
+    return resampled.get(layer.kind, num_positions(layer, load))

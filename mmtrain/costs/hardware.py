@@ -1,8 +1,8 @@
 """Hardware presets: what one rank can compute, move and hold, with the source of every number.
 
 Rates are per rank and per direction. Peaks are dense rates (data sheets print twice that, with sparsity). A product
-reaches `gemm_efficiency` of the peak when all its sides are large; a side of `half_side` halves that. Presets are
-models: `mmtrain plan` prints "modelled" beside every figure that comes from here.
+reaches `gemm_efficiency` of the peak when all its sides are large; a side of `half_efficiency_side` halves that.
+Presets are models: `mmtrain plan` prints "modelled" beside every figure that comes from here.
 """
 
 import difflib
@@ -39,7 +39,7 @@ class Hardware:
     fp32_flops: float  # FLOP/s of dense matrix products
     bf16_flops: float
     gemm_efficiency: float  # share of the peak that a large product reaches
-    half_side: float  # side length at which a product reaches half of that
+    half_efficiency_side: float  # side length at which a product reaches half of that
     attention_efficiency: float  # share of the peak inside attention
     memory_bytes_per_s: float
     memory_bytes: float
@@ -57,9 +57,9 @@ class Hardware:
         """The connection between two ranks."""
         return self.intra_node if same_node else self.inter_node
 
-    def product_efficiency(self, m: int, n: int, k: int) -> float:
+    def efficiency_at(self, m: int, n: int, k: int) -> float:
         """Share of the peak that an (m, k) x (k, n) product reaches: it saturates in each side."""
-        half = self.half_side
+        half = self.half_efficiency_side
         return self.gemm_efficiency * (m / (m + half)) * (n / (n + half)) * (k / (k + half))
 
 
@@ -74,7 +74,7 @@ _CPU_CORE = Hardware(
     fp32_flops=100e9,
     bf16_flops=100e9,
     gemm_efficiency=0.9,
-    half_side=8,
+    half_efficiency_side=8,
     attention_efficiency=0.3,
     memory_bytes_per_s=25 * GB,
     memory_bytes=4 * GIB,
@@ -94,7 +94,7 @@ _A100 = Hardware(
     fp32_flops=19.5e12,
     bf16_flops=312e12,
     gemm_efficiency=0.88,
-    half_side=160,
+    half_efficiency_side=160,
     attention_efficiency=0.6,
     memory_bytes_per_s=2039 * GB,
     memory_bytes=80 * GB,
@@ -112,7 +112,7 @@ _H100 = Hardware(
     fp32_flops=67e12,
     bf16_flops=989e12,
     gemm_efficiency=0.76,
-    half_side=256,
+    half_efficiency_side=256,
     attention_efficiency=0.35,
     memory_bytes_per_s=3350 * GB,
     memory_bytes=80 * GB,

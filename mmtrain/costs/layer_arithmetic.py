@@ -61,24 +61,24 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
                 Gemm(t, h, layer.ffn // tp),
             )
         case "projector":
-            rows = features(layer, load)
+            rows = feature_rows(layer, load)
             return (Gemm(rows, layer.ffn // tp, h * layer.joins), Gemm(rows, layer.out, layer.ffn // tp))
         case "embedding":
             return ()
         case "head":
             return (Gemm(t, layer.vocab // tp, h),)
         case _:
-            return tuple(Gemm(*sides) for sides in diffusion.products(layer, load, tp))
+            return tuple(Gemm(*sides) for sides in diffusion.gemm_sides(layer, load, tp))
 
 
-def features(layer: LayerShape, load: TokenLoad) -> int:
+def feature_rows(layer: LayerShape, load: TokenLoad) -> int:
     """Rows a projector hands on: class tokens dropped, tokens joined."""
     return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.joins
 
 
 def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Forward FLOPs of the two products inside attention: scores, and their sum over values."""
-    pairs = (load.sum_sq + load.tokens) // 2 if layer.causal else diffusion.pairs(layer, load)
+    pairs = (load.sum_sq + load.tokens) // 2 if layer.causal else diffusion.query_key_pairs(layer, load)
     return 4 * pairs * layer.heads * layer.head_dim // tp
 
 
@@ -101,7 +101,7 @@ def backward_passes(
     if not weight_grad and not input_grad:
         return ()
     forward = gemms(layer, load, tp)
-    without = diffusion.needs_no_input(layer)  # first products whose input needs no gradient
+    without = diffusion.num_gemms_without_input_grad(layer)  # first products whose input needs no gradient
     if not input_grad and layer.kind in READS_INPUT_RAW:
         without = max(without, 1)
     if not weight_grad and without:
@@ -109,7 +109,7 @@ def backward_passes(
     return tuple((g, int(weight_grad) + int(i >= without)) for i, g in enumerate(forward))
 
 
-def parameters(layer: LayerShape, tp: int = 1) -> int:
+def num_parameters(layer: LayerShape, tp: int = 1) -> int:
     """Learned numbers of `layer` that one of `tp` ranks holds.
 
     A tied head counts its matrix; who holds embedding and head on one rank counts it once (see `memory`).
@@ -136,7 +136,7 @@ def parameters(layer: LayerShape, tp: int = 1) -> int:
         case "head":
             return layer.vocab * h // tp + norm
         case _:
-            return diffusion.parameters(layer, tp)
+            return diffusion.num_parameters(layer, tp)
 
 
 def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
@@ -165,7 +165,7 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
             split = (inner + kv) + gathered + rotated + 2 * inner + mlp
             return t * (element_bytes * (4 * h + 2 * normalised + tables + split // tp) + statistics)
         case "projector":
-            rows, joined = features(layer, load), h * layer.joins
+            rows, joined = feature_rows(layer, load), h * layer.joins
             inputs = t * h + rows * joined * max(1, len(layer.norm_widths))
             return element_bytes * (inputs + rows * 2 * layer.ffn // tp) + 2 * _INDEX_BYTES * t
         case "embedding":
@@ -173,10 +173,10 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
         case "head":
             return t * (element_bytes * (2 * h + normalised) + 4 * layer.vocab // tp + 2 * _INDEX_BYTES)
         case _:
-            return element_bytes * diffusion.kept_elements(layer, load, tp)
+            return element_bytes * diffusion.saved_elements(layer, load, tp)
 
 
-def weights_only_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
+def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
     """How much less of `activation_bytes` a rank keeps of a frozen layer: only gradients of weights need it.
 
     Inputs of products, and what RMSNorm normalised; those that something else reads as well stay.
@@ -192,7 +192,9 @@ def weights_only_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, t
     return load.tokens * width * element_bytes
 
 
-def sliced_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int, recompute: bool = False) -> int:
+def sequence_parallel_savings(
+    layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int, recompute: bool = False
+) -> int:
     """How much less of `activation_bytes` (if recomputed: of `input_bytes`) a rank keeps with sequence parallelism.
 
     Inputs and outputs of norms are then a slice of the tokens on each rank (Korthikanti et al., arXiv 2205.05198).
@@ -204,7 +206,7 @@ def sliced_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int
     return whole - whole // tp
 
 
-def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
+def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
     """Numbers one of `tp` ranks reads and writes in the element-wise work of a forward: norms, activations, residuals.
 
     Products account for their own operands (see `AnalyticCosts`).
@@ -219,13 +221,13 @@ def moved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
             rotary = 2 * (layer.heads + layer.kv_heads) * layer.head_dim if layer.causal else 0
             return t * (10 * h + ((3 if layer.gated else 2) * layer.ffn + rotary) // tp)
         case "projector":
-            return 3 * t * h + 2 * features(layer, load) * layer.ffn // tp
+            return 3 * t * h + 2 * feature_rows(layer, load) * layer.ffn // tp
         case "embedding":
             return 2 * t * h
         case "head":
             return t * (2 * h + 8 * layer.vocab // tp)
         case _:
-            return diffusion.moved_elements(layer, load, tp)
+            return diffusion.elementwise_elements(layer, load, tp)
 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
@@ -241,7 +243,7 @@ def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
             return diffusion.input_rows(layer, load) * layer.hidden * element_bytes
 
 
-def context_share(load: TokenLoad, cp: int) -> TokenLoad:
+def context_parallel_load(load: TokenLoad, cp: int) -> TokenLoad:
     """What each of `cp` context-parallel ranks works on: an even share of the tokens, and of the query-key pairs.
 
     Ranks take a sequence's pieces in pairs from both its ends, so that a causal mask leaves all of them as many pairs
@@ -255,7 +257,7 @@ def context_bytes(layer: LayerShape, share: TokenLoad, element_bytes: int, tp: i
     return (cp - 1) * share.tokens * 2 * layer.kv_heads * layer.head_dim // tp * element_bytes
 
 
-def upstream_trains(shape: ModelShape) -> dict[str, tuple[bool, ...]]:
+def input_grad_needed(shape: ModelShape) -> dict[str, tuple[bool, ...]]:
     """For every unit and layer: must the layer's backward hand on a gradient (does anything below it train)?"""
     return {unit.name: tuple(_upstream(shape, unit)) for unit in shape.units}
 
@@ -279,7 +281,7 @@ def model_flops(shape: ModelShape, loads: Mapping[str, TokenLoad]) -> int:
 
     loads: per unit, the sum of all its microbatches' loads.
     """
-    needs = upstream_trains(shape)
+    needs = input_grad_needed(shape)
     return sum(unit_flops(u.layers, loads[u.name], needs[u.name]) for u in shape.units if u.name in loads)
 
 

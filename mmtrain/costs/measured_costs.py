@@ -10,15 +10,15 @@ import numpy.typing as npt
 
 from mmtrain.costs import layer_arithmetic as analytic
 from mmtrain.costs.analytic_costs import AnalyticCosts
-from mmtrain.costs.block_pieces import scaled
+from mmtrain.costs.block_pieces import scale_pieces
 from mmtrain.costs.cost_model import CollectiveKind, ComputeKind, PieceCost, TokenLoad
-from mmtrain.costs.cost_table import CostTable, LayerEntry, LayerSample, Timed, described, layer_key
+from mmtrain.costs.cost_table import CostTable, LayerEntry, LayerSample, TimedPass, layer_fields, layer_key
 from mmtrain.models.model_shape import LayerShape
 
 FloatArray = npt.NDArray[np.float64]
-Quantity = Timed | Literal["bytes"]
-SAME_NODE = 0.1  # numbers of tokens that differ by less are one node
-_COMPARED: tuple[Timed, ...] = ("forward", "backward")
+Quantity = TimedPass | Literal["bytes"]
+MIN_NODE_SPACING = 0.1  # numbers of tokens that differ by less are one node
+_COMPARED: tuple[TimedPass, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class MeasuredCosts:
     @property
     def source(self) -> str:
         """Where the table's entries come from, and what of them is not in it."""
-        parts = [f"{self.table.made}: {self.table.device}, {self.table.date}"]
+        parts = [f"{self.table.provenance}: {self.table.device}, {self.table.date}"]
         if self.missing:
             parts.append(f"modelled ({self.model.hardware.name}): {', '.join(sorted(self.missing))}")
         if self.extrapolated:
@@ -110,7 +110,7 @@ class MeasuredCosts:
         if load.tokens == 0 or (kind == "backward" and not (layer.trainable or input_grad)):
             return 0.0
         entry = self._entry(layer, tp)
-        timed: Timed = kind
+        timed: TimedPass = kind
         alone = kind == "forward" and not (layer.trainable or input_grad)
         if alone and entry is not None and "forward_only" in entry.samples[0].seconds:
             timed = "forward_only"
@@ -131,11 +131,11 @@ class MeasuredCosts:
         kind: ComputeKind,
         *,
         input_grad: bool = True,
-        sliced: bool = False,
+        sp: bool = False,
     ) -> tuple[PieceCost, ...]:
         """What was measured of the whole layer, in the proportions that are modelled."""
-        modelled = self.model.pieces(layer, tp, load, kind, input_grad=input_grad, sliced=sliced)
-        return scaled(modelled, self.seconds(layer, tp, load, kind, input_grad=input_grad))
+        modelled = self.model.pieces(layer, tp, load, kind, input_grad=input_grad, sp=sp)
+        return scale_pieces(modelled, self.seconds(layer, tp, load, kind, input_grad=input_grad))
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
@@ -145,7 +145,7 @@ class MeasuredCosts:
         if entry is None or recompute or load.tokens == 0 or not (layer.trainable or input_grad):
             return self.model.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
         least = analytic.input_bytes(layer, load, self.model.element_bytes)
-        spared = 0 if layer.trainable else analytic.weights_only_bytes(layer, load, self.model.element_bytes, tp)
+        spared = 0 if layer.trainable else analytic.weight_grad_bytes(layer, load, self.model.element_bytes, tp)
         return max(least, round(self._flagged(entry, "bytes", layer, load)) - spared)
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
@@ -196,7 +196,7 @@ class MeasuredCosts:
     def _flagged(self, entry: LayerEntry, quantity: Quantity, layer: LayerShape, load: TokenLoad) -> float:
         key = (_key(layer), entry.tp, quantity)
         if key not in self._curves:
-            self._curves[key] = fitted(entry, quantity)
+            self._curves[key] = fit_curve(entry, quantity)
         curve = self._curves[key]
         if not curve.covers(load):
             lo, hi = curve.tokens[[0, -1]].astype(int).tolist()
@@ -204,9 +204,9 @@ class MeasuredCosts:
         return curve.at(load)
 
 
-def errors(entry: LayerEntry, held_out: Sequence[LayerSample]) -> list[float]:
+def interpolation_errors(entry: LayerEntry, held_out: Sequence[LayerSample]) -> list[float]:
     """Relative errors of interpolated forwards and backwards at loads that the entry does not hold."""
-    curves = {timed: fitted(entry, timed) for timed in _COMPARED if timed in entry.samples[0].seconds}
+    curves = {timed: fit_curve(entry, timed) for timed in _COMPARED if timed in entry.samples[0].seconds}
     return [
         abs(curve.at(sample.load) / sample.seconds[timed] - 1)
         for sample in held_out
@@ -215,7 +215,7 @@ def errors(entry: LayerEntry, held_out: Sequence[LayerSample]) -> list[float]:
     ]
 
 
-def fitted(entry: LayerEntry, quantity: Quantity) -> Curve:
+def fit_curve(entry: LayerEntry, quantity: Quantity) -> Curve:
     """The curve through an entry's samples."""
     samples = entry.samples
     values = [float(s.activation_bytes) if quantity == "bytes" else s.seconds[quantity] for s in samples]
@@ -226,11 +226,11 @@ def _apart(ascending: FloatArray) -> FloatArray:
     """Without the values that hardly differ from one before; the largest stays."""
     kept = [ascending[-1]]
     for value in ascending[-2::-1]:
-        if value < kept[-1] * (1 - SAME_NODE):
+        if value < kept[-1] * (1 - MIN_NODE_SPACING):
             kept.append(value)
     return np.array(kept[::-1])
 
 
 @lru_cache(maxsize=4096)
 def _key(layer: LayerShape) -> str:
-    return layer_key(described(layer))
+    return layer_key(layer_fields(layer))

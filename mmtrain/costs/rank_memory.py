@@ -9,8 +9,10 @@ from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.models.model_shape import LayerShape
 
-MARGIN = 0.12  # on top of what is counted: nine counted runs held up to 5% more, and allocators lose some to fragments
-GRADIENTS_AT_ONCE = 0.75  # of a backward, beyond what has been given up: with a half, counted runs came out below
+MEMORY_MARGIN = (
+    0.12  # on top of what is counted: nine counted runs held up to 5% more, and allocators lose some to fragments
+)
+LIVE_GRADIENT_SHARE = 0.75  # of a backward, beyond what has been given up: with a half, counted runs came out below
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class HeldLayers:
     """Consecutive layers of one unit on one rank, and what passes through them."""
 
     layers: tuple[LayerShape, ...]
-    input_grad: tuple[bool, ...]  # per layer: does anything below it train (see `analytic.upstream_trains`)
+    input_grad: tuple[bool, ...]  # per layer: does anything below it train (see `analytic.input_grad_needed`)
     recompute: tuple[bool, ...]  # per layer
     tp: int
     dp: int
@@ -80,15 +82,15 @@ def rank_memory(held: Sequence[HeldLayers], costs: CostModel, precision: Precisi
         for twice in _tied_layers(held):
             own = matrix_state(twice[0], twice[1], twice[2], precision)
             parameters, gradients, optimizer = parameters - own[0], gradients - own[1], optimizer - own[2]
-    activations = float(sum(stage.in_flight * microbatch_bytes(stage, costs, precision) for stage in held))
-    buffers = max((working_bytes(stage, costs, precision) for stage in held), default=0)
-    margin = MARGIN * (parameters + gradients + optimizer + activations + buffers)
+    activations = float(sum(stage.in_flight * microbatch_activation_bytes(stage, costs, precision) for stage in held))
+    buffers = max((stage_working_bytes(stage, costs, precision) for stage in held), default=0)
+    margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
     return RankMemory(parameters, gradients, optimizer, activations, buffers, margin)
 
 
 def layer_state(layer: LayerShape, tp: int, dp: int, precision: Precision) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state of one layer on one rank."""
-    return _state(analytic.parameters(layer, tp), layer.trainable, dp, precision)
+    return _state(analytic.num_parameters(layer, tp), layer.trainable, dp, precision)
 
 
 def matrix_state(layer: LayerShape, tp: int, dp: int, precision: Precision) -> tuple[float, float, float]:
@@ -103,15 +105,15 @@ def _state(count: int, trainable: bool, dp: int, precision: Precision) -> tuple[
     return (float(count * size.parameter), float(count * size.gradient), count * size.optimizer / dp)
 
 
-def microbatch_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
+def microbatch_activation_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
     """Bytes of activations that one microbatch leaves behind between forward and backward."""
     return sum(
-        kept_bytes(layer, stage.tp, stage.load, again, costs, precision, input_grad=needed, sp=stage.sp)
+        layer_activation_bytes(layer, stage.tp, stage.load, again, costs, precision, input_grad=needed, sp=stage.sp)
         for layer, again, needed in zip(stage.layers, stage.recompute, stage.input_grad, strict=True)
     )
 
 
-def kept_bytes(
+def layer_activation_bytes(
     layer: LayerShape,
     tp: int,
     load: TokenLoad,
@@ -124,20 +126,22 @@ def kept_bytes(
 ) -> int:
     """Bytes of activations that one microbatch leaves behind in a layer."""
     kept = costs.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
-    sliced = analytic.sliced_bytes(layer, load, ELEMENT_BYTES[precision], tp, recompute) if sp else 0
+    sliced = analytic.sequence_parallel_savings(layer, load, ELEMENT_BYTES[precision], tp, recompute) if sp else 0
     return max(kept - sliced, 0)
 
 
-def working_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
+def stage_working_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
     """Bytes that live only while a layer is computed, and the messages at both ends of the stage."""
     largest = max(
-        layer_working(layer, stage.tp, stage.load, again, costs, precision, input_grad=needed, sp=stage.sp)
+        layer_working_bytes(layer, stage.tp, stage.load, again, costs, precision, input_grad=needed, sp=stage.sp)
         for layer, again, needed in zip(stage.layers, stage.recompute, stage.input_grad, strict=True)
     )
-    return largest + sum(input_bytes(layer, stage.load, precision) for layer in (stage.layers[0], stage.layers[-1]))
+    return largest + sum(
+        hidden_state_bytes(layer, stage.load, precision) for layer in (stage.layers[0], stage.layers[-1])
+    )
 
 
-def layer_working(
+def layer_working_bytes(
     layer: LayerShape,
     tp: int,
     load: TokenLoad,
@@ -153,13 +157,13 @@ def layer_working(
     Gradients are as large as what forward keeps, but that is given up as they come.
     """
     if not (layer.trainable or input_grad):
-        computed = kept_bytes(replace(layer, trainable=True), tp, load, False, costs, precision, sp=sp)
-        return computed + input_bytes(layer, load, precision)  # which nothing else counts as kept
-    kept = kept_bytes(layer, tp, load, False, costs, precision, sp=sp)
-    return round(kept * (GRADIENTS_AT_ONCE + recompute))
+        computed = layer_activation_bytes(replace(layer, trainable=True), tp, load, False, costs, precision, sp=sp)
+        return computed + hidden_state_bytes(layer, load, precision)  # which nothing else counts as kept
+    kept = layer_activation_bytes(layer, tp, load, False, costs, precision, sp=sp)
+    return round(kept * (LIVE_GRADIENT_SHARE + recompute))
 
 
-def input_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:
+def hidden_state_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:
     """Bytes of the hidden states that enter a layer, and of what a diffusion transformer hands on beside them."""
     hidden = layer.hidden * diffusion.input_rows(layer, load)
     return (hidden + layer.conditioning_elements(load.num_sequences)) * ELEMENT_BYTES[precision]

@@ -1,6 +1,6 @@
 """What sequence parallelism changes in a layer's time: less element-wise work, and tokens gathered more often."""
 
-from mmtrain.costs.analytic_costs import TP_REDUCES
+from mmtrain.costs.analytic_costs import TP_ALL_REDUCES
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.models.model_shape import LayerShape
@@ -11,7 +11,7 @@ _SHARED_OUT = {"vit_block": 10, "decoder_block": 10, "head": 2}
 _GATHERED = {"vit_block": 2, "decoder_block": 2, "head": 1}
 
 
-def slicing_seconds(
+def sequence_parallel_seconds(
     layer: LayerShape,
     tp: int,
     tokens: int,
@@ -34,7 +34,7 @@ def slicing_seconds(
     has_backward = layer.trainable or input_grad
     if layer.kind not in _SHARED_OUT:
         return gather if layer.kind == "projector" or has_backward else 0.0
-    before, behind = TP_REDUCES[layer.kind]
+    before, behind = TP_ALL_REDUCES[layer.kind]
     passes = 1 + 2 * has_backward  # a backward moves twice as much
     moved = _SHARED_OUT[layer.kind] * nbytes * passes * (1 - 1 / tp)
     gathers = _GATHERED[layer.kind] * (1 + has_backward * layer.trainable)

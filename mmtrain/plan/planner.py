@@ -36,7 +36,7 @@ from mmtrain.plan.search.best_first_search import (
 from mmtrain.plan.search.constraints import UnitChoices, encoder_microbatches, unit_choices
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment, bounded_mesh_assignments
 from mmtrain.plan.search.sequence_parallel import with_sequence_parallelism
-from mmtrain.program import StageId, build
+from mmtrain.program import StageId, build_program
 from mmtrain.recipe.schema import Recipe
 
 PERCENT = 100
@@ -85,7 +85,7 @@ def plan(
         rank_by_measurement(outcome.candidates, top, about, measure) if measure else (outcome.candidates, {})
     )
     chosen, *slower = judged
-    build(
+    build_program(
         chosen.graph, kind=chosen.schedule.kind, order=chosen.schedule.order
     )  # refuses what the runtime could not run to its end
     losers = [*(_slower(j, chosen, seconds) for j in slower), *outcome.rejected]

@@ -1,6 +1,6 @@
 """Programs: for each rank an ordered list of actions for one step; built, checked, simulated, drawn, executed.
 
-`build` turns a stage graph into a checked program; `simulate` predicts its timeline.
+`build_program` turns a stage graph into a checked program; `simulate` predicts its timeline.
 """
 
 from mmtrain.program.ir.actions import (
@@ -25,17 +25,17 @@ from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.serialize import (
     action_from_text,
     action_to_text,
-    from_text,
     graph_from_json,
     graph_to_json,
-    to_text,
+    program_from_text,
+    program_to_text,
 )
 from mmtrain.program.ir.step_loads import Route, StepLoads, step_loads
-from mmtrain.program.schedules.assemble import build
+from mmtrain.program.schedules.assemble import build_program
 from mmtrain.program.schedules.builder import ScheduleKind, build_1f1b, build_coarse, build_explicit
 from mmtrain.program.schedules.lower import lower
 from mmtrain.program.simulation.simulate import simulate
-from mmtrain.program.simulation.timing import ModelTiming, Timing, Transport
+from mmtrain.program.simulation.timing import ModelTiming, Timing, TransferCost
 from mmtrain.program.trace.timeline import (
     BUBBLE_KINDS,
     BubbleKind,
@@ -43,8 +43,8 @@ from mmtrain.program.trace.timeline import (
     Timeline,
     chrome_trace,
 )
-from mmtrain.program.verify.check import MemoryLimit, check
-from mmtrain.program.verify.live_activations import peak_bytes, peak_live
+from mmtrain.program.verify.check import MemoryLimit, check_program
+from mmtrain.program.verify.live_activations import peak_activation_bytes, peak_in_flight_by_stage
 
 __all__ = [
     "BUBBLE_KINDS",
@@ -79,23 +79,23 @@ __all__ = [
     "StepLoads",
     "Timeline",
     "Timing",
-    "Transport",
+    "TransferCost",
     "UnitMesh",
     "action_from_text",
     "action_to_text",
-    "build",
     "build_1f1b",
     "build_coarse",
     "build_explicit",
-    "check",
+    "build_program",
+    "check_program",
     "chrome_trace",
-    "from_text",
     "graph_from_json",
     "graph_to_json",
     "lower",
-    "peak_bytes",
-    "peak_live",
+    "peak_activation_bytes",
+    "peak_in_flight_by_stage",
+    "program_from_text",
+    "program_to_text",
     "simulate",
     "step_loads",
-    "to_text",
 ]

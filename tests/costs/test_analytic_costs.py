@@ -62,7 +62,7 @@ def test_what_needs_no_gradient_costs_no_backward(costs: AnalyticCosts) -> None:
 
 def test_large_products_reach_the_stated_share_of_the_peak() -> None:
     for hardware in PRESETS.values():
-        large, small = hardware.product_efficiency(8192, 8192, 8192), hardware.product_efficiency(512, 64, 64)
+        large, small = hardware.efficiency_at(8192, 8192, 8192), hardware.efficiency_at(512, 64, 64)
         assert small < large <= hardware.gemm_efficiency < 1
         assert large > 0.85 * hardware.gemm_efficiency
 

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
 from mmtrain.costs.block_pieces import ADD, DOWN, NORM, NORM_MLP, PROJECTION, QKV, UP
-from mmtrain.costs.cost_table import LayerEntry, LayerSample, described
+from mmtrain.costs.cost_table import LayerEntry, LayerSample, layer_fields
 from mmtrain.models.model_shape import BLOCK_PIECES
 from tests.models.factory import settings, shape_of
 
@@ -26,7 +26,7 @@ def test_pieces_add_up_to_their_layer(tp: int, sliced: bool, kind: Literal["forw
     for layer in LAYERS:
         for trains, input_grad in ((True, True), (True, False), (False, True), (False, False)):
             changed = replace(layer, trainable=trains)
-            pieces = COSTS.pieces(changed, tp, LOAD, kind, input_grad=input_grad, sliced=sliced)
+            pieces = COSTS.pieces(changed, tp, LOAD, kind, input_grad=input_grad, sp=sliced)
             total = COSTS.seconds(changed, tp, LOAD, kind, input_grad=input_grad)
             assert sum(map(sum, pieces)) == pytest.approx(total, rel=1e-12)
             assert all(p.compute_s >= 0 and p.collective_s >= 0 for p in pieces)
@@ -45,7 +45,7 @@ def test_pieces_add_up_to_their_layer(tp: int, sliced: bool, kind: Literal["forw
 def test_blocks_communicate_around_their_products(
     kind: Literal["forward", "backward"], sliced: bool, ends: set[int]
 ) -> None:
-    pieces = COSTS.pieces(BLOCK, 2, LOAD, kind, sliced=sliced)
+    pieces = COSTS.pieces(BLOCK, 2, LOAD, kind, sp=sliced)
     assert {i for i, piece in enumerate(pieces) if piece.collective_s} == ends
     reduce = COSTS.collective("all_reduce", LOAD.tokens * BLOCK.hidden * COSTS.element_bytes, 2, True)
     assert sum(piece.collective_s for piece in pieces) == pytest.approx(2 * reduce)
@@ -66,7 +66,7 @@ def test_what_was_measured_is_shared_out_as_modelled() -> None:
         tokens=LOAD.tokens, sum_sq=LOAD.sum_sq, max_len=LOAD.max_len, num_sequences=LOAD.num_sequences,
         seconds={"forward": 0.5, "backward": 0.75, "recompute": 0.5}, activation_bytes=1,
     )  # fmt: skip
-    entry = LayerEntry(layer=described(BLOCK), tp=2, samples=(sample,))
+    entry = LayerEntry(layer=layer_fields(BLOCK), tp=2, samples=(sample,))
     table = CostTable(
         hardware="h100-80g", device="test", precision="bf16", date="2026-01-01", software={}, layers=(entry,)
     )

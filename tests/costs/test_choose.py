@@ -18,7 +18,7 @@ def test_every_shipped_table_stands_for_its_hardware(path: Path) -> None:
     assert table.hardware == path.stem
     costs = costs_for(preset(table.hardware), table.precision, Path(path.stem))
     assert isinstance(costs, MeasuredCosts)
-    assert costs.source.startswith(f"{table.made}: {table.device}")
+    assert costs.source.startswith(f"{table.provenance}: {table.device}")
     assert 1 in {entry.tp for entry in table.layers}
     entry = table.layers[0]
     layer, load = LayerShape(**{"hidden": 0, "out": 0, **entry.layer}), entry.samples[-1].load

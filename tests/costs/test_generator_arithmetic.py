@@ -41,7 +41,9 @@ def made(settings: dict[str, Any]) -> tuple[GeneratorSettings, nn.Module, Tensor
 @pytest.mark.parametrize("settings", [UNET, DIT], ids=["unet", "dit"])
 def test_parameters_are_exact(settings: dict[str, Any]) -> None:
     g, module, _, _ = made(settings)
-    assert sum(map(analytic.parameters, generator_layers(g, LLM_HIDDEN))) == sum(p.numel() for p in module.parameters())
+    assert sum(map(analytic.num_parameters, generator_layers(g, LLM_HIDDEN))) == sum(
+        p.numel() for p in module.parameters()
+    )
 
 
 @pytest.mark.parametrize("llm_trains", [True, False])
@@ -93,7 +95,7 @@ def test_tensor_parallel_ranks_share_out_the_blocks_of_a_transformer() -> None:
             share = tp if is_block else 1
             assert analytic.forward_flops(layer, load, tp) * share == analytic.forward_flops(layer, load)
             copies = 9 * wide * (tp - 1) if is_block else 0
-            assert analytic.parameters(layer, tp) * share == analytic.parameters(layer) + copies
+            assert analytic.num_parameters(layer, tp) * share == analytic.num_parameters(layer) + copies
             whole, own = (analytic.activation_bytes(layer, load, 2, n) for n in (1, tp))
             assert own == whole if not is_block else whole / tp < own < whole
 

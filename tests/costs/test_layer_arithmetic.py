@@ -85,13 +85,13 @@ def test_parameters_are_exact_for_every_layer(model: ModelSettings, unit: str) -
     module = stage(model, unit)
     for index, layer in enumerate(shape_of(model).unit(unit).layers):
         real = sum(p.numel() for p in module.layers[str(index)].parameters())
-        assert analytic.parameters(layer) == real, layer
+        assert analytic.num_parameters(layer) == real, layer
 
 
 @pytest.mark.parametrize(("model", "unit"), UNITS, ids=NAMES)
 def test_flops_equal_those_torch_counts(model: ModelSettings, unit: str) -> None:
     shape, load = shape_of(model), load_of(model, unit)
-    layers, needs = uncausal(shape, unit), analytic.upstream_trains(shape)[unit]
+    layers, needs = uncausal(shape, unit), analytic.input_grad_needed(shape)[unit]
     forward = sum(analytic.forward_flops(layer, load) for layer in layers)
     backward = sum(
         analytic.backward_flops(layer, load, weight_grad=layer.trainable, input_grad=needed)
@@ -130,13 +130,17 @@ def test_tensor_parallel_ranks_share_parameters_and_work(tp: int) -> None:
             load = TokenLoad.of(np.array([8, 16]))
             whole = analytic.forward_flops(layer, load)
             assert analytic.forward_flops(layer, load, tp) == (whole if layer.kind in EMBEDS else whole // tp)
-            assert analytic.parameters(layer) / tp <= analytic.parameters(layer, tp) <= analytic.parameters(layer)
+            assert (
+                analytic.num_parameters(layer) / tp
+                <= analytic.num_parameters(layer, tp)
+                <= analytic.num_parameters(layer)
+            )
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_context_parallel_ranks_share_tokens_and_pairs(cp: int) -> None:
     whole = TokenLoad.of(np.array([16, 48, 8]))
-    share = analytic.context_share(whole, cp)
+    share = analytic.context_parallel_load(whole, cp)
     for layer in shape_of(settings(llm={"kv_heads": 2})).unit("llm").layers:
         assert cp * analytic.forward_flops(layer, share) == analytic.forward_flops(layer, whole)
         assert cp * analytic.activation_bytes(layer, share, 2) == analytic.activation_bytes(layer, whole, 2)

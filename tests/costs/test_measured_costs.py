@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
-from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, described
-from mmtrain.costs.measured_costs import Curve, errors
+from mmtrain.costs.cost_table import LayerEntry, LayerSample, MessageEntry, layer_fields
+from mmtrain.costs.measured_costs import Curve, interpolation_errors
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import LayerShape
 from tests.models.factory import settings, shape_of
@@ -39,7 +39,7 @@ def _sample(load: TokenLoad, factor: float) -> LayerSample:
 
 def _table(layer: LayerShape = BLOCK, factor: float = 1.0, **changes: object) -> CostTable:
     entry = LayerEntry(
-        layer=described(layer), tp=1, samples=tuple(_sample(_load(n), factor) for n in (64, 128, 256, 512))
+        layer=layer_fields(layer), tp=1, samples=tuple(_sample(_load(n), factor) for n in (64, 128, 256, 512))
     )
     messages = (
         MessageEntry(kind="p2p", size=2, nbytes=(1000, 100_000), seconds=(1e-4, 1e-3)),
@@ -123,7 +123,7 @@ def test_messages_are_interpolated_and_large_ones_go_by_bandwidth() -> None:
 
 def test_errors_are_relative_to_what_is_measured() -> None:
     [entry] = _table().layers
-    assert errors(entry, [_sample(_load(300), 1.25)]) == pytest.approx([0.2, 0.2])
+    assert interpolation_errors(entry, [_sample(_load(300), 1.25)]) == pytest.approx([0.2, 0.2])
 
 
 def test_a_table_reads_back_and_grows(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_trains_does_not_make_another_layer() -> None:
-    assert described(BLOCK) == described(replace(BLOCK, trainable=False, frozen=frozenset({"x"})))
-    assert described(BLOCK) != described(replace(BLOCK, ffn=BLOCK.ffn + 1))
+    assert layer_fields(BLOCK) == layer_fields(replace(BLOCK, trainable=False, frozen=frozenset({"x"})))
+    assert layer_fields(BLOCK) != layer_fields(replace(BLOCK, ffn=BLOCK.ffn + 1))
 
 
 def test_an_optimizer_step_is_a_line_through_what_was_measured() -> None:

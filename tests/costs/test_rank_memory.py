@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, parameters, preset, rank_memory
-from mmtrain.costs.rank_memory import MARGIN, kept_bytes
+from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, num_parameters, preset, rank_memory
+from mmtrain.costs.rank_memory import MEMORY_MARGIN, layer_activation_bytes
 from mmtrain.models.build_stage import StageModule
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import LayerShape
@@ -37,19 +37,19 @@ def test_every_kind_is_counted_by_hand() -> None:
     llm = shape_of(settings()).unit("llm").layers
     blocks = llm[1:3]
     found = rank_memory([held(blocks, dp=4, in_flight=3)], COSTS, "fp32", tied=False)
-    count = sum(map(parameters, blocks))
+    count = sum(map(num_parameters, blocks))
     kept = sum(COSTS.activation_bytes(layer, 1, TokenLoad.of(np.array(LENGTHS)), False) for layer in blocks)
     assert found.parameters == found.gradients == 4 * count
     assert found.optimizer == 8 * count / 4
     assert found.activations == 3 * kept
-    assert found.margin == pytest.approx(MARGIN * (found.total - found.margin))
+    assert found.margin == pytest.approx(MEMORY_MARGIN * (found.total - found.margin))
     assert found.binding == "activations"
 
 
 def test_mixed_precision_adds_a_master_weight() -> None:
     layers = shape_of(settings()).unit("llm").layers[1:2]
     found = rank_memory([held(layers)], AnalyticCosts(preset("h100-80g"), "bf16"), "bf16", tied=False)
-    count = parameters(layers[0])
+    count = num_parameters(layers[0])
     assert (found.parameters, found.gradients, found.optimizer) == (2 * count, 4 * count, 12 * count)
 
 
@@ -153,7 +153,8 @@ def test_sequence_parallelism_saves_what_autograd_no_longer_keeps() -> None:
         lengths = [r * c for r, c in IMAGES] if unit == "vision" else EVEN
         load, layers = TokenLoad.of(np.array(lengths)), shape_of(WIDE).unit(unit).layers[lo:hi]
         predicted = [
-            sum(kept_bytes(layer, 2, load, False, COSTS, "fp32", sp=sp) for layer in layers) for sp in (False, True)
+            sum(layer_activation_bytes(layer, 2, load, False, COSTS, "fp32", sp=sp) for layer in layers)
+            for sp in (False, True)
         ]
         assert predicted[0] - predicted[1] == pytest.approx(found[unit, False] - found[unit, True], rel=0.03)
         assert predicted == pytest.approx([found[unit, False], found[unit, True]], rel=0.03)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mmtrain.costs import AnalyticCosts, preset
 from mmtrain.costs.hardware import Hardware, Link
-from mmtrain.costs.sequence_parallel_costs import slicing_seconds
+from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
 from mmtrain.models.model_shape import LayerShape
 
 BLOCK = LayerShape("decoder_block", hidden=64, out=64, heads=4, kv_heads=4, head_dim=16, ffn=128)
@@ -34,7 +34,7 @@ def machine(memory_bytes_per_s: float = 1e30, link: Link | None = None) -> Hardw
 
 def added(layer: LayerShape, on: Hardware, tp: int = 2, input_grad: bool = True, priced: bool = True) -> float:
     costs = (Priced if priced else AnalyticCosts)(on, "bf16")
-    return slicing_seconds(layer, tp, TOKENS, costs, on, "bf16", input_grad=input_grad)
+    return sequence_parallel_seconds(layer, tp, TOKENS, costs, on, "bf16", input_grad=input_grad)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan_graph import stage_graph
-from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, Send, build
+from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, Send, build_program
 from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
@@ -263,7 +263,7 @@ def test_any_plan_computes_what_one_process_does(case: str) -> None:
 def test_nothing_runs_backward_below_the_first_layer_that_trains() -> None:
     settings = recipe(train__freeze=("vision.*", "llm.layers.[0-2].*"))
     meshes = {"vision": Mesh((), (0,)), "llm": Mesh((1, 3), (1, 2, 3))}
-    program = build(stage_graph(plan(settings, **meshes), build_model_shape(settings)))
+    program = build_program(stage_graph(plan(settings, **meshes), build_model_shape(settings)))
     for rank in range(3):
         actions = program.for_rank(rank)
         assert not any(isinstance(a, Backward | ReduceGrads | GatherParams) for a in actions)

@@ -12,7 +12,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.colocated.encoder_order import plan_encoder_order
-from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coarse, check, lower
+from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coarse, check_program, lower
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.world import World
@@ -84,7 +84,7 @@ def in_parts(settings: Recipe, meshes: dict[str, Mesh], coarse: bool, gaps: int,
         if sum(isinstance(a, Fill) for todo in program.actions.values() for a in todo) < gaps:
             continue
         try:
-            check(lower(program))
+            check_program(lower(program))
         except ProgramError:
             continue
         return {rank: tuple(map(action_to_text, todo)) for rank, todo in program.actions.items()}

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan_files import load_plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
-from mmtrain.program import Compute, Partial, build, chrome_trace
-from mmtrain.program.ir.segments import flat
+from mmtrain.program import Compute, Partial, build_program, chrome_trace
+from mmtrain.program.ir.segments import expand_all
 from mmtrain.program.trace.measured_timeline import measured_timeline
 from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.report import read_metrics
@@ -89,10 +89,10 @@ def test_parts_of_stages_are_drawn_where_they_ran() -> None:
     records = dict(enumerate(run_ranks(2, recorded_step)))
     settings = recipe()
     graph = stage_graph(plan(settings, "explicit", PIPELINE, **GUESTS), build_model_shape(settings))
-    program = build(graph, kind="explicit", order=PIPELINE)
+    program = build_program(graph, kind="explicit", order=PIPELINE)
     timeline = measured_timeline(graph, records, lambda rank, action: 0)
     require_trace(chrome_trace(timeline, ""))
     for rank in records:
-        todo = [a for a in flat(graph, program.for_rank(rank)) if isinstance(a, Compute)]
+        todo = [a for a in expand_all(graph, program.for_rank(rank)) if isinstance(a, Compute)]
         assert any(isinstance(a, Partial) for a in todo)
         assert [s.action for s in timeline.spans if s.rank == rank and isinstance(s.action, Compute)] == todo

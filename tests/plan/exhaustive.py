@@ -22,7 +22,7 @@ from mmtrain.plan.search.layer_partition import (
     partitioned_layout,
 )
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment, bounded_mesh_assignments, split_tp_group_of
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.plan.factory import layer_costs_for, recipe
 
 MOST_PIPELINE = 4
@@ -116,7 +116,9 @@ def _all_that_fit(given: Instance) -> Iterator[FittedLayout]:
         if split_tp_group_of(assignment, given.machine.ranks_per_node):
             continue
         for cuts in all_cuts(layer_chains(assignment, given.layer_costs, given.choices)):
-            alive = in_flight(layout_graph(partitioned_layout(assignment, given.layer_costs, cuts), given.layer_costs))
+            alive = in_flight_microbatches(
+                layout_graph(partitioned_layout(assignment, given.layer_costs, cuts), given.layer_costs)
+            )
             found = fit_memory(assignment, given.layer_costs, cuts, given.machine, alive)
             if isinstance(found, FittedLayout):
                 yield found

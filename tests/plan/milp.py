@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from mmtrain.costs import Hardware, machine_for
-from mmtrain.costs.rank_memory import MARGIN
+from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.plan.estimate.evaluate import evaluate_layout
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.memory_fit import FittedLayout, fit_memory
@@ -27,7 +27,7 @@ from mmtrain.plan.search.layer_partition import (
     partitioned_layout,
 )
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment, mesh_assignments
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.plan.factory import VISION, layer_costs_for, recipe
 
 
@@ -51,7 +51,7 @@ class Pipeline:
 
     def simulated(self, cuts: tuple[int, ...]) -> float | None:
         """Simulated seconds of the step under these cuts, recomputing what that takes; None where they do not fit."""
-        alive = in_flight(
+        alive = in_flight_microbatches(
             layout_graph(partitioned_layout(self.assignment, self.layer_costs, (cuts,)), self.layer_costs)
         )
         found = fit_memory(self.assignment, self.layer_costs, (cuts,), self.machine, alive)
@@ -72,7 +72,9 @@ def pipeline(vision: int, llm: int, pp: int, batch: int, share: float) -> Pipeli
     graph = layout_graph(partitioned_layout(assignment, layer_costs, (chain.anchor,)), layer_costs)
     most = max(held.total for held in layer_costs.memory(graph).values())
     machine = replace(machine_for(settings, "cpu-core"), memory_bytes=share * most)
-    return Pipeline(layer_costs, choices, machine, assignment, chain, in_flight_by_chunk(chain, in_flight(graph)))
+    return Pipeline(
+        layer_costs, choices, machine, assignment, chain, in_flight_by_chunk(chain, in_flight_microbatches(graph))
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def best_cuts(chain: LayerChain, alive: IntArray, memory_bytes: float, seconds: 
         add(busy | {int(r[at, p]): float(line.again[at]) for at in range(num)} | {slowest: -1.0}, -np.inf, 0)
         held = {int(x[at, p]): float(line.state_bytes[at] + alive[at, p] * line.kept_bytes[at]) for at in range(num)}
         spared = {int(r[at, p]): -float(alive[at, p] * line.saved_bytes[at]) for at in range(num)}
-        add(held | spared, -np.inf, memory_bytes / (1 + MARGIN) - constant)
+        add(held | spared, -np.inf, memory_bytes / (1 + MEMORY_MARGIN) - constant)
     cells = [(i, j, value) for i, row in enumerate(rows) for j, value in row.items()]
     row_of, column_of, values = (np.array(column) for column in zip(*cells, strict=True))
     matrix = csr_array((values, (row_of, column_of)), shape=(len(rows), 2 * size + 1))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmtrain.balance import StepTargets
-from mmtrain.costs import TokenLoad, costs_for, machine_for, precision_for, upstream_trains
+from mmtrain.costs import TokenLoad, costs_for, input_grad_needed, machine_for, precision_for
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
@@ -116,7 +116,10 @@ def test_prices_add_up_to_what_the_cost_model_says() -> None:
         machine_for(settings, "cpu-core"),
     )
     costs = costs_for(machine, precision_for(settings, machine), None)
-    needs, typical = upstream_trains(model), typical_loads(stage_graph(chosen, model), lengths(), settings.data.seq_len)
+    needs, typical = (
+        input_grad_needed(model),
+        typical_loads(stage_graph(chosen, model), lengths(), settings.data.seq_len),
+    )
 
     def seconds(unit: str, load: TokenLoad) -> float:
         layers = zip(model.unit(unit).layers, needs[unit], strict=True)

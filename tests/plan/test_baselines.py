@@ -18,7 +18,7 @@ from mmtrain.plan.planner import plan
 from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO, SearchResults, best_first_search
 from mmtrain.plan.search.layer_partition import FloatArray, LayerChain, chunk_seconds, layer_chains
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments, mesh_assignments
-from mmtrain.program import build
+from mmtrain.program import build_program
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import VISION, layer_costs_for, lengths, recipe
 
@@ -128,7 +128,7 @@ def test_a_baseline_can_be_asked_for(name: str) -> None:
     settings = recipe(**SMALL)
     chosen = planned(settings, 2)
     found = planned(settings, 2, baseline=name)
-    build(stage_graph(found, build_model_shape(settings)))
+    build_program(stage_graph(found, build_model_shape(settings)))
     assert found.placement == ("disaggregated" if name == FLOPS_BASELINE else "unified")
     [beside] = found.alternatives
     assert beside.step_time_s == chosen.predicted.step_time_s

@@ -19,7 +19,7 @@ from mmtrain.plan.estimate.evaluate import Candidate, SampledBatchTiming, evalua
 from mmtrain.plan.estimate.layer_costs import batch_split_of
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.layer_partition import layout_graph
-from mmtrain.program import Fill, ScheduleKind, build
+from mmtrain.program import Fill, ScheduleKind, build_program
 from mmtrain.program.ir.graph import LLM
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.recipe.schema import Recipe
@@ -83,7 +83,7 @@ def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
         seconds = layer_costs.stage_seconds(graph)
         for ahead in (None, 2, 0):
             order = plan_encoder_order(graph, layer_costs, MACHINE, ahead=ahead)
-            program = build(graph, kind="explicit", order=order)
+            program = build_program(graph, kind="explicit", order=order)
             found = evaluate_layout(
                 layout, layer_costs, MACHINE, SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
             )
@@ -117,7 +117,7 @@ def test_pieces_of_layers_go_into_the_gaps_inside_the_llms(sliced: bool, recompu
         sizes = [name for name, unit in layout.units.items() if sliced and unit.tp > 1]
         graph = split_into_pieces(layout_graph(layout, layer_costs), layer_costs.shape, sizes)
         order = plan_encoder_order(graph, layer_costs, machine)
-        program = build(graph, kind="explicit", order=order)
+        program = build_program(graph, kind="explicit", order=order)
         schedule = SchedulePlan(
             kind="explicit", num_microbatches=dict(layout.num_microbatches), order=order, pieces=True
         )
@@ -148,7 +148,7 @@ def test_the_fastest_candidates_are_cut_into_pieces_where_that_is_faster() -> No
         counts = dict(one.layout.num_microbatches)
         by_layer = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
         assert one.step_time_s < evaluate_layout(one.layout, layer_costs, machine, by_layer).step_time_s
-        build(one.graph, kind="explicit", order=one.schedule.order)
+        build_program(one.graph, kind="explicit", order=one.schedule.order)
         assert SchedulePlan.model_validate_json(one.schedule.model_dump_json()) == one.schedule
     unhurried = search_colocated(layer_costs, choices, machine, 4, fastest=found[0].step_time_s / 100).candidates
     assert not any(one.schedule.pieces for one in unhurried), "no work goes into what cannot win"
@@ -179,7 +179,9 @@ def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
     assert {other.placement for other in chosen.alternatives} == {"colocated"}
     ends = [list(map(int, ranks.split("-"))) for ranks in chosen.predicted.peak_memory_gib]
     assert sorted(rank for end in ends for rank in range(end[0], end[-1] + 1)) == list(range(4)), "each rank once"
-    build(stage_graph(chosen, build_model_shape(settings)), kind=chosen.schedule.kind, order=chosen.schedule.order)
+    build_program(
+        stage_graph(chosen, build_model_shape(settings)), kind=chosen.schedule.kind, order=chosen.schedule.order
+    )
 
 
 def test_orders_that_hold_too_much_give_way_to_ones_that_fit() -> None:
@@ -193,7 +195,9 @@ def test_orders_that_hold_too_much_give_way_to_ones_that_fit() -> None:
         assert found.candidates or found.rejected
         for one in found.candidates:
             assert one.peak_bytes <= tight.memory_bytes
-            assert one.memory == layer_costs.memory(one.graph, peak_in_flight(build(one.graph, None, *order_of(one))))
+            assert one.memory == layer_costs.memory(
+                one.graph, peak_in_flight(build_program(one.graph, None, *order_of(one)))
+            )
             recomputed |= {name for name, unit in one.layout.units.items() for s in unit.stages if s.recompute}
     assert "vision" in recomputed
     nothing = search_colocated(layer_costs, choices, replace(MACHINE, memory_bytes=1e4), 2)

@@ -11,7 +11,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.planner import plan
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
-from mmtrain.program import build
+from mmtrain.program import build_program
 from mmtrain.recipe.model_settings import GeneratorSettings
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import recipe
@@ -60,7 +60,7 @@ def test_a_generator_is_placed_and_its_program_checked(drawing: Recipe, placemen
     assert (unit.tp, unit.pp, len(unit.stages)) == (1, 1, 1)
     graph = stage_graph(chosen, build_model_shape(drawing))
     assert any((e.src.unit, e.dst.unit) == ("llm", "generator") for e in graph.edges)
-    build(graph)
+    build_program(graph)
     assert 0 < chosen.predicted.mfu < 1
 
 
@@ -90,7 +90,7 @@ def test_a_transformer_is_cut_and_split_as_other_units(painting: Recipe, placeme
     assert not unit.sp
     if placement == "unified":
         assert len({u.tp for u in chosen.units.values()}) == 1
-    build(stage_graph(chosen, build_model_shape(painting)))
+    build_program(stage_graph(chosen, build_model_shape(painting)))
 
 
 def test_stages_of_a_transformer_take_a_share_of_its_memory(painting: Recipe) -> None:
@@ -128,7 +128,7 @@ def test_a_u_net_is_whole_in_an_interleaved_line(drawing: Recipe, world_size: in
         assert [s.layers for s in chosen.units["generator"].stages] == [
             (0, len(build_model_shape(drawing).unit("generator").layers))
         ]
-        build(stage_graph(chosen, build_model_shape(drawing)))
+        build_program(stage_graph(chosen, build_model_shape(drawing)))
         steps[vpp] = chosen.predicted.step_time_s
     llm = drawing.parallel.llm.model_copy(update={"tp": 1, "dp": 1})
     free = planned(drawing, world_size, placement="unified", llm=llm).predicted.step_time_s

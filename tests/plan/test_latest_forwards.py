@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.plan.colocated.latest_forwards import delay_forwards
-from mmtrain.program import Backward, Forward, Send, Transport, action_to_text, build, simulate
+from mmtrain.program import Backward, Forward, Send, TransferCost, action_to_text, build_program, simulate
 from tests.program.graphs import Unit, chain
 from tests.program.timings import Seconds
 
@@ -16,15 +16,15 @@ MESSAGE_S = 0.25
 
 
 class Sent(Seconds):
-    def message(self, sender: int, action: Send) -> Transport:
-        return Transport(MESSAGE_S, 1)
+    def message(self, sender: int, action: Send) -> TransferCost:
+        return TransferCost(MESSAGE_S, 1)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.booleans())
 def test_forwards_are_late_and_the_step_is_no_longer(pp: int, vpp: int, n: int, trains: bool) -> None:
     graph = chain(Unit("llm", pp, num_stages=pp * vpp, trainable=(trains,) * pp * vpp), n=n)
     timing = Sent(llm=1.0)
-    alone = simulate(build(graph), timing)
+    alone = simulate(build_program(graph), timing)
     spans = [s for s in alone.spans if isinstance(s.action, Forward | Backward)]
     late = delay_forwards(graph, spans)
     assert late.keys() == {s.action for s in spans}
@@ -46,14 +46,16 @@ def test_forwards_are_late_and_the_step_is_no_longer(pp: int, vpp: int, n: int, 
         rank: [action_to_text(action) for _, _, action in sorted(works, key=lambda w: w[0])]
         for rank, works in on_rank.items()
     }
-    again = simulate(build(graph, kind="explicit", order=order), timing)
+    again = simulate(build_program(graph, kind="explicit", order=order), timing)
     assert again.step_time_s == pytest.approx(alone.step_time_s), "a shorter warm-up is as fast"
 
 
 def test_a_warm_up_is_shortened_where_the_step_is_no_longer() -> None:
     """Interleaved 1F1B starts more forwards than it must; some are put off past a backward."""
     graph = chain(Unit("llm", 2, num_stages=4), n=4)
-    spans = [s for s in simulate(build(graph), Seconds(llm=1.0)).spans if isinstance(s.action, Forward | Backward)]
+    spans = [
+        s for s in simulate(build_program(graph), Seconds(llm=1.0)).spans if isinstance(s.action, Forward | Backward)
+    ]
     late = delay_forwards(graph, spans)
 
     def warm_up(starts: dict[object, float]) -> list[int]:

@@ -13,9 +13,9 @@ from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.search import layer_partition as cut
 from mmtrain.plan.search.layer_partition import layer_chains, layout_graph
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
-from mmtrain.program import build, peak_live
+from mmtrain.program import build_program, peak_in_flight_by_stage
 from mmtrain.program.ir.graph import StageGraph, StageId
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.plan.factory import layer_costs_for, recipe
 
 PRICING, CHOICES = layer_costs_for(recipe())
@@ -62,9 +62,9 @@ def test_invariants(index: int) -> None:
 @given(st.integers(0, len(SIZINGS) - 1))
 def test_every_layout_becomes_a_program_that_runs_and_holds_what_memory_says(index: int) -> None:
     _, graph = laid_out(index)
-    program, alive = build(graph), in_flight(graph)
+    program, alive = build_program(graph), in_flight_microbatches(graph)
     for stage in graph.stages:
-        assert peak_live(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]
+        assert peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]
 
 
 def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
@@ -99,7 +99,7 @@ def test_chunks_go_round_the_ranks_and_a_unit_begins_where_the_other_ends() -> N
         "llm.2>llm.3",
         "vision.1>llm.0",
     ]
-    build(graph)
+    build_program(graph)
 
 
 @pytest.mark.parametrize("stages", [((0, 0), (1, 0)), ((0, 0), (1, 1), (2, 1)), ((0, 0), (2, 0), (1, 1)), ()])

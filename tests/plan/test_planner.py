@@ -13,7 +13,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.planner import plan
-from mmtrain.program import build
+from mmtrain.program import build_program
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import lengths, recipe, text_lengths
 
@@ -60,7 +60,7 @@ def test_a_number_of_microbatches_fixed_for_a_unit_is_honoured(num_microbatches:
     assert chosen.schedule.num_microbatches == {"vision": num_microbatches, "llm": 8}
     graph = stage_graph(chosen, build_model_shape(recipe()))
     assert [m.num_microbatches for m in graph.meshes] == [num_microbatches, 8]
-    build(graph)
+    build_program(graph)
 
 
 def test_a_number_of_microbatches_of_the_llm_decides_its_replicas() -> None:

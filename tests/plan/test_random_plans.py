@@ -12,8 +12,8 @@ from mmtrain.plan.estimate.memory_fit import FittedLayout, fit_memory
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.search.layer_partition import layer_chains, layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
-from mmtrain.program import build, peak_live
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program import build_program, peak_in_flight_by_stage
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.plan.factory import layer_costs_for, recipe
 
 SETTINGS = recipe(llm={"layers": 6}, global_batch=8)
@@ -36,14 +36,14 @@ def holds(data: st.DataObject) -> None:
     peak = max(memory.total for memory in PRICING.memory(free).values())
     small = replace(MACHINE, memory_bytes=data.draw(st.floats(0.5, 1.1)) * peak)
     alive = RATER.in_flight(assignment, tuple(cuts))
-    assert alive == in_flight(free)
+    assert alive == in_flight_microbatches(free)
     found = fit_memory(assignment, PRICING, tuple(cuts), small, alive)
     if not isinstance(found, FittedLayout):
         assert found.need_gib * 2**30 > small.memory_bytes
         return
-    program = build(found.graph)
+    program = build_program(found.graph)
     for stage in found.graph.stages:
-        assert peak_live(found.graph, program.actions[stage.tp_groups[0][0]])[stage.id] <= alive[stage.id]
+        assert peak_in_flight_by_stage(found.graph, program.actions[stage.tp_groups[0][0]])[stage.id] <= alive[stage.id]
     assert max(memory.total for memory in PRICING.memory(found.graph).values()) <= small.memory_bytes
     for unit in PRICING.shape.units:
         layers = [s.layers for s in found.layout.units[unit.name].stages]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.costs import TokenLoad, machine_for, upstream_trains
+from mmtrain.costs import TokenLoad, input_grad_needed, machine_for
 from mmtrain.models.model_shape import UnitShape
 from mmtrain.plan.planner import plan
 from mmtrain.plan.replicated.replicated_step import ReplicatedLayout, ReplicatedPredictor, overlapped_seconds
@@ -42,7 +42,7 @@ def test_one_rank_and_one_round_is_every_layer_once() -> None:
         rows = np.concatenate([np.arange(items.first[s], items.first[s + 1]) for s in samples]).astype(np.int64)
         loads = {"llm": TokenLoad.of(one.batches.lengths.tokens[samples]), "vision": TokenLoad.of(items.tokens[rows])}
         for unit in one.shape.units:
-            for layer, needed in zip(unit.layers, upstream_trains(one.shape)[unit.name], strict=True):
+            for layer, needed in zip(unit.layers, input_grad_needed(one.shape)[unit.name], strict=True):
                 expected += one.costs.seconds(layer, 1, loads[unit.name], "forward")
                 expected += one.costs.seconds(layer, 1, loads[unit.name], "backward", input_grad=needed)
     assert found.step_time_s == pytest.approx(expected / len(one.batches.groups))

@@ -14,9 +14,9 @@ from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
 from mmtrain.balance.step_targets import ScheduledTask, ScheduleTable, SequenceCost
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.schedule_table import build_schedule_table, is_single_chain
-from mmtrain.program import Partial, Program, StageGraph, build, build_1f1b, build_coarse, lower, simulate
+from mmtrain.program import Partial, Program, StageGraph, build_1f1b, build_coarse, build_program, lower, simulate
 from mmtrain.program.ir.actions import Backward, Compute, Forward, Pass
-from mmtrain.program.ir.segments import direction, num_segments, whole
+from mmtrain.program.ir.segments import direction, num_segments, pass_of
 from mmtrain.program.ir.serialize import action_to_text
 from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.parts import cut, deeper
@@ -32,7 +32,7 @@ def scheduled(draw: st.DrawFn) -> tuple[StageGraph, SchedulePlan, Program]:
     counts = {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
     kind = draw(st.sampled_from(["1f1b", "coarse", "explicit"]))
     if kind != "explicit":
-        return graph, SchedulePlan(kind=kind, num_microbatches=counts), build(graph, kind=kind)
+        return graph, SchedulePlan(kind=kind, num_microbatches=counts), build_program(graph, kind=kind)
     seed, uncut = draw(st.integers(0, 2**32)), draw(st.sampled_from([build_1f1b, build_coarse]))(graph)
     pieces = {rank: [p for a in todo for p in cut(graph, a, seed)] for rank, todo in uncut.actions.items()}
     order = {rank: tuple(map(action_to_text, todo)) for rank, todo in pieces.items()}
@@ -74,7 +74,7 @@ def followed(program: Program, seconds: Callable[[Compute], float]) -> float:
     """Seconds of a program whose messages cost nothing, told action by action over all ranks."""
     graph = program.graph
     todo = {rank: [a for a in actions if isinstance(a, Compute)] for rank, actions in program.actions.items()}
-    left = Counter(whole(action) for actions in todo.values() for action in actions)
+    left = Counter(pass_of(action) for actions in todo.values() for action in actions)
     end: dict[Pass, float] = defaultdict(float)
     clock = dict.fromkeys(todo, 0.0)
     while any(todo.values()):
@@ -92,7 +92,7 @@ def followed(program: Program, seconds: Callable[[Compute], float]) -> float:
             if any(left[needed] for needed in waits):
                 continue
             clock[rank] = max([clock[rank], *(end[needed] for needed in waits)]) + seconds(action)
-            mine = whole(action)
+            mine = pass_of(action)
             end[mine] = max(end[mine], clock[rank])
             left[mine] -= 1
             actions.pop(0)

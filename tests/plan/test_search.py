@@ -13,7 +13,7 @@ from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO, MAX_EXPLAINED_ASSIGNMENTS, best_first_search
 from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layer_chains, layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.plan.exhaustive import Instance, all_cuts, everything, least_step, placed, random_instance, squeezed
 from tests.plan.factory import layer_costs_for, recipe
 
@@ -86,7 +86,7 @@ def test_ratings_bound_the_simulator_and_bounds_the_ratings(case: str) -> None:
             assert 0 < max(map(chain_time_lower_bound, chains)) <= rating * slack, assignment
             assert rating <= simulated * slack, assignment
             errors.append(simulated / rating - 1)
-            assert rater.in_flight(assignment, chosen) == in_flight(layout_graph(layout, layer_costs))
+            assert rater.in_flight(assignment, chosen) == in_flight_microbatches(layout_graph(layout, layer_costs))
     assert np.median(errors) < 0.05
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmtrain.balance import ItemLengths, SampleLengths
-from mmtrain.costs import machine_for, upstream_trains
+from mmtrain.costs import input_grad_needed, machine_for
 from mmtrain.models.model_shape import ModelEdge, ModelShape, UnitShape, build_model_shape
 from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated_units
 from mmtrain.plan.estimate.evaluate import evaluate_layout
@@ -14,7 +14,7 @@ from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
 from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layer_chains, layout_graph
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment
-from mmtrain.program import build
+from mmtrain.program import build_program
 from mmtrain.program.ir.graph import StageId
 from tests.plan.factory import layer_costs_for, recipe
 
@@ -54,7 +54,7 @@ def test_a_unit_after_the_llm_is_rated_and_judged_like_any_other(pp: int, num_mi
     layout = Layout("disaggregated", disaggregated_units(sizes, cuts), counts)
     graph, machine = layout_graph(layout, layer_costs), machine_for(recipe(), "cpu-core")
     assert [str(s.id) for s in graph.stages if graph.has_loss(s.id)] == [f"llm.{pp - 1}", "generator.1"]
-    build(graph)
+    build_program(graph)
     assignment = MeshAssignment("disaggregated", sizes, counts)
     chains = layer_chains(assignment, layer_costs, choices)
     rated = StepTimeEstimator(layer_costs, machine, None).estimate(
@@ -71,8 +71,8 @@ def test_a_unit_after_the_llm_is_rated_and_judged_like_any_other(pp: int, num_mi
 
 def test_gradients_pass_a_frozen_llm_where_an_encoder_trains() -> None:
     model = build_model_shape(recipe())
-    assert all(upstream_trains(drawing(model, ("llm",)))["generator"])
-    assert not upstream_trains(drawing(model, ("vision", "llm", "generator")))["generator"][-1]
+    assert all(input_grad_needed(drawing(model, ("llm",)))["generator"])
+    assert not input_grad_needed(drawing(model, ("vision", "llm", "generator")))["generator"][-1]
     graph = layout_graph(_layout(), replace(layer_costs_for(recipe())[0], shape=drawing(model, ("llm",))))
     assert graph.needs_backward(StageId("generator", 0))
 

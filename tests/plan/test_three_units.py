@@ -10,7 +10,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.planner import plan
-from mmtrain.program import build
+from mmtrain.program import build_program
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import VISION, lengths, recipe
 
@@ -51,7 +51,7 @@ def test_every_placement_is_planned(vision: dict[str, Any] | None, world_size: i
     seen = {chosen.placement, *(a.placement for a in chosen.alternatives if a.runnable)}
     apart = {"disaggregated"} if world_size >= len(units) else set()
     assert seen == {"unified"} | apart | ({"colocated"} if world_size > 1 else set())
-    build(stage_graph(chosen, build_model_shape(settings)))
+    build_program(stage_graph(chosen, build_model_shape(settings)))
 
 
 @pytest.mark.parametrize("audio_pp", [1, 2, 3])

@@ -10,7 +10,7 @@ from mmtrain.plan.estimate.vectorized_1f1b import FloatArray, compute_order
 from mmtrain.program import build_1f1b, simulate
 from mmtrain.program.ir.actions import Compute, Forward, Pass
 from mmtrain.program.ir.graph import StageGraph, StageId
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from mmtrain.program.schedules.lower import lower
 from tests.program.graphs import Unit, chain, graphs
 from tests.program.timings import Seconds
@@ -39,7 +39,7 @@ def holds(graph: StageGraph) -> None:
         shape = (1, mesh.dp * mesh.num_microbatches)
         seconds[stage.id] = rng.random(shape), rng.random(shape)
     order = compute_order(graph)
-    assert order.in_flight == in_flight(graph)
+    assert order.in_flight == in_flight_microbatches(graph)
     timeline = simulate(lower(build_1f1b(graph), reduce_last=True), Drawn(graph, seconds))
     ends: dict[int, float] = {}
     for span in timeline.spans:

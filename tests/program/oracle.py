@@ -60,7 +60,7 @@ class Precedences:
 def precedences(program: Program, timing: object) -> Precedences:
     """All replica groups of a program that runs, timed."""
     graph = program.graph
-    actions = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.place)}
+    actions = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
     who = Interpreter(graph, actions, lambda action: 0.0)
     found = Precedences({}, defaultdict(set), {rank: [] for rank in actions})
     for rank in actions:

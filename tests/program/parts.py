@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from mmtrain.program import Program, StageGraph, build_1f1b, build_coarse, lower
-from mmtrain.program.ir.actions import Backward, Compute, Fill, Forward, Partial, Task
+from mmtrain.program.ir.actions import Backward, Compute, ComputeTask, Fill, Forward, Partial
 from mmtrain.program.ir.segments import num_segments
 from tests.program.graphs import Unit, chain, graphs, unified
 
@@ -82,9 +82,9 @@ def cut(graph: StageGraph, action: Compute, seed: int, always: bool = False) -> 
     return pieces if kind == "F" else pieces[::-1]
 
 
-def fill(graph: StageGraph, todo: tuple[Compute, ...], seed: int) -> tuple[Task, ...]:
+def fill(graph: StageGraph, todo: tuple[Compute, ...], seed: int) -> tuple[ComputeTask, ...]:
     """Put what follows a host of another unit into a gap of it, mostly where it belongs to another wave."""
-    out: list[Task] = []
+    out: list[ComputeTask] = []
     rest = list(todo)
     while rest:
         action = rest.pop(0)

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 
-from mmtrain.program import build, build_1f1b, peak_live
+from mmtrain.program import build_1f1b, build_program, peak_in_flight_by_stage
 from mmtrain.program.ir.actions import Backward, Forward, Recv, Send, Share
 from mmtrain.program.ir.graph import StageId
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.interpreter import interpret
 
@@ -18,8 +18,8 @@ def compute(graph, rank):
 
 @given(graphs(max_n=5, max_dp=4))
 def test_every_program_runs_to_its_end_on_the_whole_world(graph):
-    program = build(graph)
-    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.place)}
+    program = build_program(graph)
+    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
     assert interpret(graph, everyone).problems == []
 
 
@@ -41,7 +41,7 @@ def test_a_rank_with_encoder_and_llm_runs_both_stages_of_a_wave():
 def test_a_frozen_encoder_only_runs_forward():
     graph = chain(Unit("vision", trainable=(False,)), Unit("llm"), n=3)
     assert compute(graph, 0) == "Fv0 Fv1 Fv2"
-    program = build(graph)
+    program = build_program(graph)
     assert not any(isinstance(a, Recv) for a in program.actions[0])
     assert not any(isinstance(a, Send) for a in program.actions[1])
 
@@ -49,7 +49,7 @@ def test_a_frozen_encoder_only_runs_forward():
 @pytest.mark.parametrize(("encoders", "llms"), [(1, 1), (2, 3), (3, 2), (1, 4), (4, 1), (4, 6)])
 def test_any_ratio_of_replicas(encoders, llms):
     graph = chain(Unit("vision", 2, encoders), Unit("llm", 2, llms), n=3)
-    program = build(graph)
+    program = build_program(graph)
     group = graph.num_groups
     first_llm = program.actions[2 * encoders]
     received = [a for a in first_llm if isinstance(a, Recv) and a.payload == "activation"]
@@ -60,19 +60,19 @@ def test_any_ratio_of_replicas(encoders, llms):
 
 def test_positions_on_the_longest_path_are_in_flight():
     graph = chain(Unit("vision", 3), Unit("audio"), Unit("llm", 2), n=9)
-    alive = {str(stage): count for stage, count in in_flight(graph).items()}
+    alive = {str(stage): count for stage, count in in_flight_microbatches(graph).items()}
     assert alive == {"vision.0": 5, "vision.1": 4, "vision.2": 3, "audio.0": 3, "llm.0": 2, "llm.1": 1}
 
 
 def test_ranks_that_the_path_visits_in_no_regular_round_run_one_wave_at_a_time():
     graph = chain(Unit("vision", 3, ranks=(0, 1, 2)), Unit("llm", 4, ranks=(2, 1, 0, 3)), n=3)
-    alive = {str(s): count for s, count in in_flight(graph).items()}
+    alive = {str(s): count for s, count in in_flight_microbatches(graph).items()}
     assert alive == dict.fromkeys(("vision.0", "vision.1", "vision.2", "llm.0", "llm.1", "llm.2"), 2) | {"llm.3": 1}
     assert compute(graph, 0) == "Fv0 Fl0 Fv1 Fl1 Bl0 Bv0 Fv2 Fl2 Bl1 Bv1 Bl2 Bv2"
 
 
 def test_receives_are_posted_one_compute_action_ahead():
-    actions = build(chain(Unit("llm", pp=2), n=2)).actions[1]
+    actions = build_program(chain(Unit("llm", pp=2), n=2)).actions[1]
     forwards = [i for i, a in enumerate(actions) if isinstance(a, Forward)]
     receives = [i for i, a in enumerate(actions) if isinstance(a, Recv)]
     assert receives[0] < forwards[0]
@@ -81,22 +81,22 @@ def test_receives_are_posted_one_compute_action_ahead():
 
 
 def test_in_flight_microbatches_follow_the_longest_path():
-    program = build(chain(Unit("vision", 2), Unit("llm", 2), n=6))
-    counts = [peak_live(program.graph, program.actions[rank]) for rank in range(4)]
+    program = build_program(chain(Unit("vision", 2), Unit("llm", 2), n=6))
+    counts = [peak_in_flight_by_stage(program.graph, program.actions[rank]) for rank in range(4)]
     assert [next(iter(c.values())) for c in counts] == [4, 3, 2, 1]
 
 
 def test_same_tp_group_needs_no_messages_between_units():
     for tp in (1, 2):
-        actions = build(unified(1, tp=tp)).actions[0]
+        actions = build_program(unified(1, tp=tp)).actions[0]
         assert not any(isinstance(a, Send | Recv | Share) for a in actions)
 
 
 def test_tp_groups_that_differ_in_tp_but_start_on_the_same_rank_share_without_a_message():
     graph = chain(Unit("vision", ranks=(0,)), Unit("llm", tp=2, ranks=(0, 1)), n=1)
-    program = build(graph)
+    program = build_program(graph)
     assert not any(isinstance(a, Send | Recv) for actions in program.actions.values() for a in actions)
     assert [str(a.mb) for a in program.actions[1] if isinstance(a, Share)] == ["llm:0.0"]
     back = chain(Unit("vision", tp=2, ranks=(0, 1)), Unit("llm", ranks=(0,)), n=1)
-    shared = [a for a in build(back).actions[1] if isinstance(a, Share)]
+    shared = [a for a in build_program(back).actions[1] if isinstance(a, Share)]
     assert [(str(a.mb), a.payload) for a in shared] == [("vision:0.0", "gradient")]

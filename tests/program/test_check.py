@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
-from mmtrain.program import MemoryLimit, Program, build, check, from_text, peak_bytes, peak_live, to_text
+from mmtrain.program import (
+    MemoryLimit,
+    Program,
+    build_program,
+    check_program,
+    peak_activation_bytes,
+    peak_in_flight_by_stage,
+    program_from_text,
+    program_to_text,
+)
 from mmtrain.program.ir.actions import Action, Backward, Forward, Recv, Send, Share
 from mmtrain.program.ir.graph import Microbatch, StageId
 from tests.program.graphs import Unit, chain, graphs
@@ -17,7 +26,7 @@ from tests.program.interpreter import interpret
 @st.composite
 def mutations(draw: st.DrawFn) -> Program:
     """A good program with one thing changed on one rank."""
-    program = build(draw(graphs(max_n=3)))
+    program = build_program(draw(graphs(max_n=3)))
     rank = draw(st.sampled_from(sorted(program.actions)))
     actions = list(program.actions[rank])
     at = draw(st.integers(0, len(actions) - 1))
@@ -67,14 +76,14 @@ def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
     problems = interpret(program.graph, program.actions).problems
     if problems:
         with pytest.raises(ProgramError, match="program refused"):
-            check(program)
+            check_program(program)
     else:
-        check(program)
+        check_program(program)
 
 
 def refusal(program: Program, memory: MemoryLimit | None = None) -> str:
     with pytest.raises(ProgramError) as error:
-        check(program, memory)
+        check_program(program, memory)
     return str(error.value)
 
 
@@ -107,7 +116,7 @@ RS llm
 STEP
 GP llm
 """
-    message = refusal(from_text(text, graph))
+    message = refusal(program_from_text(text, graph))
     assert "deadlock" in message
     for action in ("rank 0 `B llm.0 llm:0.0`", "rank 0 `F llm.0 llm:0.1`", "rank 1 `F llm.1 llm:0.1`"):
         assert action in message
@@ -115,7 +124,7 @@ GP llm
 
 
 def test_messages_of_a_channel_in_another_order_are_refused():
-    program = build(chain(Unit("llm", pp=2, trainable=(False, False)), n=2))
+    program = build_program(chain(Unit("llm", pp=2, trainable=(False, False)), n=2))
     actions = list(program.actions[1])
     posts = [at for at, a in enumerate(actions) if isinstance(a, Recv)]
     first, second = (actions[at] for at in posts)
@@ -129,7 +138,7 @@ def test_messages_of_a_channel_in_another_order_are_refused():
 def test_collectives_of_a_group_in_another_order_are_refused():
     """Ranks 0 and 1 are the data-parallel group of two encoders at once."""
     encoders = [Unit(name, dp=2, ranks=(0, 1)) for name in ("vision", "audio")]
-    program = build(chain(*encoders, Unit("llm", ranks=(2,)), n=1))
+    program = build_program(chain(*encoders, Unit("llm", ranks=(2,)), n=1))
     actions = list(program.actions[1])
     actions[-2:] = reversed(actions[-2:])
     message = refusal(replace(program, actions={**program.actions, 1: tuple(actions)}))
@@ -148,20 +157,20 @@ def test_collectives_of_a_group_in_another_order_are_refused():
     ],
 )
 def test_what_is_wrong_is_named(old, new, message):
-    program = build(chain(Unit("llm", pp=2), n=2))
-    text = to_text(program)
+    program = build_program(chain(Unit("llm", pp=2), n=2))
+    text = program_to_text(program)
     assert text.count(old) == 1
-    assert message in refusal(from_text(text.replace(old, new), program.graph))
+    assert message in refusal(program_from_text(text.replace(old, new), program.graph))
 
 
 def test_ranks_without_actions_are_named():
-    program = build(chain(Unit("llm", 2)))
+    program = build_program(chain(Unit("llm", 2)))
     message = refusal(replace(program, actions={0: program.actions[0]}))
     assert message == "program: has actions for ranks [0], but replica group 0 is [0, 1]"
 
 
 def test_many_problems_are_counted_not_printed():
-    program = build(chain(Unit("llm"), n=40))
+    program = build_program(chain(Unit("llm"), n=40))
     message = refusal(replace(program, actions={0: ()}))
     assert "... and 63 more" in message
     assert message.count("is missing") == 20
@@ -169,9 +178,9 @@ def test_many_problems_are_counted_not_printed():
 
 def test_activations_must_fit():
     """Stage 0 of two keeps two microbatches of 3 bytes, stage 1 one of 5."""
-    program = build(chain(Unit("llm", pp=2), n=4))
+    program = build_program(chain(Unit("llm", pp=2), n=4))
     sizes = {"llm.0": 3, "llm.1": 5}
-    check(program, MemoryLimit(lambda stage, mb: sizes[str(stage)], {0: 6, 1: 5}))
+    check_program(program, MemoryLimit(lambda stage, mb: sizes[str(stage)], {0: 6, 1: 5}))
     message = refusal(program, MemoryLimit(lambda stage, mb: sizes[str(stage)], {0: 5, 1: 5}))
     assert "rank 0" in message
     assert "`F llm.0 llm:0.1`" in message
@@ -179,6 +188,6 @@ def test_activations_must_fit():
 
 
 def test_without_backward_nothing_is_kept():
-    program = build(chain(Unit("vision", trainable=(False,)), Unit("llm"), n=4))
-    assert peak_bytes(program.graph, program.actions[0], lambda stage, mb: 10)[0] == 10
-    assert peak_live(program.graph, program.actions[0]) == {StageId("vision", 0): 1}
+    program = build_program(chain(Unit("vision", trainable=(False,)), Unit("llm"), n=4))
+    assert peak_activation_bytes(program.graph, program.actions[0], lambda stage, mb: 10)[0] == 10
+    assert peak_in_flight_by_stage(program.graph, program.actions[0]) == {StageId("vision", 0): 1}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from mmtrain.program import build, build_1f1b, build_coarse, peak_live, simulate
+from mmtrain.program import build_1f1b, build_coarse, build_program, peak_in_flight_by_stage, simulate
 from mmtrain.program.ir.actions import Backward, Forward
 from mmtrain.program.ir.graph import StageGraph, StageId
 from tests.program.graphs import Unit, chain, graphs
@@ -32,8 +32,8 @@ def test_the_llms_order_is_untouched_and_encoders_work_around_it():
 
 @given(graphs())
 def test_any_graph_runs_to_its_end_in_this_order(graph):
-    program = build(graph, kind="coarse")
-    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.place)}
+    program = build_program(graph, kind="coarse")
+    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
     assert interpret(graph, everyone).problems == []
 
 
@@ -53,14 +53,14 @@ def test_encoders_never_stall_the_pipeline(pp):
     for k in range(pp):
         seconds["forward"][f"llm.{k}"], seconds["backward"][f"llm.{k}"] = 1.0, 2.0
     graph = encoder_on_every_rank(pp, n)
-    coarse = simulate(build(graph, kind="coarse"), Given(**seconds)).step_time_s
+    coarse = simulate(build_program(graph, kind="coarse"), Given(**seconds)).step_time_s
     assert coarse <= n * 0.5 + 3 * (n + pp - 1) + n * 1.0
-    assert coarse < simulate(build(graph), Given(**seconds)).step_time_s
+    assert coarse < simulate(build_program(graph), Given(**seconds)).step_time_s
 
 
 def test_all_encoder_activations_are_alive_at_once():
     graph = encoder_on_every_rank(2, n=5)
-    coarse = peak_live(graph, build(graph, kind="coarse").actions[0])
+    coarse = peak_in_flight_by_stage(graph, build_program(graph, kind="coarse").actions[0])
     assert coarse == {StageId("vision", 0): 5, StageId("llm", 0): 2}
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 
 from mmtrain.errors import ProgramError
-from mmtrain.program import build, build_1f1b, peak_live, simulate
+from mmtrain.program import build_1f1b, build_program, peak_in_flight_by_stage, simulate
 from mmtrain.program.ir.actions import Backward, Forward
 from mmtrain.program.ir.graph import Edge, Microbatch, StageId
 from mmtrain.program.ir.serialize import action_to_text
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.interpreter import interpret
 from tests.program.timings import Seconds
@@ -97,9 +97,9 @@ def test_the_llm_keeps_its_order_whatever_the_encoders_do(pp, chunks, vision_n):
 
 @given(graphs(max_n=9))
 def test_what_is_in_flight_is_known_before_the_program_is(graph):
-    program, alive = build(graph), in_flight(graph)
+    program, alive = build_program(graph), in_flight_microbatches(graph)
     for actions in program.actions.values():
-        for stage, count in peak_live(graph, actions).items():
+        for stage, count in peak_in_flight_by_stage(graph, actions).items():
             assert count == (alive[stage] if graph.needs_backward(stage) else 1)
 
 
@@ -109,7 +109,7 @@ GRID = [*product((1, 2, 3, 4, 6, 12), (1, 2), ((1, 1), (1, 2), (2, 1), (2, 3), (
 @pytest.mark.parametrize(("vision_n", "tp", "dp", "chunks", "kind"), GRID)
 def test_a_grid_of_meshes_and_numbers_runs_to_its_end(vision_n, tp, dp, chunks, kind):
     vision, llm = Unit("vision", 2, dp[0], n=vision_n), Unit("llm", 2, dp[1], tp, num_stages=2 * chunks)
-    program = build(chain(vision, llm, n=4), kind=kind)
+    program = build_program(chain(vision, llm, n=4), kind=kind)
     assert interpret(program.graph, program.actions).problems == []
 
 
@@ -120,7 +120,7 @@ def test_an_encoder_never_keeps_the_llm_waiting_once_it_runs(pp, vision_n, share
     graph = chain(Unit("vision", n=vision_n), Unit("llm", pp), n=12)
     vision = share * 12 / vision_n
     block = max(vision, share)
-    timeline = simulate(build(graph), Seconds(vision=vision, llm=1))
+    timeline = simulate(build_program(graph), Seconds(vision=vision, llm=1))
     assert timeline.step_time_s == pytest.approx(block + 3 * (12 + pp - 1) + 2 * block)
 
 
@@ -133,7 +133,7 @@ def test_an_encoder_as_fast_as_an_interleaved_llm_has_what_its_chunks_take_at_on
     alone, first_and_last = 3 * (24 * chunks + pp - 1), 3 * (pp - 1) * (chunks - 1)
     slack = 1 + 1e-9
     assert (
-        simulate(build(graph), Seconds(vision=vision, llm=1)).step_time_s
+        simulate(build_program(graph), Seconds(vision=vision, llm=1)).step_time_s
         <= (3 * block + alone + first_and_last) * slack
     )
 
@@ -142,15 +142,15 @@ def test_an_encoder_as_fast_as_an_interleaved_llm_has_what_its_chunks_take_at_on
 @pytest.mark.parametrize("other", ["vision", "generator"])
 def test_a_merged_unit_runs_as_if_there_was_nothing_to_merge(other, pp, chunks, merged):
     units = [Unit("llm"), Unit(other, pp, num_stages=pp * chunks, n=12 // merged)][:: 1 if other == "generator" else -1]
-    time = simulate(build(chain(*units, n=12)), Seconds(llm=0.01, **{other: 1})).step_time_s
-    equal = simulate(build(chain(*units, n=12 // merged)), Seconds(llm=0.01 * merged, **{other: 1})).step_time_s
+    time = simulate(build_program(chain(*units, n=12)), Seconds(llm=0.01, **{other: 1})).step_time_s
+    equal = simulate(build_program(chain(*units, n=12 // merged)), Seconds(llm=0.01 * merged, **{other: 1})).step_time_s
     assert time == pytest.approx(equal)
 
 
 @given(graphs(max_n=6))
 def test_any_order_may_be_written_down(graph):
     order = {rank: [action_to_text(a) for a in actions] for rank, actions in build_1f1b(graph).actions.items()}
-    assert build(graph, kind="explicit", order=order).actions == build(graph).actions
+    assert build_program(graph, kind="explicit", order=order).actions == build_program(graph).actions
 
 
 def test_a_gradient_that_cannot_be_there_yet_is_refused_by_name():
@@ -159,8 +159,8 @@ def test_a_gradient_that_cannot_be_there_yet_is_refused_by_name():
     order = ["F vision.0 vision:0.0", "F llm.0 llm:0.0", "B llm.0 llm:0.0"]
     early = ["B vision.0 vision:0.0", "F llm.0 llm:0.1", "B llm.0 llm:0.1"]
     with pytest.raises(ProgramError, match=r"`B vision\.0 vision:0\.0` .* comes before `B llm\.0 llm:0\.1`"):
-        build(graph, kind="explicit", order={0: [*order, *early]})
-    build(graph, kind="explicit", order={0: [*order, *early[1:], early[0]]})
+        build_program(graph, kind="explicit", order={0: [*order, *early]})
+    build_program(graph, kind="explicit", order={0: [*order, *early[1:], early[0]]})
 
 
 def test_one_rank_cannot_wait_for_a_block_that_it_holds_up():
@@ -171,4 +171,4 @@ def test_one_rank_cannot_wait_for_a_block_that_it_holds_up():
         1: ["F generator.0 generator:0.0", "B generator.0 generator:0.0"],
     }
     with pytest.raises(ProgramError, match=r"deadlock: .*`B llm\.0 llm:0\.0`"):
-        build(graph, kind="explicit", order=order)
+        build_program(graph, kind="explicit", order=order)

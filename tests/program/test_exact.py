@@ -21,11 +21,11 @@ from mmtrain.program import (
     StageId,
     Step,
     Timeline,
-    Transport,
+    TransferCost,
     action_from_text,
     action_to_text,
-    build,
-    check,
+    build_program,
+    check_program,
     chrome_trace,
     lower,
     simulate,
@@ -55,13 +55,13 @@ class Table:
             kind, layers = action.kind, action.hi - action.lo
         return self.seconds[action.stage.unit][kind] * layers * self.load.get(action.mb, 1.0)
 
-    def message(self, sender: int, action: Send) -> Transport:
-        return Transport(self.message_s, 8)
+    def message(self, sender: int, action: Send) -> TransferCost:
+        return TransferCost(self.message_s, 8)
 
-    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
-        return Transport(self.collectives.get(type(action), 0.0), 8)
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
+        return TransferCost(self.collectives.get(type(action), 0.0), 8)
 
-    def link(self, ranks: tuple[int, ...]) -> int:
+    def link_class(self, ranks: tuple[int, ...]) -> int:
         return len(ranks)
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
@@ -93,7 +93,7 @@ def test_1f1b_with_messages() -> None:
     B2 -10.75. Rank 0 has had the gradient of 1 since 7.5: B1 -9.5; that of 2 comes at 11: B2 -13.
     """
     graph = chain(Unit("llm", 2), n=3)
-    timeline = simulate(build(graph), Table(graph, LLM, message_s=0.25))
+    timeline = simulate(build_program(graph), Table(graph, LLM, message_s=0.25))
     assert [end for _, _, end in computed(timeline, 1)] == [2.25, 4.25, 5.25, 7.25, 8.75, 10.75]
     assert [end for _, _, end in computed(timeline, 0)] == [1.0, 2.0, 6.5, 7.5, 9.5, 13.0]
     assert timeline.step_time_s == 13.0
@@ -115,7 +115,7 @@ def test_1f1b_with_messages() -> None:
 def test_interleaved_1f1b_fills_in_chunks() -> None:
     """p = 4 ranks, v = 2 chunks, n = 8: the pipeline fills and drains in p - 1 chunks of 1 + 2 s; work is n * v * 3."""
     graph = chain(Unit("llm", 4, num_stages=8), n=8)
-    timeline = simulate(build(graph), Table(graph, LLM))
+    timeline = simulate(build_program(graph), Table(graph, LLM))
     assert timeline.step_time_s == 3.0 * (8 * 2 + 4 - 1)
     assert all(sum(kinds.values()) == 3.0 * (4 - 1) for kinds in timeline.bubbles.values())
 
@@ -143,7 +143,7 @@ def test_a_split_backward_shortens_the_pipeline() -> None:
     rank 1 cannot begin before 1.
     """
     graph = chain(Unit("llm", 2), n=2)
-    assert simulate(build(graph), Table(graph, LLM)).step_time_s == 9.0
+    assert simulate(build_program(graph), Table(graph, LLM)).step_time_s == 9.0
     program = split(graph)
     timeline = simulate(program, Table(graph, LLM))
     assert timeline.step_time_s == 7.0
@@ -160,13 +160,13 @@ def test_activations_live_until_the_weights_have_their_gradients() -> None:
     """Rank 1 keeps both microbatches until BW0, though BI0 is done before F1; whole backwards keep one."""
     graph = chain(Unit("llm", 2), n=2)
     assert simulate(split(graph), Table(graph, LLM)).peak_memory_bytes == {0: 2, 1: 2}
-    assert simulate(build(graph), Table(graph, LLM)).peak_memory_bytes == {0: 2, 1: 1}
+    assert simulate(build_program(graph), Table(graph, LLM)).peak_memory_bytes == {0: 2, 1: 1}
 
 
 def test_a_split_backward_is_not_run() -> None:
     program = split(chain(Unit("llm", 2), n=2))
     with pytest.raises(ProgramError, match=r"rank 0: `PBI llm.0 llm:0.0 0:2` .*simulated but not run.*write PB"):
-        check(program)
+        check_program(program)
 
 
 class InPieces(Table):
@@ -199,7 +199,7 @@ def test_work_beside_a_collective_takes_no_time() -> None:
         "F llm.0 llm:0.1 |1| PF vision.0 vision:0.2 0:2",
         "F llm.0 llm:0.2",
     ]
-    program = build(graph, kind="explicit", order={0: order})
+    program = build_program(graph, kind="explicit", order={0: order})
     timeline = simulate(program, InPieces(graph, {}))
     assert [(begin, end) for _, begin, end in computed(timeline, 0)] == [
         (0.0, 2.0),
@@ -220,7 +220,7 @@ def test_two_encoders_feed_one_llm() -> None:
     """
     graph = chain(Unit("vision", trainable=(False,)), Unit("audio", trainable=(False,)), Unit("llm"), n=2)
     table = Table(graph, {"vision": {"F": 1.0}, "audio": {"F": 1.5}, "llm": LLM["llm"]}, message_s=1.0)
-    timeline = simulate(build(graph), table)
+    timeline = simulate(build_program(graph), table)
     assert [end for _, _, end in computed(timeline, 2)] == [5.0, 7.0, 8.0, 10.0]
     assert timeline.bubbles[2]["pp_warmup"] == 4.0
     assert [(action_to_text(s.action).split()[:2], s.duration_s) for s in timeline.critical_path][:3] == [
@@ -241,7 +241,7 @@ def test_two_encoder_replicas_feed_three_llm_replicas() -> None:
     table = Table(
         graph, {"vision": LLM["llm"], "llm": LLM["llm"]}, message_s=1.0, load={Microbatch("vision", 1, 0): 2.0}
     )
-    timeline = simulate(build(graph), table)
+    timeline = simulate(build_program(graph), table)
     begins = {s.rank: s.start_s for s in timeline.spans if isinstance(s.action, Forward)}
     assert begins == {0: 0.0, 1: 0.0, 2: 3.0, 3: 4.0, 4: 5.0}
     ends = {s.rank: s.start_s + s.duration_s for s in timeline.spans if isinstance(s.action, Backward)}
@@ -259,7 +259,7 @@ def test_a_reduction_is_hidden_beside_the_work_of_other_ranks() -> None:
     apart = chain(Unit("vision"), Unit("llm"), n=1)
     slow = {ReduceGrads: 3.0, GatherParams: 3.0, Step: 1.0}
     both = {"vision": LLM["llm"], "llm": LLM["llm"]}
-    timeline = simulate(build(apart), Table(apart, both, collectives=slow))
+    timeline = simulate(build_program(apart), Table(apart, both, collectives=slow))
     reduced = {
         s.rank: (s.start_s, s.start_s + s.duration_s) for s in timeline.spans if isinstance(s.action, ReduceGrads)
     }
@@ -275,7 +275,7 @@ def test_a_reduction_is_hidden_beside_the_work_of_other_ranks() -> None:
         "imbalance": 0.0,
     }
     together = chain(Unit("vision", ranks=(0,)), Unit("llm", ranks=(0,)), n=1)
-    timeline = simulate(build(together), Table(together, both, collectives=slow))
+    timeline = simulate(build_program(together), Table(together, both, collectives=slow))
     assert timeline.step_time_s == 2 + 4 + 3 + 3 + 1 + 3 + 3
     assert timeline.bubbles[0]["dp_reduce"] == 7.0
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mmtrain.errors import ProgramError
-from mmtrain.program import build, build_1f1b, simulate
+from mmtrain.program import build_1f1b, build_program, simulate
 from mmtrain.program.ir.actions import Backward, Forward
 from mmtrain.program.ir.serialize import action_to_text
 from tests.program.graphs import Unit, chain
@@ -30,23 +30,23 @@ def written(order: dict[int, str]) -> dict[int, list[str]]:
 
 def test_encoder_work_between_the_llms():
     graph = encoder_on_every_rank(2, n=3)
-    program = build(graph, kind="explicit", order=written(ORDER))
+    program = build_program(graph, kind="explicit", order=written(ORDER))
     for rank, lines in written(ORDER).items():
         assert [action_to_text(a) for a in program.actions[rank] if isinstance(a, Forward | Backward)] == lines
     times = Given({"vision.0": 0.5, "llm.0": 1, "llm.1": 1}, {"vision.0": 0.5, "llm.0": 2, "llm.1": 2})
-    assert simulate(program, times).step_time_s < simulate(build(graph, kind="coarse"), times).step_time_s
+    assert simulate(program, times).step_time_s < simulate(build_program(graph, kind="coarse"), times).step_time_s
 
 
 def test_what_a_builder_orders_can_be_written_down():
     graph = chain(Unit("vision", 2), Unit("llm", 2, num_stages=4), n=3)
     order = {rank: [action_to_text(a) for a in todo] for rank, todo in build_1f1b(graph).actions.items()}
-    assert build(graph, kind="explicit", order=order) == build(graph)
+    assert build_program(graph, kind="explicit", order=order) == build_program(graph)
 
 
 def test_backwards_that_nobody_needs_are_passed_over():
     graph = chain(Unit("vision", trainable=(False,)), Unit("llm"), n=1)
     order = {0: ["F vision.0 vision:0.0", "B vision.0 vision:0.0"], 1: ["F llm.0 llm:0.0", "B llm.0 llm:0.0"]}
-    assert build(graph, kind="explicit", order=order) == build(graph)
+    assert build_program(graph, kind="explicit", order=order) == build_program(graph)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_backwards_that_nobody_needs_are_passed_over():
 )
 def test_an_order_that_cannot_run_is_refused(order, message):
     with pytest.raises(ProgramError, match=message):
-        build(encoder_on_every_rank(2, n=3), kind="explicit", order=written(order))
+        build_program(encoder_on_every_rank(2, n=3), kind="explicit", order=written(order))
 
 
 @pytest.mark.parametrize("line", ["F llm.0", "RS llm", "forward llm.0 llm:0.0"])
 def test_a_line_that_is_no_compute_is_named(line):
     with pytest.raises(ProgramError, match=f"order of rank 0, line 1: '{line}'.*write forwards and backwards"):
-        build(chain(Unit("llm"), n=1), kind="explicit", order={0: ["F llm.0 llm:0.0", line]})
+        build_program(chain(Unit("llm"), n=1), kind="explicit", order={0: ["F llm.0 llm:0.0", line]})
 
 
 def test_encoders_may_end_in_another_order_on_another_rank():
@@ -79,7 +79,7 @@ def test_encoders_may_end_in_another_order_on_another_rank():
     for rank, last in enumerate((["audio", "vision"], ["vision", "audio"])):
         forwards = [f"F {unit}.0 {unit}:{rank}.0" for unit in last] + [f"F llm.{rank} llm:0.0"]
         order[rank] = [*forwards, f"B llm.{rank} llm:0.0", *(f"B {unit}.0 {unit}:{rank}.0" for unit in last)]
-    program = build(graph, kind="explicit", order=order)
+    program = build_program(graph, kind="explicit", order=order)
     for rank in (0, 1):
         lines = [action_to_text(a) for a in program.actions[rank]]
         assert [line for line in lines if line.startswith(("RS", "B"))][-3:] == ["RS llm", "RS audio", "RS vision"]

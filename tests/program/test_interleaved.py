@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 
-from mmtrain.program import build, build_1f1b, peak_live, simulate
+from mmtrain.program import build_1f1b, build_program, peak_in_flight_by_stage, simulate
 from mmtrain.program.ir.actions import Backward, Forward, Recv, ReduceShared, Send
 from mmtrain.program.ir.graph import StageGraph
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.program.graphs import Unit, chain, unified
 from tests.program.timings import Seconds
 
@@ -55,15 +55,15 @@ def test_the_order_is_that_of_megatron_core(pp, vpp, groups):
 def test_the_pipeline_fills_and_drains_in_one_chunk_a_place(pp, vpp, groups):
     """The least any order needs: all of a rank's work, and the way of one chunk down to it and back up."""
     n = groups * pp
-    timeline = simulate(build(interleaved(pp, vpp, n)), Seconds(llm=1))
+    timeline = simulate(build_program(interleaved(pp, vpp, n)), Seconds(llm=1))
     assert timeline.step_time_s == 3 * (n * vpp + pp - 1)
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [*product((2, 3, 4), (2, 3))])
 def test_missing_microbatches_cost_less_than_running_them(pp, vpp):
     for n in range(1, 3 * pp):
-        full = simulate(build(interleaved(pp, vpp, -(-n // pp) * pp)), Seconds(llm=1)).step_time_s
-        assert simulate(build(interleaved(pp, vpp, n)), Seconds(llm=1)).step_time_s <= full
+        full = simulate(build_program(interleaved(pp, vpp, -(-n // pp) * pp)), Seconds(llm=1)).step_time_s
+        assert simulate(build_program(interleaved(pp, vpp, n)), Seconds(llm=1)).step_time_s <= full
 
 
 def test_an_incomplete_group_passes_over_the_turns_that_are_missing():
@@ -72,20 +72,20 @@ def test_an_incomplete_group_passes_over_the_turns_that_are_missing():
 
 
 def test_no_deadlock_whatever_lies_before_and_after():
-    """`build` proves it. Rounds that end early, microbatches that do not fill a group, units before and after."""
+    """`build_program` proves it: rounds that end early, microbatches that do not fill a group, units around it."""
     cases = product((2, 3, 4), (1, 2, 3), (1, 3, 4, 5, 9), (0, 2), (0, 1, 3))
     for pp, extra, n, before, after in cases:
         middle = Unit("llm", pp, num_stages=pp + extra * pp - (n % 2))
         ends = [[Unit("vision", before)] if before else [], [Unit("generator", after)] if after else []]
         graph = chain(*ends[0], middle, *ends[1], n=n)
-        program, alive = build(graph), in_flight(graph)
+        program, alive = build_program(graph), in_flight_microbatches(graph)
         for stage in graph.stages:
-            assert peak_live(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]
+            assert peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]
 
 
 def test_a_fast_encoder_never_makes_an_interleaved_llm_wait_once_it_runs():
     graph = chain(Unit("vision"), Unit("llm", 2, num_stages=4), n=6)
-    assert simulate(build(graph), Seconds(vision=0.25, llm=1)).step_time_s == 0.25 + 3 * (6 * 2 + 2 - 1) + 0.5
+    assert simulate(build_program(graph), Seconds(vision=0.25, llm=1)).step_time_s == 0.25 + 3 * (6 * 2 + 2 - 1) + 0.5
 
 
 def test_encoder_and_llm_on_the_same_ranks_are_chunks_of_one_round():
@@ -103,30 +103,34 @@ def test_a_mixed_stage_is_one_part():
 
 
 def test_one_pipeline_rank_with_chunks_computes_them_in_a_row_without_messages():
-    program = build(interleaved(1, 3, 2))
+    program = build_program(interleaved(1, 3, 2))
     assert not any(isinstance(a, Send | Recv) for a in program.actions[0])
     order = [f"{type(a).__name__[0]}{a.stage.index}" for a in program.actions[0] if isinstance(a, Forward | Backward)]
     assert order == ["F0", "F1", "F2", "B2", "B1", "B0"] * 2
 
 
 def test_the_edge_back_to_the_first_rank_is_a_channel_of_its_own():
-    sends = [a for a in build(interleaved(2, 2, 2)).actions[1] if isinstance(a, Send) and a.payload == "activation"]
+    sends = [
+        a for a in build_program(interleaved(2, 2, 2)).actions[1] if isinstance(a, Send) and a.payload == "activation"
+    ]
     assert {str(a.edge) for a in sends} == {"llm.1>llm.2"}
-    back = [a for a in build(interleaved(2, 2, 2)).actions[0] if isinstance(a, Send) and a.payload == "activation"]
+    back = [
+        a for a in build_program(interleaved(2, 2, 2)).actions[0] if isinstance(a, Send) and a.payload == "activation"
+    ]
     assert {str(a.edge) for a in back} == {"llm.0>llm.1", "llm.2>llm.3"}
 
 
 @pytest.mark.parametrize(("pp", "num_shared"), [(1, 0), (2, 1)])
 def test_tied_embeddings_are_reduced_only_between_ranks(pp, num_shared):
     graph = chain(Unit("llm", pp, num_stages=2 * pp), tied=True)
-    assert sum(isinstance(a, ReduceShared) for a in build(graph).actions[0]) == num_shared
+    assert sum(isinstance(a, ReduceShared) for a in build_program(graph).actions[0]) == num_shared
 
 
 def test_interleaving_needs_stages_for_every_rank():
     graph = unified(2)
     meshes = (graph.meshes[0], type(graph.meshes[1])("llm", 1, 2, 1, (0, 1), 2, vpp=2))
     with pytest.raises(Exception, match="llm has 2 stages; pp 2 with vpp 2 takes 3 to 4"):
-        build(StageGraph(meshes, graph.stages, graph.edges))
+        build_program(StageGraph(meshes, graph.stages, graph.edges))
 
 
 def test_two_encoders_in_the_line_of_a_unified_pipeline_are_chunks_like_others():
@@ -137,19 +141,19 @@ def test_two_encoders_in_the_line_of_a_unified_pipeline_are_chunks_like_others()
     for rank in (0, 1):
         mixed = [(isinstance(a, Forward), order[str(a.stage)], a.mb.index) for a in build_1f1b(graph).actions[rank]]
         assert mixed == megatron_order(2, 3, 4, rank)
-    build(graph)
+    build_program(graph)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("cut", [*product((1, 2, 3), (1, 2, 3), (1, 2, 3))])
 def test_lines_of_two_encoders_and_an_llm_run_on_any_ranks(cut, n):
-    """Wherever the units begin and end in the rounds; `build` proves that nothing waits for ever."""
+    """Wherever the units begin and end in the rounds; `build_program` proves that nothing waits for ever."""
     units, at = [], 0
     for name, num_stages in zip(("vision", "audio", "llm"), cut, strict=True):
         places = [(at + k) % 2 for k in range(num_stages)]
         units.append(Unit(name, min(2, num_stages), ranks=tuple(dict.fromkeys(places)), num_stages=num_stages))
         at += num_stages
     graph = chain(*units, n=n)
-    program, alive = build(graph), in_flight(graph)
+    program, alive = build_program(graph), in_flight_microbatches(graph)
     for stage in graph.stages:
-        assert peak_live(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]
+        assert peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]

@@ -16,13 +16,13 @@ from mmtrain.program import (
     Program,
     Send,
     StageGraph,
-    Transport,
-    build,
+    TransferCost,
     build_1f1b,
+    build_program,
     lower,
     simulate,
 )
-from mmtrain.program.simulation.rank_equivalence import leaders
+from mmtrain.program.simulation.rank_equivalence import representative_ranks
 from tests.program.graphs import Unit, chain, graphs
 from tests.program.oracle import nodes_of, precedences
 from tests.program.parts import cut_programs, split_programs
@@ -40,15 +40,15 @@ class Drawn:
     def left_under_way(self, action: Partial) -> float:
         return self._quarters("under way", action)
 
-    def message(self, sender: int, action: Send) -> Transport:
+    def message(self, sender: int, action: Send) -> TransferCost:
         what = replace(action, peer=0) if not self.by_rank else action
         quarters = self._quarters(sender if self.by_rank else "", what)
-        return Transport(quarters, 0 if quarters == 1.25 else 8) if quarters != 1.25 else Transport(0.0, 0)
+        return TransferCost(quarters, 0 if quarters == 1.25 else 8) if quarters != 1.25 else TransferCost(0.0, 0)
 
-    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
-        return Transport(self._quarters(group if self.by_rank else len(group), action), 8)
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
+        return TransferCost(self._quarters(group if self.by_rank else len(group), action), 8)
 
-    def link(self, ranks: tuple[int, ...]) -> object:
+    def link_class(self, ranks: tuple[int, ...]) -> object:
         return ranks if self.by_rank else len(ranks)
 
     def activation_bytes(self, stage: object, mb: object) -> int:
@@ -58,7 +58,9 @@ class Drawn:
         return (self.least + crc32(f"{self.seed} {who} {what}".encode()) % 6) / 4
 
 
-programs = st.one_of(graphs(max_n=3).map(build), cut_programs(), cut_programs(inside_layers=True), split_programs())
+programs = st.one_of(
+    graphs(max_n=3).map(build_program), cut_programs(), cut_programs(inside_layers=True), split_programs()
+)
 seeds = st.integers(0, 2**32)
 
 
@@ -97,7 +99,7 @@ def test_the_critical_path_is_the_step(program: Program, seed: int, by_rank: boo
 @given(programs, seeds)
 def test_idle_time_by_kind_adds_up(program: Program, seed: int) -> None:
     timeline = simulate(program, Drawn(seed, by_rank=False), program.graph.num_groups)
-    assert sorted(timeline.bubbles) == sorted(program.symmetry.place)
+    assert sorted(timeline.bubbles) == sorted(program.symmetry.location)
     for rank, bubbles in timeline.bubbles.items():
         busy = fsum(s.duration_s for s in timeline.spans if s.rank == rank and isinstance(s.action, Compute))
         assert sum(bubbles.values()) == timeline.step_time_s - busy
@@ -119,7 +121,7 @@ wide = st.sampled_from(
 class Apart(Drawn):
     """As long as with `Drawn`, but no rank is taken to do as another does; nothing happens at the same time twice."""
 
-    def link(self, ranks: tuple[int, ...]) -> object:
+    def link_class(self, ranks: tuple[int, ...]) -> object:
         return ranks
 
 
@@ -134,8 +136,8 @@ def test_following_one_of_those_that_do_the_same_changes_nothing(graph: StageGra
         return timing
 
     groups = graph.num_groups
-    apart = simulate(build(graph), uneven(Apart(seed, by_rank=False)), groups)
-    for program in (build(graph), lower(build_1f1b(graph, leaders(graph, len)))):
+    apart = simulate(build_program(graph), uneven(Apart(seed, by_rank=False)), groups)
+    for program in (build_program(graph), lower(build_1f1b(graph, representative_ranks(graph, len)))):
         found = simulate(program, uneven(Together(seed, by_rank=False)), groups)
         assert (found.step_time_s, found.bubbles) == (apart.step_time_s, apart.bubbles)
         assert found.peak_memory_bytes == apart.peak_memory_bytes
@@ -154,15 +156,15 @@ def test_following_one_of_those_that_do_the_same_changes_nothing(graph: StageGra
     ],
 )
 def test_how_many_ranks_are_followed(units: list[Unit], num_leaders: int) -> None:
-    assert len(leaders(chain(*units, n=2), len)) == num_leaders
+    assert len(representative_ranks(chain(*units, n=2), len)) == num_leaders
 
 
 def test_ranks_on_slower_links_are_followed_too() -> None:
     """TP groups of four on nodes of six ranks: between TP groups 0-3 and 4-7 positions 0 and 1 stay on a node."""
     graph = chain(Unit("llm", 2, tp=4), n=2)
     on_a_node = lambda ranks: len({rank // 6 for rank in ranks}) == 1  # noqa: E731
-    assert leaders(graph, len) == (0, 4)
-    assert leaders(graph, on_a_node) == (0, 2, 4, 6)
+    assert representative_ranks(graph, len) == (0, 4)
+    assert representative_ranks(graph, on_a_node) == (0, 2, 4, 6)
 
 
 def test_ranks_given_another_order_are_followed_too() -> None:
@@ -170,5 +172,5 @@ def test_ranks_given_another_order_are_followed_too() -> None:
     program = build_1f1b(graph)
     assert len(program.actions[0]) == 2
     other = Program(graph, {**program.actions, 3: program.actions[3][::-1]})
-    assert program.do_the_same(0, 3)
-    assert not other.do_the_same(0, 3)
+    assert program.same_actions(0, 3)
+    assert not other.same_actions(0, 3)

@@ -20,14 +20,14 @@ from mmtrain.program import (
     StageId,
     Step,
     Timeline,
-    Transport,
-    build,
+    TransferCost,
+    build_program,
     chrome_trace,
     simulate,
 )
-from mmtrain.program.ir.data_dependencies import members
-from mmtrain.program.trace.measured_timeline import MeasuredStep, apart, measured_timeline, run_trace
-from mmtrain.program.trace.step_record import Done, Moved, StepRecord, Traffic
+from mmtrain.program.ir.data_dependencies import participants
+from mmtrain.program.trace.measured_timeline import MeasuredStep, measured_timeline, run_trace, without_overlaps
+from mmtrain.program.trace.step_record import ActionRecord, EdgeTraffic, MessageRecord, StepRecord
 from tests.program.graphs import Unit, chain, graphs
 from tests.program.trace_format import require_trace
 
@@ -41,13 +41,13 @@ class Seconds:
     def compute(self, action: Compute) -> float:
         return 1.0 + crc32(f"{self.seed} {action}".encode()) % 7
 
-    def message(self, sender: int, action: Send) -> Transport:
-        return Transport(0.25 * (1 + crc32(f"{self.seed} {sender} {action}".encode()) % 3), 8)
+    def message(self, sender: int, action: Send) -> TransferCost:
+        return TransferCost(0.25 * (1 + crc32(f"{self.seed} {sender} {action}".encode()) % 3), 8)
 
-    def collective(self, rank: int, action: object, group: tuple[int, ...]) -> Transport:
-        return Transport(0.5, 16)
+    def collective(self, rank: int, action: object, group: tuple[int, ...]) -> TransferCost:
+        return TransferCost(0.5, 16)
 
-    def link(self, ranks: tuple[int, ...]) -> object:
+    def link_class(self, ranks: tuple[int, ...]) -> object:
         return ranks
 
     def activation_bytes(self, stage: object, mb: object) -> int:
@@ -59,31 +59,31 @@ def told(graph: StageGraph, timeline: Timeline) -> dict[int, StepRecord]:
     arrivals = {(s.rank, s.action): s for s in timeline.spans if isinstance(s.action, Send)}
     records = {}
     for rank in timeline.bubbles:
-        done: list[Done] = []
-        moved: list[Moved] = []
+        done: list[ActionRecord] = []
+        moved: list[MessageRecord] = []
         clock = 0.0
         works = [s for s in timeline.spans if s.rank == rank and not isinstance(s.action, Send | Recv)]
         for span in sorted(works, key=lambda s: (s.start_s, s.start_s + s.duration_s)):
             # Of a collective's ranks only the first knows that it waited; the others stand inside it.
-            first = members(graph, rank, span.action)[0]
+            first = participants(graph, rank, span.action)[0]
             waited = span.start_s - clock if rank == first or isinstance(span.action, Compute) else 0.0
             end = span.start_s + span.duration_s
-            done.append(Done(span.action, clock, end, waited))
+            done.append(ActionRecord(span.action, clock, end, waited))
             clock = end
         for (sender, send), span in arrivals.items():
             end = span.start_s + span.duration_s
             if sender == rank:
-                moved.append(Moved(send, span.start_s, timeline.step_time_s, 0.0, span.nbytes))
+                moved.append(MessageRecord(send, span.start_s, timeline.step_time_s, 0.0, span.nbytes))
             if send.peer == rank:
                 recv = Recv(send.edge, send.src, send.dst, sender, send.payload)
-                moved.append(Moved(recv, 0.0, end, 0.0, span.nbytes))
+                moved.append(MessageRecord(recv, 0.0, end, 0.0, span.nbytes))
         records[rank] = StepRecord(0.0, timeline.step_time_s, tuple(done), tuple(moved))
     return records
 
 
 @given(graphs(max_n=3), st.integers(0, 9))
 def test_what_was_simulated_is_measured(graph: StageGraph, seed: int) -> None:
-    program = build(graph)
+    program = build_program(graph)
     timeline = simulate(program, Seconds(seed), graph.num_groups)
     records = told(graph, timeline)
     found = measured_timeline(graph, records, lambda rank, action: 16)
@@ -117,18 +117,22 @@ def two_ranks() -> dict[int, StepRecord]:
         0: StepRecord(
             10.0,
             20.0,
-            (Done(Forward(VISION, IMAGE), 10.0, 13.0, 0.0), Done(SEND, 13.0, 13.1, 0.0), Done(Step(), 13.5, 19.0, 0.0)),
-            (Moved(SEND, 13.0, 19.5, 0.4, 64),),
+            (
+                ActionRecord(Forward(VISION, IMAGE), 10.0, 13.0, 0.0),
+                ActionRecord(SEND, 13.0, 13.1, 0.0),
+                ActionRecord(Step(), 13.5, 19.0, 0.0),
+            ),
+            (MessageRecord(SEND, 13.0, 19.5, 0.4, 64),),
         ),
         1: StepRecord(
             11.0,
             19.5,
             (
-                Done(RECV, 11.0, 11.5, 0.0),
-                Done(Forward(LLM, TEXT), 11.5, 17.0, 2.5),
-                Done(Step(), 17.0, 19.0, 0.0),
+                ActionRecord(RECV, 11.0, 11.5, 0.0),
+                ActionRecord(Forward(LLM, TEXT), 11.5, 17.0, 2.5),
+                ActionRecord(Step(), 17.0, 19.0, 0.0),
             ),
-            (Moved(RECV, 11.0, 14.0, 2.5, 64),),
+            (MessageRecord(RECV, 11.0, 14.0, 2.5, 64),),
         ),
     }
 
@@ -156,7 +160,7 @@ def test_communication_is_drawn_apart(borders: list[float], moved: list[tuple[fl
     """Collectives as they were, messages within the time that they may have taken."""
     collectives = [Span(0, a, b - a, Step()) for a, b in zip(borders[::2], borders[1::2], strict=False)]
     messages = [Span(0, a, b - a, SEND, nbytes=k) for k, (a, b) in enumerate(moved)]
-    drawn = list(apart(collectives, messages))
+    drawn = list(without_overlaps(collectives, messages))
     assert [s for s in drawn if s.action == Step()] == collectives
     assert sorted(s.nbytes for s in drawn if s.action == SEND) == list(range(len(messages)))
     for span, after in pairwise(drawn):
@@ -171,8 +175,8 @@ def test_communication_is_drawn_apart(borders: list[float], moved: list[tuple[fl
 def test_a_record_says_where_the_time_went() -> None:
     record = two_ranks()[1]
     assert record.seconds() == pytest.approx({"compute": 5.0, "communication": 0.5, "wait": 2.5})
-    assert record.traffic() == {EDGE: Traffic(0, 2.5)}
-    assert two_ranks()[0].traffic() == {EDGE: Traffic(64, 0.4)}
+    assert record.traffic_by_edge() == {EDGE: EdgeTraffic(0, 2.5)}
+    assert two_ranks()[0].traffic_by_edge() == {EDGE: EdgeTraffic(64, 0.4)}
 
 
 def test_steps_of_a_run_share_an_axis() -> None:

@@ -7,10 +7,20 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
-from mmtrain.program import Fill, Partial, Program, build, check, from_text, peak_live, simulate, to_text
+from mmtrain.program import (
+    Fill,
+    Partial,
+    Program,
+    build_program,
+    check_program,
+    peak_in_flight_by_stage,
+    program_from_text,
+    program_to_text,
+    simulate,
+)
 from mmtrain.program.ir.actions import Backward, Forward
 from mmtrain.program.ir.graph import Microbatch, StageId
-from mmtrain.program.ir.segments import flat
+from mmtrain.program.ir.segments import expand_all
 from tests.program.graphs import Unit, chain
 from tests.program.interpreter import interpret
 from tests.program.parts import cut_programs, deeper, filled_programs
@@ -20,13 +30,13 @@ from tests.program.test_simulate import Given
 
 @given(st.one_of(cut_programs(), filled_programs()))
 def test_programs_in_parts_round_trip(program):
-    assert from_text(to_text(program), program.graph) == program
+    assert program_from_text(program_to_text(program), program.graph) == program
 
 
 @given(cut_programs())
 def test_cutting_what_runs_changes_nothing(program):
     assert interpret(program.graph, program.actions).problems == []
-    check(program)
+    check_program(program)
 
 
 @st.composite
@@ -66,9 +76,9 @@ def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
     event(f"{'fills' if fills else 'parts'} that {'fail' if problems else 'run'}")
     if problems:
         with pytest.raises(ProgramError, match="program refused"):
-            check(program)
+            check_program(program)
     else:
-        check(program)
+        check_program(program)
 
 
 @given(cut_programs(), st.integers(0, 2**32))
@@ -81,7 +91,7 @@ def test_programs_in_parts_take_the_time_of_the_interpreter(program, seed):
 
     groups = program.graph.num_groups
     timeline = simulate(program, Given({}, {}, rule=seconds), num_groups=groups)
-    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.place)}
+    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
     assert timeline.step_time_s == max(interpret(program.graph, everyone, seconds).clock.values())
     for rank, bubbles in timeline.bubbles.items():
         busy = sum(s.duration_s for s in timeline.spans if s.rank == rank and isinstance(s.action, Forward | Backward))
@@ -117,7 +127,7 @@ def changed(rank: int, old: str, new: str) -> dict[int, list[str]]:
 
 def test_encoder_work_in_the_gaps_of_the_llms():
     """What waits for a partial in a gap is sent after the host; what the partial waits for is there before it."""
-    program = build(GRAPH, kind="explicit", order=ORDER)
+    program = build_program(GRAPH, kind="explicit", order=ORDER)
     assert interpret(GRAPH, program.actions).problems == []
     tasks = [a for a in program.actions[0] if isinstance(a, Fill)]
     assert [type(a.host) for a in tasks] == [Forward, Partial]
@@ -152,7 +162,7 @@ def test_encoder_work_in_the_gaps_of_the_llms():
 )
 def test_what_is_wrong_with_a_part_is_named(rank, old, new, message):
     with pytest.raises(ProgramError, match=message):
-        build(GRAPH, kind="explicit", order=changed(rank, old, new))
+        build_program(GRAPH, kind="explicit", order=changed(rank, old, new))
 
 
 def test_a_part_in_a_gap_may_not_need_its_own_host():
@@ -163,7 +173,7 @@ def test_a_part_in_a_gap_may_not_need_its_own_host():
     }
     message = r"`PB vision\.0 vision:0\.0 0:2` \(action 2\) comes before `B llm\.0 llm:0\.0`"
     with pytest.raises(ProgramError, match=message):
-        build(graph, kind="explicit", order=order)
+        build_program(graph, kind="explicit", order=order)
 
 
 def test_a_deadlock_names_the_part_that_comes_too_late():
@@ -176,29 +186,29 @@ def test_a_deadlock_names_the_part_that_comes_too_late():
     with pytest.raises(
         ProgramError, match=r"deadlock: .*rank 0 `PF llm\.0 llm:0\.1 1:2` -> rank 1 `F llm\.1 llm:0\.1`"
     ):
-        build(graph, kind="explicit", order=order)
+        build_program(graph, kind="explicit", order=order)
     order[0][2:4] = reversed(order[0][2:4])
-    check(build(graph, kind="explicit", order=order))
+    check_program(build_program(graph, kind="explicit", order=order))
 
 
 def test_ranks_of_a_tp_group_cut_alike():
     graph = deeper(chain(Unit("llm", tp=2), n=1), 2)
     order = {0: ["F llm.0 llm:0.0", "B llm.0 llm:0.0"], 1: ["PF llm.0 llm:0.0 0:2", "B llm.0 llm:0.0"]}
     with pytest.raises(ProgramError, match="ranks 0 and 1 share the group"):
-        build(graph, kind="explicit", order=order)
+        build_program(graph, kind="explicit", order=order)
 
 
 def test_validation_runs_what_is_left_of_a_gap():
     """Backwards that nobody needs leave the gap, and their host too; the forwards in it stay."""
     frozen = replace(GRAPH, stages=tuple(replace(s, trainable=False) for s in GRAPH.stages))
-    program = build(frozen, kind="explicit", order=ORDER)
+    program = build_program(frozen, kind="explicit", order=ORDER)
     assert interpret(frozen, program.actions).problems == []
-    assert not any(isinstance(a, Partial) and a.kind == "B" for a in flat(frozen, program.actions[0]))
+    assert not any(isinstance(a, Partial) and a.kind == "B" for a in expand_all(frozen, program.actions[0]))
 
 
 def test_a_microbatch_in_parts_lives_from_its_first_to_its_last():
     """The second wave's encoder starts in a gap while the first is alive; it is freed after segment 0's backward."""
-    program = build(GRAPH, kind="explicit", order=ORDER)
-    assert peak_live(GRAPH, program.actions[0]) == {StageId("vision", 0): 2, StageId("llm", 0): 2}
+    program = build_program(GRAPH, kind="explicit", order=ORDER)
+    assert peak_in_flight_by_stage(GRAPH, program.actions[0]) == {StageId("vision", 0): 2, StageId("llm", 0): 2}
     part = Partial(StageId("vision", 0), Microbatch("vision", 0, 0), "F", 0, 1)
-    assert peak_live(GRAPH, (part,)) == {StageId("vision", 0): 1}
+    assert peak_in_flight_by_stage(GRAPH, (part,)) == {StageId("vision", 0): 1}

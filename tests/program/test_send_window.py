@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
-from mmtrain.program import Backward, Forward, Program, StageGraph, build, check
-from mmtrain.program.verify.matching import Links, Post
-from mmtrain.program.verify.send_window import ends, send_limit
+from mmtrain.program import Backward, Forward, Program, StageGraph, build_program, check_program
+from mmtrain.program.verify.matching import MatchedActions, Post
+from mmtrain.program.verify.send_window import send_window, terminates
 from tests.program.graphs import Unit, chain, graphs
 
 
-def walks_to_its_end(links: Links, limit: int) -> bool:
+def walks_to_its_end(links: MatchedActions, limit: int) -> bool:
     """Let every rank go on as far as it can, again and again, until nothing moves."""
     at = dict.fromkeys(links.steps, 0)
     taken: set[int] = set()
@@ -38,10 +38,10 @@ def walks_to_its_end(links: Links, limit: int) -> bool:
                     else:
                         break
                 elif all(m in sent for m in step.reads):
-                    arrived_at[step.work].add(rank)
-                    if arrived_at[step.work] == set(links.works[step.work].ranks):
-                        done.add(step.work)
-                    if step.work not in done:
+                    arrived_at[step.joint_action].add(rank)
+                    if arrived_at[step.joint_action] == set(links.joint_actions[step.joint_action].ranks):
+                        done.add(step.joint_action)
+                    if step.joint_action not in done:
                         break
                 else:
                     break
@@ -51,7 +51,7 @@ def walks_to_its_end(links: Links, limit: int) -> bool:
 
 
 def shuffled(program: Program, seed: int) -> Program:
-    """Move sends later and receives earlier or later at random, as far as `check` lets them."""
+    """Move sends later and receives earlier or later at random, as far as `check_program` lets them."""
     rng = random.Random(seed)
     actions = {rank: list(todo) for rank, todo in program.actions.items()}
     for todo in actions.values():
@@ -61,7 +61,7 @@ def shuffled(program: Program, seed: int) -> Program:
                 todo[k], todo[k + 1] = todo[k + 1], todo[k]
     changed = Program(program.graph, {rank: tuple(todo) for rank, todo in actions.items()})
     try:
-        check(changed)
+        check_program(changed)
     except ProgramError:
         return program
     return changed
@@ -69,19 +69,19 @@ def shuffled(program: Program, seed: int) -> Program:
 
 @given(graphs(max_n=5), st.integers(1, 3), st.sampled_from(["1f1b", "coarse"]), st.integers(0, 99))
 def test_what_is_proved_is_what_happens(graph: StageGraph, limit: int, kind: str, seed: int) -> None:
-    program = shuffled(build(graph, kind=kind), seed)  # type: ignore[arg-type]
-    links = program.links
-    assert ends(links, limit) == walks_to_its_end(links, limit)
-    assert walks_to_its_end(links, send_limit(program, limit))
+    program = shuffled(build_program(graph, kind=kind), seed)  # type: ignore[arg-type]
+    links = program.matching
+    assert terminates(links, limit) == walks_to_its_end(links, limit)
+    assert walks_to_its_end(links, send_window(program, limit))
 
 
 def test_encoders_that_send_to_each_other_first_need_as_many_in_flight() -> None:
     graph = chain(Unit("vision", dp=3, ranks=(0, 1, 2)), Unit("llm", dp=2, ranks=(0, 1)), n=6)
-    program = build(graph, kind="coarse")
-    assert not ends(program.links, 4)
-    assert send_limit(program, 1) == 8
+    program = build_program(graph, kind="coarse")
+    assert not terminates(program.matching, 4)
+    assert send_window(program, 1) == 8
 
 
 def test_pipelines_need_few() -> None:
     graph = chain(Unit("vision", 2), Unit("llm", 4, dp=2), n=8)
-    assert send_limit(build(graph), 1) == 1
+    assert send_window(build_program(graph), 1) == 1

@@ -4,21 +4,21 @@ import pytest
 from hypothesis import given
 
 from mmtrain.errors import ProgramError
-from mmtrain.program import build, from_text, graph_from_json, graph_to_json, to_text
+from mmtrain.program import build_program, graph_from_json, graph_to_json, program_from_text, program_to_text
 from mmtrain.program.ir.actions import Recv, Share
 from tests.program.graphs import Unit, chain, graphs, unified
 
 
 @given(graphs())
 def test_programs_and_graphs_round_trip(graph):
-    program = build(graph)
-    assert from_text(to_text(program), graph) == program
+    program = build_program(graph)
+    assert program_from_text(program_to_text(program), graph) == program
     assert graph_from_json(graph_to_json(graph)) == graph
 
 
 def test_text_reads_like_the_docstring_of_actions():
-    program = build(chain(Unit("vision"), Unit("llm", tp=2), n=1))
-    assert to_text(program).splitlines() == [
+    program = build_program(chain(Unit("vision"), Unit("llm", tp=2), n=1))
+    assert program_to_text(program).splitlines() == [
         "rank 0",
         "RG vision.0>llm.0 vision:0.0 llm:0.0 @1",
         "F vision.0 vision:0.0",
@@ -61,7 +61,7 @@ def test_text_reads_like_the_docstring_of_actions():
 )
 def test_broken_text_names_the_line(text, where):
     with pytest.raises(ProgramError, match=where):
-        from_text(text, unified(2))
+        program_from_text(text, unified(2))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"meshes": [{}], "stages": [], "edges": []})])
@@ -73,7 +73,7 @@ def test_broken_graph_json_is_refused(text):
 def test_other_replica_groups_repeat_the_first():
     """Two groups of 1 encoder and 2 LLM replicas, tp 2: every rank's program is its mirror's, moved."""
     graph = chain(Unit("vision", dp=2), Unit("llm", dp=4, tp=2), n=1)
-    program = build(graph)
+    program = build_program(graph)
     assert sorted(program.actions) == [0, 2, 3, 4, 5]
     assert program.for_rank(3) == program.actions[3]
     first, mirrored = program.for_rank(4), program.for_rank(8)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.errors import ProgramError
-from mmtrain.program import Program, Transport, build, build_1f1b, simulate
+from mmtrain.program import Program, TransferCost, build_1f1b, build_program, simulate
 from mmtrain.program.ir.actions import Backward, Compute, Forward, GatherParams, ReduceGrads, Send, Share, Step
 from mmtrain.program.ir.graph import Microbatch, StageId
 from tests.program.graphs import Unit, chain, graphs, unified
@@ -35,12 +35,12 @@ class Given:
         return (self.forward if isinstance(action, Forward) else self.backward)[str(action.stage)]
 
     def message(self, sender, action):
-        return Transport(self.message_s, 1, self.posting_s)
+        return TransferCost(self.message_s, 1, self.posting_s)
 
     def collective(self, rank, action, group):
-        return Transport(self.share_s if isinstance(action, Share) else self.collective_s, 1)
+        return TransferCost(self.share_s if isinstance(action, Share) else self.collective_s, 1)
 
-    def link(self, ranks):
+    def link_class(self, ranks):
         return len(ranks)
 
     def activation_bytes(self, stage, mb):
@@ -79,7 +79,7 @@ def test_posting_both_ends_of_a_message_keeps_ranks_from_computing() -> None:
     Each forward of the first stage sends, and awaits a gradient: 2 s of 1. The last stage posts the second receive
     behind its first forward, and sends behind its backwards.
     """
-    program = build(chain(Unit("llm", pp=2), n=2))
+    program = build_program(chain(Unit("llm", pp=2), n=2))
     given_times = Given({"llm.0": 1.0, "llm.1": 1.0}, {"llm.0": 2.0, "llm.1": 2.0}, posting_s=0.5)
     timeline = simulate(program, given_times)
     passes = {(str(s.action.stage), type(s.action).__name__[0], s.action.mb.index): (s.start_s, s.duration_s)
@@ -100,7 +100,7 @@ def test_posting_both_ends_of_a_message_keeps_ranks_from_computing() -> None:
 @pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("n", [1, 2, 5, 9])
 def test_equal_stages_take_the_textbook_time(p, n):
-    program = build(chain(Unit("llm", p), n=n))
+    program = build_program(chain(Unit("llm", p), n=n))
     names = [f"llm.{s}" for s in range(p)]
     timeline = simulate(program, Given(dict.fromkeys(names, 1.0), dict.fromkeys(names, 2.0)))
     assert timeline.step_time_s == 3.0 * (n + p - 1)
@@ -110,7 +110,7 @@ def test_equal_stages_take_the_textbook_time(p, n):
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=4), st.integers(1, 8))
 def test_unequal_stages_follow_the_recurrence(times, n):
     f, b = [float(x) for x, _ in times], [float(y) for _, y in times]
-    program = build(chain(Unit("llm", len(times)), n=n))
+    program = build_program(chain(Unit("llm", len(times)), n=n))
     names = [f"llm.{s}" for s in range(len(times))]
     timeline = simulate(program, Given(dict(zip(names, f, strict=True)), dict(zip(names, b, strict=True))))
     assert timeline.step_time_s == one_f_one_b_time(f, b, n)
@@ -120,14 +120,14 @@ def test_unequal_stages_follow_the_recurrence(times, n):
 def test_an_encoder_is_a_stage_more(times, n):
     f, b = [float(x) for x, _ in times], [float(y) for _, y in times]
     names = ["vision.0", *(f"llm.{s}" for s in range(len(times) - 1))]
-    program = build(chain(Unit("vision"), Unit("llm", len(times) - 1), n=n))
+    program = build_program(chain(Unit("vision"), Unit("llm", len(times) - 1), n=n))
     timeline = simulate(program, Given(dict(zip(names, f, strict=True)), dict(zip(names, b, strict=True))))
     assert timeline.step_time_s == one_f_one_b_time(f, b, n)
 
 
 def test_encoder_and_llm_on_one_rank_add_up():
     """Stage 0 of two takes 1 + 2 forward and 2 + 4 backward."""
-    program = build(unified(2, n=4))
+    program = build_program(unified(2, n=4))
     times = {"vision.0": 1.0, "llm.0": 2.0, "llm.1": 3.0}
     timeline = simulate(program, Given(times, {k: 2 * v for k, v in times.items()}))
     assert timeline.step_time_s == one_f_one_b_time([3, 3], [6, 6], 4)
@@ -135,7 +135,7 @@ def test_encoder_and_llm_on_one_rank_add_up():
 
 def test_a_frozen_encoder_runs_ahead():
     """Encoder 2 s a wave, LLM 3 + 3 s: the LLM starts at 2 and never waits again."""
-    program = build(chain(Unit("vision", trainable=(False,)), Unit("llm"), n=3))
+    program = build_program(chain(Unit("vision", trainable=(False,)), Unit("llm"), n=3))
     timeline = simulate(program, Given({"vision.0": 2.0, "llm.0": 3.0}, {"llm.0": 3.0}))
     assert timeline.step_time_s == 2 + 3 * 6
     starts = [span.start_s for span in timeline.spans if span.rank == 0 and isinstance(span.action, Forward)]
@@ -146,7 +146,7 @@ def test_a_wave_waits_for_its_slowest_encoder():
     """Two encoders (1 s and 4 s) feed three LLM replicas (5 s), one wave: all LLMs start at 4; no backward."""
     graph = chain(Unit("vision", dp=2, trainable=(False,)), Unit("llm", dp=3, trainable=(False,)), n=1)
     seconds = {("vision", 0): 1.0, ("vision", 1): 4.0, ("llm", 0): 5.0, ("llm", 1): 5.0, ("llm", 2): 7.0}
-    timeline = simulate(build(graph), Given({}, {}, rule=lambda a: seconds[a.mb.unit, a.mb.replica]))
+    timeline = simulate(build_program(graph), Given({}, {}, rule=lambda a: seconds[a.mb.unit, a.mb.replica]))
     starts = {span.rank: span.start_s for span in timeline.spans if isinstance(span.action, Forward)}
     assert starts == {0: 0.0, 1: 0.0, 2: 4.0, 3: 4.0, 4: 4.0}
     assert timeline.step_time_s == 11.0
@@ -156,14 +156,14 @@ def test_a_wave_waits_for_its_slowest_encoder():
 
 def test_transfers_overlap_with_compute():
     """F 2 s, no backward, 1 s a message: rank 1 starts at 3 and finds every later message already there."""
-    program = build(chain(Unit("llm", 2, trainable=(False, False)), n=4))
+    program = build_program(chain(Unit("llm", 2, trainable=(False, False)), n=4))
     timeline = simulate(program, Given({"llm.0": 2.0, "llm.1": 2.0}, {}, message_s=1.0))
     assert timeline.step_time_s == 2 + 1 + 4 * 2
 
 
 def test_a_message_waits_until_its_receive_is_posted():
     """Rank 1 posts the receive of microbatch 2 with the start of microbatch 1, though it was sent 10 s before."""
-    program = build(chain(Unit("llm", 2, trainable=(False, False)), n=3))
+    program = build_program(chain(Unit("llm", 2, trainable=(False, False)), n=3))
 
     def rule(action):
         return 1.0 if action.stage.index == 0 else 5.0
@@ -178,14 +178,14 @@ def test_a_message_waits_until_its_receive_is_posted():
 def test_messages_of_a_rank_leave_one_after_another():
     """One encoder sends to three LLM replicas, 1 s each."""
     graph = chain(Unit("vision", trainable=(False,)), Unit("llm", dp=3, trainable=(False,)), n=1)
-    timeline = simulate(build(graph), Given({"vision.0": 2.0, "llm.0": 1.0}, {}, message_s=1.0))
+    timeline = simulate(build_program(graph), Given({"vision.0": 2.0, "llm.0": 1.0}, {}, message_s=1.0))
     assert [s.start_s for s in timeline.spans if s.rank > 0 and isinstance(s.action, Forward)] == [3.0, 4.0, 5.0]
 
 
 def test_sharing_a_tp_group_holds_every_rank_of_it():
     """Encoder 1 s, message 1 s, share 2 s in a TP group of two, LLM 3 s; then the step and gathers take 4 s each."""
     graph = chain(Unit("vision", trainable=(False,)), Unit("llm", tp=2), n=1)
-    program = build(graph)
+    program = build_program(graph)
     given_times = Given({"vision.0": 1.0, "llm.0": 3.0}, {"llm.0": 3.0}, message_s=1.0, share_s=2.0, collective_s=4.0)
     timeline = simulate(program, given_times)
     assert timeline.step_time_s == 1 + 1 + 2 + 6 + 4 + 4 + 4
@@ -205,7 +205,7 @@ def test_sharing_a_tp_group_holds_every_rank_of_it():
 
 def test_a_replica_group_waits_for_the_slowest_one():
     """Two groups of one LLM replica, 1 s and 3 s: the first waits 2 s before gradients are reduced."""
-    program = build(chain(Unit("llm", dp=2), n=1))
+    program = build_program(chain(Unit("llm", dp=2), n=1))
 
     def rule(action):
         return 0.5 + action.mb.replica
@@ -221,7 +221,7 @@ def test_a_replica_group_waits_for_the_slowest_one():
 @given(graphs(max_n=4), st.integers(0, 2**32))
 def test_any_program_takes_the_time_of_the_interpreter(graph, seed):
     """Random whole seconds of compute; instant communication, about whose order the two need not agree."""
-    program = build(graph)
+    program = build_program(graph)
 
     def seconds(action):
         if not isinstance(action, Forward | Backward):
@@ -232,21 +232,21 @@ def test_any_program_takes_the_time_of_the_interpreter(graph, seed):
 
     groups = graph.num_groups
     timeline = simulate(program, Given({}, {}, rule=seconds), num_groups=groups)
-    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.place)}
+    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
     clock = interpret(graph, everyone, seconds).clock
     assert timeline.step_time_s == max(clock.values())
 
 
 @given(graphs(max_n=4), st.integers(0, 2**32))
 def test_bubbles_are_all_the_idle_time_and_spans_never_overlap(graph, seed):
-    program = build(graph)
+    program = build_program(graph)
 
     def seconds(action):
         return float(hash((seed, action.stage.index, action.mb.replica, action.mb.index)) % 7)
 
     timing = Given({}, {}, rule=seconds, message_s=1.0, share_s=2.0, collective_s=3.0)
     timeline = simulate(program, timing, graph.num_groups)
-    assert sorted(timeline.bubbles) == sorted(program.symmetry.place)
+    assert sorted(timeline.bubbles) == sorted(program.symmetry.location)
     for rank, bubbles in timeline.bubbles.items():
         own = [span for span in timeline.spans if span.rank == rank]
         compute = [span for span in own if isinstance(span.action, Forward | Backward)]
@@ -261,7 +261,7 @@ def test_bubbles_are_all_the_idle_time_and_spans_never_overlap(graph, seed):
 
 
 def test_peak_memory_counts_what_is_in_flight():
-    program = build(chain(Unit("llm", 3), n=8))
+    program = build_program(chain(Unit("llm", 3), n=8))
     names = ["llm.0", "llm.1", "llm.2"]
     timeline = simulate(program, Given(dict.fromkeys(names, 1.0), dict.fromkeys(names, 1.0), sizes={"llm.0": 5}))
     assert timeline.peak_memory_bytes == {0: 15, 1: 0, 2: 0}
@@ -275,7 +275,7 @@ def test_data_parallel_actions_are_asked_for_their_whole_group():
             asked.append((type(action), group))
             return super().collective(rank, action, group)
 
-    simulate(build(chain(Unit("llm", 2, 2), n=1)), Asking({}, {}, rule=lambda action: 1.0))
+    simulate(build_program(chain(Unit("llm", 2, 2), n=1)), Asking({}, {}, rule=lambda action: 1.0))
     assert set(asked) == {
         (ReduceGrads, (0, 1)),
         (ReduceGrads, (2, 3)),
@@ -287,14 +287,16 @@ def test_data_parallel_actions_are_asked_for_their_whole_group():
 
 def test_a_program_that_hangs_is_refused():
     graph = chain(Unit("llm", 2), n=1)
-    program = Program(graph, {**build(graph).actions, 0: (Backward(StageId("llm", 0), Microbatch("llm", 0, 0)),)})
+    program = Program(
+        graph, {**build_program(graph).actions, 0: (Backward(StageId("llm", 0), Microbatch("llm", 0, 0)),)}
+    )
     with pytest.raises(ProgramError, match=r"rank 1 waits for ever at `F llm\.1 llm:0\.0`"):
         simulate(program, Given({}, {}, rule=lambda action: 1.0))
 
 
 def test_a_step_is_the_same_whenever_it_is_simulated():
     """Also of a program that was simulated before, and however its spans were looked at."""
-    program = build(chain(Unit("vision"), Unit("llm", 2, tp=2), n=2))
+    program = build_program(chain(Unit("vision"), Unit("llm", 2, tp=2), n=2))
     times = Given({}, {}, rule=lambda action: 1.0 + action.mb.index, message_s=0.5)
     first = simulate(program, times)
     assert len(first.spans[:3]) == 3

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.balance.batch_meta import BatchMeta, ItemTable
 from mmtrain.models.model_shape import LayerShape, ModelEdge, ModelShape, UnitShape
-from mmtrain.program import ModelTiming, Transport, build, chrome_trace, simulate, step_loads
+from mmtrain.program import ModelTiming, TransferCost, build_program, chrome_trace, simulate, step_loads
 from mmtrain.program.ir.actions import (
     Backward,
     Forward,
@@ -133,8 +133,8 @@ def test_a_split_backward_takes_what_the_whole_takes(timing):
 
 def test_costs_of_links_depend_on_the_node(timing):
     """Two ranks a node."""
-    assert timing.link((0, 1)) == timing.link((2, 3))
-    assert timing.link((0, 1)) != timing.link((1, 2))
+    assert timing.link_class((0, 1)) == timing.link_class((2, 3))
+    assert timing.link_class((0, 1)) != timing.link_class((1, 2))
 
 
 def test_stages_of_the_same_layers_are_asked_once(timing):
@@ -159,7 +159,7 @@ def test_parts_are_drawn_with_their_segments(timing):
         0: ["PF vision.0 vision:0.0 0:1", "PF vision.0 vision:0.0 1:2", "B vision.0 vision:0.0"],
         **{rank: [f"{kind} llm.{(rank - 1) // 2} llm:0.0" for kind in "FB"] for rank in range(1, 5)},
     }
-    timeline = simulate(build(timing.graph, kind="explicit", order=order), timing)
+    timeline = simulate(build_program(timing.graph, kind="explicit", order=order), timing)
     drawn = [e for e in chrome_trace(timeline, "")["traceEvents"] if e.get("args", {}).get("kind") == "partial"]
     assert [(e["name"], e["pid"], e["tid"], e["dur"]) for e in drawn] == [
         ("F vision.0 vision:0.0 0:1", 0, 0, 5e6),
@@ -173,16 +173,16 @@ def test_messages_carry_routed_rows_between_units_and_all_tokens_inside(timing):
     between, inside = timing.graph.edges[1], timing.graph.edges[0]
     assert str(between) == "vision.0>llm.0"
     image, text = Microbatch("vision", 0, 0), Microbatch("llm", 0, 0)
-    assert timing.message(0, Send(between, image, text, 1, "activation")) == Transport(3 * 8 * 2, 3 * 8 * 2)
-    assert timing.message(1, Send(inside, text, text, 3, "gradient")) == Transport(10 * 6 * 8 * 2, 6 * 8 * 2)
-    assert timing.collective(1, Share(between, text, "activation"), (1, 2)) == Transport(3 * 8 * 2, 3 * 8 * 2)
+    assert timing.message(0, Send(between, image, text, 1, "activation")) == TransferCost(3 * 8 * 2, 3 * 8 * 2)
+    assert timing.message(1, Send(inside, text, text, 3, "gradient")) == TransferCost(10 * 6 * 8 * 2, 6 * 8 * 2)
+    assert timing.collective(1, Share(between, text, "activation"), (1, 2)) == TransferCost(3 * 8 * 2, 3 * 8 * 2)
 
 
 def test_collectives_move_what_trains(timing):
-    assert timing.collective(0, ReduceGrads("vision"), (0,)) == Transport(2 * 100 * 4, 100 * 4)
-    assert timing.collective(1, GatherParams("llm"), (1,)) == Transport(3 * 2 * 50 * 2, 2 * 50 * 2)
-    assert timing.collective(1, ReduceShared("embeddings"), (1, 3)) == Transport(4 * 64 * 8 * 4 / 2, 64 * 8 * 4 // 2)
-    assert timing.collective(1, Step(), (0, 1, 2, 3, 4)) == Transport(
+    assert timing.collective(0, ReduceGrads("vision"), (0,)) == TransferCost(2 * 100 * 4, 100 * 4)
+    assert timing.collective(1, GatherParams("llm"), (1,)) == TransferCost(3 * 2 * 50 * 2, 2 * 50 * 2)
+    assert timing.collective(1, ReduceShared("embeddings"), (1, 3)) == TransferCost(4 * 64 * 8 * 4 / 2, 64 * 8 * 4 // 2)
+    assert timing.collective(1, Step(), (0, 1, 2, 3, 4)) == TransferCost(
         4 * 4 + 0.5 * 100, 4
     )  # the norm, then the fullest rank
 
@@ -190,7 +190,7 @@ def test_collectives_move_what_trains(timing):
 def test_nothing_is_sent_for_a_text_only_microbatch(timing):
     loads = replace(timing.loads, routes={("vision", "llm"): replace(timing.loads.routes["vision", "llm"], spans={})})
     timing = replace(timing, loads=loads)
-    timeline = simulate(build(timing.graph), timing)
+    timeline = simulate(build_program(timing.graph), timing)
     between = [s for s in timeline.spans if isinstance(s.action, Send) and s.action.edge.crosses_units]
     assert between == []
     start = next(s.start_s for s in timeline.spans if s.action == Forward(*flat("llm")))
@@ -198,7 +198,7 @@ def test_nothing_is_sent_for_a_text_only_microbatch(timing):
 
 
 def test_chrome_trace_has_the_fields_of_the_design(timing):
-    timeline = simulate(build(timing.graph), timing)
+    timeline = simulate(build_program(timing.graph), timing)
     trace = chrome_trace(timeline, "abc")
     assert json.loads(json.dumps(trace)) == trace
     assert trace["otherData"] == {
@@ -225,18 +225,18 @@ def test_a_stage_of_a_later_round_is_a_later_chunk():
 
     class Alike:
         compute = staticmethod(lambda action: 1.0)
-        message = staticmethod(lambda sender, action: Transport(0.0, 0))
-        collective = staticmethod(lambda rank, action, group: Transport(0.0, 0))
-        link = staticmethod(len)
+        message = staticmethod(lambda sender, action: TransferCost(0.0, 0))
+        collective = staticmethod(lambda rank, action, group: TransferCost(0.0, 0))
+        link_class = staticmethod(len)
         activation_bytes = staticmethod(lambda stage, mb: 0)
 
-    trace = chrome_trace(simulate(build(graph), Alike()), "")
+    trace = chrome_trace(simulate(build_program(graph), Alike()), "")
     found = {(e["args"]["stage"], e["args"]["chunk"]) for e in trace["traceEvents"] if e.get("tid") == 0 and "dur" in e}
     assert found == {(0, 0), (1, 0), (2, 1), (3, 1)}
 
 
 def test_measured_receives_are_drawn_like_messages(timing):
-    timeline = simulate(build(timing.graph), timing)
+    timeline = simulate(build_program(timing.graph), timing)
     sent = next(s for s in timeline.spans if isinstance(s.action, Send))
     a = sent.action
     received = sent._replace(rank=a.peer, action=Recv(a.edge, a.src, a.dst, sent.rank, a.payload))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.program import build, chrome_trace, simulate
+from mmtrain.program import build_program, chrome_trace, simulate
 from tests.program.graphs import Unit, chain
 from tests.program.timings import Seconds
 from tests.program.trace_format import require_trace
@@ -23,7 +23,7 @@ Trace = dict[str, Any]
 @pytest.fixture(scope="module")
 def trace() -> Trace:
     graph = chain(Unit("vision"), Unit("llm", 2), n=2)
-    return chrome_trace(simulate(build(graph), Seconds(vision=1.0, llm=1.0)), "ab")
+    return chrome_trace(simulate(build_program(graph), Seconds(vision=1.0, llm=1.0)), "ab")
 
 
 def spans(trace: Trace) -> list[dict[str, Any]]:

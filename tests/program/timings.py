@@ -2,7 +2,7 @@
 
 from mmtrain.program.ir.actions import Collective, Compute, Forward, Partial, Send
 from mmtrain.program.ir.graph import Microbatch, StageId
-from mmtrain.program.simulation.timing import Transport
+from mmtrain.program.simulation.timing import TransferCost
 
 
 class Seconds:
@@ -17,13 +17,13 @@ class Seconds:
     def left_under_way(self, action: Partial) -> float:
         return 0.0
 
-    def message(self, sender: int, action: Send) -> Transport:
-        return Transport(0.0, 1)
+    def message(self, sender: int, action: Send) -> TransferCost:
+        return TransferCost(0.0, 1)
 
-    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
-        return Transport(0.0, 0)
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
+        return TransferCost(0.0, 0)
 
-    def link(self, ranks: tuple[int, ...]) -> int:
+    def link_class(self, ranks: tuple[int, ...]) -> int:
         return len(ranks)
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from mmtrain.costs import parameters
+from mmtrain.costs import num_parameters
 from mmtrain.errors import RecipeError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.recipe import dump_recipe, editor_schema, load_recipe, recipe_fingerprint
@@ -101,4 +101,4 @@ def test_parameters_are_those_published(unit: str, name: str) -> None:
         }
     )
     layers = [layer for layer in build_model_shape(recipe).unit(unit).layers if "projector" not in layer.kind]
-    assert sum(map(parameters, layers)) == pytest.approx(preset.parameters, rel=preset.tolerance)
+    assert sum(map(num_parameters, layers)) == pytest.approx(preset.parameters, rel=preset.tolerance)

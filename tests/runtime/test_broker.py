@@ -10,9 +10,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.costs import TokenLoad
-from mmtrain.program import Backward, Edge, Forward, Microbatch, Recv, Route, Send, Share, StageGraph, StepLoads, build
+from mmtrain.program import (
+    Backward,
+    Edge,
+    Forward,
+    Microbatch,
+    Recv,
+    Route,
+    Send,
+    Share,
+    StageGraph,
+    StepLoads,
+    build_program,
+)
 from mmtrain.program.ir.actions import Payload
-from mmtrain.program.verify.send_window import send_limit
+from mmtrain.program.verify.send_window import send_window
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.process_groups import build_groups
@@ -166,8 +178,8 @@ def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
     sent: list[dict[str, int]] = []
     if all(world.rank not in mesh.ranks for mesh in graph.meshes):
         return wrong, sent
-    program = build(graph)
-    assert send_limit(program, LIMIT) == LIMIT, "or the sends below might wait for ever"
+    program = build_program(graph)
+    assert send_window(program, LIMIT) == LIMIT, "or the sends below might wait for ever"
     actions = [a for a in program.for_rank(world.rank) if isinstance(a, Forward | Backward | Send | Recv | Share)]
     widths = dict.fromkeys(graph.edges, WIDTH)
     for seed in range(NUM_DRAWS):
@@ -193,7 +205,7 @@ def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
             broker.drain()
             record = activity.recorder.stop_step()
             wrong += [f"{name}, draw {seed}, {dtype}, rank {world.rank}: {text}" for text in stages.wrong]
-            sent.append({str(edge): traffic.nbytes for edge, traffic in record.traffic().items()})
+            sent.append({str(edge): traffic.nbytes for edge, traffic in record.traffic_by_edge().items()})
     return wrong, sent
 
 

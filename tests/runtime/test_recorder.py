@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmtrain.program import Edge, Forward, Microbatch, Recv, Send, StageId, Step
-from mmtrain.program.trace.step_record import Done, Moved, StepRecord
+from mmtrain.program.trace.step_record import ActionRecord, MessageRecord, StepRecord
 from mmtrain.runtime.execution import recorder as module
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.recorder import CudaClock, HostClock, StepRecorder, clock_for
@@ -51,20 +51,20 @@ def test_a_record_holds_actions_waits_and_messages() -> None:
             0.0,
             9.0,
             (
-                Done(RECV, 0.0, 1.0, 0.0),
-                Done(SEND, 1.0, 2.0, 0.0),
-                Done(Forward(LLM, TEXT), 2.0, 5.0, 1.0),
-                Done(Step(), 5.0, 6.0, 0.0),
+                ActionRecord(RECV, 0.0, 1.0, 0.0),
+                ActionRecord(SEND, 1.0, 2.0, 0.0),
+                ActionRecord(Forward(LLM, TEXT), 2.0, 5.0, 1.0),
+                ActionRecord(Step(), 5.0, 6.0, 0.0),
             ),
-            (Moved(RECV, 0.0, 4.0, 1.0, 48), Moved(SEND, 1.0, 8.0, 1.0, 64)),
+            (MessageRecord(RECV, 0.0, 4.0, 1.0, 48), MessageRecord(SEND, 1.0, 8.0, 1.0, 64)),
         )
         activity.start("gathering the metrics")
 
 
 def test_a_shifted_record_is_the_same_on_another_clock() -> None:
-    record = StepRecord(1.0, 5.0, (Done(Step(), 1.0, 2.0, 0.5),), (Moved(RECV, 1.5, 3.0, 0.5, 8),))
+    record = StepRecord(1.0, 5.0, (ActionRecord(Step(), 1.0, 2.0, 0.5),), (MessageRecord(RECV, 1.5, 3.0, 0.5, 8),))
     assert record.shifted(10.0) == StepRecord(
-        11.0, 15.0, (Done(Step(), 11.0, 12.0, 0.5),), (Moved(RECV, 11.5, 13.0, 0.5, 8),)
+        11.0, 15.0, (ActionRecord(Step(), 11.0, 12.0, 0.5),), (MessageRecord(RECV, 11.5, 13.0, 0.5, 8),)
     )
     assert record.shifted(10.0).seconds() == record.seconds()
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from mmtrain.program import Backward, Forward, Microbatch, Stage, StageId, Step
-from mmtrain.program.trace.step_record import Done, StepRecord
+from mmtrain.program.trace.step_record import ActionRecord, StepRecord
 from mmtrain.runtime.resilience.stragglers import STRAGGLER_WINDOW_STEPS, StragglerDetector, median_of_others
 from tests.program.graphs import Unit, chain
 
@@ -37,8 +37,8 @@ def by_id(stage: Stage) -> StageId:
 def record(stage: StageId, replica: int, index: int, seconds: float) -> StepRecord:
     """A forward and a backward of a microbatch, after half a second of waiting each."""
     mb = Microbatch(stage.unit, replica, index)
-    waits = [Done(kind(stage, mb), 0.0, 0.5 + seconds, 0.5) for kind in (Forward, Backward)]
-    return StepRecord(0.0, 9.0, (*waits, Done(Step(), 0.0, 9.0, 0.0)), ())
+    waits = [ActionRecord(kind(stage, mb), 0.0, 0.5 + seconds, 0.5) for kind in (Forward, Backward)]
+    return StepRecord(0.0, 9.0, (*waits, ActionRecord(Step(), 0.0, 9.0, 0.0)), ())
 
 
 def table(slow: StragglerDetector, paces: list[tuple[StageId, int, int, float]]) -> np.ndarray:
@@ -103,7 +103,9 @@ def test_stages_that_do_the_same_are_peers_and_a_rank_with_several_is_named_once
 
     def row(rank: int, pace: float) -> list[float]:
         records = [record(StageId("llm", k), 0, 1, 90.0 if k in ends else pace) for k in (rank, rank + 2, rank + 4)]
-        return slow.rank_figures(rank, StepRecord(0.0, 9.0, tuple(d for r in records for d in r.done), ()), Seconds())
+        return slow.rank_figures(
+            rank, StepRecord(0.0, 9.0, tuple(d for r in records for d in r.actions), ()), Seconds()
+        )
 
     found = [slow.detect(np.array([row(0, 2.0), row(1, 1.0)]), 9.0)[0] for _ in range(STRAGGLER_WINDOW_STEPS)]
     assert [s.to_text() for s in found[-1]] == [

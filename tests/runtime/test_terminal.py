@@ -17,8 +17,18 @@ from torch import Tensor, nn
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
 from mmtrain.models.build_stage import StageModule
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.program import Microbatch, Program, StageGraph, Step, build, build_1f1b, check, lower, step_loads
-from mmtrain.program.verify.send_window import send_limit
+from mmtrain.program import (
+    Microbatch,
+    Program,
+    StageGraph,
+    Step,
+    build_1f1b,
+    build_program,
+    check_program,
+    lower,
+    step_loads,
+)
+from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe.schema import OptimizerSettings
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.executor import Executor, StepInput
@@ -190,7 +200,7 @@ def run(units: tuple[Unit, ...], cut_seed: int | None) -> Outcome:
         program = ordered(graph, cut_seed)
         actions = [a for a in program.for_rank(world.rank) if optimizer or not isinstance(a, Step)]
         widths = dict.fromkeys(graph.edges, WIDTH)
-        limit = send_limit(program)
+        limit = send_window(program)
         broker = Broker(graph, actions, world.rank, groups, widths, {}, limit, world.device, torch.float64)
         return Executor(graph, actions, runners, broker, optimizer).run(step)
 
@@ -208,11 +218,11 @@ def run(units: tuple[Unit, ...], cut_seed: int | None) -> Outcome:
 
 def ordered(graph: StageGraph, cut_seed: int | None) -> Program:
     if cut_seed is None:
-        return build(graph)
+        return build_program(graph)
     whole = build_1f1b(graph)
     pieces = {rank: [p for a in todo for p in cut(graph, a, cut_seed)] for rank, todo in whole.actions.items()}
     program = lower(replace(whole, actions={rank: tuple(todo) for rank, todo in pieces.items()}))
-    check(program)
+    check_program(program)
     return program
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from mmtrain.balance import BalancedLoad, PipelineRank, SampleLengths, SequenceCost, StepTargets
-from mmtrain.costs import CostModel, TokenLoad, costs_for, machine_for, upstream_trains
+from mmtrain.costs import CostModel, TokenLoad, costs_for, input_grad_needed, machine_for
 from mmtrain.models.model_shape import LayerShape, ModelShape, build_model_shape
 from mmtrain.plan.artifact.marginal_cost import MarginalCost, marginal_cost
 from mmtrain.plan.artifact.plan import Plan
@@ -97,7 +97,7 @@ def _work_of_ranks(
     """Of the ranks that the first LLM replica's microbatches pass, in the order of passing, one of each TP group."""
     home = {rank: s.tp_groups[0][0] for s in graph.stages if s.id.unit == LLM for rank in s.tp_groups[0]}
     others = {rank for s in graph.stages if s.id.unit == LLM for tp_group in s.tp_groups[1:] for rank in tp_group}
-    needs = upstream_trains(model)
+    needs = input_grad_needed(model)
     found: dict[int, _RankWork] = {}
     for stage in (graph.stage(sid) for sid in graph.order):
         unit = stage.id.unit
@@ -117,7 +117,7 @@ def _prices_of_stages(
     graph: StageGraph, model: ModelShape, costs: CostModel, typical: Mapping[str, TokenLoad], scale: float
 ) -> dict[StageId, tuple[SequenceCost, SequenceCost]]:
     """What each stage's forward and backward cost."""
-    needs, found = upstream_trains(model), {}
+    needs, found = input_grad_needed(model), {}
     for stage in graph.stages:
         unit = stage.id.unit
         tp, layers = graph.mesh(unit).tp, model.unit(unit).layers

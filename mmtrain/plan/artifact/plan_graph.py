@@ -42,7 +42,7 @@ def split_into_pieces(graph: StageGraph, shape: ModelShape, sliced: Collection[s
                     1 if i in stage.recompute else num_pieces(shape.unit(stage.id.unit).layers[i].kind)
                     for i in range(*stage.layers)
                 ),
-                sliced=stage.id.unit in sliced,
+                sp=stage.id.unit in sliced,
             )
             for stage in graph.stages
         ),
@@ -59,7 +59,7 @@ def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage
             tp_groups=tuple(mesh.tp_group(s.stage, replica) for replica in range(mesh.dp)),
             trainable=any(layer.trainable for layer in layers[lo:hi]),
             recompute=frozenset(s.recompute),
-            sliced=unit.sp and unit.tp > 1,
+            sp=unit.sp and unit.tp > 1,
         )
 
 

@@ -8,7 +8,7 @@ from mmtrain.program.ir.actions import Compute, Fill, Partial
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.ir.segments import direction, num_segments
 from mmtrain.program.schedules.builder import build_compute
-from mmtrain.program.schedules.pipeline_positions import positions
+from mmtrain.program.schedules.pipeline_positions import find_positions
 
 MAX_SCHEDULED_PASSES = 10_000  # a step is arranged in the time it takes to follow them some hundred times over
 StageReplica = tuple[StageId, int]  # a stage, and the replica that holds it
@@ -61,7 +61,9 @@ def build_schedule_table(
 def is_single_chain(graph: StageGraph) -> bool:
     """Whether 1F1B of two units is that of one chain of ranks, each visited once, back and forth."""
     counts = {mesh.num_microbatches for mesh in graph.meshes}
-    tp_groups = ({graph.stage(sid).tp_groups for part in p.parts for sid in part} for p in positions(graph))
+    tp_groups = (
+        {graph.stage(sid).tp_groups for part in p.virtual_stages for sid in part} for p in find_positions(graph)
+    )
     once = all(len(of_position) == 1 for of_position in tp_groups)
     return len(graph.meshes) == 2 and len(counts) == 1 and once and all(map(graph.needs_backward, graph.order))
 

@@ -33,9 +33,9 @@ from mmtrain.program.ir.actions import (
     ReduceGrads,
     ReduceShared,
 )
-from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph, StageId, UnitMesh, block_sizes
+from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph, StageId, UnitMesh, microbatches_per_block
 from mmtrain.program.ir.segments import direction
-from mmtrain.program.schedules.builder import build_1f1b, in_flight
+from mmtrain.program.schedules.builder import build_1f1b, in_flight_microbatches
 from mmtrain.program.schedules.lower import lower
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.program.trace.timeline import Span, Timeline
@@ -131,10 +131,10 @@ def simulate_llm_alone(graph: StageGraph, layer_costs: LayerCosts, machine: Hard
 
 def min_in_flight(graph: StageGraph) -> dict[StageId, int]:
     """Microbatches that each stage holds at least: the LLM's as in 1F1B, an encoder's as long as the LLM holds them."""
-    alive, llm = in_flight(_only_llm(graph)), graph.mesh(LLM)
+    alive, llm = in_flight_microbatches(_only_llm(graph)), graph.mesh(LLM)
     entered = {e.src.unit: e.dst for e in graph.edges if e.crosses_units}
     for stage in (s.id for s in graph.stages if s.id.unit != LLM):
-        own, per_block = block_sizes(graph.mesh(stage.unit).num_microbatches, llm.num_microbatches)
+        own, per_block = microbatches_per_block(graph.mesh(stage.unit).num_microbatches, llm.num_microbatches)
         held = alive[entered[stage.unit]] // per_block * own if graph.needs_backward(stage) else 0
         alive[stage] = max(1, held)
     return alive
@@ -234,7 +234,7 @@ def _schedule(
     graph: StageGraph, kernels: Mapping[StagePass, StageKernels], host: LlmTimeline, mesh: UnitMesh
 ) -> EncoderSchedule:
     """Place the encoder's kernels, for one of its replicas on each block of the LLM's pipeline ranks."""
-    own, llm = block_sizes(mesh.num_microbatches, graph.mesh(LLM).num_microbatches)
+    own, llm = microbatches_per_block(mesh.num_microbatches, graph.mesh(LLM).num_microbatches)
     begins = host.first_forwards.reshape(-1, llm).min(axis=1).repeat(own)
     ends = host.last_backwards.reshape(-1, llm).max(axis=1).repeat(own)
     stages = [s for s in graph.stages if s.id.unit == mesh.unit]

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmtrain.costs import ComputeKind, PieceCost, TokenLoad
-from mmtrain.costs.block_pieces import scaled
+from mmtrain.costs.block_pieces import scale_pieces
 from mmtrain.plan.colocated.bubbles import KernelSequence
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, BatchSplit, LayerCosts, batch_split_of
 from mmtrain.program.ir.actions import Direction
 from mmtrain.program.ir.graph import StageGraph, StageId
-from mmtrain.program.ir.segments import segments_of
+from mmtrain.program.ir.segments import segment_layers
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, ki
             load,
             name,
             input_grad=needed[i],
-            sliced=held.sliced,
+            sp=held.sp,
         )
-        found += scaled(pieces, total)
-    assert len(found) == len(segments_of(graph, stage))
+        found += scale_pieces(pieces, total)
+    assert len(found) == len(segment_layers(graph, stage))
     return tuple(found if kind == "F" else found[::-1])
 
 

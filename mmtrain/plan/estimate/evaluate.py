@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.costs import Hardware, RankMemory, parameters
+from mmtrain.costs import Hardware, RankMemory, num_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.errors import ProgramError
 from mmtrain.plan.artifact.layout import Layout
@@ -20,11 +20,11 @@ from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.step_loads import Route, StepLoads
 from mmtrain.program.schedules.builder import build_compute
 from mmtrain.program.schedules.lower import lower
-from mmtrain.program.simulation.rank_equivalence import leaders
+from mmtrain.program.simulation.rank_equivalence import representative_ranks
 from mmtrain.program.simulation.simulate import simulate
-from mmtrain.program.simulation.timing import ModelTiming, Transport
+from mmtrain.program.simulation.timing import ModelTiming, TransferCost
 from mmtrain.program.trace.timeline import Timeline
-from mmtrain.program.verify.live_activations import peak_live
+from mmtrain.program.verify.live_activations import peak_in_flight_by_stage
 
 IntArray = npt.NDArray[np.int64]
 
@@ -132,7 +132,7 @@ def _program(
         shift = _shift(graph, int(chosen[batch]))
         model = model_timing(graph, layer_costs, _of_group(graph, loads, shift) if alone else loads, machine)
         timings.append(SampledBatchTiming(model, seconds, batch, shift))
-    compute = build_compute(graph, schedule.kind, schedule.order, leaders(graph, timings[0].link))
+    compute = build_compute(graph, schedule.kind, schedule.order, representative_ranks(graph, timings[0].link_class))
     return compute, timings, 1 if alone else graph.num_groups
 
 
@@ -148,7 +148,7 @@ def peak_in_flight(program: Program) -> dict[StageId, int]:
     """Microbatches of each stage between forward and backward at most, counted from the program."""
     alive: dict[StageId, int] = {}
     for actions in program.actions.values():
-        for stage, count in peak_live(program.graph, actions).items():
+        for stage, count in peak_in_flight_by_stage(program.graph, actions).items():
             alive[stage] = max(alive.get(stage, 0), count)
     return alive
 
@@ -161,7 +161,7 @@ def model_timing(graph: StageGraph, layer_costs: LayerCosts, loads: StepLoads, m
         layer_costs.costs,
         loads,
         layer_costs.input_grad,
-        parameters,
+        num_parameters,
         ELEMENT_BYTES[layer_costs.precision],
         machine.ranks_per_node,
     )
@@ -177,17 +177,17 @@ class PrecomputedTiming:
         """As `ModelTiming` says."""
         return self.model.left_under_way(action)
 
-    def message(self, sender: int, action: Send) -> Transport:
+    def message(self, sender: int, action: Send) -> TransferCost:
         """As `ModelTiming` says."""
         return self.model.message(sender, action)
 
-    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
         """As `ModelTiming` says."""
         return self.model.collective(rank, action, group)
 
-    def link(self, ranks: tuple[int, ...]) -> bool:
+    def link_class(self, ranks: tuple[int, ...]) -> bool:
         """As `ModelTiming` says."""
-        return self.model.link(ranks)
+        return self.model.link_class(ranks)
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
         """Not asked of a candidate: its memory was held against the limit before (`LayerCosts.memory`)."""

@@ -15,13 +15,13 @@ from mmtrain.costs import (
     Precision,
     RankMemory,
     TokenLoad,
+    input_grad_needed,
     model_flops,
-    parameters,
+    num_parameters,
     rank_memory,
-    upstream_trains,
 )
 from mmtrain.costs.hardware import ELEMENT_BYTES
-from mmtrain.costs.rank_memory import input_bytes, kept_bytes, layer_state, layer_working
+from mmtrain.costs.rank_memory import hidden_state_bytes, layer_activation_bytes, layer_state, layer_working_bytes
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.plan.artifact.layout import MeshSize, disaggregated_units
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
@@ -29,7 +29,7 @@ from mmtrain.plan.estimate.load_arrays import LoadArrays, load_arrays, seconds_o
 from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.ir.step_loads import StepLoads, step_loads
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight_microbatches
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -113,7 +113,7 @@ class LayerCosts:
     @cached_property
     def input_grad(self) -> Mapping[str, tuple[bool, ...]]:
         """By unit, per layer: does anything below it train."""
-        return upstream_trains(self.shape)
+        return input_grad_needed(self.shape)
 
     def has_sp(self, unit: str, tp: int) -> bool:
         """Whether the tensor-parallel ranks of a unit share out the tokens between products."""
@@ -176,7 +176,7 @@ class LayerCosts:
 
         alive: microbatches in flight by stage, if they are known; else those of 1F1B are counted.
         """
-        alive = in_flight(graph) if alive is None else alive
+        alive = in_flight_microbatches(graph) if alive is None else alive
         held: dict[int, list[HeldLayers]] = {}
         for stage in graph.stages:
             mesh, (lo, hi) = graph.mesh(stage.id.unit), stage.layers
@@ -261,7 +261,7 @@ class LayerCosts:
         known: dict[tuple[LayerShape, bool], tuple[float, ...]] = {}
         for layer, needed in dict.fromkeys(kinds):
             kept, again = (
-                kept_bytes(layer, tp, load, flag, self.costs, self.precision, input_grad=needed, sp=sp)
+                layer_activation_bytes(layer, tp, load, flag, self.costs, self.precision, input_grad=needed, sp=sp)
                 for flag in (False, True)
             )
             if mode == "all":
@@ -271,10 +271,10 @@ class LayerCosts:
                 kept,
                 max(kept - again, 0) if mode == "auto" else 0,
                 *(
-                    layer_working(layer, tp, load, flag, self.costs, self.precision, input_grad=needed, sp=sp)
+                    layer_working_bytes(layer, tp, load, flag, self.costs, self.precision, input_grad=needed, sp=sp)
                     for flag in (mode == "all", mode != "none")
                 ),
-                input_bytes(layer, load, self.precision),
+                hidden_state_bytes(layer, load, self.precision),
             )
         state, kept, saved, working, working_again, inputs = np.array([known[key] for key in kinds], np.float64).T
         own, forced = prices.mean, mode == "all"
@@ -293,7 +293,7 @@ class LayerCosts:
 
     def _trained(self, unit: str, tp: int) -> FloatArray:
         layers = self.shape.unit(unit).layers
-        return np.array([parameters(layer, tp) if layer.trainable else 0 for layer in layers], dtype=np.float64)
+        return np.array([num_parameters(layer, tp) if layer.trainable else 0 for layer in layers], dtype=np.float64)
 
 
 def _scaled(load: TokenLoad, factor: float) -> TokenLoad:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmtrain.costs import Hardware, RankMemory
 from mmtrain.costs.hardware import GIB
-from mmtrain.costs.rank_memory import MARGIN
+from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.estimate.layer_costs import LayerCosts, UnitLayerCosts, batch_split_of
 from mmtrain.plan.estimate.recompute import least_recompute
@@ -58,7 +58,7 @@ def fit_memory(
             break
         for tp_group, excess in over.items():
             if excess > 0:
-                demanded[tp_group] += excess / (1 + MARGIN)
+                demanded[tp_group] += excess / (1 + MEMORY_MARGIN)
         found = _recomputed(graph, layer_costs, demanded, alive)
         if found is None:
             least = layer_costs.memory(

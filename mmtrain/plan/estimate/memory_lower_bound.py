@@ -9,7 +9,13 @@ import numpy as np
 
 from mmtrain.costs import Hardware, TokenLoad
 from mmtrain.costs.hardware import GIB
-from mmtrain.costs.rank_memory import MARGIN, kept_bytes, layer_state, layer_working, matrix_state
+from mmtrain.costs.rank_memory import (
+    MEMORY_MARGIN,
+    layer_activation_bytes,
+    layer_state,
+    layer_working_bytes,
+    matrix_state,
+)
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan import Alternative, Placement
 from mmtrain.plan.estimate.layer_costs import BatchSplit, FloatArray, LayerCosts
@@ -64,7 +70,7 @@ def unit_memory_bound(layer_costs: LayerCosts) -> UnitMemoryBound:
             known[key] = _layers(layer_costs, unit, size.tp, size.dp, load(unit, num_microbatches))
         mean = _mean(known[key], np.minimum(np.arange(size.pp, 0, -1) + behind, max(count, 1)))
         if unit == LLM and layer_costs.shape.tied_embeddings:  # held once where both ends of the LLM share a rank
-            mean -= (1 + MARGIN) * sum(matrix_state(head, size.tp, size.dp, layer_costs.precision))
+            mean -= (1 + MEMORY_MARGIN) * sum(matrix_state(head, size.tp, size.dp, layer_costs.precision))
         return max(mean, float(known[key].alone.max()))
 
     def room(unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
@@ -126,9 +132,9 @@ def _layers(layer_costs: LayerCosts, unit: str, tp: int, dp: int, load: TokenLoa
     for (layer, needed), count in kinds.items():
         state = sum(layer_state(layer, tp, dp, precision))
         kept = min(
-            kept_bytes(layer, tp, load, again, costs, precision, input_grad=needed, sp=sp)
+            layer_activation_bytes(layer, tp, load, again, costs, precision, input_grad=needed, sp=sp)
             for again in (False, mode != "none")
         )
-        working = layer_working(layer, tp, load, mode == "all", costs, precision, input_grad=needed, sp=sp)
-        found.append((count, *((1 + MARGIN) * nbytes for nbytes in (state, kept, state + kept + working))))
+        working = layer_working_bytes(layer, tp, load, mode == "all", costs, precision, input_grad=needed, sp=sp)
+        found.append((count, *((1 + MEMORY_MARGIN) * nbytes for nbytes in (state, kept, state + kept + working))))
     return _Layers(*np.array(found, dtype=np.float64).T)

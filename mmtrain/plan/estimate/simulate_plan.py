@@ -1,13 +1,13 @@
 """A plan's step on a given batch, simulated: what a run would see if the costs are right."""
 
 from mmtrain.balance import BatchMeta
-from mmtrain.costs import costs_for, machine_for, parameters, upstream_trains
+from mmtrain.costs import costs_for, input_grad_needed, machine_for, num_parameters
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.artifact.plan_precision import plan_precision
-from mmtrain.program import ModelTiming, Timeline, build, simulate, step_loads
+from mmtrain.program import ModelTiming, Timeline, build_program, simulate, step_loads
 from mmtrain.recipe.schema import Recipe
 
 
@@ -21,10 +21,10 @@ def simulate_plan(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:
         model,
         costs_for(machine, precision, recipe.cluster.costs),
         step_loads(graph, batch),
-        upstream_trains(model),
-        parameters,
+        input_grad_needed(model),
+        num_parameters,
         ELEMENT_BYTES[precision],
         machine.ranks_per_node,
     )
-    program = build(graph, kind=plan.schedule.kind, order=plan.schedule.order)
+    program = build_program(graph, kind=plan.schedule.kind, order=plan.schedule.order)
     return simulate(program, timing, graph.num_groups)

@@ -17,7 +17,7 @@ from mmtrain.plan.estimate.vectorized_1f1b import ComputeOrder, compute_order
 from mmtrain.plan.search.layer_partition import LayerChain, LayerPartition, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
-from mmtrain.program.simulation.timing import GRADIENT_BYTES, NORM_BYTES
+from mmtrain.program.simulation.timing import BYTES_PER_GRADIENT, NORM_BYTES
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -230,7 +230,7 @@ class _Run:
         if not count:
             return 0.0, 0.0
         costs, weight = self.estimator.pricing.costs, ELEMENT_BYTES[self.estimator.pricing.precision]
-        reduced = costs.collective("reduce_scatter", count * GRADIENT_BYTES, size.dp, near)
+        reduced = costs.collective("reduce_scatter", count * BYTES_PER_GRADIENT, size.dp, near)
         return reduced, costs.collective("all_gather", count * weight, size.dp, near)
 
     def _held(self, rank: int) -> dict[str, list[int]]:

@@ -19,7 +19,7 @@ from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, Floa
 from mmtrain.plan.estimate.vectorized_1f1b import ComputeOrder, compute_order
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph, StageId, UnitMesh
-from mmtrain.program.simulation.timing import GRADIENT_BYTES, NORM_BYTES
+from mmtrain.program.simulation.timing import BYTES_PER_GRADIENT, NORM_BYTES
 
 
 def is_unified_chain(sizing: MeshAssignment, pricing: LayerCosts) -> bool:
@@ -138,7 +138,7 @@ class UnifiedChainRun:
         each = np.array(
             [
                 (
-                    costs.collective("reduce_scatter", count * GRADIENT_BYTES, size.dp, near),
+                    costs.collective("reduce_scatter", count * BYTES_PER_GRADIENT, size.dp, near),
                     costs.collective("all_gather", count * weight, size.dp, near),
                 )
                 if count

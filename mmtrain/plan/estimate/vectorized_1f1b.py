@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.program.ir.graph import Edge, StageGraph, StageId, block_sizes
-from mmtrain.program.schedules.pipeline_positions import Position, positions
+from mmtrain.program.ir.graph import Edge, StageGraph, StageId, microbatches_per_block
+from mmtrain.program.schedules.pipeline_positions import PipelinePosition, find_positions
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -75,7 +75,7 @@ class ComputeOrder:
 def compute_order(graph: StageGraph) -> ComputeOrder:
     """Work out the order of a graph of one replica group, whose TP groups are known by their first rank."""
     wires = _Wires(graph)
-    found = positions(graph)
+    found = find_positions(graph)
     sequences = _sequences(graph, wires, found)
     waits = wires.waits(sequences.values())
     alive = {stage: count for position in found for stage, count in position.in_flight().items()}
@@ -140,7 +140,7 @@ class _Wires:
         if giver.unit == taker.unit:
             self._waits.append((taken.ravel(), given.ravel(), delay))
             return
-        own, other = block_sizes(given.shape[1], taken.shape[1])
+        own, other = microbatches_per_block(given.shape[1], taken.shape[1])
         join = self._add(given.shape[1] // own)
         collected = join + np.broadcast_to(np.arange(given.shape[1]) // own, given.shape)
         handed_on = join + np.broadcast_to(np.arange(taken.shape[1]) // other, taken.shape)
@@ -148,12 +148,12 @@ class _Wires:
         self._waits.append((taken.ravel(), handed_on.ravel(), delay))
 
 
-def _sequences(graph: StageGraph, wires: _Wires, positioned: Iterable[Position]) -> dict[int, IntArray]:
+def _sequences(graph: StageGraph, wires: _Wires, positioned: Iterable[PipelinePosition]) -> dict[int, IntArray]:
     """What each rank computes, in order: `builder.build_1f1b` in numbers."""
     places = {
-        stage: (position, k % position.num_places)
+        stage: (position, k % position.num_pipeline_ranks)
         for position in positioned
-        for k, part in enumerate(position.parts)
+        for k, part in enumerate(position.virtual_stages)
         for stage in part
     }
     tables: dict[tuple[int, int], IntArray] = {}
@@ -166,23 +166,23 @@ def _sequences(graph: StageGraph, wires: _Wires, positioned: Iterable[Position])
         position, place = places[next(iter(stages))]
         key = (id(position), place)
         if key not in tables:
-            tables[key] = position.turn_table(place)
+            tables[key] = position.pass_table(place)
         found[rank] = _sequence(position, place, tables[key], stages, wires)
     return found
 
 
 def _sequence(
-    position: Position, place: int, turns: IntArray, replica: Mapping[StageId, int], wires: _Wires
+    position: PipelinePosition, place: int, turns: IntArray, replica: Mapping[StageId, int], wires: _Wires
 ) -> IntArray:
     """Numbers of what a rank computes turn by turn: in a forward its stages one after another, else in reverse."""
     numbers, when = [], []
     for chunk in range(position.num_chunks):
         here = np.flatnonzero(turns[:, 1] == chunk)
-        part = [stage for stage in position.part(place, chunk) if stage in replica]
+        part = [stage for stage in position.stages_at(place, chunk) if stage in replica]
         for (k, stage), is_forward in product(enumerate(part), (True, False)):
             if (stage, is_forward) not in wires.first:
                 continue
-            pace, at = position.paces[stage.unit], here[turns[here, 0] == is_forward]
+            pace, at = position.pacing[stage.unit], here[turns[here, 0] == is_forward]
             block, wave = np.divmod(turns[at, 2], pace.num_waves)
             is_due = wave == pace.due_at(is_forward)
             index = block[is_due, None] * pace.num_microbatches + np.arange(pace.num_microbatches)

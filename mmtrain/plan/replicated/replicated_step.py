@@ -17,9 +17,18 @@ from itertools import compress, groupby, product
 
 import numpy as np
 
-from mmtrain.costs import CostModel, Hardware, HeldLayers, Precision, RankMemory, TokenLoad, parameters, upstream_trains
+from mmtrain.costs import (
+    CostModel,
+    Hardware,
+    HeldLayers,
+    Precision,
+    RankMemory,
+    TokenLoad,
+    input_grad_needed,
+    num_parameters,
+)
 from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
-from mmtrain.costs.rank_memory import MARGIN, layer_state, microbatch_bytes, working_bytes
+from mmtrain.costs.rank_memory import MEMORY_MARGIN, layer_state, microbatch_activation_bytes, stage_working_bytes
 from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
 from mmtrain.plan.artifact.plan import Alternative
 from mmtrain.plan.estimate.layer_costs import FloatArray
@@ -170,7 +179,7 @@ class ReplicatedPredictor:
     @cached_property
     def _runs(self) -> dict[str, tuple["_EqualLayers", ...]]:
         """Every unit's layers, equal neighbours together."""
-        needs = upstream_trains(self.shape)
+        needs = input_grad_needed(self.shape)
         return {
             u.name: tuple(
                 _EqualLayers(*key, len(list(same))) for key, same in groupby(zip(u.layers, needs[u.name], strict=True))
@@ -194,11 +203,11 @@ class ReplicatedPredictor:
         return self._priced[unit, num_rounds]
 
     def _gather(self, layer: LayerShape, shard: int) -> float:
-        nbytes = parameters(layer) * ELEMENT_BYTES[self.precision]
+        nbytes = num_parameters(layer) * ELEMENT_BYTES[self.precision]
         return self.costs.collective("all_gather", nbytes, shard, shard <= self.machine.ranks_per_node)
 
     def _reduce(self, layer: LayerShape, shard: int, last: bool) -> float:
-        nbytes, inside = parameters(layer) * GRADIENT_ELEMENT_BYTES, shard <= self.machine.ranks_per_node
+        nbytes, inside = num_parameters(layer) * GRADIENT_ELEMENT_BYTES, shard <= self.machine.ranks_per_node
         seconds = self.costs.collective("reduce_scatter", nbytes, shard, inside)
         if last:
             copies, near = self.num_ranks // shard, self.num_ranks <= self.machine.ranks_per_node
@@ -209,19 +218,19 @@ class ReplicatedPredictor:
         """Everything of the fullest rank: a shard of the state, one mini-batch of every unit, layers gathered whole."""
         state = np.zeros(3)
         activations = buffers = 0.0
-        needs = upstream_trains(self.shape)
+        needs = input_grad_needed(self.shape)
         for unit in self.shape.units:
             state += sum(np.array(layer_state(layer, 1, 1, self.precision)) for layer in unit.layers)
             again = (unit.name in layout.recompute,) * len(unit.layers)
             held = HeldLayers(unit.layers, needs[unit.name], again, 1, 1, 1, dealt.largest[unit.name])
-            activations += microbatch_bytes(held, self.costs, self.precision)
-            buffers = max(buffers, working_bytes(held, self.costs, self.precision))
-        largest = max(parameters(layer) for unit in self.shape.units for layer in unit.layers)
+            activations += microbatch_activation_bytes(held, self.costs, self.precision)
+            buffers = max(buffers, stage_working_bytes(held, self.costs, self.precision))
+        largest = max(num_parameters(layer) for unit in self.shape.units for layer in unit.layers)
         if layout.shard > 1:
             buffers += largest * (NUM_GATHERED_LAYERS * ELEMENT_BYTES[self.precision] + GRADIENT_ELEMENT_BYTES)
         own = state / layout.shard
         total = float(own.sum()) + activations + buffers
-        return RankMemory(float(own[0]), float(own[1]), float(own[2]), activations, buffers, MARGIN * total)
+        return RankMemory(float(own[0]), float(own[1]), float(own[2]), activations, buffers, MEMORY_MARGIN * total)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from itertools import combinations, islice, pairwise, product
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.costs.rank_memory import MARGIN
+from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.plan.artifact.layout import Layout, disaggregated_units, unified_units
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerCosts
@@ -21,7 +21,7 @@ from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.plan.search.min_max_partition import BoolArray, min_max_span_partition
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
-from mmtrain.program.schedules.builder import in_flight
+from mmtrain.program.schedules.builder import in_flight_microbatches
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -210,7 +210,7 @@ def anchor_layout(
     layout = partitioned_layout(assignment, layer_costs, tuple(c for c in cuts if c is not None))
     if memory_bytes is None:
         return layout
-    alive = in_flight(layout_graph(layout, layer_costs))
+    alive = in_flight_microbatches(layout_graph(layout, layer_costs))
     fits = [
         anchor_partition(chain, recompute_to_fit(chain, in_flight_by_chunk(chain, alive), memory_bytes))
         for chain in chains
@@ -233,7 +233,7 @@ def recompute_to_fit(chain: LayerChain, alive: IntArray, memory_bytes: float) ->
     alive: (L, parts) microbatches of each layer's unit that are alive if the layer lies in that part. With several
     parts on a rank each may take its share of the memory.
     """
-    line, limit = chain.costs, memory_bytes / (1 + MARGIN) / chain.vpp
+    line, limit = chain.costs, memory_bytes / (1 + MEMORY_MARGIN) / chain.vpp
     held = _span_sums((line.kept_bytes[:, None] * alive).T) + _span_sums(line.state_bytes) - limit
     plain = held + _span_working(line.working_bytes, line.input_bytes) / chain.vpp
     found = np.where(plain <= 0, 0.0, np.inf)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from mmtrain.costs import Hardware
-from mmtrain.costs.sequence_parallel_costs import slicing_seconds
+from mmtrain.costs.sequence_parallel_costs import sequence_parallel_seconds
 from mmtrain.plan.estimate.layer_costs import BatchSplit, LayerCosts
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.program.ir.graph import LLM
@@ -43,6 +43,9 @@ def _added(layer_costs: LayerCosts, unit: str, tp: int, batch: int, machine: Har
     tokens = round(float(layer_costs.microbatch_loads(unit, alone).tokens.mean()))
     layers = zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True)
     return sum(
-        count * slicing_seconds(layer, tp, tokens, layer_costs.costs, machine, layer_costs.precision, input_grad=needed)
+        count
+        * sequence_parallel_seconds(
+            layer, tp, tokens, layer_costs.costs, machine, layer_costs.precision, input_grad=needed
+        )
         for (layer, needed), count in Counter(layers).items()
     )

@@ -176,7 +176,7 @@ class GatherParams:
 
 Pass = Forward | Backward  # all of a stage's work on a microbatch in one direction
 Compute = Forward | Backward | Partial
-Task = Forward | Backward | Partial | Fill  # what builders order
+ComputeTask = Forward | Backward | Partial | Fill  # what builders order
 Collective = Share | ReduceGrads | ReduceShared | Step | GatherParams
-Part = Forward | Backward | Partial | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams
+AtomicAction = Forward | Backward | Partial | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams
 Action = Forward | Backward | Partial | Fill | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams

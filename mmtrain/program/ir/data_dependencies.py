@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mmtrain.program.ir.actions import (
     Action,
     Backward,
+    ComputeTask,
     Fill,
     Forward,
     GatherParams,
@@ -24,10 +25,9 @@ from mmtrain.program.ir.actions import (
     Send,
     Share,
     Step,
-    Task,
 )
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
-from mmtrain.program.ir.segments import begun, ended, parts
+from mmtrain.program.ir.segments import expand, finished_pass, started_pass
 
 EMBEDDINGS = "embeddings"  # the one shared weight: the LLM's tied input and output matrix
 
@@ -61,11 +61,11 @@ class Flow:
         return Backward(self.edge.src, self.src)
 
 
-def needs(graph: StageGraph, task: Task) -> list[Flow]:
+def input_flows(graph: StageGraph, task: ComputeTask) -> list[Flow]:
     """Flows that a task waits for: where a forward begins all its sources, where a backward does its destinations."""
     found: list[Flow] = []
-    for part in parts(graph, task):
-        begins, mb = begun(graph, part), part.mb
+    for part in expand(graph, task):
+        begins, mb = started_pass(graph, part), part.mb
         if isinstance(begins, Forward):
             edges = graph.inputs(part.stage)
             found += [Flow(e, s, mb, "activation") for e in edges for s in graph.sources(e, mb)]
@@ -75,11 +75,11 @@ def needs(graph: StageGraph, task: Task) -> list[Flow]:
     return found
 
 
-def gives(graph: StageGraph, task: Task) -> list[Flow]:
+def output_flows(graph: StageGraph, task: ComputeTask) -> list[Flow]:
     """Flows that a task produces: what a forward or backward gives leaves when that ends."""
     found: list[Flow] = []
-    for part in parts(graph, task):
-        ends, mb = ended(graph, part), part.mb
+    for part in expand(graph, task):
+        ends, mb = finished_pass(graph, part), part.mb
         if isinstance(ends, Forward):
             edges = graph.outputs(part.stage)
             found += [Flow(e, mb, d, "activation") for e in edges for d in graph.destinations(e, mb)]
@@ -89,7 +89,7 @@ def gives(graph: StageGraph, task: Task) -> list[Flow]:
     return found
 
 
-def transfers(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
+def rank_pairs(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
     """Pairs (sending rank, receiving rank) between which the flow travels; empty where it is local."""
     src = graph.tp_group(flow.edge.src, flow.src.replica)
     dst = graph.tp_group(flow.edge.dst, flow.dst.replica)
@@ -99,11 +99,11 @@ def transfers(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
     return [(a, b) for a, b in pairs if a != b]
 
 
-def is_shared(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> bool:
+def needs_share(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> bool:
     """Whether the TP group that receives `mb`'s data over `edge` must share what its first rank holds."""
     if not edge.crosses_units:
         return False
-    tp_group = sharing_tp_group(graph, edge, mb, payload)
+    tp_group = receiving_tp_group(graph, edge, mb, payload)
     if payload == "activation":
         others = [graph.tp_group(edge.src, s.replica) for s in graph.sources(edge, mb)]
     else:
@@ -111,43 +111,43 @@ def is_shared(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -
     return len(tp_group) > 1 and any(other != tp_group for other in others)
 
 
-def sharing_tp_group(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> tuple[int, ...]:
+def receiving_tp_group(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> tuple[int, ...]:
     """The TP group that receives `mb`'s data over `edge`."""
     return graph.tp_group(edge.dst if payload == "activation" else edge.src, mb.replica)
 
 
-def receives(graph: StageGraph, rank: int, task: Task) -> list[Recv]:
+def recvs_before(graph: StageGraph, rank: int, task: ComputeTask) -> list[Recv]:
     """Messages that `rank` must receive before `task`."""
     return [
         Recv(f.edge, f.src, f.dst, sender, f.payload)
-        for f in needs(graph, task)
-        for sender, receiver in transfers(graph, f)
+        for f in input_flows(graph, task)
+        for sender, receiver in rank_pairs(graph, f)
         if receiver == rank
     ]
 
 
-def sends(graph: StageGraph, rank: int, task: Task) -> list[Send]:
+def sends_after(graph: StageGraph, rank: int, task: ComputeTask) -> list[Send]:
     """Messages that `rank` must send after `task`."""
     return [
         Send(f.edge, f.src, f.dst, receiver, f.payload)
-        for f in gives(graph, task)
-        for sender, receiver in transfers(graph, f)
+        for f in output_flows(graph, task)
+        for sender, receiver in rank_pairs(graph, f)
         if sender == rank
     ]
 
 
-def shares(graph: StageGraph, task: Task) -> list[Share]:
+def shares_before(graph: StageGraph, task: ComputeTask) -> list[Share]:
     """Broadcasts in which every rank of the task's TP group takes part just before `task`."""
-    wanted = dict.fromkeys((f.edge, f.receiver, f.payload) for f in needs(graph, task))
-    return [Share(*key) for key in wanted if is_shared(graph, *key)]
+    wanted = dict.fromkeys((f.edge, f.receiver, f.payload) for f in input_flows(graph, task))
+    return [Share(*key) for key in wanted if needs_share(graph, *key)]
 
 
-def waiter(graph: StageGraph, recv: Recv) -> Share | Pass:
+def reader_of(graph: StageGraph, recv: Recv) -> Share | Pass:
     """What waits for the message on the receiving rank."""
     if not recv.edge.crosses_units:  # most messages of a step
         return Forward(recv.edge.dst, recv.dst) if recv.payload == "activation" else Backward(recv.edge.src, recv.src)
     flow = Flow(recv.edge, recv.src, recv.dst, recv.payload)
-    if is_shared(graph, flow.edge, flow.receiver, flow.payload):
+    if needs_share(graph, flow.edge, flow.receiver, flow.payload):
         return Share(flow.edge, flow.receiver, flow.payload)
     return flow.reader
 
@@ -176,7 +176,7 @@ def holds_shared_embeddings(graph: StageGraph, rank: int) -> bool:
     return any(rank in tp_group for sid in shared_embedding_stages(graph) for tp_group in graph.stage(sid).tp_groups)
 
 
-def members(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
+def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
     """Global ranks, in ascending order, that take part in `rank`'s action at the same time; all replica groups.
 
     Compute is a collective of its TP group: tensor parallelism exchanges partial results inside it.
@@ -185,9 +185,9 @@ def members(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
         case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
             ranks = set(graph.tp_group(stage, mb.replica))
         case Fill(host):
-            return members(graph, rank, host)
+            return participants(graph, rank, host)
         case Share(edge, mb, payload):
-            ranks = set(sharing_tp_group(graph, edge, mb, payload))
+            ranks = set(receiving_tp_group(graph, edge, mb, payload))
         case ReduceGrads(unit) | GatherParams(unit):
             ranks = _mirrors(graph, rank, unit)
         case ReduceShared():

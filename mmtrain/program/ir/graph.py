@@ -59,7 +59,7 @@ class UnitMesh:
         return self.ranks[first : first + self.tp]
 
 
-def block_sizes(one: int, other: int) -> tuple[int, int]:
+def microbatches_per_block(one: int, other: int) -> tuple[int, int]:
     """Microbatches of each of two units, of so many a step, in the smallest block that both fill.
 
     See `StageGraph.sources`.
@@ -78,7 +78,7 @@ class Stage:
     trainable: bool  # holds a trainable parameter
     recompute: frozenset[int] = frozenset()  # layers whose activations are computed again in backward
     pieces: tuple[int, ...] = ()  # segments of each layer, where layers can be cut too; else a segment is a layer
-    sliced: bool = False  # ranks of a TP group share out the tokens between products (sequence parallelism)
+    sp: bool = False  # ranks of a TP group share out the tokens between products (sequence parallelism)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class StageGraph:
     def _block(self, unit: str, mb: Microbatch) -> tuple[Microbatch, ...]:
         if unit == mb.unit:
             return (mb,)
-        own, per_block = block_sizes(self.mesh(mb.unit).num_microbatches, self.mesh(unit).num_microbatches)
+        own, per_block = microbatches_per_block(self.mesh(mb.unit).num_microbatches, self.mesh(unit).num_microbatches)
         index = mb.index // own * per_block
         per_group = self.mesh(unit).dp // self.num_groups
         replica = self.group_of(mb) * per_group

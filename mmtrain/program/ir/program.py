@@ -9,11 +9,11 @@ from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import Action, Backward, Fill, Forward, Partial, Recv, Send, Share
 from mmtrain.program.ir.graph import Microbatch, StageGraph
 from mmtrain.program.ir.symmetry import Symmetry, symmetry
-from mmtrain.program.simulation.rank_equivalence import do_the_same
-from mmtrain.program.verify.matching import Links, link
+from mmtrain.program.simulation.rank_equivalence import same_actions
+from mmtrain.program.verify.matching import MatchedActions, match_actions
 
 if TYPE_CHECKING:
-    from mmtrain.program.simulation.sim_graph import Tracks
+    from mmtrain.program.simulation.sim_graph import SimGraph
 
 A = TypeVar("A", bound=Action)
 
@@ -39,28 +39,28 @@ class Program:
         Raises:
             ProgramError: the rank holds no stage of the graph.
         """
-        if rank not in self.symmetry.place:
+        if rank not in self.symmetry.location:
             raise ProgramError(
-                f"rank {rank} holds no stage; the program's ranks are {_spans(sorted(self.symmetry.place))}: "
+                f"rank {rank} holds no stage; the program's ranks are {_spans(sorted(self.symmetry.location))}: "
                 "start as many processes as the plan has ranks"
             )
-        group, first = self.symmetry.place[rank]
+        group, first = self.symmetry.location[rank]
         return tuple(self.translate(action, group) for action in self.actions[first])
 
     @cached_property
-    def links(self) -> Links:
+    def matching(self) -> MatchedActions:
         """Messages and collectives of group 0 with their ends tied together."""
-        return link(self.graph, self.actions)
+        return match_actions(self.graph, self.actions)
 
     @cached_property
-    def tracks(self) -> "dict[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], Tracks]":
-        """What `tracks.tracks` made of the program: by the number of replica groups, and the ranks that do the same."""
+    def sim_graphs(self) -> "dict[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], SimGraph]":
+        """Cache of `build_sim_graph`, by the number of replica groups and the ranks that are equivalent."""
         return {}
 
-    def do_the_same(self, one: int, other: int) -> bool:
+    def same_actions(self, one: int, other: int) -> bool:
         """Whether two ranks of group 0 do the same things in the same order, each with peers of its own."""
         if (one, other) not in self._same:
-            self._same[one, other] = do_the_same(self.actions.get(one), self.actions.get(other))
+            self._same[one, other] = same_actions(self.actions.get(one), self.actions.get(other))
         return self._same[one, other]
 
     def translate(self, action: A, group: int) -> A:
@@ -78,7 +78,7 @@ class Program:
             case Share(edge, mb, payload):
                 return type(action)(edge, self.shift(mb, group), payload)
             case Send(edge, src, dst, peer, payload) | Recv(edge, src, dst, peer, payload):
-                there = self.symmetry.ranks[group][peer]
+                there = self.symmetry.mirrors[group][peer]
                 return type(action)(edge, self.shift(src, group), self.shift(dst, group), there, payload)
         return action
 

@@ -8,7 +8,18 @@ from collections.abc import Iterable, Sequence
 from typing import overload
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.ir.actions import Action, Backward, Compute, Direction, Fill, Forward, Part, Partial, Pass, Task
+from mmtrain.program.ir.actions import (
+    Action,
+    AtomicAction,
+    Backward,
+    Compute,
+    ComputeTask,
+    Direction,
+    Fill,
+    Forward,
+    Partial,
+    Pass,
+)
 from mmtrain.program.ir.graph import StageGraph, StageId
 
 
@@ -18,7 +29,7 @@ def num_segments(graph: StageGraph, stage: StageId) -> int:
     return sum(pieces) if pieces else hi - lo
 
 
-def segments_of(graph: StageGraph, stage: StageId) -> Sequence[tuple[int, int]]:
+def segment_layers(graph: StageGraph, stage: StageId) -> Sequence[tuple[int, int]]:
     """Of each segment the layer that it belongs to, counted from the stage's first, and the piece of it that it is."""
     lo, hi = graph.stage(stage).layers
     pieces = graph.stage(stage).pieces or (1,) * (hi - lo)
@@ -26,10 +37,10 @@ def segments_of(graph: StageGraph, stage: StageId) -> Sequence[tuple[int, int]]:
 
 
 @overload
-def parts(graph: StageGraph, action: Task) -> tuple[Compute, ...]: ...
+def expand(graph: StageGraph, action: ComputeTask) -> tuple[Compute, ...]: ...
 @overload
-def parts(graph: StageGraph, action: Action) -> tuple[Part, ...]: ...
-def parts(graph: StageGraph, action: Action) -> tuple[Part, ...]:
+def expand(graph: StageGraph, action: Action) -> tuple[AtomicAction, ...]: ...
+def expand(graph: StageGraph, action: Action) -> tuple[AtomicAction, ...]:
     """What a rank does for an action, one thing after another: a `Fill` is its host in two parts around the gap.
 
     Raises:
@@ -48,9 +59,9 @@ def parts(graph: StageGraph, action: Action) -> tuple[Part, ...]:
     return (first, *action.partials, second)
 
 
-def flat(graph: StageGraph, actions: Iterable[Action]) -> tuple[Part, ...]:
-    """Everything a rank does, one thing after another; see `parts`."""
-    return tuple(part for action in actions for part in parts(graph, action))
+def expand_all(graph: StageGraph, actions: Iterable[Action]) -> tuple[AtomicAction, ...]:
+    """Everything a rank does, one thing after another; see `expand`."""
+    return tuple(part for action in actions for part in expand(graph, action))
 
 
 def direction(action: Compute) -> Direction:
@@ -60,23 +71,23 @@ def direction(action: Compute) -> Direction:
     return "F" if isinstance(action, Forward) else "B"
 
 
-def begun(graph: StageGraph, action: Compute) -> Pass | None:
+def started_pass(graph: StageGraph, action: Compute) -> Pass | None:
     """The forward or backward that the action begins, or is; None for a later part of one."""
     if not isinstance(action, Partial):
         return action
     begins = action.lo == 0 if action.kind == "F" else action.hi == num_segments(graph, action.stage)
-    return whole(action) if begins and action.kind != "BW" else None
+    return pass_of(action) if begins and action.kind != "BW" else None
 
 
-def ended(graph: StageGraph, action: Compute) -> Pass | None:
+def finished_pass(graph: StageGraph, action: Compute) -> Pass | None:
     """The forward or backward that the action ends, or is; None for an earlier part of one."""
     if not isinstance(action, Partial):
         return action
     ends = action.hi == num_segments(graph, action.stage) if action.kind == "F" else action.lo == 0
-    return whole(action) if ends and action.kind != "BW" else None
+    return pass_of(action) if ends and action.kind != "BW" else None
 
 
-def whole(part: Compute) -> Pass:
+def pass_of(part: Compute) -> Pass:
     """The forward or backward that the action is a part of, or is."""
     if not isinstance(part, Partial):
         return part

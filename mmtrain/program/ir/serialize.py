@@ -94,7 +94,7 @@ def action_from_text(line: str) -> Action:
     raise ValueError("no such action")
 
 
-def to_text(program: Program) -> str:
+def program_to_text(program: Program) -> str:
     """Print a program: a line `rank N` before each rank's actions."""
     lines = []
     for rank, actions in program.actions.items():
@@ -102,7 +102,7 @@ def to_text(program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def from_text(text: str, graph: StageGraph) -> Program:
+def program_from_text(text: str, graph: StageGraph) -> Program:
     """Read a program of `graph` back. Empty lines are skipped.
 
     Raises:
@@ -139,7 +139,7 @@ def graph_to_json(graph: StageGraph) -> str:
                     "trainable": stage.trainable,
                     "recompute": sorted(stage.recompute),
                     "pieces": stage.pieces,
-                    "sliced": stage.sliced,
+                    "sliced": stage.sp,
                 }
                 for stage in graph.stages
             ],
@@ -177,7 +177,7 @@ def _stage_from_json(stage: dict[str, Any]) -> Stage:
         trainable=stage["trainable"],
         recompute=frozenset(stage["recompute"]),
         pieces=tuple(stage["pieces"]),
-        sliced=stage["sliced"],
+        sp=stage["sliced"],
     )
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from mmtrain.balance.batch_meta import BatchMeta
 from mmtrain.costs.cost_model import TokenLoad
-from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph, UnitMesh, block_sizes
+from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph, UnitMesh, microbatches_per_block
 
 IntArray = npt.NDArray[np.int64]
 
@@ -99,7 +99,7 @@ def _route(graph: StageGraph, src: str, dst: str, meta: BatchMeta) -> Route:
     items = meta.items[unit]
     unit_slot = _slots(graph.mesh(unit), items.replica, items.index)
     llm_slot = _slots(graph.mesh(LLM), meta.replica, meta.index)[items.sample]
-    own, other = block_sizes(graph.mesh(unit).num_microbatches, graph.mesh(LLM).num_microbatches)
+    own, other = microbatches_per_block(graph.mesh(unit).num_microbatches, graph.mesh(LLM).num_microbatches)
     in_block = items.index // own == meta.index[items.sample] // other
     assert in_block.all(), "the batch was laid out for other numbers of microbatches"
     by_sample = np.lexsort((items.position, items.sample))

@@ -12,8 +12,8 @@ from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 class Symmetry:
     """Where each rank stands: its replica group, and the rank of group 0 whose place it takes in its own group."""
 
-    place: Mapping[int, tuple[int, int]]  # rank -> (group, rank of group 0)
-    ranks: tuple[Mapping[int, int], ...]  # per group: rank of group 0 -> rank of this group
+    location: Mapping[int, tuple[int, int]]  # rank -> (group, rank of group 0)
+    mirrors: tuple[Mapping[int, int], ...]  # per group: rank of group 0 -> rank of this group
 
 
 def symmetry(graph: StageGraph) -> Symmetry:

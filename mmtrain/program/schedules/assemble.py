@@ -7,10 +7,10 @@ from mmtrain.program.ir.graph import StageGraph
 from mmtrain.program.ir.program import Program
 from mmtrain.program.schedules.builder import ScheduleKind, build_compute
 from mmtrain.program.schedules.lower import lower
-from mmtrain.program.verify.check import MemoryLimit, check
+from mmtrain.program.verify.check import MemoryLimit, check_program
 
 
-def build(
+def build_program(
     graph: StageGraph,
     memory: MemoryLimit | None = None,
     kind: ScheduleKind = "1f1b",
@@ -28,11 +28,11 @@ def build(
     program = build_compute(graph, kind, order)
     lowered = lower(program)
     try:
-        check(lowered, memory)
+        check_program(lowered, memory)
     except ProgramError:
         if kind != "explicit":
             raise
         # Ranks that end their work on two encoders in different orders would wait for each other's reductions.
         lowered = lower(program, reduce_last=True)
-        check(lowered, memory)
+        check_program(lowered, memory)
     return lowered

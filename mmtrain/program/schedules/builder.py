@@ -1,13 +1,13 @@
 """Builders write the order of compute actions; `lower` adds the communication.
 
-1F1B (one forward, one backward; PipeDream-Flush, Megatron-LM) over a stage graph, position by position from its end.
-A rank runs the forwards of a wave (mostly one microbatch) for all its stages, sources first, and the backwards in
-reverse. It starts with as many waves of forwards as must be `ahead` of the first that comes back, then alternates one
+1F1B (one forward, one backward; PipeDream-Flush, Megatron-LM) over a stage graph, position by position from its end. A
+rank runs the forwards of a wave (mostly one microbatch) for all its stages, sources first, and the backwards in
+reverse. It starts with as many waves of forwards as must be ahead of the first that comes back, then alternates one
 wave of forwards with one of backwards, and ends with the backwards that are left. In a plain pipeline of equal numbers
-of microbatches, `ahead` counts the positions that follow. The LLM keeps this order whatever feeds it; units with other
-numbers of microbatches run when it needs their outputs and returns their gradients, and hold no more than `ahead` says
-(see `paces`). Where the path goes round the same ranks several times (vpp chunks), they interleave: see
-`Position.turns`.
+of microbatches, that number (`num_warmup_waves`) counts the positions that follow. The LLM keeps this order whatever
+feeds it; units with other numbers of microbatches run when it needs their outputs and returns their gradients, and hold
+no more than that (see `pacing`). Where the path goes round the same ranks several times (vpp chunks), they interleave:
+see `PipelinePosition.passes`.
 
 No deadlock: let B(w) be a position's backward of wave w, and let need be how far beyond w the forwards reach without
 which its gradients cannot come. By its own order a forward F(f) waits for B(f - ahead - 1) and what lies before. That
@@ -23,13 +23,13 @@ from dataclasses import replace
 from typing import Literal
 
 from mmtrain.errors import ProgramError
-from mmtrain.program.ir.actions import Backward, Compute, Fill, Forward, Task
+from mmtrain.program.ir.actions import Backward, Compute, ComputeTask, Fill, Forward
 from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph, StageId
 from mmtrain.program.ir.program import Program
-from mmtrain.program.ir.segments import direction, parts
+from mmtrain.program.ir.segments import direction, expand
 from mmtrain.program.ir.serialize import action_from_text
 from mmtrain.program.ir.symmetry import symmetry
-from mmtrain.program.schedules.pipeline_positions import Position, positions
+from mmtrain.program.schedules.pipeline_positions import PipelinePosition, find_positions
 
 ScheduleKind = Literal["1f1b", "coarse", "explicit"]
 _WANTED = (
@@ -67,7 +67,7 @@ def build_1f1b(graph: StageGraph, ranks: Sequence[int] | None = None) -> Program
     Raises:
         ProgramError: the graph's parts do not fit together.
     """
-    ranks = sorted(symmetry(graph).ranks[0]) if ranks is None else ranks
+    ranks = sorted(symmetry(graph).mirrors[0]) if ranks is None else ranks
     order = _one_f_one_b(graph, ranks)
     return Program(
         graph,
@@ -91,7 +91,7 @@ def build_coarse(graph: StageGraph, ranks: Sequence[int] | None = None) -> Progr
     Raises:
         ProgramError: the graph's parts do not fit together.
     """
-    ranks = sorted(symmetry(graph).ranks[0]) if ranks is None else ranks
+    ranks = sorted(symmetry(graph).mirrors[0]) if ranks is None else ranks
     encoders = {e.src.unit for e in graph.edges if e.crosses_units and e.dst.unit == LLM}
     around = _one_f_one_b(_only(graph, encoders), ranks)
     between = _one_f_one_b(_only(graph, {m.unit for m in graph.meshes} - encoders), ranks)
@@ -119,35 +119,35 @@ def build_explicit(graph: StageGraph, order: Mapping[int, Sequence[str]]) -> Pro
         ProgramError: a line is no compute, or speaks of a stage, microbatch or gap that there is not. Whether the
             order is complete, and runs, is for `check` to say.
     """
-    compute: dict[int, tuple[Task, ...]] = {}
+    compute: dict[int, tuple[ComputeTask, ...]] = {}
     for rank, lines in order.items():
         tasks = [_task_from_text(graph, rank, at, line) for at, line in enumerate(lines)]
         compute[rank] = tuple(kept for task in tasks for kept in _needed(graph, task))
     return Program(graph, compute)
 
 
-def in_flight(graph: StageGraph) -> dict[StageId, int]:
+def in_flight_microbatches(graph: StageGraph) -> dict[StageId, int]:
     """Count, for each stage, the microbatches that 1F1B holds between forward and backward at most.
 
     In a plain pipeline of equal numbers of microbatches: one, and one for each position after the stage on the longest
     path to the end, but no more than there are.
     """
-    return {stage: count for position in positions(graph) for stage, count in position.in_flight().items()}
+    return {stage: count for position in find_positions(graph) for stage, count in position.in_flight().items()}
 
 
-def _task_from_text(graph: StageGraph, rank: int, at: int, line: str) -> Task:
+def _task_from_text(graph: StageGraph, rank: int, at: int, line: str) -> ComputeTask:
     where = f"order of rank {rank}, line {at}: {line!r}"
     try:
         task = action_from_text(line)
     except ValueError as error:
         raise ProgramError(f"{where}: {error}; {_WANTED}") from error
-    if not isinstance(task, Task):
+    if not isinstance(task, ComputeTask):
         raise ProgramError(f"{where} is no compute; {_WANTED}")
     for part in (task.host, *task.partials) if isinstance(task, Fill) else (task,):
         if problem := _stranger(graph, part):
             raise ProgramError(f"{where}: {problem}")
     try:
-        parts(graph, task)
+        expand(graph, task)
     except ProgramError as error:
         raise ProgramError(f"{where}: {error}") from error
     return task
@@ -165,9 +165,9 @@ def _stranger(graph: StageGraph, part: Compute) -> str | None:
     return None
 
 
-def _needed(graph: StageGraph, task: Task) -> tuple[Task, ...]:
+def _needed(graph: StageGraph, task: ComputeTask) -> tuple[ComputeTask, ...]:
     """The task without backwards that nobody needs; what stays of a filled gap stays in its order."""
-    found = parts(graph, task)
+    found = expand(graph, task)
     kept = tuple(part for part in found if direction(part) == "F" or graph.needs_backward(part.stage))
     return (task,) if len(kept) == len(found) else kept
 
@@ -185,9 +185,9 @@ def _only(graph: StageGraph, units: set[str]) -> StageGraph:
 def _one_f_one_b(graph: StageGraph, ranks: Iterable[int]) -> dict[int, list[Compute]]:
     """Compute of each rank in the order of 1F1B, with a backward for every forward."""
     places = {
-        stage: (position, k % position.num_places)
-        for position in positions(graph)
-        for k, part in enumerate(position.parts)
+        stage: (position, k % position.num_pipeline_ranks)
+        for position in find_positions(graph)
+        for k, part in enumerate(position.virtual_stages)
         for stage in part
     }
     order: dict[int, list[Compute]] = {}
@@ -197,13 +197,13 @@ def _one_f_one_b(graph: StageGraph, ranks: Iterable[int]) -> dict[int, list[Comp
     return order
 
 
-def _turn_by_turn(replica_of: dict[StageId, int], position: Position, place: int) -> Iterable[Compute]:
+def _turn_by_turn(replica_of: dict[StageId, int], position: PipelinePosition, place: int) -> Iterable[Compute]:
     chunks = [
-        [(stage, replica_of[stage]) for stage in position.part(place, chunk) if stage in replica_of]
+        [(stage, replica_of[stage]) for stage in position.stages_at(place, chunk) if stage in replica_of]
         for chunk in range(position.num_chunks)
     ]
-    for is_forward, chunk, wave in position.turns(place):
+    for is_forward, chunk, wave in position.passes(place):
         for stage, replica in chunks[chunk] if is_forward else reversed(chunks[chunk]):
-            for index in position.paces[stage.unit].due(is_forward, wave):
+            for index in position.pacing[stage.unit].due(is_forward, wave):
                 mb = Microbatch(stage.unit, replica, index)
                 yield Forward(stage, mb) if is_forward else Backward(stage, mb)

@@ -2,21 +2,21 @@
 
 from collections.abc import Sequence
 
-from mmtrain.program.ir.actions import Action, GatherParams, Recv, ReduceGrads, ReduceShared, Step, Task
+from mmtrain.program.ir.actions import Action, ComputeTask, GatherParams, Recv, ReduceGrads, ReduceShared, Step
 from mmtrain.program.ir.data_dependencies import (
     EMBEDDINGS,
     holds_shared_embeddings,
-    receives,
-    sends,
-    shares,
+    recvs_before,
+    sends_after,
+    shares_before,
     trained_units,
 )
 from mmtrain.program.ir.graph import LLM, StageGraph
 from mmtrain.program.ir.program import Program
-from mmtrain.program.ir.segments import direction, parts
-from mmtrain.program.verify.channels import in_channel_order
+from mmtrain.program.ir.segments import direction, expand
+from mmtrain.program.verify.channels import order_receives
 
-PIECES_AHEAD = 32  # actions by which a receive is posted ahead where they may be pieces: those of a few layers
+RECV_LOOKAHEAD_PIECES = 32  # actions by which a receive is posted ahead where they may be pieces: those of a few layers
 
 
 def lower(program: Program, reduce_last: bool = False) -> Program:
@@ -32,14 +32,14 @@ def lower(program: Program, reduce_last: bool = False) -> Program:
     """
     graph, actions = program.graph, program.actions
     return Program(
-        graph, in_channel_order({rank: _lower_rank(graph, rank, todo, reduce_last) for rank, todo in actions.items()})
+        graph, order_receives({rank: _lower_rank(graph, rank, todo, reduce_last) for rank, todo in actions.items()})
     )
 
 
 def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action], reduce_last: bool) -> list[Action]:
-    compute = [a for a in actions if isinstance(a, Task)]
-    ahead = PIECES_AHEAD if any(stage.pieces for stage in graph.stages) else 1
-    posts: list[list[Recv]] = [receives(graph, rank, action) for action in compute]
+    compute = [a for a in actions if isinstance(a, ComputeTask)]
+    ahead = RECV_LOOKAHEAD_PIECES if any(stage.pieces for stage in graph.stages) else 1
+    posts: list[list[Recv]] = [recvs_before(graph, rank, action) for action in compute]
     units = trained_units(graph, rank)
     last = {unit: at for at, task in enumerate(compute) for unit in _backward_units(graph, task)}
     if reduce_last:
@@ -47,9 +47,9 @@ def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action], reduce_
     out: list[Action] = [recv for early in posts[:ahead] for recv in early]
     for at, action in enumerate(compute):
         out += posts[at + ahead] if at + ahead < len(posts) else ()
-        out += shares(graph, action)
+        out += shares_before(graph, action)
         out.append(action)
-        out += sends(graph, rank, action)
+        out += sends_after(graph, rank, action)
         for unit in units:
             if last.get(unit) == at:
                 # Before the reduction, after which each replica holds only its own shard of the gradient.
@@ -58,6 +58,6 @@ def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action], reduce_
     return [*out, Step(), *(GatherParams(unit) for unit in units)]
 
 
-def _backward_units(graph: StageGraph, task: Task) -> set[str]:
+def _backward_units(graph: StageGraph, task: ComputeTask) -> set[str]:
     """Units on whose gradients the task works."""
-    return {part.stage.unit for part in parts(graph, task) if direction(part) == "B"}
+    return {part.stage.unit for part in expand(graph, task) if direction(part) == "B"}

@@ -4,39 +4,39 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mmtrain.program.simulation.sim_graph import Tracks
+from mmtrain.program.simulation.sim_graph import SimGraph
 
 
 @dataclass(frozen=True)
-class Moments:
+class EventTimes:
     """When jobs and parcels began and ended, in seconds; -1 for a job that never began.
 
-    `moved` has, for each track, what its communication stream did, in order: a parcel p as p, a job j as -1 - j.
+    `stream_order` has, for each track, what its communication stream did, in order: a parcel p as p, a job j as -1 - j.
     """
 
-    began: Sequence[float]  # by job, the begin of the step last
+    started: Sequence[float]  # by job, the begin of the step last
     ended: Sequence[float]
-    left: Sequence[float]  # by parcel
+    departed: Sequence[float]  # by parcel
     arrived: Sequence[float]
-    moved: Sequence[Sequence[int]]
+    stream_order: Sequence[Sequence[int]]
     under_way: Mapping[int, float]  # by job: seconds of the collective that it left
 
 
-def replay(
-    tracks: Tracks, seconds: Sequence[float], transit: Sequence[float | None], under_way: Mapping[int, float]
-) -> Moments:
+def run_events(
+    tracks: SimGraph, seconds: Sequence[float], transit: Sequence[float | None], under_way: Mapping[int, float]
+) -> EventTimes:
     """Run all tracks from the begin of the step until none can go on.
 
     seconds: of each job. transit: seconds of each parcel, none where there is nothing to send. under_way: seconds for
-    which the jobs in `tracks.resumed` keep those that resume them waiting.
+    which the jobs in `sim_graphs.resumed_by` keep those that resume them waiting.
 
     Events are (time, tie-breaker, job): a job that ends, or as -1 - job a collective whose members are there and may
     have to wait for their communication streams. A job is known to begin as soon as the last thing it waits for has a
     time, so a forward or backward is one event however many ranks run it.
     """
-    num_jobs, visits, visits_of = len(tracks.jobs), tracks.visits, tracks.visits_of
+    num_jobs, visits, visits_of = len(tracks.tasks), tracks.participations, tracks.participations_of
     sender, reader = tracks.sender, tracks.reader
-    missing, computes, resumed = list(tracks.waits), tracks.computes, tracks.resumed
+    missing, computes, resumed = list(tracks.num_dependencies), tracks.is_compute, tracks.resumed_by
     ready = [0.0] * num_jobs  # the latest time of what a job waits for, as far as it is known
     began, ended = [-1.0] * (num_jobs + 1), [-1.0] * (num_jobs + 1)
     left, arrived = [-1.0] * len(sender), [-1.0] * len(sender)
@@ -50,7 +50,7 @@ def replay(
         now, _, job = pop(events)
         if job < 0:  # a collective's members are there
             job = -1 - job
-            members = [visits[v].track for v in visits_of[job]]
+            members = [visits[v].sim_rank for v in visits_of[job]]
             begin = max([now, *[free[t] for t in members]])
             began[job], ended[job] = begin, begin + seconds[job]
             for track in members:
@@ -74,8 +74,8 @@ def replay(
                     free[track] = arrived[parcel] = begin + takes
                     moved[track].append(parcel)
                 if reader[parcel] >= 0:
-                    came.append((visits[reader[parcel]].job, arrived[parcel]))
-            came.append((visits[v + 1].job, now))
+                    came.append((visits[reader[parcel]].task, arrived[parcel]))
+            came.append((visits[v + 1].task, now))
         for other, when in came:
             if other < 0:
                 continue
@@ -90,4 +90,4 @@ def replay(
                     push(events, (ended[other], num_events, other))
                 else:
                     push(events, (begin, num_events, -1 - other))
-    return Moments(began, ended, left, arrived, moved, under_way)
+    return EventTimes(began, ended, left, arrived, moved, under_way)

@@ -14,23 +14,23 @@ from mmtrain.program.ir.data_dependencies import shared_embedding_stages
 from mmtrain.program.ir.graph import Stage, StageGraph, StageId
 from mmtrain.program.ir.symmetry import symmetry
 
-LinkOf = Callable[[tuple[int, ...]], Hashable]  # what costs among these ranks depend on
-Seat = tuple[
+LinkClass = Callable[[tuple[int, ...]], Hashable]  # what costs among these ranks depend on
+RankRole = tuple[
     tuple[StageId, int, bool], ...
 ]  # the (stage, replica) that a rank holds, and if it speaks for the TP group
-Same = Callable[[int, int], bool]  # whether two ranks do the same
-Thread = dict[Seat, int]  # the ranks of a thread by where they sit
+SameActions = Callable[[int, int], bool]  # whether two ranks do the same
+RanksByRole = dict[RankRole, int]  # the ranks of a thread by where they sit
 
 
-class _Tie(NamedTuple):
+class _Connection(NamedTuple):
     """Ranks that exchange messages, or that are in one collective besides those of their TP groups."""
 
     ranks: tuple[int, ...]  # of group 0
     group: tuple[int, ...]  # of all replica groups
 
 
-def twins(
-    graph: StageGraph, ranks: Collection[int], same: Same, mirrors: Sequence[Mapping[int, int]], link: LinkOf
+def equivalent_ranks(
+    graph: StageGraph, ranks: Collection[int], same: SameActions, mirrors: Sequence[Mapping[int, int]], link: LinkClass
 ) -> dict[int, tuple[int, ...]]:
     """Return, for each of `ranks` (of group 0) to follow, the ranks that do as it does, itself first.
 
@@ -40,7 +40,7 @@ def twins(
     do the same. Twins that are not among `ranks` are taken to do as those that are.
     """
     ties, seats = list(_ties(graph)), _seats(graph)
-    alike: defaultdict[frozenset[object], list[Thread]] = defaultdict(list)
+    alike: defaultdict[frozenset[object], list[RanksByRole]] = defaultdict(list)
     for members, own in _threads(seats, ties):
         thread = {seats[rank]: rank for rank in members}
         alone = members if len(thread) < len(members) or _visits_twice(thread) else ()
@@ -56,16 +56,16 @@ def twins(
     return {rank: found[rank] for rank in sorted(found) if rank in ranks}
 
 
-def leaders(graph: StageGraph, link: LinkOf) -> tuple[int, ...]:
+def representative_ranks(graph: StageGraph, link: LinkClass) -> tuple[int, ...]:
     """Ranks of group 0 whose actions are enough to simulate all groups: others do as one of them.
 
     True of programs that give ranks which hold the same stages the same order, as builders do.
     """
-    mirrors = symmetry(graph).ranks
-    return tuple(twins(graph, mirrors[0], lambda one, other: True, mirrors, link))
+    mirrors = symmetry(graph).mirrors
+    return tuple(equivalent_ranks(graph, mirrors[0], lambda one, other: True, mirrors, link))
 
 
-def _seats(graph: StageGraph) -> dict[int, Seat]:
+def _seats(graph: StageGraph) -> dict[int, RankRole]:
     speaks = {sid for e in graph.edges if e.crosses_units for sid in (e.src, e.dst)}
     held: defaultdict[int, list[tuple[StageId, int, bool]]] = defaultdict(list)
     for stage in graph.stages:
@@ -80,13 +80,13 @@ def _tp_groups(graph: StageGraph, stage: Stage) -> tuple[tuple[int, ...], ...]:
     return stage.tp_groups[: graph.mesh(stage.id.unit).dp // graph.num_groups]
 
 
-def _visits_twice(thread: Thread) -> bool:
+def _visits_twice(thread: RanksByRole) -> bool:
     """Whether two ranks of the thread sit in one TP group."""
     tp_groups = [(stage, replica) for seat in thread for stage, replica, _ in seat]
     return len(set(tp_groups)) < len(tp_groups)
 
 
-def _ties(graph: StageGraph) -> Iterator[_Tie]:
+def _ties(graph: StageGraph) -> Iterator[_Connection]:
     pairs = {
         pair: None
         for e in graph.edges
@@ -94,7 +94,7 @@ def _ties(graph: StageGraph) -> Iterator[_Tie]:
         for src, dst in zip(_tp_groups(graph, graph.stage(e.src)), _tp_groups(graph, graph.stage(e.dst)), strict=True)
         for pair in zip(src, dst, strict=True)
     }
-    yield from (_Tie(pair, pair) for pair in pairs)
+    yield from (_Connection(pair, pair) for pair in pairs)
     seen = set()
     for stage in graph.stages:
         key = (stage.id.unit, stage.tp_groups)
@@ -102,13 +102,15 @@ def _ties(graph: StageGraph) -> Iterator[_Tie]:
             seen.add(key)
             here = zip(*_tp_groups(graph, stage), strict=True)
             groups = zip(*stage.tp_groups, strict=True)
-            yield from (_Tie(ranks, group) for ranks, group in zip(here, groups, strict=True))
+            yield from (_Connection(ranks, group) for ranks, group in zip(here, groups, strict=True))
     ends = [_tp_groups(graph, graph.stage(sid)) for sid in shared_embedding_stages(graph)]
     for tp_groups in zip(*ends, strict=True):
-        yield from (_Tie(ranks, ranks) for ranks in zip(*tp_groups, strict=True))
+        yield from (_Connection(ranks, ranks) for ranks in zip(*tp_groups, strict=True))
 
 
-def _threads(seats: Mapping[int, Seat], ties: Sequence[_Tie]) -> Iterator[tuple[list[int], list[_Tie]]]:
+def _threads(
+    seats: Mapping[int, RankRole], ties: Sequence[_Connection]
+) -> Iterator[tuple[list[int], list[_Connection]]]:
     """Sets of ranks that ties join, with their ties."""
     thread: dict[int, list[int]] = {rank: [rank] for rank in sorted(seats)}
     for tie in ties:
@@ -117,19 +119,19 @@ def _threads(seats: Mapping[int, Seat], ties: Sequence[_Tie]) -> Iterator[tuple[
                 small, large = sorted((thread[one], thread[two]), key=len)
                 large += small
                 thread.update(dict.fromkeys(small, large))
-    own: defaultdict[int, list[_Tie]] = defaultdict(list)
+    own: defaultdict[int, list[_Connection]] = defaultdict(list)
     for tie in ties:
         own[id(thread[tie.ranks[0]])].append(tie)
     yield from ((ranks, own[key]) for key, ranks in {id(ranks): ranks for ranks in thread.values()}.items())
 
 
-def _links(tie: _Tie, mirrors: Sequence[Mapping[int, int]], link: LinkOf) -> list[Hashable]:
+def _links(tie: _Connection, mirrors: Sequence[Mapping[int, int]], link: LinkClass) -> list[Hashable]:
     if len(tie.group) > len(tie.ranks):
         return [link(tuple(sorted(tie.group)))]
     return [link(tuple(mirror[rank] for rank in tie.ranks)) for mirror in mirrors]
 
 
-def _doing_the_same(threads: Sequence[Thread], same: Same) -> Iterator[list[Thread]]:
+def _doing_the_same(threads: Sequence[RanksByRole], same: SameActions) -> Iterator[list[RanksByRole]]:
     """Put threads together whose ranks do the same."""
     left = list(threads)
     while left:
@@ -139,7 +141,7 @@ def _doing_the_same(threads: Sequence[Thread], same: Same) -> Iterator[list[Thre
         left = [t for t in left if t not in alike]
 
 
-def do_the_same(one: Sequence[Action] | None, two: Sequence[Action] | None) -> bool:
+def same_actions(one: Sequence[Action] | None, two: Sequence[Action] | None) -> bool:
     """Whether two ranks do the same things in the same order, each with peers of its own."""
     if one is None or two is None:
         return False

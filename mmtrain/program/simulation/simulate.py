@@ -16,13 +16,13 @@ from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import Compute, Partial, Send
 from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.serialize import action_to_text
-from mmtrain.program.simulation.event_loop import Moments, replay
-from mmtrain.program.simulation.sim_graph import Job, Tracks, tracks
-from mmtrain.program.simulation.timing import NOTHING, Timing, Transport
-from mmtrain.program.trace.bubble_accounting import Account
+from mmtrain.program.simulation.event_loop import EventTimes, run_events
+from mmtrain.program.simulation.sim_graph import SimGraph, SimTask, build_sim_graph
+from mmtrain.program.simulation.timing import NO_TRANSFER, Timing, TransferCost
+from mmtrain.program.trace.bubble_accounting import BubbleAccount
 from mmtrain.program.trace.critical_path import critical_path
-from mmtrain.program.trace.timeline import BubbleKind, Later, Span, Timeline
-from mmtrain.program.verify.live_activations import peak
+from mmtrain.program.trace.timeline import BubbleKind, LazySpans, Span, Timeline
+from mmtrain.program.verify.live_activations import peak_of_events
 
 T = TypeVar("T")
 
@@ -33,83 +33,87 @@ def simulate(program: Program, timing: Timing, num_groups: int = 1) -> Timeline:
     One group stands for all when their loads are alike: it then waits for its own members of data-parallel
     collectives only, though these are timed at their full size. With different loads simulate them all.
 
-    Of ranks that do the same, one is followed (see `twins`). What the bubbles mean is said in `Account`.
+    Of ranks that do the same, one is followed (see `twins`). What the bubbles mean is said in `BubbleAccount`.
 
     Raises:
         ProgramError: the program gets stuck; `check` says why.
     """
-    met = tracks(program, num_groups, timing.link)
-    costs = [_cost(timing, job) if job else NOTHING for job in met.jobs]
-    transits = [timing.message(parcel.senders[0], parcel.send) for parcel in met.parcels]
+    met = build_sim_graph(program, num_groups, timing.link_class)
+    costs = [_cost(timing, job) if job else NO_TRANSFER for job in met.tasks]
+    transits = [timing.message(parcel.senders[0], parcel.send) for parcel in met.messages]
     if any(transit.posting_s for transit in transits):
         costs = _with_posting(met, costs, transits)
-    under_way = {job: _left_under_way(timing, met.jobs[job]) for job in met.resumed}
-    moments = replay(met, [c.seconds for c in costs], [t.seconds if t.nbytes else None for t in transits], under_way)
+    under_way = {job: _left_under_way(timing, met.tasks[job]) for job in met.resumed_by}
+    moments = run_events(
+        met, [c.seconds for c in costs], [t.seconds if t.nbytes else None for t in transits], under_way
+    )
     _refuse_stuck(met, moments)
     step_time = max(moments.ended)
     bubbles = [_bubbles(met, track, moments, step_time) for track in range(len(met.ranks))]
-    memory = [peak(borders, timing.activation_bytes)[0] for borders in met.borders]
+    memory = [peak_of_events(borders, timing.activation_bytes)[0] for borders in met.activation_events]
     return Timeline(
-        spans=Later(partial(_spans, met, moments, costs, transits)),
+        spans=LazySpans(partial(_spans, met, moments, costs, transits)),
         step_time_s=step_time,
         bubbles=_by_rank(met, bubbles),
         peak_memory_bytes=_by_rank(met, memory),
         simulated=True,
         pipeline_ranks={mesh.unit: mesh.pp for mesh in program.graph.meshes},
-        critical_path=Later(partial(critical_path, met, moments, costs, transits)),
+        critical_path=LazySpans(partial(critical_path, met, moments, costs, transits)),
     )
 
 
-def _cost(timing: Timing, job: Job) -> Transport:
+def _cost(timing: Timing, job: SimTask) -> TransferCost:
     if isinstance(job.action, Compute):
-        return Transport(timing.compute(job.action), 0)
+        return TransferCost(timing.compute(job.action), 0)
     return timing.collective(job.rank, job.action, job.group)
 
 
-def _with_posting(met: Tracks, costs: Sequence[Transport], transits: Sequence[Transport]) -> list[Transport]:
+def _with_posting(met: SimGraph, costs: Sequence[TransferCost], transits: Sequence[TransferCost]) -> list[TransferCost]:
     """Forwards and backwards take as long, and then until the messages behind them are posted, by the slowest rank."""
-    posting = [0.0] * (len(met.jobs) + 1)
-    for visit in met.visits:
-        if visit.job >= 0 and visit.posts:
+    posting = [0.0] * (len(met.tasks) + 1)
+    for visit in met.participations:
+        if visit.task >= 0 and visit.posts:
             own = sum(transits[parcel].posting_s for parcel in visit.posts)
-            posting[visit.job] = max(posting[visit.job], own)
+            posting[visit.task] = max(posting[visit.task], own)
     return [
         cost._replace(seconds=cost.seconds + posting[job]) if computes else cost
-        for job, (cost, computes) in enumerate(zip(costs, met.computes, strict=True))
+        for job, (cost, computes) in enumerate(zip(costs, met.is_compute, strict=True))
     ]
 
 
-def _left_under_way(timing: Timing, job: Job | None) -> float:
+def _left_under_way(timing: Timing, job: SimTask | None) -> float:
     assert job is not None
     assert isinstance(job.action, Partial)
     return timing.left_under_way(job.action)
 
 
-def _by_rank(met: Tracks, values: Sequence[T]) -> dict[int, T]:
+def _by_rank(met: SimGraph, values: Sequence[T]) -> dict[int, T]:
     """What is true of a track, for all ranks on it."""
     found = {rank: value for ranks, value in zip(met.ranks, values, strict=True) for rank in ranks}
     return dict(sorted(found.items()))
 
 
-def _bubbles(met: Tracks, track: int, moments: Moments, step_time_s: float) -> dict[BubbleKind, float]:
-    path = list(met.path(track))
-    account = Account.of(job.action for _, job in path)
+def _bubbles(met: SimGraph, track: int, moments: EventTimes, step_time_s: float) -> dict[BubbleKind, float]:
+    path = list(met.tasks_of(track))
+    account = BubbleAccount.for_actions(job.action for _, job in path)
     for number, job in path:
-        account.book(job.action, moments.began[number], moments.ended[number] - moments.began[number])
+        account.add(job.action, moments.started[number], moments.ended[number] - moments.started[number])
     account.close(step_time_s)
     return account.bubbles
 
 
 def _spans(
-    met: Tracks, moments: Moments, costs: Sequence[Transport], transits: Sequence[Transport]
+    met: SimGraph, moments: EventTimes, costs: Sequence[TransferCost], transits: Sequence[TransferCost]
 ) -> tuple[Span, ...]:
     """All that the ranks do, in the order of its start."""
     spans = []
     for track, ranks in enumerate(met.ranks):
-        for number, job in met.path(track):
-            begin, (seconds, nbytes, _) = moments.began[number], costs[number]
+        for number, job in met.tasks_of(track):
+            begin, (seconds, nbytes, _) = moments.started[number], costs[number]
             spans += [Span(rank, begin, seconds, job.action, nbytes) for rank in ranks]
-    for (send, senders, peers), left, (seconds, nbytes, _) in zip(met.parcels, moments.left, transits, strict=True):
+    for (send, senders, peers), left, (seconds, nbytes, _) in zip(
+        met.messages, moments.departed, transits, strict=True
+    ):
         if nbytes:
             for rank, peer in zip(senders, peers, strict=True):
                 action = send if peer == send.peer else Send(send.edge, send.src, send.dst, peer, send.payload)
@@ -117,12 +121,12 @@ def _spans(
     return tuple(sorted(spans, key=lambda span: (span.start_s, span.rank)))
 
 
-def _refuse_stuck(met: Tracks, moments: Moments) -> None:
-    if all(began >= 0 or not of for began, of in zip(moments.began, met.visits_of, strict=True)):
+def _refuse_stuck(met: SimGraph, moments: EventTimes) -> None:
+    if all(began >= 0 or not of for began, of in zip(moments.started, met.participations_of, strict=True)):
         return
     for track, ranks in enumerate(met.ranks):
-        for at, (number, job) in enumerate(met.path(track)):
-            if moments.began[number] < 0:
+        for at, (number, job) in enumerate(met.tasks_of(track)):
+            if moments.started[number] < 0:
                 raise ProgramError(
                     f"simulate: rank {ranks[0]} waits for ever at `{action_to_text(job.action)}`, number {at} of "
                     "what it computes and joins; let check say why"

@@ -22,16 +22,16 @@ from mmtrain.program.ir.actions import (
     Share,
     Step,
 )
-from mmtrain.program.ir.data_dependencies import Flow, needs
+from mmtrain.program.ir.data_dependencies import Flow, input_flows
 from mmtrain.program.ir.graph import LLM, Edge, Microbatch, StageGraph, StageId
-from mmtrain.program.ir.segments import direction, ended
+from mmtrain.program.ir.segments import direction, finished_pass
 from mmtrain.program.ir.step_loads import StepLoads
 
-GRADIENT_BYTES = 4  # gradients are summed in fp32 whatever the parameters are
+BYTES_PER_GRADIENT = 4  # gradients are summed in fp32 whatever the parameters are
 NORM_BYTES = 4  # Step agrees on one number
 
 
-class Held(NamedTuple):
+class StageLayer(NamedTuple):
     """A layer of a stage."""
 
     layer: LayerShape
@@ -39,15 +39,15 @@ class Held(NamedTuple):
     recompute: bool
 
 
-class Content(NamedTuple):
+class StageContent(NamedTuple):
     """What a stage costs by: its layers and how they are shared out. Stages of one `number` cost the same."""
 
     number: int
     tp: int
-    layers: tuple[Held, ...]
+    layers: tuple[StageLayer, ...]
 
 
-class Transport(NamedTuple):
+class TransferCost(NamedTuple):
     """What a message or collective takes and moves. Nothing is sent where `nbytes` is 0."""
 
     seconds: float
@@ -55,7 +55,7 @@ class Transport(NamedTuple):
     posting_s: float = 0.0  # for which each end of a message keeps its rank from computing
 
 
-NOTHING = Transport(0.0, 0)
+NO_TRANSFER = TransferCost(0.0, 0)
 
 
 class Timing(Protocol):
@@ -75,15 +75,15 @@ class Timing(Protocol):
         """
         ...
 
-    def message(self, sender: int, action: Send) -> Transport:
+    def message(self, sender: int, action: Send) -> TransferCost:
         """Cost of a message that `sender` sends."""
         ...
 
-    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
         """Cost of a collective of `group` (global ranks of all replica groups), to which `rank` belongs."""
         ...
 
-    def link(self, ranks: tuple[int, ...]) -> Hashable:
+    def link_class(self, ranks: tuple[int, ...]) -> Hashable:
         """What messages and collectives among these ranks cost by, beside what they move: equal ones cost the same."""
         ...
 
@@ -130,36 +130,36 @@ class ModelTiming:
         """Seconds of the collective that ends the part's last segment."""
         return self._cut(action)[1]
 
-    def message(self, sender: int, action: Send) -> Transport:
+    def message(self, sender: int, action: Send) -> TransferCost:
         """Rows of hidden states inside a unit, or the routed features between units; gradients are as large."""
         nbytes = self._flow_bytes(Flow(action.edge, action.src, action.dst, action.payload))
         same_node = sender // self.ranks_per_node == action.peer // self.ranks_per_node
-        return Transport(self.costs.transfer(nbytes, same_node), nbytes, self._posting_s) if nbytes else NOTHING
+        return TransferCost(self.costs.transfer(nbytes, same_node), nbytes, self._posting_s) if nbytes else NO_TRANSFER
 
-    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> Transport:
+    def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
         """Gradients are reduce-scattered and parameters gathered, as the distributed optimizer does."""
         same_node, size = self._same_node(group), len(group)
         match action:
             case Share(edge, mb, payload):
                 reader = Forward(edge.dst, mb) if payload == "activation" else Backward(edge.src, mb)
-                nbytes = sum(self._flow_bytes(f) for f in needs(self.graph, reader) if f.edge == edge)
+                nbytes = sum(self._flow_bytes(f) for f in input_flows(self.graph, reader) if f.edge == edge)
                 seconds = self.costs.collective("broadcast", nbytes, size, same_node) if nbytes else 0.0
             case ReduceGrads(unit):
-                nbytes = self._trained_parameters(rank, unit) * GRADIENT_BYTES
+                nbytes = self._trained_parameters(rank, unit) * BYTES_PER_GRADIENT
                 seconds = self.costs.collective("reduce_scatter", nbytes, size, same_node)
             case GatherParams(unit):
                 nbytes = self._trained_parameters(rank, unit) * self.element_bytes
                 seconds = self.costs.collective("all_gather", nbytes, size, same_node)
             case ReduceShared():
                 table = self.shape.unit(LLM).layers[0]
-                nbytes = table.vocab * table.hidden // self.graph.mesh(LLM).tp * GRADIENT_BYTES
+                nbytes = table.vocab * table.hidden // self.graph.mesh(LLM).tp * BYTES_PER_GRADIENT
                 seconds = self.costs.collective("all_reduce", nbytes, size, same_node)
             case Step():
                 nbytes = NORM_BYTES
                 seconds = self.costs.collective("all_reduce", nbytes, size, same_node) + self._optimizer_s
-        return Transport(seconds, nbytes)
+        return TransferCost(seconds, nbytes)
 
-    def link(self, ranks: tuple[int, ...]) -> bool:
+    def link_class(self, ranks: tuple[int, ...]) -> bool:
         """Whether they share a node."""
         return self._same_node(ranks)
 
@@ -174,7 +174,7 @@ class ModelTiming:
             )
         return self._kept[key]
 
-    def _seconds(self, kind: PartKind, layers: Sequence[Held], tp: int, load: TokenLoad) -> float:
+    def _seconds(self, kind: PartKind, layers: Sequence[StageLayer], tp: int, load: TokenLoad) -> float:
         seconds = self.costs.seconds
         if kind == "F":
             return sum(seconds(h.layer, tp, load, "forward", input_grad=h.input_grad) for h in layers)
@@ -201,21 +201,21 @@ class ModelTiming:
             each = [
                 p
                 for h, n in zip(content.layers, stage.pieces, strict=True)
-                for p in self._of_layer(kind, h, n, content.tp, load, stage.sliced)
+                for p in self._of_layer(kind, h, n, content.tp, load, stage.sp)
             ]
             sums = [0.0, *accumulate(map(sum, each))]
             self._pieces[key] = sums, [piece.collective_s for piece in each]
         sums, collectives = self._pieces[key]
         last = action.hi - 1 if kind == "F" else action.lo
-        return sums[action.hi] - sums[action.lo], 0.0 if ended(self.graph, action) else collectives[last]
+        return sums[action.hi] - sums[action.lo], 0.0 if finished_pass(self.graph, action) else collectives[last]
 
     def _of_layer(
-        self, kind: PartKind, held: Held, num_pieces: int, tp: int, load: TokenLoad, sliced: bool
+        self, kind: PartKind, held: StageLayer, num_pieces: int, tp: int, load: TokenLoad, sliced: bool
     ) -> tuple[PieceCost, ...]:
         if num_pieces == 1:
             return (PieceCost(self._seconds(kind, (held,), tp, load) if load.tokens else 0.0, 0.0),)
         name: ComputeKind = "forward" if kind == "F" else "backward"
-        return self.costs.pieces(held.layer, tp, load, name, input_grad=held.input_grad, sliced=sliced)
+        return self.costs.pieces(held.layer, tp, load, name, input_grad=held.input_grad, sp=sliced)
 
     @cached_property
     def _pieces(self) -> dict[tuple[int, PartKind, int, int], tuple[list[float], list[float]]]:
@@ -235,15 +235,15 @@ class ModelTiming:
         return max(map(self.costs.optimizer, counts))
 
     @cached_property
-    def _contents(self) -> dict[StageId, Content]:
+    def _contents(self) -> dict[StageId, StageContent]:
         numbers: dict[object, int] = {}
-        found: dict[StageId, Content] = {}
+        found: dict[StageId, StageContent] = {}
         for stage in self.graph.stages:
             unit = stage.id.unit
             layers, wanted = self.shape.unit(unit).layers, self.input_grad[unit]
-            held = tuple(Held(layers[i], wanted[i], i in stage.recompute) for i in range(*stage.layers))
+            held = tuple(StageLayer(layers[i], wanted[i], i in stage.recompute) for i in range(*stage.layers))
             number = numbers.setdefault((unit, held), len(numbers))
-            found[stage.id] = Content(number, self.graph.mesh(unit).tp, held)
+            found[stage.id] = StageContent(number, self.graph.mesh(unit).tp, held)
         return found
 
     @cached_property
@@ -262,7 +262,7 @@ class ModelTiming:
             rows = self.loads.routes[edge.src.unit, edge.dst.unit].rows(flow.src, flow.dst)
             return rows * self._widths[edge] * self.element_bytes
         load, sharers = self.loads.loads[flow.src], 1
-        if self.graph.stage(edge.src).sliced:  # each rank of the TP group sends its own rows
+        if self.graph.stage(edge.src).sp:  # each rank of the TP group sends its own rows
             sharers = self.graph.mesh(edge.src.unit).tp
         return self._entered[edge].input_elements(-(-load.tokens // sharers), load.num_sequences) * self.element_bytes
 

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mmtrain.program.ir.actions import Collective, Compute, GatherParams, Partial, Pass, ReduceGrads, Share
-from mmtrain.program.ir.segments import direction, whole
+from mmtrain.program.ir.segments import direction, pass_of
 from mmtrain.program.trace.timeline import BUBBLE_KINDS, BubbleKind
 
 
 @dataclass(slots=True)
-class Account:
+class BubbleAccount:
     """Takes one rank's compute and collectives as they come, one after another, and books the time between them.
 
     A wait for data before the rank's first compute is `pp_warmup`, after its last forward `pp_cooldown`, between them
@@ -26,17 +26,17 @@ class Account:
     bubbles: dict[BubbleKind, float] = field(default_factory=lambda: dict.fromkeys(BUBBLE_KINDS, 0.0))
 
     @classmethod
-    def of(cls, todo: Iterable[Compute | Collective]) -> "Account":
+    def for_actions(cls, todo: Iterable[Compute | Collective]) -> "BubbleAccount":
         """An empty account for a rank that has this to do."""
         return cls(sum(_is_forward(action) for action in todo))
 
-    def book(self, action: Compute | Collective, start_s: float, duration_s: float) -> None:
+    def add(self, action: Compute | Collective, start_s: float, duration_s: float) -> None:
         """Take what the rank does next."""
         self.bubbles[self._waiting_kind(action)] += start_s - self.clock
         if isinstance(action, Compute):
             self.computed = True
             if isinstance(action, Partial):
-                self.begun.add(whole(action))
+                self.begun.add(pass_of(action))
             self.forwards_left -= _is_forward(action)
         else:
             self.bubbles[_own_kind(action)] += duration_s
@@ -49,7 +49,7 @@ class Account:
     def _waiting_kind(self, action: Compute | Collective) -> BubbleKind:
         """The bubble that a wait before `action` is."""
         if isinstance(action, Compute | Share):
-            if isinstance(action, Partial) and whole(action) in self.begun:
+            if isinstance(action, Partial) and pass_of(action) in self.begun:
                 return "tp"
             if not self.computed:
                 return "pp_warmup"

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-from mmtrain.program.simulation.event_loop import Moments
-from mmtrain.program.simulation.sim_graph import Tracks
-from mmtrain.program.simulation.timing import Transport
+from mmtrain.program.simulation.event_loop import EventTimes
+from mmtrain.program.simulation.sim_graph import SimGraph
+from mmtrain.program.simulation.timing import TransferCost
 from mmtrain.program.trace.timeline import Span
 
 
 def critical_path(
-    tracks: Tracks, moments: Moments, costs: Sequence[Transport], transits: Sequence[Transport]
+    tracks: SimGraph, moments: EventTimes, costs: Sequence[TransferCost], transits: Sequence[TransferCost]
 ) -> tuple[Span, ...]:
     """Return compute, messages and collectives from the begin of the step to its end, without a gap between them.
 
@@ -23,33 +23,33 @@ def critical_path(
 
 class _Walk:
     def __init__(
-        self, tracks: Tracks, moments: Moments, costs: Sequence[Transport], transits: Sequence[Transport]
+        self, tracks: SimGraph, moments: EventTimes, costs: Sequence[TransferCost], transits: Sequence[TransferCost]
     ) -> None:
         self.tracks, self.moments, self.costs, self.transits = tracks, moments, costs, transits
         self.posters: dict[int, list[int]] = {}
-        for number, visit in enumerate(tracks.visits):
+        for number, visit in enumerate(tracks.participations):
             for parcel in visit.posts:
                 self.posters.setdefault(parcel, []).append(number)
-        self.resumes = {other: part for part, other in tracks.resumed.items()}
-        self.place = [{what: at for at, what in enumerate(moved)} for moved in moments.moved]
+        self.resumes = {other: part for part, other in tracks.resumed_by.items()}
+        self.place = [{what: at for at, what in enumerate(moved)} for moved in moments.stream_order]
 
     def backwards(self) -> Iterator[Span]:
         """Spans of the path, the last one first."""
         tracks, moments = self.tracks, self.moments
-        last = max(range(len(tracks.jobs)), key=lambda job: moments.ended[job])
+        last = max(range(len(tracks.tasks)), key=lambda job: moments.ended[job])
         at, waited = -1 - last, 0.0
         while at != -1 - tracks.start:
             if at < 0:
-                job = tracks.jobs[-1 - at]
+                job = tracks.tasks[-1 - at]
                 assert job is not None
-                begin, (seconds, nbytes, _) = moments.began[-1 - at], self.costs[-1 - at]
+                begin, (seconds, nbytes, _) = moments.started[-1 - at], self.costs[-1 - at]
                 duration = seconds + waited
                 at, track, waited = self._before_job(-1 - at)
                 yield Span(tracks.ranks[track][0], begin, duration, job.action, nbytes)
             else:
-                parcel, (seconds, nbytes, _) = tracks.parcels[at], self.transits[at]
+                parcel, (seconds, nbytes, _) = tracks.messages[at], self.transits[at]
                 if nbytes:
-                    yield Span(parcel.senders[0], moments.left[at], seconds, parcel.send, nbytes)
+                    yield Span(parcel.senders[0], moments.departed[at], seconds, parcel.send, nbytes)
                 at = self._before_parcel(at)
 
     def _before_job(self, job: int) -> tuple[int, int, float]:
@@ -57,31 +57,31 @@ class _Walk:
 
         And for how long after that job's end, where it left a collective under way.
         """
-        visits, begin = self.tracks.visits, self.moments.began[job]
-        numbers = self.tracks.visits_of[job]
+        visits, begin = self.tracks.participations, self.moments.started[job]
+        numbers = self.tracks.participations_of[job]
         for v in numbers:
-            if self.moments.ended[visits[v - 1].job] == begin:
-                return -1 - visits[v - 1].job, visits[v].track, 0.0
+            if self.moments.ended[visits[v - 1].task] == begin:
+                return -1 - visits[v - 1].task, visits[v].sim_rank, 0.0
         if job in self.resumes:
             before = self.resumes[job]
             waited = self.moments.under_way[before]
             if self.moments.ended[before] + waited == begin:
-                return -1 - before, visits[numbers[0]].track, waited
+                return -1 - before, visits[numbers[0]].sim_rank, waited
         for v in numbers:
             for parcel in visits[v].reads:
                 if self.moments.arrived[parcel] == begin:
-                    return parcel, visits[v].track, 0.0
+                    return parcel, visits[v].sim_rank, 0.0
         for v in numbers:
-            if (left := self._on_stream(visits[v].track, -1 - job, begin)) is not None:
-                return left, visits[v].track, 0.0
+            if (left := self._on_stream(visits[v].sim_rank, -1 - job, begin)) is not None:
+                return left, visits[v].sim_rank, 0.0
         raise AssertionError("a job begins when what it waits for ends")
 
     def _before_parcel(self, parcel: int) -> int:
         """What ended when the message left: work of one of its ends, or what its sender's stream did before."""
-        begin = self.moments.left[parcel]
+        begin = self.moments.departed[parcel]
         for v in self.posters[parcel]:
-            if self.moments.ended[self.tracks.visits[v].job] == begin:
-                return -1 - self.tracks.visits[v].job
+            if self.moments.ended[self.tracks.participations[v].task] == begin:
+                return -1 - self.tracks.participations[v].task
         before = self._on_stream(self.tracks.sender[parcel], parcel, begin)
         assert before is not None, "a message leaves when what it waits for ends"
         return before
@@ -91,6 +91,6 @@ class _Walk:
         at = self.place[track].get(what, 0)
         if at == 0:
             return None
-        before = self.moments.moved[track][at - 1]
+        before = self.moments.stream_order[track][at - 1]
         ended = self.moments.ended[-1 - before] if before < 0 else self.moments.arrived[before]
         return before if ended == begin else None

@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from mmtrain.program.ir.actions import Collective, Compute, Recv, Send
-from mmtrain.program.ir.data_dependencies import members
+from mmtrain.program.ir.data_dependencies import participants
 from mmtrain.program.ir.graph import StageGraph
-from mmtrain.program.trace.bubble_accounting import Account
+from mmtrain.program.trace.bubble_accounting import BubbleAccount
 from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.program.trace.timeline import BubbleKind, Span, Timeline, chrome_trace
 
@@ -28,7 +28,7 @@ def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], byte
 
     Memory is not in the records: `peak_memory_bytes` stays empty.
     """
-    zero = min(record.begin_s for record in records.values())
+    zero = min(record.start_s for record in records.values())
     records = {rank: record.shifted(-zero) for rank, record in records.items()}
     step_time = max(record.end_s for record in records.values())
     together = _together(graph, records)
@@ -37,19 +37,19 @@ def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], byte
     bubbles: dict[int, Mapping[BubbleKind, float]] = {}
     for rank, record in records.items():
         works = list(_works(graph, rank, record, together))
-        account = Account.of(work.action for work in works)
+        account = BubbleAccount.for_actions(work.action for work in works)
         collectives: list[Span] = []
         for work in works:
             start = max(work.start_s, account.clock)  # clocks agree to some microseconds only
             end = max(work.end_s, start)
-            account.book(work.action, start, end - start)
+            account.add(work.action, start, end - start)
             if isinstance(work.action, Compute):
                 spans.append(Span(rank, start, end - start, work.action))
             else:
                 collectives.append(Span(rank, start, end - start, work.action, bytes_moved(rank, work.action)))
         account.close(step_time)
         bubbles[rank] = account.bubbles
-        spans += apart(collectives, messages.get(rank, []))
+        spans += without_overlaps(collectives, messages.get(rank, []))
     return Timeline(
         spans=tuple(sorted(spans, key=lambda s: (s.start_s, s.rank))),
         step_time_s=step_time,
@@ -70,20 +70,20 @@ def _works(
     graph: StageGraph, rank: int, record: StepRecord, together: Mapping[tuple[Collective, tuple[int, ...]], float]
 ) -> Iterator[_Work]:
     """What held the rank, in order; a collective starts when its group is complete."""
-    for action, begin, end, waited in record.done:
+    for action, begin, end, waited in record.actions:
         if isinstance(action, Compute):
             yield _Work(action, begin + waited, end)
         elif isinstance(action, Collective):
-            yield _Work(action, min(together[action, members(graph, rank, action)], end), end)
+            yield _Work(action, min(together[action, participants(graph, rank, action)], end), end)
 
 
 def _together(graph: StageGraph, records: Mapping[int, StepRecord]) -> dict[tuple[Collective, tuple[int, ...]], float]:
     """When the last rank came to each collective; a group runs each of its collectives once in a step."""
     last: defaultdict[tuple[Collective, tuple[int, ...]], float] = defaultdict(float)
     for rank, record in records.items():
-        for action, begin, _, waited in record.done:
+        for action, begin, _, waited in record.actions:
             if isinstance(action, Collective):
-                key = (action, members(graph, rank, action))
+                key = (action, participants(graph, rank, action))
                 last[key] = max(last[key], begin + waited)
     return last
 
@@ -93,12 +93,12 @@ def _messages(records: Mapping[int, StepRecord]) -> dict[int, list[Span]]:
     ends = {
         (m.message.peer, Send(m.message.edge, m.message.src, m.message.dst, rank, m.message.payload)): m
         for rank, record in records.items()
-        for m in record.moved
+        for m in record.messages
         if isinstance(m.message, Recv)
     }
     found: dict[int, list[Span]] = {}
     for rank, record in records.items():
-        for sent in record.moved:
+        for sent in record.messages:
             if isinstance(sent.message, Send):
                 received = ends[rank, sent.message]
                 start = max(sent.posted_s, received.posted_s)
@@ -107,7 +107,7 @@ def _messages(records: Mapping[int, StepRecord]) -> dict[int, list[Span]]:
     return found
 
 
-def apart(collectives: Sequence[Span], messages: Sequence[Span]) -> Iterator[Span]:
+def without_overlaps(collectives: Sequence[Span], messages: Sequence[Span]) -> Iterator[Span]:
     """Draw a rank's communication without overlaps, of which viewers drop one: collectives where they were.
 
     A message begins when a collective that ran has ended, and ends at the latest when something else begins.
@@ -134,7 +134,7 @@ class MeasuredStep:
     """One recorded step of a run."""
 
     number: int  # counts from 1
-    begin_s: float  # on the clock that all steps of the run share
+    start_s: float  # on the clock that all steps of the run share
     timeline: Timeline
 
 
@@ -145,9 +145,9 @@ def run_trace(steps: Sequence[MeasuredStep], plan_sha256: str, clock_error_s: fl
     microseconds of each, and `bubbles`, its idle time by kind as shares) and how far the clocks of two ranks may be
     apart.
     """
-    first, shifted = steps[0].begin_s, []
+    first, shifted = steps[0].start_s, []
     for step in steps:
-        by_s = step.begin_s - first
+        by_s = step.start_s - first
         shifted += [span._replace(start_s=span.start_s + by_s) for span in step.timeline.spans]
     mean_s = sum(step.timeline.step_time_s for step in steps) / len(steps)
     joined = replace(steps[0].timeline, spans=tuple(shifted), step_time_s=mean_s)
@@ -156,7 +156,7 @@ def run_trace(steps: Sequence[MeasuredStep], plan_sha256: str, clock_error_s: fl
         "steps": [
             {
                 "step": s.number,
-                "ts": (s.begin_s - first) * 1e6,
+                "ts": (s.start_s - first) * 1e6,
                 "dur": s.timeline.step_time_s * 1e6,
                 "bubbles": s.timeline.bubble_shares(),
             }

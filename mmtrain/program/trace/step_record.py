@@ -9,21 +9,21 @@ from mmtrain.program.ir.actions import Action, GatherParams, Recv, ReduceGrads, 
 from mmtrain.program.ir.graph import Edge
 
 
-class Done(NamedTuple):
-    """An action that ran from `begin_s` to `end_s`, the first `wait_s` of which it waited for messages."""
+class ActionRecord(NamedTuple):
+    """An action that ran from `start_s` to `end_s`, the first `wait_s` of which it waited for messages."""
 
     action: Action
-    begin_s: float
+    start_s: float
     end_s: float
     wait_s: float
 
     @property
     def busy_s(self) -> float:
         """Seconds that the action itself took."""
-        return self.end_s - self.begin_s - self.wait_s
+        return self.end_s - self.start_s - self.wait_s
 
 
-class Moved(NamedTuple):
+class MessageRecord(NamedTuple):
     """A message with at least one row, from when this rank posted its end to when it knew that it had come.
 
     `wait_s` is how long the rank stood still for it. Nothing tells when the bytes came within that time.
@@ -37,52 +37,52 @@ class Moved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class EdgeTraffic:
     """What went over an edge: bytes sent, and seconds that ranks stood still for it at either end."""
 
     nbytes: int = 0
     wait_s: float = 0.0
 
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.nbytes + other.nbytes, self.wait_s + other.wait_s)
+    def __add__(self, other: "EdgeTraffic") -> "EdgeTraffic":
+        return EdgeTraffic(self.nbytes + other.nbytes, self.wait_s + other.wait_s)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One rank's step, from `begin_s` to `end_s` of a clock of its own, in seconds."""
+    """One rank's step, from `start_s` to `end_s` of a clock of its own, in seconds."""
 
-    begin_s: float
+    start_s: float
     end_s: float
-    done: tuple[Done, ...]
-    moved: tuple[Moved, ...]
+    actions: tuple[ActionRecord, ...]
+    messages: tuple[MessageRecord, ...]
 
     def seconds(self) -> dict[str, float]:
         """Where the step's time went: `compute` (the optimizer's included), `communication`, `wait` for messages."""
-        split = {"compute": 0.0, "communication": 0.0, "wait": sum(m.wait_s for m in self.moved)}
-        for done in self.done:
+        split = {"compute": 0.0, "communication": 0.0, "wait": sum(m.wait_s for m in self.messages)}
+        for done in self.actions:
             moves = isinstance(done.action, Send | Recv | Share | ReduceGrads | ReduceShared | GatherParams)
             split["communication" if moves else "compute"] += done.busy_s
         return split
 
-    def traffic(self) -> Mapping[Edge, Traffic]:
+    def traffic_by_edge(self) -> Mapping[Edge, EdgeTraffic]:
         """Bytes sent and seconds waited, by edge."""
-        found: defaultdict[Edge, Traffic] = defaultdict(Traffic)
-        for m in self.moved:
-            found[m.message.edge] += Traffic(m.nbytes if isinstance(m.message, Send) else 0, m.wait_s)
+        found: defaultdict[Edge, EdgeTraffic] = defaultdict(EdgeTraffic)
+        for m in self.messages:
+            found[m.message.edge] += EdgeTraffic(m.nbytes if isinstance(m.message, Send) else 0, m.wait_s)
         return found
 
     def shifted(self, by_s: float) -> "StepRecord":
         """The same on a clock that reads `by_s` seconds more."""
         return StepRecord(
-            self.begin_s + by_s,
+            self.start_s + by_s,
             self.end_s + by_s,
-            tuple(d._replace(begin_s=d.begin_s + by_s, end_s=d.end_s + by_s) for d in self.done),
-            tuple(_shifted(self.moved, by_s)),
+            tuple(d._replace(start_s=d.start_s + by_s, end_s=d.end_s + by_s) for d in self.actions),
+            tuple(_shifted(self.messages, by_s)),
         )
 
 
-EMPTY = StepRecord(0.0, 0.0, (), ())
+EMPTY_STEP_RECORD = StepRecord(0.0, 0.0, (), ())
 
 
-def _shifted(moved: tuple[Moved, ...], by_s: float) -> Iterator[Moved]:
+def _shifted(moved: tuple[MessageRecord, ...], by_s: float) -> Iterator[MessageRecord]:
     return (m._replace(posted_s=m.posted_s + by_s, done_s=m.done_s + by_s) for m in moved)

@@ -49,7 +49,7 @@ class Span(NamedTuple):
     nbytes: int = 0
 
 
-class Later(Sequence[Span]):
+class LazySpans(Sequence[Span]):
     """Spans that are made when somebody first looks: of most simulated steps only the time is asked."""
 
     def __init__(self, make: Callable[[], tuple[Span, ...]]) -> None:

@@ -7,17 +7,17 @@ from mmtrain.program.ir.actions import Action, Payload, Recv, Send
 from mmtrain.program.ir.graph import Edge, Microbatch
 
 Channel = tuple[Edge, Payload, int, int]  # sender, receiver
-Pair = tuple[Microbatch, Microbatch]  # source, destination
+MicrobatchPair = tuple[Microbatch, Microbatch]  # source, destination
 
 
-def in_channel_order(actions: Mapping[int, Sequence[Action]]) -> dict[int, tuple[Action, ...]]:
+def order_receives(actions: Mapping[int, Sequence[Action]]) -> dict[int, tuple[Action, ...]]:
     """Post the receives of every channel in the order in which its other end sends.
 
     Where several source microbatches feed several destination ones, a sender has all that comes of its first before
     its second, and a receiver needs all that goes into its own first. Receives are posted earlier than they are
     needed, never later, so nothing that ran before waits now. Without sends to match them they stay where they are.
     """
-    sent: defaultdict[Channel, dict[Pair, int]] = defaultdict(dict)
+    sent: defaultdict[Channel, dict[MicrobatchPair, int]] = defaultdict(dict)
     for rank, todo in actions.items():
         for action in todo:
             if isinstance(action, Send):
@@ -26,7 +26,9 @@ def in_channel_order(actions: Mapping[int, Sequence[Action]]) -> dict[int, tuple
     return {rank: _reordered(rank, todo, sent) for rank, todo in actions.items()}
 
 
-def _reordered(rank: int, todo: Sequence[Action], sent: Mapping[Channel, Mapping[Pair, int]]) -> tuple[Action, ...]:
+def _reordered(
+    rank: int, todo: Sequence[Action], sent: Mapping[Channel, Mapping[MicrobatchPair, int]]
+) -> tuple[Action, ...]:
     waiting: defaultdict[Channel, list[tuple[int, int]]] = defaultdict(list)  # place in the channel, place in `todo`
     for at, action in enumerate(todo):
         if isinstance(action, Recv):

@@ -11,11 +11,11 @@ from itertools import zip_longest
 from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import (
     Action,
+    AtomicAction,
     Backward,
     Compute,
     Forward,
     GatherParams,
-    Part,
     Partial,
     Pass,
     Recv,
@@ -29,28 +29,36 @@ from mmtrain.program.ir.data_dependencies import (
     EMBEDDINGS,
     Flow,
     holds_shared_embeddings,
-    is_shared,
-    members,
-    needs,
-    receives,
-    sends,
-    shares,
-    sharing_tp_group,
+    input_flows,
+    needs_share,
+    participants,
+    rank_pairs,
+    receiving_tp_group,
+    recvs_before,
+    sends_after,
+    shares_before,
     trained_units,
-    transfers,
 )
 from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph
 from mmtrain.program.ir.program import Program
-from mmtrain.program.ir.segments import begun, direction, ended, flat, num_segments, parts, whole
+from mmtrain.program.ir.segments import (
+    direction,
+    expand,
+    expand_all,
+    finished_pass,
+    num_segments,
+    pass_of,
+    started_pass,
+)
 from mmtrain.program.ir.serialize import action_to_text
-from mmtrain.program.verify.channels import Channel, Pair
-from mmtrain.program.verify.deadlock import waiting_circle
-from mmtrain.program.verify.live_activations import BytesOf, peak_bytes
-from mmtrain.program.verify.matching import Work
+from mmtrain.program.verify.channels import Channel, MicrobatchPair
+from mmtrain.program.verify.deadlock import find_deadlock
+from mmtrain.program.verify.live_activations import BytesOf, peak_activation_bytes
+from mmtrain.program.verify.matching import JointAction
 
-Row = list[tuple[int, Part]]  # what a rank does, one thing after another, each with its place among the actions
+Row = list[tuple[int, AtomicAction]]  # what a rank does, one thing after another, each with its place among the actions
 
-MAX_REPORTED = 20  # problems printed; one misplaced action can cause hundreds
+MAX_REPORTED_PROBLEMS = 20  # problems printed; one misplaced action can cause hundreds
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class MemoryLimit:
     limit_bytes: Mapping[int, int]
 
 
-def check(program: Program, memory: MemoryLimit | None = None) -> None:
+def check_program(program: Program, memory: MemoryLimit | None = None) -> None:
     """Refuse a program that is incomplete, out of order, bound to deadlock, or too large for memory.
 
     Proved for all replica groups by looking at group 0, of which they are copies:
@@ -80,20 +88,20 @@ def check(program: Program, memory: MemoryLimit | None = None) -> None:
     Raises:
         ProgramError: names the offending actions.
     """
-    ranks = set(program.symmetry.ranks[0])
+    ranks = set(program.symmetry.mirrors[0])
     if ranks != set(program.actions):
         found = sorted(program.actions)
         raise ProgramError(f"program: has actions for ranks {found}, but replica group 0 is {sorted(ranks)}")
     graph = program.graph
     rows = [
-        (rank, [(at, part) for at, action in enumerate(actions) for part in parts(graph, action)])
+        (rank, [(at, part) for at, action in enumerate(actions) for part in expand(graph, action)])
         for rank, actions in program.actions.items()
     ]
     _refuse([text for rank, row in rows for text in _split_backwards(rank, row)])
     _refuse([text for rank, row in rows for text in _not_exactly_once(graph, rank, row)])
     early = [text for rank, row in rows for text in _out_of_order(graph, rank, row)]
     _refuse([*early, *_channels_disagree(program), *_groups_disagree(program)])
-    if circle := waiting_circle(program.links):
+    if circle := find_deadlock(program.matching):
         _refuse([_circle_text(circle)])
     if memory is not None:
         _refuse(_too_large(program, memory))
@@ -110,9 +118,9 @@ def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
                 compute.append(Backward(stage, mb))
             for action in compute:
                 expected[action] += 1
-                expected.update(receives(graph, rank, action))
-                expected.update(shares(graph, action))
-                expected.update(sends(graph, rank, action))
+                expected.update(recvs_before(graph, rank, action))
+                expected.update(shares_before(graph, action))
+                expected.update(sends_after(graph, rank, action))
     for unit in trained_units(graph, rank):
         expected.update([ReduceGrads(unit), GatherParams(unit)])
     if holds_shared_embeddings(graph, rank):
@@ -153,10 +161,10 @@ def _joined(graph: StageGraph, rank: int, row: Row, expected: Counter[Action]) -
     num_done: Counter[Pass] = Counter()  # segments, of what is run in parts
     problems = []
     for at, action in row:
-        if not isinstance(action, Partial) or not expected[whole(action)]:
+        if not isinstance(action, Partial) or not expected[pass_of(action)]:
             continue
         del found[action]
-        joined, total = whole(action), num_segments(graph, action.stage)
+        joined, total = pass_of(action), num_segments(graph, action.stage)
         done = num_done[joined]
         lo, hi = (action.lo, action.hi) if action.kind == "F" else (total - action.hi, total - action.lo)
         if lo != done or hi > total:
@@ -185,7 +193,7 @@ def _out_of_order(graph: StageGraph, rank: int, row: Row) -> list[str]:
             others = ", ".join(f"`{action_to_text(other)}`" for other in early[:3])
             problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes before {others}")
         done.add(action)
-        if isinstance(action, Partial) and (complete := ended(graph, action)):
+        if isinstance(action, Partial) and (complete := finished_pass(graph, action)):
             done.add(complete)
     return problems
 
@@ -194,19 +202,19 @@ def _before(graph: StageGraph, rank: int, action: Action) -> list[Action]:
     """Actions whose results `action` reads on this rank."""
     match action:
         case Forward() | Backward() | Partial():
-            begins = begun(graph, action)
+            begins = started_pass(graph, action)
             own: list[Action] = [Forward(action.stage, action.mb)] if isinstance(begins, Backward) else []
-            flows = needs(graph, action)
+            flows = input_flows(graph, action)
             shared = [Share(f.edge, f.receiver, f.payload) for f in flows]
             return own + [
-                share if is_shared(graph, f.edge, f.receiver, f.payload) else _source(graph, rank, f)
+                share if needs_share(graph, f.edge, f.receiver, f.payload) else _source(graph, rank, f)
                 for f, share in zip(flows, shared, strict=True)
             ]
         case Share(edge, mb, payload):
-            if rank != sharing_tp_group(graph, edge, mb, payload)[0]:
+            if rank != receiving_tp_group(graph, edge, mb, payload)[0]:
                 return []
             reader = Forward(edge.dst, mb) if payload == "activation" else Backward(edge.src, mb)
-            return [_source(graph, rank, f) for f in needs(graph, reader) if f.edge == edge]
+            return [_source(graph, rank, f) for f in input_flows(graph, reader) if f.edge == edge]
         case Send(edge, src, dst, _, payload):
             return [Flow(edge, src, dst, payload).producer]
         case GatherParams():
@@ -216,7 +224,7 @@ def _before(graph: StageGraph, rank: int, action: Action) -> list[Action]:
 
 def _source(graph: StageGraph, rank: int, flow: Flow) -> Action:
     """What brings the flow to this rank: a receive, or the producer itself."""
-    for sender, receiver in transfers(graph, flow):
+    for sender, receiver in rank_pairs(graph, flow):
         if receiver == rank:
             return Recv(flow.edge, flow.src, flow.dst, sender, flow.payload)
     return flow.producer
@@ -240,8 +248,8 @@ def _adds_to(unit: str, action: Action) -> bool:
 
 def _channels_disagree(program: Program) -> list[str]:
     """Messages carry no tags: the k-th one sent on a channel must be the k-th one received."""
-    sent: defaultdict[Channel, list[Pair]] = defaultdict(list)
-    received: defaultdict[Channel, list[Pair]] = defaultdict(list)
+    sent: defaultdict[Channel, list[MicrobatchPair]] = defaultdict(list)
+    received: defaultdict[Channel, list[MicrobatchPair]] = defaultdict(list)
     for rank, actions in program.actions.items():
         for action in actions:
             if isinstance(action, Send):
@@ -261,7 +269,7 @@ def _channels_disagree(program: Program) -> list[str]:
     return problems
 
 
-def _pair_text(pair: Pair | None, verb: str) -> str:
+def _pair_text(pair: MicrobatchPair | None, verb: str) -> str:
     return f"not {verb}" if pair is None else f"{verb} as {pair[0]} for {pair[1]}"
 
 
@@ -269,8 +277,8 @@ def _groups_disagree(program: Program) -> list[str]:
     """Every member of a process group must run the group's collectives in the same order."""
     orders: defaultdict[tuple[int, ...], dict[int, list[Action]]] = defaultdict(dict)
     for rank, actions in program.actions.items():
-        for action in flat(program.graph, actions):
-            group = members(program.graph, rank, action)
+        for action in expand_all(program.graph, actions):
+            group = participants(program.graph, rank, action)
             orders[group].setdefault(rank, []).append(action)
     problems = []
     for group, by_rank in orders.items():
@@ -291,7 +299,7 @@ def _maybe_text(action: Action | None) -> str:
     return "missing" if action is None else f"`{action_to_text(action)}`"
 
 
-def _circle_text(circle: list[Work]) -> str:
+def _circle_text(circle: list[JointAction]) -> str:
     steps = " -> ".join(f"rank {work.ranks[0]} `{action_to_text(work.action)}`" for work in [*circle, circle[0]])
     return f"deadlock: each of these waits for the one before it: {steps}"
 
@@ -299,7 +307,7 @@ def _circle_text(circle: list[Work]) -> str:
 def _too_large(program: Program, memory: MemoryLimit) -> list[str]:
     problems = []
     for rank, actions in program.actions.items():
-        peak, at = peak_bytes(program.graph, actions, memory.bytes_of)
+        peak, at = peak_activation_bytes(program.graph, actions, memory.bytes_of)
         if peak > memory.limit_bytes[rank]:
             problems.append(
                 f"rank {rank}: {peak / 2**30:.3f} GiB of activations are alive at `{action_to_text(actions[at])}` "
@@ -311,6 +319,6 @@ def _too_large(program: Program, memory: MemoryLimit) -> list[str]:
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        more = len(problems) - MAX_REPORTED
+        more = len(problems) - MAX_REPORTED_PROBLEMS
         tail = [f"... and {more} more"] if more > 0 else []
-        raise ProgramError("program refused:\n  " + "\n  ".join([*problems[:MAX_REPORTED], *tail]))
+        raise ProgramError("program refused:\n  " + "\n  ".join([*problems[:MAX_REPORTED_PROBLEMS], *tail]))

@@ -3,19 +3,19 @@
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-from mmtrain.program.verify.matching import Links, Post, Work
+from mmtrain.program.verify.matching import JointAction, MatchedActions, Post
 
 
-def waiting_circle(links: Links) -> list[Work]:
+def find_deadlock(links: MatchedActions) -> list[JointAction]:
     """Find works that wait for each other in a circle; empty if there are none, and the program then always ends.
 
     A send never waits, so a message makes its reader wait for the work that its sender did before sending.
     Other replica groups are copies of group 0: a circle through several of them is a circle here too.
     """
-    return [links.works[work] for work in circle(_waits(links), len(links.works))]
+    return [links.joint_actions[work] for work in find_cycle(_waits(links), len(links.joint_actions))]
 
 
-def circle(waits: Iterable[tuple[int, int]], num_nodes: int) -> list[int]:
+def find_cycle(waits: Iterable[tuple[int, int]], num_nodes: int) -> list[int]:
     """Find nodes that wait for each other in a circle, given pairs (earlier, later) of `num_nodes` nodes."""
     after: defaultdict[int, set[int]] = defaultdict(set)
     for before, later in waits:
@@ -34,7 +34,7 @@ def circle(waits: Iterable[tuple[int, int]], num_nodes: int) -> list[int]:
     return _circle(stuck, after) if stuck else []
 
 
-def _waits(links: Links) -> Iterable[tuple[int, int]]:
+def _waits(links: MatchedActions) -> Iterable[tuple[int, int]]:
     """Pairs (earlier, later) of works: the order of every rank, and from before each send to the message's reader."""
     sent_after: dict[int, int] = {}
     for rank, steps in links.steps.items():
@@ -45,12 +45,12 @@ def _waits(links: Links) -> Iterable[tuple[int, int]]:
                     sent_after[step.message] = last
             else:
                 if last >= 0:
-                    yield last, step.work
-                last = step.work
+                    yield last, step.joint_action
+                last = step.joint_action
     for steps in links.steps.values():
         for step in steps:
             if not isinstance(step, Post):
-                yield from ((sent_after[message], step.work) for message in step.reads if message in sent_after)
+                yield from ((sent_after[message], step.joint_action) for message in step.reads if message in sent_after)
 
 
 def _circle(stuck: set[int], after: dict[int, set[int]]) -> list[int]:

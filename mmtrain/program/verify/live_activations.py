@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from mmtrain.program.ir.actions import Action, Backward, Compute, Forward, Partial, Pass
 from mmtrain.program.ir.graph import Microbatch, StageGraph, StageId
-from mmtrain.program.ir.segments import begun, ended, parts, whole
+from mmtrain.program.ir.segments import expand, finished_pass, pass_of, started_pass
 
 BytesOf = Callable[[StageId, Microbatch], int]  # bytes one rank keeps between forward and backward
 
 
-class Border(NamedTuple):
+class ActivationEvent(NamedTuple):
     """Where activations of a microbatch begin or end to live."""
 
     at: int  # place among the rank's actions
@@ -20,20 +20,20 @@ class Border(NamedTuple):
     mb: Microbatch
 
 
-def borders(graph: StageGraph, actions: Sequence[Action]) -> list[Border]:
+def activation_events(graph: StageGraph, actions: Sequence[Action]) -> list[ActivationEvent]:
     """What a rank keeps of its microbatches, and until when.
 
     A microbatch counts in full from the first segment of its forward to the last of its backward, or of the gradients
     of its weights where these come later. What a stage without backward computes is alive during its forward only.
     """
     return [
-        Border(at, begins, whole.stage, whole.mb)
+        ActivationEvent(at, begins, whole.stage, whole.mb)
         for at, begins, whole in _borders(graph, actions)
         if (isinstance(whole, Forward) if begins else _frees(graph, whole))
     ]
 
 
-def peak(alive: Iterable[Border], bytes_of: BytesOf) -> tuple[int, int]:
+def peak_of_events(alive: Iterable[ActivationEvent], bytes_of: BytesOf) -> tuple[int, int]:
     """Return the most bytes alive at once, and the place where that first happens."""
     live = most = most_at = 0
     for at, begins, stage, mb in alive:
@@ -43,16 +43,16 @@ def peak(alive: Iterable[Border], bytes_of: BytesOf) -> tuple[int, int]:
     return most, most_at
 
 
-def peak_bytes(graph: StageGraph, actions: Sequence[Action], bytes_of: BytesOf) -> tuple[int, int]:
+def peak_activation_bytes(graph: StageGraph, actions: Sequence[Action], bytes_of: BytesOf) -> tuple[int, int]:
     """Return the most bytes of activations alive on a rank, and the place in `actions` where that first happens."""
-    return peak(borders(graph, actions), bytes_of)
+    return peak_of_events(activation_events(graph, actions), bytes_of)
 
 
-def peak_live(graph: StageGraph, actions: Sequence[Action]) -> dict[StageId, int]:
+def peak_in_flight_by_stage(graph: StageGraph, actions: Sequence[Action]) -> dict[StageId, int]:
     """Return how many microbatches of each stage a rank holds alive at most (each stage's own peak)."""
     live: Counter[StageId] = Counter()
     most: dict[StageId, int] = {}
-    for _, begins, stage, _ in borders(graph, actions):
+    for _, begins, stage, _ in activation_events(graph, actions):
         live[stage] += 1 if begins else -1
         most[stage] = max(most.get(stage, 0), live[stage])
     return most
@@ -62,19 +62,19 @@ def _borders(graph: StageGraph, actions: Sequence[Action]) -> Iterator[tuple[int
     """Beginnings (True) and ends (False) of forwards and backwards, with their place in `actions`."""
     later: Counter[Pass] = Counter()  # segments of split backwards whose weights have yet to get their gradients
     for action in actions:
-        for part in parts(graph, action):
+        for part in expand(graph, action):
             if isinstance(part, Partial) and part.kind == "BW":
-                later[whole(part)] += part.hi - part.lo
+                later[pass_of(part)] += part.hi - part.lo
     for at, action in enumerate(actions):
-        for part in parts(graph, action):
+        for part in expand(graph, action):
             if isinstance(part, Partial) and part.kind == "BW":
-                later[whole(part)] -= part.hi - part.lo
-                if not later[whole(part)]:
-                    yield at, False, whole(part)
+                later[pass_of(part)] -= part.hi - part.lo
+                if not later[pass_of(part)]:
+                    yield at, False, pass_of(part)
             elif isinstance(part, Compute):
-                if begins := begun(graph, part):
+                if begins := started_pass(graph, part):
                     yield at, True, begins
-                if (ends := ended(graph, part)) and not later[ends]:
+                if (ends := finished_pass(graph, part)) and not later[ends]:
                     yield at, False, ends
 
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mmtrain.program.ir.actions import Action, Collective, Compute, Recv, Send
-from mmtrain.program.ir.data_dependencies import members, waiter
+from mmtrain.program.ir.data_dependencies import participants, reader_of
 from mmtrain.program.ir.graph import StageGraph
-from mmtrain.program.ir.segments import begun, flat
+from mmtrain.program.ir.segments import expand_all, started_pass
 
 
-class Message(NamedTuple):
+class MatchedMessage(NamedTuple):
     """One message of the step."""
 
     sender: int
     send: Send
 
 
-class Work(NamedTuple):
+class JointAction(NamedTuple):
     """What holds a rank until it is done: a forward or backward, a part of one, or a collective."""
 
     action: Compute | Collective
@@ -31,43 +31,43 @@ class Work(NamedTuple):
 class Post(NamedTuple):
     """A rank starts its end of a message, and goes on."""
 
-    message: int  # index into `Links.messages`
+    message: int  # index into `MatchedActions.messages`
 
 
-class Do(NamedTuple):
+class Join(NamedTuple):
     """A rank takes part in a work, once these messages have arrived."""
 
-    work: int  # index into `Links.works`
-    reads: tuple[int, ...]  # indices into `Links.messages`
+    joint_action: int  # index into `MatchedActions.joint_actions`
+    reads: tuple[int, ...]  # indices into `MatchedActions.messages`
 
 
 @dataclass(frozen=True)
-class Links:
+class MatchedActions:
     """What the ranks of one replica group do, in order, with messages and works as shared objects."""
 
-    messages: tuple[Message, ...]
-    works: tuple[Work, ...]
-    steps: Mapping[int, tuple[Post | Do, ...]]  # rank -> one entry for each thing it does (`segments.flat`)
+    messages: tuple[MatchedMessage, ...]
+    joint_actions: tuple[JointAction, ...]
+    steps: Mapping[int, tuple[Post | Join, ...]]  # rank -> one entry for each thing it does (`segments.expand_all`)
 
 
-def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
+def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> MatchedActions:
     """Tie sends to receives by what they carry, and the k-th collectives of a group's ranks to each other."""
     messages: dict[tuple[Send, int], int] = {}
     works: dict[tuple[int, int], int] = {}  # number of a group, and how many works it had before -> number of the work
-    all_works: list[Work] = []
-    steps: dict[int, tuple[Post | Do, ...]] = {}
+    all_works: list[JointAction] = []
+    steps: dict[int, tuple[Post | Join, ...]] = {}
     groups = _Groups(graph, actions)
     for rank, todo in actions.items():
         reads: dict[Action, tuple[int, ...]] = {}
         num_done: dict[int, int] = {}
-        out: list[Post | Do] = []
-        for action in flat(graph, todo):
+        out: list[Post | Join] = []
+        for action in expand_all(graph, todo):
             if isinstance(action, Send):
                 out.append(Post(messages.setdefault((action, rank), len(messages))))
             elif isinstance(action, Recv):
                 send = Send(action.edge, action.src, action.dst, rank, action.payload)
                 message = messages.setdefault((send, action.peer), len(messages))
-                waits = waiter(graph, action)
+                waits = reader_of(graph, action)
                 reads[waits] = (*reads.get(waits, ()), message)
                 out.append(Post(message))
             else:
@@ -75,11 +75,11 @@ def link(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> Links:
                 nth = num_done[group] = num_done.get(group, 0) + 1
                 work = works.setdefault((group, nth), len(works))
                 if work == len(all_works):
-                    all_works.append(Work(action, groups.here[group], groups.everyone[group]))
-                reader = begun(graph, action) if isinstance(action, Compute) else action
-                out.append(Do(work, reads.pop(reader, ()) if reader else ()))
+                    all_works.append(JointAction(action, groups.here[group], groups.everyone[group]))
+                reader = started_pass(graph, action) if isinstance(action, Compute) else action
+                out.append(Join(work, reads.pop(reader, ()) if reader else ()))
         steps[rank] = tuple(out)
-    return Links(tuple(Message(sender, send) for send, sender in messages), tuple(all_works), steps)
+    return MatchedActions(tuple(MatchedMessage(sender, send) for send, sender in messages), tuple(all_works), steps)
 
 
 class _Groups:
@@ -95,11 +95,11 @@ class _Groups:
     def number(self, rank: int, action: Compute | Collective) -> int:
         """The group in which `rank` does this."""
         if not isinstance(action, Compute):
-            return self._number_of(members(self._graph, rank, action))
+            return self._number_of(participants(self._graph, rank, action))
         tp_group = (action.stage.unit, action.stage.index, action.mb.replica)
         number = self._tp_groups.get(tp_group)
         if number is None:
-            number = self._tp_groups[tp_group] = self._number_of(members(self._graph, rank, action))
+            number = self._tp_groups[tp_group] = self._number_of(participants(self._graph, rank, action))
         return number
 
     def _number_of(self, ranks: tuple[int, ...]) -> int:

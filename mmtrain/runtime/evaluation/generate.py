@@ -25,8 +25,8 @@ from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import TextInput
 from mmtrain.plan.artifact.plan import UnitPlan
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
-from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build, step_loads
-from mmtrain.program.verify.send_window import send_limit
+from mmtrain.program import LLM, Microbatch, Program, StageGraph, StageId, Step, StepLoads, build_program, step_loads
+from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
@@ -72,13 +72,13 @@ class GreedyGenerator:
             for name, unit in units.items()
             if any(stage.parts.sequence_parallel for stage in unit.stages.values())
         }
-        reading = build(forward_only(_with_microbatches(graph, graph.mesh(LLM).pp)), kind="coarse")
+        reading = build_program(forward_only(_with_microbatches(graph, graph.mesh(LLM).pp)), kind="coarse")
         self._graph = reading.graph
         self._end = max((s.id for s in graph.stages if s.id.unit == LLM), key=lambda sid: sid.index)
         if LLM in units:
             self._llm = self.units[LLM] = _AnsweringLlm(units[LLM], self._end, tokenizer.vocab_size)
             self._replica = next(r for sid, r in graph.held_by(world.rank) if sid.unit == LLM)
-            self._writer = self._executor(build(_only_llm(self._graph)))
+            self._writer = self._executor(build_program(_only_llm(self._graph)))
         self._reader = self._executor(reading)
         self.needs: tuple[PayloadNeed, ...] = payload_needs(graph, units, world.rank)
         self.dp = {mesh.unit: mesh.dp for mesh in graph.meshes}
@@ -142,7 +142,7 @@ class GreedyGenerator:
     def _executor(self, program: Program) -> Executor:
         graph, rank = program.graph, self._world.rank
         actions = [a for a in program.for_rank(rank) if not isinstance(a, Step)]
-        device, limit = self._world.device, send_limit(program)
+        device, limit = self._world.device, send_window(program)
         broker = Broker(
             graph, actions, rank, self._groups, self._widths, self._sharers, limit, device, self._dtype, self.activity
         )

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.program import Action, Edge, Microbatch, Recv, Send, Share, StageGraph, StepLoads
-from mmtrain.program.ir.actions import Payload, Task
-from mmtrain.program.ir.data_dependencies import needs
+from mmtrain.program.ir.actions import ComputeTask, Payload
+from mmtrain.program.ir.data_dependencies import input_flows
 from mmtrain.program.ir.step_loads import IntArray
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.process_groups import ProcessGroups
@@ -208,8 +208,8 @@ def _count_uses(graph: StageGraph, actions: Iterable[Action], rank: int) -> Coun
         if isinstance(action, Send):
             produced = action.src if action.payload == "activation" else action.dst
             uses[action.edge, produced, action.payload] += 1
-        elif isinstance(action, Task):
-            for flow in needs(graph, action):
+        elif isinstance(action, ComputeTask):
+            for flow in input_flows(graph, action):
                 made = flow.producer
                 if rank in graph.tp_group(made.stage, made.mb.replica):
                     uses[flow.edge, made.mb, flow.payload] += 1

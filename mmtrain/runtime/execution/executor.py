@@ -31,9 +31,9 @@ from mmtrain.program import (
     Step,
     StepLoads,
 )
-from mmtrain.program.ir.actions import Part
-from mmtrain.program.ir.segments import begun, direction, ended, flat, num_segments, segments_of
-from mmtrain.program.trace.step_record import EMPTY, StepRecord
+from mmtrain.program.ir.actions import AtomicAction
+from mmtrain.program.ir.segments import direction, expand_all, finished_pass, num_segments, segment_layers, started_pass
+from mmtrain.program.trace.step_record import EMPTY_STEP_RECORD, StepRecord
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.fault_points import FaultPoints
@@ -59,7 +59,7 @@ class StepOutcome:
     loss: float = 0.0
     grad_norm: float | None = None
     stepped: bool = False  # false in evaluation, and where a gradient was not finite
-    record: StepRecord = EMPTY
+    record: StepRecord = EMPTY_STEP_RECORD
     loads: StepLoads | None = None  # that the step had
 
 
@@ -76,7 +76,7 @@ class Executor:
         activity: Activity | None = None,
         faults: FaultPoints | None = None,
     ) -> None:
-        self._graph, self._actions, self._units = graph, flat(graph, actions), units
+        self._graph, self._actions, self._units = graph, expand_all(graph, actions), units
         self._cuts = _cuts(graph, self._actions)
         self._broker, self._optimizer = broker, optimizer
         self._activity, self._faults = activity or Activity(), faults or FaultPoints()
@@ -130,14 +130,14 @@ class Executor:
 
     def _forward(self, action: Compute) -> None:
         stage, mb, keep = action.stage, action.mb, self._graph.needs_backward(action.stage)
-        if begun(self._graph, action):
+        if started_pass(self._graph, action):
             self._enter(stage, mb)
         passage = self._passages[stage, mb]
         with torch.set_grad_enabled(keep):
             self._units[stage.unit].forward(passage, *self._segments(action))
-            if ended(self._graph, action):
+            if finished_pass(self._graph, action):
                 self._leave(passage, mb)
-        if not keep and ended(self._graph, action):
+        if not keep and finished_pass(self._graph, action):
             del self._passages[stage, mb]
 
     def _enter(self, stage: StageId, mb: Microbatch) -> None:
@@ -147,7 +147,7 @@ class Executor:
             for edge, tensor in received.items():
                 tensor.requires_grad_(self._graph.carries_gradient(edge))
         cuts = self._cuts.get((stage, mb), ())
-        segments = segments_of(self._graph, stage) if cuts else ()
+        segments = segment_layers(self._graph, stage) if cuts else ()
         self._passages[stage, mb] = MicrobatchState(stage, self._step.inputs[mb], received, cuts, segments)
 
     def _leave(self, passage: MicrobatchState, mb: Microbatch) -> None:
@@ -164,10 +164,10 @@ class Executor:
     def _backward(self, action: Compute) -> None:
         stage, mb = action.stage, action.mb
         passage = self._passages[stage, mb]
-        if begun(self._graph, action):
+        if started_pass(self._graph, action):
             passage.gradients = self._returned(passage, mb)
         self._units[stage.unit].backward(passage, *self._segments(action))
-        if not ended(self._graph, action):
+        if not finished_pass(self._graph, action):
             return
         del self._passages[stage, mb]
         for edge, tensor in passage.received.items():
@@ -192,7 +192,7 @@ class Executor:
         return 0, num_segments(self._graph, action.stage)
 
 
-def _cuts(graph: StageGraph, actions: Sequence[Part]) -> dict[tuple[StageId, Microbatch], tuple[int, ...]]:
+def _cuts(graph: StageGraph, actions: Sequence[AtomicAction]) -> dict[tuple[StageId, Microbatch], tuple[int, ...]]:
     """Where parts of a stage's forward or backward begin and end, for each microbatch that is run in parts."""
     found: defaultdict[tuple[StageId, Microbatch], set[int]] = defaultdict(set)
     for action in actions:

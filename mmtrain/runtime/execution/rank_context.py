@@ -16,8 +16,8 @@ from mmtrain.models.stage_inputs import AudioInput, TextInput, UnitInput, Vision
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.artifact.plan_precision import plan_precision
-from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build, step_loads
-from mmtrain.program.verify.send_window import send_limit
+from mmtrain.program import Edge, Microbatch, Program, StageGraph, StageId, Step, build_program, step_loads
+from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
@@ -93,7 +93,7 @@ def build_rank_context(
     model = build_model_shape(recipe)
     graph = stage_graph(plan, model)
     kind, order = plan.schedule.kind, plan.schedule.order
-    program, forward_program = (build(g, kind=kind, order=order) for g in (graph, forward_only(graph)))
+    program, forward_program = (build_program(g, kind=kind, order=order) for g in (graph, forward_only(graph)))
     groups = build_groups(graph, world)
     actions = program.for_rank(world.rank)
     probe_channels(actions, groups, world)
@@ -114,7 +114,7 @@ def build_rank_context(
     sharers = {name: unit.tp for name, unit in plan.units.items() if unit.sp}
     forward_actions = [a for a in forward_program.for_rank(world.rank) if not isinstance(a, Step)]
     brokers = [
-        Broker(p.graph, a, world.rank, groups, widths, sharers, send_limit(p), world.device, dtype, activity)
+        Broker(p.graph, a, world.rank, groups, widths, sharers, send_window(p), world.device, dtype, activity)
         for p, a in ((program, actions), (forward_program, forward_actions))
     ]
     return RankContext(

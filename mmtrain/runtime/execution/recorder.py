@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from mmtrain.program import Action, Recv, Send
-from mmtrain.program.trace.step_record import Done, Moved, StepRecord
+from mmtrain.program.trace.step_record import ActionRecord, MessageRecord, StepRecord
 
 
 class DeviceClock(Protocol):
@@ -127,8 +127,8 @@ _BEGIN, _WAIT, _END = -1, -2, -3  # anything else is the size of a message that 
 
 
 def _record(notes: Sequence[tuple[Action | Send | Recv | str | None, int]], seconds: Sequence[float]) -> StepRecord:
-    done: list[Done] = []
-    moved: list[Moved] = []
+    done: list[ActionRecord] = []
+    moved: list[MessageRecord] = []
     posted: dict[Send | Recv, float] = {}
     doing: Action | Send | Recv | str | None = None
     began = waited = waiting_since = 0.0
@@ -141,10 +141,10 @@ def _record(notes: Sequence[tuple[Action | Send | Recv | str | None, int]], seco
             assert awaited is not None, "a message comes to who waits for it"
             took = now - waiting_since
             waited += took
-            moved.append(Moved(awaited, posted[awaited], now, took, kind))
+            moved.append(MessageRecord(awaited, posted[awaited], now, took, kind))
         else:
             if doing is not None and not isinstance(doing, str):
-                done.append(Done(doing, began, now, waited))
+                done.append(ActionRecord(doing, began, now, waited))
             doing, began, waited = what, now, 0.0
             if isinstance(what, Send | Recv):
                 posted[what] = now

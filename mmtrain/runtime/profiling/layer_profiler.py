@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.costs.cost_table import LayerSample, Timed, described, layer_key
+from mmtrain.costs.cost_table import LayerSample, TimedPass, layer_fields, layer_key
 from mmtrain.models.build_stage import StageModule, build_stage
 from mmtrain.models.megatron import ParallelGroups, tp_group_scope
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
@@ -44,8 +44,8 @@ class _Mode:
     weights: bool = True  # their gradients are computed
     input_grad: bool = True
     again: bool = False  # activations are recomputed
-    forward: Timed | None = None
-    backward: Timed | None = None
+    forward: TimedPass | None = None
+    backward: TimedPass | None = None
 
 
 _PLAIN_MODE = _Mode(forward="forward", backward="backward")
@@ -70,7 +70,7 @@ class LayerProfiler:
     @property
     def keys(self) -> list[str]:
         """Of each layer, what its costs go by."""
-        return [layer_key(described(layer)) for layer in self.stage.shape.layers]
+        return [layer_key(layer_fields(layer)) for layer in self.stage.shape.layers]
 
     def sample(
         self, probe: Probe, recipe: Recipe, repeats: tuple[int, int], every_way: bool = True
@@ -86,7 +86,7 @@ class LayerProfiler:
 
         kept = self._saved_bytes(fresh())
         held = max(1, min(IN_FLIGHT, IN_FLIGHT_BYTES // max(1, sum(kept))))
-        seconds: defaultdict[str, dict[Timed, float]] = defaultdict(dict)
+        seconds: defaultdict[str, dict[TimedPass, float]] = defaultdict(dict)
         for way in (_PLAIN_MODE, *(_OTHER_MODES if every_way else ())):
             for key, (forward, backward) in self._repeat(way, fresh, held, repeats).items():
                 if way.forward:
@@ -228,8 +228,8 @@ def build_layer_profiler(
     number: defaultdict[str, int] = defaultdict(int)
     layers = []
     for layer in unit.layers:
-        number[layer_key(described(layer))] += 1
-        if number[layer_key(described(layer))] <= MAX_EQUAL_LAYERS:
+        number[layer_key(layer_fields(layer))] += 1
+        if number[layer_key(layer_fields(layer))] <= MAX_EQUAL_LAYERS:
             layers.append(layer)
     short = replace(unit, layers=tuple(layers))
     stage = build_stage(

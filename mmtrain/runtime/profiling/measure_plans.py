@@ -77,7 +77,7 @@ def _run_rank(recipe: Recipe, plans: Sequence[Plan], rounds: int, out: Path, add
             data = batch_builder.build(batch)
             world.barrier()
             record = job.train(data, lr=0.0).record
-            rows[-1].append(record.end_s - record.begin_s)
+            rows[-1].append(record.end_s - record.start_s)
     everywhere = np.array(world.all_gather(rows))  # (ranks, steps, plans)
     if world.is_first:
         out.write_text(json.dumps(everywhere.max(axis=0)[PLAN_WARM_UP_STEPS:].T.tolist()), encoding="utf-8")

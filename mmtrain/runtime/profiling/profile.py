@@ -26,11 +26,11 @@ from mmtrain.costs.cost_table import (
     LayerSample,
     MessageEntry,
     OptimizerEntry,
-    Timed,
-    described,
+    TimedPass,
+    layer_fields,
     layer_key,
 )
-from mmtrain.costs.measured_costs import errors
+from mmtrain.costs.measured_costs import interpolation_errors
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import UnitShape, build_model_shape
 from mmtrain.recipe import Recipe
@@ -153,7 +153,11 @@ def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurem
             entries = _entries(unit, tp, samples)
             found.layers.extend(entries.values())
             off = found.errors.setdefault(f"{unit.name} tp{tp}", [])
-            off += [e for key, entry in entries.items() for e in errors(entry, [other[key] for other in others])]
+            off += [
+                e
+                for key, entry in entries.items()
+                for e in interpolation_errors(entry, [other[key] for other in others])
+            ]
             parameters, seconds = stack.optimizer_seconds(request.repeats)
             found.optimizer.append(OptimizerEntry(parameters=parameters, seconds=seconds))
     return found
@@ -177,7 +181,7 @@ def _mean(world: World, samples: dict[str, LayerSample]) -> dict[str, LayerSampl
     """Of the seconds that the ranks saw: none of them stands for all."""
     seen = cast(list[dict[str, LayerSample]], world.all_gather(samples))
 
-    def over_ranks(key: str, timed: Timed) -> float:
+    def over_ranks(key: str, timed: TimedPass) -> float:
         return statistics.fmean(one[key].seconds[timed] for one in seen)
 
     return {
@@ -188,7 +192,7 @@ def _mean(world: World, samples: dict[str, LayerSample]) -> dict[str, LayerSampl
 
 def _entries(unit: UnitShape, tp: int, samples: list[dict[str, LayerSample]]) -> dict[str, LayerEntry]:
     """Samples of all loads by layer, in ascending order of tokens."""
-    layers = {layer_key(described(layer)): described(layer) for layer in unit.layers}
+    layers = {layer_key(layer_fields(layer)): layer_fields(layer) for layer in unit.layers}
     ordered = sorted(samples, key=_size)
     return {
         key: LayerEntry(layer=fields, tp=tp, samples=tuple(found[key] for found in ordered))

@@ -81,7 +81,7 @@ class StragglerDetector:
     def rank_figures(self, rank: int, record: StepRecord, timing: Timing) -> list[float]:
         """What a rank tells the others of its step: measured and predicted seconds, forward and backward, by stage."""
         sums = {(stage, kind): [0.0, 0.0] for stage in self._slots[rank] for kind in DIRECTIONS}
-        for done in record.done:
+        for done in record.actions:
             if isinstance(done.action, Compute) and done.action.stage in self._judged:
                 entry = sums[done.action.stage, direction(done.action)]
                 entry[0] += done.busy_s

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.balance import BatchMeta
-from mmtrain.costs import TokenLoad, costs_for, model_flops, parameters, preset, upstream_trains
+from mmtrain.costs import TokenLoad, costs_for, input_grad_needed, model_flops, num_parameters, preset
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.data import GroupStream
 from mmtrain.program import ModelTiming, Stage, StepLoads
@@ -43,7 +43,7 @@ class StepMetricsReducer:
         self._machine = preset(hardware)
         self._costs, self._input_grad = (
             costs_for(self._machine, precision, job.recipe.cluster.costs),
-            upstream_trains(job.shape),
+            input_grad_needed(job.shape),
         )
         self._slow = StragglerDetector(job.graph, self._work_of)
         self.peak_flops = self._machine.peak_flops(precision) * job.world.size
@@ -52,7 +52,7 @@ class StepMetricsReducer:
         """What a step with these loads should take, by the cost model of the plan's hardware."""
         job = self._job
         element_bytes = ELEMENT_BYTES[job.precision]
-        rules = (self._input_grad, parameters, element_bytes, self._machine.ranks_per_node)
+        rules = (self._input_grad, num_parameters, element_bytes, self._machine.ranks_per_node)
         return ModelTiming(job.graph, job.shape, self._costs, loads, *rules)
 
     def _work_of(self, stage: Stage) -> Hashable:
@@ -68,7 +68,7 @@ class StepMetricsReducer:
         assert outcome.loads is not None, "an outcome of a step that was run"
         times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s]
         flags = [float(stop), float(saved)]
-        traffic = record.traffic()
+        traffic = record.traffic_by_edge()
         edges = [figure for e in self._job.graph.edges for figure in (traffic[e].nbytes, traffic[e].wait_s)]
         pace = self._slow.rank_figures(world.rank, record, self.timing(outcome.loads))
         mine = [
@@ -88,7 +88,7 @@ class StepMetricsReducer:
         table = torch.stack(rows).cpu()
         cuts = [5, 5 + len(times), 5 + len(times) + len(edges)]
         _, all_times, all_edges, all_paces = table.tensor_split(cuts, dim=1)
-        slow, newly_slow = self._slow.detect(all_paces.numpy(), record.end_s - record.begin_s)
+        slow, newly_slow = self._slow.detect(all_paces.numpy(), record.end_s - record.start_s)
         return StepMetricsReduction(
             float(table[:, 0].sum()),
             TimeSplit(*all_times.mean(dim=0).tolist()),

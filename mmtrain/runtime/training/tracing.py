@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from mmtrain.program import Collective, StageGraph, StepLoads, Timing
-from mmtrain.program.ir.data_dependencies import members
+from mmtrain.program.ir.data_dependencies import participants
 from mmtrain.program.trace.measured_timeline import MeasuredStep, measured_timeline, run_trace
 from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.runtime.execution.executor import StepOutcome
@@ -51,9 +51,9 @@ class RunTracer:
         timing = self._timing(loads)
 
         def bytes_moved(rank: int, action: Collective) -> int:
-            return timing.collective(rank, action, members(self._graph, rank, action)).nbytes
+            return timing.collective(rank, action, participants(self._graph, rank, action)).nbytes
 
-        begin = min(record.begin_s for record in records.values())
+        begin = min(record.start_s for record in records.values())
         self._taken.append(MeasuredStep(step, begin, measured_timeline(self._graph, records, bytes_moved)))
         self._clock_error_s = max(self._clock_error_s, 2 * max(offset.error_s for _, offset in parts))
         trace = run_trace(self._taken, self._plan_sha256, self._clock_error_s)
