@@ -7,7 +7,7 @@ the model's units are in `model_settings`.
 
 from mmtrain.recipe.fingerprint import dump_recipe, recipe_fingerprint
 from mmtrain.recipe.json_schema import editor_schema
-from mmtrain.recipe.load_recipe import LoadedRecipe, load_recipe
+from mmtrain.recipe.recipe_loader import LoadedRecipe, load_recipe
 from mmtrain.recipe.runnable import is_runnable, require_runnable
 from mmtrain.recipe.schema import Recipe
 

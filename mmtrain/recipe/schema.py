@@ -1,6 +1,6 @@
 """The recipe: every setting a user may write, with its unit, range and default.
 
-A recipe is a YAML file; `mmtrain.recipe.load_recipe` turns it into the frozen `Recipe` below. Field names here are
+A recipe is a YAML file; `mmtrain.recipe.recipe_loader` turns it into the frozen `Recipe` below. Field names here are
 the dotted paths of error messages (`data.seq_len`) and of `--set`. The units' settings are in `model`.
 """
 
