@@ -19,7 +19,8 @@ from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import split_into_pieces
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout
-from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_efficiency, simulate_llm_alone
+from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_efficiency
+from mmtrain.plan.colocated.llm_alone import simulate_llm_alone
 from mmtrain.plan.estimate.evaluate import evaluate_layout
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.sample_batches import sample_batches

@@ -81,8 +81,8 @@ def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
         graph, counts = layout_graph(layout, layer_costs), dict(layout.num_microbatches)
         coarse = evaluate_layout(layout, layer_costs, MACHINE, SchedulePlan(kind="coarse", num_microbatches=counts))
         seconds = layer_costs.stage_seconds(graph)
-        for ahead in (None, 2, 0):
-            order = plan_encoder_order(graph, layer_costs, MACHINE, ahead=ahead)
+        for max_ahead in (None, 2, 0):
+            order = plan_encoder_order(graph, layer_costs, MACHINE, max_ahead=max_ahead)
             program = build_program(graph, kind="explicit", order=order)
             found = evaluate_layout(
                 layout, layer_costs, MACHINE, SchedulePlan(kind="explicit", num_microbatches=counts, order=order)

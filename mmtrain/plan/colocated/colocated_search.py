@@ -10,7 +10,8 @@ from mmtrain.costs import Hardware, RankMemory
 from mmtrain.plan.artifact.layout import Layout, MeshSize, split_tp_group
 from mmtrain.plan.artifact.plan import Alternative, SchedulePlan
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_mesh_sizes, llm_mesh_sizes
-from mmtrain.plan.colocated.encoder_order import min_in_flight, plan_encoder_order, simulate_llm_alone
+from mmtrain.plan.colocated.encoder_order import max_ahead_choices, plan_encoder_order
+from mmtrain.plan.colocated.llm_alone import min_in_flight, simulate_llm_alone
 from mmtrain.plan.colocated.stage_kernels import compute_share
 from mmtrain.plan.colocated.tp_bubbles import fill_tp_bubbles, overlaps_collectives
 from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout, schedule_memory
@@ -197,10 +198,10 @@ def _judged(
     counts = dict(layout.num_microbatches)
     fitting: list[SchedulePlan] = []
     coarse = SchedulePlan(kind="coarse", num_microbatches=counts)
-    for ahead in (None, 2 * sizes.llm.pp, 0):
-        order = plan_encoder_order(graph, layer_costs, machine, ahead=ahead, alone=alone)
+    for max_ahead in max_ahead_choices(sizes.llm.pp):
+        order = plan_encoder_order(graph, layer_costs, machine, max_ahead=max_ahead, llm_alone=alone)
         planned = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
-        for schedule in (planned, coarse) if ahead is None else (planned,):
+        for schedule in (planned, coarse) if max_ahead is None else (planned,):
             memory = schedule_memory(graph, schedule, layer_costs)
             if max(m.total for m in memory.values()) <= machine.memory_bytes:
                 fitting.append(schedule)

@@ -1,8 +1,8 @@
-"""Work in time on a rank becomes lines of an explicit order: what falls into a gap of the LLM's is written as its fill.
+"""Write the timed work of a rank as lines of an explicit order; work in a gap of an LLM pass becomes its fill.
 
-Fills are atomic: what they wait for must be there before the host, and what they give leaves after it. So only work
-that neither begins nor ends its forward or backward is written into one; other work in a gap stands between two parts
-of the host.
+A fill is atomic: what its partials wait for must be there before the host, and what they give leaves after it. So only
+partials that neither start nor end their forward or backward are written into a fill. Other work in a gap stands
+between two parts of the host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,94 +16,116 @@ from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.ir.segments import direction, num_segments
 from mmtrain.program.ir.serialize import action_to_text
 
-_ROUNDING_S = 2 * TIME_ROUNDING  # by which work may begin before the gap that it is in
+_MAX_EARLY_START_S = 2 * TIME_ROUNDING  # by which rounding may let work start before the gap that it is in
 
 
 @dataclass(frozen=True)
 class TimedPass:
-    """Something a rank does: a whole forward or backward of the LLM, or some segments of an encoder's."""
+    """Work of a rank in time: a whole forward or backward of the LLM, or some segments of an encoder's."""
 
     start: float
-    turn: int  # of work that starts together
     action: Pass
-    segments: tuple[int, int] | None  # [lo, hi) of the stage; all of them if None
-    end: float = 0.0  # of the LLM's
+    segments: tuple[int, int] | None  # [lo, hi) of an encoder's stage; None for the LLM, which runs all of them
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the work is the LLM's, with gaps that encoders may fill."""
+        return self.segments is None
 
 
 def emit_rank_order(
-    graph: StageGraph, works: Sequence[TimedPass], gaps: Mapping[tuple[StageId, Direction], Sequence[CommunicationGap]]
+    graph: StageGraph,
+    timed_passes: Sequence[TimedPass],
+    gaps: Mapping[tuple[StageId, Direction], Sequence[CommunicationGap]],
 ) -> Iterator[str]:
-    """Lines of one rank's order. `gaps`: those inside the LLM's passes, from a pass's begin on."""
-    ordered = sorted(works, key=_in_order)
-    hosts = [at for at, work in enumerate(ordered) if work.segments is None]
-    actions: list[Compute | Fill] = [*_joined(graph, ordered[: hosts[0]] if hosts else ordered)]
-    for at, following in zip(hosts, [*hosts[1:], len(ordered)], strict=True):
-        host, rest = ordered[at], ordered[at + 1 : following]
-        inside, after = _sorted_out(host, rest, gaps[host.action.stage, direction(host.action)])
-        actions += [*_hosted(graph, host.action, inside), *_joined(graph, after)]
+    """Return the lines of one rank's order.
+
+    Args:
+        graph: the layout's stage graph.
+        timed_passes: all work of the rank, in any order.
+        gaps: of each forward and backward of the LLM, in the order of time.
+    """
+    ordered = sorted(timed_passes, key=_order_key)
+    hosts = [i for i, timed_pass in enumerate(ordered) if timed_pass.is_host]
+    before_first_host = ordered[: hosts[0]] if hosts else ordered
+    actions: list[Compute | Fill] = [*_joined(graph, before_first_host)]
+    for i, next_host in zip(hosts, [*hosts[1:], len(ordered)], strict=True):
+        host, guests = ordered[i], ordered[i + 1 : next_host]
+        inside, after = _split_by_gap(host, guests, gaps[host.action.stage, direction(host.action)])
+        actions += _host_with_guests(graph, host.action, inside)
+        actions += _joined(graph, after)
     yield from map(action_to_text, actions)
 
 
-def _in_order(work: TimedPass) -> tuple[float, int, int, str, int]:
-    lo = 0 if work.segments is None else work.segments[0]
-    turn = lo if direction(work.action) == "F" else -lo
-    return work.start, work.turn, work.action.mb.index, work.action.stage.unit, turn
+def _order_key(timed_pass: TimedPass) -> tuple[float, int, int, str, int]:
+    """Order by start; of work that starts together, encoder forwards come before the LLM, encoder backwards after."""
+    action, segments = timed_pass.action, timed_pass.segments
+    is_forward = direction(action) == "F"
+    if segments is None:
+        return timed_pass.start, 1, action.mb.index, action.stage.unit, 0
+    first_run = segments[0] if is_forward else -segments[0]
+    return timed_pass.start, 0 if is_forward else 2, action.mb.index, action.stage.unit, first_run
 
 
-def _sorted_out(
-    host: TimedPass, rest: Sequence[TimedPass], gaps: Sequence[CommunicationGap]
+def _split_by_gap(
+    host: TimedPass, guests: Sequence[TimedPass], gaps: Sequence[CommunicationGap]
 ) -> tuple[dict[int, list[TimedPass]], list[TimedPass]]:
-    """What begins in the host's gaps, by the segments that it has run by then, and what comes after it."""
+    """Return the guests that start in the host's gaps, by the segments it has run by then, and those after it."""
     inside: dict[int, list[TimedPass]] = {}
-    left = list(gaps)
-    for at, work in enumerate(rest):
-        when = work.start - host.start + _ROUNDING_S
-        while left and left[0].end <= when:
-            left.pop(0)
-        if not left or left[0].start > when:
-            return inside, list(rest[at:])
-        inside.setdefault(left[0].after, []).append(work)
+    gaps_left = list(gaps)
+    for i, guest in enumerate(guests):
+        start = guest.start - host.start + _MAX_EARLY_START_S
+        while gaps_left and gaps_left[0].end <= start:
+            gaps_left.pop(0)
+        if not gaps_left or gaps_left[0].start > start:
+            return inside, list(guests[i:])
+        inside.setdefault(gaps_left[0].num_segments_before, []).append(guest)
     return inside, []
 
 
-def _hosted(graph: StageGraph, host: Pass, inside: Mapping[int, Sequence[TimedPass]]) -> Iterator[Compute | Fill]:
-    """The host in parts, with the work in its gaps."""
-    total, done = num_segments(graph, host.stage), 0
-    for after in sorted(inside):
-        guests = list(_joined(graph, inside[after]))
-        inner = tuple(guest for guest in guests if isinstance(guest, Partial) and _in_the_middle(graph, guest))
-        if done < after and len(inner) == len(guests):
-            end = after + 1 if any(other > after for other in inside) else total
-            gap = after if isinstance(host, Forward) else total - after
-            yield Fill(_part(graph, host, done, end), gap, inner)
-            done = end
+def _host_with_guests(
+    graph: StageGraph, host: Pass, inside: Mapping[int, Sequence[TimedPass]]
+) -> Iterator[Compute | Fill]:
+    """Return the host in parts, with the guests in its gaps; `inside` is by the segments that run before the gap."""
+    total = num_segments(graph, host.stage)
+    num_done = 0
+    for num_before in sorted(inside):
+        guests = list(_joined(graph, inside[num_before]))
+        partials = tuple(guest for guest in guests if isinstance(guest, Partial) and _is_inner(graph, guest))
+        if num_done < num_before and len(partials) == len(guests):
+            has_later_gap = any(other > num_before for other in inside)
+            end = num_before + 1 if has_later_gap else total
+            gap = num_before if isinstance(host, Forward) else total - num_before
+            yield Fill(_part(graph, host, num_done, end), gap, partials)
+            num_done = end
             continue
-        if done < after:
-            yield _part(graph, host, done, after)
-            done = after
+        if num_done < num_before:
+            yield _part(graph, host, num_done, num_before)
+            num_done = num_before
         yield from guests
-    if done < total:
-        yield _part(graph, host, done, total)
+    if num_done < total:
+        yield _part(graph, host, num_done, total)
 
 
-def _in_the_middle(graph: StageGraph, part: Partial) -> bool:
-    return part.lo > 0 and part.hi < num_segments(graph, part.stage)
+def _is_inner(graph: StageGraph, partial: Partial) -> bool:
+    """Return whether a partial neither starts nor ends its forward or backward."""
+    return partial.lo > 0 and partial.hi < num_segments(graph, partial.stage)
 
 
-def _part(graph: StageGraph, action: Pass, done: int, end: int) -> Compute:
-    """The action from the segment that is `done`-th to be run up to the `end`-th."""
+def _part(graph: StageGraph, action: Pass, num_done: int, end: int) -> Compute:
+    """Return the part of a pass that runs segments [num_done, end), counted in the order in which they run."""
     total = num_segments(graph, action.stage)
-    if (done, end) == (0, total):
+    if (num_done, end) == (0, total):
         return action
-    lo, hi = (done, end) if isinstance(action, Forward) else (total - end, total - done)
+    lo, hi = (num_done, end) if isinstance(action, Forward) else (total - end, total - num_done)
     return Partial(action.stage, action.mb, direction(action), lo, hi)
 
 
-def _joined(graph: StageGraph, works: Sequence[TimedPass]) -> Iterator[Compute]:
-    """Segments of a stage that follow each other as one part of it, or the whole."""
-    for action, run in groupby(works, key=lambda work: work.action):
-        spans = [work.segments for work in run if work.segments is not None]
-        lo, hi = min(span[0] for span in spans), max(span[1] for span in spans)
+def _joined(graph: StageGraph, guests: Sequence[TimedPass]) -> Iterator[Compute]:
+    """Join neighbouring segments of one pass to one partial, or to the whole pass."""
+    for action, run in groupby(guests, key=lambda guest: guest.action):
+        ranges = [guest.segments for guest in run if guest.segments is not None]
+        lo, hi = min(lo for lo, _ in ranges), max(hi for _, hi in ranges)
         if hi - lo == num_segments(graph, action.stage):
             yield action
         else:

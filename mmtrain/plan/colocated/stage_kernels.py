@@ -1,7 +1,7 @@
-"""What a stage's segments take, and the kernels that are made of them to be put into bubbles.
+"""Cost a stage's segments, and make kernels of them that can be placed in bubbles.
 
-A segment computes and may end with a collective of tensor parallelism. In an encoder these are kernels to be placed; in
-the LLM the collectives are gaps, in which the encoders' compute.
+A segment computes and may end with a collective of tensor parallelism. An encoder's segments become kernels to place;
+the collectives of the LLM's segments are gaps in which encoder kernels compute.
 """
 
 from collections import Counter
@@ -18,87 +18,91 @@ from mmtrain.program.ir.actions import Direction
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.ir.segments import segment_layers
 
+_COMPUTE_KINDS: tuple[ComputeKind, ComputeKind] = ("forward", "backward")
+
 
 @dataclass(frozen=True)
 class StageKernels:
     """A stage's forward or backward as kernels, in the order in which they run."""
 
     kernels: KernelSequence
-    segments: tuple[tuple[int, int], ...]  # of each that computes, what it is of the stage: [lo, hi); (0, 0) if none
+    segments: tuple[tuple[int, int], ...]  # by kernel: the stage's segments [lo, hi) that it runs; (0, 0) if collective
 
 
 @dataclass(frozen=True)
 class CommunicationGap:
-    """A time in a pass in which its rank computes nothing, from its begin on."""
+    """A time in which a rank communicates inside a pass and computes nothing, from the start of the pass on."""
 
     start: float
     end: float
-    after: int  # segments that have been run by then
+    num_segments_before: int  # that the pass has run when the gap starts
 
 
 def segment_costs(layer_costs: LayerCosts, graph: StageGraph, stage: StageId, kind: Direction) -> tuple[PieceCost, ...]:
-    """Mean seconds of a stage's segments for a microbatch, in the order in which they run."""
-    held, mesh, spread = graph.stage(stage), graph.mesh(stage.unit), batch_split_of(graph)
-    mean = layer_costs.unit_times(stage.unit, mesh.tp, spread).mean
-    layers, needed = layer_costs.shape.unit(stage.unit).layers, layer_costs.input_grad[stage.unit]
-    load = _mean_load(layer_costs, stage.unit, spread) if held.pieces else None
-    found: list[PieceCost] = []
-    for i in range(*held.layers):
-        total = float(mean[i, FORWARD])
+    """Return mean seconds of a stage's segments for a microbatch, in the order in which they run."""
+    node, tp, split = graph.stage(stage), graph.mesh(stage.unit).tp, batch_split_of(graph)
+    mean = layer_costs.unit_times(stage.unit, tp, split).mean
+    layers, input_grad = layer_costs.shape.unit(stage.unit).layers, layer_costs.input_grad[stage.unit]
+    load = _mean_load(layer_costs, stage.unit, split) if node.pieces else None
+    segments: list[PieceCost] = []
+    for i in range(*node.layers):
+        total_s = float(mean[i, FORWARD])
         if kind == "B":
-            total = float(mean[i, BACKWARD] + (mean[i, RECOMPUTE] if i in held.recompute else 0.0))
-        if load is None or held.pieces[i - held.layers[0]] == 1:
-            found.append(PieceCost(total, 0.0))
+            total_s = float(mean[i, BACKWARD] + (mean[i, RECOMPUTE] if i in node.recompute else 0.0))
+        if load is None or node.pieces[i - node.layers[0]] == 1:
+            segments.append(PieceCost(total_s, 0.0))
             continue
-        name: ComputeKind = "forward" if kind == "F" else "backward"
         pieces = layer_costs.costs.pieces(
             layers[i],
-            mesh.tp,
+            tp,
             load,
-            name,
-            input_grad=needed[i],
-            sp=held.sp,
+            "forward" if kind == "F" else "backward",
+            input_grad=input_grad[i],
+            sp=node.sp,
         )
-        found += scale_pieces(pieces, total)
-    assert len(found) == len(segment_layers(graph, stage))
-    return tuple(found if kind == "F" else found[::-1])
+        segments += scale_pieces(pieces, total_s)
+    assert len(segments) == len(segment_layers(graph, stage))
+    return tuple(segments if kind == "F" else segments[::-1])
 
 
-def compute_share(layer_costs: LayerCosts, unit: str, tp: int, spread: BatchSplit) -> float:
-    """Share of a unit's forwards and backwards that is not spent on collectives between pieces of its layers."""
-    load = _mean_load(layer_costs, unit, spread)
+def compute_share(layer_costs: LayerCosts, unit: str, tp: int, split: BatchSplit) -> float:
+    """Return the share of a unit's forwards and backwards that is not spent on collectives inside its layers."""
+    load = _mean_load(layer_costs, unit, split)
     layers = zip(layer_costs.shape.unit(unit).layers, layer_costs.input_grad[unit], strict=True)
-    ways: tuple[ComputeKind, ComputeKind] = ("forward", "backward")
-    each = [
+    counted_pieces = [
         (count, piece)
-        for (layer, needed), count in Counter(layers).items()
-        for way in ways
-        for piece in layer_costs.costs.pieces(layer, tp, load, way, input_grad=needed)
+        for (layer, input_grad), count in Counter(layers).items()
+        for kind in _COMPUTE_KINDS
+        for piece in layer_costs.costs.pieces(layer, tp, load, kind, input_grad=input_grad)
     ]
-    total = sum(count * sum(piece) for count, piece in each)
-    return sum(count * piece.compute_s for count, piece in each) / total if total else 1.0
+    total_s = sum(count * sum(piece) for count, piece in counted_pieces)
+    return sum(count * piece.compute_s for count, piece in counted_pieces) / total_s if total_s else 1.0
 
 
-def communication_gaps(costs: Sequence[PieceCost]) -> tuple[CommunicationGap, ...]:
-    """The gaps between the segments of a pass."""
-    found, clock = [], 0.0
-    for at, (compute_s, collective_s) in enumerate(costs[:-1]):
+def communication_gaps(segments: Sequence[PieceCost]) -> tuple[CommunicationGap, ...]:
+    """Return the gaps between the segments of a pass, in the order of time."""
+    gaps: list[CommunicationGap] = []
+    clock = 0.0
+    for i, (compute_s, collective_s) in enumerate(segments[:-1]):
         clock += compute_s
         if collective_s:
-            found.append(CommunicationGap(clock, clock + collective_s, at + 1))
+            gaps.append(CommunicationGap(clock, clock + collective_s, i + 1))
         clock += collective_s
-    return tuple(found)
+    return tuple(gaps)
 
 
-def stage_kernels(costs: Sequence[PieceCost], kind: Direction, grain_s: float) -> StageKernels:
-    """Kernels of at most `grain_s` seconds each, where they are several segments with no collective between them."""
+def stage_kernels(segments: Sequence[PieceCost], kind: Direction, max_kernel_s: float) -> StageKernels:
+    """Join segments with no collective between them to kernels of at most `max_kernel_s` seconds.
+
+    A single segment that is longer stays a kernel of its own.
+    """
     durations: list[float] = []
     computes: list[bool] = []
     ranges: list[tuple[int, int]] = []
-    for lo, hi, compute_s, collective_s in _joined(costs, grain_s):
+    for lo, hi, compute_s, collective_s in _joined_segments(segments, max_kernel_s):
         durations.append(compute_s)
         computes.append(True)
-        ranges.append((lo, hi) if kind == "F" else (len(costs) - hi, len(costs) - lo))
+        ranges.append((lo, hi) if kind == "F" else (len(segments) - hi, len(segments) - lo))
         if collective_s:
             durations.append(collective_s)
             computes.append(False)
@@ -106,20 +110,21 @@ def stage_kernels(costs: Sequence[PieceCost], kind: Direction, grain_s: float) -
     return StageKernels(KernelSequence.of(durations, computes), tuple(ranges))
 
 
-def _joined(costs: Sequence[PieceCost], grain_s: float) -> Iterator[tuple[int, int, float, float]]:
-    """Runs [lo, hi) of segments, what they compute, and the collective at their end."""
-    lo, total = 0, 0.0
-    for at, (compute_s, collective_s) in enumerate(costs):
-        if at > lo and total + compute_s > grain_s:
-            yield lo, at, total, 0.0
-            lo, total = at, 0.0
-        total += compute_s
-        if collective_s or at == len(costs) - 1:
-            yield lo, at + 1, total, collective_s
-            lo, total = at + 1, 0.0
+def _joined_segments(segments: Sequence[PieceCost], max_kernel_s: float) -> Iterator[tuple[int, int, float, float]]:
+    """Return runs [lo, hi) of segments, their compute seconds, and those of the collective at their end."""
+    lo, total_s = 0, 0.0
+    for i, (compute_s, collective_s) in enumerate(segments):
+        if i > lo and total_s + compute_s > max_kernel_s:
+            yield lo, i, total_s, 0.0
+            lo, total_s = i, 0.0
+        total_s += compute_s
+        if collective_s or i == len(segments) - 1:
+            yield lo, i + 1, total_s, collective_s
+            lo, total_s = i + 1, 0.0
 
 
-def _mean_load(layer_costs: LayerCosts, unit: str, spread: BatchSplit) -> TokenLoad:
-    loads = layer_costs.microbatch_loads(unit, spread)
+def _mean_load(layer_costs: LayerCosts, unit: str, split: BatchSplit) -> TokenLoad:
+    """Return a load with the mean of all microbatches in every respect."""
+    loads = layer_costs.microbatch_loads(unit, split)
     columns = (loads.tokens, loads.sum_sq, loads.max_len, loads.num_sequences)
     return TokenLoad(*(round(float(np.mean(column))) for column in columns))

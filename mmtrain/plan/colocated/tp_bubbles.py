@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from mmtrain.costs import Hardware
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import split_into_pieces
-from mmtrain.plan.colocated.encoder_order import plan_encoder_order, simulate_llm_alone
+from mmtrain.plan.colocated.encoder_order import max_ahead_choices, plan_encoder_order
+from mmtrain.plan.colocated.llm_alone import simulate_llm_alone
 from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout, schedule_memory
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.search.layer_partition import layout_graph
@@ -46,11 +47,11 @@ def _with_pieces(judged: Candidate, layer_costs: LayerCosts, machine: Hardware, 
     graph = split_into_pieces(
         whole, layer_costs.shape, [m.unit for m in whole.meshes if layer_costs.has_sp(m.unit, m.tp)]
     )
-    for ahead in (None, 2 * judged.layout.units[LLM].pp, 0):
+    for max_ahead in max_ahead_choices(judged.layout.units[LLM].pp):
         schedule = SchedulePlan(
             kind="explicit",
             num_microbatches=dict(judged.layout.num_microbatches),
-            order=plan_encoder_order(graph, layer_costs, machine, ahead=ahead, alone=alone),
+            order=plan_encoder_order(graph, layer_costs, machine, max_ahead=max_ahead, llm_alone=alone),
             pieces=True,
         )
         memory = schedule_memory(graph, schedule, layer_costs)
