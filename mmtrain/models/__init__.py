@@ -1,7 +1,7 @@
-"""Models: families as shapes (no torch), and the torch modules that compute their stages.
+"""Models: shapes without torch for the planner, and the torch modules that compute their stages.
 
-This package's front exports only the shapes, because planning must not wait for torch: import
-`mmtrain.models.build_stage` for `build_stage`, `mmtrain.models.stage_inputs` for what stages compute on.
+`build_model_shape` describes a recipe's model. This package exports only the shapes, because planning must not wait
+for torch. The torch side starts at `mmtrain.models.build_stage`; `stage_inputs` holds the input of a stage.
 """
 
 from mmtrain.models.model_shape import LayerShape, ModelEdge, ModelShape, UnitShape, build_model_shape, padded_vocab

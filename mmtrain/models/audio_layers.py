@@ -1,92 +1,101 @@
-"""The audio unit's first layer: two convolutions over log-mel frames (Whisper, arXiv 2212.04356).
+"""The audio encoder's embedding layer and context: two convolutions over log-mel frames (Whisper, arXiv 2212.04356).
 
-Clips of one microbatch lie packed one after another, frame by frame. A convolution sees zeros beyond both ends of a
-clip, never its neighbour, so packing computes what separate clips would. Every clip has an even number of frames:
-then the second convolution's stride of 2 falls on the same frames in the pack as in each clip alone.
+The clips of one microbatch are packed one after another, frame by frame. A convolution sees zeros beyond both ends of
+a clip, never the neighboring clip, so packing does not change a clip's result. Every clip has an even number of
+frames: the second convolution's stride of 2 then selects the same frames in the pack as in each clip by itself.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from mmtrain.errors import DataError
-from mmtrain.models.attention import PackedSequences
-from mmtrain.models.model_shape import LayerShape
-from mmtrain.models.stage_inputs import AudioInput
+from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.packed_sequences import PackedSequences
+from mmtrain.models.stage_inputs import EncoderInput
 from mmtrain.recipe.model_settings import AudioSettings
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
 
-IntArray = npt.NDArray[np.int64]
-_TAPS = 3
-_LONGEST_WAVE = 10_000
+_KERNEL_SIZE = 3
+_MAX_WAVELENGTH = 10_000  # of the sinusoidal positions, in units of the shortest one (Whisper)
 
 
 @dataclass(frozen=True)
 class AudioContext:
-    """One microbatch of clips as every layer of an audio stage sees it."""
+    """What the layers of an audio stage need to know about one microbatch of clips."""
 
-    inputs: AudioInput
+    inputs: EncoderInput  # rows are log-mel frames, in one column
     device: torch.device
 
     @cached_property
     def packing(self) -> PackedSequences:
-        """Each clip is a sequence of its own, of one token for two frames."""
-        return PackedSequences(tuple(n // 2 for n in self.inputs.frames))
+        """Each clip is a sequence of its own, with one token for two frames."""
+        return PackedSequences(tuple(frames // 2 for frames in self.inputs.rows))
 
     @cached_property
     def positions(self) -> Tensor:
-        """(T,) place of each token in its clip."""
+        """(T,) position of each token in its clip."""
         lengths = np.asarray(self.packing.lengths, dtype=np.int64)
         starts = np.cumsum(lengths) - lengths
         return torch.from_numpy(np.arange(lengths.sum()) - np.repeat(starts, lengths)).to(self.device)
 
     @cached_property
-    def borders(self) -> tuple[Tensor, Tensor]:
-        """First and last frame of every clip (empty clips have neither)."""
-        lengths = np.asarray([n for n in self.inputs.frames if n], dtype=np.int64)
+    def clip_bounds(self) -> tuple[Tensor, Tensor]:
+        """Indices of the first and of the last frame of every clip that has frames."""
+        lengths = np.asarray([frames for frames in self.inputs.rows if frames], dtype=np.int64)
         ends = np.cumsum(lengths)
         return torch.from_numpy(ends - lengths).to(self.device), torch.from_numpy(ends - 1).to(self.device)
 
+    def order_tokens(self, hidden: Tensor, tokens_per_feature: int) -> Tensor:
+        """Return the tokens as they are, since neighbors in time are merged; see `EncoderContext.order_tokens`."""
+        for frames in self.inputs.rows:
+            if frames % (2 * tokens_per_feature):
+                raise DataError(
+                    f"a clip has {frames} log-mel frames, which is not a multiple of "
+                    f"2 x model.audio.downsample {tokens_per_feature}"
+                )
+        return hidden
+
 
 class AudioEmbed(nn.Module):
-    """Two convolutions with an activation each, the second halving the number of frames, plus positions.
+    """Two convolutions with activations, the second of which halves the number of frames, plus positions.
 
-    Small and not divisible by heads, so every tensor-parallel rank holds it whole. Weights are those of a Conv1d with
-    (channel, tap) flattened, since a convolution over the pack is a product with three shifted copies side by side.
+    It is small and its widths need not divide by the TP degree, so every tensor-parallel rank holds all of it. The
+    weights are those of a Conv1d with (channel, tap) flattened: a convolution over the pack is a GEMM over three
+    shifted copies side by side.
     """
 
-    def __init__(
-        self, settings: AudioSettings, shape: LayerShape, parts: "LayerFactory", activation: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, settings: AudioSettings, shape: LayerShape, factory: "LayerFactory") -> None:
+        """Build the layer that `shape` describes; its weights are uninitialized."""
         super().__init__()
         self.max_frames = settings.max_frames
-        self.activation = activation
-        self.conv1 = nn.Linear(_TAPS * shape.mel_bins, shape.hidden, bias=shape.linear_bias, dtype=parts.dtype)
-        self.conv2 = nn.Linear(_TAPS * shape.hidden, shape.hidden, bias=shape.linear_bias, dtype=parts.dtype)
+        self.activation = factory.activation_function(settings.activation)
+        conv1_width, conv2_width = _KERNEL_SIZE * shape.mel_bins, _KERNEL_SIZE * shape.hidden
+        self.conv1 = nn.Linear(conv1_width, shape.hidden, bias=shape.linear_bias, dtype=factory.dtype)
+        self.conv2 = nn.Linear(conv2_width, shape.hidden, bias=shape.linear_bias, dtype=factory.dtype)
         self.positions: nn.Parameter | None = None
         if shape.position_rows:
-            self.positions = nn.Parameter(torch.empty(shape.position_rows, shape.hidden, dtype=parts.dtype))
+            self.positions = nn.Parameter(torch.empty(shape.position_rows, shape.hidden, dtype=factory.dtype))
 
     def forward(self, hidden: None, context: AudioContext) -> Tensor:
         """Embed log-mel frames (N, mel_bins) to tokens (N / 2, hidden)."""
-        mels = context.inputs.mels
-        assert mels is not None, "the first audio stage needs frames"
-        self._check_lengths(context.inputs.frames)
-        frames = self.activation(self.conv1(_beside(mels.to(self.conv1.weight.dtype), context)))
-        tokens: Tensor = self.activation(self.conv2(_beside(frames, context, stride=2)))
+        mels = context.inputs.cells
+        assert mels is not None, "the first audio stage needs log-mel frames"
+        self._check_lengths(context.inputs.rows)
+        frames = self.activation(self.conv1(_convolution_input(mels.to(self.conv1.weight.dtype), context)))
+        tokens: Tensor = self.activation(self.conv2(_convolution_input(frames, context, stride=2)))
         if self.positions is not None:
             return tokens + self.positions[context.positions]
-        waves = sinusoids(max(context.packing.lengths, default=0), tokens.shape[1], context.device)
-        return tokens + waves.to(tokens.dtype)[context.positions]
+        num_positions = max(context.packing.lengths, default=0)
+        table = sinusoids(num_positions, tokens.shape[1], context.device)
+        return tokens + table.to(tokens.dtype)[context.positions]
 
     def _check_lengths(self, frames: tuple[int, ...]) -> None:
         longest = max(frames, default=0)
@@ -99,20 +108,20 @@ class AudioEmbed(nn.Module):
 
 
 def sinusoids(length: int, width: int, device: torch.device) -> Tensor:
-    """(length, width) fixed positions: sines, then cosines, of wavelengths from 2 pi up to 10,000 times as much."""
+    """Return fixed positions (length, width): sines, then cosines, of wavelengths from 2 pi to 10,000 x 2 pi."""
     half = width // 2
-    rates = torch.exp(-math.log(_LONGEST_WAVE) / max(half - 1, 1) * torch.arange(half, device=device))
-    angles = torch.arange(length, device=device)[:, None] * rates[None, :]
+    frequencies = torch.exp(-math.log(_MAX_WAVELENGTH) / max(half - 1, 1) * torch.arange(half, device=device))
+    angles = torch.arange(length, device=device)[:, None] * frequencies[None, :]
     return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
-def _beside(frames: Tensor, context: AudioContext, stride: int = 1) -> Tensor:
-    """Put each frame (of every `stride`) beside those before and after it in its clip: (N, C) -> (N / stride, C * 3).
+def _convolution_input(frames: Tensor, context: AudioContext, stride: int = 1) -> Tensor:
+    """Join every `stride`-th frame with the frames before and after it in its clip: (N, C) -> (N / stride, C * 3).
 
-    Features are ordered (channel, tap) like a flattened Conv1d weight.
+    Beyond the ends of a clip are zeros. Features are ordered (channel, tap) like a flattened Conv1d weight.
     """
-    none = frames.new_zeros(1, frames.shape[1])
-    first, last = context.borders
-    before = torch.cat((none, frames))[:-1].index_fill(0, first, 0)
-    after = torch.cat((frames, none))[1:].index_fill(0, last, 0)
-    return torch.stack((before[::stride], frames[::stride], after[::stride]), dim=2).flatten(1)
+    zeros = frames.new_zeros(1, frames.shape[1])
+    first, last = context.clip_bounds
+    previous = torch.cat((zeros, frames))[:-1].index_fill(0, first, 0)
+    following = torch.cat((frames, zeros))[1:].index_fill(0, last, 0)
+    return torch.stack((previous[::stride], frames[::stride], following[::stride]), dim=2).flatten(1)

@@ -1,57 +1,49 @@
 """What trains: the names of a layer's parameters, known without torch, and which of them a recipe freezes.
 
-`freeze` flags of the units and the patterns of `train.freeze` come together here; planner and modules both read the
-result, `LayerShape.frozen` and `LayerShape.trainable`.
+The `freeze` flags of the units and the patterns of `train.freeze` are combined here. Planner and torch modules read
+the result from `LayerShape.frozen` and `LayerShape.trainable`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe.model_settings import AudioSettings, GeneratorSettings, LlmSettings, VisionSettings
+from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.unit_shape import UnitShape
+from mmtrain.recipe.model_settings import EncoderSettings, GeneratorSettings, LlmSettings, VisionSettings
 from mmtrain.recipe.schema import Recipe
 
-if TYPE_CHECKING:
-    from mmtrain.models.model_shape import LayerShape, UnitShape
-
-AnyUnitSettings = VisionSettings | AudioSettings | LlmSettings | GeneratorSettings
+AnyUnitSettings: TypeAlias = EncoderSettings | LlmSettings | GeneratorSettings
 
 
-def mark_frozen(units: Iterable["UnitShape"], recipe: Recipe) -> tuple["UnitShape", ...]:
-    """Mark what does not train in every layer of the units.
+def mark_frozen(units: Iterable[UnitShape], recipe: Recipe) -> tuple[UnitShape, ...]:
+    """Return the units with `frozen` and `trainable` set in every layer.
 
-    A layer is trainable while one of its parameters is; a head that shares the embedding's matrix also while that is.
-    Raises RecipeError if a pattern of `train.freeze` matches no parameter.
+    A layer is trainable if at least one of its parameters trains. The head of a model with tied embeddings also is if
+    the embedding trains.
+
+    Raises:
+        RecipeError: a pattern of `train.freeze` matches no parameter.
     """
     units = tuple(units)
-    names = {u.name: [tuple(parameter_names(x, _settings(recipe, u.name))) for x in u.layers] for u in units}
-    by_pattern = _matching(
-        recipe.train.freeze,
-        [f"{unit}.layers.{i}.{name}" for unit, layers in names.items() for i, own in enumerate(layers) for name in own],
-    )
-    made: dict[LayerShape, LayerShape] = {}  # equal layers stay one object, which the planner's caches rely on
-
-    def layer(unit: "UnitShape", index: int) -> "LayerShape":
-        shape, own, settings = unit.layers[index], names[unit.name][index], _settings(recipe, unit.name)
-        frozen = frozenset(
-            n for n in own if _by_flag(shape, settings, n) or f"{unit.name}.layers.{index}.{n}" in by_pattern
-        )
-        trains = len(frozen) < len(own)
-        if shape.kind == "head" and isinstance(settings, LlmSettings) and settings.tie_embeddings:
-            trains = trains or layer(unit, 0).trainable
-        shape = replace(shape, frozen=frozen, trainable=trains)
-        return made.setdefault(shape, shape)
-
-    return tuple(replace(u, layers=tuple(layer(u, i) for i in range(len(u.layers)))) for u in units)
+    settings: dict[str, AnyUnitSettings] = {unit.name: getattr(recipe.model, unit.name) for unit in units}
+    matched = _match_patterns(recipe.train.freeze, [name for u in units for name in _full_names(u, settings[u.name])])
+    # Equal layers must stay one object: the planner's caches rely on it.
+    unique: dict[LayerShape, LayerShape] = {}
+    marked = []
+    for unit in units:
+        layers = _mark_layers(unit, settings[unit.name], matched)
+        marked.append(replace(unit, layers=tuple(unique.setdefault(layer, layer) for layer in layers)))
+    return tuple(marked)
 
 
-def parameter_names(layer: "LayerShape", settings: AnyUnitSettings) -> Iterator[str]:
-    """Names of the layer's parameters inside the layer, in no particular order.
+def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[str]:
+    """Yield the names of the layer's parameters inside the layer, in no particular order.
 
-    `<unit>.layers.<index>.` before them makes the plan-independent name.
+    The plan-independent name of a parameter has `<unit>.layers.<index>.` before it.
     """
     match layer.kind:
         case "vit_block" | "decoder_block":
@@ -63,19 +55,18 @@ def parameter_names(layer: "LayerShape", settings: AnyUnitSettings) -> Iterator[
             yield from _linear("mlp.linear_fc2", layer.linear_bias)
         case "patch_embed":
             assert isinstance(settings, VisionSettings)
-            yield from _linear("proj", layer.linear_bias)
-            yield from ("class_token",) * settings.class_token
-            yield from {"factorized": ("row_positions", "col_positions"), "grid": ("grid_positions",)}[
-                settings.positions
-            ]
-            yield from _norm("pre_norm", layer) if settings.pre_norm else ()
+            yield from _patch_embed(layer, settings)
         case "audio_embed":
-            yield from (*_linear("conv1", layer.linear_bias), *_linear("conv2", layer.linear_bias))
-            yield from ("positions",) if layer.position_rows else ()
+            yield from _linear("conv1", layer.linear_bias)
+            yield from _linear("conv2", layer.linear_bias)
+            if layer.position_rows:
+                yield "positions"
         case "projector":
-            assert isinstance(settings, VisionSettings | AudioSettings)
-            yield from _norm("post_norm", layer) if isinstance(settings, AudioSettings) or settings.post_norm else ()
-            yield from _norm("norm", layer) if settings.projector.norm else ()
+            assert isinstance(settings, EncoderSettings)
+            if settings.has_post_norm:
+                yield from _norm("post_norm", layer)
+            if settings.projector.norm:
+                yield from _norm("norm", layer)
             yield from _linear("linear_1", layer.linear_bias)
             yield from _linear("linear_2", layer.linear_bias)
         case "embedding":
@@ -83,17 +74,25 @@ def parameter_names(layer: "LayerShape", settings: AnyUnitSettings) -> Iterator[
         case "head":
             assert isinstance(settings, LlmSettings)
             yield from _norm("norm", layer)
-            yield from () if settings.tie_embeddings else ("output.weight",)
-        case _:  # of a generator: no module has parameters to name, and patterns reach each layer as a whole
+            if not settings.tie_embeddings:
+                yield "output.weight"
+        case _:  # layers of a generator have no modules, so a pattern reaches each of them as a whole
             yield "weight"
 
 
-def _settings(recipe: Recipe, unit: str) -> AnyUnitSettings:
-    settings: AnyUnitSettings = getattr(recipe.model, unit)
-    return settings
+def _patch_embed(layer: LayerShape, settings: VisionSettings) -> Iterator[str]:
+    yield from _linear("proj", layer.linear_bias)
+    if settings.class_token:
+        yield "class_token"
+    if settings.positions == "factorized":
+        yield from ("row_positions", "col_positions")
+    else:
+        yield "grid_positions"
+    if settings.pre_norm:
+        yield from _norm("pre_norm", layer)
 
 
-def _norm(name: str, layer: "LayerShape") -> tuple[str, ...]:
+def _norm(name: str, layer: LayerShape) -> tuple[str, ...]:
     return (f"{name}.weight",) if layer.rms_norm else (f"{name}.weight", f"{name}.bias")
 
 
@@ -101,26 +100,52 @@ def _linear(name: str, bias: bool) -> tuple[str, ...]:
     return (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)
 
 
-def _by_flag(layer: "LayerShape", settings: AnyUnitSettings, name: str) -> bool:
-    """A frozen encoder's projector trains on, but for the encoder's last norm, which it holds."""
+def _full_names(unit: UnitShape, settings: AnyUnitSettings) -> Iterator[str]:
+    """Yield the plan-independent names of all parameters of a unit."""
+    for index, layer in enumerate(unit.layers):
+        for name in parameter_names(layer, settings):
+            yield f"{unit.name}.layers.{index}.{name}"
+
+
+def _mark_layers(unit: UnitShape, settings: AnyUnitSettings, matched: set[str]) -> list[LayerShape]:
+    layers: list[LayerShape] = []
+    for index, layer in enumerate(unit.layers):
+        names = list(parameter_names(layer, settings))
+        frozen = frozenset(
+            name
+            for name in names
+            if _is_frozen_by_flag(layer, settings, name) or f"{unit.name}.layers.{index}.{name}" in matched
+        )
+        trainable = len(frozen) < len(names)
+        if layer.kind == "head" and isinstance(settings, LlmSettings) and settings.tie_embeddings:
+            trainable = trainable or layers[0].trainable
+        layers.append(replace(layer, frozen=frozen, trainable=trainable))
+    return layers
+
+
+def _is_frozen_by_flag(layer: LayerShape, settings: AnyUnitSettings, name: str) -> bool:
+    """Return whether a `freeze` flag covers the parameter.
+
+    The projector of a frozen encoder still trains, except for the encoder's last norm, which is part of that layer.
+    """
     if layer.kind == "context_projector":
         return False
     if layer.kind == "projector" and not name.startswith("post_norm."):
-        assert isinstance(settings, VisionSettings | AudioSettings)
+        assert isinstance(settings, EncoderSettings)
         return settings.projector.freeze
     return settings.freeze
 
 
-def _matching(patterns: Iterable[str], names: list[str]) -> set[str]:
-    """Names that match a pattern."""
-    found: set[str] = set()
+def _match_patterns(patterns: Iterable[str], names: Sequence[str]) -> set[str]:
+    """Return the names that match at least one pattern."""
+    matched: set[str] = set()
     for i, pattern in enumerate(patterns):
         matches = {name for name in names if fnmatchcase(name, pattern)}
         if not matches:
-            near = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.0))
+            closest = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.0))
             raise RecipeError(
-                f"train.freeze.{i}: {pattern} matches no parameter of this model; the nearest are {near}. "
-                "Patterns are those of a shell: * for any text, ? for one character, [0-3] for one of a range"
+                f"train.freeze.{i}: {pattern} matches no parameter of this model; the closest names are {closest}. "
+                "Patterns work as in a shell: * for any text, ? for one character, [0-3] for one of a range"
             )
-        found |= matches
-    return found
+        matched |= matches
+    return matched

@@ -1,8 +1,8 @@
-"""Image generators after the LLM, as shapes: the U-Net of Stable Diffusion 2 and a diffusion transformer.
+"""Image generators after the LLM, as shapes: the U-Net of Stable Diffusion 2 and a diffusion transformer (DiT).
 
-Both predict the noise of one latent image from its tokens (positions of the latent; patches of it in a transformer), a
-timestep, and the LLM's outputs, which a linear maps to the context that every attention block reads. They are shapes to
-plan with: the runtime trains none.
+Both predict the noise of one latent image from three inputs: its tokens (positions of the latent; in a transformer
+patches of it), a timestep, and the LLM's outputs. A linear layer maps the outputs to the context that every attention
+block reads. The planner uses these shapes; the runtime trains no generator.
 """
 
 from collections.abc import Iterator
@@ -10,92 +10,105 @@ from collections.abc import Iterator
 from mmtrain.models.layer_shape import LayerShape
 from mmtrain.recipe.model_settings import GeneratorSettings
 
-TIMESTEP_WIDTH_FACTOR = 4  # width of the timestep's features over the finest level's (U-Net)
-GENERATOR_FFN_FACTOR = 4
-NUM_TIMESTEP_FREQUENCIES = 256  # sinusoidal features of a timestep (diffusion transformer)
+TIMESTEP_WIDTH_FACTOR = 4  # width of the timestep's features / width of the finest level (Stable Diffusion's U-Net)
+GENERATOR_FFN_FACTOR = 4  # inner width of an MLP / width of its block, in both kinds
+NUM_TIMESTEP_FREQUENCIES = 256  # sinusoidal features of a timestep (DiT, arXiv 2212.09748)
+_CONV_TAPS = 9  # inputs of a 3 x 3 convolution for each channel
 
 
-def generator_layers(g: GeneratorSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
-    """All layers in execution order, the projector of the context first."""
-    context = LayerShape("context_projector", hidden=llm_hidden, out=g.context_width, context=g.context_tokens)
-    return (context, *(_unet(g) if g.kind == "unet" else _transformer(g)))
-
-
-def _unet(g: GeneratorSettings) -> Iterator[LayerShape]:
-    """Rombach et al., arXiv 2112.10752: down the levels, a middle, and up again with what was kept on the way."""
-    widths, last = g.widths, len(g.widths) - 1
-    yield LayerShape(
-        "unet_embed", g.channels, widths[0], patch_features=9 * g.channels, time_width=TIMESTEP_WIDTH_FACTOR * widths[0]
+def generator_layers(settings: GeneratorSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
+    """Describe all layers in execution order; the projector of the context is the first."""
+    context = LayerShape(
+        "context_projector", hidden=llm_hidden, out=settings.context_width, context=settings.context_tokens
     )
-    width, kept = widths[0], [widths[0]]
-    for level, wide in enumerate(widths):
-        for _ in range(g.layers):
-            yield _residual(g, level, width, wide)
+    body = _unet(settings) if settings.kind == "unet" else _diffusion_transformer(settings)
+    return (context, *body)
+
+
+def _unet(settings: GeneratorSettings) -> Iterator[LayerShape]:
+    """Yield the layers of Rombach et al., arXiv 2112.10752: down the levels, a middle, and up with skip connections."""
+    widths = settings.widths
+    last = len(widths) - 1
+    yield LayerShape(
+        "unet_embed",
+        hidden=settings.channels,
+        out=widths[0],
+        patch_features=_CONV_TAPS * settings.channels,
+        time_width=TIMESTEP_WIDTH_FACTOR * widths[0],
+    )
+    width = widths[0]
+    skip_widths = [width]  # of the outputs that the way up will read
+    for level, level_width in enumerate(widths):
+        for _ in range(settings.layers):
+            yield _residual(settings, level, width, level_width)
             if level < last:
-                yield _attention(g, level)
-            width = wide
-            kept.append(width)
+                yield _attention(settings, level)
+            width = level_width
+            skip_widths.append(width)
         if level < last:
             yield LayerShape("unet_down", width, width, scale=2 ** (level + 1))
-            kept.append(width)
-    yield from (_residual(g, last, width, width), _attention(g, last), _residual(g, last, width, width))
-    for level, wide in reversed([*enumerate(widths)]):
-        for _ in range(g.layers + 1):
-            yield _residual(g, level, width + kept.pop(), wide)
+            skip_widths.append(width)
+    yield _residual(settings, last, width, width)
+    yield _attention(settings, last)
+    yield _residual(settings, last, width, width)
+    for level, level_width in reversed([*enumerate(widths)]):
+        for _ in range(settings.layers + 1):
+            yield _residual(settings, level, width + skip_widths.pop(), level_width)
             if level < last:
-                yield _attention(g, level)
-            width = wide
+                yield _attention(settings, level)
+            width = level_width
         if level > 0:
             yield LayerShape("unet_up", width, width, scale=2 ** (level - 1))
-    assert not kept
-    yield LayerShape("unet_out", width, g.channels)
+    assert not skip_widths, "every skip connection has two ends"
+    yield LayerShape("unet_out", width, settings.channels)
 
 
-def _residual(g: GeneratorSettings, level: int, width: int, out: int) -> LayerShape:
-    return LayerShape("unet_residual", width, out, time_width=TIMESTEP_WIDTH_FACTOR * g.widths[0], scale=2**level)
+def _residual(settings: GeneratorSettings, level: int, width: int, out: int) -> LayerShape:
+    time_width = TIMESTEP_WIDTH_FACTOR * settings.widths[0]
+    return LayerShape("unet_residual", width, out, time_width=time_width, scale=2**level)
 
 
-def _attention(g: GeneratorSettings, level: int) -> LayerShape:
-    wide, heads = g.widths[level], g.heads[level]
+def _attention(settings: GeneratorSettings, level: int) -> LayerShape:
+    width, heads = settings.widths[level], settings.heads[level]
     return LayerShape(
         "unet_attention",
-        hidden=wide,
-        out=wide,
+        hidden=width,
+        out=width,
         heads=heads,
         kv_heads=heads,
-        head_dim=wide // heads,
-        ffn=GENERATOR_FFN_FACTOR * wide,
+        head_dim=width // heads,
+        ffn=GENERATOR_FFN_FACTOR * width,
         gated=True,
-        context=g.context_tokens,
-        context_width=g.context_width,
+        context=settings.context_tokens,
+        context_width=settings.context_width,
         scale=2**level,
     )
 
 
-def _transformer(g: GeneratorSettings) -> Iterator[LayerShape]:
-    """Chen et al., arXiv 2310.00426 (PixArt): blocks with cross-attention; the timestep scales all of them alike."""
-    (wide,), (heads,) = g.widths, g.heads
-    pixels = g.channels * g.patch**2
-    tokens, width = g.context_tokens, g.context_width
+def _diffusion_transformer(settings: GeneratorSettings) -> Iterator[LayerShape]:
+    """Yield the layers of Chen et al., arXiv 2310.00426 (PixArt): blocks with cross-attention and shared modulation."""
+    (width,) = settings.widths
+    (heads,) = settings.heads
+    patch_features = settings.channels * settings.patch**2
     yield LayerShape(
         "dit_embed",
-        pixels,
-        wide,
-        patch_features=pixels,
+        hidden=patch_features,
+        out=width,
+        patch_features=patch_features,
         time_width=NUM_TIMESTEP_FREQUENCIES,
-        context=tokens,
-        context_width=width,
+        context=settings.context_tokens,
+        context_width=settings.context_width,
     )
     block = LayerShape(
         "dit_block",
-        hidden=wide,
-        out=wide,
+        hidden=width,
+        out=width,
         heads=heads,
         kv_heads=heads,
-        head_dim=wide // heads,
-        ffn=GENERATOR_FFN_FACTOR * wide,
-        context=tokens,
-        context_width=width,
+        head_dim=width // heads,
+        ffn=GENERATOR_FFN_FACTOR * width,
+        context=settings.context_tokens,
+        context_width=settings.context_width,
     )
-    yield from [block] * g.layers
-    yield LayerShape("dit_out", wide, 2 * pixels)  # of every pixel the noise and its variance
+    yield from [block] * settings.layers
+    yield LayerShape("dit_out", width, 2 * patch_features)  # noise and variance of every element of the latent

@@ -1,6 +1,6 @@
-"""Keys and values that attention keeps while a model writes an answer, so that each token is computed once.
+"""The KV cache: keys and values that attention keeps while a model generates, so that each token is computed once.
 
-The sequences of a microbatch lie padded to the longest, because each of them grows by a token at a time.
+The sequences of a microbatch are padded to a common capacity here, because each of them grows by one token at a time.
 """
 
 from dataclasses import dataclass, field
@@ -14,82 +14,95 @@ from mmtrain.models.attention import AttentionBackend, attend
 
 @dataclass(eq=False)
 class KVCache:
-    """What the decoder blocks of one rank remember of one microbatch of S sequences.
+    """Keys and values of one microbatch of S sequences, for all decoder blocks of one rank.
 
-    Each block keeps its own keys and values, found again by the block itself; how far the sequences have come is the
-    same for all. After a pass through the blocks, `advance` by what it added.
+    Each block has keys and values of its own, found by the block object itself; the cached lengths are the same for
+    all blocks. Call `advance` after every pass through the blocks.
     """
 
     capacity: int  # tokens that the longest sequence may reach
-    cached_lengths: tuple[int, ...]  # (S,) tokens of each sequence that are remembered
-    _of_block: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)  # each (S, room, kv_heads, d)
-    _pass: "_Places | None" = None  # of the pass under way, the same for all blocks
+    cached_lengths: tuple[int, ...]  # (S,) cached tokens of each sequence
+    _by_block: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)  # each (S, capacity, kv_heads, d)
+    _new_tokens: "_NewTokens | None" = None  # of the current pass, the same for all blocks
 
     def attend(
         self, block: object, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], backend: AttentionBackend
     ) -> Tensor:
-        """Let new tokens see themselves and all before them: q (T, heads, d), k and v (T, kv_heads, d) -> as q.
+        """Cache the new tokens and let them attend to themselves and to all earlier tokens of their sequence.
 
-        `lengths` are new tokens of each of the S sequences: all of them at first, one each from then on. What follows
-        them in `lengths` is padding, and its result is zero.
+        q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d). `lengths` holds the number of new tokens of each of
+        the S sequences: the whole prompt in the first pass, one token in every later pass. Further entries of
+        `lengths` are padding, whose result is zero.
         """
-        num_new, (lengths, padding) = len(q), (lengths[: len(self.cached_lengths)], lengths[len(self.cached_lengths) :])
-        num_tokens = num_new - sum(padding)
+        num_sequences = len(self.cached_lengths)
+        num_padding = sum(lengths[num_sequences:])
+        lengths = lengths[:num_sequences]
+        num_tokens = len(q) - num_padding
         q, k, v = (x[:num_tokens] for x in (q, k, v))
-        if self._pass is None:
-            self._pass = _Places.of(self.cached_lengths, lengths, q.device)
-        kept = self._remember(block, k, v)
-        out = attend(q, k, v, lengths, True, backend) if not any(self.cached_lengths) else self._attend_one(q, *kept)
-        return F.pad(out, (0, 0, 0, 0, 0, num_new - num_tokens))
+        if self._new_tokens is None:
+            self._new_tokens = _NewTokens.of(self.cached_lengths, lengths, q.device)
+        keys, values = self._store(block, k, v)
+        is_first_pass = not any(self.cached_lengths)
+        out = attend(q, k, v, lengths, True, backend) if is_first_pass else self._attend_to_cache(q, keys, values)
+        return F.pad(out, (0, 0, 0, 0, 0, num_padding))
 
     def advance(self, lengths: tuple[int, ...]) -> None:
-        """Count the tokens that all blocks have seen now."""
-        self.cached_lengths = tuple(before + new for before, new in zip(self.cached_lengths, lengths, strict=True))
-        self._pass = None
+        """Count the tokens of the pass that all blocks have finished."""
+        self.cached_lengths = tuple(cached + new for cached, new in zip(self.cached_lengths, lengths, strict=True))
+        self._new_tokens = None
 
-    def select_sequences(self, places: list[int]) -> None:
-        """Forget all sequences but those at `places`, which move together."""
-        if len(places) == len(self.cached_lengths):
+    def select_sequences(self, indices: list[int]) -> None:
+        """Keep only the sequences at `indices`, in this order, and drop the others."""
+        if len(indices) == len(self.cached_lengths):
             return
-        self.cached_lengths = tuple(self.cached_lengths[i] for i in places)
-        for block, pair in self._of_block.items():
-            index = torch.tensor(places, dtype=torch.int64, device=pair[0].device)
-            self._of_block[block] = (pair[0].index_select(0, index), pair[1].index_select(0, index))
+        self.cached_lengths = tuple(self.cached_lengths[i] for i in indices)
+        for block, (keys, values) in self._by_block.items():
+            index = torch.tensor(indices, dtype=torch.int64, device=keys.device)
+            self._by_block[block] = keys.index_select(0, index), values.index_select(0, index)
 
-    def _remember(self, block: object, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._pass is not None
-        if block not in self._of_block:
+    def _store(self, block: object, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values of a block; return all of that block."""
+        assert self._new_tokens is not None
+        if block not in self._by_block:
             size = (len(self.cached_lengths), self.capacity, *k.shape[1:])
-            self._of_block[block] = (k.new_zeros(size), v.new_zeros(size))
-        keys, values = self._of_block[block]
-        keys[self._pass.sequence, self._pass.place] = k
-        values[self._pass.sequence, self._pass.place] = v
+            self._by_block[block] = (k.new_zeros(size), v.new_zeros(size))
+        keys, values = self._by_block[block]
+        keys[self._new_tokens.sequence, self._new_tokens.position] = k
+        values[self._new_tokens.sequence, self._new_tokens.position] = v
         return keys, values
 
-    def _attend_one(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One new token of each sequence, (S, heads, d), sees all that its sequence has; the rest is masked."""
-        assert len(q) == len(self.cached_lengths), "after its first tokens a sequence grows by one at a time"
-        assert self._pass is not None
-        seen = self._pass.seen
-        k, v = (kept[:, : seen.shape[-1]].transpose(1, 2) for kept in (keys, values))
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=seen, enable_gqa=grouped)[:, :, 0]
+    def _attend_to_cache(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Let one new token of each sequence, (S, heads, d), attend to its whole sequence; mask unused capacity."""
+        assert len(q) == len(self.cached_lengths), "after the first pass a sequence grows by one token at a time"
+        assert self._new_tokens is not None
+        is_filled = self._new_tokens.is_filled
+        num_positions = is_filled.shape[-1]
+        k = keys[:, :num_positions].transpose(1, 2)
+        v = values[:, :num_positions].transpose(1, 2)
+        is_grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=is_filled, enable_gqa=is_grouped)
+        return out[:, :, 0]
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where the new tokens of a pass go: made once for all blocks, since each would wait for the device."""
+class _NewTokens:
+    """Where the new tokens of a pass belong. Built once for all blocks: each copy to the device may have to wait."""
 
-    sequence: Tensor  # (T,)
-    place: Tensor  # (T,) in its sequence
-    seen: Tensor  # (S, 1, 1, longest) whether a place is filled after the pass
+    sequence: Tensor  # (T,) index of the token's sequence
+    position: Tensor  # (T,) position of the token in its sequence
+    is_filled: Tensor  # (S, 1, 1, longest) whether a position holds a token after the pass
 
     @classmethod
-    def of(cls, held: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> "_Places":
-        sequence = [s for s, new in enumerate(lengths) for _ in range(new)]
-        place = [at + i for at, new in zip(held, lengths, strict=True) for i in range(new)]
-        filled = [at + new for at, new in zip(held, lengths, strict=True)]
-        tensors = (torch.tensor(column, dtype=torch.int64).to(device) for column in (sequence, place, filled))
-        sequences, places, ends = tensors
-        seen = torch.arange(max(place, default=-1) + 1, device=device) < ends[:, None]
-        return cls(sequences, places, seen[:, None, None])
+    def of(cls, cached_lengths: tuple[int, ...], new_lengths: tuple[int, ...], device: torch.device) -> "_NewTokens":
+        sequence: list[int] = []
+        position: list[int] = []
+        for i, (cached, new) in enumerate(zip(cached_lengths, new_lengths, strict=True)):
+            sequence += [i] * new
+            position += range(cached, cached + new)
+        ends = [cached + new for cached, new in zip(cached_lengths, new_lengths, strict=True)]
+        sequences, positions, stops = (
+            torch.tensor(column, dtype=torch.int64).to(device) for column in (sequence, position, ends)
+        )
+        num_positions = max(position, default=-1) + 1
+        is_filled = torch.arange(num_positions, device=device) < stops[:, None]
+        return cls(sequences, positions, is_filled[:, None, None])

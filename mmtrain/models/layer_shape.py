@@ -1,4 +1,4 @@
-"""One layer as planner and cost models know it: kind and widths, no torch."""
+"""One layer as planner and cost models know it: its kind and its widths, no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,13 +23,15 @@ LayerKind = Literal[
     "dit_out",
 ]
 
-# Pieces in which a transformer block can be run apart. Tensor parallelism communicates between `qkv` and what stands
-# around it, likewise `up`; and behind `projection` and `down`: see `costs.pieces`.
+NUM_MODULATION_VECTORS = 6  # shift, scale and gate of attention and of MLP (adaLN-single: PixArt, arXiv 2310.00426)
+
+# Pieces of a transformer block that can run at different times. Tensor-parallel communication surrounds `qkv` and `up`
+# and follows `projection` and `down`: see `costs.block_pieces`.
 BLOCK_PIECES = ("norm", "qkv", "attention", "projection", "norm_mlp", "up", "down", "add")
 
 
 def num_pieces(kind: LayerKind) -> int:
-    """Pieces of a layer: those of a block, or the layer itself."""
+    """Return the number of pieces of a layer: those of a block, 1 for every other layer."""
     return len(BLOCK_PIECES) if kind in ("vit_block", "decoder_block") else 1
 
 
@@ -37,13 +39,13 @@ def num_pieces(kind: LayerKind) -> int:
 class LayerShape:
     """One layer. Widths are in features of the whole layer, before tensor parallelism divides them.
 
-    A `vit_block` is the block of every encoder. Two layers change the number of tokens: an `audio_embed` reads two
-    frames for each token it hands on, a projector joins `joins` tokens to one feature.
+    A `vit_block` is the block of every encoder. Two kinds change the number of tokens: an `audio_embed` makes one token
+    of two frames, a projector makes one feature of `joins` tokens. Saved cost tables hold these field names.
     """
 
     kind: LayerKind
     hidden: int  # width of the residual stream the layer reads
-    out: int  # width it hands on
+    out: int  # width of its output
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
@@ -57,27 +59,31 @@ class LayerShape:
     mel_bins: int = 0  # audio_embed: features of a frame
     max_side: int = 0  # patch_embed: side of the position table, in patches
     vocab: int = 0  # embedding, head: padded rows
-    joins: int = 1  # projector: tokens joined to one feature: a square of patches, or neighbours in time
+    joins: int = 1  # projector: tokens merged into one feature, a square of patches or neighbors in time
     extra_tokens: int = 0  # tokens a patch_embed adds to each item (a class token) and a projector drops
     position_rows: int = 0  # patch_embed, audio_embed: learned position vectors
     norm_widths: tuple[int, ...] = ()  # patch_embed, projector: widths of their layer norms
-    scale: int = 1  # U-Net: its sides are those of the latent divided by this, its positions tokens / scale^2
-    context: int = 0  # rows of the LLM that condition one item
-    context_width: int = 0
-    time_width: int = 0  # features of the timestep
+    scale: int = 1  # U-Net: downsampling of each side; the layer has tokens / scale^2 positions
+    context: int = 0  # generator: outputs of the LLM that condition one item
+    context_width: int = 0  # generator: features of each of them
+    time_width: int = 0  # generator: features of the diffusion timestep
     trainable: bool = True
     frozen: frozenset[str] = frozenset()  # parameters, by their names inside the layer, that do not train
 
     def input_elements(self, tokens: int, num_items: int) -> int:
-        """Numbers that a stage which begins with this layer is handed by the stage before, for a microbatch.
+        """Return how many elements a stage that starts with this layer receives from the previous stage.
 
-        Hidden states; to a diffusion transformer's blocks also the context and how the timestep scales them. Its
-        embedding reads noise of its own.
+        These are the hidden states of a microbatch. Blocks of a diffusion transformer also receive the context and the
+        timestep's modulation. Its embedding receives no hidden states: it draws its own noise.
         """
-        return (0 if self.kind == "dit_embed" else tokens * self.hidden) + self.conditioning_elements(num_items)
+        hidden_elements = 0 if self.kind == "dit_embed" else tokens * self.hidden
+        return hidden_elements + self.conditioning_elements(num_items)
 
     def conditioning_elements(self, num_items: int) -> int:
-        """Of them, the numbers beside the hidden states."""
+        """Return the elements of `input_elements` that are not hidden states: context and modulation of each item."""
+        context_elements = self.context * self.context_width
         if self.kind == "dit_embed":
-            return num_items * self.context * self.context_width
-        return num_items * (self.context * self.context_width + 6 * self.hidden) if self.kind == "dit_block" else 0
+            return num_items * context_elements
+        if self.kind == "dit_block":
+            return num_items * (context_elements + NUM_MODULATION_VECTORS * self.hidden)
+        return 0

@@ -1,4 +1,4 @@
-"""The LLM unit's layers: embedding and head. Blocks come from the adapter."""
+"""The LLM's first and last layer: embedding and head. Its blocks come from the Megatron adapter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,17 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmtrain.models.attention import PackedSequences, rotary_tables
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.attention import rotary_tables
+from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.packed_sequences import PackedSequences
 from mmtrain.models.stage_inputs import TextInput
 
 if TYPE_CHECKING:
     from mmtrain.models.megatron import LayerFactory
 
+_IGNORED_LABEL = -100
+
 
 @dataclass(frozen=True)
 class TextContext:
-    """One microbatch of packed sequences as every layer of an LLM stage sees it."""
+    """What the layers of an LLM stage need to know about one microbatch of packed sequences."""
 
     inputs: TextInput
     features: Mapping[str, Tensor]  # encoder unit -> (F, hidden)
@@ -30,22 +33,23 @@ class TextContext:
 
     @cached_property
     def packing(self) -> PackedSequences:
-        """Sequences with rotary positions that start at 0 in each, or where its remembered tokens end."""
-        lengths, memory = self.inputs.lengths, self.inputs.kv_cache
-        starts = None if memory is None else memory.cached_lengths
+        """Sequences with rotary positions that start at 0, or where the cached tokens of the sequence end."""
+        lengths, kv_cache = self.inputs.lengths, self.inputs.kv_cache
+        starts = None if kv_cache is None else kv_cache.cached_lengths
         rope = rotary_tables(lengths, self.head_dim, self.rope_base, self.dtype, self.device, starts)
-        return PackedSequences(lengths, rope, memory)
+        return PackedSequences(lengths, rope, kv_cache)
 
 
 class Embedding(nn.Module):
-    """Token embeddings, with the rows of encoder features put in their places."""
+    """Token embeddings; the features of encoders replace the rows at their positions."""
 
-    def __init__(self, shape: LayerShape, parts: "LayerFactory") -> None:
+    def __init__(self, shape: LayerShape, factory: "LayerFactory") -> None:
+        """Build the layer that `shape` describes; its weights are uninitialized."""
         super().__init__()
-        self.table = parts.vocab_embedding(shape.vocab, shape.out)
+        self.table = factory.vocab_embedding(shape.vocab, shape.out)
 
     def forward(self, hidden: None, context: TextContext) -> Tensor:
-        """Embed ids (T,) to (T, hidden) and overwrite rows `feature_places[unit]` by `features[unit]`."""
+        """Embed ids (T,) to (T, hidden) and overwrite the rows `feature_positions[unit]` with `features[unit]`."""
         assert context.inputs.ids is not None, "the stage with the embedding needs ids"
         tokens: Tensor = self.table(context.inputs.ids)
         for unit, features in context.features.items():
@@ -56,33 +60,37 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Last norm, projection to the vocabulary, and the loss."""
 
-    def __init__(self, shape: LayerShape, parts: "LayerFactory", tied: Embedding | None) -> None:
+    def __init__(self, shape: LayerShape, factory: "LayerFactory", tied: Embedding | None) -> None:
+        """Build the layer; `tied` is the embedding whose matrix it uses, if the model ties them."""
         super().__init__()
-        self.parts = parts
-        self.norm = parts.norm(shape.hidden, sliced=True)
-        self.output = parts.vocab_linear(shape.hidden, shape.vocab, own_weight=tied is None)
-        # In a tuple so that torch does not list the shared weight under this module too.
+        self.factory = factory
+        self.norm = factory.norm(shape.hidden, on_sequence_shards=True)
+        self.output = factory.vocab_linear(shape.hidden, shape.vocab, own_weight=tied is None)
+        # In a tuple, so that torch does not list the tied weight under this module too.
         self._tied = (tied,)
 
     def forward(self, hidden: Tensor, context: TextContext) -> Tensor:
         """Sum the losses of the tokens (T, hidden) whose label is not -100: a scalar in fp32.
 
-        Under sequence parallelism `hidden` is this rank's slice of them; each rank returns the whole sum.
+        Under sequence parallelism `hidden` is this rank's shard of the tokens; each rank returns the total sum.
         """
         labels = context.inputs.labels
         assert labels is not None, "the stage with the head needs labels"
         logits = self._project(hidden)
-        labels = F.pad(labels, (0, len(logits) - len(labels)), value=-100)
-        losses = self.parts.token_losses(logits, labels)
-        return (losses * (labels != -100)).sum()
+        labels = F.pad(labels, (0, len(logits) - len(labels)), value=_IGNORED_LABEL)
+        losses = self.factory.token_losses(logits, labels)
+        return (losses * (labels != _IGNORED_LABEL)).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map (T, hidden), or this rank's slice of it, to logits (T, padded vocabulary)."""
-        return self.parts.gather_vocab(self._project(hidden))
+        """Map (T, hidden), or this rank's shard of it, to logits (T, padded vocabulary)."""
+        return self.factory.gather_vocab(self._project(hidden))
 
-    def greedy_tokens(self, hidden: Tensor, limit: int) -> Tensor:
-        """Likeliest token below `limit` after each of (T, hidden), or of this rank's slice of them: (T,) int64."""
-        return self.parts.greedy_tokens(self._project(hidden), limit)
+    def greedy_tokens(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        """Return the most likely token below `vocab_size` after each row: (T, hidden), or a shard of it -> (T,) int64.
+
+        `hidden` may be this rank's shard of the rows; all ranks return the tokens of all rows.
+        """
+        return self.factory.greedy_tokens(self._project(hidden), vocab_size)
 
     def _project(self, hidden: Tensor) -> Tensor:
         (tied,) = self._tied

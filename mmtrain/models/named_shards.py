@@ -1,4 +1,4 @@
-"""What a checkpoint stores of a model: named pieces of parameters and optimizer state."""
+"""What a checkpoint stores of a model: named shards of parameters and optimizer state."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from mmtrain.models.parameter_specs import ParamSpec
 
 @dataclass(frozen=True)
 class NamedShard:
-    """The piece of one tensor that this rank answers for.
+    """The shard of one tensor that this rank saves and counts in gradient norms.
 
-    First tensor parallelism cuts (`spec.dim`, rank `tp_rank` of `tp`), then, where `flat` is given, ZeRO-1 keeps
-    elements [lo, hi) of that piece, flattened. `tensor` is the live tensor, not a copy.
+    Tensor parallelism splits the tensor first (`spec.dim`, rank `tp_rank` of `tp`). If `flat` is given, ZeRO-1 keeps
+    elements [lo, hi) of that shard, flattened. `tensor` is the live tensor, not a copy.
     """
 
     name: str  # the parameter's plan-independent name, with a suffix for optimizer state

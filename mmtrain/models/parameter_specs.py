@@ -1,21 +1,19 @@
-"""How each parameter of a stage relates to the whole model: its name, its full shape, its share on this rank.
+"""How each parameter of a stage relates to the whole model: its name, its full shape, and this rank's shard of it.
 
-Tensor parallelism splits a parameter along one dimension of its *full view*, into one contiguous slice a rank. For
-most parameters the full view is the full tensor. A gated MLP's first linear keeps [gate shard; up shard] on each
-rank, so its view is (2, ffn, hidden), split along dimension 1.
+Tensor parallelism splits a parameter along one dimension of its *full view* into one contiguous shard for each rank.
+For most parameters the full view is the full tensor. The first linear of a gated MLP holds [gate shard; up shard] on
+each rank, so its full view is (2, ffn, hidden), split along dimension 1.
 """
 
 import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mmtrain.models.build_stage import StageModule
+from mmtrain.models.stage_module import StageModule
 
 _OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 _CONVOLUTIONS = ("conv1", "conv2")
@@ -23,22 +21,20 @@ _CONVOLUTIONS = ("conv1", "conv2")
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as the whole model knows it."""
+    """A parameter from the view of the whole model."""
 
     name: str  # plan-independent, e.g. `vision.layers.3.self_attention.linear_qkv.weight`
     full_shape: tuple[int, ...]  # of the full view
-    dim: int | None  # dimension of the full view that tensor parallelism splits; None: whole on every rank
+    dim: int | None  # dimension of the full view that tensor parallelism splits; None: every rank holds all of it
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Shape of one rank's slice of the full view; same elements in the same order as the rank's parameter."""
-        return tuple(n // tp if i == self.dim else n for i, n in enumerate(self.full_shape))
+        """Return the shape of one rank's shard of the full view; elements in the order of the rank's parameter."""
+        return tuple(size // tp if i == self.dim else size for i, size in enumerate(self.full_shape))
 
 
-def stage_param_specs(stage_module: "StageModule", unit: str, tp: int) -> dict[str, ParamSpec]:
-    """Describe every parameter of the stage, by its name in the module."""
-    return {
-        name: ParamSpec(f"{unit}.{name}", *_full_view(param, tp)) for name, param in stage_module.named_parameters()
-    }
+def stage_param_specs(stage: StageModule, unit: str, tp: int) -> dict[str, ParamSpec]:
+    """Describe every parameter of the stage; keys are the names in the module."""
+    return {name: ParamSpec(f"{unit}.{name}", *_full_view(param, tp)) for name, param in stage.named_parameters()}
 
 
 def _full_view(param: Tensor, tp: int) -> tuple[tuple[int, ...], int | None]:
@@ -51,47 +47,46 @@ def _full_view(param: Tensor, tp: int) -> tuple[tuple[int, ...], int | None]:
     if stride > 1:
         shape = (*shape[:dim], stride, shape[dim] // stride, *shape[dim + 1 :])
         dim += 1
-    return tuple(n * tp if i == dim else n for i, n in enumerate(shape)), dim
+    return tuple(size * tp if i == dim else size for i, size in enumerate(shape)), dim
 
 
 def tp_shard(full: Tensor, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-    """Return rank `tp_rank`'s slice (a view) of a tensor in the full view."""
+    """Return the shard (a view) that rank `tp_rank` holds of a tensor in the full view."""
     assert tuple(full.shape) == spec.full_shape, f"{spec.name}: got {tuple(full.shape)}, need {spec.full_shape}"
     return full if spec.dim is None else full.chunk(tp, dim=spec.dim)[tp_rank]
 
 
 def join_tp_shards(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:
-    """Join what all tensor-parallel ranks hold (in rank order, each in its local shape) to the full view."""
+    """Join the shards of all tensor-parallel ranks, in rank order, into the full view."""
     if spec.dim is None:
         return shards[0].reshape(spec.full_shape)
-    return torch.cat([s.reshape(spec.local_shape(len(shards))) for s in shards], dim=spec.dim)
+    return torch.cat([shard.reshape(spec.local_shape(len(shards))) for shard in shards], dim=spec.dim)
 
 
-def initialize_parameters(
-    stage_module: "StageModule", specs: Mapping[str, ParamSpec], seed: int, tp_rank: int, tp: int
-) -> None:
-    """Give every parameter its initial values, the same for any mesh and any split into stages.
+def initialize_parameters(stage: StageModule, specs: Mapping[str, ParamSpec], seed: int, tp_rank: int, tp: int) -> None:
+    """Set every parameter to its initial values, which are the same for any mesh and any split into stages.
 
-    Each is a slice of a full tensor drawn under the seed and the parameter's own name: weights normal with standard
-    deviation 1 / sqrt(fan-in) (LeCun; for tables of vectors, 1 / sqrt(width)), divided by sqrt(2 * blocks) for
-    projections into the residual stream (GPT-2), norms 1, biases 0. At a width of 2,500 that is GPT-2's 0.02; a fixed
-    0.02 would silence narrow models.
+    Each shard is cut from a full tensor drawn under the seed and the parameter's name. Weights are normal with standard
+    deviation 1 / sqrt(fan-in) (LeCun; for embedding tables 1 / sqrt(width)), divided by sqrt(2 * blocks) for
+    projections into the residual stream (GPT-2). Norms are 1, biases 0. At a width of 2,500 this gives GPT-2's 0.02; a
+    fixed 0.02 would make the outputs of narrow models vanish.
     """
-    num_blocks = sum(layer.heads > 0 for layer in stage_module.shape.layers)
+    num_blocks = sum(layer.heads > 0 for layer in stage.shape.layers)
     with torch.no_grad():
-        for name, param in stage_module.named_parameters():
+        for name, param in stage.named_parameters():
             spec = specs[name]
-            full = _initial(spec, seed, num_blocks)
+            full = _initial_values(spec, seed, num_blocks)
             param.copy_(tp_shard(full, spec, tp_rank, tp).reshape(param.shape))
 
 
-def _initial(spec: ParamSpec, seed: int, num_blocks: int) -> Tensor:
-    *_, owner, kind = spec.name.split(".")
+def _initial_values(spec: ParamSpec, seed: int, num_blocks: int) -> Tensor:
+    *_, module, kind = spec.name.split(".")
     if kind == "bias":
         return torch.zeros(spec.full_shape)
-    if "norm" in owner:
+    if "norm" in module:
         return torch.ones(spec.full_shape)
-    std = spec.full_shape[1 if owner in _CONVOLUTIONS else -1] ** -0.5
+    fan_in_dim = 1 if module in _CONVOLUTIONS else -1
+    std = spec.full_shape[fan_in_dim] ** -0.5
     if spec.name.endswith(_OUTPUT_PROJECTIONS):
         std /= math.sqrt(2 * num_blocks)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{spec.name}".encode()))

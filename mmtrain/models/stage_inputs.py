@@ -1,9 +1,10 @@
-"""What a stage computes on, beside the hidden states it receives: one microbatch of one unit.
+"""The input of a stage besides the hidden states: one microbatch of one unit.
 
-Lengths are known on every rank of the unit; payload (patches, ids, labels) only where the stage needs it.
+Every rank of the unit knows the lengths; it has the payload (cells, ids, labels) only where its stage needs it.
 """
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -11,33 +12,28 @@ from mmtrain.models.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
-class VisionInput:
-    """One encoder microbatch of I images with N patches in all, packed one after another."""
+class EncoderInput:
+    """One microbatch of an encoder: I items with N cells in total, packed one after another.
 
-    rows: tuple[int, ...]  # (I,) patch rows of each image
+    An item is a grid of cells: an image has rows x cols patches, a clip has as many rows as log-mel frames and one
+    column.
+    """
+
+    rows: tuple[int, ...]  # (I,)
     cols: tuple[int, ...]  # (I,)
-    patches: Tensor | None = None  # (N, 3 * patch * patch), row by row, each patch as (channel, y, x); first stage only
-
-
-@dataclass(frozen=True)
-class AudioInput:
-    """One encoder microbatch of I clips with N log-mel frames in all, packed one after another."""
-
-    frames: tuple[int, ...]  # (I,) frames of each clip, even
-    mels: Tensor | None = None  # (N, mel_bins); first stage only
+    cells: Tensor | None = None  # (N, `EncoderSettings.cell_features`), row by row; first stage only
 
 
 @dataclass(frozen=True)
 class TextInput:
-    """One LLM microbatch of S sequences with T tokens in all, packed one after another."""
+    """One microbatch of the LLM: S sequences with T tokens in total, packed one after another."""
 
     lengths: tuple[int, ...]  # (S,) LLM tokens of each sequence
-    ids: Tensor | None = None  # (T,) int64; stages with embedding
-    labels: Tensor | None = None  # (T,) int64, the token to predict at each place, -100 where none; stages with head
-    feature_positions: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # encoder unit -> (F,) places in [0, T) its rows go to
-    kv_cache: KVCache | None = None  # where an answer is written: the sequences' earlier tokens, and room for these
+    ids: Tensor | None = None  # (T,) int64; stages with the embedding
+    labels: Tensor | None = None  # (T,) int64, the token to predict at each position, -100 for none; stages with head
+    # Encoder unit -> (F,) positions in [0, T) that its features take.
+    feature_positions: dict[str, Tensor] = field(default_factory=dict)
+    kv_cache: KVCache | None = None  # the sequences' earlier tokens, while the model generates
 
 
-UnitInput = VisionInput | AudioInput | TextInput
+UnitInput: TypeAlias = EncoderInput | TextInput

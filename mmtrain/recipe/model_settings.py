@@ -1,6 +1,6 @@
 """The settings of the units of the model: encoders, LLM and generator, as shapes."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,17 +30,50 @@ class UnitSettings(Section):
 
 
 class EncoderSettings(UnitSettings):
-    """What every encoder in front of the LLM has."""
+    """What every encoder in front of the LLM has.
 
+    Its input are items (images, clips), each a grid of rows x cols cells (patches, log-mel frames). The properties
+    below say how many tokens of the encoder and features for the LLM such an item becomes.
+    """
+
+    modality: ClassVar[str]  # key of `mmtrain.recipe.modalities.MODALITIES`
+    activation: str = Field(description="Activation of the MLP.")
+    norm_eps: float = Field(gt=0, description="Epsilon of the layer norms.")
     heads: PositiveInt = Field(description="Attention heads; divides `hidden`.")
     ffn: PositiveInt = Field(description="Width of the MLP's inner layer.")
     projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
     freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
 
+    @property
+    def cell_features(self) -> int:
+        """Return how many numbers one cell holds."""
+        raise NotImplementedError
+
+    @property
+    def cells_per_token(self) -> int:
+        """Return how many cells the embedding layer joins to one token."""
+        return 1
+
+    @property
+    def tokens_per_feature(self) -> int:
+        """Return how many tokens the projector merges into one feature."""
+        return 1
+
+    @property
+    def extra_tokens(self) -> int:
+        """Return how many tokens each item has besides its cells; the projector drops them."""
+        return 0
+
+    @property
+    def has_post_norm(self) -> bool:
+        """Return whether a norm follows the last block."""
+        return True
+
 
 class VisionSettings(EncoderSettings):
     """A vision transformer over image patches, with downsampling and projector."""
 
+    modality = "vision"
     preset: VisionPreset | None = Field(None, description=_PRESET)
     patch: PositiveInt = Field(14, description="Side of a square patch, in pixels.")
     activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = Field("gelu", description="Activation of the MLP.")
@@ -65,6 +98,26 @@ class VisionSettings(EncoderSettings):
         1, description="Side of the square of patches that `pixel_shuffle` joins; 1 with `identity`."
     )
 
+    @property
+    def cell_features(self) -> int:
+        """Return the size of a patch: RGB of `patch` x `patch` pixels."""
+        return 3 * self.patch**2
+
+    @property
+    def tokens_per_feature(self) -> int:
+        """Return the patches of a square that the projector merges."""
+        return self.merge**2
+
+    @property
+    def extra_tokens(self) -> int:
+        """Return 1 for models with a class token."""
+        return int(self.class_token)
+
+    @property
+    def has_post_norm(self) -> bool:
+        """Return whether the recipe asks for the norm after the last block."""
+        return self.post_norm
+
     @model_validator(mode="after")
     def _consistent(self) -> "VisionSettings":
         problems = []
@@ -81,6 +134,7 @@ class AudioSettings(EncoderSettings):
     Two convolutions of kernel 3, the second of stride 2, then pre-norm blocks (Radford et al., arXiv 2212.04356).
     """
 
+    modality = "audio"
     preset: AudioPreset | None = Field(None, description=_PRESET)
     mel_bins: PositiveInt = Field(80, description="Mel bands of a frame (Whisper: 80, large-v3: 128).")
     activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="Activation of convolutions and MLP.")
@@ -92,6 +146,21 @@ class AudioSettings(EncoderSettings):
     downsample: PositiveInt = Field(
         1, description="Neighbouring outputs (20 ms each) that are stacked to one LLM token."
     )
+
+    @property
+    def cell_features(self) -> int:
+        """Return the mel bands of a log-mel frame."""
+        return self.mel_bins
+
+    @property
+    def cells_per_token(self) -> int:
+        """Return the stride of the second convolution."""
+        return 2
+
+    @property
+    def tokens_per_feature(self) -> int:
+        """Return the neighboring tokens that the projector merges."""
+        return self.downsample
 
     @model_validator(mode="after")
     def _consistent(self) -> "AudioSettings":
@@ -185,3 +254,8 @@ class ModelSettings(Section):
     generator: GeneratorSettings | None = Field(
         None, description="An image generator after the LLM, to plan with: `train` refuses it."
     )
+
+    @property
+    def encoders(self) -> dict[str, EncoderSettings]:
+        """Return the encoders of this model, by the name of their unit."""
+        return {name: settings for name, settings in self if isinstance(settings, EncoderSettings)}

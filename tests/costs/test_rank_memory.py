@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, num_parameters, preset, rank_memory
 from mmtrain.costs.rank_memory import MEMORY_MARGIN, layer_activation_bytes
-from mmtrain.models.build_stage import StageModule
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import UnitInput
+from mmtrain.models.stage_module import StageModule
 from tests.distributed import run_ranks
 from tests.models.factory import clips, images, settings, shape_of, stage, text
 

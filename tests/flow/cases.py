@@ -13,10 +13,11 @@ from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
 from mmtrain.data.loading.batch_builder import StepData
 from mmtrain.data.loading.payload import build_audio_payload, build_text_payload, build_vision_payload
 from mmtrain.data.text.chat_tokenizer import EncodedSample
-from mmtrain.models.build_stage import build_stage
+from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
+from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage_module import StageSpec
 from mmtrain.plan.artifact.plan import Plan, Prediction, SchedulePlan, StagePlan, UnitPlan
 from mmtrain.program import ScheduleKind
 from mmtrain.recipe import Recipe
@@ -220,14 +221,9 @@ class Reference:
                 unit.name: build_stage(
                     settings.model,
                     model,
-                    unit.name,
-                    (0, len(unit.layers)),
+                    StageSpec(unit.name, (0, len(unit.layers))),
                     groups,
-                    dtype=torch.float32,
-                    device=torch.device("cpu"),
-                    recompute=frozenset(),
-                    seed=settings.train.seed,
-                    attention="reference",
+                    StageOptions(torch.float32, torch.device("cpu"), settings.train.seed, "reference"),
                 )
                 for unit in model.units
             }
@@ -278,10 +274,13 @@ class Reference:
         if grids:
             pixels = np.concatenate([patches(sample, i, *grid) for i, grid in enumerate(grids)])
             rows, cols = zip(*grids, strict=True)
-            features["vision"] = self.stages["vision"](None, VisionInput(rows, cols, torch.from_numpy(pixels)))
+            features["vision"] = self.stages["vision"](None, EncoderInput(rows, cols, torch.from_numpy(pixels)))
         if self.speech and CLIPS[sample]:
-            sound = np.concatenate([mels(sample, i, n) for i, n in enumerate(CLIPS[sample])])
-            features["audio"] = self.stages["audio"](None, AudioInput(tuple(CLIPS[sample]), torch.from_numpy(sound)))
+            frames = tuple(CLIPS[sample])
+            sound = np.concatenate([mels(sample, i, n) for i, n in enumerate(frames)])
+            features["audio"] = self.stages["audio"](
+                None, EncoderInput(frames, (1,) * len(frames), torch.from_numpy(sound))
+            )
         inputs = TextInput((len(tokens.ids),), torch.from_numpy(tokens.ids), torch.from_numpy(tokens.labels), places)
         loss: Tensor = self.stages["llm"](None, inputs, features)
         return loss

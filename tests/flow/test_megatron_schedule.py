@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.build_stage import StageModule
 from mmtrain.models.megatron import tp_group_scope
 from mmtrain.models.megatron.compat import optimizer_scope
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import UnitInput
+from mmtrain.models.stage_module import StageModule
 from mmtrain.plan import Plan
 from mmtrain.program import Microbatch
 from mmtrain.recipe import Recipe

@@ -1,15 +1,16 @@
 """Tiny models and microbatches that the tests of this folder share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmtrain.models.build_stage import StageModule, build_stage
+from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import ModelShape, build_model_shape
-from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
+from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.recipe.model_settings import AudioSettings, LlmSettings, ModelSettings, VisionSettings
 from mmtrain.recipe.schema import Recipe
 
@@ -59,32 +60,29 @@ def stage(
 ) -> StageModule:
     """Build a stage in fp32 on the CPU; all layers of the unit if none are named."""
     whole = shape_of(model, freeze)
-    return build_stage(
-        model,
-        whole,
-        unit,
-        layers or (0, len(whole.unit(unit).layers)),
-        groups or ParallelGroups.single(),
-        dtype=torch.float32,
-        device=CPU,
-        recompute=frozenset(recompute),
-        seed=seed,
-        attention=attention,
-        sequence_parallel=sequence_parallel,
+    spec = StageSpec(
+        unit, layers or (0, len(whole.unit(unit).layers)), frozenset(recompute), sequence_parallel=sequence_parallel
     )
+    options = StageOptions(torch.float32, CPU, seed, attention)
+    return build_stage(model, whole, spec, groups or ParallelGroups.single(), options)
 
 
-def images(*sides: tuple[int, int], patch: int = PATCH, seed: int = 0) -> VisionInput:
+def images(*sides: tuple[int, int], patch: int = PATCH, seed: int = 0) -> EncoderInput:
     """Random images of (rows, cols) patches."""
     num_patches = sum(r * c for r, c in sides)
     patches = torch.randn(num_patches, 3 * patch * patch, generator=torch.Generator().manual_seed(seed))
-    return VisionInput(tuple(r for r, _ in sides), tuple(c for _, c in sides), patches)
+    return EncoderInput(tuple(r for r, _ in sides), tuple(c for _, c in sides), patches)
 
 
-def clips(*frames: int, bins: int = 10, seed: int = 0) -> AudioInput:
-    """Random clips of so many log-mel frames."""
+def clips(*frames: int, bins: int = 10, seed: int = 0) -> EncoderInput:
+    """Make random clips with these numbers of log-mel frames."""
     mels = torch.randn(sum(frames), bins, generator=torch.Generator().manual_seed(seed))
-    return AudioInput(frames, mels)
+    return clips_of(frames, mels)
+
+
+def clips_of(frames: Sequence[int], mels: Tensor | None) -> EncoderInput:
+    """Make the encoder's input of clips with these numbers of log-mel frames, and of all frames (N, bins)."""
+    return EncoderInput(tuple(frames), (1,) * len(frames), mels)
 
 
 def text(*lengths: int, places: Iterable[int] = (), vocab: int = 90, seed: int = 0) -> TextInput:

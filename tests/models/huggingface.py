@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mmtrain.models.build_stage import StageModule
+from mmtrain.models.stage_module import StageModule
 
 State = Mapping[str, Tensor]
 

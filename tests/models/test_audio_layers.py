@@ -6,10 +6,9 @@ from torch import Tensor, nn
 
 from mmtrain.errors import DataError
 from mmtrain.models.audio_layers import AudioEmbed, sinusoids
-from mmtrain.models.build_stage import StageModule
-from mmtrain.models.stage_inputs import AudioInput
-from mmtrain.models.vision_layers import Projector
-from tests.models.factory import CPU, clips, randomize, settings, stage
+from mmtrain.models.projector import Projector
+from mmtrain.models.stage_module import StageModule
+from tests.models.factory import CPU, clips, clips_of, randomize, settings, stage
 from tests.models.huggingface import whisper_unit
 
 
@@ -41,8 +40,8 @@ def test_hidden_states_are_those_of_whisper() -> None:
     mels = torch.randn(2, 48, 20, generator=generator)  # Whisper itself takes clips of full length only
     with torch.no_grad():
         expected = theirs(mels.transpose(1, 2)).last_hidden_state.flatten(0, 1)
-        context = ours.context(AudioInput((48, 48), mels.flatten(0, 1)), {})
-        hidden, _ = ours._through(range(3), None, context)
+        context = ours.context(clips_of((48, 48), mels.flatten(0, 1)), {})
+        hidden, _ = ours._run_layers(range(3), None, context)
         last = ours.layers["3"]
         assert isinstance(last, Projector)
         assert last.post_norm is not None
@@ -57,9 +56,9 @@ def test_packed_clips_are_what_separate_clips_are() -> None:
     unit = stage(settings(audio={"positions": "learned"}), "audio")
     randomize(unit)
     together = clips(8, 4, 0, 20)
-    assert together.mels is not None
-    parts = zip((8, 4, 20), together.mels.split((8, 4, 20)), strict=True)
-    expected = torch.cat([unit(None, AudioInput((n,), mels)) for n, mels in parts])
+    assert together.cells is not None
+    parts = zip((8, 4, 20), together.cells.split((8, 4, 20)), strict=True)
+    expected = torch.cat([unit(None, clips_of((n,), mels)) for n, mels in parts])
     assert expected.shape == (32 // 4, 48)
     torch.testing.assert_close(unit(None, together), expected, rtol=1e-4, atol=1e-5)
 
@@ -70,9 +69,9 @@ def test_convolutions_are_torchs_own_with_zeros_around_each_clip() -> None:
     embed = unit.layers["0"]
     assert isinstance(embed, AudioEmbed)
     inputs = clips(6, 10)
-    assert inputs.mels is not None
+    assert inputs.cells is not None
     expected = []
-    for mels in inputs.mels.split((6, 10)):
+    for mels in inputs.cells.split((6, 10)):
         x = mels.T[None]
         for conv, stride in ((embed.conv1, 1), (embed.conv2, 2)):
             weight = conv.weight.view(32, -1, 3)
@@ -83,7 +82,7 @@ def test_convolutions_are_torchs_own_with_zeros_around_each_clip() -> None:
 
 def test_a_microbatch_without_clips_gives_every_weight_a_zero_gradient() -> None:
     unit = stage(settings(audio={}), "audio")
-    features = unit(None, AudioInput((), torch.zeros(0, 10)))
+    features = unit(None, clips_of((), torch.zeros(0, 10)))
     assert features.shape == (0, 48)
     features.sum().backward()
     for name, param in unit.named_parameters():
@@ -103,5 +102,5 @@ def test_a_clip_beyond_the_positions_is_named() -> None:
 
 
 def test_a_clip_that_does_not_fill_its_last_token_is_named() -> None:
-    with pytest.raises(DataError, match=r"6 log-mel frames, not a multiple of 2 x model\.audio\.downsample 2"):
+    with pytest.raises(DataError, match=r"6 log-mel frames, which is not a multiple of 2 x model\.audio\.downsample 2"):
         stage(settings(audio={}), "audio")(None, clips(6))

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmtrain.models.build_stage import StageModule, build_stage
+from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.stage_inputs import TextInput, VisionInput
+from mmtrain.models.stage_inputs import EncoderInput, TextInput
+from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.recipe.model_settings import ModelSettings
 from tests.models.factory import CPU, gradients, images, randomize, settings, shape_of, stage, text
 
@@ -15,7 +16,7 @@ PLACES = (1, 2, 3, 4, 5, 6, 13, 22, 23, 24, 25, 26, 27)
 LENGTHS = (9, 12, 15)
 
 
-def _run(stages: list[StageModule], inputs: VisionInput | TextInput, features: dict[str, Tensor]) -> Tensor:
+def _run(stages: list[StageModule], inputs: EncoderInput | TextInput, features: dict[str, Tensor]) -> Tensor:
     """Run stages one after another, cutting the graph between them as the runtime does."""
     hidden: Tensor | None = None
     kept = []
@@ -33,7 +34,7 @@ def _run(stages: list[StageModule], inputs: VisionInput | TextInput, features: d
     return hidden
 
 
-def _inputs(unit: str) -> tuple[VisionInput | TextInput, dict[str, Tensor]]:
+def _inputs(unit: str) -> tuple[EncoderInput | TextInput, dict[str, Tensor]]:
     if unit == "vision":
         return images(*IMAGES), {}
     features = torch.randn(len(PLACES), 48, generator=torch.Generator().manual_seed(5)).requires_grad_()
@@ -254,13 +255,10 @@ def test_attention_backends_agree_in_a_model() -> None:
 def test_half_precision_keeps_the_loss_in_fp32() -> None:
     model = settings(vision={"class_token": True})
     shape, groups = shape_of(model), ParallelGroups.single()
+    options = StageOptions(torch.bfloat16, CPU, seed=1)
     vision, llm = (
-        build_stage(
-            model, shape, unit.name, (0, len(unit.layers)), groups, dtype=torch.bfloat16, device=CPU,
-            recompute=frozenset(), seed=1, attention="auto",
-        )
-        for unit in shape.units
-    )  # fmt: skip
+        build_stage(model, shape, StageSpec(unit.name, (0, len(unit.layers))), groups, options) for unit in shape.units
+    )
     features = vision(None, images(*IMAGES))
     assert features.dtype == torch.bfloat16
     inputs = text(*LENGTHS, places=PLACES)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from mmtrain.models.attention import attend, choose_backend
-from mmtrain.models.build_stage import build_stage
+from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups, prepare_megatron
+from mmtrain.models.stage_module import StageSpec
 from tests.models.factory import CPU, settings, shape_of, text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -33,10 +34,8 @@ def test_a_stage_on_cuda_equals_the_stage_on_a_cpu() -> None:
     model = settings(llm={"head_dim": 16})
     shape, inputs, losses = shape_of(model), text(9, 12), []
     for device in (CPU, torch.device("cuda")):
-        llm = build_stage(
-            model, shape, "llm", (0, 5), ParallelGroups.single(), dtype=torch.float32, device=device,
-            recompute=frozenset({1}), seed=1, attention="auto",
-        )  # fmt: skip
+        spec = StageSpec("llm", (0, 5), recompute=frozenset({1}))
+        llm = build_stage(model, shape, spec, ParallelGroups.single(), StageOptions(torch.float32, device, seed=1))
         assert inputs.ids is not None
         assert inputs.labels is not None
         moved = type(inputs)(inputs.lengths, inputs.ids.to(device), inputs.labels.to(device))

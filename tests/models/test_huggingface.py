@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.stage_inputs import TextInput, VisionInput
+from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.recipe.model_settings import ModelSettings
 from tests.models.factory import randomize, stage
 from tests.models.huggingface import clip_unit, llm_unit, load
@@ -87,7 +87,7 @@ def test_llava_logits(llava: nn.Module) -> None:
     packed = torch.cat(ids)
     places = (packed == IMAGE_TOKEN).nonzero().flatten()
     with torch.no_grad():
-        features = vision(None, VisionInput((SIDE,) * 2, (SIDE,) * 2, torch.cat([_patches(p) for p in pixels])))
+        features = vision(None, EncoderInput((SIDE,) * 2, (SIDE,) * 2, torch.cat([_patches(p) for p in pixels])))
         inputs = TextInput(tuple(len(sample) for sample in ids), packed, None, {"vision": places})
         logits = llm.logits(None, inputs, {"vision": features})
     assert features.shape == (2 * SIDE * SIDE, 48)

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain.models.build_stage import StageModule
 from mmtrain.models.kv_cache import KVCache
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import TextInput
+from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe.model_settings import ModelSettings
 from tests.distributed import run_ranks
 from tests.models.factory import settings, stage
@@ -99,13 +99,13 @@ def test_tensor_parallel_ranks_choose_the_same_tokens() -> None:
 
 def _equal_logits() -> list[list[int]]:
     groups = replace(ParallelGroups.single(), tp=dist.group.WORLD)
-    parts = stage(MODELS["grouped"], "llm", groups=groups).parts
+    factory = stage(MODELS["grouped"], "llm", groups=groups).factory
     rank, size = groups.tp_rank, groups.tp_size
     rows = torch.zeros(4, 12)
     rows[1, [3, 7]], rows[2, [5, 11]], rows[3, 11] = 1.0, -0.5, 9.0
     rows[2, 0] = float("-inf")
     mine = rows.chunk(size, dim=1)[rank]
-    return [parts.greedy_tokens(mine, limit).tolist() for limit in (12, 11, 6, 2)]
+    return [factory.greedy_tokens(mine, limit).tolist() for limit in (12, 11, 6, 2)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -3,12 +3,12 @@ import pytest
 import torch
 
 from mmtrain.errors import DataError
-from mmtrain.models.stage_inputs import VisionInput
-from mmtrain.models.vision_layers import PatchEmbed, PatchGrid, Projector, VisionContext
+from mmtrain.models.stage_inputs import EncoderInput
+from mmtrain.models.vision_layers import PatchEmbed, PatchGrid, VisionContext
 from tests.models.factory import CPU, images, randomize, settings, stage
 
 
-def _context(inputs: VisionInput, extra_tokens: int = 0) -> VisionContext:
+def _context(inputs: EncoderInput, extra_tokens: int = 0) -> VisionContext:
     return VisionContext(inputs, extra_tokens, CPU)
 
 
@@ -25,11 +25,11 @@ def test_factorized_positions_are_a_row_plus_a_column() -> None:
     embed = stage(settings(), "vision", (0, 1)).layers["0"]
     assert isinstance(embed, PatchEmbed)
     inputs = images((2, 3))
-    assert inputs.patches is not None
+    assert inputs.cells is not None
     assert embed.row_positions is not None
     assert embed.col_positions is not None
     got = embed(None, _context(inputs)).view(2, 3, -1)
-    plain = embed.proj(inputs.patches).view(2, 3, -1)
+    plain = embed.proj(inputs.cells).view(2, 3, -1)
     torch.testing.assert_close(got, plain + embed.row_positions[:2, None] + embed.col_positions[None, :3])
 
 
@@ -41,9 +41,9 @@ def test_grid_positions_with_class_token() -> None:
     assert embed.class_token is not None
     assert embed.grid_positions.shape == (17, 32)
     inputs = images((2, 2), (4, 4))
-    assert inputs.patches is not None
+    assert inputs.cells is not None
     got = embed(None, _context(inputs, extra_tokens=1))
-    plain = embed.proj(inputs.patches)
+    plain = embed.proj(inputs.cells)
     assert got.shape == (22, 32)
     for first in (0, 5):  # where each image starts
         torch.testing.assert_close(got[first], embed.class_token + embed.grid_positions[0])
@@ -52,10 +52,7 @@ def test_grid_positions_with_class_token() -> None:
 
 
 def test_pixel_shuffle_joins_squares_of_neighbours() -> None:
-    projector = stage(settings(vision={"class_token": True}), "vision", (3, 4)).layers["3"]
-    assert isinstance(projector, Projector)
-    context = _context(VisionInput((2, 4), (4, 2)), extra_tokens=1)
-    order = projector.feature_order(context)
+    order = _context(EncoderInput((2, 4), (4, 2)), extra_tokens=1).merge_order(2)
     # the class tokens are 0 and 9; each line is one feature: top left, top right, bottom left, bottom right
     assert order.reshape(-1, 4).tolist() == [[1, 2, 5, 6], [3, 4, 7, 8], [10, 11, 12, 13], [14, 15, 16, 17]]
 
@@ -66,9 +63,9 @@ def test_number_of_features_and_packing() -> None:
     both = images((4, 6), (2, 2))
     features = vision(None, both)
     assert features.shape == (4 * 6 // 4 + 1, 48)
-    assert both.patches is not None
-    first = vision(None, VisionInput((4,), (6,), both.patches[:24]))
-    second = vision(None, VisionInput((2,), (2,), both.patches[24:]))
+    assert both.cells is not None
+    first = vision(None, EncoderInput((4,), (6,), both.cells[:24]))
+    second = vision(None, EncoderInput((2,), (2,), both.cells[24:]))
     torch.testing.assert_close(features, torch.cat([first, second]), rtol=1e-4, atol=1e-5)
 
 
@@ -88,7 +85,5 @@ def test_an_image_that_merge_does_not_divide_is_named() -> None:
 
 
 def test_feature_order_is_a_permutation_of_the_patches() -> None:
-    projector = stage(settings(), "vision", (3, 4)).layers["3"]
-    assert isinstance(projector, Projector)
-    order = projector.feature_order(_context(VisionInput((8, 2, 4), (6, 8, 4))))
+    order = _context(EncoderInput((8, 2, 4), (6, 8, 4))).merge_order(2)
     assert np.array_equal(np.sort(order), np.arange(8 * 6 + 16 + 16))

@@ -12,9 +12,10 @@ from mmtrain.balance import assign
 from mmtrain.checkpoint import Ranks, Shard, ShardSpec, Snapshot, save
 from mmtrain.data import BatchBuilder, PayloadNeed, build_index
 from mmtrain.models import parameter_specs as params
-from mmtrain.models.build_stage import StageModule, build_stage
+from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import build_model_shape
+from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.program import LLM, Microbatch
 from mmtrain.recipe import Recipe, dump_recipe
 from mmtrain.report import EvaluationResult
@@ -86,11 +87,14 @@ def whole(settings: Recipe) -> dict[str, StageModule]:
     model = build_model_shape(settings)
     return {
         unit.name: build_stage(
-            settings.model, model, unit.name, (0, len(unit.layers)), ParallelGroups.single(),
-            dtype=torch.float32, device=CPU, recompute=frozenset(), seed=1, attention="reference",
+            settings.model,
+            model,
+            StageSpec(unit.name, (0, len(unit.layers))),
+            ParallelGroups.single(),
+            StageOptions(torch.float32, CPU, seed=1, attention="reference"),
         )
         for unit in model.units
-    }  # fmt: skip
+    }
 
 
 def teach(settings: Recipe) -> dict[str, StageModule]:

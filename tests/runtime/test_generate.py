@@ -23,7 +23,7 @@ from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
 from mmtrain.errors import CheckpointError
 from mmtrain.models.megatron import ParallelGroups
-from mmtrain.models.stage_inputs import AudioInput, TextInput, VisionInput
+from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.plan.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.evaluation.generate import load_generator
@@ -73,12 +73,12 @@ class Naive:
             pairs = zip(sample.images, grids, strict=True)
             pixels = np.concatenate([pictures.patches("image", image, 0, 1, grid) for image, grid in pairs])
             rows, cols = zip(*grids, strict=True)
-            found["vision"] = self.units["vision"](None, VisionInput(rows, cols, torch.from_numpy(pixels)))
+            found["vision"] = self.units["vision"](None, EncoderInput(rows, cols, torch.from_numpy(pixels)))
         if audio and sample.clips:
             frames = tuple(rows for rows, _ in self._grids(number, "audio"))
             clips = zip(sample.clips, frames, strict=True)
             mels = np.concatenate([load_log_mels(clip, rows, audio.mel_bins) for clip, rows in clips])
-            found["audio"] = self.units["audio"](None, AudioInput(frames, torch.from_numpy(mels)))
+            found["audio"] = self.units["audio"](None, EncoderInput(frames, (1,) * len(frames), torch.from_numpy(mels)))
         return found
 
     def _grids(self, number: int, unit: str) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import soundfile
 
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
-from mmtrain.models.build_stage import StageModule
+from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe import Recipe
 from tests.runtime.models import evaluated, recipe, run_folder, teach
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmtrain.models.build_stage import StageModule
 from mmtrain.models.megatron import ParallelGroups, tp_group_scope
-from mmtrain.models.stage_inputs import VisionInput
+from mmtrain.models.stage_inputs import EncoderInput
+from mmtrain.models.stage_module import StageModule
 from tests.models.factory import images, randomize, settings, stage, text
 
 MODEL = settings()
@@ -32,7 +32,7 @@ class Encoder:
         self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.gradient: dict[int, Tensor] = {}
 
-    def forward(self, mb: int, segment: int, inputs: VisionInput) -> Tensor:
+    def forward(self, mb: int, segment: int, inputs: EncoderInput) -> Tensor:
         hidden = None
         if segment:
             hidden = self.saved[mb, segment - 1][1].detach().requires_grad_()

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
-from mmtrain.models.build_stage import StageModule
 from mmtrain.models.megatron import ParallelGroups
+from mmtrain.models.stage_module import StageModule
 from mmtrain.program import (
     Microbatch,
     Program,

@@ -3,7 +3,7 @@
 Importing it takes about two seconds, so the rest of mmtrain imports it inside the functions that build modules.
 """
 
-# First of all, so that no other module here meets the import-time warnings that `compat` silences.
+# Imported first: it silences warnings that Megatron-core raises when the other modules import it.
 from mmtrain.models.megatron import compat as compat
 from mmtrain.models.megatron.block_segments import run_pieces, start_tp_communication
 from mmtrain.models.megatron.compat import optimizer_scope, prepare_megatron

@@ -1,8 +1,8 @@
-"""A transformer block in pieces (`models.shape.BLOCK_PIECES`), so that other work can run between them.
+"""A transformer block in pieces (`models.layer_shape.BLOCK_PIECES`), so that other work can run between them.
 
-Between two pieces flows a state of tensors: first the residual stream, then what the next piece reads. A run of pieces
-that begins, or ends, where tensor parallelism communicates (see `costs.pieces`) leaves that communication to its
-caller, who can let it go on beside something else; inside a run it is Megatron-core's own.
+A state of tensors flows from piece to piece: first the residual stream, then what the next piece reads. If a run of
+pieces starts or ends where tensor parallelism communicates (see `costs.block_pieces`), that communication is left to
+the caller, who can overlap it with other work. Inside a run Megatron-core communicates by itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,63 +13,73 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmtrain.models.attention import PackedSequences
 from mmtrain.models.layer_shape import BLOCK_PIECES
 from mmtrain.models.megatron.parallel_groups import ParallelGroups
+from mmtrain.models.packed_sequences import PackedSequences
 
 BlockState = tuple[Tensor, ...]
 
 NORM, QKV, ATTENTION, PROJECTION, NORM_MLP, UP, DOWN, ADD = range(len(BLOCK_PIECES))
-_ENTERED = (QKV, UP)  # pieces before which ranks join what each normalised, and sum up the gradients of it
-_LEFT = (NORM_MLP, ADD)  # pieces before which they sum up what each multiplied
+_AFTER_GATHER = (QKV, UP)  # before these, forward gathers the normalized tokens, and backward reduces their gradients
+_AFTER_REDUCE = (NORM_MLP, ADD)  # before these, forward reduces the partial sums of a row-parallel linear
 
 
 def run_pieces(block: Any, state: BlockState, packing: PackedSequences, pieces: range) -> BlockState:
-    """Run consecutive pieces of a block (`parts.Block`) on at least one token; the first starts from (T, hidden).
+    """Run consecutive pieces of a `PackedTransformerBlock` on at least one token; the first piece reads (T, hidden).
 
-    What they begin with must have been communicated, and what they end with must be: see `start_tp_communication`.
+    The caller communicates the state before the first piece and after the last one: see `start_tp_communication`.
     """
     for piece in pieces:
-        alone = piece == pieces.start if piece in _ENTERED else piece == pieces.stop - 1
-        with _without_communication(_linear(block, piece), alone):
+        is_callers = piece == pieces.start if piece in _AFTER_GATHER else piece == pieces.stop - 1
+        with _without_communication(_linear(block, piece), is_callers):
             state = _PIECES[piece](block, packing, *state)
     return state
 
 
 def start_tp_communication(
-    tensor: Tensor, before: int, groups: ParallelGroups, sliced: bool, backward: bool = False
+    tensor: Tensor, piece: int, groups: ParallelGroups, sequence_parallel: bool, backward: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
-    """Begin what the ranks of a TP group exchange before piece `before`, or behind its backward.
+    """Start the communication of the TP group before forward of `piece`, or after its backward.
 
-    tensor: the state's second, behind the residual stream, or its gradient; may be overwritten. sliced: with sequence
-    parallelism. Returns what becomes of it, and what must be waited for before it is read.
+    Args:
+        tensor: the second tensor of the state, after the residual stream, or its gradient; may be overwritten.
+        piece: index in `BLOCK_PIECES`.
+        groups: the unit's process groups.
+        sequence_parallel: whether the ranks shard the tokens between GEMMs.
+        backward: whether `tensor` is a gradient.
+
+    Returns:
+        The tensor that will hold the result, and the work to wait for before reading it (None: nothing to wait for).
     """
-    if groups.tp_size == 1 or before not in (*_ENTERED, *_LEFT):
+    if groups.tp_size == 1 or piece not in (*_AFTER_GATHER, *_AFTER_REDUCE):
         return tensor, None
-    reduces = (before in _LEFT) != backward
-    if not sliced and not reduces:
+    reduces = (piece in _AFTER_REDUCE) != backward
+    if not sequence_parallel and not reduces:
         return tensor, None
     tensor = tensor.contiguous()
-    if not sliced:
+    if not sequence_parallel:
         return tensor, dist.all_reduce(tensor, group=groups.tp, async_op=True)
-    rows = len(tensor) // groups.tp_size if reduces else len(tensor) * groups.tp_size
-    out = torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    num_rows = len(tensor) // groups.tp_size if reduces else len(tensor) * groups.tp_size
+    out = torch.empty(num_rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
     collective = dist.reduce_scatter_tensor if reduces else dist.all_gather_into_tensor
     return out, collective(out, tensor, group=groups.tp, async_op=True)
 
 
 def _linear(block: Any, piece: int) -> nn.Module | None:
-    """The product of a piece around which ranks communicate."""
-    attention, mlp = block.self_attention, block.mlp
-    return {QKV: attention.linear_qkv, PROJECTION: attention.linear_proj, UP: mlp.linear_fc1, DOWN: mlp.linear_fc2}.get(
-        piece
-    )
+    """Return the linear of a piece that communicates; None for pieces that do not."""
+    linears = {
+        QKV: block.self_attention.linear_qkv,
+        PROJECTION: block.self_attention.linear_proj,
+        UP: block.mlp.linear_fc1,
+        DOWN: block.mlp.linear_fc2,
+    }
+    return linears.get(piece)
 
 
 @contextmanager
-def _without_communication(linear: Any, wanted: bool) -> Iterator[None]:
-    """Megatron-core's switch for products whose caller communicates, which it has for experts."""
-    if linear is None or not wanted:
+def _without_communication(linear: Any, enabled: bool) -> Iterator[None]:
+    """Turn off the communication of a linear by a switch that Megatron-core has for experts."""
+    if linear is None or not enabled:
         yield
         return
     linear.explicit_expert_comm = True
@@ -80,7 +90,7 @@ def _without_communication(linear: Any, wanted: bool) -> Iterator[None]:
 
 
 def _norm(block: Any, packing: PackedSequences, hidden: Tensor) -> BlockState:
-    hidden = hidden.unsqueeze(1)  # Megatron-core wants (sequence, batch, hidden)
+    hidden = hidden.unsqueeze(1)  # Megatron-core expects (sequence, batch, hidden)
     return hidden, block.input_layernorm(hidden)
 
 

@@ -1,4 +1,4 @@
-"""What Megatron-core 0.16.1 needs to run on a CPU; on CUDA nothing here changes anything.
+"""What Megatron-core 0.16.1 needs to run on a CPU; on CUDA this module changes nothing.
 
 Megatron-core asks `torch.cuda.current_device()` for "the" device and compares tensor types with CUDA names.
 `prepare_megatron` answers the first question for the whole process. The second one comes up only while an optimizer is
@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 with warnings.catch_warnings():
-    # Said once per module at import: that optional CUDA packages are absent, and that torch renamed its own API.
+    # Warnings at import: optional CUDA packages are absent, and torch renamed some of its API.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed", category=UserWarning)
     warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
     warnings.filterwarnings(
@@ -37,11 +37,11 @@ _CUDA_TYPE_NAMES = {
 
 
 def _do_nothing(*_: object, **__: object) -> None:
-    """Stand in for CUDA calls that have no meaning on a CPU."""
+    """Replace CUDA calls that have no meaning on a CPU."""
 
 
 _REPLACED: dict[str, Callable[..., Any]] = {
-    "current_device": lambda: _CPU,  # Megatron-core passes it on as `device=` for its buffers
+    "current_device": lambda: _CPU,  # Megatron-core passes it as `device=` when it allocates buffers
     "synchronize": _do_nothing,
     "empty_cache": _do_nothing,
 }
@@ -50,13 +50,13 @@ _ORIGINAL = {name: getattr(torch.cuda, name) for name in _REPLACED}
 
 def prepare_megatron(device: torch.device) -> None:
     """Make Megatron-core allocate on `device` in this process. May be called any number of times."""
-    chosen = _REPLACED if device.type == "cpu" else _ORIGINAL
-    for name, function in chosen.items():
+    functions = _REPLACED if device.type == "cpu" else _ORIGINAL
+    for name, function in functions.items():
         setattr(torch.cuda, name, function)
     if device.type == "cpu":
-        # The advice it would give, CUDA_DEVICE_MAX_CONNECTIONS=1, is about CUDA streams.
+        # Suppress its advice to set CUDA_DEVICE_MAX_CONNECTIONS=1, which is about CUDA streams.
         tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
-    # Names that torch 2.13 renamed and Megatron-core calls in every reduction.
+    # torch 2.13 renamed these functions, and Megatron-core calls them in every reduction.
     renamed = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
@@ -64,7 +64,7 @@ def prepare_megatron(device: torch.device) -> None:
 
 
 class _CudaNamesOnCpu(TorchFunctionMode):
-    """Let code that says "cuda" work on CPU tensors."""
+    """Let code that asks for "cuda" work on CPU tensors."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,5 +82,5 @@ class _CudaNamesOnCpu(TorchFunctionMode):
 
 
 def optimizer_scope(device: torch.device) -> AbstractContextManager[object]:
-    """Surround the creation and every step of a Megatron-core optimizer with this; does nothing on CUDA."""
+    """Return the context for creating and stepping a Megatron-core optimizer; it does nothing on CUDA."""
     return _CudaNamesOnCpu() if device.type == "cpu" else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Building blocks made of Megatron-core's tensor-parallel layers, for tokens packed as (T, features).
+"""Layers of a unit made from Megatron-core's tensor-parallel parts, for tokens packed as (T, features).
 
 Every weight that tensor parallelism splits carries Megatron-core's own marks: `tensor_model_parallel`,
 `partition_dim`, and `partition_stride` (2 for a gated MLP's first linear, whose local rows are the gate's shard
@@ -31,13 +31,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from mmtrain.models.attention import AttentionBackend, PackedSequences, apply_rotary, attend
+from mmtrain.models.attention import AttentionBackend, apply_rotary, attend
+from mmtrain.models.layer_shape import LayerShape
 from mmtrain.models.megatron.parallel_groups import ParallelGroups, tp_group_scope
-from mmtrain.models.model_shape import LayerShape
+from mmtrain.models.packed_sequences import PackedSequences
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """Approximate GELU as OpenAI's CLIP does: `x * sigmoid(1.702 x)`."""
+    """Compute `x * sigmoid(1.702 x)`, the approximation of GELU in OpenAI's CLIP."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -50,7 +51,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(nn.Module):
-    """RMSNorm without bias, or LayerNorm with bias, as the config's `normalization` says."""
+    """RMSNorm without bias, or LayerNorm with bias, as selected by the config's `normalization`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -63,14 +64,14 @@ class Norm(nn.Module):
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Normalize the last dimension."""
         if self.bias is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class PackedAttention(nn.Module):
-    """Core attention over packed sequences, in the place of Megatron-core's, which refuses them without CUDA."""
+    """Core attention over packed sequences. It replaces Megatron-core's, which rejects them without CUDA."""
 
     def __init__(self, backend: AttentionBackend, causal: bool) -> None:
         super().__init__()
@@ -81,30 +82,32 @@ class PackedAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, *, packed_seq_params: PackedSequences, **_: object
     ) -> Tensor:
         """Attend inside each sequence: q (T, heads, d), k and v (T, kv_heads, d) -> (T, heads, d)."""
-        if packed_seq_params.rope is not None:
-            q, k = apply_rotary(q, packed_seq_params.rope), apply_rotary(k, packed_seq_params.rope)
-        if packed_seq_params.kv_cache is not None:
-            return packed_seq_params.kv_cache.attend(self, q, k, v, packed_seq_params.lengths, self.backend)
-        return attend(q, k, v, packed_seq_params.lengths, self.causal, self.backend)
+        packing = packed_seq_params
+        if packing.rope is not None:
+            q = apply_rotary(q, packing.rope)
+            k = apply_rotary(k, packing.rope)
+        if packing.kv_cache is not None:
+            return packing.kv_cache.attend(self, q, k, v, packing.lengths, self.backend)
+        return attend(q, k, v, packing.lengths, self.causal, self.backend)
 
 
 class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron-core has no types
-    """Linear with split outputs whose bias also trains while its weight is frozen."""
+    """Column-parallel linear whose bias can train while its weight is frozen."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor | None, **kwargs: Any) -> Tensor:
         if bias is None or weight.requires_grad:
             out: Tensor = super()._forward_impl(input, weight, *args, bias=bias, **kwargs)
             return out
-        # Megatron-core's product with a frozen weight hands its bias no gradient.
+        # With a frozen weight, Megatron-core's GEMM gives the bias no gradient.
         return cast(Tensor, super()._forward_impl(input, weight, *args, bias=None, **kwargs)) + bias
 
 
 class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core has no types
     """Self-attention that also runs on more tensor-parallel ranks than there are KV heads.
 
-    Every rank always holds an equal share of the rows [q heads, k, v] x KV heads of `linear_qkv`. Where a KV head is
-    spread over ranks, they join what they projected, and each takes its queries and the keys and values those need.
-    Megatron-core does the same, but only over its global process group.
+    Every rank holds an equal share of the rows [q heads, k, v] x KV heads of `linear_qkv`. If a KV head is spread over
+    several ranks, they gather their projections, and each rank takes its queries and the keys and values that these
+    need. Megatron-core does the same, but only over its global process group.
     """
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -112,11 +115,13 @@ class GroupedAttention(SelfAttention):  # type: ignore[misc]  # Megatron-core ha
         kv_heads, tp = self.config.num_query_groups, self.world_size
         if kv_heads >= tp:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        whole = all_gather_last_dim_from_tensor_parallel_region(self.linear_qkv(hidden_states)[0], group=self.tp_group)
-        kv_head, part = divmod(self.tp_group.rank(), tp // kv_heads)
-        heads = whole.unflatten(-1, (kv_heads, -1, self.hidden_size_per_attention_head))[:, :, kv_head]
+        shard = self.linear_qkv(hidden_states)[0]
+        qkv = all_gather_last_dim_from_tensor_parallel_region(shard, group=self.tp_group)
+        kv_head, rank_in_head = divmod(self.tp_group.rank(), tp // kv_heads)
+        heads = qkv.unflatten(-1, (kv_heads, -1, self.hidden_size_per_attention_head))[:, :, kv_head]
         num_queries = self.config.num_attention_heads // tp
-        return heads.narrow(2, part * num_queries, num_queries), heads[:, :, -2:-1], heads[:, :, -1:]
+        queries = heads.narrow(2, rank_in_head * num_queries, num_queries)
+        return queries, heads[:, :, -2:-1], heads[:, :, -1:]
 
 
 class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatron-core has no types
@@ -125,20 +130,20 @@ class PackedTransformerBlock(TransformerLayer):  # type: ignore[misc]  # Megatro
     def forward(self, hidden: Tensor, packing: PackedSequences) -> Tensor:
         """Map (T, hidden) to (T, hidden)."""
         if hidden.shape[0] == 0:
-            # Megatron-core cannot reshape nothing. A row whose result is dropped gives every weight a zero gradient.
+            # Megatron-core cannot reshape an empty tensor. A row that is dropped again gives weights a zero gradient.
             padded: Tensor = self(F.pad(hidden, (0, 0, 0, 1)), PackedSequences((1,)))
             return padded[:0]
-        # Megatron-core wants (sequence, batch, hidden): one sequence that holds all the packed ones.
+        # Megatron-core expects (sequence, batch, hidden): one sequence that holds all the packed ones.
         out: Tensor = super().forward(hidden.unsqueeze(1), packed_seq_params=packing)[0]
         return out.squeeze(1)
 
 
 @dataclass(frozen=True)
 class LayerFactory:
-    """Builds the parts of one unit. `block` is the shape of the unit's transformer blocks.
+    """Builds the layers of one unit. `block` is the shape of the unit's transformer blocks.
 
-    Under sequence parallelism (arXiv 2205.05198) blocks and head read and hand on each rank's slice of the tokens.
-    Weights that see only such a slice are marked `sequence_parallel`: their gradients must be summed over the ranks.
+    Under sequence parallelism (arXiv 2205.05198) blocks and head read and return this rank's shard of the tokens.
+    Weights that see only this shard are marked `sequence_parallel`: their gradients must be summed over the TP group.
     """
 
     block: LayerShape
@@ -151,7 +156,7 @@ class LayerFactory:
 
     @cached_property
     def config(self) -> TransformerConfig:
-        """Megatron-core's view of the unit. Weights are created on the CPU, uninitialised."""
+        """Describe the unit to Megatron-core. Weights are created on the CPU, uninitialized."""
         shape = self.block
         return TransformerConfig(
             num_layers=1,
@@ -183,52 +188,60 @@ class LayerFactory:
 
     @cached_property
     def sequence_parallel_config(self) -> TransformerConfig:
-        """The same for parts that work on slices of the tokens, where the unit does."""
+        """Describe the unit for layers that work on this rank's shard of the tokens, if the unit shards them."""
         return replace(self.config, sequence_parallel=self.sequence_parallel)
 
+    def activation_function(self, name: str) -> Callable[[Tensor], Tensor]:
+        """Return the activation of that name in `ACTIVATIONS`."""
+        return ACTIVATIONS[name]
+
     def scatter_tokens(self, hidden: Tensor) -> Tensor:
-        """Take this rank's slice of tokens (T, width), zeros added where T does not divide; at least a row each."""
+        """Return this rank's shard of tokens (T, width); zeros are added so that all ranks have equally many rows."""
         padded = F.pad(hidden, (0, 0, 0, self.num_padding_rows(len(hidden))))
-        mine: Tensor = scatter_to_sequence_parallel_region(padded, group=self.groups.tp)
-        return mine
+        shard: Tensor = scatter_to_sequence_parallel_region(padded, group=self.groups.tp)
+        return shard
 
     def gather_tokens(self, hidden: Tensor, num_tokens: int) -> Tensor:
-        """Join all ranks' slices to the `num_tokens` tokens they came from. Each rank brings the same gradient."""
-        whole: Tensor = gather_from_sequence_parallel_region(
+        """Gather the shards of all ranks into (num_tokens, width), without padding.
+
+        In backward every rank must bring the same gradient.
+        """
+        tokens: Tensor = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False, group=self.groups.tp
         )
-        return whole[:num_tokens]
+        return tokens[:num_tokens]
 
     def num_padding_rows(self, num_tokens: int) -> int:
-        """Rows that `scatter_tokens` adds."""
+        """Return how many rows `scatter_tokens` adds; every rank gets at least one row, even without tokens."""
         tp = self.groups.tp_size
         return -num_tokens % tp if num_tokens else tp
 
     @cached_property
     def collection(self) -> ProcessGroupCollection:
-        """The unit's groups for Megatron-core."""
+        """Return the unit's process groups for Megatron-core."""
         return self.groups.collection()
 
     def transformer_block(self) -> nn.Module:
-        """One block (`PackedTransformerBlock`): attention and MLP with residual connections."""
-        norm = Norm
+        """Build one `PackedTransformerBlock`: attention and MLP with residual connections."""
 
-        def qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
-            # Megatron-core gives qkv a bias whenever the other linears have one; ours is a setting of its own.
+        def build_qkv(*args: Any, bias: bool, **kwargs: Any) -> nn.Module:
+            # Megatron-core gives qkv a bias whenever the other linears have one; here it is a setting of its own.
             return cast(nn.Module, ColumnLinear(*args, bias=self.block.qkv_bias, **kwargs))
 
-        def core(**_: object) -> nn.Module:
+        def build_core_attention(**_: object) -> nn.Module:
             return PackedAttention(self.attention, self.block.causal)
 
         spec = TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=Norm,
             self_attention=ModuleSpec(
                 module=GroupedAttention,
                 params={"attn_mask_type": AttnMaskType.causal if self.block.causal else AttnMaskType.no_mask},
-                submodules=SelfAttentionSubmodules(linear_qkv=qkv, core_attention=core, linear_proj=RowParallelLinear),
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=build_qkv, core_attention=build_core_attention, linear_proj=RowParallelLinear
+                ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=Norm,
             mlp=ModuleSpec(
                 module=MLP,
                 params={"ffn_hidden_size": self.block.ffn},
@@ -243,17 +256,20 @@ class LayerFactory:
         _mark(layer.mlp.linear_fc2, dim=1)
         return cast(nn.Module, layer)
 
-    def norm(self, width: int, sliced: bool = False) -> Norm:
-        """The unit's kind of norm over `width` features; `sliced` where blocks hand it their tokens."""
-        return Norm(self.sequence_parallel_config if sliced else self.config, width, self.norm_eps)
+    def norm(self, width: int, on_sequence_shards: bool = False) -> Norm:
+        """Build the unit's kind of norm over `width` features.
+
+        on_sequence_shards: under sequence parallelism the norm sees only this rank's shard of the tokens.
+        """
+        return Norm(self.sequence_parallel_config if on_sequence_shards else self.config, width, self.norm_eps)
 
     def column_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """Linear whose outputs are split over the tensor-parallel ranks; returns `(output, None)`."""
+        """Build a linear whose outputs are split over the TP group; it returns `(output, None)`."""
         linear = ColumnLinear(inputs, outputs, config=self.config, init_method=None, bias=bias, tp_group=self.groups.tp)
         return _mark(linear, dim=0)
 
     def row_linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """Linear whose inputs are split over the tensor-parallel ranks; returns `(output, None)`."""
+        """Build a linear whose inputs are split over the TP group; it returns `(output, None)`."""
         linear = RowParallelLinear(
             inputs,
             outputs,
@@ -267,12 +283,15 @@ class LayerFactory:
         return _mark(linear, dim=1)
 
     def vocab_embedding(self, rows: int, width: int) -> nn.Module:
-        """Embedding whose rows are split over the tensor-parallel ranks."""
+        """Build an embedding table whose rows are split over the TP group."""
         table = VocabParallelEmbedding(rows, width, init_method=None, config=self.config, tp_group=self.groups.tp)
         return _mark(table, dim=0)
 
     def vocab_linear(self, width: int, rows: int, own_weight: bool) -> nn.Module:
-        """Projection to the split vocabulary; without `own_weight` it takes `weight=` when called."""
+        """Build the projection to the vocabulary, split over the TP group.
+
+        Without `own_weight` the weight is an argument of each call.
+        """
         linear = ColumnParallelLinear(
             width,
             rows,
@@ -285,41 +304,42 @@ class LayerFactory:
         return _mark(linear, dim=0) if own_weight else linear
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of logits (T, vocab / tp) at labels (T,), in fp32; may overwrite the logits.
+        """Compute the cross-entropy (T,) in fp32 of logits (T, vocab / tp) and labels (T,); may overwrite the logits.
 
-        A label outside the vocabulary (-100) yields a finite value that the caller must drop.
+        A label outside the vocabulary (-100) gives a finite value that the caller must drop.
         """
         with tp_group_scope(self.groups):
             losses: Tensor = vocab_parallel_cross_entropy(logits, labels)
         return losses
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
-        """Join logits (T, vocab / tp) of all tensor-parallel ranks to (T, vocab)."""
-        whole: Tensor = gather_from_tensor_model_parallel_region(logits, group=self.groups.tp)
-        return whole
+        """Gather the logits (T, vocab / tp) of all ranks of the TP group into (T, vocab)."""
+        all_logits: Tensor = gather_from_tensor_model_parallel_region(logits, group=self.groups.tp)
+        return all_logits
 
-    def greedy_tokens(self, logits: Tensor, limit: int) -> Tensor:
-        """Id of the largest of logits (T, vocab / tp) below id `limit`, on all ranks alike: (T,) int64.
+    def greedy_tokens(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Return the id below `vocab_size` of the largest of logits (T, vocab / tp), the same on all ranks: (T,) int64.
 
-        Of equal ones the lowest id is taken. Two numbers a token travel, not the vocabulary.
+        The lowest of equally likely ids wins. Each rank sends two numbers for each token instead of its logits.
         """
-        first = self.groups.tp_rank * logits.shape[1]
-        padding = torch.arange(first, first + logits.shape[1], device=logits.device) >= limit
-        best, ids = logits.float().masked_fill(padding, float("-inf")).max(dim=-1)  # the first of equals
+        first_id = self.groups.tp_rank * logits.shape[1]
+        is_padding = torch.arange(first_id, first_id + logits.shape[1], device=logits.device) >= vocab_size
+        best, ids = logits.float().masked_fill(is_padding, float("-inf")).max(dim=-1)  # max takes the first of equals
         if self.groups.tp_size == 1:
             return ids
-        found = torch.stack((best.double(), (ids + first).double()))
-        everyone = [torch.empty_like(found) for _ in range(self.groups.tp_size)]
-        dist.all_gather(everyone, found, group=self.groups.tp)
-        values, candidates = torch.stack(everyone, dim=1)
-        tokens: Tensor = candidates.gather(0, values.argmax(dim=0, keepdim=True))[0].long()
+        candidate = torch.stack((best.double(), (ids + first_id).double()))
+        candidates = [torch.empty_like(candidate) for _ in range(self.groups.tp_size)]
+        dist.all_gather(candidates, candidate, group=self.groups.tp)
+        all_logits, all_ids = torch.stack(candidates, dim=1)
+        tokens: Tensor = all_ids.gather(0, all_logits.argmax(dim=0, keepdim=True))[0].long()
         return tokens
 
 
 def _mark(module: nn.Module, dim: int, stride: int = 1) -> nn.Module:
     """Mark the weight as split along `dim`, and the bias too if the outputs are split.
 
-    Megatron-core does so only when it initialises weights itself. A bias after split inputs is whole on every rank.
+    Megatron-core does so only when it initializes weights itself. Every rank holds all of a bias that follows split
+    inputs.
     """
     marked = [module.weight] if dim == 1 else [module.weight, getattr(module, "bias", None)]
     for param in marked:

@@ -1,4 +1,4 @@
-"""The process groups of one unit on this rank, in the form that Megatron-core's parts take them."""
+"""The process groups of one unit on this rank, in the form that Megatron-core expects."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,66 +15,68 @@ from torch._C._distributed_c10d import HashStore
 class ParallelGroups:
     """Process groups of one unit that this rank belongs to. Each may have a single member.
 
-    torch orders a group's members by global rank, whatever order it is given, so a TP group's ranks must ascend.
+    torch orders the members of a group by global rank, in whatever order they are given, so the ranks of a TP group
+    must ascend.
     """
 
     tp: dist.ProcessGroup  # ranks that share one stage of one replica
     dp: dist.ProcessGroup  # ranks that hold the same shard of the same stage
-    pp: dist.ProcessGroup  # ranks that hold the stages of one replica, same shard
+    pp: dist.ProcessGroup  # ranks that hold the same shard of the different stages of one replica
 
     @classmethod
     def single(cls) -> "ParallelGroups":
-        """Groups for a unit that this rank holds alone.
+        """Create the groups of a unit that only this rank holds.
 
-        Without torch.distributed, a one-process world over gloo is started first: Megatron-core's layers ask for
-        the size of real process groups even when nothing is parallel.
+        Starts a world of one process over gloo if torch.distributed is not initialized: Megatron-core's layers ask real
+        process groups for their size even when nothing is parallel.
         """
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        alone = _alone()
-        return cls(tp=alone, dp=alone, pp=alone)
+        group = _new_single_member_group()
+        return cls(tp=group, dp=group, pp=group)
 
     @property
     def tp_size(self) -> int:
-        """Number of tensor-parallel ranks."""
+        """Return the tensor-parallel degree."""
         return self.tp.size()
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place among the tensor-parallel ranks."""
+        """Return this rank's index in the TP group."""
         return self.tp.rank()
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas."""
+        """Return the data-parallel degree: the number of replicas."""
         return self.dp.size()
 
     @property
     def dp_rank(self) -> int:
-        """The replica this rank holds."""
+        """Return this rank's index in the data-parallel group."""
         return self.dp.rank()
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Return the device that this rank computes on."""
         if dist.get_backend(self.tp) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def collection(self) -> ProcessGroupCollection:
-        """Give Megatron-core every group it may ask for, so that it creates none.
+        """Give Megatron-core every group that it may ask for, so that it creates none.
 
-        Groups it creates itself are created in an order that differs between ranks of different units, which hangs.
+        Ranks of different units would create groups in different orders, which hangs.
         """
-        alone = next((g for g in (self.tp, self.dp, self.pp) if g.size() == 1), None) or _alone()
+        single_member_groups = (group for group in (self.tp, self.dp, self.pp) if group.size() == 1)
+        single = next(single_member_groups, None) or _new_single_member_group()
         return ProcessGroupCollection(
             tp=self.tp,
             dp=self.dp,
             pp=self.pp,
-            mp=None,  # gradient norms are ours
-            cp=alone,
-            ep=alone,
-            embd=None,  # and so are tied embeddings
+            mp=None,  # mmtrain computes gradient norms itself
+            cp=single,
+            ep=single,
+            embd=None,  # and reduces the gradients of tied embeddings itself
             pos_embd=None,
             tp_cp=self.tp,
             dp_cp=self.dp,
@@ -89,20 +91,20 @@ class ParallelGroups:
 
 @contextmanager
 def tp_group_scope(groups: ParallelGroups) -> Iterator[None]:
-    """Make `groups.tp` the tensor-parallel group of Megatron-core's globals while a unit computes.
+    """Make `groups.tp` the tensor-parallel group in Megatron-core's globals while a unit computes.
 
-    Its vocabulary-parallel cross-entropy and a few others read the global instead of taking a group, and one process
-    may hold several units. The other globals stay unset on purpose: they would make Megatron-core believe that it is
-    initialised as a whole.
+    Megatron-core's vocabulary-parallel cross-entropy and a few other functions read the global instead of taking a
+    group, and one process may hold several units. The other globals stay unset on purpose: with them Megatron-core
+    would believe that all of its parallel state is initialized.
     """
-    before = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+    previous = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
     try:
         yield
     finally:
-        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = before
+        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = previous
 
 
-def _alone() -> dist.ProcessGroup:
+def _new_single_member_group() -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return group

@@ -1,8 +1,8 @@
 """ZeRO-1 AdamW over Megatron-core's gradient buffers, for one unit on one rank.
 
-Megatron's `DistributedDataParallel` keeps parameters and gradients in flat buffers and `DistributedOptimizer` shards
-the update over data-parallel replicas. Three habits of theirs are turned off because the program decides: no hook
-starts a reduction, stepping does not gather parameters, and nothing is averaged (the loss is already normalised).
+Megatron's `DistributedDataParallel` keeps parameters and gradients in flat buffers, and `DistributedOptimizer` shards
+the update over data-parallel replicas. Three of their defaults are turned off because the program decides: no hook
+starts a reduction, a step does not gather parameters, and nothing is averaged (the loss is already normalized).
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclasses.dataclass(frozen=True)
 class LocalParam:
-    """A parameter as this rank holds it."""
+    """A parameter of which this rank holds a shard."""
 
     spec: ParamSpec
-    tied: bool = False  # another stage of the same replica holds the same weight
-    owned: bool = True  # of a tied weight, the copy that is counted in norms and stored
+    tied: bool = False  # another stage of the same replica holds a copy of this weight
+    owned: bool = True  # False for the copy of a tied weight that is neither saved nor counted in norms
 
 
 class ZeroAdamW:
@@ -39,61 +39,72 @@ class ZeroAdamW:
 
     Args:
         stages: the unit's stage modules on this rank.
-        held: every parameter of the stages, with its plan-independent name and how tensor parallelism cuts it.
+        params: every parameter of the stages, with its plan-independent name and how tensor parallelism splits it.
         groups: the unit's process groups.
         device: where the parameters are.
-        settings: AdamW's settings; `lr_scale` multiplies the learning rate of this unit, `weight_decay` is its own.
+        settings: AdamW's settings for all units.
+        lr_scale: multiplies the learning rate of this unit.
+        weight_decay: the weight decay of this unit.
     """
 
     def __init__(
         self,
         stages: nn.ModuleList,
-        held: Mapping[nn.Parameter, LocalParam],
+        params: Mapping[nn.Parameter, LocalParam],
         groups: ParallelGroups,
         device: torch.device,
         settings: OptimizerSettings,
         lr_scale: float,
         weight_decay: float,
     ) -> None:
-        self._held, self._groups, self._device, self._lr_scale = held, groups, device, lr_scale
-        self._frozen = [p for p in held if not p.requires_grad]
-        self._trained = [p for p in held if p.requires_grad]
+        self._params = params
+        self._groups = groups
+        self._device = device
+        self._lr_scale = lr_scale
+        self._frozen = [p for p in params if not p.requires_grad]
+        self._trained = [p for p in params if p.requires_grad]
         if self._trained:
             with optimizer_scope(device):
                 self._ddp = _buffers(stages, groups)
-                # Without autograd, which would make the fp32 shards views with a history, and their `.grad` a warning.
+                # With autograd the fp32 shards would be views with a history, and reading their `.grad` would warn.
                 with torch.no_grad():
                     self._optimizer = _optimizer(self._ddp, self._trained, groups, settings, weight_decay)
             self._shards = {p: self._shard_of(p) for p in self._trained if p in self._optimizer.model_param_gbuf_map}
             self._start_moments()
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the last step."""
+        """Clear the gradients of the last step."""
         if self._trained:
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()
 
     def tied_gradient(self) -> Tensor | None:
-        """Gradient of the embedding matrix that another stage holds too, if this rank has one."""
-        tied = [p for p in self._trained if self._held[p].tied]
+        """Return the gradient of this rank's copy of the tied embedding matrix; None if it has no copy."""
+        tied = [p for p in self._trained if self._params[p].tied]
         return tied[0].main_grad if tied else None  # type: ignore[attr-defined]
 
     def reduce_grads(self) -> None:
-        """Begin to sum the gradients over the replicas; `grad_sq_sum` waits until each holds the sum of its shard.
+        """Start to sum the gradients over the replicas; `grad_sq_sum` waits for the result.
 
-        What other units of this rank still compute hides it. First each TP group sums, here and now, the gradients of
-        weights of which its ranks saw only their slices of the tokens.
+        The reduction overlaps with what other units of this rank still compute. Before it starts, the TP group sums the
+        gradients of weights that saw only a shard of the tokens on each rank; this blocks.
         """
-        if partial := [p.main_grad for p in self._trained if getattr(p, "sequence_parallel", False)]:  # type: ignore[attr-defined]
-            total = torch.cat([g.flatten() for g in partial])
-            dist.all_reduce(total, group=self._groups.tp)
-            for gradient, part in zip(partial, torch.split(total, [g.numel() for g in partial]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        self._reduce_sequence_parallel_grads()
         if self._trained and self._groups.dp_size > 1:
             self._ddp.start_grad_sync()
 
+    def _reduce_sequence_parallel_grads(self) -> None:
+        partial = [p.main_grad for p in self._trained if getattr(p, "sequence_parallel", False)]  # type: ignore[attr-defined]
+        if not partial:
+            return
+        total = torch.cat([gradient.flatten() for gradient in partial])
+        dist.all_reduce(total, group=self._groups.tp)
+        sizes = [gradient.numel() for gradient in partial]
+        for gradient, reduced in zip(partial, torch.split(total, sizes), strict=True):
+            gradient.copy_(reduced.view_as(gradient))
+
     def grad_sq_sum(self) -> Tensor:
-        """Sum of squares (float64) of the gradient elements that this rank answers for."""
+        """Return the sum of squares (float64) of the gradient elements that are counted on this rank."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._trained:
             if self._groups.dp_size > 1:
@@ -101,7 +112,7 @@ class ZeroAdamW:
             with optimizer_scope(self._device):
                 self._optimizer.prepare_grads()  # the shard's gradients, in fp32, become `.grad` of the shards
             for param, shard in self._shards.items():
-                if self._answers_for(param) and shard.grad is not None:
+                if self._is_counted_here(param) and shard.grad is not None:
                     total += shard.grad.double().square().sum()
         return total
 
@@ -119,62 +130,64 @@ class ZeroAdamW:
             self._optimizer.step_with_ready_grads()
 
     def gather_params(self) -> None:
-        """Bring every replica's shard of the updated parameters together."""
+        """Gather the updated parameters from the shards of all replicas."""
         if self._trained and self._groups.dp_size > 1:
             self._ddp.start_param_sync(force_sync=True)
 
     def set_num_updates(self, value: int) -> None:
-        """Continue after `value` updates; Adam's bias correction depends on it."""
+        """Continue after `value` updates; Adam's bias correction depends on this count."""
         for shard in self._shards.values() if self._trained else ():
-            # One tensor each: a tensor that parameters share would count every parameter's update.
+            # One tensor for each shard: a shared tensor would count every parameter's update.
             self._optimizer.optimizer.state[shard]["step"] = torch.tensor(float(value), device=shard.device)
 
     def gradients(self) -> Iterator[NamedShard]:
         """Yield this rank's shards of the reduced gradients (before clipping), named like the parameters."""
         for param, shard in self._shards.items() if self._trained else ():
-            if self._answers_for(param):
+            if self._is_counted_here(param):
                 assert shard.grad is not None
                 yield self._named(param, "", shard.grad, self._flat_range(param))
 
     def shards(self) -> Iterator[NamedShard]:
-        """Yield master weights and both moments, each element on exactly one rank.
+        """Yield master weights and both moments; each element is on exactly one rank.
 
-        The names of moments are those of the parameters with `#exp_avg` and `#exp_avg_sq` appended.
+        A moment has the name of its parameter with `#exp_avg` or `#exp_avg_sq` appended.
         """
         if self._groups.dp_rank == 0:
             for param in self._frozen:
-                if self._answers_for(param):
+                if self._is_counted_here(param):
                     yield self._named(param, "", param.detach(), None)
         for param, shard in self._shards.items() if self._trained else ():
-            if self._answers_for(param):
-                yield from self._pieces(param, shard)
+            if self._is_counted_here(param):
+                yield from self._named_shards(param, shard)
 
     def load(self, read: Callable[[NamedShard], Tensor]) -> None:
-        """Fill parameters and moments; `read` returns the stored piece that a shard describes, as a flat tensor."""
+        """Fill parameters and moments; `read` returns the saved elements of a shard as a flat tensor."""
         with torch.no_grad():
             for param in self._frozen:
                 param.copy_(read(self._named(param, "", param, None)).view_as(param))
             for param, shard in self._shards.items() if self._trained else ():
-                for piece in self._pieces(param, shard):
-                    piece.tensor.copy_(read(piece).view_as(piece.tensor))
+                for named in self._named_shards(param, shard):
+                    named.tensor.copy_(read(named).view_as(named.tensor))
             if self._trained:
                 self._optimizer._copy_main_params_to_model_params()
         self.gather_params()
 
-    def _pieces(self, param: nn.Parameter, shard: Tensor) -> Iterator[NamedShard]:
-        flat, state = self._flat_range(param), self._optimizer.optimizer.state[shard]
+    def _named_shards(self, param: nn.Parameter, shard: Tensor) -> Iterator[NamedShard]:
+        """Yield the master weight and both moments of a trained parameter."""
+        flat = self._flat_range(param)
+        state = self._optimizer.optimizer.state[shard]
         yield self._named(param, "", shard.detach(), flat)
         for moment in MOMENTS:
             yield self._named(param, f"#{moment}", state[moment], flat)
 
     def _named(self, param: nn.Parameter, suffix: str, tensor: Tensor, flat: tuple[int, int] | None) -> NamedShard:
-        spec = self._held[param].spec
+        spec = self._params[param].spec
         return NamedShard(spec.name + suffix, spec, self._groups.tp_rank, self._groups.tp_size, flat, tensor)
 
-    def _answers_for(self, param: nn.Parameter) -> bool:
-        """One rank only counts and stores an element that several hold."""
-        held = self._held[param]
-        return held.owned and (held.spec.dim is not None or self._groups.tp_rank == 0)
+    def _is_counted_here(self, param: nn.Parameter) -> bool:
+        """Return whether this rank saves the parameter and counts it in norms; one rank does if several hold it."""
+        local = self._params[param]
+        return local.owned and (local.spec.dim is not None or self._groups.tp_rank == 0)
 
     def _shard_of(self, param: nn.Parameter) -> Tensor:
         group, order = self._optimizer.model_param_group_index_map[param]
@@ -182,11 +195,11 @@ class ZeroAdamW:
         return shard
 
     def _flat_range(self, param: nn.Parameter) -> tuple[int, int]:
-        part = self._optimizer._get_model_param_range_map(param)["param"]
-        return part.start, part.end
+        flat_range = self._optimizer._get_model_param_range_map(param)["param"]
+        return flat_range.start, flat_range.end
 
     def _start_moments(self) -> None:
-        """Create Adam's state now rather than at the first step, so that a checkpoint always holds all of it."""
+        """Create Adam's state now rather than in the first step, so that every checkpoint holds all of it."""
         for shard in self._shards.values():
             state = self._optimizer.optimizer.state[shard]
             state["step"] = torch.tensor(0.0, device=shard.device)
@@ -195,7 +208,7 @@ class ZeroAdamW:
 
 
 def _buffers(stages: nn.ModuleList, groups: ParallelGroups) -> DistributedDataParallel:
-    # Of this only `calculate_per_token_loss` is read: it keeps Megatron from averaging over replicas.
+    # Megatron reads only `calculate_per_token_loss` of this config: it turns off averaging over replicas.
     config = TransformerConfig(
         num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True, cuda_graph_scope=[]
     )
@@ -204,7 +217,7 @@ def _buffers(stages: nn.ModuleList, groups: ParallelGroups) -> DistributedDataPa
     )
     ddp = DistributedDataParallel(config, buffers, stages, pg_collection=groups.collection())
     for bucket in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
-        # Only here, not in `buffers`: reductions are to run beside compute, but no hook is to start them.
+        # Set here, not in `buffers`: reductions must overlap with compute, but no hook may start them.
         bucket.ddp_config = dataclasses.replace(buffers, overlap_grad_reduce=True)
     return ddp
 
@@ -228,8 +241,8 @@ def _optimizer(
         eps=settings.eps,
         fused=True,
     )
-    half = any(p.dtype == torch.bfloat16 for p in params)
-    config = OptimizerConfig(bf16=half, use_distributed_optimizer=True, lr=settings.lr)
+    is_bf16 = any(p.dtype == torch.bfloat16 for p in params)
+    config = OptimizerConfig(bf16=is_bf16, use_distributed_optimizer=True, lr=settings.lr)
     optimizer = DistributedOptimizer(
         adam,
         config,
@@ -242,6 +255,6 @@ def _optimizer(
         data_parallel_group_idx=0,
         distributed_optimizer_instance_id=0,
     )
-    # Told that gathers overlap, the optimizer leaves them to us: `GatherParams` is an action of the program.
+    # With `overlap_param_gather` the optimizer does not gather parameters: the program has an action `GatherParams`.
     optimizer.ddp_config = dataclasses.replace(optimizer.ddp_config, overlap_param_gather=True)
     return optimizer

@@ -70,7 +70,7 @@ class GreedyGenerator:
         self._sharers = {
             name: unit.groups.tp_size
             for name, unit in units.items()
-            if any(stage.parts.sequence_parallel for stage in unit.stages.values())
+            if any(stage.factory.sequence_parallel for stage in unit.stages.values())
         }
         reading = build_program(forward_only(_with_microbatches(graph, graph.mesh(LLM).pp)), kind="coarse")
         self._graph = reading.graph

@@ -9,10 +9,11 @@ from torch import nn
 from mmtrain.costs import Precision
 from mmtrain.data.loading.batch_builder import PayloadNeed, StepData
 from mmtrain.models import parameter_specs as params
-from mmtrain.models.build_stage import StageModule, build_stage
+from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron.zero_adamw import LocalParam, ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, build_model_shape
-from mmtrain.models.stage_inputs import AudioInput, TextInput, UnitInput, VisionInput
+from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
+from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.artifact.plan_precision import plan_precision
@@ -156,10 +157,11 @@ def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dic
     inputs: dict[Microbatch, UnitInput] = {}
     for (replica, index), image in data.vision.items():
         patches = None if image.patches is None else torch.from_numpy(image.patches).to(device, dtype)
-        inputs[Microbatch("vision", replica, index)] = VisionInput(image.rows, image.cols, patches)
+        inputs[Microbatch("vision", replica, index)] = EncoderInput(image.rows, image.cols, patches)
     for (replica, index), clips in data.audio.items():
         mels = None if clips.mels is None else torch.from_numpy(clips.mels).to(device, dtype)
-        inputs[Microbatch("audio", replica, index)] = AudioInput(clips.frames, mels)
+        columns = (1,) * len(clips.frames)
+        inputs[Microbatch("audio", replica, index)] = EncoderInput(clips.frames, columns, mels)
     for (replica, index), text in data.text.items():
         ids, labels = (None if a is None else torch.from_numpy(a).to(device) for a in (text.ids, text.labels))
         places = {unit: torch.from_numpy(at).to(device) for unit, at in text.feature_positions.items()}
@@ -193,23 +195,12 @@ def build_unit(
     dtype: torch.dtype,
 ) -> UnitRunner:
     """Build this rank's stages of a unit, with their initial weights."""
-    stages: dict[StageId, StageModule] = {
-        stage.id: build_stage(
-            recipe.model,
-            model,
-            name,
-            stage.layers,
-            groups.units[name],
-            dtype=dtype,
-            device=world.device,
-            recompute=stage.recompute,
-            seed=recipe.train.seed,
-            attention=recipe.train.attention,
-            sequence_parallel=sequence_parallel,
-        )
-        for stage in graph.stages
-        if stage.id.unit == name and any(world.rank in tp_group for tp_group in stage.tp_groups)
-    }
+    options = StageOptions(dtype, world.device, recipe.train.seed, recipe.train.attention)
+    stages: dict[StageId, StageModule] = {}
+    for stage in graph.stages:
+        if stage.id.unit == name and any(world.rank in tp_group for tp_group in stage.tp_groups):
+            spec = StageSpec(name, stage.layers, stage.recompute, sequence_parallel)
+            stages[stage.id] = build_stage(recipe.model, model, spec, groups.units[name], options)
     _join_tied(stages.values())
     return UnitRunner(name, stages, groups.units[name])
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.models.build_stage import StageContext, StageModule
 from mmtrain.models.megatron import ParallelGroups, start_tp_communication, tp_group_scope
 from mmtrain.models.stage_inputs import UnitInput
+from mmtrain.models.stage_module import StageContext, StageModule
 from mmtrain.program import Edge, StageId
 
 
@@ -104,7 +104,7 @@ class UnitRunner:
         """The state with its second tensor as a TP group's ranks exchange it before a segment; begun, not awaited."""
         if len(state) < 2 or state[1] is None:
             return state
-        sliced = self.stages[passage.stage].parts.sequence_parallel
+        sliced = self.stages[passage.stage].factory.sequence_parallel
         piece = passage.segments[before][1]
         tensor, passage.under_way = start_tp_communication(state[1], piece, self.groups, sliced, backward)
         return [state[0], tensor, *state[2:]]

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from mmtrain.costs.cost_table import LayerSample, TimedPass, layer_fields, layer_key
-from mmtrain.models.build_stage import StageModule, build_stage
+from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups, tp_group_scope
 from mmtrain.models.megatron.zero_adamw import ZeroAdamW
 from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.models.stage_inputs import TextInput, UnitInput
+from mmtrain.models.stage_module import StageModule, StageSpec
 from mmtrain.program import StageId
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_unit_optimizer
@@ -235,14 +236,9 @@ def build_layer_profiler(
     stage = build_stage(
         recipe.model,
         replace(model, units=tuple(short if u.name == unit.name else u for u in model.units)),
-        unit.name,
-        (0, len(layers)),
+        StageSpec(unit.name, (0, len(layers))),
         groups,
-        dtype=dtype,
-        device=world.device,
-        recompute=frozenset(),
-        seed=recipe.train.seed,
-        attention=recipe.train.attention,
+        StageOptions(dtype, world.device, recipe.train.seed, recipe.train.attention),
     ).requires_grad_(True)
     optimizer = build_unit_optimizer(recipe, UnitRunner(unit.name, {StageId(unit.name, 0): stage}, groups), world)
     return LayerProfiler(stage, optimizer, groups, world, dtype)

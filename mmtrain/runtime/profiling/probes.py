@@ -10,7 +10,7 @@ import torch
 from mmtrain.balance import SampleLengths
 from mmtrain.costs import TokenLoad
 from mmtrain.models.model_shape import UnitShape
-from mmtrain.models.stage_inputs import AudioInput, TextInput, UnitInput, VisionInput
+from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
 from mmtrain.recipe.schema import Recipe
 
 NUM_FITTED_LOADS = 5  # numbers of tokens, each twice the one before
@@ -45,12 +45,12 @@ class Probe:
             rows, cols = (tuple(size[k] for size in self.sizes) for k in (0, 1))  # type: ignore[index]
             num_patches = sum(r * c for r, c in zip(rows, cols, strict=True))
             features = 3 * recipe.model.vision.patch**2
-            return VisionInput(rows, cols, torch.randn(num_patches, features, device=device, dtype=dtype))
+            return EncoderInput(rows, cols, torch.randn(num_patches, features, device=device, dtype=dtype))
         lengths = tuple(int(size) for size in self.sizes)  # type: ignore[arg-type]
         if self.unit == "audio":
             assert recipe.model.audio is not None
             mels = torch.randn(sum(lengths), recipe.model.audio.mel_bins, device=device, dtype=dtype)
-            return AudioInput(lengths, mels)
+            return EncoderInput(lengths, (1,) * len(lengths), mels)
         ids = torch.randint(0, recipe.model.llm.vocab, (sum(lengths),), device=device)
         places, start = {}, 0
         for encoder, num in self.features:

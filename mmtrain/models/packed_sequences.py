@@ -1,0 +1,38 @@
+"""How the tokens of one microbatch are packed: what every block of a stage needs to know about them."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+
+from mmtrain.models.attention import RotaryTables
+from mmtrain.models.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Sequences that lie one after another without padding.
+
+    Blocks pass it to Megatron-core as `packed_seq_params`.
+    """
+
+    lengths: tuple[int, ...]  # tokens of each sequence
+    rope: RotaryTables | None = None  # rotary positions; None for models without them
+    kv_cache: KVCache | None = None  # earlier tokens of the same sequences, while the model generates
+    qkv_format: ClassVar[str] = "thd"  # Megatron-core's name for packed tokens; it reads this attribute
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of all sequences together."""
+        return sum(self.lengths)
+
+    def padded(self, num_rows: int) -> "PackedSequences":
+        """Append a sequence of `num_rows` padding tokens, which the other sequences do not attend to."""
+        if not num_rows:
+            return self
+        # Zeros instead of cosines and sines: padding attends to itself evenly, and its output is never read.
+        rope = self.rope
+        if rope is not None:
+            cos, sin = rope
+            rope = F.pad(cos, (0, 0, 0, 0, 0, num_rows)), F.pad(sin, (0, 0, 0, 0, 0, num_rows))
+        return PackedSequences((*self.lengths, num_rows), rope, self.kv_cache)

@@ -1,0 +1,56 @@
+"""The projector: the last layer of every encoder, which maps its tokens to features of the LLM's width."""
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor, nn
+
+from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.packed_sequences import PackedSequences
+from mmtrain.recipe.model_settings import EncoderSettings
+
+if TYPE_CHECKING:
+    from mmtrain.models.megatron import LayerFactory
+
+
+class EncoderContext(Protocol):
+    """What the layers of an encoder need to know about one microbatch of items (images, clips)."""
+
+    @property
+    def packing(self) -> PackedSequences:
+        """Each item is a sequence of its own."""
+
+    def order_tokens(self, hidden: Tensor, tokens_per_feature: int) -> Tensor:
+        """Drop extra tokens (class tokens) and order the others so that tokens of one feature are neighbors.
+
+        hidden (T, width) -> (F * tokens_per_feature, width).
+
+        Raises:
+            DataError: `tokens_per_feature` does not divide the tokens of an item.
+        """
+
+
+class Projector(nn.Module):
+    """Last norm, extra tokens dropped, neighboring tokens merged, and an MLP to the LLM's width."""
+
+    def __init__(self, settings: EncoderSettings, shape: LayerShape, factory: "LayerFactory") -> None:
+        """Build the projector that `shape` describes; its weights are uninitialized."""
+        super().__init__()
+        self.tokens_per_feature = shape.joins
+        self.activation = factory.activation_function(settings.projector.activation)
+        merged_width = shape.hidden * shape.joins
+        self.post_norm = factory.norm(shape.hidden) if settings.has_post_norm else None
+        self.norm = factory.norm(merged_width) if settings.projector.norm else None
+        self.linear_1 = factory.column_linear(merged_width, shape.ffn, bias=shape.linear_bias)
+        self.linear_2 = factory.row_linear(shape.ffn, shape.out, bias=shape.linear_bias)
+
+    def forward(self, hidden: Tensor, context: EncoderContext) -> Tensor:
+        """Map tokens (T, hidden) to features (F, llm_hidden), each from `tokens_per_feature` tokens of one item."""
+        if self.post_norm is not None:
+            hidden = self.post_norm(hidden)
+        hidden = context.order_tokens(hidden, self.tokens_per_feature)
+        features = hidden.reshape(-1, hidden.shape[1] * self.tokens_per_feature)
+        if self.norm is not None:
+            features = self.norm(features)
+        inner: Tensor = self.activation(self.linear_1(features)[0])
+        out: Tensor = self.linear_2(inner)[0]
+        return out

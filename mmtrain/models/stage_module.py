@@ -1,0 +1,198 @@
+"""One pipeline stage as a torch module: consecutive layers of one unit."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmtrain.models.encoder_modules import ENCODER_MODULES
+from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape
+from mmtrain.models.llm_layers import Embedding, Head, TextContext
+from mmtrain.models.model_shape import ModelShape
+from mmtrain.models.projector import EncoderContext, Projector
+from mmtrain.models.stage_inputs import TextInput, UnitInput
+from mmtrain.recipe.model_settings import ModelSettings
+
+if TYPE_CHECKING:
+    from mmtrain.models.megatron import LayerFactory
+
+StageContext: TypeAlias = EncoderContext | TextContext
+BLOCK_KINDS = ("vit_block", "decoder_block")
+_SHARDED_KINDS = (*BLOCK_KINDS, "head")  # layers that read this rank's tokens only, under sequence parallelism
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Which layers a stage has, and how it runs them."""
+
+    unit: str
+    layers: tuple[int, int]  # [lo, hi) in the unit's layers
+    recompute: frozenset[int] = frozenset()  # layers, by index in the unit, whose activations backward recomputes
+    sequence_parallel: bool = False  # split the tokens between GEMMs over the ranks of the TP group
+
+
+class StageModule(nn.Module):
+    """Consecutive layers of one unit. `layers` is keyed by the layer's index in the unit.
+
+    The plan-independent name of a parameter is `f"{unit}.{name}"`, where `name` is its name in this module. A stage
+    that holds the head of a model with tied embeddings, but not the embedding, holds a copy of layer 0 for its weight.
+    Both copies are marked `param.shared = "embeddings"`; the runtime must sum their gradients.
+    """
+
+    def __init__(self, settings: ModelSettings, shape: ModelShape, spec: StageSpec, factory: "LayerFactory") -> None:
+        """Build the layers that `spec` names, with uninitialized weights."""
+        super().__init__()
+        self.unit = spec.unit
+        self.shape = shape.unit(spec.unit)
+        self.indices = range(*spec.layers)
+        self.factory = factory
+        self.recompute = spec.recompute
+        self.layers = nn.ModuleDict()
+        self._settings = settings
+        is_tied = shape.tied_embeddings and self.shape.kind == "llm"
+        for index in self.indices:
+            layer = self.shape.layers[index]
+            embedding: nn.Module | None = None
+            if is_tied and layer.kind == "head":
+                if "0" not in self.layers:
+                    self.layers["0"] = self._build_layer(self.shape.layers[0])
+                embedding = self.layers["0"]
+            self.layers[str(index)] = self._build_layer(layer, embedding)
+        holds_both_ends = {0, len(self.shape.layers) - 1} <= set(self.indices)
+        if is_tied and "0" in self.layers and not holds_both_ends:
+            self.layers["0"].table.weight.shared = "embeddings"  # type: ignore[union-attr]
+
+    def forward(self, hidden: Tensor | None, inputs: UnitInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Run the stage on one microbatch.
+
+        Args:
+            hidden: (T, hidden) from the previous stage; None for the first stage.
+            inputs: the microbatch; lengths on every stage, payload where the stage needs it.
+            features: for the stage with the LLM's embedding, the encoders' outputs (F, hidden) by unit name.
+
+        Returns:
+            Hidden states (T, hidden); an encoder's last stage returns features (F, llm_hidden), the LLM's last stage
+            the sum of the token losses, a scalar in fp32. Under sequence parallelism hidden states are this rank's
+            ceil(T / tp) rows, at both ends.
+        """
+        return self.run(self.context(inputs, features or {}), hidden, self.indices)
+
+    def run(self, context: StageContext, hidden: Tensor | None, layers: range) -> Tensor:
+        """Run consecutive layers of the stage as `forward` does; `context` is the one of the whole stage."""
+        out, is_sharded = self._run_layers(layers, hidden, context)
+        is_unit_output = layers.stop == len(self.shape.layers)
+        if not self.factory.sequence_parallel or is_unit_output:
+            return out
+        num_tokens = context.packing.num_tokens
+        if not num_tokens:
+            return out[:0]
+        return self._redistribute(out, is_sharded, shard=True, num_tokens=num_tokens)
+
+    def run_pieces(
+        self, context: StageContext, state: tuple[Tensor, ...], layer: int, pieces: range
+    ) -> tuple[Tensor, ...]:
+        """Run consecutive pieces of a block; see `megatron.block_segments`.
+
+        A microbatch without tokens has nothing to split: the last piece runs the whole block.
+        """
+        from mmtrain.models.megatron import run_pieces
+
+        packing = context.packing
+        if not packing.num_tokens:
+            is_last = pieces.stop == len(BLOCK_PIECES)
+            return (self.run(context, state[0], range(layer, layer + 1)),) if is_last else state
+        if self.factory.sequence_parallel:
+            packing = packing.padded(self.factory.num_padding_rows(packing.num_tokens))
+        return run_pieces(self.layers[str(layer)], state, packing, pieces)
+
+    def logits(self, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Run a stage that ends with the head; return logits (T, padded vocabulary) and ignore the labels."""
+        context = self.context(inputs, features or {})
+        out, is_sharded = self._run_layers(self.indices[:-1], hidden, context)
+        if not self.factory.sequence_parallel:
+            return self._head().logits(out)
+        num_tokens = context.packing.num_tokens
+        shard = self._redistribute(out, is_sharded, shard=True, num_tokens=num_tokens)
+        return self._head().logits(shard)[:num_tokens]
+
+    def next_tokens(
+        self, hidden: Tensor | None, inputs: TextInput, features: Mapping[str, Tensor] | None, vocab_size: int
+    ) -> Tensor:
+        """Run a stage that ends with the head; return the most likely token after each sequence, (S,) int64.
+
+        Only tokens below `vocab_size` are candidates; the rows above it pad the vocabulary.
+        """
+        context = self.context(inputs, features or {})
+        out, is_sharded = self._run_layers(self.indices[:-1], hidden, context)
+        # Project the last token of each sequence only: the vocabulary's GEMM is the widest of the model.
+        last_tokens = torch.tensor([*itertools.accumulate(inputs.lengths)], dtype=torch.int64, device=out.device) - 1
+        all_rows = self._redistribute(out, is_sharded, shard=False, num_tokens=context.packing.num_tokens)
+        rows = all_rows.index_select(0, last_tokens)
+        rows = self._redistribute(rows, False, shard=self.factory.sequence_parallel, num_tokens=len(rows))
+        return self._head().greedy_tokens(rows, vocab_size)[: len(last_tokens)]
+
+    def context(self, inputs: UnitInput, features: Mapping[str, Tensor]) -> StageContext:
+        """Derive from a microbatch what all layers of the stage need to know about it."""
+        device = next(self.parameters()).device
+        if isinstance(inputs, TextInput):
+            rope_base = self._settings.llm.rope_base
+            return TextContext(inputs, features, self.factory.block.head_dim, rope_base, self.factory.dtype, device)
+        modality = self._settings.encoders[self.unit].modality
+        return ENCODER_MODULES[modality].context(inputs, self.shape.layers[0], device)
+
+    def _head(self) -> Head:
+        last = self.indices[-1]
+        head = self.layers[str(last)]
+        assert isinstance(head, Head), f"layer {last} of {self.unit} is no head"
+        return head
+
+    def _run_layers(self, indices: Iterable[int], hidden: Tensor | None, context: StageContext) -> tuple[Tensor, bool]:
+        """Run layers; return the output of the last one, and whether it is this rank's shard of the tokens."""
+        packing = context.packing
+        num_tokens = packing.num_tokens
+        sequence_parallel = self.factory.sequence_parallel
+        if sequence_parallel:
+            packing = packing.padded(self.factory.num_padding_rows(num_tokens))
+        is_sharded = sequence_parallel and hidden is not None and num_tokens > 0
+        for index in indices:
+            kind = self.shape.layers[index].kind
+            shard = sequence_parallel and kind in _SHARDED_KINDS
+            if hidden is not None:
+                hidden = self._redistribute(hidden, is_sharded, shard, num_tokens)
+            is_sharded = shard
+            layer = self.layers[str(index)]
+            argument = packing if kind in BLOCK_KINDS else context
+            if index in self.recompute and torch.is_grad_enabled():
+                # There is no dropout, so there is no random state to restore.
+                hidden = checkpoint(layer, hidden, argument, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = layer(hidden, argument)
+        assert hidden is not None, "a stage has at least one layer, and only the first stage starts without an input"
+        return hidden, is_sharded
+
+    def _redistribute(self, hidden: Tensor, is_sharded: bool, shard: bool, num_tokens: int) -> Tensor:
+        """Convert between all tokens and this rank's shard of them (`shard` is what the result must be)."""
+        if is_sharded == shard:
+            return hidden
+        return self.factory.scatter_tokens(hidden) if shard else self.factory.gather_tokens(hidden, num_tokens)
+
+    def _build_layer(self, layer: LayerShape, tied_embedding: nn.Module | None = None) -> nn.Module:
+        match layer.kind:
+            case "vit_block" | "decoder_block":
+                return self.factory.transformer_block()
+            case "patch_embed" | "audio_embed":
+                encoder = self._settings.encoders[self.unit]
+                return ENCODER_MODULES[encoder.modality].embedding(encoder, layer, self.factory)
+            case "projector":
+                return Projector(self._settings.encoders[self.unit], layer, self.factory)
+            case "embedding":
+                return Embedding(layer, self.factory)
+            case "head":
+                assert tied_embedding is None or isinstance(tied_embedding, Embedding)
+                return Head(layer, self.factory, tied_embedding)
+            case _:
+                raise AssertionError(f"{layer.kind} can only be planned; `require_runnable` rejects such recipes")

@@ -1,0 +1,40 @@
+"""The kinds of encoder that a model may have.
+
+To add one:
+
+* a settings class with its modality's name, the entry here, and a field in `ModelSettings` and `ParallelSettings`;
+* its layers and modules in `models.encoder_shapes.ENCODER_LAYERS` and `models.encoder_modules.ENCODER_MODULES`;
+* what reads its media in `data.media.item_readers.ITEM_READERS`;
+* checks of its settings in `recipe.encoder_checks.ENCODER_CHECKS`, sizes to profile in `runtime.profiling.probes`.
+
+A layer kind that does not exist yet also needs its arithmetic in `costs.layer_arithmetic`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmtrain.recipe.model_settings import AudioSettings, EncoderSettings, VisionSettings
+from mmtrain.recipe.presets import AUDIO_PRESETS, VISION_PRESETS, ModelPreset
+
+
+@dataclass(frozen=True)
+class Modality:
+    """One kind of encoder. Its name is the key of its settings under `model` and `parallel`, and its unit's name."""
+
+    name: str
+    settings: type[EncoderSettings]
+    presets: Mapping[str, ModelPreset]
+    media: tuple[str, ...]  # kinds of media that it takes; `<kind>` marks their places in the text of a sample
+    placeholder: str  # special token of the tokenizer whose place one feature takes
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """Return the mark in a user's text of each kind of media."""
+        return {kind: f"<{kind}>" for kind in self.media}
+
+
+VISION = Modality(
+    "vision", VisionSettings, dict(VISION_PRESETS.items()), media=("image", "video"), placeholder="<|image|>"
+)
+AUDIO = Modality("audio", AudioSettings, dict(AUDIO_PRESETS.items()), media=("audio",), placeholder="<|audio|>")
+MODALITIES: dict[str, Modality] = {modality.name: modality for modality in (VISION, AUDIO)}
