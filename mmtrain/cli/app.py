@@ -1,4 +1,4 @@
-"""The table of commands, and the one place where an error becomes a message and an exit code."""
+"""Register the commands, and turn errors into a message and an exit code in one place."""
 
 import sys
 from typing import Annotated
@@ -14,7 +14,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # loading rich for the help page would take longer than everything else on it
-    pretty_exceptions_enable=False,  # a traceback means a bug of ours; it is reported as Python prints it
+    pretty_exceptions_enable=False,  # a traceback means a bug of ours; print it as Python does
 )
 app.command()(plan.plan)
 app.command()(train.train)
@@ -28,7 +28,7 @@ app.command()(doctor.doctor)
 
 
 def main() -> None:
-    """Run the command in `sys.argv`. Exits 0 (done), 1 (the run failed), 2 (wrong input), 75 (stopped and saved)."""
+    """Run the command in `sys.argv`; exit with 0 (done), 1 (run failed), 2 (wrong input) or 75 (stopped and saved)."""
     try:
         app(prog_name="mmtrain")
     except MmtrainError as error:

@@ -8,7 +8,7 @@ import typer
 from mmtrain.cli import data_check, data_group, data_serve, data_stats
 from mmtrain.cli.options import AsJson
 
-app = typer.Typer(help="Make training data, and look at it.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Generate, check and inspect training data.", no_args_is_help=True, rich_markup_mode=None)
 
 
 app.command()(data_stats.stats)
@@ -20,16 +20,17 @@ app.command()(data_check.check)
 @app.command()
 def demo(
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder to write: images, train and held-out JSON, tokenizer.")
+        Path, typer.Option(metavar="DIR", help="Output folder: images, training and held-out JSON, tokenizer.")
     ],
-    samples: Annotated[int, typer.Option(min=1, help="Training samples.")] = 10000,
-    heldout: Annotated[int, typer.Option(min=1, help="Held-out samples.")] = 400,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same files.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="Number of training samples.")] = 10000,
+    heldout: Annotated[int, typer.Option(min=1, help="Number of held-out samples.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed makes the same files.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Draw questions about pictures, with answers.
+    """Generate questions about drawn pictures, with answers.
 
-    Coloured shapes, digits and small charts in LLaVA format, in two splits, and a tokenizer trained on the first.
+    The pictures show colored shapes, digits and small charts. The samples are in LLaVA format, in a training and a
+    held-out split, with a tokenizer trained on the training split.
     """
     import json
     from dataclasses import asdict
@@ -37,26 +38,27 @@ def demo(
     from mmtrain.data.synthetic.demo import generate_demo
 
     summary = generate_demo(out, seed=seed, train=samples, heldout=heldout)
-    in_words = (
+    sentence = (
         f"{out}: {summary.train} training and {summary.heldout} held-out samples, {summary.images} images, "
         f"a tokenizer of {summary.vocab} tokens"
     )
-    typer.echo(json.dumps(asdict(summary)) if as_json else in_words)
+    typer.echo(json.dumps(asdict(summary)) if as_json else sentence)
 
 
 @app.command()
 def digits(
-    source: Annotated[Path, typer.Option(metavar="DIR", help="Recordings, called DIGIT_SPEAKER_INDEX.wav.")],
+    source: Annotated[Path, typer.Option(metavar="DIR", help="Folder of recordings named DIGIT_SPEAKER_INDEX.wav.")],
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder to write: audio, train and held-out JSON, tokenizer.")
+        Path, typer.Option(metavar="DIR", help="Output folder: audio, training and held-out JSON, tokenizer.")
     ],
-    sequences: Annotated[int, typer.Option(min=0, help="Training samples of two to four digits, harder to learn.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same files.")] = 0,
+    sequences: Annotated[int, typer.Option(min=0, help="Number of extra training samples of two to four digits.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed makes the same files.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Make questions of recordings of spoken digits.
+    """Make question-answer samples from recordings of spoken digits.
 
-    In LLaVA format, in two splits with the same speakers, and a tokenizer trained on the first.
+    The samples are in LLaVA format, in a training and a held-out split with the same speakers, with a tokenizer
+    trained on the training split.
     """
     import json
     from dataclasses import asdict
@@ -64,8 +66,8 @@ def digits(
     from mmtrain.data.synthetic.digits import prepare_digits
 
     summary = prepare_digits(source, out, seed=seed, sequences=sequences)
-    in_words = (
+    sentence = (
         f"{out}: {summary.recordings} recordings of {summary.speakers} speakers, {summary.train} training and "
         f"{summary.heldout} held-out samples, a tokenizer of {summary.vocab} tokens"
     )
-    typer.echo(json.dumps(asdict(summary)) if as_json else in_words)
+    typer.echo(json.dumps(asdict(summary)) if as_json else sentence)

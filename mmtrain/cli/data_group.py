@@ -12,14 +12,17 @@ def group(
     overrides: Overrides,
     replicas: Annotated[
         int | None,
-        typer.Option(min=1, help="Groups side by side. Default: parallel.llm.dp, or as many as grouping makes alike."),
+        typer.Option(
+            min=1,
+            help="LLM replicas that run side by side. Default: parallel.llm.dp, or the row size of matched grouping.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the ways of grouping on a recipe's samples.
+    """Compare the grouping methods on a recipe's samples.
 
-    For one epoch of each: groups, samples in one, how full they are, what padding would waste, and how long replicas
-    would wait for each other.
+    Groups one epoch by each method. The table shows the number of groups, samples per group, how full groups are, what
+    padding would waste, and how long replicas would wait for each other.
     """
     import json
     import time
@@ -34,12 +37,12 @@ def group(
     settings = load_recipe(recipe, overrides).recipe
     index = index_recipe(settings)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
-    side_by_side = replicas or settings.parallel.llm.dp or grouping.row_size
+    num_replicas = replicas or settings.parallel.llm.dp or grouping.row_size
     scores = compare_grouping_methods(
-        index.lengths, index.weights, grouping, settings.train.seed, side_by_side, time.perf_counter
+        index.lengths, index.weights, grouping, settings.train.seed, num_replicas, time.perf_counter
     )
     if as_json:
         rows = [{**asdict(row), "chosen": row.method == grouping.method} for row in scores]
-        typer.echo(json.dumps({"replicas": side_by_side, "methods": rows}))
+        typer.echo(json.dumps({"replicas": num_replicas, "methods": rows}))
     else:
-        typer.echo(grouping_text(scores, grouping.method, side_by_side, lambda i: str(index.samples[i])))
+        typer.echo(grouping_text(scores, grouping.method, num_replicas, lambda i: str(index.samples[i])))

@@ -11,17 +11,17 @@ def serve(
     recipe: RecipeFile,
     overrides: Overrides,
     bind: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where to listen; tcp://0.0.0.0:5557 is every network interface.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; tcp://0.0.0.0:5557 is all network interfaces.")
     ] = "tcp://127.0.0.1:5557",
     workers: Annotated[
-        int | None, typer.Option(min=1, max=256, metavar="N", help="Worker processes. Default: one for each core.")
+        int | None, typer.Option(min=1, max=256, metavar="N", help="Number of worker processes. Default: one per core.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prepare steps for trainers on other machines.
+    """Prepare training steps for trainers on other machines.
 
-    Trainers name this address in `data.producers`. Anybody who reaches it can read the data: listen on a network of
-    your own. SIGTERM and Ctrl-C end it; trainers then take its steps elsewhere.
+    Trainers list this address in `data.producers`. Anyone who can reach the address can read the data, so listen on a
+    private network only. SIGTERM or Ctrl-C stops the producer; trainers then get its steps from another one.
     """
     import json
     import sys
@@ -31,16 +31,16 @@ def serve(
     from mmtrain.data.service.protocol import require_zmq
     from mmtrain.recipe import load_recipe, require_runnable
 
-    made = load_recipe(recipe, overrides).recipe
-    require_runnable(made, "data serve")
+    settings = load_recipe(recipe, overrides).recipe
+    require_runnable(settings, "data serve")
     require_zmq("mmtrain data serve")
     from mmtrain.data.service.producer import open_producer
     from mmtrain.runtime.resilience.signals import SignalPipe
 
-    number = workers or num_available_cores()
+    num_workers = workers or num_available_cores()
     with SignalPipe() as signals:
-        producer = open_producer(made, bind, number, partial(print, "mmtrain:", file=sys.stderr, flush=True))
-        in_words = f"{number} workers prepare steps of {made.name} at {producer.address}"
-        found = {"recipe": made.name, "address": producer.address, "workers": number}
-        print(json.dumps(found) if as_json else in_words, flush=True)
+        producer = open_producer(settings, bind, num_workers, partial(print, "mmtrain:", file=sys.stderr, flush=True))
+        description = {"recipe": settings.name, "address": producer.address, "workers": num_workers}
+        sentence = f"{num_workers} workers prepare steps of {settings.name} at {producer.address}"
+        print(json.dumps(description) if as_json else sentence, flush=True)
         producer.serve(signals.reader)

@@ -13,15 +13,16 @@ def stats(
     sources: Annotated[list[Path], typer.Argument(metavar="SOURCE...", help="Data files.", show_default=False)],
     recipe: Annotated[
         Path | None,
-        typer.Option(metavar="RECIPE", help="Count the tokens of this recipe's units, and apply its limits."),
+        typer.Option(metavar="RECIPE", help="Count tokens of this recipe's units and apply its limits."),
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the histograms as PNG too.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save the histograms as a PNG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how long samples are.
+    """Show the distribution of sample lengths.
 
-    A histogram for each modality, how modalities go together, and what could not be used. Without a recipe text is
-    counted in characters, images in pixels, sound in seconds. Headers are read, nothing is decoded.
+    Prints a histogram per modality, the correlation between modalities, and the samples that cannot be used. With
+    --recipe, lengths are tokens; without it, text is counted in characters, images in pixels and audio in seconds.
+    Reads headers only and decodes nothing.
     """
     import json
     from dataclasses import asdict
@@ -33,16 +34,15 @@ def stats(
     from mmtrain.recipe.schema import SourceSettings
     from mmtrain.report.data_view import stats_picture, stats_text
 
-    wanted = [SourceSettings(path=source.absolute()) for source in sources]
-    seen = (
-        compute_stats(wanted, print_note)
-        if recipe is None
-        else compute_stats_for_recipe(load_recipe(recipe, overrides).recipe, wanted, print_note)
-    )
-    summary = summarize_lengths(seen.names, seen.values)
+    named_sources = [SourceSettings(path=source.absolute()) for source in sources]
+    if recipe is None:
+        lengths = compute_stats(named_sources, print_note)
+    else:
+        lengths = compute_stats_for_recipe(load_recipe(recipe, overrides).recipe, named_sources, print_note)
+    summary = summarize_lengths(lengths.names, lengths.values)
     if png is not None:
         stats_picture(summary, png)
     if as_json:
-        typer.echo(json.dumps({**asdict(summary), "quarantined": seen.quarantined}))
+        typer.echo(json.dumps({**asdict(summary), "quarantined": lengths.quarantined}))
     else:
-        typer.echo(stats_text(summary, seen.quarantined))
+        typer.echo(stats_text(summary, lengths.quarantined))

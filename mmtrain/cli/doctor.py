@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where runs would be written.")] = Path("runs"),
-    links: Annotated[bool, typer.Option(help="Start two processes and time their messages.")] = True,
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which runs would be written.")] = Path("runs"),
+    links: Annotated[bool, typer.Option(help="Start two processes and time messages between them.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what this machine can do and what it lacks.
+    """Report what this machine can do and what it lacks.
 
-    Versions, devices, backends, attention kernels, links between two processes; what would be slow and why; what is
-    missing for which command.
+    Shows versions, devices, communication backends, attention kernels and the speed of messages between two processes.
+    Then lists what would be slow and why, and what is missing for which command.
     """
     import json
     from dataclasses import asdict
@@ -31,23 +31,31 @@ def doctor(
 
 
 def health_lines(health: "MachineReport") -> list[str]:
-    """What was found, for people."""
-    text = ["Versions    " + ", ".join(f"{name} {version}" for name, version in health.versions.items())]
-    text += [f"{'Devices' if i == 0 else '':<12}{device}" for i, device in enumerate(health.devices)]
-    text.append(f"{'Products':<12}{health.flops / 1e12:.3g} TFLOP/s on one {'GPU' if health.devices[1:] else 'core'}")
-    text.append(f"{'Preset':<12}{health.preset or 'none'}, for plans without a cost table")
-    text.append(f"{'Backends':<12}" + ", ".join(f"{n} {'yes' if ok else 'no'}" for n, ok in health.backends.items()))
-    chosen = next((name for name, problem in health.attention.items() if problem is None), "none")
-    text.append(f"{'Attention':<12}{chosen} is used")
-    text += [f"{'':<12}{name}: {problem}" for name, problem in health.attention.items() if problem]
-    for i, (kind, (small, large)) in enumerate(health.messages.items()):
-        heading = "Links" if i == 0 else ""
-        text.append(f"{heading:<12}{kind}: 1 KiB in {small * 1e6:.0f} us, 4 MiB in {large * 1e3:.2f} ms")
+    """Write the findings about this machine as lines of text, with headings in the first column."""
+    devices = health.devices
+    usable_kernel = next((name for name, problem in health.attention.items() if problem is None), "none")
+    lines = _section("Versions", [", ".join(f"{name} {version}" for name, version in health.versions.items())])
+    lines += _section("Devices", devices)
+    lines += _section("GEMM", [f"{health.flops / 1e12:.3g} TFLOP/s on one {'GPU' if len(devices) > 1 else 'core'}"])
+    lines += _section("Preset", [f"{health.preset or 'none'}, used for plans without a cost table"])
+    lines += _section("Backends", [", ".join(f"{n} {'yes' if ok else 'no'}" for n, ok in health.backends.items())])
+    unusable = [f"{name}: {problem}" for name, problem in health.attention.items() if problem]
+    lines += _section("Attention", [f"{usable_kernel} is used", *unusable])
+    messages = [
+        f"{kind}: 1 KiB in {small * 1e6:.0f} us, 4 MiB in {large * 1e3:.2f} ms"
+        for kind, (small, large) in health.messages.items()
+    ]
+    lines += _section("Links", messages)
     for kind, heading in (("slow", "Slow"), ("missing", "Missing")):
-        found = [f for f in health.findings if f.kind == kind]
-        for i, finding in enumerate(found):
-            whom = f" [{', '.join(finding.commands)}]" if finding.commands else ""
-            text.append(f"{heading if i == 0 else '':<12}{finding.what}{whom}: {finding.remedy}")
-        if not found:
-            text.append(f"{heading:<12}nothing found")
-    return text
+        findings = []
+        for finding in health.findings:
+            if finding.kind == kind:
+                commands = f" [{', '.join(finding.commands)}]" if finding.commands else ""
+                findings.append(f"{finding.what}{commands}: {finding.remedy}")
+        lines += _section(heading, findings or ["nothing found"])
+    return lines
+
+
+def _section(heading: str, lines: list[str]) -> list[str]:
+    """Put the heading in front of the first line and indent the others."""
+    return [f"{heading if number == 0 else '':<12}{line}" for number, line in enumerate(lines)]

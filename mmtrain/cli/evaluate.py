@@ -18,18 +18,18 @@ def evaluate(
         bool,
         typer.Option(
             "--blank-images",
-            help="Show the model grey images and play it silence instead, to see whether it looks and listens.",
+            help="Replace images by gray and audio by silence, to see whether the model uses them.",
         ),
     ] = False,
     ranks: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Processes to start here, each with its share of the model.")
+        int, typer.Option(min=1, metavar="N", help="Number of local processes to start; the model is split among them.")
     ] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Score a trained model on held-out questions.
 
-    An answer counts when it matches exactly; the baseline gives each question template its most frequent answer.
-    Under torchrun or SLURM each process started is one rank, and holds its own stages of the model alone.
+    An answer is right if it matches exactly. The baseline always gives the most frequent answer of each question
+    template. Under torchrun or SLURM each started process is one rank and holds only its own stages of the model.
     """
     from mmtrain.cli.local_cluster import plan_here
     from mmtrain.runtime.evaluation.score_run import EvaluateRequest

@@ -1,4 +1,4 @@
-"""What to plan for where the recipe leaves it open: this machine."""
+"""Plan for the cluster that the recipe names, or for this machine where the recipe leaves it open."""
 
 import gc
 import math
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from mmtrain.plan import Plan
     from mmtrain.plan.search.best_first_search import Progress
 
-GC_THRESHOLD_OBJECTS = 100_000  # objects made between two looks for cycles: planning makes millions, and hardly a cycle
+# Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
+GC_THRESHOLD_OBJECTS = 100_000
 
 
 def resolve_cluster(recipe: Recipe) -> tuple[int, str]:
-    """Number of ranks and name of the hardware preset, the recipe's or this machine's.
+    """Return the number of ranks and the name of the hardware preset: the recipe's, else this machine's.
 
-    torch is asked, and so loaded, only where the recipe does not say: planning for a cluster elsewhere stays instant.
-    Raises `PlanError` for a GPU without a preset.
+    Loads torch only where the recipe leaves one of them open, so that planning for another cluster starts at once.
+    Raises PlanError for a GPU without a preset.
     """
     cluster = recipe.cluster
     ranks, hardware = cluster.ranks, cluster.hardware
@@ -32,14 +33,14 @@ def resolve_cluster(recipe: Recipe) -> tuple[int, str]:
         if hardware == "auto":
             hardware = detect_hardware()
         if ranks is None:
-            # Two processes are the least that can cooperate.
+            # Without GPUs, start two processes: the fewest that exercise communication.
             ranks = torch.cuda.device_count() if torch.cuda.is_available() else 2
     return min(ranks, recipe.parallel.max_gpus or ranks), hardware
 
 
 @contextmanager
 def _rare_garbage_collection() -> Iterator[None]:
-    """Make Python look for cycles of objects seldom."""
+    """Make Python collect reference cycles rarely inside this context."""
     before = gc.get_threshold()
     gc.set_threshold(GC_THRESHOLD_OBJECTS)
     try:
@@ -59,7 +60,7 @@ def plan_here(
     measure: "Callable[[Plan], float] | None" = None,
     baseline: str | None = None,
 ) -> "Plan":
-    """The plan for the recipe's cluster, or for this machine; on exactly `num_ranks` where their number is given."""
+    """Plan for the recipe's cluster, or for this machine; on exactly `num_ranks` ranks if that is given."""
     from mmtrain.plan.planner import plan
 
     ranks, hardware = resolve_cluster(recipe)
@@ -81,7 +82,7 @@ def plan_here(
 def plan_for_started_ranks(
     recipe: Recipe, lengths: "SampleLengths", *, world_size: int, hardware: str, recipe_sha256: str
 ) -> "Plan":
-    """The plan for ranks that have been started: all of them have a part in it."""
+    """Plan for ranks that have already been started: the plan uses all of them, whatever `parallel.max_gpus` says."""
     from mmtrain.plan.planner import plan
 
     return plan(_on_all_ranks(recipe), lengths, world_size=world_size, hardware=hardware, recipe_sha256=recipe_sha256)
@@ -92,7 +93,11 @@ def _on_all_ranks(recipe: Recipe) -> Recipe:
 
 
 def plan_timer(recipe: Recipe) -> "Callable[[Plan], float]":
-    """What `--measure` decides by: a few steps of the plan here. Each is told; one that breaks takes for ever."""
+    """Return a function that runs a few steps of a plan here and returns the measured step time in seconds.
+
+    `plan --measure` ranks plans by it. The function prints each result to stderr, and returns infinity for a plan that
+    fails while it runs.
+    """
     from mmtrain.cli.recipe_index import print_note
     from mmtrain.errors import RunError
     from mmtrain.recipe import require_runnable
@@ -104,12 +109,12 @@ def plan_timer(recipe: Recipe) -> "Callable[[Plan], float]":
 
     def seconds(plan: "Plan") -> float:
         try:
-            found = measure_step_time(recipe, plan)
+            measured = measure_step_time(recipe, plan)
         except RunError as error:
-            print_note(f"{layout_text(plan)}: could not be run: {str(error).splitlines()[0]}")
+            print_note(f"{layout_text(plan)}: failed to run: {str(error).splitlines()[0]}")
             return math.inf
         predicted = seconds_text(plan.predicted.step_time_s)
-        print_note(f"{layout_text(plan)}: {seconds_text(found)} a step, predicted {predicted}")
-        return found
+        print_note(f"{layout_text(plan)}: {seconds_text(measured)} per step, predicted {predicted}")
+        return measured
 
     return seconds

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and how wide they may print."""
+"""Arguments and options that several commands share, and the width of their output."""
 
 import shutil
 from pathlib import Path
@@ -9,8 +9,10 @@ import typer
 
 from mmtrain.errors import writing
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, see `mmtrain schema`.")]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that `train` wrote.")]
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file; `mmtrain schema` describes it.")
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, written by `train`.")]
 Overrides = Annotated[
     list[str],
     typer.Option(
@@ -18,20 +20,21 @@ Overrides = Annotated[
         metavar="KEY=VALUE",
         default_factory=list,
         show_default=False,
-        help="Change a setting: `--set train.steps=20`, `--set data.sources.0.path=x.json`. Repeatable.",
+        help="Override a setting: `--set train.steps=20`, `--set data.sources.0.path=x.json`. Repeatable.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
-NARROWEST, WIDEST = 60, 160
+MIN_TEXT_COLUMNS = 60  # a plan table is unreadable below this
+MAX_TEXT_COLUMNS = 160
 
 
 def text_width() -> int:
-    """Columns of the terminal, or what COLUMNS says; 120 where the output goes elsewhere."""
-    return min(max(shutil.get_terminal_size((120, 24)).columns, NARROWEST), WIDEST)
+    """Return the columns of the terminal, or of the variable COLUMNS; 120 where stdout is no terminal."""
+    return min(max(shutil.get_terminal_size((120, 24)).columns, MIN_TEXT_COLUMNS), MAX_TEXT_COLUMNS)
 
 
 def require_writable(option: str, path: Path, what: str) -> None:
-    """Refuse a `path` in whose folder nothing can be written now, rather than after minutes of work. UserError."""
+    """Raise UserError if nothing can be written in the folder of `path`, now and not after minutes of work."""
     with writing(option, path, what), TemporaryFile(dir=path.parent):
         pass

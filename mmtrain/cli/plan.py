@@ -1,11 +1,16 @@
 """`mmtrain plan`."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmtrain.cli.options import AsJson, Overrides, RecipeFile
+
+if TYPE_CHECKING:
+    from mmtrain.plan import Plan
+    from mmtrain.recipe import Recipe
 
 
 def plan(
@@ -13,47 +18,55 @@ def plan(
     overrides: Overrides,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="HARDWARE:nodes=N", help="Plan for a cluster that is not here, like h100:nodes=384."),
+        typer.Option(metavar="HARDWARE:nodes=N", help="Plan for another cluster, for example h100:nodes=384."),
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Plan for each number of GPUs, and compare: 64,128,256.")
+        str | None,
+        typer.Option(metavar="N,N,...", help="Plan for several numbers of GPUs and compare, for example 64,128,256."),
     ] = None,
-    placement: Annotated[str | None, typer.Option(help="Allow this placement alone.")] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Search one placement only: unified, disaggregated, colocated or replicated."
+        ),
+    ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Run the best few for three steps on this machine, take the fastest.")
+        bool,
+        typer.Option("--measure", help="Run the best plans for three steps on this machine and choose the fastest."),
     ] = False,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="RULE", help="The plan by a rule of thumb, like megatron, beside what would be chosen."),
+        typer.Option(metavar="RULE", help="Return the plan of a rule of thumb, for example megatron, and compare."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON, for `train --plan FILE`.")
+        Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON for `train --plan FILE`.")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many of the alternatives to show.")] = 5,
-    explain: Annotated[bool, typer.Option("--explain", help="Show every alternative, and why it lost.")] = False,
+    top: Annotated[int, typer.Option(min=1, help="Number of alternatives to show.")] = 5,
+    explain: Annotated[bool, typer.Option("--explain", help="Show every alternative and why it is slower.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Choose a parallel plan and show what it beat.
+    """Search the fastest parallel plan and show the alternatives.
 
-    Without --out nothing is kept: `train` plans for itself, and comes to the same plan.
+    The plan says where every layer runs, which layers are recomputed, and in what order each rank works. `train` makes
+    the same plan by itself; use --out to save and reuse it.
     """
-    import json
     from functools import partial
-    from shlex import quote
 
     from mmtrain.cli.options import require_writable, text_width
-    from mmtrain.cli.whatif import cluster_overrides, parse_gpu_counts, plan_for_each_count
+    from mmtrain.cli.whatif import cluster_overrides, parse_gpu_counts
     from mmtrain.errors import UserError, writing
-    from mmtrain.recipe import is_runnable, load_recipe
+    from mmtrain.recipe import load_recipe
 
     if gpus is not None and (out is not None or measure):
-        raise UserError("--gpus compares clusters: it saves no plan (--out) and runs none (--measure)")
+        raise UserError("--gpus compares clusters: leave out --out and --measure, which need a single plan")
     if baseline is not None:
-        _require_known(baseline, measure)
-    numbers = None if gpus is None else parse_gpu_counts(gpus)
-    short = [] if cluster is None else cluster_overrides(cluster)
-    short += [] if placement is None else [f"parallel.placement={placement}"]
-    settings = load_recipe(recipe, [*short, *overrides]).recipe  # a wrong recipe is told before anything slow starts
+        _require_baseline(baseline, measure)
+    gpu_counts = None if gpus is None else parse_gpu_counts(gpus)
+    settings_changed = [] if cluster is None else cluster_overrides(cluster)
+    if placement is not None:
+        settings_changed.append(f"parallel.placement={placement}")
+    settings_changed += overrides
+    settings = load_recipe(recipe, settings_changed).recipe  # report a wrong recipe before anything slow starts
     if out is not None:
         require_writable("--out", out, "plan")
     from mmtrain.cli.local_cluster import plan_here, plan_timer
@@ -62,36 +75,57 @@ def plan(
     from mmtrain.report import plan_table
 
     lengths = index_recipe(settings).lengths
-    with planning_bar() as bar:
-        if numbers is not None:
-            from mmtrain.report.scaling import scaling_json, scaling_table
-
-            found = plan_for_each_count(
-                settings, numbers, partial(plan_here, lengths=lengths, top=1, progress=bar, baseline=baseline)
-            )
-            told = json.dumps(list(scaling_json(found)), indent=2) if as_json else scaling_table(found, text_width())
-            typer.echo(told)
+    timer = plan_timer(settings) if measure else None
+    with planning_bar() as progress:
+        search = partial(plan_here, lengths=lengths, progress=progress, baseline=baseline)
+        if gpu_counts is not None:
+            typer.echo(_compare_gpu_counts(settings, gpu_counts, partial(search, top=1), as_json))
             return
-        runs = plan_timer(settings) if measure else None
-        chosen = plan_here(settings, lengths, top=top, explain=explain, progress=bar, measure=runs, baseline=baseline)
+        chosen = search(settings, top=top, explain=explain, measure=timer)
     if out is not None:
         with writing("--out", out, "plan"):
             chosen.save(out)
     typer.echo(chosen.model_dump_json(indent=2) if as_json else plan_table(chosen, text_width()))
     if out is not None and not as_json:
-        settled = " ".join(quote(part) for setting in [*short, *overrides] for part in ("--set", setting))
-        which = f"{quote(str(recipe))}{' ' if settled else ''}{settled} --plan {quote(str(out))}"
-        typer.echo(f"{out} written. It goes with the same settings:")
-        if is_runnable(settings):
-            typer.echo(f"  mmtrain train {which}")
-        typer.echo(f"  mmtrain report {which} -o plan.html")
+        typer.echo(_next_commands(settings, recipe, settings_changed, out))
 
 
-def _require_known(baseline: str, measure: bool) -> None:
+def _require_baseline(baseline: str, measure: bool) -> None:
+    """Raise UserError for a baseline that does not exist or that --measure cannot go with."""
     from mmtrain.errors import UserError
     from mmtrain.plan.explain.baselines import BASELINES
 
     if baseline not in BASELINES:
-        raise UserError(f"--baseline {baseline}: no such rule; allowed: {', '.join(BASELINES)}")
+        raise UserError(f"--baseline {baseline}: no such baseline; allowed: {', '.join(BASELINES)}")
     if measure:
-        raise UserError("--baseline gives the plan of a rule, so --measure has nothing to choose from; leave one out")
+        raise UserError("--baseline returns one plan, so --measure has nothing to choose from; leave one of them out")
+
+
+def _compare_gpu_counts(
+    settings: "Recipe", gpu_counts: list[int], plan_for: "Callable[[Recipe], Plan]", as_json: bool
+) -> str:
+    """Plan for each number of GPUs; return the comparison as a table or as JSON."""
+    import json
+
+    from mmtrain.cli.options import text_width
+    from mmtrain.cli.whatif import plan_for_each_count
+    from mmtrain.report.scaling import scaling_json, scaling_table
+
+    points = plan_for_each_count(settings, gpu_counts, plan_for)
+    return json.dumps(list(scaling_json(points)), indent=2) if as_json else scaling_table(points, text_width())
+
+
+def _next_commands(settings: "Recipe", recipe: Path, settings_changed: list[str], out: Path) -> str:
+    """Write the commands that use the saved plan, with the settings that it was made with."""
+    from shlex import quote
+
+    from mmtrain.recipe import is_runnable
+
+    arguments = " ".join(
+        [quote(str(recipe)), *(f"--set {quote(setting)}" for setting in settings_changed), f"--plan {quote(str(out))}"]
+    )
+    lines = [f"{out} written. Use it with the same settings:"]
+    if is_runnable(settings):
+        lines.append(f"  mmtrain train {arguments}")
+    lines.append(f"  mmtrain report {arguments} -o plan.html")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Show on stderr how far a planning search is."""
+"""Show on stderr how far a planning search is: a progress bar on a terminal, else a few lines."""
 
 import sys
 import time
@@ -11,39 +11,42 @@ import typer
 if TYPE_CHECKING:
     from mmtrain.plan.search.best_first_search import Progress
 
-BAR_DELAY_S = 1.0  # a search that is over by then shows no bar
-LINE_DELAY_S = 10.0  # and where no bar can be drawn, says nothing before
-NUM_LINES = 4  # lines where no bar can be drawn
+BAR_DELAY_S = 1.0  # a shorter search shows no bar
+LINE_DELAY_S = 10.0  # where stderr is no terminal, a shorter search prints no line
+NUM_LINES = 4  # lines of progress where stderr is no terminal
 
 
 @contextmanager
 def planning_bar() -> Iterator["Progress"]:
-    """Shows on stderr how far a search is that takes longer than a moment: a bar on a terminal, else a few lines."""
-    with ExitStack() as shown:
-        bar = _PlanningBar(shown)
-        yield bar.told
+    """Give a progress callback for the planner; close the bar at the end of the context."""
+    with ExitStack() as stack:
+        yield _PlanningBar(stack).update
 
 
 class _PlanningBar:
-    def __init__(self, shown: ExitStack) -> None:
-        self._shown, self._done = shown, 0
-        self._began: float | None = None
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack  # closes the bar on screen
+        self._done = 0
+        self._started: float | None = None  # seconds of the monotonic clock
         self._bar: Any = None
 
-    def told(self, done: int, total: int) -> None:
-        """Candidate `done` of `total` is settled; a new search begins at 0."""
-        before, self._done = self._done, done
-        if self._began is None or done < before:
-            self._shown.close()
-            self._began, self._bar = time.monotonic(), None
-        passed = time.monotonic() - self._began
+    def update(self, done: int, total: int) -> None:
+        """Show that `done` of `total` candidates are settled. A smaller number than before starts a new search."""
+        done_before = self._done
+        self._done = done
+        if self._started is None or done < done_before:
+            self._stack.close()
+            self._started = time.monotonic()
+            self._bar = None
+        elapsed_s = time.monotonic() - self._started
         if not sys.stderr.isatty():
-            if passed > LINE_DELAY_S and done * NUM_LINES // total > before * NUM_LINES // total:
+            is_next_line = done * NUM_LINES // total > done_before * NUM_LINES // total
+            if elapsed_s > LINE_DELAY_S and is_next_line:
                 print(f"planning: {done * 100 // total}%", file=sys.stderr, flush=True)
             return
-        if passed < BAR_DELAY_S:
+        if elapsed_s < BAR_DELAY_S:
             return
         if self._bar is None:
-            self._bar = self._shown.enter_context(typer.progressbar(length=total, label="planning", file=sys.stderr))
-            before = 0
-        self._bar.update(done - before)
+            self._bar = self._stack.enter_context(typer.progressbar(length=total, label="planning", file=sys.stderr))
+            done_before = 0
+        self._bar.update(done - done_before)

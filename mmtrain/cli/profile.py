@@ -14,26 +14,23 @@ def profile(
     only: Annotated[
         list[str],
         typer.Option(
-            metavar="UNIT", default_factory=list, show_default=False, help="Measure this unit alone. Repeatable."
+            metavar="UNIT", default_factory=list, show_default=False, help="Measure this unit only. Repeatable."
         ),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="The cost table to write; one that is there is added to.")
+        Path, typer.Option(metavar="FILE", help="Cost table to write; an existing table is extended.")
     ] = Path("costs.json"),
     tp: Annotated[
         str | None,
-        typer.Option(
-            metavar="N,N", help="Tensor-parallel sizes. Default: those the recipe allows on the ranks of this machine."
-        ),
+        typer.Option(metavar="N,N", help="Tensor-parallel sizes. Default: all that the recipe allows on this machine."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what layers and messages take here.
+    """Measure layer and message costs on this hardware.
 
-    The table is for `cluster.costs`: plans then rest on it, not on a model of the hardware.
-    Each kind of layer is timed forward and backward, with and without recomputation, on several loads like those of
-    the recipe's data, by all local ranks at once; so are messages between them. Then loads in between are timed, to
-    tell how far the table can be trusted.
+    Set `cluster.costs` to the table, and plans use it in place of the hardware preset. All local ranks measure at the
+    same time. They time forward, backward and recomputation of each kind of layer on loads sampled from the recipe's
+    data, and messages between ranks. Then they time other loads and report the table's interpolation error.
     """
     import json
     import statistics
@@ -42,7 +39,7 @@ def profile(
     from mmtrain.errors import DataError, writing
     from mmtrain.recipe import load_recipe
 
-    settings = load_recipe(recipe, overrides).recipe  # a wrong recipe is told before torch has loaded
+    settings = load_recipe(recipe, overrides).recipe  # report a wrong recipe before torch loads
     from mmtrain.cli.local_cluster import resolve_cluster
     from mmtrain.costs.cost_table import CostTable
     from mmtrain.data import build_index
@@ -56,21 +53,28 @@ def profile(
         lengths = build_index(settings).lengths
     except DataError as error:
         lengths = None
-        typer.echo(f"mmtrain: measured on loads made up from the recipe, as its data cannot be read: {error}", err=True)
+        typer.echo(f"mmtrain: cannot read the recipe's data, measuring synthetic loads instead: {error}", err=True)
     request = ProfileRequest(settings, hardware, ranks, sizes, lengths)
-    before = CostTable.load(out, "--out") if out.exists() else None
-    if before is not None:
-        before.merged(empty_cost_table(request))  # refused now rather than after minutes of measuring
+    existing = CostTable.load(out, "--out") if out.exists() else None
+    if existing is not None:
+        existing.merged(empty_cost_table(request))  # raises now, not after minutes of measuring
     require_writable("--out", out, "cost table")
-    found = measure(request)
-    table = found.table if before is None else before.merged(found.table)
+    result = measure(request)
+    table = result.table if existing is None else existing.merged(result.table)
     with writing("--out", out, "cost table"):
         table.save(out)
     if as_json:
-        report = {"table": str(out), "device": table.device, "errors": found.errors, "median_error": found.median_error}
+        report = {
+            "table": str(out),
+            "device": table.device,
+            "errors": result.errors,
+            "median_error": result.median_error,
+        }
         typer.echo(json.dumps(report))
         return
-    typer.echo(f"{out}: {len(found.table.layers)} layers and {len(found.table.messages)} messages on {table.device}")
-    for name, values in found.errors.items():
-        typer.echo(f"  {name:<14} interpolated loads are off by {statistics.median(values):.1%} (median)")
-    typer.echo(f"median error on loads held out: {found.median_error:.1%}; plan with --set cluster.costs={out}")
+    typer.echo(f"{out}: {len(result.table.layers)} layers and {len(result.table.messages)} messages on {table.device}")
+    for name, values in result.errors.items():
+        typer.echo(f"  {name:<14} median interpolation error {statistics.median(values):.1%}")
+    typer.echo(
+        f"median interpolation error of all layers: {result.median_error:.1%}; plan with --set cluster.costs={out}"
+    )

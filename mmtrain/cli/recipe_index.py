@@ -1,4 +1,4 @@
-"""The index of a recipe's data, for commands that are no training."""
+"""The index of a recipe's data, for commands that do not train."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def index_recipe(recipe: Recipe) -> "DataIndex":
-    """Index the recipe's samples, or read the index kept; what is worth knowing goes to stderr, a line each."""
+    """Index the recipe's samples, or read the cached index; print remarks about the data to stderr."""
     from mmtrain.data import build_index
 
     index = build_index(recipe, notify=print_note)
@@ -19,7 +19,7 @@ def index_recipe(recipe: Recipe) -> "DataIndex":
 
 
 def print_note(line: str) -> None:
-    """Say something beside a command's output."""
+    """Print a line to stderr, so that stdout holds the command's result only."""
     import typer
 
     typer.echo(line, err=True)

@@ -12,24 +12,22 @@ if TYPE_CHECKING:
 
 
 def report(
-    source: Annotated[
-        Path, typer.Argument(metavar="PLAN|RUN|RECIPE", help="A plan's JSON, the folder of a run, or a recipe.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="PLAN|RUN|RECIPE", help="Plan file, folder of a run, or recipe.")],
     overrides: Overrides,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The plan to show of a recipe. Default: plan first.")
+        Path | None, typer.Option(metavar="FILE", help="Plan file, for a recipe. Default: make a plan.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it as one HTML page.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write one HTML page.")] = None,
     png: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw plan and step for a paper: PNG, or PDF or SVG by the ending."),
+        typer.Option(metavar="FILE", help="Draw the plan and a step as PNG, PDF or SVG, by the file's ending."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan or a run: in the terminal, as a page, as a picture.
+    """Show a plan or a run as text, HTML page or figure.
 
-    The page loads nothing from elsewhere. A plan by itself shows what it says; with its recipe (RECIPE --plan FILE)
-    also its step, simulated on the data. Of a run that recorded steps (train.trace) predicted stands beside measured.
+    The HTML page is self-contained. For a recipe (optionally with --plan FILE) or a run, the report also shows a step
+    simulated on the data; for a run with a trace (train.trace), predicted and measured times side by side.
     """
     import json
 
@@ -38,9 +36,9 @@ def report(
 
     is_plan = source.suffix.lower() == ".json"
     if plan is not None and (is_plan or source.is_dir()):
-        raise UserError(f"report {source}: --plan FILE belongs to a recipe; a plan and a run come by themselves")
+        raise UserError(f"report {source}: --plan FILE goes with a recipe, not with a plan or a run")
     if is_plan and overrides:
-        raise UserError(f"report {source}: --set changes a recipe; give that, and the plan as --plan {source}")
+        raise UserError(f"report {source}: --set changes a recipe; give the recipe, and the plan as --plan {source}")
     contents = _contents_of_plan(source) if is_plan else _contents_with_steps(source, plan, overrides)
     if out is not None:
         from mmtrain.report.html import html_page
@@ -64,7 +62,7 @@ def report(
 
 
 def _contents_of_plan(path: Path) -> "ReportContents":
-    """A plan by itself; the limit of its memory is that of the hardware's preset."""
+    """Load a plan file; its memory limit is that of the hardware preset."""
     from mmtrain.costs import preset
     from mmtrain.costs.hardware import GIB
     from mmtrain.plan.artifact.plan_files import load_plan
@@ -75,7 +73,7 @@ def _contents_of_plan(path: Path) -> "ReportContents":
 
 
 def _contents_with_steps(source: Path, plan: Path | None, overrides: list[str]) -> "ReportContents":
-    """A run, or a recipe with its plan: with a step simulated on its data."""
+    """Load a run, or a recipe with its plan, and simulate a step on its data."""
     import time
 
     from mmtrain.balance import Grouping
@@ -91,25 +89,25 @@ def _contents_with_steps(source: Path, plan: Path | None, overrides: list[str]) 
 
     is_run = source.is_dir()
     settings = load_recipe(source / RECIPE_FILE if is_run else source, overrides).recipe
-    recorded = source / TRACE_FILE if is_run and (source / TRACE_FILE).exists() else None
-    found = simulate_steps(settings, source / PLAN_FILE if is_run else plan, recorded)
+    trace_path = source / TRACE_FILE if is_run and (source / TRACE_FILE).exists() else None
+    simulated = simulate_steps(settings, source / PLAN_FILE if is_run else plan, trace_path)
     grouping = Grouping.of(settings.data, settings.train.global_batch)
     scores = compare_grouping_methods(
-        found.index.lengths,
-        found.index.weights,
+        simulated.index.lengths,
+        simulated.index.weights,
         grouping,
         settings.train.seed,
-        found.plan.units["llm"].dp,
+        simulated.plan.units["llm"].dp,
         time.perf_counter,
     )
     return ReportContents(
         name=source.resolve().name if is_run else settings.name,
-        plan=found.plan,
-        memory_limit_gib=machine_for(settings, found.plan.hardware).memory_bytes / GIB,
-        simulated=found.timelines,
-        comparison=comparison_rows(found.timelines, found.trace),
+        plan=simulated.plan,
+        memory_limit_gib=machine_for(settings, simulated.plan.hardware).memory_bytes / GIB,
+        simulated=simulated.timelines,
+        comparison=comparison_rows(simulated.timelines, simulated.trace),
         grouping_scores=scores,
         grouping_method=grouping.method,
-        trace=found.trace,
+        trace=simulated.trace,
         metrics=read_metrics(source) if is_run else None,
     )

@@ -4,7 +4,7 @@ import typer
 
 
 def schema() -> None:
-    """Print the JSON Schema of a recipe, for editors."""
+    """Print the JSON Schema of recipes, for editors."""
     import json
 
     from mmtrain.recipe import editor_schema

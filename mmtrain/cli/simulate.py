@@ -14,28 +14,33 @@ if TYPE_CHECKING:
 def simulate(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="RECIPE|PLAN|RUN", help="A recipe, a plan's JSON with --against, or the folder of a run."
-        ),
+        typer.Argument(metavar="RECIPE|PLAN|RUN", help="Recipe, folder of a run, or plan file (with --against)."),
     ],
     overrides: Overrides,
     plan: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Simulate this plan of a recipe. Default: that of --against, or plan first."),
+        typer.Option(metavar="FILE", help="Plan file, for a recipe. Default: the plan of --against, else make a plan."),
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="A run of it whose trace to hold beside (train.trace).")
+        Path | None,
+        typer.Option(metavar="RUN", help="Run to compare with; it must have recorded a trace (train.trace)."),
     ] = None,
-    step: Annotated[int, typer.Option(min=1, help="Step to simulate; with --against, those that it recorded.")] = 1,
+    step: Annotated[
+        int, typer.Option(min=1, help="Step to simulate. With a run, the steps it recorded are simulated.")
+    ] = 1,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save the timeline, with the run's, as a trace for Perfetto.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Save the timeline as a trace for Perfetto, beside the run's if there is one."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Foretell a step, say what it waits for, and compare with a run.
+    """Predict a step and show its critical path.
 
-    The plan's program is simulated on the batches that training will see. Beside a run's trace the errors per stage
-    and for the step are printed. What a tensor-parallel stage takes includes its collectives, foretold and measured.
+    Simulates the plan's program on the batches that training will see. For a run with a trace, also shows the measured
+    times and the prediction error of each stage and of the step. The time of a tensor-parallel stage includes its
+    collectives, both predicted and measured.
     """
     import json
 
@@ -43,20 +48,23 @@ def simulate(
     from mmtrain.errors import writing
     from mmtrain.report.comparison import comparison_rows, comparison_text, critical_path_rows, overlay_trace
 
-    found = _simulate_source(source, overrides, plan, against, step)
-    rows, path = comparison_rows(found.timelines, found.trace), critical_path_rows(found.timelines)
-    bubbles = found.timelines[0].bubble_shares()
+    simulated = _simulate_source(source, overrides, plan, against, step)
+    rows = comparison_rows(simulated.timelines, simulated.trace)
+    path = critical_path_rows(simulated.timelines)
+    bubbles = simulated.timelines[0].bubble_shares()
     if out is not None:
+        trace = overlay_trace(simulated.timelines, simulated.trace, simulated.plan.sha256)
         with writing("--out", out, "trace"):
-            out.write_text(json.dumps(overlay_trace(found.timelines, found.trace, found.plan.sha256)), encoding="utf-8")
+            out.write_text(json.dumps(trace), encoding="utf-8")
     if as_json:
-        told = {
+        result = {
             "seconds": [row.to_json() for row in rows],
             "bubbles": bubbles,
-            "steps": found.steps,
+            "steps": simulated.steps,
             "critical": [row.to_json() for row in path],
+            "critical_path": _critical_path_json(simulated),
         }
-        typer.echo(json.dumps({**told, "critical_path": _path_json(found)}))
+        typer.echo(json.dumps(result))
     else:
         typer.echo(comparison_text(rows, bubbles, path, text_width()))
 
@@ -64,33 +72,39 @@ def simulate(
 def _simulate_source(
     source: Path, overrides: list[str], plan: Path | None, against: Path | None, step: int
 ) -> "SimulatedSteps":
-    """Take recipe, plan and trace from where they are.
+    """Simulate the steps that the arguments name: of a recipe, of a plan and a run, or of a run.
 
-    Raises UserError for what does not go together.
+    Raises UserError for arguments that contradict each other.
     """
     from mmtrain.cli.simulated_steps import simulate_steps
     from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe
     from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
 
-    is_plan, is_run = source.suffix.lower() == ".json", source.is_dir()
+    is_plan = source.suffix.lower() == ".json"
+    is_run = source.is_dir()
     if is_plan and against is None:
         raise UserError(
-            f"simulate {source}: a plan does not say on what data; give its recipe (RECIPE --plan {source}), "
-            "or a run of it (--against RUN)"
+            f"simulate {source}: a plan file names no data; give its recipe (RECIPE --plan {source}) or a run of it "
+            "(--against RUN)"
         )
     if plan is not None and (is_plan or is_run):
-        raise UserError(f"simulate {source}: --plan FILE belongs to a recipe; a plan and a run come by themselves")
+        raise UserError(f"simulate {source}: --plan FILE goes with a recipe, not with a plan or a run")
     if is_run and against is not None:
-        raise UserError(f"simulate {source}: is a run, and held beside its own trace; give --against with a recipe")
+        raise UserError(
+            f"simulate {source}: a run is compared with its own trace; --against goes with a recipe or a plan"
+        )
     run = source if is_run else against
-    recipe = load_recipe(run / RECIPE_FILE if run is not None and (is_plan or is_run) else source, overrides).recipe
-    chosen = source if is_plan else plan or (run / PLAN_FILE if run else None)
-    return simulate_steps(recipe, chosen, run / TRACE_FILE if run else None, (step,))
+    recipe_path = run / RECIPE_FILE if run is not None and (is_plan or is_run) else source
+    recipe = load_recipe(recipe_path, overrides).recipe
+    plan_path = source if is_plan else plan
+    if plan_path is None and run is not None:
+        plan_path = run / PLAN_FILE
+    return simulate_steps(recipe, plan_path, run / TRACE_FILE if run else None, (step,))
 
 
-def _path_json(found: "SimulatedSteps") -> list[dict[str, Any]]:
-    """The critical path of the first simulated step, action by action."""
+def _critical_path_json(simulated: "SimulatedSteps") -> list[dict[str, Any]]:
+    """List the actions on the critical path of the first simulated step."""
     from mmtrain.program import action_to_text
 
     return [
@@ -100,5 +114,5 @@ def _path_json(found: "SimulatedSteps") -> list[dict[str, Any]]:
             "start_s": span.start_s,
             "seconds": span.duration_s,
         }
-        for span in found.timelines[0].critical_path
+        for span in simulated.timelines[0].critical_path
     ]

@@ -1,4 +1,4 @@
-"""A plan's steps simulated on the batches that training sees, for the commands that show them."""
+"""Simulate steps of a plan on the batches that training will see, for `simulate` and `report`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimulatedSteps:
-    """What was simulated, on what, and the trace of a run that took the same steps."""
+    """Simulated steps, the plan and data they belong to, and the trace of a run of the same steps."""
 
     index: "DataIndex"
     plan: "Plan"
-    steps: list[int]  # counted from 1
-    timelines: "list[Timeline]"  # of the steps
+    steps: list[int]  # numbers, counted from 1
+    timelines: "list[Timeline]"  # one per step
     trace: "RunTrace | None"
 
 
 def simulate_steps(
     recipe: "Recipe", plan_path: Path | None, trace_path: Path | None = None, steps: tuple[int, ...] = (1,)
 ) -> SimulatedSteps:
-    """Simulate `steps`, or those of a trace, of the plan in a file, or of one made now.
+    """Simulate these steps of a plan, or the steps that a trace recorded.
 
-    Raises UserError for a plan of another recipe, and for a trace that cannot be read or is of another plan.
+    The plan comes from `plan_path`; without it, the recipe is planned now. Raises UserError for a plan of another
+    recipe, and for a trace that cannot be read or was recorded with another plan.
     """
     from mmtrain.cli.local_cluster import plan_here
     from mmtrain.cli.recipe_index import index_recipe
@@ -48,10 +49,14 @@ def simulate_steps(
         require_match(plan, recipe_fingerprint(recipe), plan.world_size, plan.hardware)
     trace = None if trace_path is None else RunTrace.load(trace_path)
     if trace is not None and trace.plan_sha256 != plan.sha256:
-        raise UserError(f"{trace_path}: recorded with another plan than {plan_path}; give the one that was run")
-    stream, global_batch = GroupStream.of(recipe, index), recipe.train.global_batch
-    dp = {name: unit.dp for name, unit in plan.units.items()}
+        raise UserError(f"{trace_path}: recorded with another plan than {plan_path}; give the plan of that run")
     numbers = list(steps) if trace is None else trace.steps
-    counts, targets = plan.schedule.num_microbatches, derive_step_targets(recipe, plan, index.lengths)
-    timelines = [simulate_plan(recipe, plan, stream.batch(n - 1, global_batch, dp, counts, targets)) for n in numbers]
+    stream = GroupStream.of(recipe, index)
+    data_parallel = {name: unit.dp for name, unit in plan.units.items()}
+    num_microbatches = plan.schedule.num_microbatches
+    targets = derive_step_targets(recipe, plan, index.lengths)
+    timelines = []
+    for number in numbers:
+        batch = stream.batch(number - 1, recipe.train.global_batch, data_parallel, num_microbatches, targets)
+        timelines.append(simulate_plan(recipe, plan, batch))
     return SimulatedSteps(index, plan, numbers, timelines, trace)

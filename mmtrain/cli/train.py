@@ -12,25 +12,27 @@ def train(
     recipe: RecipeFile,
     overrides: Overrides,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Run this plan, made by `plan --out`. Default: plan first.")
+        Path | None, typer.Option(metavar="FILE", help="Plan file, saved by `plan --out`. Default: make a plan first.")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the run writes. Default: the recipe's `run_dir`.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the run. Default: the recipe's `run_dir`, else runs/NAME."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest good checkpoint of the run's folder.")
+        bool, typer.Option("--resume", help="Continue from the newest good checkpoint in the run's folder.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Start again from the newest good checkpoint after a failure.")
+        int,
+        typer.Option(min=0, metavar="N", help="Restart up to N times from the newest good checkpoint after a failure."),
     ] = 0,
 ) -> None:
-    """Train a recipe.
+    """Train a recipe with a parallel plan.
 
-    Alone it starts its own processes; under torchrun or SLURM each process started is one rank.
+    By itself, `train` starts its own local processes. Under torchrun or SLURM each started process is one rank.
     """
     from mmtrain.recipe import load_recipe, require_runnable
 
-    loaded = load_recipe(recipe, overrides)  # a wrong recipe is told before torch has loaded
+    loaded = load_recipe(recipe, overrides)  # report a wrong recipe before torch loads
     require_runnable(loaded.recipe, "train")
     from mmtrain.cli.local_cluster import plan_for_started_ranks, resolve_cluster
     from mmtrain.plan import load_plan

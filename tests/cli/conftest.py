@@ -18,20 +18,20 @@ DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
 @pytest.fixture(scope="package")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of the demo on a machine that takes twice as long as foretold."""
+    """The folder of a run of the demo on a machine that takes twice as long as predicted."""
     folder = tmp_path_factory.mktemp("runs") / "try"
     data = folder.parent / "data"
     generate_demo(data, seed=1, train=60, heldout=4)
     settings = [f"data.sources.0.path={data}/train.json", f"data.validation.0.path={data}/heldout.json"]
     recipe = load_recipe(DEMO, [*settings, f"data.tokenizer={data}/tokenizer.json"]).recipe
-    found = simulate_steps(recipe, None)
-    [step] = found.timelines
+    simulated = simulate_steps(recipe, None)
+    [step] = simulated.timelines
     spans = tuple(s._replace(start_s=2 * s.start_s, duration_s=2 * s.duration_s) for s in step.spans)
     slower = replace(step, spans=spans, step_time_s=2 * step.step_time_s, simulated=False)
     folder.mkdir()
     (folder / RECIPE_FILE).write_text(dump_recipe(recipe))
-    found.plan.save(folder / PLAN_FILE)
-    trace = run_trace([MeasuredStep(1, 10.0, slower)], found.plan.sha256, 1e-6)
+    simulated.plan.save(folder / PLAN_FILE)
+    trace = run_trace([MeasuredStep(1, 10.0, slower)], simulated.plan.sha256, 1e-6)
     (folder / TRACE_FILE).write_text(json.dumps(trace))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics(i).to_json()) + "\n" for i in (1, 2, 3)))
     return folder

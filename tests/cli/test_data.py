@@ -28,14 +28,14 @@ def mm(*args: object) -> subprocess.CompletedProcess[str]:
 def test_stats_counts_two_sources_together(folder: Path, tmp_path: Path) -> None:
     done = mm("stats", folder / "train.json", folder / "heldout.json", "--png", tmp_path / "stats.png", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["samples"] == 124
-    assert found["spreads"][0]["name"] == "characters of text"
-    assert found["quarantined"] == {}
+    output = json.loads(done.stdout)
+    assert output["samples"] == 124
+    assert output["spreads"][0]["name"] == "characters of text"
+    assert output["quarantined"] == {}
     assert (tmp_path / "stats.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_stats_of_a_recipe_are_tokens(folder: Path, tmp_path: Path) -> None:
+def test_stats_with_a_recipe_count_tokens(folder: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"extends: {RECIPE}\ndata: {{tokenizer: {folder}/tokenizer.json}}\n")
     done = mm("stats", folder / "train.json", "--recipe", recipe)
@@ -50,10 +50,10 @@ def test_group_compares_the_methods(folder: Path) -> None:
     overrides = [part for setting in [*settings, "data.grouping=isf"] for part in ("--set", setting)]
     done = mm("group", RECIPE, *overrides, "--replicas", 2, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["replicas"] == 2
-    assert [row["method"] for row in found["methods"] if row["chosen"]] == ["isf"]
-    assert set(found["methods"][0]["dist_ratio"]) == {"llm", "vision"}
+    output = json.loads(done.stdout)
+    assert output["replicas"] == 2
+    assert [row["method"] for row in output["methods"] if row["chosen"]] == ["isf"]
+    assert set(output["methods"][0]["dist_ratio"]) == {"llm", "vision"}
     table = mm("group", RECIPE, *overrides)
     assert "4 replicas side by side" in table.stdout
     assert "│ isf *" in table.stdout

@@ -1,4 +1,4 @@
-"""`mmtrain doctor` on this machine, in words and as JSON."""
+"""`mmtrain doctor` on this machine, as text and as JSON."""
 
 import json
 import subprocess
@@ -17,33 +17,33 @@ def _doctor(*arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_it_knows_this_machine(tmp_path: Path) -> None:
-    found = json.loads(_doctor("--json", folder=tmp_path))
-    assert {"python", "torch", "megatron-core", "mmtrain"} <= set(found["versions"])
-    assert found["backends"]["gloo"]
-    assert found["attention"]["sdpa"] is None
-    assert found["attention"]["reference"] is None
-    assert "cores" in found["devices"][0]
-    assert set(found["messages"]) == {"p2p", "all_reduce", "broadcast", "all_gather", "reduce_scatter"}
-    assert all(seconds > 0 for pair in found["messages"].values() for seconds in pair)
-    assert all(f["kind"] in ("slow", "missing") and f["what"] and f["remedy"] for f in found["findings"])
-    assert found["flops"] > 1e8
-    assert {"soundfile", "pyarrow"} <= set(found["versions"])
-    assert not any("pip install 'mmtrain[" in f["remedy"] for f in found["findings"])
+def test_json_describes_this_machine(tmp_path: Path) -> None:
+    report = json.loads(_doctor("--json", folder=tmp_path))
+    assert {"python", "torch", "megatron-core", "mmtrain"} <= set(report["versions"])
+    assert report["backends"]["gloo"]
+    assert report["attention"]["sdpa"] is None
+    assert report["attention"]["reference"] is None
+    assert "cores" in report["devices"][0]
+    assert set(report["messages"]) == {"p2p", "all_reduce", "broadcast", "all_gather", "reduce_scatter"}
+    assert all(seconds > 0 for pair in report["messages"].values() for seconds in pair)
+    assert all(f["kind"] in ("slow", "missing") and f["what"] and f["remedy"] for f in report["findings"])
+    assert report["flops"] > 1e8
+    assert {"soundfile", "pyarrow"} <= set(report["versions"])
+    assert not any("pip install 'mmtrain[" in f["remedy"] for f in report["findings"])
     assert not (tmp_path / "runs").exists()
 
 
-def test_in_words_it_says_what_is_used_and_why_not_the_rest(tmp_path: Path) -> None:
-    words = "\n".join(health_lines(examine_machine(tmp_path, links=False)))
-    assert "sdpa is used" in words or "flash_attn is used" in words or "varlen is used" in words
-    assert "all_reduce" not in words
-    assert "Versions" in words
-    assert "FLOP/s on one" in words
+def test_the_text_names_the_attention_kernel_that_is_used(tmp_path: Path) -> None:
+    text = "\n".join(health_lines(examine_machine(tmp_path, links=False)))
+    assert "sdpa is used" in text or "flash_attn is used" in text or "varlen is used" in text
+    assert "all_reduce" not in text
+    assert "Versions" in text
+    assert "FLOP/s on one" in text
 
 
-def test_what_is_missing_is_told_with_the_commands_it_is_missing_for() -> None:
+def test_a_missing_package_is_listed_with_the_commands_that_need_it() -> None:
     missing = Diagnostic("missing", "av, for samples with videos", "pip install 'mmtrain[video]'", ("plan", "train"))
     health = MachineReport({}, ["2 cores"], None, {}, {"sdpa": None}, 1e11, {}, [missing])
-    words = health_lines(health)
-    assert "Missing     av, for samples with videos [plan, train]: pip install 'mmtrain[video]'" in words
-    assert "Slow        nothing found" in words
+    lines = health_lines(health)
+    assert "Missing     av, for samples with videos [plan, train]: pip install 'mmtrain[video]'" in lines
+    assert "Slow        nothing found" in lines

@@ -1,4 +1,4 @@
-"""Every command that the documentation shows is one that the command line takes, on files that are there."""
+"""Every command in the documentation is accepted by the command line, and names files that exist."""
 
 import re
 import shlex
@@ -20,14 +20,14 @@ MADE_BY_USERS = {"recipes/mine.yaml", "recipe.yaml"}
 
 
 def commands() -> list[str]:
-    """Lines set off as code, from `mmtrain` on, without the remark behind them."""
-    found = []
+    """Collect the commands in code lines, from `mmtrain` on and without the comment."""
+    lines = []
     for page in PAGES:
         for line in page.read_text(encoding="utf-8").splitlines():
             shown = re.match(r"(?:#? {4,}|.*-m )\b(?:\S+ )*?(mmtrain .+?)(?:\s+#.*)?$", line)
             if shown:
-                found.append(shown[1])
-    return sorted(set(found))
+                lines.append(shown[1])
+    return sorted(set(lines))
 
 
 def test_there_are_commands_in_the_documentation() -> None:
@@ -35,7 +35,7 @@ def test_there_are_commands_in_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("line", commands())
-def test_a_command_of_the_documentation_is_understood(line: str) -> None:
+def test_a_documented_command_is_accepted(line: str) -> None:
     _, *words = shlex.split(line)
     command = get_command(app)
     while hasattr(command, "commands"):

@@ -1,4 +1,4 @@
-"""`mmtrain plan`: from a recipe and files on disk to a table and a plan file."""
+"""`mmtrain plan` reads a recipe and data files and gives a table and a plan file."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def plan(data: Path, *args: str, columns: int = 120) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": str(columns)})
 
 
-def test_a_table_and_a_plan_file(data: Path, tmp_path: Path) -> None:
+def test_plan_prints_a_table_and_saves_a_plan_file(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     done = plan(data, "--set", "parallel.placement=auto", "--top", "2", "--out", str(out))
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_a_table_and_a_plan_file(data: Path, tmp_path: Path) -> None:
     assert shown.stdout == "plan.html written\n", shown.stderr
 
 
-def test_a_baseline_is_a_plan_file_like_any_other(data: Path, tmp_path: Path) -> None:
+def test_a_baseline_gives_a_plan_file(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     done = plan(data, "--set", "parallel.placement=unified", "--baseline", "megatron", "--out", str(out))
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def test_a_baseline_is_a_plan_file_like_any_other(data: Path, tmp_path: Path) ->
     assert len(saved.units["vision"].stages) == 1
 
 
-def test_json_is_the_plan_file(data: Path, tmp_path: Path) -> None:
+def test_json_output_is_the_plan_file(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     done = plan(data, "--json", "--out", str(out))
     assert done.stdout == out.read_text(encoding="utf-8")
@@ -70,12 +70,15 @@ def test_json_is_the_plan_file(data: Path, tmp_path: Path) -> None:
         (["--set", "cluster.memory_gib=1e-4"], "no plan fits 2 ranks of cpu-core"),
         (["--out", "/no/such/folder/plan.json"], "--out /no/such/folder/plan.json: cannot write the plan"),
         (["--set", "data.tokenizer=/no/such.json"], "/no/such.json"),
-        (["--baseline", "folklore"], "--baseline folklore: no such rule; allowed: megatron, megatron-extra, balanced"),
-        (["--baseline", "flops", "--measure"], "so --measure has nothing to choose from; leave one out"),
+        (
+            ["--baseline", "folklore"],
+            "--baseline folklore: no such baseline; allowed: megatron, megatron-extra, balanced",
+        ),
+        (["--baseline", "flops", "--measure"], "so --measure has nothing to choose from; leave one of them out"),
         (["--baseline", "megatron"], "--baseline megatron: no plan by this rule is possible and fits"),
     ],
 )
-def test_what_cannot_be_planned_is_one_message(data: Path, args: list[str], message: str) -> None:
+def test_a_recipe_that_cannot_be_planned_gives_one_message(data: Path, args: list[str], message: str) -> None:
     done = plan(data, *args)
     assert done.returncode == 2
     assert message in done.stderr
@@ -89,15 +92,15 @@ def whatif(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
 
 
-def test_a_cluster_that_is_not_here_is_planned_for() -> None:
+def test_cluster_plans_for_other_hardware() -> None:
     done = whatif("--cluster", "h100:nodes=2", "--placement", "unified", "--json", "--top", "1")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["hardware"], found["world_size"], found["placement"]) == ("h100-80g", 16, "unified")
-    assert len(found["alternatives"]) == 1
+    planned = json.loads(done.stdout)
+    assert (planned["hardware"], planned["world_size"], planned["placement"]) == ("h100-80g", 16, "unified")
+    assert len(planned["alternatives"]) == 1
 
 
-def test_a_sweep_tells_where_more_gpus_stop_paying() -> None:
+def test_a_sweep_names_the_largest_worthwhile_cluster() -> None:
     shown, as_json = whatif("--gpus", "16,8"), whatif("--gpus", "8,16", "--json")
     assert shown.stdout.startswith("Scaling of the same global batch")
     assert "GPUs do not pay" in shown.stdout or "Every step of this sweep pays." in shown.stdout
@@ -110,50 +113,51 @@ def test_a_sweep_tells_where_more_gpus_stop_paying() -> None:
 def test_a_sweep_in_which_nothing_fits_is_an_error() -> None:
     done = whatif("--gpus", "1,2", "--set", "cluster.memory_gib=1", "--placement", "unified")
     assert done.returncode == 2
-    assert "--gpus: there is a plan for none of them; for 2, no plan fits 2 ranks" in done.stderr
+    assert "--gpus: no plan exists for any of these numbers; for 2: no plan fits 2 ranks" in done.stderr
 
 
-def test_a_table_fits_the_terminal(data: Path) -> None:
+def test_the_table_fits_the_terminal(data: Path) -> None:
     done = plan(data, columns=72)
     assert 60 < max(map(len, done.stdout.splitlines())) <= 72
 
 
-def test_every_alternative_is_explained_on_demand(data: Path) -> None:
-    few, every = (json.loads(plan(data, "--json", "--set", "parallel.placement=auto", *more).stdout)["alternatives"]
-                  for more in (["--top", "1"], ["--top", "1", "--explain"]))  # fmt: skip
-    assert len(few) == 1 < len(every)
+def test_explain_shows_every_alternative(data: Path) -> None:
+    arguments = ["--json", "--set", "parallel.placement=auto", "--top", "1"]
+    top = json.loads(plan(data, *arguments).stdout)["alternatives"]
+    every = json.loads(plan(data, *arguments, "--explain").stdout)["alternatives"]
+    assert len(top) == 1 < len(every)
 
 
 @pytest.mark.slow
-def test_the_best_plans_are_run_and_the_fastest_is_taken(data: Path) -> None:
+def test_measure_runs_the_best_plans_and_takes_the_fastest(data: Path) -> None:
     done = plan(data, "--measure", "--top", "2", "--set", "parallel.placement=auto", "--set", "cluster.ranks=2")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(" a step, predicted ") == 2
+    assert done.stderr.count(" per step, predicted ") == 2
     assert "as measured" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--cluster", "h100:node=2"], "--cluster h100:node=2: 'node' is not known; allowed: h100-80g:nodes=8"),
+        (["--cluster", "h100:node=2"], "--cluster h100:node=2: 'node' is not known; allowed: HARDWARE:KEY=VALUE"),
         (["--cluster", "h100:nodes=two"], "--cluster h100:nodes=two: nodes is 'two'; allowed: a number"),
-        (["--cluster", "h100:nodes=2,ranks=8"], "nodes and ranks both say how many; give one"),
+        (["--cluster", "h100:nodes=2,ranks=8"], "nodes and ranks both set the size; give one of them"),
         (["--cluster", "b300:nodes=2"], "`b300` is not a known preset"),
         (["--cluster", "h100:nodes=0"], "cluster.ranks: found 0, allowed: a whole number of at least 1"),
         (["--gpus", "8,0"], "--gpus 8,0: allowed: numbers of at least 1"),
-        (["--gpus", "8", "--out", "plan.json"], "--gpus compares clusters: it saves no plan"),
+        (["--gpus", "8", "--out", "plan.json"], "--gpus compares clusters: leave out --out and --measure"),
         (["--placement", "unfied"], "did you mean unified?"),
         (["--measure"], "plan --measure cannot run this recipe"),
     ],
 )
-def test_a_question_that_makes_no_sense_is_one_message(args: list[str], message: str) -> None:
+def test_wrong_options_give_one_message(args: list[str], message: str) -> None:
     done = whatif(*args)
     assert done.returncode == 2
     assert message in done.stderr
 
 
 @pytest.mark.parametrize("name", [str(path.relative_to(RECIPE.parent)) for path in RECIPE.parent.rglob("*.yaml")])
-def test_every_recipe_of_ours_is_right(name: str) -> None:
+def test_every_shipped_recipe_loads(name: str) -> None:
     from mmtrain import recipe
 
     loaded = recipe.load_recipe(RECIPE.parent / name).recipe
@@ -161,7 +165,7 @@ def test_every_recipe_of_ours_is_right(name: str) -> None:
         assert len(build_index(loaded).lengths)
 
 
-def test_a_recipe_of_lengths_is_planned_but_not_trained() -> None:
+def test_train_refuses_a_recipe_of_stated_lengths() -> None:
     recipe = RECIPE.parent / "whatif/optimus_14b.yaml"
     command = [sys.executable, "-m", "mmtrain", "train", str(recipe)]
     done = subprocess.run(command, capture_output=True, text=True)

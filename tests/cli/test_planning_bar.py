@@ -1,4 +1,4 @@
-"""How far planning is: told once it takes long, a bar on a terminal and a few lines elsewhere."""
+"""A long planning search shows its progress: a bar on a terminal, a few lines elsewhere."""
 
 import io
 import itertools
@@ -14,9 +14,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def told(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, int]], seconds: float, stderr: io.StringIO) -> str:
-    """What stands on stderr after these steps, each of which takes so long."""
-    clock = itertools.count(step=seconds)
+def shown_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, int]], seconds_per_step: float, stderr: io.StringIO
+) -> str:
+    """Report these steps as progress, each taking this long; return what is on stderr."""
+    clock = itertools.count(step=seconds_per_step)
     monkeypatch.setattr(bar_module.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(bar_module.sys, "stderr", stderr)
     with planning_bar() as bar:
@@ -25,16 +27,16 @@ def told(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, int]], seconds:
     return stderr.getvalue()
 
 
-def test_a_search_that_stays_at_one_candidate_for_long_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Much work may go into one candidate before the next is settled."""
+def test_a_long_search_shows_a_bar_and_a_short_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count may stand still for long, since one candidate can take most of the work."""
     steps = [(0, 8), (1, 8), (1, 8), (1, 8), (2, 8), (2, 8), (4, 8), (8, 8)]
-    shown = told(monkeypatch, steps, 0.4, Terminal())
+    shown = shown_on_stderr(monkeypatch, steps, 0.4, Terminal())
     assert "planning" in shown
     assert "100%" in shown
-    assert told(monkeypatch, steps, 0.01, Terminal()) == ""
+    assert shown_on_stderr(monkeypatch, steps, 0.01, Terminal()) == ""
 
 
-def test_where_no_bar_can_be_drawn_a_few_lines_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_four_lines_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [(i, 40) for i in range(41)]
-    lines = told(monkeypatch, steps, 2.0, io.StringIO()).splitlines()
+    lines = shown_on_stderr(monkeypatch, steps, 2.0, io.StringIO()).splitlines()
     assert lines == ["planning: 25%", "planning: 50%", "planning: 75%", "planning: 100%"]

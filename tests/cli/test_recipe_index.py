@@ -1,4 +1,4 @@
-"""What commands say beside their output about the data that they read."""
+"""Commands print remarks about the data they read to stderr."""
 
 import json
 import re
@@ -13,12 +13,12 @@ from mmtrain.data.index import sample_lengths as measure
 from mmtrain.data.synthetic.demo import generate_demo
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
-Say = Callable[..., tuple[str, str]]
+RunCommand = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """Run a command on 40 samples, of which one names no file; give what it said on stdout and stderr."""
+def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
+    """Run a command on 40 samples, one of which names a missing file; return its stdout and stderr."""
     folder = tmp_path / "data"
     generate_demo(folder, seed=1, train=40, heldout=4)
     rows = json.loads((folder / "train.json").read_text())
@@ -27,7 +27,7 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     settings = {
         "data.sources.0.path": folder / "train.json",
         "data.tokenizer": folder / "tokenizer.json",
-        "data.index_cache": tmp_path / "kept",
+        "data.index_cache": tmp_path / "cache",
         "data.max_bad_rate": 0.1,
         "cluster.ranks": 2,
         "cluster.hardware": "cpu-core",
@@ -48,26 +48,28 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("command", [("plan",), ("data", "group"), ("simulate",)])
-def test_what_was_set_aside_and_what_was_known_is_told(say: Say, command: tuple[str, ...], tmp_path: Path) -> None:
-    out, err = say(*command, RECIPE, "--json")
+def test_quarantined_and_cached_samples_are_reported(
+    run_command: RunCommand, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    out, err = run_command(*command, RECIPE, "--json")
     assert json.loads(out)
     assert err.startswith(
         "reading headers: 30 samples so far\n1 of 40 samples are set aside (missing_image 1); the first"
     )
     assert err.rstrip().endswith("gone.png: no such file")
     assert "known" not in err
-    _, err = say(*command, RECIPE, "--json")
-    assert err.startswith(f"39 samples are known from the index kept in {tmp_path / 'kept'}\n1 of 40 samples")
+    _, err = run_command(*command, RECIPE, "--json")
+    assert err.startswith(f"39 samples are known from the index kept in {tmp_path / 'cache'}\n1 of 40 samples")
 
 
-def test_looking_at_data_says_how_it_goes(say: Say, tmp_path: Path) -> None:
+def test_data_commands_report_their_progress(run_command: RunCommand, tmp_path: Path) -> None:
     source = tmp_path / "data" / "train.json"
-    out, err = say("data", "stats", source, "--recipe", RECIPE)
+    out, err = run_command("data", "stats", source, "--recipe", RECIPE)
     assert "39 samples, 1 set aside" in out
     assert err == "reading headers: 30 samples so far\n"
-    _, err = say("data", "stats", source, "--recipe", RECIPE)
-    assert err == f"39 samples are known from the index kept in {tmp_path / 'kept'}\n"
-    out, err = say("data", "check", source, "--recipe", RECIPE)
+    _, err = run_command("data", "stats", source, "--recipe", RECIPE)
+    assert err == f"39 samples are known from the index kept in {tmp_path / 'cache'}\n"
+    out, err = run_command("data", "check", source, "--recipe", RECIPE)
     assert "1 of them bad" in out
     assert "reading headers: 30 samples so far\n" in err
     assert re.search(r"\ndecoded (\d+) of \1$", err.rstrip())

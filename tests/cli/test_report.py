@@ -1,4 +1,4 @@
-"""`mmtrain report`: of a plan, a recipe and a run, to the terminal, a page and a picture; and what it refuses."""
+"""`mmtrain report` of a plan, a recipe and a run, as text, page and figure; and the arguments it rejects."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ def report(*arguments: object) -> Result:
     return done
 
 
-def test_a_run_as_a_page_and_a_picture(run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_as_a_page_and_a_figure(run_dir: Path, tmp_path: Path) -> None:
     out, png = tmp_path / "page.html", tmp_path / "a.pdf"
     done = report(run_dir, "-o", out, "--png", png)
     assert done.output == f"{out} written\n{png} written\n"
@@ -29,14 +29,14 @@ def test_a_run_as_a_page_and_a_picture(run_dir: Path, tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"%PDF")
 
 
-def test_a_run_in_the_terminal_and_as_json(run_dir: Path) -> None:
-    words = report(run_dir).stdout
-    assert "Step 1, measured" in words
-    assert "over 3 steps" in words
-    found = json.loads(report(run_dir, "--json").stdout)
-    assert found["name"] == "try"
-    assert [row["error"] for row in found["seconds"]] == pytest.approx([-0.5] * len(found["seconds"]))
-    assert found["training"]["steps"] == 3
+def test_a_run_as_text_and_as_json(run_dir: Path) -> None:
+    text = report(run_dir).stdout
+    assert "Step 1, measured" in text
+    assert "over 3 steps" in text
+    output = json.loads(report(run_dir, "--json").stdout)
+    assert output["name"] == "try"
+    assert [row["error"] for row in output["seconds"]] == pytest.approx([-0.5] * len(output["seconds"]))
+    assert output["training"]["steps"] == 3
 
 
 def test_a_run_without_a_trace_has_only_simulated_steps(run_dir: Path, tmp_path: Path) -> None:
@@ -44,14 +44,14 @@ def test_a_run_without_a_trace_has_only_simulated_steps(run_dir: Path, tmp_path:
     shutil.copytree(run_dir, bare)
     (bare / TRACE_FILE).unlink()
     (bare / "metrics.jsonl").unlink()
-    found = json.loads(report(bare, "--json").stdout)
-    assert found["idle"]["measured"] is None
-    assert {row["measured_s"] for row in found["seconds"]} == {None}
-    assert found["training"] == {"steps": 0}
+    output = json.loads(report(bare, "--json").stdout)
+    assert output["idle"]["measured"] is None
+    assert {row["measured_s"] for row in output["seconds"]} == {None}
+    assert output["training"] == {"steps": 0}
     report(bare, "-o", tmp_path / "page.html")
-    words = (tmp_path / "page.html").read_text()
-    assert "Simulated step" in words
-    assert "No step was logged." in words
+    text = (tmp_path / "page.html").read_text()
+    assert "Simulated step" in text
+    assert "No step was logged." in text
 
 
 def test_a_plan_by_itself_and_a_recipe_with_it(run_dir: Path) -> None:
@@ -64,11 +64,11 @@ def test_a_plan_by_itself_and_a_recipe_with_it(run_dir: Path) -> None:
     assert with_recipe["plan_sha256"] == alone["plan_sha256"]
     assert with_recipe["name"] == "demo"
     assert with_recipe["seconds"][-1]["what"] == "step"
-    planned_now = json.loads(report(run_dir / RECIPE_FILE, "--set", "train.global_batch=2", "--json").stdout)
-    assert planned_now["plan_sha256"] != alone["plan_sha256"]
+    replanned = json.loads(report(run_dir / RECIPE_FILE, "--set", "train.global_batch=2", "--json").stdout)
+    assert replanned["plan_sha256"] != alone["plan_sha256"]
 
 
-def test_what_cannot_be_shown_is_one_message(run_dir: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_give_one_message(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("no")
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "empty").mkdir()
@@ -85,7 +85,7 @@ def test_what_cannot_be_shown_is_one_message(run_dir: Path, tmp_path: Path) -> N
         ([untraced], r"trace.json: no trace of a run"),
         ([recipe, "--plan", tmp_path / "gone.json"], r"gone.json: cannot read the plan"),
         ([recipe, "--plan", plan, "--set", "model.llm.layers=2"], r"does not match this run:\n  the recipe"),
-        ([run_dir, "--plan", plan], r"--plan FILE belongs to a recipe"),
+        ([run_dir, "--plan", plan], r"--plan FILE goes with a recipe"),
         ([plan, "--set", "train.steps=2"], r"--set changes a recipe"),
         ([run_dir, "-o", nowhere], r"--out .*x.html: cannot write the page: No such file"),
         ([plan, "--png", tmp_path / "x.jpg"], r"a picture ends in"),

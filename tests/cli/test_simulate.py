@@ -1,4 +1,4 @@
-"""`mmtrain simulate`: of a recipe, a plan and a run, and what it refuses."""
+"""`mmtrain simulate` of a recipe, a plan and a run, and the arguments it rejects."""
 
 import json
 from pathlib import Path
@@ -20,44 +20,44 @@ def simulate(*arguments: object) -> Result:
     return done
 
 
-def test_a_run_is_held_beside_its_own_trace(run_dir: Path, tmp_path: Path) -> None:
-    """The run took twice as long as foretold, in every stage and as a whole."""
+def test_a_run_is_compared_with_its_own_trace(run_dir: Path, tmp_path: Path) -> None:
+    """The run took twice as long as predicted, in every stage and in total."""
     out = tmp_path / "both.json"
-    found = json.loads(simulate(run_dir, "--json", "--out", out).stdout)
-    assert {row["what"] for row in found["seconds"]} >= {"llm.0 forward", "vision.0 backward", "step"}
-    assert all(row["error"] == pytest.approx(-0.5) for row in found["seconds"])
-    step = next(row["predicted_s"] for row in found["seconds"] if row["what"] == "step")
-    path = found["critical_path"]
+    output = json.loads(simulate(run_dir, "--json", "--out", out).stdout)
+    assert {row["what"] for row in output["seconds"]} >= {"llm.0 forward", "vision.0 backward", "step"}
+    assert all(row["error"] == pytest.approx(-0.5) for row in output["seconds"])
+    step = next(row["predicted_s"] for row in output["seconds"] if row["what"] == "step")
+    path = output["critical_path"]
     assert path[0]["start_s"] == 0
     assert sum(action["seconds"] for action in path) == pytest.approx(step)
-    assert sum(part["seconds"] for part in found["critical"]) == pytest.approx(step)
-    assert sum(part["actions"] for part in found["critical"]) == len(path)
+    assert sum(part["seconds"] for part in output["critical"]) == pytest.approx(step)
+    assert sum(part["actions"] for part in output["critical"]) == len(path)
     trace = json.loads(out.read_text())
     require_trace(trace)
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert {"rank 0", "rank 0, simulated"} <= names
 
 
-def test_recipe_and_plan_against_a_run_are_the_same(run_dir: Path) -> None:
-    words = simulate(run_dir).stdout
-    assert "-50.0%" in words
-    assert "Critical path" in words
-    assert simulate(run_dir / PLAN_FILE, "--against", run_dir).stdout == words
-    assert simulate(run_dir / RECIPE_FILE, "--against", run_dir).stdout == words
+def test_recipe_and_plan_against_a_run_print_the_same(run_dir: Path) -> None:
+    text = simulate(run_dir).stdout
+    assert "-50.0%" in text
+    assert "Critical path" in text
+    assert simulate(run_dir / PLAN_FILE, "--against", run_dir).stdout == text
+    assert simulate(run_dir / RECIPE_FILE, "--against", run_dir).stdout == text
 
 
-def test_without_a_run_there_is_only_what_is_foretold(run_dir: Path) -> None:
-    words = simulate(run_dir / RECIPE_FILE, "--plan", run_dir / PLAN_FILE).stdout
-    assert "measured" not in words
-    assert "Critical path" in words
+def test_without_a_run_only_predictions_are_printed(run_dir: Path) -> None:
+    text = simulate(run_dir / RECIPE_FILE, "--plan", run_dir / PLAN_FILE).stdout
+    assert "measured" not in text
+    assert "Critical path" in text
 
 
-def test_what_does_not_go_together_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(MmtrainError, match=r"does not say on what data; give its recipe .*--against RUN"):
+def test_contradicting_arguments_are_rejected(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(MmtrainError, match=r"names no data; give its recipe .*--against RUN"):
         simulate(run_dir / PLAN_FILE)
-    with pytest.raises(MmtrainError, match="--plan FILE belongs to a recipe"):
+    with pytest.raises(MmtrainError, match="--plan FILE goes with a recipe"):
         simulate(run_dir, "--plan", run_dir / PLAN_FILE)
-    with pytest.raises(MmtrainError, match="held beside its own trace"):
+    with pytest.raises(MmtrainError, match="compared with its own trace"):
         simulate(run_dir, "--against", run_dir)
     with pytest.raises(MmtrainError, match="cannot read the trace"):
         simulate(run_dir / RECIPE_FILE, "--plan", run_dir / PLAN_FILE, "--against", tmp_path)

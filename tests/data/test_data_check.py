@@ -50,7 +50,7 @@ def test_everything_is_decoded_for_no_model_in_particular(tmp_path: Path, mixed:
     assert not report.passed
     assert told == [(i, 4) for i in range(1, 5)]
     shown = check_text(report)
-    assert shown.startswith("7 samples, 3 of them bad; decoded without fault: images 1, videos 1, clips 1 (0 s")
+    assert shown.startswith("7 samples, 3 of them bad; decoded without error: images 1, videos 1, clips 1 (0 s")
     assert "id '2': undecodable: " in shown
 
 
