@@ -1,4 +1,4 @@
-"""Packages that only some data needs."""
+"""Import packages that only some kinds of data need."""
 
 import importlib
 from types import ModuleType
@@ -7,10 +7,13 @@ from mmtrain.errors import DataError
 
 
 def require_package(module: str, extra: str, what: str) -> ModuleType:
-    """Import `module`; `DataError` says what needs it and which extra of mmtrain brings it."""
+    """Import `module`.
+
+    Raises `DataError` if it is not installed: `what` needs it, and `pip install 'mmtrain[extra]'` installs it.
+    """
     try:
         return importlib.import_module(module)
-    except (ImportError, OSError):  # OSError: the package is there, a library it loads is not
+    except (ImportError, OSError):  # OSError: the package is installed, but a library that it loads is not
         package = module.partition(".")[0]
         raise DataError(
             f"{what} needs the `{package}` package, which is not installed here: pip install 'mmtrain[{extra}]'"

@@ -68,7 +68,7 @@ def test_a_file_longer_than_one_look_is_read_to_its_end(folder: Path, monkeypatc
     for suffix in (".png", ".jpg"):
         path = folder / f"long{suffix}"
         path.write_bytes(encode(folder, suffix))
-        monkeypatch.setattr(headers, "_LOOK", path.stat().st_size - 30)
+        monkeypatch.setattr(headers, "_FIRST_READ_BYTES", path.stat().st_size - 30)
         assert fast_image_size(str(path)) == fast_image_size_in_stream(io.BytesIO(path.read_bytes())) == (14, 9)
         os.truncate(path, path.stat().st_size - 1)
         assert fast_image_size(str(path)) is fast_image_size_in_stream(io.BytesIO(path.read_bytes())) is None

@@ -82,7 +82,7 @@ def test_every_kind_of_unusable_sample_is_named(tmp_path: Path, picture: Picture
     by_id = {q.id: q for q in index.quarantined}
     assert all(list(rows)[q.index] == q.id for q in index.quarantined)
     assert "gone.png" in by_id["missing_image"].reason
-    assert "1 images, but <image> stands 2 times" in by_id["image_count"].reason
+    assert "1 images, but 2 <image> marks" in by_id["image_count"].reason
     assert "data.seq_len = 64" in by_id["too_long"].reason
 
 

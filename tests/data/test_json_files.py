@@ -50,7 +50,7 @@ def test_a_sample_keeps_turns_images_and_template(tmp_path: Path) -> None:
     assert [t.role for t in sample.turns] == ["system", "user", "assistant"]
     assert sample.images == _files(tmp_path / "x" / "1.png", tmp_path / "2.png")
     assert (sample.id, sample.index, sample.template) == ("a", 0, "t")
-    assert find_unusable(sample, sees=True, hears=False) is None, "a mark in an answer is text"
+    assert find_unusable(sample, has_vision=True, has_audio=False) is None, "a mark in an answer is text"
     assert sample.answer == "<image> is text here"
 
 
@@ -135,7 +135,7 @@ def test_what_a_tool_shows_is_an_image_like_any_other(tmp_path: Path) -> None:
     shown = {"role": "tool", "tool_call_id": "1", "content": [{"type": "image", "image": "screen.png"}]}
     sample = _sample(tmp_path, {"messages": [shown, {"role": "assistant", "content": "ok", "tool_calls": None}]})
     assert sample.images == _files(tmp_path / "screen.png")
-    assert find_unusable(sample, sees=True, hears=False) is None
+    assert find_unusable(sample, has_vision=True, has_audio=False) is None
 
 
 def test_messages_with_lists_of_media(tmp_path: Path) -> None:
@@ -175,9 +175,9 @@ def test_messages_of_parts(tmp_path: Path) -> None:
         ({"messages": [{"role": "bot", "content": "x"}]}, "malformed", "'bot', expected one of assistant, developer"),
         (_talk("x", system=["Be brief."]), "malformed", "`system` is a list, expected a text"),
         (_talk("x", system="\udc00"), "malformed", "`system` is a text that is not valid Unicode"),
-        ({**SYSTEM, "system": "Be long."}, "malformed", "both a `system` and a system's turn"),
-        (_talk("x", tools=[{"type": "function"}]), "tools", "its tools stand in `tools`"),
-        (_talk("x", functions='[{"name": "f"}]'), "tools", "its tools stand in `functions`"),
+        ({**SYSTEM, "system": "Be long."}, "malformed", "both a `system` text and a system turn"),
+        (_talk("x", tools=[{"type": "function"}]), "tools", "tools are described in `tools`"),
+        (_talk("x", functions='[{"name": "f"}]'), "tools", "tools are described in `functions`"),
         (_answer(None, tool_calls=[{"id": "1"}]), "tools", "message 1 of 1 calls tools in `tool_calls`"),
         (_answer("f", function_call={"name": "f"}), "tools", "calls tools in `function_call`"),
         (_answer("yes", weight=0), "malformed", "has `weight` 0"),
@@ -232,7 +232,7 @@ def test_files_are_named_by_folders_braces_and_stars(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("data.tar.gz", "cannot be opened in the middle; unpack it"), ("data.txt", r"found \.txt, expected")],
+    [("data.tar.gz", "cannot be read at random positions; unpack it"), ("data.txt", r"found \.txt, expected")],
 )
 def test_a_format_that_is_not_read_is_named(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("")
@@ -307,7 +307,7 @@ def test_quarantine_is_written_one_object_a_line(tmp_path: Path) -> None:
 def test_plain_paths_are_found_as_all_others_are(path: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         quick = _looked_up(path)
-        patch.setattr(folder, "_PLAIN", re.compile(r"(?!)"))
+        patch.setattr(folder, "_PLAIN_PATH", re.compile(r"(?!)"))
         assert quick == _looked_up(path)
 
 

@@ -66,13 +66,13 @@ def test_columns_full_of_bytes_are_not_read_to_know_where_they_lie(
         "image": pa.array(values, HF_IMAGE if struct else pa.binary()),
     }
     path = parquet(tmp_path / "x.parquet", columns)
-    cells, looked = parquet_module._cells, []
+    media_in_value, looked = parquet_module._media_in_value, []
 
-    def watched(value: Any, *args: Any) -> Any:
+    def watched(source: Any, value: Any, *args: Any) -> Any:
         looked.append(value)
-        return cells(value, *args)
+        return media_in_value(source, value, *args)
 
-    monkeypatch.setattr(parquet_module, "_cells", watched)
+    monkeypatch.setattr(parquet_module, "_media_in_value", watched)
     found = _read(path, LimitSettings(max_member_bytes=150))
     assert len(looked) == 4, "those of a group with a gap, and of one that may hold something too large"
     kinds = [s.kind if isinstance(s, Quarantined) else _bytes(s) for s in found]

@@ -198,7 +198,7 @@ def test_every_kind_is_found_where_it_was_planted(planted: tuple[Recipe, dict[st
 
 def test_no_kind_is_used_that_is_not_listed() -> None:
     folder = Path(mmtrain.__file__).parent / "data"
-    calls = r'(?:Error|BadTarMember|Quarantined|Quarantined\.of)\([^")]*"([a-z_]+)"|_opened\(media, "([a-z_]+)"'
+    calls = r'(?:Error|BadTarMember|Quarantined|Quarantined\.of)\([^")]*"([a-z_]+)"|_open_\w+\(media, "([a-z_]+)"'
     raised = [match for path in folder.rglob("*.py") for match in re.findall(calls, path.read_text())]
     found = {kind for match in raised for kind in match if kind}
     assert {"malformed", "truncated", "tar_name", "not_audio", "too_long"} <= found

@@ -171,7 +171,7 @@ def test_two_archives_in_one_file_are_told_apart(tmp_path: Path) -> None:
     good, bad = _read(tmp_path / "a.tar", _archive({"a": b"x"}) + _archive({"b": b"y"}))
     assert isinstance(good, TarMember)
     assert isinstance(bad, BadTarMember)
-    assert "something follows its end" in bad.reason
+    assert "data follows its end" in bad.reason
 
 
 @given(st.data())

@@ -1,4 +1,8 @@
-"""From data files to samples: readers of JSON, WebDataset and Parquet, conversations, tokens, quarantine.
+"""Readers of data files: JSON lists and lines, WebDataset tar shards, Parquet; every one yields `Sample`s.
 
-Start with `read_source.read`, which yields the samples of any source.
+A sample that cannot be used is yielded as `Quarantined`, with one of the `quarantine_reasons`. `conversation` knows the
+layouts of an entry, `allowed_folder` which files an entry may name, and `tar_members` the tar format. Media are located
+here and opened later, by the package `media`.
+
+Read `read_source.read_samples` first.
 """

@@ -1,15 +1,15 @@
-"""From one entry of a data file to a `Sample`, in the layouts people use.
+r"""Build a `Sample` from one entry of a data file, in the layouts that public datasets use.
 
 LLaVA, ShareGPT:   {"conversations": [{"from": "human", "value": "<image>\nWhat colour?"}, {"from": "gpt", ...}],
                     "image": "a.png" or ["a.png", "b.png"], "audio": likewise, "video": likewise}
 messages (OpenAI): {"messages": [{"role": "user", "content": "<image>What colour?"}, {"role": "assistant", ...}],
                     "images": ["a.png"], "audios": [...], "videos": [...]}
 
-Media may also stand where they are shown: `content` as a list of parts `{"type": "text", "text": ...}` and
+Media may also be given inside a turn: `content` as a list of parts `{"type": "text", "text": ...}` and
 `{"type": "image", "image": "a.png"}` (or `image_url`, `audio`, `video`).
 
-A `system` beside the turns becomes the first of them. What tools gave back (`tool`, `function`, `observation`) is read
-as a user's turn: context, from which nothing is learned.
+A `system` text beside the turns becomes the first turn. Output of tools (`tool`, `function`, `observation`) is read as
+a user's turn: it is context, and nothing is learned from it.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,14 +18,13 @@ from typing import Any
 from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample, Turn
 from mmtrain.data.media.media_bytes import Media
 
-CONVERSATION_KEYS_BY_FORMAT = {
-    "llava": ("conversations",),
-    "messages": ("messages",),
-}  # format -> where its turns stand
+# Value of a source's `format` -> keys under which an entry may hold its turns.
+CONVERSATION_KEYS_BY_FORMAT = {"llava": ("conversations",), "messages": ("messages",)}
 CONVERSATION_KEYS = ("conversations", "messages")
 MARK_BY_MEDIA_KIND = {"image": IMAGE_MARK, "audio": AUDIO_MARK, "video": VIDEO_MARK}
-_KEYS = {kind: (kind, f"{kind}s") for kind in MARK_BY_MEDIA_KIND}
-MediaResolver = Callable[[str, Any], Media]  # kind, what stands for a medium -> the medium; raises BadSampleError
+MediaResolver = Callable[[str, Any], Media]  # (kind, path or Media) -> the medium; raises BadSampleError
+
+_MEDIA_KEYS = {kind: (kind, f"{kind}s") for kind in MARK_BY_MEDIA_KIND}  # kind -> its key in the singular and plural
 _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -36,127 +35,156 @@ _ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "function_call": "assistant",
 }
-_TOOLS = ("tools", "functions")  # beside the turns: what tools there are
-_CALLS = ("tool_calls", "function_call")  # in a turn: which ones to call
-_PARTS = {"image": "image", "image_url": "image", "audio": "audio", "audio_url": "audio", "input_audio": "audio"}
-_PARTS |= {"video": "video", "video_url": "video"}
-_CAPTIONS = ("caption", "text")
+_TOOL_DESCRIPTION_KEYS = ("tools", "functions")  # of an entry, beside its turns
+_TOOL_CALL_KEYS = ("tool_calls", "function_call")  # of a turn
+_MEDIA_KIND_BY_PART_TYPE = {
+    "image": "image",
+    "image_url": "image",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video": "video",
+    "video_url": "video",
+}
+_CAPTION_KEYS = ("caption", "text")
 
 
 class BadSampleError(Exception):
-    """A sample that cannot be used; `kind` is the quarantine's."""
+    """A sample that cannot be used; `kind` is one of `QUARANTINE_REASONS`."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
-        self.kind, self.reason = kind, reason
+        self.kind = kind
+        self.reason = reason
+
+
+class _BadTurnError(BadSampleError):
+    """A turn that cannot be used; the reason completes a sentence that starts with the number of the turn."""
+
+    def __init__(self, reason: str, kind: str = "malformed") -> None:
+        super().__init__(kind, reason)
 
 
 def build_sample(
     entry: Any,
     source: str,
     index: int,
-    media_of: MediaResolver,
-    layout: tuple[str, ...] = CONVERSATION_KEYS,
-    name: str = "",
+    resolve_media: MediaResolver,
+    keys: tuple[str, ...] = CONVERSATION_KEYS,
+    default_id: str = "",
 ) -> Sample:
-    """Make a sample of an entry; `media_of` finds what its paths stand for. Raises `BadSampleError`.
+    """Build the sample of one entry.
 
-    name: what it is called where the entry has no `id`; by default its place in the file.
+    Args:
+        entry: the parsed entry, normally a dict.
+        source: the file it was read from.
+        index: its position in that file, from 0.
+        resolve_media: turns the paths of the entry into media.
+        keys: the keys under which its turns may be, in order of preference.
+        default_id: the sample's id where the entry has no `id`; by default its position.
+
+    Raises:
+        BadSampleError: the entry cannot be used.
     """
     if not isinstance(entry, dict):
-        raise BadSampleError(
-            "malformed", f"found {json_type_name(entry)}, expected an object with `{'` or `'.join(layout)}`"
-        )
-    found: dict[str, list[Media]] = {}
-    for kind, (one, several) in _KEYS.items():
-        named = _listed(entry, one, several) if one in entry or several in entry else ()
-        found[kind] = [media_of(kind, value) for value in named]
-    turns = _turns(entry, layout, found, media_of)
+        expected = "` or `".join(keys)
+        raise BadSampleError("malformed", f"found {json_type_name(entry)}, expected an object with `{expected}`")
+    media: dict[str, list[Media]] = {}
+    for kind, (singular, plural) in _MEDIA_KEYS.items():
+        is_given = singular in entry or plural in entry
+        paths = _media_paths(entry, singular, plural) if is_given else ()
+        media[kind] = [resolve_media(kind, path) for path in paths]
+    turns = _read_turns(entry, keys, media, resolve_media)
     template = entry.get("template")
     return Sample(
-        id=entry_id(entry, name or str(index)),
+        id=entry_id(entry, default_id or str(index)),
         source=source,
         index=index,
         turns=turns,
-        images=tuple(found["image"]),
+        images=tuple(media["image"]),
         template=template if isinstance(template, str) else None,
-        clips=tuple(found["audio"]),
-        videos=tuple(found["video"]),
+        clips=tuple(media["audio"]),
+        videos=tuple(media["video"]),
     )
 
 
-def caption_to_conversation(entry: Any, media: Iterable[str]) -> Any:
-    """An entry that has a `caption` (or `text`) and no conversation, as the conversation it stands for.
+def caption_to_conversation(entry: Any, media_kinds: Iterable[str]) -> Any:
+    """Return an entry with a `caption` (or `text`) instead of turns as the conversation that it stands for.
 
-    media: the kinds of its media, in order.
+    Any other entry is returned unchanged. The user's turn holds one mark for each of `media_kinds`, in order.
     """
     if not isinstance(entry, dict) or any(key in entry for key in CONVERSATION_KEYS):
         return entry
-    text = next((entry[key] for key in _CAPTIONS if isinstance(entry.get(key), str)), None)
-    if text is None:
+    caption = next((entry[key] for key in _CAPTION_KEYS if isinstance(entry.get(key), str)), None)
+    if caption is None:
         return entry
-    asked = "".join(MARK_BY_MEDIA_KIND[kind] for kind in media)
-    return entry | {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]}
+    marks = "".join(MARK_BY_MEDIA_KIND[kind] for kind in media_kinds)
+    return entry | {"messages": [{"role": "user", "content": marks}, {"role": "assistant", "content": caption}]}
 
 
 def references_media(entry: dict[str, Any]) -> bool:
-    """Whether an entry says itself which media it has, beside its turns or in them."""
+    """Return whether an entry names its media itself, beside its turns or inside them."""
     if any(entry.get(kind) or entry.get(f"{kind}s") for kind in MARK_BY_MEDIA_KIND):
         return True
     turns = [turn for key in CONVERSATION_KEYS if isinstance(entry.get(key), list) for turn in entry[key]]
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    return any(part.get("type") in _PARTS and part.get(part["type"]) for part in parts)
+    return any(part.get("type") in _MEDIA_KIND_BY_PART_TYPE and part.get(part["type"]) for part in parts)
 
 
-def entry_id(entry: Any, otherwise: str) -> str:
-    """The `id` of an entry."""
-    found = entry.get("id") if isinstance(entry, dict) else None
-    return str(found) if isinstance(found, str | int) else otherwise
+def entry_id(entry: Any, default: str) -> str:
+    """Return the `id` of an entry, or `default` where it has none that is a text or a number."""
+    value = entry.get("id") if isinstance(entry, dict) else None
+    return str(value) if isinstance(value, str | int) else default
 
 
 def json_type_name(value: Any) -> str:
-    """What kind of JSON value this is, for messages."""
+    """Name the JSON type of a value, for messages."""
     names = {dict: "an object", list: "a list", str: "a text", type(None): "missing"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def _turns(
-    entry: dict[str, Any], layout: tuple[str, ...], found: dict[str, list[Media]], media_of: MediaResolver
+def _read_turns(
+    entry: dict[str, Any], keys: tuple[str, ...], media: dict[str, list[Media]], resolve_media: MediaResolver
 ) -> tuple[Turn, ...]:
-    key = next((key for key in layout if key in entry), layout[0])
-    turns = entry.get(key)
-    if not isinstance(turns, list) or not turns:
-        found_instead = "an empty list" if turns == [] else json_type_name(turns)
-        raise BadSampleError("malformed", f"`{key}` is {found_instead}, expected a list of messages")
-    for tools in _TOOLS:
-        if tools in entry and entry[tools] not in (None, "", "[]", []):
-            raise BadSampleError("tools", f"its tools stand in `{tools}`; write them into a `system` text")
-    try:
-        made = tuple([_turn(turn, found, media_of) for turn in turns])
-    except _BadTurnError as bad:
-        raise BadSampleError(bad.kind, f"`{key}`: message {bad.number(turns)} of {len(turns)} {bad.reason}") from None
-    return _led(entry["system"], made) if "system" in entry else made
+    """Read the turns of an entry; media inside them are appended to `media`."""
+    key = next((key for key in keys if key in entry), keys[0])
+    entries = entry.get(key)
+    if not isinstance(entries, list) or not entries:
+        what = "an empty list" if entries == [] else json_type_name(entries)
+        raise BadSampleError("malformed", f"`{key}` is {what}, expected a list of messages")
+    for tools_key in _TOOL_DESCRIPTION_KEYS:
+        if tools_key in entry and entry[tools_key] not in (None, "", "[]", []):
+            raise BadSampleError("tools", f"tools are described in `{tools_key}`; write them into a `system` text")
+    turns = []
+    for number, turn in enumerate(entries, 1):
+        try:
+            turns.append(_read_turn(turn, media, resolve_media))
+        except _BadTurnError as bad:
+            reason = f"`{key}`: message {number} of {len(entries)} {bad.reason}"
+            raise BadSampleError(bad.kind, reason) from None
+    return _with_system_turn(entry["system"], turns) if "system" in entry else tuple(turns)
 
 
-def _led(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """The turns, behind the text that stands beside them for all."""
+def _with_system_turn(system: Any, turns: list[Turn]) -> tuple[Turn, ...]:
+    """Put the `system` text of an entry in front of its turns."""
     if system is None or system == "":
-        return turns
+        return tuple(turns)
     if not isinstance(system, str):
         raise BadSampleError("malformed", f"`system` is {json_type_name(system)}, expected a text")
-    if (wrong := _not_unicode(system)) is not None:
-        raise BadSampleError("malformed", f"`system` is {wrong}")
-    first = Turn("system", system)
-    if turns[0] == first:
-        return turns
+    fault = _unicode_fault(system)
+    if fault is not None:
+        raise BadSampleError("malformed", f"`system` is {fault}")
+    system_turn = Turn("system", system)
+    if turns[0] == system_turn:
+        return tuple(turns)
     if any(turn.role == "system" for turn in turns):
-        raise BadSampleError("malformed", "it has both a `system` and a system's turn; give one of them")
-    return (first, *turns)
+        raise BadSampleError("malformed", "it has both a `system` text and a system turn; give one of them")
+    return (system_turn, *turns)
 
 
-def _not_unicode(text: str) -> str | None:
-    """What is wrong with a text: JSON can spell half a surrogate pair, and no tokenizer takes it."""
+def _unicode_fault(text: str) -> str | None:
+    """Say what is wrong with a text: JSON can spell half a surrogate pair, and no tokenizer accepts it."""
     if text.isascii():
         return None
     try:
@@ -166,80 +194,71 @@ def _not_unicode(text: str) -> str | None:
     return None
 
 
-class _BadTurnError(BadSampleError):
-    """A turn that cannot be used; the reason goes on where the place of the turn was told."""
-
-    def __init__(self, turn: Any, reason: str, kind: str = "malformed") -> None:
-        super().__init__(kind, reason)
-        self._turn = turn
-
-    def number(self, turns: list[Any]) -> int:
-        """Which of the turns it is, from 1."""
-        return next(i for i, turn in enumerate(turns, 1) if turn is self._turn)
-
-
-def _turn(turn: Any, found: dict[str, list[Media]], media_of: MediaResolver) -> Turn:
+def _read_turn(turn: Any, media: dict[str, list[Media]], resolve_media: MediaResolver) -> Turn:
     if not isinstance(turn, dict):
-        raise _BadTurnError(turn, f"is {json_type_name(turn)}, expected an object")
-    says, who = ("content", "role") if "role" in turn else ("value", "from")
-    text = turn.get(says)
+        raise _BadTurnError(f"is {json_type_name(turn)}, expected an object")
+    text_key, role_key = ("content", "role") if "role" in turn else ("value", "from")
+    text = turn.get(text_key)
     if len(turn) > 2:
-        _check_rest(turn)
-    if isinstance(text, list) and says == "content":
-        text = "".join(_part(turn, part, found, media_of) for part in text)
+        _check_other_keys(turn)
+    if isinstance(text, list) and text_key == "content":
+        text = "".join(_read_part(part, media, resolve_media) for part in text)
     if not isinstance(text, str):
-        raise _BadTurnError(turn, f"has no text `{says}`")
-    role = turn.get(who)
+        raise _BadTurnError(f"has no text `{text_key}`")
+    role = turn.get(role_key)
     if not isinstance(role, str) or role not in _ROLES:
-        raise _BadTurnError(turn, f"has `{who}` {role!r}, expected one of {', '.join(sorted(_ROLES))}")
-    if (wrong := _not_unicode(text)) is not None:
-        raise _BadTurnError(turn, f"has {wrong}")
+        raise _BadTurnError(f"has `{role_key}` {role!r}, expected one of {', '.join(sorted(_ROLES))}")
+    fault = _unicode_fault(text)
+    if fault is not None:
+        raise _BadTurnError(f"has {fault}")
     return Turn(_ROLES[role], text)
 
 
-def _check_rest(turn: dict[str, Any]) -> None:
-    """Refuse what stands beside a turn's text and changes what is learned from it."""
-    called = next((key for key in _CALLS if turn.get(key)), None)
-    if called is not None:
-        raise _BadTurnError(turn, f"calls tools in `{called}`; write the calls into its text", "tools")
+def _check_other_keys(turn: dict[str, Any]) -> None:
+    """Reject a turn with keys that would change what is learned from it, if we ignored them."""
+    call_key = next((key for key in _TOOL_CALL_KEYS if turn.get(key)), None)
+    if call_key is not None:
+        raise _BadTurnError(f"calls tools in `{call_key}`; write the calls into its text", "tools")
     if turn.get("weight") not in (None, 1):
-        raise _BadTurnError(turn, f"has `weight` {turn['weight']!r}; every answer is learned from alike")
+        raise _BadTurnError(f"has `weight` {turn['weight']!r}; all answers have the same weight")
 
 
-def _part(turn: Any, part: Any, found: dict[str, list[Media]], media_of: MediaResolver) -> str:
-    """The text of a part of a message: a mark where it is a medium, which is added to those found."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
+def _read_part(part: Any, media: dict[str, list[Media]], resolve_media: MediaResolver) -> str:
+    """Return the text of a part of a message; a medium becomes a mark and is appended to `media`."""
+    part_type = part.get("type") if isinstance(part, dict) else None
+    if part_type == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    if not isinstance(kind, str) or kind not in _PARTS:
-        allowed = ", ".join(("text", *_PARTS))
-        raise _BadTurnError(turn, f"has a part of type {kind!r}, expected one of {allowed}")
-    value = part.get(kind)
+    if not isinstance(part_type, str) or part_type not in _MEDIA_KIND_BY_PART_TYPE:
+        allowed = ", ".join(("text", *_MEDIA_KIND_BY_PART_TYPE))
+        raise _BadTurnError(f"has a part of type {part_type!r}, expected one of {allowed}")
+    kind = _MEDIA_KIND_BY_PART_TYPE[part_type]
+    value = part.get(part_type)
     if isinstance(value, dict) and isinstance(value.get("url"), str):
         value = value["url"]
     if isinstance(value, dict):
-        raise _BadTurnError(turn, f"holds its {_PARTS[kind]} itself; write it to a file", f"{_PARTS[kind]}_url")
-    if value is not None:  # else it only shows where a medium of the sample's list goes
-        found[_PARTS[kind]].append(media_of(_PARTS[kind], _path(value, kind)))
-    return MARK_BY_MEDIA_KIND[_PARTS[kind]]
+        raise _BadTurnError(f"holds its {kind} itself; write it to a file", f"{kind}_url")
+    if value is not None:  # without a value the part only marks the position of a medium of the sample's list
+        media[kind].append(resolve_media(kind, _checked_path(value, part_type)))
+    return MARK_BY_MEDIA_KIND[kind]
 
 
-def _listed(entry: dict[str, Any], one: str, several: str) -> list[Any]:
-    """What stands for the media of one kind, under its singular or its plural."""
-    values, key = entry.get(one), one
-    if (more := entry.get(several)) is not None:
+def _media_paths(entry: dict[str, Any], singular: str, plural: str) -> list[Any]:
+    """Return what an entry names as its media of one kind, under the singular or the plural key."""
+    values, key = entry.get(singular), singular
+    more = entry.get(plural)
+    if more is not None:
         if values is not None:
-            raise BadSampleError("malformed", f"it has both `{one}` and `{several}`; give one of them")
-        values, key = more, several
+            raise BadSampleError("malformed", f"it has both `{singular}` and `{plural}`; give one of them")
+        values, key = more, plural
     if values is None:
         return []
     if not isinstance(values, list):
         values = [values]
-    return [_path(value, key) for value in values]
+    return [_checked_path(value, key) for value in values]
 
 
-def _path(value: Any, key: str) -> Any:
+def _checked_path(value: Any, key: str) -> Any:
     if (isinstance(value, str) and value) or isinstance(value, Media):
         return value
-    found = "an empty path" if value == "" else json_type_name(value)
-    raise BadSampleError("malformed", f"`{key}` is or holds {found}, expected a path or a list of paths")
+    what = "an empty path" if value == "" else json_type_name(value)
+    raise BadSampleError("malformed", f"`{key}` is or holds {what}, expected a path or a list of paths")

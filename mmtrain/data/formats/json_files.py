@@ -1,4 +1,4 @@
-"""Reading JSON lists and JSON lines of conversations, whose media are files beside them."""
+"""Read JSON lists and JSON lines of conversations whose media are separate files."""
 
 import json
 import re
@@ -11,23 +11,26 @@ from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.errors import DataError
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
-_SPACES = re.compile(r"[ \t\n\r]*")
-MAX_ENTRY_BYTES = 64 << 20  # of one line, or of one JSON or text member of a tar
+MAX_ENTRY_BYTES = 64 << 20  # of one line, and of one JSON or text member of a tar; keeps a hostile file out of memory
+_WHITE_SPACE = re.compile(r"[ \t\n\r]*")
 
 
-def read_json(path: Path, media_of: MediaResolver, layout: tuple[str, ...]) -> Iterator[Sample | Quarantined]:
+def read_json(
+    path: Path, resolve_media: MediaResolver, conversation_keys: tuple[str, ...]
+) -> Iterator[Sample | Quarantined]:
     """Read every sample of a file in order.
 
     Raises `DataError` if the file is missing, is not JSON, or does not hold a list of samples.
     """
     try:
         with path.open("rb") as file:
-            entries = _lines(file) if path.suffix in JSON_LINES_SUFFIXES else _list(path, file.read())
+            is_lines = path.suffix in JSON_LINES_SUFFIXES
+            entries = _read_lines(file) if is_lines else _read_list(path, file.read())
             for index, entry in enumerate(entries):
                 try:
                     if isinstance(entry, BadSampleError):
                         raise entry
-                    yield build_sample(entry, str(path), index, media_of, layout)
+                    yield build_sample(entry, str(path), index, resolve_media, conversation_keys)
                 except BadSampleError as bad:
                     yield Quarantined(str(path), index, entry_id(entry, str(index)), bad.kind, bad.reason)
     except FileNotFoundError:
@@ -37,69 +40,78 @@ def read_json(path: Path, media_of: MediaResolver, layout: tuple[str, ...]) -> I
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse JSON in UTF-8. Raises `ValueError` for all that is wrong with it, bombs of brackets and digits included."""
+    """Parse JSON in UTF-8. Raises `ValueError` for every fault, also for bombs of brackets or digits."""
     try:
         return json.loads(text.decode("utf-8-sig"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _list(path: Path, text: bytes) -> Iterator[Any]:
-    """The entries of a JSON list, one after the other: all together would take gigabytes."""
+def _read_list(path: Path, text: bytes) -> Iterator[Any]:
+    """Yield the entries of a JSON list one by one: parsed all at once they would take gigabytes."""
     try:
-        yield from _elements(path, text.decode("utf-8-sig"))
+        yield from _list_elements(path, text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     except ValueError as error:
-        line, message = getattr(error, "lineno", 1), getattr(error, "msg", str(error))
+        line = getattr(error, "lineno", 1)
+        message = getattr(error, "msg", str(error))
         raise DataError(
-            f"{path}:{line}: not valid JSON: {message}; a file with one sample a line must be called .jsonl"
+            f"{path}:{line}: not valid JSON: {message}; a file with one sample per line must be called .jsonl"
         ) from None
     except RecursionError:
         raise DataError(f"{path}:1: not valid JSON: nested too deeply") from None
 
 
-def _elements(path: Path, text: str) -> Iterator[Any]:
-    """The elements of a list in JSON. Raises `ValueError` as `json.loads` would, and `DataError` if it is no list."""
-    at = _after_spaces(text, 0)
-    if not text.startswith("[", at):
-        found = json_type_name(json.loads(text))
-        raise DataError(f"{path}:1: found {found} at the top, expected a list of samples")
+def _list_elements(path: Path, text: str) -> Iterator[Any]:
+    """Yield the elements of a JSON list.
+
+    Raises `ValueError` where `json.loads` would, and `DataError` if the text is not a list.
+    """
+    position = _skip_white_space(text, 0)
+    if not text.startswith("[", position):
+        what = json_type_name(json.loads(text))
+        raise DataError(f"{path}:1: found {what} at the top, expected a list of samples")
     decode = json.JSONDecoder().raw_decode
-    at = _after_spaces(text, at + 1)
-    more = not text.startswith("]", at)
-    while more:
-        entry, at = decode(text, at)
+    position = _skip_white_space(text, position + 1)
+    has_more = not text.startswith("]", position)
+    while has_more:
+        entry, position = decode(text, position)
         yield entry
-        at = _after_spaces(text, at)
-        more = text.startswith(",", at)
-        if more:
-            at = _after_spaces(text, at + 1)
-        elif not text.startswith("]", at):
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-    at = _after_spaces(text, at + 1)
-    if at != len(text):
-        raise json.JSONDecodeError("Extra data", text, at)
+        position = _skip_white_space(text, position)
+        has_more = text.startswith(",", position)
+        if has_more:
+            position = _skip_white_space(text, position + 1)
+        elif not text.startswith("]", position):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+    position = _skip_white_space(text, position + 1)
+    if position != len(text):
+        raise json.JSONDecodeError("Extra data", text, position)
 
 
-def _after_spaces(text: str, at: int) -> int:
-    found = _SPACES.match(text, at)
-    assert found is not None, "no spaces are spaces too"
-    return found.end()
+def _skip_white_space(text: str, position: int) -> int:
+    match = _WHITE_SPACE.match(text, position)
+    assert match is not None, "the pattern also matches nothing"
+    return match.end()
 
 
-def _lines(file: BinaryIO) -> Iterator[Any]:
-    """The entries of JSON lines; a line that does not parse is one bad sample, not a bad file."""
+def _read_lines(file: BinaryIO) -> Iterator[Any]:
+    """Yield the entries of JSON lines; a line that does not parse is one bad sample, not a bad file."""
     number = 0
     while line := file.readline(MAX_ENTRY_BYTES):
         number += 1
-        too_long = len(line) == MAX_ENTRY_BYTES and not line.endswith(b"\n")
-        while too_long and (more := file.readline(MAX_ENTRY_BYTES)) and not more.endswith(b"\n"):
-            pass
-        if too_long:
+        if len(line) == MAX_ENTRY_BYTES and not line.endswith(b"\n"):
+            _skip_line(file)
             yield BadSampleError("malformed", f"line {number} is longer than {MAX_ENTRY_BYTES} bytes")
         elif line.strip():
             try:
                 yield parse_json(line)
             except ValueError as error:
                 yield BadSampleError("malformed", f"line {number} is not valid JSON: {error}")
+
+
+def _skip_line(file: BinaryIO) -> None:
+    """Read to the end of a line of any length, holding only a piece of it at a time."""
+    while piece := file.readline(MAX_ENTRY_BYTES):
+        if piece.endswith(b"\n"):
+            return

@@ -1,11 +1,12 @@
-"""Reading Parquet files: a row is an entry, and its media are bytes in a column, or paths.
+"""Read Parquet files: a row is an entry, and its media are bytes in a column, or paths.
 
 Columns: `conversations` or `messages` as a list of structs or as JSON, or `caption` (`text`); media in `image`,
-`images`, `audio`, `audios`, `video`, `videos`, each bytes, a path, a struct `{bytes, path}` (as `datasets` writes them)
-or a list of these. Others are not read.
+`images`, `audio`, `audios`, `video`, `videos`, each cell holding bytes, a path, a struct `{bytes, path}` (as the
+`datasets` library writes it) or a list of these. Other columns are not read.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,135 +30,166 @@ from mmtrain.data.media.parquet_cells import PARQUET_BATCH_ROWS, decode_dictiona
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import LimitSettings
 
-_MEDIA_COLUMNS = {key: kind for kind in MARK_BY_MEDIA_KIND for key in (kind, f"{kind}s")}
+_MEDIA_KIND_BY_COLUMN = {column: kind for kind in MARK_BY_MEDIA_KIND for column in (kind, f"{kind}s")}
 _TEXT_COLUMNS = (*CONVERSATION_KEYS, "system", "tools", "functions", "caption", "text", "id", "template")
-_MAX_STRUCTURE_BYTES = 256 << 20  # of what describes a file: names, row groups, statistics
+# Limits of Parquet's own metadata (names, row groups, statistics): a hostile file must not fill the memory.
+_MAX_METADATA_STRING_BYTES = 256 << 20
+_MAX_METADATA_ENTRIES = 10_000_000
+_MAX_COLUMNS_IN_MESSAGE = 20
+
+
+@dataclass(frozen=True)
+class _ParquetSource:
+    """What reading the rows of one file depends on."""
+
+    file: Any  # pyarrow.parquet.ParquetFile
+    path: Path
+    columns: tuple[str, ...]  # those that are read, in the order of the file
+    folder: AllowedFolder
+    limits: LimitSettings
+
+    def resolve(self, kind: str, value: Any) -> Media:
+        """Return the medium that a cell stands for: the cell itself, or the file that it names."""
+        media: Media = self.folder.file(kind, value) if isinstance(value, str) else value
+        return media
 
 
 def read_parquet(path: Path, folder: AllowedFolder, limits: LimitSettings) -> Iterator[Sample | Quarantined]:
-    """Read every row of a file in order. Raises `DataError` if it cannot be opened."""
-    with _opened(path) as file:
-        columns = [name for name in file.schema_arrow.names if name in _MEDIA_COLUMNS or name in _TEXT_COLUMNS]
+    """Read every row of a file in order. Raises `DataError` if the file cannot be opened."""
+    with _open(path) as file:
+        names = file.schema_arrow.names
+        columns = tuple(name for name in names if name in _MEDIA_KIND_BY_COLUMN or name in _TEXT_COLUMNS)
         if not set(columns) & {*CONVERSATION_KEYS, "caption", "text"}:
-            found = ", ".join(file.schema_arrow.names[:20])
-            raise DataError(f"{path}: no column `conversations`, `messages`, `caption` or `text`; found {found}")
-        first = 0
-        for group in range(file.num_row_groups):
-            num_rows = file.metadata.row_group(group).num_rows
-            if first + num_rows > limits.max_members:
+            shown = ", ".join(names[:_MAX_COLUMNS_IN_MESSAGE])
+            raise DataError(f"{path}: no column `conversations`, `messages`, `caption` or `text`; found {shown}")
+        source = _ParquetSource(file, path, columns, folder, limits)
+        first_row = 0
+        for row_group in range(file.num_row_groups):
+            num_rows = file.metadata.row_group(row_group).num_rows
+            if first_row + num_rows > limits.max_members:
                 reason = f"{path}: more rows than data.limits.max_members = {limits.max_members}; the rest is not read"
-                yield Quarantined(str(path), first, str(path), "parquet_too_many", reason)
+                yield Quarantined(str(path), first_row, str(path), "parquet_too_many", reason)
                 return
-            yield from _group(file, path, group, first, columns, folder, limits)
-            first += num_rows
+            yield from _read_row_group(source, row_group, first_row)
+            first_row += num_rows
 
 
-def _opened(path: Path) -> Any:
-    limits = {"thrift_string_size_limit": _MAX_STRUCTURE_BYTES, "thrift_container_size_limit": 10_000_000}
+def _open(path: Path) -> Any:
     try:
-        return pyarrow.parquet.ParquetFile(path, **limits)
+        return pyarrow.parquet.ParquetFile(
+            path,
+            thrift_string_size_limit=_MAX_METADATA_STRING_BYTES,
+            thrift_container_size_limit=_MAX_METADATA_ENTRIES,
+        )
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
-    except Exception as error:  # pyarrow's errors have several bases
+    except Exception as error:  # pyarrow's errors have no common base
         raise DataError(f"{path}: not a Parquet file, or a damaged one: {error}") from None
 
 
-def _group(
-    file: Any, path: Path, group: int, first: int, columns: list[str], folder: AllowedFolder, limits: LimitSettings
-) -> Iterator[Sample | Quarantined]:
-    """The rows of one row group, of which the first is row `first` of the file."""
-    done, full = 0, _full(file, group, limits.max_member_bytes)
-    read = [name for name in columns if name not in full]
-    media = {name: name in full for name in columns if name in _MEDIA_COLUMNS}
+def _read_row_group(source: _ParquetSource, row_group: int, first_row: int) -> Iterator[Sample | Quarantined]:
+    """Read the rows of one row group; its first row is row `first_row` of the file."""
+    path = source.path
+    unread = _columns_full_of_bytes(source.file, row_group, source.limits.max_member_bytes)
+    read = [name for name in source.columns if name not in unread]
+    media_columns = [name for name in source.columns if name in _MEDIA_KIND_BY_COLUMN]
+    num_read = 0
     try:
-        for batch in file.iter_batches(PARQUET_BATCH_ROWS, [group], read, use_threads=False):
-            texts = {name: batch[name].to_pylist() for name in read if name not in _MEDIA_COLUMNS}
+        for batch in source.file.iter_batches(PARQUET_BATCH_ROWS, [row_group], read, use_threads=False):
+            texts = {name: batch[name].to_pylist() for name in read if name not in _MEDIA_KIND_BY_COLUMN}
             for row in range(batch.num_rows):
                 entry = {name: values[row] for name, values in texts.items() if values[row] is not None}
-                where = partial(ParquetCell, str(path), group, done + row)
-                yield _row(entry, media, batch, row, first + done + row, where, folder, limits)
-            done += batch.num_rows
+                cell = partial(ParquetCell, str(path), row_group, num_read + row)
+                # A column that is full of bytes has not been read: the location of its cells is enough.
+                values = {name: None if name in unread else batch[name][row] for name in media_columns}
+                yield _read_row(source, entry, values, cell, first_row + num_read + row)
+            num_read += batch.num_rows
     except Exception as error:
-        reason = f"{path}, row group {group}: its rows from {done} on cannot be read: {type(error).__name__}: {error}"
-        yield Quarantined(str(path), first + done, str(path), "parquet_broken", reason)
+        what = f"{path}, row group {row_group}: its rows from {num_read} on cannot be read"
+        reason = f"{what}: {type(error).__name__}: {error}"
+        yield Quarantined(str(path), first_row + num_read, str(path), "parquet_broken", reason)
 
 
-def _full(file: Any, group: int, most: int) -> set[str]:
-    """Columns of media with bytes in every row of a group, none too large: where these lie is known without reading."""
-    metadata, found = file.metadata.row_group(group), set()
+def _columns_full_of_bytes(file: Any, row_group: int, max_bytes: int) -> set[str]:
+    """Return the media columns that surely hold bytes in every row of a row group, each cell small enough.
+
+    They need not be read for indexing. Known from the statistics in the file's metadata.
+    """
+    metadata = file.metadata.row_group(row_group)
+    names = set()
     for number in range(metadata.num_columns):
         leaf = metadata.column(number)
-        name, _, rest = leaf.path_in_schema.partition(".")
-        if name in _MEDIA_COLUMNS and rest in ("", "bytes") and name in file.schema_arrow.names:
-            kind = file.schema_arrow.field(name).type
-            kind = kind.field("bytes").type if pa.types.is_struct(kind) else kind
-            counted = leaf.statistics is not None and leaf.statistics.has_null_count
-            none_missing = counted and leaf.statistics.null_count == 0
-            if pa.types.is_binary(kind) and none_missing and leaf.total_uncompressed_size <= most:
-                found.add(name)
-    return found
+        name, _, field = leaf.path_in_schema.partition(".")
+        if name not in _MEDIA_KIND_BY_COLUMN or field not in ("", "bytes") or name not in file.schema_arrow.names:
+            continue
+        value_type = file.schema_arrow.field(name).type
+        if pa.types.is_struct(value_type):
+            value_type = value_type.field("bytes").type
+        counts_nulls = leaf.statistics is not None and leaf.statistics.has_null_count
+        has_no_nulls = counts_nulls and leaf.statistics.null_count == 0
+        if pa.types.is_binary(value_type) and has_no_nulls and leaf.total_uncompressed_size <= max_bytes:
+            names.add(name)
+    return names
 
 
-def _row(
+def _read_row(
+    source: _ParquetSource,
     entry: dict[str, Any],
-    media: dict[str, bool],
-    batch: Any,
-    row: int,
+    values: dict[str, Any],
+    cell: Callable[[str, int | None], ParquetCell],
     number: int,
-    where: Any,
-    folder: AllowedFolder,
-    limits: LimitSettings,
 ) -> Sample | Quarantined:
-    """A row of a batch; `media` are its columns of such, and whether each surely holds bytes, and was not read."""
-    source = where.args[0]
+    """Build the sample of row `number` of the file.
+
+    values: media column -> the row's value as an Arrow scalar; None for a column that was not read, because it surely
+    holds bytes. cell: (column, place) -> the location of the row's bytes in that column.
+    """
+    path = str(source.path)
     try:
-        kinds: list[str] = []
-        for name, full in media.items():
-            kind, cells = _MEDIA_COLUMNS[name], [where(name, None)]
-            if not full:
-                cells = _cells(batch[name][row], kind, partial(where, name), folder, limits.max_member_bytes)
-            kinds += [kind] * len(cells)
-            entry[name] = cells or None
+        media_kinds: list[str] = []
+        for name, value in values.items():
+            kind = _MEDIA_KIND_BY_COLUMN[name]
+            media: list[Media] = [cell(name, None)]
+            if value is not None:
+                media = _media_in_value(source, value, kind, partial(cell, name))
+            media_kinds += [kind] * len(media)
+            entry[name] = media or None
         for key in CONVERSATION_KEYS:
             if isinstance(entry.get(key), str):
                 entry[key] = parse_json(entry[key].encode())
-        return build_sample(caption_to_conversation(entry, kinds), source, number, partial(_file, folder))
+        return build_sample(caption_to_conversation(entry, media_kinds), path, number, source.resolve)
     except BadSampleError as bad:
-        return Quarantined(source, number, entry_id(entry, str(number)), bad.kind, bad.reason)
+        return Quarantined(path, number, entry_id(entry, str(number)), bad.kind, bad.reason)
     except ValueError as error:
         reason = f"its conversation is not valid JSON: {error}"
-        return Quarantined(source, number, entry_id(entry, str(number)), "malformed", reason)
+        return Quarantined(path, number, entry_id(entry, str(number)), "malformed", reason)
 
 
-def _file(folder: AllowedFolder, kind: str, value: Any) -> Media:
-    media: Media = folder.file(kind, value) if isinstance(value, str) else value
-    return media
-
-
-def _cells(
-    value: Any, kind: str, where: Callable[[int | None], ParquetCell], folder: AllowedFolder, most: int
+def _media_in_value(
+    source: _ParquetSource, value: Any, kind: str, cell: Callable[[int | None], ParquetCell]
 ) -> list[Media]:
-    """The media in one cell; a list's have places in it."""
+    """Return the media in the value of one cell; those of a list are numbered by their place in it."""
     if not value.is_valid:
         return []
     value = decode_dictionary(value)
     if isinstance(value, pa.ListScalar):
-        return [_cell(each, kind, where(place), folder, most) for place, each in enumerate(value)]
-    return [_cell(value, kind, where(None), folder, most)]
+        return [_medium_in_value(source, element, kind, cell(place)) for place, element in enumerate(value)]
+    return [_medium_in_value(source, value, kind, cell(None))]
 
 
-def _cell(value: Any, kind: str, cell: ParquetCell, folder: AllowedFolder, most: int) -> Media:
-    """The medium that a value stands for: bytes in `cell`, or a path. In structs the bytes come first."""
+def _medium_in_value(source: _ParquetSource, value: Any, kind: str, cell: ParquetCell) -> Media:
+    """Return the medium that a value stands for: the bytes in `cell`, or a path; in a struct, bytes come first."""
     if isinstance(value, pa.StructScalar) and value.is_valid:
-        fields = {name: value[name] for name in value.keys() if value[name].is_valid}  # noqa: SIM118 - no mapping
+        fields = {name: value[name] for name in value.keys() if value[name].is_valid}  # noqa: SIM118 - not a dict
         value = fields.get("bytes", fields.get("path", pa.NULL))
     if not value.is_valid:
         raise BadSampleError(f"missing_{kind}", f"{cell} is empty")
     if not isinstance(value, pa.BinaryScalar):
         raise BadSampleError("malformed", f"{cell} is {value.type}, expected bytes, a path or both")
     if isinstance(value, pa.StringScalar | pa.LargeStringScalar):
-        return folder.file(kind, value.as_py())
-    if (size := value.as_buffer().size) > most:
-        reason = f"{cell}: {size} bytes, data.limits.max_member_bytes = {most}"
-        raise BadSampleError("parquet_cell_size", reason)
+        return source.folder.file(kind, value.as_py())
+    size = value.as_buffer().size
+    max_bytes = source.limits.max_member_bytes
+    if size > max_bytes:
+        raise BadSampleError("parquet_cell_size", f"{cell}: {size} bytes, data.limits.max_member_bytes = {max_bytes}")
     return cell

@@ -106,7 +106,7 @@ _ANY_LENGTH = AudioDataSettings(max_seconds=86_400)
 
 def _look(sample: Sample) -> list[_Seen] | Quarantined:
     """Read the headers of a sample's media."""
-    miscounted = find_unusable(sample, sees=True, hears=bool(sample.clips))
+    miscounted = find_unusable(sample, has_vision=True, has_audio=bool(sample.clips))
     if miscounted is not None:
         return miscounted
     try:

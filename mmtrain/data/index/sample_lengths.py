@@ -179,7 +179,7 @@ def _measure(
 ) -> MeasuredSample | Quarantined:
     data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
     num_images, num_videos, num_clips = len(sample.images), len(sample.videos), len(sample.clips)
-    miscounted = find_unusable(sample, sees=vision is not None, hears=audio is not None)
+    miscounted = find_unusable(sample, has_vision=vision is not None, has_audio=audio is not None)
     if miscounted is not None:
         return miscounted
     if num_images > data.max_images:

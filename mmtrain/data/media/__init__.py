@@ -1,4 +1,7 @@
-"""Images, sound and video: sizes from headers alone, and pixels or frames when a step needs them.
+"""Images, video and audio: their lengths from headers alone, and pixels or log-mel frames when a step needs them.
 
-Start with `media_bytes`, which says where the bytes of an item lie.
+`media_bytes` says where the bytes of a medium are (a file, a tar member, a Parquet cell) and opens them. `images`,
+`video` and `audio` read one kind each; `vision_items` cuts images and videos into the items of the vision unit.
+
+Read `vision_items.VisionItemDecoder.patches` and `audio.load_log_mels` first.
 """

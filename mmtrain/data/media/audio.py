@@ -1,7 +1,7 @@
-"""From a sound file to log-mel frames: their number from the header alone, and the frames when they are needed.
+"""Read the number of log-mel frames of a sound file from its header alone, and compute the frames when they are needed.
 
 The front end is Whisper's (arXiv 2212.04356): 16 kHz, a Hann window of 25 ms every 10 ms, Slaney's mel bands, log10 of
-the power within eight decades of the clip's loudest. Clips keep their own length, or all get one.
+the power within eight decades of the clip's maximum. Clips keep their own length, or all get the same.
 """
 
 import math
@@ -21,14 +21,17 @@ from mmtrain.data.optional_packages import require_package
 from mmtrain.recipe.schema import AudioDataSettings
 
 SAMPLE_RATE_HZ = 16_000
-WINDOW_SAMPLES = 400  # samples under one window
-HOP_SAMPLES = 160  # samples from one frame to the next
-MAX_SAMPLE_RATE_HZ, MAX_AUDIO_CHANNELS = 384_000, 32  # a short clip of a thousand channels would fill the memory
-_SPARE_SECONDS = 0.1  # headers of compressed files are off by a packet
-_FLOOR = 1e-10
-_DECADES = 8.0
-_LINEAR_END_HZ, _LINEAR_END_MEL = 1000.0, 15.0  # Slaney's scale is linear up to here, logarithmic above
+WINDOW_SAMPLES = 400  # under one window
+HOP_SAMPLES = 160  # from one frame to the next
+MAX_SAMPLE_RATE_HZ = 384_000  # the highest rate of studio equipment
+MAX_AUDIO_CHANNELS = 32  # a short clip of a thousand channels would fill the memory
+_MISSING_SECONDS_ALLOWED = 0.1  # headers of compressed files are off by a packet
+_MIN_POWER = 1e-10
+_MAX_DECADES = 8.0
+_LINEAR_END_HZ = 1000.0  # Slaney's scale is linear up to here and logarithmic above
+_LINEAR_END_MEL = 15.0
 _LOG_STEP = math.log(6.4) / 27.0
+_RESAMPLING_SILENCE_S = 0.1
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -38,132 +41,138 @@ class BadAudioError(BadMediaError):
 
 
 def require_soundfile() -> ModuleType:
-    """The library that decodes; `DataError` says how to install it."""
+    """Import the library that decodes sound. Raises `DataError`, with what to install, if it is missing."""
     return require_package("soundfile", "audio", "model.audio: reading audio")
 
 
 def read_num_frames(media: Media, settings: AudioDataSettings, multiple: int) -> int:
-    """Log-mel frames of a clip, from its header: 10 ms each, rounded up to a multiple of `multiple`.
+    """Return the number of log-mel frames of a clip from its header: 10 ms each, rounded up to a multiple.
 
     Raises `BadAudioError` for what no decoder could use, and for a clip that is too long.
     """
-    # libsndfile's errors, and whatever a damaged header makes of its numbers, mean that this is no sound
-    with _opened(media, "not_audio") as sound:
-        count, rate, channels = sound.frames, sound.samplerate, sound.channels
-    if count < 1 or rate < 1:
-        raise BadAudioError("empty_audio", f"{media}: {count} samples at {rate} Hz")
-    if rate > MAX_SAMPLE_RATE_HZ or channels > MAX_AUDIO_CHANNELS:
-        found = f"{media}: {channels} channels at {rate} Hz"
-        raise BadAudioError(
-            "audio_too_wide", f"{found}, at most {MAX_AUDIO_CHANNELS} at {MAX_SAMPLE_RATE_HZ} Hz are decoded"
+    # Errors of libsndfile, and whatever follows from damaged numbers in a header, mean that this is not sound.
+    with _open_sound(media, "not_audio") as sound:
+        num_samples = sound.frames
+        rate = sound.samplerate
+        num_channels = sound.channels
+    if num_samples < 1 or rate < 1:
+        raise BadAudioError("empty_audio", f"{media}: {num_samples} samples at {rate} Hz")
+    if rate > MAX_SAMPLE_RATE_HZ or num_channels > MAX_AUDIO_CHANNELS:
+        reason = (
+            f"{media}: {num_channels} channels at {rate} Hz, "
+            f"at most {MAX_AUDIO_CHANNELS} at {MAX_SAMPLE_RATE_HZ} Hz are decoded"
         )
-    seconds, most = count / rate, settings.max_seconds
-    if seconds > most:
-        reason = f"{media}: {seconds:.1f} s is above data.audio.max_seconds = {most:g}"
+        raise BadAudioError("audio_too_wide", reason)
+    seconds = num_samples / rate
+    max_seconds = settings.max_seconds
+    if seconds > max_seconds:
+        reason = f"{media}: {seconds:.1f} s is above data.audio.max_seconds = {max_seconds:g}"
         raise BadAudioError("clip_too_long", reason)
     if settings.scheme == "fixed":
-        count, rate = round(most * SAMPLE_RATE_HZ), SAMPLE_RATE_HZ
-    hops: int = math.ceil(count * SAMPLE_RATE_HZ / (rate * HOP_SAMPLES))
-    return math.ceil(hops / multiple) * multiple
+        num_samples = round(max_seconds * SAMPLE_RATE_HZ)
+        rate = SAMPLE_RATE_HZ
+    num_hops: int = math.ceil(num_samples * SAMPLE_RATE_HZ / (rate * HOP_SAMPLES))
+    return math.ceil(num_hops / multiple) * multiple
 
 
 def load_log_mels(media: Media, frames: int, bins: int) -> Float32Array:
-    """Decode a clip, mix its channels and return its log-mel frames (frames, bins), silence after its end.
+    """Decode a clip, mix its channels and return its log-mel frames (frames, bins), padded with silence.
 
     Raises `BadAudioError`.
     """
-    seconds = list(_decoded(media))
+    seconds = list(_decode_seconds(media))
     rate = seconds[0].rate if seconds else SAMPLE_RATE_HZ
-    mixed = np.concatenate([np.zeros(0), *(second.samples.mean(axis=1, dtype=np.float64) for second in seconds)])
-    wave = resample(mixed, rate)[: frames * HOP_SAMPLES]
+    mono = np.concatenate([np.zeros(0), *(second.samples.mean(axis=1, dtype=np.float64) for second in seconds)])
+    wave = resample(mono, rate)[: frames * HOP_SAMPLES]
     return log_mel(np.pad(wave, (0, frames * HOP_SAMPLES - len(wave))), bins)
 
 
 def decoded_duration_s(media: Media) -> float:
-    """Decode a clip of any length without keeping it; its seconds. Raises `BadAudioError`."""
-    return sum(len(second.samples) / second.rate for second in _decoded(media))
+    """Decode a clip of any length without keeping it, and return its seconds. Raises `BadAudioError`."""
+    return sum(len(second.samples) / second.rate for second in _decode_seconds(media))
 
 
 @dataclass(frozen=True)
 class _Second:
-    """A second of a clip, or what is left of it."""
+    """One second of a clip, or the rest of it."""
 
     samples: Float32Array  # (n, channels)
     rate: int
 
 
-def _decoded(media: Media) -> Iterator[_Second]:
-    """Decode a clip second by second, so that one of many channels is never in memory whole."""
-    with _opened(media, "undecodable") as sound:
-        promised, rate, found = sound.frames, sound.samplerate, 0
+def _decode_seconds(media: Media) -> Iterator[_Second]:
+    """Decode a clip second by second, so that one of many channels is never in memory as a whole."""
+    with _open_sound(media, "undecodable") as sound:
+        num_stated = sound.frames
+        rate = sound.samplerate
+        num_decoded = 0
         while len(samples := sound.read(rate, dtype="float32", always_2d=True)):
             if not np.isfinite(samples).all():
                 raise BadAudioError("undecodable", f"{media}: holds samples that are not finite")
-            found += len(samples)
+            num_decoded += len(samples)
             yield _Second(samples, rate)
-        if found < promised - _SPARE_SECONDS * rate:
-            raise BadAudioError("truncated", f"{media}: {found} of {promised} samples are there")
+        if num_decoded < num_stated - _MISSING_SECONDS_ALLOWED * rate:
+            raise BadAudioError("truncated", f"{media}: {num_decoded} of {num_stated} samples are there")
 
 
 def resample(wave: Float64Array, rate: int) -> Float64Array:
-    """Resample (n,) from `rate` to 16 kHz: ceil(n * 16000 / rate) samples, band-limited, by way of the spectrum."""
+    """Resample (n,) from `rate` to 16 kHz by way of the spectrum: ceil(n * 16000 / rate) band-limited samples."""
     if rate == SAMPLE_RATE_HZ:
         return wave
-    wanted = math.ceil(len(wave) * SAMPLE_RATE_HZ / rate)
-    # The spectrum is that of a wave that repeats: silence in between keeps the end from ringing at the start. Whole
-    # seconds make both lengths whole.
-    seconds = math.ceil(len(wave) / rate + 0.1)
+    num_wanted = math.ceil(len(wave) * SAMPLE_RATE_HZ / rate)
+    # The spectrum is that of a periodic wave: silence at the end keeps the end from ringing into the start. Whole
+    # seconds make the number of samples an integer at both rates.
+    seconds = math.ceil(len(wave) / rate + _RESAMPLING_SILENCE_S)
     spectrum = np.fft.rfft(wave, seconds * rate)
-    longer = np.zeros(seconds * SAMPLE_RATE_HZ // 2 + 1, dtype=spectrum.dtype)
-    kept = min(len(spectrum), len(longer))
-    longer[:kept] = spectrum[:kept]
-    resampled: Float64Array = np.fft.irfft(longer, seconds * SAMPLE_RATE_HZ)[:wanted] * (SAMPLE_RATE_HZ / rate)
-    return resampled
+    resampled_spectrum = np.zeros(seconds * SAMPLE_RATE_HZ // 2 + 1, dtype=spectrum.dtype)
+    num_common = min(len(spectrum), len(resampled_spectrum))
+    resampled_spectrum[:num_common] = spectrum[:num_common]
+    resampled: Float64Array = np.fft.irfft(resampled_spectrum, seconds * SAMPLE_RATE_HZ)[:num_wanted]
+    return resampled * (SAMPLE_RATE_HZ / rate)
 
 
 def log_mel(wave: Float64Array, bins: int) -> Float32Array:
-    """Log-mel frames (n / 160, bins) of (n,) samples at 16 kHz, scaled as Whisper does: loudest near 1, floor 2 below.
+    """Return the log-mel frames (n / 160, bins) of (n,) samples at 16 kHz.
 
-    n is a multiple of 160, and longer than half a window.
+    Scaled as Whisper does: the maximum is near 1, the minimum 2 below. n is a multiple of 160 and above 200.
     """
     assert len(wave) % HOP_SAMPLES == 0, f"{len(wave)} samples are not whole frames"
-    around = np.pad(wave, WINDOW_SAMPLES // 2, mode="reflect")
-    windows = np.lib.stride_tricks.sliding_window_view(around, WINDOW_SAMPLES)[::HOP_SAMPLES][
-        : len(wave) // HOP_SAMPLES
-    ]
+    padded = np.pad(wave, WINDOW_SAMPLES // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, WINDOW_SAMPLES)[::HOP_SAMPLES]
+    windows = windows[: len(wave) // HOP_SAMPLES]
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW_SAMPLES) / WINDOW_SAMPLES)
     power = np.abs(np.fft.rfft(windows * hann, axis=1)) ** 2
-    log = np.log10(np.maximum(power @ mel_filters(bins), _FLOOR))
-    log = np.maximum(log, log.max() - _DECADES)
+    log = np.log10(np.maximum(power @ mel_filters(bins), _MIN_POWER))
+    log = np.maximum(log, log.max() - _MAX_DECADES)
     return np.ascontiguousarray((log + 4.0) / 4.0, dtype=np.float32)
 
 
 @lru_cache(maxsize=4)
 def mel_filters(bins: int) -> Float64Array:
-    """(201, bins) triangles over the spectrum, evenly spaced on Slaney's mel scale from 0 to 8 kHz, of equal area."""
-    edges = _hertz(np.linspace(0.0, _mel(SAMPLE_RATE_HZ / 2), bins + 2))
+    """Return (201, bins) triangles of equal area over the spectrum, evenly spaced on Slaney's mel scale, 0 to 8 kHz."""
+    edges = _mel_to_hertz(np.linspace(0.0, _hertz_to_mel(SAMPLE_RATE_HZ / 2), bins + 2))
     frequencies = np.linspace(0.0, SAMPLE_RATE_HZ / 2, WINDOW_SAMPLES // 2 + 1)[:, None]
-    lower, centre, upper = edges[:-2], edges[1:-1], edges[2:]
-    rising = (frequencies - lower) / (centre - lower)
-    falling = (upper - frequencies) / (upper - centre)
+    lower, center, upper = edges[:-2], edges[1:-1], edges[2:]
+    rising = (frequencies - lower) / (center - lower)
+    falling = (upper - frequencies) / (upper - center)
     filters: Float64Array = np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (upper - lower))
     return filters
 
 
-def _mel(hertz: float) -> float:
+def _hertz_to_mel(hertz: float) -> float:
     if hertz < _LINEAR_END_HZ:
         return hertz * _LINEAR_END_MEL / _LINEAR_END_HZ
     return _LINEAR_END_MEL + math.log(hertz / _LINEAR_END_HZ) / _LOG_STEP
 
 
-def _hertz(mel: Float64Array) -> Float64Array:
+def _mel_to_hertz(mel: Float64Array) -> Float64Array:
     linear = mel * _LINEAR_END_HZ / _LINEAR_END_MEL
     return np.where(mel < _LINEAR_END_MEL, linear, _LINEAR_END_HZ * np.exp(_LOG_STEP * (mel - _LINEAR_END_MEL)))
 
 
 @contextmanager
-def _opened(media: Media, broken: str) -> Iterator[Any]:
-    """Open a clip as a `SoundFile`; what goes wrong, here or in the body, is a `BadAudioError` of kind `broken`."""
+def _open_sound(media: Media, broken: str) -> Iterator[Any]:
+    """Open a clip as a `SoundFile`; every error, here or in the body, becomes a `BadAudioError` of kind `broken`."""
     soundfile = require_soundfile()
     try:
         with media.open() as file, soundfile.SoundFile(file) as sound:
@@ -173,5 +182,5 @@ def _opened(media: Media, broken: str) -> Iterator[Any]:
     except BadAudioError:
         raise
     except Exception as error:
-        why = getattr(error, "error_string", error)  # libsndfile's own words, without the name of our stream
+        why = getattr(error, "error_string", error)  # libsndfile's own message, without the name of our stream
         raise BadAudioError(broken, f"{media}: {type(error).__name__}: {why}") from None

@@ -1,7 +1,7 @@
-"""Sizes of ordinary PNG and JPEG files from one look at their bytes, ten times faster than a general reader.
+"""Read the sizes of ordinary PNG and JPEG files from their first bytes, ten times faster than Pillow does.
 
-Whoever has a million pictures waits for this. Anything out of the ordinary (orientation tags, thumbnails, unusual
-chunks, damage of any kind) is left to the reader that knows it all: the answer is then None, never a guess.
+Indexing a million images spends most of its time here. Anything unusual (orientation tags, thumbnails, rare chunks, any
+damage) gives None, never a guess, and is left to the general reader in `images`.
 """
 
 import os
@@ -10,26 +10,33 @@ import zlib
 from collections.abc import Callable
 from typing import BinaryIO
 
-_LOOK = 1 << 14  # bytes read at once; most headers, and small pictures, are shorter
-_PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
-_PNG_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}  # by colour type
-_PNG_PLAIN = frozenset((b"PLTE", b"tRNS", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"bKGD", b"sBIT", b"tIME"))
-_JPEG, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
-_FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended and progressive, Huffman coded
-_JPEG_PLAIN = frozenset((0xC4, 0xDB, 0xDD, 0xE0, 0xEE, 0xFE))  # tables, restart interval, JFIF, Adobe, comment
+_FIRST_READ_BYTES = 1 << 14  # most headers, and small images as a whole, are shorter
+_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
+_PNG_DEPTHS_BY_COLOR_TYPE = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
+_PNG_HARMLESS_CHUNKS = frozenset((b"PLTE", b"tRNS", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"bKGD", b"sBIT", b"tIME"))
+_JPEG_MAGIC = b"\xff\xd8\xff"
+_JPEG_END = b"\xff\xd9"
+_JPEG_FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended and progressive, Huffman coded
+_JPEG_SCAN = 0xDA
+# Tables, restart interval, JFIF, Adobe, comment.
+_JPEG_HARMLESS_SEGMENTS = frozenset((0xC4, 0xDB, 0xDD, 0xE0, 0xEE, 0xFE))
+
+_ReadAt = Callable[[int, int], bytes]  # (number of bytes, offset) -> bytes
 
 
 def fast_image_size(path: str) -> tuple[int, int] | None:
-    """Width and height of a whole, upright PNG or JPEG file; None for whatever else is there, or is not."""
+    """Return width and height of a complete, upright PNG or JPEG file; None for anything else, or nothing."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not keep us waiting
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not block
     except (OSError, ValueError):
         return None
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             return None
-        return _size(os.read(file, _LOOK), status.st_size, lambda count, at: os.pread(file, count, at))
+        head = os.read(file, _FIRST_READ_BYTES)
+        return _image_size(head, status.st_size, lambda count, offset: os.pread(file, count, offset))
     except OSError:
         return None
     finally:
@@ -37,65 +44,81 @@ def fast_image_size(path: str) -> tuple[int, int] | None:
 
 
 def fast_image_size_in_stream(file: BinaryIO) -> tuple[int, int] | None:
-    """The same of what an open file holds, a member of an archive for one. Raises OSError."""
+    """Return the same for an open file, such as a member of an archive. Raises OSError."""
 
-    def read_at(count: int, at: int) -> bytes:
-        file.seek(at)
+    def read_at(count: int, offset: int) -> bytes:
+        file.seek(offset)
         return file.read(count)
 
-    size = file.seek(0, os.SEEK_END)
-    return _size(read_at(_LOOK, 0), size, read_at)
+    num_bytes = file.seek(0, os.SEEK_END)
+    return _image_size(read_at(_FIRST_READ_BYTES, 0), num_bytes, read_at)
 
 
-def _size(head: bytes, size: int, read_at: Callable[[int, int], bytes]) -> tuple[int, int] | None:
-    """Width and height from the first of `size` bytes; `read_at` gets so many others from a place."""
-    if head.startswith(_PNG):
-        found = _png_size(head)
-        end = _PNG_END
-    elif head.startswith(_JPEG):
-        found = _jpeg_size(head)
-        end = _JPEG_END
+def _image_size(head: bytes, num_bytes: int, read_at: _ReadAt) -> tuple[int, int] | None:
+    """Return width and height of a file of `num_bytes` bytes that starts with `head`."""
+    if head.startswith(_PNG_MAGIC):
+        size = _png_size(head)
+        expected_end = _PNG_END
+    elif head.startswith(_JPEG_MAGIC):
+        size = _jpeg_size(head)
+        expected_end = _JPEG_END
     else:
         return None
-    if found is None or size < len(head):
+    if size is None or num_bytes < len(head):
         return None
-    tail = head[-len(end) :] if size == len(head) else read_at(len(end), size - len(end))
-    return found if tail == end else None
+    if num_bytes == len(head):
+        end = head[-len(expected_end) :]
+    else:
+        end = read_at(len(expected_end), num_bytes - len(expected_end))
+    return size if end == expected_end else None
 
 
 def _png_size(head: bytes) -> tuple[int, int] | None:
-    """From the chunks before the pixels, each of them whole, plain and with the right sum."""
+    """Read the chunks before the pixels; each must be complete and harmless, with the right checksum."""
     if head[8:16] != b"\0\0\0\rIHDR" or len(head) < 33:
         return None
-    width, height = int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
-    if head[24] not in _PNG_DEPTHS.get(head[25], ()) or head[26] or head[27] or head[28] > 1 or not width * height:
+    width = _big_endian(head, 16, 4)
+    height = _big_endian(head, 20, 4)
+    depth, color_type, compression, filter_method, interlace = head[24:29]
+    if depth not in _PNG_DEPTHS_BY_COLOR_TYPE.get(color_type, ()):
         return None
-    at, kind = 8, b"IHDR"
+    if compression or filter_method or interlace > 1 or not width * height:
+        return None
+    start = 8  # of a chunk: length, kind, content, checksum
     while True:
-        end = at + 8 + int.from_bytes(head[at : at + 4], "big")
-        if end + 12 > len(head) or zlib.crc32(head[at + 4 : end]) != int.from_bytes(head[end : end + 4], "big"):
+        end = start + 8 + _big_endian(head, start, 4)
+        if end + 12 > len(head) or zlib.crc32(head[start + 4 : end]) != _big_endian(head, end, 4):
             return None
-        at = end + 4
-        kind = head[at + 4 : at + 8]
+        start = end + 4
+        kind = head[start + 4 : start + 8]
         if kind == b"IDAT":
             return width, height
-        if kind not in _PNG_PLAIN:
+        if kind not in _PNG_HARMLESS_CHUNKS:
             return None
 
 
 def _jpeg_size(head: bytes) -> tuple[int, int] | None:
-    """From the segments before the scan, all of them plain."""
-    at, found = 2, None
-    while at + 9 < len(head) and head[at] == 0xFF:
-        kind, length = head[at + 1], int.from_bytes(head[at + 2 : at + 4], "big")
-        if kind == 0xDA:
-            return found
-        if kind in _FRAMES:
-            height, width = int.from_bytes(head[at + 5 : at + 7], "big"), int.from_bytes(head[at + 7 : at + 9], "big")
-            if found is not None or head[at + 4] != 8 or head[at + 9] not in (1, 3, 4) or not width * height:
+    """Read the segments before the scan; all of them must be harmless."""
+    start = 2  # of a segment: marker, length, content
+    size = None
+    while start + 9 < len(head) and head[start] == 0xFF:
+        kind = head[start + 1]
+        length = _big_endian(head, start + 2, 2)
+        if kind == _JPEG_SCAN:
+            return size
+        if kind in _JPEG_FRAMES:
+            height = _big_endian(head, start + 5, 2)
+            width = _big_endian(head, start + 7, 2)
+            depth = head[start + 4]
+            num_components = head[start + 9]
+            if size is not None or depth != 8 or num_components not in (1, 3, 4) or not width * height:
                 return None
-            found = width, height
-        elif kind not in _JPEG_PLAIN:
+            size = width, height
+        elif kind not in _JPEG_HARMLESS_SEGMENTS:
             return None
-        at += 2 + length
+        start += 2 + length
     return None
+
+
+def _big_endian(head: bytes, start: int, count: int) -> int:
+    return int.from_bytes(head[start : start + count], "big")

@@ -1,4 +1,4 @@
-"""From an image file to patches: its size from the header alone, and the pixels when they are needed."""
+"""Read the size of an image from its header alone, and turn its pixels into patches when they are needed."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from mmtrain.recipe.schema import ImageSettings
 
 Float32Array = npt.NDArray[np.float32]
 
-# Formats that decode in this process (Pillow would hand EPS to Ghostscript).
+# Formats that Pillow decodes in this process (it would hand EPS to Ghostscript).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 # `max_source_pixels` is checked from the header before any pixel is decoded; Pillow's own limit would only warn.
 Image.MAX_IMAGE_PIXELS = None
 
 _ORIENTATION_TAG = 0x0112
-_UPRIGHT = {  # EXIF orientation -> what makes the picture stand upright
+_TO_UPRIGHT = {  # EXIF orientation -> the transposition that makes the image upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -31,6 +31,7 @@ _UPRIGHT = {  # EXIF orientation -> what makes the picture stand upright
     8: Image.Transpose.ROTATE_90,
 }
 _SWAPS_SIDES = (5, 6, 7, 8)
+_JPEG_TAIL_BYTES = 1 << 16  # searched for the end marker before the whole scan is
 
 
 class BadImageError(BadMediaError):
@@ -38,63 +39,67 @@ class BadImageError(BadMediaError):
 
 
 def read_image_size(media: Media, max_source_pixels: int) -> tuple[int, int]:
-    """Upright width and height from the header; raises `BadImageError` for what no decoder could use.
+    """Return the upright width and height from the header.
 
-    Also looks whether the end of a JPEG or PNG file is there, without decoding.
+    Also checks, without decoding, that the end of a JPEG or PNG file is there. Raises `BadImageError` for what no
+    decoder could use, and for more than `max_source_pixels` pixels.
     """
-    quick = fast_image_size(media.path) if isinstance(media, FileMedia) else _quick_size(media)
-    if quick is not None and quick[0] * quick[1] <= max_source_pixels:
-        return quick
-    with _opened(media, max_source_pixels) as (image, file):
+    size = fast_image_size(media.path) if isinstance(media, FileMedia) else _fast_size_in_archive(media)
+    if size is not None and size[0] * size[1] <= max_source_pixels:
+        return size
+    with _open_image(media, max_source_pixels) as (image, file):
         width, height = image.size
         if _orientation(image) in _SWAPS_SIDES:
             width, height = height, width
         kind = image.format
-        if kind in _ENDS and not _ENDS[kind](file):
+        if kind in _HAS_END and not _HAS_END[kind](file):
             raise BadImageError("truncated", f"{media}: the end of the {kind} file is missing")
     return width, height
 
 
-def _quick_size(media: Media) -> tuple[int, int] | None:
-    """Width and height of an ordinary picture in an archive; the general reader will say what is wrong with others."""
+def _fast_size_in_archive(media: Media) -> tuple[int, int] | None:
+    """Return the size of an ordinary image in an archive; None where the general reader must find out."""
     try:
         with media.open() as file:
             return fast_image_size_in_stream(file)
-    except Exception:  # as many as there are decoders, see `_opened`
+    except Exception:  # of many types, as in `_open_image`; the general reader reports it
         return None
 
 
 def load_rgb_images(media: Media, sizes: Sequence[tuple[int, int]], max_source_pixels: int) -> list[Image.Image]:
-    """Decode an image and resize it to each of some sizes (width, height), the largest first.
+    """Decode an image and resize it to each of `sizes` (width, height), of which the first is the largest.
 
-    Transparency is laid on white. Raises `BadImageError`.
+    Transparent images are put on a white background. Raises `BadImageError`.
     """
-    with _opened(media, max_source_pixels) as (image, _):
+    with _open_image(media, max_source_pixels) as (image, _):
         orientation = _orientation(image)
-        wanted = sizes[0][::-1] if orientation in _SWAPS_SIDES else sizes[0]
-        image.draft("RGB", (2 * wanted[0], 2 * wanted[1]))  # JPEG only: decode at 1/2, 1/4, 1/8 while it is enough
-        rgb = _rgb(image)
-    if orientation in _UPRIGHT:
-        rgb = rgb.transpose(_UPRIGHT[orientation])
+        largest = sizes[0][::-1] if orientation in _SWAPS_SIDES else sizes[0]
+        # JPEG only: decode at 1/2, 1/4 or 1/8 of the size as long as that is at least twice the largest size.
+        image.draft("RGB", (2 * largest[0], 2 * largest[1]))
+        rgb = _to_rgb(image)
+    if orientation in _TO_UPRIGHT:
+        rgb = rgb.transpose(_TO_UPRIGHT[orientation])
     return [rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC) for size in sizes]
 
 
 def patchify(rgb: Image.Image, settings: ImageSettings, patch: int) -> Float32Array:
-    """Normalise a picture and cut it up, its sides being whole patches.
+    """Normalize an image and cut it into patches; its sides must be multiples of `patch`.
 
-    Returns (rows * cols, 3 * patch * patch), patches row-major, the features of each ordered (channel, y, x) like a
+    Returns (rows * cols, 3 * patch * patch): patches row-major, the features of each ordered (channel, y, x) like a
     flattened Conv2d weight.
     """
-    rows, cols = rgb.height // patch, rgb.width // patch
-    mean, std = (np.array(v, dtype=np.float32) for v in (settings.mean, settings.std))
+    rows = rgb.height // patch
+    cols = rgb.width // patch
+    mean = np.array(settings.mean, dtype=np.float32)
+    std = np.array(settings.std, dtype=np.float32)
     pixels = (np.asarray(rgb, dtype=np.float32) / np.float32(255) - mean) / std
     split = pixels.reshape(rows, patch, cols, patch, 3).transpose(0, 2, 4, 1, 3)
     return np.ascontiguousarray(split.reshape(rows * cols, 3 * patch * patch), dtype=np.float32)
 
 
 @contextmanager
-def _opened(media: Media, max_source_pixels: int) -> Iterator[tuple[Image.Image, BinaryIO]]:
-    """Open an image and turn whatever goes wrong, here or in the body, into a `BadImageError`."""
+def _open_image(media: Media, max_source_pixels: int) -> Iterator[tuple[Image.Image, BinaryIO]]:
+    """Open an image; every error, here or in the body of the `with`, becomes a `BadImageError`."""
     try:
         with media.open() as file, Image.open(file, formats=_FORMATS) as image:
             width, height = image.size
@@ -117,17 +122,17 @@ def _opened(media: Media, max_source_pixels: int) -> Iterator[tuple[Image.Image,
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation as the header gives it, before decoding: size and pixels must agree on it."""
+    """Return the EXIF orientation that the header states before decoding: size and pixels must agree on it."""
     if image.format == "PNG" and "exif" not in image.info:
-        return 1  # asking further would decode the whole picture
+        return 1  # Pillow would decode all pixels to look for a later chunk
     try:
         return int(image.getexif().get(_ORIENTATION_TAG, 1))
-    except Exception:  # damaged metadata must not cost the picture
+    except Exception:  # damaged metadata must not cost the image
         return 1
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow would cut 16 bits off at 255 instead of scaling them
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):  # Pillow would clip 16 bits at 255 instead of scaling them
         image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")
@@ -136,8 +141,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB") if image.mode != "RGB" else image.copy()
 
 
-def _png_ends(file: BinaryIO) -> bool:
-    """Whether the closing chunk is there, at the end or (with bytes appended by some tool) found chunk by chunk."""
+def _png_has_end(file: BinaryIO) -> bool:
+    """Return whether the closing chunk is there: at the end, or before bytes that some tool appended."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 12, 0))
     if file.read() == b"\0\0\0\0IEND\xaeB`\x82":
@@ -150,20 +155,20 @@ def _png_ends(file: BinaryIO) -> bool:
     return False
 
 
-def _jpeg_ends(file: BinaryIO) -> bool:
-    """Whether an end-of-image marker follows the start of the scan.
+def _jpeg_has_end(file: BinaryIO) -> bool:
+    """Return whether an end-of-image marker follows the start of the scan.
 
-    The marker cannot occur inside scan data; the metadata before it may hold a thumbnail with an end of its own, so it
-    is stepped over segment by segment.
+    The marker cannot occur inside scan data. The metadata before the scan may hold a thumbnail with an end marker of
+    its own, so they are skipped segment by segment.
     """
     size = file.seek(0, os.SEEK_END)
     scan = _jpeg_scan_start(file)
     if scan is None:
         return False
-    file.seek(max(scan, size - 65536))
+    file.seek(max(scan, size - _JPEG_TAIL_BYTES))
     if b"\xff\xd9" in file.read():
         return True
-    file.seek(scan)  # cameras append films and second pictures
+    file.seek(scan)  # cameras append films and second images behind the end
     return b"\xff\xd9" in file.read()
 
 
@@ -181,4 +186,4 @@ def _jpeg_scan_start(file: BinaryIO) -> int | None:
     return None
 
 
-_ENDS = {"JPEG": _jpeg_ends, "MPO": _jpeg_ends, "PNG": _png_ends}
+_HAS_END = {"JPEG": _jpeg_has_end, "MPO": _jpeg_has_end, "PNG": _png_has_end}

@@ -1,14 +1,20 @@
-"""Where the bytes of an image, clip or video lie: a file, or a piece of an archive. Opened only when looked at."""
+"""Where the bytes of an image, clip or video are: a file, a member of a tar shard, or a cell of a Parquet file.
+
+Nothing is opened before the medium is read.
+"""
 
 import io
 import os
 import stat
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Literal
+
+VisualKind = Literal["image", "video"]  # what the vision unit looks at
+MediaKind = Literal["image", "video", "audio"]
 
 
 class BadMediaError(Exception):
-    """An image, clip or video that cannot be used; `kind` is the quarantine's."""
+    """An image, clip or video that cannot be used; `kind` is one of `QUARANTINE_REASONS`."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -17,17 +23,17 @@ class BadMediaError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileMedia:
-    """A file of its own."""
+    """A medium in a file of its own."""
 
     path: str
 
     @property
     def name(self) -> str:
-        """File name without its folder."""
+        """The name of the file, without its folder."""
         return os.path.basename(self.path)
 
     def open(self) -> BinaryIO:
-        """Open for reading. Raises OSError; a pipe or device is refused, since reading one may wait for ever."""
+        """Open the file for reading. Raises OSError; a pipe or device is rejected, since reading it may block."""
         file = os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb")
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
@@ -40,7 +46,7 @@ class FileMedia:
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """The bytes [offset, offset + size) of a tar shard."""
+    """A medium in the bytes [offset, offset + size) of a tar shard."""
 
     shard: str
     name: str  # of the member
@@ -48,8 +54,8 @@ class TarMember:
     size: int
 
     def open(self) -> BinaryIO:
-        """Open the member for reading, whatever else the shard holds. Raises OSError."""
-        return io.BufferedReader(_Window(open(self.shard, "rb"), self.offset, self.size))
+        """Open the member for reading; the rest of the shard is out of reach. Raises OSError."""
+        return io.BufferedReader(_FileSlice(open(self.shard, "rb"), self.offset, self.size))
 
     def __str__(self) -> str:
         return f"{self.shard}, member {self.name}"
@@ -57,13 +63,13 @@ class TarMember:
 
 @dataclass(frozen=True, slots=True)
 class ParquetCell:
-    """The bytes in a cell of a Parquet file, or in one place of the list that stands there."""
+    """A medium in the bytes of a cell of a Parquet file, or of one element of the list in that cell."""
 
     file: str
     row_group: int
     row: int  # in the row group
     column: str
-    place: int | None  # in the cell's list; None where the cell itself holds the bytes
+    place: int | None  # in the list; None where the cell itself holds the bytes
 
     @property
     def name(self) -> str:
@@ -71,10 +77,13 @@ class ParquetCell:
         return f"{self.column}[{self.row}]" if self.place is None else f"{self.column}[{self.row}][{self.place}]"
 
     def open(self) -> BinaryIO:
-        """Read the cell. Raises OSError."""
-        from mmtrain.data.media.parquet_cells import open_cell
+        """Read the cell into memory. Raises OSError."""
+        from mmtrain.data.media.parquet_cells import read_cell  # pyarrow is an optional package
 
-        return open_cell(self)
+        content = read_cell(self.file, self.row_group, self.column, self.row, self.place)
+        if content is None:
+            raise OSError(f"{self} is empty")
+        return content
 
     def __str__(self) -> str:
         return f"{self.file}, row group {self.row_group}, {self.name}"
@@ -83,11 +92,14 @@ class ParquetCell:
 Media = FileMedia | TarMember | ParquetCell
 
 
-class _Window(io.RawIOBase):
-    """A stretch of a file, as a file."""
+class _FileSlice(io.RawIOBase):
+    """The bytes [offset, offset + size) of a file, as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
-        self._file, self._offset, self._size, self._at = file, offset, size, 0
+        self._file = file
+        self._offset = offset
+        self._size = size
+        self._position = 0  # in the slice
 
     def readable(self) -> bool:
         return True
@@ -96,22 +108,22 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         if start + offset < 0:
             raise OSError(f"seek to {start + offset}")
-        self._at = start + offset
-        return self._at
+        self._position = start + offset
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        wanted = max(0, min(len(buffer), self._size - self._at))
-        self._file.seek(self._offset + self._at)
-        found = self._file.read(wanted)
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        num_wanted = max(0, min(len(buffer), self._size - self._position))
+        self._file.seek(self._offset + self._position)
+        content = self._file.read(num_wanted)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
     def close(self) -> None:
         self._file.close()

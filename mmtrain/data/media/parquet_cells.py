@@ -1,58 +1,59 @@
-"""Bytes of media in cells of Parquet files.
+"""Read the bytes of media in cells of Parquet files.
 
-A cell cannot be read alone: its row group's column is decoded, and the last few are kept, since neighbours mostly
-follow. Random access to row groups of many hundred megabytes is slow; writers should make them small.
+A cell cannot be read alone: the column of its row group must be decoded. The last few columns stay in memory, because
+reads are mostly of neighboring cells. Random access to row groups of many hundred megabytes is slow; writers should
+make row groups small.
 """
 
 import io
 import os
 import threading
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet
 
-if TYPE_CHECKING:
-    from mmtrain.data.media.media_bytes import ParquetCell
-
-PARQUET_BATCH_ROWS = 1  # rows decoded at once: a few bytes may stand for one large value in each of them (dictionaries)
+PARQUET_BATCH_ROWS = 1  # decoded at once: in a dictionary column a few bytes may stand for a large value in each row
 MAX_PARQUET_COLUMN_BYTES = 4 << 30  # of one column of a row group, decoded
-_reading = threading.Lock()  # several threads asking for the same column must not decode it each
+_decoding = threading.Lock()  # threads that ask for one column must not decode it several times
 
 
-def open_cell(cell: "ParquetCell") -> BinaryIO:
-    """The bytes of one cell. Raises OSError."""
-    stat = os.stat(cell.file)
+def read_cell(file: str, row_group: int, column: str, row: int, place: int | None) -> BinaryIO | None:
+    """Return the bytes of one cell, or None if it is empty. Raises OSError.
+
+    row: in the row group. place: in the list that the cell holds; None where the cell itself holds the bytes.
+    """
+    status = os.stat(file)
     try:
-        with _reading:
-            column = _column(cell.file, (stat.st_mtime_ns, stat.st_size), cell.row_group, cell.column)
-        value = column[cell.row]
-        value = value if cell.place is None else value[cell.place]
+        with _decoding:
+            values = _decode_column(file, (status.st_mtime_ns, status.st_size), row_group, column)
+        value = values[row]
+        if place is not None:
+            value = value[place]
         value = decode_dictionary(value)
-        value = value["bytes"] if isinstance(value, pa.StructScalar) else value
-        if not value.is_valid:
-            raise OSError(f"{cell} is empty")
-        return io.BytesIO(value.as_buffer())
+        if isinstance(value, pa.StructScalar):
+            value = value["bytes"]
+        return io.BytesIO(value.as_buffer()) if value.is_valid else None
     except (pa.ArrowException, LookupError, AttributeError) as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
 
 
 def decode_dictionary(value: Any) -> Any:
-    """A value of a column, looked up where the column stores numbers of a dictionary's entries."""
+    """Return the plain value of an Arrow scalar whose column stores indices into a dictionary."""
     return value.value if isinstance(value, pa.DictionaryScalar) else value
 
 
 @lru_cache(maxsize=3)
-def _column(file: str, stamp: tuple[int, int], row_group: int, name: str) -> Any:
-    """A column of a row group; `stamp` tells versions of the file apart."""
-    batches, size = [], 0
+def _decode_column(file: str, version: tuple[int, int], row_group: int, column: str) -> Any:
+    """Decode a column of a row group; `version` (time of change, size) keeps a changed file out of the cache."""
+    batches = []
+    num_bytes = 0
     with pyarrow.parquet.ParquetFile(file) as parquet:
-        for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, [row_group], [name], use_threads=False):
-            size += batch.nbytes
-            if size > MAX_PARQUET_COLUMN_BYTES:
-                raise OSError(
-                    f"{file}: column {name} of row group {row_group} is above {MAX_PARQUET_COLUMN_BYTES} bytes"
-                )
+        for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, [row_group], [column], use_threads=False):
+            num_bytes += batch.nbytes
+            if num_bytes > MAX_PARQUET_COLUMN_BYTES:
+                what = f"{file}: column {column} of row group {row_group}"
+                raise OSError(f"{what} is above {MAX_PARQUET_COLUMN_BYTES} bytes")
             batches.append(batch.column(0))
     return pa.chunked_array(batches)

@@ -1,80 +1,84 @@
-"""The items of the vision unit: what an image or a video is cut into, and the patches of each part.
+"""The items of the vision unit: the grids that an image or video is cut into, and the patches of each item.
 
-An image is one item or, with tiles, several; a video is one item for each of its frames. An item is named by the place
-of its medium among those of its sample, and by the part of it.
+An image is one item or, with tiles, several; a video is one item for each of its frames. An item is addressed by its
+medium and by its part: the number of the tile or frame in that medium.
 """
 
 import numpy as np
 from PIL import Image
 
-from mmtrain.data.formats.sample import Sight
 from mmtrain.data.media.image_grids import Grid, frame_grid, item_grids, num_tiles, tile_canvas
 from mmtrain.data.media.images import Float32Array, load_rgb_images, patchify, read_image_size
-from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.data.media.media_bytes import BadMediaError, Media, VisualKind
 from mmtrain.data.media.video import load_video_frames, read_video_size
 from mmtrain.recipe.model_settings import VisionSettings
 from mmtrain.recipe.schema import ImageSettings, VideoSettings
 
 
 def read_item_grids(
-    kind: Sight, media: Media, image: ImageSettings, video: VideoSettings, vision: VisionSettings
+    kind: VisualKind, media: Media, image: ImageSettings, video: VideoSettings, vision: VisionSettings
 ) -> tuple[Grid, ...]:
-    """The grid of each item that an image or video becomes, from its header. Raises `BadMediaError`."""
-    sides = vision.patch, vision.merge, vision.max_side
+    """Return the grid of each item of an image or video, from its header alone. Raises `BadMediaError`."""
+    patch_settings = vision.patch, vision.merge, vision.max_side
     if kind == "image":
         width, height = read_image_size(media, image.max_source_pixels)
-        return item_grids(width, height, image, *sides)
-    width, height, frames = read_video_size(media, video.max_frames, image.max_source_pixels)
-    return (frame_grid(width, height, image, *sides),) * frames
+        return item_grids(width, height, image, *patch_settings)
+    width, height, num_frames = read_video_size(media, video.max_frames, image.max_source_pixels)
+    return (frame_grid(width, height, image, *patch_settings),) * num_frames
 
 
 class VisionItemDecoder:
-    """Decodes items one at a time, and keeps the last medium decoded: its other parts are mostly asked for next."""
+    """Decodes items one at a time, and keeps the last medium decoded: usually its next part is wanted next."""
 
     def __init__(self, settings: ImageSettings, patch: int) -> None:
-        """Prepare patches of `patch` x `patch` pixels as `settings` say."""
-        self._settings, self._patch = settings, patch
-        self._last: tuple[object, list[Image.Image] | BadMediaError] = None, []
+        """Decode into patches of `patch` x `patch` pixels, preprocessed by `settings`."""
+        self._settings = settings
+        self._patch = patch
+        self._cached_key: object = None
+        self._cached: list[Image.Image] | BadMediaError = []  # the parts of the last medium, or why it is bad
 
-    def patches(self, kind: Sight, media: Media, part: int, parts: int, grid: Grid) -> Float32Array:
-        """Patches (rows * cols, 3 * patch * patch) of one of the `parts` of an image or video, all of one grid.
+    def patches(self, kind: VisualKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
+        """Return the patches (rows * cols, 3 * patch * patch) of one part of an image or video.
 
-        Raises `BadMediaError`.
+        All `num_parts` parts of the medium have the same grid. Raises `BadMediaError`.
         """
-        key = kind, media, parts, grid
-        if self._last[0] != key:
+        key = kind, media, num_parts, grid
+        if self._cached_key != key:
+            self._cached_key = key
             try:
-                self._last = key, self._decoded(kind, media, parts, grid)
+                self._cached = self._decode(kind, media, num_parts, grid)
             except BadMediaError as bad:
-                self._last = key, bad
-        decoded = self._last[1]
-        if isinstance(decoded, BadMediaError):
-            raise decoded
-        return patchify(decoded[part], self._settings, self._patch)
+                self._cached = bad
+        if isinstance(self._cached, BadMediaError):
+            raise self._cached
+        return patchify(self._cached[part], self._settings, self._patch)
 
     def blank(self, grid: Grid) -> Float32Array:
-        """Zeros in place of an item's patches."""
+        """Return zeros in the shape of an item's patches."""
         return np.zeros((grid[0] * grid[1], 3 * self._patch**2), dtype=np.float32)
 
-    def _decoded(self, kind: Sight, media: Media, parts: int, grid: Grid) -> list[Image.Image]:
-        size, limit = (grid[1] * self._patch, grid[0] * self._patch), self._settings.max_source_pixels
+    def _decode(self, kind: VisualKind, media: Media, num_parts: int, grid: Grid) -> list[Image.Image]:
+        size = grid[1] * self._patch, grid[0] * self._patch
+        max_source_pixels = self._settings.max_source_pixels
         if kind == "video":
-            return load_video_frames(media, parts, size, limit)
+            return load_video_frames(media, num_parts, size, max_source_pixels)
         if self._settings.scheme == "tiles":
-            return _tiles(media, parts, self._settings)
-        return load_rgb_images(media, [size], limit)
+            return _load_tiles(media, num_parts, self._settings)
+        return load_rgb_images(media, [size], max_source_pixels)
 
 
-def _tiles(media: Media, parts: int, settings: ImageSettings) -> list[Image.Image]:
-    """The `parts` tiles of an image, row-major, and the whole of it last where there are several."""
-    side, limit = settings.tile, settings.max_source_pixels
-    width, height = read_image_size(media, limit)
-    if num_tiles(width, height, settings) != parts:
-        reason = f"{media}: {width} x {height} pixels are not {parts} tiles: it has changed since lengths were read"
-        raise BadMediaError("undecodable", f"{reason}; touch the data file, so that they are read again")
+def _load_tiles(media: Media, expected_tiles: int, settings: ImageSettings) -> list[Image.Image]:
+    """Return the tiles of an image, row-major; where there are several, the last one shows all of the image."""
+    side = settings.tile
+    max_source_pixels = settings.max_source_pixels
+    width, height = read_image_size(media, max_source_pixels)
+    if num_tiles(width, height, settings) != expected_tiles:
+        what = f"{media}: {width} x {height} pixels are not {expected_tiles} tiles"
+        reason = f"{what}: it has changed since lengths were read; touch the data file, so that they are read again"
+        raise BadMediaError("undecodable", reason)
     rows, cols = tile_canvas(width, height, side, settings.max_tiles)
     if (rows, cols) == (1, 1):
-        return load_rgb_images(media, [(side, side)], limit)
-    canvas, thumbnail = load_rgb_images(media, [(cols * side, rows * side), (side, side)], limit)
+        return load_rgb_images(media, [(side, side)], max_source_pixels)
+    canvas, thumbnail = load_rgb_images(media, [(cols * side, rows * side), (side, side)], max_source_pixels)
     boxes = [(c * side, r * side, (c + 1) * side, (r + 1) * side) for r in range(rows) for c in range(cols)]
     return [*(canvas.crop(box) for box in boxes), thumbnail]
