@@ -96,6 +96,15 @@ def test_what_is_out_of_the_ordinary_is_left_to_others(folder: Path) -> None:
     assert fast_image_size("a\0b") is None
 
 
+def test_a_scan_header_of_a_wrong_length_is_left_to_others(folder: Path) -> None:
+    content = bytearray(encode(folder, ".jpg"))
+    content[content.index(b"\xff\xda") + 2] = 1  # the length of the scan header becomes 256 bytes more
+    path = folder / "scan.jpg"
+    path.write_bytes(content)
+    assert fast_image_size(str(path)) is None
+    assert thorough_size(path) is None
+
+
 @given(st.integers(0, 3), st.integers(0, 700), st.integers(0, 255))
 def test_a_changed_byte_never_leads_to_another_answer(
     folder: Path, files: list[bytes], which: int, place: int, value: int

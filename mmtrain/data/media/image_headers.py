@@ -105,7 +105,7 @@ def _jpeg_size(head: bytes) -> tuple[int, int] | None:
         kind = head[start + 1]
         length = _big_endian(head, start + 2, 2)
         if kind == _JPEG_SCAN:
-            return size
+            return size if length == 6 + 2 * head[start + 4] else None  # two bytes for each of its components
         if kind in _JPEG_FRAMES:
             height = _big_endian(head, start + 5, 2)
             width = _big_endian(head, start + 7, 2)
