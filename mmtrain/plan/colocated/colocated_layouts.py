@@ -1,4 +1,4 @@
-"""Colocated layouts of a recipe: every LLM size, with encoders on the same ranks under sizes of their own."""
+"""Enumerate colocated meshes, and lay a model out on them: encoders on the LLM's ranks with meshes of their own."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise, product
@@ -15,33 +15,32 @@ from mmtrain.program.ir.graph import LLM
 
 
 def llm_mesh_sizes(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[MeshSize]:
-    """Sizes of the LLM on all ranks; a replica on one rank has no bubbles, and is `unified`.
+    """Return the meshes of the LLM on all ranks that have bubbles, with one chunk per pipeline rank.
 
-    Where the recipe wants several chunks on a rank, there are enough layers for them.
+    A replica on one rank has no bubbles: that is `unified`. Where the recipe fixes vpp, there are enough layers for it.
     """
     llm = choices[LLM]
-    chunks = llm.fixed_vpp or 1
+    vpp = llm.fixed_vpp or 1
     for size in llm.sizes(world_size):
-        if size.tp * size.pp > 1 and (chunks == 1 or (size.pp > 1 and size.pp * chunks <= llm.layers)):
+        has_bubbles = size.tp * size.pp > 1
+        can_interleave = vpp == 1 or (size.pp > 1 and size.pp * vpp <= llm.layers)
+        if has_bubbles and can_interleave:
             yield size
 
 
 def encoder_mesh_sizes(choices: Mapping[str, UnitChoices], llm: MeshSize) -> Iterator[dict[str, MeshSize]]:
-    """Sizes of all encoders on an LLM's ranks: tp and pp divide the LLM's, and replicas fill all ranks."""
+    """Return the meshes of all encoders on an LLM's ranks: tp and pp divide the LLM's, and replicas fill all ranks."""
     encoders = [unit for name, unit in choices.items() if name != LLM]
-    each = [
-        [
-            MeshSize(tp, pp, llm.ranks // (tp * pp))
-            for tp in unit.tp
-            for pp in unit.pp
-            if llm.tp % tp == 0
-            and llm.pp % pp == 0
-            and llm.ranks // (tp * pp) in unit.dp
-            and unit.fixed_vpp in (None, 1)  # their layers go into the LLM's bubbles one stage a rank
-        ]
-        for unit in encoders
-    ]
-    yield from (dict(zip([u.name for u in encoders], sizes, strict=True)) for sizes in product(*each))
+    for sizes in product(*(_sizes_on_llm(encoder, llm) for encoder in encoders)):
+        yield dict(zip([encoder.name for encoder in encoders], sizes, strict=True))
+
+
+def _sizes_on_llm(encoder: UnitChoices, llm: MeshSize) -> list[MeshSize]:
+    """Return the meshes of one encoder on an LLM's ranks; it has one stage per rank, so vpp is 1."""
+    if encoder.fixed_vpp not in (None, 1):
+        return []
+    sizes = [MeshSize(tp, pp, llm.ranks // (tp * pp)) for tp in encoder.tp for pp in encoder.pp]
+    return [size for size in sizes if llm.tp % size.tp == 0 and llm.pp % size.pp == 0 and size.dp in encoder.dp]
 
 
 def colocated_layout(
@@ -50,37 +49,42 @@ def colocated_layout(
     llm: MeshSize,
     recompute: Mapping[str, float] | None = None,
 ) -> Layout | None:
-    """Cut every unit into stages of equal time; None if it has too few layers for that.
+    """Divide every unit into stages of equal time; return None if a unit has too few layers.
 
-    recompute: by unit, the share of each stage's layers that is recomputed, where the recipe does not say all.
+    Args:
+        layer_costs: costs of the model on the sampled batches.
+        encoders: meshes of the encoders.
+        llm: mesh of the LLM.
+        recompute: by unit, the share of each stage's layers that is recomputed where the recipe does not recompute all.
     """
     sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in layer_costs.shape.units}
-    spread = layer_costs.batch_split({name: size.dp for name, size in sizes.items()})
+    split = layer_costs.batch_split({unit: size.dp for unit, size in sizes.items()})
     units = {}
-    for name, size in sizes.items():
-        cuts = min_max_partition(layer_costs.unit_costs(name, size.tp, spread).seconds.tolist(), size.pp * size.vpp)
-        if cuts is None:
+    for unit, size in sizes.items():
+        seconds = layer_costs.unit_costs(unit, size.tp, split).seconds.tolist()
+        bounds = min_max_partition(seconds, size.pp * size.vpp)
+        if bounds is None:
             return None
-        share = 1.0 if layer_costs.recompute[name] == "all" else (recompute or {}).get(name, 0.0)
+        share = 1.0 if layer_costs.recompute[unit] == "all" else (recompute or {}).get(unit, 0.0)
         stages = tuple(
             StagePlan(
                 stage=i, chunk=i // size.pp, layers=(lo, hi), recompute=tuple(range(lo, lo + ceil(share * (hi - lo))))
             )
-            for i, (lo, hi) in enumerate(pairwise(cuts))
+            for i, (lo, hi) in enumerate(pairwise(bounds))
         )
-        units[name] = UnitPlan(
+        units[unit] = UnitPlan(
             tp=size.tp,
             pp=size.pp,
             dp=size.dp,
             vpp=size.vpp,
-            sp=layer_costs.has_sp(name, size.tp),
-            ranks=_on_top(size, llm),
+            sp=layer_costs.has_sp(unit, size.tp),
+            ranks=_ranks_on_llm(size, llm),
             stages=stages,
         )
-    return Layout("colocated", units, num_microbatches_of(spread))
+    return Layout("colocated", units, num_microbatches_of(split))
 
 
-def _on_top(size: MeshSize, llm: MeshSize) -> tuple[int, ...]:
-    """Ranks of a unit on the LLM's: each LLM replica falls into blocks of pp x tp ranks, a replica on each."""
+def _ranks_on_llm(size: MeshSize, llm: MeshSize) -> tuple[int, ...]:
+    """Return a unit's ranks: each LLM replica falls into blocks of pp x tp ranks with one replica of the unit each."""
     grid = np.arange(llm.ranks).reshape(llm.pp // size.pp, size.pp, llm.dp, llm.tp // size.tp, size.tp)
     return tuple(int(rank) for rank in grid.transpose(1, 2, 0, 3, 4).ravel())

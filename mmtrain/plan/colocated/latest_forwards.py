@@ -1,8 +1,9 @@
-"""How late the LLM's forwards can start where its backwards stay: the later, the more time have encoders before it.
+"""Delay the LLM's forwards as far as its backwards allow, so that encoders before them have more time.
 
-The simulated timeline of the LLM by itself has every forward as early as its order lets it. Here each is put off until
-right before what reads it, first in the order of its rank, then also past backwards of its rank (a shorter warm-up
-there; Optimus, arXiv 2408.03505, section 4.4) where that makes none earlier. The last backward ends when it did.
+The simulated timeline of the LLM alone has every forward as early as its order lets it. Here each one is delayed until
+right before its reader: first in the order of its rank, then also past backwards of its rank where that makes no
+forward earlier, which shortens the warm-up (Optimus does so, too: arXiv 2408.03505). Backwards keep their starts, so
+the step takes no longer.
 """
 
 from collections import defaultdict
@@ -13,66 +14,79 @@ from mmtrain.program.ir.actions import Backward, Forward, Pass
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.trace.timeline import Span
 
+Interval = tuple[float, float]
+
 
 def delay_forwards(graph: StageGraph, spans: Sequence[Span]) -> dict[Pass, float]:
-    """Starts of all forwards and backwards on some ranks of a pipeline, the forwards put off.
+    """Return the starts of all forwards, delayed, and backwards on some ranks of a pipeline.
 
-    graph: the pipeline's, one unit without others. spans: of one rank of each place, in the order of their start.
+    Args:
+        graph: the pipeline: one unit without others.
+        spans: of one rank for each pipeline rank, in the order of their start.
     """
-    early = {span.action: span for span in spans if isinstance(span.action, Forward | Backward)}
-    lags = _lags(graph, early)
-    in_order = _put_off(graph, early, lags, past_backwards=False)
-    anywhere = _put_off(graph, early, lags, past_backwards=True)
-    return anywhere if all(anywhere[one] >= start - TIME_ROUNDING for one, start in in_order.items()) else in_order
+    simulated = {span.action: span for span in spans if isinstance(span.action, Forward | Backward)}
+    lags = _min_lags(graph, simulated)
+    in_order = _delayed_starts(graph, simulated, lags, past_backwards=False)
+    out_of_order = _delayed_starts(graph, simulated, lags, past_backwards=True)
+    none_is_earlier = all(out_of_order[action] >= start - TIME_ROUNDING for action, start in in_order.items())
+    return out_of_order if none_is_earlier else in_order
 
 
-def _put_off(
-    graph: StageGraph, early: Mapping[Pass, Span], lags: Mapping[StageId, float], past_backwards: bool
+def _delayed_starts(
+    graph: StageGraph, simulated: Mapping[Pass, Span], lags: Mapping[StageId, float], *, past_backwards: bool
 ) -> dict[Pass, float]:
-    """Take the forwards from the last to start on, and each to the latest time that is free.
+    """Move every forward to the latest time that is free on its rank, from the last forward to the first.
 
-    What reads a forward, and what follows it on its rank, started after it and so has been dealt with.
+    The reader of a forward, and what follows it on its rank, started later, so their final starts are already known.
     """
-    late: dict[Pass, float] = {one: span.start_s for one, span in early.items()}
-    free = {rank: [(-float("inf"), float("inf"))] for rank in {span.rank for span in early.values()}}
+    starts: dict[Pass, float] = {action: span.start_s for action, span in simulated.items()}
+    free: dict[int, list[Interval]] = {span.rank: [(-float("inf"), float("inf"))] for span in simulated.values()}
     if past_backwards:
-        for span in early.values():
+        for span in simulated.values():
             if isinstance(span.action, Backward):
-                _take(free[span.rank], span.start_s, span.duration_s)
-    for one, span in sorted(early.items(), key=lambda item: -item[1].start_s):
-        if isinstance(one, Forward):
-            reader = _reader(graph, one)
-            due = late[reader] - lags[one.stage] if reader in late else span.start_s + span.duration_s
-            at = next(k for k in reversed(range(len(free[span.rank]))) if _fits(free[span.rank][k], due, span))
-            late[one] = min(free[span.rank][at][1], due) - span.duration_s
+                _use(free[span.rank], span.start_s, span.duration_s)
+    for action, span in sorted(simulated.items(), key=lambda item: -item[1].start_s):
+        if isinstance(action, Forward):
+            reader = _reader(graph, action)
+            due = starts[reader] - lags[action.stage] if reader in starts else span.start_s + span.duration_s
+            intervals = free[span.rank]
+            latest = next(interval for interval in reversed(intervals) if _fits(interval, due, span))
+            starts[action] = min(latest[1], due) - span.duration_s
             if past_backwards:
-                _take(free[span.rank], late[one], span.duration_s)
+                _use(intervals, starts[action], span.duration_s)
         if not past_backwards:
-            free[span.rank] = [(-float("inf"), late[one])]
-    return late
+            free[span.rank] = [(-float("inf"), starts[action])]
+    return starts
 
 
-def _fits(gap: tuple[float, float], due: float, span: Span) -> bool:
-    return min(gap[1], due) - span.duration_s >= gap[0]
+def _fits(interval: Interval, due: float, span: Span) -> bool:
+    """Return whether a span can run in an interval and end when it is due."""
+    return min(interval[1], due) - span.duration_s >= interval[0]
 
 
-def _take(free: list[tuple[float, float]], start: float, duration: float) -> None:
-    """Take a time out of the free intervals that hold it."""
-    at = max(k for k, gap in enumerate(free) if gap[0] <= start)
-    lo, hi = free[at]
-    free[at : at + 1] = [(lo, start), (start + duration, hi)]
+def _use(free: list[Interval], start: float, duration: float) -> None:
+    """Remove a time from the free interval that holds it."""
+    i = max(i for i, interval in enumerate(free) if interval[0] <= start)
+    lo, hi = free[i]
+    free[i : i + 1] = [(lo, start), (start + duration, hi)]
 
 
 def _reader(graph: StageGraph, forward: Forward) -> Pass:
-    """What waits for a forward: that of the next stage, or behind the last its own backward."""
-    following = [edge.dst for edge in graph.outputs(forward.stage)]
-    return Forward(following[0], forward.mb) if following else Backward(forward.stage, forward.mb)
+    """Return what waits for a forward: the next stage's forward, or behind the last stage its own backward."""
+    next_stages = [edge.dst for edge in graph.outputs(forward.stage)]
+    return Forward(next_stages[0], forward.mb) if next_stages else Backward(forward.stage, forward.mb)
 
 
-def _lags(graph: StageGraph, early: Mapping[Pass, Span]) -> dict[StageId, float]:
-    """Seconds that must lie between a stage's forward and what reads it: the least that do."""
-    found: dict[StageId, float] = defaultdict(lambda: float("inf"))
-    for one, span in early.items():
-        if isinstance(one, Forward) and (reader := early.get(_reader(graph, one))) is not None:
-            found[one.stage] = min(found[one.stage], reader.start_s - span.start_s - span.duration_s)
-    return found
+def _min_lags(graph: StageGraph, simulated: Mapping[Pass, Span]) -> dict[StageId, float]:
+    """Return the least seconds between a stage's forward and its reader, over all microbatches.
+
+    Other microbatches wait for the rank as well; the least lag is that of the message alone.
+    """
+    lags: dict[StageId, float] = defaultdict(lambda: float("inf"))
+    for action, span in simulated.items():
+        if isinstance(action, Forward):
+            reader = simulated.get(_reader(graph, action))
+            if reader is not None:
+                lag = reader.start_s - span.start_s - span.duration_s
+                lags[action.stage] = min(lags[action.stage], lag)
+    return lags
