@@ -42,8 +42,8 @@ from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.resilience.out_of_memory import predicted_peak_gib
+from mmtrain.runtime.training.run_tracer import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
-from mmtrain.runtime.training.tracing import RunTracer
 from mmtrain.runtime.world import Address, join, leave
 
 RANKS, WARM_UP, STEPS = 2, 4, 16
@@ -182,7 +182,7 @@ def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, 
     batch_builder = BatchBuilder(index, recipe, job.needs, job.num_microbatches)
     meter = StepMetricsReducer(job, stream, chosen.hardware)
     recorded = frozenset(range(WARM_UP + 1, WARM_UP + STEPS + 1))
-    tracer = RunTracer(recorded, job.graph, world, meter.timing, chosen.sha256, trace_file)
+    tracer = RunTracer(job.graph, world, meter.timing, chosen.sha256, trace_file)
     batches = [
         batch_builder.build(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
         for step in range(WARM_UP + STEPS)
@@ -190,8 +190,8 @@ def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, 
     for step, data in enumerate(batches):
         world.barrier()
         outcome = job.train(data, lr=1e-4)
-        if tracer.wants(step + 1):
-            tracer.take(step + 1, outcome)
+        if step + 1 in recorded:
+            tracer.add_step(step + 1, outcome)
     params = [p for unit in job.units.values() for stage in unit.stages.values() for p in stage.parameters()]
     shards = [shard.tensor for unit in job.optimizer.units.values() for shard in unit.shards()]
     gradients = [p.main_grad for p in params if hasattr(p, "main_grad")]

@@ -28,8 +28,8 @@ from mmtrain.runtime.execution.rank_context import build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder
 from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.resilience.launch import launch_local
+from mmtrain.runtime.training.run_tracer import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
-from mmtrain.runtime.training.tracing import RunTracer
 from mmtrain.runtime.world import Address, join, leave
 
 WARM_UP, STEPS = 5, 30
@@ -83,7 +83,7 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
     num_actions = len(job.program.for_rank(world.rank))
     meter = StepMetricsReducer(job, stream, chosen.hardware)
     trace = Path(tempfile.gettempdir()) / f"bench-trace-{os.getppid()}.json"
-    tracer = RunTracer(frozenset(), job.graph, world, meter.timing, chosen.sha256, trace)
+    tracer = RunTracer(job.graph, world, meter.timing, chosen.sha256, trace)
     rows = []
     for step in range(WARM_UP + STEPS):
         data = batch_builder.build(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
@@ -94,7 +94,7 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
         bare_s, wait_s = inside.seconds - before, outcome.record.seconds()["wait"]
         over_s, record_s, begin = step_s - bare_s - wait_s, recording.seconds - recorded, time.perf_counter()
         if step == WARM_UP:
-            tracer.take(step, outcome)
+            tracer.add_step(step, outcome)
             trace_s = time.perf_counter() - begin
         rows.append((step_s, bare_s, wait_s, over_s, record_s))
     trace.unlink(missing_ok=True)

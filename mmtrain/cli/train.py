@@ -37,7 +37,8 @@ def train(
     from mmtrain.cli.local_cluster import plan_for_started_ranks, resolve_cluster
     from mmtrain.plan import load_plan
     from mmtrain.plan.artifact.plan_files import ranks_to_start
-    from mmtrain.runtime.training.train import TrainRequest, run
+    from mmtrain.runtime.training.train import run
+    from mmtrain.runtime.training.train_request import TrainRequest
 
     folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
     ranks, hardware = resolve_cluster(loaded.recipe)

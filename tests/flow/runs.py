@@ -14,7 +14,8 @@ from mmtrain.plan.planner import plan as planner
 from mmtrain.recipe import load_recipe
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.launch import free_port
-from mmtrain.runtime.training.train import TrainRequest, run, train_rank
+from mmtrain.runtime.training.train import run, train_rank
+from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address
 from tests.distributed import fork_ranks
 

@@ -14,8 +14,8 @@ from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.recipe import Recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE
-from mmtrain.runtime.training import train
-from mmtrain.runtime.training.train import TrainRequest
+from mmtrain.runtime.training import start_run
+from mmtrain.runtime.training.train_request import TrainRequest
 from tests.flow.runs import request_for, run_all
 
 TOGETHER = ("parallel.placement=unified", "parallel.llm.dp=2", "train.global_batch=8")
@@ -55,7 +55,7 @@ def test_losses_are_those_of_steps_as_they_come(
     arranged, plain = (request_for(data, tmp_path / name, *changes) for name in ("arranged", "plain"))
     assert run_all(*[arranged] * ranks) == [""] * ranks
     assert _rearranged(arranged, load_plan(arranged.run_dir / PLAN_FILE))
-    monkeypatch.setattr(train, "derive_step_targets", _no_targets)  # ranks are forked from here
+    monkeypatch.setattr(start_run, "derive_step_targets", _no_targets)  # ranks are forked from here
     assert run_all(*[plain] * ranks) == [""] * ranks
     assert _losses(arranged.run_dir) == pytest.approx(_losses(plain.run_dir), rel=1e-5)
 

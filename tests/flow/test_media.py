@@ -12,7 +12,7 @@ from mmtrain.plan.planner import plan as planner
 from mmtrain.recipe import load_recipe
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import QUARANTINE_FILE
-from mmtrain.runtime.training.train import TrainRequest
+from mmtrain.runtime.training.train_request import TrainRequest
 from tests.data.archives import movie, png, tar, wav
 from tests.flow.runs import run_all
 

@@ -18,7 +18,7 @@ from mmtrain.program import Action, Backward, Forward
 from mmtrain.recipe import load_recipe
 from mmtrain.report import StepMetrics, read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE
-from mmtrain.runtime.training.train import _introduce
+from mmtrain.runtime.training.start_run import introduce_run
 from tests.distributed import RanksFailed
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, refuse, request_for, run_all, tensors
@@ -101,7 +101,7 @@ def test_data_that_has_changed_under_a_plan_is_told(data: Path, unbroken: Path, 
     assert plan.data is not None
     meant = plan.data.model_copy(update={"tokens": {u: n / longer for u, n in plan.data.tokens.items()}})
     index = build_index(request.loaded.recipe)
-    _introduce(Console(file=screen), request, plan.model_copy(update={"data": meant}), index)
+    introduce_run(Console(file=screen), request, plan.model_copy(update={"data": meant}), index)
     assert ("the plan was made for other data" in screen.getvalue()) == (longer > 1)
 
 

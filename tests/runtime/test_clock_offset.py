@@ -3,7 +3,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mmtrain.runtime.training.clock_offset import ClockOffset, clock_offset
+from mmtrain.runtime.training.clock_offset import ClockOffset, measure_clock_offset
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 
@@ -12,7 +12,7 @@ APART_S = 100.0
 
 def offsets() -> tuple[ClockOffset, ClockOffset]:
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    return clock_offset(world), clock_offset(world, lambda: time.perf_counter() + APART_S * world.rank)
+    return measure_clock_offset(world), measure_clock_offset(world, lambda: time.perf_counter() + APART_S * world.rank)
 
 
 def test_clocks_of_one_machine_agree_and_others_are_set_right() -> None:
@@ -24,4 +24,4 @@ def test_clocks_of_one_machine_agree_and_others_are_set_right() -> None:
 
 
 def test_one_rank_has_the_first_clock() -> None:
-    assert clock_offset(World(0, 1, torch.device("cpu"))) == ClockOffset(0.0, 0.0)
+    assert measure_clock_offset(World(0, 1, torch.device("cpu"))) == ClockOffset(0.0, 0.0)

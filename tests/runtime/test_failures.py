@@ -68,10 +68,10 @@ def test_the_cause_leads_and_the_others_are_secondary() -> None:
 
 def test_who_was_slow_before_is_said_once_at_the_end() -> None:
     activity = Activity()
-    activity.slow = "rank 2 takes 2.1x the time of its peers for F vision.0 (0.3 s a step)"
+    activity.stragglers = "rank 2 takes 2.1x the time of its peers for F vision.0 (0.3 s a step)"
     hung = [describe_failure(rank, activity, "hang") for rank in (0, 1)]
-    assert explain_failures(hung, 2).splitlines()[2:] == [f"  before that: {activity.slow}"]
-    assert explain_failures(hung[:1], 2).splitlines()[2:] == [f"  before that: {activity.slow}"]
+    assert explain_failures(hung, 2).splitlines()[2:] == [f"  before that: {activity.stragglers}"]
+    assert explain_failures(hung[:1], 2).splitlines()[2:] == [f"  before that: {activity.stragglers}"]
 
 
 def test_reports_come_back_in_their_order_and_are_cleared(tmp_path: Path) -> None:

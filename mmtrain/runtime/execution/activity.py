@@ -23,7 +23,7 @@ class Activity:
         self.step: int | None = None  # counts from 1, as people see it; None before the first
         self.waiting: Send | Recv | None = None  # the message that the main thread waits for
         self.doing: Action | str = "starting"
-        self.slow: str | None = None  # ranks that all of them know to be slow
+        self.stragglers: str | None = None  # as all ranks know them
         self._since = clock()
 
     def start(self, doing: Action | str) -> None:

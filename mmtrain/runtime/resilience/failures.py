@@ -72,7 +72,7 @@ def describe_failure(rank: int, activity: Activity, kind: FailureKind, error: st
         peer,
         missing,
         error,
-        activity.slow,
+        activity.stragglers,
     )
 
 

@@ -1,27 +1,50 @@
-"""Memory of a rank: how much it took at most, and what to say when it was not enough."""
+"""Measure a rank's memory, and explain when it was not enough."""
 
 import resource
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from mmtrain.balance import BatchMeta
+from mmtrain.costs.hardware import GIB
+from mmtrain.data import DataIndex
+from mmtrain.errors import RunError
 from mmtrain.program import LLM, Action, Compute, Microbatch
+from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.world import World
 
-KIB, GIB = 1024, 1024**3
-MAX_NAMED_SAMPLES = 5
+KIB = 1024  # getrusage counts in KiB
+MAX_NAMED_SAMPLES = 5  # in a message
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Bytes at the fullest moment so far: of the CUDA allocator, or resident in this process."""
+    """Return the most memory held so far: by the CUDA allocator, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the device or (torch has no type for that) on the host."""
+    """Return whether an allocation failed, on the device or (torch has no type for that) on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+@dataclass(frozen=True)
+class OutOfMemoryReport:
+    """What explains a failed allocation on one rank."""
+
+    world: World
+    activity: Activity
+    index: DataIndex
+    predicted_gib: float | None  # this rank's peak memory by the plan
+
+    def to_error(self, meta: BatchMeta) -> RunError:
+        """Return the error of a rank that ran out of memory in the step of `meta`."""
+        names = [self.index.samples[number].id for number in meta.sample_id]
+        measured_bytes = peak_memory_bytes(self.world.device)
+        reason = explain_out_of_memory(self.activity.doing, meta, names, measured_bytes, self.predicted_gib)
+        return RunError(f"rank {self.world.rank}, step {meta.step + 1}: {reason}")
 
 
 def explain_out_of_memory(
@@ -31,11 +54,13 @@ def explain_out_of_memory(
     measured_bytes: int,
     predicted_gib: float | None,
 ) -> str:
-    """Say which stage ran out of memory, on which samples, and how that compares with the plan.
+    """Name the stage that ran out of memory, its samples, and the memory measured before and predicted by the plan.
 
     `names` are the users' names of `meta`'s samples, row by row.
     """
-    where, samples, ways = "", "", "parallel.<unit>.tp or pp, a smaller data.seq_len"
+    where = ""
+    samples = ""
+    remedies = "parallel.<unit>.tp or pp, a smaller data.seq_len"
     if isinstance(doing, Compute):
         rows = _rows(doing.mb, meta)
         tokens = int(meta.tokens[rows].sum())
@@ -43,11 +68,11 @@ def explain_out_of_memory(
         more = f" and {len(rows) - MAX_NAMED_SAMPLES} more" if len(rows) > MAX_NAMED_SAMPLES else ""
         where = f" in stage {doing.stage}, microbatch {doing.mb}"
         samples = f"; samples {shown}{more} ({tokens} LLM tokens)"
-        ways = (
-            f"parallel.{doing.stage.unit}.recompute: all, parallel.{doing.stage.unit}.tp or pp, a smaller data.seq_len"
-        )
+        unit = doing.stage.unit
+        remedies = f"parallel.{unit}.recompute: all, parallel.{unit}.tp or pp, a smaller data.seq_len"
     predicted = "" if predicted_gib is None else f"{predicted_gib:.2f} GiB predicted at most, "
-    return f"out of memory{where}{samples}; {predicted}{measured_bytes / GIB:.2f} GiB measured before. Try {ways}"
+    measured = f"{measured_bytes / GIB:.2f} GiB measured before"
+    return f"out of memory{where}{samples}; {predicted}{measured}. Try {remedies}"
 
 
 def predicted_peak_gib(rank: int, peaks: Mapping[str, float]) -> float | None:
@@ -60,7 +85,7 @@ def predicted_peak_gib(rank: int, peaks: Mapping[str, float]) -> float | None:
 
 
 def _rows(mb: Microbatch, meta: BatchMeta) -> list[int]:
-    """The samples whose text or items a microbatch holds, each once."""
+    """Return the rows of `meta`, each once, whose text or items the microbatch holds."""
     if mb.unit == LLM:
         return [int(row) for row in meta.microbatch(mb.replica, mb.index)]
     items = meta.items[mb.unit]

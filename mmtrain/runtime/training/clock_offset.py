@@ -1,7 +1,7 @@
-"""How far the clocks of the ranks are apart, so that what they recorded can be laid side by side."""
+"""Measure how far the ranks' clocks are apart, so that their records fit on one time axis."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mmtrain.runtime.world import World
 
-NUM_ROUNDS = 16
+NUM_CLOCK_ROUNDS = 16  # all-gathers; the tightest bounds of them count
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -22,31 +22,40 @@ class ClockOffset:
     error_s: float
 
 
-def clock_offset(world: World, clock: Callable[[], float] = time.perf_counter) -> ClockOffset:
+@dataclass(frozen=True)
+class _Round:
+    """Readings of one all-gather."""
+
+    first_entered_s: float  # rank 0's clock
+    entered_s: float  # this rank's clock
+    left_s: float  # this rank's clock
+
+
+def measure_clock_offset(world: World, clock: Callable[[], float] = time.perf_counter) -> ClockOffset:
     """Compare this rank's clock with rank 0's; every rank must call this at the same time.
 
-    Nobody leaves an all-gather before everybody has entered it. So this rank's clock on leaving one, less rank 0's on
-    entering it, is at least their difference, and the other way round at most. The best of some rounds leaves the true
-    value within half a round trip, mostly tens of microseconds. Ranks that share a kernel share its clock: there the
-    difference is zero, unless the bounds say otherwise.
+    No rank leaves an all-gather before every rank has entered it. So this rank's clock on leaving, less rank 0's on
+    entering, is at least their difference; this rank's clock on entering, less rank 0's on leaving, is at most that.
+    The tightest bounds of some rounds leave the true value within half a round trip, mostly tens of microseconds.
+    Ranks that share a kernel share its clock: there the difference is zero, unless the bounds contradict it.
     """
     if world.size == 1:
         return ClockOffset(0.0, 0.0)
-    boots = world.all_gather(BOOT_ID.read_text() if BOOT_ID.exists() else None)
-    entered: list[Sequence[float]] = []  # of a round: rank 0's clock on entering, mine on entering, mine on leaving
-    left_first: list[float] = []  # rank 0's clock on leaving a round, told in the next
-    last_left = 0.0
-    for _ in range(NUM_ROUNDS + 1):
-        mine = torch.tensor([clock(), last_left], dtype=torch.float64, device=world.device)
+    boot_ids = world.all_gather(BOOT_ID.read_text() if BOOT_ID.exists() else None)
+    rounds: list[_Round] = []
+    first_left_s: list[float] = []  # rank 0's clock on leaving the round before; it travels with the next round
+    left_s = 0.0
+    for _ in range(NUM_CLOCK_ROUNDS + 1):
+        mine = torch.tensor([clock(), left_s], dtype=torch.float64, device=world.device)
         rows = [torch.empty_like(mine) for _ in range(world.size)]
         dist.all_gather(rows, mine)
-        first, before_left = rows[0].tolist()
-        last_left = clock()
-        entered.append((first, float(mine[0]), last_left))
-        left_first.append(before_left)
-    most = min(left - first for first, _, left in entered[:-1])
-    least = max(mine - left for (_, mine, _), left in zip(entered, left_first[1:], strict=False))
-    shared = boots[0] is not None and boots[0] == boots[world.rank]
-    if world.is_first or (shared and least <= 0.0 <= most):
+        first_entered_s, first_left_before_s = rows[0].tolist()
+        left_s = clock()
+        rounds.append(_Round(first_entered_s, float(mine[0]), left_s))
+        first_left_s.append(first_left_before_s)
+    upper_s = min(r.left_s - r.first_entered_s for r in rounds[:-1])
+    lower_s = max(r.entered_s - left for r, left in zip(rounds, first_left_s[1:], strict=False))
+    same_kernel = boot_ids[0] is not None and boot_ids[0] == boot_ids[world.rank]
+    if world.is_first or (same_kernel and lower_s <= 0.0 <= upper_s):
         return ClockOffset(0.0, 0.0)
-    return ClockOffset((most + least) / 2, (most - least) / 2)
+    return ClockOffset((upper_s + lower_s) / 2, (upper_s - lower_s) / 2)

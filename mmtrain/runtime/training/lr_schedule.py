@@ -6,7 +6,7 @@ from mmtrain.recipe.schema import OptimizerSettings
 
 
 def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `num_steps`: linear warm-up, then the recipe's decay."""
+    """Return the learning rate of step `step` (from 0) of `num_steps`: linear warm-up, then the recipe's decay."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":

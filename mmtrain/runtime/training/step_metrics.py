@@ -1,16 +1,17 @@
-"""What a step reports: every rank's seconds, loss and memory, gathered into the metrics of the whole job."""
+"""Reduce what the ranks measured in a step to the metrics of the whole job."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mmtrain.balance import BatchMeta
 from mmtrain.costs import TokenLoad, costs_for, input_grad_needed, model_flops, num_parameters, preset
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.data import GroupStream
-from mmtrain.program import ModelTiming, Stage, StepLoads
+from mmtrain.program import LLM, ModelTiming, Stage, StepLoads
 from mmtrain.report import StepMetrics, TimeSplit
 from mmtrain.report.metrics_record import EdgeMetrics
 from mmtrain.runtime.execution.executor import StepOutcome
@@ -20,120 +21,129 @@ from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
 
 
 @dataclass(frozen=True)
+class RankFlags:
+    """What one rank reports at the end of a step so that all ranks act alike in the same step."""
+
+    stop_requested: bool  # a signal asked this rank to stop
+    is_saving: bool  # this rank is still writing a checkpoint
+
+
+@dataclass(frozen=True)
 class StepMetricsReduction:
-    """A step over all ranks."""
+    """What all ranks measured in a step; equal on all ranks."""
 
     loss: float  # mean over the global batch's target tokens
     time_s: TimeSplit  # mean over the ranks
     peak_memory_bytes: int  # of the rank that needed most
-    broken_samples: int  # found undecodable in this step
-    stopped: bool  # a signal has asked at least one rank to stop
-    saved: bool  # no rank is still writing a checkpoint
+    num_broken_samples: int  # found undecodable in this step; a sample counts on each rank that needs it
+    stop_requested: bool  # a signal asked at least one rank to stop
+    no_rank_saves: bool  # every rank has written its part of the checkpoint
     edges: dict[str, EdgeMetrics]
-    slow: list[Straggler]
-    newly_slow: list[Straggler]  # those of them who were not before
+    stragglers: list[Straggler]
+    new_stragglers: list[Straggler]  # those that were none in the step before
 
 
 class StepMetricsReducer:
-    """Turns what each rank saw into `StepMetrics`."""
+    """Exchanges the measurements of all ranks, once a step, and makes `StepMetrics` of them."""
 
-    def __init__(self, job: RankContext, stream: GroupStream, hardware: str) -> None:
-        self._job, self._stream = job, stream
-        precision = job.precision
+    def __init__(self, rank_context: RankContext, stream: GroupStream, hardware: str) -> None:
+        """Reduce steps of `stream`; `hardware` is the preset that the plan was made for."""
+        self._context, self._stream = rank_context, stream
         self._machine = preset(hardware)
-        self._costs, self._input_grad = (
-            costs_for(self._machine, precision, job.recipe.cluster.costs),
-            input_grad_needed(job.shape),
-        )
-        self._slow = StragglerDetector(job.graph, self._work_of)
-        self.peak_flops = self._machine.peak_flops(precision) * job.world.size
+        self._costs = costs_for(self._machine, rank_context.precision, rank_context.recipe.cluster.costs)
+        self._input_grad_needed = input_grad_needed(rank_context.shape)
+        self._straggler_detector = StragglerDetector(rank_context.graph, self._work_of)
+        self.peak_flops = self._machine.peak_flops(rank_context.precision) * rank_context.world.size
 
     def timing(self, loads: StepLoads) -> ModelTiming:
-        """What a step with these loads should take, by the cost model of the plan's hardware."""
-        job = self._job
-        element_bytes = ELEMENT_BYTES[job.precision]
-        rules = (self._input_grad, num_parameters, element_bytes, self._machine.ranks_per_node)
-        return ModelTiming(job.graph, job.shape, self._costs, loads, *rules)
-
-    def _work_of(self, stage: Stage) -> Hashable:
-        """What a stage does, whatever the number of its layers: stages of which this is equal take comparable time."""
-        layers = self._job.shape.unit(stage.id.unit).layers
-        return stage.id.unit, frozenset((layers[at], at in stage.recompute) for at in range(*stage.layers))
-
-    def reduce(
-        self, outcome: StepOutcome, data_wait_s: float, broken_samples: int, stop: bool, saved: bool
-    ) -> StepMetricsReduction:
-        """Bring all ranks' figures together; every rank must call this once a step."""
-        world, record, seconds = self._job.world, outcome.record, outcome.record.seconds()
-        assert outcome.loads is not None, "an outcome of a step that was run"
-        times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s]
-        flags = [float(stop), float(saved)]
-        traffic = record.traffic_by_edge()
-        edges = [figure for e in self._job.graph.edges for figure in (traffic[e].nbytes, traffic[e].wait_s)]
-        pace = self._slow.rank_figures(world.rank, record, self.timing(outcome.loads))
-        mine = [
-            outcome.loss,
-            float(peak_memory_bytes(world.device)),
-            float(broken_samples),
-            *flags,
-            *times,
-            *edges,
-            *pace,
-        ]
-        rows = [torch.tensor(mine, dtype=torch.float64, device=world.device)]
-        if world.size > 1:
-            row = rows[0]
-            rows = [torch.empty_like(row) for _ in range(world.size)]
-            dist.all_gather(rows, row)
-        table = torch.stack(rows).cpu()
-        cuts = [5, 5 + len(times), 5 + len(times) + len(edges)]
-        _, all_times, all_edges, all_paces = table.tensor_split(cuts, dim=1)
-        slow, newly_slow = self._slow.detect(all_paces.numpy(), record.end_s - record.start_s)
-        return StepMetricsReduction(
-            float(table[:, 0].sum()),
-            TimeSplit(*all_times.mean(dim=0).tolist()),
-            int(table[:, 1].max()),
-            int(table[:, 2].sum()),
-            bool(table[:, 3].any()),
-            bool(table[:, 4].all()),
-            self._by_edge(all_edges.sum(dim=0).tolist()),
-            slow,
-            newly_slow,
+        """Return what a step with these loads should take, by the cost model of the plan's hardware."""
+        return ModelTiming(
+            self._context.graph,
+            self._context.shape,
+            self._costs,
+            loads,
+            self._input_grad_needed,
+            num_parameters,
+            ELEMENT_BYTES[self._context.precision],
+            self._machine.ranks_per_node,
         )
 
-    def _by_edge(self, figures: list[float]) -> dict[str, EdgeMetrics]:
-        """The edges over which anything went."""
-        found = zip(self._job.graph.edges, figures[::2], figures[1::2], strict=True)
-        return {str(edge): EdgeMetrics(int(nbytes), wait_s) for edge, nbytes, wait_s in found if nbytes}
+    def _work_of(self, stage: Stage) -> Hashable:
+        """Return a value that is equal for stages of the same kinds of layers, whose pace can be compared."""
+        layers = self._context.shape.unit(stage.id.unit).layers
+        return stage.id.unit, frozenset((layers[i], i in stage.recompute) for i in range(*stage.layers))
+
+    def reduce(
+        self, outcome: StepOutcome, data_wait_s: float, num_broken_samples: int, flags: RankFlags
+    ) -> StepMetricsReduction:
+        """Exchange the measurements of all ranks with one all-gather; every rank must call this once a step."""
+        world, record = self._context.world, outcome.record
+        assert outcome.loads is not None, "an outcome of a step that was run"
+        seconds = record.seconds()
+        times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s]
+        traffic = record.traffic_by_edge()
+        edges = [value for e in self._context.graph.edges for value in (traffic[e].nbytes, traffic[e].wait_s)]
+        paces = self._straggler_detector.rank_figures(world.rank, record, self.timing(outcome.loads))
+        scalars = [
+            outcome.loss,
+            float(peak_memory_bytes(world.device)),
+            float(num_broken_samples),
+            float(flags.stop_requested),
+            float(not flags.is_saving),
+        ]
+        table = self._all_gather([*scalars, *times, *edges, *paces])
+        ends = [len(scalars), len(scalars) + len(times), len(scalars) + len(times) + len(edges)]
+        all_scalars, all_times, all_edges, all_paces = table.tensor_split(ends, dim=1)
+        losses, peaks, broken, stop_flags, saved_flags = all_scalars.unbind(dim=1)
+        stragglers, new_stragglers = self._straggler_detector.detect(all_paces.numpy(), record.end_s - record.start_s)
+        return StepMetricsReduction(
+            loss=float(losses.sum()),
+            time_s=TimeSplit(*all_times.mean(dim=0).tolist()),
+            peak_memory_bytes=int(peaks.max()),
+            num_broken_samples=int(broken.sum()),
+            stop_requested=bool(stop_flags.any()),
+            no_rank_saves=bool(saved_flags.all()),
+            edges=self._edge_metrics(all_edges.sum(dim=0).tolist()),
+            stragglers=stragglers,
+            new_stragglers=new_stragglers,
+        )
+
+    def _all_gather(self, values: list[float]) -> Tensor:
+        """Return (ranks, values), in float64, on the host."""
+        world = self._context.world
+        row = torch.tensor(values, dtype=torch.float64, device=world.device)
+        rows = [row]
+        if world.size > 1:
+            rows = [torch.empty_like(row) for _ in range(world.size)]
+            dist.all_gather(rows, row)
+        return torch.stack(rows).cpu()
+
+    def _edge_metrics(self, values: list[float]) -> dict[str, EdgeMetrics]:
+        """Return bytes and waits of the edges over which anything went; `values` holds two numbers per edge."""
+        by_edge = zip(self._context.graph.edges, values[::2], values[1::2], strict=True)
+        return {str(edge): EdgeMetrics(int(nbytes), wait_s) for edge, nbytes, wait_s in by_edge if nbytes}
 
     def metrics(
-        self,
-        meta: BatchMeta,
-        outcome: StepOutcome,
-        seen: StepMetricsReduction,
-        lr: float,
-        took_s: float,
-        val_loss: float | None,
+        self, meta: BatchMeta, outcome: StepOutcome, reduction: StepMetricsReduction, lr: float, step_time_s: float
     ) -> StepMetrics:
-        """Describe a finished step; MFU counts unpadded tokens, no recompute and only the gradients that train."""
+        """Describe a finished step. MFU counts unpadded tokens, no recompute, and only the gradients that train."""
         loads = {unit: TokenLoad.of(table.tokens) for unit, table in meta.items.items()}
-        loads["llm"] = TokenLoad.of(meta.tokens)
-        flops = model_flops(self._job.shape, loads)
-        num_groups = self._job.recipe.train.global_batch
+        loads[LLM] = TokenLoad.of(meta.tokens)
+        flops = model_flops(self._context.shape, loads)
+        num_groups = self._context.recipe.train.global_batch
         return StepMetrics(
             step=meta.step + 1,
-            loss=seen.loss,
+            loss=reduction.loss,
             grad_norm=outcome.grad_norm or 0.0,
             lr=lr,
-            step_time_s=took_s,
+            step_time_s=step_time_s,
             samples=len(meta.sample_id),
             tokens=int(meta.tokens.sum()),
             epoch=self._stream.epochs_done((meta.step + 1) * num_groups),
-            mfu=flops / took_s / self.peak_flops,
+            mfu=flops / step_time_s / self.peak_flops,
             peak_flops=self.peak_flops,
-            time_s=seen.time_s,
-            peak_memory_bytes=seen.peak_memory_bytes,
-            val_loss=val_loss,
-            edges=seen.edges,
-            slow_ranks=tuple(slow.to_text() for slow in seen.slow),
+            time_s=reduction.time_s,
+            peak_memory_bytes=reduction.peak_memory_bytes,
+            edges=reduction.edges,
+            slow_ranks=tuple(straggler.to_text() for straggler in reduction.stragglers),
         )

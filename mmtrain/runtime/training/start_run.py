@@ -1,0 +1,148 @@
+"""What a run does before its first step: claim its folder, choose a plan, restore a checkpoint, introduce itself."""
+
+import hashlib
+from pathlib import Path
+
+from rich.console import Console
+
+from mmtrain.balance import StepTargets
+from mmtrain.checkpoint import find
+from mmtrain.data import DataIndex, read_quarantine, write_quarantine
+from mmtrain.data.loading.step_format import from_json, to_json
+from mmtrain.errors import UserError
+from mmtrain.plan.artifact.balancing_targets import derive_step_targets
+from mmtrain.plan.artifact.data_drift import describe_data_drift
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.artifact.plan_files import load_plan, require_match
+from mmtrain.recipe import Recipe, dump_recipe, recipe_fingerprint
+from mmtrain.runtime.execution.rank_context import RankContext
+from mmtrain.runtime.resilience.config_consensus import flatten
+from mmtrain.runtime.resilience.failures import clear_failures
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE
+from mmtrain.runtime.run_state import write_run_state
+from mmtrain.runtime.training.checkpointing import restore_checkpoint
+from mmtrain.runtime.training.train_request import TrainRequest
+from mmtrain.runtime.world import World
+
+
+def claim_run_folder(request: TrainRequest) -> None:
+    """Create the run's folder and write the recipe there; call this on rank 0 only.
+
+    Raises UserError for a folder with checkpoints of another run, and for `--resume` without a run.
+    """
+    folder = request.run_dir
+    if not request.resume and find(folder / CHECKPOINTS_FOLDER):
+        raise UserError(f"{folder} holds a run already: continue it with --resume, or choose another --run-dir")
+    if request.resume and not (folder / RECIPE_FILE).exists():
+        raise UserError(f"--resume: {folder} holds no run; leave --resume out to start one there")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECIPE_FILE).write_text(dump_recipe(request.recipe), encoding="utf-8")
+    clear_failures(folder)
+    write_run_state(folder, "running", None if request.resume else 0)
+
+
+def choose_plan(request: TrainRequest, world: World, index: DataIndex) -> Plan:
+    """Return the same plan on all ranks: the user's, that of the run that is resumed, or a new one made on rank 0."""
+    recipe = request.recipe
+    fingerprint = recipe_fingerprint(recipe)
+
+    def choose() -> str:
+        saved = request.run_dir / PLAN_FILE
+        if request.plan_path is not None:
+            plan = load_plan(request.plan_path)
+            require_match(plan, fingerprint, world.size, request.hardware)
+        elif request.resume and saved.exists() and _matches(saved, fingerprint, world.size, request.hardware):
+            plan = load_plan(saved)
+        else:
+            plan = request.planner(
+                recipe, index.lengths, world_size=world.size, hardware=request.hardware, recipe_sha256=fingerprint
+            )
+        plan.save(saved)
+        return plan.model_dump_json()
+
+    return Plan.model_validate_json(world.on_first(choose))
+
+
+def _matches(path: Path, fingerprint: str, world_size: int, hardware: str) -> bool:
+    plan = load_plan(path)
+    return (plan.recipe_sha256, plan.world_size, plan.hardware) == (fingerprint, world_size, hardware)
+
+
+def share_step_targets(world: World, recipe: Recipe, plan: Plan, index: DataIndex) -> StepTargets:
+    """Return rank 0's balancing targets on all ranks: another machine may lack its cost table, or have another one."""
+    text: str = world.on_first(lambda: to_json(derive_step_targets(recipe, plan, index.lengths)))
+    return from_json(StepTargets, text)
+
+
+def restore_run(request: TrainRequest, rank_context: RankContext, index: DataIndex, console: Console) -> int:
+    """Load the newest good checkpoint, if the run has saved one; return the first step to train (from 0).
+
+    Raises UserError if settings changed on which the weights or the order of the data depend.
+    """
+    if not rank_context.world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
+        console.print(f"{request.run_dir} holds no checkpoint yet: starting from the first step")
+        return 0
+    checkpoint = restore_checkpoint(
+        request.run_dir / CHECKPOINTS_FOLDER, rank_context, on_bad=lambda text: console.print(text, style="red")
+    )
+    before = flatten(checkpoint.state["facts"])
+    now = flatten(resume_facts(rank_context.recipe, index))
+    changed = [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in now if before.get(key) != now[key]]
+    if changed:
+        raise UserError(
+            f"--resume: the run in {request.run_dir} was made with other settings, so that it could not "
+            f"be continued: {'; '.join(changed)}. Restore them, or start anew with another --run-dir"
+        )
+    console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
+    return int(checkpoint.state["next_step"])
+
+
+def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
+    """Return the settings that a resumed run must share, since weights and the order of the data depend on them."""
+    return {
+        "model": recipe.model.model_dump(mode="json"),
+        "train": {
+            "seed": recipe.train.seed,
+            "global_batch": recipe.train.global_batch,
+            "freeze": " ".join(recipe.train.freeze),
+        },
+        "data": {
+            "seq_len": recipe.data.seq_len,
+            "window": recipe.data.window,
+            "grouping": recipe.data.grouping,
+            "budgets": " ".join(f"{unit}={most}" for unit, most in sorted(recipe.data.budgets.items())),
+            "long_tokens": recipe.data.long_tokens,
+            "tokenizer_sha256": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
+            **recipe.data.model_dump(mode="json", include={"image", "video", "audio"}),
+            "samples": len(index.samples),
+            "fingerprint": index.fingerprint,
+        },
+    }
+
+
+def introduce_run(console: Console, request: TrainRequest, plan: Plan, index: DataIndex) -> None:
+    """Print the plan, the data and the folder of the run; write the samples that the index set aside."""
+    meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
+    console.print(
+        f"{plan.placement} plan on {plan.world_size} ranks: {meshes}; predicted {plan.predicted.step_time_s:.3f} s "
+        f"a step ({plan.predicted.cost_source})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if changed := describe_data_drift(plan, index.lengths):
+        console.print(
+            f"the plan was made for other data ({changed}): its prediction does not hold, and another plan may be "
+            "faster; `mmtrain plan` makes one",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+    cached = f" known from the index kept in {index.cache_folder}" if index.cache_folder else ""
+    aside = f", {len(index.quarantined)} set aside (see {QUARANTINE_FILE})" if index.quarantined else ""
+    console.print(
+        f"{len(index.samples)} samples{cached}{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True
+    )
+    if not console.quiet:
+        # A resumed run keeps the samples that it could not decode before.
+        before = read_quarantine(request.run_dir / QUARANTINE_FILE) if request.resume else ()
+        write_quarantine(request.run_dir / QUARANTINE_FILE, dict.fromkeys((*index.quarantined, *before)))

@@ -1,0 +1,40 @@
+"""What the command line asks the runtime to train."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from mmtrain.balance import SampleLengths
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.recipe import LoadedRecipe, Recipe
+from mmtrain.runtime.execution.fault_points import FaultPoints
+
+
+class Planner(Protocol):
+    """Chooses a plan, as `mmtrain.plan.planner.plan` does. The caller passes it: the runtime never searches plans."""
+
+    def __call__(
+        self, recipe: Recipe, lengths: SampleLengths, *, world_size: int, hardware: str, recipe_sha256: str
+    ) -> Plan:
+        """Return the plan for a cluster of `world_size` ranks of `hardware`; PlanError if there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """A run to start or to resume."""
+
+    loaded: LoadedRecipe
+    planner: Planner
+    hardware: str  # preset to plan for
+    ranks: int  # processes to start where no launcher has started any
+    run_dir: Path
+    plan_path: Path | None = None
+    resume: bool = False
+    max_restarts: int = 0  # after failures, of processes that we start
+    faults: FaultPoints = field(default_factory=FaultPoints)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that is trained."""
+        return self.loaded.recipe
