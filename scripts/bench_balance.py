@@ -37,9 +37,10 @@ from mmtrain.balance import (
     rebalance,
 )
 from mmtrain.balance.grouping import group_across_devices, group_by_length, group_randomly
+from mmtrain.balance.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.methods import token_targets
 from mmtrain.balance.node_rearrangement import off_node_bytes
-from mmtrain.balance.reordering import construct_order, makespan_lower_bound, makespans_1f1b, reorder_microbatches
+from mmtrain.balance.reordering import construct_order, makespan_lower_bound, reorder_microbatches
 from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
 from mmtrain.data import GroupStream, build_index
 from mmtrain.plan import SchedulePlan
@@ -378,7 +379,7 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
         uneven = 0.9 * chunks * rng.gamma(1 / 0.36, 0.36, num)
         costs = np.array([[t.cost.linear * (uneven if t.unit == "vision" else np.ones(num)) for t in table.tasks]])
         chance = recurrence.makespans(costs, np.stack([rng.permutation(num) for _ in range(50)])).mean()
-        forward, backward = (work[None] for work in recurrence.work(costs[0]))
+        forward, backward = (work[None] for work in recurrence.rank_seconds(costs[0]))
         taken, found = _least_seconds(
             lambda f=forward, b=backward, c=costs: reorder_microbatches(
                 f, b, np.arange(num), 2, np.random.default_rng(0), score=lambda orders: recurrence.makespans(c, orders)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
-from mmtrain.balance.reordering import makespans_1f1b, reorder_microbatches
+from mmtrain.balance.makespan_1f1b import makespans_1f1b
+from mmtrain.balance.reordering import reorder_microbatches
 from mmtrain.balance.schedule_recurrence import schedule_recurrence
 from mmtrain.balance.step_targets import LLM, SampleWork, ScheduleTable, SequenceCost, StepTargets
 
@@ -59,7 +60,7 @@ def _by_timetable(table: ScheduleTable, costs: FloatArray, num: Mapping[str, int
         by_block[:] = by_block.sum(axis=2, keepdims=True) // (num[unit] // shared)
     recurrence = schedule_recurrence(table, tuple(sorted(num.items())))
     together = costs.sum(axis=0)
-    forward, backward = (_by_block(seconds, num_blocks)[None] for seconds in recurrence.work(together))
+    forward, backward = (_by_block(seconds, num_blocks)[None] for seconds in recurrence.rank_seconds(together))
     blocks = reorder_microbatches(
         forward,
         backward,

@@ -6,6 +6,7 @@ import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.lpt import longest_first
+from mmtrain.balance.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.uneven_stage import order_around_uneven_stage
 
 SWAPS = 256  # candidates scored together in one round; the recurrence costs little more for many than for one
@@ -65,56 +66,6 @@ def reorder_microbatches(
         spans = score(tried)
         best, span = tried[spans.argmin()], float(spans.min())
     return best
-
-
-def makespans_1f1b(forward: FloatArray, backward: FloatArray, orders: IntArray) -> FloatArray:
-    """(k,) seconds that the longest of c 1F1B pipelines takes under each of `orders` (k, l).
-
-    forward, backward: (c, p, l). The recurrence of 1F1B: a stage starts an action when it has ended the one before
-    and its neighbour has ended the same microbatch's; messages cost nothing.
-    """
-    num_pipelines, p, num = forward.shape
-    f, b = (np.moveaxis(t[:, :, orders.T], 0, 3).reshape(p, num, -1) for t in (forward, backward))
-    spans: FloatArray = _makespans(f, b).reshape(len(orders), num_pipelines).max(axis=1)
-    return spans
-
-
-def _makespans(forward: FloatArray, backward: FloatArray) -> FloatArray:
-    """(k,) seconds of k pipelines, (p, l, k) by stage and place, all at once, tick by tick.
-
-    With F(s, i) at tick 2i + s and B(s, i) at tick 2i + 2p - 1 - s every stage keeps 1F1B's order, does one action a
-    tick, and what it waits for is what its neighbour did the tick before: F that of s - 1, B that of s + 1. In steady
-    state the two of a pair (s - 1, s) wait for each other: both start at the later end of both.
-    """
-    p, num, k = forward.shape
-    stage, place = np.arange(p)[:, None], np.arange(num)[None]
-    seconds = np.zeros((2 * num + 2 * p - 2, p + 2, k))  # row s + 1 is stage s; the outer rows wait for nobody
-    seconds[2 * place + stage, stage + 1] = forward
-    seconds[2 * place + 2 * p - 1 - stage, stage + 1] = backward
-    end = np.zeros((p + 2, k))
-    views, waits = [], []  # of `end` and `seconds` as pairs of stages, at even and at odd ticks
-    for odd in (0, 1):
-        span = slice(odd, odd + (p + 2 - odd) // 2 * 2)
-        both = end[span].reshape(-1, 2, k)
-        views.append((both[:, 0], both[:, 1], both))
-        waits.append(seconds[:, span].reshape(len(seconds), -1, 2, k))
-    for t in range(len(seconds)):
-        odd = t % 2
-        if 2 * p - 1 <= t <= 2 * num - 2:
-            first, second, both = views[odd]
-            np.maximum(first, second, out=first)
-            np.add(first[:, None], waits[odd][t], out=both)
-            continue
-        f_first = max(odd, t - 2 * (num - 1))
-        b_first = max(1 - odd, 2 * p - 1 - t)
-        f_rows = np.arange(f_first, min(p - 1, t) + 1, 2) + 1
-        b_rows = np.arange(b_first, min(p - 1, 2 * (num - 1) + 2 * p - 1 - t) + 1, 2) + 1
-        f_start = np.maximum(end[f_rows], end[f_rows - 1])
-        b_start = np.maximum(end[b_rows], end[b_rows + 1])
-        end[f_rows] = f_start + seconds[t, f_rows]
-        end[b_rows] = b_start + seconds[t, b_rows]
-    done: FloatArray = end[1]  # stage 0 does the last backward
-    return done
 
 
 def construct_order(forward: FloatArray, backward: FloatArray, order: IntArray) -> IntArray:

@@ -1,9 +1,9 @@
-"""How long a pipeline takes whose ranks work in any order that is written down, under many orders of microbatches.
+"""How long a pipeline with a written schedule takes, under many orders of its microbatches.
 
-The recurrence: a turn starts when its rank has ended the one before and everything that it reads has been made;
-messages cost nothing. A forward reads what its stage's sources made of the same microbatches, a backward what its
-stage's forward left and the gradients of all who read from it. Units with other numbers of microbatches than the LLM
-meet in blocks (see `assign`): a microbatch of such a unit counts as all of its block.
+The ranks of the pipeline work in the order of a `ScheduleTable`. A forward reads what its stage's sources made of the
+same microbatches, a backward what its stage's forward left and the gradients of all stages that read from it. Units
+with other numbers of microbatches than the LLM meet it in blocks (see `assign`): a microbatch of such a unit counts
+as all of its block. When actions end follows from `pipeline_recurrence`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,125 +14,119 @@ from typing import NamedTuple
 import numpy as np
 
 from mmtrain.balance.batch_meta import FloatArray, IntArray
+from mmtrain.balance.pipeline_recurrence import NO_MESSAGE, Dependencies, PipelineRecurrence
 from mmtrain.balance.step_targets import LLM, ScheduleTable
 
 
-class _Turn(NamedTuple):
+class _Action(NamedTuple):
+    """A task for one microbatch of its unit."""
+
     rank: int
     task: int
     microbatch: int  # of its unit
-    first: int  # LLM microbatch of a step that stands for its block
+    llm_microbatch: int  # the first one of its block, which stands for the block
 
 
 class ScheduleRecurrence:
-    """The recurrence of a timetable, made ready for units with certain numbers of microbatches.
+    """The recurrence of a schedule table for certain numbers of microbatches."""
 
-    Turns are numbered level by level, where a level holds those that wait for turns of earlier levels alone, so that
-    numpy computes the ends of a whole level, under all orders, at once.
-    """
+    def __init__(self, table: ScheduleTable, num_microbatches: Mapping[str, int]) -> None:
+        """Order the table's actions. Raises ValueError if they wait for each other in a cycle.
 
-    def __init__(self, table: ScheduleTable, num: Mapping[str, int]) -> None:
-        """`num` counts the microbatches of every unit. Raises ValueError if turns wait for each other in a circle."""
-        turns = [_read(line, table, num, rank) for rank, line in enumerate(table.actions)]
-        waits = _waits(turns, table, num)
-        level = _levels(waits)
-        order = np.argsort(level, kind="stable")
-        number = np.empty(len(order) + 1, dtype=np.int64)
-        number[order], number[-1] = np.arange(len(order)), len(order)  # the last stands for nothing to wait for
-        flat = [turn for of_rank in turns for turn in of_rank]
-        most = max(map(len, waits), default=0) or 1
-        padded = np.array([[*w, *[-1] * (most - len(w))] for w in waits], dtype=np.int64).reshape(-1, most)
-        self._waits = number[padded[order]]
-        self._cuts = np.searchsorted(level[order], np.arange(level.max(initial=-1) + 2)).tolist()
-        self._rank = np.array([flat[i].rank for i in order], dtype=np.int64)
-        self._task = np.array([flat[i].task for i in order], dtype=np.int64)
-        self._first = np.array([flat[i].first for i in order], dtype=np.int64)
-        self._is_forward = np.array([task.is_forward for task in table.tasks])[self._task]
-        self._num_ranks, self._num = len(turns), num[LLM]
+        num_microbatches: microbatches of one replica of every unit, the LLM included.
+        """
+        actions = [
+            action
+            for rank, numbers in enumerate(table.actions)
+            for action in _actions_of_rank(numbers, table, num_microbatches, rank)
+        ]
+        self._recurrence = PipelineRecurrence(len(actions), _dependencies(actions, table, num_microbatches))
+        self._rank, self._task, _, self._llm_microbatch = np.array(actions, dtype=np.int64).reshape(-1, 4).T
+        self._is_forward = np.array([task.is_forward for task in table.tasks], dtype=np.bool_)
+        self._num_ranks = len(table.actions)
+        self._num_llm_microbatches = num_microbatches[LLM]
 
     def makespans(self, costs: FloatArray, orders: IntArray) -> FloatArray:
-        """(k,) seconds of the longest of c pipelines under each of `orders` (k, l) of the LLM's microbatches.
+        """Return (k,) seconds of the longest of c pipelines under each of `orders` (k, l) of the LLM's microbatches.
 
-        costs: (c, tasks, l) seconds of each task for what the turn's first LLM microbatch stands for.
+        costs: (c, tasks, l) seconds of each task for what the action's first LLM microbatch stands for.
         """
+        task, place = np.empty_like(self._task), np.empty_like(self._llm_microbatch)
+        task[self._recurrence.row] = self._task
+        place[self._recurrence.row] = self._llm_microbatch
+        microbatch = orders.T[place]  # (actions, k)
         longest = np.zeros(len(orders))
-        at = orders.T[self._first]  # (turns, k)
-        for own in costs:
-            seconds = own[self._task[:, None], at]
-            ends = np.zeros((len(at) + 1, len(orders)))
-            for lo, hi in zip(self._cuts, self._cuts[1:], strict=False):
-                ends[lo:hi] = ends[self._waits[lo:hi]].max(axis=1) + seconds[lo:hi]
-            longest = np.maximum(longest, ends.max(axis=0))
+        for pipeline_costs in costs:
+            times = pipeline_costs[task[:, None], microbatch]
+            self._recurrence.replace_durations_by_ends(times)
+            longest = np.maximum(longest, times.max(axis=0, initial=0.0))
         return longest
 
-    def work(self, costs: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(ranks, l) forward and backward seconds of one pipeline's ranks, by LLM microbatch; costs: (tasks, l)."""
-        found = np.zeros((2, self._num_ranks, self._num))
-        way = 1 - self._is_forward.astype(np.int64)
-        np.add.at(found, (way, self._rank, self._first), costs[self._task, self._first])
-        return found[0], found[1]
+    def rank_seconds(self, costs: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return (ranks, l) forward and backward seconds of one pipeline's ranks, by LLM microbatch.
+
+        costs: (tasks, l) as those of `makespans`.
+        """
+        seconds = np.zeros((2, self._num_ranks, self._num_llm_microbatches))
+        is_backward = 1 - self._is_forward[self._task].astype(np.int64)
+        np.add.at(seconds, (is_backward, self._rank, self._llm_microbatch), costs[self._task, self._llm_microbatch])
+        return seconds[0], seconds[1]
 
 
 @lru_cache(maxsize=4)  # the steps of a run share one
-def schedule_recurrence(table: ScheduleTable, num: tuple[tuple[str, int], ...]) -> ScheduleRecurrence:
-    """The recurrence of a timetable for these numbers of microbatches."""
-    return ScheduleRecurrence(table, dict(num))
+def schedule_recurrence(table: ScheduleTable, num_microbatches: tuple[tuple[str, int], ...]) -> ScheduleRecurrence:
+    """Return the recurrence of a schedule table; num_microbatches: (unit, count) pairs."""
+    return ScheduleRecurrence(table, dict(num_microbatches))
 
 
-def _read(line: str, table: ScheduleTable, num: Mapping[str, int], rank: int) -> list[_Turn]:
-    found = []
-    for turn in map(int, line.split()):
-        microbatch, task = divmod(turn, len(table.tasks))
-        found.append(_Turn(rank, task, microbatch, _met(num, table.tasks[task].unit, LLM, microbatch).start))
-    return found
+def _actions_of_rank(
+    numbers: str, table: ScheduleTable, num_microbatches: Mapping[str, int], rank: int
+) -> list[_Action]:
+    """Parse what a rank does, in order."""
+    actions = []
+    for number in map(int, numbers.split()):
+        microbatch, task = divmod(number, len(table.tasks))
+        in_block = _microbatches_met(num_microbatches, table.tasks[task].unit, LLM, microbatch)
+        actions.append(_Action(rank, task, microbatch, in_block.start))
+    return actions
 
 
-def _met(num: Mapping[str, int], unit: str, other: str, microbatch: int) -> range:
-    """The microbatches of `other` that those of a unit meet in a block; inside the unit each meets itself."""
+def _microbatches_met(num_microbatches: Mapping[str, int], unit: str, other: str, microbatch: int) -> range:
+    """The microbatches of `other` that one of `unit` meets in its block; inside the unit each meets itself."""
     if unit == other:
         return range(microbatch, microbatch + 1)
-    blocks = gcd(num[unit], num[other])
-    block, width = microbatch // (num[unit] // blocks), num[other] // blocks
+    num_blocks = gcd(num_microbatches[unit], num_microbatches[other])
+    block = microbatch // (num_microbatches[unit] // num_blocks)
+    width = num_microbatches[other] // num_blocks
     return range(block * width, (block + 1) * width)
 
 
-def _waits(turns: Sequence[Sequence[_Turn]], table: ScheduleTable, num: Mapping[str, int]) -> list[list[int]]:
-    """For each turn, counted through all ranks, the turns that must have ended."""
-    unit_of = {task.stage: task.unit for task in table.tasks}
+def _dependencies(
+    actions: Sequence[_Action], table: ScheduleTable, num_microbatches: Mapping[str, int]
+) -> Dependencies:
+    """What each action waits for: what its rank does before it, and the actions whose results it reads."""
+    unit_of_stage = {task.stage: task.unit for task in table.tasks}
     destinations: list[list[int]] = [[] for _ in table.sources]
     for stage, sources in enumerate(table.sources):
         for source in sources:
             destinations[source].append(stage)
-    made: dict[tuple[bool, int, int], int] = {}  # (way, stage, microbatch) -> the last turn of it
-    flat = [turn for of_rank in turns for turn in of_rank]
-    for number, turn in enumerate(flat):
-        made[table.tasks[turn.task].is_forward, table.tasks[turn.task].stage, turn.microbatch] = number
-    waits: list[list[int]] = []
-    for number, turn in enumerate(flat):
-        task = table.tasks[turn.task]
-        needed = [(task.is_forward, s) for s in (table.sources if task.is_forward else destinations)[task.stage]]
-        needed += [] if task.is_forward else [(True, task.stage)]
-        keys = ((way, s, m) for way, s in needed for m in _met(num, task.unit, unit_of[s], turn.microbatch))
-        found = {made[key] for key in keys if key in made}
-        waits.append(sorted(found | ({number - 1} if number and flat[number - 1].rank == turn.rank else set())))
-    return waits
-
-
-def _levels(waits: Sequence[Sequence[int]]) -> IntArray:
-    """(n,) the longest chain of turns that a turn waits for."""
-    left = [len(w) for w in waits]
-    then: list[list[int]] = [[] for _ in waits]
-    for turn, needed in enumerate(waits):
-        for other in needed:
-            then[other].append(turn)
-    level = np.zeros(len(waits), dtype=np.int64)
-    ready = [turn for turn, count in enumerate(left) if count == 0]
-    for turn in ready:  # grows
-        for other in then[turn]:
-            left[other] -= 1
-            level[other] = max(level[other], level[turn] + 1)
-            if left[other] == 0:
-                ready.append(other)
-    if len(ready) < len(waits):
-        raise ValueError("the turns of the ranks wait for each other in a circle")
-    return level
+    last_action: dict[tuple[bool, int, int], int] = {}  # (is forward, stage, microbatch) -> the one that completes it
+    for number, action in enumerate(actions):
+        task = table.tasks[action.task]
+        last_action[task.is_forward, task.stage, action.microbatch] = number
+    dependencies: list[tuple[int, int]] = []  # consumer, producer
+    for number, action in enumerate(actions):
+        task = table.tasks[action.task]
+        read = [(task.is_forward, s) for s in (table.sources if task.is_forward else destinations)[task.stage]]
+        if not task.is_forward:
+            read.append((True, task.stage))
+        producers = {
+            last_action.get((is_forward, stage, microbatch))
+            for is_forward, stage in read
+            for microbatch in _microbatches_met(num_microbatches, task.unit, unit_of_stage[stage], action.microbatch)
+        }
+        if number > 0 and actions[number - 1].rank == action.rank:
+            producers.add(number - 1)
+        dependencies += [(number, producer) for producer in producers if producer is not None]
+    consumer, producer = np.array(dependencies, dtype=np.int64).reshape(-1, 2).T
+    return Dependencies(consumer, producer, np.full(len(consumer), NO_MESSAGE))

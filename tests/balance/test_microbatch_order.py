@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import BatchMeta, PipelineRank, SampleLengths, SequenceCost, StepTargets, assign
-from mmtrain.balance.reordering import makespans_1f1b
+from mmtrain.balance.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.schedule_table import build_schedule_table

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mmtrain.balance import reordering as reorder
 from mmtrain.balance import uneven_stage as uneven
+from mmtrain.balance.makespan_1f1b import makespans_1f1b
 
 
 def _one_pipeline(forward: np.ndarray, backward: np.ndarray, order: list[int]) -> float:
@@ -50,7 +51,7 @@ def test_the_recurrence_is_1f1b(seed: int, p: int, num: int, chains: int) -> Non
     forward, backward = _times(seed, p, num, chains)
     rng = np.random.default_rng(seed)
     orders = np.stack([rng.permutation(num) for _ in range(3)])
-    found = reorder.makespans_1f1b(forward, backward, orders)
+    found = makespans_1f1b(forward, backward, orders)
     for order, span in zip(orders.tolist(), found.tolist(), strict=True):
         told = [_one_pipeline(f, b, order) for f, b in zip(forward, backward, strict=True)]
         assert span == pytest.approx(max(told))
@@ -66,7 +67,7 @@ def test_an_order_is_a_permutation_and_never_worse_than_given(seed: int, p: int,
         reorder.reorder_microbatches(forward, backward, given_order, 2, np.random.default_rng(seed)) for _ in range(2)
     )
     assert sorted(found.tolist()) == list(range(num))
-    before, after = reorder.makespans_1f1b(forward, backward, np.stack([given_order, found]))
+    before, after = makespans_1f1b(forward, backward, np.stack([given_order, found]))
     assert after <= before
     assert found.tolist() == again.tolist()
     built = reorder.construct_order(forward[0], backward[0], given_order)
@@ -79,8 +80,8 @@ def test_the_search_is_near_the_best_of_all_orders() -> None:
     for seed, p in itertools.product(range(10), (2, 3, 4)):
         forward, backward = _times(seed, p, 6)
         found = reorder.reorder_microbatches(forward, backward, np.arange(6), 10, np.random.default_rng(seed))
-        span = reorder.makespans_1f1b(forward, backward, found[None])[0]
-        ratios.append(span / reorder.makespans_1f1b(forward, backward, everything).min())
+        span = makespans_1f1b(forward, backward, found[None])[0]
+        ratios.append(span / makespans_1f1b(forward, backward, everything).min())
     assert np.mean(ratios) < 1.04
     assert max(ratios) < 1.15
 
@@ -97,10 +98,10 @@ def test_reordering_removes_most_of_what_chance_costs() -> None:
     for seed in range(8):
         rng = np.random.default_rng(seed)
         forward, backward = _encoder_first(seed)
-        chance = reorder.makespans_1f1b(forward, backward, np.stack([rng.permutation(64) for _ in range(50)])).mean()
+        chance = makespans_1f1b(forward, backward, np.stack([rng.permutation(64) for _ in range(50)])).mean()
         found = reorder.reorder_microbatches(forward, backward, np.arange(64), 12, rng)
         built = reorder.construct_order(forward[0], backward[0], np.arange(64))
-        left, left_by_rule = reorder.makespans_1f1b(forward, backward, np.stack([found, built]))
+        left, left_by_rule = makespans_1f1b(forward, backward, np.stack([found, built]))
         excess = chance - reorder.makespan_lower_bound(forward[0], backward[0])
         removed.append((chance - left) / excess)
         by_rule.append((chance - left_by_rule) / excess)
@@ -129,12 +130,12 @@ def test_where_the_first_stage_is_uneven_a_swap_gains_what_the_formula_says(seed
     uneven.forbid_dependent_swaps(gain, p)
     assert (gain < 0).any()
     said, found = [0.0], [0.0]
-    before = reorder.makespans_1f1b(forward, backward, order[None])[0]
+    before = makespans_1f1b(forward, backward, order[None])[0]
     for i, j in zip(*np.nonzero(gain), strict=True):
         swapped = order.copy()
         swapped[i], swapped[j] = order[j], order[i]
         said.append(gain[i, j])
-        found.append(reorder.makespans_1f1b(forward, backward, swapped[None])[0] - before)
+        found.append(makespans_1f1b(forward, backward, swapped[None])[0] - before)
     exact = np.isclose(said, found, atol=1e-9)
     assert exact.mean() > (0.99 if p == 10 else 0.5), "with few stages the warm-up is not always hidden"
     assert np.corrcoef(said, found)[0, 1] > (0.999 if p == 10 else 0.5)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance.reordering import makespans_1f1b, reorder_microbatches
+from mmtrain.balance.makespan_1f1b import makespans_1f1b
+from mmtrain.balance.reordering import reorder_microbatches
 from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
 from mmtrain.balance.step_targets import ScheduledTask, ScheduleTable, SequenceCost
 from mmtrain.plan.artifact.plan import SchedulePlan
@@ -117,7 +118,7 @@ def test_of_a_chain_the_places_say_all(graph: StageGraph, seed: int) -> None:
     assert table is not None
     costs, orders = rng.gamma(2.0, 1.0, (1, len(table.tasks), num["llm"])), np.arange(num["llm"])[None]
     recurrence = ScheduleRecurrence(table, num)
-    forward, backward = (work[None] for work in recurrence.work(costs[0]))  # ranks count along the chain
+    forward, backward = (work[None] for work in recurrence.rank_seconds(costs[0]))  # ranks count along the chain
     assert recurrence.makespans(costs, orders) == pytest.approx(makespans_1f1b(forward, backward, orders))
 
 
@@ -160,7 +161,7 @@ def test_one_chunk_is_plain_1f1b(seed: int, p: int, num: int) -> None:
     )
     recurrence = ScheduleRecurrence(table, counts)
     assert recurrence.makespans(costs, orders) == pytest.approx(makespans_1f1b(forward, backward, orders))
-    assert [w.tolist() for w in recurrence.work(costs[0])] == [forward[0].tolist(), backward[0].tolist()]
+    assert [w.tolist() for w in recurrence.rank_seconds(costs[0])] == [forward[0].tolist(), backward[0].tolist()]
 
 
 def test_even_chunks_take_what_megatron_lm_says() -> None:
@@ -179,7 +180,7 @@ def test_orders_of_several_chunks_are_never_worse_than_given() -> None:
         costs = even(table, 16)
         costs[:, first] *= rng.gamma(2.0, 0.6, 16)
         given_order = rng.permutation(16)
-        forward, backward = (work[None] for work in recurrence.work(costs[0]))
+        forward, backward = (work[None] for work in recurrence.rank_seconds(costs[0]))
         found = reorder_microbatches(
             forward, backward, given_order, 3, rng, score=lambda orders, c=costs: recurrence.makespans(c, orders)
         )
@@ -192,7 +193,7 @@ def test_orders_of_several_chunks_are_never_worse_than_given() -> None:
 
 def test_turns_that_wait_for_each_other_are_refused() -> None:
     tasks = tuple(ScheduledTask(0, "llm", way, SequenceCost(1)) for way in (True, False))
-    with pytest.raises(ValueError, match="wait for each other in a circle"):
+    with pytest.raises(ValueError, match="wait for each other in a cycle"):
         ScheduleRecurrence(ScheduleTable(tasks, ((),), ("1 0",)), {"llm": 1})
 
 

@@ -45,7 +45,7 @@ def holds(graph: StageGraph) -> None:
     for span in timeline.spans:
         if isinstance(span.action, Pass):
             ends[span.rank] = max(ends.get(span.rank, 0.0), span.start_s + span.duration_s)
-    found = order.ends(seconds, [0.0] * len(graph.edges))
+    found = order.rank_ends(seconds, np.zeros(len(graph.edges)))
     assert {rank: float(end[0]) for rank, end in found.items()} == pytest.approx(
         {rank: ends[rank] for rank in found}, rel=1e-9
     )

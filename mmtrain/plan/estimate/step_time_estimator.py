@@ -57,7 +57,7 @@ class StepTimeEstimator:
         for members in alike.values():
             graph, order = self._order(thin, layouts[members[0]])
             chosen = self._heaviest(sizing, num_groups)
-            step = max(1, AT_ONCE // (order.num_rows * chosen.size))
+            step = max(1, AT_ONCE // (order.num_actions * chosen.size))
             for first in range(0, len(members), step):
                 some = members[first : first + step]
                 run = _Run(self, sizing, graph, order, chosen, num_groups)
@@ -83,7 +83,7 @@ class StepTimeEstimator:
         for part in np.unique(first).tolist():
             order = self._line_order(sizing, part)
             alike = np.flatnonzero(first == part)
-            step = max(1, AT_ONCE // (order.num_rows * chosen.size))
+            step = max(1, AT_ONCE // (order.num_actions * chosen.size))
             for at in (alike[i : i + step] for i in range(0, len(alike), step)):
                 own = None if again is None else again[at]
                 found[at] = UnifiedChainRun(self.pricing, self.machine, sizing, order, cuts[at], own).seconds(grids)
@@ -160,7 +160,7 @@ class _Run:
     def seconds(self, layouts: Sequence[Layout], added: Mapping[str, FloatArray]) -> FloatArray:
         """(n,) mean over the batches of the slowest group's step."""
         taken = {s.id: self._stage(s.id, layouts, added) for s in self.graph.stages}
-        ends = self.order.ends(taken, self._delays())
+        ends = self.order.rank_ends(taken, np.asarray(self._delays()))
         n, (batches, groups) = len(layouts), self.groups.shape
         by_rank = {rank: end.reshape(n, batches, groups).max(axis=2) for rank, end in ends.items()}
         return np.asarray(self._closed(layouts, by_rank).mean(axis=1))

@@ -66,7 +66,7 @@ class UnifiedChainRun:
         taken = {stage: (forward[stage.index], backward[stage.index]) for stage in self.order.rows}
         delays = self._delays()
         same = (delays == delays[:, :1]).all()
-        ends = self.order.ends(taken, delays[:, 0] if same else delays.repeat(batches * groups, axis=1))
+        ends = self.order.rank_ends(taken, delays[:, 0] if same else delays.repeat(batches * groups, axis=1))
         by_rank = [ends[rank].reshape(n, batches, groups).max(axis=2) for rank in range(self._size.pp)]
         return np.asarray(self._closed(by_rank).mean(axis=1))
 
