@@ -3,23 +3,24 @@
     python -m scripts.compare_plans save FOLDER [--tree CHECKOUT] [--only NAME]
     python -m scripts.compare_plans diff OLD NEW
 
-`save` runs `mmtrain plan --explain --json` of CHECKOUT (default: this one) on every case below and keeps one JSON file
-a case, with the seconds it took beside it. `diff` compares all numbers, layouts and orders exactly; sentences meant for
-people (reasons of alternatives) are listed apart, because rewording them is no change of a plan.
+`save` runs `mmtrain plan --explain --json` of CHECKOUT (default: this one) on every case. It writes one JSON file per
+case, with the processor seconds it took beside it. `diff` compares all numbers, layouts and orders exactly. It counts
+apart what is no change of a plan: sentences meant for people (reasons of alternatives) and keys the old tree lacks.
 """
 
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WHAT_IF = sorted(p for p in (ROOT / "recipes/whatif").glob("*.yaml"))
 SENTENCES = ("reason",)  # keys of a plan file that hold sentences
+MISSING = object()  # what a plan without some key holds there
 
 
 def cases() -> Iterator[tuple[str, list[str]]]:
@@ -52,20 +53,29 @@ def save(folder: Path, tree: Path, only: str | None) -> None:
         if only is not None and only not in name:
             continue
         command = [sys.executable, "-m", "mmtrain", "plan", *arguments, "--explain", "--json"]
-        start = time.monotonic()
+        before = _processor_seconds()
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-        seconds = time.monotonic() - start
-        result = json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr, "code": done.returncode}
+        seconds = _processor_seconds() - before
+        if done.returncode == 0:
+            result = json.loads(done.stdout)
+        else:
+            lines = [line for line in done.stderr.splitlines() if not line.startswith("planning: ")]
+            result = {"reason": "\n".join(lines), "code": done.returncode}
         (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (folder / f"{name}.seconds").write_text(f"{seconds:.2f}\n", encoding="utf-8")
         print(f"{name}: {seconds:.1f} s{'' if done.returncode == 0 else f', exit {done.returncode}'}", flush=True)
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def differences(old: object, new: object, path: str = "") -> Iterator[tuple[str, object, object]]:
     """Yield (path, old, new) wherever two JSON values differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(k for k in new if k not in old)]:
-            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+            yield from differences(old.get(key, MISSING), new.get(key, MISSING), f"{path}.{key}" if path else str(key))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, (left, right) in enumerate(zip(old, new, strict=True)):
             yield from differences(left, right, f"{path}[{i}]")
@@ -80,11 +90,13 @@ def diff(old: Path, new: Path) -> int:
         before, after = (json.loads((folder / path.name).read_text(encoding="utf-8")) for folder in (old, new))
         found = list(differences(before, after))
         wording = [where for where, _, _ in found if where.rsplit(".", 1)[-1] in SENTENCES]
-        real = [entry for entry in found if entry[0] not in wording]
+        added = [where for where, left, _ in found if left is MISSING]
+        real = [entry for entry in found if entry[0] not in (*wording, *added)]
         seconds = [float((folder / f"{path.stem}.seconds").read_text()) for folder in (old, new)]
         verdict = "DIFFERS" if real else "identical"
         reworded = f", {len(wording)} sentences reworded" if wording else ""
-        print(f"{path.stem}: {verdict}{reworded}; {seconds[0]:.1f} s -> {seconds[1]:.1f} s")
+        keys = f", new keys: {', '.join(added)}" if added else ""
+        print(f"{path.stem}: {verdict}{reworded}{keys}; {seconds[0]:.1f} s -> {seconds[1]:.1f} s")
         for where, left, right in real[:8]:
             print(f"    {where}: {str(left)[:160]} -> {str(right)[:160]}")
         changed += bool(real)
