@@ -4,38 +4,25 @@ import hashlib
 import json
 from pathlib import Path
 
-from mmtrain.recipe import strict_yaml as yaml
+from mmtrain.recipe import strict_yaml
 from mmtrain.recipe.schema import Recipe
-
-_PLANNED_DATA = {
-    *("sources", "tokenizer", "seq_len", "max_sample_tokens", "max_images", "image", "video", "audio"),
-    *("limits", "window", "grouping", "budgets", "long_tokens"),
-}
-_PLANNED_TRAIN = {"global_batch", "precision", "freeze"}
+from mmtrain.recipe.settings import select
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Write every setting as YAML. A loaded recipe (its paths are absolute) loads back equal, from anywhere."""
-    return yaml.dump_yaml(recipe.model_dump(mode="json"))
+    """Write every setting as YAML. A loaded recipe (its paths are absolute) loads back equal from any folder."""
+    return strict_yaml.dump_yaml(recipe.model_dump(mode="json"))
 
 
 def recipe_fingerprint(recipe: Recipe) -> str:
-    """Fingerprint what a plan depends on: model, data that shapes the batches, parallelism, cluster, batch, precision.
+    """Return the SHA-256 of all settings that plans depend on: those that declare the effect `plan`.
 
-    Learning rates, seeds, steps, checkpoints and folders of output leave it unchanged, so they do not void a plan. Of
-    files it covers the names, not where they lie: a plan made on a laptop is taken on a cluster.
+    Of files it covers the names, not their folders: a plan made on a laptop is valid on a cluster.
     """
-    updates = {unit: {"preset", "lr_scale", "weight_decay"} for unit in type(recipe.model).model_fields}
-    settings = {
-        "model": recipe.model.model_dump(exclude=updates),
-        "data": recipe.data.model_dump(include=_PLANNED_DATA),
-        "parallel": recipe.parallel.model_dump(),
-        "cluster": recipe.cluster.model_dump(),
-        "train": recipe.train.model_dump(include=_PLANNED_TRAIN),
-    }
-    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_name)
+    settings = select(recipe, "plan", mode="python")
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_file_name)
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
 
 
-def _name(path: Path) -> str:
+def _file_name(path: Path) -> str:
     return path.name

@@ -6,6 +6,7 @@ from typing import Any
 
 from mmtrain.recipe.raw_tree import KeyPath
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings import AFFECTS_KEY
 
 JsonSchema = dict[str, Any]
 _INTERPOLATED = {"type": "string", "pattern": r"\$\{env:"}
@@ -16,7 +17,7 @@ def editor_schema() -> JsonSchema:
 
     Nested `required` lists are left out, since an ancestor named in `extends` may supply what this file does not.
     """
-    schema = _relax(Recipe.model_json_schema())
+    schema = _relax(_recipe_schema())
     assert isinstance(schema, dict)
     schema["properties"]["extends"] = {
         "description": "Recipes that this one changes, relative to this file; later ones win.",
@@ -88,7 +89,18 @@ def _range(schema: JsonSchema) -> str:
 
 @cache
 def _recipe_schema() -> JsonSchema:
-    return Recipe.model_json_schema()
+    schema = _without_effects(Recipe.model_json_schema())
+    assert isinstance(schema, dict)
+    return schema
+
+
+def _without_effects(schema: object) -> object:
+    """Drop what settings declare to affect, which is for this package and not for users."""
+    if isinstance(schema, list):
+        return [_without_effects(item) for item in schema]
+    if isinstance(schema, dict):
+        return {key: _without_effects(value) for key, value in schema.items() if key != AFFECTS_KEY}
+    return schema
 
 
 def _follow(schema: JsonSchema) -> JsonSchema:

@@ -1,48 +1,61 @@
-"""The settings of the units of the model: encoders, LLM and generator, as shapes."""
+"""The settings of the model's units: encoders, LLM and generator."""
 
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from mmtrain.recipe.presets import AudioPreset, GeneratorPreset, LlmPreset, VisionPreset
-from mmtrain.recipe.settings import PositiveInt, Section
+from mmtrain.recipe.settings import PositiveInt, Section, setting
 
-_PRESET = "A published model, whose settings fill in those not written here."
+_PRESET = "Name of a published model. Its settings are used for all that the recipe does not set itself."
 
 
 class ProjectorSettings(Section):
-    """The MLP that maps encoder features to the width of the LLM. It trains even when its encoder is frozen."""
+    """The MLP that maps encoder features to the width of the LLM. It trains even if its encoder is frozen."""
 
-    activation: Literal["gelu", "gelu_tanh", "silu"] = Field("gelu", description="Activation between its two linears.")
-    norm: bool = Field(False, description="Layer-normalise the features before the first linear.")
-    freeze: bool = Field(False, description="Keep the projector's weights fixed as well.")
+    activation: Literal["gelu", "gelu_tanh", "silu"] = setting(
+        "gelu", affects={"plan", "resume"}, description="Activation between the two linear layers."
+    )
+    norm: bool = setting(
+        False, affects={"plan", "resume"}, description="Apply a layer norm to the features before the first linear."
+    )
+    freeze: bool = setting(False, affects={"plan", "resume"}, description="Do not train the projector.")
 
 
 class UnitSettings(Section):
-    """What every unit of the model has."""
+    """What encoders and the LLM have in common."""
 
-    layers: PositiveInt = Field(description="Number of transformer blocks.")
-    hidden: PositiveInt = Field(description="Width of the residual stream.")
-    lr_scale: float = Field(1.0, ge=0, description="Multiplies the learning rate of this unit.")
-    weight_decay: float | None = Field(
-        None, ge=0, description="Weight decay of this unit. Default: train.optimizer.weight_decay."
+    layers: PositiveInt = setting(affects={"plan", "steps", "resume"}, description="Number of transformer blocks.")
+    hidden: PositiveInt = setting(affects={"plan", "steps", "resume"}, description="Width of the residual stream.")
+    lr_scale: float = setting(1.0, ge=0, affects={"resume"}, description="Factor on the learning rate of this unit.")
+    weight_decay: float | None = setting(
+        None,
+        ge=0,
+        affects={"resume"},
+        description="Weight decay of this unit. Default: train.optimizer.weight_decay.",
     )
 
 
 class EncoderSettings(UnitSettings):
-    """What every encoder in front of the LLM has.
+    """What all encoders in front of the LLM have in common.
 
-    Its input are items (images, clips), each a grid of rows x cols cells (patches, log-mel frames). The properties
-    below say how many tokens of the encoder and features for the LLM such an item becomes.
+    Their inputs are items (images, clips), each a grid of rows x cols cells (patches, log-mel frames). The properties
+    below say how many tokens of the encoder, and how many features for the LLM, such an item becomes.
     """
 
     modality: ClassVar[str]  # key of `mmtrain.recipe.modalities.MODALITIES`
-    activation: str = Field(description="Activation of the MLP.")
-    norm_eps: float = Field(gt=0, description="Epsilon of the layer norms.")
-    heads: PositiveInt = Field(description="Attention heads; divides `hidden`.")
-    ffn: PositiveInt = Field(description="Width of the MLP's inner layer.")
-    projector: ProjectorSettings = Field(ProjectorSettings(), description="The projector to the LLM's width.")
-    freeze: bool = Field(False, description="Keep the encoder's weights fixed (the projector still trains).")
+    heads: PositiveInt = setting(
+        affects={"plan", "steps", "resume"}, description="Attention heads. Must divide `hidden`."
+    )
+    ffn: PositiveInt = setting(affects={"plan", "steps", "resume"}, description="Width of the MLP's hidden layer.")
+    activation: str = setting(affects={"plan", "steps", "resume"}, description="Activation of the MLP.")
+    norm_eps: float = setting(gt=0, affects={"plan", "steps", "resume"}, description="Epsilon of the layer norms.")
+    projector: ProjectorSettings = setting(
+        ProjectorSettings(), affects={"plan", "resume"}, description="The projector to the width of the LLM."
+    )
+    freeze: bool = setting(
+        False, affects={"plan", "resume"}, description="Do not train the encoder. Its projector still trains."
+    )
 
     @property
     def cell_features(self) -> int:
@@ -61,7 +74,7 @@ class EncoderSettings(UnitSettings):
 
     @property
     def extra_tokens(self) -> int:
-        """Return how many tokens each item has besides its cells; the projector drops them."""
+        """Return how many tokens each item has besides its cells. The projector drops them."""
         return 0
 
     @property
@@ -74,28 +87,55 @@ class VisionSettings(EncoderSettings):
     """A vision transformer over image patches, with downsampling and projector."""
 
     modality = "vision"
-    preset: VisionPreset | None = Field(None, description=_PRESET)
-    patch: PositiveInt = Field(14, description="Side of a square patch, in pixels.")
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = Field("gelu", description="Activation of the MLP.")
-    norm_eps: float = Field(1e-6, gt=0, description="Epsilon of the layer norms.")
-    qkv_bias: bool = Field(True, description="Bias in the query, key and value projections.")
-    patch_bias: bool = Field(True, description="Bias in the patch embedding.")
-    positions: Literal["factorized", "grid"] = Field(
+    preset: VisionPreset | None = setting(None, affects={"steps", "resume"}, description=_PRESET)
+    patch: PositiveInt = setting(
+        14, affects={"plan", "lengths", "steps", "resume"}, description="Side of a square patch in pixels."
+    )
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = setting(
+        "gelu", affects={"plan", "steps", "resume"}, description="Activation of the MLP."
+    )
+    norm_eps: float = setting(
+        1e-6, gt=0, affects={"plan", "steps", "resume"}, description="Epsilon of the layer norms."
+    )
+    qkv_bias: bool = setting(
+        True, affects={"plan", "steps", "resume"}, description="Bias in the query, key and value projections."
+    )
+    patch_bias: bool = setting(True, affects={"plan", "steps", "resume"}, description="Bias in the patch embedding.")
+    positions: Literal["factorized", "grid"] = setting(
         "factorized",
-        description="`factorized`: learned row plus learned column vectors, any image shape up to `max_side` patches; "
-        "`grid`: one learned vector for each cell of a fixed `max_side` x `max_side` grid (CLIP, InternViT).",
+        affects={"plan", "steps", "resume"},
+        description="Learned position embeddings. `factorized`: one vector for each row plus one for each column, for "
+        "images of any shape up to `max_side` patches. `grid`: one vector for each position of a fixed "
+        "`max_side` x `max_side` grid (CLIP, InternViT).",
     )
-    max_side: PositiveInt = Field(64, description="Largest image side in patches that the positions cover.")
-    class_token: bool = Field(
-        False, description="Prepend a learned class token to each image (dropped before downsampling)."
+    max_side: PositiveInt = setting(
+        64,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Longest side of an image in patches that the position embeddings cover.",
     )
-    pre_norm: bool = Field(False, description="Layer-normalise the embedded patches before the first block (CLIP).")
-    post_norm: bool = Field(True, description="Layer-normalise the output of the last block.")
-    downsample: Literal["identity", "pixel_shuffle"] = Field(
-        "identity", description="How patches become LLM tokens: one to one, or `merge` x `merge` neighbours joined."
+    class_token: bool = setting(
+        False,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Prepend a learned class token to each image. It is dropped before downsampling.",
     )
-    merge: PositiveInt = Field(
-        1, description="Side of the square of patches that `pixel_shuffle` joins; 1 with `identity`."
+    pre_norm: bool = setting(
+        False,
+        affects={"plan", "steps", "resume"},
+        description="Apply a layer norm to the embedded patches before the first block (CLIP).",
+    )
+    post_norm: bool = setting(
+        True, affects={"plan", "steps", "resume"}, description="Apply a layer norm to the output of the last block."
+    )
+    downsample: Literal["identity", "pixel_shuffle"] = setting(
+        "identity",
+        affects={"plan", "steps", "resume"},
+        description="How patches become LLM tokens. `identity`: one token for each patch. `pixel_shuffle`: one token "
+        "for each square of `merge` x `merge` patches.",
+    )
+    merge: PositiveInt = setting(
+        1,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Side in patches of the square that `pixel_shuffle` merges into one token. 1 with `identity`.",
     )
 
     @property
@@ -105,7 +145,7 @@ class VisionSettings(EncoderSettings):
 
     @property
     def tokens_per_feature(self) -> int:
-        """Return the patches of a square that the projector merges."""
+        """Return the patches of the square that the projector merges."""
         return self.merge**2
 
     @property
@@ -115,7 +155,7 @@ class VisionSettings(EncoderSettings):
 
     @property
     def has_post_norm(self) -> bool:
-        """Return whether the recipe asks for the norm after the last block."""
+        """Return whether the recipe asks for a norm after the last block."""
         return self.post_norm
 
     @model_validator(mode="after")
@@ -124,27 +164,41 @@ class VisionSettings(EncoderSettings):
         if self.hidden % self.heads:
             problems.append(f"hidden {self.hidden} is not divisible by heads {self.heads}")
         if self.downsample == "identity" and self.merge != 1:
-            problems.append(f"merge is {self.merge}, but downsample `identity` joins nothing: set merge to 1")
+            problems.append(f"merge is {self.merge}, but downsample `identity` merges nothing: set merge to 1")
         return self._without(problems)
 
 
 class AudioSettings(EncoderSettings):
-    """A Whisper-shaped encoder over log-mel frames (10 ms each), with downsampling and projector.
+    """A Whisper-shaped encoder over log-mel frames of 10 ms, with downsampling and projector.
 
-    Two convolutions of kernel 3, the second of stride 2, then pre-norm blocks (Radford et al., arXiv 2212.04356).
+    Two convolutions with kernel 3, the second with stride 2, then pre-norm blocks (Radford et al., arXiv 2212.04356).
     """
 
     modality = "audio"
-    preset: AudioPreset | None = Field(None, description=_PRESET)
-    mel_bins: PositiveInt = Field(80, description="Mel bands of a frame (Whisper: 80, large-v3: 128).")
-    activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="Activation of convolutions and MLP.")
-    norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the layer norms.")
-    positions: Literal["sinusoidal", "learned"] = Field(
-        "sinusoidal", description="`sinusoidal`: fixed waves, as in Whisper; `learned`: one vector for each place."
+    preset: AudioPreset | None = setting(None, affects={"steps", "resume"}, description=_PRESET)
+    mel_bins: PositiveInt = setting(
+        80, affects={"plan", "steps", "resume"}, description="Mel bands of a frame (Whisper: 80, large-v3: 128)."
     )
-    max_frames: PositiveInt = Field(3000, description="Longest clip in log-mel frames; even. 3000 are 30 s.")
-    downsample: PositiveInt = Field(
-        1, description="Neighbouring outputs (20 ms each) that are stacked to one LLM token."
+    activation: Literal["gelu", "gelu_tanh"] = setting(
+        "gelu", affects={"plan", "steps", "resume"}, description="Activation of the convolutions and the MLP."
+    )
+    norm_eps: float = setting(
+        1e-5, gt=0, affects={"plan", "steps", "resume"}, description="Epsilon of the layer norms."
+    )
+    positions: Literal["sinusoidal", "learned"] = setting(
+        "sinusoidal",
+        affects={"plan", "steps", "resume"},
+        description="Position embeddings. `sinusoidal`: fixed, as in Whisper. `learned`: one vector for each position.",
+    )
+    max_frames: PositiveInt = setting(
+        3000,
+        affects={"plan", "steps", "resume"},
+        description="Longest clip in log-mel frames of 10 ms that the positions cover. Even; 3000 frames are 30 s.",
+    )
+    downsample: PositiveInt = setting(
+        1,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Neighboring outputs of 20 ms that are merged into one LLM token.",
     )
 
     @property
@@ -177,24 +231,35 @@ class AudioSettings(EncoderSettings):
 class LlmSettings(UnitSettings):
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention (Llama, Qwen2)."""
 
-    preset: LlmPreset | None = Field(None, description=_PRESET)
-    heads: PositiveInt = Field(description="Query heads.")
-    kv_heads: PositiveInt | None = Field(
-        None, description="Key and value heads; divides `heads`. Default: as many as heads."
+    preset: LlmPreset | None = setting(None, affects={"resume"}, description=_PRESET)
+    heads: PositiveInt = setting(affects={"plan", "resume"}, description="Query heads.")
+    kv_heads: PositiveInt | None = setting(
+        None,
+        affects={"plan", "resume"},
+        description="Key and value heads. Must divide `heads`. Default: `heads`.",
     )
-    head_dim: PositiveInt | None = Field(None, description="Width of one head. Default: hidden / heads.")
-    ffn: PositiveInt = Field(description="Width of the MLP's inner layer.")
-    mlp: Literal["swiglu", "gelu"] = Field(
-        "swiglu", description="`swiglu`: two input projections, one gating the other; `gelu`: one (GPT)."
+    head_dim: PositiveInt | None = setting(
+        None, affects={"plan", "resume"}, description="Width of one head. Default: hidden / heads."
     )
-    vocab: PositiveInt = Field(
-        description="Rows of the embedding; at least the tokenizer's size. Padded up to a multiple of 64."
+    ffn: PositiveInt = setting(affects={"plan", "resume"}, description="Width of the MLP's hidden layer.")
+    mlp: Literal["swiglu", "gelu"] = setting(
+        "swiglu",
+        affects={"plan", "resume"},
+        description="Kind of MLP. `swiglu`: two input projections, one of which gates the other. `gelu`: one (GPT).",
     )
-    rope_base: float = Field(10000.0, gt=0, description="Base of the rotary frequencies.")
-    norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the RMS norms.")
-    qkv_bias: bool = Field(False, description="Bias in the query, key and value projections (Qwen2).")
-    tie_embeddings: bool = Field(False, description="Use the embedding matrix as output projection too.")
-    freeze: bool = Field(False, description="Keep the LLM's weights fixed.")
+    vocab: PositiveInt = setting(
+        affects={"plan", "lengths", "resume"},
+        description="Rows of the embedding table; at least the tokenizer's size. Padded to a multiple of 64.",
+    )
+    rope_base: float = setting(10000.0, gt=0, affects={"plan", "resume"}, description="Base of the rotary frequencies.")
+    norm_eps: float = setting(1e-5, gt=0, affects={"plan", "resume"}, description="Epsilon of the RMS norms.")
+    qkv_bias: bool = setting(
+        False, affects={"plan", "resume"}, description="Bias in the query, key and value projections (Qwen2)."
+    )
+    tie_embeddings: bool = setting(
+        False, affects={"plan", "resume"}, description="Use the embedding table as output projection too."
+    )
+    freeze: bool = setting(False, affects={"plan", "resume"}, description="Do not train the LLM.")
 
     @model_validator(mode="after")
     def _consistent(self) -> "LlmSettings":
@@ -207,37 +272,54 @@ class LlmSettings(UnitSettings):
 
 
 class GeneratorSettings(Section):
-    """An image generator after the LLM, as a shape to plan with; no version of mmtrain trains one yet.
+    """An image generator after the LLM, as a shape to plan with. This version of mmtrain cannot train one.
 
-    `unet`: Stable Diffusion 2 (arXiv 2112.10752); `dit`: a diffusion transformer with cross-attention (PixArt, arXiv
+    `unet`: Stable Diffusion 2 (arXiv 2112.10752). `dit`: a diffusion transformer with cross-attention (PixArt, arXiv
     2310.00426).
     """
 
-    preset: GeneratorPreset | None = Field(None, description=_PRESET)
-    kind: Literal["unet", "dit"] = Field(description="A U-Net, or a diffusion transformer.")
-    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = Field(
-        description="Channels of each level of a U-Net, the finest first; the one width of a transformer."
+    preset: GeneratorPreset | None = setting(None, affects={"resume"}, description=_PRESET)
+    kind: Literal["unet", "dit"] = setting(
+        affects={"plan", "resume"}, description="A U-Net (`unet`) or a diffusion transformer (`dit`)."
     )
-    heads: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = Field(
-        description="Attention heads of each of the `widths`; divide them."
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = setting(
+        affects={"plan", "resume"},
+        description="Channels of each level of a U-Net, the finest level first; the one width of a transformer.",
     )
-    layers: PositiveInt = Field(
-        description="Residual blocks of each level on the way down (one more on the way up); blocks of a transformer."
+    heads: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = setting(
+        affects={"plan", "resume"}, description="Attention heads for each of the `widths`. Must divide them."
     )
-    channels: PositiveInt = Field(4, description="Channels of the latent image.")
-    patch: PositiveInt = Field(1, description="Side of a square of the latent that becomes one token; 1 for a U-Net.")
-    context_width: PositiveInt = Field(description="Width of what cross-attention reads.")
-    context_tokens: PositiveInt = Field(77, description="Tokens of the LLM that condition one image.")
-    freeze: bool = Field(False, description="Keep the weights fixed (the projector of the context still trains).")
+    layers: PositiveInt = setting(
+        affects={"plan", "resume"},
+        description="Residual blocks of each level of a U-Net on the way down (one more on the way up); blocks of a "
+        "transformer.",
+    )
+    channels: PositiveInt = setting(4, affects={"plan", "resume"}, description="Channels of the latent image.")
+    patch: PositiveInt = setting(
+        1,
+        affects={"plan", "resume"},
+        description="Side of the square of latent positions that becomes one token. 1 for a U-Net.",
+    )
+    context_width: PositiveInt = setting(
+        affects={"plan", "resume"}, description="Width of the context that cross-attention reads."
+    )
+    context_tokens: PositiveInt = setting(
+        77, affects={"plan", "resume"}, description="LLM tokens that condition one image."
+    )
+    freeze: bool = setting(
+        False,
+        affects={"plan", "resume"},
+        description="Do not train the generator. The projector of its context still trains.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "GeneratorSettings":
         problems = []
         if len(self.heads) != len(self.widths):
             problems.append(f"{len(self.heads)} heads for {len(self.widths)} widths")
-        problems += [
-            f"width {w} is not divisible by {h} heads" for w, h in zip(self.widths, self.heads, strict=False) if w % h
-        ]
+        for width, heads in zip(self.widths, self.heads, strict=False):
+            if width % heads:
+                problems.append(f"width {width} is not divisible by {heads} heads")
         if self.kind == "dit" and len(self.widths) > 1:
             problems.append(f"{len(self.widths)} widths, but a transformer (`dit`) has one")
         if self.kind == "unet" and self.patch > 1:
@@ -248,11 +330,13 @@ class GeneratorSettings(Section):
 class ModelSettings(Section):
     """The units of the model."""
 
-    vision: VisionSettings | None = Field(None, description="The image encoder; leave out for a text-only model.")
-    audio: AudioSettings | None = Field(None, description="The audio encoder; leave out for a model without speech.")
-    llm: LlmSettings = Field(description="The language model.")
-    generator: GeneratorSettings | None = Field(
-        None, description="An image generator after the LLM, to plan with: `train` refuses it."
+    vision: VisionSettings | None = Field(None, description="The image encoder. Leave it out for a text-only model.")
+    audio: AudioSettings | None = Field(None, description="The audio encoder. Leave it out for a model without speech.")
+    llm: LlmSettings = setting(affects={"plan", "lengths", "resume"}, description="The language model.")
+    generator: GeneratorSettings | None = setting(
+        None,
+        affects={"plan", "resume"},
+        description="An image generator after the LLM, to plan with. `mmtrain train` rejects recipes with one.",
     )
 
     @property

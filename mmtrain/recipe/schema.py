@@ -1,7 +1,7 @@
-"""The recipe: every setting a user may write, with its unit, range and default.
+"""The recipe: every setting that a user may write, with its unit, range and default.
 
-A recipe is a YAML file; `mmtrain.recipe.recipe_loader` turns it into the frozen `Recipe` below. Field names here are
-the dotted paths of error messages (`data.seq_len`) and of `--set`. The units' settings are in `model`.
+A recipe is a YAML file; `mmtrain.recipe.load_recipe` turns it into the frozen `Recipe` below. Field names are the
+dotted paths in error messages (`data.seq_len`) and in `--set`. `model_settings` holds the settings of the units.
 """
 
 from pathlib import Path
@@ -10,315 +10,441 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mmtrain.recipe.model_settings import ModelSettings
-from mmtrain.recipe.settings import PositiveFloat, PositiveInt, Section
+from mmtrain.recipe.settings import NOTHING, PositiveFloat, PositiveInt, Section, setting
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class SourceSettings(Section):
-    """Samples of one kind, in one file or several."""
+    """Samples of one format, in one file or several."""
 
-    path: Path = Field(
-        description="A file of samples, a folder of such, or several as `train-{000..123}.tar`, `{a,b}.json` or "
-        "`*.parquet`; relative paths start at the recipe's folder."
+    path: Path = setting(
+        affects={"plan", "lengths"},
+        description="A file of samples, a folder of such files, or several files as `train-{000..123}.tar`, "
+        "`{a,b}.json` or `*.parquet`. Relative paths start at the recipe's folder.",
     )
-    format: Literal["llava", "messages", "webdataset", "parquet", "lengths"] | None = Field(
+    format: Literal["llava", "messages", "webdataset", "parquet", "lengths"] | None = setting(
         None,
-        description="`llava`: JSON or JSONL with `conversations`; `messages`: the same with `messages` (ShareGPT, "
-        "OpenAI); `webdataset`: tar shards; `parquet`; `lengths`: a CSV file that states lengths, to plan with. "
-        "Default: guessed from the file's ending, each JSON entry by its keys.",
+        affects={"plan", "lengths"},
+        description="`llava`: JSON or JSONL with `conversations`. `messages`: JSON or JSONL with `messages` (ShareGPT, "
+        "OpenAI). `webdataset`: tar shards. `parquet`: Parquet files. `lengths`: a CSV file of lengths without "
+        "samples, to plan with. Default: from the file's suffix; for JSON from the keys of each entry.",
     )
-    image_root: Path | None = Field(
+    image_root: Path | None = setting(
         None,
-        description="Folder that paths of images, clips and videos start at, and may not lead out of. Default: that of "
-        "the data file.",
+        affects={"plan", "lengths"},
+        description="Folder that relative paths of images, clips and videos start at. Media must lie inside it. "
+        "Default: the folder of the data file.",
     )
-    weight: float = Field(1.0, gt=0, description="How often an epoch uses each sample of this source (2 = twice).")
+    weight: float = setting(
+        1.0, gt=0, affects={"plan"}, description="How often an epoch uses each sample of this source; 2 means twice."
+    )
 
     @property
     def states_lengths(self) -> bool:
-        """Whether there are only lengths, no samples."""
+        """Return whether the source holds lengths only, without samples."""
         return is_lengths_source(self.path, self.format)
 
 
 def is_lengths_source(path: Path, format: str | None) -> bool:
-    """Whether a source of this path and format states lengths: there are no samples then."""
+    """Return whether a source with this path and format holds lengths only, without samples."""
     return format == "lengths" or (format is None and path.suffix == ".csv")
 
 
 class LimitSettings(Section):
-    """What archives from anywhere may ask of this machine."""
+    """Limits on what an archive, possibly from an untrusted origin, may demand of this machine."""
 
-    max_member_bytes: PositiveInt = Field(
-        1 << 30, description="Larger members of tar shards and cells of Parquet files are set aside, in bytes."
+    max_member_bytes: PositiveInt = setting(
+        1 << 30,
+        affects={"plan", "lengths", "steps"},
+        description="Largest member of a tar shard or cell of a Parquet file, in bytes. Larger ones are quarantined.",
     )
-    max_members: PositiveInt = Field(
-        10_000_000, description="Members of a tar shard, or rows of a Parquet file, above which the rest is set aside."
+    max_members: PositiveInt = setting(
+        10_000_000,
+        affects={"plan", "lengths", "steps"},
+        description="Most members of a tar shard or rows of a Parquet file. Those beyond are quarantined.",
     )
 
 
 class ImageSettings(Section):
     """How an image becomes patches."""
 
-    scheme: Literal["native", "tiles", "fixed"] = Field(
+    scheme: Literal["native", "tiles", "fixed"] = setting(
         "native",
-        description="`native` (Qwen2-VL): keep the aspect, scale into [`min_pixels`, `max_pixels`], sides rounded to "
-        "whole merged patches; `tiles` (InternVL): up to `max_tiles` squares of `tile` pixels in the canvas whose "
-        "aspect is nearest, and where there are several one more of the whole; `fixed`: resize to `size` x `size`.",
+        affects={"plan", "lengths", "steps", "resume"},
+        description="`native` (Qwen2-VL): keep the aspect ratio, scale the area into [`min_pixels`, `max_pixels`], and "
+        "round the sides to multiples of merged patches. `tiles` (InternVL): cut the image into up to `max_tiles` "
+        "squares of `tile` pixels, on the canvas with the closest aspect ratio; if there are several, one more square "
+        "shows the entire image. `fixed`: resize to `size` x `size`.",
     )
-    tile: PositiveInt = Field(448, description="Side in pixels of one of the `tiles`.")
-    max_tiles: int = Field(12, ge=1, le=256, description="Most `tiles` of one image, beside the one of the whole.")
-    size: PositiveInt = Field(224, description="Side in pixels for `fixed`.")
-    min_pixels: PositiveInt = Field(28 * 28, description="Smallest area for `native`, in pixels.")
-    max_pixels: PositiveInt = Field(448 * 448, description="Largest area for `native`, in pixels.")
-    max_source_pixels: PositiveInt = Field(
-        100_000_000, description="Refuse source images above this area before decoding them (decompression bombs)."
+    tile: PositiveInt = setting(
+        448, affects={"plan", "lengths", "steps", "resume"}, description="Side of one tile in pixels, for `tiles`."
     )
-    mean: tuple[float, float, float] = Field((0.5, 0.5, 0.5), description="Subtracted from RGB in [0, 1].")
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
-        (0.5, 0.5, 0.5), description="RGB in [0, 1] minus mean is divided by this."
+    max_tiles: int = setting(
+        12,
+        ge=1,
+        le=256,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Most tiles of one image, for `tiles`. The square that shows the entire image is not counted.",
+    )
+    size: PositiveInt = setting(
+        224, affects={"plan", "lengths", "steps", "resume"}, description="Side of an image in pixels, for `fixed`."
+    )
+    min_pixels: PositiveInt = setting(
+        28 * 28,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Smallest area of an image in pixels, for `native`.",
+    )
+    max_pixels: PositiveInt = setting(
+        448 * 448,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Largest area of an image in pixels, for `native`.",
+    )
+    max_source_pixels: PositiveInt = setting(
+        100_000_000,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Largest area of a source image in pixels. Larger ones are quarantined before they are decoded "
+        "(decompression bombs).",
+    )
+    mean: tuple[float, float, float] = setting(
+        (0.5, 0.5, 0.5),
+        affects={"plan", "steps", "resume"},
+        description="Subtracted from the RGB values, which are in [0, 1].",
+    )
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = setting(
+        (0.5, 0.5, 0.5),
+        affects={"plan", "steps", "resume"},
+        description="The RGB values are divided by this after `mean` was subtracted.",
     )
 
 
 class VideoSettings(Section):
     """How a video becomes images."""
 
-    max_frames: PositiveInt = Field(
-        8, description="Most frames, evenly spaced over the video; each becomes one image (one tile with `tiles`)."
+    max_frames: PositiveInt = setting(
+        8,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Most frames taken from a video, evenly spaced. Each becomes one image (one tile with `tiles`).",
     )
 
 
 class AudioDataSettings(Section):
-    """How a clip becomes log-mel frames: resampled to 16 kHz, one frame each 10 ms."""
+    """How a clip becomes log-mel frames: it is resampled to 16 kHz, with one frame every 10 ms."""
 
-    scheme: Literal["dynamic", "fixed"] = Field(
+    scheme: Literal["dynamic", "fixed"] = setting(
         "dynamic",
-        description="`dynamic`: as long as the clip; `fixed` (Whisper): silence up to `max_seconds`, whatever the "
-        "clip.",
+        affects={"plan", "lengths", "steps", "resume"},
+        description="`dynamic`: as long as the clip. `fixed` (Whisper): every clip is padded with silence to "
+        "`max_seconds`.",
     )
-    max_seconds: float = Field(30.0, gt=0, description="Samples with a longer clip are set aside and counted.")
+    max_seconds: float = setting(
+        30.0,
+        gt=0,
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Longest clip in seconds. Samples with a longer clip are quarantined.",
+    )
 
 
 class DataSettings(Section):
-    """What to train on and how samples become microbatches."""
+    """What to train on, and how samples become microbatches."""
 
     sources: Annotated[tuple[SourceSettings, ...], Field(min_length=1)] = Field(description="Training samples.")
-    validation: tuple[SourceSettings, ...] = Field(
-        (), description="Held-out samples for validation loss and `evaluate`."
+    validation: tuple[SourceSettings, ...] = setting(
+        (), affects=NOTHING, description="Held-out samples for the validation loss and for `mmtrain evaluate`."
     )
-    tokenizer: Path | None = Field(
+    tokenizer: Path | None = setting(
         None,
-        description="A `tokenizers` JSON file; relative paths start at the recipe's folder. Only sources that state "
-        "lengths need none.",
+        affects={"plan"},
+        description="A JSON file of the `tokenizers` library. Relative paths start at the recipe's folder. Required "
+        "unless all sources hold lengths only.",
     )
-    seq_len: PositiveInt = Field(description="Most LLM tokens in one group (one packed sequence, one LLM microbatch).")
-    max_sample_tokens: PositiveInt | None = Field(
-        None, description="Samples with more LLM tokens are set aside and counted. Default: `seq_len`."
+    seq_len: PositiveInt = setting(
+        affects={"plan", "lengths", "steps", "resume"},
+        description="Most LLM tokens of one group. A group is one packed sequence and one LLM microbatch.",
     )
-    max_images: PositiveInt = Field(
-        64, description="Samples with more images, frames of videos included, are set aside and counted."
+    max_sample_tokens: PositiveInt | None = setting(
+        None,
+        affects={"plan", "lengths", "steps"},
+        description="Most LLM tokens of one sample. Longer samples are quarantined. Default: `seq_len`.",
+    )
+    max_images: PositiveInt = setting(
+        64,
+        affects={"plan", "lengths", "steps"},
+        description="Most images of one sample, counting frames of videos. Samples with more are quarantined.",
     )
     image: ImageSettings = Field(ImageSettings(), description="How an image becomes patches.")
     video: VideoSettings = Field(VideoSettings(), description="How a video becomes images.")
     audio: AudioDataSettings = Field(AudioDataSettings(), description="How a clip becomes log-mel frames.")
-    grouping: Literal["matched", "isf", "random", "length", "device"] = Field(
+    grouping: Literal["matched", "isf", "random", "length", "device"] = setting(
         "matched",
-        description="How samples become groups: `matched` fills groups by search and runs near-equal ones side by "
-        "side; `isf` (OmniBal) fills them from a shuffle; baselines with as many samples a group as fill it on "
-        "average, fewer where they would not fit: `random`; `length`, samples of similar length in a group; `device`, "
-        "of similar length across replicas.",
+        affects={"plan", "steps", "resume"},
+        description="How samples become groups. `matched`: a search fills the groups, and groups of similar cost run "
+        "at the same time. `isf`: iterative sampling and filtering from a shuffle (OmniBal). The others are baselines "
+        "with as many samples in a group as fill it on average, fewer if they do not fit: `random`; `length`: samples "
+        "of similar length share a group; `device`: similar lengths across data-parallel ranks.",
     )
-    budgets: dict[str, PositiveInt] = Field(
+    budgets: dict[str, PositiveInt] = setting(
         {},
-        description="Most tokens of an encoder in one group, by unit (`vision: 4096`); a sample above one alone shares "
-        "its group with no other for that encoder. Default: no limit (`isf`: in proportion to `seq_len`).",
+        affects={"plan", "steps", "resume"},
+        description="Most tokens of an encoder in one group, by unit (`vision: 4096`). A sample above a budget shares "
+        "its group with no other sample that uses this encoder. Default: no limit; for `isf` in proportion to "
+        "`seq_len`.",
     )
-    long_tokens: PositiveInt | None = Field(
-        None, description="Samples with more LLM tokens than this train in steps of their own. Default: no such steps."
-    )
-    index_cache: Path | None = Field(
+    long_tokens: PositiveInt | None = setting(
         None,
-        description="Folder that keeps the index of large sources, so that the next run need not read them again. "
-        "Default: `.mmtrain-index` beside the first data file; where that cannot be written, none.",
+        affects={"plan", "steps", "resume"},
+        description="Samples with more LLM tokens than this train in separate steps. Default: no separate steps.",
     )
-    window: PositiveInt = Field(16384, description="Samples that grouping may look at together; bounds displacement.")
-    limits: LimitSettings = Field(LimitSettings(), description="What archives may ask of this machine.")
-    max_bad_rate: float = Field(0.01, ge=0, le=1, description="Share of unusable samples above which the run stops.")
-    prefetch: int = Field(2, ge=0, le=64, description="Steps prepared ahead in the background; 0 prepares in line.")
-    workers: int | None = Field(
+    index_cache: Path | None = setting(
+        None,
+        affects=NOTHING,
+        description="Folder for the index of large sources, so that the next run need not read them again. Default: "
+        "`.mmtrain-index` next to the first data file; no cache if that folder cannot be written.",
+    )
+    window: PositiveInt = setting(
+        16384,
+        affects={"plan", "steps", "resume"},
+        description="Samples among which grouping may choose. No sample moves further from its shuffled position.",
+    )
+    limits: LimitSettings = Field(LimitSettings(), description="Limits on what an archive may demand.")
+    max_bad_rate: float = setting(
+        0.01, ge=0, le=1, affects=NOTHING, description="Fraction of quarantined samples above which the run stops."
+    )
+    prefetch: int = setting(
+        2, ge=0, le=64, affects=NOTHING, description="Steps prepared ahead in the background. 0: no background work."
+    )
+    workers: int | None = setting(
         None,
         ge=0,
         le=256,
-        description="Processes in which each rank prepares steps, one each beside those kept ready; 0: a thread. "
-        "Default: up to 4 for ranks that load media, where there are cores to spare.",
+        affects=NOTHING,
+        description="Processes in which each rank prepares steps. 0: a thread of the rank. Default: up to 4 for ranks "
+        "that load media, if there are spare CPU cores.",
     )
-    producers: tuple[Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")], ...] = Field(
+    producers: tuple[Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")], ...] = setting(
         (),
-        description="Where `mmtrain data serve` prepares steps of this recipe (`tcp://node7:5557`); steps are prepared "
-        "here while none answers.",
+        affects=NOTHING,
+        description="Addresses of `mmtrain data serve` processes that prepare steps of this recipe "
+        "(`tcp://node7:5557`). While none answers, the ranks prepare steps themselves.",
     )
-    producer_timeout_s: float = Field(
+    producer_timeout_s: float = setting(
         10.0,
         ge=0.1,
         le=86400,
-        description="Silence in seconds after which a producer is given up and its steps go to others.",
+        affects=NOTHING,
+        description="Seconds without a message after which a producer counts as lost and others take over its steps.",
     )
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer, where samples are read."""
-        assert self.tokenizer is not None, "checks hold that recipes with samples have one"
+        """Return the tokenizer of a recipe that has samples."""
+        assert self.tokenizer is not None, "`cross_checks` rejects recipes that have samples and no tokenizer"
         return self.tokenizer
 
 
 class UnitParallel(Section):
-    """Fixed sizes for one unit; what is left out is planned."""
+    """Fixed parallel degrees of one unit. The planner chooses what is left out."""
 
-    tp: PositiveInt | None = Field(
-        None, description="Tensor-parallel ranks; divides heads, and divides kv_heads or is a multiple of them."
-    )
-    pp: PositiveInt | None = Field(None, description="Pipeline ranks.")
-    dp: PositiveInt | None = Field(None, description="Data-parallel replicas; divides `train.global_batch`.")
-    vpp: PositiveInt | None = Field(
+    tp: PositiveInt | None = setting(
         None,
-        description="Chunks of layers on each pipeline rank (interleaving). In `unified` all units have the same "
-        "number, in `colocated` encoders have one.",
+        affects={"plan"},
+        description="Tensor-parallel degree. Must divide `heads`; must divide `kv_heads` or be a multiple of it.",
     )
-    sp: bool | Literal["auto"] = Field(
-        "auto",
-        description="Sequence parallelism, where tp is above 1: its ranks share out the tokens in norms and residuals. "
-        "`auto`: where that costs no time, or nothing fits into memory without it.",
+    pp: PositiveInt | None = setting(None, affects={"plan"}, description="Pipeline-parallel degree.")
+    dp: PositiveInt | None = setting(
+        None, affects={"plan"}, description="Data-parallel degree. Must divide `train.global_batch`."
     )
-    num_microbatches: PositiveInt | None = Field(
+    vpp: PositiveInt | None = setting(
         None,
-        description="Microbatches of each replica in a step. The LLM's fixes its dp: all are `train.global_batch`. "
-        "An encoder's number divides the LLM's (each merges several of them) or is a multiple of it (each splits "
-        "one); default: the LLM's.",
+        affects={"plan"},
+        description="Model chunks on each pipeline rank (interleaved schedule). The same for all units in `unified`, "
+        "1 for encoders in `colocated`.",
     )
-    recompute: Literal["auto", "none", "all"] = Field(
+    sp: bool | Literal["auto"] = setting(
         "auto",
-        description="Whose activations are computed again in backward: of as few layers as memory allows (`auto`), of "
-        "none, or of all.",
+        affects={"plan"},
+        description="Sequence parallelism: the ranks of a tensor-parallel group shard the tokens in norms and residual "
+        "connections. Needs tp above 1. `auto`: if it costs no time, or if nothing fits into memory without it.",
+    )
+    num_microbatches: PositiveInt | None = setting(
+        None,
+        affects={"plan"},
+        description="Microbatches of each replica in one step. The LLM's number times its dp is `train.global_batch`. "
+        "An encoder's number divides the LLM's (one encoder microbatch serves several LLM microbatches) or is a "
+        "multiple of it. Default: the LLM's number.",
+    )
+    recompute: Literal["auto", "none", "all"] = setting(
+        "auto",
+        affects={"plan"},
+        description="Activation recomputation in backward. `auto`: for as few layers as memory allows. `none`: no "
+        "layers. `all`: all layers.",
     )
 
 
 class ParallelSettings(Section):
     """Constraints on the plan."""
 
-    placement: Literal["auto", "unified", "disaggregated", "colocated"] = Field(
-        "auto", description="How units share ranks."
+    placement: Literal["auto", "unified", "disaggregated", "colocated"] = setting(
+        "auto",
+        affects={"plan"},
+        description="How units share ranks. `unified`: one pipeline holds the layers of all units. `disaggregated`: "
+        "every unit has ranks of its own. `colocated`: encoders run on the LLM's ranks while these would be idle. "
+        "`auto`: the fastest.",
     )
-    vision: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the vision unit.")
-    audio: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the audio unit.")
-    llm: UnitParallel = Field(UnitParallel(), description="Fixed sizes of the LLM unit.")
-    max_gpus: PositiveInt | None = Field(
+    vision: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the vision encoder.")
+    audio: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the audio encoder.")
+    llm: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the LLM.")
+    max_gpus: PositiveInt | None = setting(
         None,
-        description="Most ranks that a plan may take; it may then take fewer, where that is faster. Default: all of "
-        "the cluster's, exactly.",
+        affects={"plan"},
+        description="Most ranks that a plan may use. It uses fewer if that is faster. Default: exactly all ranks of "
+        "the cluster.",
     )
     generator: UnitParallel = Field(
-        UnitParallel(), description="Fixed sizes of the generator; a U-Net is split by data parallelism alone."
+        UnitParallel(), description="Parallel degrees of the generator. A U-Net supports data parallelism only."
     )
 
 
 class ClusterSettings(Section):
     """The hardware to plan for."""
 
-    hardware: str = Field(
-        "auto", description="A hardware preset (`cpu-core`, `a100-80g`, `h100-80g`, `h200-141g`), or `auto`."
+    hardware: str = setting(
+        "auto",
+        affects={"plan"},
+        description="A hardware preset (`cpu-core`, `a100-80g`, `h100-80g`, `h200-141g`). `auto`: this machine's.",
     )
-    ranks: PositiveInt | None = Field(
+    ranks: PositiveInt | None = setting(
         None,
-        description="Number of ranks. Default: the launcher's world size; alone, the GPUs of this machine or two on a "
-        "CPU.",
+        affects={"plan"},
+        description="Number of ranks. Default: the launcher's world size; without a launcher the GPUs of this machine, "
+        "or 2 on a CPU.",
     )
-    ranks_per_node: PositiveInt | None = Field(None, description="Ranks on one node. Default: the preset's.")
-    memory_gib: float | None = Field(None, gt=0, description="Memory per rank in GiB. Default: the preset's.")
-    costs: Path | None = Field(
+    ranks_per_node: PositiveInt | None = setting(
+        None, affects={"plan"}, description="Ranks on one node. Default: the preset's."
+    )
+    memory_gib: float | None = setting(
+        None, gt=0, affects={"plan"}, description="Memory of a rank in GiB. Default: the preset's."
+    )
+    costs: Path | None = setting(
         None,
-        description="A cost table: a file made by `mmtrain profile`, or the name of one that comes with mmtrain "
-        "(`cpu-core`, `h200-141g`). Default: costs are modelled from the preset.",
+        affects={"plan"},
+        description="A cost table: a file written by `mmtrain profile`, or the name of a table that comes with mmtrain "
+        "(`cpu-core`, `h200-141g`). Default: analytic costs of the preset.",
     )
 
 
 class OptimizerSettings(Section):
-    """AdamW."""
+    """AdamW and its learning-rate schedule."""
 
-    lr: float = Field(description="Peak learning rate.", gt=0)
-    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the schedule.")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay after warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
-    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="Adam's moment decay rates.")
-    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay on matrices (not on norms or biases).")
-    clip_norm: float | None = Field(1.0, gt=0, description="Largest norm of all gradients together; null: no clipping.")
+    lr: float = setting(gt=0, affects=NOTHING, description="Peak learning rate.")
+    min_lr: float = setting(0.0, ge=0, affects=NOTHING, description="Learning rate at the end of the schedule.")
+    schedule: Literal["cosine", "linear", "constant"] = setting(
+        "cosine", affects=NOTHING, description="Shape of the learning-rate decay after warm-up."
+    )
+    warmup_steps: int = setting(0, ge=0, affects=NOTHING, description="Steps of linear warm-up from 0.")
+    betas: tuple[DecayRate, DecayRate] = setting(
+        (0.9, 0.95), affects=NOTHING, description="Decay rates of Adam's two moments, each in [0, 1)."
+    )
+    eps: float = setting(1e-8, gt=0, affects=NOTHING, description="Adam's epsilon.")
+    weight_decay: float = setting(
+        0.0, ge=0, affects=NOTHING, description="Decoupled weight decay of matrices; norms and biases do not decay."
+    )
+    clip_norm: float | None = setting(
+        1.0, gt=0, affects=NOTHING, description="Clip the global gradient norm to this value. null: do not clip."
+    )
 
 
 class CheckpointSettings(Section):
-    """When to save and what to keep."""
+    """When to save, and what to keep."""
 
-    every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
-    keep: PositiveInt = Field(2, description="Newest good checkpoints to keep.")
-    background: bool = Field(
-        True,
-        description="Write checkpoints from a copy in host memory while training goes on; false: training waits.",
+    every: int = setting(
+        100, ge=0, affects=NOTHING, description="Steps between checkpoints. 0: save only at the end of the run."
     )
-    max_failures: PositiveInt = Field(
-        3, description="Saves that may fail in a row, on a full disk for one, before the run ends."
+    keep: PositiveInt = setting(2, affects=NOTHING, description="How many of the newest good checkpoints to keep.")
+    background: bool = setting(
+        True,
+        affects=NOTHING,
+        description="Write checkpoints from a copy in host memory while training continues. false: training waits.",
+    )
+    max_failures: PositiveInt = setting(
+        3, affects=NOTHING, description="Failed saves in a row (for example on a full disk) before the run ends."
     )
 
 
 class TrainSettings(Section):
     """The training run."""
 
-    steps: PositiveInt = Field(description="Optimizer steps.")
-    global_batch: PositiveInt = Field(
-        description="Groups (packed sequences) between two optimizer steps, over all replicas."
+    steps: PositiveInt = setting(affects=NOTHING, description="Number of optimizer steps.")
+    global_batch: PositiveInt = setting(
+        affects={"plan", "steps", "resume"},
+        description="Groups (packed sequences) of one optimizer step, over all replicas.",
     )
-    seed: int = Field(0, ge=0, description="Seeds weights and data order.")
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="`auto`: fp32 on CPU; on CUDA bf16 with fp32 master weights."
+    seed: int = setting(
+        0, ge=0, affects={"steps", "resume"}, description="Seed of the initial weights and of the data order."
     )
-    optimizer: OptimizerSettings = Field(description="AdamW and its schedule.")
-    checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="When to save.")
-    validate_every: int = Field(0, ge=0, description="Steps between validation losses; 0: never.")
-    validate_batches: PositiveInt = Field(4, description="Global batches of one validation.")
-    evaluate_every: int = Field(
-        0, ge=0, description="Steps between evaluations, in which the model answers held-out questions; 0: never."
+    precision: Literal["auto", "fp32", "bf16"] = setting(
+        "auto",
+        affects={"plan"},
+        description="Precision of weights and activations. `auto`: fp32 on a CPU; on CUDA bf16 with fp32 master "
+        "weights.",
     )
-    evaluate_questions: PositiveInt = Field(64, description="Most questions of one evaluation.")
-    trace: tuple[PositiveInt, ...] = Field(
-        (), description="Steps, counted from 1, whose timeline goes into the run's `trace.json` (for Perfetto)."
+    optimizer: OptimizerSettings = Field(description="AdamW and its learning-rate schedule.")
+    checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="When to save checkpoints.")
+    validate_every: int = setting(
+        0, ge=0, affects=NOTHING, description="Steps between computations of the validation loss. 0: never."
     )
-    max_bad_steps: PositiveInt = Field(
-        10, description="Steps in a row whose gradient is not finite (they change nothing) before the run ends."
+    validate_batches: PositiveInt = setting(
+        4, affects=NOTHING, description="Global batches of one computation of the validation loss."
     )
-    watchdog_s: float = Field(
+    evaluate_every: int = setting(
+        0,
+        ge=0,
+        affects=NOTHING,
+        description="Steps between evaluations, in which the model answers held-out questions. 0: never.",
+    )
+    evaluate_questions: PositiveInt = setting(64, affects=NOTHING, description="Most questions of one evaluation.")
+    trace: tuple[PositiveInt, ...] = setting(
+        (),
+        affects=NOTHING,
+        description="Steps, counted from 1, whose timelines are written to the run's `trace.json` (for Perfetto).",
+    )
+    max_bad_steps: PositiveInt = setting(
+        10,
+        affects=NOTHING,
+        description="Steps in a row with a non-finite gradient before the run ends. Such steps update no weights.",
+    )
+    watchdog_s: float = setting(
         300.0,
         ge=0,
         le=540,
-        description="Seconds in which no action begins, after which the run ends and says why; below torch's own ten "
-        "minutes. 0: never.",
+        affects=NOTHING,
+        description="Seconds in which no action starts, after which the run ends with a report of what each rank waits "
+        "for. Below torch's own timeout of 600 s. 0: no watchdog.",
     )
-    freeze: tuple[str, ...] = Field(
+    freeze: tuple[str, ...] = setting(
         (),
-        description="Parameters to keep fixed beside those of frozen units: patterns over names like "
+        affects={"plan", "resume"},
+        description="Further parameters not to train, as patterns over names like "
         "`llm.layers.3.mlp.linear_fc1.weight`, with `*`, `?` and `[0-3]`. Layer 0 of a unit is its embedding.",
     )
-    attention: Literal["auto", "flash_attn", "varlen", "sdpa", "reference"] = Field(
-        "auto", description="Attention backend; `auto` takes the fastest that this machine has."
+    attention: Literal["auto", "flash_attn", "varlen", "sdpa", "reference"] = setting(
+        "auto", affects=NOTHING, description="Attention backend. `auto`: the fastest that works on this machine."
     )
 
 
 class Recipe(Section):
     """One training run: model, data, parallelism, hardware, training."""
 
-    name: str = Field(description="Names the run directory.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = setting(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", affects=NOTHING, description="Name of the run and of its folder."
+    )
     model: ModelSettings
     data: DataSettings
     parallel: ParallelSettings = Field(ParallelSettings())
     cluster: ClusterSettings = Field(ClusterSettings())
     train: TrainSettings
-    run_dir: Path | None = Field(
-        None, description="Where the run writes. Default: `runs/<name>` in the current folder."
+    run_dir: Path | None = setting(
+        None,
+        affects=NOTHING,
+        description="Folder that the run writes to. Default: `runs/<name>` in the current folder.",
     )

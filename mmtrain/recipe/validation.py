@@ -6,11 +6,12 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from mmtrain.recipe import json_schema
 from mmtrain.recipe.raw_tree import KeyPath, Node, Problem, dotted_path, nearest_node, to_plain
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings import Section, section_type
 
 Check = Callable[[Recipe], Iterable[Problem]]
 
@@ -45,7 +46,7 @@ def validate(tree: Node, found: Sequence[Problem], checks: Iterable[Check]) -> t
 class _Readable:
     """Reads like a section of a `Recipe` whose validation failed: good values and defaults, never bad ones."""
 
-    def __init__(self, section: type[BaseModel], raw: dict[str, object], refused: set[KeyPath], at: KeyPath) -> None:
+    def __init__(self, section: type[Section], raw: dict[str, object], refused: set[KeyPath], at: KeyPath) -> None:
         self._section, self._raw, self._refused, self._at = section, raw, refused, at
 
     def __getattr__(self, name: str) -> object:
@@ -54,7 +55,7 @@ class _Readable:
             if field.is_required():
                 raise UnknownSetting(here)
             return field.default
-        value, section = self._raw[name], _section(field.annotation)
+        value, section = self._raw[name], section_type(field.annotation)
         if section and isinstance(value, dict):
             return _Readable(section, value, self._refused, here)
         if any(bad[: len(here)] == here for bad in self._refused):
@@ -62,12 +63,6 @@ class _Readable:
         if section and isinstance(value, list):
             return [_Readable(section, item, self._refused, (*here, i)) for i, item in enumerate(value)]
         return value
-
-
-def _section(annotation: object) -> type[BaseModel] | None:
-    """The section that a setting holds, or holds several of."""
-    choices = getattr(annotation, "__args__", (annotation,))
-    return next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
 def _run(check: Check, recipe: Recipe, tree: Node) -> Iterator[Problem]:

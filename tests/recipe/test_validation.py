@@ -85,7 +85,7 @@ def test_everything_is_told_at_once(base: Path, write: Write) -> None:
         ("data.lr=1", "unknown key here; it belongs to train.optimizer.lr"),
         ("data.zzz=1", "unknown key; allowed here: sources, validation, tokenizer"),
         ("data.sources.0.wieght=1", "unknown key; did you mean weight?"),
-        ("model.vision.merge=2", "merge is 2, but downsample `identity` joins nothing: set merge to 1"),
+        ("model.vision.merge=2", "merge is 2, but downsample `identity` merges nothing: set merge to 1"),
         ("model.audio={layers: 1, hidden: 33, heads: 3, ffn: 8}", "hidden 33 is odd, but sinusoidal positions"),
         ("model.audio={layers: 1, hidden: 30, heads: 4, ffn: 8}", "hidden 30 is not divisible by heads 4"),
         ("model.llm.kv_heads=3", "heads 4 is not divisible by kv_heads 3"),

@@ -35,6 +35,7 @@ from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.sample_table import SampleTable
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe, SourceSettings
+from mmtrain.recipe.settings import select
 
 INDEX_FOLDER_NAME = ".mmtrain-index"
 MIN_SOURCE_BYTES = 1 << 20  # smaller sources are read in no time
@@ -42,7 +43,6 @@ MAX_INDEXES_PER_FOLDER = 4  # indexes in one folder; the ones used longest ago g
 _FORMAT = 2
 _LIBRARIES = ("Pillow", "tokenizers", "soundfile", "av", "pyarrow")
 _RECORDS, _ARRAYS, _REST = "samples.bin", "arrays.safetensors", "rest.json"
-_DATA_SETTINGS = {"seq_len", "max_sample_tokens", "max_images", "image", "video", "audio", "limits"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class IndexCache:
             folder, secret = files[0][0].parent / INDEX_FOLDER_NAME, _secret()
             if not secret:
                 return None
+        settings = select(recipe, "lengths")
+        settings["data"]["sources"] = [select(source, "lengths") for source in sources]  # may be those of validation
         facts = {
             "secret": secret,
             "format": _FORMAT,
@@ -88,11 +90,8 @@ class IndexCache:
             "libraries": _versions(),
             # Unpacking may give new content an old time, but never an old time of the change.
             "files": [(str(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in files],
-            "sources": [s.model_dump(mode="json", exclude={"weight"}) for s in sources],
             "tokenizer": hashlib.sha256(tokenizer).hexdigest(),
-            "data": recipe.data.model_dump(mode="json", include=_DATA_SETTINGS),
-            "model": recipe.model.model_dump(mode="json", include={"vision", "audio"}),
-            "vocab": recipe.model.llm.vocab,
+            "settings": settings,
         }
         return cls(folder, hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32])
 

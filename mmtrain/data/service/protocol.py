@@ -18,25 +18,12 @@ from mmtrain.data.loading.step_format import WireError, format_fingerprint, from
 from mmtrain.data.loading.worker_pool import StepFailure
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.settings import select
 
 PINGS_IN_TIMEOUT = 4
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 86400.0  # as `data.producer_timeout_s` allows
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STEP_BYTES = 1 << 34
-
-# What may differ: where files lie on a machine, and how a machine prepares. What is in the files is in the index.
-_OWN_DATA = {
-    "sources",
-    "validation",
-    "tokenizer",
-    "index_cache",
-    "max_bad_rate",
-    "prefetch",
-    "workers",
-    "producers",
-    "producer_timeout_s",
-}
-_OWN_MODEL = {"freeze", "lr_scale", "weight_decay", "projector"}
 
 
 @dataclass(frozen=True)
@@ -136,15 +123,10 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> FromTrainer | FromPr
 
 
 def step_facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
-    """All that decides what is in a step, as texts by name; equal facts make equal steps."""
-    settings = {
-        "data": recipe.data.model_dump(mode="json", exclude=_OWN_DATA),
-        "model": recipe.model.model_dump(mode="json", include={"vision": True, "audio": True}),
-        "train": recipe.train.model_dump(mode="json", include={"seed", "global_batch"}),
-    }
-    for unit in settings["model"].values():
-        for key in _OWN_MODEL & (unit or {}).keys():
-            del unit[key]
+    """Return all that decides what is in a step, as texts by name; equal facts make equal steps.
+
+    Trainer and producer may keep their files in different folders: the fingerprint of the samples covers the content.
+    """
     return {
         "mmtrain": __version__,
         "format of steps": format_fingerprint(StepData),
@@ -152,7 +134,7 @@ def step_facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
         "samples": str(len(index.samples)),
         "fingerprint of the samples": index.fingerprint,
         "SHA-256 of data.tokenizer": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
-        **dict(_flat(settings, "")),
+        **dict(_flat(select(recipe, "steps"), "")),
     }
 
 

@@ -15,6 +15,7 @@ from mmtrain.plan.artifact.data_drift import describe_data_drift
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_files import load_plan, require_match
 from mmtrain.recipe import Recipe, dump_recipe, recipe_fingerprint
+from mmtrain.recipe.settings import select
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.config_consensus import flatten
 from mmtrain.runtime.resilience.failures import clear_failures
@@ -98,26 +99,20 @@ def restore_run(request: TrainRequest, rank_context: RankContext, index: DataInd
 
 
 def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
-    """Return the settings that a resumed run must share, since weights and the order of the data depend on them."""
-    return {
-        "model": recipe.model.model_dump(mode="json"),
-        "train": {
-            "seed": recipe.train.seed,
-            "global_batch": recipe.train.global_batch,
-            "freeze": " ".join(recipe.train.freeze),
-        },
-        "data": {
-            "seq_len": recipe.data.seq_len,
-            "window": recipe.data.window,
-            "grouping": recipe.data.grouping,
-            "budgets": " ".join(f"{unit}={most}" for unit, most in sorted(recipe.data.budgets.items())),
-            "long_tokens": recipe.data.long_tokens,
-            "tokenizer_sha256": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
-            **recipe.data.model_dump(mode="json", include={"image", "video", "audio"}),
-            "samples": len(index.samples),
-            "fingerprint": index.fingerprint,
-        },
+    """Return what a resumed run must share with the saved one, because weights or the order of data depend on it.
+
+    These are the settings that declare the effect `resume`, and the content of the data.
+    """
+    facts = select(recipe, "resume")
+    # As one text each: `restore_run` compares the facts of now, and would miss an entry that was removed.
+    facts["train"]["freeze"] = " ".join(recipe.train.freeze)
+    facts["data"]["budgets"] = " ".join(f"{unit}={most}" for unit, most in sorted(recipe.data.budgets.items()))
+    facts["data"] |= {
+        "tokenizer_sha256": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
+        "samples": len(index.samples),
+        "fingerprint": index.fingerprint,
     }
+    return facts
 
 
 def introduce_run(console: Console, request: TrainRequest, plan: Plan, index: DataIndex) -> None:

@@ -1,0 +1,125 @@
+"""Every setting declares what it affects, and fingerprints and facts follow from the declarations."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mmtrain.recipe import Recipe, editor_schema, recipe_fingerprint
+from mmtrain.recipe.schema import DataSettings
+from mmtrain.recipe.settings import (
+    AFFECTS_KEY,
+    EFFECTS,
+    NOTHING,
+    Effect,
+    Section,
+    declared_effects,
+    section_type,
+    select,
+    setting,
+)
+
+RECIPE: dict[str, Any] = {
+    "name": "tiny",
+    "model": {
+        "vision": {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "lr_scale": 0.5},
+        "audio": {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "projector": {"freeze": True}},
+        "llm": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 512},
+    },
+    "data": {
+        "sources": [{"path": "/data/train.json", "weight": 2.0}],
+        "tokenizer": "/data/tokenizer.json",
+        "seq_len": 2048,
+        "budgets": {"vision": 512},
+    },
+    "parallel": {"llm": {"tp": 2}},
+    "train": {
+        "steps": 10,
+        "global_batch": 4,
+        "optimizer": {"lr": 1e-3},
+        "freeze": ["llm.layers.0.*", "llm.layers.1.*"],
+    },
+}
+
+
+def _leaf_settings(kind: type[Section], path: str = "") -> Iterator[tuple[str, frozenset[Effect] | None]]:
+    for name, field in kind.model_fields.items():
+        nested = section_type(field.annotation)
+        if nested is None:
+            yield f"{path}{name}", declared_effects(field)
+        else:
+            yield from _leaf_settings(nested, f"{path}{name}.")
+
+
+def test_every_setting_declares_what_it_affects() -> None:
+    settings = dict(_leaf_settings(Recipe))
+    assert len(settings) > 150
+    assert [path for path, effects in settings.items() if effects is None] == []
+    assert {effect for effects in settings.values() if effects for effect in effects} == set(EFFECTS)
+
+
+def test_what_changes_lengths_or_steps_of_the_data_changes_plans() -> None:
+    for path, effects in _leaf_settings(DataSettings):
+        assert effects is not None
+        assert "plan" in effects or not effects & {"lengths", "steps", "resume"}, path
+
+
+def test_the_declarations_stay_out_of_the_schema_for_users() -> None:
+    assert AFFECTS_KEY not in str(editor_schema())
+
+
+def test_a_section_field_restricts_the_effects_of_the_settings_inside() -> None:
+    class Inner(Section):
+        both: int = setting(1, affects={"plan", "steps"}, description="-")
+        none: int = setting(2, affects=NOTHING, description="-")
+
+    class Outer(Section):
+        free: Inner = Inner()
+        restricted: Inner = setting(Inner(), affects={"plan"}, description="-")
+        several: tuple[Inner, ...] = (Inner(), Inner())
+        missing: Inner | None = None
+
+    inner = {"both": 1}
+    assert select(Outer(), "plan") == {"free": inner, "restricted": inner, "several": [inner, inner], "missing": None}
+    assert select(Outer(), "steps") == {"free": inner, "several": [inner, inner], "missing": None}
+    assert select(Outer(), "lengths") == {}
+
+
+def test_a_fingerprint_made_before_settings_declared_their_effects_still_holds() -> None:
+    """Saved plans hold this fingerprint. A change of it voids them all, so it must be meant."""
+    expected = "159f48c57abb5a0a284b370dd6cde44a805988a0ac1f2964ac3d22fc26584828"
+    assert recipe_fingerprint(Recipe.model_validate(RECIPE)) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "changed"),
+    [
+        ("model.vision.layers", 3, {"plan", "steps", "resume"}),
+        ("model.vision.patch", 7, {"plan", "lengths", "steps", "resume"}),
+        ("model.vision.lr_scale", 0.1, {"resume"}),
+        ("model.vision.freeze", True, {"plan", "resume"}),
+        ("model.audio", None, {"plan", "lengths", "steps", "resume"}),
+        ("model.audio.projector.norm", True, {"plan", "resume"}),
+        ("model.llm.layers", 3, {"plan", "resume"}),
+        ("model.llm.vocab", 600, {"plan", "lengths", "resume"}),
+        ("data.seq_len", 4096, {"plan", "lengths", "steps", "resume"}),
+        ("data.sources", [{"path": "/data/train.json", "weight": 3.0}], {"plan"}),
+        ("data.validation", [{"path": "/data/validation.json"}], set()),
+        ("data.image.mean", [0.1, 0.2, 0.3], {"plan", "steps", "resume"}),
+        ("data.limits.max_members", 7, {"plan", "lengths", "steps"}),
+        ("train.seed", 1, {"steps", "resume"}),
+        ("train.precision", "fp32", {"plan"}),
+        ("train.optimizer.lr", 1.0, set()),
+        ("parallel.llm.tp", 4, {"plan"}),
+    ],
+)
+def test_a_setting_changes_the_selections_of_its_effects_only(path: str, value: Any, changed: set[str]) -> None:
+    raw = copy.deepcopy(RECIPE)
+    *sections, name = path.split(".")
+    section = raw
+    for key in sections:
+        section = section.setdefault(key, {})
+    section[name] = value
+    before, after = Recipe.model_validate(RECIPE), Recipe.model_validate(raw)
+    assert {effect for effect in EFFECTS if select(before, effect) != select(after, effect)} == changed

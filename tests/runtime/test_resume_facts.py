@@ -1,0 +1,36 @@
+"""Checkpoints written by earlier versions must stay resumable."""
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from mmtrain.data.index.data_index import DataIndex
+from mmtrain.recipe import Recipe
+from mmtrain.runtime.resilience.config_consensus import flatten
+from mmtrain.runtime.training.start_run import resume_facts
+from tests.recipe.test_settings import RECIPE
+
+INDEX = cast(DataIndex, SimpleNamespace(samples=[1, 2, 3], fingerprint="f"))
+
+
+def facts(tmp_path: Path, **data: Any) -> dict[str, object]:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(b"")
+    raw = RECIPE | {"data": RECIPE["data"] | {"tokenizer": tokenizer} | data}
+    return flatten(resume_facts(Recipe.model_validate(raw), INDEX))
+
+
+def test_the_facts_are_those_that_earlier_versions_saved(tmp_path: Path) -> None:
+    found = facts(tmp_path)
+    assert found["data.budgets"] == "vision=512"
+    assert found["train.freeze"] == "llm.layers.0.* llm.layers.1.*"
+    assert found["data.tokenizer_sha256"] == hashlib.sha256(b"").hexdigest()
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    assert digest == "1ba1e4fb7094b0d8e1878aee3fbd7b92ec73d3540aa79d32cff1b0491905c748"
+
+
+def test_a_removed_budget_changes_the_facts(tmp_path: Path) -> None:
+    before, after = facts(tmp_path), facts(tmp_path, budgets={})
+    assert {key for key in after if before.get(key) != after[key]} == {"data.budgets"}
