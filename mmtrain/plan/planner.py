@@ -62,7 +62,8 @@ def plan(
     on a few global batches of the recipe's own lengths; `top` losers are kept with the reason they lost, or all to
     `explain`. With `parallel.max_gpus` it may use fewer ranks. Pure: the same arguments give the same plan. progress:
     told how many candidates are settled, of how many. measure: seconds of a step as run; the `top` plans predicted to
-    be fastest are then ranked by it (OmniBal, arXiv 2407.20761). baseline: the plan that this rule of thumb makes
+    be fastest are then ranked by it. OmniBal (arXiv 2407.20761) measures several layer partitions of one mesh; these
+    plans are the best partitions of different meshes. baseline: the plan that this rule of thumb makes
     instead (`baselines.BASELINES`), beside the one that would have been chosen.
 
     Raises:
@@ -74,10 +75,11 @@ def plan(
     about = PlanMetadata(recipe, recipe_sha256, found.layer_costs, machine)
     folklore = BaselinePlanner(found.candidates, found.layer_costs, choices, machine)
     if baseline is not None:
-        asked = folklore.asked(baseline)
+        asked = folklore.plan_requested(baseline)
         return about.plan(asked, (_planned_instead(found.outcome.candidates[0], asked),))
     full = not explain and len(found.outcome.candidates) > top  # of losers that are faster than slow rules
-    rules = folklore.all(found.outcome.candidates[top].step_time_s if full else math.inf) if measure is None else {}
+    max_step_s = found.outcome.candidates[top].step_time_s if full else math.inf
+    rules = folklore.plan_all(max_step_s) if measure is None else {}
     outcome = merge_results(
         found.outcome, SearchResults(tuple(j for j in rules.values() if j.step_time_s < found.outcome.fastest), ())
     )

@@ -1,4 +1,4 @@
-"""Settings that clash are named, the fewest that do, and nothing is refused that there are sizes for."""
+"""The fewest settings that contradict each other are named, and nothing is rejected for which there are meshes."""
 
 import re
 from typing import Any
@@ -24,8 +24,8 @@ def choices_of(settings: Recipe) -> dict[str, UnitChoices]:
     return unit_choices(settings, build_model_shape(settings), 64)
 
 
-def drawn(seed: int) -> tuple[dict[str, dict[str, int]], Recipe]:
-    """A few sizes fixed by lot, each of them possible by itself."""
+def random_settings(seed: int) -> tuple[dict[str, dict[str, int]], Recipe]:
+    """A recipe with a few random mesh sizes, each of them possible by itself."""
     rng = np.random.default_rng(seed)
     possible = {"tp": [1, 2, 4], "pp": [1, 2, 3, 4], "dp": [1, 2, 4], "vpp": [1, 2, 3], "num_microbatches": [2, 4]}
     fixed: dict[str, dict[str, int]] = {"vision": {}, "llm": {}}
@@ -36,8 +36,8 @@ def drawn(seed: int) -> tuple[dict[str, dict[str, int]], Recipe]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_possible_is_what_can_be_listed(seed: int) -> None:
-    _, settings = drawn(seed)
+def test_a_placement_has_meshes_exactly_where_some_can_be_enumerated(seed: int) -> None:
+    _, settings = random_settings(seed)
     try:
         choices = choices_of(settings)
     except PlanError:
@@ -48,11 +48,11 @@ def test_what_is_possible_is_what_can_be_listed(seed: int) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_fewest_settings_that_clash_are_named(placement: Placement) -> None:
-    """Alone they leave no sizes; without any one of them there are some."""
+def test_the_fewest_contradicting_settings_are_named(placement: Placement) -> None:
+    """With them alone there are no meshes; without any one of them there are some."""
     num_named = 0
     for seed in range(60):
-        fixed, settings = drawn(seed)
+        fixed, settings = random_settings(seed)
         try:
             choices = choices_of(settings)
         except PlanError:
@@ -61,7 +61,7 @@ def test_the_fewest_settings_that_clash_are_named(placement: Placement) -> None:
         if has_meshes(choices, ranks, placement):
             continue
         text = explain_infeasible(settings, choices, ranks, [placement], choices_of)
-        named = re.search(rf"{placement}: (parallel.*?) (?:do not go together|cannot be met)", text)
+        named = re.search(rf"{placement}: (parallel.*?) (?:contradict each other|cannot be met)", text)
         paths = re.findall(r"parallel\.(\w+)\.(\w+) (\d+)", named[1]) if named else []
         for left_out in [None, *paths]:
             some: dict[str, dict[str, int]] = {"vision": {}, "llm": {}}
@@ -83,15 +83,15 @@ def planned(world_size: int, **parallel: Any) -> Plan:
 @pytest.mark.parametrize(
     ("world_size", "parallel", "message"),
     [
-        (8, {"llm": {"pp": 4, "vpp": 4}}, r"parallel\.llm\.pp 4 and parallel\.llm\.vpp 4 do not go together"),
+        (8, {"llm": {"pp": 4, "vpp": 4}}, r"parallel\.llm\.pp 4 and parallel\.llm\.vpp 4 contradict each other"),
         (4, {"placement": "colocated", "vision": {"tp": 4}, "llm": {"tp": 2}}, r"vision\.tp 4 and parallel\.llm\.tp 2"),
         (4, {"placement": "unified", "vision": {"dp": 4}, "llm": {"tp": 2}}, r"vision\.dp 4 and parallel\.llm\.tp 2"),
-        (2, {"placement": "disaggregated", "llm": {"tp": 2}}, r"parallel\.llm\.tp 2 cannot be met: .*: 3 would do"),
-        (4, {"placement": "disaggregated", "max_gpus": 1}, r"at most 1 rank \(parallel\.max_gpus 1\).*: 2 would do"),
+        (2, {"placement": "disaggregated", "llm": {"tp": 2}}, r"parallel\.llm\.tp 2 cannot be met: .*; possible: 3"),
+        (4, {"placement": "disaggregated", "max_gpus": 1}, r"at most 1 rank \(parallel\.max_gpus 1\).*; possible: 2"),
         (
             8,
             {"placement": "unified", "max_gpus": 2, "vision": {"pp": 2}, "llm": {"tp": 2}},
-            r"at most 2 ranks .*vision\.pp 2 and parallel\.llm\.tp 2 do not go together.*: 4 would do",
+            r"at most 2 ranks .*vision\.pp 2 and parallel\.llm\.tp 2 contradict each other.*; possible: 4",
         ),
     ],
 )
@@ -100,8 +100,8 @@ def test_both_settings_of_a_contradiction_are_named(world_size: int, parallel: d
         planned(world_size, **parallel)
 
 
-def test_fixed_sizes_are_found_below_the_most_gpus_allowed() -> None:
-    """Numbers of ranks are tried in steps; where none of them will do, the next below that will is."""
+def test_fixed_meshes_are_found_far_below_max_gpus() -> None:
+    """Numbers of ranks are tried in steps; where none of them is possible, the next possible one below is taken."""
     one = {"tp": 1, "pp": 1, "dp": 1}
     assert planned(64, placement="disaggregated", max_gpus=64, vision=one, llm=one).world_size == 2
 

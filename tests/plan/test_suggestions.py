@@ -1,4 +1,4 @@
-"""When nothing fits: each change that the message names makes room, and half of it does not."""
+"""When nothing fits: each change that the message suggests lets a plan fit, and half of it does not."""
 
 import re
 from typing import Any
@@ -16,55 +16,54 @@ def planned(world_size: int, memory_gib: float | None = None, **parallel: Any) -
     return plan(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64)
 
 
-def advice(world_size: int, memory_gib: float, **parallel: Any) -> str:
+def suggested(world_size: int, memory_gib: float, **parallel: Any) -> str:
     with pytest.raises(PlanError, match="no plan fits") as error:
         planned(world_size, memory_gib, **parallel)
     return re.search(r"Any one of these makes room: (.*); perhaps", str(error.value), re.S)[1]  # type: ignore[index]
 
 
-ALONE: dict[str, Any] = {"dp": 1, "recompute": "none"}
-UNIFIED: dict[str, Any] = {"placement": "unified", "llm": ALONE, "vision": ALONE}
+ONE_REPLICA: dict[str, Any] = {"dp": 1, "recompute": "none"}
+UNIFIED: dict[str, Any] = {"placement": "unified", "llm": ONE_REPLICA, "vision": ONE_REPLICA}
 
 
-def test_the_memory_named_is_enough() -> None:
-    named = float(re.search(r"ranks of ([0-9.]+) GiB", advice(1, 0.02, **UNIFIED))[1])  # type: ignore[index]
+def test_the_suggested_memory_is_enough() -> None:
+    named = float(re.search(r"ranks with ([0-9.]+) GiB", suggested(1, 0.02, **UNIFIED))[1])  # type: ignore[index]
     assert planned(1, named * 1.01, **UNIFIED).world_size == 1
-    advice(1, named / 2, **UNIFIED)
+    suggested(1, named / 2, **UNIFIED)
 
 
-def test_the_memory_named_is_that_with_all_recomputed_where_that_is_left_open() -> None:
-    """Not what the plan would hold if nothing were."""
+def test_the_suggested_memory_assumes_recompute_where_the_recipe_leaves_it_open() -> None:
     again = {unit: {"dp": 1, "recompute": "all"} for unit in ("llm", "vision")}
     least = max(planned(1, placement="unified", **again).predicted.peak_memory_gib.values())
     free: dict[str, Any] = {"placement": "unified", "llm": {"dp": 1}, "vision": {"dp": 1}}
-    named = float(re.search(r"ranks of ([0-9.]+) GiB", advice(1, least / 2, **free))[1])  # type: ignore[index]
+    named = float(re.search(r"ranks with ([0-9.]+) GiB", suggested(1, least / 2, **free))[1])  # type: ignore[index]
     assert named == pytest.approx(least, rel=0.01)
 
 
-def test_the_number_of_ranks_named_is_enough() -> None:
-    named = int(re.search(r"(\d+) ranks", advice(1, 0.04, **UNIFIED))[1])  # type: ignore[index]
+def test_the_suggested_number_of_ranks_is_enough() -> None:
+    named = int(re.search(r"(\d+) ranks", suggested(1, 0.04, **UNIFIED))[1])  # type: ignore[index]
     assert planned(named, 0.04, **UNIFIED).world_size == named
-    advice(named // 2, 0.04, **UNIFIED)
+    suggested(named // 2, 0.04, **UNIFIED)
 
 
-def test_recomputing_is_named_where_it_is_enough() -> None:
+def test_recomputing_is_suggested_where_it_is_enough() -> None:
     peak = max(planned(1, **UNIFIED).predicted.peak_memory_gib.values())
     again = {unit: {"dp": 1, "recompute": "all"} for unit in ("llm", "vision")}
     least = max(planned(1, placement="unified", **again).predicted.peak_memory_gib.values())
     limit = (peak + least) / 2
-    assert "recompute: all" in advice(1, limit, **UNIFIED)
-    assert "recompute: all" not in advice(1, least * 0.9, **UNIFIED)
+    assert "recompute: all" in suggested(1, limit, **UNIFIED)
+    assert "recompute: all" not in suggested(1, least * 0.9, **UNIFIED)
 
 
-def test_the_nearest_numbers_of_ranks_are_named() -> None:
+def test_the_nearest_numbers_of_ranks_are_suggested() -> None:
     fixed = {unit: {"tp": 2, "dp": 4} for unit in ("llm", "vision")}
-    with pytest.raises(PlanError, match=r"or the number of ranks: 16 or 24 would do\.") as error:
+    with pytest.raises(PlanError, match=r"or the number of ranks; possible: 16 or 24\.") as error:
         planned(20, placement="unified", **fixed)
     assert "make 8 ranks, which does not divide 20" in str(error.value)
 
 
-def test_plans_that_were_tried_are_told_before_sizes_that_were_only_counted() -> None:
-    """What sizes hold at least is less than any plan needs, and would stand first among the closest."""
+def test_plans_that_were_tried_come_before_meshes_that_were_only_bounded() -> None:
+    """A lower bound of memory is less than any plan needs, so meshes would stand first among the closest."""
     settings = recipe(cluster={"memory_gib": 0.005})
     with pytest.raises(PlanError) as error:
         plan(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)

@@ -1,4 +1,4 @@
-"""Why a plan lost: what is said is what takes longer."""
+"""Why a plan lost: the reason names what takes longer."""
 
 import math
 from dataclasses import replace
@@ -15,56 +15,57 @@ from tests.plan import factory
 SETTINGS = factory.recipe()
 
 
-def judged(llm_cuts: tuple[int, ...], recompute: dict[str, range] | None = None) -> Candidate:
+def simulated(llm_bounds: tuple[int, ...], recompute: dict[str, range] | None = None) -> Candidate:
     """The encoder on one rank, the LLM's six layers on two."""
     layer_costs, _ = factory.layer_costs_for(SETTINGS)
-    sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, len(llm_cuts) - 1, 1)}
-    units = disaggregated_units(sizes, {"vision": (0, 5), "llm": llm_cuts}, recompute or {})
+    sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, len(llm_bounds) - 1, 1)}
+    units = disaggregated_units(sizes, {"vision": (0, 5), "llm": llm_bounds}, recompute or {})
     layout = Layout("disaggregated", units, {"vision": 8, "llm": 8})
     return evaluate_layout(layout, layer_costs, machine_for(SETTINGS, "cpu-core"))
 
 
 @pytest.fixture(scope="module")
 def even() -> Candidate:
-    return judged((0, 3, 6))
+    return simulated((0, 3, 6))
 
 
-def test_the_busiest_rank_is_found_with_all_its_stages() -> None:
+def test_the_busiest_rank_is_reported_with_all_its_stages() -> None:
     """In one pipeline of one rank all stages are the busiest rank's."""
     layer_costs, _ = factory.layer_costs_for(SETTINGS)
     units = unified_units(layer_costs.shape, MeshSize(1, 1, 1), (0, 11))
-    alone = evaluate_layout(
+    candidate = evaluate_layout(
         Layout("unified", units, {"vision": 8, "llm": 8}), layer_costs, machine_for(SETTINGS, "cpu-core")
     )
-    assert alone.busiest_stages == (StageId("vision", 0), StageId("llm", 0))
-    assert alone.busiest_s == pytest.approx(alone.step_time_s * (1 - sum(alone.bubbles.values())), rel=1e-4)
+    assert candidate.busiest_stages == (StageId("vision", 0), StageId("llm", 0))
+    assert candidate.busiest_s == pytest.approx(candidate.step_time_s * (1 - sum(candidate.bubbles.values())), rel=1e-4)
 
 
 def test_a_plan_that_recomputes_computes_more(even: Candidate) -> None:
-    again = judged((0, 3, 6), {"vision": range(5), "llm": range(6)})
-    said = explain_slower(again, even)
-    assert "x slower: its ranks compute " in said
-    assert said.endswith("more, recomputing 11 layers and not 0")
+    recomputing = simulated((0, 3, 6), {"vision": range(5), "llm": range(6)})
+    reason = explain_slower(recomputing, even)
+    assert "x slower: its ranks compute " in reason
+    assert reason.endswith("x as long: 11 layers are recomputed, not 0")
 
 
-def test_a_plan_cut_unevenly_is_called_so(even: Candidate) -> None:
-    said = explain_slower(judged((0, 1, 6)), even)
-    assert "x slower: uneven, ranks with llm 1-5 compute " in said
+def test_an_uneven_partition_is_called_load_imbalance(even: Candidate) -> None:
+    reason = explain_slower(simulated((0, 1, 6)), even)
+    assert "x slower: load imbalance, ranks with llm layers 1-5 compute " in reason
 
 
-def test_a_plan_that_waits_says_for_what_more(even: Candidate) -> None:
-    """The same work, evenly spread, in a longer step: all that has grown is the pipeline's draining."""
+def test_a_plan_that_idles_longer_names_the_bubble(even: Candidate) -> None:
+    """The same work, evenly spread, in a longer step: only the pipeline's cool-down has grown."""
     busy = 1 - sum(even.bubbles.values())
     flat = replace(even, busiest_s=busy * even.step_time_s)
     longer = {kind: share / 2 for kind, share in even.bubbles.items()} | {"pp_warmup": 0.0, "pp_cooldown": 0.0}
     longer["pp_cooldown"] = 1 - busy / 2 - sum(longer.values())
     waits = replace(flat, step_time_s=2 * even.step_time_s, bubbles=longer)
     assert explain_slower(waits, flat) == (
-        f"2.00x slower: ranks idle {1 - busy / 2:.0%} of it (chosen {1 - busy:.0%}), more pp_cooldown"
+        f"2.00x slower: its ranks idle {1 - busy / 2:.0%} of the step, the chosen plan's {1 - busy:.0%}; "
+        "pp_cooldown grows most"
     )
 
 
-def test_what_was_measured_counts(even: Candidate) -> None:
+def test_a_measured_ratio_stands_before_the_predicted_one(even: Candidate) -> None:
     slow = replace(even, step_time_s=1.5 * even.step_time_s)
-    assert explain_measured_slower(slow, even, 1.25) == "1.25x slower as measured, 1.50x predicted"
+    assert explain_measured_slower(slow, even, 1.25) == "1.25x slower as measured, 1.50x as predicted"
     assert explain_measured_slower(slow, even, math.inf) == "could not be run here"

@@ -1,5 +1,5 @@
-"""What the planner says about plans that lost, plans by rules of thumb, and problems that have no plan.
+"""What the planner says about plans that lost, and problems without a plan; and the baselines it compares plans with.
 
-Start with `why_slower` for a loser's reason and `infeasible` for why no mesh exists; `suggestions` finds the smallest
-change that would fit, and `baselines` makes the plans that rules of thumb make.
+Start with `why_slower` for why a plan lost and `infeasible` for why no mesh is possible. `suggestions` finds the
+smallest change with which a plan would fit, and `baselines` makes the plans of rules of thumb.
 """

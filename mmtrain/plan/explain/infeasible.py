@@ -1,4 +1,4 @@
-"""Why no sizes use the ranks that there are: the settings that clash, and the numbers of ranks that would do."""
+"""Explain why no mesh uses the available ranks: name contradicting settings and possible numbers of ranks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +11,14 @@ from mmtrain.plan.search.mesh_enumeration import has_pipelined_meshes
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
-MAX_RANK_COUNT_DISTANCE = 64  # ranks more or less
+MAX_RANK_COUNT_DISTANCE = 64  # ranks more or fewer up to which other numbers of ranks are suggested
+MAX_CLASHING_SETTINGS = 3  # settings that are named together; more would hardly help
 _SETTINGS = ("tp", "pp", "dp", "vpp", "num_microbatches")
 Choices = Mapping[str, UnitChoices]
 
 
 def has_meshes(choices: Choices, ranks: int, placement: Placement) -> bool:
-    """Whether a placement has sizes that use exactly so many ranks."""
+    """Return whether a placement has meshes that use exactly so many ranks."""
     if placement == "colocated":
         # Only encoders can share the LLM's ranks.
         return "generator" not in choices and has_colocated_meshes(choices, ranks)
@@ -25,14 +26,15 @@ def has_meshes(choices: Choices, ranks: int, placement: Placement) -> bool:
 
 
 def nearest_rank_counts(choices: Choices, ranks: int, placements: Sequence[Placement]) -> list[int]:
-    """The next smaller and the next larger number of ranks that some sizes make up, if there are such nearby."""
+    """Return the next smaller and the next larger possible number of ranks, as far as there are such nearby."""
 
-    def possible(count: int) -> bool:
+    def is_possible(count: int) -> bool:
         return any(has_meshes(choices, count, placement) for placement in placements)
 
-    below = next((n for n in range(ranks - 1, max(ranks - MAX_RANK_COUNT_DISTANCE, 0), -1) if possible(n)), None)
-    above = next((n for n in range(ranks + 1, ranks + MAX_RANK_COUNT_DISTANCE) if possible(n)), None)
-    return [n for n in (below, above) if n is not None]
+    smaller = range(ranks - 1, max(ranks - MAX_RANK_COUNT_DISTANCE, 0), -1)
+    larger = range(ranks + 1, ranks + MAX_RANK_COUNT_DISTANCE)
+    nearest = [next(filter(is_possible, counts), None) for counts in (smaller, larger)]
+    return [count for count in nearest if count is not None]
 
 
 def explain_infeasible(
@@ -42,86 +44,101 @@ def explain_infeasible(
     placements: Sequence[Placement],
     choices_of: Callable[[Recipe], Choices],
 ) -> str:
-    """Explain why no layout of `placements` uses `ranks` ranks, and name the settings that clash.
+    """Explain why no mesh of `placements` uses `ranks` ranks, and name the settings that contradict each other.
 
-    choices_of: what a recipe allows; it is asked of the recipe with few of its settings.
+    Args:
+        recipe: the recipe.
+        choices: the mesh sizes that it allows, by unit.
+        ranks: the number of ranks that no mesh uses.
+        placements: the placements that it allows.
+        choices_of: returns the mesh sizes that a recipe allows. It is called for the recipe with fewer settings.
     """
     limit = recipe.parallel.max_gpus
     number = f"{ranks} rank{'s' * (ranks > 1)}"
     wanted = f"exactly {number}" if limit is None else f"at most {number} (parallel.max_gpus {limit})"
     lines = [f"no plan uses {wanted}."]
     for placement in placements:
-        why = _why(recipe.parallel, choices, ranks, placement)
-        clash = _clash(recipe, choices, ranks, placement, choices_of)
-        lines.append(f"  {placement}: " + (f"{clash}: {why}" if clash else why))
-    near = nearest_rank_counts(choices, ranks, placements)
-    do = f": {' or '.join(map(str, near))} would do." if near else "."
-    lines.append(f"Change the constraints under `parallel`, train.global_batch, or the number of ranks{do}")
+        cause = _explain_placement(recipe.parallel, choices, ranks, placement)
+        clash = _name_clash(recipe, choices, ranks, placement, choices_of)
+        lines.append(f"  {placement}: " + (f"{clash}: {cause}" if clash else cause))
+    counts = " or ".join(map(str, nearest_rank_counts(choices, ranks, placements)))
+    possible = f"; possible: {counts}" if counts else ""
+    lines.append(f"Change the constraints under `parallel`, train.global_batch, or the number of ranks{possible}.")
     return "\n".join(lines)
 
 
-def _clash(
+def _name_clash(
     recipe: Recipe,
     choices: Choices,
     ranks: int,
     placement: Placement,
     choices_of: Callable[[Recipe], Choices],
 ) -> str:
-    """The fewest settings, at most three, which alone leave no sizes; empty where even none leave any."""
+    """Name the fewest settings with which alone no mesh is possible; empty where none is possible without any."""
     if not has_meshes(choices_of(_with_only(recipe, ())), ranks, placement):
         return ""
-    settings = list(_settings(recipe.parallel, choices))
-    for count in (1, 2, 3):
-        for some in combinations(settings, count):
-            if not has_meshes(choices_of(_with_only(recipe, some)), ranks, placement):
-                named = [f"parallel.{unit}.{key} {getattr(getattr(recipe.parallel, unit), key)}" for unit, key in some]
-                return f"{' and '.join(named)} {'do not go together' if count > 1 else 'cannot be met'}"
+    settings = list(_fixed_settings(recipe.parallel, choices))
+    for count in range(1, MAX_CLASHING_SETTINGS + 1):
+        for subset in combinations(settings, count):
+            if not has_meshes(choices_of(_with_only(recipe, subset)), ranks, placement):
+                named = [
+                    f"parallel.{unit}.{key} {getattr(getattr(recipe.parallel, unit), key)}" for unit, key in subset
+                ]
+                return f"{' and '.join(named)} {'contradict each other' if count > 1 else 'cannot be met'}"
     return ""
 
 
-def _settings(parallel: ParallelSettings, choices: Choices) -> Iterator[tuple[str, str]]:
-    """Unit and name of every size that the recipe fixes."""
+def _fixed_settings(parallel: ParallelSettings, choices: Choices) -> Iterator[tuple[str, str]]:
+    """Return unit and name of every mesh size that the recipe fixes."""
     for unit, key in product(choices, _SETTINGS):
         if getattr(getattr(parallel, unit), key) is not None:
             yield unit, key
 
 
-def _with_only(recipe: Recipe, kept: Sequence[tuple[str, str]]) -> Recipe:
-    """The recipe with these sizes of units, by unit and setting, and no others."""
-    free: dict[str, UnitParallel] = {}
+def _with_only(recipe: Recipe, settings: Sequence[tuple[str, str]]) -> Recipe:
+    """Return the recipe with these mesh sizes fixed, given by unit and name, and no others."""
+    parallel_of_unit: dict[str, UnitParallel] = {}
     for unit in type(recipe.parallel).model_fields:
-        if isinstance(found := getattr(recipe.parallel, unit), UnitParallel):
-            free[unit] = found.model_copy(update={key: None for key in _SETTINGS if (unit, key) not in kept})
-    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=free)})
+        value = getattr(recipe.parallel, unit)
+        if isinstance(value, UnitParallel):
+            cleared = {key: None for key in _SETTINGS if (unit, key) not in settings}
+            parallel_of_unit[unit] = value.model_copy(update=cleared)
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=parallel_of_unit)})
 
 
-def _why(parallel: ParallelSettings, choices: Choices, ranks: int, placement: Placement) -> str:
-    """What the placement asks of sizes, and those that there are."""
-    possible = "; ".join(map(str, choices.values()))
-    fixed = {
-        f"parallel.{unit}.{key}": (key, getattr(parallel, unit).__dict__[key])
-        for unit, key in _settings(parallel, choices)
-    }
+def _explain_placement(parallel: ParallelSettings, choices: Choices, ranks: int, placement: Placement) -> str:
+    """Say what the placement requires of meshes, and which mesh sizes are allowed."""
+    fixed = {f"parallel.{unit}.{key}": key for unit, key in _fixed_settings(parallel, choices)}
+    allowed = "; ".join(map(str, choices.values()))
     if fixed:
-        possible += "; fixed by " + ", ".join(fixed)
+        allowed += "; fixed by " + ", ".join(fixed)
     if placement == "colocated" and "generator" in choices:
-        return "a generator is behind the LLM, not in its idle times"
+        return "a generator runs after the LLM, and only encoders can share the LLM's ranks"
     if placement == "colocated":
-        encoders = " and ".join(name for name in choices if name != LLM)
-        return f"no sizes of {encoders} whose tp and pp divide the LLM's fill the LLM's {ranks} ranks ({possible})"
+        encoders = " and ".join(unit for unit in choices if unit != LLM)
+        return f"no mesh of {encoders} whose tp and pp divide the LLM's fills the LLM's {ranks} ranks ({allowed})"
     if placement == "disaggregated":
+        units = " and ".join(choices)
         if len(choices) > ranks:
-            return f"{' and '.join(choices)} on ranks of their own need at least {len(choices)} ranks"
-        return f"no sizes of {' and '.join(choices)} add up to exactly {ranks} ranks ({possible})"
+            return f"{units} on separate ranks need at least {len(choices)} ranks"
+        return f"no meshes of {units} add up to exactly {ranks} ranks ({allowed})"
     for key in ("tp", "dp"):
-        common = set.intersection(*(set(getattr(c, key)) for c in choices.values()))
-        if not common:
+        if not set.intersection(*(set(getattr(unit, key)) for unit in choices.values())):
             settings = " and ".join(
-                f"parallel.{c.name}.{key} ({format_sizes(getattr(c, key))})" for c in choices.values()
+                f"parallel.{unit.name}.{key} ({format_sizes(getattr(unit, key))})" for unit in choices.values()
             )
-            return f"{settings} have no size in common, but all units share one {key} there"
-    shared = {path: size for path, size in fixed.items() if size[0] in ("tp", "dp")}
-    together = math.prod(dict(shared.values()).values())
-    if ranks % together:
-        return f"{' x '.join(shared)} make {together} ranks, which does not divide {ranks}"
-    return f"no tp x pp x dp makes exactly {ranks} ranks ({possible})"
+            return f"{settings} have no value in common, but all units of one pipeline share their {key}"
+    return _explain_unified(parallel, choices, ranks, allowed)
+
+
+def _explain_unified(parallel: ParallelSettings, choices: Choices, ranks: int, allowed: str) -> str:
+    """Say why no pipeline over all units has the number of ranks, where the units agree in tp and in dp."""
+    shared = {
+        f"parallel.{unit}.{key}": (key, getattr(getattr(parallel, unit), key))
+        for unit, key in _fixed_settings(parallel, choices)
+        if key in ("tp", "dp")
+    }
+    ranks_per_stage = math.prod(dict(shared.values()).values())
+    if ranks % ranks_per_stage:
+        return f"{' x '.join(shared)} make {ranks_per_stage} ranks, which does not divide {ranks}"
+    return f"no tp x pp x dp makes exactly {ranks} ranks ({allowed})"

@@ -1,4 +1,4 @@
-"""What to change when no plan fits: the smallest change of each kind with which one would."""
+"""Find what to change when no plan fits: for each kind of change, the smallest one with which a plan would fit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,96 +13,127 @@ from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import anchor_layout, layout_graph
 from mmtrain.plan.search.mesh_enumeration import MeshAssignment, bounded_mesh_assignments
 
-MAX_RANK_DOUBLINGS = 6  # of the number of ranks
-MAX_MESHES_PER_SUGGESTION = 20  # sizes for each change, those that split state and activations most first
-MAX_MESHES_SCANNED = 500  # sizes of one number of ranks among which those are sought
+MAX_RANK_DOUBLINGS = 6  # larger clusters that are tried: up to 2**6 times the ranks
+MAX_MESHES_PER_SUGGESTION = 20  # meshes tried for each change, those first that divide units into most parts
+MAX_MESHES_SCANNED = 500  # meshes of one number of ranks from which these are taken
 
 
 def suggest_changes(
-    found: Sequence[MeshAssignment],
-    losers: Sequence[Alternative],
+    assignments: Sequence[MeshAssignment],
+    rejected: Sequence[Alternative],
     layer_costs: LayerCosts,
     choices: Mapping[str, UnitChoices],
     machine: Hardware,
     world_size: int,
 ) -> list[str]:
-    """Changes of one setting with which a plan fits, in words: recompute, sequence parallelism, ranks, memory.
+    """Return changes of recompute, sequence parallelism, ranks and memory, in words; each alone lets a plan fit.
 
-    found: the sizes that were tried on `world_size` ranks; losers: what became of them.
+    Args:
+        assignments: the mesh assignments that were tried on `world_size` ranks.
+        rejected: why their plans do not fit, with the memory that they need.
+        layer_costs: costs of the model on the sampled batches.
+        choices: the mesh sizes that the recipe allows, by unit.
+        machine: the hardware.
+        world_size: the number of ranks.
     """
-    in_settings = _settings(found, layer_costs, choices, machine)
-    return [*in_settings, *_ranks(found, layer_costs, choices, machine, world_size), *_memory(losers)]
+    return [
+        *_suggest_recompute(assignments, layer_costs, choices, machine),
+        *_suggest_sequence_parallelism(assignments, layer_costs, choices, machine),
+        *_suggest_ranks(assignments, layer_costs, choices, machine, world_size),
+        *_suggest_memory(rejected),
+    ]
 
 
-def _settings(
-    found: Sequence[MeshAssignment], layer_costs: LayerCosts, choices: Mapping[str, UnitChoices], machine: Hardware
+def _suggest_recompute(
+    assignments: Sequence[MeshAssignment],
+    layer_costs: LayerCosts,
+    choices: Mapping[str, UnitChoices],
+    machine: Hardware,
 ) -> Iterator[str]:
-    keep = [unit for unit, again in layer_costs.recompute.items() if again == "none"]
-    for units in (*((unit,) for unit in keep), tuple(keep)):
-        again: dict[str, RecomputeMode] = {**layer_costs.recompute, **dict.fromkeys(units, "all")}
-        if units and _fits(found, _anew(layer_costs, again, layer_costs.sp), choices, machine):
+    """Suggest to recompute one unit whose recompute is `none`, or else all of them."""
+    keeping = [unit for unit, mode in layer_costs.recompute.items() if mode == "none"]
+    for units in (*((unit,) for unit in keeping), tuple(keeping)):
+        modes: dict[str, RecomputeMode] = {**layer_costs.recompute, **dict.fromkeys(units, "all")}
+        if units and _fits(assignments, _with_settings(layer_costs, modes, layer_costs.sp), choices, machine):
             yield " and ".join(f"parallel.{unit}.recompute: all" for unit in units)
-            break
+            return
+
+
+def _suggest_sequence_parallelism(
+    assignments: Sequence[MeshAssignment],
+    layer_costs: LayerCosts,
+    choices: Mapping[str, UnitChoices],
+    machine: Hardware,
+) -> Iterator[str]:
+    """Suggest sequence parallelism for all units that can have it and do not."""
     possible = [unit.name for unit in layer_costs.shape.units if unit.kind != "generator"]
-    whole = [name for name in possible if max(choices[name].tp) > 1 and not layer_costs.sp.get(name)]
-    sliced = {**layer_costs.sp, **{name: frozenset(choices[name].tp) - {1} for name in whole}}
-    if whole and _fits(
-        [s for s in found if _max_tp(s) > 1], _anew(layer_costs, layer_costs.recompute, sliced), choices, machine
-    ):
-        yield " and ".join(f"parallel.{unit}.sp: true" for unit in whole)
+    without = [unit for unit in possible if max(choices[unit].tp) > 1 and not layer_costs.sp.get(unit)]
+    sp = {**layer_costs.sp, **{unit: frozenset(choices[unit].tp) - {1} for unit in without}}
+    with_tp = [assignment for assignment in assignments if max(size.tp for size in assignment.meshes.values()) > 1]
+    if without and _fits(with_tp, _with_settings(layer_costs, layer_costs.recompute, sp), choices, machine):
+        yield " and ".join(f"parallel.{unit}.sp: true" for unit in without)
 
 
-def _ranks(
-    found: Sequence[MeshAssignment],
+def _suggest_ranks(
+    assignments: Sequence[MeshAssignment],
     layer_costs: LayerCosts,
     choices: Mapping[str, UnitChoices],
     machine: Hardware,
     world_size: int,
 ) -> Iterator[str]:
-    placements, bound = {assignment.placement for assignment in found}, unit_time_bound(layer_costs, choices, machine)
-    for count in (world_size * 2**i for i in range(1, MAX_RANK_DOUBLINGS + 1)):
-        every = bounded_mesh_assignments(choices, count, bound)
-        some = islice((s for _, s in every if s.placement in placements), MAX_MESHES_SCANNED)
-        if _fits(list(some), layer_costs, choices, machine):
-            yield f"{count} ranks"
+    """Suggest the smallest power of two times the ranks on which a plan of the same placements fits."""
+    placements = {assignment.placement for assignment in assignments}
+    bound = unit_time_bound(layer_costs, choices, machine)
+    for doublings in range(1, MAX_RANK_DOUBLINGS + 1):
+        ranks = world_size * 2**doublings
+        larger = (
+            assignment
+            for _, assignment in bounded_mesh_assignments(choices, ranks, bound)
+            if assignment.placement in placements
+        )
+        if _fits(list(islice(larger, MAX_MESHES_SCANNED)), layer_costs, choices, machine):
+            yield f"{ranks} ranks"
             return
 
 
-def _memory(losers: Sequence[Alternative]) -> Iterator[str]:
-    needs = [loser.peak_memory_gib for loser in losers if loser.peak_memory_gib is not None]
-    if needs:
-        yield f"ranks of {min(needs):.3g} GiB"
+def _suggest_memory(rejected: Sequence[Alternative]) -> Iterator[str]:
+    """Suggest the memory that the plan nearest to fitting needs."""
+    needed_gib = [alternative.peak_memory_gib for alternative in rejected if alternative.peak_memory_gib is not None]
+    if needed_gib:
+        yield f"ranks with {min(needed_gib):.3g} GiB"
 
 
 def _fits(
-    found: Sequence[MeshAssignment], layer_costs: LayerCosts, choices: Mapping[str, UnitChoices], machine: Hardware
+    assignments: Sequence[MeshAssignment],
+    layer_costs: LayerCosts,
+    choices: Mapping[str, UnitChoices],
+    machine: Hardware,
 ) -> bool:
-    """Whether one of the sizes fits; the most split ones are tried first, and not all of very many."""
-    room = unit_memory_bound(layer_costs)
-    hopeful = [
-        s for s in found if max(room(n, size, s.paces[n]) for n, size in s.meshes.items()) <= machine.memory_bytes
-    ]
-    for assignment in islice(sorted(hopeful, key=_most_split), MAX_MESHES_PER_SUGGESTION):
+    """Return whether a plan of one of the meshes fits; only the most divided ones are tried."""
+    memory_bound = unit_memory_bound(layer_costs)
+
+    def may_fit(assignment: MeshAssignment) -> bool:
+        bounds = (memory_bound(unit, size, assignment.paces[unit]) for unit, size in assignment.meshes.items())
+        return max(bounds) <= machine.memory_bytes
+
+    ordered = sorted(filter(may_fit, assignments), key=_most_divided_first)
+    for assignment in islice(ordered, MAX_MESHES_PER_SUGGESTION):
         layout = anchor_layout(assignment, layer_costs, choices, machine.memory_bytes)
         if layout is None:
             continue
         memory = layer_costs.memory(layout_graph(layout, layer_costs))
-        if all(m.total <= machine.memory_bytes for m in memory.values()):
+        if all(rank.total <= machine.memory_bytes for rank in memory.values()):
             return True
     return False
 
 
-def _most_split(assignment: MeshAssignment) -> tuple[int, ...]:
-    """Puts first those whose least split unit is cut into most parts."""
+def _most_divided_first(assignment: MeshAssignment) -> tuple[int, ...]:
+    """Return a sort key that puts assignments first whose least divided unit has the most parts."""
     return tuple(sorted(-size.tp * size.pp for size in assignment.meshes.values()))[::-1]
 
 
-def _max_tp(assignment: MeshAssignment) -> int:
-    return max(size.tp for size in assignment.meshes.values())
-
-
-def _anew(
+def _with_settings(
     layer_costs: LayerCosts, recompute: Mapping[str, RecomputeMode], sp: Mapping[str, frozenset[int]]
 ) -> LayerCosts:
-    """The same costs under other settings; what was computed for the old ones is forgotten."""
+    """Return the same costs under other settings, without the cached costs that depend on them."""
     return replace(layer_costs, recompute=recompute, sp=sp, _lines={})

@@ -1,69 +1,77 @@
-"""Why a plan that fits lost: what takes its ranks longer than those of the plan that won."""
+"""Explain why a plan that fits lost: what takes its ranks longer than those of the chosen plan."""
 
 import math
 
 from mmtrain.plan.estimate.evaluate import Candidate
 from mmtrain.program.ir.graph import StageId
 
-MAX_NAMED_STAGES = 2  # that are named with their layers
+MAX_NAMED_STAGES = 2  # with more stages on the busiest ranks only their units are named
 
 
-def explain_slower(loser: Candidate, chosen: Candidate) -> str:
-    """One line on a plan that takes longer than the chosen one.
+def explain_slower(slower: Candidate, chosen: Candidate) -> str:
+    """Return one line on a candidate that takes longer than the chosen one.
 
-    A step is what ranks compute, on average, and what they idle; the reason is whichever of the two has grown more.
+    A step is the time that ranks compute, on average, and the time that they idle. The line names the part that has
+    grown more. Of idle time it names the imbalance between ranks, or else the kind of bubble that has grown most.
     """
-    ratio = f"{loser.step_time_s / chosen.step_time_s:.2f}x slower"
-    computed, before = _computed(loser), _computed(chosen)
-    if computed - before >= (loser.step_time_s - chosen.step_time_s) / 2:
-        return f"{ratio}: its ranks compute {_change(computed / before)} more{_because(loser, chosen)}"
-    idle, idled = 1 - computed / loser.step_time_s, 1 - before / chosen.step_time_s
-    if loser.busiest_s - computed >= (loser.step_time_s - computed) / 2:
-        share = loser.busiest_s / loser.step_time_s
-        return f"{ratio}: uneven, ranks with {_held(loser)} compute {share:.0%} of it, the mean rank {1 - idle:.0%}"
-    grown = {kind: share * loser.step_time_s for kind, share in loser.bubbles.items()}
+    ratio = f"{slower.step_time_s / chosen.step_time_s:.2f}x slower"
+    compute_s, chosen_compute_s = _mean_compute_s(slower), _mean_compute_s(chosen)
+    if compute_s - chosen_compute_s >= (slower.step_time_s - chosen.step_time_s) / 2:
+        compute_ratio = compute_s / chosen_compute_s
+        return f"{ratio}: its ranks compute {compute_ratio:.2f}x as long{_cause_of_compute(slower, chosen)}"
+    mean_share = compute_s / slower.step_time_s
+    if slower.busiest_s - compute_s >= (slower.step_time_s - compute_s) / 2:
+        busiest_share = slower.busiest_s / slower.step_time_s
+        return (
+            f"{ratio}: load imbalance, ranks with {_busiest_layers(slower)} compute {busiest_share:.0%} of the step, "
+            f"the mean rank {mean_share:.0%}"
+        )
+    growth_s = {kind: share * slower.step_time_s for kind, share in slower.bubbles.items()}
     for kind, share in chosen.bubbles.items():
-        grown[kind] = grown.get(kind, 0.0) - share * chosen.step_time_s
-    most = max(grown, key=lambda kind: grown[kind])
-    return f"{ratio}: ranks idle {idle:.0%} of it (chosen {idled:.0%}), more {most}"
+        growth_s[kind] = growth_s.get(kind, 0.0) - share * chosen.step_time_s
+    grown_most = max(growth_s, key=lambda kind: growth_s[kind])
+    chosen_idle = 1 - chosen_compute_s / chosen.step_time_s
+    return (
+        f"{ratio}: its ranks idle {1 - mean_share:.0%} of the step, the chosen plan's {chosen_idle:.0%}; "
+        f"{grown_most} grows most"
+    )
 
 
-def explain_measured_slower(loser: Candidate, chosen: Candidate, ran: float) -> str:
-    """The same of a plan whose step took `ran` times that of the chosen one when both were run; inf: it did not run."""
-    if math.isinf(ran):
+def explain_measured_slower(slower: Candidate, chosen: Candidate, measured_ratio: float) -> str:
+    """Return one line on a candidate whose measured step took `measured_ratio` times as long; inf: it could not run."""
+    if math.isinf(measured_ratio):
         return "could not be run here"
-    return f"{ran:.2f}x slower as measured, {loser.step_time_s / chosen.step_time_s:.2f}x predicted"
+    return f"{measured_ratio:.2f}x slower as measured, {slower.step_time_s / chosen.step_time_s:.2f}x as predicted"
 
 
-def _computed(judged: Candidate) -> float:
-    """Seconds of a step that ranks compute, on average."""
-    return (1 - sum(judged.bubbles.values())) * judged.step_time_s
+def _mean_compute_s(candidate: Candidate) -> float:
+    """Return the seconds of a step that ranks compute, on average."""
+    return (1 - sum(candidate.bubbles.values())) * candidate.step_time_s
 
 
-def _change(ratio: float) -> str:
-    return f"{ratio - 1:.0%}" if ratio < 2 else f"{ratio:.2g} times"
+def _cause_of_compute(slower: Candidate, chosen: Candidate) -> str:
+    """Return what may explain that ranks compute longer: there are fewer, or they recompute more layers."""
+    ranks, chosen_ranks = slower.graph.world_size, chosen.graph.world_size
+    if ranks < chosen_ranks:
+        return f": {ranks} ranks, not {chosen_ranks}"
+    recomputed, chosen_recomputed = _num_recomputed(slower), _num_recomputed(chosen)
+    if recomputed > chosen_recomputed:
+        return f": {recomputed} layers are recomputed, not {chosen_recomputed}"
+    return ""
 
 
-def _because(loser: Candidate, chosen: Candidate) -> str:
-    """What may explain that ranks compute longer: there are fewer, or more is computed twice."""
-    ranks, before = loser.graph.world_size, chosen.graph.world_size
-    if ranks < before:
-        return f", being {ranks} and not {before}"
-    again, once = _recomputed(loser), _recomputed(chosen)
-    return f", recomputing {again} layers and not {once}" if again > once else ""
+def _num_recomputed(candidate: Candidate) -> int:
+    return sum(unit.num_recomputed for unit in candidate.layout.units.values())
 
 
-def _recomputed(judged: Candidate) -> int:
-    return sum(unit.num_recomputed for unit in judged.layout.units.values())
+def _busiest_layers(candidate: Candidate) -> str:
+    """Return what the busiest ranks hold: `vision layers 0-7`, or only the units where there are many stages."""
+    stages = candidate.busiest_stages
+    if len(stages) > MAX_NAMED_STAGES:
+        return " and ".join(dict.fromkeys(stage.unit for stage in stages))
+    return " and ".join(_name_layers(candidate, stage) for stage in stages)
 
 
-def _held(judged: Candidate) -> str:
-    """What the busiest ranks hold: `vision 0-7`, or the units where there are many stages."""
-    if len(judged.busiest_stages) > MAX_NAMED_STAGES:
-        return " and ".join(dict.fromkeys(sid.unit for sid in judged.busiest_stages))
-    return " and ".join(_layers(judged, sid) for sid in judged.busiest_stages)
-
-
-def _layers(judged: Candidate, sid: StageId) -> str:
-    lo, hi = judged.graph.stage(sid).layers
-    return f"{sid.unit} {lo}-{hi - 1}" if hi - lo > 1 else f"{sid.unit} {lo}"
+def _name_layers(candidate: Candidate, stage: StageId) -> str:
+    lo, hi = candidate.graph.stage(stage).layers
+    return f"{stage.unit} layers {lo}-{hi - 1}" if hi - lo > 1 else f"{stage.unit} layer {lo}"

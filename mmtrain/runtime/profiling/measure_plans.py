@@ -1,4 +1,4 @@
-"""Plans run for a few steps on this machine: what `mmtrain plan --measure` decides by (OmniBal)."""
+"""Run plans for a few steps on this machine: `mmtrain plan --measure` ranks them by their measured step times."""
 
 import json
 import statistics
