@@ -154,7 +154,7 @@ def _matched_targets(
         f"  audio: dist ratio {dist[AUDIO]:.3f}, bound by single clips {bound:.3f}, absent from {absent:.0%} of groups"
     )
     target(f"matched, {replicas} replicas: summed cost, max/mean - 1", over, summed)
-    target(f"matched, {replicas} replicas: fill of all groups", filled, 0.985, min_tokens=True)
+    target(f"matched, {replicas} replicas: fill of all groups", filled, 0.985, at_least=True)
     target(f"matched, {replicas} replicas: seconds for {NUM_SAMPLES} samples", seconds, 2.0)
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
@@ -352,7 +352,7 @@ def ordering() -> None:
         taken_ms, share = float(np.median(seconds[name])) * 1e3, float(np.mean(removed[name]))
         print(f"  ordering 64 x 10, {name}: {taken_ms:.1f} ms, removes {share:.3f} of what chance costs")
         if name != "constructed" and taken_ms <= 10:
-            target("ordering 64 x 10 within 10 ms: share removed", share, 0.8, min_tokens=True)
+            target("ordering 64 x 10 within 10 ms: share removed", share, 0.8, at_least=True)
 
 
 def ordering_chunks(stages: int, chunks: int, num: int) -> None:

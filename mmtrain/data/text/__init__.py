@@ -1,4 +1,7 @@
-"""Text of conversations as tokens: the chat format, its ids and labels, and fast token counts.
+"""Text as tokens: the chat format with its special tokens and labels, and a fast counter of tokens for indexing.
 
-Start with `chat_tokenizer.ChatTokenizer.encode`.
+`chat_tokenizer` encodes a conversation with the item tokens of its media; `token_counter` counts what encoding would
+return, without encoding.
+
+Read `chat_tokenizer.ChatTokenizer.encode` first.
 """

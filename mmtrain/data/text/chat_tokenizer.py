@@ -1,6 +1,6 @@
-"""From conversations to token ids and labels, over a `tokenizers` JSON file.
+"""Encode conversations as token ids and labels, with a `tokenizers` JSON file.
 
-The chat format, one line for reading only (nothing stands between the parts):
+The chat format (the spaces and line breaks here are for reading only; there are none between the parts):
 
     <|system|>text<|end|> <|user|>text<|image|><|image|>text<|end|> <|assistant|>answer<|end|>
 """
@@ -14,20 +14,26 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample
+from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample, Turn
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError
 
-PAD_TOKEN, END_TOKEN, IMAGE_TOKEN = "<|pad|>", "<|end|>", "<|image|>"
+PAD_TOKEN = "<|pad|>"
+END_TOKEN = "<|end|>"
+IMAGE_TOKEN = "<|image|>"
+AUDIO_TOKEN = "<|audio|>"  # needed only for models with an audio unit
 ROLE_TOKENS: dict[Role, str] = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = (PAD_TOKEN, *ROLE_TOKENS.values(), END_TOKEN, IMAGE_TOKEN)
-AUDIO_TOKEN = "<|audio|>"  # only models with an audio unit ask for it
-IGNORE_INDEX = -100  # places that count in no loss
+IGNORE_INDEX = -100  # label of positions that do not count in the loss, as in torch's cross_entropy
+_NUM_TURN_TOKENS = 2  # of every turn besides its text: its role, and its end
+
+# (sample, LLM tokens of each image or video, LLM tokens of each clip) -> (number of ids, number of targets)
+LengthCounter = Callable[[Sample, Sequence[int], Sequence[int]], tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One sample as the LLM sees it; `labels[t]` is the token to predict at place t, `IGNORE_INDEX` where none is."""
+    """One sample as the LLM sees it; `labels[t]` is the token to predict at position t, or `IGNORE_INDEX`."""
 
     ids: IntArray  # (T,)
     labels: IntArray  # (T,)
@@ -37,32 +43,33 @@ class ChatTokenizer:
     """A byte-level BPE tokenizer that knows the chat format."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
-        """Wrap a tokenizer; `name` stands in messages. Raises `DataError` if it lacks one of `SPECIAL_TOKENS`."""
+        """Wrap a tokenizer; messages call it `name`. Raises `DataError` if it lacks one of `SPECIAL_TOKENS`."""
         missing = [t for t in SPECIAL_TOKENS if tokenizer.token_to_id(t) is None]
         if missing:
             raise DataError(
                 f"data.tokenizer: {name} lacks the special tokens {' '.join(missing)}; add them with "
-                "`Tokenizer.add_special_tokens` of the `tokenizers` library, save it, and let model.llm.vocab cover it"
+                "`Tokenizer.add_special_tokens` of the `tokenizers` library, save it, and raise model.llm.vocab to "
+                "its size"
             )
-        known = (
-            [*SPECIAL_TOKENS, AUDIO_TOKEN] if tokenizer.token_to_id(AUDIO_TOKEN) is not None else list(SPECIAL_TOKENS)
-        )
-        tokenizer.add_special_tokens(known)  # marks known ones as special; their ids stay
-        tokenizer.encode_special_tokens = True  # text that spells a special token is text, or users could forge turns
+        present = list(SPECIAL_TOKENS)
+        if tokenizer.token_to_id(AUDIO_TOKEN) is not None:
+            present.append(AUDIO_TOKEN)
+        tokenizer.add_special_tokens(present)  # marks them as special; their ids stay
+        tokenizer.encode_special_tokens = True  # a text that spells a special token is text, or users could forge turns
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._roles: dict[Role, int] = {role: self._special(token) for role, token in ROLE_TOKENS.items()}
-        self.end_id = self._special(END_TOKEN)
-        self.image_id = self._special(IMAGE_TOKEN)
+        self._roles: dict[Role, int] = {role: self._special_id(token) for role, token in ROLE_TOKENS.items()}
+        self.end_id = self._special_id(END_TOKEN)
+        self.image_id = self._special_id(IMAGE_TOKEN)
         self.item_ids = {"vision": self.image_id}  # encoder unit -> the token that each of its features replaces
-        if AUDIO_TOKEN in known:
-            self.item_ids["audio"] = self._special(AUDIO_TOKEN)
+        if AUDIO_TOKEN in present:
+            self.item_ids["audio"] = self._special_id(AUDIO_TOKEN)
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     @classmethod
     def load(cls, path: Path) -> "ChatTokenizer":
-        """Read a `tokenizers` JSON file."""
+        """Read a `tokenizers` JSON file. Raises `DataError`."""
         try:
             return cls(Tokenizer.from_str(path.read_text(encoding="utf-8")), str(path))
         except FileNotFoundError:
@@ -73,93 +80,111 @@ class ChatTokenizer:
             raise DataError(f"data.tokenizer: {path}: not a `tokenizers` JSON file: {error}") from None
 
     def encode(self, sample: Sample, features: Sequence[int], clip_features: Sequence[int] = ()) -> EncodedSample:
-        """Encode a whole sample: image or video i becomes `features[i]` image tokens; clips likewise.
+        """Encode all turns of a sample.
 
-        Labels are the answers' tokens and the `<|end|>` that closes each, moved one place ahead: the token to predict.
+        Image or video i becomes `features[i]` image tokens, clip i `clip_features[i]` audio tokens. Labels are the
+        answers' tokens and the `<|end|>` after each, one position ahead: the token to predict.
         """
-        ids, is_target = self._encode_turns(sample, {"vision": features, "audio": clip_features})
+        ids, is_target = self._encode_turns(sample.turns, _marks(sample), features, clip_features)
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
         labels[:-1] = np.where(is_target[1:], ids[1:], IGNORE_INDEX)
         return EncodedSample(ids, labels)
 
-    def length_counter(self, most: int) -> Callable[[Sample, Sequence[int], Sequence[int]], tuple[int, int]]:
-        """A function with the arguments of `encode` that tells how many ids and how many targets that would give.
+    def length_counter(self, max_tokens: int) -> LengthCounter:
+        """Return a function that counts the ids and targets that `encode` would return for the same arguments.
 
-        Texts that surely have more than `most` tokens are not looked at (megabytes of them take minutes, and memory a
-        hundred times theirs): it tells what they have at least, and no targets.
+        It does not read texts that surely have more than `max_tokens` tokens (megabytes of text take minutes, and a
+        hundred times their size in memory); it returns a lower bound for these, and no targets.
         """
         count = TokenCounter(self._tokenizer)
 
-        def tell(sample: Sample, features: Sequence[int], clip_features: Sequence[int]) -> tuple[int, int]:
-            ids, targets = sum(features) + sum(clip_features), 0
-            marked = len(IMAGE_MARK) * (len(features) + len(clip_features))  # all marks are as long
-            least = count.min_tokens(sum([len(turn.text) for turn in sample.turns]) - marked)
-            if least > most:
-                return least, 0
-            first, *others = _marks(sample)
+        def count_sample(sample: Sample, features: Sequence[int], clip_features: Sequence[int]) -> tuple[int, int]:
+            num_ids = sum(features) + sum(clip_features)
+            num_targets = 0
+            num_mark_characters = len(IMAGE_MARK) * (len(features) + len(clip_features))  # all marks are equally long
+            num_characters = sum([len(turn.text) for turn in sample.turns]) - num_mark_characters
+            min_tokens = count.min_tokens(num_characters)
+            if min_tokens > max_tokens:
+                return min_tokens, 0
+            first_mark, *other_marks = _marks(sample)
             for turn in sample.turns:
                 parts = [turn.text]
-                if turn.role == "user":
-                    parts = re.split("|".join((first, *others)), turn.text) if others else turn.text.split(first)
-                body = sum(map(count, parts))
-                ids += body + 2  # who speaks, and the end of it
-                targets += body + 1 if turn.role == "assistant" else 0
-            return ids, targets
+                if turn.role == "user" and other_marks:
+                    parts = re.split("|".join((first_mark, *other_marks)), turn.text)
+                elif turn.role == "user":
+                    parts = turn.text.split(first_mark)
+                num_text_tokens = sum(map(count, parts))
+                num_ids += num_text_tokens + _NUM_TURN_TOKENS
+                if turn.role == "assistant":
+                    num_targets += num_text_tokens + 1
+            return num_ids, num_targets
 
-        return tell
+        return count_sample
 
     def prompt_ids(self, sample: Sample, features: Sequence[int], clip_features: Sequence[int] = ()) -> IntArray:
-        """Everything before the last answer, up to and including its `<|assistant|>`: where generation starts."""
-        last = max((i for i, t in enumerate(sample.turns) if t.role == "assistant"), default=len(sample.turns))
-        ids, _ = self._encode_turns(sample, {"vision": features, "audio": clip_features}, last)
+        """Encode everything before the last answer, up to and including its `<|assistant|>`: generation starts here."""
+        answers = [i for i, turn in enumerate(sample.turns) if turn.role == "assistant"]
+        turns = sample.turns[: answers[-1]] if answers else sample.turns
+        ids, _ = self._encode_turns(turns, _marks(sample), features, clip_features)
         return np.append(ids, self._roles["assistant"])
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
-        """Text of the ids, special tokens left out."""
+        """Return the text of the ids without special tokens."""
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
     def _encode_turns(
-        self, sample: Sample, features: Mapping[str, Sequence[int]], stop: int | None = None
+        self,
+        turns: Sequence[Turn],
+        marks: Mapping[str, str],
+        features: Sequence[int],
+        clip_features: Sequence[int],
     ) -> tuple[IntArray, np.ndarray]:
-        """Ids of the turns before `stop`, and which of them are targets."""
+        """Return the ids of the turns, and which of them are targets."""
         ids: list[int] = []
         is_target: list[bool] = []
-        marks = _marks(sample)
-        left = {unit: iter(counts) for unit, counts in features.items()}
-        for turn in sample.turns[:stop]:
-            answers = turn.role == "assistant"
-            body = self._with_items(turn.text, marks, left) if turn.role == "user" else self._text(turn.text)
+        remaining = {"vision": iter(features), "audio": iter(clip_features)}
+        for turn in turns:
+            if turn.role == "user":
+                body = self._encode_with_items(turn.text, marks, remaining)
+            else:
+                body = self._encode_text(turn.text)
             ids += [self._roles[turn.role], *body, self.end_id]
-            is_target += [False, *[answers] * (len(body) + 1)]
+            is_answer = turn.role == "assistant"
+            is_target += [False, *[is_answer] * (len(body) + 1)]
         return np.array(ids, dtype=np.int64), np.array(is_target, dtype=bool)
 
-    def _with_items(self, text: str, marks: Mapping[str, str], left: Mapping[str, Iterator[int]]) -> list[int]:
+    def _encode_with_items(
+        self, text: str, marks: Mapping[str, str], remaining: Mapping[str, Iterator[int]]
+    ) -> list[int]:
+        """Encode a user's text; each mark becomes the next number of item tokens of its unit."""
         ids: list[int] = []
         for part in re.split(f"({'|'.join(marks)})", text):
             if part in marks:
                 unit = marks[part]
-                ids += [self.item_ids[unit]] * next(left[unit])
+                ids += [self.item_ids[unit]] * next(remaining[unit])
             else:
-                ids += self._text(part)
+                ids += self._encode_text(part)
         return ids
 
-    def _text(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _special(self, token: str) -> int:
-        found = self._tokenizer.token_to_id(token)
-        assert found is not None, token
-        return int(found)
+    def _special_id(self, token: str) -> int:
+        token_id = self._tokenizer.token_to_id(token)
+        assert token_id is not None, token
+        return int(token_id)
 
 
 def _marks(sample: Sample) -> dict[str, str]:
-    """What stands for an item in its user turns -> the item's unit.
+    """Return the marks that stand for an item in the user turns of a sample, each with the item's unit.
 
-    Without clips an `<audio>` is text, as it was to whoever wrote data before there was sound; so with videos.
+    Without clips an `<audio>` is ordinary text, as it was in data written before models had audio; so with videos.
     """
     marks = {IMAGE_MARK: "vision"}
-    marks |= {VIDEO_MARK: "vision"} if sample.videos else {}
-    marks |= {AUDIO_MARK: "audio"} if sample.clips else {}
+    if sample.videos:
+        marks[VIDEO_MARK] = "vision"
+    if sample.clips:
+        marks[AUDIO_MARK] = "audio"
     return marks
