@@ -34,7 +34,7 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     }
     overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     monkeypatch.setattr(index_cache, "MIN_SOURCE_BYTES", 1)
-    monkeypatch.setattr(measure, "_TOLD_EVERY", 30)
+    monkeypatch.setattr(measure, "_NOTIFY_EVERY_SAMPLES", 30)
 
     def run(*command: object) -> tuple[str, str]:
         monkeypatch.setattr("sys.argv", ["mmtrain", *map(str, command), *overrides])
@@ -59,7 +59,7 @@ def test_quarantined_and_cached_samples_are_reported(
     assert err.rstrip().endswith("gone.png: no such file")
     assert "known" not in err
     _, err = run_command(*command, RECIPE, "--json")
-    assert err.startswith(f"39 samples are known from the index kept in {tmp_path / 'cache'}\n1 of 40 samples")
+    assert err.startswith(f"39 samples are known from the index cached in {tmp_path / 'cache'}\n1 of 40 samples")
 
 
 def test_data_commands_report_their_progress(run_command: RunCommand, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_data_commands_report_their_progress(run_command: RunCommand, tmp_path: 
     assert "39 samples, 1 set aside" in out
     assert err == "reading headers: 30 samples so far\n"
     _, err = run_command("data", "stats", source, "--recipe", RECIPE)
-    assert err == f"39 samples are known from the index kept in {tmp_path / 'cache'}\n"
+    assert err == f"39 samples are known from the index cached in {tmp_path / 'cache'}\n"
     out, err = run_command("data", "check", source, "--recipe", RECIPE)
     assert "1 of them bad" in out
     assert "reading headers: 30 samples so far\n" in err

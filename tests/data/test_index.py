@@ -172,8 +172,8 @@ def test_fingerprints_tell_different_data_apart(tmp_path: Path, picture: Picture
 def test_fingerprints_cover_which_item_is_of_which_medium(picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png")
     two = build_index(recipe([row("<image><image>", "a", "a.png", "a.png")]))
-    frames = replace(two, parts={"vision": np.array([0, 1])})
-    assert two.parts["vision"].tolist() == [0, 0]
+    frames = replace(two, item_parts={"vision": np.array([0, 1])})
+    assert two.item_parts["vision"].tolist() == [0, 0]
     assert frames.fingerprint != two.fingerprint
 
 
@@ -211,7 +211,7 @@ def test_a_picture_used_often_is_looked_at_once(
 
     monkeypatch.setattr(measure, "read_item_grids", counting)
     told: list[str] = []
-    monkeypatch.setattr("mmtrain.data.index.sample_lengths._TOLD_EVERY", 2)
+    monkeypatch.setattr("mmtrain.data.index.sample_lengths._NOTIFY_EVERY_SAMPLES", 2)
     index = build_index(recipe([row("<image>", "a", "a.png")] * 5), notify=told.append)
     assert (len(index.samples), len(looked)) == (5, 1)
     assert told == [f"reading headers: {n} samples so far" for n in (2, 4)]
@@ -224,7 +224,7 @@ def test_threads_look_at_files_that_are_waited_for(
     for i in range(5):
         picture(f"{i}.png", 8 * (i + 1), 8)
     made = recipe([row("<image>", "a", f"{i}.png") for i in (0, 1, 2, 3, 4, 1, 9)])
-    monkeypatch.setattr(measure, "_PER_TASK", 2)
+    monkeypatch.setattr(measure, "_TASK_FILES", 2)
     lookers: list[str] = []
     read_grids = measure.read_item_grids
 

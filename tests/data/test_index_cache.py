@@ -75,7 +75,7 @@ def same(one: DataIndex, other: DataIndex) -> bool:
         list(one.samples) == list(other.samples)
         and one.fingerprint == other.fingerprint
         and one.quarantined == other.quarantined
-        and {u: p.tolist() for u, p in one.parts.items()} == {u: p.tolist() for u, p in other.parts.items()}
+        and {u: p.tolist() for u, p in one.item_parts.items()} == {u: p.tolist() for u, p in other.item_parts.items()}
     )
 
 
@@ -170,7 +170,7 @@ def test_changes_that_matter_are_noticed_and_others_are_not(
     assert path.stat().st_size == before.st_size
     assert build_index(made).samples[0].answer == "rot", "as old and as large as before"
     assert reads.count == 5
-    monkeypatch.setattr(index_cache, "_versions", lambda: {"av": "another"})
+    monkeypatch.setattr(index_cache, "_library_versions", lambda: {"av": "another"})
     build_index(made)
     assert reads.count == 6
     monkeypatch.setattr(index_cache, "_code_sha256", lambda: "another version")
@@ -222,7 +222,7 @@ def test_what_cannot_be_kept_is_built_all_the_same(
     assert len(index.samples) == 2
     (message,) = told
     assert message.startswith(
-        f"the index cannot be kept in {tmp_path / index_cache.INDEX_FOLDER_NAME} (data.index_cache chooses"
+        f"the index cannot be cached in {tmp_path / index_cache.INDEX_FOLDER_NAME} (data.index_cache sets"
     )
     assert message.endswith("No space left on device")
     assert kept(tmp_path) == [], "nothing half-made stays"

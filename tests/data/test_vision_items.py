@@ -57,7 +57,7 @@ def test_an_image_yields_several_items_and_its_mark_the_tokens_of_all(tmp_path: 
     made = recipe(rows, image=TILES)
     index = build_index(made)
     assert index.lengths.items["vision"].first.tolist() == [0, 7, 8]
-    assert index.parts["vision"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
+    assert index.item_parts["vision"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
     assert (index.features(0), index.features(1)) == ([12, 16], [4])
     assert set(index.lengths.items["vision"].rows.tolist()) == {2}
     assert [index.locate_item(0, position) for position in (0, 2, 3, 6)] == [(0, 0, 3), (0, 2, 3), (1, 0, 4), (1, 3, 4)]
@@ -136,7 +136,7 @@ def test_frames_are_items_in_the_order_of_marks(tmp_path: Path, recipe: MakeReci
         [row], video={"max_frames": 3}, image={"mean": [0, 0, 0], "std": [1, 1, 1], "min_pixels": 64, "max_pixels": 256}
     )
     index = build_index(made)
-    assert index.parts["vision"].tolist() == [0, 0, 1, 2]
+    assert index.item_parts["vision"].tolist() == [0, 0, 1, 2]
     seen = _payload(made, index).reshape(4, 4, 3, 64).mean(axis=(1, 3))
     assert np.abs(seen - [[1, 1, 1], [1, 0, 0], [0, 1, 0], [0, 0, 1]]).max() < 0.05
 

@@ -1,11 +1,10 @@
-"""`mmtrain data check`: everything is read and decoded once, so that nothing is left to go wrong while training."""
+"""Check sources for `mmtrain data check`: read and decode everything once, so that nothing can fail while training."""
 
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
 
 from mmtrain.data.callbacks import NotifyCallback, ProgressCallback
 from mmtrain.data.formats.read_source import read_samples
@@ -13,44 +12,50 @@ from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, decoded_duration_s, load_log_mels, read_num_frames
 from mmtrain.data.media.image_grids import Grid
-from mmtrain.data.media.media_bytes import BadMediaError, Media
+from mmtrain.data.media.media_bytes import BadMediaError, Media, MediaKind
 from mmtrain.data.media.vision_items import VisionItemDecoder, read_item_grids
 from mmtrain.recipe.model_settings import VisionSettings
 from mmtrain.recipe.schema import AudioDataSettings, ImageSettings, LimitSettings, Recipe, SourceSettings, VideoSettings
 
-Kind = Literal["image", "video", "audio"]
-_PER_CORE = 8  # media in flight, so that results wait in order without filling the memory
-_PATCH = 14  # where no recipe says; decoding is the same for any
+_MEDIA_IN_FLIGHT_PER_CORE = 8  # results are returned in order; this bounds how many wait in memory
+_DEFAULT_PATCH = 14  # where no recipe sets it; decoding is the same for any size
+_DEFAULT_BAD_RATE = 0.01  # as the default of data.max_bad_rate
+_ANY_ENCODER = VisionSettings(layers=1, hidden=1, heads=1, ffn=1, patch=_DEFAULT_PATCH)
+_ANY_LENGTH = AudioDataSettings(max_seconds=86_400)
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was found in some sources."""
+    """What a check of some sources found."""
 
     samples: int
-    media: dict[str, int]  # decoded without fault, by kind; one that several samples show counts once
+    media: dict[str, int]  # kind -> number decoded without error; a medium of several samples counts once
     seconds_of_sound: float
     bad: tuple[Quarantined, ...]  # in the order of the sources, those found while reading first
     allowed_rate: float
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many samples are bad in which way, the most frequent first."""
+        """The number of bad samples of each kind, the most frequent kind first."""
         return dict(Counter(q.kind for q in self.bad).most_common())
 
     @property
     def passed(self) -> bool:
-        """Whether no more samples are bad than allowed."""
+        """Whether at most the allowed share of the samples is bad."""
         return len(self.bad) <= self.allowed_rate * self.samples
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A medium and the grids of its items."""
+class _ItemizedMedia:
+    """A medium and the grids of its items, from its header."""
 
-    kind: Kind
+    kind: MediaKind
     media: Media
     grids: tuple[Grid, ...]
+
+
+_SampleMedia = tuple[Sample, list[_ItemizedMedia]]
+_Decode = Callable[[_ItemizedMedia], BadMediaError | None]
 
 
 def check_sources_for_recipe(
@@ -59,120 +64,133 @@ def check_sources_for_recipe(
     progress: ProgressCallback | None = None,
     notify: NotifyCallback = lambda _: None,
 ) -> CheckReport:
-    """Check sources as a recipe would use them: its limits, its preprocessing and its tokenizer apply.
+    """Check sources as a recipe would use them: with its limits, its preprocessing and its tokenizer.
 
-    progress: told how decoding goes on; notify: how reading does, before that.
-    Raises `DataError` if a source cannot be read at all.
+    `notify` is called while headers are read, and after that `progress` while media are decoded. Raises `DataError` if
+    a source cannot be read at all.
     """
-    looked = list(notify_progress(measure_samples(recipe, sources), notify))
-    usable = [one for one in looked if isinstance(one, MeasuredSample)]
-    bad = [one for one in looked if isinstance(one, Quarantined)]
-    found: list[tuple[Sample, list[_Seen]]] = []
-    for one in usable:
-        sights = zip(one.sample.visual_media, one.grids["vision"], strict=True)
-        clips = zip(one.sample.clips, one.grids["audio"], strict=True)
-        media = [_Seen(kind, medium, grids) for (kind, medium), grids in sights]
-        found.append((one.sample, media + [_Seen("audio", medium, grids) for medium, grids in clips]))
+    samples: list[_SampleMedia] = []
+    bad: list[Quarantined] = []
+    for entry in notify_progress(measure_samples(recipe, sources), notify):
+        if isinstance(entry, MeasuredSample):
+            samples.append((entry.sample, _itemized(entry)))
+        else:
+            bad.append(entry)
     vision, audio = recipe.model.vision, recipe.model.audio
-    decoder = _Decoder(recipe.data.image, vision.patch if vision else _PATCH, audio.mel_bins if audio else None)
-    return _report(found, bad, decoder, recipe.data.max_bad_rate, progress)
+    patch = vision.patch if vision else _DEFAULT_PATCH
+    decoder = _Decoder(recipe.data.image, patch, audio.mel_bins if audio else None)
+    return _decode_and_report(samples, bad, decoder, recipe.data.max_bad_rate, progress)
 
 
 def check_sources(
-    sources: Sequence[SourceSettings], progress: ProgressCallback | None = None, notify: NotifyCallback = lambda _: None
+    sources: Sequence[SourceSettings],
+    progress: ProgressCallback | None = None,
+    notify: NotifyCallback = lambda _: None,
 ) -> CheckReport:
-    """Check sources for no model in particular: default limits, any length.
+    """Check sources for no model in particular: with default limits, and samples of any length.
 
-    progress: told how decoding goes on; notify: how reading does, before that.
-    Raises `DataError` if a source cannot be read at all.
+    `notify` is called while headers are read, and after that `progress` while media are decoded. Raises `DataError` if
+    a source cannot be read at all.
     """
-    found: list[tuple[Sample, list[_Seen]]] = []
+    samples: list[_SampleMedia] = []
     bad: list[Quarantined] = []
     entries = (entry for source in sources for entry in read_samples(source, LimitSettings()))
     for entry in notify_progress(entries, notify):
-        looked = entry if isinstance(entry, Quarantined) else _look(entry)
-        if isinstance(looked, Quarantined):
-            bad.append(looked)
+        if isinstance(entry, Quarantined):
+            bad.append(entry)
+            continue
+        media = _read_headers(entry)
+        if isinstance(media, Quarantined):
+            bad.append(media)
         else:
-            assert isinstance(entry, Sample)
-            found.append((entry, looked))
-    return _report(found, bad, _Decoder(ImageSettings(), _PATCH, None), _DEFAULT_BAD_RATE, progress)
+            samples.append((entry, media))
+    decoder = _Decoder(ImageSettings(), _DEFAULT_PATCH, None)
+    return _decode_and_report(samples, bad, decoder, _DEFAULT_BAD_RATE, progress)
 
 
-_DEFAULT_BAD_RATE = 0.01
-_ANY_ENCODER = VisionSettings(layers=1, hidden=1, heads=1, ffn=1, patch=_PATCH)
-_ANY_LENGTH = AudioDataSettings(max_seconds=86_400)
+def _itemized(measured: MeasuredSample) -> list[_ItemizedMedia]:
+    sample = measured.sample
+    visual = zip(sample.visual_media, measured.grids["vision"], strict=True)
+    clips = zip(sample.clips, measured.grids["audio"], strict=True)
+    return [
+        *(_ItemizedMedia(kind, medium, grids) for (kind, medium), grids in visual),
+        *(_ItemizedMedia("audio", clip, grids) for clip, grids in clips),
+    ]
 
 
-def _look(sample: Sample) -> list[_Seen] | Quarantined:
+def _read_headers(sample: Sample) -> list[_ItemizedMedia] | Quarantined:
     """Read the headers of a sample's media."""
-    miscounted = find_unusable(sample, has_vision=True, has_audio=bool(sample.clips))
-    if miscounted is not None:
-        return miscounted
+    unusable = find_unusable(sample, has_vision=True, has_audio=bool(sample.clips))
+    if unusable is not None:
+        return unusable
     try:
-        seen = [
-            _Seen(kind, media, read_item_grids(kind, media, ImageSettings(), VideoSettings(), _ANY_ENCODER))
-            for kind, media in sample.visual_media
+        media = [
+            _ItemizedMedia(kind, medium, read_item_grids(kind, medium, ImageSettings(), VideoSettings(), _ANY_ENCODER))
+            for kind, medium in sample.visual_media
         ]
-        return seen + [_Seen("audio", clip, ((read_num_frames(clip, _ANY_LENGTH, 2), 1),)) for clip in sample.clips]
+        for clip in sample.clips:
+            num_frames = read_num_frames(clip, _ANY_LENGTH, 2)
+            media.append(_ItemizedMedia("audio", clip, ((num_frames, 1),)))
+        return media
     except BadMediaError as bad:
         return Quarantined.of(sample, bad.kind, str(bad))
 
 
 @dataclass(frozen=True)
 class _Decoder:
-    """Decodes a medium as training would, and forgets it."""
+    """Decodes a medium as training would, and drops the result."""
 
     image: ImageSettings
     patch: int
-    bins: int | None  # None: clips of any length are decoded, and not looked at further
+    bins: int | None  # None: clips of any length are decoded, and no mels computed
 
-    def __call__(self, seen: _Seen) -> BadMediaError | None:
+    def __call__(self, item: _ItemizedMedia) -> BadMediaError | None:
         try:
-            if seen.kind != "audio":
-                VisionItemDecoder(self.image, self.patch).patches(
-                    seen.kind, seen.media, 0, len(seen.grids), seen.grids[0]
-                )
+            if item.kind != "audio":
+                decoder = VisionItemDecoder(self.image, self.patch)
+                decoder.patches(item.kind, item.media, 0, len(item.grids), item.grids[0])
             elif self.bins is None:
-                decoded_duration_s(seen.media)
+                decoded_duration_s(item.media)
             else:
-                load_log_mels(seen.media, seen.grids[0][0], self.bins)
+                load_log_mels(item.media, item.grids[0][0], self.bins)
         except BadMediaError as bad:
             return bad
         return None
 
 
-def _report(
-    found: Sequence[tuple[Sample, list[_Seen]]],
+def _decode_and_report(
+    samples: Sequence[_SampleMedia],
     bad: Sequence[Quarantined],
-    decode: Callable[[_Seen], BadMediaError | None],
+    decode: _Decode,
     allowed_rate: float,
     progress: ProgressCallback | None,
 ) -> CheckReport:
-    distinct = list(dict.fromkeys(seen for _, media in found for seen in media))
-    faults: dict[_Seen, BadMediaError] = {}
-    for done, (seen, fault) in enumerate(_decoded(distinct, decode), 1):
-        if fault is not None:
-            faults[seen] = fault
+    distinct = list(dict.fromkeys(medium for _, media in samples for medium in media))
+    errors: dict[_ItemizedMedia, BadMediaError] = {}
+    for done, (medium, error) in enumerate(_decode_in_threads(distinct, decode), 1):
+        if error is not None:
+            errors[medium] = error
         if progress is not None:
             progress(done, len(distinct))
-    broken = []
-    for sample, media in found:
-        fault = next((faults[seen] for seen in media if seen in faults), None)
-        if fault is not None:
-            broken.append(Quarantined.of(sample, fault.kind, str(fault)))
-    whole = [seen for seen in distinct if seen not in faults]
-    seconds = sum(seen.grids[0][0] for seen in whole if seen.kind == "audio") * HOP_SAMPLES / SAMPLE_RATE_HZ
-    counts: dict[str, int] = dict(Counter[str](seen.kind for seen in whole))
-    return CheckReport(len(found) + len(bad), counts, seconds, (*bad, *broken), allowed_rate)
+    undecodable = []
+    for sample, media in samples:
+        error = next((errors[medium] for medium in media if medium in errors), None)
+        if error is not None:
+            undecodable.append(Quarantined.of(sample, error.kind, str(error)))
+    decoded = [medium for medium in distinct if medium not in errors]
+    num_frames = sum(medium.grids[0][0] for medium in decoded if medium.kind == "audio")
+    seconds_of_sound = num_frames * HOP_SAMPLES / SAMPLE_RATE_HZ
+    counts: dict[str, int] = dict(Counter[str](medium.kind for medium in decoded))
+    return CheckReport(len(samples) + len(bad), counts, seconds_of_sound, (*bad, *undecodable), allowed_rate)
 
 
-def _decoded(
-    distinct: Sequence[_Seen], decode: Callable[[_Seen], BadMediaError | None]
-) -> Iterator[tuple[_Seen, BadMediaError | None]]:
-    """Decode on all cores, in order; decoders release the interpreter's lock."""
-    cores = os.cpu_count() or 1
-    with ThreadPoolExecutor(cores) as pool:
-        for first in range(0, len(distinct), cores * _PER_CORE):
-            some = distinct[first : first + cores * _PER_CORE]
-            yield from zip(some, pool.map(decode, some), strict=True)
+def _decode_in_threads(
+    distinct: Sequence[_ItemizedMedia], decode: _Decode
+) -> Iterator[tuple[_ItemizedMedia, BadMediaError | None]]:
+    """Decode on all cores and yield in order; decoders release the interpreter's lock."""
+    num_cores = os.cpu_count() or 1
+    chunk_size = num_cores * _MEDIA_IN_FLIGHT_PER_CORE
+    with ThreadPoolExecutor(num_cores) as pool:
+        for first in range(0, len(distinct), chunk_size):
+            chunk = distinct[first : first + chunk_size]
+            yield from zip(chunk, pool.map(decode, chunk), strict=True)

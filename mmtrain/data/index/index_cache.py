@@ -1,15 +1,15 @@
-"""An index kept on disk: read again while nothing that it depends on has changed, built anew when in doubt.
+"""Cache an index on disk: read it while nothing that it depends on has changed, and build it anew when in doubt.
 
-    .mmtrain-index/<key>/         <key>: SHA-256 over what lengths depend on
-        samples.bin               records of the usable samples, see `table`
+    .mmtrain-index/<key>/         <key>: SHA-256 of everything that lengths depend on
+        samples.bin               records of the usable samples, see `sample_table`
         arrays.safetensors        where records end, and all lengths
-        rest.json                 format, what was set aside, sums of the two files above
+        rest.json                 format, quarantined samples, checksums of the two files above
 
-A folder appears whole, by renaming, and does not change afterwards. Beside the data its name also depends on a secret
-of the user: data sets come from elsewhere, and an index that came with one could name any file of this machine.
+A folder appears complete, by renaming, and does not change afterwards. Beside the data, its name also depends on a
+secret of the user: data sets come from elsewhere, and an index that came with one could name any file of this machine.
 
-Media are not among what the key covers (looking at a million files is what a cache saves): who replaces pictures under
-the same names touches the data file, or removes the folder.
+The key does not cover the content of media, since looking at a million files is what the cache saves: a user who
+replaces images under their old names must touch the data file, or remove the folder.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -30,6 +30,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from mmtrain.balance.batch_meta import IntArray
+from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import list_shards
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.sample_table import SampleTable
@@ -38,16 +39,20 @@ from mmtrain.recipe.schema import Recipe, SourceSettings
 from mmtrain.recipe.settings import select
 
 INDEX_FOLDER_NAME = ".mmtrain-index"
-MIN_SOURCE_BYTES = 1 << 20  # smaller sources are read in no time
-MAX_INDEXES_PER_FOLDER = 4  # indexes in one folder; the ones used longest ago go
-_FORMAT = 2
-_LIBRARIES = ("Pillow", "tokenizers", "soundfile", "av", "pyarrow")
-_RECORDS, _ARRAYS, _REST = "samples.bin", "arrays.safetensors", "rest.json"
+MIN_SOURCE_BYTES = 1 << 20  # indexing a smaller source takes less than a second
+MAX_INDEXES_PER_FOLDER = 4  # the least recently used ones are removed
+_FORMAT_VERSION = 2
+_LIBRARIES = ("Pillow", "tokenizers", "soundfile", "av", "pyarrow")  # that read headers and split texts
+_RECORDS_FILE = "samples.bin"
+_ARRAYS_FILE = "arrays.safetensors"
+_REST_FILE = "rest.json"
+_BUILD_PREFIX = "making-"  # of a folder that is being built
+_SECRET_BYTES = 16
 
 
 @dataclass(frozen=True)
 class StoredIndex:
-    """What reading the sources found, before weights and encoders give it its final form."""
+    """What reading the sources yields, before weights and encoder settings turn it into a `DataIndex`."""
 
     samples: SampleTable
     arrays: dict[str, IntArray]
@@ -56,152 +61,159 @@ class StoredIndex:
 
 
 class IndexCache:
-    """The place of one index.
+    """The place of one index on disk.
 
-    Use it inside `held`, so that of all processes of a machine one builds and the others read.
+    Use it inside `locked`, so that one process of a machine builds the index and the others read it.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
-        """Keep it as `folder`/`key`."""
-        self.folder, self._place = folder, folder / key
-        self._made: Path | None = None
+        """Cache the index as `folder`/`key`."""
+        self.folder = folder
+        self._place = folder / key
+        self._build_folder: Path | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, sources: Sequence[SourceSettings]) -> "IndexCache | None":
-        """The place for a recipe's index; None for small sources."""
+    def for_recipe(cls, recipe: Recipe, sources: Sequence[SourceSettings]) -> "IndexCache | None":
+        """Return the place for a recipe's index; None for small sources, and where no index can be trusted."""
         try:
             files = [(file, file.stat()) for source in sources for file in list_shards(source.path)]
             tokenizer = recipe.data.tokenizer_file.read_bytes()
-        except (OSError, DataError):  # reading them will say what is wrong
+        except (OSError, DataError):  # reading the sources will report it
             return None
         if sum(status.st_size for _, status in files) < MIN_SOURCE_BYTES:
             return None
-        folder, secret = recipe.data.index_cache, ""
+        folder = recipe.data.index_cache
+        secret = ""
         if folder is None:
-            folder, secret = files[0][0].parent / INDEX_FOLDER_NAME, _secret()
+            folder = files[0][0].parent / INDEX_FOLDER_NAME
+            secret = _user_secret()
             if not secret:
                 return None
         settings = select(recipe, "lengths")
         settings["data"]["sources"] = [select(source, "lengths") for source in sources]  # may be those of validation
-        facts = {
+        dependencies = {
             "secret": secret,
-            "format": _FORMAT,
+            "format": _FORMAT_VERSION,
             "code": _code_sha256(),
-            "libraries": _versions(),
-            # Unpacking may give new content an old time, but never an old time of the change.
+            "libraries": _library_versions(),
+            # The time of change too: unpacking an archive may give new content an old time of modification.
             "files": [(str(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in files],
             "tokenizer": hashlib.sha256(tokenizer).hexdigest(),
             "settings": settings,
         }
-        return cls(folder, hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32])
+        return cls(folder, hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()[:32])
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the place alone; where nothing can be written or locked, everybody builds for himself."""
+    def locked(self) -> Iterator[None]:
+        """Hold the folder exclusively; where it cannot be written or locked, every process builds its own index."""
         with ExitStack() as closing:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 lock = closing.enter_context(open(self.folder / "lock", "ab"))
-                fcntl.flock(lock, fcntl.LOCK_EX)  # given back by closing, or by the end of the process
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by the end of the process
             yield
 
-    def load(self, notify: Callable[[str], None]) -> StoredIndex | None:
-        """The index kept here; None if there is none, or a broken one, which is removed and told about."""
+    def load(self, notify: NotifyCallback) -> StoredIndex | None:
+        """Return the cached index; None if there is none, or a broken one, which is reported and removed."""
         if not self._place.exists():
             return None
         try:
-            rest = json.loads((self._place / _REST).read_text(encoding="utf-8"))
-            for name in (_RECORDS, _ARRAYS):
-                if _sum(self._place / name) != rest["sums"][name]:
+            rest = json.loads((self._place / _REST_FILE).read_text(encoding="utf-8"))
+            for name in (_RECORDS_FILE, _ARRAYS_FILE):
+                if _file_sha256(self._place / name) != rest["sums"][name]:
                     raise ValueError(f"{name} is not what was written")
-            arrays = {name: array.astype(np.int64) for name, array in load_file(self._place / _ARRAYS).items()}
-            table = SampleTable(self._place / _RECORDS, arrays["ends"])
+            arrays = {name: array.astype(np.int64) for name, array in load_file(self._place / _ARRAYS_FILE).items()}
+            table = SampleTable(self._place / _RECORDS_FILE, arrays["ends"])
             quarantined = tuple(Quarantined(**entry) for entry in rest["quarantined"])
-            os.utime(self._place)
+            os.utime(self._place)  # marks it as recently used
             return StoredIndex(table, arrays, quarantined, rest["content_sha256"])
         except Exception as error:  # whatever is wrong with it, the sources are still there
-            notify(f"the index kept in {self._place} is broken ({type(error).__name__}: {error}); building it anew")
+            notify(f"the index cached in {self._place} is broken ({type(error).__name__}: {error}); building it anew")
             shutil.rmtree(self._place, ignore_errors=True)
             return None
 
     @contextmanager
-    def records(self) -> Iterator[BinaryIO]:
-        """A new file for the records; what `store` does not make part of the index is gone afterwards.
+    def new_records(self) -> Iterator[BinaryIO]:
+        """Open a new file for records; it is removed afterwards unless `store` makes it part of the index.
 
         Raises OSError where nothing can be written.
         """
-        self._made = Path(tempfile.mkdtemp(prefix="making-", dir=self.folder))
+        self._build_folder = Path(tempfile.mkdtemp(prefix=_BUILD_PREFIX, dir=self.folder))
         try:
-            with open(self._made / _RECORDS, "wb") as file:
+            with open(self._build_folder / _RECORDS_FILE, "wb") as file:
                 yield file
         finally:
-            shutil.rmtree(self._made, ignore_errors=True)
+            shutil.rmtree(self._build_folder, ignore_errors=True)
 
     def store(
         self, records: BinaryIO, arrays: dict[str, IntArray], quarantined: Sequence[Quarantined], content_sha256: str
     ) -> StoredIndex:
-        """Keep an index whose records are in the file that `records` opened."""
-        assert self._made is not None, "store is called while the file of `records` is open"
+        """Store an index whose records are in the file that `new_records` opened, while that is open."""
+        build_folder = self._build_folder
+        assert build_folder is not None, "store is called while the file of `new_records` is open"
         records.flush()
-        save_file({name: _narrow(array) for name, array in arrays.items()}, self._made / _ARRAYS)
-        sums = {name: _sum(self._made / name) for name in (_RECORDS, _ARRAYS)}
-        rest: dict[str, Any] = {"sums": sums, "content_sha256": content_sha256}
-        rest["quarantined"] = [asdict(entry) for entry in quarantined]
-        (self._made / _REST).write_text(json.dumps(rest), encoding="utf-8")
-        for path, mode in ((self._made / _ARRAYS, 0o644), (self._made, 0o755)):
-            path.chmod(mode)  # others may read what lies beside data that they read
+        save_file({name: _to_int32(array) for name, array in arrays.items()}, build_folder / _ARRAYS_FILE)
+        rest: dict[str, Any] = {
+            "sums": {name: _file_sha256(build_folder / name) for name in (_RECORDS_FILE, _ARRAYS_FILE)},
+            "content_sha256": content_sha256,
+            "quarantined": [asdict(entry) for entry in quarantined],
+        }
+        (build_folder / _REST_FILE).write_text(json.dumps(rest), encoding="utf-8")
+        # Other users may read what is beside data that they can read.
+        (build_folder / _ARRAYS_FILE).chmod(0o644)
+        build_folder.chmod(0o755)
         try:
-            os.rename(self._made, self._place)
+            os.rename(build_folder, self._place)
         except OSError:
-            if not self._place.exists():  # else, without locks, another process was first
+            if not self._place.exists():  # else, where locks do not work, another process was first
                 raise
-        self._forget()
-        return StoredIndex(
-            SampleTable(self._place / _RECORDS, arrays["ends"]), arrays, tuple(quarantined), content_sha256
-        )
+        self._remove_old()
+        table = SampleTable(self._place / _RECORDS_FILE, arrays["ends"])
+        return StoredIndex(table, arrays, tuple(quarantined), content_sha256)
 
-    def _forget(self) -> None:
-        """Remove the indexes that were used longest ago, and what a killed process left behind."""
-        kept = [entry for entry in self.folder.iterdir() if entry.is_dir()]
-        kept.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
-        for entry in [e for e in kept if e.name.startswith("making-")] + kept[MAX_INDEXES_PER_FOLDER:]:
-            shutil.rmtree(entry, ignore_errors=True)
+    def _remove_old(self) -> None:
+        """Remove the least recently used indexes, and what killed processes left behind."""
+        folders = [entry for entry in self.folder.iterdir() if entry.is_dir()]
+        folders.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+        unfinished = [folder for folder in folders if folder.name.startswith(_BUILD_PREFIX)]
+        for folder in unfinished + folders[MAX_INDEXES_PER_FOLDER:]:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _narrow(array: IntArray) -> "np.ndarray[Any, Any]":
-    """The same numbers in half the bytes, where they fit."""
+def _to_int32(array: IntArray) -> "np.ndarray[Any, Any]":
+    """Return the same numbers in half the bytes, where they fit."""
     return array.astype(np.int32) if not len(array) or array.max() < 2**31 else array
 
 
-def _sum(path: Path) -> str:
+def _file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _secret() -> str:
-    """Sixteen bytes that only this user knows, made once; none where nothing of the user's can be kept."""
-    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmtrain" / "secret"
+def _user_secret() -> str:
+    """Return random text that only this user can read, made once; empty where the user has no place to keep it."""
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmtrain" / "secret"
     try:
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=place.parent) as file:  # readable by its owner alone
-                file.write(os.urandom(16).hex())
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # readable by its owner alone
+                file.write(os.urandom(_SECRET_BYTES).hex())
                 file.flush()
-                with suppress(FileExistsError):  # another process was first, and its secret is the one
-                    os.link(file.name, place)
-        return place.read_text(encoding="ascii")
-    except (OSError, RuntimeError):  # no home, or none to write to
+                with suppress(FileExistsError):  # another process was first, and its secret counts
+                    os.link(file.name, path)
+        return path.read_text(encoding="ascii")
+    except (OSError, RuntimeError):  # no home folder, or none that can be written
         return ""
 
 
 @cache
-def _versions() -> dict[str, str]:
-    """Of the libraries that read headers and split texts, those that are there."""
-    found = {}
+def _library_versions() -> dict[str, str]:
+    """Return the versions of those `_LIBRARIES` that are installed."""
+    versions = {}
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 @cache

@@ -1,12 +1,12 @@
-"""Samples kept as the bytes of one file: a million of them take what their text takes, and processes share them.
+"""Keep samples as records in one file: a million of them take as much memory as their text, and processes share it.
 
-As objects, a million samples take gigabytes in every process that trains or loads.
+As Python objects a million samples take gigabytes, in every process that trains or loads.
 """
 
 import json
 import mmap
 from collections.abc import Sequence
-from json.encoder import encode_basestring_ascii as _quoted
+from json.encoder import encode_basestring_ascii as _json_text
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,16 +14,17 @@ from mmtrain.balance.batch_meta import IntArray
 from mmtrain.data.formats.sample import Sample, Turn
 from mmtrain.data.media.media_bytes import FileMedia, Media, ParquetCell, TarMember
 
-_PIECES: dict[str, type[TarMember] | type[ParquetCell]] = {"tar": TarMember, "cell": ParquetCell}
+_ARCHIVE_MEDIA: dict[str, type[TarMember] | type[ParquetCell]] = {"tar": TarMember, "cell": ParquetCell}
 
 
 class SampleTable(Sequence[Sample]):
-    """Samples that are made when they are asked for, from records one after another."""
+    """Samples that are built on access, from records that follow each other."""
 
     def __init__(self, records: bytes | Path, ends: IntArray) -> None:
         """Read from memory, or from a file that does not change any more; record i ends at byte `ends[i]`."""
-        self._records, self._ends = records, ends
-        self._bytes: bytes | mmap.mmap = records if isinstance(records, bytes) else _mapped(records)
+        self._records = records
+        self._ends = ends
+        self._bytes: bytes | mmap.mmap = records if isinstance(records, bytes) else _map_read_only(records)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -38,53 +39,62 @@ class SampleTable(Sequence[Sample]):
         if not -len(self) <= i < len(self):
             raise IndexError(i)
         i %= len(self)
-        return sample_from_record(self._bytes[int(self._ends[i - 1]) if i else 0 : int(self._ends[i])])
+        start = int(self._ends[i - 1]) if i else 0
+        return sample_from_record(self._bytes[start : int(self._ends[i])])
 
-    def __reduce__(self) -> tuple[Any, ...]:  # what is mapped is mapped again
+    def __reduce__(self) -> tuple[Any, ...]:  # another process maps the file again
         return SampleTable, (self._records, self._ends)
 
 
-def sample_record(sample: Sample, said: str) -> bytes:
-    """The bytes of a sample, given what is `content_json` it: JSON, put together by hand in half the time."""
-    media = [",".join(map(_medium, media)) for media in (sample.images, sample.clips, sample.videos)]
-    return f"[{_quoted(sample.source)},[{media[0]}],[{media[1]}],[{media[2]}],{said}]".encode("ascii")
+def sample_record(sample: Sample, content: str) -> bytes:
+    """Return the record of a sample, given its `content_json`.
+
+    The JSON is put together by hand, in half the time that `json.dumps` takes.
+    """
+    images, clips, videos = (
+        ",".join(map(_media_json, media)) for media in (sample.images, sample.clips, sample.videos)
+    )
+    return f"[{_json_text(sample.source)},[{images}],[{clips}],[{videos}],{content}]".encode("ascii")
 
 
 def content_json(sample: Sample) -> str:
-    """A sample without the places of its files, as it stands in its record: the same on every machine."""
-    turns = ",".join([f"[{_quoted(turn.role)},{_quoted(turn.text)}]" for turn in sample.turns])
-    template = "null" if sample.template is None else _quoted(sample.template)
-    return f"{_quoted(sample.id)},{sample.index},[{turns}],{template}"
+    """Return the part of a sample's record that names no files: it is the same on every machine."""
+    turns = ",".join([f"[{_json_text(turn.role)},{_json_text(turn.text)}]" for turn in sample.turns])
+    template = "null" if sample.template is None else _json_text(sample.template)
+    return f"{_json_text(sample.id)},{sample.index},[{turns}],{template}"
 
 
 def sample_from_record(record: bytes) -> Sample:
-    """The sample of some bytes."""
-    source, images, clips, videos, name, index, turns, template = json.loads(record)
+    """Build the sample of a record."""
+    source, images, clips, videos, sample_id, index, turns, template = json.loads(record)
     return Sample(
-        name,
+        sample_id,
         source,
         index,
         tuple(Turn(role, text) for role, text in turns),
-        tuple(map(_media_in, images)),
+        tuple(map(_media_from_json, images)),
         template,
-        tuple(map(_media_in, clips)),
-        tuple(map(_media_in, videos)),
+        tuple(map(_media_from_json, clips)),
+        tuple(map(_media_from_json, videos)),
     )
 
 
-def _medium(media: Media) -> str:
+def _media_json(media: Media) -> str:
     if isinstance(media, FileMedia):
-        return _quoted(media.path)
+        return _json_text(media.path)
     if isinstance(media, TarMember):
         return json.dumps(("tar", media.shard, media.name, media.offset, media.size))
     return json.dumps(("cell", media.file, media.row_group, media.row, media.column, media.place))
 
 
-def _media_in(value: Any) -> Media:
-    return FileMedia(value) if isinstance(value, str) else _PIECES[value[0]](*value[1:])
+def _media_from_json(value: Any) -> Media:
+    if isinstance(value, str):
+        return FileMedia(value)
+    kind, *fields = value
+    return _ARCHIVE_MEDIA[kind](*fields)
 
 
-def _mapped(path: Path) -> bytes | mmap.mmap:
+def _map_read_only(path: Path) -> bytes | mmap.mmap:
     with path.open("rb") as file:
-        size = file.seek(0, 2)
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        num_bytes = file.seek(0, 2)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if num_bytes else b""  # no map can be empty

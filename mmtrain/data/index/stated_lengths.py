@@ -1,14 +1,14 @@
-"""Lengths that are stated instead of read: a CSV file, for planning without the data, or without any data yet.
+"""Read stated lengths: a CSV file instead of data, for planning without the data or before there is any.
 
     count,text,vision
     400,120,1024            # 400 samples of 120 tokens of text and one image of 1,024 patches
     100,900,7x1024 256      # 100 with seven such images and a small one
     500,2000,               # and 500 of text alone
 
-One row is one sample, or `count` like ones; `text` is tokens of text; a column named as a unit of the model holds the
-sample's items, each in tokens of that unit's blocks: patches of an image, 20 ms pieces of a clip, positions of the
-latent of a generated image (of its patches, in a transformer). What they become in the LLM follows from the model, so a
-file serves for any downsampling.
+One row is one sample, or `count` equal ones. `text` counts tokens of text. A column with the name of a unit of the
+model holds the sample's items, each in tokens of that unit's blocks: patches of an image, 20 ms pieces of a clip,
+positions of the latent of a generated image (patches of the latent, if the generator is a transformer). The model
+determines what they become in the LLM, so a file serves for any downsampling.
 """
 
 import csv
@@ -24,109 +24,123 @@ from mmtrain.data.formats.sample import Quarantined
 from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe, SourceSettings
 
-MAX_STATED_SAMPLES = 20_000_000
-MAX_STATED_COUNT = 10_000_000  # of anything counted in one row
-_COUNT, _TEXT = "count", "text"
+MAX_STATED_SAMPLES = 20_000_000  # their lengths take a few gigabytes
+MAX_STATED_COUNT = 10_000_000  # of samples or tokens in one cell
+_COUNT_COLUMN = "count"
+_TEXT_COLUMN = "text"
 
 
 @dataclass(frozen=True)
 class StatedLengths:
-    """What files state: like the index of a dataset, but without samples."""
+    """What the files state: like the index of a dataset, but without samples."""
 
     lengths: SampleLengths
-    source: IntArray  # (S,) which of the sources a sample is from
+    source: IntArray  # (S,) the number of the source that a sample is from
     quarantined: tuple[Quarantined, ...]
     sha256: str  # of the files
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Some equal samples."""
+    """One row of a file: `count` equal samples."""
 
     where: str  # `file:line`
     count: int
-    text: int
+    text: int  # tokens
     items: Mapping[str, tuple[int, ...]]  # unit -> tokens of each item
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """How a unit's items count in the LLM."""
+class _UsableRow:
+    """A row whose samples fit into a sequence."""
 
-    extra: int = 0  # tokens that its blocks see and no file states: a class token
-    joins: int = 1  # tokens that become one of the LLM, or of the coarsest level
-    always: int | None = None  # LLM tokens of an item, where they do not depend on it
-    rows: int = 1  # rows of the item's grid for one of its tokens
+    source: int
+    llm_tokens: int
+    row: _Row
+
+
+@dataclass(frozen=True)
+class _UnitRule:
+    """How the tokens that are stated for a unit count in its blocks and in the LLM."""
+
+    extra_tokens: int = 0  # that the blocks see and no file states: a class token
+    downsampling: int = 1  # tokens that become one of the LLM, or of a generator's coarsest level
+    fixed_llm_tokens: int | None = None  # of each item, where they do not depend on its size
+    rows_per_token: int = 1  # rows of the item's grid for one of its tokens
 
     def features(self, tokens: int) -> int:
-        """LLM tokens of an item of so many tokens."""
-        return tokens // self.joins if self.always is None else self.always
+        """Return the LLM tokens of an item of `tokens` tokens."""
+        return tokens // self.downsampling if self.fixed_llm_tokens is None else self.fixed_llm_tokens
 
 
 def read_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> StatedLengths:
-    """Read what the sources state.
+    """Read the lengths that the sources state.
 
-    Samples longer than the recipe allows are set aside. Raises `DataError` with file and line for what is no number,
-    a column that belongs to no unit of the model, or a count that the model's downsampling does not divide.
+    Samples longer than the recipe allows are quarantined. Raises `DataError`, with file and line, for a value that is
+    not a number, a column that belongs to no unit of the model, and a count that is no multiple of the model's
+    downsampling.
     """
-    units = _units(recipe)
+    units = _unit_rules(recipe)
     digest = hashlib.sha256()
     rows: list[tuple[int, _Row]] = []
     for number, source in enumerate(sources):
-        text = _text(source.path)
+        text = _read_text(source.path)
         digest.update(text.encode())
-        rows += [(number, row) for row in _rows(text, source.path, units)]
+        rows += [(number, row) for row in _parse_rows(text, source.path, units)]
     if sum(row.count for _, row in rows) > MAX_STATED_SAMPLES:
         raise DataError(
-            f"{sources[0].path}: more than {MAX_STATED_SAMPLES:,} samples in all; divide the column `{_COUNT}`: "
-            "a plan needs their proportions"
+            f"{sources[0].path}: more than {MAX_STATED_SAMPLES:,} samples in all; divide the column `{_COUNT_COLUMN}`: "
+            "a plan needs only their proportions"
         )
-    limit = min(recipe.data.max_sample_tokens or recipe.data.seq_len, recipe.data.seq_len)
-    used: list[tuple[int, int, _Row]] = []
-    aside: list[Quarantined] = []
+    max_tokens = min(recipe.data.max_sample_tokens or recipe.data.seq_len, recipe.data.seq_len)
+    usable: list[_UsableRow] = []
+    quarantined: list[Quarantined] = []
     for number, row in rows:
-        tokens = row.text + sum(units[name].features(n) for name, items in row.items.items() for n in items)
-        if tokens <= limit:
-            used.append((number, tokens, row))
+        llm_tokens = row.text + sum(units[unit].features(n) for unit, items in row.items.items() for n in items)
+        if llm_tokens <= max_tokens:
+            usable.append(_UsableRow(number, llm_tokens, row))
         else:
-            why = f"{tokens} LLM tokens, {row.count} times; allowed: {limit}"
-            aside += [Quarantined(str(sources[number].path), len(aside), row.where, "too_long", why)] * row.count
-    return StatedLengths(
-        _lengths(used, units), _repeated([n for n, _, _ in used], used), tuple(aside), digest.hexdigest()
-    )
+            reason = f"{llm_tokens} LLM tokens, {row.count} times; allowed: {max_tokens}"
+            path = str(sources[number].path)
+            quarantined += [Quarantined(path, len(quarantined), row.where, "too_long", reason)] * row.count
+    source_numbers = _repeat([u.source for u in usable], usable)
+    return StatedLengths(_sample_lengths(usable, units), source_numbers, tuple(quarantined), digest.hexdigest())
 
 
-def _units(recipe: Recipe) -> dict[str, _Unit]:
+def _unit_rules(recipe: Recipe) -> dict[str, _UnitRule]:
     model = recipe.model
     units = {}
     if model.vision is not None:
-        units["vision"] = _Unit(extra=int(model.vision.class_token), joins=model.vision.merge**2)
+        units["vision"] = _UnitRule(extra_tokens=int(model.vision.class_token), downsampling=model.vision.merge**2)
     if model.audio is not None:
-        units["audio"] = _Unit(joins=model.audio.downsample, rows=2)
+        units["audio"] = _UnitRule(downsampling=model.audio.downsample, rows_per_token=2)
     if model.generator is not None:
         coarsest = 4 ** (len(model.generator.widths) - 1)
-        units["generator"] = _Unit(joins=coarsest, always=model.generator.context_tokens)
+        units["generator"] = _UnitRule(downsampling=coarsest, fixed_llm_tokens=model.generator.context_tokens)
     return units
 
 
-def _lengths(used: Sequence[tuple[int, int, _Row]], units: Mapping[str, _Unit]) -> SampleLengths:
+def _sample_lengths(usable: Sequence[_UsableRow], units: Mapping[str, _UnitRule]) -> SampleLengths:
     items = {}
     for name, unit in units.items():
-        stated = [row.items.get(name, ()) for _, _, row in used]
-        counts = _repeated([len(own) for own in stated], used)
-        tokens = np.array([n for own, (_, _, row) in zip(stated, used, strict=True) for n in own * row.count], np.int64)
+        items_by_row = [u.row.items.get(name, ()) for u in usable]
+        counts = _repeat([len(row_items) for row_items in items_by_row], usable)
+        repeated = [n for row_items, u in zip(items_by_row, usable, strict=True) for n in row_items * u.row.count]
+        tokens = np.array(repeated, np.int64)
         features = np.array([unit.features(int(n)) for n in tokens], np.int64)
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        items[name] = ItemLengths(first, tokens * unit.rows, np.ones_like(tokens), tokens + unit.extra, features)
-    text = _repeated([row.text for _, _, row in used], used)
-    return SampleLengths(_repeated([tokens for _, tokens, _ in used], used), text, items)
+        rows = tokens * unit.rows_per_token
+        items[name] = ItemLengths(first, rows, np.ones_like(tokens), tokens + unit.extra_tokens, features)
+    text = _repeat([u.row.text for u in usable], usable)
+    return SampleLengths(_repeat([u.llm_tokens for u in usable], usable), text, items)
 
 
-def _repeated(values: Sequence[int], used: Sequence[tuple[int, int, _Row]]) -> IntArray:
-    return np.repeat(np.array(values, np.int64), [row.count for _, _, row in used])
+def _repeat(values: Sequence[int], usable: Sequence[_UsableRow]) -> IntArray:
+    """Repeat a value of each row for each of its samples."""
+    return np.repeat(np.array(values, np.int64), [u.row.count for u in usable])
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -135,47 +149,57 @@ def _text(path: Path) -> str:
         raise DataError(f"{path}: not UTF-8 text; expected a CSV file of lengths") from None
 
 
-def _rows(text: str, path: Path, units: Mapping[str, _Unit]) -> list[_Row]:
-    lines = [(n, line.partition("#")[0].strip()) for n, line in enumerate(text.splitlines(), 1)]
-    lines = [(n, line) for n, line in lines if line]
+def _parse_rows(text: str, path: Path, units: Mapping[str, _UnitRule]) -> list[_Row]:
+    numbered = [(n, line.partition("#")[0].strip()) for n, line in enumerate(text.splitlines(), 1)]
+    lines = [(n, line) for n, line in numbered if line]
     columns = [name.strip() for name in next(csv.reader([lines[0][1]]))] if lines else []
-    known = (_COUNT, _TEXT, *units)
-    wrong = [name for name in columns if name not in known]
-    if _TEXT not in columns or wrong or len(set(columns)) < len(columns):
+    known = (_COUNT_COLUMN, _TEXT_COLUMN, *units)
+    has_unknown = any(name not in known for name in columns)
+    has_duplicates = len(set(columns)) < len(columns)
+    if _TEXT_COLUMN not in columns or has_unknown or has_duplicates:
         found = ", ".join(columns) or "nothing"
+        optional = ", ".join(name for name in known if name != _TEXT_COLUMN)
         raise DataError(
-            f"{path}: the columns are {found}; needed: {_TEXT}; allowed besides, once each: "
-            f"{', '.join(name for name in known if name != _TEXT)} (units that the model has)"
+            f"{path}: the columns are {found}; needed: {_TEXT_COLUMN}; allowed besides, once each: {optional} "
+            "(units that the model has)"
         )
-    return [_row(_cells(line, columns, f"{path}:{n}"), f"{path}:{n}", units) for n, line in lines[1:]]
+    rows = []
+    for n, line in lines[1:]:
+        where = f"{path}:{n}"
+        rows.append(_parse_row(_parse_cells(line, columns, where), where, units))
+    return rows
 
 
-def _cells(line: str, columns: Sequence[str], where: str) -> dict[str, str]:
+def _parse_cells(line: str, columns: Sequence[str], where: str) -> dict[str, str]:
     cells = [cell.strip() for cell in next(csv.reader([line]))]
     if len(cells) != len(columns):
         raise DataError(f"{where}: {len(cells)} values for the {len(columns)} columns {', '.join(columns)}")
     return dict(zip(columns, cells, strict=True))
 
 
-def _row(cells: Mapping[str, str], where: str, units: Mapping[str, _Unit]) -> _Row:
-    items = {name: _items(cells.get(name, ""), f"{where}: {name}", unit) for name, unit in units.items()}
-    count = _number(cells.get(_COUNT, "1"), 1, f"{where}: {_COUNT}")
-    return _Row(where, count, _number(cells[_TEXT], 0, f"{where}: {_TEXT}"), items)
+def _parse_row(cells: Mapping[str, str], where: str, units: Mapping[str, _UnitRule]) -> _Row:
+    items = {name: _parse_items(cells.get(name, ""), f"{where}: {name}", unit) for name, unit in units.items()}
+    count = _parse_number(cells.get(_COUNT_COLUMN, "1"), 1, f"{where}: {_COUNT_COLUMN}")
+    text = _parse_number(cells[_TEXT_COLUMN], 0, f"{where}: {_TEXT_COLUMN}")
+    return _Row(where, count, text, items)
 
 
-def _items(cell: str, where: str, unit: _Unit) -> tuple[int, ...]:
-    """The items of `7x1024 256`."""
-    found: list[int] = []
+def _parse_items(cell: str, where: str, unit: _UnitRule) -> tuple[int, ...]:
+    """Return the tokens of each item of a cell such as `7x1024 256`."""
+    items: list[int] = []
     for part in cell.split():
         times, x, tokens = part.rpartition("x")
-        found += [_number(tokens, 1, where)] * (_number(times, 1, where) if x else 1)
-    uneven = next((n for n in found if n % unit.joins), None)
-    if uneven is not None:
-        raise DataError(f"{where}: {uneven} tokens are not a multiple of the {unit.joins} that the model joins to one")
-    return tuple(found)
+        repeats = _parse_number(times, 1, where) if x else 1
+        items += [_parse_number(tokens, 1, where)] * repeats
+    indivisible = next((n for n in items if n % unit.downsampling), None)
+    if indivisible is not None:
+        raise DataError(
+            f"{where}: {indivisible} tokens are not a multiple of the {unit.downsampling} that the model joins to one"
+        )
+    return tuple(items)
 
 
-def _number(text: str, least: int, where: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= MAX_STATED_COUNT:
-        raise DataError(f"{where}: found {text!r}; allowed: a whole number from {least} to {MAX_STATED_COUNT}")
+def _parse_number(text: str, minimum: int, where: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not minimum <= int(text) <= MAX_STATED_COUNT:
+        raise DataError(f"{where}: found {text!r}; allowed: a whole number from {minimum} to {MAX_STATED_COUNT}")
     return int(text)

@@ -1,4 +1,4 @@
-"""What is in data files: how much of each modality every sample has, with a recipe's eyes or with none."""
+"""Measure what data files hold: how much of each modality every sample has, for a recipe or for no model at all."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,19 +24,20 @@ _ANY_LENGTH = AudioDataSettings(max_seconds=1e9)
 
 @dataclass(frozen=True)
 class DataStats:
-    """Measures of the usable samples, and what is wrong with the others."""
+    """Measures of the usable samples, and how many others there are of each quarantine kind."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the measures
     values: npt.NDArray[np.float64]  # (samples, measures)
-    quarantined: dict[str, int]  # by kind
+    quarantined: dict[str, int]  # kind -> number of samples
 
 
 def compute_stats_for_recipe(
     recipe: Recipe, sources: Sequence[SourceSettings], notify: NotifyCallback = lambda _: None
 ) -> DataStats:
-    """Tokens of each unit of the recipe's model, were these its sources. Raises `DataError` as indexing does.
+    """Count the tokens of each unit of the recipe's model, as if the recipe had these sources.
 
-    notify: told how reading goes on, and whether an index was there already.
+    `notify` is called while a large source is read, and if the index was cached. Raises `DataError` as `build_index`
+    does.
     """
     data = recipe.data.model_copy(update={"sources": tuple(sources), "max_bad_rate": 1.0})
     index = build_index(recipe.model_copy(update={"data": data}), notify=notify)
@@ -48,29 +49,31 @@ def compute_stats_for_recipe(
 
 
 def compute_stats(sources: Sequence[SourceSettings], notify: NotifyCallback = lambda _: None) -> DataStats:
-    """Characters, pixels and seconds, which need no model; from headers, without decoding.
+    """Count characters, pixels and seconds, which need no model; from headers, without decoding.
 
-    A sample with an image or clip that cannot be used is counted by what is wrong with it, and in nothing else.
-    notify: told how reading goes on. Raises `DataError` if a source cannot be read.
+    A sample with a medium that cannot be used counts only by its quarantine kind. `notify` is called while a large
+    source is read. Raises `DataError` if a source cannot be read.
     """
     entries = (entry for source in sources for entry in read_samples(source, LimitSettings()))
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
-        found = list(notify_progress(pool.map(_measured, entries), notify))
-    rows = [row for row in found if not isinstance(row, str)]
+        results = list(notify_progress(pool.map(_measure, entries), notify))
+    rows = [result for result in results if not isinstance(result, str)]
+    kinds = [result for result in results if isinstance(result, str)]
     names = ("characters of text", "images", "pixels of images", "videos", "seconds of sound")
     values = np.array(rows, dtype=np.float64).reshape(-1, len(names))
-    return DataStats(names, values, dict(Counter(kind for kind in found if isinstance(kind, str))))
+    return DataStats(names, values, dict(Counter(kinds)))
 
 
-def _measured(entry: Sample | Quarantined) -> tuple[float, ...] | str:
-    """The measures of a sample, or the kind of what is wrong with it."""
+def _measure(entry: Sample | Quarantined) -> tuple[float, ...] | str:
+    """Return the measures of a sample, or its quarantine kind."""
     if isinstance(entry, Quarantined):
         return entry.kind
     try:
         sizes = [read_image_size(image, ImageSettings().max_source_pixels) for image in entry.images]
-        frames = sum(read_num_frames(clip, _ANY_LENGTH, 1) for clip in entry.clips)
+        num_frames = sum(read_num_frames(clip, _ANY_LENGTH, 1) for clip in entry.clips)
     except BadMediaError as bad:
         return bad.kind
-    text = sum(len(turn.text) for turn in entry.turns)
-    pixels = sum(width * height for width, height in sizes)
-    return text, len(sizes), pixels, len(entry.videos), frames * HOP_SAMPLES / SAMPLE_RATE_HZ
+    num_characters = sum(len(turn.text) for turn in entry.turns)
+    num_pixels = sum(width * height for width, height in sizes)
+    seconds_of_sound = num_frames * HOP_SAMPLES / SAMPLE_RATE_HZ
+    return num_characters, len(sizes), num_pixels, len(entry.videos), seconds_of_sound

@@ -132,7 +132,7 @@ def introduce_run(console: Console, request: TrainRequest, plan: Plan, index: Da
             highlight=False,
             soft_wrap=True,
         )
-    cached = f" known from the index kept in {index.cache_folder}" if index.cache_folder else ""
+    cached = f" known from the index cached in {index.cache_folder}" if index.cache_folder else ""
     aside = f", {len(index.quarantined)} set aside (see {QUARANTINE_FILE})" if index.quarantined else ""
     console.print(
         f"{len(index.samples)} samples{cached}{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True
