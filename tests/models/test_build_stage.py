@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -241,9 +242,11 @@ def test_tied_embeddings_on_two_stages_have_one_name_and_sum_their_gradients() -
 
 
 def test_text_only_model() -> None:
-    model = ModelSettings(llm=settings().llm)
-    llm = stage(model, "llm")
-    assert llm(None, TextInput((3,), torch.tensor([1, 2, 3]), torch.tensor([2, 3, -100]))).item() > 0
+    """Without an encoder the LLM computes what it computes for text in a model that has one."""
+    inputs = text(*LENGTHS)
+    alone = stage(ModelSettings(llm=settings().llm), "llm")(None, replace(inputs, feature_positions={}))
+    beside_vision = stage(settings(), "llm")(None, inputs, {"vision": torch.empty(0, 48)})
+    assert alone.item() == beside_vision.item() > 0
 
 
 def test_attention_backends_agree_in_a_model() -> None:

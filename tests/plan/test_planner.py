@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-import time
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,8 @@ def planned(settings: Recipe, world_size: int, hardware: str = "cpu-core", top: 
     return plan(settings, samples, world_size=world_size, hardware=hardware, recipe_sha256="f" * 64, top=top)
 
 
-def test_the_demo_is_planned_in_well_under_a_second_and_the_same_each_time() -> None:
-    start = time.process_time()
-    chosen = planned(recipe(), 2, top=5)
-    assert time.process_time() - start < 1
-    assert chosen == planned(recipe(), 2, top=5)
+def test_the_same_recipe_is_planned_the_same_each_time() -> None:
+    assert planned(recipe(), 2, top=5) == planned(recipe(), 2, top=5)
 
 
 def test_a_plan_says_everything() -> None:
@@ -138,11 +135,11 @@ def test_a_text_model_has_one_unit() -> None:
 @pytest.mark.parametrize(
     ("change", "world_size", "message"),
     [
-        ({"parallel": {"placement": "disaggregated"}}, 1, "vision and llm on ranks of their own need at least 2 ranks"),
+        ({"parallel": {"placement": "disaggregated"}}, 1, "vision and llm on separate ranks need at least 2 ranks"),
         (
             {"parallel": {"placement": "unified", "vision": {"tp": 2}, "llm": {"tp": 1}}},
             2,
-            r"parallel\.vision\.tp \(2\) and parallel\.llm\.tp \(1\) have no size in common",
+            r"parallel\.vision\.tp \(2\) and parallel\.llm\.tp \(1\) have no value in common",
         ),
         (
             {"parallel": {"placement": "unified", "llm": {"tp": 2, "dp": 2}}},
@@ -200,8 +197,13 @@ def test_data_without_images_can_be_planned_for_a_model_with_vision() -> None:
     none = np.empty(0, dtype=np.int64)
     text = text_lengths(50)
     samples = SampleLengths(text.tokens, text.targets, {"vision": ItemLengths(np.zeros(51, np.int64), *[none] * 4)})
-    chosen = plan(recipe(), samples, world_size=4, hardware="cpu-core", recipe_sha256="f")
-    assert chosen.predicted.step_time_s > 0
+    mesh = {"llm": {"tp": 1, "pp": 1, "dp": 2}, "placement": "unified"}
+    without, with_images = (
+        plan(recipe(parallel=mesh), data, world_size=2, hardware="cpu-core", recipe_sha256="f")
+        for data in (samples, LENGTHS)
+    )
+    assert 0 < without.predicted.mfu < 1
+    assert without.predicted.tokens_per_s_per_gpu > with_images.predicted.tokens_per_s_per_gpu, "text alone is cheaper"
 
 
 def test_a_large_cluster_takes_nodes_into_account() -> None:
@@ -210,9 +212,10 @@ def test_a_large_cluster_takes_nodes_into_account() -> None:
         llm={"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 11008, "vocab": 32000},
         global_batch=16,
     )
-    chosen = planned(big, 8, "a100-80g", top=3)
-    for unit in chosen.units.values():
-        assert unit.tp <= 8
+    chosen = planned(big, 16, "a100-80g", top=3)
+    graph = stage_graph(chosen, build_model_shape(big))
+    for tp_group in chain.from_iterable(stage.tp_groups for stage in graph.stages):
+        assert len({rank // 8 for rank in tp_group}) == 1, "a tensor-parallel group lies inside a node of eight"
     assert max(chosen.predicted.peak_memory_gib.values()) < 80e9 / 2**30
 
 
