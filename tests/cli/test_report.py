@@ -80,7 +80,7 @@ def test_wrong_arguments_give_one_message(run_dir: Path, tmp_path: Path) -> None
         ([tmp_path / "gone.json"], r"gone.json: cannot read the plan \(No such file"),
         ([tmp_path / "gone.yaml"], r"gone.yaml"),
         ([tmp_path / "empty"], r"empty/recipe.yaml"),
-        ([tmp_path / "text.json"], r"not a plan file, it is no JSON"),
+        ([tmp_path / "text.json"], r"not a plan file, since it is not JSON"),
         ([tmp_path / "other.json"], r"version None of the plan file"),
         ([untraced], r"trace.json: no trace of a run"),
         ([recipe, "--plan", tmp_path / "gone.json"], r"gone.json: cannot read the plan"),

@@ -1,4 +1,4 @@
-"""A plan remembers what its data looked like, and says what has changed."""
+"""A plan records a summary of its data and describes how later data differs."""
 
 from dataclasses import replace
 
@@ -16,19 +16,19 @@ def chosen() -> Plan:
     return plan(recipe(), lengths(), world_size=1, hardware="cpu-core", recipe_sha256="a" * 64)
 
 
-def test_a_plan_fits_its_own_data_and_more_of_it(chosen: Plan) -> None:
+def test_the_same_data_and_more_of_it_are_no_drift(chosen: Plan) -> None:
     assert chosen.data is not None
     assert chosen.data.samples == 300
     assert chosen.data.tokens["llm"] == pytest.approx(lengths().tokens.mean(), abs=0.01)
     assert describe_data_drift(chosen, lengths()) == ""
-    assert describe_data_drift(chosen, lengths(2000, seed=1)) == "", "as many samples again, of the same kind"
+    assert describe_data_drift(chosen, lengths(2000, seed=1)) == "", "more samples of the same distribution"
 
 
-def test_larger_images_and_longer_texts_are_told_apart(chosen: Plan) -> None:
-    seen = lengths()
-    vision = seen.items["vision"]
-    larger = replace(seen, items={"vision": replace(vision, tokens=2 * vision.tokens)})
-    longer = replace(seen, tokens=seen.tokens + 100)
+def test_the_drifting_unit_is_named(chosen: Plan) -> None:
+    original = lengths()
+    vision = original.items["vision"]
+    larger = replace(original, items={"vision": replace(vision, tokens=2 * vision.tokens)})
+    longer = replace(original, tokens=original.tokens + 100)
     assert chosen.data is not None
     doubled = f"{2 * chosen.data.tokens['vision']:,.0f} tokens of a sample in vision, "
     assert describe_data_drift(chosen, larger).startswith(doubled)
@@ -37,11 +37,11 @@ def test_larger_images_and_longer_texts_are_told_apart(chosen: Plan) -> None:
     assert "vision" not in describe_data_drift(chosen, longer)
 
 
-def test_a_modality_that_is_gone_and_plans_that_remember_nothing(chosen: Plan) -> None:
-    seen = lengths()
-    items = seen.items["vision"]
-    nothing = items.tokens[:0]
-    none = ItemLengths(0 * items.first, nothing, nothing, nothing, nothing)
-    without = SampleLengths(seen.tokens, seen.targets, {"vision": none})
+def test_a_missing_modality_drifts_and_a_plan_without_summary_does_not(chosen: Plan) -> None:
+    original = lengths()
+    items = original.items["vision"]
+    empty = items.tokens[:0]
+    no_items = ItemLengths(0 * items.first, empty, empty, empty, empty)
+    without = SampleLengths(original.tokens, original.targets, {"vision": no_items})
     assert describe_data_drift(chosen, without).startswith("0 tokens of a sample in vision")
     assert describe_data_drift(chosen.model_copy(update={"data": None}), without) == ""

@@ -1,4 +1,4 @@
-"""Plan files: read back exactly, refused when damaged, old, or someone else's."""
+"""Plan files: read back exactly, rejected when damaged, old, or made for another recipe or cluster."""
 
 import hashlib
 import json
@@ -39,20 +39,20 @@ def test_a_plan_states_its_precision_and_a_file_without_one_keeps_its_fingerprin
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "not a plan file, it is no JSON"),
+        ("{", "not a plan file, since it is not JSON"),
         ("[]", "version None of the plan file, this mmtrain reads 1"),
         ('{"version": 7}', "version 7 of the plan file"),
         ('{"version": 1, "world_size": "many"}', "damaged plan file: .*world_size"),
     ],
 )
-def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
+def test_other_files_are_rejected(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(PlanError, match=message):
         load_plan(path)
 
 
-def test_unknown_keys_and_missing_files_are_refused(chosen: Plan, tmp_path: Path) -> None:
+def test_unknown_keys_and_missing_files_are_rejected(chosen: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with pytest.raises(PlanError, match="cannot read the plan"):
         load_plan(path)
@@ -62,7 +62,7 @@ def test_unknown_keys_and_missing_files_are_refused(chosen: Plan, tmp_path: Path
 
 
 @pytest.mark.parametrize("counts", [{"llm": 8}, {"vision": 8, "llm": 8, "audio": 8}, {"vision": 0, "llm": 8}])
-def test_numbers_of_microbatches_that_are_not_those_of_the_units_are_refused(
+def test_microbatches_that_do_not_match_the_units_are_rejected(
     chosen: Plan, counts: dict[str, int], tmp_path: Path
 ) -> None:
     saved = chosen.model_dump(mode="json")
@@ -75,7 +75,7 @@ def test_numbers_of_microbatches_that_are_not_those_of_the_units_are_refused(
         load_plan(path)
 
 
-def test_a_plan_for_something_else_names_all_that_differs(chosen: Plan) -> None:
+def test_a_plan_for_something_else_is_rejected_with_all_differences(chosen: Plan) -> None:
     require_match(chosen, "a" * 64, 3, "cpu-core")
     with pytest.raises(PlanError, match=r"(?s)the recipe:.*number of ranks: plan 3, now 2.*hardware: plan `cpu-core`"):
         require_match(chosen, "b" * 64, 2, "h100-80g")
@@ -85,22 +85,22 @@ def test_a_plan_for_something_else_names_all_that_differs(chosen: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "most", "started"),
+    ("cluster", "max_gpus", "expected"),
     [
         ({}, None, 3),
-        ({"ranks": 8}, None, 8),  # and the plan is refused
+        ({"ranks": 8}, None, 8),  # and the plan is rejected
         ({"ranks": 8}, 4, 3),
         ({"ranks": 2}, 4, 2),
     ],
 )
-def test_a_plan_that_may_use_fewer_ranks_is_run_on_its_own_number(
-    chosen: Plan, cluster: dict[str, int], most: int | None, started: int
+def test_a_plan_that_may_use_fewer_ranks_runs_on_its_own_number(
+    chosen: Plan, cluster: dict[str, int], max_gpus: int | None, expected: int
 ) -> None:
-    settings = recipe(cluster=cluster, parallel={"max_gpus": most})
-    available = min(cluster.get("ranks", 2), most or 99)
-    assert ranks_to_start(chosen, settings, available) == started
+    settings = recipe(cluster=cluster, parallel={"max_gpus": max_gpus})
+    available = min(cluster.get("ranks", 2), max_gpus or 99)
+    assert ranks_to_start(chosen, settings, available) == expected
 
 
-def test_how_many_ranks_a_plan_needs_is_said(chosen: Plan) -> None:
-    with pytest.raises(PlanError, match="the number of ranks: plan 3, now 8; 3 have to be started"):
+def test_the_error_names_the_ranks_that_a_plan_needs(chosen: Plan) -> None:
+    with pytest.raises(PlanError, match="the number of ranks: plan 3, now 8; start 3"):
         require_match(chosen, "a" * 64, 8, "cpu-core")

@@ -10,28 +10,27 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.layout import Layout, MeshSize, split_tp_group, unified_units
 from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
-from mmtrain.plan.search import layer_partition as cut
-from mmtrain.plan.search.layer_partition import layer_chains, layout_graph
+from mmtrain.plan.search.layer_partition import layer_chains, layout_graph, partitioned_layout
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.program import build_program, peak_in_flight_by_stage
 from mmtrain.program.ir.graph import StageGraph, StageId
 from mmtrain.program.schedules.builder import in_flight_microbatches
 from tests.plan.factory import layer_costs_for, recipe
 
-PRICING, CHOICES = layer_costs_for(recipe())
-SIZINGS = [s for world_size in (1, 2, 3, 4, 5, 6, 8) for s in mesh_assignments(CHOICES, world_size)]
+LAYER_COSTS, CHOICES = layer_costs_for(recipe())
+ASSIGNMENTS = [s for world_size in (1, 2, 3, 4, 5, 6, 8) for s in mesh_assignments(CHOICES, world_size)]
 
 
-def laid_out(index: int) -> tuple[Layout, StageGraph]:
-    cuts = [chain.anchor for chain in layer_chains(SIZINGS[index], PRICING, CHOICES)]
-    layout = cut.partitioned_layout(SIZINGS[index], PRICING, tuple(c for c in cuts if c is not None))
-    return layout, layout_graph(layout, PRICING)
+def lay_out(index: int) -> tuple[Layout, StageGraph]:
+    cuts = [chain.anchor for chain in layer_chains(ASSIGNMENTS[index], LAYER_COSTS, CHOICES)]
+    layout = partitioned_layout(ASSIGNMENTS[index], LAYER_COSTS, tuple(c for c in cuts if c is not None))
+    return layout, layout_graph(layout, LAYER_COSTS)
 
 
-@given(st.integers(0, len(SIZINGS) - 1))
-def test_invariants(index: int) -> None:
-    layout, graph = laid_out(index)
-    for unit in PRICING.shape.units:
+@given(st.integers(0, len(ASSIGNMENTS) - 1))
+def test_every_layout_keeps_the_invariants_of_stage_graphs(index: int) -> None:
+    layout, graph = lay_out(index)
+    for unit in LAYER_COSTS.shape.units:
         mesh = graph.mesh(unit.name)
         stages = [s for s in graph.stages if s.id.unit == unit.name]
         assert [s.id.index for s in stages] == list(range(len(stages)))
@@ -59,15 +58,16 @@ def test_invariants(index: int) -> None:
     assert layout.placement == "unified" or len(layout.units) == 2
 
 
-@given(st.integers(0, len(SIZINGS) - 1))
-def test_every_layout_becomes_a_program_that_runs_and_holds_what_memory_says(index: int) -> None:
-    _, graph = laid_out(index)
-    program, alive = build_program(graph), in_flight_microbatches(graph)
+@given(st.integers(0, len(ASSIGNMENTS) - 1))
+def test_every_layout_has_a_program_that_holds_the_expected_microbatches(index: int) -> None:
+    _, graph = lay_out(index)
+    program, expected = build_program(graph), in_flight_microbatches(graph)
     for stage in graph.stages:
-        assert peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]
+        peak = peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])
+        assert peak[stage.id] == expected[stage.id]
 
 
-def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
+def test_one_rank_may_hold_the_end_of_a_unit_and_the_start_of_the_next() -> None:
     units = unified_units(build_model_shape(recipe()), MeshSize(2, 3, 2), (0, 3, 7, 11), {"llm": range(6)})
     vision, llm = units["vision"], units["llm"]
     assert [s.layers for s in vision.stages] == [(0, 3), (3, 5)]
@@ -78,8 +78,8 @@ def test_the_rank_where_one_unit_ends_holds_the_beginning_of_the_next() -> None:
     assert llm.stages[1].recompute == (2, 3, 4, 5)
 
 
-def test_chunks_go_round_the_ranks_and_a_unit_begins_where_the_other_ends() -> None:
-    cuts = (0, 3, 5, 6, 7, 9, 11)  # six parts on three ranks: the vision unit has 5 layers, the LLM 6
+def test_chunks_go_round_the_ranks_and_a_unit_starts_where_the_other_ends() -> None:
+    cuts = (0, 3, 5, 6, 7, 9, 11)  # six chunks on three ranks: the vision unit has 5 layers, the LLM 6
     units = unified_units(build_model_shape(recipe()), MeshSize(1, 3, 2, 2), cuts)
     vision, llm = units["vision"], units["llm"]
     assert (vision.vpp, vision.pp, vision.ranks) == (1, 2, (0, 1, 2, 3))
@@ -103,7 +103,7 @@ def test_chunks_go_round_the_ranks_and_a_unit_begins_where_the_other_ends() -> N
 
 
 @pytest.mark.parametrize("stages", [((0, 0), (1, 0)), ((0, 0), (1, 1), (2, 1)), ((0, 0), (2, 0), (1, 1)), ()])
-def test_a_plan_whose_stages_do_not_go_round_its_ranks_is_refused(stages: tuple[tuple[int, int], ...]) -> None:
+def test_a_plan_whose_stages_do_not_go_round_its_ranks_is_rejected(stages: tuple[tuple[int, int], ...]) -> None:
     parts = tuple(StagePlan(stage=s, chunk=c, layers=(s, s + 1)) for s, c in stages)
     with pytest.raises(ValueError, match=r"with pp 2 and vpp 2 .* 3 to 4 of them, and stage s is chunk s // pp"):
         UnitPlan(tp=1, pp=2, dp=1, vpp=2, ranks=(0, 1), stages=parts)
@@ -116,5 +116,5 @@ def test_a_tp_group_over_two_nodes_is_found() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, {"unified"}), (2, {"unified", "disaggregated"})])
-def test_units_apart_need_a_rank_each(world_size: int, expected: set[str]) -> None:
+def test_units_on_separate_ranks_need_a_rank_each(world_size: int, expected: set[str]) -> None:
     assert {s.placement for s in mesh_assignments(CHOICES, world_size)} == expected

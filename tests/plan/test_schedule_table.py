@@ -1,4 +1,4 @@
-"""The timetable of a plan, followed by the recurrence, takes as long as the plan's program does."""
+"""The schedule table of a plan, evaluated by the recurrence, takes as long as the plan's program."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from tests.program.graphs import Unit, chain, graphs, unified
 from tests.program.parts import cut, deeper
 from tests.program.test_simulate import Given
 
-WHOLE = 12  # prices are multiples of it, so that parts of a stage cost whole numbers
+COST_UNIT = 12  # costs are multiples of it, so that parts of a stage have integer costs
 
 
 @st.composite
@@ -42,37 +42,39 @@ def scheduled(draw: st.DrawFn) -> tuple[StageGraph, SchedulePlan, Program]:
 
 
 @given(scheduled(), st.integers(0, 10_000))
-def test_the_recurrence_takes_what_the_program_takes(case: tuple[StageGraph, SchedulePlan, Program], seed: int) -> None:
+def test_the_recurrence_takes_as_long_as_the_program(case: tuple[StageGraph, SchedulePlan, Program], seed: int) -> None:
     graph, schedule, program = case
     rng, num = np.random.default_rng(seed), schedule.num_microbatches
-    prices = {s.id: tuple(SequenceCost(WHOLE * int(p)) for p in rng.integers(1, 9, 2)) for s in graph.stages}
+    costs_by_stage = {
+        s.id: tuple(SequenceCost(COST_UNIT * int(p)) for p in rng.integers(1, 9, 2)) for s in graph.stages
+    }
     loads, inside = rng.integers(1, 20, num["llm"]), np.arange(num["llm"]).reshape(gcd(*num.values()), -1)
     order = inside[rng.permutation(len(inside))].ravel()  # blocks move together
     shares = {unit: gcd(count, num["llm"]) for unit, count in num.items()}
 
     def load(unit: str, microbatch: int, of: np.ndarray) -> float:
-        """What a microbatch holds: the unit's microbatches in a block share what the LLM's in it have."""
+        """The load of a microbatch: a unit's microbatches in a block share the load of the LLM's microbatches in it."""
         per = num[unit] // shares[unit]
         return float(of.reshape(shares[unit], -1).sum(axis=1)[microbatch // per] / per)
 
     def seconds(action: Compute) -> float:
-        price = prices[action.stage][direction(action) == "B"].linear
+        cost = costs_by_stage[action.stage][direction(action) == "B"].linear
         share = (action.hi - action.lo) / num_segments(graph, action.stage) if isinstance(action, Partial) else 1.0
-        return price * share * load(action.mb.unit, action.mb.index, loads[order])
+        return cost * share * load(action.mb.unit, action.mb.index, loads[order])
 
-    table = build_schedule_table(graph, schedule, prices)
+    table = build_schedule_table(graph, schedule, costs_by_stage)
     assert table is not None
     costs = np.zeros((1, len(table.tasks), num["llm"]))
     for t, task in enumerate(table.tasks):
         per, width = num[task.unit] // shares[task.unit], num["llm"] // shares[task.unit]
         costs[0, t] = [task.cost.linear * load(task.unit, m // width * per, loads) for m in range(num["llm"])]
     found = ScheduleRecurrence(table, num).makespans(costs, order[None])
-    assert found[0] == pytest.approx(followed(program, seconds))
-    assert found[0] <= simulate(program, Given({}, {}, rule=seconds)).step_time_s + 1e-6, "messages wait in line there"
+    assert found[0] == pytest.approx(program_seconds(program, seconds))
+    assert found[0] <= simulate(program, Given({}, {}, rule=seconds)).step_time_s + 1e-6, "its messages queue"
 
 
-def followed(program: Program, seconds: Callable[[Compute], float]) -> float:
-    """Seconds of a program whose messages cost nothing, told action by action over all ranks."""
+def program_seconds(program: Program, seconds: Callable[[Compute], float]) -> float:
+    """Seconds of a program whose messages cost nothing, action by action over all ranks."""
     graph = program.graph
     todo = {rank: [a for a in actions if isinstance(a, Compute)] for rank, actions in program.actions.items()}
     left = Counter(pass_of(action) for actions in todo.values() for action in actions)
@@ -110,11 +112,11 @@ def chains(draw: st.DrawFn) -> StageGraph:
 
 
 @given(chains(), st.integers(0, 10_000))
-def test_of_a_chain_the_places_say_all(graph: StageGraph, seed: int) -> None:
+def test_a_list_of_ranks_describes_a_single_chain(graph: StageGraph, seed: int) -> None:
     assert is_single_chain(graph)
     rng, num = np.random.default_rng(seed), {mesh.unit: mesh.num_microbatches for mesh in graph.meshes}
-    prices = {stage.id: (SequenceCost(1), SequenceCost(1)) for stage in graph.stages}
-    table = build_schedule_table(graph, SchedulePlan(num_microbatches=num), prices)
+    costs_by_stage = {stage.id: (SequenceCost(1), SequenceCost(1)) for stage in graph.stages}
+    table = build_schedule_table(graph, SchedulePlan(num_microbatches=num), costs_by_stage)
     assert table is not None
     costs, orders = rng.gamma(2.0, 1.0, (1, len(table.tasks), num["llm"])), np.arange(num["llm"])[None]
     recurrence = ScheduleRecurrence(table, num)
@@ -133,15 +135,15 @@ def test_of_a_chain_the_places_say_all(graph: StageGraph, seed: int) -> None:
     ],
     ids=["two encoders", "merged microbatches", "the same ranks twice", "chunks", "no backward"],
 )
-def test_other_pipelines_are_no_chains(graph: StageGraph) -> None:
+def test_other_pipelines_are_no_single_chains(graph: StageGraph) -> None:
     assert not is_single_chain(graph)
 
 
 def interleaved(p: int, chunks: int, num: int) -> tuple[ScheduleTable, dict[str, int]]:
-    """An LLM of so many chunks on each of p ranks, forwards of 1 and backwards of 2."""
+    """An LLM with several chunks on each of p ranks; forwards cost 1 and backwards 2."""
     graph, counts = chain(Unit("llm", p, num_stages=p * chunks), n=num), {"llm": num}
-    prices = {stage.id: (SequenceCost(1), SequenceCost(2)) for stage in graph.stages}
-    table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), prices)
+    costs_by_stage = {stage.id: (SequenceCost(1), SequenceCost(2)) for stage in graph.stages}
+    table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), costs_by_stage)
     assert table is not None
     return table, counts
 
@@ -164,14 +166,14 @@ def test_one_chunk_is_plain_1f1b(seed: int, p: int, num: int) -> None:
     assert [w.tolist() for w in recurrence.rank_seconds(costs[0])] == [forward[0].tolist(), backward[0].tolist()]
 
 
-def test_even_chunks_take_what_megatron_lm_says() -> None:
+def test_even_chunks_take_as_long_as_megatron_lm_states() -> None:
     p, chunks, num = 4, 3, 8
     table, counts = interleaved(p, chunks, num)
     span = ScheduleRecurrence(table, counts).makespans(even(table, num), np.arange(num)[None])[0]
     assert span == num * chunks * 3 + (p - 1) * 3, "the bubble is (p - 1) (tf + tb) / v"
 
 
-def test_orders_of_several_chunks_are_never_worse_than_given() -> None:
+def test_reordering_several_chunks_never_lengthens_the_step() -> None:
     table, counts = interleaved(4, 2, 16)
     recurrence, gains = ScheduleRecurrence(table, counts), []
     first = [i for i, task in enumerate(table.tasks) if task.stage == 0]
@@ -191,18 +193,18 @@ def test_orders_of_several_chunks_are_never_worse_than_given() -> None:
     assert np.mean(gains) > 1
 
 
-def test_turns_that_wait_for_each_other_are_refused() -> None:
+def test_passes_that_wait_for_each_other_are_rejected() -> None:
     tasks = tuple(ScheduledTask(0, "llm", way, SequenceCost(1)) for way in (True, False))
     with pytest.raises(ValueError, match="wait for each other in a cycle"):
         ScheduleRecurrence(ScheduleTable(tasks, ((),), ("1 0",)), {"llm": 1})
 
 
-def test_work_in_gaps_and_endless_steps_have_no_timetable() -> None:
+def test_fills_and_very_long_steps_have_no_table() -> None:
     graph = deeper(chain(Unit("vision", ranks=(0,)), Unit("llm", ranks=(0,)), n=1), 2)
-    prices = {stage.id: (SequenceCost(1), SequenceCost(2)) for stage in graph.stages}
+    costs_by_stage = {stage.id: (SequenceCost(1), SequenceCost(2)) for stage in graph.stages}
     order = ("F vision.0 vision:0.0", "F llm.0 llm:0.0", "B llm.0 llm:0.0 |1| PB vision.0 vision:0.0 0:2")
     schedule = SchedulePlan(kind="explicit", num_microbatches={"vision": 1, "llm": 1}, order={0: order})
-    assert build_schedule_table(graph, schedule, prices) is None
+    assert build_schedule_table(graph, schedule, costs_by_stage) is None
     many = chain(Unit("llm", 2), n=4000)
-    prices = {stage.id: (SequenceCost(1), SequenceCost(2)) for stage in many.stages}
-    assert build_schedule_table(many, SchedulePlan(num_microbatches={"llm": 4000}), prices) is None
+    costs_by_stage = {stage.id: (SequenceCost(1), SequenceCost(2)) for stage in many.stages}
+    assert build_schedule_table(many, SchedulePlan(num_microbatches={"llm": 4000}), costs_by_stage) is None

@@ -1,7 +1,7 @@
-"""What a plan wants the loader to even out and to order, as the numbers that `balance` applies."""
+"""Derive step targets from a plan: what the loader balances and orders the samples of a step for, as integers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -17,188 +17,221 @@ from mmtrain.plan.artifact.schedule_table import build_schedule_table, is_single
 from mmtrain.program.ir.graph import LLM, Stage, StageGraph, StageId
 from mmtrain.recipe.schema import Recipe
 
-TYPICAL_FILL_RATIO = 0.98  # of `data.seq_len`, in a typical microbatch
+TYPICAL_FILL_RATIO = 0.98  # tokens of a typical LLM microbatch over `data.seq_len`
 # Integer cost of a typical microbatch on the busiest rank: sums over a step stay below 2^53, so they are exact.
 MICROBATCH_COST_UNITS = 2.0**36
-MAX_TIME_SHARE_APART = 0.1  # of two ranks' time spent on different things, up to which one of them stands for both
-
+MAX_TIME_SHARE_APART = 0.1  # share of their time that two ranks spend on different work and still count as alike
+_MIN_SECONDS = 1e-15  # of a rank's microbatch; avoids division by zero for a model without work
 
 UnitCosts = dict[str, MarginalCost]  # by unit
+WorkSeconds = dict[tuple[str, str], float]  # by unit and by what the seconds grow with: tokens, or pairs of tokens
 
 
 @dataclass(frozen=True)
 class _RankWork:
-    """What one rank computes of every unit."""
+    """What one rank computes for one microbatch of every unit that it holds."""
 
-    forward: UnitCosts
-    backward: UnitCosts
+    forward: UnitCosts = field(default_factory=dict)
+    backward: UnitCosts = field(default_factory=dict)
 
-    def busy(self, units: frozenset[str]) -> UnitCosts:
-        both = [self.forward, self.backward]
-        return {u: sum((lines[u] for lines in both if u in lines), MarginalCost()) for u in self.forward if u in units}
+    def add(self, unit: str, forward: MarginalCost, backward: MarginalCost) -> None:
+        self.forward[unit] = self.forward.get(unit, MarginalCost()) + forward
+        self.backward[unit] = self.backward.get(unit, MarginalCost()) + backward
+
+    def both(self, units: frozenset[str]) -> UnitCosts:
+        """Return forward and backward together, of these units."""
+        return {
+            unit: sum((costs[unit] for costs in (self.forward, self.backward) if unit in costs), MarginalCost())
+            for unit in self.forward
+            if unit in units
+        }
+
+
+@dataclass(frozen=True)
+class _StageCosts:
+    """Marginal costs of a graph's stages at typical loads."""
+
+    graph: StageGraph
+    shape: ModelShape
+    costs: CostModel
+    typical: Mapping[str, TokenLoad]  # by unit, a typical microbatch
+
+    def of(self, stage: Stage) -> tuple[MarginalCost, MarginalCost]:
+        """Return a stage's forward and its backward, recompute included."""
+        unit = stage.id.unit
+        tp, typical = self.graph.mesh(unit).tp, self.typical[unit]
+
+        @cache
+        def of_layer(layer: LayerShape, input_grad: bool, recomputed: bool) -> tuple[MarginalCost, MarginalCost]:
+            def forward(load: TokenLoad) -> float:
+                return self.costs.seconds(layer, tp, load, "forward")
+
+            def backward(load: TokenLoad) -> float:
+                seconds = self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad)
+                return seconds + (self.costs.seconds(layer, tp, load, "recompute") if recomputed else 0.0)
+
+            return marginal_cost(forward, typical), marginal_cost(backward, typical)
+
+        layers, input_grad = self.shape.unit(unit).layers, input_grad_needed(self.shape)[unit]
+        by_layer = []
+        for i in range(*stage.layers):
+            has_backward = layers[i].trainable or input_grad[i]
+            by_layer.append(of_layer(layers[i], input_grad[i], i in stage.recompute and has_backward))
+        total_forward = sum((forward for forward, _ in by_layer), MarginalCost())
+        total_backward = sum((backward for _, backward in by_layer), MarginalCost())
+        return total_forward, total_backward
 
 
 def derive_step_targets(recipe: Recipe, plan: Plan, lengths: SampleLengths) -> StepTargets:
-    """What to arrange the samples of a step for, under this plan and its costs.
+    """Derive what to arrange the samples of a step for, under this plan and its costs.
 
-    Units that share ranks are summed, units on ranks of their own evened apart. Prices are the slopes of the cost model
-    at a typical microbatch: what a sample adds to one. An encoder that serves all LLM replicas at once asks nothing of
-    them, since its items go to any of its replicas. Order in time matters to pipelines over several ranks: plain 1F1B
-    along one chain of ranks is known by its places alone, all else by its timetable.
+    Units that share ranks are balanced by their sum, units on separate ranks each by itself. Costs are the marginal
+    costs at a typical microbatch: what a sample adds to it. An encoder that serves all LLM replicas at once is not
+    balanced between them, since its items go to any of its replicas. The order of microbatches matters to pipelines
+    over several ranks: for plain 1F1B along one chain of ranks the targets list its ranks, for any other schedule they
+    hold its table.
     """
-    model, machine = build_model_shape(recipe), machine_for(recipe, plan.hardware)
-    graph = stage_graph(plan, model)
-    costs = costs_for(machine, plan_precision(plan, recipe), recipe.cluster.costs)
+    shape, machine = build_model_shape(recipe), machine_for(recipe, plan.hardware)
+    graph = stage_graph(plan, shape)
+    cost_model = costs_for(machine, plan_precision(plan, recipe), recipe.cluster.costs)
     typical = typical_loads(graph, lengths, recipe.data.seq_len)
-    ranks = _work_of_ranks(graph, model, costs, typical)
-    totals = [sum(_seconds(work.busy(frozenset(typical)), typical).values()) for work in ranks]
-    scale = MICROBATCH_COST_UNITS / max(max(totals), 1e-15)
+    stage_costs = _StageCosts(graph, shape, cost_model, typical)
+    ranks = _first_replica_work(stage_costs)
+    busiest_s = max(sum(_seconds(rank.both(frozenset(typical)), typical).values()) for rank in ranks)
+    scale = MICROBATCH_COST_UNITS / max(busiest_s, _MIN_SECONDS)
     encoders = [mesh.unit for mesh in graph.meshes if mesh.unit != LLM]
-    in_time = bool(encoders) and len(ranks) > 1
-    plain = plan.schedule.kind == "1f1b" and is_single_chain(graph)
+    pipeline: tuple[PipelineRank, ...] = ()
+    table = None
+    if encoders and len(ranks) > 1:
+        if plan.schedule.kind == "1f1b" and is_single_chain(graph):
+            pipeline = tuple(
+                PipelineRank(_to_integers(rank.forward, scale), _to_integers(rank.backward, scale)) for rank in ranks
+            )
+        else:
+            table = build_schedule_table(graph, plan.schedule, _integer_stage_costs(stage_costs, scale))
     return StepTargets(
-        loads=_loads(ranks, graph, typical, scale),
-        pipeline=tuple(PipelineRank(_prices(work.forward, scale), _prices(work.backward, scale)) for work in ranks)
-        if in_time and plain
-        else (),
-        schedule_table=build_schedule_table(
-            graph, plan.schedule, _prices_of_stages(graph, model, costs, typical, scale)
-        )
-        if in_time and not plain
-        else None,
-        item_costs={u: _prices(_together(ranks, u), scale)[u] for u in encoders},
-        replica_nodes={mesh.unit: _nodes(graph, mesh.unit, machine.ranks_per_node) for mesh in graph.meshes},
+        loads=_distinct_loads(ranks, graph, typical, scale),
+        pipeline=pipeline,
+        schedule_table=table,
+        item_costs={unit: _to_integer(_unit_cost(ranks, unit), scale) for unit in encoders},
+        replica_nodes={mesh.unit: _replica_nodes(graph, mesh.unit, machine.ranks_per_node) for mesh in graph.meshes},
     )
 
 
 def typical_loads(graph: StageGraph, lengths: SampleLengths, seq_len: int) -> dict[str, TokenLoad]:
-    """The mean microbatch of every unit, when the LLM's are as full as grouping makes them."""
-    tokens, llm = max(int(TYPICAL_FILL_RATIO * seq_len), 1), graph.mesh(LLM)
-    groups = max(float(lengths.tokens.sum()) / tokens, 1e-9)  # in the whole dataset
-    found = {LLM: _mean_load(lengths.tokens, groups)}
+    """Return the mean microbatch of every unit, when the LLM's are as full as grouping makes them."""
+    llm = graph.mesh(LLM)
+    tokens = max(int(TYPICAL_FILL_RATIO * seq_len), 1)
+    num_groups = max(float(lengths.tokens.sum()) / tokens, 1e-9)  # in the whole dataset
+    loads = {LLM: _mean_load(lengths.tokens, num_groups)}
     for unit, items in lengths.items.items():
         mesh = graph.mesh(unit)
-        share = mesh.dp * mesh.num_microbatches / (llm.dp * llm.num_microbatches)
-        found[unit] = _mean_load(items.tokens, groups * share)
-    return found
+        per_llm_microbatch = mesh.dp * mesh.num_microbatches / (llm.dp * llm.num_microbatches)
+        loads[unit] = _mean_load(items.tokens, num_groups * per_llm_microbatch)
+    return loads
 
 
-def _mean_load(lengths: np.ndarray, microbatches: float) -> TokenLoad:
+def _mean_load(lengths: np.ndarray, num_microbatches: float) -> TokenLoad:
+    """Return the load of one of so many microbatches that share all sequences equally."""
     if not len(lengths):
         return TokenLoad(0, 0, 0, 0)
     sums = (float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()), float(len(lengths)))
-    tokens, sum_sq, num = (max(round(value / microbatches), 1) for value in sums)
-    return TokenLoad(tokens, sum_sq, int(lengths.max()), num)
+    tokens, sum_sq, num_sequences = (max(round(value / num_microbatches), 1) for value in sums)
+    return TokenLoad(tokens, sum_sq, int(lengths.max()), num_sequences)
 
 
-def _work_of_ranks(
-    graph: StageGraph, model: ModelShape, costs: CostModel, typical: Mapping[str, TokenLoad]
-) -> list[_RankWork]:
-    """Of the ranks that the first LLM replica's microbatches pass, in the order of passing, one of each TP group."""
-    home = {rank: s.tp_groups[0][0] for s in graph.stages if s.id.unit == LLM for rank in s.tp_groups[0]}
-    others = {rank for s in graph.stages if s.id.unit == LLM for tp_group in s.tp_groups[1:] for rank in tp_group}
-    needs = input_grad_needed(model)
-    found: dict[int, _RankWork] = {}
-    for stage in (graph.stage(sid) for sid in graph.order):
+def _first_replica_work(stage_costs: _StageCosts) -> list[_RankWork]:
+    """Return the work of the ranks that microbatches of the first LLM replica pass, in the order of passing.
+
+    One rank stands for its TP group. Of encoder replicas on separate ranks the first stands for all.
+    """
+    graph = stage_costs.graph
+    llm_stages = [stage for stage in graph.stages if stage.id.unit == LLM]
+    first_of_group = {rank: stage.tp_groups[0][0] for stage in llm_stages for rank in stage.tp_groups[0]}
+    other_replicas = {rank for stage in llm_stages for tp_group in stage.tp_groups[1:] for rank in tp_group}
+    work: dict[int, _RankWork] = {}
+    for stage in (graph.stage(stage_id) for stage_id in graph.order):
         unit = stage.id.unit
-        mesh, layers = graph.mesh(unit), model.unit(unit).layers
-        lines = _stage_slopes(stage, layers, needs[unit], mesh.tp, costs, typical[unit])
-        own = 1 if unit == LLM else mesh.dp // graph.num_groups
-        at = [home.get(tp_group[0], tp_group[0]) for tp_group in stage.tp_groups[:own] if tp_group[0] not in others]
-        shared = [rank for rank in dict.fromkeys(at) if rank in home.values()]
-        for rank in shared or at[:1]:
-            work = found.setdefault(rank, _RankWork({}, {}))
-            for kept, line in zip((work.forward, work.backward), lines, strict=True):
-                kept[unit] = kept.get(unit, MarginalCost()) + line
-    return list(found.values())
+        num_replicas = 1 if unit == LLM else graph.mesh(unit).dp // graph.num_groups
+        first_ranks = [tp_group[0] for tp_group in stage.tp_groups[:num_replicas]]
+        ranks = [first_of_group.get(rank, rank) for rank in first_ranks if rank not in other_replicas]
+        shared_with_llm = [rank for rank in dict.fromkeys(ranks) if rank in first_of_group.values()]
+        forward, backward = stage_costs.of(stage)
+        for rank in shared_with_llm or ranks[:1]:
+            work.setdefault(rank, _RankWork()).add(unit, forward, backward)
+    return list(work.values())
 
 
-def _prices_of_stages(
-    graph: StageGraph, model: ModelShape, costs: CostModel, typical: Mapping[str, TokenLoad], scale: float
-) -> dict[StageId, tuple[SequenceCost, SequenceCost]]:
-    """What each stage's forward and backward cost."""
-    needs, found = input_grad_needed(model), {}
-    for stage in graph.stages:
-        unit = stage.id.unit
-        tp, layers = graph.mesh(unit).tp, model.unit(unit).layers
-        forward, backward = _stage_slopes(stage, layers, needs[unit], tp, costs, typical[unit])
-        found[stage.id] = _price(forward, scale), _price(backward, scale)
-    return found
+def _integer_stage_costs(stage_costs: _StageCosts, scale: float) -> dict[StageId, tuple[SequenceCost, SequenceCost]]:
+    """Return what each stage's forward and backward cost."""
+    integer_costs = {}
+    for stage in stage_costs.graph.stages:
+        forward, backward = stage_costs.of(stage)
+        integer_costs[stage.id] = _to_integer(forward, scale), _to_integer(backward, scale)
+    return integer_costs
 
 
-def _stage_slopes(
-    stage: Stage, layers: Sequence[LayerShape], needs: Sequence[bool], tp: int, costs: CostModel, typical: TokenLoad
-) -> tuple[MarginalCost, MarginalCost]:
-    """Forward and backward (recompute included) of a stage near a typical load."""
-
-    @cache
-    def lines(layer: LayerShape, input_grad: bool, again: bool) -> tuple[MarginalCost, MarginalCost]:
-        def backward(load: TokenLoad) -> float:
-            seconds = costs.seconds(layer, tp, load, "backward", input_grad=input_grad)
-            return seconds + (costs.seconds(layer, tp, load, "recompute") if again else 0.0)
-
-        forward = marginal_cost(lambda load: costs.seconds(layer, tp, load, "forward"), typical)
-        return forward, marginal_cost(backward, typical)
-
-    each = [
-        lines(layers[i], needs[i], i in stage.recompute and (layers[i].trainable or needs[i]))
-        for i in range(*stage.layers)
-    ]
-    total_forward = sum((forward for forward, _ in each), MarginalCost())
-    total_backward = sum((backward for _, backward in each), MarginalCost())
-    return total_forward, total_backward
-
-
-def _loads(
-    ranks: list[_RankWork], graph: StageGraph, typical: Mapping[str, TokenLoad], scale: float
+def _distinct_loads(
+    ranks: Sequence[_RankWork], graph: StageGraph, typical: Mapping[str, TokenLoad], scale: float
 ) -> tuple[BalancedLoad, ...]:
-    """The different kinds of work that ranks do, each once, the coarsest (most of encoders) first."""
+    """Return the different kinds of work that ranks do, those first of which encoders have the largest share."""
     if graph.mesh(LLM).dp == 1:
         return ()
-    counted = frozenset(typical) if graph.num_groups > 1 else frozenset({LLM})
-    busy = [(lines, _seconds(lines, typical)) for lines in (work.busy(counted) for work in ranks)]
-    busy = sorted((entry for entry in busy if sum(entry[1].values()) > 0), key=lambda e: -sum(e[1].values()))
-    kept: list[tuple[UnitCosts, dict[tuple[str, str], float]]] = []
-    for lines, seconds in busy:
-        if all(_apart(seconds, other) > MAX_TIME_SHARE_APART for _, other in kept):
-            kept.append((lines, seconds))
-    whole = sum(sum(seconds.values()) for _, seconds in kept)
-    kept.sort(key=lambda e: -sum(s for (unit, _), s in e[1].items() if unit != LLM) / sum(e[1].values()))
-    return tuple(BalancedLoad(_prices(lines, scale), round(sum(s.values()) / whole, 6)) for lines, s in kept)
+    balanced_units = frozenset(typical) if graph.num_groups > 1 else frozenset({LLM})
+    with_seconds: list[tuple[UnitCosts, WorkSeconds]] = []
+    for rank in ranks:
+        costs = rank.both(balanced_units)
+        seconds = _seconds(costs, typical)
+        if sum(seconds.values()) > 0:
+            with_seconds.append((costs, seconds))
+    with_seconds.sort(key=lambda entry: -sum(entry[1].values()))
+    distinct: list[tuple[UnitCosts, WorkSeconds]] = []
+    for costs, seconds in with_seconds:
+        if all(_time_share_apart(seconds, other) > MAX_TIME_SHARE_APART for _, other in distinct):
+            distinct.append((costs, seconds))
+    total_s = sum(sum(seconds.values()) for _, seconds in distinct)
+    distinct.sort(key=lambda entry: -_encoder_share(entry[1]))
+    return tuple(
+        BalancedLoad(_to_integers(costs, scale), round(sum(seconds.values()) / total_s, 6))
+        for costs, seconds in distinct
+    )
 
 
-def _seconds(lines: UnitCosts, typical: Mapping[str, TokenLoad]) -> dict[tuple[str, str], float]:
-    """Seconds of a typical microbatch, by unit and by what they grow with."""
-    found: dict[tuple[str, str], float] = {}
-    for unit, line in lines.items():
-        found[unit, "tokens"] = line.linear * typical[unit].tokens
-        found[unit, "pairs"] = line.quadratic * typical[unit].sum_sq
-    return found
+def _seconds(costs: UnitCosts, typical: Mapping[str, TokenLoad]) -> WorkSeconds:
+    """Return the seconds of a typical microbatch."""
+    seconds: WorkSeconds = {}
+    for unit, cost in costs.items():
+        seconds[unit, "tokens"] = cost.linear * typical[unit].tokens
+        seconds[unit, "pairs"] = cost.quadratic * typical[unit].sum_sq
+    return seconds
 
 
-def _apart(one: Mapping[tuple[str, str], float], other: Mapping[tuple[str, str], float]) -> float:
-    """How much of their time two ranks spend on different things, 0 to 1."""
-    shares = [{key: s / sum(seconds.values()) for key, s in seconds.items()} for seconds in (one, other)]
-    keys = shares[0].keys() | shares[1].keys()
-    return sum(abs(shares[0].get(key, 0.0) - shares[1].get(key, 0.0)) for key in sorted(keys)) / 2
+def _encoder_share(seconds: WorkSeconds) -> float:
+    return sum(s for (unit, _), s in seconds.items() if unit != LLM) / sum(seconds.values())
 
 
-def _together(ranks: list[_RankWork], unit: str) -> UnitCosts:
-    """All of a unit's stages, both ways."""
-    lines = (work.busy(frozenset({unit})).get(unit, MarginalCost()) for work in ranks)
-    return {unit: sum(lines, MarginalCost())}
+def _time_share_apart(seconds: WorkSeconds, other: WorkSeconds) -> float:
+    """Return the share of their time that two ranks spend on different work, 0 to 1."""
+    total, other_total = sum(seconds.values()), sum(other.values())
+    keys = sorted(seconds.keys() | other.keys())
+    return sum(abs(seconds.get(key, 0.0) / total - other.get(key, 0.0) / other_total) for key in keys) / 2
 
 
-def _prices(lines: UnitCosts, scale: float) -> dict[str, SequenceCost]:
-    return {u: _price(line, scale) for u, line in sorted(lines.items())}
+def _unit_cost(ranks: Sequence[_RankWork], unit: str) -> MarginalCost:
+    """Return the cost of all of a unit's stages, forward and backward."""
+    return sum((rank.both(frozenset({unit})).get(unit, MarginalCost()) for rank in ranks), MarginalCost())
 
 
-def _price(line: MarginalCost, scale: float) -> SequenceCost:
-    return SequenceCost(round(line.linear * scale), round(line.quadratic * scale))
+def _to_integers(costs: UnitCosts, scale: float) -> dict[str, SequenceCost]:
+    return {unit: _to_integer(cost, scale) for unit, cost in sorted(costs.items())}
 
 
-def _nodes(graph: StageGraph, unit: str, ranks_per_node: int) -> tuple[int, ...]:
-    """Node of each replica's end at which features leave (an encoder's last stage) or arrive (the LLM's first)."""
-    stages = [s for s in graph.stages if s.id.unit == unit]
-    end = min(stages, key=lambda s: s.id.index) if unit == LLM else max(stages, key=lambda s: s.id.index)
-    return tuple(tp_group[0] // ranks_per_node for tp_group in end.tp_groups)
+def _to_integer(cost: MarginalCost, scale: float) -> SequenceCost:
+    return SequenceCost(round(cost.linear * scale), round(cost.quadratic * scale))
+
+
+def _replica_nodes(graph: StageGraph, unit: str, ranks_per_node: int) -> tuple[int, ...]:
+    """Return the node of each replica's stage that features leave (an encoder's last) or enter (the LLM's first)."""
+    stages = sorted((stage for stage in graph.stages if stage.id.unit == unit), key=lambda stage: stage.id.index)
+    broker_end = stages[0] if unit == LLM else stages[-1]
+    return tuple(tp_group[0] // ranks_per_node for tp_group in broker_end.tp_groups)

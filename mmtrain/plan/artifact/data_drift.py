@@ -1,35 +1,35 @@
-"""Whether data still looks like that for which a plan was made."""
+"""Describe how the data has changed since a plan was made for it."""
 
 from mmtrain.balance import SampleLengths
 from mmtrain.balance.methods import unit_tokens
 from mmtrain.plan.artifact.plan import Plan, PlannedData
 
-MAX_TOKENS_RATIO = 1.1  # of a unit's tokens a sample, more or fewer: predictions are off by as much
+MAX_TOKENS_RATIO = 1.1  # of a unit's mean tokens per sample, then and now; predictions are off by about as much
 
 
 def summarize_data(lengths: SampleLengths) -> PlannedData:
-    """What a plan remembers of the data it is made for."""
+    """Return what a plan records of the data it is made for."""
     units, tokens = unit_tokens(lengths)
     means = tokens.mean(axis=0).round(2).tolist()
     return PlannedData(samples=len(lengths), tokens=dict(zip(units, means, strict=True)))
 
 
 def describe_data_drift(plan: Plan, lengths: SampleLengths) -> str:
-    """What has changed of the data since the plan was made, in words; empty where little has, or nobody knows.
+    """Return in words how the data differs from that for which a plan was made; empty if little, or unknown.
 
-    A plan is not void for it: whatever the data, it computes the same. But where samples have become longer, or media
-    more, its cuts, its prediction and its memory were meant for something else.
+    The plan stays valid: it computes the same whatever the data. But its layer partition, its predicted step time and
+    its memory were meant for other lengths.
     """
-    if plan.data is None:  # made before plans remembered
+    if plan.data is None:  # a plan file of a version that did not record the data
         return ""
-    then, now = plan.data, summarize_data(lengths)
-    changed = [
-        f"{now.tokens[unit]:,.0f} tokens of a sample in {unit}, {then.tokens.get(unit, 0.0):,.0f} then"
-        for unit in now.tokens
-        if not _alike(now.tokens[unit], then.tokens.get(unit, 0.0))
+    then, now = plan.data.tokens, summarize_data(lengths).tokens
+    changes = [
+        f"{tokens:,.0f} tokens of a sample in {unit}, {then.get(unit, 0.0):,.0f} then"
+        for unit, tokens in now.items()
+        if not _is_close(tokens, then.get(unit, 0.0))
     ]
-    return "; ".join(changed)
+    return "; ".join(changes)
 
 
-def _alike(one: float, other: float) -> bool:
-    return max(one, other) <= MAX_TOKENS_RATIO * min(one, other)
+def _is_close(tokens: float, other: float) -> bool:
+    return max(tokens, other) <= MAX_TOKENS_RATIO * min(tokens, other)

@@ -1,4 +1,4 @@
-"""Which ranks hold which layers, for each placement, once sizes and cuts are known."""
+"""Assign layers to ranks, for each placement, when meshes and layer partitions are known."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ NO_LAYERS: Mapping[str, Collection[int]] = {}
 
 @dataclass(frozen=True, order=True)
 class MeshSize:
-    """Sizes of a unit's mesh. Prints as `tp2 pp1 dp4`, with several chunks a rank as `tp2 pp2 vpp3 dp4`."""
+    """Sizes of a unit's mesh. Prints as `tp2 pp1 dp4`, or with several model chunks per rank as `tp2 pp2 vpp3 dp4`."""
 
     tp: int
     pp: int
@@ -30,47 +30,62 @@ class MeshSize:
 
 @dataclass(frozen=True)
 class Layout:
-    """A complete placement: what a plan is before anything is predicted."""
+    """A placement with meshes, ranks and stages for every unit: a plan before anything is predicted."""
 
     placement: Placement
     units: Mapping[str, UnitPlan]
-    num_microbatches: Mapping[str, int]  # of each replica, by unit
+    num_microbatches: Mapping[str, int]  # of a replica in a step, by unit
 
     @property
     def summary(self) -> str:
-        """One line for tables: `disaggregated: vision tp1 pp1 dp2, llm tp1 pp2 dp1`."""
+        """One line for tables, such as `disaggregated: vision tp1 pp1 dp2, llm tp1 pp2 dp1`.
+
+        Where units have different numbers of microbatches, they are appended as `mb8`.
+        """
         counts = self.num_microbatches
-        return f"{self.placement}: " + ", ".join(
-            f"{n} {MeshSize(u.tp, u.pp, u.dp, u.vpp)}" + (f" mb{counts[n]}" if len(set(counts.values())) > 1 else "")
-            for n, u in self.units.items()
-        )
+        counts_differ = len(set(counts.values())) > 1
+        meshes = []
+        for name, unit in self.units.items():
+            mesh = f"{name} {MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp)}"
+            meshes.append(f"{mesh} mb{counts[name]}" if counts_differ else mesh)
+        return f"{self.placement}: {', '.join(meshes)}"
 
     @property
     def complexity(self) -> tuple[int, int, int, int]:
-        """Decides between equally fast layouts: fewer pipeline ranks and chunks, then smaller tensor parallelism."""
-        units, counts = self.units.values(), self.num_microbatches.values()
-        pipeline = max(u.pp for u in units) if self.placement == "unified" else sum(u.pp for u in units)
-        return pipeline, max(u.vpp for u in units), max(u.tp for u in units), len(set(counts))
+        """Sort key of equally fast layouts: fewer pipeline ranks, then fewer chunks, smaller tp, equal microbatches."""
+        units = self.units.values()
+        pps = [unit.pp for unit in units]
+        num_pipeline_ranks = max(pps) if self.placement == "unified" else sum(pps)
+        num_counts = len(set(self.num_microbatches.values()))
+        return num_pipeline_ranks, max(unit.vpp for unit in units), max(unit.tp for unit in units), num_counts
 
 
 def unified_units(
     shape: ModelShape, size: MeshSize, cuts: Sequence[int], recompute: Mapping[str, Collection[int]] = NO_LAYERS
 ) -> dict[str, UnitPlan]:
-    """One pipeline over the line of all units' layers, cut at `cuts` into `size.pp * size.vpp` parts.
+    """Divide all units' layers, one unit after another, into one pipeline of `size.pp * size.vpp` model chunks.
 
-    The parts go round the pipeline ranks. A unit's mesh spans the ranks that hold layers of it, from where it begins;
-    the rank where it ends may also hold the beginning of the next unit. `recompute`: layers by unit.
+    Chunk c is on pipeline rank c % pp. A unit's mesh spans the pipeline ranks that hold layers of it, starting with its
+    first layer's. The rank that holds its last layer may also hold the first layers of the next unit.
+
+    Args:
+        shape: the model.
+        size: mesh of the pipeline.
+        cuts: bounds of the chunks, from 0 to the number of all layers.
+        recompute: recomputed layers by unit.
     """
-    units, first_layer = {}, 0
+    units = {}
+    first_layer = 0
+    ranks_per_stage = size.tp * size.dp
     for unit in shape.units:
         end = first_layer + len(unit.layers)
-        touched = [p for p in range(size.pp * size.vpp) if cuts[p] < end and cuts[p + 1] > first_layer]
-        bounds = [(max(cuts[p], first_layer) - first_layer, min(cuts[p + 1], end) - first_layer) for p in touched]
-        per_part = size.tp * size.dp
-        places = list(dict.fromkeys(p % size.pp for p in touched))
-        ranks = [place * per_part + k for place in places for k in range(per_part)]
-        mesh = MeshSize(size.tp, len(places), size.dp, -(-len(touched) // len(places)))
-        units[unit.name] = _unit(mesh, ranks, bounds, recompute.get(unit.name, ()))
+        chunks = [c for c in range(size.pp * size.vpp) if cuts[c] < end and cuts[c + 1] > first_layer]
+        bounds = [(max(cuts[c], first_layer) - first_layer, min(cuts[c + 1], end) - first_layer) for c in chunks]
+        pipeline_ranks = list(dict.fromkeys(c % size.pp for c in chunks))
+        ranks = [p * ranks_per_stage + k for p in pipeline_ranks for k in range(ranks_per_stage)]
+        vpp = -(-len(chunks) // len(pipeline_ranks))
+        mesh = MeshSize(size.tp, len(pipeline_ranks), size.dp, vpp)
+        units[unit.name] = _unit_plan(mesh, ranks, bounds, recompute.get(unit.name, ()))
         first_layer = end
     return units
 
@@ -80,17 +95,24 @@ def disaggregated_units(
     cuts: Mapping[str, Sequence[int]],
     recompute: Mapping[str, Collection[int]] = NO_LAYERS,
 ) -> dict[str, UnitPlan]:
-    """Each unit on its own ranks, one after another in the order of `sizes`; `cuts` bound its stages' layers."""
-    units, first_rank = {}, 0
+    """Put each unit on separate ranks, one unit after another in the order of `sizes`.
+
+    Args:
+        sizes: meshes by unit.
+        cuts: bounds of the stages by unit, from 0 to the number of its layers.
+        recompute: recomputed layers by unit.
+    """
+    units = {}
+    first_rank = 0
     for name, size in sizes.items():
         bounds = list(zip(cuts[name][:-1], cuts[name][1:], strict=True))
-        units[name] = _unit(size, range(first_rank, first_rank + size.ranks), bounds, recompute.get(name, ()))
+        units[name] = _unit_plan(size, range(first_rank, first_rank + size.ranks), bounds, recompute.get(name, ()))
         first_rank += size.ranks
     return units
 
 
 def split_tp_group(units: Mapping[str, UnitPlan], ranks_per_node: int) -> tuple[int, ...] | None:
-    """A tensor-parallel group whose ranks lie on different nodes, if there is one."""
+    """Return a tensor-parallel group whose ranks lie on different nodes, if there is one."""
     for unit in units.values():
         for first in range(0, len(unit.ranks), unit.tp):
             tp_group = unit.ranks[first : first + unit.tp]
@@ -99,7 +121,7 @@ def split_tp_group(units: Mapping[str, UnitPlan], ranks_per_node: int) -> tuple[
     return None
 
 
-def _unit(
+def _unit_plan(
     size: MeshSize, ranks: Sequence[int], bounds: Sequence[tuple[int, int]], recompute: Collection[int]
 ) -> UnitPlan:
     stages = tuple(

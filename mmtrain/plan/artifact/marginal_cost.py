@@ -1,4 +1,4 @@
-"""What a load takes as so much for every token and every pair of tokens: for sorting and evening out many loads."""
+"""Approximate the seconds of a load by seconds per token and per pair of tokens, to balance many loads quickly."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,37 +8,39 @@ from mmtrain.costs import TokenLoad
 
 @dataclass(frozen=True)
 class MarginalCost:
-    """Seconds of n tokens in sequences whose squares sum to s, near a typical load: linear * n + quadratic * s."""
+    """Seconds linear * n + quadratic * s of n tokens in sequences with s = sum of squared lengths."""
 
-    linear: float = 0.0
-    quadratic: float = 0.0
+    linear: float = 0.0  # seconds per token
+    quadratic: float = 0.0  # seconds per pair of tokens in one sequence
 
     def __add__(self, other: "MarginalCost") -> "MarginalCost":
         return MarginalCost(self.linear + other.linear, self.quadratic + other.quadratic)
 
 
-def marginal_cost(seconds: Callable[[TokenLoad], float], at: TokenLoad) -> MarginalCost:
-    """What another token, and another pair of tokens in one sequence, cost on average near the load `at`.
+def marginal_cost(seconds: Callable[[TokenLoad], float], load: TokenLoad) -> MarginalCost:
+    """Return what one more token, and one more pair of tokens in a sequence, cost on average near a load.
 
-    Where the time does not grow (the weights are read, however few the tokens), the mean takes the place of the slope.
+    Where the time does not grow with tokens, because reading the weights dominates, the mean seconds of a token take
+    the place of the marginal ones.
     """
-    if at.tokens < 2:
+    if load.tokens < 2:
         return MarginalCost()
 
-    def probe(tokens: float, pairs: float) -> float:
-        return seconds(TokenLoad(round(at.tokens * tokens), round(at.sum_sq * pairs), at.max_len, at.num_sequences))
+    def scaled(tokens: float, pairs: float) -> float:
+        tokens_and_pairs = round(load.tokens * tokens), round(load.sum_sq * pairs)
+        return seconds(TokenLoad(*tokens_and_pairs, load.max_len, load.num_sequences))
 
-    linear = (probe(1.5, 1) - probe(0.5, 1)) / at.tokens
-    quadratic = max((probe(1, 1.5) - probe(1, 0.5)) / max(at.sum_sq, 1), 0.0)
+    linear = (scaled(1.5, 1) - scaled(0.5, 1)) / load.tokens
+    quadratic = max((scaled(1, 1.5) - scaled(1, 0.5)) / max(load.sum_sq, 1), 0.0)
     if linear <= 0:
-        linear = max(probe(1, 1) - quadratic * at.sum_sq, 0.0) / at.tokens
+        linear = max(scaled(1, 1) - quadratic * load.sum_sq, 0.0) / load.tokens
     return MarginalCost(linear, quadratic)
 
 
-def average_cost(seconds: Callable[[TokenLoad], float], at: TokenLoad) -> MarginalCost:
-    """All that the load `at` takes, shared out: what doubling its pairs adds to them, the rest to its tokens.
+def average_cost(seconds: Callable[[TokenLoad], float], load: TokenLoad) -> MarginalCost:
+    """Return the whole time of a load, divided between its pairs (what doubling them adds) and its tokens (the rest).
 
-    Exact at that load, fixed costs included, where `marginal_cost` says what another token would add to it.
+    It is exact at that load, fixed costs included, while `marginal_cost` says what another token would add.
     """
-    one, two = seconds(at), seconds(replace(at, sum_sq=2 * at.sum_sq))
-    return MarginalCost((2 * one - two) / at.tokens, (two - one) / at.sum_sq)
+    once, with_twice_the_pairs = seconds(load), seconds(replace(load, sum_sq=2 * load.sum_sq))
+    return MarginalCost((2 * once - with_twice_the_pairs) / load.tokens, (with_twice_the_pairs - once) / load.sum_sq)

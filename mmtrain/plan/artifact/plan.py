@@ -1,4 +1,4 @@
-"""The plan: where every layer goes and what that is predicted to cost. Saved as JSON, read back exactly."""
+"""The plan: which ranks hold which layers, and its predicted step. It is saved as JSON and read back exactly."""
 
 import hashlib
 from pathlib import Path
@@ -30,25 +30,26 @@ class StagePlan(_Frozen):
 
 
 class UnitPlan(_Frozen):
-    """A unit's mesh, its ranks (tp fastest, then dp, then pp) and its stages, `vpp` on a pipeline rank.
+    """A unit's mesh, its ranks (tp fastest, then dp, then pp) and its stages, up to `vpp` on each pipeline rank.
 
-    Where a unit ends in the middle of a round over its ranks, its last ranks have a stage less.
+    Where the number of stages is no multiple of pp, the last pipeline ranks have a stage less.
     """
 
     tp: int
     pp: int
     dp: int
     vpp: int = 1
-    sp: bool = False  # sequence parallelism: ranks of a TP group share out the tokens between products
+    sp: bool = False  # sequence parallelism: the ranks of a TP group share the tokens between GEMMs
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
 
     @model_validator(mode="after")
     def _stages_go_round_the_ranks(self) -> "UnitPlan":
-        found = [(s.stage, s.chunk) for s in self.stages]
-        if found != [(i, i // self.pp) for i in range(len(found))] or -(-len(found) // self.pp) != self.vpp:
+        numbers = [(stage.stage, stage.chunk) for stage in self.stages]
+        expected = [(i, i // self.pp) for i in range(len(numbers))]
+        if numbers != expected or -(-len(numbers) // self.pp) != self.vpp:
             raise ValueError(
-                f"(stage, chunk) are {found}; with pp {self.pp} and vpp {self.vpp} the stages are numbered from 0 "
+                f"(stage, chunk) are {numbers}; with pp {self.pp} and vpp {self.vpp} the stages are numbered from 0 "
                 f"along the data flow, {(self.vpp - 1) * self.pp + 1} to {self.vpp * self.pp} of them, "
                 "and stage s is chunk s // pp"
             )
@@ -56,15 +57,15 @@ class UnitPlan(_Frozen):
 
     @property
     def num_recomputed(self) -> int:
-        """Layers that backward computes again."""
+        """The number of layers that are recomputed in the backward."""
         return sum(len(stage.recompute) for stage in self.stages)
 
 
 class SchedulePlan(_Frozen):
-    """Which builder makes the program, and each replica's microbatches in a step, per unit.
+    """Which builder makes the program, and the microbatches of a replica in a step, by unit.
 
-    An explicit `order` lists forwards and backwards, like `F llm.0 llm:0.3`, of each rank of replica group 0, or parts
-    of them and work in gaps (`program.actions`).
+    An explicit `order` lists the forwards and backwards of each rank of replica group 0, such as `F llm.0 llm:0.3`, or
+    parts of them, and fills (`program.ir.actions`).
     """
 
     kind: ScheduleKind = "1f1b"
@@ -75,45 +76,45 @@ class SchedulePlan(_Frozen):
     @model_validator(mode="after")
     def _order_if_explicit(self) -> "SchedulePlan":
         if (self.kind == "explicit") != (self.order is not None):
-            raise ValueError("`order` belongs to kind `explicit`, and that needs one")
+            raise ValueError("kind `explicit` needs an `order`, and no other kind has one")
         if self.pieces and self.order is None:
             raise ValueError("`pieces` says what the segments of an `order` are; leave it out with other kinds")
         return self
 
 
 class Prediction(_Frozen):
-    """What the simulator says of this plan for typical batches of the recipe's data."""
+    """What the simulator predicts for this plan, mean over sampled batches of the recipe's data."""
 
     step_time_s: float
     mfu: float
     tokens_per_s_per_gpu: float
     peak_memory_gib: dict[str, float]  # by rank, or range of ranks
-    memory_kinds_gib: dict[str, dict[str, float]] = Field({})  # the same ranks -> kind of what is held -> its part
+    memory_kinds_gib: dict[str, dict[str, float]] = Field({})  # the same ranks -> kind of memory -> its share
     bubbles: dict[str, float]  # kind -> share of rank-seconds
     scheduling_efficiency: float | None = None  # colocated: share of the encoders' work inside the LLM's own step
     cost_source: str
 
 
 class PlannedData(_Frozen):
-    """What the data looked like for which a plan was made; see `drift`."""
+    """A summary of the data that a plan was made for, to detect drift (`data_drift`)."""
 
     samples: int
-    tokens: dict[str, float]  # unit -> what it processes of a sample, on average
+    tokens: dict[str, float]  # unit -> mean tokens of a sample that it processes
 
 
 class Alternative(_Frozen):
-    """A plan that was considered and lost, and why; one that is not `runnable` may be faster than the chosen one."""
+    """A plan that was considered and not chosen, and why. One that is not `runnable` may be faster than the chosen."""
 
     summary: str
     placement: Placement
     step_time_s: float | None
     peak_memory_gib: float | None
     reason: str
-    runnable: bool = True  # by this version's runtime
+    runnable: bool = True  # by the runtime of this version
 
 
 class Plan(_Frozen):
-    """The saved artefact of the planner; the runtime executes exactly this."""
+    """What the planner saves and the runtime executes, unchanged."""
 
     version: int = PLAN_VERSION
     recipe_sha256: str
@@ -129,7 +130,7 @@ class Plan(_Frozen):
 
     @property
     def sha256(self) -> str:
-        """Fingerprint of all that the plan says, by which traces and reports name it."""
+        """Fingerprint of the whole plan, by which traces and reports refer to it."""
         # Without `precision` where the file has none, so that traces of older runs still name their plan.
         unstated = {"precision"} if self.precision is None else None
         return hashlib.sha256(self.model_dump_json(exclude=unstated).encode("utf-8")).hexdigest()

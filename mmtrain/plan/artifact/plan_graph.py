@@ -1,4 +1,4 @@
-"""From a plan to its stage graph: placement in one picture, for builders, checker, simulator and executor."""
+"""Build the stage graph of a plan, from which programs are built, checked, simulated and executed."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from mmtrain.program.ir.graph import Edge, Stage, StageGraph, StageId, UnitMesh
 
 
 def stage_graph(plan: Plan, shape: ModelShape) -> StageGraph:
-    """Lay the model's units out as the plan says."""
+    """Build the stage graph of a plan for a model."""
     graph = build_stage_graph(plan.units, plan.schedule.num_microbatches, shape)
     if not plan.schedule.pieces:
         return graph
@@ -19,19 +19,28 @@ def stage_graph(plan: Plan, shape: ModelShape) -> StageGraph:
 def build_stage_graph(
     units: Mapping[str, UnitPlan], num_microbatches: Mapping[str, int], shape: ModelShape
 ) -> StageGraph:
-    """Stages in data-flow order, chained inside their unit and joined to other units where the model says."""
+    """Build the stage graph of units: stages in data-flow order, with edges inside units and between them.
+
+    Args:
+        units: meshes and stages by unit.
+        num_microbatches: of a replica in a step, by unit.
+        shape: the model.
+    """
     meshes = tuple(
-        UnitMesh(name, u.tp, u.pp, u.dp, u.ranks, num_microbatches[name], u.vpp)
-        for name, u in ((s.name, units[s.name]) for s in shape.units)
+        UnitMesh(name, unit.tp, unit.pp, unit.dp, unit.ranks, num_microbatches[name], unit.vpp)
+        for name, unit in ((unit_shape.name, units[unit_shape.name]) for unit_shape in shape.units)
     )
     stages = tuple(stage for mesh in meshes for stage in _stages(mesh, units[mesh.unit], shape))
     return StageGraph(meshes, stages, tuple(_edges(units, shape)), shape.tied_embeddings)
 
 
-def split_into_pieces(graph: StageGraph, shape: ModelShape, sliced: Collection[str]) -> StageGraph:
-    """The graph with blocks cut into pieces, but for those that are recomputed: they are run again as a whole.
+def split_into_pieces(graph: StageGraph, shape: ModelShape, with_sp: Collection[str]) -> StageGraph:
+    """Return the graph with blocks split into pieces, except recomputed blocks, which run again as a whole.
 
-    sliced: units with sequence parallelism.
+    Args:
+        graph: a graph whose segments are layers.
+        shape: the model.
+        with_sp: units with sequence parallelism.
     """
     return replace(
         graph,
@@ -42,7 +51,7 @@ def split_into_pieces(graph: StageGraph, shape: ModelShape, sliced: Collection[s
                     1 if i in stage.recompute else num_pieces(shape.unit(stage.id.unit).layers[i].kind)
                     for i in range(*stage.layers)
                 ),
-                sp=stage.id.unit in sliced,
+                sp=stage.id.unit in with_sp,
             )
             for stage in graph.stages
         ),
@@ -51,14 +60,14 @@ def split_into_pieces(graph: StageGraph, shape: ModelShape, sliced: Collection[s
 
 def _stages(mesh: UnitMesh, unit: UnitPlan, shape: ModelShape) -> Iterator[Stage]:
     layers = shape.unit(mesh.unit).layers
-    for s in unit.stages:
-        lo, hi = s.layers
+    for stage in unit.stages:
+        lo, hi = stage.layers
         yield Stage(
-            id=StageId(mesh.unit, s.stage),
-            layers=s.layers,
-            tp_groups=tuple(mesh.tp_group(s.stage, replica) for replica in range(mesh.dp)),
+            id=StageId(mesh.unit, stage.stage),
+            layers=stage.layers,
+            tp_groups=tuple(mesh.tp_group(stage.stage, replica) for replica in range(mesh.dp)),
             trainable=any(layer.trainable for layer in layers[lo:hi]),
-            recompute=frozenset(s.recompute),
+            recompute=frozenset(stage.recompute),
             sp=unit.sp and unit.tp > 1,
         )
 
@@ -69,5 +78,7 @@ def _edges(units: Mapping[str, UnitPlan], shape: ModelShape) -> Iterator[Edge]:
             yield Edge(StageId(name, i), StageId(name, i + 1))
     for edge in shape.edges:
         last = StageId(edge.src, len(units[edge.src].stages) - 1)
-        entered = next(s.stage for s in units[edge.dst].stages if s.layers[0] <= edge.layer < s.layers[1])
+        entered = next(
+            stage.stage for stage in units[edge.dst].stages if stage.layers[0] <= edge.layer < stage.layers[1]
+        )
         yield Edge(last, StageId(edge.dst, entered))

@@ -1,4 +1,4 @@
-"""The precision that a plan was made for."""
+"""Decide the precision of a run from its plan."""
 
 from mmtrain.costs import machine_for, precision_for
 from mmtrain.costs.hardware import Precision

@@ -1,4 +1,4 @@
-"""In what order a plan's ranks do what, as the timetable by which the loader orders microbatches in time."""
+"""Tabulate in what order a plan's ranks run what, so that the loader can order microbatches by their costs."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,87 +10,102 @@ from mmtrain.program.ir.segments import direction, num_segments
 from mmtrain.program.schedules.builder import build_compute
 from mmtrain.program.schedules.pipeline_positions import find_positions
 
-MAX_SCHEDULED_PASSES = 10_000  # a step is arranged in the time it takes to follow them some hundred times over
+# Forwards and backwards in a table. The loader evaluates a table some hundred times for each step, which takes too long
+# for more of them.
+MAX_SCHEDULED_PASSES = 10_000
 StageReplica = tuple[StageId, int]  # a stage, and the replica that holds it
 
 
 def build_schedule_table(
-    graph: StageGraph, schedule: SchedulePlan, prices: Mapping[StageId, tuple[SequenceCost, SequenceCost]]
+    graph: StageGraph, schedule: SchedulePlan, costs: Mapping[StageId, tuple[SequenceCost, SequenceCost]]
 ) -> ScheduleTable | None:
-    """The turns of the first LLM replica's ranks and of those that feed it; one rank stands for each stage replica.
+    """Return the schedule of the first LLM replica's ranks and of the encoder ranks that feed it.
 
-    prices: what a stage's forward and backward cost. Of encoders on ranks of their own the first replica stands for
-    all, since they share work evenly; on the LLM's ranks each is there. None where work lies in the gaps of other work,
-    which no recurrence of turns describes, or where there are too many turns to follow them often.
+    One rank stands for each TP group. Of encoder replicas on separate ranks the first stands for all, since they share
+    the work evenly; on the LLM's ranks every replica is in the table.
+
+    Args:
+        graph: the plan's stage graph.
+        schedule: the plan's schedule.
+        costs: of each stage's forward and backward.
+
+    Returns:
+        None where work runs in the gaps of other work, which no pipeline recurrence describes, or where the schedule
+        has more than `MAX_SCHEDULED_PASSES` forwards and backwards.
     """
-    followed = _followed(graph)
-    ranks = sorted(set(followed.values()))
-    tasks: dict[tuple[StageReplica, bool, int, int], int] = {}
-    turns: list[list[tuple[int, int]]] = []
+    rank_of = _scheduled_replicas(graph)
+    ranks = sorted(set(rank_of.values()))
     actions = build_compute(graph, schedule.kind, schedule.order, ranks).actions
-    stages = {stage_replica: number for number, stage_replica in enumerate(followed)}
+    task_numbers: dict[tuple[StageReplica, bool, int, int], int] = {}
+    passes_of_ranks: list[list[tuple[int, int]]] = []  # (task, microbatch)
     for rank in ranks:
         if any(isinstance(action, Fill) for action in actions[rank]):
             return None
-        turns.append([])
+        passes: list[tuple[int, int]] = []
         for action in actions[rank]:
             assert isinstance(action, Compute)
             stage_replica = action.stage, action.mb.replica
-            if followed.get(stage_replica) == rank:
-                whole = (0, num_segments(graph, action.stage))
-                lo, hi = (action.lo, action.hi) if isinstance(action, Partial) else whole
-                key = stage_replica, direction(action) == "F", lo, hi
-                turns[-1].append((tasks.setdefault(key, len(tasks)), action.mb.index))
-    if sum(map(len, turns)) > MAX_SCHEDULED_PASSES:
+            if rank_of.get(stage_replica) == rank:
+                all_segments = (0, num_segments(graph, action.stage))
+                lo, hi = (action.lo, action.hi) if isinstance(action, Partial) else all_segments
+                task = stage_replica, direction(action) == "F", lo, hi
+                passes.append((task_numbers.setdefault(task, len(task_numbers)), action.mb.index))
+        passes_of_ranks.append(passes)
+    if sum(map(len, passes_of_ranks)) > MAX_SCHEDULED_PASSES:
         return None
+    stage_numbers = {stage_replica: number for number, stage_replica in enumerate(rank_of)}
     return ScheduleTable(
         tuple(
             ScheduledTask(
-                stages[stage, replica],
+                stage_numbers[stage, replica],
                 stage.unit,
-                forward,
-                _part(prices[stage][not forward], hi - lo, graph, stage),
+                is_forward,
+                _cost_of_segments(costs[stage][0 if is_forward else 1], hi - lo, num_segments(graph, stage)),
             )
-            for (stage, replica), forward, lo, hi in tasks
+            for (stage, replica), is_forward, lo, hi in task_numbers
         ),
-        tuple(tuple(_sources(graph, stage_replica, stages)) for stage_replica in followed),
-        tuple(" ".join(str(task + len(tasks) * mb) for task, mb in own) for own in turns),
+        tuple(tuple(_sources(graph, stage_replica, stage_numbers)) for stage_replica in rank_of),
+        tuple(" ".join(str(task + len(task_numbers) * mb) for task, mb in passes) for passes in passes_of_ranks),
     )
 
 
 def is_single_chain(graph: StageGraph) -> bool:
-    """Whether 1F1B of two units is that of one chain of ranks, each visited once, back and forth."""
-    counts = {mesh.num_microbatches for mesh in graph.meshes}
-    tp_groups = (
-        {graph.stage(sid).tp_groups for part in p.virtual_stages for sid in part} for p in find_positions(graph)
+    """Return whether 1F1B of an encoder and the LLM runs along one chain of ranks, each visited once in each direction.
+
+    Then a list of ranks describes the schedule, without a table.
+    """
+    num_microbatches = {mesh.num_microbatches for mesh in graph.meshes}
+    tp_groups_of_positions = (
+        {graph.stage(stage).tp_groups for virtual_stage in position.virtual_stages for stage in virtual_stage}
+        for position in find_positions(graph)
     )
-    once = all(len(of_position) == 1 for of_position in tp_groups)
-    return len(graph.meshes) == 2 and len(counts) == 1 and once and all(map(graph.needs_backward, graph.order))
+    visits_ranks_once = all(len(tp_groups) == 1 for tp_groups in tp_groups_of_positions)
+    has_all_backwards = all(map(graph.needs_backward, graph.order))
+    return len(graph.meshes) == 2 and len(num_microbatches) == 1 and visits_ranks_once and has_all_backwards
 
 
-def _followed(graph: StageGraph) -> dict[StageReplica, int]:
-    """The stage replicas that are followed, each with the rank that stands for it, sources first."""
-    llm = {rank for stage in graph.stages if stage.id.unit == LLM for rank in stage.tp_groups[0][:1]}
-    found = {}
-    for sid in graph.order:
-        own = 1 if sid.unit == LLM else graph.mesh(sid.unit).dp // graph.num_groups
-        tp_groups = graph.stage(sid).tp_groups[:own]
-        among = [r for r, tp_group in enumerate(tp_groups) if tp_group[0] in llm]
-        for replica in among or [0]:
-            found[sid, replica] = tp_groups[replica][0]
-    return found
+def _scheduled_replicas(graph: StageGraph) -> dict[StageReplica, int]:
+    """Return the stage replicas of the table, sources first, each with the rank that stands for its TP group."""
+    llm_ranks = {stage.tp_groups[0][0] for stage in graph.stages if stage.id.unit == LLM}
+    rank_of: dict[StageReplica, int] = {}
+    for stage in graph.order:
+        num_replicas = 1 if stage.unit == LLM else graph.mesh(stage.unit).dp // graph.num_groups
+        first_ranks = [tp_group[0] for tp_group in graph.stage(stage).tp_groups[:num_replicas]]
+        on_llm_ranks = [replica for replica, rank in enumerate(first_ranks) if rank in llm_ranks]
+        for replica in on_llm_ranks or [0]:
+            rank_of[stage, replica] = first_ranks[replica]
+    return rank_of
 
 
-def _sources(graph: StageGraph, stage_replica: StageReplica, stages: Mapping[StageReplica, int]) -> Iterable[int]:
-    """Return the followed stage replicas that one reads from: its own replica inside a unit, all between units."""
-    sid, replica = stage_replica
-    for edge in graph.inputs(sid):
-        for (source, of), number in stages.items():
-            if source == edge.src and (edge.crosses_units or of == replica):
+def _sources(graph: StageGraph, stage_replica: StageReplica, numbers: Mapping[StageReplica, int]) -> Iterable[int]:
+    """Return the stage replicas that one reads from: its own replica inside a unit, all replicas between units."""
+    stage, replica = stage_replica
+    for edge in graph.inputs(stage):
+        for (source, source_replica), number in numbers.items():
+            if source == edge.src and (edge.crosses_units or source_replica == replica):
                 yield number
 
 
-def _part(price: SequenceCost, segments: int, graph: StageGraph, stage: StageId) -> SequenceCost:
-    """The share of a stage's price that some of its segments have."""
-    whole = num_segments(graph, stage)
-    return SequenceCost(price.linear * segments // whole, price.quadratic * segments // whole)
+def _cost_of_segments(cost: SequenceCost, num_run: int, num_all: int) -> SequenceCost:
+    """Return the share of a stage's cost that some of its segments have."""
+    return SequenceCost(cost.linear * num_run // num_all, cost.quadratic * num_run // num_all)
