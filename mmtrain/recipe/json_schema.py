@@ -1,4 +1,4 @@
-"""The recipe as JSON Schema: for editors, and to say in error messages what a setting allows."""
+"""The recipe as JSON Schema: for editors, and for error messages that say what a setting allows."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -13,14 +13,14 @@ _INTERPOLATED = {"type": "string", "pattern": r"\$\{env:"}
 
 
 def editor_schema() -> JsonSchema:
-    """JSON Schema of a recipe *file*: what `load` validates, plus `extends` and interpolation.
+    """Return the JSON Schema of a recipe *file*: the settings of `Recipe`, plus `extends` and interpolation.
 
-    Nested `required` lists are left out, since an ancestor named in `extends` may supply what this file does not.
+    Nested `required` lists are left out, because a recipe named in `extends` may supply what this file leaves out.
     """
     schema = _relax(_recipe_schema())
     assert isinstance(schema, dict)
     schema["properties"]["extends"] = {
-        "description": "Recipes that this one changes, relative to this file; later ones win.",
+        "description": "Recipes that this one builds on, as paths relative to this file. Later ones take precedence.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     required = [name for name, field in Recipe.model_fields.items() if field.is_required()]
@@ -32,7 +32,7 @@ def editor_schema() -> JsonSchema:
 
 
 def schema_at(keys: KeyPath) -> JsonSchema | None:
-    """The schema of the setting at a path, references followed; None where a recipe has no such setting."""
+    """Return the schema of the setting at a path, with references resolved; None if a recipe has no such setting."""
     schema = _follow(_recipe_schema())
     for key in keys:
         properties = _mapping(schema).get("properties", {})
@@ -48,19 +48,19 @@ def schema_at(keys: KeyPath) -> JsonSchema | None:
 
 
 def known_keys(keys: KeyPath) -> list[str]:
-    """Names allowed in the mapping at a path; empty where no mapping belongs."""
+    """Return the names allowed in the mapping at a path; none if the setting there is not a mapping."""
     return list(_mapping(schema_at(keys) or {}).get("properties", {}))
 
 
 def setting_paths(keys: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every path of a setting that is reached through mappings alone."""
+    """Yield the path of every setting below `keys`, except for settings inside lists."""
     for name in known_keys(keys):
         yield (*keys, name)
         yield from setting_paths((*keys, name))
 
 
 def describe_allowed(schema: JsonSchema) -> str:
-    """Say in words what a setting allows: `a whole number of at least 1, or null`."""
+    """Describe in words what a setting allows: `a whole number of at least 1, or null`."""
     schema = _follow(schema)
     if "anyOf" in schema:
         return ", or ".join(describe_allowed(choice) for choice in schema["anyOf"])
@@ -111,12 +111,12 @@ def _follow(schema: JsonSchema) -> JsonSchema:
 
 
 def _mapping(schema: JsonSchema) -> JsonSchema:
-    """The branch of an optional section that holds the mapping."""
+    """Return the alternative of an optional section that is a mapping; empty if there is none."""
     return next((s for s in map(_follow, schema.get("anyOf", [schema])) if "properties" in s), {})
 
 
 def _relax(schema: object) -> object:
-    """Drop `required`, and allow `${env:NAME}` wherever something other than text belongs."""
+    """Drop `required`, and allow `${env:NAME}` for every scalar that is not a text."""
     if isinstance(schema, list):
         return [_relax(item) for item in schema]
     if not isinstance(schema, dict):
@@ -125,5 +125,5 @@ def _relax(schema: object) -> object:
     is_scalar = relaxed.get("type") in ("integer", "number", "boolean") or "enum" in relaxed
     if not is_scalar:
         return relaxed
-    about = {key: relaxed.pop(key) for key in ("title", "description", "default") if key in relaxed}
-    return {**about, "anyOf": [relaxed, _INTERPOLATED]}
+    annotations = {key: relaxed.pop(key) for key in ("title", "description", "default") if key in relaxed}
+    return {**annotations, "anyOf": [relaxed, _INTERPOLATED]}

@@ -38,3 +38,8 @@ VISION = Modality(
 )
 AUDIO = Modality("audio", AudioSettings, dict(AUDIO_PRESETS.items()), media=("audio",), placeholder="<|audio|>")
 MODALITIES: dict[str, Modality] = {modality.name: modality for modality in (VISION, AUDIO)}
+
+
+def other_units() -> tuple[str, ...]:
+    """Return the names of all units that a model may have besides the LLM, in data-flow order."""
+    return (*MODALITIES, "generator")

@@ -1,15 +1,13 @@
-"""Published models by name: `preset: internvit-6b` in a unit's settings fills in what is not written there.
+"""Published models by name: `preset: internvit-6b` in a unit's settings supplies all that the recipe leaves out.
 
-Each entry says where its figures come from, and how many parameters the source gives: of an encoder without any
-projector, of an LLM with its embeddings. Presets are shapes: where a source has details that no setting of ours
-expresses (layer scale, norms of queries and keys), they are left out, and tests hold the count to the stated tolerance.
+Each entry names the source of its figures and the number of parameters there: of an encoder without projector, of an
+LLM with embeddings. Presets are shapes. Details that no setting expresses (layer scale, norms of queries and keys) are
+left out; a test compares the count of parameters within the stated tolerance.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
-
-from mmtrain.recipe.raw_tree import Node, Origin, set_node
 
 VisionPreset = Literal[
     "eva-clip-18b",
@@ -51,12 +49,12 @@ PresetSettings = Mapping[str, PresetValue]
 
 @dataclass(frozen=True)
 class ModelPreset:
-    """Settings of a unit that a publication gives, and the publication."""
+    """The settings of a published unit, and the publication."""
 
     settings: PresetSettings
     parameters: float  # as published
     source: str
-    tolerance: float = 0.01  # by which the count of our shape may differ from the published one
+    tolerance: float = 0.01  # allowed relative difference between the published count and the count of this shape
 
 
 def _vit(layers: int, hidden: int, ffn: int, heads: int, **more: PresetValue) -> PresetSettings:
@@ -101,15 +99,15 @@ VISION_PRESETS: Mapping[VisionPreset, ModelPreset] = {
     "qwen2-vl-vit": ModelPreset(
         _vit(32, 1280, 5120, 16, activation="quick_gelu", downsample="pixel_shuffle", merge=2, patch_bias=False),
         675e6,
-        "Qwen2-VL (arXiv 2409.12191) and its config.json; the published count holds the merger, of 44M, as well",
+        "Qwen2-VL (arXiv 2409.12191) and its config.json; the published count includes the merger of 44M",
         tolerance=0.07,
     ),
-    # The layers of 11B count 9.7e9 at the printed width; the name is kept.
+    # The published width gives the 11B model 9.7e9 parameters; the published name is kept.
     "optimus-vit-3b": ModelPreset(_vit(48, 2304, 9216, 18), 3e9, _OPTIMUS, tolerance=0.04),
     "optimus-vit-5b": ModelPreset(_vit(48, 3072, 12288, 24), 5e9, _OPTIMUS, tolerance=0.1),
     "optimus-vit-11b": ModelPreset(_vit(48, 4096, 16384, 32), 11e9, _OPTIMUS, tolerance=0.13),
     "optimus-vit-22b": ModelPreset(_vit(48, 6144, 24576, 48), 22e9, _OPTIMUS, tolerance=0.02),
-    # The paper gives layers and widths; heads are ours: of 128, and of 100 where 128 does not divide.
+    # The paper gives layers and widths. Heads are our choice: 128 wide, or 100 if 128 does not divide the width.
     "orchmllm-vit-10b": ModelPreset(_vit(36, 2048, 8192, 16), 1.8e9, _ORCH, tolerance=0.03),
     "orchmllm-vit-18b": ModelPreset(
         _vit(40, 2400, 9600, 24, downsample="pixel_shuffle", merge=2), 2.8e9, _ORCH, tolerance=0.03
@@ -164,11 +162,11 @@ LLM_PRESETS: Mapping[LlmPreset, ModelPreset] = {
     "qwen1.5-110b": ModelPreset(
         _llm(80, 8192, 49152, 64, 152064, kv_heads=8, **_QWEN), 111.2e9, "Qwen/Qwen1.5-110B: config.json"
     ),
-    # Rotary positions and RMS norms in place of GPT's learned ones and layer norms: no difference to a plan.
+    # Rotary positions and RMS norms replace GPT's learned positions and layer norms; plans do not differ.
     "gpt-11b": ModelPreset(
         _llm(80, 3072, 12288, 24, 50257, mlp="gelu"),
         11e9,
-        "Optimus (arXiv 2408.03505), table of its LLMs: 80 layers of 3072, which count 9.4e9; the name is kept",
+        "Optimus (arXiv 2408.03505), table of its LLMs: 80 layers of 3072 have 9.4e9 parameters; the name is kept",
         tolerance=0.16,
     ),
     "gpt-175b": ModelPreset(
@@ -204,34 +202,3 @@ GENERATOR_PRESETS: Mapping[GeneratorPreset, ModelPreset] = {
         tolerance=0.03,
     ),
 }
-
-PRESETS: Mapping[str, Mapping[str, ModelPreset]] = {
-    "vision": dict(VISION_PRESETS.items()),
-    "audio": dict(AUDIO_PRESETS.items()),
-    "llm": dict(LLM_PRESETS.items()),
-    "generator": dict(GENERATOR_PRESETS.items()),
-}
-
-
-def apply_presets(tree: Node) -> Node:
-    """Lay the settings of every unit over those of the preset it names; an unknown name is left to validation."""
-    for unit, known in PRESETS.items():
-        found = _below(_below(tree, "model"), unit)
-        name = _below(found, "preset")
-        if found is None or name is None or name.value not in known:
-            continue
-        origin = replace(name.origin, source=f"{name.origin}, preset {name.value}", line=None)
-        own = found.value if isinstance(found.value, dict) else {}
-        preset = {key: _node(value, origin) for key, value in known[str(name.value)].settings.items()}
-        filled = set_node(tree, ("model", unit), replace(found, value={**preset, **own}))
-        assert isinstance(filled, Node)
-        tree = filled
-    return tree
-
-
-def _node(value: PresetValue, origin: Origin) -> Node:
-    return Node([Node(item, origin) for item in value] if isinstance(value, tuple) else value, origin)
-
-
-def _below(node: Node | None, key: str) -> Node | None:
-    return node.value.get(key) if node is not None and isinstance(node.value, dict) else None

@@ -1,7 +1,7 @@
-"""A recipe before it is validated: plain values that remember where they were written.
+"""A recipe before validation: a tree of plain values, each with the place where it was written.
 
-Loading is a chain of pure functions on this tree (parse, merge, override, anchor paths); only the last step makes
-the typed `Recipe`. Every step reports what it dislikes as a `Problem`, so that a user sees all of them at once.
+Loading is a chain of pure functions on this tree (parse, merge, override, resolve paths); only the last step makes the
+typed `Recipe`. Every step reports what is wrong as a `Problem`, so that a user sees all problems at once.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class Origin:
 
     source: str  # a file's path as the user would type it, or the whole `--set a.b=c`
     line: int | None  # from 1; None outside files
-    folder: Path  # what a relative path written here starts at
+    folder: Path  # relative paths written here start at this folder
 
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
@@ -27,7 +27,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Node:
-    """One value of a recipe. Mappings and lists hold nodes; nobody changes them in place."""
+    """One value of a recipe. Mappings and lists hold nodes and are never changed in place."""
 
     value: "Scalar | dict[str, Node] | list[Node]"
     origin: Origin
@@ -35,11 +35,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a recipe, at a dotted path."""
+    """One thing that is wrong with a recipe."""
 
-    where: KeyPath
+    where: KeyPath  # of the setting; empty for the recipe as a whole
     text: str
-    origin: Origin | None = None
+    origin: Origin | None = None  # file and line, or `--set`
 
     def __str__(self) -> str:
         place = f" ({self.origin})" if self.origin else ""
@@ -47,12 +47,12 @@ class Problem:
 
 
 def dotted_path(keys: KeyPath) -> str:
-    """Write a path as users do: `data.sources.0.path`."""
+    """Write a path as in recipes' messages and `--set`: `data.sources.0.path`."""
     return ".".join(str(key) for key in keys)
 
 
 def to_plain(node: Node) -> object:
-    """Drop the origins."""
+    """Return the values of a tree without their origins."""
     if isinstance(node.value, dict):
         return {key: to_plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -60,20 +60,20 @@ def to_plain(node: Node) -> object:
     return node.value
 
 
-def iter_nodes(node: Node, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
-    """All nodes below `node`, itself included, with their paths."""
-    yield at, node
+def iter_nodes(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
+    """Yield `node` and all nodes below it with their paths; `path` is the one of `node`."""
+    yield path, node
     children: Iterator[tuple[str | int, Node]] = iter(())
     if isinstance(node.value, dict):
         children = iter(node.value.items())
     elif isinstance(node.value, list):
         children = iter(enumerate(node.value))
     for key, child in children:
-        yield from iter_nodes(child, (*at, key))
+        yield from iter_nodes(child, (*path, key))
 
 
 def nearest_node(node: Node, keys: KeyPath) -> Node:
-    """The node at `keys`, or the deepest one on the way there."""
+    """Return the node at `keys`, or the deepest existing node above it."""
     for key in keys:
         value = node.value
         if isinstance(value, list):
@@ -88,19 +88,20 @@ def nearest_node(node: Node, keys: KeyPath) -> Node:
 
 
 def merge_trees(base: Node, over: Node) -> Node:
-    """Lay `over` on `base`: mappings join key by key, everything else (lists too) is replaced."""
+    """Merge two trees: mappings key by key; any other value, lists too, is the one of `over`."""
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
-    joined = dict(base.value)
+    merged = dict(base.value)
     for key, child in over.value.items():
-        joined[key] = merge_trees(joined[key], child) if key in joined else child
-    return Node(joined, over.origin)
+        merged[key] = merge_trees(merged[key], child) if key in merged else child
+    return Node(merged, over.origin)
 
 
-def set_node(node: Node | None, keys: KeyPath, new: Node, at: KeyPath = ()) -> Node | Problem:
-    """Return `node` with `new` at `keys`, making the mappings and lists on the way that are missing.
+def set_node(node: Node | None, keys: KeyPath, new: Node, path: KeyPath = ()) -> Node | Problem:
+    """Return `node` with `new` at `keys`; missing mappings and lists above it are created.
 
-    A key made of digits is an index where a list stands, or where nothing stands yet; the list's length appends.
+    A key made of digits is an index if the value above it is a list or missing; the length of a list appends to it.
+    `path` is the path of `node`, for messages.
     """
     if not keys:
         return new
@@ -109,17 +110,17 @@ def set_node(node: Node | None, keys: KeyPath, new: Node, at: KeyPath = ()) -> N
     if value is None:
         value = [] if key.isdecimal() else {}
     if isinstance(value, dict):
-        child = set_node(value.get(key), rest, new, (*at, key))
+        child = set_node(value.get(key), rest, new, (*path, key))
         return child if isinstance(child, Problem) else _with(node, {**value, key: child}, new.origin)
     if isinstance(value, list):
         if not key.isdecimal() or int(key) > len(value):
             allowed = f"an index from 0 to {len(value)} ({len(value)} appends)"
-            return Problem((*at, key), f"found {key!r} below a list of {len(value)}; allowed: {allowed}", new.origin)
+            return Problem((*path, key), f"found {key!r} in a list of {len(value)}; allowed: {allowed}", new.origin)
         i = int(key)
-        child = set_node(value[i] if i < len(value) else None, rest, new, (*at, i))
+        child = set_node(value[i] if i < len(value) else None, rest, new, (*path, i))
         return child if isinstance(child, Problem) else _with(node, [*value[:i], child, *value[i + 1 :]], new.origin)
-    below = dotted_path((*at, *keys))
-    return Problem(at, f"is {value!r}, not a mapping or a list, so {below} cannot be set", new.origin)
+    below = dotted_path((*path, *keys))
+    return Problem(path, f"is {value!r}, not a mapping or a list, so {below} cannot be set", new.origin)
 
 
 def _with(node: Node | None, value: dict[str, Node] | list[Node], origin: Origin) -> Node:

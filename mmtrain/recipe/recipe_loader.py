@@ -1,4 +1,4 @@
-"""From a file, its ancestors, the environment and the command line to one validated recipe."""
+"""Load a recipe: from a file, its bases, the environment and the command line to one validated `Recipe`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -6,41 +6,41 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmtrain.errors import RecipeError
-from mmtrain.recipe import presets
-from mmtrain.recipe import strict_yaml as yaml
+from mmtrain.recipe.apply_presets import apply_presets
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, dotted_path, iter_nodes, merge_trees, set_node
 from mmtrain.recipe.schema import Recipe
+from mmtrain.recipe.strict_yaml import parse_yaml
 from mmtrain.recipe.validation import validate
 
-_TABLE = ("cluster", "costs")
-_PATHS = (  # settings whose relative paths start at the folder of the file that wrote them
+_COST_TABLE = ("cluster", "costs")
+_PATH_SETTINGS = (  # relative paths in these settings start at the folder of the file that sets them
     ("data", "tokenizer"),
     ("data", "index_cache"),
     ("data", "sources", "*", "path"),
     ("data", "sources", "*", "image_root"),
     ("data", "validation", "*", "path"),
     ("data", "validation", "*", "image_root"),
-    _TABLE,
+    _COST_TABLE,
 )
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A validated recipe, and where each of its values came from."""
+    """A validated recipe, and where each of its values was written."""
 
     recipe: Recipe
     path: Path
     origins: Mapping[str, str]  # dotted path of every written value -> `file:line` or `--set a.b=c`
 
-    def origin(self, where: str) -> str:
-        """Where the value at a dotted path was written; `default` where nobody wrote it."""
-        return self.origins.get(where, "default")
+    def origin(self, path: str) -> str:
+        """Return where the value at a dotted path was written; `default` if it was not."""
+        return self.origins.get(path, "default")
 
 
 @dataclass
-class _Files:
-    """The files read so far, each once, and what was wrong with them."""
+class _RecipeFiles:
+    """The files read so far, each read once, and the problems found in them."""
 
     env: Mapping[str, str]
     trees: dict[Path, Node] = field(default_factory=dict)
@@ -48,55 +48,66 @@ class _Files:
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> LoadedRecipe:
-    """Load the recipe at `path`: its `extends` ancestors, `${env:NAME}`, the overrides `a.b.0=c`, then presets.
+    """Load the recipe at `path` and validate it.
 
-    Raises `RecipeError` with every problem at once: dotted path, what was found, what is allowed, file and line.
+    Args:
+        path: a YAML file, which may extend others.
+        overrides: settings `a.b.0=value` that take precedence over the files, as in `--set`.
+        env: environment variables for `${env:NAME}`; by default those of this process.
+
+    Raises:
+        RecipeError: with all problems at once: dotted path, what was found, what is allowed, file and line.
     """
-    files = _Files(os.environ if env is None else env)
+    files = _RecipeFiles(os.environ if env is None else env)
     tree = _read(path, files, ())
     for override in overrides:
-        tree = _override(tree, override, files)
-    tree = presets.apply_presets(_anchor_paths(tree))
+        tree = _apply_override(tree, override, files)
+    tree = apply_presets(_make_paths_absolute(tree))
     problems, recipe = validate(tree, files.problems, CHECKS)
     if recipe is None:
         raise RecipeError(_message(path, problems))
-    return LoadedRecipe(recipe, path, {dotted_path(at): str(node.origin) for at, node in iter_nodes(tree) if at})
+    origins = {dotted_path(keys): str(node.origin) for keys, node in iter_nodes(tree) if keys}
+    return LoadedRecipe(recipe, path, origins)
 
 
-def _read(path: Path, files: _Files, chain: tuple[Path, ...]) -> Node:
-    """Read one file and lay it on what it extends."""
+def _read(path: Path, files: _RecipeFiles, chain: tuple[Path, ...]) -> Node:
+    """Read one file and merge it over the files that it extends; `chain` holds the files that led here."""
     if path in chain:
-        raise RecipeError("recipes extend each other in a circle: " + " -> ".join(map(str, (*chain, path))))
+        raise RecipeError("recipes extend each other in a cycle: " + " -> ".join(map(str, (*chain, path))))
     if path not in files.trees:
-        own, problems = yaml.parse_yaml(_text(path), Origin(str(path), 1, path.parent), files.env)
+        own, problems = parse_yaml(_text(path), Origin(str(path), 1, path.parent), files.env)
         files.problems += problems
-        files.trees[path] = _with_bases(own, path, files, (*chain, path))
+        files.trees[path] = _merge_over_bases(own, path, files, (*chain, path))
     return files.trees[path]
 
 
-def _with_bases(own: Node, path: Path, files: _Files, chain: tuple[Path, ...]) -> Node:
+def _merge_over_bases(own: Node, path: Path, files: _RecipeFiles, chain: tuple[Path, ...]) -> Node:
     if own.value is None:
         raise RecipeError(f"{path}: the file is empty; a recipe has at least name, model, data and train")
     if not isinstance(own.value, dict):
         raise RecipeError(f"{own.origin}: found {_kind(own)} at the top level; allowed: a mapping (`name: ...`)")
     tree = Node({}, own.origin)
     for base in _bases(own.value.get("extends"), files):
-        where = Path(os.path.normpath(path.parent / str(base.value)))
-        if not where.is_file():
-            raise RecipeError(f"{base.origin}: extends: there is no file {where}")
-        tree = merge_trees(tree, _read(where, files, chain))
-    return merge_trees(tree, replace(own, value={key: child for key, child in own.value.items() if key != "extends"}))
+        base_path = Path(os.path.normpath(path.parent / str(base.value)))
+        if not base_path.is_file():
+            raise RecipeError(f"{base.origin}: extends: there is no file {base_path}")
+        tree = merge_trees(tree, _read(base_path, files, chain))
+    settings = {key: child for key, child in own.value.items() if key != "extends"}
+    return merge_trees(tree, replace(own, value=settings))
 
 
-def _bases(extends: Node | None, files: _Files) -> list[Node]:
+def _bases(extends: Node | None, files: _RecipeFiles) -> list[Node]:
+    """Return the valid entries of `extends`, and report the others."""
     if extends is None:
         return []
-    names = extends.value if isinstance(extends.value, list) else [extends]
-    for name in names:
-        if not isinstance(name.value, str):
-            found = f"found {_kind(name)}; allowed: the path of a recipe, or a list of paths"
-            files.problems.append(Problem(("extends",), found, name.origin))
-    return [name for name in names if isinstance(name.value, str)]
+    bases = []
+    for name in extends.value if isinstance(extends.value, list) else [extends]:
+        if isinstance(name.value, str):
+            bases.append(name)
+        else:
+            text = f"found {_kind(name)}; allowed: the path of a recipe, or a list of paths"
+            files.problems.append(Problem(("extends",), text, name.origin))
+    return bases
 
 
 def _text(path: Path) -> str:
@@ -109,15 +120,15 @@ def _text(path: Path) -> str:
         raise RecipeError(f"{path}: cannot read the recipe: {error.strerror}") from None
 
 
-def _override(tree: Node, override: str, files: _Files) -> Node:
-    """Apply one `a.b.0=c`; the value is YAML."""
+def _apply_override(tree: Node, override: str, files: _RecipeFiles) -> Node:
+    """Apply one `a.b.0=value`; the value is YAML."""
     origin = Origin(f"--set {override}", None, Path.cwd())
-    where, equals, text = override.partition("=")
-    keys: KeyPath = tuple(where.strip().split("."))
+    path, equals, text = override.partition("=")
+    keys: KeyPath = tuple(path.strip().split("."))
     if not equals or not text.strip() or "" in keys:
         files.problems.append(Problem((), "allowed: a.b.0=value, with null for no value", origin))
         return tree
-    value, problems = yaml.parse_yaml(text, origin, files.env)
+    value, problems = parse_yaml(text, origin, files.env)
     files.problems += [replace(problem, where=(*keys, *problem.where)) for problem in problems]
     result = set_node(tree, keys, value)
     if isinstance(result, Problem):
@@ -126,19 +137,23 @@ def _override(tree: Node, override: str, files: _Files) -> Node:
     return result
 
 
-def _anchor_paths(tree: Node) -> Node:
-    """Make paths absolute: each starts at the folder of whoever wrote it. The name of a shipped table is no path."""
-    for at, node in list(iter_nodes(tree)):
-        pattern = tuple("*" if isinstance(key, int) else key for key in at)
-        if pattern in _PATHS and isinstance(node.value, str) and not (at == _TABLE and _is_name(node.value)):
-            anchored = set_node(tree, at, replace(node, value=os.path.abspath(node.origin.folder / node.value)))
-            assert isinstance(anchored, Node)
-            tree = anchored
+def _make_paths_absolute(tree: Node) -> Node:
+    """Resolve relative paths against the folder of the file that sets them. Names of shipped cost tables are kept."""
+    for keys, node in list(iter_nodes(tree)):
+        pattern = tuple("*" if isinstance(key, int) else key for key in keys)
+        if pattern not in _PATH_SETTINGS or not isinstance(node.value, str):
+            continue
+        if pattern == _COST_TABLE and _is_bare_name(node.value):
+            continue
+        absolute = os.path.abspath(node.origin.folder / node.value)
+        updated = set_node(tree, keys, replace(node, value=absolute))
+        assert isinstance(updated, Node)
+        tree = updated
     return tree
 
 
-def _is_name(value: str) -> bool:
-    """Whether a value is a bare word: neither in a folder nor with a suffix."""
+def _is_bare_name(value: str) -> bool:
+    """Return whether a value has neither a folder nor a suffix."""
     return os.path.basename(value) == value and not os.path.splitext(value)[1]
 
 

@@ -1,4 +1,4 @@
-"""What a recipe may hold that can be planned for, and cannot be run."""
+"""Which recipes can be run, and which can only be planned for."""
 
 from collections.abc import Iterator
 
@@ -7,23 +7,23 @@ from mmtrain.recipe.schema import Recipe
 
 
 def require_runnable(recipe: Recipe, command: str) -> None:
-    """Raise RecipeError, naming everything that `command` cannot do with this recipe and `mmtrain plan` can."""
-    reasons = list(_only_planned(recipe))
+    """Raise RecipeError if `command` cannot run this recipe; the message names every setting that prevents it."""
+    reasons = list(_plan_only_settings(recipe))
     if reasons:
         raise RecipeError(
-            f"{command} cannot run this recipe, which is for `mmtrain plan`, `simulate` and `report` alone:\n  "
+            f"{command} cannot run this recipe, which is for `mmtrain plan`, `simulate` and `report` only:\n  "
             + "\n  ".join(reasons)
         )
 
 
 def is_runnable(recipe: Recipe) -> bool:
-    """Whether this recipe can be run, not only planned for."""
-    return not any(_only_planned(recipe))
+    """Return whether this recipe can be run; if not, it can only be planned for."""
+    return not any(_plan_only_settings(recipe))
 
 
-def _only_planned(recipe: Recipe) -> Iterator[str]:
+def _plan_only_settings(recipe: Recipe) -> Iterator[str]:
     if recipe.model.generator is not None:
-        yield "model.generator: a generator is only a shape so far; remove it"
+        yield "model.generator: this version can plan for a generator, but not train one; remove it"
     for i, source in enumerate(recipe.data.sources):
         if source.states_lengths:
-            yield f"data.sources.{i}: {source.path} states lengths; name a file of samples, and data.tokenizer"
+            yield f"data.sources.{i}: {source.path} holds lengths only; name a file of samples, and set data.tokenizer"

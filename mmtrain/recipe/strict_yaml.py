@@ -1,13 +1,13 @@
-"""Strict YAML: what a recipe says is what it means.
+"""Strict YAML: every value means what it looks like, and keeps its line.
 
-PyYAML reads YAML 1.1, where `1e-5` is text, `on` and `no` are booleans, `010` is eight and `12:30:00` a number, where
-a repeated key silently wins and a few aliases can grow into gigabytes. Here scalars follow a subset of YAML 1.2's core
-schema: `null`, `~` or nothing; `true` and `false`; decimal integers and floats; everything else is text. Repeated
-keys, aliases and tags are refused, and every value keeps its line.
+PyYAML reads YAML 1.1: `1e-5` is text, `on` and `no` are booleans, `010` is eight, `12:30:00` is a number, the last of
+repeated keys wins silently, and a few aliases can expand to gigabytes. Here scalars follow a subset of YAML 1.2's core
+schema: `null`, `~` or nothing; `true` and `false`; decimal integers and floats; everything else is text. Repeated keys,
+aliases and tags are rejected.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from mmtrain.errors import RecipeError
 from mmtrain.recipe.raw_tree import KeyPath, Node, Origin, Problem, Scalar
 
 _TAG = "tag:yaml.org,2002:"
-_MAX_DEPTH = 50  # far above any recipe, far below Python's recursion limit
-_FORMS = {  # nineteen digits hold every 64-bit count; longer ones are identifiers, kept as text
+_MAX_DEPTH = 50  # nested levels: far more than a recipe has, far fewer than Python's recursion limit
+_PATTERNS = {  # 19 digits hold every 64-bit integer; longer numbers are identifiers and stay text
     "null": re.compile(r"(?:null|~|)\Z"),
     "bool": re.compile(r"(?:true|false)\Z"),
     "int": re.compile(r"[-+]?(?:0|[1-9][0-9]{0,18})\Z"),
@@ -27,7 +27,7 @@ _FORMS = {  # nineteen digits hold every 64-bit count; longer ones are identifie
         r"|[-+]?\.inf|\.nan)\Z"
     ),
 }
-_RESOLVERS: dict[Any, Any] = {None: [(_TAG + kind, form) for kind, form in _FORMS.items()]}
+_RESOLVERS: dict[Any, Any] = {None: [(_TAG + kind, pattern) for kind, pattern in _PATTERNS.items()]}
 _INTERPOLATION = re.compile(r"\$\$\{|\$\{(?:env:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\})?")
 
 
@@ -57,22 +57,32 @@ class _Dumper(yaml.SafeDumper):
 
 
 def parse_yaml(text: str, origin: Origin, env: Mapping[str, str]) -> tuple[Node, list[Problem]]:
-    """Parse one YAML document into a tree, filling in `${env:NAME}`.
+    """Parse one YAML document into a tree and replace `${env:NAME}`.
 
-    `origin.line` None means the text is not a file (an override): its nodes then carry no line either.
-    Raises `RecipeError` with file and line where the text is no YAML; repeated keys and unset variables, which leave
-    the rest readable, come back as problems.
+    Args:
+        text: the document.
+        origin: where the text starts; without a line for an override, whose nodes then have no lines either.
+        env: environment variables.
+
+    Returns:
+        The tree, and problems that leave the rest readable: repeated keys, unset variables.
+
+    Raises:
+        RecipeError: with file and line if the text is not YAML.
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = replace(origin, line=mark.line + 1) if mark and origin.line is not None else origin
+        if mark and origin.line is not None:
+            origin = replace(origin, line=mark.line + 1)
         reason = ", ".join(filter(None, (error.context, error.problem)))
-        raise RecipeError(f"{place}: not valid YAML: {reason}") from None
+        raise RecipeError(f"{origin}: not valid YAML: {reason}") from None
     except yaml.reader.ReaderError as error:
-        place = origin if origin.line is None else replace(origin, line=text.count("\n", 0, error.position) + 1)
-        raise RecipeError(f"{place}: not valid YAML: the character U+{ord(text[error.position]):04X}") from None
+        if origin.line is not None:
+            origin = replace(origin, line=text.count("\n", 0, error.position) + 1)
+        character = f"U+{ord(text[error.position]):04X}"
+        raise RecipeError(f"{origin}: not valid YAML: the character {character} is not allowed") from None
     problems: list[Problem] = []
     if root is None:
         return Node(None, origin), problems
@@ -80,69 +90,74 @@ def parse_yaml(text: str, origin: Origin, env: Mapping[str, str]) -> tuple[Node,
 
 
 def dump_yaml(value: object) -> str:
-    """Write plain values as YAML that `parse_yaml` reads back to the same values."""
+    """Write plain values as YAML that `parse_yaml` reads back as the same values."""
     text: str = yaml.dump(_escape(value), Dumper=_Dumper, sort_keys=False, width=10**6)
     return text
 
 
-def _convert(node: yaml.Node, at: KeyPath, origin: Origin, env: Mapping[str, str], problems: list[Problem]) -> Node:
+def _convert(node: yaml.Node, path: KeyPath, origin: Origin, env: Mapping[str, str], problems: list[Problem]) -> Node:
+    """Convert PyYAML's node at `path` to ours; append what is wrong to `problems`."""
     if isinstance(node, yaml.ScalarNode):
-        return Node(_scalar(node, at, origin, env, problems), origin)
+        return Node(_scalar(node, path, origin, env, problems), origin)
     if isinstance(node, yaml.SequenceNode):
         items = enumerate(node.value)
-        return Node([_convert(child, (*at, i), _at(origin, child), env, problems) for i, child in items], origin)
+        return Node([_convert(item, (*path, i), _at_node(origin, item), env, problems) for i, item in items], origin)
     children: dict[str, Node] = {}
     for key_node, child in node.value:
-        place = _at(origin, key_node)
+        key_origin = _at_node(origin, key_node)
         if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
             shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
-            problems.append(Problem(at, f"found the key {shown}; allowed: names", place))
+            problems.append(Problem(path, f"found the key {shown}; allowed: names", key_origin))
             continue
         key = key_node.value
         if key in children:
             text = f"written twice, first at {children[key].origin}; keep one"
-            problems.append(Problem((*at, key), text, place))
-        children[key] = _convert(child, (*at, key), place, env, problems)
+            problems.append(Problem((*path, key), text, key_origin))
+        children[key] = _convert(child, (*path, key), key_origin, env, problems)
     return Node(children, origin)
 
 
 def _scalar(
-    node: yaml.ScalarNode, at: KeyPath, origin: Origin, env: Mapping[str, str], problems: list[Problem]
+    node: yaml.ScalarNode, path: KeyPath, origin: Origin, env: Mapping[str, str], problems: list[Problem]
 ) -> Scalar:
-    is_plain = node.style is None
     text: str = node.value
-    whole = _INTERPOLATION.fullmatch(text)
-    filled = _INTERPOLATION.sub(
-        lambda match: _fill(match, env, lambda p: problems.append(Problem(at, p, origin))), text
-    )
-    retypes = "${" not in text or (whole and whole["name"])
-    return _typed(filled) if is_plain and retypes else filled
+    messages: list[str] = []
+    filled = _INTERPOLATION.sub(lambda match: _interpolate(match, env, messages), text)
+    problems += [Problem(path, message, origin) for message in messages]
+    is_quoted = node.style is not None
+    if is_quoted:
+        return filled
+    # Only a value that is one variable and nothing else may become a number or a boolean.
+    single = _INTERPOLATION.fullmatch(text)
+    if "${" in text and not (single and single["name"]):
+        return filled
+    return _typed(filled)
 
 
-def _fill(match: re.Match[str], env: Mapping[str, str], complain: Callable[[str], None]) -> str:
-    """Replace one interpolation; as in a shell, `:-` also covers a variable that is set but empty."""
+def _interpolate(match: re.Match[str], env: Mapping[str, str], messages: list[str]) -> str:
+    """Return the text for one interpolation. As in a shell, `:-` also covers a variable that is set but empty."""
     if match[0] == "$${":
         return "${"
     name, default = match["name"], match["default"]
     if name is None:
-        known = "${env:NAME} and ${env:NAME:-default}, or $${ for ${ itself"
-        complain(f"found {match.string!r}; allowed with `${{`: {known}")
+        allowed = "${env:NAME} and ${env:NAME:-default}, or $${ for ${ itself"
+        messages.append(f"found {match.string!r}; allowed with `${{`: {allowed}")
         return ""
     if default is not None:
         return env.get(name) or str(default)
     if name not in env:
-        complain(f"the environment variable {name} is not set; set it, or write ${{env:{name}:-default}}")
+        messages.append(f"the environment variable {name} is not set; set it, or write ${{env:{name}:-default}}")
     return env.get(name, "")
 
 
 def _typed(text: str) -> Scalar:
-    if _FORMS["null"].match(text):
+    if _PATTERNS["null"].match(text):
         return None
-    if _FORMS["bool"].match(text):
+    if _PATTERNS["bool"].match(text):
         return text == "true"
-    if _FORMS["int"].match(text):
+    if _PATTERNS["int"].match(text):
         return int(text)
-    if _FORMS["float"].match(text):
+    if _PATTERNS["float"].match(text):
         return float(text.replace(".inf", "inf").replace(".nan", "nan"))
     return text
 
@@ -157,7 +172,7 @@ def _escape(value: object) -> object:
     return value
 
 
-def _at(origin: Origin, node: yaml.Node) -> Origin:
+def _at_node(origin: Origin, node: yaml.Node) -> Origin:
     return origin if origin.line is None else replace(origin, line=node.start_mark.line + 1)
 
 

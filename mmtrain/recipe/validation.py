@@ -1,4 +1,4 @@
-"""Validation that tells everything at once, in the user's words."""
+"""Validation: turn a tree of values into a `Recipe`, or report all problems at once in plain words."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,109 +13,127 @@ from mmtrain.recipe.raw_tree import KeyPath, Node, Problem, dotted_path, nearest
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.settings import Section, section_type
 
-Check = Callable[[Recipe], Iterable[Problem]]
+PydanticError = dict[str, Any]  # one entry of `ValidationError.errors()`
 
 
-class UnknownSetting(Exception):  # noqa: N818 - a signal between a check and its caller, not an error
-    """A check read a setting whose value is missing or refused; it has nothing to say then."""
+class SettingUnavailableError(Exception):
+    """A check read a setting that is missing or invalid, so the check cannot say anything."""
 
 
-def validate(tree: Node, found: Sequence[Problem], checks: Iterable[Check]) -> tuple[list[Problem], Recipe | None]:
-    """Turn the tree into a `Recipe`, or name everything that is wrong with it.
+def validate(
+    tree: Node, problems: Sequence[Problem], checks: Iterable[Callable[[Recipe], Iterable[Problem]]]
+) -> tuple[list[Problem], Recipe | None]:
+    """Turn the tree into a `Recipe`, or return everything that is wrong with it.
 
-    `found` are problems known already; their paths are not reported twice. Each of `checks` looks at several settings
-    together; where some setting is unusable, the checks that need it are left out and the others still speak.
+    Args:
+        tree: the merged recipe.
+        problems: those known already; the same setting is not reported twice.
+        checks: rules that involve several settings. A check that needs an invalid setting is skipped.
+
+    Returns:
+        All problems in the order of files and lines, and the recipe if there are none.
     """
     raw = to_plain(tree)
     recipe: Recipe | None = None
-    own: list[Problem] = []
+    field_problems: list[Problem] = []
     try:
         recipe = Recipe.model_validate_json(json.dumps(raw), strict=True)
-    except ValidationError as error:
-        all_details = cast(list[dict[str, Any]], error.errors(include_url=False))
-        own = [_problem(details, tree) for details in all_details if not _follows(details, all_details)]
-    known = {dotted_path(problem.where) for problem in found}
-    own = [problem for problem in own if dotted_path(problem.where) not in known]
-    refused = {problem.where for problem in (*found, *own)}
-    view = recipe or cast(Recipe, _Readable(Recipe, cast(dict[str, object], raw), refused, ()))
-    crossed = [problem for check in checks for problem in _run(check, view, tree)]
-    problems = sorted((*found, *own, *crossed), key=lambda p: _order(p, tree))
-    return problems, recipe if not problems else None
+    except ValidationError as failure:
+        errors = cast(list[PydanticError], failure.errors(include_url=False))
+        field_problems = [_problem(error, tree) for error in errors if not _is_consequence(error, errors)]
+    known = {dotted_path(problem.where) for problem in problems}  # keys of `--set` are texts, those of lists numbers
+    field_problems = [problem for problem in field_problems if dotted_path(problem.where) not in known]
+    invalid = {problem.where for problem in (*problems, *field_problems)}
+    view = recipe or cast(Recipe, _PartialSection(Recipe, cast(dict[str, object], raw), invalid, ()))
+    check_problems = [problem for check in checks for problem in _run_check(check, view, tree)]
+    all_problems = sorted((*problems, *field_problems, *check_problems), key=lambda p: _position(p, tree))
+    return all_problems, recipe if not all_problems else None
 
 
-class _Readable:
-    """Reads like a section of a `Recipe` whose validation failed: good values and defaults, never bad ones."""
+class _PartialSection:
+    """Reads like a section of a `Recipe` whose validation failed: valid values and defaults only."""
 
-    def __init__(self, section: type[Section], raw: dict[str, object], refused: set[KeyPath], at: KeyPath) -> None:
-        self._section, self._raw, self._refused, self._at = section, raw, refused, at
+    def __init__(self, section: type[Section], raw: dict[str, object], invalid: set[KeyPath], path: KeyPath) -> None:
+        self._section = section
+        self._raw = raw
+        self._invalid = invalid
+        self._path = path
 
     def __getattr__(self, name: str) -> object:
-        field, here = self._section.model_fields[name], (*self._at, name)
+        field = self._section.model_fields[name]
+        path = (*self._path, name)
         if name not in self._raw:
             if field.is_required():
-                raise UnknownSetting(here)
+                raise SettingUnavailableError(path)
             return field.default
-        value, section = self._raw[name], section_type(field.annotation)
-        if section and isinstance(value, dict):
-            return _Readable(section, value, self._refused, here)
-        if any(bad[: len(here)] == here for bad in self._refused):
-            raise UnknownSetting(here)
-        if section and isinstance(value, list):
-            return [_Readable(section, item, self._refused, (*here, i)) for i, item in enumerate(value)]
+        value = self._raw[name]
+        nested = section_type(field.annotation)
+        if nested and isinstance(value, dict):
+            return _PartialSection(nested, value, self._invalid, path)
+        if any(keys[: len(path)] == path for keys in self._invalid):
+            raise SettingUnavailableError(path)
+        if nested and isinstance(value, list):
+            return [_PartialSection(nested, item, self._invalid, (*path, i)) for i, item in enumerate(value)]
         return value
 
 
-def _run(check: Check, recipe: Recipe, tree: Node) -> Iterator[Problem]:
+def _run_check(check: Callable[[Recipe], Iterable[Problem]], recipe: Recipe, tree: Node) -> Iterator[Problem]:
     try:
         for problem in check(recipe):
             yield replace(problem, origin=nearest_node(tree, problem.where).origin)
-    except UnknownSetting:
+    except SettingUnavailableError:
         return
 
 
-def _follows(details: dict[str, Any], others: list[dict[str, Any]]) -> bool:
-    """Whether a problem comes from another: a list too short without its bad items, what an unknown preset lacks."""
-    keys = details["loc"]
-    if details["type"] == "missing" and any(o["loc"] == (*keys[:-1], "preset") for o in others):
+def _is_consequence(error: PydanticError, errors: list[PydanticError]) -> bool:
+    """Return whether another error caused this one.
+
+    Two cases: settings that an unknown preset would have supplied are missing, and a list is too short because some of
+    its items are invalid.
+    """
+    keys = error["loc"]
+    if error["type"] == "missing" and any(other["loc"] == (*keys[:-1], "preset") for other in errors):
         return True
-    return details["type"] == "too_short" and any(keys == o["loc"][: len(keys)] for o in others if o is not details)
+    others_inside = any(keys == other["loc"][: len(keys)] for other in errors if other is not error)
+    return error["type"] == "too_short" and others_inside
 
 
-def _problem(details: dict[str, Any], tree: Node) -> Problem:
-    """Put one of pydantic's errors into our words."""
-    keys: KeyPath = details["loc"]
+def _problem(error: PydanticError, tree: Node) -> Problem:
+    """Say one of pydantic's errors in the words of this package."""
+    keys: KeyPath = error["loc"]
     node = nearest_node(tree, keys)
-    kind: str = details["type"]
+    kind: str = error["type"]
     if kind == "extra_forbidden":
-        return Problem(keys, _unknown(keys), node.origin)
+        return Problem(keys, _unknown_key(keys), node.origin)
     if kind == "value_error":
-        return Problem(keys, str(details["ctx"]["error"]), node.origin)
+        return Problem(keys, str(error["ctx"]["error"]), node.origin)
     schema = json_schema.schema_at(keys) or {}
     allowed = json_schema.describe_allowed(schema)
     if kind == "missing":
-        about = schema.get("description", "")
-        return Problem(keys, f"missing; allowed: {allowed}" + (f" ({about})" if about else ""), node.origin)
+        description = schema.get("description", "")
+        text = f"missing; allowed: {allowed}" + (f" ({description})" if description else "")
+        return Problem(keys, text, node.origin)
     if kind in ("too_short", "too_long"):
-        return Problem(keys, f"{details['msg']}; allowed: {allowed}", node.origin)
+        return Problem(keys, f"{error['msg']}; allowed: {allowed}", node.origin)
     names = [name for branch in schema.get("anyOf", [schema]) for name in branch.get("enum", ())]
-    near = get_close_matches(str(node.value), names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return Problem(keys, f"found {_shown(node)}, allowed: {allowed}{hint}", node.origin)
+    closest = get_close_matches(str(node.value), names, n=1)
+    hint = f"; did you mean {closest[0]}?" if closest else ""
+    return Problem(keys, f"found {_describe_value(node)}, allowed: {allowed}{hint}", node.origin)
 
 
-def _unknown(keys: KeyPath) -> str:
+def _unknown_key(keys: KeyPath) -> str:
     *parent, name = keys
     known = json_schema.known_keys(tuple(parent))
-    near = get_close_matches(str(name), known, n=1)
+    closest = get_close_matches(str(name), known, n=1)
+    if closest:
+        return f"unknown key; did you mean {closest[0]}? Allowed here: {', '.join(known)}"
     elsewhere = [dotted_path(path) for path in json_schema.setting_paths() if path[-1] == name]
-    if near:
-        return f"unknown key; did you mean {near[0]}? Allowed here: {', '.join(known)}"
     if elsewhere:
         return f"unknown key here; it belongs to {' or '.join(elsewhere)}"
     return f"unknown key; allowed here: {', '.join(known)}"
 
 
-def _shown(node: Node) -> str:
+def _describe_value(node: Node) -> str:
     if isinstance(node.value, list):
         return "a list"
     if isinstance(node.value, dict):
@@ -125,6 +143,7 @@ def _shown(node: Node) -> str:
     return json.dumps(node.value)
 
 
-def _order(problem: Problem, tree: Node) -> tuple[str, int]:
+def _position(problem: Problem, tree: Node) -> tuple[str, int]:
+    """Return file and line, to sort problems by."""
     origin = problem.origin or tree.origin
     return origin.source, origin.line or 0

@@ -165,7 +165,7 @@ def test_a_text_model_has_one_unit() -> None:
         ),
         ({"parallel": {"llm": {"pp": 9}}}, 2, r"parallel\.llm\.pp: 9 is more than llm's 6 layers; allowed: 1-6"),
         ({"parallel": {"placement": "disaggregated", "vision": {"pp": 1, "tp": 1, "dp": 1}}}, 500, "500 ranks"),
-        ({"vision": None, "parallel": {"placement": "disaggregated"}}, 2, r"needs an encoder, but model\.vision"),
+        ({"vision": None, "parallel": {"placement": "disaggregated"}}, 2, r"needs an encoder, but the model has none"),
         ({"vision": None, "parallel": {"vision": {"tp": 2}}}, 2, r"parallel\.vision\.tp is set, but model\.vision"),
         ({"cluster": {"memory_gib": 0.01}}, 2, r"(?s)no plan fits 2 ranks.*most of it \w+ \(.*memory_gib"),
     ],

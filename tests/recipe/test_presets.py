@@ -9,11 +9,11 @@ from mmtrain.costs import num_parameters
 from mmtrain.errors import RecipeError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.recipe import dump_recipe, editor_schema, load_recipe, recipe_fingerprint
+from mmtrain.recipe.apply_presets import presets_by_unit
 from mmtrain.recipe.presets import (
     AUDIO_PRESETS,
     GENERATOR_PRESETS,
     LLM_PRESETS,
-    PRESETS,
     VISION_PRESETS,
     AudioPreset,
     GeneratorPreset,
@@ -23,7 +23,7 @@ from mmtrain.recipe.presets import (
 from mmtrain.recipe.schema import Recipe
 from tests.recipe.conftest import Write
 
-UNITS = [(unit, name) for unit, known in PRESETS.items() for name in known]
+UNITS = [(unit, name) for unit, presets in presets_by_unit().items() for name in presets]
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_editors_are_told_all_names() -> None:
 
 @pytest.mark.parametrize(("unit", "name"), UNITS)
 def test_parameters_are_those_published(unit: str, name: str) -> None:
-    preset = PRESETS[unit][name]
+    preset = presets_by_unit()[unit][name]
     llm = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 512}
     model: dict[str, Any] = {"llm": llm} | {unit: dict(preset.settings)}
     recipe = Recipe.model_validate(

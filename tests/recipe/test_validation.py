@@ -127,7 +127,10 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
             ["parallel.llm.tp=8", "model.llm.kv_heads=1", "model.llm.head_dim=2", "model.llm.heads=8"],
             "parallel.llm.tp: 8 does not divide the 4 outputs of the key and value projections (kv_heads 1)",
         ),
-        (["parallel.llm={tp: 1, sp: true}"], "parallel.llm.sp: needs more than one tensor-parallel rank"),
+        (
+            ["parallel.llm={tp: 1, sp: true}"],
+            "parallel.llm.sp: sequence parallelism needs a tensor-parallel degree above 1",
+        ),
         (["parallel.llm.pp=5"], "parallel.llm.pp: 5 is more than the unit's 4 layers"),
         (
             ["parallel.llm.num_microbatches=3"],
@@ -139,14 +142,17 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         ),
         (
             ["parallel.llm.dp=1", "parallel.vision.num_microbatches=3"],
-            "parallel.vision.num_microbatches: 3 neither divides the LLM's 4 microbatches",
+            "parallel.vision.num_microbatches: 3 neither divides nor is a multiple of the LLM's 4 microbatches",
         ),
         (["parallel.vision.dp=3"], "parallel.vision.dp: 3 does not divide train.global_batch 4"),
         (
             ["parallel.placement=unified", "parallel.vision.tp=2", "parallel.llm.tp=1"],
             "parallel.vision.tp: 2 differs from parallel.llm.tp 1",
         ),
-        (["parallel.placement=disaggregated", "model.vision=null"], "parallel.placement: found disaggregated, but"),
+        (
+            ["parallel.placement=disaggregated", "model.vision=null"],
+            "parallel.placement: found disaggregated, which needs a second unit",
+        ),
         (
             ["cluster.ranks=2", "parallel.llm={tp: 2, dp: 2}"],
             "parallel.llm: tp x pp x dp needs 4 ranks, cluster.ranks is 2",
@@ -192,7 +198,10 @@ def test_missing_settings_say_what_they_are(write: Write) -> None:
         (["data.image.scheme=fixed", "model.vision.max_side=8"], "data.image.size: a square image becomes 16 patches"),
         (["model.vision.max_side=8"], "data.image.max_pixels: a square image becomes 32 patches a side"),
         (["data.image.min_pixels=200705"], "data.image.min_pixels: 200705 is above data.image.max_pixels 200704"),
-        (["data.image={min_pixels: 1, max_pixels: 100}"], "data.image.max_pixels: 100 is less than one cell of 196"),
+        (
+            ["data.image={min_pixels: 1, max_pixels: 100}"],
+            "data.image.max_pixels: 100 is less than one merged patch of 196 pixels",
+        ),
         ([AUDIO, "parallel.audio.tp=3"], "parallel.audio.tp: 3 does not divide model.audio.heads 4"),
         ([AUDIO, "parallel.audio.pp=5"], "parallel.audio.pp: 5 is more than the unit's 4 layers"),
         ([AUDIO, "model.audio.max_frames=2000"], "data.audio.max_seconds: 30 s become 3000 frames"),

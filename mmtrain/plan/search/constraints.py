@@ -8,7 +8,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.program.ir.graph import LLM
-from mmtrain.recipe.cross_checks import OTHER_UNITS
+from mmtrain.recipe.modalities import other_units
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
@@ -110,15 +110,15 @@ def fixed_microbatches(parallel: ParallelSettings, units: Iterable[str]) -> dict
 def _suits_microbatches(dp: int, recipe: Recipe) -> bool:
     """Whether the LLM with `dp` replicas has the number of microbatches asked for, and encoders can follow it."""
     asked, has = recipe.parallel.llm.num_microbatches, recipe.train.global_batch // dp
-    others = [getattr(recipe.parallel, name).num_microbatches or has for name in OTHER_UNITS]
+    others = [getattr(recipe.parallel, name).num_microbatches or has for name in other_units()]
     return asked in (None, has) and all(n % has == 0 or has % n == 0 for n in others)
 
 
 def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     names = [unit.name for unit in shape.units]
     if names == [LLM] and (wanted := recipe.parallel.placement) in ("disaggregated", "colocated"):
-        yield f"parallel.placement: `{wanted}` needs an encoder, but model.vision is not set; use `unified`"
-    absent = [name for name in OTHER_UNITS if name not in names]
+        yield f"parallel.placement: `{wanted}` needs an encoder, but the model has none; use `unified`"
+    absent = [name for name in other_units() if name not in names]
     for name, key in product(absent, (*_SIZES, "vpp", "num_microbatches")):
         if getattr(getattr(recipe.parallel, name), key) is not None:
             yield f"parallel.{name}.{key} is set, but model.{name} is not: remove it"

@@ -1,0 +1,43 @@
+"""Fill the settings of published models into a recipe."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mmtrain.recipe.modalities import MODALITIES
+from mmtrain.recipe.presets import GENERATOR_PRESETS, LLM_PRESETS, ModelPreset, PresetValue
+from mmtrain.recipe.raw_tree import Node, Origin, set_node
+
+
+def presets_by_unit() -> dict[str, Mapping[str, ModelPreset]]:
+    """Return the presets of every unit that a model may have, by name."""
+    encoders = {modality.name: modality.presets for modality in MODALITIES.values()}
+    return {**encoders, "llm": dict(LLM_PRESETS.items()), "generator": dict(GENERATOR_PRESETS.items())}
+
+
+def apply_presets(tree: Node) -> Node:
+    """Add to every unit the settings of the preset that it names; the recipe's own settings take precedence.
+
+    Unknown names are left as they are: validation reports them.
+    """
+    for unit, presets in presets_by_unit().items():
+        section = _child(_child(tree, "model"), unit)
+        name = _child(section, "preset")
+        if section is None or name is None or name.value not in presets:
+            continue
+        origin = replace(name.origin, source=f"{name.origin}, preset {name.value}", line=None)
+        preset = {key: _node(value, origin) for key, value in presets[str(name.value)].settings.items()}
+        own = section.value if isinstance(section.value, dict) else {}
+        filled = set_node(tree, ("model", unit), replace(section, value={**preset, **own}))
+        assert isinstance(filled, Node)
+        tree = filled
+    return tree
+
+
+def _node(value: PresetValue, origin: Origin) -> Node:
+    if isinstance(value, tuple):
+        return Node([Node(item, origin) for item in value], origin)
+    return Node(value, origin)
+
+
+def _child(node: Node | None, key: str) -> Node | None:
+    return node.value.get(key) if node is not None and isinstance(node.value, dict) else None

@@ -1,0 +1,181 @@
+"""What the fixed parallel degrees of units demand of the model, of the batch and of each other.
+
+What the planner may choose (None) fits by construction, so only degrees that the recipe fixes are checked.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from operator import itemgetter
+
+from mmtrain.recipe.modalities import MODALITIES, other_units
+from mmtrain.recipe.model_settings import EncoderSettings, LlmSettings
+from mmtrain.recipe.raw_tree import Problem
+from mmtrain.recipe.schema import Recipe, UnitParallel
+
+NUM_END_LAYERS = 2  # layers of a unit besides its blocks: embedding, and head or projector
+
+
+def check_encoder_parallelism(recipe: Recipe) -> Iterator[Problem]:
+    """Tensor- and pipeline-parallel degrees of an encoder fit its heads, widths and layers."""
+    for name, encoder in _encoders(recipe).items():
+        degrees = _degrees(recipe, name)
+        yield from check_tp(name, degrees, heads=encoder.heads, ffn=encoder.ffn)
+        yield from _check_pp(name, degrees, encoder)
+
+
+def check_llm_parallelism(recipe: Recipe) -> Iterator[Problem]:
+    """Tensor- and pipeline-parallel degrees of the LLM fit its heads, widths and layers."""
+    llm = recipe.model.llm
+    tp = recipe.parallel.llm.tp or 1
+    kv_heads = llm.kv_heads or llm.heads
+    kv_outputs = 2 * kv_heads * (llm.head_dim or llm.hidden // llm.heads)
+    if kv_heads % tp and tp % kv_heads:
+        text = f"{tp} neither divides nor is a multiple of model.llm.kv_heads {kv_heads}"
+        yield Problem(("parallel", "llm", "tp"), text)
+    elif kv_outputs % tp:
+        text = f"{tp} does not divide the {kv_outputs} outputs of the key and value projections (kv_heads {kv_heads})"
+        yield Problem(("parallel", "llm", "tp"), text)
+    else:
+        yield from check_tp("llm", recipe.parallel.llm, heads=llm.heads, ffn=llm.ffn)
+    yield from _check_pp("llm", recipe.parallel.llm, llm)
+
+
+def check_other_data_parallelism(recipe: Recipe) -> Iterator[Problem]:
+    """The replicas of encoders and of the generator share the global batch evenly."""
+    for name in other_units():
+        yield from _check_dp(name, _degrees(recipe, name), recipe)
+
+
+def check_llm_data_parallelism(recipe: Recipe) -> Iterator[Problem]:
+    """The replicas of the LLM share the global batch evenly."""
+    yield from _check_dp("llm", recipe.parallel.llm, recipe)
+
+
+def check_num_microbatches(recipe: Recipe) -> Iterator[Problem]:
+    """The LLM's microbatches add up to the global batch; those of other units divide them or are a multiple."""
+    llm, batch = recipe.parallel.llm, recipe.train.global_batch
+    path = ("parallel", "llm", "num_microbatches")
+    num_llm = llm.num_microbatches
+    if num_llm is None:
+        if llm.dp is not None and batch % llm.dp == 0:
+            num_llm = batch // llm.dp
+    elif batch % num_llm:
+        yield Problem(path, f"{num_llm} does not divide train.global_batch {batch}")
+    elif llm.dp is not None and num_llm * llm.dp != batch:
+        yield Problem(path, f"{num_llm} times parallel.llm.dp {llm.dp} is not train.global_batch {batch}")
+    for name in other_units():
+        num = _degrees(recipe, name).num_microbatches
+        if num is not None and num_llm is not None and num % num_llm and num_llm % num:
+            text = f"{num} neither divides nor is a multiple of the LLM's {num_llm} microbatches (global_batch / dp)"
+            yield Problem(("parallel", name, "num_microbatches"), text)
+
+
+def check_placement(recipe: Recipe) -> Iterator[Problem]:
+    """The placement suits the model's units and their fixed parallel degrees."""
+    placement = recipe.parallel.placement
+    path = ("parallel", "placement")
+    if placement in ("disaggregated", "colocated") and not _present_other_units(recipe):
+        yield Problem(
+            path, f"found {placement}, which needs a second unit, but the model has only the LLM; use unified"
+        )
+    elif placement == "colocated":
+        yield from _check_colocated(recipe)
+    elif placement == "unified":
+        for name, degree in product(other_units(), ("tp", "dp", "vpp")):
+            own, llm = getattr(_degrees(recipe, name), degree), getattr(recipe.parallel.llm, degree)
+            if own is not None and llm is not None and own != llm:
+                text = f"{own} differs from parallel.llm.{degree} {llm}, but `unified` puts all units on one mesh"
+                yield Problem(("parallel", name, degree), text)
+
+
+def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
+    """Encoders run on a part of the LLM's ranks, in the times when these would be idle."""
+    if recipe.model.generator is not None:
+        text = "found colocated, allowed with model.generator: disaggregated, unified or auto"
+        yield Problem(("parallel", "placement"), text)
+    for name, degree in product(MODALITIES, ("tp", "pp")):
+        own, llm = getattr(_degrees(recipe, name), degree), getattr(recipe.parallel.llm, degree)
+        if own is not None and llm is not None and llm % own:
+            text = f"{own} does not divide parallel.llm.{degree} {llm}; a colocated encoder uses a part of its ranks"
+            yield Problem(("parallel", name, degree), text)
+    for name in MODALITIES:
+        vpp = _degrees(recipe, name).vpp or 1
+        if vpp > 1:
+            text = f"found {vpp}, allowed: 1 (a colocated encoder has no model chunks: its layers fill idle times)"
+            yield Problem(("parallel", name, "vpp"), text)
+
+
+def check_model_chunks(recipe: Recipe) -> Iterator[Problem]:
+    """A unit has a layer for each chunk of each pipeline rank; in a unified pipeline all units together have them."""
+    if recipe.parallel.placement not in ("disaggregated", "colocated") and _present_other_units(recipe):
+        return
+    units = {"llm": recipe.model.llm, **_encoders(recipe)}
+    for name, unit in units.items():
+        degrees = _degrees(recipe, name)
+        num_chunks = (degrees.pp or 1) * (degrees.vpp or 1)
+        num_layers = unit.layers + NUM_END_LAYERS
+        if degrees.vpp is not None and num_chunks > num_layers:
+            ranks = f" on each of parallel.{name}.pp {degrees.pp} ranks" if degrees.pp else ""
+            text = f"{degrees.vpp} chunks{ranks} are more than the unit's {num_layers} layers"
+            yield Problem(("parallel", name, "vpp"), text)
+
+
+def check_cluster_size(recipe: Recipe) -> Iterator[Problem]:
+    """The fixed meshes fit on the cluster."""
+    parallel = recipe.parallel
+    limits = {"cluster.ranks": recipe.cluster.ranks, "parallel.max_gpus": parallel.max_gpus}
+    known_limits = {name: limit for name, limit in limits.items() if limit is not None}
+    if not known_limits:
+        return
+    limit, available = min(known_limits.items(), key=itemgetter(1))
+    sizes = {}
+    for name in ("llm", *_present_other_units(recipe)):
+        degrees = _degrees(recipe, name)
+        sizes[name] = (degrees.tp or 1) * (degrees.pp or 1) * (degrees.dp or 1)
+        if sizes[name] > available:
+            text = f"tp x pp x dp needs {sizes[name]} ranks, {limit} is {available}"
+            yield Problem(("parallel", name), text)
+    if parallel.placement == "disaggregated" and max(sizes.values()) <= available < sum(sizes.values()):
+        needs = " + ".join(f"{size} ({name})" for name, size in sizes.items())
+        text = f"disaggregated units need {needs} ranks, {limit} is {available}"
+        yield Problem(("parallel", "placement"), text)
+
+
+def check_tp(unit: str, degrees: UnitParallel, **widths: int) -> Iterator[Problem]:
+    """The tensor-parallel degree divides the widths; keywords are names of settings of the unit."""
+    if degrees.sp is True and degrees.tp == 1:
+        text = f"sequence parallelism needs a tensor-parallel degree above 1, parallel.{unit}.tp is 1; set sp to false"
+        yield Problem(("parallel", unit, "sp"), text)
+    uneven = [f"model.{unit}.{name} {width}" for name, width in widths.items() if degrees.tp and width % degrees.tp]
+    if uneven:
+        yield Problem(("parallel", unit, "tp"), f"{degrees.tp} does not divide {' or '.join(uneven)}")
+
+
+def _check_pp(unit: str, degrees: UnitParallel, settings: EncoderSettings | LlmSettings) -> Iterator[Problem]:
+    num_layers = settings.layers + NUM_END_LAYERS
+    if degrees.pp is not None and degrees.pp > num_layers:
+        layers = f"model.{unit}.layers {settings.layers} and the {NUM_END_LAYERS} at its ends"
+        text = f"{degrees.pp} is more than the unit's {num_layers} layers ({layers})"
+        yield Problem(("parallel", unit, "pp"), text)
+
+
+def _check_dp(unit: str, degrees: UnitParallel, recipe: Recipe) -> Iterator[Problem]:
+    if degrees.dp is not None and recipe.train.global_batch % degrees.dp:
+        text = f"{degrees.dp} does not divide train.global_batch {recipe.train.global_batch}"
+        yield Problem(("parallel", unit, "dp"), text)
+
+
+def _degrees(recipe: Recipe, unit: str) -> UnitParallel:
+    degrees: UnitParallel = getattr(recipe.parallel, unit)
+    return degrees
+
+
+def _present_other_units(recipe: Recipe) -> list[str]:
+    """Return the model's units besides the LLM."""
+    return [name for name in other_units() if getattr(recipe.model, name) is not None]
+
+
+def _encoders(recipe: Recipe) -> dict[str, EncoderSettings]:
+    """Return the model's encoders. `recipe` may be a partial one, which has no `model.encoders`."""
+    settings = {name: getattr(recipe.model, name) for name in MODALITIES}
+    return {name: encoder for name, encoder in settings.items() if encoder is not None}
