@@ -9,6 +9,7 @@ ranks that are neighbours on both sides in another order on either rank, and tak
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from mmtrain.models.megatron import tp_group_scope
 from mmtrain.models.megatron.compat import optimizer_scope
-from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.models.stage_inputs import UnitInput
 from mmtrain.models.stage_module import StageModule
@@ -24,7 +24,7 @@ from mmtrain.plan import Plan
 from mmtrain.program import Microbatch
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.process_groups import build_groups
-from mmtrain.runtime.execution.rank_context import build_rank_context, build_unit, unit_inputs
+from mmtrain.runtime.execution.rank_context import build_rank_context, build_units, unit_inputs
 from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
@@ -56,9 +56,8 @@ def _ours_and_theirs(settings: Recipe, wanted: Plan) -> tuple[float, list[NamedS
     """Run the first step by the program and by Megatron-core's schedule, from the same weights."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     job = build_rank_context(settings, wanted, world)
-    runner = build_unit(
-        settings, build_model_shape(settings), job.graph, "llm", False, build_groups(job.graph, world), world, job.dtype
-    )
+    transport = replace(job.transport, groups=build_groups(job.graph, world))
+    runner = build_units(settings, job.graph, transport)["llm"]
     data = step_data(job, 1, texts_between=True)
     inputs = unit_inputs(data, world.device, job.dtype)
     found = _theirs(runner, inputs, data.meta.total_targets, wanted.units["llm"].vpp)

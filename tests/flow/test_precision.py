@@ -49,7 +49,7 @@ def _train_apart(precision: str) -> Seen:
         outcomes.append(job.train(step_data(job, step), lr))
         if step == 0:
             gradients = [copy(g) for unit in job.optimizer.units.values() for g in unit.gradients()]
-            nbytes = sum(traffic.nbytes for traffic in outcomes[0].record.traffic().values())
+            nbytes = sum(traffic.nbytes for traffic in outcomes[0].record.traffic_by_edge().values())
     weights = {p.dtype for unit in job.units.values() for s in unit.stages.values() for p in s.parameters()}
     masters = {piece.tensor.dtype for unit in job.optimizer.units.values() for piece in unit.shards()}
     return Seen([o.loss for o in outcomes], [o.grad_norm or 0.0 for o in outcomes], gradients, nbytes, weights, masters)

@@ -27,7 +27,7 @@ from mmtrain.program.ir.actions import Payload
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
-from mmtrain.runtime.execution.process_groups import build_groups
+from mmtrain.runtime.execution.process_groups import Transport, build_groups
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.program.graphs import Unit, chain
@@ -126,8 +126,10 @@ def _items(graph: StageGraph, edge: Edge, mbs: list[Microbatch], rng: np.random.
 class Stages:
     """Stands for the units of one rank: makes up what they compute, and holds what they get against plain indexing."""
 
-    def __init__(self, graph: StageGraph, rank: int, sharers: dict[str, int], dtype: torch.dtype, step: Draw) -> None:
-        self.graph, self.rank, self.sharers, self.dtype, self.step = graph, rank, sharers, dtype, step
+    def __init__(
+        self, graph: StageGraph, rank: int, token_shards: dict[str, int], dtype: torch.dtype, step: Draw
+    ) -> None:
+        self.graph, self.rank, self.token_shards, self.dtype, self.step = graph, rank, token_shards, dtype, step
         self.wrong: list[str] = []
 
     def run(self, broker: Broker, action: Forward | Backward) -> None:
@@ -163,7 +165,7 @@ class Stages:
         if edge.crosses_units:
             into = sum(i.length for i in self.step.items[edge] if i.dst == mb)
             return self.step.rows(self.step.loads.rows_out[mb] if payload == "activation" else into, edge, mb, payload)
-        share, num_tokens = self.sharers.get(mb.unit, 1), self.step.loads.loads[mb].tokens
+        share, num_tokens = self.token_shards.get(mb.unit, 1), self.step.loads.loads[mb].tokens
         tp_groups = (self.graph.tp_group(stage, mb.replica) for stage in (edge.src, edge.dst))
         place = next(tp_group.index(self.rank) for tp_group in tp_groups if self.rank in tp_group) if share > 1 else 0
         return self.step.rows(-(-num_tokens // share), edge, mb, payload, place)
@@ -171,7 +173,7 @@ class Stages:
 
 def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
     """Run all draws of a case on this rank; return what was wrong, and for each step the bytes sent by edge."""
-    units, sharers = CASES[name]
+    units, token_shards = CASES[name]
     graph = chain(*units, n=NUM_MICROBATCHES)
     groups = build_groups(graph, world)
     wrong: list[str] = []
@@ -185,8 +187,9 @@ def run_case(name: str, world: World) -> tuple[list[str], list[dict[str, int]]]:
     for seed in range(NUM_DRAWS):
         for dtype in (torch.float32, torch.bfloat16):
             step, activity = draw(graph, seed), Activity()
-            stages = Stages(graph, world.rank, sharers, dtype, step)
-            broker = Broker(graph, actions, world.rank, groups, widths, sharers, LIMIT, CPU, dtype, activity)
+            stages = Stages(graph, world.rank, token_shards, dtype, step)
+            transport = Transport(world.rank, groups, widths, token_shards, CPU, dtype)
+            broker = Broker(graph, actions, transport, LIMIT, activity)
             broker.start_step(step.loads)
             activity.recorder.start_step()
             for action in actions:

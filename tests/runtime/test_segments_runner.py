@@ -28,7 +28,7 @@ def _runner(unit: str, recompute: Sequence[int], freeze: Sequence[str]) -> tuple
     return UnitRunner(unit, {StageId(unit, 1): module}, ParallelGroups.single()), module
 
 
-def _passage(unit: str, in_parts: bool) -> tuple[MicrobatchState, Tensor | None]:
+def _microbatch(unit: str, in_parts: bool) -> tuple[MicrobatchState, Tensor | None]:
     inputs: UnitInput = images((2, 4), (4, 4)) if unit == "vision" else text(9, 5)
     cuts, segments = (tuple(range(5)), [(layer, 0) for layer in range(4)]) if in_parts else ((), [])
     if not isinstance(inputs, TextInput):
@@ -40,15 +40,15 @@ def _passage(unit: str, in_parts: bool) -> tuple[MicrobatchState, Tensor | None]
 
 def _run(unit: str, cut: list[tuple[int, int]], recompute: Sequence[int], freeze: Sequence[str]) -> dict[str, Tensor]:
     runner, module = _runner(unit, recompute, freeze)
-    passage, hidden = _passage(unit, bool(cut))
+    microbatch, hidden = _microbatch(unit, bool(cut))
     for lo, hi in cut or [(0, 4)]:
-        runner.forward(passage, lo, hi)
-    [output] = passage.left[-1]
-    passage.gradients = [torch.linspace(-1, 1, output.numel()).view(output.shape)]
+        runner.forward(microbatch, lo, hi)
+    [output] = microbatch.part_outputs[-1]
+    microbatch.output_gradients = [torch.linspace(-1, 1, output.numel()).view(output.shape)]
     for lo, hi in reversed(cut or [(0, 4)]):
-        runner.backward(passage, lo, hi)
-    assert not passage.left
-    assert not passage.entered
+        runner.backward(microbatch, lo, hi)
+    assert not microbatch.part_outputs
+    assert not microbatch.part_inputs
     found = {"output": output.detach()} if hidden is None else {"output": output.detach(), "hidden": hidden.grad}
     trained = {f"{unit}.{name}": p.grad for name, p in module.named_parameters() if p.requires_grad}
     return found | (trained if freeze else gradients(module))
@@ -75,14 +75,14 @@ def test_pieces_of_layers_are_the_stage_bit_for_bit(unit: str, seed: int) -> Non
     assert len(segments) > 16
     chance = Random(seed)
     up, down = ([0, *sorted(chance.sample(range(1, len(segments)), 6)), len(segments)] for _ in range(2))
-    passage, hidden = _passage(unit, in_parts=True)
-    passage.cuts, passage.segments = sorted({*up, *down}), segments
+    microbatch, hidden = _microbatch(unit, in_parts=True)
+    microbatch.part_bounds, microbatch.segments = sorted({*up, *down}), segments
     for lo, hi in pairwise(up):
-        runner.forward(passage, lo, hi)
-    [output] = passage.left[-1]
-    passage.gradients = [torch.linspace(-1, 1, output.numel()).view(output.shape)]
+        runner.forward(microbatch, lo, hi)
+    [output] = microbatch.part_outputs[-1]
+    microbatch.output_gradients = [torch.linspace(-1, 1, output.numel()).view(output.shape)]
     for lo, hi in reversed(list(pairwise(down))):
-        runner.backward(passage, lo, hi)
+        runner.backward(microbatch, lo, hi)
     found = {"output": output.detach()} | ({} if hidden is None else {"hidden": hidden.grad}) | gradients(module)
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
@@ -90,13 +90,13 @@ def test_pieces_of_layers_are_the_stage_bit_for_bit(unit: str, seed: int) -> Non
 
 def test_nothing_is_kept_for_a_backward_that_does_not_come() -> None:
     runner, _ = _runner("vision", (), ())
-    passage, _ = _passage("vision", in_parts=True)
+    microbatch, _ = _microbatch("vision", in_parts=True)
     with torch.no_grad():
         for lo, hi in CUTS[0]:
-            runner.forward(passage, lo, hi)
-            assert len(passage.left) == 1
-    [kept] = passage.left[0]
-    trained, _ = _passage("vision", in_parts=True)
+            runner.forward(microbatch, lo, hi)
+            assert len(microbatch.part_outputs) == 1
+    [kept] = microbatch.part_outputs[0]
+    trained, _ = _microbatch("vision", in_parts=True)
     runner.forward(trained, 0, 4)
-    assert len(trained.left) == 4
-    assert torch.equal(kept, trained.left[-1][0])
+    assert len(trained.part_outputs) == 4
+    assert torch.equal(kept, trained.part_outputs[-1][0])

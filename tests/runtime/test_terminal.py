@@ -33,7 +33,7 @@ from mmtrain.recipe.schema import OptimizerSettings
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.executor import Executor, StepInput
 from mmtrain.runtime.execution.optimizer import Optimizer
-from mmtrain.runtime.execution.process_groups import build_groups
+from mmtrain.runtime.execution.process_groups import Transport, build_groups
 from mmtrain.runtime.execution.rank_context import forward_only
 from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.world import World
@@ -201,7 +201,7 @@ def run(units: tuple[Unit, ...], cut_seed: int | None) -> Outcome:
         actions = [a for a in program.for_rank(world.rank) if optimizer or not isinstance(a, Step)]
         widths = dict.fromkeys(graph.edges, WIDTH)
         limit = send_window(program)
-        broker = Broker(graph, actions, world.rank, groups, widths, {}, limit, world.device, torch.float64)
+        broker = Broker(graph, actions, Transport(world.rank, groups, widths, {}, world.device, torch.float64), limit)
         return Executor(graph, actions, runners, broker, optimizer).run(step)
 
     validated = executed(forward_only(graph), None)

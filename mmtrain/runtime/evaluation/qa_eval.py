@@ -16,7 +16,7 @@ from mmtrain.data.text.chat_tokenizer import IGNORE_INDEX
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.evaluation.generate import GreedyGenerator
-from mmtrain.runtime.execution.activity import ASKING
+from mmtrain.runtime.execution.activity import ANSWERING
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.world import World
 
@@ -135,7 +135,7 @@ class QuestionAnswerer:
             data = batch_builder.build(assign(0, 0, samples, lengths, dp, num_microbatches))
             bad |= {(q.source, q.index): q for q in data.quarantined}
             written |= self._generator.generate(data, max_new_tokens)
-        self._generator.activity.start(ASKING)
+        self._generator.activity.start(ANSWERING)
         for theirs in self._world.all_gather((written, bad)):
             assert isinstance(theirs, tuple)
             written, bad = written | theirs[0], bad | theirs[1]

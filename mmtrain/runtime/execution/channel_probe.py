@@ -1,4 +1,4 @@
-"""A trial of every channel before training: a connection that does not work is named now, not an hour later."""
+"""Probe every channel before training, so that a broken connection is named at once and not an hour later."""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -19,30 +19,31 @@ def probe_channels(actions: Iterable[Action], groups: ProcessGroups, world: Worl
 
     Raises LaunchError naming the edge and the peer that did not answer.
     """
-    done: set[tuple[object, ...]] = set()
-    under_way: list[tuple[dist.Work, torch.Tensor, Send | Recv]] = []
+    probed: set[tuple[object, ...]] = set()
+    pending: list[tuple[dist.Work, torch.Tensor, Send | Recv]] = []
     for action in actions:
         if not isinstance(action, Send | Recv):
             continue
-        key = (type(action), action.edge, action.payload, action.peer)
-        if key in done:
+        channel = (type(action), action.edge, action.payload, action.peer)
+        if channel in probed:
             continue
-        done.add(key)
+        probed.add(channel)
         group = groups.channels[action.edge, action.payload]
         number = torch.full((1,), float(world.rank), device=world.device)
-        work = (dist.isend if isinstance(action, Send) else dist.irecv)(number, action.peer, group=group)
+        post = dist.isend if isinstance(action, Send) else dist.irecv
+        work = post(number, action.peer, group=group)
         assert work is not None
-        under_way.append((work, number, action))
-    for work, number, action in under_way:
+        pending.append((work, number, action))
+    for work, number, action in pending:
         try:
             work.wait(CHANNEL_PROBE_TIMEOUT)
-        except RuntimeError as e:
+        except RuntimeError as error:
             raise LaunchError(
                 f"rank {world.rank} cannot reach rank {action.peer} for {action.payload}s over edge {action.edge}: "
-                f"{str(e).splitlines()[0]}. Check firewalls and the network interface between their machines"
-            ) from e
+                f"{str(error).splitlines()[0]}. Check firewalls and the network interface between their machines"
+            ) from error
         if isinstance(action, Recv) and int(number) != action.peer:
             raise LaunchError(
                 f"rank {world.rank} expected rank {action.peer} on edge {action.edge}, "
-                f"but rank {int(number)} answered; start the job anew"
+                f"but rank {int(number)} answered; start the job again"
             )

@@ -1,8 +1,8 @@
-"""The executor: runs one rank's actions, in order.
+"""The executor: run one rank's actions, in order.
 
 It knows no model, no tensor shape and no placement: a unit runs its stages, the broker moves what flows between
 them, the optimizer reduces and steps. Backwards cross stage borders explicitly, through detached inputs whose
-gradients are handed to the broker.
+gradients go to the broker.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ from mmtrain.program import (
 from mmtrain.program.ir.actions import AtomicAction
 from mmtrain.program.ir.segments import direction, expand_all, finished_pass, num_segments, segment_layers, started_pass
 from mmtrain.program.trace.step_record import EMPTY_STEP_RECORD, StepRecord
-from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.activity import DRAINING, Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.execution.optimizer import Optimizer
@@ -47,24 +47,24 @@ class StepInput:
 
     inputs: Mapping[Microbatch, UnitInput]
     loads: StepLoads
-    loss_scale: Mapping[str, float]  # unit with a loss -> 1 / what it counts in the global batch (target tokens)
+    loss_scale: Mapping[str, float]  # unit with a loss -> 1 / number of target tokens in the global batch
     lr: float = 0.0
-    number: int = 0  # of the step, from 0
+    step: int = 0  # from 0
 
 
 @dataclass
 class StepOutcome:
-    """What one rank saw in a step; `loss` is its part of the global batch's mean loss, the sum over units with one."""
+    """What one rank computed in a step."""
 
-    loss: float = 0.0
+    loss: float = 0.0  # this rank's part of the global batch's mean loss, summed over units with a loss
     grad_norm: float | None = None
-    stepped: bool = False  # false in evaluation, and where a gradient was not finite
+    stepped: bool = False  # false in validation, and where a gradient was not finite
     record: StepRecord = EMPTY_STEP_RECORD
-    loads: StepLoads | None = None  # that the step had
+    loads: StepLoads | None = None  # of the step
 
 
 class Executor:
-    """Runs the actions of one rank over its units; `activity` is told of each, `faults` may spoil it."""
+    """Runs the actions of one rank over its units. It reports each to `activity`; `faults` may break it."""
 
     def __init__(
         self,
@@ -76,15 +76,17 @@ class Executor:
         activity: Activity | None = None,
         faults: FaultPoints | None = None,
     ) -> None:
-        self._graph, self._actions, self._units = graph, expand_all(graph, actions), units
-        self._cuts = _cuts(graph, self._actions)
-        self._broker, self._optimizer = broker, optimizer
-        self._activity, self._faults = activity or Activity(), faults or FaultPoints()
+        self._graph, self._units, self._broker, self._optimizer = graph, units, broker, optimizer
+        self._actions = expand_all(graph, actions)
+        self._part_bounds = _part_bounds(graph, self._actions)
+        self._activity = activity or Activity()
+        self._faults = faults or FaultPoints()
 
     def run(self, step: StepInput) -> StepOutcome:
         """Run one step; without an optimizer, only what the program computes (validation)."""
-        self._step, self._outcome = step, StepOutcome(loads=step.loads)
-        self._passages: dict[tuple[StageId, Microbatch], MicrobatchState] = {}
+        self._step = step
+        self._outcome = StepOutcome(loads=step.loads)
+        self._microbatches: dict[tuple[StageId, Microbatch], MicrobatchState] = {}
         self._loss = torch.zeros((), dtype=torch.float64)
         self._broker.start_step(step.loads)
         if self._optimizer:
@@ -92,9 +94,9 @@ class Executor:
         self._activity.recorder.start_step()
         for action in self._actions:
             self._activity.start(action)
-            self._faults.before_action(step.number, action)
+            self._faults.before_action(step.step, action)
             self._run(action)
-        self._activity.start("waiting for what was sent to leave")
+        self._activity.start(DRAINING)
         self._broker.drain()
         self._outcome.record = self._activity.recorder.stop_step()
         self._outcome.loss = float(self._loss)
@@ -129,32 +131,36 @@ class Executor:
                 optimizer.gather_params(unit)
 
     def _forward(self, action: Compute) -> None:
-        stage, mb, keep = action.stage, action.mb, self._graph.needs_backward(action.stage)
+        stage, mb = action.stage, action.mb
+        needs_backward = self._graph.needs_backward(stage)
         if started_pass(self._graph, action):
-            self._enter(stage, mb)
-        passage = self._passages[stage, mb]
-        with torch.set_grad_enabled(keep):
-            self._units[stage.unit].forward(passage, *self._segments(action))
+            self._start_forward(stage, mb)
+        microbatch = self._microbatches[stage, mb]
+        with torch.set_grad_enabled(needs_backward):
+            self._units[stage.unit].forward(microbatch, *self._segments(action))
             if finished_pass(self._graph, action):
-                self._leave(passage, mb)
-        if not keep and finished_pass(self._graph, action):
-            del self._passages[stage, mb]
+                self._finish_forward(microbatch, mb)
+        if not needs_backward and finished_pass(self._graph, action):
+            del self._microbatches[stage, mb]
 
-    def _enter(self, stage: StageId, mb: Microbatch) -> None:
-        """Begin a microbatch's way through a stage with what has come for it."""
+    def _start_forward(self, stage: StageId, mb: Microbatch) -> None:
+        """Take what the stage receives for a microbatch."""
         received = {edge: self._broker.take(edge, mb, "activation") for edge in self._graph.inputs(stage)}
         if self._graph.needs_backward(stage):
             for edge, tensor in received.items():
                 tensor.requires_grad_(self._graph.carries_gradient(edge))
-        cuts = self._cuts.get((stage, mb), ())
-        segments = segment_layers(self._graph, stage) if cuts else ()
-        self._passages[stage, mb] = MicrobatchState(stage, self._step.inputs[mb], received, cuts, segments)
+        bounds = self._part_bounds.get((stage, mb), ())
+        segments = segment_layers(self._graph, stage) if bounds else ()
+        self._microbatches[stage, mb] = MicrobatchState(stage, self._step.inputs[mb], received, bounds, segments)
 
-    def _leave(self, passage: MicrobatchState, mb: Microbatch) -> None:
-        """Hand on what the stage gives, and count its loss."""
-        stage = passage.stage
-        outputs = tuple(self._faults.forward_output(self._step.number, Forward(stage, mb), o) for o in passage.left[-1])
-        passage.left[-1] = outputs
+    def _finish_forward(self, microbatch: MicrobatchState, mb: Microbatch) -> None:
+        """Give the stage's outputs to the broker, and add its loss."""
+        stage = microbatch.stage
+        outputs = tuple(
+            self._faults.forward_output(self._step.step, Forward(stage, mb), output)
+            for output in microbatch.part_outputs[-1]
+        )
+        microbatch.part_outputs[-1] = outputs
         if self._graph.has_loss(stage) and self._units[stage.unit].groups.tp_rank == 0:  # TP ranks see the same loss
             # Stays on the device: fetched here, every microbatch would wait until the GPU has caught up.
             self._loss = self._loss + outputs[-1].detach().double() * self._step.loss_scale[stage.unit]
@@ -163,28 +169,29 @@ class Executor:
 
     def _backward(self, action: Compute) -> None:
         stage, mb = action.stage, action.mb
-        passage = self._passages[stage, mb]
+        microbatch = self._microbatches[stage, mb]
         if started_pass(self._graph, action):
-            passage.gradients = self._returned(passage, mb)
-        self._units[stage.unit].backward(passage, *self._segments(action))
+            microbatch.output_gradients = self._output_gradients(microbatch, mb)
+        self._units[stage.unit].backward(microbatch, *self._segments(action))
         if not finished_pass(self._graph, action):
             return
-        del self._passages[stage, mb]
-        for edge, tensor in passage.received.items():
+        del self._microbatches[stage, mb]
+        for edge, tensor in microbatch.received.items():
             if self._graph.carries_gradient(edge):
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 self._broker.put(edge, mb, "gradient", gradient)
 
-    def _returned(self, passage: MicrobatchState, mb: Microbatch) -> list[Tensor | None]:
-        """Gradients of what the stage gave: the sum of those that came over its edges, and its loss's own."""
-        stage = passage.stage
-        found: list[Tensor | None] = []
-        returned = [self._broker.take(edge, mb, "gradient") for edge in self._graph.outputs(stage)]
-        if returned:
-            found.append(sum(returned[1:], start=returned[0]))
+    def _output_gradients(self, microbatch: MicrobatchState, mb: Microbatch) -> list[Tensor | None]:
+        """Return the gradients of the stage's outputs: the sum of what came over its edges, and its loss's own."""
+        stage = microbatch.stage
+        gradients: list[Tensor | None] = []
+        received = [self._broker.take(edge, mb, "gradient") for edge in self._graph.outputs(stage)]
+        if received:
+            gradients.append(sum(received[1:], start=received[0]))
         if self._graph.has_loss(stage):
-            found.append(torch.full_like(passage.left[-1][-1], self._step.loss_scale[stage.unit]))
-        return found
+            loss = microbatch.part_outputs[-1][-1]
+            gradients.append(torch.full_like(loss, self._step.loss_scale[stage.unit]))
+        return gradients
 
     def _segments(self, action: Compute) -> tuple[int, int]:
         if isinstance(action, Partial):
@@ -192,10 +199,12 @@ class Executor:
         return 0, num_segments(self._graph, action.stage)
 
 
-def _cuts(graph: StageGraph, actions: Sequence[AtomicAction]) -> dict[tuple[StageId, Microbatch], tuple[int, ...]]:
-    """Where parts of a stage's forward or backward begin and end, for each microbatch that is run in parts."""
-    found: defaultdict[tuple[StageId, Microbatch], set[int]] = defaultdict(set)
+def _part_bounds(
+    graph: StageGraph, actions: Sequence[AtomicAction]
+) -> dict[tuple[StageId, Microbatch], tuple[int, ...]]:
+    """Return the segments at which forward or backward parts start, for each microbatch that runs in parts."""
+    bounds: defaultdict[tuple[StageId, Microbatch], set[int]] = defaultdict(set)
     for action in actions:
         if isinstance(action, Partial):
-            found[action.stage, action.mb] |= {0, action.lo, action.hi, num_segments(graph, action.stage)}
-    return {key: tuple(sorted(cuts)) for key, cuts in found.items()}
+            bounds[action.stage, action.mb] |= {0, action.lo, action.hi, num_segments(graph, action.stage)}
+    return {key: tuple(sorted(segments)) for key, segments in bounds.items()}

@@ -7,19 +7,19 @@ from mmtrain.program import Action
 
 
 class FaultPoints:
-    """The moments of a run at which something can fail; here nothing does.
+    """The points at which something can fail; nothing does here. Tests override methods.
 
-    Steps count from 0. An object is used in one rank only, and `start` tells it in which.
+    Steps count from 0. One object serves one rank, which `start` names.
     """
 
     def start(self, rank: int) -> None:
-        """Training starts on `rank`."""
+        """Handle the start of training on `rank`."""
 
     def before_action(self, step: int, action: Action) -> None:
-        """`action` is about to run; the object may end, stop or slow this process, or raise."""
+        """Handle that `action` is about to run; may end, stop or slow this process, or raise."""
 
     def forward_output(self, step: int, action: Action, output: Tensor) -> Tensor:
-        """Return what counts as the output of a `Forward`."""
+        """Return what replaces the output of a `Forward`."""
         return output
 
     def checkpoint_storage(self, step: int) -> Storage:

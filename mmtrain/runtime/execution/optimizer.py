@@ -1,4 +1,4 @@
-"""The optimizer of one rank: true gradient norm over all units, clipping, schedule, named shards."""
+"""The optimizer of one rank: one gradient norm over all units, clipping, and a step of each unit."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from mmtrain.runtime.world import World
 
 
 class UnitOptimizer(Protocol):
-    """What the trainer needs of the optimizer of one unit's parameters on this rank.
+    """The optimizer of one unit's parameters on this rank, as `Optimizer` needs it.
 
     Megatron's buffers with ZeRO-1 implement it (`models/megatron/zero_adamw.py`); FSDP2 can.
     """
@@ -23,23 +23,25 @@ class UnitOptimizer(Protocol):
         """Forget the gradients of the last step."""
 
     def tied_gradient(self) -> Tensor | None:
-        """Gradient of the weight that another stage holds too, if this rank has one."""
+        """Return the gradient of the weight that another stage holds too, if this rank has one."""
 
     def reduce_grads(self) -> None:
-        """Begin to sum the gradients over the unit's replicas (and those of sliced tokens over the TP group)."""
+        """Start to sum the gradients over the unit's replicas (with sequence parallelism also over the TP group)."""
 
     def grad_sq_sum(self) -> Tensor:
-        """Sum of squares of the gradient elements this rank answers for (float64), once they are reduced; each element
-        counts once."""
+        """Return the sum of squares of the reduced gradient elements that this rank owns, in float64.
+
+        Over all ranks each element counts once.
+        """
 
     def step(self, lr: float, clip: float) -> None:
         """Scale the gradients by `clip` and update this rank's shard of the parameters."""
 
     def gather_params(self) -> None:
-        """Bring the updated parameters to every replica."""
+        """Gather the updated parameters on every replica."""
 
     def shards(self) -> Iterator[NamedShard]:
-        """Everything of the unit that a checkpoint must hold, each element on exactly one rank."""
+        """Yield everything of the unit that a checkpoint must hold; each element is on exactly one rank."""
 
     def load(self, read: Callable[[NamedShard], Tensor]) -> None:
         """Fill parameters and optimizer state; `read` returns the stored piece that a shard describes."""
@@ -63,7 +65,7 @@ class Optimizer:
 
     @property
     def num_updates(self) -> int:
-        """Updates so far, the same for all units; steps with a gradient that is not finite make none."""
+        """Updates so far, equal for all units; steps with a gradient that is not finite make none."""
         return self._num_updates
 
     @num_updates.setter
@@ -86,14 +88,14 @@ class Optimizer:
         dist.all_reduce(gradient, group=self._tied_group)
 
     def reduce_grads(self, unit: str) -> None:
-        """Begin to sum the unit's gradients over its replicas."""
+        """Start to sum the unit's gradients over its replicas."""
         self.units[unit].reduce_grads()
 
     def step(self, lr: float) -> tuple[float, bool]:
-        """Agree on the norm of all gradients, clip, update; return (norm, whether the update was made).
+        """Clip by the norm of all gradients and update; return (norm, whether the update was made).
 
-        The norm is that of the whole model, each element counted once, so every rank takes the same decision: where
-        it is not finite nothing changes anywhere.
+        The norm is that of the whole model, each element counted once, so every rank decides alike: if it is not
+        finite, no rank changes anything.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for unit in self.units.values():
@@ -111,5 +113,5 @@ class Optimizer:
         return norm, True
 
     def gather_params(self, unit: str) -> None:
-        """Bring the unit's updated parameters to every replica."""
+        """Gather the unit's updated parameters on every replica."""
         self.units[unit].gather_params()

@@ -1,12 +1,13 @@
-"""Process groups of a stage graph, created by all ranks in one order.
+"""Create the process groups of a stage graph, on all ranks in one order.
 
 Each (edge, payload) of a replica group has a group of its own: NCCL has no tags and runs the messages of one
 communicator in order, so activations and gradients between the same two ranks must not share one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from mmtrain.models.megatron import ParallelGroups
@@ -14,48 +15,58 @@ from mmtrain.program import Edge, Payload, StageGraph, UnitMesh
 from mmtrain.program.ir.data_dependencies import shared_embedding_stages
 from mmtrain.runtime.world import World
 
-ProcessGroup = dist.ProcessGroup
-
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """What this rank is a member of."""
+    """The groups that this rank is a member of."""
 
     units: dict[str, ParallelGroups]
-    channels: dict[tuple[Edge, Payload], ProcessGroup]
-    tied_embeddings: ProcessGroup | None  # first and last stage of this rank's replica, same tensor-parallel rank
+    channels: dict[tuple[Edge, Payload], dist.ProcessGroup]
+    tied_embeddings: dist.ProcessGroup | None  # first and last LLM stage of this rank's replica, same TP rank
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How one rank sends and receives rows: over which groups, and in which format."""
+
+    rank: int
+    groups: ProcessGroups
+    widths: Mapping[Edge, int]  # features in a row, over each edge
+    token_shards: Mapping[str, int]  # unit with sequence parallelism -> ranks that shard its tokens between stages
+    device: torch.device
+    dtype: torch.dtype
 
 
 def build_groups(graph: StageGraph, world: World) -> ProcessGroups:
     """Create every group of the graph; return those that this rank belongs to."""
-    create = _Creator(world.rank)
+    creator = _GroupCreator(world.rank)
     units: dict[str, ParallelGroups] = {}
     for mesh in graph.meshes:
-        tp, dp, pp = (create.all(lines) for lines in _mesh_lines(mesh))
+        tp, dp, pp = (creator.create(lines) for lines in _mesh_lines(mesh))
         if tp and dp and pp:
             units[mesh.unit] = ParallelGroups(tp=tp, dp=dp, pp=pp)
-    channels: dict[tuple[Edge, Payload], ProcessGroup] = {}
+    channels: dict[tuple[Edge, Payload], dist.ProcessGroup] = {}
     payloads: tuple[Payload, ...] = ("activation", "gradient")
     for edge in graph.edges:
         for payload in payloads:
-            group = create.all(_edge_ranks(graph, edge))
+            group = creator.create(_edge_ranks(graph, edge))
             if group:
                 channels[edge, payload] = group
-    return ProcessGroups(units, channels, create.all(_tied_pairs(graph)))
+    return ProcessGroups(units, channels, creator.create(_tied_pairs(graph)))
 
 
-class _Creator:
+class _GroupCreator:
     """Creates groups. Every rank must ask for the same ones in the same order: torch counts them for their names."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        # Of one member, so nobody else need take part; all groups of this rank alone are this one.
+        # No other rank need take part in a group of one; all groups of this rank alone are this one.
         self._alone = dist.new_group([rank], use_local_synchronization=True)
 
-    def all(self, members: Iterable[list[int]]) -> ProcessGroup | None:
+    def create(self, groups: Iterable[list[int]]) -> dist.ProcessGroup | None:
         """Create one group for each list of ranks; return the one with this rank in it."""
-        mine: ProcessGroup | None = None
-        for ranks in members:
+        mine: dist.ProcessGroup | None = None
+        for ranks in groups:
             group = self._alone if len(ranks) == 1 else dist.new_group(ranks)
             if self._rank in ranks:
                 mine = group
@@ -63,8 +74,8 @@ class _Creator:
 
 
 def _mesh_lines(mesh: UnitMesh) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Lines of ranks along the mesh's tp, dp and pp axes."""
-    tp, dp, pp = (range(n) for n in (mesh.tp, mesh.dp, mesh.pp))
+    """Return the lines of ranks along the mesh's tp, dp and pp axes."""
+    tp, dp, pp = range(mesh.tp), range(mesh.dp), range(mesh.pp)
     tp_groups = {(p, d): mesh.tp_group(p, d) for p in pp for d in dp}
     return (
         [list(tp_group) for tp_group in tp_groups.values()],
@@ -74,16 +85,17 @@ def _mesh_lines(mesh: UnitMesh) -> tuple[list[list[int]], list[list[int]], list[
 
 
 def _edge_ranks(graph: StageGraph, edge: Edge) -> list[list[int]]:
-    """Ranks at both ends of the edge, for each replica group."""
+    """Return the ranks at both ends of the edge, for each replica group."""
     groups: list[set[int]] = [set() for _ in range(graph.num_groups)]
     for stage_id in (edge.src, edge.dst):
         tp_groups = graph.stage(stage_id).tp_groups
+        replicas_per_group = len(tp_groups) // graph.num_groups
         for replica, tp_group in enumerate(tp_groups):
-            groups[replica // (len(tp_groups) // graph.num_groups)].update(tp_group)
+            groups[replica // replicas_per_group].update(tp_group)
     return [sorted(group) for group in groups]
 
 
 def _tied_pairs(graph: StageGraph) -> list[list[int]]:
-    """Ranks that hold the same slice of a matrix that the LLM's first and last stage hold two copies of."""
-    ends = [graph.stage(sid).tp_groups for sid in shared_embedding_stages(graph)]
+    """Return the ranks that hold the same shard of a matrix that the LLM's first and last stage both hold."""
+    ends = [graph.stage(stage_id).tp_groups for stage_id in shared_embedding_stages(graph)]
     return [list(pair) for tp_groups in zip(*ends, strict=True) for pair in zip(*tp_groups, strict=True)]

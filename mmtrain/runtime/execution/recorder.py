@@ -1,8 +1,9 @@
-"""The recorder: notes when each action of a step begins and what it waits for, by the clock of the device."""
+"""Record when each action of a step starts and what it waits for, by the clock of the device."""
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from enum import Enum, auto
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -11,23 +12,23 @@ from mmtrain.program.trace.step_record import ActionRecord, MessageRecord, StepR
 
 
 class DeviceClock(Protocol):
-    """Takes marks that cost next to nothing and are turned into seconds when the step is over."""
+    """Takes marks at almost no cost, and turns them into seconds when the step is over."""
 
     def start(self) -> None:
-        """A step begins; marks of the one before are no longer wanted."""
+        """Start a step; marks of the step before become invalid."""
         ...
 
     def mark(self) -> Any:
-        """The moment that the device has reached."""
+        """Mark the moment that the device has reached."""
         ...
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """When the marks were, in seconds of `time.perf_counter`; the last mark comes last."""
+        """Return the times of the marks in seconds of `time.perf_counter`; the latest mark must come last."""
         ...
 
 
 class HostClock:
-    """For a CPU, on which an action is done when its call returns."""
+    """The clock of a CPU, on which an action is done when its call returns."""
 
     def __init__(self) -> None:
         self.mark = time.perf_counter
@@ -41,29 +42,29 @@ class HostClock:
 
 
 class CudaClock:
-    """For a GPU, whose kernels run long after they were launched: marks are events on the current stream.
+    """The clock of a GPU, whose kernels run long after their launch: marks are events on the current stream.
 
-    They are set against the host's clock once a step, by an event recorded when the device was idle.
+    An event recorded once a step on an idle device relates them to the host's clock.
     """
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
-        self._used = 0
+        self._num_used = 0
 
     def start(self) -> None:
         """See `DeviceClock`."""
-        self._used = 0
+        self._num_used = 0
         torch.cuda.synchronize()
         self._zero = self.mark()
         self._zero_s = time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
         """See `DeviceClock`."""
-        if self._used == len(self._events):
+        if self._num_used == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        event = self._events[self._used]
+        event = self._events[self._num_used]
         event.record()
-        self._used += 1
+        self._num_used += 1
         return event
 
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
@@ -73,79 +74,95 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> DeviceClock:
-    """The clock by which actions on the device are timed."""
+    """Return the clock by which actions on the device are timed."""
     return CudaClock() if device.type == "cuda" else HostClock()
+
+
+class _NoteKind(Enum):
+    START = auto()  # of an action; ends the one before
+    WAIT = auto()  # of the action in progress for a message
+    ARRIVED = auto()  # that message
+    END = auto()  # of the step
+
+
+class _Note(NamedTuple):
+    kind: _NoteKind
+    subject: Action | str | None = None  # an action or a phase; the message that is waited for
+    nbytes: int = 0  # that arrived
 
 
 class StepRecorder:
     """Records one step at a time: `start_step`, then starts, waits and arrivals, then `stop_step`.
 
-    A mark and an entry of a list for each, a microsecond together: cheap enough for every step. What is made of them
-    is worked out in `stop_step`. What is noted outside a step is not kept.
+    Each costs a mark and a list entry, a microsecond together: cheap enough for every step. `stop_step` works out what
+    they mean. Nothing is recorded outside a step.
     """
 
     def __init__(self, clock: DeviceClock | None = None) -> None:
         self._clock = clock or HostClock()
-        self._on = False
-        self._notes: list[tuple[Action | Send | Recv | str | None, int]] = []
+        self._is_recording = False
+        self._notes: list[_Note] = []
         self._marks: list[Any] = []
 
     def start_step(self) -> None:
-        """A step begins."""
+        """Start recording a step."""
         self._notes.clear()
         self._marks.clear()
         self._clock.start()
-        self._on = True
+        self._is_recording = True
 
     def start_action(self, doing: Action | str) -> None:
-        """An action begins, and the one before it ends."""
-        if self._on:
-            self._notes.append((doing, _BEGIN))
+        """Record that an action or a phase starts, and that the one before it has ended."""
+        if self._is_recording:
+            self._notes.append(_Note(_NoteKind.START, doing))
             self._marks.append(self._clock.mark())
 
     def wait(self, message: Send | Recv) -> None:
-        """The action in progress stands still for a message."""
-        if self._on:
-            self._notes.append((message, _WAIT))
+        """Record that the action in progress stands still for a message."""
+        if self._is_recording:
+            self._notes.append(_Note(_NoteKind.WAIT, message))
             self._marks.append(self._clock.mark())
 
     def arrived(self, nbytes: int) -> None:
-        """The message has come, with so many bytes."""
-        if self._on:
-            self._notes.append((None, nbytes))
+        """Record that the awaited message of `nbytes` has arrived."""
+        if self._is_recording:
+            self._notes.append(_Note(_NoteKind.ARRIVED, nbytes=nbytes))
             self._marks.append(self._clock.mark())
 
     def stop_step(self) -> StepRecord:
-        """The step is over; say what happened in it."""
-        self._notes.append((None, _END))
+        """End the step; return what happened in it."""
+        self._notes.append(_Note(_NoteKind.END))
         self._marks.append(self._clock.mark())
-        self._on = False
-        return _record(self._notes, self._clock.seconds(self._marks))
+        self._is_recording = False
+        return _to_record(self._notes, self._clock.seconds(self._marks))
 
 
-_BEGIN, _WAIT, _END = -1, -2, -3  # anything else is the size of a message that came
-
-
-def _record(notes: Sequence[tuple[Action | Send | Recv | str | None, int]], seconds: Sequence[float]) -> StepRecord:
-    done: list[ActionRecord] = []
-    moved: list[MessageRecord] = []
-    posted: dict[Send | Recv, float] = {}
-    doing: Action | Send | Recv | str | None = None
-    began = waited = waiting_since = 0.0
+def _to_record(notes: Sequence[_Note], seconds: Sequence[float]) -> StepRecord:
+    """Turn notes and their times into the actions and messages of a step."""
+    actions: list[ActionRecord] = []
+    messages: list[MessageRecord] = []
+    posted_s: dict[Send | Recv, float] = {}
+    doing: Action | str | None = None
+    start_s = 0.0  # of what is being done
+    wait_s = 0.0  # of it, so far
+    wait_start_s = 0.0
     awaited: Send | Recv | None = None
-    for (what, kind), now in zip(notes, seconds, strict=True):
-        if kind == _WAIT:
-            assert isinstance(what, Send | Recv)
-            awaited, waiting_since = what, now
-        elif kind >= 0:
-            assert awaited is not None, "a message comes to who waits for it"
-            took = now - waiting_since
-            waited += took
-            moved.append(MessageRecord(awaited, posted[awaited], now, took, kind))
+    for note, now_s in zip(notes, seconds, strict=True):
+        if note.kind is _NoteKind.WAIT:
+            assert isinstance(note.subject, Send | Recv)
+            awaited = note.subject
+            wait_start_s = now_s
+        elif note.kind is _NoteKind.ARRIVED:
+            assert awaited is not None, "a message arrives where it is waited for"
+            message_wait_s = now_s - wait_start_s
+            wait_s += message_wait_s
+            messages.append(MessageRecord(awaited, posted_s[awaited], now_s, message_wait_s, note.nbytes))
         else:
             if doing is not None and not isinstance(doing, str):
-                done.append(ActionRecord(doing, began, now, waited))
-            doing, began, waited = what, now, 0.0
-            if isinstance(what, Send | Recv):
-                posted[what] = now
-    return StepRecord(seconds[0], seconds[-1], tuple(done), tuple(moved))
+                actions.append(ActionRecord(doing, start_s, now_s, wait_s))
+            doing = note.subject
+            start_s = now_s
+            wait_s = 0.0
+            if isinstance(doing, Send | Recv):
+                posted_s[doing] = now_s
+    return StepRecord(seconds[0], seconds[-1], tuple(actions), tuple(messages))

@@ -1,4 +1,4 @@
-"""A unit on one rank: its stage modules and the groups they run in."""
+"""Run the forwards and backwards of a unit's stages on one rank."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,30 +17,37 @@ from mmtrain.program import Edge, StageId
 
 @dataclass
 class MicrobatchState:
-    """One microbatch's way through a stage: up run by run, and down again.
+    """What a stage keeps of one microbatch between its forward and its backward.
 
-    A run are the segments between two `cuts`, and starts from detached tensors, so that its backward runs by itself; a
-    passage without cuts is one run. Only what a backward will need is kept.
+    The forward runs in parts: the segments between two neighbouring `part_bounds`, or the whole stage if there are
+    none. Each part starts from detached tensors, so that its backward can run by itself. Forward appends the inputs
+    and outputs of its parts; backward removes them.
     """
 
     stage: StageId
     inputs: UnitInput
-    received: Mapping[Edge, Tensor]  # hidden states over the edge inside the unit, features over edges from others
-    cuts: Sequence[int] = ()  # segments at which some part begins, in either direction, and the number of segments
-    segments: Sequence[tuple[int, int]] = ()  # see `program.segments.segments_of`; needed with cuts
+    received: Mapping[Edge, Tensor]  # hidden states over the edge inside the unit, features over edges between units
+    part_bounds: Sequence[int] = ()  # segments at which a forward or backward part starts, and the number of segments
+    segments: Sequence[tuple[int, int]] = ()  # (layer, piece) of each; see `program.ir.segments.segment_layers`
     context: StageContext | None = None
-    entered: list[tuple[Tensor, ...]] = field(default_factory=list)  # what each run so far started from
-    left: list[tuple[Tensor, ...]] = field(default_factory=list)  # and what it gave
-    handed_on: tuple[Tensor, ...] = ()  # what the next run starts from: what the last gave, exchanged where need be
-    gradients: list[Tensor | None] = field(default_factory=list)  # of what the last of these gave
-    under_way: dist.Work | None = None  # the exchange of what is handed on, or of the gradients
+    part_inputs: list[tuple[Tensor, ...]] = field(default_factory=list)
+    part_outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
+    next_inputs: tuple[Tensor, ...] = ()  # of the next part: the last one's outputs, after the TP group's communication
+    output_gradients: list[Tensor | None] = field(default_factory=list)  # of the last part that is left
+    pending: dist.Work | None = None  # communication of `next_inputs` or `output_gradients`
 
     def wait(self) -> None:
-        """Have what the last part left under way."""
-        if self.under_way is not None:
+        """Wait for the communication that the last part started."""
+        if self.pending is not None:
             with torch.no_grad():  # gloo copies into what it gathers
-                self.under_way.wait()
-            self.under_way = None
+                self.pending.wait()
+            self.pending = None
+
+    def parts(self, lo: int, hi: int) -> list[tuple[int, int]]:
+        """Return the parts [first, last) of the segments [lo, hi); one without bounds is the whole stage."""
+        if not self.part_bounds:
+            return [(0, 0)]
+        return list(pairwise(bound for bound in self.part_bounds if lo <= bound <= hi))
 
 
 class UnitRunner:
@@ -49,97 +56,99 @@ class UnitRunner:
     def __init__(self, name: str, stages: Mapping[StageId, StageModule], groups: ParallelGroups) -> None:
         self.name, self.stages, self.groups = name, stages, groups
 
-    def forward(self, passage: MicrobatchState, lo: int, hi: int) -> None:
-        """Run segments [lo, hi), all of them if the passage has no cuts.
+    def forward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
+        """Run segments [lo, hi) of the stage, or all of them if the microbatch has no part bounds.
 
-        What the stage gives is then the passage's last `left`: what goes over its outgoing edges, if there are any,
-        and the sum of its losses, if it has one.
+        The last `part_outputs` are then what goes over the stage's outgoing edges, if it has any, and the sum of its
+        losses, if it has one.
         """
-        module = self.stages[passage.stage]
+        module = self.stages[microbatch.stage]
         with tp_group_scope(self.groups):
-            if passage.context is None:
-                features = {e.src.unit: tensor for e, tensor in passage.received.items() if e.crosses_units}
-                passage.context = module.context(passage.inputs, features)
-                passage.handed_on = _entering(passage)
-            for first, last in _runs(passage, lo, hi):
-                passage.wait()
-                state = passage.handed_on
+            if microbatch.context is None:
+                features = {e.src.unit: tensor for e, tensor in microbatch.received.items() if e.crosses_units}
+                microbatch.context = module.context(microbatch.inputs, features)
+                microbatch.next_inputs = _hidden_states(microbatch)
+            for first, last in microbatch.parts(lo, hi):
+                microbatch.wait()
+                inputs = microbatch.next_inputs
                 if first > 0:
-                    given = zip(state, passage.left[-1], strict=True)
-                    state = tuple(tensor.requires_grad_(before.requires_grad) for tensor, before in given)
-                output = _through(module, passage, state, first, last)
-                if not torch.is_grad_enabled():
-                    passage.entered.clear()
-                    passage.left.clear()
-                passage.entered.append(state)
-                passage.left.append(output)
-                if passage.cuts and last < passage.cuts[-1]:
-                    passage.handed_on = self._handed_on(passage, last)
+                    outputs_before = microbatch.part_outputs[-1]
+                    inputs = tuple(
+                        tensor.requires_grad_(before.requires_grad)
+                        for tensor, before in zip(inputs, outputs_before, strict=True)
+                    )
+                outputs = _run_segments(module, microbatch, inputs, first, last)
+                if not torch.is_grad_enabled():  # no backward will come
+                    microbatch.part_inputs.clear()
+                    microbatch.part_outputs.clear()
+                microbatch.part_inputs.append(inputs)
+                microbatch.part_outputs.append(outputs)
+                if microbatch.part_bounds and last < microbatch.part_bounds[-1]:
+                    microbatch.next_inputs = self._start_next(microbatch, last)
 
-    def backward(self, passage: MicrobatchState, lo: int, hi: int) -> None:
-        """Run the backward of segments [lo, hi), the last first; `gradients` of what they gave lie in the passage.
+    def backward(self, microbatch: MicrobatchState, lo: int, hi: int) -> None:
+        """Run the backward of segments [lo, hi), the last part first, from the microbatch's `output_gradients`.
 
-        Gradients of parameters accumulate, those of what the stage received are left in its `.grad`.
+        Gradients of parameters accumulate; gradients of what the stage received are left in its `.grad`.
         """
         with tp_group_scope(self.groups):
-            for first, _ in reversed(_runs(passage, lo, hi)):
-                passage.wait()
-                state, outputs = passage.entered.pop(), passage.left.pop()
-                pairs = [(o, g) for o, g in zip(outputs, passage.gradients, strict=False) if o.requires_grad]
-                given = [(output, gradient) for output, gradient in pairs if gradient is not None]
-                if given:
-                    torch.autograd.backward([output for output, _ in given], [gradient for _, gradient in given])
-                passage.gradients = [tensor.grad for tensor in state]
+            for first, _ in reversed(microbatch.parts(lo, hi)):
+                microbatch.wait()
+                inputs = microbatch.part_inputs.pop()
+                outputs = microbatch.part_outputs.pop()
+                pairs = zip(outputs, microbatch.output_gradients, strict=False)
+                known = [(output, grad) for output, grad in pairs if output.requires_grad and grad is not None]
+                if known:
+                    torch.autograd.backward([output for output, _ in known], [grad for _, grad in known])
+                microbatch.output_gradients = [tensor.grad for tensor in inputs]
                 if first > 0:
-                    passage.gradients = self._exchanged(passage, passage.gradients, first, backward=True)
+                    microbatch.output_gradients = self._start_communication(
+                        microbatch, microbatch.output_gradients, first, backward=True
+                    )
 
-    def _handed_on(self, passage: MicrobatchState, last: int) -> tuple[Tensor, ...]:
-        """What the run behind segment `last` - 1 starts from: what this one gave, cut off and exchanged."""
-        state = self._exchanged(passage, [tensor.detach() for tensor in passage.left[-1]], last)
-        return tuple(tensor for tensor in state if tensor is not None)
+    def _start_next(self, microbatch: MicrobatchState, segment: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the part that starts at `segment`: the last part's outputs, detached."""
+        detached: list[Tensor | None] = [tensor.detach() for tensor in microbatch.part_outputs[-1]]
+        tensors = self._start_communication(microbatch, detached, segment)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
-    def _exchanged(
-        self, passage: MicrobatchState, state: list[Tensor | None], before: int, backward: bool = False
+    def _start_communication(
+        self, microbatch: MicrobatchState, tensors: list[Tensor | None], segment: int, backward: bool = False
     ) -> list[Tensor | None]:
-        """The state with its second tensor as a TP group's ranks exchange it before a segment; begun, not awaited."""
-        if len(state) < 2 or state[1] is None:
-            return state
-        sliced = self.stages[passage.stage].factory.sequence_parallel
-        piece = passage.segments[before][1]
-        tensor, passage.under_way = start_tp_communication(state[1], piece, self.groups, sliced, backward)
-        return [state[0], tensor, *state[2:]]
+        """Start the TP group's communication of the second tensor before `segment`; `microbatch.wait` ends it."""
+        if len(tensors) < 2 or tensors[1] is None:
+            return tensors
+        sequence_parallel = self.stages[microbatch.stage].factory.sequence_parallel
+        piece = microbatch.segments[segment][1]
+        tensor, microbatch.pending = start_tp_communication(tensors[1], piece, self.groups, sequence_parallel, backward)
+        return [tensors[0], tensor, *tensors[2:]]
 
 
-def _runs(passage: MicrobatchState, lo: int, hi: int) -> list[tuple[int, int]]:
-    """Runs [first, last) of the segments [lo, hi)."""
-    if not passage.cuts:
-        return [(0, 0)]
-    return list(pairwise(cut for cut in passage.cuts if lo <= cut <= hi))
+def _hidden_states(microbatch: MicrobatchState) -> tuple[Tensor, ...]:
+    """Return what came from the stage before in the same unit, if there is one."""
+    return tuple(tensor for edge, tensor in microbatch.received.items() if not edge.crosses_units)
 
 
-def _entering(passage: MicrobatchState) -> tuple[Tensor, ...]:
-    """What the stage starts from: hidden states from the stage before, if there is one."""
-    return tuple(tensor for edge, tensor in passage.received.items() if not edge.crosses_units)
-
-
-def _through(
-    module: StageModule, passage: MicrobatchState, state: tuple[Tensor, ...], first: int, last: int
+def _run_segments(
+    module: StageModule, microbatch: MicrobatchState, inputs: tuple[Tensor, ...], first: int, last: int
 ) -> tuple[Tensor, ...]:
-    """Run segments [first, last) of the stage, all of them if the passage has no cuts."""
-    context = passage.context
+    """Run segments [first, last) of the stage, or all of them if the microbatch has no part bounds."""
+    context = microbatch.context
     assert context is not None
-    if not passage.cuts:
-        return _tensors(module.run(context, state[0] if state else None, module.indices))
-    sizes = Counter(layer for layer, _ in passage.segments)
-    for layer, run in groupby(passage.segments[first:last], key=lambda segment: segment[0]):
-        pieces, index = [piece for _, piece in run], module.indices[layer]
-        if len(pieces) == sizes[layer]:
-            state = _tensors(module.run(context, state[0] if state else None, range(index, index + 1)))
+    if not microbatch.part_bounds:
+        return _as_tuple(module.run(context, inputs[0] if inputs else None, module.indices))
+    num_pieces = Counter(layer for layer, _ in microbatch.segments)
+    tensors = inputs
+    for layer, segments in groupby(microbatch.segments[first:last], key=lambda segment: segment[0]):
+        pieces = [piece for _, piece in segments]
+        index = module.indices[layer]
+        if len(pieces) == num_pieces[layer]:
+            tensors = _as_tuple(module.run(context, tensors[0] if tensors else None, range(index, index + 1)))
         else:
-            state = module.run_pieces(context, state, index, range(pieces[0], pieces[-1] + 1))
-    return state
+            tensors = module.run_pieces(context, tensors, index, range(pieces[0], pieces[-1] + 1))
+    return tensors
 
 
-def _tensors(output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """A stage that has a loss and feeds another unit gives both."""
+def _as_tuple(output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Wrap a single output; a stage that has a loss and feeds another unit returns both as a pair."""
     return output if isinstance(output, tuple) else (output,)
