@@ -1,4 +1,4 @@
-"""What a run's trace says beside what was simulated for the same steps: per stage, for the step, and in one picture."""
+"""Compare a run's trace with the simulation of the same steps: per stage, in total and in one timeline."""
 
 import json
 from collections import defaultdict
@@ -27,39 +27,46 @@ from mmtrain.program import (
     chrome_trace,
 )
 from mmtrain.program.ir.segments import direction
+from mmtrain.report.idle_time import idle_text
 from mmtrain.report.plain_text import DEFAULT_WIDTH, render_text
 
-_COMPUTE_TID, _SECONDS_PER_US = 0, 1e-6
-MAX_CRITICAL_PATH_ROWS = 12  # printed; a plan of many chunks has hundreds of kinds
+COMPUTE_TID = 0  # the track of a rank that holds its computations, in our Chrome traces
+_SECONDS_PER_US = 1e-6
+MAX_CRITICAL_PATH_ROWS = 12  # printed; a plan of many model chunks has hundreds of kinds of work
+
+StageDirection = tuple[str, int, str]  # unit, stage, "F" for forward or "B" for backward
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """Seconds a step: of a stage's forwards or backwards, summed over microbatches, replicas and ranks; or of all."""
+    """Predicted and measured seconds per step: of one stage's forwards or backwards, or of the whole step.
 
-    what: str
+    The time of a stage is summed over its microbatches, replicas and ranks.
+    """
+
+    what: str  # `llm.0 forward`, or `step`
     measured_s: float | None
     predicted_s: float
 
     @property
     def error(self) -> float | None:
-        """How far the prediction is off, as a share of what was measured."""
+        """The prediction error relative to the measured time; None where nothing was measured."""
         return None if not self.measured_s else self.predicted_s / self.measured_s - 1
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the row for JSON output."""
         return {**asdict(self), "error": self.error}
 
 
 @dataclass(frozen=True)
 class RunTrace:
-    """A run's recorded steps, as Chrome trace JSON holds them."""
+    """The recorded steps of a run, as Chrome trace JSON."""
 
     content: Mapping[str, Any]
 
     @classmethod
     def load(cls, path: Path) -> "RunTrace":
-        """Read a trace; UserError if there is none or it is none of a run."""
+        """Read a trace. Raises UserError if the file is missing or is not the trace of a run."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -67,69 +74,67 @@ class RunTrace:
                 f"{path}: cannot read the trace ({error.strerror}); record steps with --set 'train.trace=[2,3]'"
             ) from None
         except ValueError as error:
-            raise UserError(f"{path}: no trace, it is no JSON ({error})") from None
-        other = content.get("otherData") if isinstance(content, dict) else None
-        if not isinstance(other, dict) or not other.get("steps"):
-            raise UserError(f"{path}: no trace of a run; record one with --set 'train.trace=[2,3]'")
+            raise UserError(f"{path}: not a trace, it is not JSON ({error})") from None
+        other_data = content.get("otherData") if isinstance(content, dict) else None
+        if not isinstance(other_data, dict) or not other_data.get("steps"):
+            raise UserError(f"{path}: not the trace of a run; record one with --set 'train.trace=[2,3]'")
         return cls(content)
 
     @property
     def steps(self) -> list[int]:
-        """Numbers of the recorded steps, counted from 1."""
+        """The numbers of the recorded steps, counted from 1."""
         return [step["step"] for step in self.content["otherData"]["steps"]]
 
     @property
     def plan_sha256(self) -> str:
-        """Of the plan that was run."""
+        """The hash of the plan that was run."""
         return str(self.content["otherData"]["plan_sha256"])
 
     @property
     def step_time_s(self) -> float:
-        """Mean over the recorded steps."""
+        """The mean step time over the recorded steps."""
         return float(self.content["otherData"]["step_time_us"]) * _SECONDS_PER_US
 
     def bubble_shares(self) -> dict[str, float] | None:
-        """Idle time by kind as a share of all rank-seconds, mean over the steps; None in traces that do not say."""
+        """Return idle time by kind as a share of all rank-seconds, averaged over steps; None in traces without it."""
         steps = self.content["otherData"]["steps"]
         if not all("bubbles" in step for step in steps):
             return None
         return {kind: sum(step["bubbles"][kind] for step in steps) / len(steps) for kind in BUBBLE_KINDS}
 
-    def stage_seconds(self) -> dict[tuple[str, int, str], float]:
-        """Seconds a step of each (unit, stage, kind)."""
+    def stage_seconds(self) -> dict[StageDirection, float]:
+        """Return compute seconds per step of each stage and direction."""
         return {key: total / len(self.steps) for key, total in stage_seconds(self.content["traceEvents"]).items()}
 
 
-def stage_seconds(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], float]:
-    """Compute seconds of a Chrome trace by (unit, stage, F or B), parts counted with what they are part of."""
-    found: defaultdict[tuple[str, int, str], float] = defaultdict(float)
+def stage_seconds(events: Sequence[Mapping[str, Any]]) -> dict[StageDirection, float]:
+    """Sum the compute seconds of a Chrome trace by stage and direction; partial passes count with their pass."""
+    seconds: defaultdict[StageDirection, float] = defaultdict(float)
     for event in events:
-        if event["ph"] == "X" and event["tid"] == _COMPUTE_TID:
+        if event["ph"] == "X" and event["tid"] == COMPUTE_TID:
             args = event["args"]
-            found[args["unit"], args["stage"], event["name"][0]] += event["dur"] * _SECONDS_PER_US
-    return dict(found)
+            seconds[args["unit"], args["stage"], event["name"][0]] += event["dur"] * _SECONDS_PER_US
+    return dict(seconds)
 
 
 def comparison_rows(simulated: Sequence[Timeline], trace: RunTrace | None) -> list[ComparisonRow]:
-    """A row for each stage's forwards and backwards, and one for the step: means over the simulated steps."""
-    predicted: defaultdict[tuple[str, int, str], float] = defaultdict(float)
+    """Return a row for each stage and direction and one for the step, as means over the simulated steps."""
+    predicted: defaultdict[StageDirection, float] = defaultdict(float)
     for timeline in simulated:
         for key, seconds in stage_seconds(chrome_trace(timeline, "")["traceEvents"]).items():
             predicted[key] += seconds / len(simulated)
     measured = {} if trace is None else trace.stage_seconds()
-    rows = [
-        ComparisonRow(
-            f"{unit}.{stage} {'forward' if kind == 'F' else 'backward'}", measured.get((unit, stage, kind)), seconds
-        )
-        for (unit, stage, kind), seconds in sorted(predicted.items())
-    ]
-    step = sum(t.step_time_s for t in simulated) / len(simulated)
-    return [*rows, ComparisonRow("step", None if trace is None else trace.step_time_s, step)]
+    rows = []
+    for (unit, stage, letter), seconds in sorted(predicted.items()):
+        name = f"{unit}.{stage} {'forward' if letter == 'F' else 'backward'}"
+        rows.append(ComparisonRow(name, measured.get((unit, stage, letter)), seconds))
+    step_time_s = sum(timeline.step_time_s for timeline in simulated) / len(simulated)
+    return [*rows, ComparisonRow("step", None if trace is None else trace.step_time_s, step_time_s)]
 
 
 @dataclass(frozen=True)
 class CriticalPathRow:
-    """What work of one kind has of the critical path: seconds a step, and how many actions."""
+    """The share of one kind of work in the critical path: seconds per step and number of actions."""
 
     what: str  # `llm.0 forward`, `vision.0>llm.0 activation`, `reduce llm`, `optimizer`
     part: str  # a unit, `messages` or `collectives`
@@ -137,26 +142,28 @@ class CriticalPathRow:
     count: float
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the row for JSON output."""
         return {"what": self.what, "part": self.part, "seconds": self.seconds, "actions": self.count}
 
 
 def critical_path_rows(simulated: Sequence[Timeline]) -> list[CriticalPathRow]:
-    """Where the step time comes from, largest first: means over the simulated steps. The seconds add up to the step."""
+    """Group the critical path by kind of work, longest first, as means over the simulated steps.
+
+    The seconds of all rows add up to the step time.
+    """
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     count: defaultdict[tuple[str, str], float] = defaultdict(float)
     for timeline in simulated:
         for span in timeline.critical_path:
-            words = _path_words(span.action)
-            seconds[words] += span.duration_s / len(simulated)
-            count[words] += 1 / len(simulated)
-    return sorted(
-        (CriticalPathRow(*words, s, count[words]) for words, s in seconds.items()), key=lambda row: -row.seconds
-    )
+            kind_of_work = _kind_of_work(span.action)
+            seconds[kind_of_work] += span.duration_s / len(simulated)
+            count[kind_of_work] += 1 / len(simulated)
+    rows = [CriticalPathRow(*kind_of_work, total, count[kind_of_work]) for kind_of_work, total in seconds.items()]
+    return sorted(rows, key=lambda row: -row.seconds)
 
 
-def _path_words(action: Action) -> tuple[str, str]:
-    """What an action is called, and what it is a part of."""
+def _kind_of_work(action: Action) -> tuple[str, str]:
+    """Return the name of an action's kind of work, and the part of the step that it belongs to."""
     match action:
         case Forward() | Backward() | Partial():
             return f"{action.stage} {'forward' if direction(action) == 'F' else 'backward'}", action.stage.unit
@@ -177,56 +184,71 @@ def comparison_text(
     path: Sequence[CriticalPathRow],
     width: int = DEFAULT_WIDTH,
 ) -> str:
-    """The rows as a table, the simulated idle time by kind, and what the step time is made of."""
-    measured = any(row.measured_s is not None for row in rows)
-    table = Table(title="Seconds a step" + (", predicted and measured" if measured else ""), title_justify="left")
-    for column in ("", "predicted", *(("measured", "error") if measured else ())):
-        table.add_column(column, justify="left" if not column else "right")
+    """Write the rows as a table, then the simulated idle time by kind and the critical path."""
+    is_measured = any(row.measured_s is not None for row in rows)
+    title = "Time per step, predicted and measured" if is_measured else "Predicted time per step"
+    table = Table(title=title, title_justify="left")
+    for column in ("stage", *comparison_head(is_measured)):
+        table.add_column(column, justify="left" if column == "stage" else "right")
     for row in rows:
-        cells = [f"{row.predicted_s * 1e3:.2f} ms"]
-        if measured:
-            cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f} ms")
-            cells.append("-" if row.error is None else f"{row.error:+.1%}")
-        table.add_row(row.what, *cells)
-    idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles.items() if share >= 0.0005)
-    told = f"Simulated ranks idle {sum(bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
-    return render_text(table, told, *(("", *_path_text(path)) if path else ()), width=width)
+        table.add_row(*comparison_cells(row, is_measured))
+    note = "The time of a stage is the sum over its microbatches, replicas and ranks."
+    idle = f"Simulated ranks are idle for {idle_text({str(kind): share for kind, share in bubbles.items()})}."
+    path_parts = ("", *_critical_path_text(path)) if path else ()
+    return render_text(table, note, "", idle, *path_parts, width=width)
 
 
-def _path_text(path: Sequence[CriticalPathRow]) -> tuple[str, Table]:
-    whole = sum(row.seconds for row in path) or 1.0
-    parts: defaultdict[str, float] = defaultdict(float)
+def comparison_head(is_measured: bool) -> tuple[str, ...]:
+    """Return the headings of the columns after the first one."""
+    return ("predicted", "measured", "error") if is_measured else ("predicted",)
+
+
+def comparison_cells(row: ComparisonRow, is_measured: bool) -> list[str]:
+    """Write the cells of a row: what, predicted, and if something was measured, the measured time and the error."""
+    cells = [row.what, f"{row.predicted_s * 1e3:.2f} ms"]
+    if is_measured:
+        cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f} ms")
+        cells.append("-" if row.error is None else f"{row.error:+.1%}")
+    return cells
+
+
+def _critical_path_text(path: Sequence[CriticalPathRow]) -> tuple[str, Table]:
+    total_s = sum(row.seconds for row in path) or 1.0
+    part_seconds: defaultdict[str, float] = defaultdict(float)
     for row in path:
-        parts[row.part] += row.seconds
-    shares = sorted(parts.items(), key=lambda item: -item[1])
-    told = "What the step waits for, one after another: " + ", ".join(f"{p} {s / whole:.1%}" for p, s in shares) + "."
+        part_seconds[row.part] += row.seconds
+    ranking = sorted(part_seconds.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{part} {seconds / total_s:.1%}" for part, seconds in ranking)
+    sentence = f"Shares of the critical path, which adds up to the step time: {shares}."
     table = Table(title="Critical path", title_justify="left")
-    for column in ("", "seconds", "share", "actions"):
-        table.add_column(column, justify="left" if not column else "right")
+    for column in ("work", "time", "share", "actions"):
+        table.add_column(column, justify="left" if column == "work" else "right")
     for row in path[:MAX_CRITICAL_PATH_ROWS]:
-        table.add_row(row.what, f"{row.seconds * 1e3:.2f} ms", f"{row.seconds / whole:.1%}", f"{row.count:g}")
-    if rest := path[MAX_CRITICAL_PATH_ROWS:]:
-        seconds = sum(row.seconds for row in rest)
-        table.add_row(f"{len(rest)} others", f"{seconds * 1e3:.2f} ms", f"{seconds / whole:.1%}", "")
-    return told, table
+        table.add_row(row.what, f"{row.seconds * 1e3:.2f} ms", f"{row.seconds / total_s:.1%}", f"{row.count:g}")
+    other_rows = path[MAX_CRITICAL_PATH_ROWS:]
+    if other_rows:
+        seconds = sum(row.seconds for row in other_rows)
+        table.add_row(f"{len(other_rows)} others", f"{seconds * 1e3:.2f} ms", f"{seconds / total_s:.1%}", "")
+    return sentence, table
 
 
 def overlay_trace(simulated: Sequence[Timeline], trace: RunTrace | None, plan_sha256: str) -> dict[str, Any]:
-    """One Chrome trace: the run's ranks, and under them, one for one, the simulated ones of the same steps."""
-    starts = [0.0] * len(simulated)
-    if trace is not None:
-        starts = [step["ts"] for step in trace.content["otherData"]["steps"]]
-    parts = [chrome_trace(timeline, plan_sha256) for timeline in simulated]
+    """Write one Chrome trace: the run's ranks, and below them the simulated ranks of the same steps.
+
+    Without a run, the trace holds the first simulated step.
+    """
+    simulated_traces = [chrome_trace(timeline, plan_sha256) for timeline in simulated]
     if trace is None:
-        return parts[0]
-    ranks = 1 + max(event["pid"] for event in trace.content["traceEvents"])
+        return simulated_traces[0]
+    steps = trace.content["otherData"]["steps"]
     events = list(trace.content["traceEvents"])
-    for start, part in zip(starts, parts, strict=True):
-        for event in part["traceEvents"]:
-            moved = {**event, "pid": event["pid"] + ranks}
+    num_ranks = 1 + max(event["pid"] for event in events)
+    for step, simulated_trace in zip(steps, simulated_traces, strict=True):
+        for event in simulated_trace["traceEvents"]:
+            moved = {**event, "pid": event["pid"] + num_ranks}
             if event["ph"] == "M" and event["name"] == "process_name":
                 moved["args"] = {"name": f"{event['args']['name']}, simulated"}
             if event["ph"] == "X":
-                moved["ts"] = event["ts"] + start
+                moved["ts"] = event["ts"] + step["ts"]
             events.append(moved)
     return {**trace.content, "traceEvents": events}

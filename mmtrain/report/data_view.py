@@ -1,6 +1,6 @@
-"""Lengths and groupings for reading: histograms and tables in the terminal, and the same as a picture."""
+"""Sample lengths and grouping methods for people: histograms and tables as text, and histograms as a figure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -12,11 +12,13 @@ from mmtrain.errors import UserError, writing
 from mmtrain.report.plain_text import render_text
 
 _BAR_COLUMNS = 50  # characters of the fullest bin
-_INK, _GROUND, _GREY = "#1f5a8c", "#ffffff", "#5c6670"
+_BAR_COLOR = "#1f5a8c"
+_BACKGROUND = "#ffffff"
+_GRAY = "#5c6670"
 
 
 def stats_text(summary: LengthSummary, quarantined: Mapping[str, int]) -> str:
-    """A histogram for each measure, their correlation, and how many samples were set aside, by kind."""
+    """Write a histogram for each measure, their correlation, and the number of quarantined samples by reason."""
     parts: list[RenderableType] = []
     for spread in summary.spreads:
         parts.append(Text(f"\n{_headline(spread, summary.samples)}"))
@@ -24,77 +26,89 @@ def stats_text(summary: LengthSummary, quarantined: Mapping[str, int]) -> str:
     present = [spread.samples > 0 for spread in summary.spreads]
     if sum(present) > 1:
         parts += [Text(""), _correlation(summary, present)]
-    parts.append(Text(f"\n{summary.samples} samples, {_set_aside(quarantined)}"))
+    parts.append(Text(f"\n{summary.samples} samples, {_quarantined_text(quarantined)}"))
     return render_text(*parts).strip("\n")
 
 
-def grouping_text(scores: Sequence[GroupingScore], chosen: str, num_replicas: int, name: Callable[[int], str]) -> str:
-    """A row for each method of grouping; `chosen` is the recipe's. `name` names a sample by its number."""
-    table = Table(title=f"One epoch, {num_replicas} replicas side by side", title_justify="left")
-    table.add_column("method")
+def grouping_text(
+    scores: Sequence[GroupingScore], chosen: str, num_replicas: int, sample_name: Callable[[int], str]
+) -> str:
+    """Write a row for each grouping method, with the recipe's `chosen` one marked, and the imbalance that remains.
+
+    `sample_name` writes the name of a sample number.
+    """
     units = list(scores[0].dist_ratio)
-    waits = [f"dist {unit}" for unit in units]
-    for column in ("groups", "mean batch", "fill", "pad", *waits, "max/mean", "seconds"):
+    table = Table(title=f"One epoch with {num_replicas} replicas side by side", title_justify="left")
+    table.add_column("method")
+    dist_columns = [f"dist {unit}" for unit in units]
+    for column in ("groups", "mean batch", "fill", "pad", *dist_columns, "max/mean", "seconds"):
         table.add_column(column, justify="right")
-    for row in scores:
-        padding = "-" if row.pad_ratio is None else f"{row.pad_ratio:.3f}"
+    for score in scores:
         table.add_row(
-            f"{row.method} *" if row.method == chosen else row.method,
-            str(row.groups),
-            f"{row.mean_batch:.2f}",
-            f"{row.fill:.3f}",
-            padding,
-            *(f"{row.dist_ratio[unit]:.4f}" for unit in units),
-            f"{row.max_over_mean:.4f}",
-            f"{row.seconds:.2f}",
+            f"{score.method} *" if score.method == chosen else score.method,
+            str(score.groups),
+            f"{score.mean_batch:.2f}",
+            f"{score.fill:.3f}",
+            "-" if score.pad_ratio is None else f"{score.pad_ratio:.3f}",
+            *(f"{score.dist_ratio[unit]:.4f}" for unit in units),
+            f"{score.max_over_mean:.4f}",
+            f"{score.seconds:.2f}",
         )
     notes = (
-        "* what the recipe trains with. fill: LLM tokens over data.seq_len; pad: what padding the mini-batches would "
-        "waste (groups are packed, none is padded); dist: share of a step that replicas of a unit wait for the most "
-        "loaded one, each unit on ranks of its own; max/mean: of the tokens of all units together."
+        "* the recipe's method. mean batch: samples per group; fill: LLM tokens as a share of data.seq_len; pad: share "
+        "of tokens that padding a mini-batch would waste (packed groups have no padding); dist: share of a step for "
+        "which a unit's replicas wait for the most loaded one, if the unit has its own ranks; max/mean: largest over "
+        "mean load, counting the tokens of all units."
     )
-    reached = [
-        f"bound reached, {unit}: in {found.steps:.0%} of steps one sample alone exceeds the mean load, most of all "
-        f"{name(found.sample)}; no rearrangement gets dist below {found.dist_ratio:.4f}, only splitting it would"
-        for row in scores
-        if row.method == chosen
-        for unit, found in row.bounds.items()
-        if found.sample is not None
-    ]
-    return render_text(table, notes, *reached).strip("\n")
+    bounds = [bound for score in scores if score.method == chosen for bound in _bound_sentences(score, sample_name)]
+    return render_text(table, notes, *bounds).strip("\n")
+
+
+def _bound_sentences(score: GroupingScore, sample_name: Callable[[int], str]) -> Iterator[str]:
+    """Write for each unit by how much single large samples limit the balance."""
+    for unit, bound in score.bounds.items():
+        if bound.sample is not None:
+            yield (
+                f"load imbalance of {unit}: in {bound.steps:.0%} of steps a single sample exceeds the mean load of a "
+                f"replica (the largest is {sample_name(bound.sample)}), so dist cannot be below "
+                f"{bound.dist_ratio:.4f}; raise train.global_batch or shorten such samples"
+            )
 
 
 def stats_picture(summary: LengthSummary, path: Path) -> None:
-    """Draw a histogram for each measure as PNG. Raises UserError without matplotlib, or where it cannot be written."""
+    """Save a histogram for each measure as PNG.
+
+    Raises UserError without matplotlib, or if the file cannot be written.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(
             "--png needs the `matplotlib` package, which is not installed here: pip install 'mmtrain[report]'"
         ) from None
-    spreads = [spread for spread in summary.spreads if _varies(spread)]
-    figure = Figure(figsize=(9.0, 0.6 + 2.4 * max(len(spreads), 1)), facecolor=_GROUND, layout="constrained")
-    for place, spread in enumerate(spreads, 1):
-        axes = figure.add_subplot(len(spreads), 1, place)
-        axes.stairs(spread.counts, spread.edges, fill=True, color=_INK)
-        if _geometric(spread):
+    varying = [spread for spread in summary.spreads if _varies(spread)]
+    figure = Figure(figsize=(9.0, 0.6 + 2.4 * max(len(varying), 1)), facecolor=_BACKGROUND, layout="constrained")
+    for row, spread in enumerate(varying, 1):
+        axes = figure.add_subplot(len(varying), 1, row)
+        axes.stairs(spread.counts, spread.edges, fill=True, color=_BAR_COLOR)
+        if _has_geometric_bins(spread):
             axes.set_xscale("log")
         axes.set_ylim(0, 1.15 * max(spread.counts))
-        axes.axvline(spread.mean, color=_GREY, linewidth=1)
+        axes.axvline(spread.mean, color=_GRAY, linewidth=1)
         axes.annotate(
-            f"mean {_short(spread.mean)}",
+            f"mean {_number(spread.mean)}",
             (spread.mean, 1),
             xycoords=("data", "axes fraction"),
             xytext=(4, -10),
             textcoords="offset points",
-            color=_GREY,
+            color=_GRAY,
             fontsize=8,
         )
         axes.set_title(_headline(spread, summary.samples), fontsize=8, loc="left")
         axes.set_ylabel("samples", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    with writing("--png", path, "picture"):
+    with writing("--png", path, "figure"):
         figure.savefig(path, format="png", dpi=130)
 
 
@@ -102,57 +116,61 @@ def _headline(spread: LengthDistribution, samples: int) -> str:
     if not spread.samples:
         return f"{spread.name}: none"
     if not _varies(spread):
-        return f"{spread.name}: {_short(spread.mean)} in each of {spread.samples} samples"
+        return f"{spread.name}: {_number(spread.mean)} in each of {spread.samples} samples"
     share = "" if spread.samples == samples else f" in {spread.samples} of {samples} samples"
     return (
-        f"{spread.name}{share}: {_short(spread.total)} in all, mean {_short(spread.mean)}, median "
-        f"{_short(spread.median)}, 95% below {_short(spread.p95)}, largest {_short(spread.largest)}"
+        f"{spread.name}{share}: {_number(spread.total)} in total, mean {_number(spread.mean)}, median "
+        f"{_number(spread.median)}, 95% below {_number(spread.p95)}, largest {_number(spread.largest)}"
     )
 
 
 def _bars(spread: LengthDistribution) -> list[str]:
-    most = max(spread.counts, default=0)
+    largest = max(spread.counts, default=0)
     rows = []
     for count, lo, hi in zip(spread.counts, spread.edges, spread.edges[1:], strict=False):
-        length = count / most * _BAR_COLUMNS
-        bar = "█" * int(length) + ("▌" if length % 1 >= 0.5 else "") or ("▏" if count else "")
-        rows.append(f"{_short(lo):>8} - {_short(hi):<8} {bar} {count}")
+        length = count / largest * _BAR_COLUMNS
+        bar = "█" * int(length) + ("▌" if length % 1 >= 0.5 else "")
+        if count and not bar:
+            bar = "▏"
+        rows.append(f"{_number(lo):>8} - {_number(hi):<8} {bar} {count}")
     return rows
 
 
 def _correlation(summary: LengthSummary, present: Sequence[bool]) -> Table:
     table = Table(title="Correlation over samples", title_justify="left")
     table.add_column("")
-    shown = [i for i, there in enumerate(present) if there]
+    shown = [index for index, is_present in enumerate(present) if is_present]
     for i in shown:
         table.add_column(summary.spreads[i].name, justify="right")
     for i in shown:
-        found = (summary.correlation[i][j] for j in shown)
-        table.add_row(summary.spreads[i].name, *("-" if c is None else f"{c:+.2f}" for c in found))
+        coefficients = (summary.correlation[i][j] for j in shown)
+        table.add_row(summary.spreads[i].name, *("-" if c is None else f"{c:+.2f}" for c in coefficients))
     return table
 
 
-def _set_aside(quarantined: Mapping[str, int]) -> str:
+def _quarantined_text(quarantined: Mapping[str, int]) -> str:
     if not quarantined:
-        return "none set aside"
-    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(quarantined.items(), key=lambda kv: (-kv[1], kv[0])))
-    return f"{sum(quarantined.values())} set aside besides: {kinds}"
+        return "none quarantined"
+    ranking = sorted(quarantined.items(), key=lambda item: (-item[1], item[0]))
+    reasons = ", ".join(f"{reason} {count}" for reason, count in ranking)
+    return f"{sum(quarantined.values())} others quarantined: {reasons}"
 
 
 def _varies(spread: LengthDistribution) -> bool:
-    """Whether there is more than one value, and so something to draw."""
+    """Tell whether there is more than one value, and so something to draw."""
     return len(spread.counts) > 1
 
 
-def _geometric(spread: LengthDistribution) -> bool:
-    """Whether the bins grow; then an axis that does too shows them alike."""
-    first, last = spread.edges[1] - spread.edges[0], spread.edges[-1] - spread.edges[-2]
-    return last > 2 * first
+def _has_geometric_bins(spread: LengthDistribution) -> bool:
+    """Tell whether bins grow geometrically; a logarithmic axis then shows them with equal widths."""
+    first_width = spread.edges[1] - spread.edges[0]
+    last_width = spread.edges[-1] - spread.edges[-2]
+    return last_width > 2 * first_width
 
 
-def _short(value: float) -> str:
-    """At most four digits that count: 0.25, 3, 12.5, 840, 12.3k, 4.1M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
+def _number(value: float) -> str:
+    """Write a number with at most four significant digits: 0.25, 3, 12.5, 840, 12.3k, 4.1M."""
+    for threshold, factor, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if value >= threshold:
+            return f"{value / factor:.4g}{suffix}"
     return f"{value:.4g}"

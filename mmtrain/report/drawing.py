@@ -1,7 +1,7 @@
-"""Drawings made once and rendered twice: as inline SVG for the page, and on paper.
+"""Drawings as lists of marks, rendered as inline SVG for the HTML page and by matplotlib for papers.
 
-A drawing is a list of marks in units that are pixels on a page. Colours have names, so that the page can follow a dark
-screen. Those of units are Okabe and Ito's, which colour-blind readers tell apart ("Color Universal Design", 2008).
+Sizes are in pixels of the page. Colors have names, so that the page can follow a dark color scheme. The colors of units
+are those of Okabe and Ito, which color-blind readers can tell apart ("Color Universal Design", 2008).
 """
 
 from collections.abc import Iterator
@@ -20,24 +20,27 @@ DARK_COLORS: dict[Color, str] = {
     "ink": "#e4e9ee", "soft": "#9aa6b2", "line": "#33404c", "ground": "#12171c", "limit": "#ff6b6b",
 }  # fmt: skip
 
+OUTLINED_OPACITY = 0.12  # of the fill of an outlined box
+ARROW_HEAD_PX = 6.0
+
 
 @dataclass(frozen=True)
 class Box:
-    """A filled rectangle; `tooltip` are shown where a pointer rests on it. `outlined` ones are all but empty."""
+    """A filled rectangle with a tooltip. An `outlined` box has a border and almost no fill."""
 
     x: float
     y: float
     width: float
     height: float
     color: Color
-    opacity: float = 1.0  # 1 is full, 0 is invisible
+    opacity: float = 1.0
     tooltip: str = ""
     outlined: bool = False
 
 
 @dataclass(frozen=True)
 class Polyline:
-    """A line through points; `arrow` puts a head on its end."""
+    """A line through points; `arrow` adds an arrow head at its end."""
 
     points: tuple[tuple[float, float], ...]
     color: Color
@@ -47,7 +50,7 @@ class Polyline:
 
 @dataclass(frozen=True)
 class Label:
-    """Text on the base line y."""
+    """Text on the baseline y."""
 
     x: float
     y: float
@@ -63,25 +66,25 @@ Mark = Box | Polyline | Label
 
 @dataclass(frozen=True)
 class Drawing:
-    """Marks on a sheet. `description` says in words what is to be seen, for those who cannot see it."""
+    """Marks on a sheet. `description` is the text for screen readers."""
 
     width: float
     height: float
     description: str
     marks: tuple[Mark, ...]
-    full_width: bool = True  # as wide as the page; otherwise as large as it is drawn
+    full_width: bool = True  # scale to the width of the page; otherwise keep the drawn size
 
 
 def unit_color(unit: str, units: "tuple[str, ...]") -> Color:
-    """The colour of a unit, the same in all drawings of a plan."""
+    """Return the color of a unit, the same in all drawings of a plan."""
     return UNIT_COLORS[units.index(unit) % len(UNIT_COLORS)]
 
 
 def svg(drawing: Drawing) -> str:
-    """Inline SVG in a box that scrolls where the page is narrower; its colours are the page's classes."""
+    """Render inline SVG in a box that scrolls on a narrow page; colors are CSS classes of the page."""
     size = "" if drawing.full_width else f' style="width:{drawing.width:.0f}px"'
     return (
-        f'<div class="draw" tabindex="0" role="group" aria-label="a picture that can be scrolled">'
+        f'<div class="draw" tabindex="0" role="group" aria-label="a scrollable picture">'
         f'<svg viewBox="0 0 {drawing.width:.0f} {drawing.height:.0f}" role="img" '
         f'aria-label="{escape(drawing.description)}"{size}>'
         f"{''.join(part for mark in drawing.marks for part in _svg(mark))}</svg></div>"
@@ -91,19 +94,22 @@ def svg(drawing: Drawing) -> str:
 def _svg(mark: Mark) -> Iterator[str]:
     match mark:
         case Box():
-            strength = "" if mark.opacity == 1 else f' fill-opacity="{mark.opacity:g}"'
-            strength = ' fill-opacity="0.12" stroke-width="1"' if mark.outlined else strength
-            kind = f"{mark.color} edge" if mark.outlined else mark.color
-            words = f"<title>{escape(mark.tooltip)}</title>" if mark.tooltip else ""
+            css_class: str = mark.color
+            style = "" if mark.opacity == 1 else f' fill-opacity="{mark.opacity:g}"'
+            if mark.outlined:
+                css_class = f"{mark.color} edge"
+                style = f' fill-opacity="{OUTLINED_OPACITY:g}" stroke-width="1"'
+            end = f"><title>{escape(mark.tooltip)}</title></rect>" if mark.tooltip else "/>"
             yield (
                 f'<rect x="{mark.x:.1f}" y="{mark.y:.1f}" width="{max(mark.width, 0):.1f}" height="{mark.height:.1f}" '
-                f'class="{kind}"{strength}' + (f">{words}</rect>" if words else "/>")
+                f'class="{css_class}"{style}{end}'
             )
         case Polyline():
             path = "L".join(f"{x:.1f} {y:.1f}" for x, y in mark.points)
             yield f'<path d="M{path}" class="{mark.color} path" stroke-width="{mark.width:g}"/>'
             if mark.arrow:
-                yield f'<path d="{_head(mark)}" class="{mark.color}"/>'
+                corners = "L".join(f"{x:.1f} {y:.1f}" for x, y in arrow_head(mark))
+                yield f'<path d="M{corners}Z" class="{mark.color}"/>'
         case Label():
             bold = ' font-weight="600"' if mark.bold else ""
             size = "" if mark.size == 12 else f' font-size="{mark.size:g}"'
@@ -114,18 +120,17 @@ def _svg(mark: Mark) -> Iterator[str]:
             )
 
 
-def _head(line: Polyline) -> str:
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in arrow_head(line)) + "Z"
-
-
 def arrow_head(line: Polyline) -> tuple[tuple[float, float], ...]:
-    """Corners of the triangle at the end of a line."""
+    """Return the corners of the triangle at the end of a line."""
     (x0, y0), (x1, y1) = line.points[-2:]
     length = max(((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5, 1e-9)
-    dx, dy, size = (x1 - x0) / length, (y1 - y0) / length, 6.0
-    back = (x1 - size * dx, y1 - size * dy)
+    dx = (x1 - x0) / length
+    dy = (y1 - y0) / length
+    base_x = x1 - ARROW_HEAD_PX * dx
+    base_y = y1 - ARROW_HEAD_PX * dy
+    half_width = ARROW_HEAD_PX / 2
     return (
         (x1, y1),
-        (back[0] - dy * size / 2, back[1] + dx * size / 2),
-        (back[0] + dy * size / 2, back[1] - dx * size / 2),
+        (base_x - dy * half_width, base_y + dx * half_width),
+        (base_x + dy * half_width, base_y - dx * half_width),
     )

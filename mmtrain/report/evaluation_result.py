@@ -1,8 +1,7 @@
-"""What a trained model answers right, and what that is worth.
+"""Scores of a trained model on held-out questions, compared with a baseline and with blanked media.
 
-Two figures stand beside the share of exactly right answers: a *baseline* that gives each question template its
-most frequent answer of the training data, without a look at anything, and the same model with *blanked* images and
-clips. Only what lies above both was learned from these.
+The *baseline* gives each question template its most frequent answer in the training data. *Blanked* scores are those of
+the same model with gray images and silent clips. Only a score above both shows that the model uses the media.
 """
 
 import io
@@ -19,23 +18,23 @@ MEDIA_KINDS = ("images", "clips")
 
 @dataclass(frozen=True)
 class TemplateScore:
-    """Counts for one kind of question. `blanked` is None where the questions have no media."""
+    """Counts for one question template. `blanked` is None if its questions have no media."""
 
     template: str
     questions: int
-    exact: int  # answered exactly right
-    baseline: int  # right if always answered with the most frequent answer
-    blanked: int | None  # answered exactly right without seeing the images or hearing the clips
-    modalities: tuple[str, ...] = ()  # of MODALITIES, those that some of the questions have
+    exact: int  # answers that match exactly
+    baseline: int  # exact matches of the most frequent answer
+    blanked: int | None  # exact matches with gray images and silent clips
+    modalities: tuple[str, ...] = ()  # those of MEDIA_KINDS that some of the questions have
 
     def share(self, count: int | None) -> float | None:
-        """A count as part of the questions asked; None when there is none, or nothing was asked."""
+        """Return a count as a share of the questions; None if the count is None or there are no questions."""
         return None if count is None or not self.questions else count / self.questions
 
 
 @dataclass(frozen=True)
 class AnsweredQuestion:
-    """One question as it was asked and answered."""
+    """One question with the expected and the given answer."""
 
     question: str
     expected: str
@@ -54,23 +53,23 @@ class EvaluationResult:
 
     @property
     def total(self) -> TemplateScore:
-        """All questions together; `blanked` only if all have media."""
+        """The sum over all questions; `blanked` is None unless all have media."""
         return _sum("all", self.templates)
 
     @property
     def with_media(self) -> TemplateScore:
-        """The questions that have images or clips, together."""
+        """The sum over the questions that have images or clips."""
         return _sum("all with media", [score for score in self.templates if score.blanked is not None])
 
     @property
     def gap_closed(self) -> float | None:
-        """How far the model came on the way from the baseline to 1; None when the baseline is already there."""
+        """The share of the gap between baseline and 100% that the model closes; None if the baseline is at 100%."""
         total = self.total
-        room = total.questions - total.baseline
-        return (total.exact - total.baseline) / room if room else None
+        gap = total.questions - total.baseline
+        return (total.exact - total.baseline) / gap if gap else None
 
     def to_json(self) -> str:
-        """The counts, the figures drawn from them and the examples."""
+        """Return the counts, the shares derived from them, and the examples as JSON text."""
         total = self.total
         figures = {
             "questions": total.questions,
@@ -79,13 +78,13 @@ class EvaluationResult:
             "gap_closed": self.gap_closed,
         }
         for modality in total.modalities:
-            having = _sum(modality, [score for score in self.templates if modality in score.modalities])
-            figures[f"exact_with_{modality}"] = having.share(having.exact)
-            figures[f"blanked_with_{modality}"] = having.share(having.blanked)
+            subtotal = _sum(modality, [score for score in self.templates if modality in score.modalities])
+            figures[f"exact_with_{modality}"] = subtotal.share(subtotal.exact)
+            figures[f"blanked_with_{modality}"] = subtotal.share(subtotal.blanked)
         return json.dumps({**figures, **asdict(self)}, indent=2, ensure_ascii=False)
 
     def to_text(self, width: int = 100) -> str:
-        """What `print_evaluation` shows, without colours."""
+        """Write what `print_evaluation` prints, without colors."""
         console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
         with console.capture() as capture:
             print_evaluation(self, console)
@@ -93,14 +92,15 @@ class EvaluationResult:
 
 
 def print_evaluation(result: EvaluationResult, console: Console) -> None:
-    """Print the table of scores, what they mean in two sentences, and the examples."""
+    """Print the table of scores, two sentences on what they mean, and the examples."""
     console.print(_table(result))
     console.print(Text("\n".join(_sentences(result))))
     for number, example in enumerate(result.examples, 1):
         right = example.expected == example.answered
         lines = [f"\n{number}. {example.question}"]
         for modality in MEDIA_KINDS:
-            if media := getattr(example, modality):
+            media = getattr(example, modality)
+            if media:
                 lines.append(f"   {modality:<10}{', '.join(media)}")
         lines.append(f"   expected  {example.expected}")
         console.print(Text("\n".join(lines)))
@@ -108,9 +108,7 @@ def print_evaluation(result: EvaluationResult, console: Console) -> None:
 
 
 def _table(result: EvaluationResult) -> Table:
-    table = Table(
-        title=f"Held-out questions after step {result.step}: share answered exactly right", title_justify="left"
-    )
+    table = Table(title=f"Held-out questions after step {result.step}: share of exact answers", title_justify="left")
     table.add_column("questions")
     for column in ("asked", "model", "most frequent answer", "blanked media"):
         table.add_column(column, justify="right")
@@ -128,16 +126,18 @@ def _cells(score: TemplateScore) -> list[str]:
 
 
 def _sentences(result: EvaluationResult) -> list[str]:
-    said = []
+    sentences = []
     if result.gap_closed is not None:
-        said.append(f"{_percent(result.gap_closed)} of the gap from the most frequent answers to 100% is closed.")
-    seeing = result.with_media
-    if seeing.questions:
-        said.append(
-            f"Questions with images or clips: {_percent(seeing.share(seeing.exact))} right, "
-            f"{_percent(seeing.share(seeing.blanked))} when these are blanked."
+        sentences.append(
+            f"{_percent(result.gap_closed)} of the gap between the most frequent answers and 100% is closed."
         )
-    return said
+    with_media = result.with_media
+    if with_media.questions:
+        sentences.append(
+            f"Questions with images or clips: {_percent(with_media.share(with_media.exact))} right, "
+            f"{_percent(with_media.share(with_media.blanked))} with blanked media."
+        )
+    return sentences
 
 
 def _sum(name: str, scores: Sequence[TemplateScore]) -> TemplateScore:

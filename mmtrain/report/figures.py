@@ -1,4 +1,4 @@
-"""The drawings of a report that papers want: the plan, and its step."""
+"""The figures of a report for papers: the plan, and one step over time."""
 
 from mmtrain.report.drawing import Drawing
 from mmtrain.report.plan_picture import plan_drawing
@@ -7,12 +7,13 @@ from mmtrain.report.timeline_picture import timeline_drawing
 
 
 def report_drawings(contents: ReportContents) -> list[tuple[str, Drawing]]:
-    """Each with its caption."""
+    """Draw the plan and, for each step of the report, a timeline; return (caption, drawing) pairs."""
     plan = contents.plan
-    found = [(f"{contents.name}: {plan.placement} on {plan.world_size} x {plan.hardware}", plan_drawing(plan))]
-    drawn, ranks = drawn_steps(contents)
-    longest = max((step.length_us for step in drawn), default=0.0)
-    for step in drawn:
+    caption = f"{contents.name}: {plan.placement} on {plan.world_size} x {plan.hardware}"
+    drawings = [(caption, plan_drawing(plan))]
+    steps, ranks = drawn_steps(contents)
+    longest_us = max((step.length_us for step in steps), default=0.0)
+    for step in steps:
         caption = f"{step.name}: {step.length_us / 1e3:.4g} ms"
-        found.append((caption, timeline_drawing(step, tuple(plan.units), ranks, longest)))
-    return found
+        drawings.append((caption, timeline_drawing(step, tuple(plan.units), ranks, longest_us)))
+    return drawings

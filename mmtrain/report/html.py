@@ -1,210 +1,231 @@
-"""One self-contained page about a plan or a run: its numbers are those of the artefacts, and it loads nothing."""
+"""One self-contained HTML page about a plan or a run. The page loads nothing from elsewhere."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from mmtrain.balance.summary import GroupingScore
 from mmtrain.plan.artifact.plan import Plan
+from mmtrain.report.comparison import comparison_cells, comparison_head
 from mmtrain.report.drawing import UNIT_COLORS, svg, unit_color
 from mmtrain.report.html_style import STYLE
+from mmtrain.report.idle_time import IDLE_MEANINGS, IDLE_NAMES
 from mmtrain.report.plain_text import memory_text, seconds_text
 from mmtrain.report.plan_picture import plan_drawing
 from mmtrain.report.rank_groups import layers_text, ranges_text, recompute_text, stage_ranks
-from mmtrain.report.report_contents import IDLE_MEANINGS, ReportContents, drawn_steps, idle_shares, key_figures
-from mmtrain.report.report_tables import balance_rows, figure_text, memory_rows, path_cells, row_cells
+from mmtrain.report.report_contents import ReportContents, drawn_steps, idle_shares, key_figures
+from mmtrain.report.report_tables import MIN_FULL_BAR_SHARE, balance_rows, critical_path_cells, figure_text, memory_rows
 from mmtrain.report.timeline_picture import curve_drawing, timeline_drawing
 
-MAX_UNFOLDED_ROWS = 16  # of stages; a table of more is folded
+MAX_UNFOLDED_ROWS = 16  # a longer table of stages is folded
 
 
 def html_page(contents: ReportContents) -> str:
-    """Return the page."""
-    plan, name = contents.plan, escape(contents.name)
-    about = (
+    """Write the page."""
+    plan = contents.plan
+    name = escape(contents.name)
+    summary = (
         f"{plan.placement} on {plan.world_size} ranks of {escape(plan.hardware)}, schedule {plan.schedule.kind}, "
         f"costs {escape(plan.predicted.cost_source)}; plan {plan.sha256[:12]}"
     )
     sections = {
         "Plan": _plan(plan),
         "Timeline of one step": _timelines(contents),
-        "Critical path": _path(contents),
-        "Idle time": _idle(contents),
+        "Critical path": _critical_path(contents),
+        "Idle time": _idle_time(contents),
         "Peak memory of each rank": _memory(contents),
-        "Predicted and measured" if contents.trace else "Seconds a step, predicted": _rows(contents),
-        "Balance of the data": _balance(contents.grouping_scores, contents.grouping_method),
+        "Time per step, predicted and measured" if contents.trace else "Predicted time per step": _comparison(contents),
+        "Load balance by grouping method": _balance(contents.grouping_scores, contents.grouping_method),
         "Training": _training(contents.metrics),
-        "Alternatives, and why they lost": _alternatives(plan),
+        "Alternatives": _alternatives(plan),
     }
-    body = "".join(f"<section><h2>{title}</h2>{drawn}</section>" for title, drawn in sections.items() if drawn)
+    body = "".join(f"<section><h2>{title}</h2>{html}</section>" for title, html in sections.items() if html)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{name}</title><style>{STYLE}</style></head>"
-        f"<body><main><h1>{name}</h1><p>{about}</p>{_figures(contents)}{body}</main></body></html>\n"
+        f"<body><main><h1>{name}</h1><p>{summary}</p>{_key_figures(contents)}{body}</main></body></html>\n"
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], wordy: bool = False) -> str:
-    """A table of text; `wordy` lets the last column wrap."""
-    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    kind = ' class="wordy"' if wordy else ""
-    return f'<div class="scroll"><table{kind}><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], wrap_last: bool = False) -> str:
+    """Write a table of text; `wrap_last` lets the last column wrap."""
+    head_cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    css_class = ' class="wordy"' if wrap_last else ""
+    return (
+        f'<div class="scroll"><table{css_class}><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
-def _figures(contents: ReportContents) -> str:
+def _bar_table(head: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], bar_columns: Sequence[str] = ()) -> str:
+    """Write a table whose rows (cells, bar) end in a bar; a colored square marks the columns that the bars show."""
+    head_cells = ""
+    for cell in head:
+        key = f'<b class="key {cell}" aria-hidden="true">■</b> ' if cell in bar_columns else ""
+        head_cells += f'<th scope="col">{key}{escape(cell)}</th>'
+    head_cells += "<td></td>"
+    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + f"{bar}</tr>" for cells, bar in rows)
+    return (
+        f'<div class="scroll"><table class="bars"><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody>'
+        "</table></div>"
+    )
+
+
+def _bar(*shares: tuple[float, str], limit: float | None = None) -> str:
+    """Write a cell with one bar below the other, each (share of the full width, CSS class)."""
+    bars = "".join(f'<i class="{css_class}" style="width:{_percent(share)}"></i>' for share, css_class in shares)
+    return f'<td class="bar"><div aria-hidden="true">{bars}{_limit_line(limit)}</div></td>'
+
+
+def _stacked_bar(parts: Sequence[tuple[float, str]], limit: float) -> str:
+    """Write a cell with one bar made of parts side by side, each (share of the full width, color)."""
+    bars = "".join(f'<u class="{color}" style="width:{_percent(share)}"></u>' for share, color in parts)
+    return f'<td class="bar"><div aria-hidden="true" class="parts">{bars}{_limit_line(limit)}</div></td>'
+
+
+def _limit_line(limit: float | None) -> str:
+    return "" if limit is None else f'<s style="left:{_percent(limit)}"></s>'
+
+
+def _percent(share: float) -> str:
+    return f"{100 * min(share, 1):.2f}%"
+
+
+def _key_figures(contents: ReportContents) -> str:
     cards = []
     for figure in key_figures(contents):
-        both = figure.measured is not None
-        large, small = figure_text(figure, measured=both), ""
-        if both and figure.predicted is not None:
-            small = f"<span>predicted {escape(figure_text(figure, measured=False))}</span>"
-        elif not both:
-            small = "<span>predicted</span>"
+        is_measured = figure.measured is not None
+        value = escape(figure_text(figure, measured=is_measured))
+        note = ""
+        if not is_measured:
+            note = "<span>predicted</span>"
+        elif figure.predicted is not None:
+            note = f"<span>predicted {escape(figure_text(figure, measured=False))}</span>"
+        meaning = escape(figure.meaning)
         cards.append(
-            f'<div><dt title="{escape(figure.meaning)}">{escape(figure.what)}</dt><dd><b>{escape(large)}</b>{small}'
-            f"<small>{escape(figure.meaning)}</small></dd></div>"
+            f'<div><dt title="{meaning}">{escape(figure.what)}</dt><dd><b>{value}</b>{note}'
+            f"<small>{meaning}</small></dd></div>"
         )
     return f'<dl class="figures">{"".join(cards)}</dl>'
 
 
 def _plan(plan: Plan) -> str:
-    rows = [
-        (
-            f"{name}.{stage.stage}",
-            layers_text(stage),
-            recompute_text(stage),
-            ranges_text(tuple(sorted(stage_ranks(unit, stage.stage)))),
-        )
-        for name, unit in plan.units.items()
-        for stage in unit.stages
-    ]
+    rows = []
+    for name, unit in plan.units.items():
+        for stage in unit.stages:
+            ranks = ranges_text(tuple(sorted(stage_ranks(unit, stage.stage))))
+            rows.append((f"{name}.{stage.stage}", layers_text(stage), recompute_text(stage), ranks))
     table = _table(("stage", "layers", "recomputed", "ranks"), rows)
-    return svg(plan_drawing(plan)) + f"<details><summary>The same as a table</summary>{table}</details>"
+    return svg(plan_drawing(plan)) + f"<details><summary>As a table</summary>{table}</details>"
 
 
 def _timelines(contents: ReportContents) -> str:
-    drawn, ranks = drawn_steps(contents)
-    if not drawn:
+    steps, ranks = drawn_steps(contents)
+    if not steps:
         return ""
     units = tuple(contents.plan.units)
     legend = "".join(f'<b class="{unit_color(unit, units)}">■</b> {escape(unit)} ' for unit in units)
-    words = (
-        f"<p>{legend}forward full, backward pale, with the number of the microbatch. The thin row below each rank is "
-        "communication; grey boxes among computations are spans too short to be drawn apart. Underlined in the "
-        "simulated step: its critical path, where whatever takes longer makes the step longer.</p>"
+    html = (
+        f"<p>{legend}Forwards are opaque, backwards pale; numbers are microbatches. The thin row below each rank is "
+        "communication. Gray boxes are spans too short to be drawn apart. The critical path of the simulated step is "
+        "underlined: if an underlined computation takes longer, so does the step.</p>"
     )
     if len(ranks) < contents.plan.world_size:
-        words += (
-            f"<p>{len(ranks)} of {contents.plan.world_size} ranks: one of each TP group of the replica group that the "
-            "step waits for most. The others of a TP group do the same on their share, other groups on other "
-            "samples.</p>"
+        html += (
+            f"<p>{len(ranks)} of {contents.plan.world_size} ranks are shown: one per TP group, of the replica group "
+            "with most of the critical path. The other ranks of a TP group do the same work on their slices, the other "
+            "replica groups on other samples.</p>"
         )
-    longest = max(step.length_us for step in drawn)
-    for step in drawn:
-        words += f"<h3>{step.name}: {step.length_us / 1e3:.4g} ms</h3>"
-        words += svg(timeline_drawing(step, units, ranks, longest))
-    return words
+    longest_us = max(step.length_us for step in steps)
+    for step in steps:
+        html += f"<h3>{step.name}: {step.length_us / 1e3:.4g} ms</h3>"
+        html += svg(timeline_drawing(step, units, ranks, longest_us))
+    return html
 
 
-def _bar(*shares: tuple[float, str], limit: float | None = None) -> str:
-    """Bars under each other, each a share of the whole width; the cell's numbers stand beside them."""
-    drawn = "".join(f'<i class="{kind}" style="width:{100 * min(share, 1):.2f}%"></i>' for share, kind in shares)
-    line = "" if limit is None else f'<s style="left:{100 * min(limit, 1):.2f}%"></s>'
-    return f'<td class="bar"><div aria-hidden="true">{drawn}{line}</div></td>'
-
-
-def _bar_table(head: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], keys: Sequence[str] = ()) -> str:
-    """A table whose rows end in bars; columns in `keys` say which of them is theirs."""
-    key = '<b class="key {}" aria-hidden="true">■</b> '
-    names = (f"{key.format(cell) if cell in keys else ''}{escape(cell)}" for cell in head)
-    top = "".join(f'<th scope="col">{name}</th>' for name in names) + "<td></td>"
-    lines = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + f"{bar}</tr>" for cells, bar in rows)
-    return f'<div class="scroll"><table class="bars"><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
-
-
-def _path(contents: ReportContents) -> str:
-    rows = path_cells(contents)
+def _critical_path(contents: ReportContents) -> str:
+    rows = critical_path_cells(contents)
     if not rows:
         return ""
-    full = max(share for _, share in rows)
-    note = "<p>What the simulated step waits for, one after another; the seconds add up to it.</p>"
-    lines = [(cells, _bar((share / full, "whole"))) for cells, share in rows]
-    return _bar_table(("work", "seconds", "share"), lines) + note
+    largest = max(share for _, share in rows)
+    lines = [(cells, _bar((share / largest, "whole"))) for cells, share in rows]
+    note = "<p>The chain of work that decides the length of the simulated step; its times add up to the step.</p>"
+    return _bar_table(("work", "time", "share"), lines) + note
 
 
-def _idle(contents: ReportContents) -> str:
+def _idle_time(contents: ReportContents) -> str:
     predicted, measured = idle_shares(contents)
-    full = max(*predicted.values(), *(measured or {}).values(), 0.01)
+    largest = max(*predicted.values(), *(measured or {}).values(), MIN_FULL_BAR_SHARE)
     rows = []
     for kind, share in predicted.items():
-        cells, bars = [kind, f"{share:.1%}"], [(share / full, "predicted")]
+        cells = [f"{IDLE_NAMES[kind]} ({kind})", f"{share:.1%}"]
+        bars = [(share / largest, "predicted")]
         if measured is not None:
             cells.append(f"{measured[kind]:.1%}")
-            bars.append((measured[kind] / full, "measured"))
+            bars.append((measured[kind] / largest, "measured"))
         rows.append((cells, _bar(*bars)))
-    total = [f"{sum(shares.values()):.1%}" for shares in (predicted, measured) if shares is not None]
-    rows.append((["all", *total], "<td></td>"))
+    totals = [f"{sum(shares.values()):.1%}" for shares in (predicted, measured) if shares is not None]
+    rows.append((["all", *totals], "<td></td>"))
     meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in IDLE_MEANINGS.items())
-    head = ("kind", "predicted", *(("measured",) if measured is not None else ()))
+    head = ("kind", "predicted") if measured is None else ("kind", "predicted", "measured")
     return _bar_table(head, rows, head[1:]) + f"<p>Shares of all rank-seconds of the step. {escape(meanings)}.</p>"
 
 
 def _memory(contents: ReportContents) -> str:
-    limit, rows = contents.memory_limit_gib, memory_rows(contents)
+    rows = memory_rows(contents)
     if not rows:
         return ""
-    full = max(limit, *(row.gib for row in rows))
+    limit_gib = contents.memory_limit_gib
+    full_gib = max(limit_gib, *(row.gib for row in rows))
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.kinds))
-    paints = dict(zip(kinds, (*UNIT_COLORS[: len(kinds) - 1], "soft"), strict=True)) if kinds else {}
+    color_of = dict(zip(kinds, (*UNIT_COLORS[: len(kinds) - 1], "soft"), strict=True)) if kinds else {}
     lines = []
     for row in rows:
-        parts = [(gib / full, paints[kind]) for kind, gib in row.kinds.items()]
-        bar = _parts(parts, limit / full) if parts else _bar((row.gib / full, "whole"), limit=limit / full)
-        lines.append(((row.what, memory_text(row.gib), f"{row.gib / limit:.1%}", row.most), bar))
-    legend = "".join(f'<b class="{paint}">■</b> {escape(kind)} ' for kind, paint in paints.items())
-    note = f"{f'<p>{legend}</p>' if legend else ''}<p>The red line is the limit, {limit:.4g} GiB.</p>"
-    detail = [(row.what, *(f"{row.kinds.get(kind, 0.0):.4g}" for kind in kinds)) for row in rows if row.kinds]
-    table = f"<details><summary>By kind, in GiB</summary>{_table(('ranks', *kinds), detail)}</details>" if kinds else ""
-    return _bar_table(("ranks", "peak", "of limit", "most of it"), lines) + note + table
+        if row.kinds:
+            parts = [(gib / full_gib, color_of[kind]) for kind, gib in row.kinds.items()]
+            bar = _stacked_bar(parts, limit_gib / full_gib)
+        else:
+            bar = _bar((row.gib / full_gib, "whole"), limit=limit_gib / full_gib)
+        lines.append(((row.what, memory_text(row.gib), f"{row.gib / limit_gib:.1%}", row.largest_part), bar))
+    html = _bar_table(("ranks", "peak", "of limit", "largest part"), lines)
+    if kinds:
+        legend = "".join(f'<b class="{color}">■</b> {escape(kind)} ' for kind, color in color_of.items())
+        html += f"<p>{legend}</p>"
+    html += f"<p>The red line is the limit, {limit_gib:.4g} GiB.</p>"
+    if kinds:
+        details = [(row.what, *(f"{row.kinds.get(kind, 0.0):.4g}" for kind in kinds)) for row in rows if row.kinds]
+        html += f"<details><summary>By kind, in GiB</summary>{_table(('ranks', *kinds), details)}</details>"
+    return html
 
 
-def _parts(parts: Sequence[tuple[float, str]], limit: float) -> str:
-    """One bar of parts side by side."""
-    drawn = "".join(f'<u class="{paint}" style="width:{100 * share:.2f}%"></u>' for share, paint in parts)
-    line = f'<s style="left:{100 * min(limit, 1):.2f}%"></s>'
-    return f'<td class="bar"><div aria-hidden="true" class="parts">{drawn}{line}</div></td>'
-
-
-def _rows(contents: ReportContents) -> str:
+def _comparison(contents: ReportContents) -> str:
     if not contents.comparison:
         return ""
-    measured = contents.trace is not None
-    head = ("", "predicted", *(("measured", "error") if measured else ()))
-    over = "Means over the recorded steps; of" if measured else "Of"
-    note = f"<p>{over} a stage summed over its microbatches, replicas and ranks.</p>"
-    cells = [row_cells(row, measured) for row in contents.comparison]
-    if len(cells) <= MAX_UNFOLDED_ROWS:
-        return _table(head, cells) + note
-    hidden = (
-        f"<details><summary>Each of {len(cells) - 1} stages and directions</summary>{_table(head, cells)}</details>"
-    )
-    return _table(head, cells[-1:]) + hidden + note  # the last one is the step
+    is_measured = contents.trace is not None
+    head = ("stage", *comparison_head(is_measured))
+    means = "Means over the recorded steps. " if is_measured else ""
+    note = f"<p>{means}The time of a stage is the sum over its microbatches, replicas and ranks.</p>"
+    rows = [comparison_cells(row, is_measured) for row in contents.comparison]
+    if len(rows) <= MAX_UNFOLDED_ROWS:
+        return _table(head, rows) + note
+    summary = f"All {len(rows) - 1} stages and directions"
+    details = f"<details><summary>{summary}</summary>{_table(head, rows)}</details>"
+    return _table(head, rows[-1:]) + details + note  # the last row is the step
 
 
 def _balance(scores: Sequence[GroupingScore], chosen: str) -> str:
     if not scores:
         return ""
     head, rows, note = balance_rows(scores, chosen)
-    waits = [max(score.dist_ratio.values()) for score in scores]
-    full = max(*waits, 1e-9)
-    bars = (
-        _bar((wait / full, "measured" if score.method == chosen else "predicted"))
-        for score, wait in zip(scores, waits, strict=True)
-    )
-    bar_note = " The bar is dist of the unit that waits longest; full colour: this recipe." if max(waits) else ""
-    return _bar_table(head, list(zip(rows, bars, strict=True))) + f"<p>{escape(note)}{bar_note}</p>"
+    largest_dist = [max(score.dist_ratio.values()) for score in scores]
+    full = max(*largest_dist, 1e-9)
+    lines = []
+    for score, cells, dist in zip(scores, rows, largest_dist, strict=True):
+        css_class = "measured" if score.method == chosen else "predicted"  # opaque for the recipe's method
+        lines.append((cells, _bar((dist / full, css_class))))
+    bar_note = " Bars show the largest dist of a unit; the opaque bar is this recipe." if max(largest_dist) else ""
+    return _bar_table(head, lines) + f"<p>{escape(note)}{bar_note}</p>"
 
 
 def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:
@@ -212,20 +233,24 @@ def _training(metrics: Sequence[Mapping[str, Any]] | None) -> str:
         return ""
     if not metrics:
         return "<p>No step was logged.</p>"
-    drawn = ""
-    for key, words, unit in (
-        ("loss", "Loss", "nats a token"),
-        ("val_loss", "Held-out loss", "nats a token"),
-        ("tokens_per_s", "Throughput", "LLM tokens a second"),
-        ("mfu", "MFU", "share of the peak"),
+    return f'<div class="curves">{"".join(_curves(metrics))}</div>'
+
+
+def _curves(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for key, title, unit in (
+        ("loss", "Loss", "nats per token"),
+        ("val_loss", "Held-out loss", "nats per token"),
+        ("tokens_per_s", "Throughput", "LLM tokens/s"),
+        ("mfu", "MFU", "share of peak FLOP/s"),
     ):
-        points = [(m["step"], m.get(key)) for m in metrics if key in m]
+        points = [(step["step"], step.get(key)) for step in metrics if key in step]
         if not points:
             continue
-        picture, last = curve_drawing(points, words, unit), points[-1][1]
-        drawn += f"<div><h3>{words}, {unit}: last {'not finite' if last is None else f'{last:.4g}'}</h3>"
-        drawn += ("<p>Fewer than two finite values.</p>" if picture is None else svg(picture)) + "</div>"
-    return f'<div class="curves">{drawn}</div>'
+        last = points[-1][1]
+        last_text = "not finite" if last is None else f"{last:.4g}"
+        drawing = curve_drawing(points, title, unit)
+        picture = "<p>Fewer than two finite values.</p>" if drawing is None else svg(drawing)
+        yield f"<div><h3>{title}, {unit}: last {last_text}</h3>{picture}</div>"
 
 
 def _alternatives(plan: Plan) -> str:
@@ -240,4 +265,4 @@ def _alternatives(plan: Plan) -> str:
         )
         for other in plan.alternatives
     ]
-    return _table(("plan", "step", "memory", "why it lost"), rows, wordy=True)
+    return _table(("plan", "step", "memory", "why not chosen"), rows, wrap_last=True)

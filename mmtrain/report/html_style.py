@@ -1,19 +1,19 @@
-"""The style of the report page: narrow and wide screens, light and dark ones, and paper."""
+"""The style sheet of the report page, for narrow and wide screens, light and dark color schemes, and print."""
 
 from collections.abc import Mapping
 
 from mmtrain.report.drawing import DARK_COLORS, LIGHT_COLORS, Color
 
-_NAMES = "".join(f".{paint}{{fill:var(--{paint});color:var(--{paint})}}" for paint in LIGHT_COLORS)
+_COLOR_CLASSES = "".join(f".{color}{{fill:var(--{color});color:var(--{color})}}" for color in LIGHT_COLORS)
 
 
-def _colours(colours: Mapping[Color, str]) -> str:
-    return "".join(f"--{name}:{colour};" for name, colour in colours.items())
+def _css_variables(colors: Mapping[Color, str]) -> str:
+    return "".join(f"--{name}:{value};" for name, value in colors.items())
 
 
 STYLE = f"""
-:root{{color-scheme:light dark;{_colours(LIGHT_COLORS)}}}
-@media screen and (prefers-color-scheme:dark){{:root{{{_colours(DARK_COLORS)}}}}}
+:root{{color-scheme:light dark;{_css_variables(LIGHT_COLORS)}}}
+@media screen and (prefers-color-scheme:dark){{:root{{{_css_variables(DARK_COLORS)}}}}}
 *{{box-sizing:border-box}}
 body{{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--ground);margin:0;
 print-color-adjust:exact;-webkit-print-color-adjust:exact}}
@@ -23,7 +23,7 @@ h3{{font-size:14px;margin:18px 0 6px;font-weight:600}}p{{color:var(--soft);margi
 section{{break-inside:avoid-page}}summary{{color:var(--soft);cursor:pointer;margin:8px 0}}
 .draw,.scroll{{overflow-x:auto;max-width:100%}}.draw:focus-visible{{outline:2px solid var(--u0)}}
 svg{{display:block;width:100%;min-width:720px;font:12px system-ui,sans-serif}}svg[style]{{min-width:0;max-width:none}}
-{_NAMES}
+{_COLOR_CLASSES}
 .path{{fill:none}}{"".join(f".{p}.path{{stroke:var(--{p})}}.{p}.edge{{stroke:var(--{p})}}" for p in LIGHT_COLORS)}
 .curves{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:0 20px}}
 .curves .draw svg{{min-width:0}}

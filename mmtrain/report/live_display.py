@@ -20,22 +20,22 @@ _TIME_COLORS = {"compute": "green", "wait": "yellow", "communication": "cyan", "
 
 
 class LiveProgress:
-    """A panel of five lines that is redrawn in place; notes scroll away above it."""
+    """A panel of five lines that is redrawn in place; notes scroll above it."""
 
-    def __init__(self, console: Console, title: str, pace: ProgressClock) -> None:
+    def __init__(self, console: Console, title: str, clock: ProgressClock) -> None:
         self._console = console
         self._title = title
-        self._pace = pace
+        self._clock = clock
         self._losses: list[float] = []
         self._last: StepMetrics | None = None
         self._val_loss: float | None = None
         self._val_exact: float | None = None
-        # The clock goes on between steps: a display that stands still for a minute looks like a hang.
+        # Redraw between steps too: a display that does not change for a minute looks like a hang.
         self._live = Live(self, console=console, refresh_per_second=4)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take the step into the next redraw."""
-        self._pace.finish_step(metrics.step)
+        """Show the step at the next redraw."""
+        self._clock.finish_step(metrics.step)
         self._losses.append(metrics.loss)
         self._val_loss = self._val_loss if metrics.val_loss is None else metrics.val_loss
         self._val_exact = self._val_exact if metrics.val_exact is None else metrics.val_exact
@@ -53,11 +53,12 @@ class LiveProgress:
         self._live.stop()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The panel as of now."""
+        """Draw the panel."""
         width = min(options.max_width, 120)
-        last, inner = self._last, width - 4
+        inner = width - 4  # without border and padding
+        last = self._last
         done = 0 if last is None else last.step
-        lines: list[RenderableType] = [_bar(self._pace, done)]
+        lines: list[RenderableType] = [_bar(self._clock, done)]
         if last is None:
             lines.append(Text("waiting for the first step", style="dim"))
         else:
@@ -66,31 +67,40 @@ class LiveProgress:
                 _figures(last),
                 _time(last, inner, options.ascii_only),
             ]
-        title = Text.assemble((self._title, "bold"), "  step ", f"{done}/{self._pace.num_steps}")
+        title = Text.assemble((self._title, "bold"), "  step ", f"{done}/{self._clock.num_steps}")
         yield Panel(Group(*lines), title=title, title_align="left", width=width, border_style="blue")
 
 
 def sparkline(values: Sequence[float], width: int, ascii_only: bool = False) -> str:
-    """Values as a line of at most `width` blocks, each the mean of its share of them; what is not finite is left out.
+    """Write finite values as a line of at most `width` blocks, each the mean of a run of values.
 
     >>> sparkline([4, 3, 2, 1], 4)
     '█▆▃▁'
     """
     levels = "_.-=+*#@" if ascii_only else "▁▂▃▄▅▆▇█"
     finite = [value for value in values if math.isfinite(value)]
-    num = min(width, len(finite))
-    cuts = [index * len(finite) // num for index in range(num + 1)] if num else []
-    means = [sum(finite[lo:hi]) / (hi - lo) for lo, hi in pairwise(cuts)]
-    low, spread = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
-    return "".join(levels[round((mean - low) / spread * 7) if spread > 0 else 0] for mean in means)
+    num_blocks = min(width, len(finite))
+    if num_blocks == 0:
+        return ""
+    edges = [index * len(finite) // num_blocks for index in range(num_blocks + 1)]
+    means = [sum(finite[lo:hi]) / (hi - lo) for lo, hi in pairwise(edges)]
+    lowest = min(means)
+    spread = max(means) - lowest
+    if spread <= 0:
+        return levels[0] * num_blocks
+    return "".join(levels[round((mean - lowest) / spread * 7)] for mean in means)
 
 
-def _bar(pace: ProgressClock, done: int) -> Table:
+def _bar(clock: ProgressClock, done: int) -> Table:
     row = Table.grid(padding=(0, 1), expand=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True, justify="right")
-    times = f"{done / pace.num_steps:4.0%}  {clock_text(pace.elapsed_s)} passed, {clock_text(pace.remaining_s)} left"
-    row.add_row(ProgressBar(total=pace.num_steps, completed=done, complete_style="blue", finished_style="green"), times)
+    times = (
+        f"{done / clock.num_steps:4.0%}  {clock_text(clock.elapsed_s)} elapsed, {clock_text(clock.remaining_s)} left"
+    )
+    row.add_row(
+        ProgressBar(total=clock.num_steps, completed=done, complete_style="blue", finished_style="green"), times
+    )
     return row
 
 
@@ -113,11 +123,12 @@ def _figures(last: StepMetrics) -> Text:
 
 
 def _time(last: StepMetrics, width: int, ascii_only: bool) -> Text:
-    """A bar of one step's time and its legend in the same colours."""
+    """Draw the parts of one step's time as a bar, with a legend in the same colors."""
     shares = last.time_s.shares()
     legend = [(f"  {TIME_LABELS[name]} {share:.0%}", _TIME_COLORS[name]) for name, share in shares.items()]
     length = max(8, width - len("time ") - sum(len(text) for text, _ in legend))
     edges = [round(edge * length) for edge in accumulate(shares.values(), initial=0.0)]
-    blocks = [(("=#~-" if ascii_only else "█▓▒░")[index]) * (hi - lo) for index, (lo, hi) in enumerate(pairwise(edges))]
-    bar = [(block, colour) for block, colour in zip(blocks, _TIME_COLORS.values(), strict=True)]
+    symbols = "=#~-" if ascii_only else "█▓▒░"
+    blocks = [symbol * (hi - lo) for symbol, (lo, hi) in zip(symbols, pairwise(edges), strict=True)]
+    bar = list(zip(blocks, _TIME_COLORS.values(), strict=True))
     return Text.assemble("time ", *bar, *legend, no_wrap=True, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""What one training step reports, shared by the log and the display."""
+"""The metrics of one training step, shared by the log and the display."""
 
 import math
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Where a step's seconds went, mean over the ranks: computing, waiting for other stages' results, in
-    collectives and sends, waiting for data.
+    """Where a step's seconds went, as means over the ranks: computing, waiting for other stages' results, in
+    collectives and sends, and waiting for data.
     """
 
     compute: float
@@ -18,28 +18,28 @@ class TimeSplit:
     data: float
 
     def parts(self) -> dict[str, float]:
-        """Seconds by name, in the order in which they are shown."""
+        """Return seconds by name, in the order of display."""
         return {"compute": self.compute, "wait": self.wait, "communication": self.communication, "data": self.data}
 
     def shares(self) -> dict[str, float]:
-        """Parts of the whole, by name; all zero when nothing was measured."""
-        whole = sum(self.parts().values())
-        return {name: seconds / whole if whole > 0 else 0.0 for name, seconds in self.parts().items()}
+        """Return shares of the total by name; all zero when nothing was measured."""
+        total = sum(self.parts().values())
+        return {name: seconds / total if total > 0 else 0.0 for name, seconds in self.parts().items()}
 
 
 @dataclass(frozen=True)
 class EdgeMetrics:
-    """What went over an edge of the stage graph in a step, all ranks together."""
+    """Traffic over an edge of the stage graph in a step, all ranks together."""
 
     nbytes: int  # sent, in both directions
-    wait_s: float  # that ranks stood still for it, at either end
+    wait_s: float  # that ranks at either end waited for it
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """One step of the whole job, over all ranks."""
 
-    step: int  # optimizer steps done, this one included: 1 for the first
+    step: int  # number of the optimizer step, counted from 1
     loss: float  # mean over the step's target tokens
     grad_norm: float  # of all gradients together, before clipping
     lr: float
@@ -47,15 +47,15 @@ class StepMetrics:
     samples: int  # in this step
     tokens: int  # LLM tokens in this step
     epoch: float  # passes over the training data so far
-    mfu: float  # share of `peak_flops`: unpadded tokens, no recompute, only the gradients that training needs
+    mfu: float  # share of `peak_flops`: counts unpadded tokens, no recomputation, only gradients that training needs
     peak_flops: float  # FLOP/s of all ranks together at their stated peak
     time_s: TimeSplit
-    peak_memory_bytes: int  # of the rank that needed most
-    val_loss: float | None = None  # when it was measured after this step
-    val_exact: float | None = None  # share of held-out questions answered exactly right, when asked after this step
+    peak_memory_bytes: int  # on the rank that needed most
+    val_loss: float | None = None  # if it was measured after this step
+    val_exact: float | None = None  # share of held-out questions answered exactly, if measured after this step
     edges: Mapping[str, EdgeMetrics] = field(default_factory=dict)  # by edge, as `vision.0>llm.0`
-    slow_ranks: tuple[str, ...] = ()  # who lags behind their peers, and at what
-    bound_sample: str | None = None  # alone more than a replica's mean share of the step, so no arrangement is even
+    slow_ranks: tuple[str, ...] = ()  # stragglers, and the work they are slow at
+    bound_sample: str | None = None  # a sample above the mean load of a replica, so this step cannot be balanced
 
     @property
     def tokens_per_s(self) -> float:
@@ -68,9 +68,9 @@ class StepMetrics:
         return self.samples / self.step_time_s
 
     def to_json(self) -> dict[str, Any]:
-        """One object of `metrics.jsonl`; what is not finite becomes null.
+        """Return the step as an object of `metrics.jsonl`; numbers that are not finite become null.
 
-        `val_loss` and `val_exact` are there when measured, `bound_sample` where there is one.
+        `val_loss`, `val_exact` and `bound_sample` are left out if they are None.
         """
         values = {
             "step": self.step,
@@ -97,7 +97,7 @@ class StepMetrics:
 
 
 def compact_number(number: float) -> str:
-    """Three digits and a unit of thousands, for columns that must stay narrow.
+    """Write a number with three digits and a suffix for thousands, for narrow columns.
 
     >>> compact(12345), compact(950), compact(4.5e6)
     ('12.3k', '950', '4.50M')

@@ -1,4 +1,4 @@
-"""Tables and sentences as plain text, the same width everywhere."""
+"""Tables and sentences as plain text of one width."""
 
 import io
 
@@ -9,7 +9,7 @@ DEFAULT_WIDTH = 120
 
 
 def render_text(*parts: RenderableType, width: int = DEFAULT_WIDTH) -> str:
-    """Write the parts below each other, without colours."""
+    """Write the parts below each other, without colors."""
     console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
     with console.capture() as capture:
         for part in parts:
@@ -18,10 +18,10 @@ def render_text(*parts: RenderableType, width: int = DEFAULT_WIDTH) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits: `1.23 s`, `97.1 ms`."""
+    """Write seconds with three digits: `1.23 s`, `97.1 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def memory_text(gib: float) -> str:
-    """Three digits: `73.9 GiB`, `59.1 MiB`."""
+    """Write memory with three digits: `73.9 GiB`, `59.1 MiB`."""
     return f"{gib:.3g} GiB" if gib >= 1 else f"{gib * 1024:.3g} MiB"

@@ -1,14 +1,16 @@
-"""A plan in one picture: a card for all ranks that hold the same stages, in the order in which data flows."""
+"""Draw a plan: one card for each group of ranks that hold the same stages, in the order of the data flow."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from mmtrain.plan.artifact.plan import Plan, StagePlan
 from mmtrain.report.drawing import Box, Color, Drawing, Label, Mark, Polyline, unit_color
 from mmtrain.report.rank_groups import (
-    HeldUnit,
     RankGroup,
+    ReplicaRanks,
     UnitEdge,
+    UnitStages,
     layers_text,
     ranges_text,
     rank_groups,
@@ -24,58 +26,66 @@ CARDS_PER_ROW = 4
 _PADDING = 10  # inside a card
 _STAGE_HEIGHT = 34  # two lines
 _SHORT_STAGE_HEIGHT = 17  # one line
-_MAX_TALL_STAGES = 3  # a unit with more stages on a card gets one line a stage
+_MAX_TALL_STAGES = 3  # a unit with more stages on a card gets one line per stage
 _REPLICA_HEIGHT = 19
+_REPLICA_LABEL_WIDTH = 58
 _TEXT_HEIGHT = 14  # a line of small print
 _LEGEND_HEIGHT = 20
 _MAX_CARDS = 16
 _MAX_STAGES = 12  # of a unit on a card
 _MAX_REPLICAS = 4  # of a unit on a card
+_MAX_RANKS_TEXT = 26  # characters that fit into a card's title
 
 
 def plan_drawing(plan: Plan) -> Drawing:
-    """Draw who holds which layers, which of them are recomputed, replicas, TP groups, and what passes between units."""
-    units, all_cards, edges = tuple(plan.units), rank_groups(plan), unit_edges(plan)
-    cards = all_cards[:_MAX_CARDS]
-    marks: list[Mark] = list(_legend(plan, len(all_cards)))
-    top = _LEGEND_HEIGHT * (len(units) + 1) + 8.0
-    for begin in range(0, len(cards), CARDS_PER_ROW):
-        row = cards[begin : begin + CARDS_PER_ROW]
+    """Draw which ranks hold which layers, which layers are recomputed, the replicas, and the edges between units."""
+    cards = rank_groups(plan)
+    edges = unit_edges(plan)
+    drawn_cards = cards[:_MAX_CARDS]
+    marks: list[Mark] = list(_legend(plan, len(cards)))
+    top = _LEGEND_HEIGHT * (len(plan.units) + 1) + 8.0
+    pitch = CARD_WIDTH_PX + CARD_GAP_PX
+    for row_start in range(0, len(drawn_cards), CARDS_PER_ROW):
+        row = drawn_cards[row_start : row_start + CARDS_PER_ROW]
         height = max(_card_height(card, edges) for card in row)
-        for place, card in enumerate(row):
-            marks += _card(card, plan, edges, place * (CARD_WIDTH_PX + CARD_GAP_PX), top, height)
-        for place, (left, right) in enumerate(pairwise(row)):
-            marks += _arrow(plan, left, right, edges, place * (CARD_WIDTH_PX + CARD_GAP_PX) + CARD_WIDTH_PX, top)
+        for column, card in enumerate(row):
+            marks += _card(card, plan, edges, column * pitch, top, height)
+        for column, (left, right) in enumerate(pairwise(row)):
+            marks += _arrow(left, right, edges, column * pitch + CARD_WIDTH_PX, top)
         top += height + 16
-    width = min(len(cards), CARDS_PER_ROW) * (CARD_WIDTH_PX + CARD_GAP_PX) - CARD_GAP_PX + 2
-    return Drawing(max(width, 560), top, _describe(plan, all_cards, edges), tuple(marks), full_width=False)
+    width = min(len(drawn_cards), CARDS_PER_ROW) * pitch - CARD_GAP_PX + 2
+    return Drawing(max(width, 560), top, _describe(plan, cards, edges), tuple(marks), full_width=False)
 
 
 def _legend(plan: Plan, num_cards: int) -> Iterator[Mark]:
     units = tuple(plan.units)
     for line, (name, unit) in enumerate(plan.units.items()):
-        chunks = f", {unit.vpp} chunks a rank" if unit.vpp > 1 else ""
-        sliced = ", sequence parallel" if unit.sp else ""
-        count = plan.schedule.num_microbatches[name]
-        words = f"tp {unit.tp} x pp {unit.pp} x dp {unit.dp}{chunks}{sliced}; {count} microbatches a replica"
+        virtual_stages = f", vpp {unit.vpp}" if unit.vpp > 1 else ""
+        sequence_parallel = ", sequence parallel" if unit.sp else ""
+        num_microbatches = plan.schedule.num_microbatches[name]
+        text = (
+            f"{name}: tp {unit.tp} x pp {unit.pp} x dp {unit.dp}{virtual_stages}{sequence_parallel}; "
+            f"{num_microbatches} microbatches per replica"
+        )
         yield Box(0, line * _LEGEND_HEIGHT + 3, 12, 12, unit_color(name, units))
-        yield Label(18, line * _LEGEND_HEIGHT + 13, f"{name}: {words}", color="ink")
-    note = "a bar has a field for each layer; outlined: recomputed in backward"
+        yield Label(18, line * _LEGEND_HEIGHT + 13, text, color="ink")
+    note = "each bar shows a stage's layers; outlined layers are recomputed in the backward pass"
     if num_cards > _MAX_CARDS:
-        note += f"; the first {_MAX_CARDS} of {num_cards} sets of ranks"
+        note += f"; the first {_MAX_CARDS} of {num_cards} groups of ranks"
     yield Label(0, len(units) * _LEGEND_HEIGHT + 13, note, size=11)
 
 
 def _card_height(card: RankGroup, edges: Sequence[UnitEdge]) -> float:
-    stages = sum(
-        min(len(h.stages), _MAX_STAGES) * _stage_height(h) + (len(h.stages) > _MAX_STAGES) * _TEXT_HEIGHT
-        for h in card.units
-    )
-    heights = sum(
-        _TEXT_HEIGHT + _REPLICA_HEIGHT * min(len(tp_groups), _MAX_REPLICAS) + 4
-        for _, tp_groups in _units_by_tp_groups(card.units)
-    )
-    return 26 + stages + len(_edge_notes(card, edges)) * _TEXT_HEIGHT + heights + _PADDING
+    height = 26.0 + len(_edge_notes(card, edges)) * _TEXT_HEIGHT + _PADDING
+    for held in card.units:
+        height += min(len(held.stages), _MAX_STAGES) * _stage_height(held)
+        if len(held.stages) > _MAX_STAGES:
+            height += _TEXT_HEIGHT
+    return height + sum(_replicas_height(replicas) for _, replicas in _units_by_replicas(card.units))
+
+
+def _replicas_height(replicas: Sequence[ReplicaRanks]) -> float:
+    return _TEXT_HEIGHT + _REPLICA_HEIGHT * min(len(replicas), _MAX_REPLICAS) + 4
 
 
 def _card(
@@ -83,155 +93,154 @@ def _card(
 ) -> Iterator[Mark]:
     units = tuple(plan.units)
     yield Box(left, top, CARD_WIDTH_PX, height, "line", 0.45)
-    yield Label(left + _PADDING, top + 18, _ranks_text(card.ranks), color="ink", bold=True)
+    left += _PADDING
+    yield Label(left, top + 18, _ranks_text(card.ranks), color="ink", bold=True)
     y = top + 26
     for held in card.units:
+        draw_stage = _stage if len(held.stages) <= _MAX_TALL_STAGES else _short_stage
         for stage in held.stages[:_MAX_STAGES]:
-            draw = _stage if len(held.stages) <= _MAX_TALL_STAGES else _short_stage
-            yield from draw(held.unit, stage, units, left + _PADDING, y)
+            yield from draw_stage(held.unit, stage, units, left, y)
             y += _stage_height(held)
         if len(held.stages) > _MAX_STAGES:
-            yield Label(left + _PADDING, y + 10, f"and {len(held.stages) - _MAX_STAGES} more stages", size=10)
+            yield Label(left, y + 10, f"and {len(held.stages) - _MAX_STAGES} more stages", size=10)
             y += _TEXT_HEIGHT
-    for tag in _edge_notes(card, edges):
-        yield Label(left + _PADDING, y + 10, tag, color="ink", size=10.5)
+    for note in _edge_notes(card, edges):
+        yield Label(left, y + 10, note, color="ink", size=10.5)
         y += _TEXT_HEIGHT
-    for names, tp_groups in _units_by_tp_groups(card.units):
-        yield from _draw_tp_groups(names, tp_groups, units, left + _PADDING, y)
-        y += _TEXT_HEIGHT + _REPLICA_HEIGHT * min(len(tp_groups), _MAX_REPLICAS) + 4
+    for names, replicas in _units_by_replicas(card.units):
+        yield from _replicas(names, replicas, units, left, y)
+        y += _replicas_height(replicas)
 
 
-def _stage_height(held: HeldUnit) -> int:
+def _stage_height(held: UnitStages) -> int:
     return _STAGE_HEIGHT if len(held.stages) <= _MAX_TALL_STAGES else _SHORT_STAGE_HEIGHT
 
 
 def _stage(unit: str, stage: StagePlan, units: tuple[str, ...], left: float, y: float) -> Iterator[Mark]:
-    paint, width = unit_color(unit, units), CARD_WIDTH_PX - 2 * _PADDING
+    """Draw a stage on two lines: its name and layers, and a bar."""
+    width = CARD_WIDTH_PX - 2 * _PADDING
     lo, hi = stage.layers
     yield Label(left, y + 14, f"{unit}.{stage.stage}", color="ink", bold=True)
     yield Label(left + width, y + 14, f"layer{'s' * (hi - lo != 1)} {layers_text(stage)}", "end", size=11)
-    yield from _layers(unit, stage, paint, left, y + 19, width)
+    yield from _layers(unit, stage, unit_color(unit, units), left, y + 19, width)
 
 
 def _short_stage(unit: str, stage: StagePlan, units: tuple[str, ...], left: float, y: float) -> Iterator[Mark]:
-    """One of many chunks, in one line."""
+    """Draw a stage on one line, for a card with many model chunks."""
     width = CARD_WIDTH_PX - 2 * _PADDING
-    words = 0.6 * width
+    text_width = 0.6 * width
     yield Label(left, y + 12, f"{unit}.{stage.stage}", color="ink", size=11, bold=True)
-    yield Label(left + words - 6, y + 12, layers_text(stage), "end", size=10)
-    yield from _layers(unit, stage, unit_color(unit, units), left + words, y + 3, width - words)
+    yield Label(left + text_width - 6, y + 12, layers_text(stage), "end", size=10)
+    yield from _layers(unit, stage, unit_color(unit, units), left + text_width, y + 3, width - text_width)
 
 
-def _layers(unit: str, stage: StagePlan, paint: Color, left: float, y: float, width: float) -> Iterator[Mark]:
+def _layers(unit: str, stage: StagePlan, color: Color, left: float, y: float, width: float) -> Iterator[Mark]:
+    """Draw the layers as a bar, recomputed ones outlined; draw single layers if each is at least 5 pixels wide."""
     lo, hi = stage.layers
-    for first, last, recomputed in _runs(stage, by_one=hi - lo <= width / 5):
-        x, end = (left + width * (at - lo) / (hi - lo) for at in (first, last))
-        words = f"{unit} layers {first} to {last - 1}: {'recomputed' if recomputed else 'kept'}"
-        yield Box(x + 0.5, y, end - x - 1, 10, paint, tooltip=words, outlined=recomputed)
+    for first, end, recomputed in _runs_of_layers(stage, single=hi - lo <= width / 5):
+        x = left + width * (first - lo) / (hi - lo)
+        x_end = left + width * (end - lo) / (hi - lo)
+        tooltip = f"{unit} layers {first} to {end - 1}: {'recomputed' if recomputed else 'activations kept'}"
+        yield Box(x + 0.5, y, x_end - x - 1, 10, color, tooltip=tooltip, outlined=recomputed)
 
 
-def _runs(stage: StagePlan, by_one: bool) -> Iterator[tuple[int, int, bool]]:
-    """Layers [lo, hi) that are treated alike, each by itself where there is room."""
+def _runs_of_layers(stage: StagePlan, single: bool) -> Iterator[tuple[int, int, bool]]:
+    """Yield (first, end, recomputed) for runs of layers that are treated alike, or for every layer if `single`."""
     lo, hi = stage.layers
-    redone = set(stage.recompute)
+    recomputed = set(stage.recompute)
     first = lo
     for layer in range(lo, hi):
-        is_last = layer + 1 == hi or by_one or (layer + 1 in redone) != (layer in redone)
+        is_last = single or layer + 1 == hi or (layer + 1 in recomputed) != (layer in recomputed)
         if is_last:
-            yield first, layer + 1, layer in redone
+            yield first, layer + 1, layer in recomputed
             first = layer + 1
 
 
 def _edge_notes(card: RankGroup, edges: Sequence[UnitEdge]) -> list[str]:
-    """What the card's ranks hand to another unit or get from it."""
-    found = []
+    """Write which edges between units start or end on the card's ranks."""
+    notes = []
     for held in card.units:
-        last, first = held.stages[-1].stage, held.stages[0].stage
+        first = held.stages[0].stage
+        last = held.stages[-1].stage
         for edge in edges:
             if edge.src == held.unit and last == edge.last_stage:
-                found.append(f"{held.unit}.{last} → {edge.dst}: {edge.transport}")
+                notes.append(f"{held.unit}.{last} → {edge.dst}: {edge.transport}")
             if edge.dst == held.unit and first == 0 and edge.transport != "local":
-                found.append(f"{held.unit}.0 ← {edge.src}: {edge.transport}")
-    return found
+                notes.append(f"{held.unit}.0 ← {edge.src}: {edge.transport}")
+    return notes
 
 
-def _units_by_tp_groups(held: Sequence[HeldUnit]) -> list[tuple[list[str], tuple[tuple[int, tuple[int, ...]], ...]]]:
-    """Units with the same TP groups together."""
-    found: dict[tuple[tuple[int, tuple[int, ...]], ...], list[str]] = {}
-    for unit in held:
-        found.setdefault(unit.tp_groups, []).append(unit.unit)
-    return [(names, tp_groups) for tp_groups, names in found.items()]
+def _units_by_replicas(held: Sequence[UnitStages]) -> list[tuple[list[str], tuple[ReplicaRanks, ...]]]:
+    """Group the units whose replicas lie on the same ranks."""
+    names: defaultdict[tuple[ReplicaRanks, ...], list[str]] = defaultdict(list)
+    for unit_stages in held:
+        names[unit_stages.replicas].append(unit_stages.unit)
+    return [(unit_names, replicas) for replicas, unit_names in names.items()]
 
 
-def _draw_tp_groups(
-    names: Sequence[str],
-    tp_groups: Sequence[tuple[int, tuple[int, ...]]],
-    units: tuple[str, ...],
-    left: float,
-    y: float,
+def _replicas(
+    names: Sequence[str], replicas: Sequence[ReplicaRanks], units: tuple[str, ...], left: float, y: float
 ) -> Iterator[Mark]:
-    tp = len(tp_groups[0][1])
-    what = "one rank each" if tp == 1 else f"TP groups of {tp} ranks"
-    replicas = f"{len(tp_groups)} replica{'s' * (len(tp_groups) > 1)}"
-    yield Label(left, y + 10, f"{', '.join(names)}: {replicas}, {what}", size=10)
+    """Draw a line for each replica, with a cell for each rank of its TP group."""
+    tp = len(replicas[0].ranks)
+    group_text = "one rank each" if tp == 1 else f"TP groups of {tp} ranks"
+    count_text = f"{len(replicas)} replica{'s' * (len(replicas) > 1)}"
+    yield Label(left, y + 10, f"{', '.join(names)}: {count_text}, {group_text}", size=10)
     y += _TEXT_HEIGHT
-    indent, width = 58, CARD_WIDTH_PX - 2 * _PADDING - 58
-    shown = tp_groups if len(tp_groups) <= _MAX_REPLICAS else tp_groups[: _MAX_REPLICAS - 1]
-    for replica, ranks in shown:
-        yield Label(left, y + 12, f"replica {replica}", size=10)
-        cell = width / tp
-        for place, rank in enumerate(ranks):
-            words = f"rank {rank}: replica {replica}, place {place} of its TP group"
-            paint: Color = unit_color(names[0], units) if len(names) == 1 else "soft"
-            yield Box(left + indent + place * cell + 0.5, y + 1, cell - 1, _REPLICA_HEIGHT - 4, paint, 0.3, words)
-        fits = cell > 7 * len(str(ranks[-1]))
-        texts = [(i, str(rank)) for i, rank in enumerate(ranks)] if fits else [((tp - 1) / 2, ranges_text(ranks))]
-        for at, text in texts:
-            yield Label(left + indent + (at + 0.5) * cell, y + 12, text, "middle", color="ink", size=10)
+    color: Color = unit_color(names[0], units) if len(names) == 1 else "soft"
+    x = left + _REPLICA_LABEL_WIDTH
+    cell = (CARD_WIDTH_PX - 2 * _PADDING - _REPLICA_LABEL_WIDTH) / tp
+    drawn = replicas if len(replicas) <= _MAX_REPLICAS else replicas[: _MAX_REPLICAS - 1]
+    for replica in drawn:
+        yield Label(left, y + 12, f"replica {replica.replica}", size=10)
+        for tp_rank, rank in enumerate(replica.ranks):
+            tooltip = f"rank {rank}: replica {replica.replica}, tensor-parallel rank {tp_rank}"
+            yield Box(x + tp_rank * cell + 0.5, y + 1, cell - 1, _REPLICA_HEIGHT - 4, color, 0.3, tooltip)
+        fits = cell > 7 * len(str(replica.ranks[-1]))
+        if fits:
+            texts = [(float(tp_rank), str(rank)) for tp_rank, rank in enumerate(replica.ranks)]
+        else:
+            texts = [((tp - 1) / 2, ranges_text(replica.ranks))]
+        for position, text in texts:
+            yield Label(x + (position + 0.5) * cell, y + 12, text, "middle", color="ink", size=10)
         y += _REPLICA_HEIGHT
-    if len(shown) < len(tp_groups):
-        yield Label(left, y + 11, f"and {len(tp_groups) - len(shown)} more replicas like these", size=10)
+    if len(drawn) < len(replicas):
+        yield Label(left, y + 11, f"and {len(replicas) - len(drawn)} more replicas", size=10)
 
 
-def _arrow(
-    plan: Plan, left: RankGroup, right: RankGroup, edges: Sequence[UnitEdge], x: float, top: float
-) -> Iterator[Mark]:
-    """An arrow between neighbours where data flows from one to the other; with its name where it changes units."""
-    words = None
+def _arrow(left: RankGroup, right: RankGroup, edges: Sequence[UnitEdge], x: float, top: float) -> Iterator[Mark]:
+    """Draw an arrow between neighbors if data flows from one to the other; label it where it joins two units."""
+    first_stages = {(held.unit, held.stages[0].stage) for held in right.units}
+    transport = None
     for held in left.units:
-        after = held.stages[0].stage + 1
-        if any(h.unit == held.unit and h.stages[0].stage == after for h in right.units):
-            words = ""
+        if (held.unit, held.stages[0].stage + 1) in first_stages:
+            transport = ""
         for edge in edges:
-            enters = any(h.unit == edge.dst and h.stages[0].stage == 0 for h in right.units)
-            if (
-                edge.src == held.unit
-                and edge.last_stage == held.stages[-1].stage
-                and enters
-                and edge.transport != "local"
-            ):
-                words = edge.transport
-    if words is None:
+            leaves_here = edge.src == held.unit and edge.last_stage == held.stages[-1].stage
+            enters_there = (edge.dst, 0) in first_stages
+            if leaves_here and enters_there and edge.transport != "local":
+                transport = edge.transport
+    if transport is None:
         return
     yield Polyline(((x + 3, top + 50), (x + CARD_GAP_PX - 3, top + 50)), "ink", 1.5, arrow=True)
-    for line, word in enumerate(words.split()):
+    for line, word in enumerate(transport.split()):
         yield Label(x + CARD_GAP_PX / 2, top + 64 + 12 * line, word, "middle", size=10)
 
 
 def _ranks_text(ranks: tuple[int, ...]) -> str:
     text = ranges_text(ranks)
-    if len(text) > 26:
-        text = f"{ranges_text(ranks[:1])} … {ranks[-1]}, {len(ranks)} in all"
+    if len(text) > _MAX_RANKS_TEXT:
+        text = f"{ranges_text(ranks[:1])} … {ranks[-1]}, {len(ranks)} in total"
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
 def _describe(plan: Plan, cards: Sequence[RankGroup], edges: Sequence[UnitEdge]) -> str:
-    """The picture in words."""
+    """Describe the picture in words, for screen readers."""
     stages = [
         f"{name}.{stage.stage}, layers {layers_text(stage)}, recomputed {recompute_text(stage)}, on ranks "
         f"{ranges_text(tuple(sorted(stage_ranks(unit, stage.stage))))}"
         for name, unit in plan.units.items()
         for stage in unit.stages
     ]
-    joined = "; ".join(f"{edge.src} feeds {edge.dst} ({edge.transport})" for edge in edges)
-    return f"{plan.placement} plan, {len(cards)} sets of ranks. " + ". ".join([*stages, joined]) + "."
+    feeds = "; ".join(f"{edge.src} feeds {edge.dst} ({edge.transport})" for edge in edges)
+    return f"{plan.placement} plan, {len(cards)} groups of ranks. " + ". ".join([*stages, feeds]) + "."

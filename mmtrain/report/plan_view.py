@@ -1,85 +1,101 @@
-"""A plan for reading: where every layer goes, what that is predicted to cost, and what it beat."""
+"""A plan as text: where every layer runs, the predicted step, and the alternatives."""
 
 from collections.abc import Iterator
 from itertools import chain
 
+from rich.console import RenderableType
 from rich.table import Table
 
 from mmtrain.plan.artifact.plan import Plan, UnitPlan
+from mmtrain.report.idle_time import idle_text
 from mmtrain.report.metrics_record import compact_number
 from mmtrain.report.plain_text import DEFAULT_WIDTH, memory_text, render_text, seconds_text
 from mmtrain.report.rank_groups import RankGroup, ranges_text, rank_groups
 
-_EQUAL_STEP_TIME_RATIO = 1.005  # step times that read the same
+SAME_AS_PRINTED_RATIO = 1.005  # step times that differ by less are printed with the same digits
 
 
 def plan_table(plan: Plan, width: int = DEFAULT_WIDTH) -> str:
-    """Write a plan as text `width` columns wide: units, ranks, prediction, the reason it was chosen, alternatives."""
-    beaten = [_alternatives(plan)] if plan.alternatives else []
-    return render_text(_units(plan), _ranks(plan), "\n".join(_sentences(plan)), *beaten, width=width)
+    """Write a plan as text `width` columns wide: units, ranks, prediction, the reason for the choice, alternatives."""
+    parts: list[RenderableType] = [
+        _unit_table(plan),
+        "",
+        _rank_table(plan),
+        "Layer 0 of a unit is its embedding, the last layer its projector or head.",
+        "",
+        *_sentences(plan),
+    ]
+    if plan.alternatives:
+        parts += ["", _alternative_table(plan)]
+    return render_text(*parts, width=width)
 
 
-def _units(plan: Plan) -> Table:
-    table = Table(title=f"{plan.placement} on {plan.world_size} x {plan.hardware}", title_justify="left")
-    for column in ("unit", "tp x pp x dp", "chunks", "sp", "microbatches", "layers", "recomputed"):
+def _unit_table(plan: Plan) -> Table:
+    title = f"Plan: {plan.placement} on {plan.world_size} x {plan.hardware}"
+    table = Table(title=title, title_justify="left")
+    for column in ("unit", "tp x pp x dp", "vpp", "sp", "microbatches", "layers", "recomputed"):
         table.add_column(column)
     for name, unit in plan.units.items():
+        num_layers = sum(hi - lo for lo, hi in (stage.layers for stage in unit.stages))
         table.add_row(
             name,
             f"{unit.tp} x {unit.pp} x {unit.dp}",
             str(unit.vpp),
-            _sequence_parallel(unit),
+            _sequence_parallelism(unit),
             str(plan.schedule.num_microbatches[name]),
-            str(sum(hi - lo for lo, hi in (stage.layers for stage in unit.stages))),
+            str(num_layers),
             str(unit.num_recomputed),
         )
     return table
 
 
-def _sequence_parallel(unit: UnitPlan) -> str:
-    return "-" if unit.tp == 1 else "yes" if unit.sp else "no"
+def _sequence_parallelism(unit: UnitPlan) -> str:
+    if unit.tp == 1:
+        return "-"
+    return "yes" if unit.sp else "no"
 
 
-def _ranks(plan: Plan) -> Table:
-    """A row for all ranks that hold the same layers; 0 is a unit's embedding, the last one its projector or head."""
+def _rank_table(plan: Plan) -> Table:
+    """Write a row for each group of ranks that hold the same layers."""
     table = Table(title="Layers of each rank", title_justify="left")
-    for column in ("ranks", *plan.units, "recomputed", "memory"):
+    for column in ("ranks", *plan.units, "recomputed", "peak memory"):
         table.add_column(column)
-    for part in rank_groups(plan):
-        ranks = ranges_text(part.ranks)
-        held = plan.predicted.peak_memory_gib.get(ranks)
-        layers = {held.unit: [stage.layers for stage in held.stages] for held in part.units}
+    for group in rank_groups(plan):
+        ranks = ranges_text(group.ranks)
+        layers = {unit_stages.unit: _layers_text(unit_stages.layer_ranges) for unit_stages in group.units}
+        peak_gib = plan.predicted.peak_memory_gib.get(ranks)
         table.add_row(
             ranks,
-            *(_layers(layers.get(name, [])) for name in plan.units),
-            _recomputed(part),
-            "-" if held is None else memory_text(held),
+            *(layers.get(name, "-") for name in plan.units),
+            _recomputed_text(group),
+            "-" if peak_gib is None else memory_text(peak_gib),
         )
     return table
 
 
-def _layers(stages: list[tuple[int, int]]) -> str:
-    """Layers of several chunks: `0-1, 16-17`."""
-    return ", ".join(ranges_text(tuple(range(lo, hi))) for lo, hi in stages if hi > lo) or "-"
+def _layers_text(layer_ranges: list[tuple[int, int]]) -> str:
+    """Write the layers of one or several model chunks: `0-1, 16-17`."""
+    return ", ".join(ranges_text(tuple(range(lo, hi))) for lo, hi in layer_ranges if hi > lo) or "-"
 
 
-def _recomputed(part: RankGroup) -> str:
-    """Which layers, by unit: `vision all, llm 18-19`."""
-    found = []
-    for held in part.units:
-        again = tuple(chain.from_iterable(stage.recompute for stage in held.stages))
-        if again:
-            all_layers = len(again) == sum(stage.layers[1] - stage.layers[0] for stage in held.stages)
-            found.append(f"{held.unit} {'all' if all_layers else ranges_text(again)}")
-    return "; ".join(found) or "none"
+def _recomputed_text(group: RankGroup) -> str:
+    """Write the recomputed layers by unit: `vision all; llm 18-19`."""
+    parts = []
+    for unit_stages in group.units:
+        recomputed = tuple(chain.from_iterable(stage.recompute for stage in unit_stages.stages))
+        if recomputed:
+            num_layers = sum(hi - lo for lo, hi in unit_stages.layer_ranges)
+            layers = "all" if len(recomputed) == num_layers else ranges_text(recomputed)
+            parts.append(f"{unit_stages.unit} {layers}")
+    return "; ".join(parts) or "none"
 
 
-def _alternatives(plan: Plan) -> Table:
-    table = Table(title="Alternatives, the fastest first", title_justify="left")
+def _alternative_table(plan: Plan) -> Table:
+    table = Table(title="Alternatives, fastest first", title_justify="left")
     table.add_column("plan")
     table.add_column("step", justify="right")
     table.add_column("memory", justify="right")
-    table.add_column("why not")
+    table.add_column("why not chosen")
     for other in plan.alternatives:
         step = "-" if other.step_time_s is None else seconds_text(other.step_time_s)
         peak = "-" if other.peak_memory_gib is None else memory_text(other.peak_memory_gib)
@@ -88,35 +104,40 @@ def _alternatives(plan: Plan) -> Table:
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
-    p = plan.predicted
-    tokens_per_s = compact_number(p.tokens_per_s_per_gpu * plan.world_size)
+    """Write the prediction and the reason for the choice."""
+    predicted = plan.predicted
+    tokens_per_s = compact_number(predicted.tokens_per_s_per_gpu * plan.world_size)
+    peak = memory_text(max(predicted.peak_memory_gib.values(), default=0.0))
     yield (
-        f"Predicted ({p.cost_source}): {seconds_text(p.step_time_s)} a step, MFU {p.mfu:.1%}, "
-        f"{p.tokens_per_s_per_gpu:,.0f} LLM tokens/s a rank, {tokens_per_s} in all; "
-        f"the fullest rank holds {memory_text(max(p.peak_memory_gib.values(), default=0.0))}."
+        f"Predicted step ({predicted.cost_source}): {seconds_text(predicted.step_time_s)}, MFU {predicted.mfu:.1%}, "
+        f"{predicted.tokens_per_s_per_gpu:,.0f} LLM tokens/s per rank ({tokens_per_s} in total), peak memory {peak}."
     )
-    bubbles = sorted(p.bubbles.items(), key=lambda item: -item[1])
-    idle = ", ".join(f"{kind} {share:.1%}" for kind, share in bubbles if share >= 0.0005)
-    yield f"Ranks idle {sum(p.bubbles.values()):.1%} of the step" + (f": {idle}." if idle else ".")
-    if p.scheduling_efficiency is not None:
-        yield f"{p.scheduling_efficiency:.0%} of the encoders' work lies inside the LLM's own step."
-    yield from _choice(plan)
+    yield f"Ranks are idle for {idle_text(predicted.bubbles)}."
+    if predicted.scheduling_efficiency is not None:
+        yield f"{predicted.scheduling_efficiency:.0%} of the encoders' work runs inside the LLM's own step."
+    yield from _choice_sentences(plan)
 
 
-def _choice(plan: Plan) -> Iterator[str]:
-    step = plan.predicted.step_time_s
-    judged = [(other, other.step_time_s) for other in plan.alternatives if other.step_time_s is not None]
-    slower = next(((other, seconds) for other, seconds in judged if other.runnable), None)
-    if slower is not None:
-        other, ratio = slower[0], slower[1] / step
-        if ratio < 1 / _EQUAL_STEP_TIME_RATIO:  # chosen by measuring, or asked for
-            yield f"Not the fastest as predicted: {other.summary} takes {ratio:.2f} of its step ({other.reason})."
+def _choice_sentences(plan: Plan) -> Iterator[str]:
+    """Compare the plan with the best alternative that can be run, and with faster ones that cannot."""
+    step_time_s = plan.predicted.step_time_s
+    simulated = [(other, other.step_time_s) for other in plan.alternatives if other.step_time_s is not None]
+    runnable = [(other, seconds) for other, seconds in simulated if other.runnable]
+    if runnable:
+        next_best, seconds = runnable[0]
+        ratio = seconds / step_time_s
+        # The planner chooses another plan than the predicted best after measuring plans, or for --baseline.
+        if ratio < 1 / SAME_AS_PRINTED_RATIO:
+            yield (
+                f"Not the fastest by prediction: {next_best.summary} takes {ratio:.2f}x the step time "
+                f"({next_best.reason})."
+            )
         else:
-            yield f"Chosen as the fastest that fits; the next, {other.summary}, takes {ratio:.2f} times as long."
+            yield f"Chosen because it is the fastest that fits; the next best takes {ratio:.2f}x: {next_best.summary}."
     elif plan.alternatives:
-        yield "Chosen as the fastest that fits; those below do not fit, or cannot be as fast."
+        yield "Chosen because it is the fastest that fits; the alternatives do not fit or cannot be as fast."
     else:
-        yield "Chosen as the only one that fits."
-    faster = [other for other, seconds in judged if seconds < step and not other.runnable]
-    if faster:
-        yield f"Faster, but beyond what this version can run: {faster[0].summary}."
+        yield "Chosen because no other plan fits."
+    not_runnable = [other for other, seconds in simulated if seconds < step_time_s and not other.runnable]
+    if not_runnable:
+        yield f"Predicted to be faster, but this version cannot run it: {not_runnable[0].summary}."

@@ -1,4 +1,4 @@
-"""What a user watches while training: a live display on a terminal, one plain line a step elsewhere."""
+"""Progress of a training run: a live display on a terminal, one plain line per step elsewhere."""
 
 import time
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from mmtrain.report.step_text import step_line
 
 
 class TrainingProgress(Protocol):
-    """A context manager that is told of each step."""
+    """A context manager that shows finished steps and notes."""
 
     def step(self, metrics: StepMetrics) -> None:
         """Show a finished step."""
         ...
 
     def note(self, text: str) -> None:
-        """Show a sentence, such as that a checkpoint was saved, and leave it there."""
+        """Show a sentence that stays, such as that a checkpoint was saved."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -34,32 +34,32 @@ def open_progress(
     first_step: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainingProgress:
-    """The display that suits `console`, for steps [first_step, num_steps] of a run called `title`.
+    """Return the display that suits `console`, for steps [first_step, num_steps] of a run called `title`.
 
-    `clock` gives seconds; the time left is estimated from the steps that this process has seen.
+    `clock` gives seconds; the remaining time is estimated from the steps that this process has finished.
     """
-    pace = ProgressClock(num_steps, first_step, clock)
+    progress_clock = ProgressClock(num_steps, first_step, clock)
     if not console.is_terminal or console.is_dumb_terminal:
-        return LineProgress(console, pace)
+        return LineProgress(console, progress_clock)
     from mmtrain.report.live_display import LiveProgress
 
-    return LiveProgress(console, title, pace)
+    return LiveProgress(console, title, progress_clock)
 
 
 class LineProgress:
-    """One line a step, for logs and pipes."""
+    """One line per step, for logs and pipes."""
 
-    def __init__(self, console: Console, pace: ProgressClock) -> None:
+    def __init__(self, console: Console, clock: ProgressClock) -> None:
         self._console = console
-        self._pace = pace
+        self._clock = clock
 
     def step(self, metrics: StepMetrics) -> None:
         """Print the step's line."""
-        self._pace.finish_step(metrics.step)
-        self.note(step_line(metrics, self._pace.num_steps, self._pace.remaining_s))
+        self._clock.finish_step(metrics.step)
+        self.note(step_line(metrics, self._clock.num_steps, self._clock.remaining_s))
 
     def note(self, text: str) -> None:
-        """Print `text` as it is: no wrapping at a width that a log does not have, no markup read into file names."""
+        """Print `text` unchanged: a log has no width to wrap at, and file names may look like markup."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:

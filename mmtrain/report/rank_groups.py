@@ -1,4 +1,4 @@
-"""Which ranks hold what: a plan's ranks grouped by the stages they hold, and the edges between them."""
+"""Group a plan's ranks by the stages they hold, and list the edges between units."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,12 +12,25 @@ _GENERATOR = "generator"
 
 
 @dataclass(frozen=True)
-class HeldUnit:
-    """A unit's stages on a slice of the ranks, and the TP groups there that hold them."""
+class ReplicaRanks:
+    """The TP group of one replica of a stage: its ranks in tensor-parallel order."""
+
+    replica: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class UnitStages:
+    """The stages of one unit that a group of ranks holds, and the replicas there."""
 
     unit: str
     stages: tuple[StagePlan, ...]
-    tp_groups: tuple[tuple[int, tuple[int, ...]], ...]  # replica, and its ranks in tensor-parallel order
+    replicas: tuple[ReplicaRanks, ...]
+
+    @property
+    def layer_ranges(self) -> list[tuple[int, int]]:
+        """The layers [lo, hi) of each stage."""
+        return [stage.layers for stage in self.stages]
 
 
 @dataclass(frozen=True)
@@ -25,12 +38,12 @@ class RankGroup:
     """Ranks that hold the same stages."""
 
     ranks: tuple[int, ...]
-    units: tuple[HeldUnit, ...]  # in the order of the plan's units
+    units: tuple[UnitStages, ...]  # in the order of the plan's units
 
 
 @dataclass(frozen=True)
 class UnitEdge:
-    """What flows from the last stage of one unit into the first of another."""
+    """The data flow from the last stage of one unit into the first stage of another."""
 
     src: str
     dst: str
@@ -39,120 +52,128 @@ class UnitEdge:
 
 
 def stage_ranks(unit: UnitPlan, stage: int) -> tuple[int, ...]:
-    """Ranks of all TP groups that hold the unit's stage number `stage`: tp fastest, then dp."""
+    """Return the ranks that hold stage number `stage` of the unit: tensor-parallel ranks first, then replicas."""
     size = unit.tp * unit.dp
-    place = stage % unit.pp
-    return unit.ranks[place * size : (place + 1) * size]
+    pipeline_rank = stage % unit.pp
+    return unit.ranks[pipeline_rank * size : (pipeline_rank + 1) * size]
 
 
 def rank_groups(plan: Plan) -> list[RankGroup]:
-    """All ranks, by what they hold; slices in the order of their first ranks, their ranks ascending."""
-    held: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+    """Group all ranks by the stages they hold. Groups are ordered by their first rank, ranks are ascending."""
+    stages_of_rank: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     for name, unit in plan.units.items():
         for stage in unit.stages:
             for rank in stage_ranks(unit, stage.stage):
-                held[rank].append((name, stage.stage))
-    together: defaultdict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
-    for rank in sorted(held):
-        together[tuple(held[rank])].append(rank)
-    return [RankGroup(tuple(ranks), _units_held(plan, what, set(ranks))) for what, ranks in together.items()]
+                stages_of_rank[rank].append((name, stage.stage))
+    ranks_of_stages: defaultdict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+    for rank in sorted(stages_of_rank):
+        ranks_of_stages[tuple(stages_of_rank[rank])].append(rank)
+    return [RankGroup(tuple(ranks), _units_held(plan, stages, set(ranks))) for stages, ranks in ranks_of_stages.items()]
 
 
-def _units_held(plan: Plan, what: tuple[tuple[str, int], ...], ranks: set[int]) -> tuple[HeldUnit, ...]:
-    found = []
-    for name in dict.fromkeys(unit for unit, _ in what):
-        unit, numbers = plan.units[name], [stage for other, stage in what if other == name]
-        own = stage_ranks(unit, numbers[0])
-        tp_groups = ((replica, own[replica * unit.tp : (replica + 1) * unit.tp]) for replica in range(unit.dp))
-        stages = tuple(s for s in unit.stages if s.stage in numbers)
-        found.append(
-            HeldUnit(name, stages, tuple(tp_group for tp_group in tp_groups if not ranks.isdisjoint(tp_group[1])))
-        )
-    return tuple(found)
+def _units_held(plan: Plan, held: tuple[tuple[str, int], ...], ranks: set[int]) -> tuple[UnitStages, ...]:
+    """Sort the held stages (unit, stage number) by unit, and add the replicas that lie on these ranks."""
+    units_held = []
+    for name in dict.fromkeys(unit_name for unit_name, _ in held):
+        unit = plan.units[name]
+        numbers = [stage for unit_name, stage in held if unit_name == name]
+        all_ranks = stage_ranks(unit, numbers[0])
+        replicas = []
+        for replica in range(unit.dp):
+            tp_group = all_ranks[replica * unit.tp : (replica + 1) * unit.tp]
+            if not ranks.isdisjoint(tp_group):
+                replicas.append(ReplicaRanks(replica, tp_group))
+        stages = tuple(stage for stage in unit.stages if stage.stage in numbers)
+        units_held.append(UnitStages(name, stages, tuple(replicas)))
+    return tuple(units_held)
 
 
 def unit_edges(plan: Plan) -> list[UnitEdge]:
-    """How units are joined: encoders feed the LLM's first stage, its last one the generator.
+    """List the edges between units: encoders feed the LLM's first stage, the LLM's last stage feeds the generator.
 
-    A broker moves rows wherever replicas differ in number; a TP group passes them on by itself where both stages sit on
-    the same ranks.
+    The transport is a broker where the units have different numbers of replicas, `local` where both stages lie on the
+    same ranks with the same tensor parallelism, else a send between replicas.
     """
     pairs = [(name, LLM) for name in plan.units if name not in (LLM, _GENERATOR)]
     if _GENERATOR in plan.units:
         pairs.append((LLM, _GENERATOR))
-    found = []
+    edges = []
     for src, dst in pairs:
-        source, destination = plan.units[src], plan.units[dst]
-        leaves, enters = stage_ranks(source, len(source.stages) - 1), stage_ranks(destination, 0)
-        if (leaves, source.tp) == (enters, destination.tp):
-            how = "local"
+        source = plan.units[src]
+        destination = plan.units[dst]
+        source_ranks = stage_ranks(source, len(source.stages) - 1)
+        destination_ranks = stage_ranks(destination, 0)
+        if source_ranks == destination_ranks and source.tp == destination.tp:
+            transport = "local"
         elif source.dp == destination.dp:
-            how = f"send {source.dp}:{destination.dp}"
+            transport = f"send {source.dp}:{destination.dp}"
         else:
-            how = f"broker {source.dp}:{destination.dp}"
-        found.append(UnitEdge(src, dst, how, len(source.stages) - 1))
-    return found
+            transport = f"broker {source.dp}:{destination.dp}"
+        edges.append(UnitEdge(src, dst, transport, len(source.stages) - 1))
+    return edges
 
 
-def ranks_to_draw(plan: Plan, most: int, group: int = 0) -> list[int]:
-    """Ranks for a picture of at most `most`: all, else one of each TP group of a replica group, else of each stage.
+def ranks_to_draw(plan: Plan, max_ranks: int, group: int = 0) -> list[int]:
+    """Choose ranks for a picture: all if they are few, else representatives of the replica group number `group`.
 
-    Other groups and the other ranks of a TP group do the same on other samples or slices, so they add little to
-    a picture.
+    Representatives are the first rank of each TP group, or of each stage if those are too many. Other replica groups,
+    and the other ranks of a TP group, do the same work on other samples or slices.
     """
-    if plan.world_size <= most:
+    if plan.world_size <= max_ranks:
         return sorted({rank for unit in plan.units.values() for rank in unit.ranks})
-    sizes = {name: unit.dp // num_replica_groups(plan) for name, unit in plan.units.items()}
-    of_group = _first_rank_of_each_tp_group(
-        plan, {name: range(group * size, (group + 1) * size) for name, size in sizes.items()}
-    )
-    if len(of_group) > most:
-        of_group = _first_rank_of_each_tp_group(
-            plan, {name: range(group * size, group * size + 1) for name, size in sizes.items()}
-        )
-    return of_group[:most]
+    num_groups = num_replica_groups(plan)
+    all_replicas = {}
+    first_replica = {}
+    for name, unit in plan.units.items():
+        start = group * (unit.dp // num_groups)
+        all_replicas[name] = range(start, start + unit.dp // num_groups)
+        first_replica[name] = range(start, start + 1)
+    representatives = _first_rank_of_each_tp_group(plan, all_replicas)
+    if len(representatives) > max_ranks:
+        representatives = _first_rank_of_each_tp_group(plan, first_replica)
+    return representatives[:max_ranks]
 
 
 def num_replica_groups(plan: Plan) -> int:
-    """Number of replica groups."""
+    """Return the number of replica groups."""
     return gcd(*(unit.dp for unit in plan.units.values()))
 
 
 def _first_rank_of_each_tp_group(plan: Plan, replicas: Mapping[str, range]) -> list[int]:
-    """The first rank of each TP group of these replicas."""
+    """Return the first rank of each TP group of these replicas, ascending."""
     return sorted(
         {
-            unit.ranks[(place * unit.dp + replica) * unit.tp]
+            unit.ranks[(pipeline_rank * unit.dp + replica) * unit.tp]
             for name, unit in plan.units.items()
-            for place in range(min(unit.pp, len(unit.stages)))
+            for pipeline_rank in range(min(unit.pp, len(unit.stages)))
             for replica in replicas[name]
         }
     )
 
 
 def ranges_text(numbers: tuple[int, ...]) -> str:
-    """Shorten runs of consecutive numbers.
+    """Write ascending numbers with runs shortened to ranges.
 
-    >>> spans((0, 1, 2, 5))
+    >>> ranges_text((0, 1, 2, 5))
     '0-2, 5'
     """
     runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([n])
+            runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def layers_text(stage: StagePlan) -> str:
-    """The stage's layers, `0-6`; `none` for a stage without one."""
+    """Write the stage's layers: `0-6`, or `none` for an empty stage."""
     lo, hi = stage.layers
     return ranges_text(tuple(range(lo, hi))) or "none"
 
 
 def recompute_text(stage: StagePlan) -> str:
-    """Which of its layers are recomputed, `none`, `all` or `7-8, 11`."""
+    """Write the stage's recomputed layers: `none`, `all` or `7-8, 11`."""
     lo, hi = stage.layers
     if not stage.recompute:
         return "none"

@@ -1,4 +1,4 @@
-"""What a report tells, before it is laid out: the artefacts, and the figures that follow from them."""
+"""The contents of a report before layout: the artifacts, and the figures derived from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,38 +13,28 @@ from mmtrain.report.comparison import ComparisonRow, RunTrace, critical_path_row
 from mmtrain.report.rank_groups import num_replica_groups, ranks_to_draw
 from mmtrain.report.timeline_picture import MAX_DRAWN_RANKS, DrawnStep
 
-IDLE_MEANINGS = {
-    "dp_gather": "gathering parameters before they are used",
-    "dp_reduce": "reducing gradients, shared weights and the norm",
-    "pp_warmup": "waiting for the pipeline to fill",
-    "pp_cooldown": "waiting for the pipeline to drain",
-    "pp_other": "waiting for other stages in between",
-    "tp": "sharing rows inside a TP group",
-    "imbalance": "waiting for replicas with more to do",
-}
-
 
 @dataclass(frozen=True)
 class ReportContents:
-    """A plan, and what is known of it beyond what it says itself. `simulated` is of the trace's steps, if there is one.
+    """A plan and what is known about it from simulation, data and a run.
 
-    A plan by itself has no steps, rows and scores: those need its recipe and the data.
+    Without the recipe and the data, there are no simulated steps, comparison and grouping scores.
     """
 
     name: str
     plan: Plan
     memory_limit_gib: float
-    simulated: Sequence[Timeline] = ()
+    simulated: Sequence[Timeline] = ()  # the steps that the trace recorded, if there is one
     comparison: Sequence[ComparisonRow] = ()
     grouping_scores: Sequence[GroupingScore] = ()
-    grouping_method: str = ""  # the recipe's way of grouping
+    grouping_method: str = ""  # the recipe's
     trace: RunTrace | None = None
-    metrics: Sequence[Mapping[str, Any]] | None = None  # None for a plan that was not run
+    metrics: Sequence[Mapping[str, Any]] | None = None  # logged steps; None for a plan that was not run
 
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """A number people ask for first; `measured` is None where nothing was."""
+    """One of the numbers at the top of a report; `measured` is None if nothing was measured."""
 
     what: str
     unit: str
@@ -54,26 +44,32 @@ class KeyFigure:
 
 
 def key_figures(contents: ReportContents) -> list[KeyFigure]:
-    """Step time, MFU, throughput, memory and idle time: predicted for typical batches, measured as medians of a run."""
-    plan, measured = contents.plan, _steady_medians(contents.metrics)
+    """Return step time, MFU, throughput, memory and idle time.
+
+    Predictions are for typical batches; measured values are medians over the steps of the run.
+    """
+    plan = contents.plan
+    measured = _steady_medians(contents.metrics)
     predicted_idle, measured_idle = idle_shares(contents)
-    memory = max((m["peak_memory_bytes"] for m in contents.metrics or ()), default=None)
-    how = "device memory" if plan.hardware != "cpu-core" else "the whole process with its libraries"
-    counted = "" if memory is None else f"; measured: {how}"
+    peak_bytes = max((step["peak_memory_bytes"] for step in contents.metrics or ()), default=None)
+    memory_meaning = f"fullest rank, limit {contents.memory_limit_gib:.4g} GiB"
+    if peak_bytes is not None:
+        scope = "device memory" if plan.hardware != "cpu-core" else "the whole process with its libraries"
+        memory_meaning += f"; measured: {scope}"
     return [
         KeyFigure(
             "Step",
             "s",
             plan.predicted.step_time_s,
             measured.get("step_time_s"),
-            "median of the run's steps" if measured else "typical batches of the data",
+            "median over the run's steps" if measured else "typical batches of the data",
         ),
         KeyFigure(
             "MFU",
             "%",
             100 * plan.predicted.mfu,
             None if measured.get("mfu") is None else 100 * measured["mfu"],
-            "model FLOPs over the peak of the hardware preset: unpadded tokens, no recompute",
+            "model FLOP/s as a share of the hardware preset's peak, without padding and recomputation",
         ),
         KeyFigure(
             "LLM tokens",
@@ -86,8 +82,8 @@ def key_figures(contents: ReportContents) -> list[KeyFigure]:
             "Peak memory",
             "GiB",
             max(plan.predicted.peak_memory_gib.values(), default=None),
-            None if memory is None else memory / GIB,
-            f"fullest rank, limit {contents.memory_limit_gib:.4g} GiB{counted}",
+            None if peak_bytes is None else peak_bytes / GIB,
+            memory_meaning,
         ),
         KeyFigure(
             "Idle",
@@ -100,56 +96,63 @@ def key_figures(contents: ReportContents) -> list[KeyFigure]:
 
 
 def _steady_medians(metrics: Sequence[Mapping[str, Any]] | None) -> dict[str, float]:
-    """Medians over the steps after the first, which also warms up."""
+    """Return medians over the logged steps, without the first one, which includes warm-up."""
     steps = list(metrics or ())
-    steps = steps[1:] or steps
-    found = {}
+    steady_steps = steps[1:] or steps
+    medians = {}
     for key in ("step_time_s", "mfu", "tokens_per_s"):
-        values = [m[key] for m in steps if m.get(key) is not None]
+        values = [step[key] for step in steady_steps if step.get(key) is not None]
         if values:
-            found[key] = median(values)
-    return found
+            medians[key] = median(values)
+    return medians
 
 
 def idle_shares(contents: ReportContents) -> tuple[dict[str, float], dict[str, float] | None]:
-    """Idle time by kind, as shares of the step: of the simulated steps (else as the plan says), and of the recorded."""
+    """Return idle time by kind as shares of the step: predicted, and measured if a trace says so.
+
+    Predictions are means over the simulated steps; without such steps, they are those of the plan.
+    """
     if contents.simulated:
-        each = [dict(step.bubble_shares()) for step in contents.simulated]
-        predicted = {str(kind): sum(s[kind] for s in each) / len(each) for kind in BUBBLE_KINDS}
+        step_shares = [dict(timeline.bubble_shares()) for timeline in contents.simulated]
+        predicted = {str(kind): sum(s[kind] for s in step_shares) / len(step_shares) for kind in BUBBLE_KINDS}
     else:
         predicted = {str(kind): contents.plan.predicted.bubbles.get(kind, 0.0) for kind in BUBBLE_KINDS}
-    recorded = None if contents.trace is None else contents.trace.bubble_shares()
-    return predicted, recorded
+    measured = None if contents.trace is None else contents.trace.bubble_shares()
+    return predicted, measured
 
 
 def drawn_steps(contents: ReportContents) -> tuple[list[DrawnStep], list[int]]:
-    """The first simulated step and, of a run that recorded some, its first one; and the ranks to draw of them."""
+    """Return the steps to draw and the ranks to draw of them.
+
+    The steps are the first simulated one and, with a trace, the same step as it was measured.
+    """
     if not contents.simulated:
         return [], []
-    simulated, found = contents.simulated[0], []
-    ranks = ranks_to_draw(contents.plan, MAX_DRAWN_RANKS, _slowest_group(contents.plan, simulated))
+    timeline = contents.simulated[0]
+    ranks = ranks_to_draw(contents.plan, MAX_DRAWN_RANKS, _critical_replica_group(contents.plan, timeline))
     if contents.trace is None:
-        return [DrawnStep.simulated("Simulated step", simulated, ranks)], ranks
-    step = contents.trace.content["otherData"]["steps"][0]
-    found.append(DrawnStep.simulated(f"Step {step['step']}, simulated", simulated, ranks))
+        return [DrawnStep.simulated("Simulated step", timeline, ranks)], ranks
+    recorded = contents.trace.content["otherData"]["steps"][0]
     events = contents.trace.content["traceEvents"]
-    found.append(DrawnStep(f"Step {step['step']}, measured", events, step["ts"], step["dur"]))
-    return found, ranks
+    simulated_step = DrawnStep.simulated(f"Step {recorded['step']}, simulated", timeline, ranks)
+    measured_step = DrawnStep(f"Step {recorded['step']}, measured", events, recorded["ts"], recorded["dur"])
+    return [simulated_step, measured_step], ranks
 
 
-def _slowest_group(plan: Plan, step: Timeline) -> int:
-    """The replica group in which most of the critical path lies."""
-    spent = [0.0] * num_replica_groups(plan)
-    for span in step.critical_path:
+def _critical_replica_group(plan: Plan, timeline: Timeline) -> int:
+    """Return the replica group with the largest part of the critical path."""
+    seconds = [0.0] * num_replica_groups(plan)
+    for span in timeline.critical_path:
         if isinstance(span.action, Compute):
-            per_group = plan.units[span.action.stage.unit].dp // len(spent)
-            spent[span.action.mb.replica // per_group] += span.duration_s
-    return spent.index(max(spent))
+            replicas_per_group = plan.units[span.action.stage.unit].dp // len(seconds)
+            seconds[span.action.mb.replica // replicas_per_group] += span.duration_s
+    return seconds.index(max(seconds))
 
 
 def report_json(contents: ReportContents) -> dict[str, Any]:
-    """All numbers of a report, for programs."""
-    plan, (predicted, measured) = contents.plan, idle_shares(contents)
+    """Return all numbers of a report as JSON."""
+    plan = contents.plan
+    predicted, measured = idle_shares(contents)
     return {
         "name": contents.name,
         "plan_sha256": plan.sha256,
@@ -168,13 +171,13 @@ def report_json(contents: ReportContents) -> dict[str, Any]:
         "seconds": [row.to_json() for row in contents.comparison],
         "grouping": [
             {
-                "method": s.method,
-                "chosen": s.method == contents.grouping_method,
-                "fill": s.fill,
-                "dist_ratio": s.dist_ratio,
-                "max_over_mean": s.max_over_mean,
+                "method": score.method,
+                "chosen": score.method == contents.grouping_method,
+                "fill": score.fill,
+                "dist_ratio": score.dist_ratio,
+                "max_over_mean": score.max_over_mean,
             }
-            for s in contents.grouping_scores
+            for score in contents.grouping_scores
         ],
         "alternatives": [other.model_dump() for other in plan.alternatives],
         "training": None if contents.metrics is None else _training_json(contents.metrics),
@@ -184,7 +187,7 @@ def report_json(contents: ReportContents) -> dict[str, Any]:
 def _training_json(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not metrics:
         return {"steps": 0}
-    validated = [m for m in metrics if m.get("val_loss") is not None]
+    validated = [step for step in metrics if step.get("val_loss") is not None]
     return {
         "steps": metrics[-1]["step"],
         "first_loss": metrics[0].get("loss"),

@@ -1,4 +1,4 @@
-"""The record of a run on disk: `metrics.jsonl` and TensorBoard events, each step once however often it resumes."""
+"""The log of a run on disk: `metrics.jsonl` and TensorBoard events, with each step once even if the run resumes."""
 
 import contextlib
 import json
@@ -10,13 +10,14 @@ from mmtrain.report.metrics_record import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+NOT_CURVES = ("step", "slow_ranks", "bound_sample")
 
 
 class RunLog:
-    """Writes a run's metrics; of all ranks only the one with `enabled` writes.
+    """Writes a run's metrics, on the one rank with `enabled`.
 
-    `first_step` is the step that will be logged first. What a broken run had logged from there on is dropped,
-    because those steps were lost with it and are taken again.
+    `first_step` is the step that will be logged first. Steps from there on that an earlier attempt logged are dropped,
+    because they were lost with that attempt and are repeated.
     """
 
     def __init__(self, run_dir: Path, first_step: int, enabled: bool) -> None:
@@ -29,10 +30,10 @@ class RunLog:
         self._events = _Events(run_dir / TENSORBOARD_FOLDER, first_step)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Log one step. The line is handed to the system at once: a killed process loses none.
+        """Log one step. The line is flushed at once, so that a killed process loses none.
 
-        Raises OSError when the disk is full. The line is then kept, and written with the next one for which there is
-        room; TensorBoard lacks the steps in between.
+        Raises OSError when the disk is full. The line stays buffered and is written with the next one for which there
+        is room; TensorBoard misses the steps in between.
         """
         if not self._enabled:
             return
@@ -41,15 +42,16 @@ class RunLog:
             self._lines.write(json.dumps(values, allow_nan=False) + "\n")
             self._lines.flush()
         finally:
-            split, edges = values.pop("time_s"), values.pop("edges")
-            words = ("step", "slow_ranks", "bound_sample")  # and no curves
-            scalars = {f"train/{name}": value for name, value in values.items() if name not in words}
-            scalars |= {f"time_s/{name}": value for name, value in split.items()}
-            scalars |= {f"edge_{name}/{edge}": value for edge, found in edges.items() for name, value in found.items()}
+            time_s = values.pop("time_s")
+            edges = values.pop("edges")
+            scalars = {f"train/{name}": value for name, value in values.items() if name not in NOT_CURVES}
+            scalars |= {f"time_s/{name}": value for name, value in time_s.items()}
+            for edge, edge_values in edges.items():
+                scalars |= {f"edge_{name}/{edge}": value for name, value in edge_values.items()}
             self._events.add(metrics.step, scalars)
 
     def close(self) -> None:
-        """Write what TensorBoard still holds back."""
+        """Write what TensorBoard still buffers."""
         if self._enabled:
             self._events.close()
             self._lines.close()
@@ -64,8 +66,8 @@ class RunLog:
 class _Events:
     """TensorBoard events of a run.
 
-    What a full disk breaks stays broken: the writer's thread has ended, and whatever it is given raises the same error
-    for ever. So it is dropped then, and a new one, with a file of its own, takes its place in the next step.
+    After a full disk, the writer's thread has ended and every further write raises the same error. The writer is then
+    dropped, and the next step opens a new one with a file of its own.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -73,7 +75,7 @@ class _Events:
         self._writer = self._open(purge_step=first_step if first_step > 1 else None)
 
     def add(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Log figures of a step, those that there are."""
+        """Log the values of a step that are not None."""
         try:
             self._writer = self._writer or self._open()
             for name, value in scalars.items():
@@ -84,38 +86,37 @@ class _Events:
             raise
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what is lost here stands in the metrics
+        with contextlib.suppress(OSError):  # `metrics.jsonl` holds whatever is lost here
             if self._writer is not None:
                 self._writer.close()
 
     def _open(self, purge_step: int | None = None) -> Any:
-        from torch.utils.tensorboard import SummaryWriter  # seconds to import, and with torch
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import, and imports torch
 
         return SummaryWriter(str(self._folder), purge_step=purge_step)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The logged steps in order, as `StepMetrics.to_json` gave them; none when nothing was logged."""
+    """Return the logged steps in order, as `StepMetrics.to_json` wrote them; empty when nothing was logged."""
     path = run_dir / METRICS_FILE
-    return (
-        [step for line in path.read_text(encoding="utf-8").splitlines() if (step := _parse(line))]
-        if path.exists()
-        else []
-    )
+    if not path.exists():
+        return []
+    steps = (_parse(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return [step for step in steps if step]
 
 
 def _keep_before(path: Path, first_step: int) -> None:
-    """Drop steps from `first_step` on, and a line that a kill cut short; by rename, lest a second kill lose all."""
+    """Drop steps from `first_step` on and a line cut short by a kill; by rename, so a second kill loses nothing."""
     if not path.exists():
         return
-    kept = [step for step in read_metrics(path.parent) if step["step"] < first_step]
+    steps = [step for step in read_metrics(path.parent) if step["step"] < first_step]
     draft = path.with_name(f"{path.name}.draft")
-    draft.write_text("".join(json.dumps(step) + "\n" for step in kept), encoding="utf-8")
+    draft.write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
     draft.replace(path)
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """A logged step, or None for a line that is not whole."""
+    """Parse a logged step; None for an incomplete line."""
     try:
         step: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError:

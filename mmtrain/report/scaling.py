@@ -1,4 +1,4 @@
-"""What more GPUs bring: the best plan for each number of them, side by side."""
+"""Compare the best plans for several numbers of GPUs with the same global batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,13 @@ from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.report.plain_text import DEFAULT_WIDTH, render_text, seconds_text
 
-MIN_ADDED_SHARE = 0.5  # of what a GPU of the smallest cluster does that one more must add
+# An added GPU is worthwhile if it adds at least this share of the throughput of a GPU in the smallest cluster.
+MIN_ADDED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The best plan for a number of GPUs, or the reason that there is none."""
+    """The best plan for a number of GPUs, or the reason why there is none."""
 
     gpus: int
     plan: Plan | None
@@ -24,83 +25,109 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One number of GPUs beside the smallest of the sweep that has a plan."""
+    """A number of GPUs, compared with the smallest number that has a plan."""
 
     gpus: int
     plan: Plan
     tokens_per_s: float
-    efficiency: float  # tokens/s of a GPU over those of a GPU in the smallest
-    added: float | None  # tokens/s that each GPU more than in the row before adds, over those of one in the smallest
+    efficiency: float  # tokens/s per GPU, relative to the smallest number
+    added: float | None  # tokens/s that each GPU adds to the row before, relative to a GPU of the smallest number
 
 
-def scaling_rows(found: Sequence[ScalingPoint]) -> list[ScalingRow]:
-    """Rows for the numbers that have a plan, in rising order."""
+def scaling_rows(points: Sequence[ScalingPoint]) -> list[ScalingRow]:
+    """Return a row for each number of GPUs that has a plan, ascending."""
     rows: list[ScalingRow] = []
-    for gpus, plan in ((one.gpus, one.plan) for one in sorted(found, key=lambda one: one.gpus)):
-        if plan is None:
+    for point in sorted(points, key=lambda point: point.gpus):
+        if point.plan is None:
             continue
-        total = plan.predicted.tokens_per_s_per_gpu * plan.world_size
-        base = rows[0].tokens_per_s / rows[0].gpus if rows else total / gpus
-        added = (total - rows[-1].tokens_per_s) / (gpus - rows[-1].gpus) / base if rows else None
-        rows.append(ScalingRow(gpus, plan, total, total / gpus / base, added))
+        tokens_per_s = point.plan.predicted.tokens_per_s_per_gpu * point.plan.world_size
+        base = rows[0].tokens_per_s / rows[0].gpus if rows else tokens_per_s / point.gpus
+        added = None
+        if rows:
+            added = (tokens_per_s - rows[-1].tokens_per_s) / (point.gpus - rows[-1].gpus) / base
+        rows.append(ScalingRow(point.gpus, point.plan, tokens_per_s, tokens_per_s / point.gpus / base, added))
     return rows
 
 
 def scaling_verdict(rows: Sequence[ScalingRow]) -> str:
-    """The sentence below the table. A number that adds little is passed over where a larger one pays."""
+    """Write which number of GPUs is the largest worthwhile one.
+
+    A number that adds little is passed over if a larger one is worthwhile: numbers that divide badly make dips.
+    """
     if len(rows) < 2:
-        return "One number of GPUs shows no scaling."
-    paying = [rows[0]]
+        return "A single number of GPUs shows no scaling."
+    min_tokens_per_gpu = MIN_ADDED_SHARE * rows[0].tokens_per_s / rows[0].gpus
+    worthwhile = [rows[0]]
     for row in rows[1:]:
-        more = (row.tokens_per_s - paying[-1].tokens_per_s) / (row.gpus - paying[-1].gpus)
-        if more >= MIN_ADDED_SHARE * rows[0].tokens_per_s / rows[0].gpus:
-            paying.append(row)
-    most = paying[-1]
-    passed = ", ".join(str(row.gpus) for row in rows if row.gpus < most.gpus and row not in paying)
-    told = f"{most.gpus} GPUs pay, {passed} do not. " if passed else ""
-    after = next((row for row in rows if row.gpus > most.gpus), None)
-    if after is None:
-        return told.strip() or "Every step of this sweep pays."
-    return (
-        f"{told}More than {most.gpus} GPUs do not pay: each of the next {after.gpus - most.gpus} adds "
-        f"{max(after.added or 0.0, 0.0):.0%} of what one of the first {rows[0].gpus} does."
-    )
+        added_gpus = row.gpus - worthwhile[-1].gpus
+        if (row.tokens_per_s - worthwhile[-1].tokens_per_s) / added_gpus >= min_tokens_per_gpu:
+            worthwhile.append(row)
+    largest = worthwhile[-1]
+    passed_over = [str(row.gpus) for row in rows if row.gpus < largest.gpus and row not in worthwhile]
+    next_row = next((row for row in rows if row.gpus > largest.gpus), None)
+    sentences = []
+    if passed_over:
+        sentences.append(f"{largest.gpus} GPUs are worthwhile, {', '.join(passed_over)} are not.")
+    if next_row is not None:
+        sentences.append(
+            f"More than {largest.gpus} GPUs are not worthwhile: each of the next {next_row.gpus - largest.gpus} adds "
+            f"{max(next_row.added or 0.0, 0.0):.0%} of the throughput of one of the first {rows[0].gpus}."
+        )
+    if not sentences:
+        sentences.append(
+            f"All of these sizes are worthwhile: each added GPU brings at least {MIN_ADDED_SHARE:.0%} of the "
+            f"throughput of one of the first {rows[0].gpus}."
+        )
+    return " ".join(sentences)
 
 
-def scaling_table(found: Sequence[ScalingPoint], width: int = DEFAULT_WIDTH) -> str:
-    """The sweep as text `width` columns wide; numbers without a plan with the reason's first sentence."""
-    table = Table(title="Scaling of the same global batch", title_justify="left")
+def scaling_table(points: Sequence[ScalingPoint], width: int = DEFAULT_WIDTH) -> str:
+    """Write the comparison as text `width` columns wide; a number without a plan shows why, in one sentence."""
+    table = Table(title="Scaling with the same global batch", title_justify="left")
     for column in ("GPUs", "plan", "step", "MFU", "tokens/s/GPU", "efficiency", "added"):
         table.add_column(column, justify="left" if column == "plan" else "right")
-    rows = {row.gpus: row for row in scaling_rows(found)}
-    for one in sorted(found, key=lambda one: one.gpus):
-        if one.gpus not in rows:
-            table.add_row(
-                str(one.gpus), f"none: {one.reason.splitlines()[0].partition('. ')[0].rstrip('.')}", *["-"] * 5
-            )
+    rows = {row.gpus: row for row in scaling_rows(points)}
+    for point in sorted(points, key=lambda point: point.gpus):
+        row = rows.get(point.gpus)
+        if row is None:
+            reason = point.reason.splitlines()[0].partition(". ")[0].rstrip(".")
+            table.add_row(str(point.gpus), f"none: {reason}", *["-"] * 5)
             continue
-        row, p = rows[one.gpus], rows[one.gpus].plan.predicted
-        added = "" if row.added is None else f"{row.added:.0%}"
-        figures = (seconds_text(p.step_time_s), f"{p.mfu:.1%}", f"{row.tokens_per_s / row.gpus:,.0f}")
-        table.add_row(str(row.gpus), layout_text(row.plan), *figures, f"{row.efficiency:.0%}", added)
+        predicted = row.plan.predicted
+        table.add_row(
+            str(row.gpus),
+            layout_text(row.plan),
+            seconds_text(predicted.step_time_s),
+            f"{predicted.mfu:.1%}",
+            f"{row.tokens_per_s / row.gpus:,.0f}",
+            f"{row.efficiency:.0%}",
+            "" if row.added is None else f"{row.added:.0%}",
+        )
     sources = sorted({row.plan.predicted.cost_source for row in rows.values()})
-    without = next((f" `--set cluster.ranks={one.gpus}` tells more." for one in found if one.plan is None), "")
-    told = f"{scaling_verdict(list(rows.values()))} Predicted ({', '.join(sources)}).{without}"
-    return render_text(table, told, width=width)
+    sentences = [
+        scaling_verdict(list(rows.values())),
+        "efficiency: tokens/s per GPU relative to the first row; added: tokens/s that each GPU adds to the row above, "
+        "relative to a GPU of the first row.",
+        f"Predicted ({', '.join(sources)}).",
+    ]
+    missing = next((point.gpus for point in points if point.plan is None), None)
+    if missing is not None:
+        sentences.append(f"`--set cluster.ranks={missing}` without --gpus explains what does not fit.")
+    return render_text(table, *sentences, width=width)
 
 
 def layout_text(plan: Plan) -> str:
-    """A plan in one line, as in the ranking: `disaggregated: vision tp1 pp1 dp8, llm tp4 pp2 vpp3 dp8`."""
+    """Write a plan in one line: `disaggregated: vision tp1 pp1 dp8, llm tp4 pp2 vpp3 dp8`."""
     return Layout(plan.placement, plan.units, plan.schedule.num_microbatches).summary
 
 
-def scaling_json(found: Sequence[ScalingPoint]) -> Iterator[dict[str, Any]]:
-    """One mapping for each number of GPUs."""
-    rows = {row.gpus: row for row in scaling_rows(found)}
-    for one in found:
-        row = rows.get(one.gpus)
+def scaling_json(points: Sequence[ScalingPoint]) -> Iterator[dict[str, Any]]:
+    """Yield one JSON object for each number of GPUs."""
+    rows = {row.gpus: row for row in scaling_rows(points)}
+    for point in points:
+        row = rows.get(point.gpus)
         if row is None:
-            yield {"gpus": one.gpus, "plan": None, "reason": one.reason}
+            yield {"gpus": point.gpus, "plan": None, "reason": point.reason}
             continue
         yield {
             "gpus": row.gpus,

@@ -7,7 +7,7 @@ TIME_LABELS = {"compute": "compute", "wait": "wait", "communication": "comm", "d
 
 
 def step_line(metrics: StepMetrics, num_steps: int, left_s: float | None) -> str:
-    """A step in one line.
+    """Write a step as one line.
 
     `step  120/400  loss 1.2345  lr 3.0e-04  gnorm 0.81  tok/s 12.3k  mfu 3.1%  left 1:38  | compute 71% ...`
     """
@@ -20,11 +20,11 @@ def step_line(metrics: StepMetrics, num_steps: int, left_s: float | None) -> str
 
 
 def held_out_text(val_loss: float | None, val_exact: float | None) -> str:
-    """What was measured on held-out data: `  val 1.2345  exact 40.0%`."""
+    """Write what was measured on held-out data: `  val 1.2345  exact 40.0%`."""
     loss = "" if val_loss is None else f"  val {val_loss:.4f}"
     return loss if val_exact is None else f"{loss}  exact {val_exact:.1%}"
 
 
 def shares_text(metrics: StepMetrics) -> str:
-    """Where the step's time went: `compute 71% wait 20% comm 5% data 4%`."""
+    """Write where the step's time went: `compute 71% wait 20% comm 5% data 4%`."""
     return " ".join(f"{TIME_LABELS[name]} {share:.0%}" for name, share in metrics.time_s.shares().items())

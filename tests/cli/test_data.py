@@ -42,7 +42,7 @@ def test_stats_with_a_recipe_count_tokens(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("LLM tokens: ")
     assert "\nvision tokens in " in done.stdout
-    assert "120 samples, none set aside" in done.stdout
+    assert "120 samples, none quarantined" in done.stdout
 
 
 def test_group_compares_the_methods(folder: Path) -> None:

@@ -65,7 +65,7 @@ def test_quarantined_and_cached_samples_are_reported(
 def test_data_commands_report_their_progress(run_command: RunCommand, tmp_path: Path) -> None:
     source = tmp_path / "data" / "train.json"
     out, err = run_command("data", "stats", source, "--recipe", RECIPE)
-    assert "39 samples, 1 set aside" in out
+    assert "39 samples, 1 others quarantined" in out
     assert err == "reading headers: 30 samples so far\n"
     _, err = run_command("data", "stats", source, "--recipe", RECIPE)
     assert err == f"39 samples are known from the index cached in {tmp_path / 'cache'}\n"

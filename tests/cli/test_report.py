@@ -82,13 +82,13 @@ def test_wrong_arguments_give_one_message(run_dir: Path, tmp_path: Path) -> None
         ([tmp_path / "empty"], r"empty/recipe.yaml"),
         ([tmp_path / "text.json"], r"not a plan file, since it is not JSON"),
         ([tmp_path / "other.json"], r"version None of the plan file"),
-        ([untraced], r"trace.json: no trace of a run"),
+        ([untraced], r"trace.json: not the trace of a run"),
         ([recipe, "--plan", tmp_path / "gone.json"], r"gone.json: cannot read the plan"),
         ([recipe, "--plan", plan, "--set", "model.llm.layers=2"], r"does not match this run:\n  the recipe"),
         ([run_dir, "--plan", plan], r"--plan FILE goes with a recipe"),
         ([plan, "--set", "train.steps=2"], r"--set changes a recipe"),
         ([run_dir, "-o", nowhere], r"--out .*x.html: cannot write the page: No such file"),
-        ([plan, "--png", tmp_path / "x.jpg"], r"a picture ends in"),
+        ([plan, "--png", tmp_path / "x.jpg"], r"found suffix `.jpg`, allowed: .png, .pdf, .svg"),
     ):
         done = CliRunner().invoke(app, ["report", *map(str, arguments)])
         assert isinstance(done.exception, MmtrainError), (arguments, done.output)

@@ -1,4 +1,4 @@
-"""Steps and clocks for the tests of what people see."""
+"""Plans, steps, metrics and clocks for the tests of the report room."""
 
 import json
 import math
@@ -19,8 +19,8 @@ from tests.plan import factory
 
 
 @pytest.fixture(scope="package")
-def rehearsed() -> tuple[Plan, Timeline]:
-    """A plan on two ranks, and its step simulated."""
+def simulated_plan() -> tuple[Plan, Timeline]:
+    """A plan on two ranks, and a simulated step."""
     settings = factory.recipe()
     chosen = plan(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
     layer_costs, _ = factory.layer_costs_for(settings)
@@ -56,12 +56,12 @@ class Clock:
 
 
 def contents_of(plan: Plan, step: Timeline) -> ReportContents:
-    """A plan that was rehearsed and not run."""
+    """Return the contents of a plan that was simulated and not run."""
     return ReportContents("try", plan, 4.0, [step], comparison_rows([step], None))
 
 
 def run_of(contents: ReportContents) -> ReportContents:
-    """The same run on a machine half as fast; the second step's loss is not finite."""
+    """Return the contents after a run on a machine half as fast, whose second step has a loss that is not finite."""
     step = contents.simulated[0]
     spans = tuple(s._replace(start_s=2 * s.start_s, duration_s=2 * s.duration_s) for s in step.spans)
     slower = replace(step, spans=spans, step_time_s=2 * step.step_time_s, simulated=False)

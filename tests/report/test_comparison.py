@@ -1,4 +1,4 @@
-"""Simulated and recorded steps side by side."""
+"""Simulated and recorded steps are compared per stage, in total and in one timeline."""
 
 import json
 from dataclasses import replace
@@ -24,12 +24,12 @@ SHA = "ab" * 32
 
 
 @pytest.fixture
-def timeline(rehearsed: tuple[Plan, Timeline]) -> Timeline:
-    return rehearsed[1]
+def timeline(simulated_plan: tuple[Plan, Timeline]) -> Timeline:
+    return simulated_plan[1]
 
 
 def _slower(timeline: Timeline, factor: float) -> Timeline:
-    """What a machine would record that takes `factor` times as long."""
+    """Return what a machine would record that takes `factor` times as long."""
     spans = tuple(s._replace(start_s=s.start_s * factor, duration_s=s.duration_s * factor) for s in timeline.spans)
     return replace(timeline, spans=spans, step_time_s=timeline.step_time_s * factor, simulated=False)
 
@@ -49,13 +49,13 @@ def test_every_stage_and_the_step_are_compared(timeline: Timeline) -> None:
         assert row.measured_s == pytest.approx(2.5 * row.predicted_s)
         assert row.error == pytest.approx(1 / 2.5 - 1)
     assert rows[-1].predicted_s == timeline.step_time_s
-    words = comparison_text(rows, timeline.bubble_shares(), critical_path_rows([timeline]))
-    assert "-60.0%" in words
-    assert "Simulated ranks idle" in words
+    text = comparison_text(rows, timeline.bubble_shares(), critical_path_rows([timeline]))
+    assert "-60.0%" in text
+    assert "Simulated ranks are idle for" in text
 
 
-def test_the_critical_path_is_told_by_what_it_waits_for(timeline: Timeline) -> None:
-    """The demo's encoder on one rank, its LLM on another; its parts add up to the step."""
+def test_the_critical_path_is_grouped_by_kind_of_work(timeline: Timeline) -> None:
+    """The demo has its encoder on one rank and its LLM on another; the parts add up to the step."""
     rows = critical_path_rows([timeline, timeline])
     assert sum(row.seconds for row in rows) == pytest.approx(timeline.step_time_s)
     assert sum(row.count for row in rows) == len(timeline.critical_path)
@@ -63,18 +63,18 @@ def test_the_critical_path_is_told_by_what_it_waits_for(timeline: Timeline) -> N
     kinds = {"llm.0 forward", "llm.0 backward", "vision.0 forward", "vision.0 backward", "optimizer", "reduce vision"}
     kinds |= {"vision.0>llm.0 activation", "vision.0>llm.0 gradient", "reduce llm", "gather llm", "gather vision"}
     assert {row.what for row in rows} <= kinds
-    words = comparison_text(comparison_rows([timeline], None), timeline.bubble_shares(), rows)
-    assert rows[0].what in words.split("Critical path")[1]
+    text = comparison_text(comparison_rows([timeline], None), timeline.bubble_shares(), rows)
+    assert rows[0].what in text.split("Critical path")[1]
     assert {row.part for row in rows} <= {"llm", "vision", "messages", "collectives"}
-    assert all(f"{part} " in words.split("one after another: ")[1] for part in ("llm", "vision"))
+    assert all(f"{part} " in text.split("adds up to the step time: ")[1] for part in ("llm", "vision"))
 
 
-def test_a_long_path_is_told_in_part() -> None:
+def test_a_long_critical_path_is_shortened() -> None:
     rows = [CriticalPathRow(f"llm.{i} forward", "llm", 1.0, 2) for i in range(20)]
-    words = comparison_text([], {}, rows)
-    assert "8 others" in words
-    assert "40.0%" in words
-    assert "llm 100.0%." in words
+    text = comparison_text([], {}, rows)
+    assert "8 others" in text
+    assert "40.0%" in text
+    assert "llm 100.0%." in text
 
 
 def test_stage_seconds_add_up_to_the_compute_of_the_step(timeline: Timeline) -> None:
@@ -84,40 +84,41 @@ def test_stage_seconds_add_up_to_the_compute_of_the_step(timeline: Timeline) -> 
     assert busy > 0
 
 
-def test_without_a_run_there_is_only_what_was_simulated(timeline: Timeline) -> None:
+def test_without_a_run_there_are_only_predictions(timeline: Timeline) -> None:
     rows = comparison_rows([timeline], None)
     assert {row.error for row in rows} == {None}
     assert "measured" not in comparison_text(rows, timeline.bubble_shares(), [])
     assert overlay_trace([timeline], None, SHA)["otherData"]["simulated"] is True
 
 
-def test_an_overlay_shows_simulated_ranks_under_those_of_the_run(timeline: Timeline) -> None:
+def test_the_overlay_shows_simulated_ranks_below_those_of_the_run(timeline: Timeline) -> None:
     trace = _recorded(_slower(timeline, 2.0), timeline)
-    joined = overlay_trace([timeline, timeline], trace, SHA)
-    names = {e["pid"]: e["args"]["name"] for e in joined["traceEvents"] if e["name"] == "process_name"}
+    overlay = overlay_trace([timeline, timeline], trace, SHA)
+    names = {e["pid"]: e["args"]["name"] for e in overlay["traceEvents"] if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 1", 2: "rank 0, simulated", 3: "rank 1, simulated"}
-    of_run = [e for e in joined["traceEvents"] if e["ph"] == "X" and e["pid"] < 2]
-    below = [e for e in joined["traceEvents"] if e["ph"] == "X" and e["pid"] >= 2]
-    assert len(of_run) == len(below) == 2 * len(timeline.spans)
+    recorded = [e for e in overlay["traceEvents"] if e["ph"] == "X" and e["pid"] < 2]
+    simulated = [e for e in overlay["traceEvents"] if e["ph"] == "X" and e["pid"] >= 2]
+    assert len(recorded) == len(simulated) == 2 * len(timeline.spans)
     second = trace.content["otherData"]["steps"][1]["ts"]
-    assert min(e["ts"] for e in below[len(below) // 2 :]) == pytest.approx(second)
+    assert min(e["ts"] for e in simulated[len(simulated) // 2 :]) == pytest.approx(second)
 
 
 def test_idle_time_of_a_run_is_the_mean_of_its_steps(timeline: Timeline) -> None:
     twice = replace(timeline, bubbles={r: {k: 2 * s for k, s in b.items()} for r, b in timeline.bubbles.items()})
-    found = _recorded(timeline, twice).bubble_shares()
-    assert found == pytest.approx({kind: 1.5 * share for kind, share in timeline.bubble_shares().items()})
+    assert _recorded(timeline, twice).bubble_shares() == pytest.approx(
+        {kind: 1.5 * share for kind, share in timeline.bubble_shares().items()}
+    )
     without = {"otherData": {"steps": [{"step": 1, "ts": 0.0, "dur": 1.0}]}}
     assert RunTrace(without).bubble_shares() is None
 
 
-def test_what_is_no_trace_of_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_the_trace_of_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read the trace .*train\.trace"):
         RunTrace.load(tmp_path / "none.json")
     (tmp_path / "text.json").write_text("no")
-    with pytest.raises(UserError, match="it is no JSON"):
+    with pytest.raises(UserError, match="it is not JSON"):
         RunTrace.load(tmp_path / "text.json")
-    for text in ('{"otherData": {"simulated": true}}', '{"otherData": {"steps": []}}', '{"otherData": 1}', "[1]"):
-        (tmp_path / "other.json").write_text(text)
-        with pytest.raises(UserError, match="no trace of a run"):
+    for content in ('{"otherData": {"simulated": true}}', '{"otherData": {"steps": []}}', '{"otherData": 1}', "[1]"):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(UserError, match="not the trace of a run"):
             RunTrace.load(tmp_path / "other.json")

@@ -1,3 +1,5 @@
+"""Sample lengths and grouping methods as text and as a figure."""
+
 import builtins
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,15 @@ VALUES = np.array([[10.0, 0.0, 1.0], [30.0, 5000.0, 1.0], [20.0, 3.0, 1.0], [20.
 SUMMARY = summarize_lengths(("LLM tokens", "pixels", "images"), VALUES)
 
 
-def test_a_histogram_for_each_measure_and_what_was_set_aside() -> None:
+def test_stats_show_a_histogram_for_each_measure_and_quarantined_samples() -> None:
     text = stats_text(SUMMARY, {"missing_image": 1, "too_long": 2})
-    assert "LLM tokens: 80 in all, mean 20, median 20, 95% below 28.5, largest 30" in text
+    assert "LLM tokens: 80 in total, mean 20, median 20, 95% below 28.5, largest 30" in text
     assert "pixels in 3 of 4 samples" in text
     assert "images: 1 in each of 4 samples" in text
     fullest = max((line for line in text.splitlines() if "█" in line), key=lambda line: line.count("█"))
     assert fullest.split()[0] == "20"
     assert fullest.endswith("█ 2")
-    assert "4 samples, 3 set aside besides: too_long 2, missing_image 1" in text
+    assert "4 samples, 3 others quarantined: too_long 2, missing_image 1" in text
     assert "Correlation over samples" in text
     assert "none: none" not in stats_text(summarize_lengths(("a",), np.zeros((0, 1))), {})
 
@@ -37,9 +39,9 @@ def test_the_table_marks_the_recipes_method() -> None:
         GroupingScore("random", 12, 3.3, 0.8, 0.4, {"llm": 0.3, "vision": 0.4}, BOUNDS, 1.5, 0.01),
     ]
     text = grouping_text(rows, "matched", 8, lambda i: f"sample number {i}")
-    assert "bound reached, vision: in 12% of steps one sample alone exceeds the mean load" in text
-    assert "sample number 7; no rearrangement gets dist below 0.0100" in " ".join(text.split())
-    assert "bound reached, llm" not in text
+    assert "load imbalance of vision: in 12% of steps a single sample exceeds the mean load" in text
+    assert "the largest is sample number 7), so dist cannot be below 0.0100" in " ".join(text.split())
+    assert "load imbalance of llm" not in text
     matched, random = (line for line in text.splitlines() if "│" in line)
     cells = [cell.strip() for cell in matched.split("│")[1:-1]]
     assert cells == ["matched *", "10", "4.00", "0.980", "-", "0.0010", "0.0200", "1.0100", "0.50"]
@@ -47,7 +49,7 @@ def test_the_table_marks_the_recipes_method() -> None:
     assert "8 replicas side by side" in text
 
 
-def test_a_picture_has_a_panel_for_each_measure_that_varies(tmp_path: Path) -> None:
+def test_the_figure_has_a_panel_for_each_measure_that_varies(tmp_path: Path) -> None:
     stats_picture(SUMMARY, tmp_path / "a.png")
     stats_picture(summarize_lengths(("LLM tokens",), VALUES[:, :1]), tmp_path / "b.png")
     with Image.open(tmp_path / "a.png") as two, Image.open(tmp_path / "b.png") as one:
@@ -57,8 +59,8 @@ def test_a_picture_has_a_panel_for_each_measure_that_varies(tmp_path: Path) -> N
     assert 0.01 < dark.mean() < 0.5, "something is drawn"
 
 
-def test_what_cannot_be_drawn_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"--png .*: cannot write the picture: No such file"):
+def test_a_figure_that_cannot_be_saved_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"--png .*: cannot write the figure: No such file"):
         stats_picture(SUMMARY, tmp_path / "no" / "a.png")
     imported = builtins.__import__
 

@@ -1,4 +1,4 @@
-"""The figures of an evaluation, and the table that shows them."""
+"""The scores of an evaluation as JSON, and as a table with examples."""
 
 import io
 import json
@@ -23,7 +23,7 @@ RESULT = EvaluationResult(
 )
 
 
-def test_figures() -> None:
+def test_json_holds_counts_and_shares() -> None:
     figures = json.loads(RESULT.to_json())
     assert figures["questions"] == 100
     assert figures["exact"] == pytest.approx(0.86)
@@ -54,24 +54,24 @@ def test_table_and_examples() -> None:
         ["all", "100", "86.0%", "25.0%", "-"],
     ]
     text = RESULT.to_text(100)
-    assert "81.3% of the gap from the most frequent answers to 100% is closed." in text
-    assert "Questions with images or clips: 83.8% right, 26.2% when these are blanked." in text
+    assert "81.3% of the gap between the most frequent answers and 100% is closed." in text
+    assert "Questions with images or clips: 83.8% right, 26.2% with blanked media." in text
     asked = "1. How many red circles are there?\n   images    images/1.png, images/2.png\n   clips     1.wav\n"
     assert f"{asked}   expected  3" in text
     assert "2. What is [2 + 2]?\n   expected  4\n   answered  5" in text
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_rendering_fits(width: int) -> None:
+def test_the_printed_table_fits_the_terminal(width: int) -> None:
     console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
     print_evaluation(RESULT, console)
     assert all(len(line.rstrip()) <= width for line in console.export_text().splitlines())
 
 
-def test_text_only_perfect_and_empty_results() -> None:
+def test_results_without_media_without_gap_and_without_questions() -> None:
     text_only = EvaluationResult(1, (TemplateScore("arithmetic", 10, 5, 10, None),), ())
     assert text_only.gap_closed is None
-    assert "blanked." not in text_only.to_text()
-    assert not any("with" in key for key in json.loads(text_only.to_json())), "nothing is said of what nobody has"
+    assert "blanked media." not in text_only.to_text()
+    assert not any("with" in key for key in json.loads(text_only.to_json())), "no score for media that no question has"
     assert json.loads(EvaluationResult(1, (), ()).to_json())["exact"] is None
     assert "all" in EvaluationResult(1, (), ()).to_text()

@@ -1,4 +1,4 @@
-"""Pictures hold what their plans and steps say, stay small however large those are, and go to paper as well."""
+"""Drawings show their plans and steps, stay small for large plans, and can be saved as figures."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from mmtrain.report.drawing import Box, Drawing, Label, Polyline, svg
 from mmtrain.report.figure_files import save_drawings
 from mmtrain.report.figures import report_drawings
 from mmtrain.report.plan_picture import CARD_GAP_PX, CARD_WIDTH_PX, plan_drawing
-from mmtrain.report.rank_groups import ranges_text, rank_groups, ranks_to_draw, stage_ranks, unit_edges
+from mmtrain.report.rank_groups import ReplicaRanks, ranges_text, rank_groups, ranks_to_draw, stage_ranks, unit_edges
 from mmtrain.report.report_contents import ReportContents, drawn_steps
 from mmtrain.report.timeline_picture import (
     MAX_TIMELINE_BOXES,
@@ -52,7 +52,7 @@ def bars(drawing: Drawing) -> list[Box]:
     return [mark for mark in drawing.marks if isinstance(mark, Box) and " layers " in mark.tooltip]
 
 
-def test_every_rank_and_layer_is_on_the_picture_once() -> None:
+def test_every_rank_and_layer_is_drawn_once() -> None:
     plan = planned(vision=unit(1, 1, 2, 0, 5), llm=unit(2, 2, 2, 2, 12, redone=3))
     drawing = plan_drawing(plan)
     ranks = [
@@ -71,14 +71,14 @@ def test_every_rank_and_layer_is_on_the_picture_once() -> None:
     assert all(bar.outlined == ("recomputed" in bar.tooltip) for bar in bars(drawing))
 
 
-def test_edges_between_units_are_named_by_who_talks_to_whom() -> None:
-    def how(vision: UnitPlan, llm: UnitPlan) -> str:
+def test_edges_between_units_name_their_transport() -> None:
+    def transport(vision: UnitPlan, llm: UnitPlan) -> str:
         [edge] = unit_edges(planned(vision=vision, llm=llm))
         return edge.transport
 
-    assert how(unit(1, 1, 3, 0, 5), unit(2, 2, 2, 3, 12)) == "broker 3:2"
-    assert how(unit(1, 1, 2, 0, 5), unit(2, 2, 2, 2, 12)) == "send 2:2"
-    assert how(unit(2, 1, 2, 0, 5), unit(2, 2, 2, 0, 12)) == "local"
+    assert transport(unit(1, 1, 3, 0, 5), unit(2, 2, 2, 3, 12)) == "broker 3:2"
+    assert transport(unit(1, 1, 2, 0, 5), unit(2, 2, 2, 2, 12)) == "send 2:2"
+    assert transport(unit(2, 1, 2, 0, 5), unit(2, 2, 2, 0, 12)) == "local"
     three = planned(vision=unit(1, 1, 2, 0, 5), llm=unit(1, 1, 1, 2, 5), generator=unit(1, 1, 2, 3, 5))
     assert [(e.src, e.dst, e.transport) for e in unit_edges(three)] == [
         ("vision", "llm", "broker 2:1"),
@@ -88,17 +88,17 @@ def test_edges_between_units_are_named_by_who_talks_to_whom() -> None:
     assert "llm.0 → generator: broker 1:2" in labels(plan_drawing(three))
 
 
-def test_ranks_that_hold_the_same_stages_are_one_slice() -> None:
+def test_ranks_that_hold_the_same_stages_are_one_group() -> None:
     shared = planned(vision=unit(2, 1, 4, 0, 4), llm=unit(2, 4, 1, 0, 16))
-    found = rank_groups(shared)
-    assert [s.ranks for s in found] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert [[(held.unit, held.tp_groups) for held in s.units] for s in found][1] == [
-        ("vision", ((1, (2, 3)),)),
-        ("llm", ((0, (2, 3)),)),
+    groups = rank_groups(shared)
+    assert [group.ranks for group in groups] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [(held.unit, held.replicas) for held in groups[1].units] == [
+        ("vision", (ReplicaRanks(1, (2, 3)),)),
+        ("llm", (ReplicaRanks(0, (2, 3)),)),
     ]
 
 
-def test_chunks_go_round_the_ranks() -> None:
+def test_model_chunks_are_assigned_round_robin() -> None:
     plan = planned(llm=unit(2, 2, 2, 0, 16, vpp=2))
     assert [stage_ranks(plan.units["llm"], s) for s in range(4)] == [(0, 1, 2, 3), (4, 5, 6, 7)] * 2
     first, second = rank_groups(plan)
@@ -106,7 +106,7 @@ def test_chunks_go_round_the_ranks() -> None:
     assert [s.stage for s in second.units[0].stages] == [1, 3]
 
 
-def test_shown_ranks_stand_for_the_others() -> None:
+def test_drawn_ranks_represent_the_others() -> None:
     plan = planned(vision=unit(2, 1, 32, 0, 8), llm=unit(8, 4, 16, 64, 32))
     assert ranks_to_draw(plan, 2000) == list(range(576))
     assert ranks_to_draw(plan, 24) == [0, 2, 64, 192, 320, 448]
@@ -116,21 +116,21 @@ def test_shown_ranks_stand_for_the_others() -> None:
     assert len(ranks_to_draw(planned(llm=unit(1, 64, 4, 0, 64)), 24)) == 24
 
 
-def test_the_replica_group_that_the_step_waits_for_is_drawn(rehearsed: tuple[Plan, Timeline]) -> None:
+def test_the_replica_group_with_most_of_the_critical_path_is_drawn(simulated_plan: tuple[Plan, Timeline]) -> None:
     plan = planned(vision=unit(2, 1, 32, 0, 8), llm=unit(8, 4, 16, 64, 32))
     path = [
         Span(0, 0.0, 2.0, Forward(StageId("vision", 0), Microbatch("vision", 0, 0))),
         Span(12, 2.0, 1.5, Forward(StageId("vision", 0), Microbatch("vision", 7, 0))),
         Span(88, 3.5, 1.0, Forward(StageId("llm", 0), Microbatch("llm", 3, 0))),
     ]
-    waiting = replace(rehearsed[1], critical_path=path)
-    _, ranks = drawn_steps(ReportContents("big", plan, 4.0, [waiting]))
+    step = replace(simulated_plan[1], critical_path=path)
+    _, ranks = drawn_steps(ReportContents("big", plan, 4.0, [step]))
     assert ranks == ranks_to_draw(plan, 24, group=3)
 
 
 @pytest.mark.parametrize("vpp", [1, 3, 6])
-def test_words_of_a_stage_do_not_lie_on_each_other(vpp: int) -> None:
-    """Of an interleaved plan with a hundred layers, all recomputed; letters as wide as a browser's, on average."""
+def test_labels_of_a_stage_do_not_overlap(vpp: int) -> None:
+    """For an interleaved plan with many layers, all recomputed; letters have the mean width of a browser's."""
     plan = planned(vision=unit(1, 6, 2, 0, 108, vpp, redone=2), llm=unit(1, 6, 2, 0, 216, vpp, redone=99))
     lines: dict[tuple[float, float], list[tuple[float, float]]] = {}
     for mark in plan_drawing(plan).marks:
@@ -139,16 +139,16 @@ def test_words_of_a_stage_do_not_lie_on_each_other(vpp: int) -> None:
             left = mark.x - length if mark.anchor == "end" else mark.x
             lines.setdefault((mark.y, mark.x // (CARD_WIDTH_PX + CARD_GAP_PX)), []).append((left, left + length))
     for spans_of_line in lines.values():
-        for (_, end), (begin, _) in pairwise(sorted(spans_of_line)):
-            assert end <= begin
+        for (_, end), (start, _) in pairwise(sorted(spans_of_line)):
+            assert end <= start
 
 
-def test_a_plan_of_thousands_of_ranks_stays_a_small_picture() -> None:
+def test_the_drawing_of_thousands_of_ranks_stays_small() -> None:
     plan = planned(vision=unit(8, 8, 48, 0, 48), llm=unit(8, 8, 48, 0, 96, vpp=12))
     drawing = plan_drawing(plan)
     assert len(drawing.marks) < 3000
     assert drawing.width < 1100
-    assert "and 45 more replicas like these" in labels(drawing)
+    assert "and 45 more replicas" in labels(drawing)
     assert len(svg(drawing)) < 500_000
 
 
@@ -176,8 +176,8 @@ def test_marks_lie_on_the_sheet_and_cards_do_not_overlap(plan: Plan) -> None:
         assert all(x1 <= u0 or u1 <= x0 or y1 <= v0 or v1 <= y0 for u0, v0, u1, v1 in corners[:i])
 
 
-def test_a_step_shows_each_computation_with_its_microbatch(rehearsed: tuple[Plan, Timeline]) -> None:
-    plan, timeline = rehearsed
+def test_a_step_shows_each_computation_with_its_microbatch(simulated_plan: tuple[Plan, Timeline]) -> None:
+    plan, timeline = simulated_plan
     step = DrawnStep.simulated("Simulated step", timeline, [0, 1])
     drawing = timeline_drawing(step, tuple(plan.units), [0, 1], step.length_us)
     computed = [e for e in step.events if e["ph"] == "X" and e["tid"] == 0 and e["dur"] >= step.length_us / 900]
@@ -189,20 +189,20 @@ def test_a_step_shows_each_computation_with_its_microbatch(rehearsed: tuple[Plan
     assert max(m.x + m.width for m in half.marks if isinstance(m, Box)) < TIMELINE_WIDTH_PX * 0.55
 
 
-def test_the_critical_path_is_underlined_once_at_a_time(rehearsed: tuple[Plan, Timeline]) -> None:
-    plan, timeline = rehearsed
+def test_lines_of_the_critical_path_do_not_overlap(simulated_plan: tuple[Plan, Timeline]) -> None:
+    plan, timeline = simulated_plan
     step = DrawnStep.simulated("Simulated step", timeline, [0, 1])
     drawing = timeline_drawing(step, tuple(plan.units), [0, 1], step.length_us)
     lines = sorted(m.points for m in drawing.marks if isinstance(m, Polyline) and m.color == "ink")
     assert lines[0][0][0] == TIMELINE_MARGIN_PX
-    for (_, (end, _)), ((begin, _), _) in pairwise(lines):
-        assert end <= begin + 1
+    for (_, (end, _)), ((start, _), _) in pairwise(lines):
+        assert end <= start + 1
     computed = sum(s.duration_s for s in timeline.critical_path if isinstance(s.action, Compute))
-    underlined = sum(end[0] - begin[0] for begin, end in lines) / (TIMELINE_WIDTH_PX - TIMELINE_MARGIN_PX)
+    underlined = sum(end[0] - start[0] for start, end in lines) / (TIMELINE_WIDTH_PX - TIMELINE_MARGIN_PX)
     assert underlined == pytest.approx(computed / timeline.step_time_s, rel=0.02)
 
 
-def test_spans_below_a_pixel_are_merged_and_boxes_bounded() -> None:
+def test_spans_narrower_than_a_pixel_are_merged() -> None:
     args = {"unit": "llm", "stage": 0, "microbatch": 0}
     short = [{"ph": "X", "name": "F", "pid": 0, "tid": 0, "ts": i, "dur": 1, "args": args} for i in range(100_000)]
     drawing = timeline_drawing(DrawnStep("s", short, 0.0, 100_000.0), ("llm",), [0], 100_000.0)
@@ -223,42 +223,42 @@ def test_a_loss_that_is_not_finite_is_a_gap() -> None:
 
 
 @pytest.mark.parametrize(("ending", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
-def test_a_paper_gets_plan_and_both_steps(
-    rehearsed: tuple[Plan, Timeline], tmp_path: Path, ending: str, magic: bytes
+def test_a_figure_file_shows_the_plan_and_both_steps(
+    simulated_plan: tuple[Plan, Timeline], tmp_path: Path, ending: str, magic: bytes
 ) -> None:
-    drawn = report_drawings(run_of(contents_of(*rehearsed)))
+    drawn = report_drawings(run_of(contents_of(*simulated_plan)))
     assert [caption.split(":")[0] for caption, _ in drawn] == ["try", "Step 4, simulated", "Step 4, measured"]
     save_drawings(drawn, tmp_path / f"a.{ending}")
     assert (tmp_path / f"a.{ending}").read_bytes().startswith(magic)
 
 
-def test_a_picture_that_cannot_be_written_is_refused(
-    rehearsed: tuple[Plan, Timeline], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_figure_that_cannot_be_saved_is_an_error(
+    simulated_plan: tuple[Plan, Timeline], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = report_drawings(contents_of(*rehearsed))
-    with pytest.raises(UserError, match=r"ends in \.png, \.pdf, \.svg, this in `\.jpg`"):
+    drawn = report_drawings(contents_of(*simulated_plan))
+    with pytest.raises(UserError, match=r"found suffix `\.jpg`, allowed: \.png, \.pdf, \.svg"):
         save_drawings(drawn, tmp_path / "a.jpg")
-    with pytest.raises(UserError, match="cannot write the picture"):
+    with pytest.raises(UserError, match="cannot write the figure"):
         save_drawings(drawn, tmp_path / "none" / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"pip install 'mmtrain\[report\]'"):
         save_drawings(drawn, tmp_path / "a.png")
 
 
-def test_numbers_in_runs() -> None:
+def test_ranges_text() -> None:
     assert ranges_text((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
     assert ranges_text(()) == ""
 
 
-def test_words_in_drawings_are_escaped() -> None:
+def test_text_in_drawings_is_escaped() -> None:
     text = svg(Drawing(10, 10, '<">', (Label(0, 0, "<b>"), Box(0, 0, 1, 1, "u0", tooltip="a<b"))))
     assert "<b>" not in text
     assert "a&lt;b" in text
     assert 'aria-label="&lt;&quot;&gt;"' in text
 
 
-def test_a_step_beyond_the_trace_is_not_drawn(rehearsed: tuple[Plan, Timeline]) -> None:
-    contents = run_of(contents_of(*rehearsed))
-    assert contents.trace is not None
-    later = replace(contents, trace=None)
-    assert [caption for caption, _ in report_drawings(later)][1].startswith("Simulated step: ")
+def test_without_a_trace_only_the_simulated_step_is_drawn(simulated_plan: tuple[Plan, Timeline]) -> None:
+    contents = run_of(contents_of(*simulated_plan))
+    captions = [caption for caption, _ in report_drawings(replace(contents, trace=None))]
+    assert len(captions) == 2
+    assert captions[1].startswith("Simulated step: ")

@@ -1,4 +1,4 @@
-"""The report page: well formed, loads nothing, reads without its pictures, shows the numbers of its artefacts."""
+"""The report page is well formed, loads nothing, has texts for its pictures and shows the numbers of its artifacts."""
 
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -17,7 +17,7 @@ VOID = {"meta"}
 
 
 class Page(HTMLParser):
-    """Collects text; fails where tags do not nest."""
+    """Collects text, and fails if tags do not nest."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Page(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert len(dict(attrs)) == len(attrs), f"<{tag}> says something twice: {attrs}"
+        assert len(dict(attrs)) == len(attrs), f"<{tag}> has an attribute twice: {attrs}"
         self.tags.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
@@ -52,8 +52,8 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def contents(rehearsed: tuple[Plan, Timeline]) -> ReportContents:
-    return contents_of(*rehearsed)
+def contents(simulated_plan: tuple[Plan, Timeline]) -> ReportContents:
+    return contents_of(*simulated_plan)
 
 
 @pytest.fixture
@@ -61,54 +61,54 @@ def run(contents: ReportContents) -> ReportContents:
     return run_of(contents)
 
 
-def test_every_number_is_that_of_its_artefact(run: ReportContents) -> None:
-    words = Page(html_page(run)).text
+def test_every_number_is_that_of_its_artifact(run: ReportContents) -> None:
+    text = Page(html_page(run)).text
     for row in run.comparison:
         assert row.measured_s is not None
-        assert f"{row.predicted_s * 1e3:.2f} ms {row.measured_s * 1e3:.2f} ms -50.0%" in words
+        assert f"{row.predicted_s * 1e3:.2f} ms {row.measured_s * 1e3:.2f} ms -50.0%" in text
     assert run.trace is not None
     measured = run.trace.bubble_shares()
     assert measured is not None
     for kind, share in run.simulated[0].bubble_shares().items():
-        assert f"{kind} {share:.1%} {measured[kind]:.1%}" in words
+        assert f"({kind}) {share:.1%} {measured[kind]:.1%}" in text
     for ranks, kinds in run.plan.predicted.memory_kinds_gib.items():
-        assert " ".join(f"{gib:.4g}" for gib in kinds.values()) in words
+        assert " ".join(f"{gib:.4g}" for gib in kinds.values()) in text
         assert sum(kinds.values()) == pytest.approx(run.plan.predicted.peak_memory_gib[ranks], abs=3e-4)
     for ranks, gib in run.plan.predicted.peak_memory_gib.items():
-        assert f" {ranks} {memory_text(gib)} {gib / 4:.1%}" in words
-    assert "Step 4, measured" in words
+        assert f" {ranks} {memory_text(gib)} {gib / 4:.1%}" in text
+    assert "Step 4, measured" in text
     for path in critical_path_rows(run.simulated)[:3]:
-        assert f"{path.what} {path.seconds * 1e3:.3g} ms {path.seconds / run.simulated[0].step_time_s:.1%}" in words
-    assert "Loss, nats a token: last 0.25" in words
+        assert f"{path.what} {path.seconds * 1e3:.3g} ms {path.seconds / run.simulated[0].step_time_s:.1%}" in text
+    assert "Loss, nats per token: last 0.25" in text
 
 
-def test_it_loads_nothing_and_runs_nothing(run: ReportContents) -> None:
+def test_the_page_loads_and_runs_nothing(run: ReportContents) -> None:
     text = html_page(run)
-    found = Page(text)
+    page = Page(text)
     assert "://" not in text
     assert "url(" not in text
     assert "@import" not in text
-    assert not {tag for tag, _ in found.tags} & {"script", "link", "img", "iframe", "object", "use", "image", "base"}
-    for _, attributes in found.tags:
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object", "use", "image", "base"}
+    for _, attributes in page.tags:
         assert not {name for name in attributes if name in ("src", "href", "xlink:href") or name.startswith("on")}
 
 
 def test_every_picture_has_a_text_and_ids_are_unique(run: ReportContents) -> None:
-    found = Page(html_page(run))
-    pictures = found.of("svg")
+    page = Page(html_page(run))
+    pictures = page.of("svg")
     assert len(pictures) >= 4
     for picture in pictures:
         assert picture["role"] == "img"
         assert len(picture["aria-label"] or "") > 30
-    ids = [attributes["id"] for _, attributes in found.tags if "id" in attributes]
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    [html] = found.of("html")
+    [html] = page.of("html")
     assert html["lang"] == "en"
-    assert any(a.get("name") == "viewport" for a in found.of("meta"))
-    assert len(found.of("h1")) == len(found.of("main")) == 1
+    assert any(a.get("name") == "viewport" for a in page.of("meta"))
+    assert len(page.of("h1")) == len(page.of("main")) == 1
 
 
-def test_wide_things_scroll_in_their_own_box(run: ReportContents) -> None:
+def test_wide_pictures_and_tables_scroll_in_their_own_box(run: ReportContents) -> None:
     text = html_page(run)
     assert ".draw,.scroll{overflow-x:auto" in text
     parents: list[str] = []
@@ -135,38 +135,38 @@ def test_wide_things_scroll_in_their_own_box(run: ReportContents) -> None:
     assert set(parents) == {"draw", "scroll"}
 
 
-def test_a_plan_that_was_rehearsed_has_nothing_measured(contents: ReportContents) -> None:
-    words = Page(html_page(contents)).text
-    assert "Timeline of one step" in words
-    assert "Training" not in words
-    assert "measured" not in words.lower().replace("measured: resident", "")
+def test_a_plan_without_a_run_shows_nothing_measured(contents: ReportContents) -> None:
+    text = Page(html_page(contents)).text
+    assert "Timeline of one step" in text
+    assert "Training" not in text
+    assert "measured" not in text.lower()
 
 
-def test_a_plan_by_itself_shows_what_it_says(contents: ReportContents) -> None:
-    words = Page(html_page(ReportContents("bare", contents.plan, 4.0))).text
-    assert "Timeline" not in words
-    assert "Balance of the data" not in words
-    assert f"{contents.plan.predicted.bubbles['pp_warmup']:.1%}" in words
-    assert "vision.0" in words
+def test_a_plan_by_itself_shows_its_own_predictions(contents: ReportContents) -> None:
+    text = Page(html_page(ReportContents("bare", contents.plan, 4.0))).text
+    assert "Timeline" not in text
+    assert "Load balance" not in text
+    assert f"{contents.plan.predicted.bubbles['pp_warmup']:.1%}" in text
+    assert "vision.0" in text
 
 
-def test_what_the_plan_beat_is_told_with_the_reason(contents: ReportContents) -> None:
-    words = Page(html_page(contents)).text
+def test_alternatives_are_shown_with_reasons(contents: ReportContents) -> None:
+    text = Page(html_page(contents)).text
     assert contents.plan.alternatives
     for other in contents.plan.alternatives:
-        assert other.summary in words
-        assert other.reason in words
+        assert other.summary in text
+        assert other.reason in text
 
 
-def test_a_table_of_many_stages_is_folded_and_whole(contents: ReportContents) -> None:
+def test_a_long_table_of_stages_is_folded_and_complete(contents: ReportContents) -> None:
     def folded(number: int) -> list[dict[str, str | None]]:
         rows = [
             *(ComparisonRow(f"llm.{i} forward", None, 1.0) for i in range(number)),
             ComparisonRow("step", None, 2.0),
         ]
-        found = Page(html_page(replace(contents, comparison=rows)))
-        assert all(f"llm.{i} forward" in found.words for i in range(number))
-        return found.of("details")
+        page = Page(html_page(replace(contents, comparison=rows)))
+        assert all(f"llm.{i} forward" in page.words for i in range(number))
+        return page.of("details")
 
     assert len(folded(100)) == len(folded(10)) + 1
 
@@ -177,6 +177,6 @@ def test_a_run_that_logged_nothing_says_so(contents: ReportContents) -> None:
 
 def test_names_are_escaped(contents: ReportContents) -> None:
     hostile = '<script>alert("&")</script>'
-    found = Page(html_page(replace(contents, name=hostile)))
-    assert not found.of("script")
-    assert hostile in found.words
+    page = Page(html_page(replace(contents, name=hostile)))
+    assert not page.of("script")
+    assert hostile in page.words

@@ -1,4 +1,4 @@
-"""A plan as a table: everything a reader decides by is on it."""
+"""A plan as text shows everything that a reader needs to judge it."""
 
 import pytest
 
@@ -58,57 +58,57 @@ def test_stages_prediction_and_alternatives_are_shown() -> None:
         ("0-1", "0-4", "-", "none", "3 GiB"),
         ("2-5", "-", "0-6", "llm all", "512 MiB"),
         ("6-9", "-", "7-11", "llm 7-8, 11", "61.5 GiB"),
-        ("Predicted (modelled: h100-80g): 250 ms a step, MFU 41.2%, 12,346 LLM tokens/s a rank, 123k in all; the",),
-        ("Ranks idle 12.0% of the step: pp_warmup 10.0%, tp 2.0%.",),
-        ("the next, unified: vision tp1 pp2 dp5, takes 2.00 times as long",),
+        ("Predicted step (modelled: h100-80g): 250 ms, MFU 41.2%, 12,346 LLM tokens/s per rank (123k in total), peak",),
+        ("idle for 12.0% of the step: pipeline warm-up (pp_warmup) 10.0%, tensor-parallel collectives (tp) 2.0%.",),
+        ("the next best takes 2.00x: unified: vision tp1 pp2 dp5.",),
         ("unified: vision tp1 pp2 dp5", "500 ms", "70 GiB", "2.00x slower: idle"),
         ("unified: tp1", "-", "-", "does not fit"),
     ]:
         assert any(_in_order(row, line) for line in text.splitlines()), (row, text)
 
 
-def test_a_plan_without_rivals_says_so() -> None:
+def test_a_plan_without_alternatives_says_so() -> None:
     text = plan_table(plan())
-    assert "Chosen as the only one that fits." in text
+    assert "Chosen because no other plan fits." in text
     assert "Alternatives" not in text
 
 
-def test_a_plan_whose_rivals_were_never_simulated_was_not_the_only_one() -> None:
+def test_alternatives_that_were_not_simulated_are_mentioned() -> None:
     behind = Alternative(
         summary="unified: tp2", placement="unified", step_time_s=None, peak_memory_gib=None, reason="at least 2x"
     )
-    assert "those below do not fit, or cannot be as fast" in plan_table(plan(behind))
+    assert "the alternatives do not fit or cannot be as fast" in plan_table(plan(behind))
 
 
-def test_a_plan_that_was_asked_for_is_not_called_the_fastest() -> None:
+def test_a_plan_slower_than_an_alternative_is_not_called_the_fastest() -> None:
     faster = Alternative(
         summary="unified: tp2", placement="unified", step_time_s=0.2, peak_memory_gib=1.0, reason="1.25x faster"
     )
     text = " ".join(plan_table(plan(faster)).split())
-    assert "Not the fastest as predicted: unified: tp2 takes 0.80 of its step (1.25x faster)." in text
-    assert "Chosen as the fastest" not in text
+    assert "Not the fastest by prediction: unified: tp2 takes 0.80x the step time (1.25x faster)." in text
+    assert "Chosen because" not in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_nothing_is_wider_than_the_terminal(width: int) -> None:
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, plan_table(plan(), width).splitlines())) <= width
 
 
-def test_chunks_of_a_rank_stand_in_one_row() -> None:
+def test_model_chunks_of_a_rank_share_a_row() -> None:
     stages = tuple(StagePlan(stage=i, chunk=i // 2, layers=(3 * i, 3 * i + 3), recompute=(3 * i,)) for i in range(4))
     chunked = UnitPlan(tp=1, pp=2, dp=1, vpp=2, ranks=(0, 1), stages=stages)
-    one = plan().model_copy(
+    two_ranks = plan().model_copy(
         update={"units": {"llm": chunked}, "schedule": SchedulePlan(num_microbatches={"llm": 4}), "world_size": 2}
     )
-    text = plan_table(one)
+    text = plan_table(two_ranks)
     assert any(_in_order(("0", "0-2, 6-8", "llm 0, 6"), line) for line in text.splitlines()), text
     assert any(_in_order(("1", "3-5, 9-11", "llm 3, 9"), line) for line in text.splitlines()), text
 
 
 def _in_order(cells: tuple[str, ...], line: str) -> bool:
-    at = 0
+    position = 0
     for cell in cells:
-        at = line.find(cell, at) + len(cell)
-        if at < len(cell):
+        position = line.find(cell, position) + len(cell)
+        if position < len(cell):
             return False
     return True

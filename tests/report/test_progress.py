@@ -1,4 +1,4 @@
-"""The display: exact lines without a terminal, a panel that fits on one."""
+"""Progress is printed as lines without a terminal, and as a panel that fits on a terminal."""
 
 import io
 import math
@@ -46,7 +46,7 @@ def test_the_display_suits_the_console(term: str, kind: type) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_panel_fits_and_says_everything(width: int) -> None:
+def test_the_panel_fits_and_shows_every_figure(width: int) -> None:
     clock, console = Clock(), Console(file=io.StringIO(), width=width, record=True)
     panel = LiveProgress(console, "demo", ProgressClock(400, 1, clock))
     console.print(panel)
@@ -65,7 +65,7 @@ def test_the_panel_fits_and_says_everything(width: int) -> None:
             "demo",
             "step 120/400",
             "30%",
-            "1:00 passed, 2:20 left",
+            "1:00 elapsed, 2:20 left",
             "loss 1.2393",
             "val 1.3000",
             "exact 40.0%",
@@ -102,17 +102,17 @@ def test_a_stream_without_unicode_gets_ascii() -> None:
     assert "loss 3.9553  @_" in raw.getvalue().decode("ascii")
 
 
-def test_the_time_left_runs_down_between_steps() -> None:
+def test_the_remaining_time_decreases_between_steps() -> None:
     clock = Clock()
-    pace = ProgressClock(num_steps=10, first_step=5, clock=clock)
-    assert pace.remaining_s is None
+    progress_clock = ProgressClock(num_steps=10, first_step=5, clock=clock)
+    assert progress_clock.remaining_s is None
     clock.now = 4
-    pace.finish_step(6)
-    assert (pace.elapsed_s, pace.remaining_s) == (4, 8)
+    progress_clock.finish_step(6)
+    assert (progress_clock.elapsed_s, progress_clock.remaining_s) == (4, 8)
     clock.now = 7
-    assert (pace.elapsed_s, pace.remaining_s) == (7, 5)
+    assert (progress_clock.elapsed_s, progress_clock.remaining_s) == (7, 5)
     clock.now = 99
-    assert pace.remaining_s == 0
+    assert progress_clock.remaining_s == 0
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32)), st.integers(1, 50))
@@ -125,7 +125,7 @@ def test_a_sparkline_is_never_too_wide_and_keeps_order(values: list[float], widt
         assert all(low[1] <= high[1] for low, high in pairwise(pairs))
 
 
-def test_a_sparkline_of_equal_values_is_low() -> None:
+def test_a_sparkline_of_equal_values_is_flat() -> None:
     assert sparkline([2.0, 2.0], 60) == "▁▁"
 
 
@@ -144,12 +144,12 @@ def test_a_sparkline_of_equal_values_is_low() -> None:
         (2e12, "2.00T"),
     ],
 )
-def test_compact(number: float, text: str) -> None:
+def test_compact_number(number: float, text: str) -> None:
     assert compact_number(number) == text
 
 
 @given(st.floats(1e-3, 1e14))
-def test_compact_is_short_and_close(number: float) -> None:
+def test_compact_numbers_are_short_and_close(number: float) -> None:
     text = compact_number(number)
     factor = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(text[-1], 1.0)
     assert float(text.rstrip("kMGT")) * factor == pytest.approx(number, rel=6e-3)
@@ -162,6 +162,6 @@ def test_clock_text() -> None:
     ]
 
 
-def test_shares_of_nothing_are_zero() -> None:
+def test_shares_without_measurements_are_zero() -> None:
     assert set(TimeSplit(0, 0, 0, 0).shares().values()) == {0.0}
     assert sum(TimeSplit(0.3, 0.1, 0.2, 0.1).shares().values()) == pytest.approx(1)

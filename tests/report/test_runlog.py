@@ -1,4 +1,4 @@
-"""The log on disk holds each step once, whatever happened on the way."""
+"""The log on disk holds each step once, whatever interrupts the run."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def log(run_dir: Path, first: int, last: int, **changes: float) -> None:
             run_log.step(metrics(step, **changes))
 
 
-def test_a_line_holds_what_the_step_was(tmp_path: Path) -> None:
+def test_a_line_holds_the_metrics_of_a_step(tmp_path: Path) -> None:
     edges = {"vision.0>llm.0": EdgeMetrics(4096, 0.25)}
     log(tmp_path, 1, 2, val_loss=1.3, val_exact=0.4, edges=edges, slow_ranks=("rank 1 takes",))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -53,7 +53,7 @@ def test_a_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
         assert [step["step"] for step in read_metrics(tmp_path)] == [1]
 
 
-def test_resuming_drops_the_steps_that_are_taken_again(tmp_path: Path) -> None:
+def test_resuming_drops_the_steps_that_are_repeated(tmp_path: Path) -> None:
     log(tmp_path, 1, 7)
     log(tmp_path, 5, 9, grad_norm=2.0)
     steps = read_metrics(tmp_path)
@@ -76,7 +76,7 @@ def test_a_new_run_in_an_old_folder_starts_empty(tmp_path: Path) -> None:
     assert [step["step"] for step in read_metrics(tmp_path)] == [1]
 
 
-def test_nan_is_null_and_the_line_still_json(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     log(tmp_path, 1, 1, loss=math.nan, grad_norm=math.inf)
     text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text
@@ -89,7 +89,7 @@ def test_a_full_disk_delays_lines_and_later_steps_are_logged(tmp_path: Path) -> 
     with RunLog(tmp_path, 1, enabled=True) as run_log:
         run_log.step(metrics(1))
         try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))  # no file may grow beyond
+            resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))  # bytes per file: stands for a full disk
             for step in range(2, 6):
                 with pytest.raises(OSError, match="File too large"):
                     run_log.step(metrics(step))
@@ -110,10 +110,10 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
 
 
-def test_tensorboard_shows_the_last_word_on_each_step(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_last_attempt_of_each_step(tmp_path: Path) -> None:
     log(tmp_path, 1, 4)
     (events_before,) = (tmp_path / "tensorboard").iterdir()
-    # TensorBoard reads files in the order of the second in their names; a resumed run begins in a later one.
+    # TensorBoard reads files in the order of the second in their names; a resumed run starts in a later second.
     events_before.rename(events_before.with_name("events.out.tfevents.1000000000.host.1.0"))
     log(tmp_path, 3, 5, loss=0.25)
     events = EventAccumulator(str(tmp_path / "tensorboard"))

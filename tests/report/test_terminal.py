@@ -1,4 +1,4 @@
-"""The report in a terminal: the numbers of the page, and a step in letters."""
+"""The report as text shows the numbers of the page, and a step in letters."""
 
 import re
 
@@ -13,8 +13,8 @@ from mmtrain.report.timeline_picture import DrawnStep
 from tests.report.conftest import contents_of, run_of
 
 
-def test_a_run_is_told_with_predicted_beside_measured(rehearsed: tuple[Plan, Timeline]) -> None:
-    run = run_of(contents_of(*rehearsed))
+def test_a_run_shows_predicted_and_measured_times(simulated_plan: tuple[Plan, Timeline]) -> None:
+    run = run_of(contents_of(*simulated_plan))
     text = report_text(run)
     for row in run.comparison:
         assert row.measured_s is not None
@@ -30,15 +30,15 @@ def test_a_run_is_told_with_predicted_beside_measured(rehearsed: tuple[Plan, Tim
     assert max(map(len, report_text(run, 72).splitlines())) <= 72
 
 
-def test_a_plan_by_itself_is_told_without_steps(rehearsed: tuple[Plan, Timeline]) -> None:
-    text = report_text(ReportContents("bare", rehearsed[0], 4.0))
+def test_a_plan_by_itself_shows_no_steps(simulated_plan: tuple[Plan, Timeline]) -> None:
+    text = report_text(ReportContents("bare", simulated_plan[0], 4.0))
     assert "unified" in text
     assert "limit 4 GiB" in text
     assert "measured  " not in text
-    assert "backward, dots idle" not in text
+    assert "dots: idle" not in text
 
 
-def test_letters_say_what_a_rank_computed_longest() -> None:
+def test_each_letter_is_what_the_rank_computed_longest() -> None:
     def span(name: str, unit: str, start: float, length: float) -> dict[str, object]:
         return {"ph": "X", "name": name, "pid": 0, "tid": 0, "ts": start, "dur": length, "args": {"unit": unit}}
 
@@ -47,15 +47,15 @@ def test_letters_say_what_a_rank_computed_longest() -> None:
     assert line == "rank 0   " + "V" * 37 + "L" * 37 + "l" * 18 + "l" + "." * 18
 
 
-def test_json_holds_the_same_figures(rehearsed: tuple[Plan, Timeline]) -> None:
-    run = run_of(contents_of(*rehearsed))
-    found = report_json(run)
-    assert [f["what"] for f in found["figures"]] == [f.what for f in key_figures(run)]
-    assert found["figures"][0]["measured"] == pytest.approx(0.5)
-    assert found["figures"][1]["predicted"] == pytest.approx(100 * run.plan.predicted.mfu)
-    assert found["training"] == {"steps": 4, "first_loss": 1.0, "last_loss": 0.25, "last_val_loss": None}
-    measured, predicted = found["idle"]["measured"], found["idle"]["predicted"]
+def test_json_holds_the_same_figures(simulated_plan: tuple[Plan, Timeline]) -> None:
+    run = run_of(contents_of(*simulated_plan))
+    output = report_json(run)
+    assert [f["what"] for f in output["figures"]] == [f.what for f in key_figures(run)]
+    assert output["figures"][0]["measured"] == pytest.approx(0.5)
+    assert output["figures"][1]["predicted"] == pytest.approx(100 * run.plan.predicted.mfu)
+    assert output["training"] == {"steps": 4, "first_loss": 1.0, "last_loss": 0.25, "last_val_loss": None}
+    measured, predicted = output["idle"]["measured"], output["idle"]["predicted"]
     assert predicted == pytest.approx(run.simulated[0].bubble_shares())
     assert measured.keys() == predicted.keys()
-    assert sum(row["seconds"] for row in found["critical"]) == pytest.approx(run.simulated[0].step_time_s)
-    assert [row["error"] for row in found["seconds"]] == pytest.approx([-0.5] * len(run.comparison))
+    assert sum(row["seconds"] for row in output["critical"]) == pytest.approx(run.simulated[0].step_time_s)
+    assert [row["error"] for row in output["seconds"]] == pytest.approx([-0.5] * len(run.comparison))
