@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from mmtrain.program import Program, StageGraph, build_1f1b, build_coarse, lower
-from mmtrain.program.ir.actions import Backward, Compute, ComputeTask, Fill, Forward, Partial
+from mmtrain.program.ir.actions import Compute, ComputeTask, Fill, Forward, Partial
 from mmtrain.program.ir.segments import num_segments
 from tests.program.graphs import Unit, chain, graphs, unified
 
@@ -21,26 +21,6 @@ def cut_programs(draw: st.DrawFn, max_n: int = 3, inside_layers: bool = False) -
     program, seed = draw(st.sampled_from([build_1f1b, build_coarse]))(graph), draw(st.integers(0, 2**32))
     pieces = {rank: [p for a in todo for p in cut(graph, a, seed)] for rank, todo in program.actions.items()}
     return lower(Program(graph, {rank: tuple(todo) for rank, todo in pieces.items()}))
-
-
-@st.composite
-def split_programs(draw: st.DrawFn, max_n: int = 3) -> Program:
-    """1F1B orders in which backwards are split; gradients of weights come at once or after all else."""
-    graph, seed = draw(graphs(max_n=max_n)), draw(st.integers(0, 2**32))
-    actions: dict[int, tuple[Compute, ...]] = {}
-    for rank, todo in build_1f1b(graph).actions.items():
-        now: list[Compute] = []
-        later: list[Compute] = []
-        for action in todo:
-            if not isinstance(action, Backward):
-                now.append(action)  # type: ignore[arg-type]
-                continue
-            lo, hi = graph.stage(action.stage).layers
-            inputs, weights = (Partial(action.stage, action.mb, kind, 0, hi - lo) for kind in ("BI", "BW"))
-            now.append(inputs)
-            (now if _chance(seed, action).random() < 0.5 else later).append(weights)
-        actions[rank] = (*now, *later)
-    return lower(Program(graph, actions), reduce_last=True)
 
 
 @st.composite

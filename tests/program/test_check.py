@@ -75,7 +75,7 @@ def altered(program: Program, action: Action) -> list[Action]:
 def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
     problems = interpret(program.graph, program.actions).problems
     if problems:
-        with pytest.raises(ProgramError, match="program refused"):
+        with pytest.raises(ProgramError, match="program rejected"):
             check_program(program)
     else:
         check_program(program)

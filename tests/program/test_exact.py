@@ -3,9 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import pytest
-
-from mmtrain.errors import ProgramError
 from mmtrain.program import (
     Backward,
     Collective,
@@ -25,17 +22,14 @@ from mmtrain.program import (
     action_from_text,
     action_to_text,
     build_program,
-    check_program,
-    chrome_trace,
     lower,
     simulate,
 )
 from tests.program.graphs import Unit, chain
-from tests.program.trace_format import require_trace
 
 
 class Table:
-    """Seconds of a layer by unit and kind of work (F, B, BI, BW); of messages; of collectives by type."""
+    """Seconds of a layer by unit and kind of work (F, B); of messages; of collectives by type."""
 
     def __init__(
         self,
@@ -69,7 +63,7 @@ class Table:
 
 
 def written(graph: StageGraph, order: Mapping[int, Sequence[str]]) -> Program:
-    """A program of these compute actions, not checked: it may split backwards."""
+    """A program of these compute actions, not checked."""
     return lower(Program(graph, {rank: tuple(map(action_from_text, todo)) for rank, todo in order.items()}))  # type: ignore[arg-type]
 
 
@@ -82,7 +76,7 @@ def computed(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
     ]
 
 
-LLM = {"llm": {"F": 0.5, "B": 1.0, "BI": 0.5, "BW": 0.5}}  # stages have two layers: 1 s forward, 2 s backward
+LLM = {"llm": {"F": 0.5, "B": 1.0}}  # stages have two layers: 1 s forward, 2 s backward
 
 
 def test_1f1b_with_messages() -> None:
@@ -120,53 +114,10 @@ def test_interleaved_1f1b_fills_in_chunks() -> None:
     assert all(sum(kinds.values()) == 3.0 * (4 - 1) for kinds in timeline.bubbles.values())
 
 
-SPLIT = {
-    0: "F llm.0 0, F llm.0 1, PBI llm.0 0, PBW llm.0 0, PBI llm.0 1, PBW llm.0 1",
-    1: "F llm.1 0, PBI llm.1 0, F llm.1 1, PBI llm.1 1, PBW llm.1 0, PBW llm.1 1",
-}
-
-
-def split(graph: StageGraph) -> Program:
-    """The program of `SPLIT`, whose backwards are all split in one piece."""
-    order = {}
-    for rank, todo in SPLIT.items():
-        words = [action.split() for action in todo.split(", ")]
-        order[rank] = [f"{kind} {stage} llm:0.{mb}{' 0:2' if kind != 'F' else ''}" for kind, stage, mb in words]
-    return written(graph, order)
-
-
-def test_a_split_backward_shortens_the_pipeline() -> None:
-    """Two stages, two microbatches. Whole backwards: 3 * (2 + 2 - 1) = 9 s.
-
-    Split, rank 0 need not wait for weights: rank 1 runs F0 1-2, BI0 -3, F1 -4, BI1 -5, both BW until 7; rank 0 F0 -1,
-    F1 -2, BI0 at 3 with the gradient of rank 1, BW0 -5, BI1 -6, BW1 -7. Nobody does better: 6 s of work each, and
-    rank 1 cannot begin before 1.
-    """
+def test_activations_live_until_their_backward() -> None:
+    """Rank 0 runs both forwards before the first gradient comes back; rank 1 runs each backward at once."""
     graph = chain(Unit("llm", 2), n=2)
-    assert simulate(build_program(graph), Table(graph, LLM)).step_time_s == 9.0
-    program = split(graph)
-    timeline = simulate(program, Table(graph, LLM))
-    assert timeline.step_time_s == 7.0
-    assert [begin for _, begin, _ in computed(timeline, 0)] == [0, 1, 3, 4, 5, 6]
-    assert [begin for _, begin, _ in computed(timeline, 1)] == [1, 2, 3, 4, 5, 6]
-    assert sum(timeline.bubbles[0].values()) == sum(timeline.bubbles[1].values()) == 1.0
-    trace = chrome_trace(timeline, "")
-    require_trace(trace)
-    kinds = [e["args"]["kind"] for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0 and e["tid"] == 0]
-    assert kinds == ["F", "F", "BI", "BW", "BI", "BW"]
-
-
-def test_activations_live_until_the_weights_have_their_gradients() -> None:
-    """Rank 1 keeps both microbatches until BW0, though BI0 is done before F1; whole backwards keep one."""
-    graph = chain(Unit("llm", 2), n=2)
-    assert simulate(split(graph), Table(graph, LLM)).peak_memory_bytes == {0: 2, 1: 2}
     assert simulate(build_program(graph), Table(graph, LLM)).peak_memory_bytes == {0: 2, 1: 1}
-
-
-def test_a_split_backward_is_not_run() -> None:
-    program = split(chain(Unit("llm", 2), n=2))
-    with pytest.raises(ProgramError, match=r"rank 0: `PBI llm.0 llm:0.0 0:2` .*simulated but not run.*write PB"):
-        check_program(program)
 
 
 class InPieces(Table):

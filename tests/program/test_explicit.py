@@ -72,7 +72,7 @@ def test_a_line_that_is_no_compute_is_named(line):
 
 
 def test_encoders_may_end_in_another_order_on_another_rank():
-    """Their reductions then come last, in one order: each right after its last backward, they wait in a circle."""
+    """Their reductions then come last, in one order: each right after its last backward, they form a cycle."""
     encoders = [Unit(name, dp=2, ranks=(0, 1)) for name in ("vision", "audio")]
     graph = chain(*encoders, Unit("llm", 2, ranks=(0, 1)), n=1)
     order = {}

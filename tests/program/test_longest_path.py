@@ -25,7 +25,7 @@ from mmtrain.program import (
 from mmtrain.program.simulation.rank_equivalence import representative_ranks
 from tests.program.graphs import Unit, chain, graphs
 from tests.program.oracle import nodes_of, precedences
-from tests.program.parts import cut_programs, split_programs
+from tests.program.parts import cut_programs
 
 
 class Drawn:
@@ -58,9 +58,7 @@ class Drawn:
         return (self.least + crc32(f"{self.seed} {who} {what}".encode()) % 6) / 4
 
 
-programs = st.one_of(
-    graphs(max_n=3).map(build_program), cut_programs(), cut_programs(inside_layers=True), split_programs()
-)
+programs = st.one_of(graphs(max_n=3).map(build_program), cut_programs(), cut_programs(inside_layers=True))
 seeds = st.integers(0, 2**32)
 
 

@@ -174,7 +174,7 @@ def test_communication_is_drawn_apart(borders: list[float], moved: list[tuple[fl
 
 def test_a_record_says_where_the_time_went() -> None:
     record = two_ranks()[1]
-    assert record.seconds() == pytest.approx({"compute": 5.0, "communication": 0.5, "wait": 2.5})
+    assert record.seconds_by_kind() == pytest.approx({"compute": 5.0, "communication": 0.5, "wait": 2.5})
     assert record.traffic_by_edge() == {EDGE: EdgeTraffic(0, 2.5)}
     assert two_ranks()[0].traffic_by_edge() == {EDGE: EdgeTraffic(64, 0.4)}
 

@@ -75,7 +75,7 @@ def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
     fills = any(isinstance(a, Fill) for todo in program.actions.values() for a in todo)
     event(f"{'fills' if fills else 'parts'} that {'fail' if problems else 'run'}")
     if problems:
-        with pytest.raises(ProgramError, match="program refused"):
+        with pytest.raises(ProgramError, match="program rejected"):
             check_program(program)
     else:
         check_program(program)

@@ -15,7 +15,7 @@ from tests.program.graphs import Unit, chain, graphs
 
 def walks_to_its_end(links: MatchedActions, limit: int) -> bool:
     """Let every rank go on as far as it can, again and again, until nothing moves."""
-    at = dict.fromkeys(links.steps, 0)
+    at = dict.fromkeys(links.sequences, 0)
     taken: set[int] = set()
     sent: set[int] = set()
     on_channel: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -24,7 +24,7 @@ def walks_to_its_end(links: MatchedActions, limit: int) -> bool:
     moved = True
     while moved:
         moved = False
-        for rank, steps in links.steps.items():
+        for rank, steps in links.sequences.items():
             while at[rank] < len(steps):
                 step = steps[at[rank]]
                 if isinstance(step, Post):
@@ -47,7 +47,7 @@ def walks_to_its_end(links: MatchedActions, limit: int) -> bool:
                     break
                 at[rank] += 1
                 moved = True
-    return all(at[rank] == len(steps) for rank, steps in links.steps.items())
+    return all(at[rank] == len(steps) for rank, steps in links.sequences.items())
 
 
 def shuffled(program: Program, seed: int) -> Program:

@@ -290,7 +290,7 @@ def test_a_program_that_hangs_is_refused():
     program = Program(
         graph, {**build_program(graph).actions, 0: (Backward(StageId("llm", 0), Microbatch("llm", 0, 0)),)}
     )
-    with pytest.raises(ProgramError, match=r"rank 1 waits for ever at `F llm\.1 llm:0\.0`"):
+    with pytest.raises(ProgramError, match=r"rank 1 waits forever at `F llm\.1 llm:0\.0`"):
         simulate(program, Given({}, {}, rule=lambda action: 1.0))
 
 

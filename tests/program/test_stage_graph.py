@@ -42,10 +42,10 @@ def test_order_puts_sources_first_even_if_listed_last():
     assert all(order.index(e.src) < order.index(e.dst) for e in graph.edges)
 
 
-def test_a_circle_is_refused():
+def test_a_cycle_is_rejected():
     graph = unified(2)
     back = Edge(StageId("llm", 1), StageId("vision", 0))
-    with pytest.raises(ProgramError, match=r"vision\.0.*llm\.1.*circle"):
+    with pytest.raises(ProgramError, match=r"vision\.0.*llm\.1.*cycle"):
         symmetry(replace(graph, edges=(*graph.edges, back)))
 
 
@@ -85,5 +85,5 @@ def test_parts_that_do_not_fit_are_named(change, message):
 
 
 def test_two_replicas_of_a_stage_on_a_rank_are_refused():
-    with pytest.raises(ProgramError, match=r"llm\.0 sits more than once on ranks \[0\]"):
+    with pytest.raises(ProgramError, match=r"llm\.0 lies more than once on ranks \[0\]"):
         symmetry(chain(Unit("llm", dp=2, ranks=(0, 0))))

@@ -112,25 +112,6 @@ def test_segments_take_what_their_layers_take(timing):
     assert timing.compute(Partial(*vision, "B", 0, 2)) == timing.compute(Backward(*vision))
 
 
-class SplitCosts(LayerCosts):
-    """A weight gradient takes 2 s a token, an input gradient 1."""
-
-    def seconds(self, layer, tp, load, kind, *, input_grad=True):
-        if kind != "backward":
-            return super().seconds(layer, tp, load, kind)
-        return load.tokens * (2.0 * layer.trainable + input_grad) / tp
-
-
-def test_a_split_backward_takes_what_the_whole_takes(timing):
-    """Stage llm.0 computes its block again before the gradients that others wait for; vision's need none."""
-    timing = replace(timing, costs=SplitCosts())
-    llm, vision = flat("llm"), flat("vision")
-    assert timing.compute(Partial(*llm, "BI", 0, 2)) == (2 * 6 * 1.0 + 6 * 10.0) / 2
-    assert timing.compute(Partial(*llm, "BW", 0, 2)) == 2 * 6 * 2.0 / 2
-    assert timing.compute(Partial(*vision, "BI", 0, 2)) == 0
-    assert timing.compute(Partial(*vision, "BW", 0, 2)) == timing.compute(Backward(*vision)) == 5 * 2.0
-
-
 def test_costs_of_links_depend_on_the_node(timing):
     """Two ranks a node."""
     assert timing.link_class((0, 1)) == timing.link_class((2, 3))

@@ -63,9 +63,9 @@ def require_name(event: dict[str, Any], named: set[tuple[int, int | None]]) -> N
 def require_args(tid: int, args: dict[str, Any]) -> None:
     """Assert that the arguments of a span suit its track."""
     if tid == 0:
-        parts = {"lo", "hi"} if args["kind"] in ("partial", "BI", "BW") else set()
+        parts = {"lo", "hi"} if args["kind"] == "partial" else set()
         assert args.keys() == COMPUTE | parts
-        assert args["kind"] in ("F", "B", "BI", "BW", "partial")
+        assert args["kind"] in ("F", "B", "partial")
         assert all(is_number(args[key]) for key in args.keys() - {"kind", "unit"})
         return
     assert tid == 1

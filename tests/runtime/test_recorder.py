@@ -66,7 +66,7 @@ def test_a_shifted_record_is_the_same_on_another_clock() -> None:
     assert record.shifted(10.0) == StepRecord(
         11.0, 15.0, (ActionRecord(Step(), 11.0, 12.0, 0.5),), (MessageRecord(RECV, 11.5, 13.0, 0.5, 8),)
     )
-    assert record.shifted(10.0).seconds() == record.seconds()
+    assert record.shifted(10.0).seconds_by_kind() == record.seconds_by_kind()
 
 
 class Event:

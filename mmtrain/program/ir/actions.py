@@ -1,8 +1,7 @@
 """Actions: the things one rank does in a step, in a form that prints, parses and compares.
 
-Those that come by the hundred thousand hash in one step: programs are made of dictionaries of them.
-
-Compute actions come from builders; `lower` adds the communication. Text form, one action a line:
+Builders order compute actions; `lower` adds the communication. Classes whose actions come by the hundred thousand have
+a hash function of their own, since programs are made with dictionaries of them. Text form, one action a line:
 
     F llm.0 llm:0.3                          forward of stage llm.0 on microbatch 3 of replica 0
     B vision.1 vision:1.0                    backward
@@ -10,7 +9,6 @@ Compute actions come from builders; `lower` adds the communication. Text form, o
     RA / SG / RG                             receive activations, send / receive gradients
     XA vision.0>llm.0 llm:1.2                share received activations inside the TP group (XG: gradients)
     PF vision.0 vision:0.2 0:3               segments 0 to 2 of that stage's forward (PB: of its backward, 2 first)
-    PBI vision.0 vision:0.2 0:3              gradients of those segments' inputs alone; PBW those of their weights
     F llm.0 llm:0.3 |2| PF ..., PB ...       forward with partials in its gap 2, between its segments 1 and 2
     RS llm   GP llm   RT embeddings   STEP   reduce gradients, gather parameters, reduce shared weights, optimizer
 """
@@ -22,7 +20,6 @@ from mmtrain.program.ir.graph import Edge, Microbatch, StageId
 
 Payload = Literal["activation", "gradient"]
 Direction = Literal["F", "B"]
-PartKind = Literal["F", "B", "BI", "BW"]  # BI and BW: a backward's gradients of inputs, and those of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +46,15 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Run segments [lo, hi) of a stage's forward or backward on a microbatch, the first of them 0.
+    """Run segments [lo, hi) of a stage's forward or backward on a microbatch; segments count from 0.
 
-    A segment is a layer or, where `Stage.pieces` says so, a piece of one. Where a partial ends with a piece that ends
-    with a collective of tensor parallelism, that is left under way: whatever comes next on the rank computes beside it,
-    and only the next part of the same forward or backward waits for it.
+    A segment is a layer or, where `Stage.pieces` says so, a piece of one. If the partial's last piece ends with a
+    tensor-parallel collective, that collective is left under way: the rank's next actions compute beside it, and only
+    the next part of the same forward or backward waits for it.
 
-    A forward goes through its segments upwards, a backward downwards. What enters a forward must be there before its
-    segment 0, and what it gives leaves after its last; a backward waits before its last segment and gives after 0.
-
-    A backward can also be split (Zero Bubble, arXiv 2401.10241): `BI` waits and gives as a backward does, `BW` comes
-    later, and until then the activations are kept. Split backwards can be simulated and drawn; `check` refuses them,
-    since Megatron's linears compute both gradients at once.
+    A forward goes through its segments upwards, a backward downwards. A forward reads its inputs before segment 0, and
+    its outputs leave after its last segment; a backward reads before its last segment, and its gradients leave after
+    segment 0.
 
     Raises:
         ValueError: no segment lies in [lo, hi).
@@ -68,7 +62,7 @@ class Partial:
 
     stage: StageId
     mb: Microbatch
-    kind: PartKind
+    kind: Direction
     lo: int
     hi: int
 
@@ -81,11 +75,11 @@ class Partial:
 class Fill:
     """Run `host` with `partials` in its gap `gap`, the one between its segments gap - 1 and gap.
 
-    Everything that the partials wait for must be there before the host, and what they give leaves after it. A host
-    with several gaps to fill is cut into partials with one gap each.
+    Everything that the partials read must be there before the host starts, and their outputs leave after it ends. A
+    host with several gaps to fill is cut into partials with one gap each.
 
     Raises:
-        ValueError: there is nothing in the gap.
+        ValueError: `partials` is empty.
     """
 
     host: "Forward | Backward | Partial"
@@ -117,7 +111,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Post the receive that matches a peer's `Send`; whoever needs the data waits for it."""
+    """Post the receive that matches a peer's `Send`; the action that reads the data waits for it."""
 
     edge: Edge
     src: Microbatch
@@ -131,8 +125,8 @@ class Recv:
 
 def _hash_of_message(message: Send | Recv) -> int:
     edge, src, dst = message.edge, message.src, message.dst
-    places = (edge.src.index, edge.dst.index, src.replica, src.index, dst.replica, dst.index, message.peer)
-    return hash((edge.src.unit, edge.dst.unit, message.payload, places))
+    numbers = (edge.src.index, edge.dst.index, src.replica, src.index, dst.replica, dst.index, message.peer)
+    return hash((edge.src.unit, edge.dst.unit, message.payload, numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +171,7 @@ class GatherParams:
 Pass = Forward | Backward  # all of a stage's work on a microbatch in one direction
 Compute = Forward | Backward | Partial
 ComputeTask = Forward | Backward | Partial | Fill  # what builders order
+# A `Fill` is expanded before it runs; all other actions are atomic (see `segments.expand`).
 Collective = Share | ReduceGrads | ReduceShared | Step | GatherParams
 AtomicAction = Forward | Backward | Partial | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams
 Action = Forward | Backward | Partial | Fill | Send | Recv | Share | ReduceGrads | ReduceShared | Step | GatherParams

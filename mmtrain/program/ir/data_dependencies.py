@@ -1,10 +1,12 @@
-"""What travels between ranks: the rules that `lower`, `check`, `simulate` and the executor share.
+"""Which data an action reads and produces, and between which ranks it travels.
 
-* Inside a unit, position k of a TP group talks to position k of the next TP group.
-* Between units, the first rank of the source's TP group talks to the first rank of the destination's TP group. If the
+`lower`, `check`, `simulate` and the executor share these rules:
+
+* Inside a unit, position k of a TP group sends to position k of the next TP group.
+* Between units, the first rank of the source's TP group sends to the first rank of the destination's TP group. If the
   receiving TP group has more than one rank, its first rank then shares what it holds (`Share`).
-* What both ends find on the same rank is local and appears in no program; source and destination TP groups that are
-  the same ranks in the same order need no sharing either.
+* Data whose two ends are on the same rank is local and appears in no program. TP groups that are the same ranks in the
+  same order need no sharing either.
 """
 
 from dataclasses import dataclass
@@ -62,41 +64,42 @@ class Flow:
 
 
 def input_flows(graph: StageGraph, task: ComputeTask) -> list[Flow]:
-    """Flows that a task waits for: where a forward begins all its sources, where a backward does its destinations."""
-    found: list[Flow] = []
+    """Return the flows that a task waits for: those into each forward and backward that it starts."""
+    flows: list[Flow] = []
     for part in expand(graph, task):
-        begins, mb = started_pass(graph, part), part.mb
-        if isinstance(begins, Forward):
+        started, mb = started_pass(graph, part), part.mb
+        if isinstance(started, Forward):
             edges = graph.inputs(part.stage)
-            found += [Flow(e, s, mb, "activation") for e in edges for s in graph.sources(e, mb)]
-        elif begins:
+            flows += [Flow(e, s, mb, "activation") for e in edges for s in graph.sources(e, mb)]
+        elif started:
             edges = graph.outputs(part.stage)
-            found += [Flow(e, mb, d, "gradient") for e in edges for d in graph.destinations(e, mb)]
-    return found
+            flows += [Flow(e, mb, d, "gradient") for e in edges for d in graph.destinations(e, mb)]
+    return flows
 
 
 def output_flows(graph: StageGraph, task: ComputeTask) -> list[Flow]:
-    """Flows that a task produces: what a forward or backward gives leaves when that ends."""
-    found: list[Flow] = []
+    """Return the flows that a task produces: those out of each forward and backward that it finishes."""
+    flows: list[Flow] = []
     for part in expand(graph, task):
-        ends, mb = finished_pass(graph, part), part.mb
-        if isinstance(ends, Forward):
+        finished, mb = finished_pass(graph, part), part.mb
+        if isinstance(finished, Forward):
             edges = graph.outputs(part.stage)
-            found += [Flow(e, mb, d, "activation") for e in edges for d in graph.destinations(e, mb)]
-        elif ends:
+            flows += [Flow(e, mb, d, "activation") for e in edges for d in graph.destinations(e, mb)]
+        elif finished:
             edges = tuple(e for e in graph.inputs(part.stage) if graph.carries_gradient(e))
-            found += [Flow(e, s, mb, "gradient") for e in edges for s in graph.sources(e, mb)]
-    return found
+            flows += [Flow(e, s, mb, "gradient") for e in edges for s in graph.sources(e, mb)]
+    return flows
 
 
 def rank_pairs(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
-    """Pairs (sending rank, receiving rank) between which the flow travels; empty where it is local."""
+    """Return pairs (sending rank, receiving rank) between which the flow travels; none where it is local."""
     src = graph.tp_group(flow.edge.src, flow.src.replica)
     dst = graph.tp_group(flow.edge.dst, flow.dst.replica)
-    pairs = [(src[0], dst[0])] if flow.edge.crosses_units and src != dst else list(zip(src, dst, strict=True))
+    first_ranks_only = flow.edge.crosses_units and src != dst
+    pairs = [(src[0], dst[0])] if first_ranks_only else list(zip(src, dst, strict=True))
     if flow.payload == "gradient":
         pairs = [(d, s) for s, d in pairs]
-    return [(a, b) for a, b in pairs if a != b]
+    return [(sender, receiver) for sender, receiver in pairs if sender != receiver]
 
 
 def needs_share(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> bool:
@@ -112,12 +115,12 @@ def needs_share(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload)
 
 
 def receiving_tp_group(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> tuple[int, ...]:
-    """The TP group that receives `mb`'s data over `edge`."""
+    """Return the TP group that receives `mb`'s data over `edge`."""
     return graph.tp_group(edge.dst if payload == "activation" else edge.src, mb.replica)
 
 
 def recvs_before(graph: StageGraph, rank: int, task: ComputeTask) -> list[Recv]:
-    """Messages that `rank` must receive before `task`."""
+    """Return the receives that `rank` must post before `task`."""
     return [
         Recv(f.edge, f.src, f.dst, sender, f.payload)
         for f in input_flows(graph, task)
@@ -127,7 +130,7 @@ def recvs_before(graph: StageGraph, rank: int, task: ComputeTask) -> list[Recv]:
 
 
 def sends_after(graph: StageGraph, rank: int, task: ComputeTask) -> list[Send]:
-    """Messages that `rank` must send after `task`."""
+    """Return the sends that `rank` must start after `task`."""
     return [
         Send(f.edge, f.src, f.dst, receiver, f.payload)
         for f in output_flows(graph, task)
@@ -137,14 +140,14 @@ def sends_after(graph: StageGraph, rank: int, task: ComputeTask) -> list[Send]:
 
 
 def shares_before(graph: StageGraph, task: ComputeTask) -> list[Share]:
-    """Broadcasts in which every rank of the task's TP group takes part just before `task`."""
+    """Return the broadcasts in which every rank of the task's TP group takes part just before `task`."""
     wanted = dict.fromkeys((f.edge, f.receiver, f.payload) for f in input_flows(graph, task))
     return [Share(*key) for key in wanted if needs_share(graph, *key)]
 
 
 def reader_of(graph: StageGraph, recv: Recv) -> Share | Pass:
-    """What waits for the message on the receiving rank."""
-    if not recv.edge.crosses_units:  # most messages of a step
+    """Return the action of the receiving rank that waits for the message."""
+    if not recv.edge.crosses_units:  # a short cut for most messages of a step
         return Forward(recv.edge.dst, recv.dst) if recv.payload == "activation" else Backward(recv.edge.src, recv.src)
     flow = Flow(recv.edge, recv.src, recv.dst, recv.payload)
     if needs_share(graph, flow.edge, flow.receiver, flow.payload):
@@ -153,15 +156,15 @@ def reader_of(graph: StageGraph, recv: Recv) -> Share | Pass:
 
 
 def trained_units(graph: StageGraph, rank: int) -> list[str]:
-    """Units of which `rank` holds a stage with a trainable parameter, destinations before sources."""
+    """Return the units of which `rank` holds a stage with a trainable parameter, destinations before sources."""
     units = [sid.unit for sid, _ in graph.held_by(rank) if graph.stage(sid).trainable]
     return list(dict.fromkeys(reversed(units)))
 
 
 def shared_embedding_stages(graph: StageGraph) -> tuple[StageId, ...]:
-    """The LLM's first and last stage if they hold two copies of one trainable matrix, else nothing.
+    """Return the LLM's first and last stage if they hold two copies of one trainable matrix, else nothing.
 
-    On the same ranks (one pipeline rank, several chunks) they hold one copy.
+    On the same ranks (one pipeline rank, several model chunks) they hold one copy.
     """
     if not graph.tied_embeddings:
         return ()
@@ -177,7 +180,7 @@ def holds_shared_embeddings(graph: StageGraph, rank: int) -> bool:
 
 
 def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...]:
-    """Global ranks, in ascending order, that take part in `rank`'s action at the same time; all replica groups.
+    """Return the global ranks, ascending and of all replica groups, that run `rank`'s action together.
 
     Compute is a collective of its TP group: tensor parallelism exchanges partial results inside it.
     """
@@ -189,7 +192,7 @@ def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...
         case Share(edge, mb, payload):
             ranks = set(receiving_tp_group(graph, edge, mb, payload))
         case ReduceGrads(unit) | GatherParams(unit):
-            ranks = _mirrors(graph, rank, unit)
+            ranks = _data_parallel_group(graph, rank, unit)
         case ReduceShared():
             ranks = _embedding_group(graph, rank)
         case Step():
@@ -199,8 +202,8 @@ def participants(graph: StageGraph, rank: int, action: Action) -> tuple[int, ...
     return tuple(sorted(ranks))
 
 
-def _mirrors(graph: StageGraph, rank: int, unit: str) -> set[int]:
-    """The data-parallel group of `rank`: same stages of `unit`, same TP group position, every replica."""
+def _data_parallel_group(graph: StageGraph, rank: int, unit: str) -> set[int]:
+    """Return the ranks that hold what `rank` holds of `unit`, at the same place in the TP group of every replica."""
     ranks: set[int] = set()
     for sid, replica in graph.held_by(rank):
         if sid.unit == unit:
@@ -211,7 +214,7 @@ def _mirrors(graph: StageGraph, rank: int, unit: str) -> set[int]:
 
 
 def _embedding_group(graph: StageGraph, rank: int) -> set[int]:
-    """Holders of the same slice of the tied matrix in the same replica."""
+    """Return the holders of the same slice of the tied matrix in the same replica."""
     ends = shared_embedding_stages(graph)
     for sid in ends:
         for replica, tp_group in enumerate(graph.stage(sid).tp_groups):

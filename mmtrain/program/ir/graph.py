@@ -1,8 +1,8 @@
 """The stage graph: which stage of which unit sits on which ranks, and what flows between them.
 
-A *TP group* below is the tuple of global ranks that hold one stage of one replica: its tensor-parallel group.
-Replica groups are the smallest sets of replicas that talk only to each other; with g = gcd of all units'
-data-parallel sizes, group q holds replicas [q * dp_u / g, (q + 1) * dp_u / g) of every unit u.
+A *TP group* is the tuple of global ranks that hold one stage of one replica: its tensor-parallel group. *Replica
+groups* are the smallest sets of replicas that exchange data only with each other: with g = gcd of all units'
+data-parallel degrees, group q holds replicas [q * dp_u / g, (q + 1) * dp_u / g) of every unit u.
 """
 
 import math
@@ -27,7 +27,7 @@ class StageId:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Microbatch:
-    """What one unit's stage processes at once. Prints as `llm:0.3` (unit:replica.index)."""
+    """One microbatch of one replica of a unit. Prints as `llm:0.3` (unit:replica.index)."""
 
     unit: str
     replica: int
@@ -41,7 +41,7 @@ class Microbatch:
 class UnitMesh:
     """A unit's `tp x pp x dp` over its list of global ranks, tp fastest, then dp, then pp.
 
-    `num_microbatches` counts each replica's microbatches in one step. With `vpp` chunks the stages go round the
+    `num_microbatches` counts each replica's microbatches in one step. With `vpp` model chunks the stages go round the
     pipeline ranks `vpp` times: stage s is chunk s // pp of pipeline rank s % pp. The last round may end early.
     """
 
@@ -54,38 +54,38 @@ class UnitMesh:
     vpp: int = 1
 
     def tp_group(self, stage: int, replica: int) -> tuple[int, ...]:
-        """Global ranks of the tensor-parallel group that holds the unit's stage number `stage` of `replica`."""
+        """Return the global ranks of the TP group that holds the unit's stage number `stage` of `replica`."""
         first = (stage % self.pp * self.dp + replica) * self.tp
         return self.ranks[first : first + self.tp]
 
 
-def microbatches_per_block(one: int, other: int) -> tuple[int, int]:
-    """Microbatches of each of two units, of so many a step, in the smallest block that both fill.
+def microbatches_per_block(count: int, other: int) -> tuple[int, int]:
+    """Return how many microbatches of each of two units make up the smallest block that both fill.
 
-    See `StageGraph.sources`.
+    A step has `count` microbatches of a replica of one unit, and `other` of one of the other; see `StageGraph.sources`.
     """
-    num_blocks = math.gcd(one, other)
-    return one // num_blocks, other // num_blocks
+    num_blocks = math.gcd(count, other)
+    return count // num_blocks, other // num_blocks
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers [lo, hi) of one unit; `tp_groups[replica]` are the ranks that hold it."""
+    """Consecutive layers [lo, hi) of one unit; `tp_groups[replica]` are the ranks that hold them."""
 
     id: StageId
     layers: tuple[int, int]
     tp_groups: tuple[tuple[int, ...], ...]
     trainable: bool  # holds a trainable parameter
     recompute: frozenset[int] = frozenset()  # layers whose activations are computed again in backward
-    pieces: tuple[int, ...] = ()  # segments of each layer, where layers can be cut too; else a segment is a layer
-    sp: bool = False  # ranks of a TP group share out the tokens between products (sequence parallelism)
+    pieces: tuple[int, ...] = ()  # by layer: its segments, where layers can be cut too; empty: a segment is a layer
+    sp: bool = False  # sequence parallelism: between GEMMs each rank of a TP group holds a slice of the tokens
 
 
 @dataclass(frozen=True)
 class Edge:
     """Data from the output of stage `src` into stage `dst`. Prints as `vision.0>llm.0`.
 
-    Inside a unit the microbatch passes 1:1. Between units the route of the step says which items go where.
+    Inside a unit a microbatch passes 1:1. Between units the route of the step says which items go where.
     """
 
     src: StageId
@@ -93,10 +93,10 @@ class Edge:
 
     @property
     def crosses_units(self) -> bool:
-        """True for an edge between units (N:M, ragged), False for one inside a pipeline (1:1)."""
+        """Whether the edge is between units (N:M, ragged) or inside a pipeline (1:1)."""
         return self.src.unit != self.dst.unit
 
-    def __hash__(self) -> int:  # in one step: programs of 100,000 messages are sets of these
+    def __hash__(self) -> int:  # one hash instead of four: programs of 100,000 messages are sets of edges
         return hash((self.src.unit, self.src.index, self.dst.unit, self.dst.index))
 
     def __str__(self) -> str:
@@ -121,31 +121,31 @@ class StageGraph:
         return self._stages[stage_id]
 
     def inputs(self, stage_id: StageId) -> tuple[Edge, ...]:
-        """Edges that enter the stage."""
+        """Return the edges that enter the stage."""
         return self._edges_into[stage_id]
 
     def outputs(self, stage_id: StageId) -> tuple[Edge, ...]:
-        """Edges that leave the stage."""
+        """Return the edges that leave the stage."""
         return self._edges_from[stage_id]
 
     def tp_group(self, stage_id: StageId, replica: int) -> tuple[int, ...]:
-        """Global ranks that hold the stage for `replica`, in tensor-parallel order."""
+        """Return the global ranks that hold the stage for `replica`, in tensor-parallel order."""
         return self._stages[stage_id].tp_groups[replica]
 
     @cached_property
     def order(self) -> tuple[StageId, ...]:
-        """Stages with every source before its destinations; equals keep the order in which they are listed.
+        """Stages in topological order: every source before its destinations, else as they are listed.
 
         Raises:
-            ProgramError: the edges close a circle.
+            ProgramError: the edges form a cycle.
         """
         done: dict[StageId, None] = {}
         left = [s.id for s in self.stages]
         while left:
             ready = [s for s in left if all(e.src in done for e in self.inputs(s))]
             if not ready:
-                circle = ", ".join(map(str, left))
-                raise ProgramError(f"stage graph: the edges among stages {circle} close a circle; remove one of them")
+                stages = ", ".join(map(str, left))
+                raise ProgramError(f"stage graph: the edges among stages {stages} form a cycle; remove one of them")
             done.update(dict.fromkeys(ready))
             left = [s for s in left if s not in done]
         return tuple(done)
@@ -161,21 +161,21 @@ class StageGraph:
         return len({r for m in self.meshes for r in m.ranks})
 
     def group_of(self, mb: Microbatch) -> int:
-        """Replica group that the microbatch belongs to."""
+        """Return the replica group that the microbatch belongs to."""
         return mb.replica // (self.mesh(mb.unit).dp // self.num_groups)
 
     def sources(self, edge: Edge, mb: Microbatch) -> tuple[Microbatch, ...]:
-        """Microbatches whose output may flow along `edge` into the destination's microbatch `mb`.
+        """Return the microbatches whose output may flow along `edge` into the destination's microbatch `mb`.
 
-        Inside a unit: the same one. Between units with n and m microbatches a replica, they move in gcd(n, m) blocks:
-        any item of a block's source microbatches, of every replica of the group, may go to any destination microbatch
-        of that block. So a unit with 1/k of another's microbatches merges k of them, one with k times as many splits
-        each.
+        Inside a unit that is the same microbatch. Between units with n and m microbatches a replica, data moves in
+        gcd(n, m) blocks: any item of a block's source microbatches, of every replica of the group, may go to any
+        destination microbatch of that block. So a unit with 1/k of another's microbatches merges k of them, and a unit
+        with k times as many splits each.
         """
         return self._block(edge.src.unit, mb)
 
     def destinations(self, edge: Edge, mb: Microbatch) -> tuple[Microbatch, ...]:
-        """Microbatches that the source's microbatch `mb` may feed along `edge`; see `sources`."""
+        """Return the microbatches that the source's microbatch `mb` may feed along `edge`; see `sources`."""
         return self._block(edge.dst.unit, mb)
 
     def _block(self, unit: str, mb: Microbatch) -> tuple[Microbatch, ...]:
@@ -190,7 +190,7 @@ class StageGraph:
         )
 
     def has_loss(self, stage_id: StageId) -> bool:
-        """Whether the stage computes a loss: the LLM's last one, also where it feeds a unit, and every end of a path.
+        """Whether the stage computes a loss: the LLM's last stage, even if it feeds a unit, and every end of a path.
 
         A unit after the LLM (an image generator) has a loss of its own; the LLM's last backward then waits for both.
         """
@@ -198,15 +198,15 @@ class StageGraph:
         return not self.outputs(stage_id) or (bool(llm) and stage_id == max(llm, key=lambda s: s.index))
 
     def needs_backward(self, stage_id: StageId) -> bool:
-        """A backward exists iff something trainable lies in the stage or upstream of it (design: Forward/Backward)."""
+        """Whether the stage has a backward: something trainable lies in it or upstream of it."""
         return self._backward[stage_id]
 
     def carries_gradient(self, edge: Edge) -> bool:
-        """Gradients flow back along an edge iff its source needs a backward."""
+        """Whether gradients flow back along the edge: its source needs a backward."""
         return self._backward[edge.src]
 
     def held_by(self, rank: int) -> list[tuple[StageId, int]]:
-        """Stages on `rank` with the replica it holds of each, sources before destinations."""
+        """Return the stages on `rank` with the replica it holds of each, sources before destinations."""
         return self._held.get(rank, [])
 
     @cached_property

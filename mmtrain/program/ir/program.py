@@ -3,24 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from mmtrain.errors import ProgramError
 from mmtrain.program.ir.actions import Action, Backward, Fill, Forward, Partial, Recv, Send, Share
 from mmtrain.program.ir.graph import Microbatch, StageGraph
 from mmtrain.program.ir.symmetry import Symmetry, symmetry
 from mmtrain.program.simulation.rank_equivalence import same_actions
+from mmtrain.program.simulation.sim_graph import SimGraph
 from mmtrain.program.verify.matching import MatchedActions, match_actions
-
-if TYPE_CHECKING:
-    from mmtrain.program.simulation.sim_graph import SimGraph
 
 A = TypeVar("A", bound=Action)
 
 
 @dataclass(frozen=True)
 class Program:
-    """One step of a stage graph, stored for replica group 0; the other groups repeat it by symmetry.
+    """The actions of one step of a stage graph, stored for replica group 0; the other groups mirror it.
 
     `actions` maps the global ranks of group 0 to what they do, in order.
     """
@@ -49,19 +47,19 @@ class Program:
 
     @cached_property
     def matching(self) -> MatchedActions:
-        """Messages and collectives of group 0 with their ends tied together."""
+        """Messages and collectives of group 0 with their ends matched."""
         return match_actions(self.graph, self.actions)
 
     @cached_property
-    def sim_graphs(self) -> "dict[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], SimGraph]":
-        """Cache of `build_sim_graph`, by the number of replica groups and the ranks that are equivalent."""
+    def sim_graphs(self) -> dict[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], SimGraph]:
+        """Cache of `build_sim_graph`, by the number of replica groups and the equivalent ranks."""
         return {}
 
-    def same_actions(self, one: int, other: int) -> bool:
+    def same_actions(self, rank: int, other: int) -> bool:
         """Whether two ranks of group 0 do the same things in the same order, each with peers of its own."""
-        if (one, other) not in self._same:
-            self._same[one, other] = same_actions(self.actions.get(one), self.actions.get(other))
-        return self._same[one, other]
+        if (rank, other) not in self._same_actions:
+            self._same_actions[rank, other] = same_actions(self.actions.get(rank), self.actions.get(other))
+        return self._same_actions[rank, other]
 
     def translate(self, action: A, group: int) -> A:
         """Return group 0's action as another replica group does it: other replicas, other peers."""
@@ -73,17 +71,17 @@ class Program:
             case Partial(stage, mb, kind, lo, hi):
                 return type(action)(stage, self.shift(mb, group), kind, lo, hi)
             case Fill(host, gap, partials):
-                moved = tuple(self.translate(part, group) for part in partials)
-                return type(action)(self.translate(host, group), gap, moved)
+                translated = tuple(self.translate(part, group) for part in partials)
+                return type(action)(self.translate(host, group), gap, translated)
             case Share(edge, mb, payload):
                 return type(action)(edge, self.shift(mb, group), payload)
             case Send(edge, src, dst, peer, payload) | Recv(edge, src, dst, peer, payload):
-                there = self.symmetry.mirrors[group][peer]
-                return type(action)(edge, self.shift(src, group), self.shift(dst, group), there, payload)
+                own_peer = self.symmetry.mirrors[group][peer]
+                return type(action)(edge, self.shift(src, group), self.shift(dst, group), own_peer, payload)
         return action
 
     @cached_property
-    def _same(self) -> dict[tuple[int, int], bool]:
+    def _same_actions(self) -> dict[tuple[int, int], bool]:
         return {}
 
     def shift(self, mb: Microbatch, group: int) -> Microbatch:

@@ -1,4 +1,7 @@
-"""Programs as text, one action a line (see `actions`), and stage graphs as JSON; both are read back exactly."""
+"""Programs as text, one action a line (see `actions`), and stage graphs as JSON; both are read back exactly.
+
+Two JSON keys keep older names, so that files on disk stay readable: "lanes" are TP groups, "sliced" is `Stage.sp`.
+"""
 
 import json
 import re
@@ -9,11 +12,11 @@ from mmtrain.program.ir.actions import (
     Action,
     Backward,
     Compute,
+    Direction,
     Fill,
     Forward,
     GatherParams,
     Partial,
-    PartKind,
     Payload,
     Recv,
     ReduceGrads,
@@ -27,9 +30,9 @@ from mmtrain.program.ir.program import Program
 
 _LETTER: dict[Payload, str] = {"activation": "A", "gradient": "G"}
 _PAYLOAD: dict[str, Payload] = {letter: payload for payload, letter in _LETTER.items()}
-_PART: dict[str, PartKind] = {"PF": "F", "PB": "B", "PBI": "BI", "PBW": "BW"}
+_PART: dict[str, Direction] = {"PF": "F", "PB": "B"}
 _FORMS = (
-    "F STAGE MB, B STAGE MB, PF|PB|PBI|PBW STAGE MB LO:HI, any of these followed by |GAP| PF ..., PB ..., "
+    "F STAGE MB, B STAGE MB, PF|PB STAGE MB LO:HI, any of these followed by |GAP| PF ..., PB ..., "
     "SA|SG|RA|RG EDGE MB MB @RANK, XA|XG EDGE MB, RS UNIT, GP UNIT, RT NAME, STEP, "
     "with STAGE like llm.0, MB like llm:0.3, EDGE like vision.0>llm.0"
 )
@@ -71,7 +74,7 @@ def action_from_text(line: str) -> Action:
     if "|" in line:
         return _fill(line)
     match line.split():
-        case ["PF" | "PB" | "PBI" | "PBW" as verb, stage, mb, segments]:
+        case ["PF" | "PB" as verb, stage, mb, segments]:
             return Partial(_stage(stage), _microbatch(mb), _PART[verb], *_segments(segments))
         case ["F", stage, mb]:
             return Forward(_stage(stage), _microbatch(mb))
@@ -123,7 +126,7 @@ def program_from_text(text: str, graph: StageGraph) -> Program:
                 current.append(action_from_text(line))
             except ValueError as error:
                 raise ProgramError(f"program text, line {number}: {line!r}: {error}; allowed: {_FORMS}") from error
-    return Program(graph, {rank: tuple(done) for rank, done in actions.items()})
+    return Program(graph, {rank: tuple(actions_of_rank) for rank, actions_of_rank in actions.items()})
 
 
 def graph_to_json(graph: StageGraph) -> str:
@@ -182,12 +185,13 @@ def _stage_from_json(stage: dict[str, Any]) -> Stage:
 
 
 def _fill(line: str) -> Fill:
-    if not (found := re.fullmatch(r"([^|]*)\|\s*(\d+)\s*\|([^|]*)", line)):
+    if not (match := re.fullmatch(r"([^|]*)\|\s*(\d+)\s*\|([^|]*)", line)):
         raise ValueError("a gap is written as HOST |GAP| PARTIAL, PARTIAL")
-    host, partials = action_from_text(found[1]), [action_from_text(part) for part in found[3].split(",")]
+    host = action_from_text(match[1])
+    partials = [action_from_text(part) for part in match[3].split(",")]
     if not isinstance(host, Compute):
         raise ValueError(f"{action_to_text(host)!r} has no gap")
-    return Fill(host, int(found[2]), tuple(_partial(part) for part in partials))
+    return Fill(host, int(match[2]), tuple(_partial(part) for part in partials))
 
 
 def _partial(action: Action) -> Partial:
@@ -197,21 +201,21 @@ def _partial(action: Action) -> Partial:
 
 
 def _segments(text: str) -> tuple[int, int]:
-    if not (found := re.fullmatch(r"(\d+):(\d+)", text)):
+    if not (match := re.fullmatch(r"(\d+):(\d+)", text)):
         raise ValueError(f"{text!r} is no range of segments")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _stage(text: str) -> StageId:
-    if not (found := re.fullmatch(r"([^\s.:>]+)\.(\d+)", text)):
+    if not (match := re.fullmatch(r"([^\s.:>]+)\.(\d+)", text)):
         raise ValueError(f"{text!r} is no stage")
-    return StageId(found[1], int(found[2]))
+    return StageId(match[1], int(match[2]))
 
 
 def _microbatch(text: str) -> Microbatch:
-    if not (found := re.fullmatch(r"([^\s.:>]+):(\d+)\.(\d+)", text)):
+    if not (match := re.fullmatch(r"([^\s.:>]+):(\d+)\.(\d+)", text)):
         raise ValueError(f"{text!r} is no microbatch")
-    return Microbatch(found[1], int(found[2]), int(found[3]))
+    return Microbatch(match[1], int(match[2]), int(match[3]))
 
 
 def _edge(text: str) -> Edge:

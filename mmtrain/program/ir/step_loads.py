@@ -1,4 +1,4 @@
-"""`StepLoads`: what is particular to one step, for a program that is fixed for the run."""
+"""`StepLoads`: what changes from step to step, while the program is fixed for the run."""
 
 from dataclasses import dataclass
 
@@ -16,15 +16,15 @@ IntArray = npt.NDArray[np.int64]
 class Route:
     """Which rows of which source microbatch go where in which destination microbatch, for one pair of units.
 
-    One entry a span (neighbouring items that stay neighbours): rows [src_offset, src_offset + length) of the features
-    of `src` become rows [dst_offset, dst_offset + length) of the features that `dst` receives. Entries are ordered by
-    `dst_offset`; pairs that exchange nothing are absent.
+    There is one entry a span (neighboring items that stay neighbors): rows [src_offset, src_offset + length) of the
+    features of `src` become rows [dst_offset, dst_offset + length) of the features that `dst` receives. Entries are
+    ordered by `dst_offset`; pairs that exchange nothing are absent.
     """
 
     spans: dict[tuple[Microbatch, Microbatch], IntArray]  # (src, dst) -> (k, 3): src_offset, dst_offset, length
 
     def rows(self, src: Microbatch, dst: Microbatch) -> int:
-        """Feature rows that travel from `src` to `dst`."""
+        """Return the number of feature rows that travel from `src` to `dst`."""
         spans = self.spans.get((src, dst))
         return 0 if spans is None else int(spans[:, 2].sum())
 
@@ -35,17 +35,15 @@ class StepLoads:
 
     loads: dict[Microbatch, TokenLoad]
     routes: dict[tuple[str, str], Route]  # (source unit, destination unit)
-    rows_out: dict[
-        Microbatch, int
-    ]  # rows that leave for other units: an encoder's features, or those that the LLM hands on
+    rows_out: dict[Microbatch, int]  # rows sent to other units: an encoder's features, or the LLM's for a generator
 
 
 def step_loads(graph: StageGraph, meta: BatchMeta) -> StepLoads:
     """Sum up one global batch for every microbatch, and find where each feature goes.
 
-    An LLM microbatch receives an encoder's features in the order of its samples and, within a sample, of its items,
-    and hands those of a unit after it on in that order. Microbatches of other units hold theirs in the order of the
-    item table. All in a few sorts: no loop over samples.
+    An LLM microbatch receives an encoder's features in the order of its samples and, within a sample, of its items; it
+    sends features to a unit after it in the same order. Microbatches of other units hold theirs in the order of the
+    item table. A few sorts do all of it: there is no loop over samples.
 
     Raises:
         KeyError: the batch has no item table for a unit of the graph.
@@ -59,17 +57,16 @@ def step_loads(graph: StageGraph, meta: BatchMeta) -> StepLoads:
         loads.update(_loads(mesh, _slots(mesh, sizes.replica, sizes.index), sizes.tokens))
     for src, dst in pairs:
         mesh, items = graph.mesh(src), meta.items[dst if src == LLM else src]
-        slot = (
-            _slots(mesh, meta.replica, meta.index)[items.sample]
-            if src == LLM
-            else _slots(mesh, items.replica, items.index)
-        )
+        if src == LLM:
+            slot = _slots(mesh, meta.replica, meta.index)[items.sample]
+        else:
+            slot = _slots(mesh, items.replica, items.index)
         rows_out.update(zip(_microbatches(mesh), _sums(mesh, slot, items.features).tolist(), strict=True))
     return StepLoads(loads, routes, rows_out)
 
 
 def _microbatches(mesh: UnitMesh) -> list[Microbatch]:
-    """All microbatches of a unit in the order of their slots."""
+    """Return all microbatches of a unit in the order of their slots."""
     return [Microbatch(mesh.unit, r, i) for r in range(mesh.dp) for i in range(mesh.num_microbatches)]
 
 
@@ -94,13 +91,15 @@ def _loads(mesh: UnitMesh, slot: IntArray, lengths: IntArray) -> dict[Microbatch
 
 
 def _route(graph: StageGraph, src: str, dst: str, meta: BatchMeta) -> Route:
-    """Spans of the route from an encoder to the LLM, or from the LLM to a unit after it."""
+    """Return the route from an encoder to the LLM, or from the LLM to a unit after it."""
     unit = dst if src == LLM else src
     items = meta.items[unit]
     unit_slot = _slots(graph.mesh(unit), items.replica, items.index)
     llm_slot = _slots(graph.mesh(LLM), meta.replica, meta.index)[items.sample]
-    own, other = microbatches_per_block(graph.mesh(unit).num_microbatches, graph.mesh(LLM).num_microbatches)
-    in_block = items.index // own == meta.index[items.sample] // other
+    per_block, llm_per_block = microbatches_per_block(
+        graph.mesh(unit).num_microbatches, graph.mesh(LLM).num_microbatches
+    )
+    in_block = items.index // per_block == meta.index[items.sample] // llm_per_block
     assert in_block.all(), "the batch was laid out for other numbers of microbatches"
     by_sample = np.lexsort((items.position, items.sample))
     place = np.empty_like(by_sample)
@@ -113,16 +112,15 @@ def _route(graph: StageGraph, src: str, dst: str, meta: BatchMeta) -> Route:
     filled = items.features > 0
     columns = np.stack([src_slot, dst_slot, src_offset, dst_offset, items.features], axis=1)[filled]
     columns = columns[np.lexsort((columns[:, 3], columns[:, 1], columns[:, 0]))]
-    columns = _joined(columns)
+    columns = _joined_spans(columns)
     cuts = np.flatnonzero((np.diff(columns[:, :2], axis=0) != 0).any(axis=1)) + 1
     sources, destinations = _microbatches(graph.mesh(src)), _microbatches(graph.mesh(dst))
-    return Route(
-        {(sources[part[0, 0]], destinations[part[0, 1]]): part[:, 2:] for part in np.split(columns, cuts) if len(part)}
-    )
+    of_pairs = [rows for rows in np.split(columns, cuts) if len(rows)]
+    return Route({(sources[rows[0, 0]], destinations[rows[0, 1]]): rows[:, 2:] for rows in of_pairs})
 
 
 def _offsets(slot: IntArray, place: IntArray, rows: IntArray) -> IntArray:
-    """First row of each item inside its microbatch, whose items follow each other in the order of `place`."""
+    """Return the first row of each item inside its microbatch, whose items are in the order of `place`."""
     order = np.lexsort((place, slot))
     start = np.cumsum(rows[order]) - rows[order]
     first = np.ones(len(order), dtype=bool)
@@ -133,7 +131,7 @@ def _offsets(slot: IntArray, place: IntArray, rows: IntArray) -> IntArray:
     return offsets
 
 
-def _joined(columns: IntArray) -> IntArray:
+def _joined_spans(columns: IntArray) -> IntArray:
     """Merge rows (src slot, dst slot, src offset, dst offset, length) that continue the row before them."""
     if len(columns) == 0:
         return columns

@@ -1,6 +1,6 @@
-"""Replica groups: what is refused in a stage graph, and how a group's ranks mirror those of group 0."""
+"""Replica groups: how a group's ranks mirror those of group 0, and which stage graphs are rejected."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,54 +10,57 @@ from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 
 @dataclass(frozen=True)
 class Symmetry:
-    """Where each rank stands: its replica group, and the rank of group 0 whose place it takes in its own group."""
+    """For each rank its replica group, and the rank of group 0 that it mirrors in its own group."""
 
     location: Mapping[int, tuple[int, int]]  # rank -> (group, rank of group 0)
     mirrors: tuple[Mapping[int, int], ...]  # per group: rank of group 0 -> rank of this group
 
 
 def symmetry(graph: StageGraph) -> Symmetry:
-    """Find every rank's replica group and its mirror in group 0; TP group position k mirrors TP group position k.
+    """Find every rank's replica group and its mirror in group 0; position k of a TP group mirrors position k.
 
     Raises:
-        ProgramError: the graph's parts do not fit together, or a rank sits in two groups.
+        ProgramError: the graph's parts do not fit together, or a rank belongs to two groups.
     """
-    _refuse_misfits(graph)
-    place: dict[int, tuple[int, int]] = {}
-    held: dict[int, StageId] = {}
+    _reject_misfits(graph)
+    location: dict[int, tuple[int, int]] = {}
+    held: dict[int, StageId] = {}  # the first stage found on each rank
     for stage in graph.stages:
         per_group = graph.mesh(stage.id.unit).dp // graph.num_groups
         for replica, tp_group in enumerate(stage.tp_groups):
             mirror = stage.tp_groups[replica % per_group]
             for rank, first in zip(tp_group, mirror, strict=True):
-                here = (replica // per_group, first)
-                if place.setdefault(rank, here) != here:
-                    raise ProgramError(_two_places(rank, held[rank], place[rank], stage.id, here))
+                in_this_stage = (replica // per_group, first)
+                if location.setdefault(rank, in_this_stage) != in_this_stage:
+                    raise ProgramError(_two_locations(rank, held[rank], location[rank], stage.id, in_this_stage))
                 held.setdefault(rank, stage.id)
-    ranks: tuple[dict[int, int], ...] = tuple({} for _ in range(graph.num_groups))
-    for rank, (group, first) in place.items():
-        other = ranks[group].setdefault(first, rank)
+    mirrors: tuple[dict[int, int], ...] = tuple({} for _ in range(graph.num_groups))
+    for rank, (group, first) in location.items():
+        other = mirrors[group].setdefault(first, rank)
         if other != rank:
             raise ProgramError(
                 f"stage graph: in replica group {group} ranks {other} and {rank} both mirror rank {first} of group 0; "
                 "lay the units out so that every group repeats the first one"
             )
-    return Symmetry(place, ranks)
+    return Symmetry(location, mirrors)
 
 
-def _two_places(rank: int, stage: StageId, here: tuple[int, int], other: StageId, there: tuple[int, int]) -> str:
+def _two_locations(
+    rank: int, stage: StageId, location: tuple[int, int], other: StageId, other_location: tuple[int, int]
+) -> str:
+    (group, mirrored), (other_group, other_mirrored) = location, other_location
     return (
-        f"stage graph: rank {rank} holds {stage} in replica group {here[0]} (as rank {here[1]} of group 0 does) "
-        f"and {other} in replica group {there[0]} (as rank {there[1]} of group 0 does); a rank belongs to one group, "
-        "and every group repeats the first one: change the ranks of one of the units"
+        f"stage graph: rank {rank} holds {stage} in replica group {group} (as rank {mirrored} of group 0 does) "
+        f"and {other} in replica group {other_group} (as rank {other_mirrored} of group 0 does); a rank belongs to one "
+        "group, and every group repeats the first one: change the ranks of one of the units"
     )
 
 
-def _refuse_misfits(graph: StageGraph) -> None:
+def _reject_misfits(graph: StageGraph) -> None:
     problems = [*_mesh_problems(graph), *_stage_problems(graph), *_edge_problems(graph)]
     if problems:
         raise ProgramError("stage graph: " + "; ".join(problems))
-    _ = graph.order  # refuses circles
+    _ = graph.order  # rejects cycles
 
 
 def _mesh_problems(graph: StageGraph) -> list[str]:
@@ -87,14 +90,11 @@ def _stage_problems(graph: StageGraph) -> list[str]:
         mesh = graph.mesh(stage.id.unit)
         if len(stage.tp_groups) != mesh.dp or any(len(tp_group) != mesh.tp for tp_group in stage.tp_groups):
             problems.append(f"stage {stage.id} needs {mesh.dp} TP groups of {mesh.tp} ranks, found {stage.tp_groups}")
-        tp_groups_of: dict[int, int] = defaultdict(int)
-        for tp_group in stage.tp_groups:
-            for rank in tp_group:
-                tp_groups_of[rank] += 1
-        twice = sorted(rank for rank, n in tp_groups_of.items() if n > 1)
-        if twice:
+        num_replicas = Counter(rank for tp_group in stage.tp_groups for rank in tp_group)
+        repeated = sorted(rank for rank, count in num_replicas.items() if count > 1)
+        if repeated:
             problems.append(
-                f"stage {stage.id} sits more than once on ranks {twice}; a rank holds one replica of a stage"
+                f"stage {stage.id} lies more than once on ranks {repeated}; a rank holds one replica of a stage"
             )
     return problems
 
@@ -104,7 +104,7 @@ def _edge_problems(graph: StageGraph) -> list[str]:
     problems = [
         f"edge {edge} joins a stage that does not exist" for edge in graph.edges if not {edge.src, edge.dst} <= known
     ]
-    fed = dict.fromkeys(e.dst.unit for e in graph.edges if e.crosses_units and e.src.unit == LLM)
-    if len(fed) > 1:
-        problems.append(f"the LLM feeds {' and '.join(fed)}; it hands the rows of one unit on, not of several")
+    fed_by_llm = dict.fromkeys(e.dst.unit for e in graph.edges if e.crosses_units and e.src.unit == LLM)
+    if len(fed_by_llm) > 1:
+        problems.append(f"the LLM feeds {' and '.join(fed_by_llm)}; it can send rows to one unit, not to several")
     return problems

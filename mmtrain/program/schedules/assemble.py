@@ -1,4 +1,4 @@
-"""The room's story: a stage graph becomes a program that is known to run."""
+"""Turn a stage graph into a checked program: order its compute, add the communication, prove that it runs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,12 +18,16 @@ def build_program(
 ) -> Program:
     """Order the compute of one step, add the communication, and prove that the result runs to its end.
 
-    `order` is that of an explicit schedule, by rank; see `build_explicit`. Gradients are reduced as early as it lets
-    them be: right after a unit's last backward, or after all compute where ranks would otherwise wait in a circle.
+    Gradients are reduced as early as possible: right after a unit's last backward, or after all compute where ranks
+    would otherwise wait for each other in a cycle.
+
+    Args:
+        memory: what activations may take; without it the program is not checked for memory.
+        order: the lines of each rank for an explicit schedule, see `build_explicit`.
 
     Raises:
-        ProgramError: the graph's parts do not fit together, an explicit order is incomplete or would wait for ever,
-            or (with `memory`) activations do not fit.
+        ProgramError: the graph's parts do not fit together, an explicit order is incomplete or deadlocks, or (with
+            `memory`) activations do not fit.
     """
     program = build_compute(graph, kind, order)
     lowered = lower(program)
@@ -32,7 +36,7 @@ def build_program(
     except ProgramError:
         if kind != "explicit":
             raise
-        # Ranks that end their work on two encoders in different orders would wait for each other's reductions.
+        # Ranks that finish two encoders in different orders would wait for each other's reductions.
         lowered = lower(program, reduce_last=True)
         check_program(lowered, memory)
     return lowered

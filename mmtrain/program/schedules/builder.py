@@ -1,21 +1,22 @@
 """Builders write the order of compute actions; `lower` adds the communication.
 
-1F1B (one forward, one backward; PipeDream-Flush, Megatron-LM) over a stage graph, position by position from its end. A
-rank runs the forwards of a wave (mostly one microbatch) for all its stages, sources first, and the backwards in
-reverse. It starts with as many waves of forwards as must be ahead of the first that comes back, then alternates one
-wave of forwards with one of backwards, and ends with the backwards that are left. In a plain pipeline of equal numbers
-of microbatches, that number (`num_warmup_waves`) counts the positions that follow. The LLM keeps this order whatever
-feeds it; units with other numbers of microbatches run when it needs their outputs and returns their gradients, and hold
-no more than that (see `pacing`). Where the path goes round the same ranks several times (vpp chunks), they interleave:
-see `PipelinePosition.passes`.
+The order is 1F1B (one forward, one backward; PipeDream-Flush, Megatron-LM) over a stage graph, position by position
+from its end. A rank runs the forwards of a wave (mostly one microbatch) for all its stages, sources first, and the
+backwards in reverse. It starts with as many waves of forwards as must be ahead of the first that comes back, then
+alternates one wave of forwards with one of backwards, and ends with the remaining backwards. In a plain pipeline with
+equal numbers of microbatches, the number of waves ahead (`num_warmup_waves`) is the number of positions that follow.
+The LLM keeps this order whatever feeds it. Units with other numbers of microbatches run when the LLM needs their
+outputs or returns their gradients, and hold no more than that requires (see `unit_pacing`). Where the path visits the
+same ranks several times (vpp model chunks), the chunks interleave: see `PipelinePosition.passes`.
 
-No deadlock: let B(w) be a position's backward of wave w, and let need be how far beyond w the forwards reach without
-which its gradients cannot come. By its own order a forward F(f) waits for B(f - ahead - 1) and what lies before. That
-needs forwards up to F(f - ahead - 1 + need), so none from f on, as need <= ahead. Therefore a position that is put
-before others never makes one of their forwards wait for a backward that needs it: it adds no order among them. One
-after another from the end, positions thus close no circle. (Inside a position, several places are those of
-interleaved 1F1B, to others like one whose need is that of its first stage; a unit on the LLM's ranks that reads from
-it has a block's forward due w - 1 waves after its backward, w waves being a block, and there ahead >= w - 1.)
+No deadlock: let B(w) be a position's backward of wave w, and let `need` be how many waves beyond w the forwards must
+reach before the gradients of w can come. By its own order a forward F(f) waits for B(f - ahead - 1) and what lies
+before. That needs forwards up to F(f - ahead - 1 + need), so none from f on, as need <= ahead. Therefore a position
+that is put before others never makes one of their forwards wait for a backward that needs it: it adds no order among
+them. One after another from the end, positions thus form no cycle. (Inside a position, several pipeline ranks run
+interleaved 1F1B; to other positions they look like one rank whose need is that of its first stage. A unit on the LLM's
+ranks that reads from the LLM has a block's forward due w - 1 waves after its backward, w waves being a block, and there
+ahead >= w - 1.)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from mmtrain.program.ir.symmetry import symmetry
 from mmtrain.program.schedules.pipeline_positions import PipelinePosition, find_positions
 
 ScheduleKind = Literal["1f1b", "coarse", "explicit"]
-_WANTED = (
+_ACCEPTED_LINES = (
     "write forwards and backwards, like `F llm.0 llm:0.3` and `B llm.0 llm:0.3`, or parts of them, like "
     "`PF llm.0 llm:0.3 0:2`; communication is added"
 )
@@ -44,10 +45,14 @@ def build_compute(
     order: Mapping[int, Sequence[str]] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Program:
-    """Order compute by the builder of this kind; `order` is that of an explicit one. `ranks` are as for `build_1f1b`.
+    """Order compute by the builder of this kind.
+
+    Args:
+        order: the lines of each rank for an explicit schedule, see `build_explicit`.
+        ranks: the only ranks to build, see `build_1f1b`.
 
     Raises:
-        ProgramError: the graph's parts do not fit together, or a line of the order is none.
+        ProgramError: the graph's parts do not fit together, or a line of the order is no compute action.
     """
     match kind:
         case "1f1b":
@@ -55,82 +60,73 @@ def build_compute(
         case "coarse":
             return build_coarse(graph, ranks)
         case "explicit":
-            written = order or {}
-            return build_explicit(graph, written if ranks is None else {rank: written[rank] for rank in ranks})
+            lines = order or {}
+            return build_explicit(graph, lines if ranks is None else {rank: lines[rank] for rank in ranks})
 
 
 def build_1f1b(graph: StageGraph, ranks: Sequence[int] | None = None) -> Program:
     """Order the compute actions of every rank of replica group 0 as (interleaved) 1F1B; communication is missing.
 
-    With `ranks`, of these only: to simulate a program, some are enough (see `twins.leaders`).
+    Args:
+        ranks: the only ranks to build; a few are enough to simulate a program (see `representative_ranks`).
 
     Raises:
         ProgramError: the graph's parts do not fit together.
     """
     ranks = sorted(symmetry(graph).mirrors[0]) if ranks is None else ranks
     order = _one_f_one_b(graph, ranks)
-    return Program(
-        graph,
-        {
-            rank: tuple(a for a in order[rank] if isinstance(a, Forward) or graph.needs_backward(a.stage))
-            for rank in ranks
-        },
-    )
+    return Program(graph, {rank: tuple(action for action in order[rank] if _exists(graph, action)) for rank in ranks})
 
 
 def build_coarse(graph: StageGraph, ranks: Sequence[int] | None = None) -> Program:
     """Order compute for units on the same ranks: encoder forwards, the LLM's 1F1B, encoder backwards.
 
-    The coarse schedule of Optimus (arXiv 2408.03505, section 4.2): encoders keep nobody waiting inside the LLM's
-    pipeline, at the price of holding all their activations, and fill nothing but its ends. Each half of the encoders'
-    work is ordered as in 1F1B of encoders alone. `ranks` are as for `build_1f1b`.
+    This is the coarse schedule of Optimus (arXiv 2408.03505, section 4.2): encoders keep no rank waiting inside the
+    LLM's pipeline, but they hold all their activations and fill only the bubbles at its ends. Each half of the
+    encoders' work is ordered as in 1F1B of encoders alone. `ranks` are as for `build_1f1b`.
 
-    No deadlock: within each of the three phases the order is one that 1F1B proves, data never flows to an earlier
-    phase, and every rank runs the phases in the same order.
+    No deadlock: within each of the three phases the order is that of 1F1B, which has none; data never flows to an
+    earlier phase, and every rank runs the phases in the same order.
 
     Raises:
         ProgramError: the graph's parts do not fit together.
     """
     ranks = sorted(symmetry(graph).mirrors[0]) if ranks is None else ranks
     encoders = {e.src.unit for e in graph.edges if e.crosses_units and e.dst.unit == LLM}
-    around = _one_f_one_b(_only(graph, encoders), ranks)
-    between = _one_f_one_b(_only(graph, {m.unit for m in graph.meshes} - encoders), ranks)
-    return Program(
-        graph,
-        {
-            rank: (
-                *(a for a in around[rank] if isinstance(a, Forward)),
-                *(a for a in between[rank] if isinstance(a, Forward) or graph.needs_backward(a.stage)),
-                *(a for a in around[rank] if isinstance(a, Backward) and graph.needs_backward(a.stage)),
-            )
-            for rank in ranks
-        },
-    )
+    of_encoders = _one_f_one_b(_only(graph, encoders), ranks)
+    of_others = _one_f_one_b(_only(graph, {m.unit for m in graph.meshes} - encoders), ranks)
+    compute: dict[int, tuple[ComputeTask, ...]] = {}
+    for rank in ranks:
+        forwards = [action for action in of_encoders[rank] if isinstance(action, Forward)]
+        others = [action for action in of_others[rank] if _exists(graph, action)]
+        backwards = [a for a in of_encoders[rank] if isinstance(a, Backward) and _exists(graph, a)]
+        compute[rank] = (*forwards, *others, *backwards)
+    return Program(graph, compute)
 
 
 def build_explicit(graph: StageGraph, order: Mapping[int, Sequence[str]]) -> Program:
-    """Order compute as written down, for each rank of replica group 0: lines like `F llm.0 llm:0.3`.
+    """Order compute as written in `order`, for each rank of replica group 0: lines like `F llm.0 llm:0.3`.
 
-    Lines may also be parts of forwards and backwards, `PF vision.0 vision:0.3 0:2`, and work inside the gap of
-    another: see `actions`. Backwards of stages that need none are passed over, so that one order serves training and
-    validation.
+    Lines may also be parts of forwards and backwards, `PF vision.0 vision:0.3 0:2`, and parts inside the gap of
+    another action: see `actions`. Backwards of stages that have none are skipped, so that one order serves training
+    and validation.
 
     Raises:
-        ProgramError: a line is no compute, or speaks of a stage, microbatch or gap that there is not. Whether the
-            order is complete, and runs, is for `check` to say.
+        ProgramError: a line is no compute action, or names a stage, microbatch or gap that does not exist. It is
+            `check_program` that finds out whether the order is complete and runs to its end.
     """
     compute: dict[int, tuple[ComputeTask, ...]] = {}
     for rank, lines in order.items():
         tasks = [_task_from_text(graph, rank, at, line) for at, line in enumerate(lines)]
-        compute[rank] = tuple(kept for task in tasks for kept in _needed(graph, task))
+        compute[rank] = tuple(part for task in tasks for part in _without_needless_backwards(graph, task))
     return Program(graph, compute)
 
 
 def in_flight_microbatches(graph: StageGraph) -> dict[StageId, int]:
-    """Count, for each stage, the microbatches that 1F1B holds between forward and backward at most.
+    """Return for each stage the most microbatches that 1F1B holds between forward and backward.
 
-    In a plain pipeline of equal numbers of microbatches: one, and one for each position after the stage on the longest
-    path to the end, but no more than there are.
+    In a plain pipeline with equal numbers of microbatches this is one, and one more for each position after the stage
+    on the longest path to the end, but no more than the step has.
     """
     return {stage: count for position in find_positions(graph) for stage, count in position.in_flight().items()}
 
@@ -140,11 +136,11 @@ def _task_from_text(graph: StageGraph, rank: int, at: int, line: str) -> Compute
     try:
         task = action_from_text(line)
     except ValueError as error:
-        raise ProgramError(f"{where}: {error}; {_WANTED}") from error
+        raise ProgramError(f"{where}: {error}; {_ACCEPTED_LINES}") from error
     if not isinstance(task, ComputeTask):
-        raise ProgramError(f"{where} is no compute; {_WANTED}")
+        raise ProgramError(f"{where} is no compute; {_ACCEPTED_LINES}")
     for part in (task.host, *task.partials) if isinstance(task, Fill) else (task,):
-        if problem := _stranger(graph, part):
+        if problem := _unknown(graph, part):
             raise ProgramError(f"{where}: {problem}")
     try:
         expand(graph, task)
@@ -153,9 +149,10 @@ def _task_from_text(graph: StageGraph, rank: int, at: int, line: str) -> Compute
     return task
 
 
-def _stranger(graph: StageGraph, part: Compute) -> str | None:
-    """What the graph does not know of a forward or backward."""
-    mb, stages = part.mb, [stage.id for stage in graph.stages]
+def _unknown(graph: StageGraph, part: Compute) -> str | None:
+    """Describe the stage or microbatch of a forward or backward that the graph does not have."""
+    mb = part.mb
+    stages = [stage.id for stage in graph.stages]
     if part.stage not in stages:
         return f"there is no stage {part.stage}; stages are {', '.join(map(str, stages))}"
     mesh = graph.mesh(part.stage.unit)
@@ -165,15 +162,20 @@ def _stranger(graph: StageGraph, part: Compute) -> str | None:
     return None
 
 
-def _needed(graph: StageGraph, task: ComputeTask) -> tuple[ComputeTask, ...]:
-    """The task without backwards that nobody needs; what stays of a filled gap stays in its order."""
-    found = expand(graph, task)
-    kept = tuple(part for part in found if direction(part) == "F" or graph.needs_backward(part.stage))
-    return (task,) if len(kept) == len(found) else kept
+def _without_needless_backwards(graph: StageGraph, task: ComputeTask) -> tuple[ComputeTask, ...]:
+    """Return the task without backwards that its stages do not have; what remains of a `Fill` keeps its order."""
+    parts = expand(graph, task)
+    existing = tuple(part for part in parts if _exists(graph, part))
+    return (task,) if len(existing) == len(parts) else existing
+
+
+def _exists(graph: StageGraph, action: Compute) -> bool:
+    """Whether the action is a forward, or a backward of a stage that has one."""
+    return direction(action) == "F" or graph.needs_backward(action.stage)
 
 
 def _only(graph: StageGraph, units: set[str]) -> StageGraph:
-    """The stage graph of some units by themselves."""
+    """Return the stage graph of some units by themselves."""
     return replace(
         graph,
         meshes=tuple(m for m in graph.meshes if m.unit in units),
@@ -183,26 +185,26 @@ def _only(graph: StageGraph, units: set[str]) -> StageGraph:
 
 
 def _one_f_one_b(graph: StageGraph, ranks: Iterable[int]) -> dict[int, list[Compute]]:
-    """Compute of each rank in the order of 1F1B, with a backward for every forward."""
-    places = {
-        stage: (position, k % position.num_pipeline_ranks)
+    """Return the compute of each rank in the order of 1F1B, with a backward for every forward."""
+    locations = {
+        stage: (position, number % position.num_pipeline_ranks)
         for position in find_positions(graph)
-        for k, part in enumerate(position.virtual_stages)
-        for stage in part
+        for number, stages in enumerate(position.virtual_stages)
+        for stage in stages
     }
     order: dict[int, list[Compute]] = {}
     for rank in ranks:
         held = graph.held_by(rank)
-        order[rank] = list(_turn_by_turn(dict(held), *places[held[0][0]])) if held else []
+        order[rank] = list(_pass_by_pass(dict(held), *locations[held[0][0]])) if held else []
     return order
 
 
-def _turn_by_turn(replica_of: dict[StageId, int], position: PipelinePosition, place: int) -> Iterable[Compute]:
+def _pass_by_pass(replica_of: dict[StageId, int], position: PipelinePosition, pipeline_rank: int) -> Iterable[Compute]:
     chunks = [
-        [(stage, replica_of[stage]) for stage in position.stages_at(place, chunk) if stage in replica_of]
+        [(stage, replica_of[stage]) for stage in position.stages_at(pipeline_rank, chunk) if stage in replica_of]
         for chunk in range(position.num_chunks)
     ]
-    for is_forward, chunk, wave in position.passes(place):
+    for is_forward, chunk, wave in position.passes(pipeline_rank):
         for stage, replica in chunks[chunk] if is_forward else reversed(chunks[chunk]):
             for index in position.pacing[stage.unit].due(is_forward, wave):
                 mb = Microbatch(stage.unit, replica, index)

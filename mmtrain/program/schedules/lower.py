@@ -1,4 +1,4 @@
-"""Lowering: from compute actions to a program a runtime can execute."""
+"""Lowering: add the communication that compute actions need, so that a runtime can execute the program."""
 
 from collections.abc import Sequence
 
@@ -16,24 +16,26 @@ from mmtrain.program.ir.program import Program
 from mmtrain.program.ir.segments import direction, expand
 from mmtrain.program.verify.channels import order_receives
 
-RECV_LOOKAHEAD_PIECES = 32  # actions by which a receive is posted ahead where they may be pieces: those of a few layers
+# Compute actions by which a receive is posted ahead where layers are cut: the pieces of a few layers.
+RECV_LOOKAHEAD_PIECES = 32
 
 
 def lower(program: Program, reduce_last: bool = False) -> Program:
     """Insert communication into a program of compute actions.
 
-    A receive is posted one compute action ahead of its consumer, or where layers are cut several pieces ahead, so that
-    the transfer overlaps with compute; a send starts right after its producer; a TP group shares right before the
-    consumer. Gradients of a unit are reduced after its last backward on the rank, shared weights just before; then
-    the optimizer step and the gathering of parameters.
+    A receive is posted one compute action ahead of its consumer, or several where layers are cut into pieces, so that
+    the transfer overlaps with compute. A send starts right after its producer, and a TP group shares right before the
+    consumer. Gradients of a unit are reduced after its last backward on the rank, shared weights just before that; the
+    optimizer step and the gathering of parameters follow.
 
-    `reduce_last`: gradients of all units are reduced after all compute, in one order everywhere. Then nothing is hidden
-    beside other units' compute, but no order of compute makes two ranks wait for each other's reductions either.
+    Args:
+        reduce_last: reduce the gradients of all units after all compute, in one order everywhere. Then no reduction
+            overlaps with the compute of other units, but no order of compute can make two ranks wait for each other's
+            reductions either.
     """
     graph, actions = program.graph, program.actions
-    return Program(
-        graph, order_receives({rank: _lower_rank(graph, rank, todo, reduce_last) for rank, todo in actions.items()})
-    )
+    lowered = {rank: _lower_rank(graph, rank, compute, reduce_last) for rank, compute in actions.items()}
+    return Program(graph, order_receives(lowered))
 
 
 def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action], reduce_last: bool) -> list[Action]:
@@ -41,23 +43,26 @@ def _lower_rank(graph: StageGraph, rank: int, actions: Sequence[Action], reduce_
     ahead = RECV_LOOKAHEAD_PIECES if any(stage.pieces for stage in graph.stages) else 1
     posts: list[list[Recv]] = [recvs_before(graph, rank, action) for action in compute]
     units = trained_units(graph, rank)
-    last = {unit: at for at, task in enumerate(compute) for unit in _backward_units(graph, task)}
+    last_backward = {unit: at for at, task in enumerate(compute) for unit in _backward_units(graph, task)}
     if reduce_last:
-        last = dict.fromkeys(last, len(compute) - 1)
-    out: list[Action] = [recv for early in posts[:ahead] for recv in early]
+        last_backward = dict.fromkeys(last_backward, len(compute) - 1)
+    lowered: list[Action] = [recv for recvs in posts[:ahead] for recv in recvs]
     for at, action in enumerate(compute):
-        out += posts[at + ahead] if at + ahead < len(posts) else ()
-        out += shares_before(graph, action)
-        out.append(action)
-        out += sends_after(graph, rank, action)
+        if at + ahead < len(posts):
+            lowered += posts[at + ahead]
+        lowered += shares_before(graph, action)
+        lowered.append(action)
+        lowered += sends_after(graph, rank, action)
         for unit in units:
-            if last.get(unit) == at:
-                # Before the reduction, after which each replica holds only its own shard of the gradient.
-                out += [ReduceShared(EMBEDDINGS)] if unit == LLM and holds_shared_embeddings(graph, rank) else []
-                out.append(ReduceGrads(unit))
-    return [*out, Step(), *(GatherParams(unit) for unit in units)]
+            if last_backward.get(unit) != at:
+                continue
+            if unit == LLM and holds_shared_embeddings(graph, rank):
+                # Before the reduction: after it each replica holds only its own shard of the gradient.
+                lowered.append(ReduceShared(EMBEDDINGS))
+            lowered.append(ReduceGrads(unit))
+    return [*lowered, Step(), *(GatherParams(unit) for unit in units)]
 
 
 def _backward_units(graph: StageGraph, task: ComputeTask) -> set[str]:
-    """Units on whose gradients the task works."""
+    """Return the units to whose gradients the task adds."""
     return {part.stage.unit for part in expand(graph, task) if direction(part) == "B"}

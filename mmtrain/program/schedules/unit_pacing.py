@@ -1,7 +1,8 @@
-"""Paces: in which turns of a position a unit runs its microbatches, and how far ahead of others that makes it run.
+"""Pacing: in which waves of a pipeline position a unit runs its microbatches, and how long a warm-up that takes.
 
-A position counts its turns in *waves*. Where all its units have the same number of microbatches, wave i is microbatch
-i. Where they differ, the LLM (or without it a unit with most) has one microbatch a wave and the others keep its time.
+A pipeline position counts time in *waves*. Where all its units have the same number of microbatches, wave i is
+microbatch i. Where they differ, the LLM (or without it a unit with most microbatches) has one microbatch a wave, and
+the other units run theirs in the waves that `UnitPace` says.
 """
 
 import math
@@ -13,10 +14,11 @@ from mmtrain.program.ir.graph import LLM, Edge, StageGraph, microbatches_per_blo
 
 @dataclass(frozen=True)
 class UnitPace:
-    """A unit runs blocks of `num_microbatches` for each `num_waves` waves of its position.
+    """A unit that runs `num_microbatches` (a block) for each `num_waves` waves of its position.
 
-    What others there read must be whole for the first wave of its block, and its gradient is whole after the last. A
-    `late` unit reads from them: its input is whole with the last wave, and the first waits for its gradient.
+    Units of the position that read a block need all of it in their first wave of the block, and its gradient is
+    complete after their last. A `late` unit is the reverse: it reads from the others, so its input is complete with
+    the last wave of the block, and the first wave waits for its gradient.
     """
 
     num_microbatches: int
@@ -24,25 +26,27 @@ class UnitPace:
     late: bool
 
     def due(self, is_forward: bool, wave: int) -> range:
-        """Microbatches, by index, whose forward or backward is due in `wave`."""
-        block, at = divmod(wave, self.num_waves)
+        """Return the indices of the microbatches whose forward or backward is due in `wave`."""
+        block, wave_of_block = divmod(wave, self.num_waves)
+        if wave_of_block != self.due_at(is_forward):
+            return range(0)
         first = block * self.num_microbatches
-        return range(first, first + self.num_microbatches) if at == self.due_at(is_forward) else range(0)
+        return range(first, first + self.num_microbatches)
 
     def wave(self, is_forward: bool, index: int) -> int:
-        """The wave in which a microbatch is due."""
+        """Return the wave in which microbatch `index` is due."""
         return index // self.num_microbatches * self.num_waves + self.due_at(is_forward)
 
-    def forwards(self, wave: int) -> int:
-        """Microbatches whose forward is due in `wave` or before."""
+    def num_forwards(self, wave: int) -> int:
+        """Return how many microbatches have their forward due in `wave` or before."""
         return (wave - self.due_at(True) + self.num_waves) // self.num_waves * self.num_microbatches
 
-    def in_flight(self, ahead: int) -> int:
-        """Return the most microbatches between forward and backward after a warm-up of `num_warmup_waves` waves.
+    def in_flight(self, num_warmup_waves: int) -> int:
+        """Return the most microbatches between forward and backward if so many waves run before the first returns.
 
-        In a step of any length; one that is shorter holds no more than all of its microbatches.
+        This holds for a step of any length; a short step never holds more than all its microbatches.
         """
-        return self.forwards(ahead if self.late else ahead + self.num_waves - 1)
+        return self.num_forwards(num_warmup_waves if self.late else num_warmup_waves + self.num_waves - 1)
 
     @property
     def min_warmup_waves(self) -> int:
@@ -50,27 +54,30 @@ class UnitPace:
         return self.num_waves - 1 if self.late else 0
 
     def due_at(self, is_forward: bool) -> int:
-        """Wave of a block in which its microbatches are due."""
+        """Return the wave of a block in which its microbatches are due."""
         return self.num_waves - 1 if is_forward == self.late else 0
 
 
 def pace_units(graph: StageGraph, units: Iterable[str]) -> tuple[int, dict[str, UnitPace]]:
-    """Waves of a position that holds these units, and the pace of each."""
+    """Return the number of waves of a position that holds these units, and the pace of each."""
     counts = {unit: graph.mesh(unit).num_microbatches for unit in units}
-    clock = LLM if LLM in counts and len(set(counts.values())) > 1 else max(counts, key=lambda unit: counts[unit])
-    after = _fed_by(graph, clock)
-    waves = counts[clock]
-    return waves, {
-        u: UnitPace(*microbatches_per_block(n, waves), late=u in after and n != waves) for u, n in counts.items()
-    }
+    counts_differ = len(set(counts.values())) > 1
+    clock = LLM if LLM in counts and counts_differ else max(counts, key=lambda unit: counts[unit])
+    num_waves = counts[clock]
+    downstream = _downstream_of(graph, clock)
+    paces = {}
+    for unit, count in counts.items():
+        num_microbatches, waves_per_block = microbatches_per_block(count, num_waves)
+        paces[unit] = UnitPace(num_microbatches, waves_per_block, late=unit in downstream and count != num_waves)
+    return num_waves, paces
 
 
 @dataclass(frozen=True)
 class ConsumerDemand:
-    """What a stage asks of the position that feeds it.
+    """What a stage asks of the position that feeds it, in waves of the stage's own position.
 
-    `warmup_depth` of its waves run forward before one of them returns, that one left out; `buffered_waves` more must be
-    ready for a source that is as fast to keep up with it.
+    `warmup_depth` waves run forward before one of them returns, not counting that one. `buffered_waves` more must be
+    ready for a source as fast as the stage to keep up with it.
     """
 
     pace: UnitPace
@@ -78,36 +85,36 @@ class ConsumerDemand:
     buffered_waves: int
 
 
-def warmup_waves(graph: StageGraph, edge: Edge, own: UnitPace, demand: ConsumerDemand) -> int:
-    """Count the waves that must have left the source's position, of pace `own`, before the first of them comes back.
+def warmup_waves(graph: StageGraph, edge: Edge, pace: UnitPace, demand: ConsumerDemand) -> int:
+    """Count the waves that must leave the source's position, of this pace, before the first of them comes back.
 
-    What comes back waits for `warmup_depth` waves of the destination's, and they for all that feeds them. So that
-    nobody need wait, one block more is under way, and the destination's stock.
+    What comes back waits for `warmup_depth` waves of the destination, and these wait for everything that feeds them.
+    One block more is under way, and what the destination buffers, so that no rank needs to wait.
     """
-    src, dst = (graph.mesh(sid.unit).num_microbatches for sid in (edge.src, edge.dst))
-    sources, destinations = microbatches_per_block(src, dst) if edge.crosses_units else (1, 1)
-    period = src // math.gcd(*(mesh.num_microbatches for mesh in graph.meshes))  # then all begins anew
+    num_src, num_dst = (graph.mesh(stage.unit).num_microbatches for stage in (edge.src, edge.dst))
+    sources, destinations = microbatches_per_block(num_src, num_dst) if edge.crosses_units else (1, 1)
+    # After so many microbatches of the source, all units start a block of theirs, and everything repeats.
+    period = num_src // math.gcd(*(mesh.num_microbatches for mesh in graph.meshes))
 
-    def until(wave: int) -> int:
-        """The last wave that feeds what the destination has run forward in `wave`."""
-        fed = demand.pace.forwards(wave)
-        return own.wave(True, -(-fed // destinations) * sources - 1)
+    def last_needed(wave: int) -> int:
+        """Return the last wave that feeds what the destination has run forward in `wave`."""
+        num_forwards = demand.pace.num_forwards(wave)
+        return pace.wave(True, -(-num_forwards // destinations) * sources - 1)
 
-    returns = [
-        (
-            own.wave(False, index),
-            demand.pace.wave(False, (index // sources + 1) * destinations - 1) + demand.warmup_depth,
-        )
-        for index in range(period)
-    ]
-    block = -(-sources * own.num_waves // own.num_microbatches)
-    return max(max(until(last) + block, until(last + demand.buffered_waves)) - first for first, last in returns)
+    block = -(-sources * pace.num_waves // pace.num_microbatches)
+    counts = []
+    for index in range(period):
+        last_of_block = (index // sources + 1) * destinations - 1
+        destination_wave = demand.pace.wave(False, last_of_block) + demand.warmup_depth
+        needed = max(last_needed(destination_wave) + block, last_needed(destination_wave + demand.buffered_waves))
+        counts.append(needed - pace.wave(False, index))
+    return max(counts)
 
 
-def _fed_by(graph: StageGraph, unit: str) -> set[str]:
-    """Units that read, by way of others perhaps, from `unit`."""
-    after = {unit}
+def _downstream_of(graph: StageGraph, unit: str) -> set[str]:
+    """Return the units that read from `unit`, directly or through others."""
+    downstream = {unit}
     for stage in graph.order:
-        if any(e.src.unit in after for e in graph.inputs(stage)):
-            after.add(stage.unit)
-    return after - {unit}
+        if any(e.src.unit in downstream for e in graph.inputs(stage)):
+            downstream.add(stage.unit)
+    return downstream - {unit}

@@ -1,93 +1,114 @@
-"""The simulator's event loop: when everything on some tracks begins, given how long it takes."""
+"""The simulator's event loop: when every task of a `SimGraph` starts and ends, given how long each takes.
 
-import heapq
+An event is (time, order, task, is_assembled). Either the task ends, or it is a collective whose members have all come
+and which may still wait for their communication streams. A task is given its start as soon as the last thing it waits
+for has a time, so a forward or backward is one event however many ranks run it.
+"""
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from mmtrain.program.simulation.sim_graph import SimGraph
+
+NEVER = -1.0  # the time of what did not happen; all other times are at least 0
 
 
 @dataclass(frozen=True)
 class EventTimes:
-    """When jobs and parcels began and ended, in seconds; -1 for a job that never began.
+    """When tasks started and ended and messages left and arrived, in seconds since the start of the step."""
 
-    `stream_order` has, for each track, what its communication stream did, in order: a parcel p as p, a job j as -1 - j.
-    """
-
-    started: Sequence[float]  # by job, the begin of the step last
-    ended: Sequence[float]
-    departed: Sequence[float]  # by parcel
-    arrived: Sequence[float]
-    stream_order: Sequence[Sequence[int]]
-    under_way: Mapping[int, float]  # by job: seconds of the collective that it left
+    started: list[float]  # by task, the start of the step last; NEVER for a task that some rank never reached
+    ended: list[float]
+    departed: list[float]  # by message
+    arrived: list[float]
+    stream_order: list[list[int]]  # by sim rank: nodes (see `SimGraph`) that occupied its communication stream
+    under_way: Mapping[int, float]  # by task: seconds of the collective that it left under way
 
 
 def run_events(
-    tracks: SimGraph, seconds: Sequence[float], transit: Sequence[float | None], under_way: Mapping[int, float]
+    graph: SimGraph, seconds: Sequence[float], transit: Sequence[float | None], under_way: Mapping[int, float]
 ) -> EventTimes:
-    """Run all tracks from the begin of the step until none can go on.
+    """Run all sim ranks from the start of the step until none can go on.
 
-    seconds: of each job. transit: seconds of each parcel, none where there is nothing to send. under_way: seconds for
-    which the jobs in `sim_graphs.resumed_by` keep those that resume them waiting.
-
-    Events are (time, tie-breaker, job): a job that ends, or as -1 - job a collective whose members are there and may
-    have to wait for their communication streams. A job is known to begin as soon as the last thing it waits for has a
-    time, so a forward or backward is one event however many ranks run it.
+    Args:
+        seconds: of each task.
+        transit: seconds of each message; None where there is nothing to send.
+        under_way: for how long each task of `graph.resumed_by` keeps the task that resumes it waiting after its end.
     """
-    num_jobs, visits, visits_of = len(tracks.tasks), tracks.participations, tracks.participations_of
-    sender, reader = tracks.sender, tracks.reader
-    missing, computes, resumed = list(tracks.num_dependencies), tracks.is_compute, tracks.resumed_by
-    ready = [0.0] * num_jobs  # the latest time of what a job waits for, as far as it is known
-    began, ended = [-1.0] * (num_jobs + 1), [-1.0] * (num_jobs + 1)
-    left, arrived = [-1.0] * len(sender), [-1.0] * len(sender)
-    posted = [False] * len(sender)
-    free = [0.0] * len(tracks.ranks)  # when a communication stream has nothing left to do
-    moved: list[list[int]] = [[] for _ in tracks.ranks]
-    began[tracks.start] = ended[tracks.start] = 0.0
-    events, num_events = [(0.0, 0, tracks.start)], 0
-    push, pop = heapq.heappush, heapq.heappop
+    participations, participations_of, is_compute = graph.participations, graph.participations_of, graph.is_compute
+    sender, reader, resumed_by = graph.sender, graph.reader, graph.resumed_by
+    num_missing, first_message_node = list(graph.num_dependencies), graph.first_message_node
+    times = _before_start(graph, under_way)
+    started, ended, departed, arrived = times.started, times.ended, times.departed, times.arrived
+    ready = [0.0] * len(graph.tasks)  # the latest time of what each task waits for, as far as it is known
+    is_posted = [False] * len(sender)  # by message: whether one of its ends is posted
+    stream_free = [0.0] * len(graph.ranks)  # by sim rank: when its communication stream has nothing left to do
+    events, num_events = [(0.0, 0, graph.start, False)], 0
     while events:
-        now, _, job = pop(events)
-        if job < 0:  # a collective's members are there
-            job = -1 - job
-            members = [visits[v].sim_rank for v in visits_of[job]]
-            begin = max([now, *[free[t] for t in members]])
-            began[job], ended[job] = begin, begin + seconds[job]
-            for track in members:
-                free[track] = ended[job]
-                moved[track].append(-1 - job)
+        now, _, task, is_assembled = heappop(events)
+        if is_assembled:
+            _run_collective(graph, task, now, seconds[task], stream_free, times)
             num_events += 1
-            push(events, (ended[job], num_events, job))
+            heappush(events, (ended[task], num_events, task, False))
             continue
-        came: list[tuple[int, float]] = []  # jobs for which something came, and when
-        if job in resumed:
-            came.append((resumed[job], now + under_way[job]))
-        for v in visits_of[job]:
-            for parcel in visits[v].posts:
-                if not posted[parcel]:
-                    posted[parcel] = True
+        releases: list[tuple[int | None, float]] = []  # tasks that miss one thing less, and when it came
+        if task in resumed_by:
+            releases.append((resumed_by[task], now + under_way[task]))
+        for number in participations_of[task]:
+            for message in participations[number].posts:
+                if not is_posted[message]:
+                    is_posted[message] = True
                     continue
-                takes, track = transit[parcel], sender[parcel]
-                left[parcel] = arrived[parcel] = now
-                if takes is not None:
-                    begin = left[parcel] = max(now, free[track])
-                    free[track] = arrived[parcel] = begin + takes
-                    moved[track].append(parcel)
-                if reader[parcel] >= 0:
-                    came.append((visits[reader[parcel]].task, arrived[parcel]))
-            came.append((visits[v + 1].task, now))
-        for other, when in came:
-            if other < 0:
+                duration = transit[message]
+                departed[message] = arrived[message] = now
+                if duration is not None:
+                    stream = sender[message]
+                    start = departed[message] = max(now, stream_free[stream])
+                    stream_free[stream] = arrived[message] = start + duration
+                    times.stream_order[stream].append(first_message_node + message)
+                waiting = reader[message]
+                if waiting is not None:
+                    releases.append((participations[waiting].task, arrived[message]))
+            releases.append((participations[number + 1].task, now))
+        for released, when in releases:
+            if released is None:
                 continue
-            if when > ready[other]:
-                ready[other] = when
-            missing[other] -= 1
-            if missing[other] == 0:
-                begin = ready[other]
+            if when > ready[released]:
+                ready[released] = when
+            num_missing[released] -= 1
+            if num_missing[released] == 0:
+                start = ready[released]
                 num_events += 1
-                if computes[other]:
-                    began[other], ended[other] = begin, begin + seconds[other]
-                    push(events, (ended[other], num_events, other))
+                if is_compute[released]:
+                    started[released], ended[released] = start, start + seconds[released]
+                    heappush(events, (ended[released], num_events, released, False))
                 else:
-                    push(events, (begin, num_events, -1 - other))
-    return EventTimes(began, ended, left, arrived, moved, under_way)
+                    heappush(events, (start, num_events, released, True))
+    return times
+
+
+def _before_start(graph: SimGraph, under_way: Mapping[int, float]) -> EventTimes:
+    """Return the times of a step of which nothing but the start has happened."""
+    num_tasks, num_messages = len(graph.tasks), len(graph.messages)
+    return EventTimes(
+        started=[*[NEVER] * num_tasks, 0.0],
+        ended=[*[NEVER] * num_tasks, 0.0],
+        departed=[NEVER] * num_messages,
+        arrived=[NEVER] * num_messages,
+        stream_order=[[] for _ in graph.ranks],
+        under_way=under_way,
+    )
+
+
+def _run_collective(
+    graph: SimGraph, task: int, now: float, seconds: float, stream_free: list[float], times: EventTimes
+) -> None:
+    """Start a collective when the communication streams of all its members are free, and occupy them."""
+    members = [graph.participations[number].sim_rank for number in graph.participations_of[task]]
+    start = max([now, *[stream_free[member] for member in members]])
+    end = start + seconds
+    times.started[task], times.ended[task] = start, end
+    for member in members:
+        stream_free[member] = end
+        times.stream_order[member].append(task)

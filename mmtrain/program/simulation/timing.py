@@ -1,7 +1,7 @@
-"""How long actions take: the protocol the simulator asks, and the answer from a cost model."""
+"""How long actions take: the protocol that the simulator uses, and its implementation with a cost model."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -12,10 +12,10 @@ from mmtrain.program.ir.actions import (
     Backward,
     Collective,
     Compute,
+    Direction,
     Forward,
     GatherParams,
     Partial,
-    PartKind,
     ReduceGrads,
     ReduceShared,
     Send,
@@ -28,19 +28,19 @@ from mmtrain.program.ir.segments import direction, finished_pass
 from mmtrain.program.ir.step_loads import StepLoads
 
 BYTES_PER_GRADIENT = 4  # gradients are summed in fp32 whatever the parameters are
-NORM_BYTES = 4  # Step agrees on one number
+NORM_BYTES = 4  # `Step` all-reduces one fp32 number
 
 
 class StageLayer(NamedTuple):
     """A layer of a stage."""
 
     layer: LayerShape
-    input_grad: bool  # must hand gradients on
+    input_grad: bool  # whether its backward computes the gradient of its input
     recompute: bool
 
 
 class StageContent(NamedTuple):
-    """What a stage costs by: its layers and how they are shared out. Stages of one `number` cost the same."""
+    """What the costs of a stage depend on. Stages of one `number` have the same layers and cost the same."""
 
     number: int
     tp: int
@@ -48,11 +48,11 @@ class StageContent(NamedTuple):
 
 
 class TransferCost(NamedTuple):
-    """What a message or collective takes and moves. Nothing is sent where `nbytes` is 0."""
+    """The time of a message or collective and the bytes it moves. Nothing is sent if `nbytes` is 0."""
 
     seconds: float
     nbytes: int
-    posting_s: float = 0.0  # for which each end of a message keeps its rank from computing
+    posting_s: float = 0.0  # how long each end of a message keeps its rank from computing
 
 
 NO_TRANSFER = TransferCost(0.0, 0)
@@ -62,56 +62,56 @@ class Timing(Protocol):
     """What the simulator must know of a step."""
 
     def compute(self, action: Compute) -> float:
-        """Seconds of a forward or backward, or some segments of it, on each rank of its TP group.
+        """Return the seconds of a forward or backward, or some segments of it, on each rank of its TP group.
 
         Recomputation and tensor parallelism are included.
         """
         ...
 
     def left_under_way(self, action: Partial) -> float:
-        """Seconds of the collective that a part leaves under way; `compute` is without it.
+        """Return the seconds of the collective that a part leaves under way; `compute` does not include them.
 
-        Asked of parts that do not end their forward or backward, of stages whose layers are cut.
+        Called for parts that do not finish their forward or backward, of stages whose layers are cut into pieces.
         """
         ...
 
     def message(self, sender: int, action: Send) -> TransferCost:
-        """Cost of a message that `sender` sends."""
+        """Return the cost of a message that `sender` sends."""
         ...
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
-        """Cost of a collective of `group` (global ranks of all replica groups), to which `rank` belongs."""
+        """Return the cost of a collective of `group` (global ranks of all replica groups), to which `rank` belongs."""
         ...
 
     def link_class(self, ranks: tuple[int, ...]) -> Hashable:
-        """What messages and collectives among these ranks cost by, beside what they move: equal ones cost the same."""
+        """Return a key of the links among these ranks: with equal keys, moving the same bytes costs the same."""
         ...
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
-        """Bytes a rank keeps of a microbatch between the stage's forward and backward."""
+        """Return the bytes a rank keeps of a microbatch between the stage's forward and backward."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelTiming:
-    """Sums a cost model's layers over stages, for the loads of one step.
+    """The times of one step: a cost model's layers summed over stages, for the loads of the step.
 
-    A stage's backward covers the layers from the first that trains or must hand gradients on; recomputed layers among
-    them pay a forward again. `Step` is the agreement on the gradient norm, and the optimizer of the rank with most
-    parameters (replicas share them out), for which the step's end waits.
+    A stage's backward covers the layers from the first that trains or computes an input gradient; recomputed layers
+    among them cost a forward again. `Step` all-reduces the gradient norm and runs the optimizer of the rank with most
+    parameters (replicas share the parameters), since the end of the step waits for it.
     """
 
     graph: StageGraph
     shape: ModelShape
     costs: CostModel
     loads: StepLoads
-    input_grad: Mapping[str, tuple[bool, ...]]  # unit -> per layer: does anything below it train
+    input_grad: Mapping[str, tuple[bool, ...]]  # unit -> by layer: whether anything below it trains
     parameters: Callable[[LayerShape, int], int]  # (layer, tp) -> parameters of the layer on one rank
     element_bytes: int  # of an activation and of a parameter
     ranks_per_node: int
 
     def compute(self, action: Compute) -> float:
-        """Seconds of a forward or backward, or of some of its layers."""
+        """Return the seconds of a forward or backward, or of some of its segments."""
         content, mb = self._contents[action.stage], action.mb
         if isinstance(action, Partial):
             if self.graph.stage(action.stage).pieces:
@@ -121,23 +121,26 @@ class ModelTiming:
         else:
             kind, lo, hi = direction(action), 0, len(content.layers)
         key = (content.number, kind, lo, hi, mb.replica, mb.index)
-        if key not in self._known:
+        if key not in self._compute_s:
             load, layers = self.loads.loads[mb], content.layers[lo:hi]
-            self._known[key] = self._seconds(kind, layers, content.tp, load) if load.tokens else 0.0
-        return self._known[key]
+            self._compute_s[key] = self._seconds(kind, layers, content.tp, load) if load.tokens else 0.0
+        return self._compute_s[key]
 
     def left_under_way(self, action: Partial) -> float:
-        """Seconds of the collective that ends the part's last segment."""
+        """Return the seconds of the collective at the end of the part's last segment."""
         return self._cut(action)[1]
 
     def message(self, sender: int, action: Send) -> TransferCost:
-        """Rows of hidden states inside a unit, or the routed features between units; gradients are as large."""
+        """Return the cost of sending hidden states inside a unit, or routed features between units.
+
+        Gradients are as large as the activations.
+        """
         nbytes = self._flow_bytes(Flow(action.edge, action.src, action.dst, action.payload))
         same_node = sender // self.ranks_per_node == action.peer // self.ranks_per_node
         return TransferCost(self.costs.transfer(nbytes, same_node), nbytes, self._posting_s) if nbytes else NO_TRANSFER
 
     def collective(self, rank: int, action: Collective, group: tuple[int, ...]) -> TransferCost:
-        """Gradients are reduce-scattered and parameters gathered, as the distributed optimizer does."""
+        """Return the cost of a collective; gradients are reduce-scattered and parameters all-gathered (ZeRO-1)."""
         same_node, size = self._same_node(group), len(group)
         match action:
             case Share(edge, mb, payload):
@@ -160,66 +163,62 @@ class ModelTiming:
         return TransferCost(seconds, nbytes)
 
     def link_class(self, ranks: tuple[int, ...]) -> bool:
-        """Whether they share a node."""
+        """Return whether the ranks share a node."""
         return self._same_node(ranks)
 
     def activation_bytes(self, stage: StageId, mb: Microbatch) -> int:
-        """Bytes kept by the stage's layers; recomputed ones keep their input."""
+        """Return the bytes that the stage's layers keep; recomputed layers keep their input."""
         content = self._contents[stage]
         key = (content.number, mb.replica, mb.index)
-        if key not in self._kept:
+        if key not in self._kept_bytes:
             load, bytes_of = self.loads.loads[mb], self.costs.activation_bytes
-            self._kept[key] = sum(
-                bytes_of(h.layer, content.tp, load, h.recompute, input_grad=h.input_grad) for h in content.layers
+            self._kept_bytes[key] = sum(
+                bytes_of(held.layer, content.tp, load, held.recompute, input_grad=held.input_grad)
+                for held in content.layers
             )
-        return self._kept[key]
+        return self._kept_bytes[key]
 
-    def _seconds(self, kind: PartKind, layers: Sequence[StageLayer], tp: int, load: TokenLoad) -> float:
+    def _seconds(self, kind: Direction, layers: Sequence[StageLayer], tp: int, load: TokenLoad) -> float:
         seconds = self.costs.seconds
         if kind == "F":
-            return sum(seconds(h.layer, tp, load, "forward", input_grad=h.input_grad) for h in layers)
-        if kind == "BI":  # what those upstream wait for: a backward of layers that are frozen
-            layers = [h._replace(layer=replace(h.layer, trainable=False)) for h in layers]
-        if kind == "BW":
-            return self._seconds("B", layers, tp, load) - self._seconds("BI", layers, tp, load)
+            return sum(seconds(held.layer, tp, load, "forward", input_grad=held.input_grad) for held in layers)
         total = 0.0
-        for h in layers:
-            if h.layer.trainable or h.input_grad:
-                total += seconds(h.layer, tp, load, "backward", input_grad=h.input_grad)
-                if h.recompute:
-                    total += seconds(h.layer, tp, load, "recompute")
+        for held in layers:
+            if held.layer.trainable or held.input_grad:
+                total += seconds(held.layer, tp, load, "backward", input_grad=held.input_grad)
+                if held.recompute:
+                    total += seconds(held.layer, tp, load, "recompute")
         return total
 
     def _cut(self, action: Partial) -> tuple[float, float]:
-        """Seconds of some segments with all their collectives, and of the one that is left under way."""
+        """Return the seconds of some segments with all their collectives, and of the one that is left under way."""
         content, kind, mb = self._contents[action.stage], action.kind, action.mb
-        assert kind in ("F", "B"), "a split backward is not cut inside its layers"
         key = (content.number, kind, mb.replica, mb.index)
         if key not in self._pieces:
             load = self.loads.loads[mb]
             stage = self.graph.stage(action.stage)
-            each = [
-                p
-                for h, n in zip(content.layers, stage.pieces, strict=True)
-                for p in self._of_layer(kind, h, n, content.tp, load, stage.sp)
+            pieces = [
+                piece
+                for held, num_pieces in zip(content.layers, stage.pieces, strict=True)
+                for piece in self._of_layer(kind, held, num_pieces, content.tp, load, stage.sp)
             ]
-            sums = [0.0, *accumulate(map(sum, each))]
-            self._pieces[key] = sums, [piece.collective_s for piece in each]
+            sums = [0.0, *accumulate(map(sum, pieces))]
+            self._pieces[key] = sums, [piece.collective_s for piece in pieces]
         sums, collectives = self._pieces[key]
         last = action.hi - 1 if kind == "F" else action.lo
         return sums[action.hi] - sums[action.lo], 0.0 if finished_pass(self.graph, action) else collectives[last]
 
     def _of_layer(
-        self, kind: PartKind, held: StageLayer, num_pieces: int, tp: int, load: TokenLoad, sliced: bool
+        self, kind: Direction, held: StageLayer, num_pieces: int, tp: int, load: TokenLoad, sp: bool
     ) -> tuple[PieceCost, ...]:
         if num_pieces == 1:
             return (PieceCost(self._seconds(kind, (held,), tp, load) if load.tokens else 0.0, 0.0),)
         name: ComputeKind = "forward" if kind == "F" else "backward"
-        return self.costs.pieces(held.layer, tp, load, name, input_grad=held.input_grad, sp=sliced)
+        return self.costs.pieces(held.layer, tp, load, name, input_grad=held.input_grad, sp=sp)
 
     @cached_property
-    def _pieces(self) -> dict[tuple[int, PartKind, int, int], tuple[list[float], list[float]]]:
-        """Of a stage by number, kind, replica and index: seconds before each segment, and of its collective."""
+    def _pieces(self) -> dict[tuple[int, Direction, int, int], tuple[list[float], list[float]]]:
+        """Seconds before each segment and of its collective, by number of the stage, kind, replica and index."""
         return {}
 
     @cached_property
@@ -229,7 +228,7 @@ class ModelTiming:
     @cached_property
     def _optimizer_s(self) -> float:
         """Seconds of the longest optimizer step of a rank."""
-        ranks = {stage.tp_groups[0][0] for stage in self.graph.stages}  # other replicas and TP groups do the same
+        ranks = {stage.tp_groups[0][0] for stage in self.graph.stages}  # other replicas and TP ranks do the same
         units = {mesh.unit: mesh.dp for mesh in self.graph.meshes}
         counts = [sum(self._trained_parameters(rank, name) // dp for name, dp in units.items()) for rank in ranks]
         return max(map(self.costs.optimizer, counts))
@@ -237,23 +236,23 @@ class ModelTiming:
     @cached_property
     def _contents(self) -> dict[StageId, StageContent]:
         numbers: dict[object, int] = {}
-        found: dict[StageId, StageContent] = {}
+        contents: dict[StageId, StageContent] = {}
         for stage in self.graph.stages:
             unit = stage.id.unit
-            layers, wanted = self.shape.unit(unit).layers, self.input_grad[unit]
-            held = tuple(StageLayer(layers[i], wanted[i], i in stage.recompute) for i in range(*stage.layers))
+            layers, input_grad = self.shape.unit(unit).layers, self.input_grad[unit]
+            held = tuple(StageLayer(layers[i], input_grad[i], i in stage.recompute) for i in range(*stage.layers))
             number = numbers.setdefault((unit, held), len(numbers))
-            found[stage.id] = StageContent(number, self.graph.mesh(unit).tp, held)
-        return found
+            contents[stage.id] = StageContent(number, self.graph.mesh(unit).tp, held)
+        return contents
 
     @cached_property
-    def _known(self) -> dict[tuple[int, PartKind, int, int, int, int], float]:
-        """Seconds so far asked for: of stages by number, kind, segments, replica and index of the microbatch."""
+    def _compute_s(self) -> dict[tuple[int, Direction, int, int, int, int], float]:
+        """Cache of `compute`, by number of the stage, kind, segments, replica and index of the microbatch."""
         return {}
 
     @cached_property
-    def _kept(self) -> dict[tuple[int, int, int], int]:
-        """Bytes of activations so far asked for, likewise."""
+    def _kept_bytes(self) -> dict[tuple[int, int, int], int]:
+        """Cache of `activation_bytes`, by number of the stage, replica and index of the microbatch."""
         return {}
 
     def _flow_bytes(self, flow: Flow) -> int:
@@ -261,20 +260,21 @@ class ModelTiming:
         if edge.crosses_units:
             rows = self.loads.routes[edge.src.unit, edge.dst.unit].rows(flow.src, flow.dst)
             return rows * self._widths[edge] * self.element_bytes
-        load, sharers = self.loads.loads[flow.src], 1
-        if self.graph.stage(edge.src).sp:  # each rank of the TP group sends its own rows
-            sharers = self.graph.mesh(edge.src.unit).tp
-        return self._entered[edge].input_elements(-(-load.tokens // sharers), load.num_sequences) * self.element_bytes
+        load = self.loads.loads[flow.src]
+        # With sequence parallelism each rank of the TP group sends its own slice of the tokens.
+        num_slices = self.graph.mesh(edge.src.unit).tp if self.graph.stage(edge.src).sp else 1
+        tokens = -(-load.tokens // num_slices)
+        return self._entered[edge].input_elements(tokens, load.num_sequences) * self.element_bytes
 
     @cached_property
     def _widths(self) -> dict[Edge, int]:
-        """Features of a row that flows between units."""
+        """Width of a row that flows between units, by edge."""
         crossing = [edge for edge in self.graph.edges if edge.crosses_units]
         return {edge: self.shape.edge(edge.src.unit, edge.dst.unit).width for edge in crossing}
 
     @cached_property
     def _entered(self) -> dict[Edge, LayerShape]:
-        """The layer that an edge inside a unit enters."""
+        """Layer that an edge inside a unit enters, by edge."""
         inside = [edge for edge in self.graph.edges if not edge.crosses_units]
         return {e: self.shape.unit(e.dst.unit).layers[self.graph.stage(e.dst).layers[0]] for e in inside}
 
@@ -282,7 +282,10 @@ class ModelTiming:
         tp = self.graph.mesh(unit).tp
         held = [sid for sid, _ in self.graph.held_by(rank) if sid.unit == unit]
         return sum(
-            self.parameters(h.layer, tp) for sid in held for h in self._contents[sid].layers if h.layer.trainable
+            self.parameters(of_stage.layer, tp)
+            for sid in held
+            for of_stage in self._contents[sid].layers
+            if of_stage.layer.trainable
         )
 
     def _same_node(self, ranks: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The bubble account: what a rank's compute stream was idle for, simulated or measured."""
+"""Bubble accounting: why a rank's compute stream is idle, in simulated and measured steps alike."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,48 +10,49 @@ from mmtrain.program.trace.timeline import BUBBLE_KINDS, BubbleKind
 
 @dataclass(slots=True)
 class BubbleAccount:
-    """Takes one rank's compute and collectives as they come, one after another, and books the time between them.
+    """The idle time of one rank by kind, added up from its compute actions and collectives in their order.
 
-    A wait for data before the rank's first compute is `pp_warmup`, after its last forward `pp_cooldown`, between them
-    `pp_other`; `pp_cooldown` also counts the wait for other stages before shared weights and the step, `imbalance`
-    that for other replicas before a reduction. Collectives themselves count as `tp` (sharing in a TP group),
-    `dp_gather` or `dp_reduce` (gradients, shared weights, the norm). Tensor parallelism inside compute is compute; a
-    wait before a later part of a forward or backward, for what the part before has left under way, is `tp`.
+    A wait for data is `pp_warmup` before the rank's first compute, `pp_cooldown` after its last forward, and
+    `pp_other` between them. A wait for other stages before shared weights are reduced and before the step is
+    `pp_cooldown` too, a wait for other replicas before a reduction `imbalance`. Collectives themselves are bubbles:
+    `tp` (sharing in a TP group), `dp_gather`, or `dp_reduce` (gradients, shared weights, the norm). Tensor parallelism
+    inside compute counts as compute, but a wait before a later part of a forward or backward, for the collective that
+    the part before left under way, is `tp`.
     """
 
     forwards_left: int
-    clock: float = 0.0  # end of the work done so far
-    computed: bool = False
-    begun: set[Pass] = field(default_factory=set)  # of what runs in parts
+    clock: float = 0.0  # end of the last action, in seconds since the start of the step
+    has_computed: bool = False
+    started: set[Pass] = field(default_factory=set)  # passes that run in parts
     bubbles: dict[BubbleKind, float] = field(default_factory=lambda: dict.fromkeys(BUBBLE_KINDS, 0.0))
 
     @classmethod
-    def for_actions(cls, todo: Iterable[Compute | Collective]) -> "BubbleAccount":
-        """An empty account for a rank that has this to do."""
-        return cls(sum(_is_forward(action) for action in todo))
+    def for_actions(cls, actions: Iterable[Compute | Collective]) -> "BubbleAccount":
+        """Return an empty account for a rank that runs these actions in a step."""
+        return cls(sum(_is_forward(action) for action in actions))
 
     def add(self, action: Compute | Collective, start_s: float, duration_s: float) -> None:
-        """Take what the rank does next."""
+        """Add the rank's next action, and the wait before it."""
         self.bubbles[self._waiting_kind(action)] += start_s - self.clock
         if isinstance(action, Compute):
-            self.computed = True
+            self.has_computed = True
             if isinstance(action, Partial):
-                self.begun.add(pass_of(action))
+                self.started.add(pass_of(action))
             self.forwards_left -= _is_forward(action)
         else:
             self.bubbles[_own_kind(action)] += duration_s
         self.clock = start_s + duration_s
 
     def close(self, step_time_s: float) -> None:
-        """The step ends; until then the rank had nothing left to do but to wait for the last parameters."""
+        """End the step: since its last action the rank has waited for the last parameters to be gathered."""
         self.bubbles["dp_gather"] += step_time_s - self.clock
 
     def _waiting_kind(self, action: Compute | Collective) -> BubbleKind:
-        """The bubble that a wait before `action` is."""
+        """Return the kind of bubble of a wait before `action`."""
         if isinstance(action, Compute | Share):
-            if isinstance(action, Partial) and pass_of(action) in self.begun:
+            if isinstance(action, Partial) and pass_of(action) in self.started:
                 return "tp"
-            if not self.computed:
+            if not self.has_computed:
                 return "pp_warmup"
             return "pp_other" if self.forwards_left else "pp_cooldown"
         return "imbalance" if isinstance(action, ReduceGrads | GatherParams) else "pp_cooldown"
@@ -62,7 +63,7 @@ def _is_forward(action: Compute | Collective) -> bool:
 
 
 def _own_kind(action: Collective) -> BubbleKind:
-    """The bubble that a collective itself is: no rank computes during it."""
+    """Return the kind of bubble of a collective itself: no rank computes during it."""
     if isinstance(action, Share):
         return "tp"
     return "dp_gather" if isinstance(action, GatherParams) else "dp_reduce"

@@ -1,6 +1,7 @@
-"""The critical path: the chain of actions, each begun by the end of the one before, that a step's time is."""
+"""The critical path: the chain of actions, each started by the end of the one before, that makes the step's time."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from mmtrain.program.simulation.event_loop import EventTimes
 from mmtrain.program.simulation.sim_graph import SimGraph
@@ -9,88 +10,112 @@ from mmtrain.program.trace.timeline import Span
 
 
 def critical_path(
-    tracks: SimGraph, moments: EventTimes, costs: Sequence[TransferCost], transits: Sequence[TransferCost]
+    graph: SimGraph, times: EventTimes, task_costs: Sequence[TransferCost], message_costs: Sequence[TransferCost]
 ) -> tuple[Span, ...]:
-    """Return compute, messages and collectives from the begin of the step to its end, without a gap between them.
+    """Return compute, messages and collectives from the start of the step to its end, without a gap between them.
 
-    What ends last has waited for something that ended when it began, and so on back to the begin. Of several such
-    chains one is returned: the one that stays on its rank, where it can. A message without rows is in no chain; it
-    hands on what its ends waited for. A part is shown with the collective that it left under way, where that was waited
-    for. Jobs of several ranks are shown on one that kept the others waiting.
+    The action that ends last has waited for something that ended when it started, and so on back to the start of the
+    step. Where several such chains exist, the one returned stays on its rank as long as it can. A message without rows
+    is in no chain: the chain goes through it to what its ends waited for. A part is shown together with the collective
+    that it left under way if that collective was waited for. A task of several ranks is shown on one of those that
+    kept the others waiting.
     """
-    return tuple(_Walk(tracks, moments, costs, transits).backwards())[::-1]
+    return tuple(_Walk(graph, times, task_costs, message_costs).backwards())[::-1]
+
+
+class _Cause(NamedTuple):
+    """What a task waited for last."""
+
+    node: int  # of the task or message that ended when the waiting one started; see `SimGraph`
+    sim_rank: int  # where it was waited for
+    under_way_s: float = 0.0  # how long after its end the collective it left under way kept the other one waiting
 
 
 class _Walk:
     def __init__(
-        self, tracks: SimGraph, moments: EventTimes, costs: Sequence[TransferCost], transits: Sequence[TransferCost]
+        self,
+        graph: SimGraph,
+        times: EventTimes,
+        task_costs: Sequence[TransferCost],
+        message_costs: Sequence[TransferCost],
     ) -> None:
-        self.tracks, self.moments, self.costs, self.transits = tracks, moments, costs, transits
-        self.posters: dict[int, list[int]] = {}
-        for number, visit in enumerate(tracks.participations):
-            for parcel in visit.posts:
-                self.posters.setdefault(parcel, []).append(number)
-        self.resumes = {other: part for part, other in tracks.resumed_by.items()}
-        self.place = [{what: at for at, what in enumerate(moved)} for moved in moments.stream_order]
+        self.graph = graph
+        self.times = times
+        self.task_costs = task_costs
+        self.message_costs = message_costs
+        self.posters: dict[int, list[int]] = {}  # message -> participations that post an end of it
+        for number, participation in enumerate(graph.participations):
+            for message in participation.posts:
+                self.posters.setdefault(message, []).append(number)
+        self.resumes = {task: part for part, task in graph.resumed_by.items()}
+        self.stream_place = [{node: place for place, node in enumerate(nodes)} for nodes in times.stream_order]
 
     def backwards(self) -> Iterator[Span]:
-        """Spans of the path, the last one first."""
-        tracks, moments = self.tracks, self.moments
-        last = max(range(len(tracks.tasks)), key=lambda job: moments.ended[job])
-        at, waited = -1 - last, 0.0
-        while at != -1 - tracks.start:
-            if at < 0:
-                job = tracks.tasks[-1 - at]
-                assert job is not None
-                begin, (seconds, nbytes, _) = moments.started[-1 - at], self.costs[-1 - at]
-                duration = seconds + waited
-                at, track, waited = self._before_job(-1 - at)
-                yield Span(tracks.ranks[track][0], begin, duration, job.action, nbytes)
+        """Yield the spans of the path, the last one first."""
+        graph, times = self.graph, self.times
+        node = max(range(len(graph.tasks)), key=lambda task: times.ended[task])
+        under_way_s = 0.0
+        while node != graph.start:
+            if node < graph.start:
+                task = graph.tasks[node]
+                assert task is not None
+                start, (seconds, nbytes, _) = times.started[node], self.task_costs[node]
+                cause = self._before_task(node)
+                yield Span(graph.ranks[cause.sim_rank][0], start, seconds + under_way_s, task.action, nbytes)
+                node, under_way_s = cause.node, cause.under_way_s
             else:
-                parcel, (seconds, nbytes, _) = tracks.messages[at], self.transits[at]
+                message = node - graph.first_message_node
+                sent, (seconds, nbytes, _) = graph.messages[message], self.message_costs[message]
                 if nbytes:
-                    yield Span(parcel.senders[0], moments.departed[at], seconds, parcel.send, nbytes)
-                at = self._before_parcel(at)
+                    yield Span(sent.senders[0], times.departed[message], seconds, sent.send, nbytes)
+                node = self._before_message(message)
 
-    def _before_job(self, job: int) -> tuple[int, int, float]:
-        """What the job waited for last, a parcel or -1 - another job, and the track on which it did.
+    def _before_task(self, task: int) -> _Cause:
+        """Return what ended when the task started: the rank's own order first, then parts, messages and streams."""
+        participations, start = self.graph.participations, self.times.started[task]
+        numbers = self.graph.participations_of[task]
+        for number in numbers:
+            before = self._task_of(number - 1)
+            if self.times.ended[before] == start:
+                return _Cause(before, participations[number].sim_rank)
+        if task in self.resumes:
+            before = self.resumes[task]
+            under_way_s = self.times.under_way[before]
+            if self.times.ended[before] + under_way_s == start:
+                return _Cause(before, participations[numbers[0]].sim_rank, under_way_s)
+        for number in numbers:
+            for message in participations[number].reads:
+                if self.times.arrived[message] == start:
+                    return _Cause(self.graph.first_message_node + message, participations[number].sim_rank)
+        for number in numbers:
+            sim_rank = participations[number].sim_rank
+            if (on_stream := self._before_on_stream(sim_rank, task, start)) is not None:
+                return _Cause(on_stream, sim_rank)
+        raise AssertionError("a task starts when what it waits for ends")
 
-        And for how long after that job's end, where it left a collective under way.
-        """
-        visits, begin = self.tracks.participations, self.moments.started[job]
-        numbers = self.tracks.participations_of[job]
-        for v in numbers:
-            if self.moments.ended[visits[v - 1].task] == begin:
-                return -1 - visits[v - 1].task, visits[v].sim_rank, 0.0
-        if job in self.resumes:
-            before = self.resumes[job]
-            waited = self.moments.under_way[before]
-            if self.moments.ended[before] + waited == begin:
-                return -1 - before, visits[numbers[0]].sim_rank, waited
-        for v in numbers:
-            for parcel in visits[v].reads:
-                if self.moments.arrived[parcel] == begin:
-                    return parcel, visits[v].sim_rank, 0.0
-        for v in numbers:
-            if (left := self._on_stream(visits[v].sim_rank, -1 - job, begin)) is not None:
-                return left, visits[v].sim_rank, 0.0
-        raise AssertionError("a job begins when what it waits for ends")
-
-    def _before_parcel(self, parcel: int) -> int:
-        """What ended when the message left: work of one of its ends, or what its sender's stream did before."""
-        begin = self.moments.departed[parcel]
-        for v in self.posters[parcel]:
-            if self.moments.ended[self.tracks.participations[v].task] == begin:
-                return -1 - self.tracks.participations[v].task
-        before = self._on_stream(self.tracks.sender[parcel], parcel, begin)
-        assert before is not None, "a message leaves when what it waits for ends"
+    def _before_message(self, message: int) -> int:
+        """Return the node that ended when the message departed: a task of one of its ends, or one on its stream."""
+        departed = self.times.departed[message]
+        for number in self.posters[message]:
+            task = self._task_of(number)
+            if self.times.ended[task] == departed:
+                return task
+        node = self.graph.first_message_node + message
+        before = self._before_on_stream(self.graph.sender[message], node, departed)
+        assert before is not None, "a message departs when what it waits for ends"
         return before
 
-    def _on_stream(self, track: int, what: int, begin: float) -> int | None:
-        """What the communication stream did right before, if it ended then."""
-        at = self.place[track].get(what, 0)
-        if at == 0:
+    def _task_of(self, participation: int) -> int:
+        task = self.graph.participations[participation].task
+        assert task is not None, "only the end of a sim rank's order has no task"
+        return task
+
+    def _before_on_stream(self, sim_rank: int, node: int, start: float) -> int | None:
+        """Return the node that the communication stream carried right before, if it ended at `start`."""
+        place = self.stream_place[sim_rank].get(node, 0)
+        if place == 0:
             return None
-        before = self.moments.stream_order[track][at - 1]
-        ended = self.moments.ended[-1 - before] if before < 0 else self.moments.arrived[before]
-        return before if ended == begin else None
+        before = self.times.stream_order[sim_rank][place - 1]
+        first_message = self.graph.first_message_node
+        ended = self.times.ended[before] if before < first_message else self.times.arrived[before - first_message]
+        return before if ended == start else None

@@ -1,11 +1,11 @@
-"""From what the ranks recorded of a step to its timeline, drawn and booked like a simulated one."""
+"""Turn the records of a step into its timeline, with spans and bubbles like those of a simulated step."""
 
 import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from mmtrain.program.ir.actions import Collective, Compute, Recv, Send
@@ -16,37 +16,38 @@ from mmtrain.program.trace.step_record import StepRecord
 from mmtrain.program.trace.timeline import BubbleKind, Span, Timeline, chrome_trace
 
 BytesMoved = Callable[[int, Collective], int]  # (rank, collective) -> bytes
+_GroupCollective = tuple[Collective, tuple[int, ...]]  # a collective and the ranks that run it
 
 
 def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], bytes_moved: BytesMoved) -> Timeline:
-    """Draw one step of the given ranks, whose records are on one clock; it starts when the first of them does.
+    """Return the timeline of one step of the given ranks, whose records share a clock; it starts with the first rank.
 
-    Compute begins when its messages have come. A collective begins on all its ranks when the last of them is there;
-    what the others wait is a bubble. A message is drawn on its sender from when both ends were posted to when the
-    receiver knew of it, which is when it was waited for: at most so long. It ends in the drawing when the next message
-    or collective of its sender begins, since it cannot be told which moved when.
+    Compute starts when its messages have come. A collective starts on all its ranks when the last of them has reached
+    it; the wait of the others is a bubble. A message is shown on its sender from when both its ends were posted to when
+    the receiver knew of it, which is an upper bound: the receiver knows of it when it waits for it. Its span ends early
+    if the next message or collective of its sender starts, since records do not say which of them moved when.
 
     Memory is not in the records: `peak_memory_bytes` stays empty.
     """
     zero = min(record.start_s for record in records.values())
     records = {rank: record.shifted(-zero) for rank, record in records.items()}
     step_time = max(record.end_s for record in records.values())
-    together = _together(graph, records)
+    complete_s = _complete_times(graph, records)
     messages = _messages(records)
     spans: list[Span] = []
     bubbles: dict[int, Mapping[BubbleKind, float]] = {}
     for rank, record in records.items():
-        works = list(_works(graph, rank, record, together))
-        account = BubbleAccount.for_actions(work.action for work in works)
+        timed = list(_timed_actions(graph, rank, record, complete_s))
+        account = BubbleAccount.for_actions(entry.action for entry in timed)
         collectives: list[Span] = []
-        for work in works:
-            start = max(work.start_s, account.clock)  # clocks agree to some microseconds only
-            end = max(work.end_s, start)
-            account.add(work.action, start, end - start)
-            if isinstance(work.action, Compute):
-                spans.append(Span(rank, start, end - start, work.action))
+        for action, start_s, end_s in timed:
+            start = max(start_s, account.clock)  # the clocks of two ranks agree to some microseconds only
+            end = max(end_s, start)
+            account.add(action, start, end - start)
+            if isinstance(action, Compute):
+                spans.append(Span(rank, start, end - start, action))
             else:
-                collectives.append(Span(rank, start, end - start, work.action, bytes_moved(rank, work.action)))
+                collectives.append(Span(rank, start, end - start, action, bytes_moved(rank, action)))
         account.close(step_time)
         bubbles[rank] = account.bubbles
         spans += without_overlaps(collectives, messages.get(rank, []))
@@ -60,69 +61,69 @@ def measured_timeline(graph: StageGraph, records: Mapping[int, StepRecord], byte
     )
 
 
-class _Work(NamedTuple):
+class _TimedAction(NamedTuple):
     action: Compute | Collective
     start_s: float
     end_s: float
 
 
-def _works(
-    graph: StageGraph, rank: int, record: StepRecord, together: Mapping[tuple[Collective, tuple[int, ...]], float]
-) -> Iterator[_Work]:
-    """What held the rank, in order; a collective starts when its group is complete."""
-    for action, begin, end, waited in record.actions:
+def _timed_actions(
+    graph: StageGraph, rank: int, record: StepRecord, complete_s: Mapping[_GroupCollective, float]
+) -> Iterator[_TimedAction]:
+    """Yield the compute actions and collectives of a rank; a collective starts when its group is complete."""
+    for action, start, end, waited in record.actions:
         if isinstance(action, Compute):
-            yield _Work(action, begin + waited, end)
+            yield _TimedAction(action, start + waited, end)
         elif isinstance(action, Collective):
-            yield _Work(action, min(together[action, participants(graph, rank, action)], end), end)
+            yield _TimedAction(action, min(complete_s[action, participants(graph, rank, action)], end), end)
 
 
-def _together(graph: StageGraph, records: Mapping[int, StepRecord]) -> dict[tuple[Collective, tuple[int, ...]], float]:
-    """When the last rank came to each collective; a group runs each of its collectives once in a step."""
-    last: defaultdict[tuple[Collective, tuple[int, ...]], float] = defaultdict(float)
+def _complete_times(graph: StageGraph, records: Mapping[int, StepRecord]) -> dict[_GroupCollective, float]:
+    """Return when the last rank reached each collective; a group runs each of its collectives once in a step."""
+    last: defaultdict[_GroupCollective, float] = defaultdict(float)
     for rank, record in records.items():
-        for action, begin, _, waited in record.actions:
+        for action, start, _, waited in record.actions:
             if isinstance(action, Collective):
                 key = (action, participants(graph, rank, action))
-                last[key] = max(last[key], begin + waited)
+                last[key] = max(last[key], start + waited)
     return last
 
 
 def _messages(records: Mapping[int, StepRecord]) -> dict[int, list[Span]]:
-    """Every message on its sender."""
-    ends = {
+    """Return the spans of all messages by sender."""
+    received = {
         (m.message.peer, Send(m.message.edge, m.message.src, m.message.dst, rank, m.message.payload)): m
         for rank, record in records.items()
         for m in record.messages
         if isinstance(m.message, Recv)
     }
-    found: dict[int, list[Span]] = {}
+    spans: dict[int, list[Span]] = {}
     for rank, record in records.items():
         for sent in record.messages:
             if isinstance(sent.message, Send):
-                received = ends[rank, sent.message]
-                start = max(sent.posted_s, received.posted_s)
-                span = Span(rank, start, max(received.done_s - start, 0.0), sent.message, sent.nbytes)
-                found.setdefault(rank, []).append(span)
-    return found
+                receive = received[rank, sent.message]
+                start = max(sent.posted_s, receive.posted_s)
+                span = Span(rank, start, max(receive.done_s - start, 0.0), sent.message, sent.nbytes)
+                spans.setdefault(rank, []).append(span)
+    return spans
 
 
 def without_overlaps(collectives: Sequence[Span], messages: Sequence[Span]) -> Iterator[Span]:
-    """Draw a rank's communication without overlaps, of which viewers drop one: collectives where they were.
+    """Return a rank's communication as spans that do not overlap, since trace viewers drop one of two that do.
 
-    A message begins when a collective that ran has ended, and ends at the latest when something else begins.
+    Collectives keep their start. A message that starts while a collective runs starts when it has ended, and every span
+    ends at the latest when the next one starts.
     """
     ends = [(c.start_s, c.start_s + c.duration_s) for c in sorted(collectives, key=_start)]
     spans = list(collectives)
     for message in messages:
-        at = bisect_right(ends, (message.start_s, math.inf)) - 1
-        start = max(message.start_s, ends[at][1]) if at >= 0 else message.start_s
+        before = bisect_right(ends, (message.start_s, math.inf)) - 1
+        start = max(message.start_s, ends[before][1]) if before >= 0 else message.start_s
         spans.append(message._replace(start_s=start, duration_s=max(0.0, message.start_s + message.duration_s - start)))
     spans.sort(key=_start)
-    for span, after in pairwise([*spans, None]):
-        assert span is not None
-        left = math.inf if after is None else after.start_s - span.start_s
-        yield span._replace(duration_s=min(span.duration_s, left))
+    for span, after in zip_longest(spans, spans[1:]):
+        until_next = math.inf if after is None else after.start_s - span.start_s
+        yield span._replace(duration_s=min(span.duration_s, until_next))
 
 
 def _start(span: Span) -> float:
@@ -139,13 +140,14 @@ class MeasuredStep:
 
 
 def run_trace(steps: Sequence[MeasuredStep], plan_sha256: str, clock_error_s: float) -> dict[str, Any]:
-    """Return recorded steps as one Chrome trace, on one axis that begins with the first of them.
+    """Return recorded steps as one Chrome trace, on one time axis that starts with the first of them.
 
-    `otherData` holds their mean step time, and beside what every trace has `steps` (number, `ts` and `dur` in
-    microseconds of each, and `bubbles`, its idle time by kind as shares) and how far the clocks of two ranks may be
-    apart.
+    `otherData` holds the mean step time, and in addition to what every trace has: `steps` (of each its number, `ts` and
+    `dur` in microseconds, and `bubbles`, the idle time by kind as shares) and `clock_error_us`, how far the clocks of
+    two ranks may differ.
     """
-    first, shifted = steps[0].start_s, []
+    first = steps[0].start_s
+    shifted: list[Span] = []
     for step in steps:
         by_s = step.start_s - first
         shifted += [span._replace(start_s=span.start_s + by_s) for span in step.timeline.spans]

@@ -1,4 +1,4 @@
-"""What one rank did in one step, and when: what timelines, metrics and the search for slow ranks read."""
+"""The step record: what one rank did in one step, and when. Timelines, metrics and straggler detection read it."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from mmtrain.program.ir.graph import Edge
 
 
 class ActionRecord(NamedTuple):
-    """An action that ran from `start_s` to `end_s`, the first `wait_s` of which it waited for messages."""
+    """An action that ran from `start_s` to `end_s`; for the first `wait_s` of that time it waited for messages."""
 
     action: Action
     start_s: float
@@ -24,9 +24,9 @@ class ActionRecord(NamedTuple):
 
 
 class MessageRecord(NamedTuple):
-    """A message with at least one row, from when this rank posted its end to when it knew that it had come.
+    """A message with at least one row, from when this rank posted its end to when it knew that it was complete.
 
-    `wait_s` is how long the rank stood still for it. Nothing tells when the bytes came within that time.
+    `wait_s` is how long the rank stood still for it. When the bytes came within that time is not known.
     """
 
     message: Send | Recv
@@ -38,7 +38,7 @@ class MessageRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class EdgeTraffic:
-    """What went over an edge: bytes sent, and seconds that ranks stood still for it at either end."""
+    """The traffic of an edge: bytes sent, and seconds that ranks stood still for it at either end."""
 
     nbytes: int = 0
     wait_s: float = 0.0
@@ -49,30 +49,31 @@ class EdgeTraffic:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One rank's step, from `start_s` to `end_s` of a clock of its own, in seconds."""
+    """One rank's step, from `start_s` to `end_s` on a clock of its own, in seconds."""
 
     start_s: float
     end_s: float
     actions: tuple[ActionRecord, ...]
     messages: tuple[MessageRecord, ...]
 
-    def seconds(self) -> dict[str, float]:
-        """Where the step's time went: `compute` (the optimizer's included), `communication`, `wait` for messages."""
+    def seconds_by_kind(self) -> dict[str, float]:
+        """Return how long the rank spent in `compute` (with the optimizer), `communication` and `wait` for messages."""
         split = {"compute": 0.0, "communication": 0.0, "wait": sum(m.wait_s for m in self.messages)}
-        for done in self.actions:
-            moves = isinstance(done.action, Send | Recv | Share | ReduceGrads | ReduceShared | GatherParams)
-            split["communication" if moves else "compute"] += done.busy_s
+        for record in self.actions:
+            moves_data = isinstance(record.action, Send | Recv | Share | ReduceGrads | ReduceShared | GatherParams)
+            split["communication" if moves_data else "compute"] += record.busy_s
         return split
 
     def traffic_by_edge(self) -> Mapping[Edge, EdgeTraffic]:
-        """Bytes sent and seconds waited, by edge."""
-        found: defaultdict[Edge, EdgeTraffic] = defaultdict(EdgeTraffic)
-        for m in self.messages:
-            found[m.message.edge] += EdgeTraffic(m.nbytes if isinstance(m.message, Send) else 0, m.wait_s)
-        return found
+        """Return bytes sent and seconds waited, by edge."""
+        traffic: defaultdict[Edge, EdgeTraffic] = defaultdict(EdgeTraffic)
+        for record in self.messages:
+            nbytes = record.nbytes if isinstance(record.message, Send) else 0
+            traffic[record.message.edge] += EdgeTraffic(nbytes, record.wait_s)
+        return traffic
 
     def shifted(self, by_s: float) -> "StepRecord":
-        """The same on a clock that reads `by_s` seconds more."""
+        """Return the same record on a clock that reads `by_s` seconds more."""
         return StepRecord(
             self.start_s + by_s,
             self.end_s + by_s,
@@ -84,5 +85,5 @@ class StepRecord:
 EMPTY_STEP_RECORD = StepRecord(0.0, 0.0, (), ())
 
 
-def _shifted(moved: tuple[MessageRecord, ...], by_s: float) -> Iterator[MessageRecord]:
-    return (m._replace(posted_s=m.posted_s + by_s, done_s=m.done_s + by_s) for m in moved)
+def _shifted(messages: tuple[MessageRecord, ...], by_s: float) -> Iterator[MessageRecord]:
+    return (m._replace(posted_s=m.posted_s + by_s, done_s=m.done_s + by_s) for m in messages)

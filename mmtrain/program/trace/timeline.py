@@ -13,7 +13,6 @@ from mmtrain.program.ir.actions import (
     Forward,
     GatherParams,
     Partial,
-    PartKind,
     Recv,
     ReduceGrads,
     ReduceShared,
@@ -50,7 +49,7 @@ class Span(NamedTuple):
 
 
 class LazySpans(Sequence[Span]):
-    """Spans that are made when somebody first looks: of most simulated steps only the time is asked."""
+    """Spans that are made when first read: most simulated steps are needed for their time only."""
 
     def __init__(self, make: Callable[[], tuple[Span, ...]]) -> None:
         self._make = make
@@ -79,26 +78,27 @@ class LazySpans(Sequence[Span]):
 class Timeline:
     """One step: spans in the order of their start, and what they add up to.
 
-    Only a simulated step knows its critical path: actions, in order, of which each begins when the one before ends,
-    from the begin of the step to its end.
+    Only a simulated step knows its critical path: actions in order, each starting when the one before ends, from the
+    start of the step to its end.
     """
 
     spans: Sequence[Span]
     step_time_s: float
     bubbles: Mapping[int, Mapping[BubbleKind, float]]  # rank -> kind -> seconds its compute stream is idle
-    peak_memory_bytes: Mapping[int, int]  # rank -> activations alive at the fullest moment
+    peak_memory_bytes: Mapping[int, int]  # rank -> the most bytes of activations alive at once
     simulated: bool
-    pipeline_ranks: Mapping[str, int]  # unit -> ranks that its stages go round; each round is a chunk
+    pipeline_ranks: Mapping[str, int]  # unit -> pp: its stages visit so many pipeline ranks in each model chunk
     critical_path: Sequence[Span] = ()
 
     def bubble_shares(self) -> dict[BubbleKind, float]:
-        """Idle time by kind as a share of all rank-seconds of the step."""
+        """Return the idle time by kind as a share of all rank-seconds of the step."""
         total = self.step_time_s * len(self.bubbles)
-        return {k: sum(b[k] for b in self.bubbles.values()) / total if total else 0.0 for k in BUBBLE_KINDS}
+        idle = {kind: sum(of_rank[kind] for of_rank in self.bubbles.values()) for kind in BUBBLE_KINDS}
+        return {kind: seconds / total if total else 0.0 for kind, seconds in idle.items()}
 
 
 def chrome_trace(timeline: Timeline, plan_sha256: str) -> dict[str, Any]:
-    """Return the timeline as a Chrome trace: `pid` is the global rank, `tid` 0 compute and 1 communication."""
+    """Return the timeline as a Chrome trace: `pid` is the global rank, `tid` 0 is compute and 1 communication."""
     events: list[dict[str, Any]] = []
     for rank in timeline.bubbles:
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
@@ -130,23 +130,21 @@ def _event(span: Span, pipeline_ranks: Mapping[str, int]) -> dict[str, Any]:
 def _describe(span: Span, pipeline_ranks: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
     match span.action:
         case Forward(stage, mb) | Backward(stage, mb) | Partial(stage, mb):
-            does: PartKind = direction(span.action)
-            kind, more, segments = str(does), {}, ""
-            if isinstance(span.action, Partial):
-                does, lo, hi = span.action.kind, span.action.lo, span.action.hi
-                more, segments = {"lo": lo, "hi": hi}, f" {lo}:{hi}"
-                kind = "partial" if does == kind else does
             args = {
-                "kind": kind,
+                "kind": "partial" if isinstance(span.action, Partial) else direction(span.action),
                 "unit": stage.unit,
                 "stage": stage.index,
                 "chunk": stage.index // pipeline_ranks[stage.unit],
                 "replica": mb.replica,
                 "microbatch": mb.index,
             }
-            return f"{does} {stage} {mb}{segments}", args | more
+            name = f"{direction(span.action)} {stage} {mb}"
+            if isinstance(span.action, Partial):
+                lo, hi = span.action.lo, span.action.hi
+                return f"{name} {lo}:{hi}", args | {"lo": lo, "hi": hi}
+            return name, args
         case Fill(host):
-            raise AssertionError(f"a filled {host} runs, and is drawn, part by part")
+            raise AssertionError(f"a filled {host} runs part by part, and so do its spans")
         case Send(edge, src, dst, _, payload) | Recv(edge, src, dst, _, payload):
             return f"{payload} {src} to {dst}", {"kind": "p2p", "edge": str(edge), "bytes": span.nbytes}
         case Share(edge, mb, payload):

@@ -1,4 +1,4 @@
-"""Channels carry no tags: what one end sends first, the other must receive first."""
+"""Channels carry no tags: the first message that one end sends must be the first that the other end receives."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -6,50 +6,56 @@ from collections.abc import Mapping, Sequence
 from mmtrain.program.ir.actions import Action, Payload, Recv, Send
 from mmtrain.program.ir.graph import Edge, Microbatch
 
-Channel = tuple[Edge, Payload, int, int]  # sender, receiver
+Channel = tuple[Edge, Payload, int, int]  # ..., sender, receiver
 MicrobatchPair = tuple[Microbatch, Microbatch]  # source, destination
 
 
 def order_receives(actions: Mapping[int, Sequence[Action]]) -> dict[int, tuple[Action, ...]]:
     """Post the receives of every channel in the order in which its other end sends.
 
-    Where several source microbatches feed several destination ones, a sender has all that comes of its first before
-    its second, and a receiver needs all that goes into its own first. Receives are posted earlier than they are
-    needed, never later, so nothing that ran before waits now. Without sends to match them they stay where they are.
+    Where several source microbatches feed several destination microbatches, a sender sends everything of its first
+    microbatch before its second, while a receiver needs everything that enters its own first. Receives are posted
+    earlier than they are needed, never later, so nothing waits that did not wait before. A receive without a matching
+    send stays where it is.
     """
-    sent: defaultdict[Channel, dict[MicrobatchPair, int]] = defaultdict(dict)
-    for rank, todo in actions.items():
-        for action in todo:
+    sent: defaultdict[Channel, dict[MicrobatchPair, int]] = defaultdict(dict)  # channel -> message -> its place
+    for rank, actions_of_rank in actions.items():
+        for action in actions_of_rank:
             if isinstance(action, Send):
                 places = sent[action.edge, action.payload, rank, action.peer]
                 places.setdefault((action.src, action.dst), len(places))
-    return {rank: _reordered(rank, todo, sent) for rank, todo in actions.items()}
+    return {rank: _reordered(rank, actions_of_rank, sent) for rank, actions_of_rank in actions.items()}
 
 
 def _reordered(
-    rank: int, todo: Sequence[Action], sent: Mapping[Channel, Mapping[MicrobatchPair, int]]
+    rank: int, actions: Sequence[Action], sent: Mapping[Channel, Mapping[MicrobatchPair, int]]
 ) -> tuple[Action, ...]:
-    waiting: defaultdict[Channel, list[tuple[int, int]]] = defaultdict(list)  # place in the channel, place in `todo`
-    for at, action in enumerate(todo):
+    receives: defaultdict[Channel, list[tuple[int, int]]] = defaultdict(list)  # (place in channel, place in `actions`)
+    for at, action in enumerate(actions):
         if isinstance(action, Recv):
             channel = (action.edge, action.payload, action.peer, rank)
             place = sent[channel].get((action.src, action.dst)) if channel in sent else None
             if place is not None:
-                waiting[channel].append((place, at))
-    before: defaultdict[int, list[Action]] = defaultdict(list)  # place in `todo` -> receives to post there
+                receives[channel].append((place, at))
+    before: defaultdict[int, list[Action]] = defaultdict(list)  # place in `actions` -> receives to post there
     moved: set[int] = set()
-    for places in waiting.values():
-        by_channel = sorted(places)
-        if by_channel == places:
+    for of_channel in receives.values():
+        in_channel_order = sorted(of_channel)
+        if in_channel_order == of_channel:
             continue
-        latest = len(todo)
+        latest = len(actions)
         moves: list[tuple[int, int]] = []
-        for _, at in reversed(by_channel):
+        for _, at in reversed(in_channel_order):
             latest = min(latest, at)
             moves.append((latest, at))
         for to, at in reversed(moves):
-            before[to].append(todo[at])
+            before[to].append(actions[at])
             moved.add(at)
     if not moved:
-        return tuple(todo)
-    return tuple(new for at, action in enumerate(todo) for new in (*before[at], *([] if at in moved else [action])))
+        return tuple(actions)
+    reordered: list[Action] = []
+    for at, action in enumerate(actions):
+        reordered += before[at]
+        if at not in moved:
+            reordered.append(action)
+    return tuple(reordered)

@@ -1,6 +1,8 @@
-"""The checker: proves, before anything runs, that a program is complete and cannot deadlock or run out of memory.
+"""The checker: prove, before anything runs, that a program is complete and cannot deadlock.
 
-Each test below looks at one promise and may rely on those kept before it; what breaks one is reported at once.
+It also proves that activations fit into memory when given a `MemoryLimit`.
+
+Each test below looks at one promise and may rely on those before it; problems of one test are reported at once.
 """
 
 from collections import Counter, defaultdict
@@ -56,7 +58,7 @@ from mmtrain.program.verify.deadlock import find_deadlock
 from mmtrain.program.verify.live_activations import BytesOf, peak_activation_bytes
 from mmtrain.program.verify.matching import JointAction
 
-Row = list[tuple[int, AtomicAction]]  # what a rank does, one thing after another, each with its place among the actions
+NumberedActions = list[tuple[int, AtomicAction]]  # what a rank does, in order, each with its place among the actions
 
 MAX_REPORTED_PROBLEMS = 20  # problems printed; one misplaced action can cause hundreds
 
@@ -70,18 +72,18 @@ class MemoryLimit:
 
 
 def check_program(program: Program, memory: MemoryLimit | None = None) -> None:
-    """Refuse a program that is incomplete, out of order, bound to deadlock, or too large for memory.
+    """Reject a program that is incomplete, out of order, bound to deadlock, or (with `memory`) too large for memory.
 
-    Proved for all replica groups by looking at group 0, of which they are copies:
+    Only group 0 is looked at: the other replica groups are its copies. What is proved:
 
-    * every rank runs exactly the actions the stage graph asks of it, each once: forwards, backwards where something
-      trainable lies in the stage or upstream, sends, receives, shares, reductions, the step; a forward or backward
-      that is run in parts has all its segments, each once and in order;
-    * whatever an action reads was computed, received or shared on its rank before it; what works in the gap of
-      another action does so between the two parts of that action;
+    * every rank runs exactly the actions that the stage graph asks of it, each once: forwards, backwards where
+      something trainable lies in the stage or upstream, sends, receives, shares, reductions, the step; a forward or
+      backward that runs in parts has all its segments, each once and in order;
+    * whatever an action reads was computed, received or shared on its rank before it; what runs in the gap of another
+      action does so between the two parts of that action;
     * the messages of every channel (edge, payload, sender, receiver) are sent and received in the same order;
     * ranks that share a group run its collectives in the same order;
-    * no circle of actions wait for each other, where a send never waits, a receive is waited for where its data is
+    * no actions wait for each other in a cycle, where a send never waits, a receive is waited for where its data is
       first read, and a collective waits for its whole group;
     * with `memory`, live activations fit on every rank.
 
@@ -90,25 +92,24 @@ def check_program(program: Program, memory: MemoryLimit | None = None) -> None:
     """
     ranks = set(program.symmetry.mirrors[0])
     if ranks != set(program.actions):
-        found = sorted(program.actions)
-        raise ProgramError(f"program: has actions for ranks {found}, but replica group 0 is {sorted(ranks)}")
+        present = sorted(program.actions)
+        raise ProgramError(f"program: has actions for ranks {present}, but replica group 0 is {sorted(ranks)}")
     graph = program.graph
-    rows = [
-        (rank, [(at, part) for at, action in enumerate(actions) for part in expand(graph, action)])
+    numbered = {
+        rank: [(at, part) for at, action in enumerate(actions) for part in expand(graph, action)]
         for rank, actions in program.actions.items()
-    ]
-    _refuse([text for rank, row in rows for text in _split_backwards(rank, row)])
-    _refuse([text for rank, row in rows for text in _not_exactly_once(graph, rank, row)])
-    early = [text for rank, row in rows for text in _out_of_order(graph, rank, row)]
-    _refuse([*early, *_channels_disagree(program), *_groups_disagree(program)])
-    if circle := find_deadlock(program.matching):
-        _refuse([_circle_text(circle)])
+    }
+    _raise_if_any([text for rank, actions in numbered.items() for text in _not_exactly_once(graph, rank, actions)])
+    early = [text for rank, actions in numbered.items() for text in _out_of_order(graph, rank, actions)]
+    _raise_if_any([*early, *_channels_disagree(program), *_groups_disagree(program)])
+    if deadlock := find_deadlock(program.matching):
+        _raise_if_any([_deadlock_text(deadlock)])
     if memory is not None:
-        _refuse(_too_large(program, memory))
+        _raise_if_any(_too_large(program, memory))
 
 
 def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
-    """Everything `rank` must do in a step, in no order."""
+    """Count everything `rank` must do in a step, in no order."""
     expected: Counter[Action] = Counter()
     for stage, replica in graph.held_by(rank):
         for index in range(graph.mesh(stage.unit).num_microbatches):
@@ -129,92 +130,87 @@ def expected_actions(graph: StageGraph, rank: int) -> Counter[Action]:
     return expected
 
 
-def _split_backwards(rank: int, row: Row) -> list[str]:
-    return [
-        f"rank {rank}: `{action_to_text(part)}` (action {at}) splits a backward, which can be simulated but not run: "
-        "the runtime computes gradients of inputs and weights at once; write PB"
-        for at, part in row
-        if isinstance(part, Partial) and part.kind in ("BI", "BW")
-    ]
-
-
-def _not_exactly_once(graph: StageGraph, rank: int, row: Row) -> list[str]:
+def _not_exactly_once(graph: StageGraph, rank: int, actions: NumberedActions) -> list[str]:
     expected = expected_actions(graph, rank)
-    found, problems = _joined(graph, rank, row, expected)
-    if found.items() == expected.items():
+    counted, problems = _count_with_parts_joined(graph, rank, actions, expected)
+    if counted.items() == expected.items():
         return problems
-    for action in expected | found:
-        text, n, wanted = action_to_text(action), found[action], expected[action]
+    for action in expected | counted:
+        text, count, wanted = action_to_text(action), counted[action], expected[action]
         if wanted == 0:
             problems.append(f"rank {rank}: `{text}` does not belong on this rank")
-        elif n != wanted:
-            problems.append(f"rank {rank}: `{text}` is missing" if n == 0 else f"rank {rank}: `{text}` comes {n} times")
+        elif count == 0:
+            problems.append(f"rank {rank}: `{text}` is missing")
+        elif count != wanted:
+            problems.append(f"rank {rank}: `{text}` comes {count} times")
     return problems
 
 
-def _joined(graph: StageGraph, rank: int, row: Row, expected: Counter[Action]) -> tuple[Counter[Action], list[str]]:
-    """Count actions, parts joined to the whole that they make; and name what does not fit together.
+def _count_with_parts_joined(
+    graph: StageGraph, rank: int, actions: NumberedActions, expected: Counter[Action]
+) -> tuple[Counter[Action], list[str]]:
+    """Count actions, with parts joined to the pass that they make; and describe parts that do not fit together.
 
-    What is begun and not ended counts as done, so that its missing segments are named and not the whole.
+    A pass that starts and does not finish counts as done, so that its missing segments are reported and not the pass.
     """
-    found: Counter[Action] = Counter(action for _, action in row)
-    num_done: Counter[Pass] = Counter()  # segments, of what is run in parts
+    counted: Counter[Action] = Counter(action for _, action in actions)
+    num_done: Counter[Pass] = Counter()  # segments done of each pass that runs in parts
     problems = []
-    for at, action in row:
+    for at, action in actions:
         if not isinstance(action, Partial) or not expected[pass_of(action)]:
             continue
-        del found[action]
+        del counted[action]
         joined, total = pass_of(action), num_segments(graph, action.stage)
         done = num_done[joined]
         lo, hi = (action.lo, action.hi) if action.kind == "F" else (total - action.hi, total - action.lo)
         if lo != done or hi > total:
             due = done if action.kind == "F" else total - done - 1
-            now = f"segment {due} is due" if done < total else "all segments are done"
-            problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes where {now} of {total}")
-        found[joined] += done == 0
+            state = f"segment {due} is due" if done < total else "all segments are done"
+            problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes where {state} of {total}")
+        counted[joined] += done == 0
         num_done[joined] = max(done, hi)
     for joined, done in num_done.items():
         total = num_segments(graph, joined.stage)
         if done < total:
             lo, hi = (done, total) if isinstance(joined, Forward) else (0, total - done)
-            missing = Partial(joined.stage, joined.mb, "F" if isinstance(joined, Forward) else "B", lo, hi)
+            missing = Partial(joined.stage, joined.mb, direction(joined), lo, hi)
             problems.append(f"rank {rank}: `{action_to_text(missing)}` is missing")
-    return found, problems
+    return counted, problems
 
 
-def _out_of_order(graph: StageGraph, rank: int, row: Row) -> list[str]:
+def _out_of_order(graph: StageGraph, rank: int, actions: NumberedActions) -> list[str]:
     done: set[Action] = set()
     problems = []
-    for nth, (at, action) in enumerate(row):
-        early = [before for before in _before(graph, rank, action) if before not in done]
+    for nth, (at, action) in enumerate(actions):
+        late = [before for before in _before(graph, rank, action) if before not in done]
         if isinstance(action, ReduceGrads | ReduceShared | Step):
-            early += [other for _, other in row[nth + 1 :] if _closes(action, other)]
-        if early:
-            others = ", ".join(f"`{action_to_text(other)}`" for other in early[:3])
+            late += [other for _, other in actions[nth + 1 :] if _must_follow(action, other)]
+        if late:
+            others = ", ".join(f"`{action_to_text(other)}`" for other in late[:3])
             problems.append(f"rank {rank}: `{action_to_text(action)}` (action {at}) comes before {others}")
         done.add(action)
-        if isinstance(action, Partial) and (complete := finished_pass(graph, action)):
-            done.add(complete)
+        if isinstance(action, Partial) and (finished := finished_pass(graph, action)):
+            done.add(finished)
     return problems
 
 
 def _before(graph: StageGraph, rank: int, action: Action) -> list[Action]:
-    """Actions whose results `action` reads on this rank."""
+    """Return the actions of this rank whose results `action` reads."""
     match action:
         case Forward() | Backward() | Partial():
-            begins = started_pass(graph, action)
-            own: list[Action] = [Forward(action.stage, action.mb)] if isinstance(begins, Backward) else []
-            flows = input_flows(graph, action)
-            shared = [Share(f.edge, f.receiver, f.payload) for f in flows]
-            return own + [
-                share if needs_share(graph, f.edge, f.receiver, f.payload) else _source(graph, rank, f)
-                for f, share in zip(flows, shared, strict=True)
-            ]
+            starts_backward = isinstance(started_pass(graph, action), Backward)
+            before: list[Action] = [Forward(action.stage, action.mb)] if starts_backward else []
+            for flow in input_flows(graph, action):
+                if needs_share(graph, flow.edge, flow.receiver, flow.payload):
+                    before.append(Share(flow.edge, flow.receiver, flow.payload))
+                else:
+                    before.append(_source(graph, rank, flow))
+            return before
         case Share(edge, mb, payload):
             if rank != receiving_tp_group(graph, edge, mb, payload)[0]:
                 return []
             reader = Forward(edge.dst, mb) if payload == "activation" else Backward(edge.src, mb)
-            return [_source(graph, rank, f) for f in input_flows(graph, reader) if f.edge == edge]
+            return [_source(graph, rank, flow) for flow in input_flows(graph, reader) if flow.edge == edge]
         case Send(edge, src, dst, _, payload):
             return [Flow(edge, src, dst, payload).producer]
         case GatherParams():
@@ -223,17 +219,18 @@ def _before(graph: StageGraph, rank: int, action: Action) -> list[Action]:
 
 
 def _source(graph: StageGraph, rank: int, flow: Flow) -> Action:
-    """What brings the flow to this rank: a receive, or the producer itself."""
+    """Return what brings the flow to this rank: a receive, or the producer itself."""
     for sender, receiver in rank_pairs(graph, flow):
         if receiver == rank:
             return Recv(flow.edge, flow.src, flow.dst, sender, flow.payload)
     return flow.producer
 
 
-def _closes(action: ReduceGrads | ReduceShared | Step, other: Action) -> bool:
+def _must_follow(action: ReduceGrads | ReduceShared | Step, other: Action) -> bool:
     """Whether `action` must come after every `other` of its rank."""
     match action:
-        case ReduceGrads(unit):  # after it, a replica holds a shard only: too late to add what another stage holds
+        case ReduceGrads(unit):
+            # After it a replica holds only its shard of the gradient: too late to add what another stage holds.
             return _adds_to(unit, other) or (isinstance(other, ReduceShared) and unit == LLM)
         case ReduceShared():
             return _adds_to(LLM, other)
@@ -242,7 +239,7 @@ def _closes(action: ReduceGrads | ReduceShared | Step, other: Action) -> bool:
 
 
 def _adds_to(unit: str, action: Action) -> bool:
-    """Whether the action works on gradients of the unit."""
+    """Whether the action adds to gradients of the unit."""
     return isinstance(action, Compute) and direction(action) == "B" and action.stage.unit == unit
 
 
@@ -285,11 +282,11 @@ def _groups_disagree(program: Program) -> list[str]:
         first, *others = (rank for rank in group if rank in program.actions)
         for other in others:
             pairs = zip_longest(by_rank.get(first, []), by_rank.get(other, []))
-            for k, (one, two) in enumerate(pairs):
-                if one != two:
+            for k, (of_first, of_other) in enumerate(pairs):
+                if of_first != of_other:
                     problems.append(
                         f"ranks {first} and {other} share the group {list(group)}, but its collective {k} is "
-                        f"{_maybe_text(one)} on one and {_maybe_text(two)} on the other"
+                        f"{_maybe_text(of_first)} on one and {_maybe_text(of_other)} on the other"
                     )
                     break
     return problems
@@ -299,8 +296,8 @@ def _maybe_text(action: Action | None) -> str:
     return "missing" if action is None else f"`{action_to_text(action)}`"
 
 
-def _circle_text(circle: list[JointAction]) -> str:
-    steps = " -> ".join(f"rank {work.ranks[0]} `{action_to_text(work.action)}`" for work in [*circle, circle[0]])
+def _deadlock_text(cycle: list[JointAction]) -> str:
+    steps = " -> ".join(f"rank {joint.ranks[0]} `{action_to_text(joint.action)}`" for joint in [*cycle, cycle[0]])
     return f"deadlock: each of these waits for the one before it: {steps}"
 
 
@@ -317,8 +314,8 @@ def _too_large(program: Program, memory: MemoryLimit) -> list[str]:
     return problems
 
 
-def _refuse(problems: list[str]) -> None:
+def _raise_if_any(problems: list[str]) -> None:
     if problems:
         more = len(problems) - MAX_REPORTED_PROBLEMS
         tail = [f"... and {more} more"] if more > 0 else []
-        raise ProgramError("program refused:\n  " + "\n  ".join([*problems[:MAX_REPORTED_PROBLEMS], *tail]))
+        raise ProgramError("program rejected:\n  " + "\n  ".join([*problems[:MAX_REPORTED_PROBLEMS], *tail]))

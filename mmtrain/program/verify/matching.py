@@ -1,6 +1,6 @@
-"""A program with its ends tied together: which send meets which receive, which ranks run a collective together.
+"""Match the ends of a program: which send meets which receive, and which ranks run a collective together.
 
-The deadlock test walks it, and the simulator makes its tracks of it.
+The deadlock test walks the result, and the simulator makes its graph of it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +21,7 @@ class MatchedMessage(NamedTuple):
 
 
 class JointAction(NamedTuple):
-    """What holds a rank until it is done: a forward or backward, a part of one, or a collective."""
+    """What holds its ranks until it ends: a forward or backward, a part of one, or a collective."""
 
     action: Compute | Collective
     ranks: tuple[int, ...]  # of this replica group
@@ -35,7 +35,7 @@ class Post(NamedTuple):
 
 
 class Join(NamedTuple):
-    """A rank takes part in a work, once these messages have arrived."""
+    """A rank takes part in a joint action, once these messages have arrived."""
 
     joint_action: int  # index into `MatchedActions.joint_actions`
     reads: tuple[int, ...]  # indices into `MatchedActions.messages`
@@ -43,57 +43,59 @@ class Join(NamedTuple):
 
 @dataclass(frozen=True)
 class MatchedActions:
-    """What the ranks of one replica group do, in order, with messages and works as shared objects."""
+    """What the ranks of one replica group do, in order, with messages and joint actions as shared objects."""
 
     messages: tuple[MatchedMessage, ...]
     joint_actions: tuple[JointAction, ...]
-    steps: Mapping[int, tuple[Post | Join, ...]]  # rank -> one entry for each thing it does (`segments.expand_all`)
+    sequences: Mapping[int, tuple[Post | Join, ...]]  # rank -> one entry for each of its atomic actions, in order
 
 
 def match_actions(graph: StageGraph, actions: Mapping[int, Sequence[Action]]) -> MatchedActions:
-    """Tie sends to receives by what they carry, and the k-th collectives of a group's ranks to each other."""
-    messages: dict[tuple[Send, int], int] = {}
-    works: dict[tuple[int, int], int] = {}  # number of a group, and how many works it had before -> number of the work
-    all_works: list[JointAction] = []
-    steps: dict[int, tuple[Post | Join, ...]] = {}
+    """Match sends with receives by what they carry, and the k-th collectives of a group's ranks with each other."""
+    messages: dict[tuple[Send, int], int] = {}  # (send, sender) -> number of the message
+    joint_numbers: dict[tuple[int, int], int] = {}  # (group, how many before it in the group) -> number of the action
+    joint_actions: list[JointAction] = []
+    sequences: dict[int, tuple[Post | Join, ...]] = {}
     groups = _Groups(graph, actions)
-    for rank, todo in actions.items():
-        reads: dict[Action, tuple[int, ...]] = {}
-        num_done: dict[int, int] = {}
-        out: list[Post | Join] = []
-        for action in expand_all(graph, todo):
+    for rank, actions_of_rank in actions.items():
+        reads: dict[Action, tuple[int, ...]] = {}  # reader -> messages it reads
+        num_done: dict[int, int] = {}  # by group
+        sequence: list[Post | Join] = []
+        for action in expand_all(graph, actions_of_rank):
             if isinstance(action, Send):
-                out.append(Post(messages.setdefault((action, rank), len(messages))))
+                sequence.append(Post(messages.setdefault((action, rank), len(messages))))
             elif isinstance(action, Recv):
                 send = Send(action.edge, action.src, action.dst, rank, action.payload)
                 message = messages.setdefault((send, action.peer), len(messages))
-                waits = reader_of(graph, action)
-                reads[waits] = (*reads.get(waits, ()), message)
-                out.append(Post(message))
+                waiting = reader_of(graph, action)
+                reads[waiting] = (*reads.get(waiting, ()), message)
+                sequence.append(Post(message))
             else:
                 group = groups.number(rank, action)
                 nth = num_done[group] = num_done.get(group, 0) + 1
-                work = works.setdefault((group, nth), len(works))
-                if work == len(all_works):
-                    all_works.append(JointAction(action, groups.here[group], groups.everyone[group]))
+                joint_action = joint_numbers.setdefault((group, nth), len(joint_numbers))
+                if joint_action == len(joint_actions):
+                    joint_actions.append(JointAction(action, groups.with_actions[group], groups.all_ranks[group]))
                 reader = started_pass(graph, action) if isinstance(action, Compute) else action
-                out.append(Join(work, reads.pop(reader, ()) if reader else ()))
-        steps[rank] = tuple(out)
-    return MatchedActions(tuple(MatchedMessage(sender, send) for send, sender in messages), tuple(all_works), steps)
+                sequence.append(Join(joint_action, reads.pop(reader, ()) if reader else ()))
+        sequences[rank] = tuple(sequence)
+    matched = tuple(MatchedMessage(sender, send) for send, sender in messages)
+    return MatchedActions(matched, tuple(joint_actions), sequences)
 
 
 class _Groups:
-    """Ranks that work together, numbered: of all replica groups (`everyone`), and those that have actions (`here`)."""
+    """Ranks that act together, numbered. `all_ranks` are of all replica groups, `with_actions` those with actions."""
 
-    def __init__(self, graph: StageGraph, actions: Collection[int]) -> None:
-        self._graph, self._actions = graph, actions
+    def __init__(self, graph: StageGraph, ranks: Collection[int]) -> None:
+        self._graph = graph
+        self._ranks = ranks
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._tp_groups: dict[tuple[str, int, int], int] = {}  # compute, of which there is much, by stage and replica
-        self.everyone: list[tuple[int, ...]] = []
-        self.here: list[tuple[int, ...]] = []
+        self._tp_groups: dict[tuple[str, int, int], int] = {}  # most actions compute: cached by stage and replica
+        self.all_ranks: list[tuple[int, ...]] = []
+        self.with_actions: list[tuple[int, ...]] = []
 
     def number(self, rank: int, action: Compute | Collective) -> int:
-        """The group in which `rank` does this."""
+        """Return the number of the group in which `rank` runs the action."""
         if not isinstance(action, Compute):
             return self._number_of(participants(self._graph, rank, action))
         tp_group = (action.stage.unit, action.stage.index, action.mb.replica)
@@ -104,7 +106,7 @@ class _Groups:
 
     def _number_of(self, ranks: tuple[int, ...]) -> int:
         number = self._numbers.setdefault(ranks, len(self._numbers))
-        if number == len(self.everyone):
-            self.everyone.append(ranks)
-            self.here.append(tuple(rank for rank in ranks if rank in self._actions))
+        if number == len(self.all_ranks):
+            self.all_ranks.append(ranks)
+            self.with_actions.append(tuple(rank for rank in ranks if rank in self._ranks))
         return number

@@ -1,8 +1,8 @@
-"""How many sends of a channel may be under way before one more waits for the oldest.
+"""The send window: how many sends of a channel may be under way before one more waits for the oldest.
 
-Each holds its rows until the receiver has taken them, so their number should be small; but a send that waits can close
-a circle that sends which never wait cannot. Two ranks that send each other many messages before they post their first
-receive, as encoders on the LLM's ranks do, need as many in flight as they send.
+Each send holds its rows until the receiver has taken them, so the window should be small. But a send that waits can
+close a cycle that cannot exist while sends never wait: two ranks that send each other many messages before they post
+their first receive, as encoders on the LLM's ranks do, need a window as large as the number of messages they send.
 """
 
 from collections import Counter, defaultdict
@@ -11,69 +11,73 @@ from collections.abc import Iterator
 from mmtrain.program.ir.program import Program
 from mmtrain.program.verify.channels import Channel
 from mmtrain.program.verify.deadlock import find_cycle
-from mmtrain.program.verify.matching import MatchedActions, Post
+from mmtrain.program.verify.matching import Join, MatchedActions
 
-MIN_SEND_WINDOW = 4  # enough to keep a link busy while the receiver computes
+MIN_SEND_WINDOW = 4  # sends: enough to keep a link busy while the receiver computes
 
 
-def send_window(program: Program, wanted: int = MIN_SEND_WINDOW) -> int:
-    """Return the least of `wanted`, 2 x `wanted`, ... for which the (checked) program still cannot deadlock.
+def send_window(program: Program, least: int = MIN_SEND_WINDOW) -> int:
+    """Return the smallest of `least`, 2 x `least`, ... with which the (checked) program still cannot deadlock.
 
-    As many as the busiest channel has messages always will do, so the search ends.
+    The number of messages on the busiest channel is always enough, so the search ends.
     """
-    links = program.matching
-    busiest = max(Counter(_channel(links, m) for m in range(len(links.messages))).values(), default=0)
-    limit = wanted
-    while limit < busiest and not terminates(links, limit):
-        limit *= 2
-    return limit
+    matched = program.matching
+    num_sends = Counter(_channel(matched, message) for message in range(len(matched.messages)))
+    busiest = max(num_sends.values(), default=0)
+    window = least
+    while window < busiest and not terminates(matched, window):
+        window *= 2
+    return window
 
 
-def terminates(links: MatchedActions, limit: int) -> bool:
-    """Whether the program comes to its end when `limit` sends a channel may be under way.
+def terminates(matched: MatchedActions, window: int) -> bool:
+    """Whether the program ends when at most `window` sends of a channel may be under way.
 
-    A send waits until the receiver has posted its receive of the `limit`-th message before it on the channel; without
-    such a message it never waits. Everything else is as in `waiting_circle`. Works and sends that wait are the nodes.
+    A send waits until the receiver has posted its receive of the `window`-th message before it on the channel; without
+    such a message it never waits. Everything else is as in `find_deadlock`.
     """
-    num_nodes = len(links.joint_actions) + len(links.messages)
-    return not find_cycle(_waits(links, limit), num_nodes)
+    num_nodes = len(matched.joint_actions) + len(matched.messages)
+    return not find_cycle(_waits(matched, window), num_nodes)
 
 
-def _waits(links: MatchedActions, limit: int) -> Iterator[tuple[int, int]]:
-    """Pairs (earlier, later) of nodes: works, and behind them the messages, as far as their sends wait."""
-    num_works = len(links.joint_actions)
-    sent_after: dict[int, int] = {}  # message -> the node before which it is not sent
-    taken_after: dict[int, int] = {}  # message -> the node before which its receive is not posted
+def _waits(matched: MatchedActions, window: int) -> Iterator[tuple[int, int]]:
+    """Yield pairs (earlier, later) of nodes: joint actions first, behind them the messages whose sends wait."""
+    first_message_node = len(matched.joint_actions)
+    sent_after: dict[int, int | None] = {}  # message -> the node after which it is sent; None: at the start of the step
+    taken_after: dict[int, int | None] = {}  # message -> the node after which its receive is posted
     freed_by: dict[int, int] = {}  # message whose send waits -> the message that must have been received
-    for rank, steps in links.steps.items():
-        on_channel: defaultdict[Channel, list[int]] = defaultdict(list)
-        last = -1
-        for step in steps:
-            node = -1
-            if not isinstance(step, Post):
+    for rank, sequence in matched.sequences.items():
+        sent_on_channel: defaultdict[Channel, list[int]] = defaultdict(list)
+        last: int | None = None
+        for step in sequence:
+            node: int | None = None
+            if isinstance(step, Join):
                 node = step.joint_action
-            elif links.messages[step.message].sender != rank:
+            elif matched.messages[step.message].sender != rank:
                 taken_after[step.message] = last
             else:
-                before = on_channel[_channel(links, step.message)]
-                if len(before) >= limit:
-                    node = num_works + step.message
-                    freed_by[step.message] = before[-limit]
-                before.append(step.message)
-                sent_after[step.message] = last if node < 0 else node
-            if node >= 0:
-                if last >= 0:
+                sent_before = sent_on_channel[_channel(matched, step.message)]
+                if len(sent_before) >= window:
+                    node = first_message_node + step.message
+                    freed_by[step.message] = sent_before[-window]
+                sent_before.append(step.message)
+                sent_after[step.message] = last if node is None else node
+            if node is not None:
+                if last is not None:
                     yield last, node
                 last = node
-    for steps in links.steps.values():
-        for step in steps:
-            if not isinstance(step, Post):
-                yield from ((sent_after[m], step.joint_action) for m in step.reads if sent_after[m] >= 0)
+    for sequence in matched.sequences.values():
+        for step in sequence:
+            if not isinstance(step, Join):
+                continue
+            for message in step.reads:
+                if (sender_node := sent_after[message]) is not None:
+                    yield sender_node, step.joint_action
     for message, oldest in freed_by.items():
-        if taken_after[oldest] >= 0:
-            yield taken_after[oldest], num_works + message
+        if (receiver_node := taken_after[oldest]) is not None:
+            yield receiver_node, first_message_node + message
 
 
-def _channel(links: MatchedActions, message: int) -> Channel:
-    sender, send = links.messages[message]
+def _channel(matched: MatchedActions, message: int) -> Channel:
+    sender, send = matched.messages[message]
     return send.edge, send.payload, sender, send.peer

@@ -79,7 +79,7 @@ class StepMetricsReducer:
         """Exchange the measurements of all ranks with one all-gather; every rank must call this once a step."""
         world, record = self._context.world, outcome.record
         assert outcome.loads is not None, "an outcome of a step that was run"
-        seconds = record.seconds()
+        seconds = record.seconds_by_kind()
         times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s]
         traffic = record.traffic_by_edge()
         edges = [value for e in self._context.graph.edges for value in (traffic[e].nbytes, traffic[e].wait_s)]

@@ -1,0 +1,133 @@
+"""Make the simulator's graph of a program: one sim rank for all equivalent ranks, and numbers instead of names."""
+
+from collections.abc import Iterator, Mapping
+
+from mmtrain.program.ir.actions import GatherParams, Partial, Pass, ReduceGrads, Step
+from mmtrain.program.ir.graph import StageGraph
+from mmtrain.program.ir.program import Program
+from mmtrain.program.ir.segments import finished_pass, pass_of
+from mmtrain.program.simulation.rank_equivalence import LinkClass, equivalent_ranks
+from mmtrain.program.simulation.sim_graph import Participation, SimGraph, SimMessage, SimTask
+from mmtrain.program.verify.live_activations import activation_events
+from mmtrain.program.verify.matching import Join, MatchedActions, Post, match_actions
+
+_OF_ALL_GROUPS = ReduceGrads | GatherParams | Step
+
+
+def build_sim_graph(program: Program, num_groups: int, link_class: LinkClass) -> SimGraph:
+    """Return the program's graph for its first `num_groups` replica groups; the program keeps it for the next call.
+
+    Args:
+        link_class: what the costs of messages and collectives among some ranks depend on; see `Timing.link_class`.
+    """
+    mirrors = program.symmetry.mirrors[:num_groups]
+    equivalents = equivalent_ranks(program.graph, program.actions, program.same_actions, mirrors, link_class)
+    key = (num_groups, tuple(equivalents.items()))
+    if key not in program.sim_graphs:
+        program.sim_graphs[key] = _numbered(program, num_groups, equivalents)
+    return program.sim_graphs[key]
+
+
+def _numbered(program: Program, num_groups: int, equivalents: Mapping[int, tuple[int, ...]]) -> SimGraph:
+    """Number tasks and messages of group 0, then those of the next group in the same order.
+
+    equivalents: each rank to simulate, with all the ranks that it stands for.
+    """
+    groups = range(num_groups)
+    simulated = list(equivalents)
+    matched = match_actions(program.graph, {rank: program.actions[rank] for rank in simulated})
+    num_tasks, num_messages, num_sim_ranks = len(matched.joint_actions), len(matched.messages), len(simulated)
+    participations = list(_participations(matched, num_groups))
+    participations_of: list[list[int]] = [[] for _ in range(num_groups * num_tasks + 1)]
+    reader: list[int | None] = [None] * (num_groups * num_messages)
+    for number, participation in enumerate(participations):
+        if participation.task is not None:
+            participations_of[participation.task].append(number)
+        for message in participation.reads:
+            reader[message] = number
+    sim_rank_of = {rank: sim_rank for sim_rank, rank in enumerate(simulated)}
+    senders = [sim_rank_of[message.sender] for message in matched.messages]
+    events = [activation_events(program.graph, program.actions[rank]) for rank in simulated]
+    mirrors = program.symmetry.mirrors
+    resumed_by = _resumed_by(program.graph, matched)
+    return SimGraph(
+        ranks=tuple(tuple(mirrors[g][other] for other in equivalents[rank]) for g in groups for rank in simulated),
+        tasks=tuple(task for g in groups for task in _tasks(program, matched, g)),
+        messages=tuple(message for g in groups for message in _messages(program, matched, g, equivalents)),
+        participations=tuple(participations),
+        participations_of=tuple(map(tuple, participations_of)),
+        sender=tuple(g * num_sim_ranks + sender for g in groups for sender in senders),
+        reader=tuple(reader),
+        activation_events=tuple(
+            tuple(event._replace(mb=program.shift(event.mb, g)) for event in of_rank)
+            for g in groups
+            for of_rank in events
+        ),
+        resumed_by={
+            g * num_tasks + part: g * num_tasks + next_part for g in groups for part, next_part in resumed_by.items()
+        },
+    )
+
+
+def _resumed_by(graph: StageGraph, matched: MatchedActions) -> dict[int, int]:
+    """Map each part that ends inside a pass of a stage cut into pieces to the next part of that pass."""
+    resumed_by: dict[int, int] = {}
+    if not any(stage.pieces for stage in graph.stages):
+        return resumed_by
+    for sequence in matched.sequences.values():
+        stopped: dict[Pass, int] = {}
+        for number in (step.joint_action for step in sequence if isinstance(step, Join)):
+            part = matched.joint_actions[number].action
+            if isinstance(part, Partial) and graph.stage(part.stage).pieces:
+                if (before := stopped.pop(pass_of(part), None)) is not None:
+                    resumed_by[before] = number
+                if not finished_pass(graph, part):
+                    stopped[pass_of(part)] = number
+    return resumed_by
+
+
+def _participations(matched: MatchedActions, num_groups: int) -> Iterator[Participation]:
+    """Yield the participations of sim rank after sim rank, each with its start and end."""
+    num_tasks, num_messages = len(matched.joint_actions), len(matched.messages)
+    start = num_groups * num_tasks
+    of_all_groups = [isinstance(joint.action, _OF_ALL_GROUPS) for joint in matched.joint_actions]
+    sim_rank = 0
+    for group in range(num_groups):
+        first_task, first_message = group * num_tasks, group * num_messages
+        for sequence in matched.sequences.values():
+            task = start
+            reads: tuple[int, ...] = ()
+            posts: list[int] = []
+            for step in sequence:
+                if isinstance(step, Post):
+                    posts.append(first_message + step.message)
+                    continue
+                yield Participation(task, sim_rank, reads, tuple(posts))
+                number = step.joint_action
+                task = number if of_all_groups[number] else first_task + number
+                reads = tuple([first_message + message for message in step.reads])
+                posts = []
+            yield Participation(task, sim_rank, reads, tuple(posts))
+            yield Participation(None, sim_rank, (), ())
+            sim_rank += 1
+
+
+def _tasks(program: Program, matched: MatchedActions, group: int) -> Iterator[SimTask | None]:
+    mirror = program.symmetry.mirrors[group]
+    for action, ranks, all_ranks in matched.joint_actions:
+        if not isinstance(action, _OF_ALL_GROUPS):
+            members = tuple([mirror[rank] for rank in all_ranks]) if group else all_ranks
+            yield SimTask(program.translate(action, group), mirror[ranks[0]], members)
+        elif group == 0:
+            yield SimTask(action, ranks[0], all_ranks)
+        else:
+            yield None
+
+
+def _messages(
+    program: Program, matched: MatchedActions, group: int, equivalents: Mapping[int, tuple[int, ...]]
+) -> Iterator[SimMessage]:
+    mirror = program.symmetry.mirrors[group]
+    mirrored = {rank: tuple(mirror[other] for other in others) for rank, others in equivalents.items()}
+    for sender, send in matched.messages:
+        yield SimMessage(program.translate(send, group), mirrored[sender], mirrored[send.peer])
