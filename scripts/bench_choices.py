@@ -1,7 +1,7 @@
-"""What the planner's own choices bring: plans where it may choose, beside plans where the recipe forbids it.
+"""Measure what free choices of the planner gain: plan each case freely, and again with one choice forbidden.
 
 python -m scripts.bench_choices                  # all cases, minutes; predicted on modelled costs
-python -m scripts.bench_choices --only slices    # or: chunks, line
+python -m scripts.bench_choices --only sequence-parallel    # or: encoder-chunks, interleaving
 """
 
 import argparse
@@ -15,23 +15,23 @@ from mmtrain.plan.planner import plan
 from mmtrain.recipe import load_recipe
 from mmtrain.report.scaling import layout_text
 
-WHOLE = ("parallel.vision.sp=false", "parallel.audio.sp=false", "parallel.llm.sp=false")
-APART = ("parallel.placement=disaggregated",)
-# Of each choice: a recipe of recipes/whatif, what is set for both plans, and what forbids the choice.
+NO_SEQUENCE_PARALLEL = ("parallel.vision.sp=false", "parallel.audio.sp=false", "parallel.llm.sp=false")
+DISAGGREGATED = ("parallel.placement=disaggregated",)
+# For each choice: a recipe of recipes/whatif, settings of both plans, and the settings that forbid the choice.
 CASES: dict[str, list[tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
-    "slices": [
-        ("internvl_26b", (), WHOLE[::2]),
-        ("internvl_26b", ("cluster.memory_gib=40",), WHOLE[::2]),
-        ("omnibal_yi_40b", (), WHOLE[::2]),
-        ("qwen2_vl_72b", (), WHOLE[::2]),
-        ("orchmllm_18b", (), WHOLE),
+    "sequence-parallel": [
+        ("internvl_26b", (), NO_SEQUENCE_PARALLEL[::2]),
+        ("internvl_26b", ("cluster.memory_gib=40",), NO_SEQUENCE_PARALLEL[::2]),
+        ("omnibal_yi_40b", (), NO_SEQUENCE_PARALLEL[::2]),
+        ("qwen2_vl_72b", (), NO_SEQUENCE_PARALLEL[::2]),
+        ("orchmllm_18b", (), NO_SEQUENCE_PARALLEL),
     ],
-    "chunks": [
-        ("optimus_14b", APART, ("parallel.vision.vpp=1",)),
-        ("optimus_186b", APART, ("parallel.vision.vpp=1",)),
-        ("orchmllm_18b", APART, ("parallel.vision.vpp=1", "parallel.audio.vpp=1")),
+    "encoder-chunks": [
+        ("optimus_14b", DISAGGREGATED, ("parallel.vision.vpp=1",)),
+        ("optimus_186b", DISAGGREGATED, ("parallel.vision.vpp=1",)),
+        ("orchmllm_18b", DISAGGREGATED, ("parallel.vision.vpp=1", "parallel.audio.vpp=1")),
     ],
-    "line": [
+    "interleaving": [
         ("orchmllm_18b", ("parallel.placement=unified",), ("parallel.llm.vpp=1",)),
         ("mmscale_7b", ("parallel.placement=unified",), ("parallel.llm.vpp=1",)),
     ],
@@ -39,7 +39,7 @@ CASES: dict[str, list[tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
 
 
 def main() -> None:
-    """Print a line for every plan."""
+    """Print one line for each plan."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=tuple(CASES))
     asked = parser.parse_args()
@@ -49,18 +49,19 @@ def main() -> None:
         for name, common, forbidden in cases:
             print(f"{choice}: {name} {' '.join(common)}", flush=True)
             for label, overrides in (("forbidden", (*common, *forbidden)), ("free", common)):
-                print(f"  {label:9} {_told(name, overrides)}", flush=True)
+                print(f"  {label:9} {_summary(name, overrides)}", flush=True)
 
 
-def _told(name: str, overrides: Sequence[str]) -> str:
+def _summary(name: str, overrides: Sequence[str]) -> str:
     start = time.process_time()
-    found = _planned(name, overrides)
-    peak = max(found.predicted.peak_memory_gib.values())
-    again = sum(len(s.recompute) for u in found.units.values() for s in u.stages)
-    sliced = "+".join(unit for unit, u in found.units.items() if u.sp) or "none"
+    chosen = _planned(name, overrides)
+    peak = max(chosen.predicted.peak_memory_gib.values())
+    num_recomputed = sum(len(stage.recompute) for unit in chosen.units.values() for stage in unit.stages)
+    sequence_parallel = "+".join(name for name, unit in chosen.units.items() if unit.sp) or "none"
     return (
-        f"{found.predicted.step_time_s:.4f} s, {peak:.1f} GiB, {again} layers recomputed, sliced: {sliced}; "
-        f"{layout_text(found)} ({time.process_time() - start:.0f} s)"
+        f"{chosen.predicted.step_time_s:.4f} s, {peak:.1f} GiB, {num_recomputed} layers recomputed, "
+        f"sequence-parallel: {sequence_parallel}; "
+        f"{layout_text(chosen)} ({time.process_time() - start:.0f} s)"
     )
 
 

@@ -1,13 +1,13 @@
-"""How far predictions can be trusted here: step times and memory, predicted beside measured.
+"""Compare predicted with measured step times and memory on this machine.
 
     python scripts/bench_costs.py                                  # all cases, about eight minutes
     python scripts/bench_costs.py --only frozen-vision             # one of them
     python scripts/bench_costs.py --recipe recipes/x.yaml --set a.b=c
 
-Two ranks, one core each. For each model of the cases, `mmtrain profile` measures a cost table first; then each case is
-planned with it and run. Of the recorded steps, the simulated time of the same batches is set beside the measured one
-(medians of the steps' ratios), and for each rank its predicted peak memory beside what is counted: all tensors alive at
-the fullest moment of all steps, batches aside. `--modelled` plans by the preset's figures.
+Two ranks run on one core each. For each model, `mmtrain profile` measures a cost table; each case is then planned with
+that table and run. The script compares the simulated with the measured time of the same steps (median of the ratios),
+and for each rank the predicted peak memory with the tensors that are alive at the fullest moment of all steps, input
+batches excluded. `--modelled` plans by the figures of the hardware preset.
 """
 
 import argparse
@@ -71,10 +71,10 @@ MODELS: dict[str, tuple[str, ...]] = {"demo": (), "wide": WIDE}
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case: predicted over measured."""
+    """Ratios of predicted to measured values for one case."""
 
     step: float
-    memory: tuple[float, ...]  # of each rank
+    memory: tuple[float, ...]  # one ratio per rank
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def _options() -> argparse.Namespace:
 
 
 def _cases(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Recipe]]:
-    """Recipes by model and case."""
+    """Return the recipes by model and case."""
     if options.recipe is not None:
         return {"recipe": {options.recipe.stem: load_recipe(options.recipe, options.set).recipe}}
     data = folder / "data"
@@ -127,18 +127,18 @@ def _cases(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Rec
 
 
 def _profile(recipe: Recipe, out: Path) -> Path:
-    """Measure the recipe's layers, in all the sizes that its placements may ask for."""
+    """Measure the recipe's layers at every tensor-parallel size that its placements allow."""
     free = recipe.model_copy(update={"parallel": type(recipe.parallel)()})
     found = profile(ProfileRequest(free, "cpu-core", RANKS, sizes_to_measure(free, RANKS), build_index(recipe).lengths))
     for name, errors in found.errors.items():
-        print(f"{name:<12} {len(errors)} loads held out: off by {statistics.median(errors):.1%} (median)")
+        print(f"{name:<12} {len(errors)} held-out loads: error {statistics.median(errors):.1%} (median)")
     print(f"all: {found.median_error:.1%} (limit 10%)", flush=True)
     found.table.save(out)
     return out
 
 
 def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
-    """Plan, train some steps, and compare."""
+    """Plan the case, train some steps, and compare."""
     chosen = plan(
         recipe,
         build_index(recipe).lengths,
@@ -172,7 +172,7 @@ def _sizes(chosen: Plan) -> str:
 
 
 def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, address: Address) -> None:
-    """Train some steps, the later ones recorded; then take these once more, and count memory."""
+    """Train some steps and record the later ones; then repeat those and count memory."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[address.rank]})
     torch.set_num_threads(1)
     world = join(address)
@@ -216,7 +216,7 @@ def run_rank(recipe: Recipe, chosen: Plan, trace_file: Path, memory_file: Path, 
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of all tensors that operations have made and that are still alive, each storage once."""
+    """Count the bytes of tensors that operations made and that are still alive, each storage once."""
 
     def __init__(self) -> None:
         super().__init__()

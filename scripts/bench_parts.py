@@ -1,9 +1,9 @@
-"""What it costs to run every forward and backward layer by layer instead of in one piece.
+"""Measure the overhead of running every forward and backward layer by layer instead of as a whole.
 
     python scripts/bench_parts.py recipes/demo.yaml [--set a.b=c ...]
 
-One rank, one core, all units on it. Two programs over the same plan take turns on the same batches: the planner's own
-order, and the same with every action cut at every layer. They compute the same numbers; the difference is cutting.
+One rank on one core holds all units. Two programs of the same plan run alternately on the same batches: the planner's
+own order, and the same order with every action divided at every layer. Both compute the same numbers.
 """
 
 import os
@@ -42,10 +42,10 @@ def main() -> None:
 
 
 def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
-    """Run the steps of both programs in turn, and print how long theirs took."""
+    """Run the steps of both programs alternately and print their times."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     world = join(address)
-    jobs = [build_rank_context(recipe, of_kind, world) for of_kind in (chosen, cut(recipe, chosen))]
+    jobs = [build_rank_context(recipe, of_kind, world) for of_kind in (chosen, divide_at_layers(recipe, chosen))]
     index = build_index(recipe)
     stream = GroupStream.of(recipe, index)
     batch_builder = BatchBuilder(index, recipe, jobs[0].needs, jobs[0].num_microbatches)
@@ -54,23 +54,24 @@ def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
         data = batch_builder.build(stream.batch(step, recipe.train.global_batch, jobs[0].dp, jobs[0].num_microbatches))
         losses = []
         for job, times in zip(jobs, seconds, strict=True):
-            begin = time.perf_counter()
+            start = time.perf_counter()
             losses.append(job.train(data, lr=1e-3).loss)
-            times.append(time.perf_counter() - begin)
-        # Not to the bit: what two layers give a shared (tied) weight adds up in another order.
+            times.append(time.perf_counter() - start)
+        # Equal but for rounding: gradients of a tied weight are added in another order.
         assert abs(losses[0] - losses[1]) < 1e-5 * losses[0], f"step {step}: losses {losses}"
     ratio = statistics.median(b / a for a, b in list(zip(*seconds, strict=True))[WARM_UP:])
-    one, many = (statistics.median(times[WARM_UP:]) for times in seconds)
+    whole_s, divided_s = (statistics.median(times[WARM_UP:]) for times in seconds)
     counts = [len(job.program.for_rank(0)) for job in jobs]
+    per_action_us = (divided_s - whole_s) / (counts[1] - counts[0]) * 1e6
     print(
-        f"step {one * 1e3:.1f} ms with {counts[0]} actions, {many * 1e3:.1f} ms with {counts[1]}: "
-        f"{ratio - 1:+.1%} (median of {STEPS} ratios), {(many - one) / (counts[1] - counts[0]) * 1e6:.0f} us an action"
+        f"step {whole_s * 1e3:.1f} ms with {counts[0]} actions, {divided_s * 1e3:.1f} ms with {counts[1]}: "
+        f"{ratio - 1:+.1%} (median of {STEPS} ratios), {per_action_us:.0f} us per action"
     )
     leave()
 
 
-def cut(recipe: Recipe, chosen: Plan) -> Plan:
-    """The plan with its order written down, every action cut at every layer."""
+def divide_at_layers(recipe: Recipe, chosen: Plan) -> Plan:
+    """Return the plan with an explicit order in which every action is divided at every layer."""
     graph = stage_graph(chosen, build_model_shape(recipe))
     order = {}
     for rank, todo in build_1f1b(graph).actions.items():

@@ -1,7 +1,7 @@
-"""What a message takes of the processor time of the ranks at its ends: `python -m scripts.bench_posting`.
+"""Measure the processor time that a message costs its two ranks: `python -m scripts.bench_posting`.
 
-Two pipeline ranks of the demo's model train a few steps on drawn pictures. The time of the thread that computes is
-counted inside the broker, so waiting is not, and other work on the machine matters little.
+Two pipeline ranks of the demo's model train a few steps. The script counts the thread time that the computing thread
+spends inside the broker. Waiting is not counted, so other work on the machine matters little.
 """
 
 import tempfile
@@ -30,7 +30,7 @@ WARM_UP, STEPS = 2, 20
 
 
 def main() -> None:
-    """Plan, and run."""
+    """Plan the run and start its ranks."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         generate_demo(data, seed=0, train=500, heldout=10)
@@ -69,11 +69,11 @@ def _run_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
 
 def _timed(method: Callable[..., Any], name: str, seconds: Counter[str], calls: Counter[str]) -> Callable[..., Any]:
     def timed(*args: Any) -> Any:
-        begin = time.thread_time()
+        start = time.thread_time()
         try:
             return method(*args)
         finally:
-            seconds[name] += time.thread_time() - begin
+            seconds[name] += time.thread_time() - start
             calls[name] += 1
 
     return timed

@@ -1,8 +1,9 @@
-"""Is the plan ranked first the fastest as run? Three tiny models, every plan of two ranks (`bench_plan`).
+"""Measure whether the plan ranked first is the fastest when run: three tiny models, every plan of two ranks.
 
-Plans are made by the shipped `cpu-core` table, which knows most of their layers, or by one measured just before. Every
-sizing of every placement is run at its best cut, all in the same two processes, taking turns step by step, so that what
-else the machine does slows all of them alike. Still, leave it idle: messages suffer more from others than products do.
+`bench_plan --only measured` calls this. Plans use the shipped `cpu-core` table, which holds most of their layers, or a
+table measured just before. Every mesh assignment of every placement runs with its best layer partition. All plans run
+in the same two processes and alternate step by step, so that other work on the machine slows all of them alike. Leave
+the machine idle all the same: other work slows messages more than GEMMs.
 """
 
 import statistics
@@ -27,8 +28,8 @@ from mmtrain.runtime.profiling.measure_plans import measure_step_times
 from mmtrain.runtime.profiling.profile import ProfileRequest, profile
 
 RANKS = 2
-NEAR = 1.05  # of the fastest measured: how much slower the plan ranked first may be
-RATE, SPEAKERS, TAKES = 8_000, ("ann", "bob"), 12  # of the recordings
+NEAR = 1.05  # of the fastest measured time: the limit for the plan ranked first
+RATE, SPEAKERS, TAKES = 8_000, ("ann", "bob"), 12  # sample rate in Hz, speakers and takes of the made-up recordings
 HEADS = {"heads": 4}
 SIGHT: dict[str, Any] = {"patch": 8, "downsample": "pixel_shuffle", "merge": 2, "max_side": 8, **HEADS}
 SOUND: dict[str, Any] = {"mel_bins": 80, "max_frames": 200, "downsample": 2, **HEADS}
@@ -55,16 +56,16 @@ GROUPS = {"vision + llm": 8, "audio + llm": 4, "vision + audio + llm": 5}  # LLM
 
 @dataclass(frozen=True)
 class Ranked:
-    """A plan, and the median second of its steps."""
+    """A plan and the median time of its steps."""
 
     plan: Plan
     seconds: float
 
 
 def ranking(only: str | None, folder: Path | None, costs: Path | None, rounds: int) -> None:
-    """Print both rankings for each model; `folder` keeps data and cost tables for the next time.
+    """Print both rankings for each model; data and cost tables stay in `folder` for the next time.
 
-    costs: the table to plan by, a file or a shipped one's name; none: layers are measured.
+    costs: the cost table, a file or the name of a shipped one; None measures the layers.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = folder or Path(scratch)

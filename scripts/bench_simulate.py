@@ -1,9 +1,9 @@
-"""How fast a step is simulated: `python scripts/bench_simulate.py`.
+"""Measure how fast the simulator is: `python scripts/bench_simulate.py`.
 
 A model of GPT-3's size (96 blocks of width 12,288) on 3,072 GPUs: tp 8, 8 pipeline ranks of 12 chunks, 48 replicas of
-32 microbatches. Replica groups are alike, so one stands for all. Costs are those modelled for H100; microbatches are
-packed of texts of drawn lengths, anew for every batch. The second figure is of the simulator alone, without its knowing
-which ranks do the same: as many microbatches as make a million actions.
+32 microbatches. Replica groups are alike, so the simulator follows one. Costs are modelled for H100; every batch packs
+texts of random lengths into microbatches. The second figure switches off the detection of equivalent ranks and takes as
+many microbatches as make a million actions.
 """
 
 import gc
@@ -47,11 +47,11 @@ SHAPE = ModelShape((UnitShape(LLM, "llm", LAYERS),), (), tied_embeddings=False)
 T = TypeVar("T")
 
 
-class Unlike(ModelTiming):
-    """Takes no two ranks to be alike."""
+class NoEquivalentRanks(ModelTiming):
+    """Let the simulator find no two ranks that do the same."""
 
     def link_class(self, ranks: tuple[int, ...]) -> tuple[int, ...]:  # type: ignore[override]
-        """The ranks themselves."""
+        """Return the ranks themselves, so that every link is different."""
         return ranks
 
 
@@ -79,22 +79,22 @@ def main() -> None:
     graph = graph_of(1, -(-MILLION * MICROBATCHES // one // PP) * PP)
     program = lower(build_1f1b(graph))
     actions, costs = sum(map(len, program.actions.values())), timing(graph, 0)
-    unlike = Unlike(**{name: getattr(costs, name) for name in costs.__dataclass_fields__})
+    separate = NoEquivalentRanks(**{name: getattr(costs, name) for name in costs.__dataclass_fields__})
     gc.collect()
-    _, first_s = timed(lambda: simulate(program, unlike))
-    _, again_s = timed(lambda: simulate(program, unlike))
+    _, first_s = timed(lambda: simulate(program, separate))
+    _, again_s = timed(lambda: simulate(program, separate))
     print(f"{actions:,} actions of {graph.world_size} ranks, each followed")
     print(f"  simulate the first time {first_s:.1f} s (target 10 s), again {again_s:.1f} s")
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """What the work returns, and the seconds of one core it took."""
-    begin = time.process_time()
-    return work(), time.process_time() - begin
+    """Return the result of the work and the processor seconds it took."""
+    start = time.process_time()
+    return work(), time.process_time() - start
 
 
 def graph_of(dp: int, num_microbatches: int) -> StageGraph:
-    """The pipeline: a block a stage, the embedding before the first, the head behind the last."""
+    """Return the pipeline: one block per stage, with the embedding on the first and the head on the last."""
     mesh = UnitMesh(LLM, TP, PP, dp, tuple(range(TP * PP * dp)), num_microbatches, VPP)
     last = PP * VPP
     borders = [0, *range(2, last + 1), len(LAYERS)]
@@ -106,7 +106,7 @@ def graph_of(dp: int, num_microbatches: int) -> StageGraph:
 
 
 def timing(graph: StageGraph, seed: int) -> ModelTiming:
-    """Costs of a batch whose microbatches are packed of texts that fill 2,048 tokens, more or less."""
+    """Return the costs of a batch whose microbatches hold texts of about 2,048 tokens together."""
     rng = np.random.default_rng(seed)
     mesh, lengths = graph.mesh(LLM), rng.integers(200, 600, (graph.mesh(LLM).num_microbatches, 5))
     loads = {

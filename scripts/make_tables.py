@@ -1,8 +1,8 @@
-"""Make the cost tables that come with the package: `python scripts/make_tables.py cpu-core`, or h200-141g, there.
+"""Make the cost tables that come with the package: `python scripts/make_tables.py cpu-core`, or `h200-141g` on H200.
 
 `cpu-core` holds the demo's layers, measured on two cores of this machine; leave it otherwise idle. `h200-141g` holds
-published models' layers at every tensor-parallel size: measured where there are GPUs enough, modelled elsewhere. Every
-entry says which.
+the layers of published models at every tensor-parallel size: measured where enough GPUs are present, else modelled.
+Every entry names its source.
 """
 
 import platform
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _cpu_core(folder: Path) -> CostTable:
-    """The demo's layers, on loads of its data."""
+    """Measure the demo's layers on loads of its data."""
     generate_demo(folder, seed=0, train=2000, heldout=10)
     recipe = load_recipe(
         ROOT / "recipes" / "demo.yaml",
@@ -71,7 +71,7 @@ def _cpu_core(folder: Path) -> CostTable:
 
 
 def _published(hardware: str, folder: Path) -> CostTable:
-    """Layers of published models, measured in the sizes that the GPUs here allow, if they are of this hardware."""
+    """Return layers of published models, measured at the sizes that the GPUs of this machine allow."""
     gpus = torch.cuda.device_count()
     here = gpus > 0 and preset_for_device(torch.cuda.get_device_name(0)) == hardware
     table = CostTable(
@@ -96,7 +96,7 @@ def _published(hardware: str, folder: Path) -> CostTable:
 
 
 def modelled(recipe: Recipe, unit: UnitShape, tp: int, hardware: str) -> list[LayerEntry]:
-    """Entries of the unit's distinct layers from the hardware's preset, if they can be split so."""
+    """Return modelled entries of the unit's distinct layers, if they can be split by `tp`."""
     if tp not in sizes_to_measure(recipe, RANKS_OF_NODE).get(unit.name, ()):
         return []
     costs = AnalyticCosts(preset(hardware), "bf16")
