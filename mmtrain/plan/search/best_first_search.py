@@ -123,7 +123,7 @@ class _Search:
         """Work the queue off."""
         self.is_small = self._num_cuts(s for _, s in assignments) <= MAX_PARTITIONS_TO_TRY_ALL
         if self.is_small:
-            self.estimator.groups = None
+            self.estimator.max_groups = None
         for bound, assignment in assignments:
             if tp_group := split_tp_group_of(assignment, self.machine.ranks_per_node):
                 self._lost(assignment, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
