@@ -1,4 +1,5 @@
 """The `replicated` placement: every rank runs every unit, sharded, and samples move between phases (OrchMLLM).
 
-Predicted only, not yet run. Start with `replicated_step`, which predicts a step; `phase_dispatch` balances its samples.
+It is only predicted, the runtime cannot run it. Start with `replicated_step`, which predicts a step; `phase_dispatch`
+balances its samples over the ranks.
 """

@@ -1,12 +1,12 @@
-"""The replicated placement, predicted: every rank runs every unit, phase by phase, on samples dealt anew (OrchMLLM).
+"""Predict a step of the replicated placement: every rank runs every unit, phase by phase (OrchMLLM).
 
-Weights, gradients and optimizer state are sharded over groups of `shard` ranks (FSDP, arXiv 2304.11277; with a group
-smaller than the cluster: hybrid shard, ZeRO++'s idea) and gathered layer by layer while the layer before is computed.
-Each step is cut into rounds, one mini-batch of every rank each. In a round samples are spread over the ranks by what
-they cost the LLM, items by what they cost their encoder, so features travel in one all-to-all between the phases,
-their gradients in another. Layers synchronise all ranks, so a phase takes as long as its fullest rank.
+Weights, gradients and optimizer state are sharded over groups of `shard` ranks (FSDP, arXiv 2304.11277; hybrid sharding
+where a group is smaller than the cluster) and gathered layer by layer while the layer before is computed. A step has
+one or more rounds, each one mini-batch of every rank. In a round samples are balanced over the ranks by their cost in
+the LLM, and items by their cost in their encoder. So features move in an all-to-all between the phases, and their
+gradients in another. Every layer synchronizes all ranks, so a phase takes as long as its most expensive rank.
 
-This version's runtime cannot run the placement: the planner shows what it would bring.
+The runtime cannot run this placement; the planner shows what it would bring.
 """
 
 import math
@@ -36,7 +36,7 @@ from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.replicated.phase_dispatch import DispatchedRounds, PhaseDispatcher
 
 GRADIENT_ELEMENT_BYTES = 4  # gradients are reduced in fp32
-NUM_GATHERED_LAYERS = 2  # layers whose whole weights a rank holds: the one computed and the one gathered meanwhile
+NUM_GATHERED_LAYERS = 2  # layers with unsharded weights on a rank: the one computed and the one being gathered
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,24 @@ class ReplicatedLayout:
     recompute: frozenset[str]  # units that keep only their layers' inputs
 
     def __str__(self) -> str:
-        again = f", recompute {' and '.join(sorted(self.recompute))}" if self.recompute else ""
-        return f"replicated: {self.num_ranks} ranks, shard {self.shard}, {self.num_rounds} mini-batches{again}"
+        recompute = f", recompute {' and '.join(sorted(self.recompute))}" if self.recompute else ""
+        return f"replicated: {self.num_ranks} ranks, shard {self.shard}, {self.num_rounds} mini-batches{recompute}"
 
 
 @dataclass(frozen=True)
 class ReplicatedPrediction:
-    """What the cost model says of it on the drawn batches (means, seconds of a step)."""
+    """What the cost model predicts for a layout on the sampled batches: means, in seconds of a step."""
 
     layout: ReplicatedLayout
     step_time_s: float
     phase_s: Mapping[str, float]  # by unit: its forwards and backwards, exposed collectives included
-    exposed_s: float  # part of them that waits for weights and gradients
+    exposed_s: float  # part of the phases that waits for weights and gradients
     dispatch_s: float  # all-to-alls between phases
-    max_over_mean: Mapping[str, float]  # by unit: the fullest rank's cost over the mean one's
+    max_over_mean: Mapping[str, float]  # by unit: cost of the most expensive rank over the mean rank's
     memory: RankMemory
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReplicatedPredictor:
     """Predicts the replicated placement of one model on one cluster; what layouts share is computed once."""
 
@@ -76,42 +76,48 @@ class ReplicatedPredictor:
     batches: SampledBatches
     machine: Hardware
     num_ranks: int
-    _priced: dict[tuple[str, int], "_LayerSeconds"] = field(default_factory=dict, repr=False)
+    _layer_seconds: dict[tuple[str, int], "_LayerSeconds"] = field(default_factory=dict, init=False, repr=False)
 
-    def best(self) -> tuple[list[ReplicatedPrediction], ReplicatedPrediction | None]:
-        """All layouts worth a look that fit into memory, fastest first, and the smallest one where none fits.
+    def predict_all(self) -> tuple[list[ReplicatedPrediction], ReplicatedPrediction | None]:
+        """Return all layouts that fit, the fastest first, and the one with least memory where none fits.
 
-        More rounds only save memory: once all fit whose state does, no more are tried.
+        More rounds only save memory, so no more are tried once every layout fits whose state does.
         """
         fitting: list[ReplicatedPrediction] = []
         smallest: ReplicatedPrediction | None = None
         for _, layouts in groupby(self.layouts(), key=lambda layout: layout.num_rounds):
-            found = [self.rehearse(layout) for layout in layouts]
-            here = [r for r in found if r.memory.total <= self.machine.memory_bytes]
-            fitting += here
-            smallest = min([*found, *filter(None, [smallest])], key=lambda r: r.memory.total)
-            if len(here) == sum(map(self._state_fits, found)) > 0:
+            predictions = [self.predict(layout) for layout in layouts]
+            newly_fitting = [p for p in predictions if p.memory.total <= self.machine.memory_bytes]
+            fitting += newly_fitting
+            candidates = predictions if smallest is None else [*predictions, smallest]
+            smallest = min(candidates, key=lambda p: p.memory.total)
+            num_with_fitting_state = sum(map(self._state_fits, predictions))
+            if num_with_fitting_state and len(newly_fitting) == num_with_fitting_state:
                 break
-        fitting.sort(key=lambda r: (r.step_time_s, len(r.layout.recompute), r.layout.shard))
+        fitting.sort(key=lambda p: (p.step_time_s, len(p.layout.recompute), p.layout.shard))
         return fitting, None if fitting else smallest
 
-    def _state_fits(self, found: ReplicatedPrediction) -> bool:
-        memory = found.memory
+    def _state_fits(self, prediction: ReplicatedPrediction) -> bool:
+        memory = prediction.memory
         return memory.parameters + memory.gradients + memory.optimizer <= self.machine.memory_bytes
 
     def alternative(self, chosen_step_s: float) -> Alternative:
-        """The best layout as a line of the plan's ranking, beside the chosen plan's step time."""
-        fitting, smallest = self.best()
+        """Return the best layout as a line of the plan's ranking, compared with the chosen plan's step time."""
+        fitting, smallest = self.predict_all()
         best = fitting[0] if fitting else smallest
-        assert best is not None, "there is always one shard group, one round and no recompute"
-        limit, binding = self.machine.memory_bytes / GIB, best.memory.binding
-        if not fitting:
-            reason = f"does not fit: every rank needs {best.memory.total / GIB:.1f} of {limit:.1f} GiB, most {binding}"
-        else:
+        assert best is not None, "there is always a layout with one shard group, one round and no recompute"
+        if fitting:
             ratio = best.step_time_s / chosen_step_s
-            found = f"{ratio:.2f}x slower" if ratio >= 1 else f"would take {ratio:.2f} of the step"
-            waits = (best.exposed_s + best.dispatch_s) / best.step_time_s
-            reason = f"{found}, {waits:.0%} of it waiting for weights and features; predicted only, not runnable yet"
+            comparison = f"{ratio:.2f}x slower" if ratio >= 1 else f"{1 / ratio:.2f}x faster"
+            waiting = (best.exposed_s + best.dispatch_s) / best.step_time_s
+            reason = (
+                f"{comparison}, {waiting:.0%} of the step waits for weights and features; "
+                "predicted only, not runnable yet"
+            )
+        else:
+            needed_gib, limit_gib = best.memory.total / GIB, self.machine.memory_bytes / GIB
+            largest_kind = best.memory.binding
+            reason = f"does not fit: every rank needs {needed_gib:.1f} of {limit_gib:.1f} GiB, most for {largest_kind}"
         return Alternative(
             summary=str(best.layout),
             placement="replicated",
@@ -122,115 +128,129 @@ class ReplicatedPredictor:
         )
 
     def layouts(self) -> Iterator[ReplicatedLayout]:
-        """Shard groups of whole nodes or inside one, rounds in powers of two, recompute by unit."""
-        samples = min(sum(len(g) for g in groups) for groups in self.batches.groups)
-        names = [u.name for u in self.shape.units]
-        kept = [frozenset(compress(names, flags)) for flags in product((False, True), repeat=len(names))]
-        for i in range(max(samples // self.num_ranks, 1).bit_length()):
-            for shard, recompute in product(_shards(self.num_ranks, self.machine.ranks_per_node), kept):
+        """Return all layouts: shard groups in or of whole nodes, rounds in powers of two, recompute by unit."""
+        min_samples = min(sum(len(group) for group in groups) for groups in self.batches.groups)
+        units = [unit.name for unit in self.shape.units]
+        recompute_choices = [frozenset(compress(units, flags)) for flags in product((False, True), repeat=len(units))]
+        shards = _shard_sizes(self.num_ranks, self.machine.ranks_per_node)
+        for i in range(max(min_samples // self.num_ranks, 1).bit_length()):
+            for shard, recompute in product(shards, recompute_choices):
                 yield ReplicatedLayout(self.num_ranks, shard, 1 << i, recompute)
 
-    def rehearse(self, layout: ReplicatedLayout) -> ReplicatedPrediction:
-        """Step time and memory of one layout."""
-        dealt = self.dealing.rounds(layout.num_rounds)
-        taken = {u.name: self._phase(u, layout) for u in self.shape.units}
-        phase_s = {name: busy + waits for name, (busy, waits) in taken.items()}
+    def predict(self, layout: ReplicatedLayout) -> ReplicatedPrediction:
+        """Predict step time and memory of one layout."""
+        rounds = self.dispatcher.dispatch(layout.num_rounds)
+        phases = {unit.name: self._predict_phase(unit, layout) for unit in self.shape.units}
+        phase_s = {unit: compute_s + exposed_s for unit, (compute_s, exposed_s) in phases.items()}
         return ReplicatedPrediction(
-            layout,
-            sum(phase_s.values()) + dealt.dispatch_s,
-            phase_s,
-            sum(waits for _, waits in taken.values()),
-            dealt.dispatch_s,
-            dealt.max_over_mean,
-            self._memory(layout, dealt),
+            layout=layout,
+            step_time_s=sum(phase_s.values()) + rounds.dispatch_s,
+            phase_s=phase_s,
+            exposed_s=sum(exposed_s for _, exposed_s in phases.values()),
+            dispatch_s=rounds.dispatch_s,
+            max_over_mean=rounds.max_over_mean,
+            memory=self._predict_memory(layout, rounds),
         )
 
-    def _phase(self, unit: UnitShape, layout: ReplicatedLayout) -> tuple[float, float]:
-        """Seconds of a unit's forwards and backwards in a step (mean of the batches): computing, and waiting.
+    def _predict_phase(self, unit: UnitShape, layout: ReplicatedLayout) -> tuple[float, float]:
+        """Return the seconds that a unit's forwards and backwards compute, and wait, in a step; mean of the batches.
 
-        Gradients are reduced inside the shard group each round, between the groups in the last one.
+        Gradients are reduced inside the shard group in each round, between the groups in the last one.
         """
-        runs, seconds = self._runs[unit.name], self._seconds_of(unit.name, layout.num_rounds)
+        runs = self._runs_of_equal_layers[unit.name]
+        seconds = self._seconds_of_layers(unit.name, layout.num_rounds)
         count = [run.count for run in runs]
-        gathers = np.repeat([self._gather(run.layer, layout.shard) for run in runs], count)
+        gathers = np.repeat([self._all_gather(run.layer, layout.shard) for run in runs], count)
         forward = np.repeat(seconds.forward, count, axis=0)
         has_backward = np.repeat([run.layer.trainable or run.input_grad for run in runs], count)
-        one_way = seconds.backward + (seconds.recompute if unit.name in layout.recompute else 0.0)
-        backward = np.repeat(one_way, count, axis=0)[has_backward][::-1]
+        backward_per_run = seconds.backward + (seconds.recompute if unit.name in layout.recompute else 0.0)
+        backward = np.repeat(backward_per_run, count, axis=0)[has_backward][::-1]
         reductions = np.zeros_like(backward)
-        for place in range(layout.num_rounds):
-            last = place == layout.num_rounds - 1
-            each = [self._reduce(run.layer, layout.shard, last) if run.layer.trainable else 0.0 for run in runs]
-            reductions[:, :, place] = np.repeat(each, count)[has_backward][::-1, None]
-        taken = overlapped_seconds(forward, gathers, np.zeros_like(forward))
-        taken = taken + overlapped_seconds(backward, gathers[has_backward][::-1], reductions)
-        busy = forward.sum(axis=0) + backward.sum(axis=0)
-        num_batches = busy.shape[0]
-        return float(busy.sum() / num_batches), float((taken - busy).sum() / num_batches)
+        for i in range(layout.num_rounds):
+            is_last = i == layout.num_rounds - 1
+            per_run = [self._reduce(run.layer, layout.shard, is_last) if run.layer.trainable else 0.0 for run in runs]
+            reductions[:, :, i] = np.repeat(per_run, count)[has_backward][::-1, None]
+        elapsed = overlapped_seconds(forward, gathers, np.zeros_like(forward))
+        elapsed = elapsed + overlapped_seconds(backward, gathers[has_backward][::-1], reductions)
+        compute = forward.sum(axis=0) + backward.sum(axis=0)  # (batches, rounds)
+        num_batches = compute.shape[0]
+        return float(compute.sum() / num_batches), float((elapsed - compute).sum() / num_batches)
 
     @cached_property
-    def dealing(self) -> PhaseDispatcher:
-        """The drawn batches, dealt out over rounds and ranks."""
+    def dispatcher(self) -> PhaseDispatcher:
+        """Dispatches the sampled batches over rounds and ranks."""
         nbytes = ELEMENT_BYTES[self.precision]
         return PhaseDispatcher(
             self.shape, self.costs, nbytes, self.batches, self.num_ranks, self.machine.ranks_per_node
         )
 
     @cached_property
-    def _runs(self) -> dict[str, tuple["_EqualLayers", ...]]:
+    def _runs_of_equal_layers(self) -> dict[str, tuple["_EqualLayers", ...]]:
         """Every unit's layers, equal neighbours together."""
-        needs = input_grad_needed(self.shape)
-        return {
-            u.name: tuple(
-                _EqualLayers(*key, len(list(same))) for key, same in groupby(zip(u.layers, needs[u.name], strict=True))
+        input_grad = input_grad_needed(self.shape)
+        runs = {}
+        for unit in self.shape.units:
+            layers = zip(unit.layers, input_grad[unit.name], strict=True)
+            runs[unit.name] = tuple(_EqualLayers(*layer, len(list(equal))) for layer, equal in groupby(layers))
+        return runs
+
+    def _seconds_of_layers(self, unit: str, num_rounds: int) -> "_LayerSeconds":
+        """Return the seconds of one layer of each run of equal layers, on the most expensive rank."""
+        key = (unit, num_rounds)
+        if key not in self._layer_seconds:
+            loads = [[loads[unit] for loads in batch] for batch in self.dispatcher.dispatch(num_rounds).loads]
+            runs = self._runs_of_equal_layers[unit]
+
+            def tabulate(seconds: Callable[[_EqualLayers, TokenLoad], float]) -> FloatArray:
+                return np.array([[[seconds(run, load) for load in batch] for batch in loads] for run in runs])
+
+            def backward(run: _EqualLayers, load: TokenLoad) -> float:
+                return self.costs.seconds(run.layer, 1, load, "backward", input_grad=run.input_grad)
+
+            self._layer_seconds[key] = _LayerSeconds(
+                tabulate(lambda run, load: self.costs.seconds(run.layer, 1, load, "forward")),
+                tabulate(backward),
+                tabulate(lambda run, load: self.costs.seconds(run.layer, 1, load, "recompute")),
             )
-            for u in self.shape.units
-        }
+        return self._layer_seconds[key]
 
-    def _seconds_of(self, unit: str, num_rounds: int) -> "_LayerSeconds":
-        """(runs, batches, rounds) seconds of one layer of each run, on the fullest rank."""
-        if (unit, num_rounds) not in self._priced:
-            loads = [[loads[unit] for loads in batch] for batch in self.dealing.rounds(num_rounds).loads]
-
-            def grid(price: Callable[[_EqualLayers, TokenLoad], float]) -> FloatArray:
-                return np.array([[[price(run, load) for load in row] for row in loads] for run in self._runs[unit]])
-
-            self._priced[unit, num_rounds] = _LayerSeconds(
-                grid(lambda run, load: self.costs.seconds(run.layer, 1, load, "forward")),
-                grid(lambda run, load: self.costs.seconds(run.layer, 1, load, "backward", input_grad=run.input_grad)),
-                grid(lambda run, load: self.costs.seconds(run.layer, 1, load, "recompute")),
-            )
-        return self._priced[unit, num_rounds]
-
-    def _gather(self, layer: LayerShape, shard: int) -> float:
+    def _all_gather(self, layer: LayerShape, shard: int) -> float:
+        """Return the seconds in which a shard group gathers a layer's weights."""
         nbytes = num_parameters(layer) * ELEMENT_BYTES[self.precision]
         return self.costs.collective("all_gather", nbytes, shard, shard <= self.machine.ranks_per_node)
 
-    def _reduce(self, layer: LayerShape, shard: int, last: bool) -> float:
-        nbytes, inside = num_parameters(layer) * GRADIENT_ELEMENT_BYTES, shard <= self.machine.ranks_per_node
-        seconds = self.costs.collective("reduce_scatter", nbytes, shard, inside)
-        if last:
-            copies, near = self.num_ranks // shard, self.num_ranks <= self.machine.ranks_per_node
-            seconds += self.costs.collective("all_reduce", nbytes // shard, copies, near)
+    def _reduce(self, layer: LayerShape, shard: int, is_last_round: bool) -> float:
+        """Return the seconds in which a layer's gradients are reduced, in the last round between shard groups, too."""
+        nbytes = num_parameters(layer) * GRADIENT_ELEMENT_BYTES
+        shard_in_node = shard <= self.machine.ranks_per_node
+        seconds = self.costs.collective("reduce_scatter", nbytes, shard, shard_in_node)
+        if is_last_round:
+            all_in_node = self.num_ranks <= self.machine.ranks_per_node
+            seconds += self.costs.collective("all_reduce", nbytes // shard, self.num_ranks // shard, all_in_node)
         return seconds
 
-    def _memory(self, layout: ReplicatedLayout, dealt: DispatchedRounds) -> RankMemory:
-        """Everything of the fullest rank: a shard of the state, one mini-batch of every unit, layers gathered whole."""
-        state = np.zeros(3)
+    def _predict_memory(self, layout: ReplicatedLayout, rounds: DispatchedRounds) -> RankMemory:
+        """Return the memory of the fullest rank.
+
+        It holds a shard of the state, activations of one mini-batch of every unit, and the layers gathered whole.
+        """
+        state = np.zeros(3)  # parameters, gradients, optimizer
         activations = buffers = 0.0
-        needs = input_grad_needed(self.shape)
+        input_grad = input_grad_needed(self.shape)
         for unit in self.shape.units:
             state += sum(np.array(layer_state(layer, 1, 1, self.precision)) for layer in unit.layers)
-            again = (unit.name in layout.recompute,) * len(unit.layers)
-            held = HeldLayers(unit.layers, needs[unit.name], again, 1, 1, 1, dealt.largest[unit.name])
+            recompute = (unit.name in layout.recompute,) * len(unit.layers)
+            held = HeldLayers(unit.layers, input_grad[unit.name], recompute, 1, 1, 1, rounds.largest[unit.name])
             activations += microbatch_activation_bytes(held, self.costs, self.precision)
             buffers = max(buffers, stage_working_bytes(held, self.costs, self.precision))
-        largest = max(num_parameters(layer) for unit in self.shape.units for layer in unit.layers)
         if layout.shard > 1:
-            buffers += largest * (NUM_GATHERED_LAYERS * ELEMENT_BYTES[self.precision] + GRADIENT_ELEMENT_BYTES)
-        own = state / layout.shard
-        total = float(own.sum()) + activations + buffers
-        return RankMemory(float(own[0]), float(own[1]), float(own[2]), activations, buffers, MEMORY_MARGIN * total)
+            largest_layer = max(num_parameters(layer) for unit in self.shape.units for layer in unit.layers)
+            gathered_bytes = NUM_GATHERED_LAYERS * ELEMENT_BYTES[self.precision] + GRADIENT_ELEMENT_BYTES
+            buffers += largest_layer * gathered_bytes
+        sharded = state / layout.shard
+        total = float(sharded.sum()) + activations + buffers
+        parameters, gradients, optimizer = map(float, sharded)
+        return RankMemory(parameters, gradients, optimizer, activations, buffers, MEMORY_MARGIN * total)
 
 
 @dataclass(frozen=True)
@@ -238,13 +258,13 @@ class _EqualLayers:
     """Equal layers one after another."""
 
     layer: LayerShape
-    input_grad: bool  # something below trains
+    input_grad: bool  # whether anything before the layer trains
     count: int
 
 
 @dataclass(frozen=True)
 class _LayerSeconds:
-    """(runs, batches, rounds) seconds of one layer of each run."""
+    """Seconds of one layer of each run of equal layers: (runs, batches, rounds) each."""
 
     forward: FloatArray
     backward: FloatArray
@@ -252,23 +272,31 @@ class _LayerSeconds:
 
 
 def overlapped_seconds(compute: FloatArray, gathers: FloatArray, reductions: FloatArray) -> FloatArray:
-    """Seconds for layers one after another whose weights are gathered before, and gradients reduced after, each.
+    """Return the seconds of layers whose weights are gathered before them and whose gradients are reduced after them.
 
-    compute, reductions: (L, ...) seconds; gathers: (L,). Returns (...). While layer i is computed, the weights of layer
-    i + 1 arrive and the gradients of layer i - 1 leave; layer i + 1 begins when all three are done. The first gather
-    and the last reduction have nothing to hide behind.
+    While layer i is computed, the weights of layer i + 1 arrive and the gradients of layer i - 1 leave. Layer i + 1
+    starts when all three are done. Nothing hides the first gather and the last reduction.
+
+    Args:
+        compute: (L, ...) of each layer.
+        gathers: (L,) of each layer's weights.
+        reductions: (L, ...) of each layer's gradients.
+
+    Returns:
+        (...) seconds of all layers.
     """
     if not len(compute):
         return np.zeros(compute.shape[1:])
-    beside = np.zeros_like(compute)
-    beside[:-1] += gathers[1:].reshape(-1, *(1,) * (compute.ndim - 1))
-    beside[1:] += reductions[:-1]
-    return np.asarray(gathers[0] + np.maximum(compute, beside).sum(axis=0) + reductions[-1])
+    communication = np.zeros_like(compute)  # while each layer is computed
+    communication[:-1] += gathers[1:].reshape(-1, *(1,) * (compute.ndim - 1))
+    communication[1:] += reductions[:-1]
+    return np.asarray(gathers[0] + np.maximum(compute, communication).sum(axis=0) + reductions[-1])
 
 
-def _shards(num_ranks: int, per_node: int) -> Sequence[int]:
-    """Sizes of shard groups: those that divide a node's ranks, and whole nodes by powers of two, up to all ranks."""
-    inside = [n for n in range(1, per_node + 1) if math.gcd(num_ranks, per_node) % n == 0]
-    nodes = num_ranks // per_node if num_ranks % per_node == 0 else 0
-    across = [per_node << i for i in range(1, nodes.bit_length()) if nodes % (1 << i) == 0]
-    return sorted({*inside, *across, num_ranks})
+def _shard_sizes(num_ranks: int, ranks_per_node: int) -> Sequence[int]:
+    """Return sizes of shard groups: divisors of a node's ranks, and whole nodes by powers of two, up to all ranks."""
+    common = math.gcd(num_ranks, ranks_per_node)
+    in_node = [size for size in range(1, ranks_per_node + 1) if common % size == 0]
+    num_nodes = num_ranks // ranks_per_node if num_ranks % ranks_per_node == 0 else 0
+    across_nodes = [ranks_per_node << i for i in range(1, num_nodes.bit_length()) if num_nodes % (1 << i) == 0]
+    return sorted({*in_node, *across_nodes, num_ranks})
