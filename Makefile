@@ -17,10 +17,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed      ## demo data, plan, train on CPU, report what it learned
 	$(BIN)/python scripts/demo.py
 
-# One worker a core; the tests of a file stay together, because they share what is expensive to start. One thread a
-# worker: torch would otherwise start as many threads as there are cores in each of them.
+# One worker per core; the tests of a file stay together, because they share what is expensive to start.
 PARALLEL := -n auto --dist loadfile
-export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.installed      ## the test suite
 	$(BIN)/pytest $(PARALLEL) -m 'not slow'

@@ -3,9 +3,13 @@
 Property tests run on few examples in `make test`, and again on many in `make test-slow`.
 """
 
+import os
 import signal
 
 from hypothesis import HealthCheck, settings
+
+# torch reads this when it is imported. Tests run side by side, and their models are too small for several threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 EXAMPLES = {"quick": 30, "thorough": 250}  # of each property; `--hypothesis-profile` chooses
 
