@@ -1,4 +1,7 @@
-"""The endless stream of groups: which samples train together, and when.
+"""The order of training: groups of samples, epoch after epoch, as a pure function of the seed and the lengths.
 
-Start with `group_stream.GroupStream`.
+`group_stream` finds the groups of any step without computing those before it; the algorithms that group and balance are
+those of the package `mmtrain.balance`. `compare_grouping` serves `mmtrain data group`.
+
+Read `group_stream.GroupStream.batch` first.
 """

@@ -1,4 +1,4 @@
-"""How the methods of grouping would treat a recipe's data, side by side."""
+"""Compare what the grouping methods make of a recipe's data."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,14 +20,17 @@ def compare_grouping_methods(
     num_replicas: int,
     clock: Callable[[], float],
 ) -> list[GroupingScore]:
-    """Group one epoch by every method as training would, and judge it for `num_replicas` replicas side by side.
+    """Group one epoch by every method as training would, and score it for `num_replicas` replicas side by side.
 
-    clock: seconds from any start; an epoch's grouping is timed by it.
+    clock: returns seconds; the score holds the time that grouping an epoch takes.
     """
     units, tokens = unit_tokens(lengths)
-    targets, scores = token_targets(lengths, grouping), []
+    targets = token_targets(lengths, grouping)
+    scores = []
     for method in GROUPING_METHODS:
-        begin = clock()
-        groups = GroupStream(lengths, replace(grouping, method=method), seed, weights).epoch(0, num_replicas, targets)
-        scores.append(score_grouping(method, groups, units, tokens, grouping.seq_len, num_replicas, clock() - begin))
+        start_s = clock()
+        stream = GroupStream(lengths, replace(grouping, method=method), seed, weights)
+        groups = stream.epoch(0, num_replicas, targets)
+        seconds = clock() - start_s
+        scores.append(score_grouping(method, groups, units, tokens, grouping.seq_len, num_replicas, seconds))
     return scores

@@ -1,8 +1,7 @@
-"""The endless stream of groups: which samples train together and when, whatever plan, rank or worker asks."""
+"""The endless stream of groups: which samples train together and when, the same for every plan, rank and worker."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from math import ceil
 
 import numpy as np
@@ -26,55 +25,63 @@ from mmtrain.recipe.schema import Recipe
 
 Float64Array = npt.NDArray[np.float64]
 
-# What a generator is for; first in its seed, since numpy takes no notice of zeros at the end of one.
-_LAYOUT, _COUNT, _WINDOWS, _WINDOW, _STEPS = range(1, 6)
-_ROWS_AT_ONCE = 256  # of groups side by side that exchange samples at once: more would take much memory
-_KEPT = 4  # windows kept in memory: the one in use, the one begun ahead, and the same of another reader
+# The purpose of a random generator, the first number of its seed: numpy ignores zeros at the end of a seed.
+_SEED_LAYOUT = 1  # deals samples to windows
+_SEED_COUNT = 2  # counts the groups of a window
+_SEED_WINDOW_ORDER = 3
+_SEED_WINDOW = 4  # shuffles and groups the samples of a window
+_SEED_STEPS = 5  # distributes steps between long and other samples
+_MAX_ROWS_EVENED = 256  # rows of groups that exchange samples at a time; more would take much memory
+_MAX_CACHED_WINDOWS = 4  # the one in use and the next one, for each of two readers
 
 
 class GroupStream:
-    """Groups over epochs, a pure function of (seed, epoch, position).
+    """Groups of samples over epochs, a pure function of (seed, epoch, position).
 
-    Samples are dealt into windows once; an epoch visits the windows in a new order and shuffles and groups the samples
-    of each anew. A window has the same number of groups in every epoch, so any place in the stream is found by
-    arithmetic and needs the groups of its own window alone.
+    Samples are dealt to windows once. An epoch visits the windows in a new order, and shuffles and groups the samples
+    of each anew. A window has the same number of groups in every epoch, so any position of the stream is found by
+    arithmetic, and only the groups of its window are computed.
 
-    An epoch uses a sample of weight w exactly w times; the fraction of a broken weight decides by chance, anew each
-    epoch. Groups never mix epochs. Where long samples have steps of their own, they have epochs of their own too,
-    which end a few steps before or after those of the others.
+    An epoch uses a sample of integer weight w exactly w times; the fraction of a weight is the probability of one more
+    use, drawn in every epoch. Groups never mix epochs. If long samples have steps of their own
+    (`data.long_tokens`), they also have epochs of their own, which end a few steps before or after those of the others.
     """
 
     def __init__(
         self, lengths: SampleLengths, grouping: Grouping, seed: int, weights: npt.NDArray[np.float64] | None = None
     ) -> None:
-        """Group samples of these lengths as `grouping` says."""
-        self._lengths, self._grouping, self._seed = lengths, grouping, seed
-        weights = np.ones(len(lengths)) if weights is None else weights
-        sizes = self._sizes = grouping_sizes(lengths, grouping)
-        limit = grouping.long_tokens
-        is_long = np.zeros(len(lengths), dtype=bool) if limit is None else lengths.tokens > limit
-        kinds = [np.flatnonzero(is_long == kind) for kind in (False, True)]
-        self._strands = tuple(
-            _Strand(samples, weights[samples], sizes, grouping, (seed, number))
-            for number, samples in enumerate(kinds)
+        """Group samples of these lengths by the method and settings of `grouping`."""
+        self._lengths = lengths
+        self._grouping = grouping
+        self._seed = seed
+        self._sizes = grouping_sizes(lengths, grouping)
+        if weights is None:
+            weights = np.ones(len(lengths))
+        is_long = np.zeros(len(lengths), dtype=bool)
+        if grouping.long_tokens is not None:
+            is_long = lengths.tokens > grouping.long_tokens
+        # One sub-stream, or two where long samples have steps of their own.
+        self._substreams = tuple(
+            _SubStream(samples, weights[samples], self._sizes, grouping, (seed, number))
+            for number, samples in enumerate((np.flatnonzero(~is_long), np.flatnonzero(is_long)))
             if len(samples)
         )
-        self._turns: tuple[int, IntArray] | None = None
+        self._cached_cycle: tuple[int, IntArray] | None = None  # its number and its step table
 
     @classmethod
     def of(cls, recipe: Recipe, index: DataIndex) -> "GroupStream":
-        """The order in which a recipe trains on its samples."""
+        """Return the order in which a recipe trains on its samples."""
         grouping = Grouping.of(recipe.data, recipe.train.global_batch)
         return cls(index.lengths, grouping, recipe.train.seed, index.weights)
 
     @property
     def groups_per_epoch(self) -> int:
-        """Groups in each epoch."""
-        return sum(strand.num_groups for strand in self._strands)
+        """The number of groups in each epoch."""
+        return sum(substream.num_groups for substream in self._substreams)
 
     def groups(self, first: int, count: int) -> list[IntArray]:
-        """Sample numbers of groups [first, first + count) of the stream."""
-        return [self._group(place) for place in range(first, first + count)]
+        """Return the sample numbers of groups [first, first + count) of the stream."""
+        return [self._group(position) for position in range(first, first + count)]
 
     def batch(
         self,
@@ -84,30 +91,28 @@ class GroupStream:
         num_microbatches: Mapping[str, int],
         targets: StepTargets = NO_TARGETS,
     ) -> BatchMeta:
-        """Groups [step, step + 1) * global_batch, laid out over the replicas and microbatches of every unit.
+        """Lay out groups [step, step + 1) * global_batch over the replicas and microbatches of every unit.
 
-        Which samples these are hangs on nothing else; who computes which, beside which and when, is what `targets` ask
-        for. Samples change groups for their sake where the method is `matched`.
+        Which samples a step has depends on nothing else. `targets` decide which replica computes which sample, in which
+        group and in which order; samples change groups for this only with the grouping method `matched`.
         """
         first = step * global_batch
-        groups = self.groups(first, global_batch)
-        groups = self._evened(groups, dp[LLM], targets)
+        groups = self._even_out(self.groups(first, global_batch), dp[LLM], targets)
         return assign(step, first // self.groups_per_epoch, groups, self._lengths, dp, num_microbatches, targets)
 
     def epoch(self, epoch: int, num_replicas: int = 1, targets: StepTargets = NO_TARGETS) -> SampleGroups:
-        """All groups of one epoch, evened for replicas that compute so many in a row side by side."""
+        """Return all groups of one epoch, each row of `num_replicas` groups evened out for replicas side by side."""
         total = self.groups_per_epoch
         groups = self.groups(epoch * total, total)
-        rows = [groups[i : i + num_replicas] for i in range(0, total // num_replicas * num_replicas, num_replicas)]
-        groups[: len(rows) * num_replicas] = [
-            group
-            for lo in range(0, len(rows), _ROWS_AT_ONCE)
-            for group in self._evened(list(chain(*rows[lo : lo + _ROWS_AT_ONCE])), num_replicas, targets)
-        ]
-        sizes = np.array([0, *map(len, groups)], dtype=np.int64)
-        return SampleGroups(np.cumsum(sizes), np.concatenate(groups))
+        num_rows = total // num_replicas
+        for first_row in range(0, num_rows, _MAX_ROWS_EVENED):
+            rows = slice(first_row * num_replicas, min(first_row + _MAX_ROWS_EVENED, num_rows) * num_replicas)
+            groups[rows] = self._even_out(groups[rows], num_replicas, targets)
+        ends = np.cumsum(np.array([0, *map(len, groups)], dtype=np.int64))
+        return SampleGroups(ends, np.concatenate(groups))
 
-    def _evened(self, groups: list[IntArray], num_replicas: int, targets: StepTargets) -> list[IntArray]:
+    def _even_out(self, groups: list[IntArray], num_replicas: int, targets: StepTargets) -> list[IntArray]:
+        """Exchange samples between the groups of a row where the grouping method permits it."""
         if not targets.loads or self._grouping.method != "matched":
             return groups
         samples = np.concatenate(groups)
@@ -116,131 +121,140 @@ class GroupStream:
         return even_out_groups(groups, self._sizes.tokens[samples], self._sizes.budgets, loads, weights, num_replicas)
 
     def epochs_done(self, num_groups: int) -> float:
-        """Passes over the data that the first `num_groups` groups of the stream make."""
+        """Return the passes over the data that the first `num_groups` groups of the stream make."""
         return num_groups / self.groups_per_epoch
 
-    def _group(self, place: int) -> IntArray:
-        if len(self._strands) == 1:
-            return self._strands[0].group(place)
-        step, index = divmod(place, self._grouping.global_batch)
-        strand, turn = self._turn(step)
-        return self._strands[strand].group(turn * self._grouping.global_batch + index)
+    def _group(self, position: int) -> IntArray:
+        if len(self._substreams) == 1:
+            return self._substreams[0].group(position)
+        step, place = divmod(position, self._grouping.global_batch)
+        number, substream_step = self._substream_step(step)
+        return self._substreams[number].group(substream_step * self._grouping.global_batch + place)
 
-    def _turn(self, step: int) -> tuple[int, int]:
-        """Whose turn a step is, and the number of its turns before.
+    def _substream_step(self, step: int) -> tuple[int, int]:
+        """Return the sub-stream that a step belongs to, and how many of the steps before belong to it.
 
-        In a cycle of as many steps as an epoch has groups, which is a whole number of epochs for everyone, each strand
-        has a step for every group of its own, evenly spread and in random order.
+        A cycle has as many steps as an epoch has groups, so it is a whole number of epochs of every sub-stream. In it,
+        each sub-stream has one step for each of its groups, evenly spread and in random order.
         """
-        cycle, slot = divmod(step, self.groups_per_epoch)
-        known = self._turns
-        if known is None or known[0] != cycle:
-            rng = _rng(_STEPS, self._seed, 0, cycle)
-            times = [np.arange(strand.num_groups) for strand in self._strands]
-            when = np.concatenate([(time + rng.random(len(time))) / len(time) for time in times])
-            strand = np.repeat(np.arange(len(times)), [len(time) for time in times])
-            table = np.stack([strand, np.concatenate(times)], axis=1)[np.argsort(when, kind="stable")]
-            known = self._turns = cycle, table
-        number, time = known[1][slot].tolist()
-        return number, cycle * self._strands[number].num_groups + time
+        cycle, step_in_cycle = divmod(step, self.groups_per_epoch)
+        if self._cached_cycle is None or self._cached_cycle[0] != cycle:
+            self._cached_cycle = cycle, self._step_table(cycle)
+        number, steps_before = self._cached_cycle[1][step_in_cycle].tolist()
+        return number, cycle * self._substreams[number].num_groups + steps_before
+
+    def _step_table(self, cycle: int) -> IntArray:
+        """Return (steps of a cycle, 2): the sub-stream of each step, and the sub-stream's steps before it."""
+        rng = _random_generator(_SEED_STEPS, self._seed, 0, cycle)
+        counts = [substream.num_groups for substream in self._substreams]
+        steps = [np.arange(count) for count in counts]
+        times = np.concatenate([(own_steps + rng.random(len(own_steps))) / len(own_steps) for own_steps in steps])
+        table = np.stack([np.repeat(np.arange(len(counts)), counts), np.concatenate(steps)], axis=1)
+        return table[np.argsort(times, kind="stable")]
 
 
 @dataclass(frozen=True)
-class _Window:
+class _ShuffleWindow:
     """Samples that are shuffled and grouped together in every epoch."""
 
-    samples: IntArray  # (k,) one that an epoch may use twice is named twice
-    chance: Float64Array  # (k,) that an epoch uses it
+    samples: IntArray  # (k,) a sample that an epoch may use twice is listed twice
+    probabilities: Float64Array  # (k,) that an epoch uses the entry
     num_groups: int
 
 
-class _Strand:
-    """The samples that may share steps with each other: all of them, or the long ones, or the others."""
+class _SubStream:
+    """The stream over samples that may share a step: all samples, or only the long ones, or only the others."""
 
     def __init__(
         self, samples: IntArray, weights: Float64Array, sizes: GroupingSizes, grouping: Grouping, key: tuple[int, int]
     ) -> None:
-        self._sizes, self._grouping, self._key = sizes, grouping, key
-        self._windows = self._dealt(samples, weights)
+        self._sizes = sizes
+        self._grouping = grouping
+        self._key = key  # seed and number of the sub-stream
+        self._windows = self._deal_to_windows(samples, weights)
         self.num_groups = sum(window.num_groups for window in self._windows)  # in each epoch
-        self._visits: tuple[int, IntArray, IntArray] | None = None
-        self._made: dict[tuple[int, int], SampleGroups] = {}
+        self._cached_order: tuple[int, IntArray, IntArray] | None = None  # epoch, order of windows, first groups
+        self._cached_groups: dict[tuple[int, int], SampleGroups] = {}  # (epoch, window) -> groups
 
-    def group(self, place: int) -> IntArray:
-        """Sample numbers of a group of the endless stream."""
-        epoch, within = divmod(place, self.num_groups)
-        order, starts = self._visit(epoch)
-        turn = int(np.searchsorted(starts, within, side="right")) - 1
-        window, start = int(order[turn]), int(starts[turn])
-        groups = self._made.get((epoch, window))
+    def group(self, position: int) -> IntArray:
+        """Return the sample numbers of a group of the endless stream."""
+        epoch, place = divmod(position, self.num_groups)
+        order, starts = self._window_order(epoch)
+        turn = int(np.searchsorted(starts, place, side="right")) - 1
+        window = int(order[turn])
+        start = int(starts[turn])
+        groups = self._cached_groups.get((epoch, window))
         if groups is None:
-            groups = self._make(epoch, window, (place - within + start) % self._grouping.row_size)
-            while len(self._made) >= _KEPT:
-                self._made.pop(next(iter(self._made)), None)
-            self._made[epoch, window] = groups
-        return groups[within - start]
+            groups = self._group_window(epoch, window, (position - place + start) % self._grouping.row_size)
+            while len(self._cached_groups) >= _MAX_CACHED_WINDOWS:
+                oldest = next(iter(self._cached_groups))
+                self._cached_groups.pop(oldest, None)
+            self._cached_groups[epoch, window] = groups
+        return groups[place - start]
 
-    def _dealt(self, samples: IntArray, weights: Float64Array) -> list[_Window]:
-        """Deal the samples into windows at random, once for all epochs."""
-        whole = np.floor(weights).astype(np.int64)
-        fraction = weights - whole
-        broken = fraction > 0
-        entries = np.concatenate([np.repeat(samples, whole), samples[broken]])
-        chance = np.concatenate([np.ones(int(whole.sum())), fraction[broken]])
-        order = _rng(_LAYOUT, *self._key).permutation(len(entries))
+    def _deal_to_windows(self, samples: IntArray, weights: Float64Array) -> list[_ShuffleWindow]:
+        """Deal the samples to windows at random, once for all epochs."""
+        sure_uses = np.floor(weights).astype(np.int64)
+        fraction = weights - sure_uses
+        has_fraction = fraction > 0
+        entries = np.concatenate([np.repeat(samples, sure_uses), samples[has_fraction]])
+        probabilities = np.concatenate([np.ones(int(sure_uses.sum())), fraction[has_fraction]])
+        order = _random_generator(_SEED_LAYOUT, *self._key).permutation(len(entries))
         parts = np.array_split(order, ceil(len(entries) / self._grouping.window))
-        return [self._counted(w, entries[part], chance[part]) for w, part in enumerate(parts)]
+        return [self._make_window(w, entries[part], probabilities[part]) for w, part in enumerate(parts)]
 
-    def _counted(self, w: int, samples: IntArray, chance: Float64Array) -> _Window:
-        groups = self._reference(w, samples, chance)
+    def _make_window(self, w: int, samples: IntArray, probabilities: Float64Array) -> _ShuffleWindow:
+        """Count the groups of a window: those of one trial, and some spare ones for epochs that need more."""
+        groups = self._trial_groups(w, samples, probabilities)
         tokens = self._sizes.tokens[samples, 0].astype(np.float64)
-        deviation = float(np.sqrt((chance * (1 - chance) * tokens**2).sum()))
-        spare = num_spare_groups(len(groups), self._grouping) + ceil(2 * deviation / self._grouping.seq_len)
-        return _Window(samples, chance, min(len(groups) + spare, len(groups.samples)))
+        deviation = float(np.sqrt((probabilities * (1 - probabilities) * tokens**2).sum()))
+        num_spare = num_spare_groups(len(groups), self._grouping) + ceil(2 * deviation / self._grouping.seq_len)
+        return _ShuffleWindow(samples, probabilities, min(len(groups) + num_spare, len(groups.samples)))
 
-    def _visit(self, epoch: int) -> tuple[IntArray, IntArray]:
-        """The windows in the order of an epoch, and the places at which they start."""
-        known = self._visits
-        if known is None or known[0] != epoch:
-            order = _rng(_WINDOWS, *self._key, epoch).permutation(len(self._windows))
-            sizes = np.array([self._windows[w].num_groups for w in order.tolist()], dtype=np.int64)
-            known = self._visits = epoch, order, np.cumsum(sizes) - sizes
-        return known[1], known[2]
+    def _window_order(self, epoch: int) -> tuple[IntArray, IntArray]:
+        """Return the windows in the order of an epoch, and the position of the first group of each."""
+        if self._cached_order is None or self._cached_order[0] != epoch:
+            order = _random_generator(_SEED_WINDOW_ORDER, *self._key, epoch).permutation(len(self._windows))
+            counts = np.array([self._windows[w].num_groups for w in order.tolist()], dtype=np.int64)
+            self._cached_order = epoch, order, np.cumsum(counts) - counts
+        return self._cached_order[1], self._cached_order[2]
 
-    def _make(self, epoch: int, w: int, offset: int) -> SampleGroups:
-        """The groups of a window in an epoch.
+    def _group_window(self, epoch: int, w: int, offset: int) -> SampleGroups:
+        """Group the samples of a window in an epoch; `offset` is the place of its first group in a row.
 
-        Should a shuffle need more groups than the window has, or leave fewer samples, the epoch uses the samples and
-        groups they were counted with.
+        If a shuffle needs more groups than the window has, or draws fewer samples than that, the epoch uses the trial
+        groups by which the window's groups were counted.
         """
-        window, rng = self._windows[w], _rng(_WINDOW, *self._key, epoch, w)
-        groups = self._composed(window.samples[rng.random(len(window.samples)) < window.chance], rng)
+        window = self._windows[w]
+        rng = _random_generator(_SEED_WINDOW, *self._key, epoch, w)
+        is_used = rng.random(len(window.samples)) < window.probabilities
+        groups = self._shuffle_and_group(window.samples[is_used], rng)
         if len(groups) > window.num_groups or len(groups.samples) < window.num_groups:
-            groups = self._reference(w, window.samples, window.chance)
+            groups = self._trial_groups(w, window.samples, window.probabilities)
         groups = split_to_count(groups, window.num_groups)
         return arrange_window(self._sizes, groups, self._grouping, offset, rng, exchanged=False)
 
-    def _reference(self, w: int, samples: IntArray, chance: Float64Array) -> SampleGroups:
-        """The groups that decide how many a window has."""
-        rng = _rng(_COUNT, *self._key, 0, w)
-        drawn = samples[rng.random(len(samples)) < chance]
-        return self._composed(drawn if len(drawn) else samples, rng)
+    def _trial_groups(self, w: int, samples: IntArray, probabilities: Float64Array) -> SampleGroups:
+        """Group the samples of a window once, to count its groups."""
+        rng = _random_generator(_SEED_COUNT, *self._key, 0, w)
+        used = samples[rng.random(len(samples)) < probabilities]
+        return self._shuffle_and_group(used if len(used) else samples, rng)
 
-    def _composed(self, samples: IntArray, rng: np.random.Generator) -> SampleGroups:
+    def _shuffle_and_group(self, samples: IntArray, rng: np.random.Generator) -> SampleGroups:
         return group_window(self._sizes, rng.permutation(samples), self._grouping, rng)
 
 
-def _rng(purpose: int, *key: int) -> np.random.Generator:
+def _random_generator(purpose: int, *key: int) -> np.random.Generator:
     return np.random.default_rng([purpose, *key])
 
 
 def validation_batches(
     index: DataIndex, grouping: Grouping, dp: Mapping[str, int], num_microbatches: Mapping[str, int], limit: int
 ) -> list[BatchMeta]:
-    """At most `limit` global batches of held-out groups, always the same ones; `step` counts them from 0.
+    """Return at most `limit` global batches of held-out groups, always the same; `step` counts them from 0.
 
-    When they fit into fewer, every sample is used exactly once: groups are halved until their number fills the last
-    batch. Raises `DataError` if there are fewer samples than one batch has groups.
+    If all groups fit into fewer batches, every sample is used exactly once: groups are halved until their number fills
+    the last batch. Raises `DataError` if there are fewer samples than one batch has groups.
     """
     per_batch = dp["llm"] * num_microbatches["llm"]
     order = np.random.default_rng(0).permutation(len(index.lengths))
@@ -249,13 +263,13 @@ def validation_batches(
     groups = [packed[i] for i in range(len(packed))][: limit * per_batch]
     while len(groups) % per_batch:
         largest = max(range(len(groups)), key=lambda i: len(groups[i]))
-        whole = groups[largest]
-        if len(whole) == 1:
+        samples = groups[largest]
+        if len(samples) == 1:
             raise DataError(
                 f"data.validation: {len(index.lengths)} usable samples, but a global batch needs {per_batch} groups: "
                 "add samples or lower train.global_batch"
             )
-        groups[largest : largest + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+        groups[largest : largest + 1] = [samples[: len(samples) // 2], samples[len(samples) // 2 :]]
     return [
         assign(i, 0, groups[i * per_batch : (i + 1) * per_batch], index.lengths, dp, num_microbatches)
         for i in range(len(groups) // per_batch)
