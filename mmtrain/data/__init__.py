@@ -1,9 +1,16 @@
-"""From data files to what each rank computes on: reading, quarantine, tokens, patches, order, prefetch. No torch."""
+"""From data files to the arrays that each rank computes on; without torch.
+
+`media` reads images, video and audio, `formats` reads files into samples, `text` makes tokens, `index` measures all
+samples once, `stream` decides which samples train together, `loading` builds the steps of a rank, `service` does so on
+other machines, and `synthetic` generates demo data. Each sub-package imports only those named before it.
+
+Read `loader.Loader` first: it yields the steps that training consumes.
+"""
 
 from mmtrain.data.formats.sample import Quarantined, Sample, Turn, read_quarantine, write_quarantine
 from mmtrain.data.index.data_index import DataIndex, build_index
-from mmtrain.data.loading.batch_builder import BadSampleTracker, BatchBuilder, PayloadNeed, StepData
-from mmtrain.data.loading.loader import Loader
+from mmtrain.data.loader import Loader
+from mmtrain.data.loading.batch_builder import BadSampleTracker, BatchBuilder, PayloadNeed, StepData, StepRequest
 from mmtrain.data.loading.payload import AudioPayload, TextPayload, VisionPayload
 from mmtrain.data.stream.group_stream import GroupStream, validation_batches
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer, EncodedSample
@@ -21,6 +28,7 @@ __all__ = [
     "Quarantined",
     "Sample",
     "StepData",
+    "StepRequest",
     "TextPayload",
     "Turn",
     "VisionPayload",

@@ -76,14 +76,26 @@ class SlowStepBuilder(FakeStepBuilder):
 
 
 class CrashingStepBuilder(FakeStepBuilder):
-    """Ends as a decoder written in C would that follows a wrong pointer in sample 7."""
+    """Crashes over sample 7, as a decoder written in C would that follows a wrong pointer."""
 
     def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
         if 7 not in monitor.deadly:
             monitor.on_read(7)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            os.kill(os.getpid(), signal.SIGSEGV)
+            _crash()
         return super().build(request, monitor)
+
+
+class CrashingAtOnceStepBuilder(FakeStepBuilder):
+    """Crashes before it reads any sample."""
+
+    def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> NoReturn:
+        _crash()
+
+
+def _crash() -> NoReturn:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while True:  # until the signal is delivered
+        os.kill(os.getpid(), signal.SIGSEGV)
 
 
 class FailingStepBuilder(FakeStepBuilder):

@@ -12,7 +12,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from mmtrain.balance import Grouping
-from mmtrain.data import ChatTokenizer, GroupStream, Loader, PayloadNeed, build_index
+from mmtrain.data import ChatTokenizer, GroupStream, Loader, PayloadNeed, StepRequest, build_index
 from mmtrain.data.media.audio import load_log_mels
 from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
@@ -114,7 +114,7 @@ def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Pa
         (PayloadNeed("audio", 0, media=True), PayloadNeed("audio", 1), PayloadNeed("llm", 0, ids=True)),
     )
     stream = GroupStream(index.lengths, Grouping(made.data.seq_len, 100, 2), seed=0)
-    with Loader(index, stream, made, dp, dict.fromkeys(dp, 1), needs) as loader:
+    with Loader(index, stream, made, StepRequest(0, dp, dict.fromkeys(dp, 1), needs)) as loader:
         data = next(loader)
     table = data.meta.items["audio"]
     here = table.microbatch(0, 0)
@@ -134,7 +134,7 @@ def test_a_clip_that_breaks_later_becomes_silence_and_is_named(speech_recipe: Ma
     (tmp_path / "short.wav").write_text("gone")
     stream = GroupStream(index.lengths, Grouping(16, 100, 2), seed=0)
     once = {"vision": 1, "audio": 1, "llm": 1}
-    with Loader(index, stream, made, once, once, (PayloadNeed("audio", 0, media=True),)) as loader:
+    with Loader(index, stream, made, StepRequest(0, once, once, (PayloadNeed("audio", 0, media=True),))) as loader:
         data = next(loader)
     assert data.audio[0, 0].mels is not None
     assert not data.audio[0, 0].mels.any()

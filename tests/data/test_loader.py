@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmtrain.balance import Grouping
-from mmtrain.data import BatchBuilder, ChatTokenizer, GroupStream, Loader, PayloadNeed
+from mmtrain.data import BatchBuilder, ChatTokenizer, GroupStream, Loader, PayloadNeed, StepRequest
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.errors import RunError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
@@ -20,7 +20,7 @@ MakeRecipe = Callable[..., Recipe]
 def test_payload_is_what_the_layout_says(made: Dataset) -> None:
     recipe, index, stream = made()
     tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
-    with Loader(index, stream, recipe, DP, TWO, EVERYTHING) as loader:
+    with Loader(index, stream, recipe, StepRequest(0, DP, TWO, EVERYTHING)) as loader:
         data = next(loader)
     meta = data.meta
     assert set(data.vision) == {(0, 0), (0, 1)}
@@ -52,7 +52,7 @@ def test_payload_is_what_the_layout_says(made: Dataset) -> None:
 def test_a_rank_gets_only_what_it_needs(made: Dataset) -> None:
     recipe, index, stream = made()
     needs = (PayloadNeed("vision", 0), PayloadNeed("llm", 1, labels=True))
-    with Loader(index, stream, recipe, DP, TWO, needs) as loader:
+    with Loader(index, stream, recipe, StepRequest(0, DP, TWO, needs)) as loader:
         data = next(loader)
     assert set(data.text) == {(1, 0), (1, 1)}
     assert all(v.patches is None and len(v.rows) == len(v.cols) for v in data.vision.values())
@@ -66,7 +66,7 @@ def test_a_rank_gets_only_what_it_needs(made: Dataset) -> None:
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_steps_come_in_order_from_any_start(made: Dataset, prefetch: int) -> None:
     recipe, index, stream = made(prefetch=prefetch)
-    with Loader(index, stream, recipe, DP, ONE, EVERYTHING, start_step=5) as loader:
+    with Loader(index, stream, recipe, StepRequest(5, DP, ONE, EVERYTHING)) as loader:
         steps = [next(loader) for _ in range(6)]
         assert loader.wait_s > 0
     assert [s.meta.step for s in steps] == list(range(5, 11))
@@ -87,7 +87,7 @@ def test_an_error_in_the_background_surfaces_with_the_samples_name(
         return encode(self, sample, features, clips)
 
     monkeypatch.setattr(ChatTokenizer, "encode", failing)
-    with Loader(index, stream, recipe, DP, ONE, EVERYTHING) as loader:
+    with Loader(index, stream, recipe, StepRequest(0, DP, ONE, EVERYTHING)) as loader:
         assert next(loader).meta.step == 0
         for _ in range(2):  # asking again gives the same answer instead of waiting for ever
             with pytest.raises(RunError, match=rf"sample '{bad}' .* cannot be encoded: ValueError: boom"):
@@ -102,7 +102,7 @@ def test_any_other_error_names_its_step(made: Dataset, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(BatchBuilder, "build", failing)
     with (
-        Loader(index, stream, recipe, DP, ONE, EVERYTHING, start_step=3) as loader,
+        Loader(index, stream, recipe, StepRequest(3, DP, ONE, EVERYTHING)) as loader,
         pytest.raises(RunError, match="preparing step 3 failed: KeyError: 'lost'"),
     ):
         next(loader)
@@ -111,7 +111,7 @@ def test_any_other_error_names_its_step(made: Dataset, monkeypatch: pytest.Monke
 def test_closing_ends_the_thread_whatever_it_is_doing(made: Dataset) -> None:
     recipe, index, stream = made(prefetch=1)
     before = threading.active_count()
-    loader = Loader(index, stream, recipe, DP, ONE, EVERYTHING)
+    loader = Loader(index, stream, recipe, StepRequest(0, DP, ONE, EVERYTHING))
     next(loader)
     loader.close()
     assert threading.active_count() == before
@@ -133,7 +133,7 @@ def test_prefetch_stays_within_its_bound(made: Dataset, monkeypatch: pytest.Monk
         return prepare(self, meta)
 
     monkeypatch.setattr(BatchBuilder, "build", counting)
-    with Loader(index, stream, recipe, DP, ONE, EVERYTHING) as loader:
+    with Loader(index, stream, recipe, StepRequest(0, DP, ONE, EVERYTHING)) as loader:
         assert not fourth.wait(0.3), "two are ready, a third waits for room"
         assert prepared == [0, 1, 2]
         next(loader)
@@ -144,7 +144,7 @@ def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(mad
     recipe, index, stream = made(max_bad_rate=1.0)
     victim = next(s for s in index.samples if len(s.images) == 2)
     Path(str(victim.images[1])).write_bytes(b"gone bad")
-    with Loader(index, stream, recipe, DP, ONE, EVERYTHING) as loader:
+    with Loader(index, stream, recipe, StepRequest(0, DP, ONE, EVERYTHING)) as loader:
         steps = [next(loader) for _ in range(40)]  # several epochs
     assert steps[-1].meta.epoch >= 2
     named = [q for s in steps for q in s.quarantined]
@@ -163,7 +163,7 @@ def test_broken_images_count_towards_the_set_rate(made: Dataset) -> None:
     recipe, index, stream = made(max_bad_rate=0.1)
     for sample in [s for s in index.samples if s.images][:2]:
         Path(str(sample.images[0])).unlink()
-    with Loader(index, stream, recipe, DP, ONE, EVERYTHING) as loader:
+    with Loader(index, stream, recipe, StepRequest(0, DP, ONE, EVERYTHING)) as loader:
         steps = iter(loader)
         with pytest.raises(TooManyBadSamples, match="2 of 12 samples are unusable"):
             list(itertools.islice(steps, 40))

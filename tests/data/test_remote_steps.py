@@ -58,8 +58,10 @@ def test_steps_are_those_of_one_process_whatever_becomes_of_the_producers(made: 
     with ExitStack() as stack:
         one, two = (stack.enter_context(Served(recipe, tmp_path)) for _ in range(2))
         asked = asking(recipe, one.address, two.address)
-        reference = stack.enter_context(Loader(index, stream, alone, DP, ONE, EVERYTHING, 3))
-        loader = stack.enter_context(Loader(index, stream, asked, DP, ONE, EVERYTHING, 3, notify=notes.append))
+        reference = stack.enter_context(Loader(index, stream, alone, StepRequest(3, DP, ONE, EVERYTHING)))
+        loader = stack.enter_context(
+            Loader(index, stream, asked, StepRequest(3, DP, ONE, EVERYTHING), notify=notes.append)
+        )
 
         def steps(count: int) -> None:
             for _ in range(count):
@@ -89,8 +91,8 @@ def test_steps_stay_the_same_through_random_deaths(made: Dataset, tmp_path: Path
     with ExitStack() as stack:
         producers = [stack.enter_context(Served(recipe, tmp_path)) for _ in range(2)]
         asked = asking(recipe, *(producer.address for producer in producers))
-        reference = stack.enter_context(Loader(index, stream, alone, DP, ONE, EVERYTHING))
-        loader = stack.enter_context(Loader(index, stream, asked, DP, ONE, EVERYTHING))
+        reference = stack.enter_context(Loader(index, stream, alone, StepRequest(0, DP, ONE, EVERYTHING)))
+        loader = stack.enter_context(Loader(index, stream, asked, StepRequest(0, DP, ONE, EVERYTHING)))
         for _ in range(14):
             for _ in range(rng.randrange(1, 100)):
                 assert same(next(loader), next(reference))
@@ -121,7 +123,7 @@ def test_a_producer_of_other_steps_refuses_and_says_why(made: Dataset, tmp_path:
     with Served(recipe, tmp_path, "tcp://127.0.0.1:*", "train.seed=7", "data.image.max_pixels=512") as producer:
         asked = asking(recipe, producer.address)
         with (
-            Loader(index, stream, asked, DP, ONE, EVERYTHING, notify=print) as loader,
+            Loader(index, stream, asked, StepRequest(0, DP, ONE, EVERYTHING), notify=print) as loader,
             pytest.raises(DataError, match=r"data.image.max_pixels is 1024 in the trainer and 512 here.*train.seed"),
         ):
             next(loader)
@@ -143,8 +145,10 @@ def test_an_address_that_cannot_be_used_is_named(made: Dataset, tmp_path: Path) 
 def test_an_address_that_is_none_is_an_error_of_the_recipe(made: Dataset, address: str) -> None:
     recipe, index, stream = made()
     with (
-        Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1", address), DP, ONE, EVERYTHING) as loader,
-        pytest.raises(DataError, match=f"data.producers: {address} is no address .* expected tcp://HOST:PORT"),
+        Loader(
+            index, stream, asking(recipe, "tcp://127.0.0.1:1", address), StepRequest(0, DP, ONE, EVERYTHING)
+        ) as loader,
+        pytest.raises(DataError, match=f"data.producers: {address} is not an address .* expected tcp://HOST:PORT"),
     ):
         next(loader)
 
@@ -153,7 +157,7 @@ def test_who_has_no_zeromq_is_told_how_to_get_it(made: Dataset, monkeypatch: pyt
     recipe, index, stream = made()
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(DataError, match=r"data.producers needs ZeroMQ: pip install 'mmtrain\[serve\]'"):
-        Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1"), DP, ONE, EVERYTHING)
+        Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1"), StepRequest(0, DP, ONE, EVERYTHING))
 
 
 def test_facts_are_what_decides_the_content_of_steps(made: Dataset) -> None:
@@ -300,11 +304,11 @@ def test_a_trainer_holds_no_more_than_its_window(context: Sockets) -> None:
     ("frames", "why"),
     [
         ([b"made", b'{"step":0}', b"\x80\x04junk"], "less than the start"),
-        ([b"made", b'{"step":5}', step_bytes(5)], "not asked for"),
+        ([b"made", b'{"step":5}', step_bytes(5)], "not requested"),
         ([b"made", b'{"step":0}'], "2 frames"),
         ([b"made", b'{"step":true}', b""], "expected int"),
-        ([b"pickle", b"{}"], "is no message"),
-        ([b"pong"], "is no message"),
+        ([b"pickle", b"{}"], "is not a message"),
+        ([b"pong"], "is not a message"),
     ],
 )
 def test_a_producer_that_talks_nonsense_loses_its_steps_to_another(
@@ -349,7 +353,7 @@ def test_a_producer_started_anew_is_greeted_again(context: Sockets) -> None:
         again = puppet.welcome(credit=1)
         assert again != trainer
         assert window.take().meta.step == 0  # made here or there: whoever comes first
-    assert [note for note in notes if "has forgotten this trainer; 1 steps go to others" in note]
+    assert [note for note in notes if "does not know this trainer any more; 1 steps go to others" in note]
 
 
 def test_errors_travel_with_their_traceback(context: Sockets) -> None:
@@ -419,7 +423,7 @@ def test_a_producer_holds_no_more_than_it_may(context: Sockets) -> None:
         assert two.hear() == Made(7)
         one.socket.send_multipart(encode_message(Want(request_of(2))))
         assert one.ask(Want(request_of(3))) == Refused(
-            "a message could not be read: step 3 is asked for twice or beyond the credit of 2"
+            "a message could not be read: step 3 is requested twice or beyond the credit of 2"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mmtrain.balance import BalancedLoad, PipelineRank, SequenceCost, StepTargets
-from mmtrain.data import DataIndex, GroupStream, Loader, PayloadNeed, StepData
+from mmtrain.data import DataIndex, GroupStream, Loader, PayloadNeed, StepData, StepRequest
 from mmtrain.recipe.schema import Recipe
 from tests.data.producers import Served, asking
 from tests.data.steps import Dataset, leaves
@@ -58,7 +58,9 @@ def steps(
     microbatches = dict.fromkeys(dp, GROUPS // ranks)
     with ExitStack() as stack:
         loaders = [
-            stack.enter_context(Loader(index, stream, recipe, dp, microbatches, needs, first, 1, refuse, targets))
+            stack.enter_context(
+                Loader(index, stream, recipe, StepRequest(first, dp, microbatches, needs, targets), 1, refuse)
+            )
             for needs in (
                 (PayloadNeed("vision", r, media=True), PayloadNeed("llm", r, ids=True, labels=True))
                 for r in range(ranks)
@@ -101,6 +103,8 @@ def test_a_step_is_arranged_alike_whoever_makes_it(made: Dataset, tmp_path: Path
         if who == "producer":
             recipe = asking(recipe, stack.enter_context(Served(recipe, tmp_path)).address)
         needs = (PayloadNeed("vision", 0, media=True), PayloadNeed("llm", 1, labels=True))
-        loader = stack.enter_context(Loader(index, stream, recipe, dp, counts, needs, 0, 1, refuse, TARGETS))
+        loader = stack.enter_context(
+            Loader(index, stream, recipe, StepRequest(0, dp, counts, needs, TARGETS), 1, refuse)
+        )
         for expected, step in zip(here, loader, strict=False):
             assert list(leaves(step.meta)) == list(leaves(expected))

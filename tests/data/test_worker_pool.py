@@ -12,13 +12,14 @@ import psutil
 import pytest
 
 from mmtrain.data import Loader, StepData
-from mmtrain.data.loading.batch_builder import NO_SAMPLE, PayloadNeed, ReadMonitor, StepBuilder, StepRequest
-from mmtrain.data.loading.loader import num_workers
+from mmtrain.data.loader import choose_num_workers
+from mmtrain.data.loading.batch_builder import PayloadNeed, ReadMonitor, StepBuilder, StepRequest
 from mmtrain.data.loading.step_format import unpack
 from mmtrain.data.loading.worker_pool import HANG_TIMEOUT_S, MAX_DEATHS_PER_STEP, StepFailure, WorkerPool
 from mmtrain.errors import DataError, RunError
 from mmtrain.recipe.schema import DataSettings
 from tests.data.fake_step_builders import (
+    CrashingAtOnceStepBuilder,
     CrashingStepBuilder,
     DeadlyStepBuilder,
     FailingStepBuilder,
@@ -183,13 +184,21 @@ def test_a_sample_that_crashes_two_workers_is_not_read_again() -> None:
     ]
 
 
+def test_a_crash_before_anything_is_read_is_no_fault_of_a_sample() -> None:
+    results, notes = run(CrashingAtOnceStepBuilder(), 1, workers=1)
+    failure = results[0]
+    assert isinstance(failure, StepFailure)
+    assert f"preparing step 0 ended {MAX_DEATHS_PER_STEP} worker processes" in failure.message
+    assert len(notes) == MAX_DEATHS_PER_STEP - 1
+
+
 def test_what_is_deadly_becomes_zeros_and_is_named(made: Dataset) -> None:
     recipe, index, stream = made()
-    maker, read = StepBuilder(index, stream, recipe), list[int]()
+    maker, read = StepBuilder(index, stream, recipe), list[int | None]()
     asked = StepRequest(0, DP, dict.fromkeys(DP, 1), EVERYTHING)
     whole = maker.build(asked, ReadMonitor(read.append))
     shown = [int(whole.meta.sample_id[s]) for s in whole.meta.items["vision"].sample]
-    assert set(shown) <= set(read) <= {*shown, NO_SAMPLE}
+    assert set(shown) <= set(read) <= {*shown, None}
     victim = shown[0]
     read.clear()
     without = maker.build(asked, ReadMonitor(read.append, frozenset([victim])))
@@ -239,8 +248,10 @@ def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Dataset) ->
     alone = made(workers=0, prefetch=0)[0]
     notes: list[str] = []
     with (
-        Loader(index, stream, alone, DP, dict.fromkeys(DP, 1), EVERYTHING, 3) as reference,
-        Loader(index, stream, recipe, DP, dict.fromkeys(DP, 1), EVERYTHING, 3, notify=notes.append) as loader,
+        Loader(index, stream, alone, StepRequest(3, DP, dict.fromkeys(DP, 1), EVERYTHING)) as reference,
+        Loader(
+            index, stream, recipe, StepRequest(3, DP, dict.fromkeys(DP, 1), EVERYTHING), notify=notes.append
+        ) as loader,
     ):
         for taken in range(24):
             assert same(next(loader), next(reference))
@@ -261,7 +272,7 @@ def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Datas
     for settings in (recipe, made(workers=0, max_bad_rate=1.0)[0]):
         for victim in victims:
             Path(str(victim.images[0])).write_bytes(b"gone bad")  # `made` draws them anew
-        with Loader(index, stream, settings, DP, dict.fromkeys(DP, 1), EVERYTHING) as loader:
+        with Loader(index, stream, settings, StepRequest(0, DP, dict.fromkeys(DP, 1), EVERYTHING)) as loader:
             found.append([[q.id for q in next(loader).quarantined] for _ in range(30)])
     assert found[0] == found[1]
     assert sorted(q for step in found[0] for q in step) == sorted(victim.id for victim in victims)
@@ -285,4 +296,4 @@ def test_workers_are_taken_where_there_is_room(
     settings: dict[str, Any], media: bool, local_ranks: int, cores: int, expected: int
 ) -> None:
     data = DataSettings(sources=[{"path": "x.json"}], tokenizer="t.json", seq_len=8, **settings)
-    assert num_workers(data, (PayloadNeed("vision", 0, media=media),), local_ranks, cores) == expected
+    assert choose_num_workers(data, (PayloadNeed("vision", 0, media=media),), local_ranks, cores) == expected

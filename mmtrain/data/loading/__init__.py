@@ -1,4 +1,7 @@
-"""Steps prepared ahead of training, in threads and worker processes.
+"""Building the steps of one rank ahead of training, in a thread or in worker processes.
 
-Start with `loader.Loader`; `batch_builder` makes one step from lengths.
+`batch_builder` turns a step's samples into arrays (`payload`), `prefetch_window` holds the steps that are being built,
+`step_builders` fills it, and `worker_pool`, `worker_process`, `ipc` and `step_format` are the worker processes.
+
+Read `batch_builder.StepBuilder.build` first; `mmtrain.data.loader` puts the parts together.
 """

@@ -1,4 +1,4 @@
-"""What a rank needs for a step, made from lengths: alike in a thread, in a process and on another machine."""
+"""Build what a rank needs for a step from lengths: the same in a thread, in a process and on another machine."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,13 +30,13 @@ from mmtrain.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class PayloadNeed:
-    """A replica whose microbatches this rank takes part in, and which payload it wants beside the lengths."""
+    """A replica whose microbatches a rank computes, and the payload that the rank needs besides the lengths."""
 
     unit: str
     replica: int
-    media: bool = False  # encoder: its first stage
-    ids: bool = False  # LLM: the stage with the embedding
-    labels: bool = False  # LLM: the stage with the head
+    media: bool = False  # encoder: on its first stage
+    ids: bool = False  # LLM: on the stage with the embedding
+    labels: bool = False  # LLM: on the stage with the head
 
 
 @dataclass(frozen=True)
@@ -46,30 +46,30 @@ class StepData:
     meta: BatchMeta
     vision: dict[tuple[int, int], VisionPayload]
     text: dict[tuple[int, int], TextPayload]
-    quarantined: tuple[Quarantined, ...]  # samples found undecodable in this step
+    quarantined: tuple[Quarantined, ...]  # samples of this step with media that could not be decoded
     audio: dict[tuple[int, int], AudioPayload] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Which step to make and for whom: what a builder must be told beside the recipe and the data."""
+    """Which step to build and for which rank: all that building depends on besides the recipe and the data."""
 
     step: int
-    dp: dict[str, int]  # data-parallel size of every unit, "llm" included
+    dp: dict[str, int]  # data-parallel degree of every unit, "llm" included
     num_microbatches: dict[str, int]  # of each replica of every unit
     needs: tuple[PayloadNeed, ...]
-    step_targets: StepTargets = NO_TARGETS  # what to arrange the step's samples for
-
-
-NO_SAMPLE = -1
+    step_targets: StepTargets = NO_TARGETS  # for which the samples of the step are balanced and ordered
 
 
 @dataclass(frozen=True)
 class ReadMonitor:
-    """Looking on while a step is made, and knowing better."""
+    """Reports which sample is being read, and names the samples whose media must not be read.
 
-    on_read: Callable[[int], None] = lambda _: None  # told the id of the sample whose media are read next, or NO_SAMPLE
-    deadly: frozenset[int] = frozenset()  # samples whose media are not to be read again
+    Decoders of data from untrusted places may crash or never return; whoever watches them must know over which sample.
+    """
+
+    on_read: Callable[[int | None], None] = lambda _: None  # called with the sample whose media are read next, or None
+    deadly: frozenset[int] = frozenset()  # samples whose media must not be read again
 
 
 NO_MONITOR = ReadMonitor()
@@ -87,18 +87,21 @@ class BatchBuilder:
         tokenizer: ChatTokenizer | None = None,
         monitor: ReadMonitor = NO_MONITOR,
     ) -> None:
-        """Prepare payload of `index`'s samples; `needs` name what this rank computes. The tokenizer is the recipe's."""
-        self._index, self._recipe, self._needs = index, recipe, needs
-        self._num_microbatches, self._monitor = num_microbatches, monitor
+        """Build the payload of `index`'s samples that `needs` name. The tokenizer is the recipe's by default."""
+        self._index = index
+        self._recipe = recipe
+        self._needs = needs
+        self._num_microbatches = num_microbatches
+        self._monitor = monitor
         self._tokenizer = tokenizer or ChatTokenizer.load(recipe.data.tokenizer_file)
-        self._bad: dict[int, Quarantined] = {}  # by sample id, of the step being prepared
+        self._bad: dict[int, Quarantined] = {}  # sample id -> why, in the step that is being built
         vision = recipe.model.vision
-        self._pictures = VisionItemDecoder(recipe.data.image, vision.patch) if vision is not None else None
+        self._decoder = VisionItemDecoder(recipe.data.image, vision.patch) if vision is not None else None
 
     def build(self, meta: BatchMeta) -> StepData:
-        """Load what the needs name. A broken image or clip becomes zeros, and its sample is named.
+        """Load what the needs name. A broken image or clip becomes zeros, and its sample is quarantined.
 
-        The same `meta` gives the same data, whoever asks and whatever was prepared before.
+        The result depends on `meta` alone, not on what was built before.
         """
         self._bad = {}
         vision: dict[tuple[int, int], VisionPayload] = {}
@@ -116,78 +119,83 @@ class BatchBuilder:
 
     def _vision(self, meta: BatchMeta, need: PayloadNeed, i: int) -> VisionPayload:
         settings = self._recipe.model.vision
-        assert settings is not None, "an encoder microbatch in a model without encoder"
-        load = self._patches if need.media else None
+        assert settings is not None, "an encoder microbatch in a model without vision unit"
+        load = self._load_patches if need.media else None
         return build_vision_payload(meta, need.unit, need.replica, i, 3 * settings.patch**2, load)
 
     def _audio(self, meta: BatchMeta, need: PayloadNeed, i: int) -> AudioPayload:
         settings = self._recipe.model.audio
         assert settings is not None, "a microbatch of clips in a model without audio unit"
-        load = self._mels if need.media else None
+        load = self._load_mels if need.media else None
         return build_audio_payload(meta, need.unit, need.replica, i, settings.mel_bins, load)
 
     def _text(self, meta: BatchMeta, need: PayloadNeed, i: int) -> TextPayload:
-        return build_text_payload(meta, need.replica, i, self._tokenizer.item_ids, self._encode, need.ids, need.labels)
+        item_ids = self._tokenizer.item_ids
+        return build_text_payload(meta, need.replica, i, item_ids, self._encode, need.ids, need.labels)
 
     def _encode(self, sample_id: int) -> EncodedSample:
         sample = self._index.samples[sample_id]
-        self._monitor.on_read(NO_SAMPLE)
+        self._monitor.on_read(None)
         try:
-            features, clip_features = (self._index.features(sample_id, unit) for unit in ("vision", "audio"))
+            features = self._index.features(sample_id, "vision")
+            clip_features = self._index.features(sample_id, "audio")
             return self._tokenizer.encode(sample, features, clip_features)
         except Exception as error:
             raise RunError(f"{sample} cannot be encoded: {type(error).__name__}: {error}") from error
 
-    def _patches(self, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
-        assert self._pictures is not None, "an image in a model without encoder"
+    def _load_patches(self, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
+        assert self._decoder is not None, "an image in a model without vision unit"
         sample = self._index.samples[sample_id]
         try:
-            self._begin(sample_id)
-            medium, part, parts = self._index.locate_item(sample_id, position)
-            return self._pictures.patches(*sample.visual_media[medium], part, parts, (rows, cols))
+            self._report_read(sample_id)
+            medium, part, num_parts = self._index.locate_item(sample_id, position)
+            kind, media = sample.visual_media[medium]
+            return self._decoder.patches(kind, media, part, num_parts, (rows, cols))
         except BadMediaError as bad:  # its header was fine: too late to leave the sample out, all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
-            return self._pictures.blank((rows, cols))
+            return self._decoder.blank((rows, cols))
 
-    def _begin(self, sample_id: int) -> None:
-        """Say what is read next, since decoders of what comes from elsewhere may crash or never end."""
-        if sample_id in self._monitor.deadly:
-            raise BadMediaError("deadly", "reading its media ended worker processes or kept them for ever")
-        self._monitor.on_read(sample_id)
-
-    def _mels(self, sample_id: int, position: int, frames: int) -> Float32Array:
+    def _load_mels(self, sample_id: int, position: int, num_frames: int) -> Float32Array:
         settings = self._recipe.model.audio
         assert settings is not None, "a clip in a model without audio unit"
         sample = self._index.samples[sample_id]
         try:
-            self._begin(sample_id)
-            return load_log_mels(sample.clips[position], frames, settings.mel_bins)
-        except BadMediaError as bad:  # as with images: all ranks count on it
+            self._report_read(sample_id)
+            return load_log_mels(sample.clips[position], num_frames, settings.mel_bins)
+        except BadMediaError as bad:  # as for images: all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
-            return np.zeros((frames, settings.mel_bins), dtype=np.float32)
+            return np.zeros((num_frames, settings.mel_bins), dtype=np.float32)
+
+    def _report_read(self, sample_id: int) -> None:
+        """Report which sample is read next. Raises `BadMediaError` if it must not be read."""
+        if sample_id in self._monitor.deadly:
+            raise BadMediaError("deadly", "reading its media crashed worker processes or blocked them")
+        self._monitor.on_read(sample_id)
 
 
 class StepBuilder:
-    """Makes any step for any rank: a function of index, stream and recipe alone."""
+    """Builds any step for any rank, as a function of index, stream and recipe alone."""
 
     def __init__(self, index: DataIndex, stream: GroupStream, recipe: Recipe) -> None:
-        """Make steps of `stream`, whose samples `index` names."""
-        self._index, self._stream, self._recipe = index, stream, recipe
+        """Build the steps of `stream`, whose samples are in `index`."""
+        self._index = index
+        self._stream = stream
+        self._recipe = recipe
         self._tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
 
     def meta(self, request: StepRequest) -> BatchMeta:
-        """The step's samples, and where each goes."""
+        """Return the samples of the step, and which replica computes each of them in which microbatch."""
         global_batch = request.dp["llm"] * request.num_microbatches["llm"]
         return self._stream.batch(
             request.step, global_batch, request.dp, request.num_microbatches, request.step_targets
         )
 
     def name(self, sample_id: int) -> str:
-        """What to call a sample in messages."""
+        """Return what messages call a sample."""
         return str(self._index.samples[sample_id])
 
     def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
-        """Everything that the request needs."""
+        """Build everything that the request needs."""
         batch_builder = BatchBuilder(
             self._index, self._recipe, request.needs, request.num_microbatches, self._tokenizer, monitor
         )
@@ -195,23 +203,24 @@ class StepBuilder:
 
 
 class BadSampleTracker:
-    """Remembers the samples that turned out bad while running: each is named once, and there may not be too many."""
+    """Remembers the samples found bad while running: each is reported once, and their share is limited."""
 
     def __init__(self, index: DataIndex, max_bad_rate: float, known: Iterable[Quarantined] = ()) -> None:
-        """Count together with what `index` set aside; `known` ones were named before."""
-        self._index, self._max_bad_rate = index, max_bad_rate
-        aside = {(q.source, q.index) for q in index.quarantined}
-        self._found = {(q.source, q.index): q for q in known if (q.source, q.index) not in aside}
+        """Count them together with those that `index` quarantined; `known` ones were reported before."""
+        self._index = index
+        self._max_bad_rate = max_bad_rate
+        in_index = {(q.source, q.index) for q in index.quarantined}
+        self._reported = {(q.source, q.index): q for q in known if (q.source, q.index) not in in_index}
 
-    def record_new(self, found: Iterable[Quarantined]) -> tuple[Quarantined, ...]:
-        """Those that are named for the first time.
+    def record_new(self, quarantined: Iterable[Quarantined]) -> tuple[Quarantined, ...]:
+        """Record samples and return those that were not reported before.
 
-        Raises `TooManyBadSamples` when all that are known pass the rate allowed.
+        Raises `TooManyBadSamples` when all bad samples together exceed the allowed rate.
         """
-        new = {(q.source, q.index): q for q in found if (q.source, q.index) not in self._found}
+        new = {(q.source, q.index): q for q in quarantined if (q.source, q.index) not in self._reported}
         if new:
-            self._found |= new
+            self._reported |= new
             total = len(self._index.samples) + len(self._index.quarantined)
-            bad = (*self._index.quarantined, *self._found.values())
-            check_bad_rate(bad[::-1], total, self._max_bad_rate)
+            bad = (*self._index.quarantined, *self._reported.values())
+            check_bad_rate(bad[::-1], total, self._max_bad_rate)  # the newest first, so that the message names them
         return tuple(new.values())

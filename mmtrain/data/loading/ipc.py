@@ -1,4 +1,4 @@
-"""Messages between processes of one machine: short JSON, and files that hold what is large."""
+"""Messages between processes of one machine: short JSON over a socket, and memory files for what is large."""
 
 import contextlib
 import json
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 _LENGTH = struct.Struct("<I")
-_MAX_FILES = 4
+_MAX_FILES_PER_MESSAGE = 4
 
 
 def send_message(pipe: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
-    """Write one message; the other side gets descriptors of its own for `files`. Raises OSError if nobody reads."""
+    """Write one message; the receiver gets descriptors of its own for `files`. Raises OSError if it has ended."""
     text = json.dumps(message).encode()
     if files:
         socket.send_fds(pipe, [_LENGTH.pack(len(text))], files)
@@ -25,13 +25,14 @@ def send_message(pipe: socket.socket, message: dict[str, Any], files: Sequence[i
 
 
 def receive_message(pipe: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Read one message and the files that came with it; None when the other side is gone."""
+    """Read one message and the files that came with it; None when the sender has ended."""
     files: list[int] = []
     try:
-        head, files, _, _ = socket.recv_fds(pipe, _LENGTH.size, _MAX_FILES, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-        head += _exactly(pipe, _LENGTH.size - len(head)) if head else b""
-        text = _exactly(pipe, _LENGTH.unpack(head)[0]) if head else b""
-    except OSError:  # a peer that was killed resets the connection
+        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        head, files, _, _ = socket.recv_fds(pipe, _LENGTH.size, _MAX_FILES_PER_MESSAGE, flags)
+        head += _read_exactly(pipe, _LENGTH.size - len(head)) if head else b""
+        text = _read_exactly(pipe, _LENGTH.unpack(head)[0]) if head else b""
+    except OSError:  # a killed sender resets the connection
         text = b""
     if not text:
         for file in files:
@@ -40,18 +41,18 @@ def receive_message(pipe: socket.socket) -> tuple[dict[str, Any], list[int]] | N
     return json.loads(text), list(files)
 
 
-def _exactly(pipe: socket.socket, count: int) -> bytes:
-    parts = b""
-    while len(parts) < count:
-        part = pipe.recv(count - len(parts))
+def _read_exactly(pipe: socket.socket, count: int) -> bytes:
+    content = b""
+    while len(content) < count:
+        part = pipe.recv(count - len(content))
         if not part:
-            raise ConnectionResetError("the other side ended within a message")
-        parts += part
-    return parts
+            raise ConnectionResetError("the sender ended within a message")
+        content += part
+    return content
 
 
 def create_memory_file(chunks: Iterable[memoryview]) -> int:
-    """Write `chunks` into a file that has no name and lies in memory, so that nothing is left when its users die."""
+    """Write `chunks` into a file without a name, in memory, so that nothing is left when its users die."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("mmtrain")
     else:
@@ -68,42 +69,47 @@ def create_memory_file(chunks: Iterable[memoryview]) -> int:
 
 
 def map_file(file: int) -> memoryview:
-    """The content of a file as memory, for whoever has it alone: writing changes the file. Closes `file`."""
+    """Map the content of a file as memory, and close the file. Writing to the memory changes the file."""
     try:
         size = os.fstat(file).st_size
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # in this thread, not page by page in the reader's
+        # Fault the pages in here: otherwise the reader's thread would do it, page by page.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         return memoryview(mmap.mmap(file, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     finally:
         os.close(file)
 
 
 class SharedStatus:
-    """What a process is at, in memory that another one looks at: no message is needed, and it outlives the process."""
+    """What a worker is reading, in memory shared with the process that watches it.
 
-    _LAYOUT = struct.Struct("<qq")  # how often something was shown, and what last
+    It needs no messages, and the last status can still be read after the worker has died.
+    """
+
+    _LAYOUT = struct.Struct("<qq")  # number of writes, and the sample written last (-1: none)
+    _NO_SAMPLE = -1
 
     def __init__(self, memory: memoryview) -> None:
-        """Show or read in memory that both have mapped, see `create_file`."""
+        """Use memory that both processes have mapped from the file of `create_file`."""
         self._memory = memory
 
-    @staticmethod
-    def create_file() -> int:
-        """A file to map; nothing was shown yet."""
-        return create_memory_file([memoryview(bytes(SharedStatus._LAYOUT.size))])
+    @classmethod
+    def create_file(cls) -> int:
+        """Return a file to map, which holds the status of a worker that has read nothing yet."""
+        return create_memory_file([memoryview(cls._LAYOUT.pack(0, cls._NO_SAMPLE))])
 
-    def write(self, what: int) -> None:
-        """Say what is begun now."""
-        count, _ = self.read()
-        self._LAYOUT.pack_into(self._memory, 0, count + 1, what)
+    def write(self, sample: int | None) -> None:
+        """Record the sample that is read from now on; None: no media of any sample."""
+        num_writes, _ = self.read()
+        self._LAYOUT.pack_into(self._memory, 0, num_writes + 1, self._NO_SAMPLE if sample is None else sample)
 
-    def read(self) -> tuple[int, int]:
-        """How often something was shown, and what last."""
-        count, what = self._LAYOUT.unpack_from(self._memory)
-        return count, what
+    def read(self) -> tuple[int, int | None]:
+        """Return the number of writes so far, and the sample written last."""
+        num_writes, sample = self._LAYOUT.unpack_from(self._memory)
+        return num_writes, None if sample == self._NO_SAMPLE else sample
 
 
 class Waker:
-    """Something to wait on that any thread can make readable."""
+    """A descriptor to wait on that any thread can make readable."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -111,16 +117,16 @@ class Waker:
         self._writer.setblocking(False)
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable."""
+        """Return the descriptor that becomes readable."""
         return self._reader.fileno()
 
     def wake(self) -> None:
-        """Make it readable; it may be closed already."""
-        with contextlib.suppress(OSError):  # one byte is as good as many
+        """Make the descriptor readable; without effect if it is closed already."""
+        with contextlib.suppress(OSError):  # if the buffer is full, it is readable
             self._writer.send(b"\0")
 
     def drain(self) -> None:
-        """Make it unreadable until the next `wake`."""
+        """Make the descriptor unreadable until the next `wake`."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass

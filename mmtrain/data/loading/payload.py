@@ -1,6 +1,6 @@
-"""What a microbatch computes on, as numpy arrays: patches or log-mel frames for an encoder, ids and labels for the LLM.
+"""The input of a microbatch as numpy arrays: patches or log-mel frames for an encoder, ids and labels for the LLM.
 
-Lengths are always there; payload only where the caller hands in a way to get it.
+Lengths are always there; payload only where the caller passes a function that loads it.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,16 +19,16 @@ EncodeSample = Callable[[int], EncodedSample]  # sample id -> ids and labels
 
 @dataclass(frozen=True)
 class VisionPayload:
-    """One encoder microbatch of I images with N patches in all, packed one after another."""
+    """One encoder microbatch of I images with N patches in all, packed without padding."""
 
     rows: tuple[int, ...]  # (I,) patch rows of each image
-    cols: tuple[int, ...]  # (I,)
-    patches: Float32Array | None  # (N, 3 * patch * patch), row-major per image
+    cols: tuple[int, ...]  # (I,) patch columns of each image
+    patches: Float32Array | None  # (N, 3 * patch * patch), row-major for each image
 
 
 @dataclass(frozen=True)
 class AudioPayload:
-    """One encoder microbatch of I clips with N log-mel frames in all, packed one after another."""
+    """One encoder microbatch of I clips with N log-mel frames in all, packed without padding."""
 
     frames: tuple[int, ...]  # (I,) frames of each clip
     mels: Float32Array | None  # (N, mel_bins)
@@ -36,44 +36,48 @@ class AudioPayload:
 
 @dataclass(frozen=True)
 class TextPayload:
-    """One LLM microbatch of S sequences with T tokens in all, packed one after another."""
+    """One LLM microbatch of S sequences with T tokens in all, packed without padding."""
 
     lengths: tuple[int, ...]  # (S,) LLM tokens of each sequence
     ids: IntArray | None  # (T,)
-    labels: IntArray | None  # (T,) the token to predict at each place, -100 where none
-    feature_positions: dict[str, IntArray]  # with ids: encoder unit -> (F,) places in [0, T) its rows go to
+    labels: IntArray | None  # (T,) the token to predict at each position, -100 where none
+    feature_positions: dict[str, IntArray]  # with ids: encoder unit -> (F,) positions in [0, T) of its features
 
 
 def build_vision_payload(
     meta: BatchMeta, unit: str, replica: int, index: int, patch_features: int, load: LoadPatches | None
 ) -> VisionPayload:
-    """Microbatch (unit, replica, index); `load` fetches an image's patches of `patch_features` features each."""
+    """Build microbatch (unit, replica, index); `load` returns the patches of an image, `patch_features` values each."""
     table = meta.items[unit]
-    here = table.microbatch(replica, index)
-    rows, cols = table.rows[here].tolist(), table.cols[here].tolist()
-    patches = None
-    if load is not None:
-        patches = np.empty((int((table.rows[here] * table.cols[here]).sum()), patch_features), dtype=np.float32)
-        lo = 0
-        for item, r, c in zip(here, rows, cols, strict=True):
-            sample_id = int(meta.sample_id[table.sample[item]])
-            patches[lo : lo + r * c] = load(sample_id, int(table.position[item]), r, c)
-            lo += r * c
+    items = table.microbatch(replica, index)
+    rows = table.rows[items].tolist()
+    cols = table.cols[items].tolist()
+    if load is None:
+        return VisionPayload(tuple(rows), tuple(cols), None)
+    num_patches = int((table.rows[items] * table.cols[items]).sum())
+    patches = np.empty((num_patches, patch_features), dtype=np.float32)
+    start = 0
+    for item, item_rows, item_cols in zip(items, rows, cols, strict=True):
+        sample_id = int(meta.sample_id[table.sample[item]])
+        end = start + item_rows * item_cols
+        patches[start:end] = load(sample_id, int(table.position[item]), item_rows, item_cols)
+        start = end
     return VisionPayload(tuple(rows), tuple(cols), patches)
 
 
 def build_audio_payload(
     meta: BatchMeta, unit: str, replica: int, index: int, bins: int, load: LoadMels | None
 ) -> AudioPayload:
-    """Microbatch (unit, replica, index); `load` fetches a clip's log-mel frames of `bins` features each."""
+    """Build microbatch (unit, replica, index); `load` returns the log-mel frames of a clip, `bins` values each."""
     table = meta.items[unit]
-    here = table.microbatch(replica, index)
-    frames = table.rows[here].tolist()
+    items = table.microbatch(replica, index)
+    frames = table.rows[items].tolist()
     if load is None:
         return AudioPayload(tuple(frames), None)
-    mels = [np.empty((0, bins), dtype=np.float32)]
-    for item, n in zip(here, frames, strict=True):
-        mels.append(load(int(meta.sample_id[table.sample[item]]), int(table.position[item]), n))
+    mels = [np.empty((0, bins), dtype=np.float32)]  # a microbatch may have no clips
+    for item, num_frames in zip(items, frames, strict=True):
+        sample_id = int(meta.sample_id[table.sample[item]])
+        mels.append(load(sample_id, int(table.position[item]), num_frames))
     return AudioPayload(tuple(frames), np.concatenate(mels))
 
 
@@ -86,18 +90,20 @@ def build_text_payload(
     ids: bool,
     labels: bool,
 ) -> TextPayload:
-    """LLM microbatch (replica, index) with its ids, its labels, both or neither.
+    """Build LLM microbatch (replica, index) with its ids, its labels, both or neither.
 
-    item_ids: for every encoder unit the token id whose places its features take.
+    item_ids: encoder unit -> the token id at the positions of its features.
     """
-    here = meta.microbatch(replica, index)
-    lengths = tuple(meta.tokens[here].tolist())
+    samples = meta.microbatch(replica, index)
+    lengths = tuple(meta.tokens[samples].tolist())
     if encode is None or not (ids or labels):
         return TextPayload(lengths, None, None, {})
-    encoded = [encode(int(sample_id)) for sample_id in meta.sample_id[here]]
-    nothing = np.empty(0, dtype=np.int64)  # a microbatch may have no samples, where answers are written
-    all_ids = np.concatenate([nothing, *(e.ids for e in encoded)])
+    encoded = [encode(int(sample_id)) for sample_id in meta.sample_id[samples]]
+    empty = np.empty(0, dtype=np.int64)  # a microbatch may have no samples when answers are generated
+    all_ids = np.concatenate([empty, *(e.ids for e in encoded)])
     assert all_ids.size == sum(lengths), "the data changed under a running index"
-    places = {unit: np.flatnonzero(all_ids == item_ids[unit]).astype(np.int64) for unit in meta.items} if ids else {}
-    all_labels = np.concatenate([nothing, *(e.labels for e in encoded)])
-    return TextPayload(lengths, all_ids if ids else None, all_labels if labels else None, places)
+    all_labels = np.concatenate([empty, *(e.labels for e in encoded)])
+    positions = {}
+    if ids:
+        positions = {unit: np.flatnonzero(all_ids == item_ids[unit]).astype(np.int64) for unit in meta.items}
+    return TextPayload(lengths, all_ids if ids else None, all_labels if labels else None, positions)

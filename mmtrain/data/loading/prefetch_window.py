@@ -1,4 +1,4 @@
-"""Which steps are under way: a bounded stretch of the run, made by makers of any kind, taken in order by one reader."""
+"""The steps that are being built: a bounded window of the run, filled by builders of any kind, read in order."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -10,93 +10,99 @@ T = TypeVar("T")
 
 
 class PrefetchWindow(Generic[T]):
-    """At most `depth` steps from the next to be taken on, each claimed by a maker, finished, or waiting for one.
+    """At most `depth` steps from the next one to be taken; each is unclaimed, claimed by a builder, or finished.
 
-    A maker claims a step and puts its result, or releases it, so that another makes it. Results come out in the order
-    of steps; the first result of a step counts and later ones are dropped, so a step may be made twice but never
-    arrives twice. Safe for threads.
+    A builder claims a step and puts its result, or releases the step for another builder. Results are taken in the
+    order of steps. The first result of a step counts and later ones are dropped, so a step may be built twice but never
+    arrives twice. Thread-safe.
     """
 
     def __init__(self, first: int, depth: int) -> None:
         self._depth = depth
-        self._next = first  # to be taken
-        self._fresh = first  # never claimed
+        self._next_taken = first
+        self._next_unclaimed = first
         self._released: set[int] = set()
-        self._done: dict[int, T | Exception] = {}
+        self._finished: dict[int, T | Exception] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._failed: Exception | None = None
+        self._error: Exception | None = None
         self._wakers: list[Callable[[], None]] = []
 
     @property
     def closed(self) -> bool:
-        """Whether nobody will take another step."""
+        """Whether the window is closed: no further step will be taken."""
         return self._closed
 
     def add_waker(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called whenever there may be a step to claim, and when the window closes. It must not block."""
+        """Call `wake` whenever there may be a step to claim, and when the window closes. It must not block."""
         with self._changed:
             self._wakers.append(wake)
 
     def claim(self, wait: bool = False) -> int | None:
-        """The lowest step that nobody makes; None if there is no such step, or, waiting for one, the window closes."""
+        """Claim the lowest step that no builder has.
+
+        None if there is no such step; with `wait`, block until there is one, and None if the window closes meanwhile.
+        """
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._closed or self._claimable() is not None)
             step = None if self._closed else self._claimable()
             if step is not None:
                 self._released.discard(step)
-                self._fresh = max(self._fresh, step + 1)
+                self._next_unclaimed = max(self._next_unclaimed, step + 1)
             return step
 
     def put(self, step: int, result: T | Exception) -> None:
-        """Finish a step; an exception is raised to whoever takes it."""
+        """Finish a step; an exception is raised by the `take` of this step."""
         with self._changed:
-            if self._next <= step < self._fresh:
+            if self._next_taken <= step < self._next_unclaimed:
                 self._released.discard(step)
-                self._done.setdefault(step, result)
+                self._finished.setdefault(step, result)
                 self._notify()
 
     def release(self, steps: Iterable[int]) -> None:
-        """Hand steps back that were claimed and will not be put; those that are done stay done."""
+        """Give back claimed steps that will not be put; finished ones among them stay finished."""
         with self._changed:
-            self._released |= {s for s in steps if self._next <= s < self._fresh and s not in self._done}
+            claimed = {step for step in steps if self._next_taken <= step < self._next_unclaimed}
+            self._released |= claimed - self._finished.keys()
             self._notify()
 
     def take(self) -> T:
-        """The next step's result, as soon as it is there; an exception stays, and is raised again next time."""
+        """Wait for the next step and return its result; an exception stays, and is raised again next time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._next in self._done or self._failed is not None)
+            self._changed.wait_for(
+                lambda: self._closed or self._next_taken in self._finished or self._error is not None
+            )
             if self._closed:
                 raise RunError("the loader is closed")
-            if self._next not in self._done:
-                assert self._failed is not None
-                raise self._failed
-            result = self._done[self._next]
+            if self._next_taken not in self._finished:
+                assert self._error is not None
+                raise self._error
+            result = self._finished[self._next_taken]
             if isinstance(result, Exception):
                 raise result
-            del self._done[self._next]
-            self._next += 1
+            del self._finished[self._next_taken]
+            self._next_taken += 1
             self._notify()
             return result
 
     def fail(self, error: Exception) -> None:
-        """Say that no step will be put any more, and why; what is done can still be taken."""
+        """Declare that no further step will be put, because of `error`; finished steps can still be taken."""
         with self._changed:
-            self._failed = error
+            self._error = error
             self._notify()
 
     def close(self) -> None:
-        """Drop all results and let everybody who waits come back."""
+        """Drop all results and wake all threads that wait."""
         with self._changed:
             self._closed = True
-            self._done.clear()
+            self._finished.clear()
             self._notify()
 
     def _claimable(self) -> int | None:
         if self._released:
             return min(self._released)
-        return self._fresh if self._fresh < self._next + self._depth else None
+        return self._next_unclaimed if self._next_unclaimed < self._next_taken + self._depth else None
 
     def _notify(self) -> None:
         self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Ways to make the steps of a window on this machine: in a thread, or in worker processes."""
+"""Fill a prefetch window on this machine: in a thread, or in worker processes."""
 
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -11,11 +11,11 @@ from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.data.loading.step_format import unpack
 from mmtrain.data.loading.worker_pool import HANG_CHECK_INTERVAL_S, StepFailure, WorkerPool
 
-RequestOf = Callable[[int], StepRequest]
+RequestOf = Callable[[int], StepRequest]  # step -> what to build
 
 
 def build_steps_in_thread(window: PrefetchWindow[StepData], builder: StepBuilder, request_of: RequestOf) -> None:
-    """Make steps in this thread until the window closes."""
+    """Build steps in the calling thread until the window closes."""
     while (step := window.claim(wait=True)) is not None:
         try:
             result: StepData | Exception = builder.build(request_of(step))
@@ -28,11 +28,11 @@ def build_steps_in_workers(
     window: PrefetchWindow[StepData],
     builder: StepBuilder,
     request_of: RequestOf,
-    size: int,
+    num_workers: int,
     notify: NotifyCallback,
 ) -> None:
-    """Make steps in `size` worker processes until the window closes; `notify` is told of those that die."""
-    with Waker() as waker, WorkerPool[int](builder, size, notify) as pool:
+    """Build steps in worker processes until the window closes; `notify` is called when a worker dies."""
+    with Waker() as waker, WorkerPool[int](builder, num_workers, notify) as pool:
         window.add_waker(waker.wake)
         while not window.closed:
             while pool.num_idle and (step := window.claim()) is not None:
@@ -41,10 +41,13 @@ def build_steps_in_workers(
             for ready in wait([waker.fileno(), *pool.pipes], HANG_CHECK_INTERVAL_S):
                 if not isinstance(ready, socket):
                     waker.drain()
-                elif (received := pool.receive(ready)) is not None:
-                    window.put(received[0], unpack_result(*received))
+                    continue
+                received = pool.receive(ready)
+                if received is not None:
+                    step, content = received
+                    window.put(step, unpack_result(step, content))
 
 
-def unpack_result(step: int, made: memoryview | StepFailure) -> StepData | Exception:
-    """What came from elsewhere, as a window takes it."""
-    return made.error(step) if isinstance(made, StepFailure) else unpack(StepData, made)
+def unpack_result(step: int, content: memoryview | StepFailure) -> StepData | Exception:
+    """Turn what another process sent for a step into what a window accepts."""
+    return content.error(step) if isinstance(content, StepFailure) else unpack(StepData, content)

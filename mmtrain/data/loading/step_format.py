@@ -1,11 +1,11 @@
-"""A step's data as bytes that another process or machine reads back: a JSON header, then the arrays as they are.
+"""Encode a step's data as bytes for another process or machine: a JSON header, then the arrays as they are in memory.
 
     magic, version, bytes of the header, bytes in all | header | padding | array | padding | array ...
 
-The header holds the value with every array replaced by its number, and the type and shape of each array; their places
-follow from these. What may stand where is read off the type hints of the frozen dataclasses on both sides, so nothing
-can be sent that was not declared, a new field needs no line here, and `format_fingerprint` tells two versions apart.
-Numbers are little-endian. There is no pickle: reading builds what the types say, or raises `WireError`.
+The header holds the value with every array replaced by its number, and the type and shape of each array, from which its
+offset follows. Both sides take the allowed types from the type hints of the frozen dataclasses, so nothing can be sent
+that was not declared, a new field needs no code here, and `format_fingerprint` differs between versions. Numbers are
+little-endian. There is no pickle: decoding builds what the types declare, or raises `WireError`.
 """
 
 import hashlib
@@ -29,47 +29,47 @@ AnyArray = npt.NDArray[Any]
 VERSION = 1
 _MAGIC = b"MMTW"
 _HEAD = struct.Struct("<4sIQQ")
-_ALIGN = 64  # so that arrays can be used where they lie
+_ALIGNMENT = 64  # so that arrays can be used in place
 _MAX_DIMENSIONS = 8
 _DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8"), "int64": np.dtype("<i8")}
 
-assert sys.byteorder == "little", "arrays go over the wire as they lie in memory"
+assert sys.byteorder == "little", "arrays are sent as they are in memory"
 
 
 class WireError(ValueError):
-    """Bytes that are no message of this version, or claim what they do not hold."""
+    """Bytes that are not a message of this version, or whose header does not match their content."""
 
 
 @dataclass(frozen=True)
 class PackedMessage:
-    """A message: `chunks` one after another are its bytes."""
+    """A message; the concatenation of `chunks` is its bytes."""
 
     chunks: tuple[memoryview, ...]
     nbytes: int
 
 
 def format_fingerprint(kind: type) -> str:
-    """SHA-256 over the version of the format and every field that a `kind` may hold; equal where messages are."""
+    """Return the SHA-256 of the format version and of every field of a `kind`: equal if and only if the formats are."""
     return hashlib.sha256(f"{VERSION}:{_describe(kind, ())}".encode()).hexdigest()
 
 
 def pack(value: Any) -> PackedMessage:
-    """Lay out a dataclass, without copying its arrays."""
+    """Encode a dataclass without copying its arrays."""
     arrays: list[AnyArray] = []
     plain = _to_plain(type(value), value, arrays)
     shapes = [[array.dtype.name, *array.shape] for array in arrays]
     header = json.dumps({"value": plain, "arrays": shapes}, separators=(",", ":")).encode()
     chunks: list[memoryview] = []
-    place = _HEAD.size + len(header)
+    offset = _HEAD.size + len(header)
     for array in arrays:
-        chunks += [memoryview(bytes(_padding(place))), array.reshape(-1).view(np.uint8).data]
-        place += _padding(place) + array.nbytes
-    head = _HEAD.pack(_MAGIC, VERSION, len(header), place)
-    return PackedMessage((memoryview(head + header), *chunks), place)
+        chunks += [memoryview(bytes(_padding(offset))), array.reshape(-1).view(np.uint8).data]
+        offset += _padding(offset) + array.nbytes
+    head = _HEAD.pack(_MAGIC, VERSION, len(header), offset)
+    return PackedMessage((memoryview(head + header), *chunks), offset)
 
 
 def unpack(kind: type[T], message: memoryview | bytes) -> T:
-    """Read a `kind` back; its arrays lie in `message` and are as writable as that is. Raises `WireError`."""
+    """Decode a `kind`; its arrays are views of `message`, writable if that is. Raises `WireError`."""
     message = memoryview(message).cast("B")
     if len(message) < _HEAD.size:
         raise WireError(f"{len(message)} bytes are less than the start of a message")
@@ -79,15 +79,17 @@ def unpack(kind: type[T], message: memoryview | bytes) -> T:
     if total != len(message) or header_bytes > total - _HEAD.size:
         raise WireError(f"claims {total} bytes with a header of {header_bytes}, holds {len(message)}")
     end = _HEAD.size + header_bytes
-    header = _parsed(bytes(message[_HEAD.size : end]))
-    if not isinstance(header, dict) or header.keys() != {"value", "arrays"} or not isinstance(header["arrays"], list):
+    header = _parse_json(bytes(message[_HEAD.size : end]))
+    has_keys = isinstance(header, dict) and header.keys() == {"value", "arrays"}
+    if not has_keys or not isinstance(header["arrays"], list):
         raise WireError("the header is not an object of `value` and `arrays`")
-    value: T = _from_plain(kind, header["value"], list(_arrays(header["arrays"], message, end)), kind.__name__)
+    arrays = list(_read_arrays(header["arrays"], message, end))
+    value: T = _from_plain(kind, header["value"], arrays, kind.__name__)
     return value
 
 
 def to_json(value: Any) -> str:
-    """Write a dataclass without arrays as JSON."""
+    """Encode a dataclass without arrays as JSON."""
     arrays: list[AnyArray] = []
     text = json.dumps(_to_plain(type(value), value, arrays), separators=(",", ":"))
     assert not arrays, "JSON holds no arrays"
@@ -95,42 +97,43 @@ def to_json(value: Any) -> str:
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
-    """Read a `kind` back from what `to_json` wrote. Raises `WireError`."""
-    value: T = _from_plain(kind, _parsed(text), [], kind.__name__)
+    """Decode a `kind` from what `to_json` wrote. Raises `WireError`."""
+    value: T = _from_plain(kind, _parse_json(text), [], kind.__name__)
     return value
 
 
-def _parsed(text: str | bytes) -> Any:
+def _parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise WireError(f"not valid JSON: {error}") from None
 
 
-def _arrays(shapes: list[Any], message: memoryview, place: int) -> Iterator[AnyArray]:
-    """The arrays behind the header, each checked to lie inside the message; they must fill it to its end."""
+def _read_arrays(shapes: list[Any], message: memoryview, offset: int) -> Iterator[AnyArray]:
+    """Yield the arrays after the header; each must be inside the message, and together they must fill it."""
     for entry in shapes:
         if not isinstance(entry, list) or not 1 <= len(entry) <= 1 + _MAX_DIMENSIONS:
-            raise WireError(f"{entry!r} is no type and shape of an array")
+            raise WireError(f"{entry!r} is not the type and shape of an array")
         name, *shape = entry
         if name not in _DTYPES or not all(type(n) is int and n >= 0 for n in shape):
-            raise WireError(f"{entry!r} is no type and shape of an array; types are {', '.join(_DTYPES)}")
-        count, place = math.prod(shape), place + _padding(place)
+            raise WireError(f"{entry!r} is not the type and shape of an array; types are {', '.join(_DTYPES)}")
+        count = math.prod(shape)
+        offset += _padding(offset)
         nbytes = count * _DTYPES[name].itemsize
-        if nbytes > len(message) - place:
-            raise WireError(f"an array {entry} of {nbytes} bytes does not fit into the {len(message) - place} left")
-        yield np.frombuffer(message, _DTYPES[name], count, place if count else 0).reshape(shape)
-        place += nbytes
-    if place != len(message):
-        raise WireError(f"{len(message) - place} bytes follow the last array")
+        if nbytes > len(message) - offset:
+            raise WireError(f"an array {entry} of {nbytes} bytes does not fit into the {len(message) - offset} left")
+        yield np.frombuffer(message, _DTYPES[name], count, offset if count else 0).reshape(shape)
+        offset += nbytes
+    if offset != len(message):
+        raise WireError(f"{len(message) - offset} bytes follow the last array")
 
 
-def _padding(place: int) -> int:
-    return -place % _ALIGN
+def _padding(offset: int) -> int:
+    return -offset % _ALIGNMENT
 
 
 def _to_plain(kind: Any, value: Any, arrays: list[AnyArray]) -> Any:
-    """What JSON takes for a value of type `kind`; arrays go to `arrays`, their numbers stay."""
+    """Return what JSON can hold of a value of type `kind`: arrays are moved to `arrays`, and their numbers stay."""
     kind, optional = _without_none(kind)
     if optional and value is None:
         return None
@@ -142,7 +145,7 @@ def _to_plain(kind: Any, value: Any, arrays: list[AnyArray]) -> Any:
     if origin in (dict, Mapping):
         return [[_to_plain(args[0], k, arrays), _to_plain(args[1], v, arrays)] for k, v in value.items()]
     if origin is tuple:
-        return [_to_plain(k, v, arrays) for k, v in zip(_elements(args, len(value)), value, strict=True)]
+        return [_to_plain(k, v, arrays) for k, v in zip(_element_types(args, len(value)), value, strict=True)]
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         return {name: _to_plain(hint, getattr(value, name), arrays) for name, hint in hints.items()}
@@ -151,26 +154,28 @@ def _to_plain(kind: Any, value: Any, arrays: list[AnyArray]) -> Any:
 
 
 def _from_plain(kind: Any, plain: Any, arrays: list[AnyArray], where: str) -> Any:
-    """The value of type `kind` that `plain` stands for; `where` names it in errors."""
+    """Return the value of type `kind` that `plain` encodes; errors call it `where`."""
     kind, optional = _without_none(kind)
     if optional and plain is None:
         return None
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is np.ndarray:
         if type(plain) is not int or not 0 <= plain < len(arrays):
-            raise WireError(f"{where}: {plain!r} is the number of no array")
-        if arrays[plain].dtype != (wanted := _dtype(args)):
-            raise WireError(f"{where}: an array of {arrays[plain].dtype}, expected {wanted}")
-        return arrays[plain]
+            raise WireError(f"{where}: {plain!r} is not the number of an array")
+        array = arrays[plain]
+        if array.dtype != _dtype(args):
+            raise WireError(f"{where}: an array of {array.dtype}, expected {_dtype(args)}")
+        return array
     if origin in (dict, Mapping):
-        pairs = _list(plain, where)
+        pairs = _checked_list(plain, where)
         return {
             _from_plain(args[0], k, arrays, where): _from_plain(args[1], v, arrays, f"{where}[{k}]")
-            for k, v in (_list(pair, where, 2) for pair in pairs)
+            for k, v in (_checked_list(pair, where, 2) for pair in pairs)
         }
     if origin is tuple:
-        found = _list(plain, where, None if args[-1] is Ellipsis else len(args))
-        return tuple(_from_plain(k, v, arrays, where) for k, v in zip(_elements(args, len(found)), found, strict=True))
+        elements = _checked_list(plain, where, None if args[-1] is Ellipsis else len(args))
+        kinds = _element_types(args, len(elements))
+        return tuple(_from_plain(k, v, arrays, where) for k, v in zip(kinds, elements, strict=True))
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         if not isinstance(plain, dict) or plain.keys() != hints.keys():
@@ -181,23 +186,23 @@ def _from_plain(kind: Any, plain: Any, arrays: list[AnyArray], where: str) -> An
     return plain
 
 
-def _list(plain: Any, where: str, length: int | None = None) -> list[Any]:
+def _checked_list(plain: Any, where: str, length: int | None = None) -> list[Any]:
     if not isinstance(plain, list) or length not in (None, len(plain)):
         raise WireError(f"{where}: found {plain!r:.50}, expected a list{f' of {length}' if length else ''}")
     return plain
 
 
-def _elements(args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-    """Types of a tuple's elements."""
+def _element_types(args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+    """Return the types of a tuple's elements."""
     return (args[0],) * length if args[-1] is Ellipsis else args
 
 
 def _without_none(kind: Any) -> tuple[Any, bool]:
-    """The type that is left of `X | None`, and whether None was allowed."""
+    """Return X for `X | None`, and whether None is allowed."""
     if typing.get_origin(kind) not in (typing.Union, types.UnionType):
         return kind, False
     rest = [arg for arg in typing.get_args(kind) if arg is not types.NoneType]
-    assert len(rest) == 1, f"{kind} says nothing about which type it is"
+    assert len(rest) == 1, f"{kind}: a message does not say which type of a union it holds"
     return rest[0], True
 
 
@@ -208,15 +213,17 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _dtype(args: tuple[Any, ...]) -> np.dtype[Any]:
-    """The element type of `NDArray[np.int64]`."""
+    """Return the element type of `NDArray[np.int64]`."""
     return _DTYPES[typing.get_args(args[1])[0].__name__]
 
 
 def _describe(kind: Any, inside: tuple[type, ...]) -> str:
-    """A type spelled out down to numbers and texts."""
+    """Spell out a type, with all fields of all dataclasses in it."""
     if isinstance(kind, type) and is_dataclass(kind):
         assert kind not in inside, f"{kind} holds itself"
-        return f"{kind.__name__}({', '.join(f'{n}: {_describe(h, (*inside, kind))}' for n, h in _hints(kind).items())})"
+        hints = _hints(kind)
+        described = [f"{name}: {_describe(hint, (*inside, kind))}" for name, hint in hints.items()]
+        return f"{kind.__name__}({', '.join(described)})"
     args = typing.get_args(kind)
     if typing.get_origin(kind) is np.ndarray:
         return f"array of {_dtype(args)}"

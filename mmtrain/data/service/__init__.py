@@ -1,4 +1,6 @@
-"""Producers: machines that prepare steps for trainers elsewhere, over ZeroMQ.
+"""The data service: producers on other machines that build steps for trainers, over ZeroMQ.
 
-Start with `producer.Producer` and `remote_steps`, the two ends of `protocol`.
+`protocol` holds the messages, `producer` the serving end (`mmtrain data serve`), and `remote_steps` the trainer's end.
+
+Read `protocol` first, then `producer.Producer.serve`.
 """

@@ -1,7 +1,7 @@
-"""A producer: makes steps for trainers on other machines, which ask over ZeroMQ.
+"""A producer: builds steps for trainers on other machines, which request them over ZeroMQ.
 
-It knows nothing of the runs it serves. Every request says what to make, so any producer can make any step for anybody,
-and one that is started anew goes on as if nothing had been.
+It knows nothing of the runs that it serves: every request says what to build, so any producer can build any step for
+any trainer, and a restarted one can continue at once.
 """
 
 import math
@@ -23,7 +23,7 @@ from mmtrain.data.service.protocol import (
     MAX_REQUEST_BYTES,
     MAX_TIMEOUT_S,
     MIN_TIMEOUT_S,
-    PINGS_IN_TIMEOUT,
+    PINGS_PER_TIMEOUT,
     Bye,
     Failed,
     FromProducer,
@@ -47,46 +47,49 @@ from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 
 _Job = tuple[bytes, int]  # trainer, step
-# A connection is told to be broken a moment before sending to it fails.
-PEER_CHECK_DELAYS_S = 0.0, 0.05, 0.2, 1.0, 3.0
+# When to probe the trainers after ZeroMQ has reported a broken connection: sending to it fails only a little later.
+PROBE_DELAYS_S = 0.0, 0.05, 0.2, 1.0, 3.0
+_MAX_POLL_S = 60.0  # without any trainer
+_LINGER_MS = 1000  # for the last messages of a producer to leave this machine
 
 
 @dataclass
 class _Trainer:
-    heard_s: float
+    last_heard_s: float
     timeout_s: float
-    wanted: dict[int, StepRequest] = field(default_factory=dict)  # not yet sent
-    sent: set[int] = field(default_factory=set)  # not yet known to have arrived
+    requested: dict[int, StepRequest] = field(default_factory=dict)  # step -> request; not yet sent
+    sent: set[int] = field(default_factory=set)  # steps, not yet confirmed by the trainer
 
 
 class Producer:
-    """Serves the steps of one recipe from `workers` processes."""
+    """Serves the steps of one recipe from `num_workers` processes."""
 
     def __init__(
         self,
         builder: StepBuilder,
-        known_facts: Mapping[str, str],
+        facts: Mapping[str, str],
         bind: str,
-        workers: int,
+        num_workers: int,
         notify: NotifyCallback,
     ) -> None:
         """Listen at `bind`; raises `DataError` if that is not possible.
 
-        Each trainer may ask for twice as many steps at a time as there are workers, and so many steps in all are made
-        or held at a time.
+        facts: what a trainer must agree with, from `step_facts`. Each trainer may request twice as many steps at a time
+        as there are workers, and in all as many are being built or wait for confirmation.
         """
-        self._facts, self._notify = known_facts, notify
-        self._credit = 2 * workers
+        self._facts = facts
+        self._notify = notify
+        self._credit = 2 * num_workers
         self._trainers: dict[bytes, _Trainer] = {}
         self._queue: deque[_Job] = deque()
         self._running: set[_Job] = set()
-        self._looks: list[float] = []  # when to look around, ascending
+        self._probe_times_s: list[float] = []  # ascending
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a trainer that is gone is an error, not silence
-        self._socket.set(zmq.SNDHWM, 0)  # credit bounds what is under way
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a trainer that is gone raises an error
+        self._socket.set(zmq.SNDHWM, 0)  # no limit: credit bounds what is sent
         self._socket.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        self._socket.set(zmq.LINGER, 1000)
+        self._socket.set(zmq.LINGER, _LINGER_MS)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
@@ -97,7 +100,7 @@ class Producer:
             ) from None
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._pool = WorkerPool[_Job](builder, workers, notify)
+        self._pool = WorkerPool[_Job](builder, num_workers, notify)
 
     def serve(self, stop: int) -> None:
         """Serve until the descriptor `stop` becomes readable; then tell the trainers, and close."""
@@ -109,41 +112,48 @@ class Producer:
             while True:
                 for pipe in pipes:
                     poller.unregister(pipe)
-                pipes = self._pool.pipes  # workers that died have left, others have come
+                pipes = self._pool.pipes  # those of workers that died are gone, and there are new ones
                 for pipe in pipes:
                     poller.register(pipe, zmq.POLLIN)
-                least_s = min((trainer.timeout_s for trainer in self._trainers.values()), default=60.0)
-                wait_s = min(HANG_CHECK_INTERVAL_S, least_s / PINGS_IN_TIMEOUT)
-                if self._looks:
-                    wait_s = min(wait_s, max(0.0, self._looks[0] - time.monotonic()))
-                ready = dict(poller.poll(math.ceil(1000 * wait_s)))
-                now = time.monotonic()  # before reading, so that a pause of ours is not taken for one of theirs
+                ready = dict(poller.poll(math.ceil(1000 * self._poll_timeout_s())))
+                now_s = time.monotonic()  # before reading: a pause of ours must not count as a trainer's silence
                 if stop in ready:
                     return
-                self._hear(now)
+                self._read_messages(now_s)
                 self._pool.kill_hung_workers()
                 if self._monitor in ready:
                     recv_monitor_message(self._monitor)
-                    self._looks = [now + later_s for later_s in PEER_CHECK_DELAYS_S]
-                if self._looks and self._looks[0] <= now:
-                    self._looks.pop(0)
-                    self._look_around()
+                    self._probe_times_s = [now_s + delay_s for delay_s in PROBE_DELAYS_S]
+                if self._probe_times_s and self._probe_times_s[0] <= now_s:
+                    self._probe_times_s.pop(0)
+                    self._probe_trainers()
                 for pipe in pipes:
-                    if pipe.fileno() in ready and (received := self._pool.receive(pipe)) is not None:
+                    received = self._pool.receive(pipe) if pipe.fileno() in ready else None
+                    if received is not None:
                         self._finish(*received)
-                for trainer, known in list(self._trainers.items()):
-                    if now - known.heard_s > known.timeout_s:
-                        self._forget(trainer, f"has been silent for {known.timeout_s:g} s")
-                self._start()
+                self._drop_silent_trainers(now_s)
+                self._start_jobs()
         finally:
             self._close()
 
-    def _look_around(self) -> None:
-        """Find out whose connection has broken: it can hold no more room, and only sending to it tells."""
-        for trainer in list(self._trainers):
-            self._say(trainer, Pong())
+    def _poll_timeout_s(self) -> float:
+        shortest_s = min((trainer.timeout_s for trainer in self._trainers.values()), default=_MAX_POLL_S)
+        timeout_s = min(HANG_CHECK_INTERVAL_S, shortest_s / PINGS_PER_TIMEOUT)
+        if self._probe_times_s:
+            timeout_s = min(timeout_s, max(0.0, self._probe_times_s[0] - time.monotonic()))
+        return timeout_s
 
-    def _hear(self, now: float) -> None:
+    def _probe_trainers(self) -> None:
+        """Find trainers whose connection is broken, which only sending shows: they must not hold any credit."""
+        for trainer in list(self._trainers):
+            self._send(trainer, Pong())
+
+    def _drop_silent_trainers(self, now_s: float) -> None:
+        for trainer, state in list(self._trainers.items()):
+            if now_s - state.last_heard_s > state.timeout_s:
+                self._drop_trainer(trainer, f"has been silent for {state.timeout_s:g} s")
+
+    def _read_messages(self, now_s: float) -> None:
         """Read everything that trainers have sent."""
         while True:
             try:
@@ -151,94 +161,106 @@ class Producer:
             except zmq.Again:
                 return
             try:
-                self._answer(trainer, decode_message(frames), now)
+                self._handle(trainer, decode_message(frames), now_s)
             except WireError as error:
-                self._say(trainer, Refused(f"a message could not be read: {error}"))
-                self._forget(trainer, f"sent what cannot be read: {error}")
+                self._send(trainer, Refused(f"a message could not be read: {error}"))
+                self._drop_trainer(trainer, f"sent a message that cannot be read: {error}")
 
-    def _answer(self, trainer: bytes, message: object, now: float) -> None:
+    def _handle(self, trainer: bytes, message: object, now_s: float) -> None:
         if isinstance(message, Hello):
-            self._forget(trainer)
-            if not MIN_TIMEOUT_S <= message.timeout_s <= MAX_TIMEOUT_S:
-                raise WireError(f"a timeout of {message.timeout_s} s")
-            if different := describe_differences(self._facts, message.facts):
-                self._notify(f"trainer {trainer.hex()[:8]} refused: {different}")
-                self._say(trainer, Refused(different))
-            else:
-                self._trainers[trainer] = _Trainer(now, message.timeout_s)
-                self._notify(f"trainer {trainer.hex()[:8]} joined")
-                self._say(trainer, Welcome(self._credit))
+            self._handle_hello(trainer, message, now_s)
             return
-        known = self._trainers.get(trainer)
-        if known is None:
+        state = self._trainers.get(trainer)
+        if state is None:
             if not isinstance(message, Bye):
-                self._say(trainer, Unknown())
+                self._send(trainer, Unknown())
             return
-        known.heard_s = now
+        state.last_heard_s = now_s
         if isinstance(message, Want):
             step = message.request.step
-            if len(known.wanted) + len(known.sent) >= self._credit or step in known.wanted or step in known.sent:
-                raise WireError(f"step {step} is asked for twice or beyond the credit of {self._credit}")
-            known.wanted[step] = message.request
+            is_duplicate = step in state.requested or step in state.sent
+            if is_duplicate or len(state.requested) + len(state.sent) >= self._credit:
+                raise WireError(f"step {step} is requested twice or beyond the credit of {self._credit}")
+            state.requested[step] = message.request
             self._queue.append((trainer, step))
         elif isinstance(message, Got):
-            known.sent.discard(message.step)
+            state.sent.discard(message.step)
         elif isinstance(message, Ping):
-            self._say(trainer, Pong())
+            self._send(trainer, Pong())
         elif isinstance(message, Bye):
-            self._forget(trainer, "left")
+            self._drop_trainer(trainer, "left")
 
-    def _start(self) -> None:
-        """Give idle workers what was asked for, as long as there is room for what they will make."""
-        held = sum(len(trainer.sent) for trainer in self._trainers.values())
-        while self._queue and self._pool.num_idle and len(self._running) + held < self._credit:
+    def _handle_hello(self, trainer: bytes, hello: Hello, now_s: float) -> None:
+        self._drop_trainer(trainer)
+        if not MIN_TIMEOUT_S <= hello.timeout_s <= MAX_TIMEOUT_S:
+            raise WireError(f"a timeout of {hello.timeout_s} s")
+        differences = describe_differences(self._facts, hello.facts)
+        if differences:
+            self._notify(f"trainer {_short_name(trainer)} refused: {differences}")
+            self._send(trainer, Refused(differences))
+            return
+        self._trainers[trainer] = _Trainer(now_s, hello.timeout_s)
+        self._notify(f"trainer {_short_name(trainer)} joined")
+        self._send(trainer, Welcome(self._credit))
+
+    def _start_jobs(self) -> None:
+        """Give requests to idle workers, as long as there is room for their results."""
+        num_unconfirmed = sum(len(trainer.sent) for trainer in self._trainers.values())
+        while self._queue and self._pool.num_idle and len(self._running) + num_unconfirmed < self._credit:
             job = self._queue.popleft()
-            request = self._trainers[job[0]].wanted.get(job[1])
+            trainer, step = job
+            request = self._trainers[trainer].requested.get(step)
             if request is not None:
                 self._running.add(job)
                 self._pool.submit(job, request)
 
-    def _finish(self, job: _Job, made: memoryview | StepFailure) -> None:
-        """Send what a worker made, if the trainer is still there to get it."""
+    def _finish(self, job: _Job, result: memoryview | StepFailure) -> None:
+        """Send a worker's result, if the trainer still waits for it."""
         self._running.discard(job)
         trainer, step = job
-        known = self._trainers.get(trainer)
-        if known is None or known.wanted.pop(step, None) is None:
+        state = self._trainers.get(trainer)
+        if state is None or state.requested.pop(step, None) is None:
             return
-        known.sent.add(step)
-        if isinstance(made, StepFailure):
-            self._say(trainer, Failed(step, made))
+        state.sent.add(step)
+        if isinstance(result, StepFailure):
+            self._send(trainer, Failed(step, result))
         else:
-            self._say(trainer, Made(step), made)
+            self._send(trainer, Made(step), result)
 
-    def _say(self, trainer: bytes, message: FromProducer, step: memoryview | None = None) -> None:
-        frames: list[bytes | memoryview] = [trainer, *encode_message(message), *([] if step is None else [step])]
+    def _send(self, trainer: bytes, message: FromProducer, step_bytes: memoryview | None = None) -> None:
+        frames: list[bytes | memoryview] = [trainer, *encode_message(message)]
+        if step_bytes is not None:
+            frames.append(step_bytes)
         try:
             self._socket.send_multipart(frames, copy=False)
         except zmq.ZMQError:  # its connection is gone
-            self._forget(trainer, "is gone")
+            self._drop_trainer(trainer, "is gone")
 
-    def _forget(self, trainer: bytes, why: str = "") -> None:
-        """Drop what a trainer asked for; workers finish what they have begun."""
+    def _drop_trainer(self, trainer: bytes, why: str = "") -> None:
+        """Forget a trainer and its requests; workers finish what they have started."""
         if self._trainers.pop(trainer, None) is not None:
             self._queue = deque(job for job in self._queue if job[0] != trainer)
             if why:
-                self._notify(f"trainer {trainer.hex()[:8]} {why}")
+                self._notify(f"trainer {_short_name(trainer)} {why}")
 
     def _close(self) -> None:
         self._pool.close()
         for trainer in list(self._trainers):
-            self._say(trainer, Leaving())
+            self._send(trainer, Leaving())
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
 
 
-def open_producer(recipe: Recipe, bind: str, workers: int, notify: NotifyCallback) -> Producer:
-    """A producer of the recipe's steps. Raises `DataError` if the data or the address cannot be used."""
+def _short_name(trainer: bytes) -> str:
+    return trainer.hex()[:8]
+
+
+def open_producer(recipe: Recipe, bind: str, num_workers: int, notify: NotifyCallback) -> Producer:
+    """Open a producer of the recipe's steps. Raises `DataError` if the data or the address cannot be used."""
     index = build_index(recipe, notify=notify)
     for remark in index.remarks():
         notify(remark)
     builder = StepBuilder(index, GroupStream.of(recipe, index), recipe)
-    return Producer(builder, step_facts(recipe, index), bind, workers, notify)
+    return Producer(builder, step_facts(recipe, index), bind, num_workers, notify)

@@ -1,10 +1,11 @@
-"""What a trainer and a producer say to each other: a name, JSON, and for a finished step its bytes.
+"""The messages between a trainer and a producer: a name, JSON, and for a finished step its bytes.
 
     trainer -> producer    hello facts | want step | got step | ping | bye
     producer -> trainer    welcome credit | refused reason | made step, bytes | failed step | pong | unknown | leaving
 
-A trainer asks for at most `credit` steps that it has not got yet, and a producer keeps what it has made until the
-trainer says that it got it; so both know how much they will have to hold. There is no pickle in either direction.
+The name of a message is that of its class. A trainer has requested at most `credit` steps that it has not received, and
+a producer counts a step until the trainer confirms that it has received it; so both know how much memory they need at
+most. There is no pickle in either direction.
 """
 
 import hashlib
@@ -20,15 +21,18 @@ from mmtrain.errors import DataError
 from mmtrain.recipe.schema import Recipe
 from mmtrain.recipe.settings import select
 
-PINGS_IN_TIMEOUT = 4
-MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 86400.0  # as `data.producer_timeout_s` allows
-MAX_REQUEST_BYTES = 1 << 20
+PINGS_PER_TIMEOUT = 4  # so that a lost or late one does not matter
+MIN_TIMEOUT_S = 0.1  # as `data.producer_timeout_s` allows
+MAX_TIMEOUT_S = 86400.0
+MAX_REQUEST_BYTES = 1 << 20  # a request is a few kilobytes; more comes from a stranger
 MAX_STEP_BYTES = 1 << 34
+MAX_DIFFERENCES_SHOWN = 5
+_MAX_NAME_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Hello:
-    """A trainer introduces itself; it will not be silent for `timeout_s` seconds as long as it lives."""
+    """A trainer introduces itself; while it lives, it is never silent for `timeout_s` seconds."""
 
     facts: dict[str, str]
     timeout_s: float
@@ -36,21 +40,21 @@ class Hello:
 
 @dataclass(frozen=True)
 class Want:
-    """Make this step."""
+    """The trainer requests a step."""
 
     request: StepRequest
 
 
 @dataclass(frozen=True)
 class Got:
-    """This step has arrived."""
+    """The trainer has received a step."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Ping:
-    """Are you there?"""
+    """The trainer asks whether the producer lives, and shows that it lives itself."""
 
 
 @dataclass(frozen=True)
@@ -60,28 +64,28 @@ class Bye:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The producer will make at most `credit` steps at a time."""
+    """The producer accepts the trainer, which may request `credit` steps at a time."""
 
     credit: int
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The producer would make other steps than the trainer needs."""
+    """The producer would build other steps than the trainer needs, or could not read a message."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Made:
-    """A step in wire format follows."""
+    """A step is built; it follows in wire format."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A step could not be made, by no fault of the producer's."""
+    """A step could not be built: the error would be the same anywhere."""
 
     step: int
     failure: StepFailure
@@ -89,12 +93,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class Pong:
-    """Yes."""
+    """The producer lives."""
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """Who are you? The producer has been started anew, or had given the trainer up."""
+    """The producer does not know the trainer: it was restarted, or had given up the trainer as dead."""
 
 
 @dataclass(frozen=True)
@@ -104,21 +108,25 @@ class Leaving:
 
 FromTrainer = Hello | Want | Got | Ping | Bye
 FromProducer = Welcome | Refused | Made | Failed | Pong | Unknown | Leaving
-_KINDS: dict[bytes, type[FromTrainer | FromProducer]] = {
+_MESSAGE_TYPES: dict[bytes, type[FromTrainer | FromProducer]] = {
     kind.__name__.lower().encode(): kind
     for kind in (Hello, Want, Got, Ping, Bye, Welcome, Refused, Made, Failed, Pong, Unknown, Leaving)
 }
 
 
 def encode_message(message: FromTrainer | FromProducer) -> list[bytes]:
-    """The frames of a message, without a step's bytes."""
+    """Return the frames of a message, without a step's bytes."""
     return [type(message).__name__.lower().encode(), to_json(message).encode()]
 
 
 def decode_message(frames: Sequence[memoryview | bytes]) -> FromTrainer | FromProducer:
-    """The message in the first two frames. Raises `WireError`."""
-    if len(frames) < 2 or (kind := _KINDS.get(bytes(frames[0][:16]))) is None:
-        raise WireError(f"{bytes(frames[0][:16])!r} is no message" if frames else "an empty message")
+    """Return the message in the first two frames. Raises `WireError`."""
+    if not frames:
+        raise WireError("an empty message")
+    name = bytes(frames[0][:_MAX_NAME_BYTES])
+    kind = _MESSAGE_TYPES.get(name)
+    if kind is None or len(frames) < 2:
+        raise WireError(f"{name!r} is not a message")
     return from_json(kind, bytes(frames[1]))
 
 
@@ -134,27 +142,34 @@ def step_facts(recipe: Recipe, index: DataIndex) -> dict[str, str]:
         "samples": str(len(index.samples)),
         "fingerprint of the samples": index.fingerprint,
         "SHA-256 of data.tokenizer": hashlib.sha256(recipe.data.tokenizer_file.read_bytes()).hexdigest(),
-        **dict(_flat(select(recipe, "steps"), "")),
+        **_flatten(select(recipe, "steps"), ""),
     }
 
 
-def describe_differences(ours: Mapping[str, str], theirs: Mapping[str, str], most: int = 5) -> str:
-    """The facts that differ, in words; empty where none does."""
+def describe_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Describe the facts in which a producer (`ours`) and a trainer (`theirs`) differ; empty where there are none."""
     keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
-    shown = [
-        f"{key} is {theirs.get(key, 'missing')} in the trainer and {ours.get(key, 'missing')} here" for key in keys
+    descriptions = [
+        f"{key} is {theirs.get(key, 'missing')} in the trainer and {ours.get(key, 'missing')} here"
+        for key in keys[:MAX_DIFFERENCES_SHOWN]
     ]
-    return "; ".join(shown[:most]) + (f"; and {len(keys) - most} more" if len(keys) > most else "")
+    if len(keys) > MAX_DIFFERENCES_SHOWN:
+        descriptions.append(f"and {len(keys) - MAX_DIFFERENCES_SHOWN} more")
+    return "; ".join(descriptions)
 
 
-def _flat(value: object, path: str) -> list[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        return [entry for key, part in value.items() for entry in _flat(part, f"{path}.{key}" if path else str(key))]
-    return [(path, str(value))]
+def _flatten(value: object, path: str) -> dict[str, str]:
+    """Return the leaves of nested mappings as texts, by their dotted path."""
+    if not isinstance(value, Mapping):
+        return {path: str(value)}
+    leaves: dict[str, str] = {}
+    for key, part in value.items():
+        leaves |= _flatten(part, f"{path}.{key}" if path else str(key))
+    return leaves
 
 
 def require_zmq(what: str) -> None:
-    """Raise `DataError`, with what to do, where ZeroMQ is not installed."""
+    """Raise `DataError`, with what to install, if ZeroMQ is missing; `what` is the feature that needs it."""
     try:
         import zmq  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""Consuming steps that producers on other machines make, whichever of them live."""
+"""Fill a prefetch window with steps that producers on other machines build, whichever of them are alive."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from mmtrain.data.loading.step_format import WireError
 from mmtrain.data.loading.worker_pool import HANG_CHECK_INTERVAL_S, WorkerPool
 from mmtrain.data.service.protocol import (
     MAX_STEP_BYTES,
-    PINGS_IN_TIMEOUT,
+    PINGS_PER_TIMEOUT,
     Bye,
     Failed,
     FromTrainer,
@@ -36,36 +36,37 @@ from mmtrain.data.service.protocol import (
 )
 from mmtrain.errors import DataError
 
-CLOSE_LINGER_MS = 200  # for the last words of a trainer to leave this machine
+CLOSE_LINGER_MS = 200  # for the last message of a trainer to leave this machine
+_MAX_RECONNECT_INTERVAL_MS = 5000
 
 
 @dataclass
-class _Producer:
+class _Connection:
     """The connection to one producer."""
 
     address: str
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    state: Literal["asked", "up", "refused"] = "asked"
-    was_up: bool = False
+    state: Literal["greeted", "up", "refused"] = "greeted"
+    was_up: bool = False  # at any time before, also over an earlier connection
     refusal: str = ""
     credit: int = 0
-    steps: set[int] = field(default_factory=set)  # asked for, not yet got
-    heard_s: float = 0.0
-    said_s: float = 0.0
+    steps: set[int] = field(default_factory=set)  # requested and not yet received
+    last_heard_s: float = 0.0
+    last_sent_s: float = 0.0
 
-    def say(self, message: FromTrainer, now: float) -> None:
-        """Send; what the connection cannot take now is lost with the connection."""
-        self.said_s = now
+    def send(self, message: FromTrainer, now_s: float) -> None:
+        """Send a message; it is lost if the connection breaks before it is delivered."""
+        self.last_sent_s = now_s
         self.socket.send_multipart(encode_message(message), zmq.NOBLOCK)
 
 
 class RemoteStepBuilder:
-    """Has the steps of a window made by producers, or here while there is none.
+    """Lets producers build the steps of a window, or this machine while there is no producer.
 
-    A producer is lost when its connection breaks or it is silent for `timeout_s`; what it owed goes to others at once,
-    and it is asked again as soon as it answers. Steps are made here, in worker processes, while no producer is up: at
-    the start after `timeout_s`, later immediately.
+    A producer is lost when its connection breaks or it is silent for `timeout_s`. Its steps are released at once for
+    other producers, and it gets requests again as soon as it answers. While no producer is up, steps are built by
+    worker processes of this machine: at the start only after `timeout_s`, later immediately.
     """
 
     def __init__(
@@ -75,177 +76,203 @@ class RemoteStepBuilder:
         request_of: RequestOf,
         facts: Mapping[str, str],
         timeout_s: float,
-        local_pool: Callable[[], WorkerPool[int]],
+        start_local_pool: Callable[[], WorkerPool[int]],
         notify: NotifyCallback,
     ) -> None:
-        """`local_pool` starts workers of this machine, when they are first needed."""
-        self._window, self._request_of, self._facts = window, request_of, dict(facts)
-        self._timeout_s, self._local_pool, self._notify = timeout_s, local_pool, notify
-        self._context = zmq.Context()
+        """Prepare to run; `start_local_pool` is called when workers of this machine are first needed."""
+        self._window = window
         self._addresses = addresses
-        self._producers: dict[str, _Producer] = {}
-        self._started_s = time.monotonic()
+        self._request_of = request_of
+        self._facts = dict(facts)
+        self._timeout_s = timeout_s
+        self._start_local_pool = start_local_pool
+        self._notify = notify
+        self._context = zmq.Context()
+        self._connections: dict[str, _Connection] = {}
+        self._start_s = time.monotonic()
         self._pool: WorkerPool[int] | None = None
-        self._warned = False
+        self._has_warned = False  # that no producer answers
 
     def run(self) -> None:
-        """Make steps until the window closes. Raises `DataError` when all producers refuse."""
+        """Build steps until the window closes. Raises `DataError` when all producers refuse."""
         with ExitStack() as stack:
             waker = stack.enter_context(Waker())
             stack.callback(self._close)
             self._window.add_waker(waker.wake)
             for address in self._addresses:
-                self._producers[address] = self._connect(address)
+                self._connections[address] = self._connect(address)
             while not self._window.closed:
-                self._assign()
-                self._wait(waker)
+                self._assign_steps()
+                self._wait_and_handle(waker)
 
-    def _connect(self, address: str) -> _Producer:
-        """Open a connection; the greeting waits in it until somebody listens at the other end."""
+    def _connect(self, address: str) -> _Connection:
+        """Open a connection; its greeting is delivered as soon as a producer listens at the other end."""
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.MAXMSGSIZE, MAX_STEP_BYTES)
-        socket.set(zmq.RECONNECT_IVL_MAX, 5000)
-        socket.set(zmq.SNDHWM, 0)
-        socket.set(zmq.RCVHWM, 0)  # credit bounds what is under way
+        socket.set(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_INTERVAL_MS)
+        socket.set(zmq.SNDHWM, 0)  # no limits: credit bounds what is sent
+        socket.set(zmq.RCVHWM, 0)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
             socket.close()
             raise DataError(
-                f"data.producers: {address} is no address to connect to ({error.strerror}); expected tcp://HOST:PORT"
+                f"data.producers: {address} is not an address to connect to ({error.strerror}); "
+                "expected tcp://HOST:PORT"
             ) from None
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        producer = _Producer(address, socket, monitor)
-        producer.say(Hello(self._facts, self._timeout_s), time.monotonic())
-        return producer
+        connection = _Connection(address, socket, monitor)
+        connection.send(Hello(self._facts, self._timeout_s), time.monotonic())
+        return connection
 
-    def _assign(self) -> None:
-        """Ask for steps as far as credit goes, of the producer that owes least."""
-        up = [producer for producer in self._producers.values() if producer.state == "up"]
-        while free := [producer for producer in up if len(producer.steps) < producer.credit]:
+    def _assign_steps(self) -> None:
+        """Request steps as far as credit permits, each from the producer with the fewest open requests."""
+        up = [connection for connection in self._connections.values() if connection.state == "up"]
+        while free := [connection for connection in up if len(connection.steps) < connection.credit]:
             step = self._window.claim()
             if step is None:
                 return
-            chosen = min(free, key=lambda producer: len(producer.steps))
-            chosen.steps.add(step)
-            chosen.say(Want(self._request_of(step)), time.monotonic())
-        if not up and self._alone():
+            connection = min(free, key=lambda candidate: len(candidate.steps))
+            connection.steps.add(step)
+            connection.send(Want(self._request_of(step)), time.monotonic())
+        if not up and self._builds_locally():
             if self._pool is None:
-                self._pool = self._local_pool()
+                self._pool = self._start_local_pool()
             while self._pool.num_idle and (step := self._window.claim()) is not None:
                 self._pool.submit(step, self._request_of(step))
 
-    def _alone(self) -> bool:
-        """Whether to go on without producers; only at the start there is time to wait for them."""
-        producers = self._producers.values()
-        if all(p.state == "refused" for p in producers):
-            reasons = "; ".join(f"{p.address} refuses: {p.refusal}" for p in producers)
+    def _builds_locally(self) -> bool:
+        """Return whether to continue without producers; only at the start it is worth waiting for them."""
+        connections = self._connections.values()
+        if all(connection.state == "refused" for connection in connections):
+            reasons = "; ".join(f"{c.address} refuses: {c.refusal}" for c in connections)
             raise DataError(
                 f"data.producers: {reasons}. Start `mmtrain data serve` with the recipe and the data of the run"
             )
-        waited = any(p.was_up for p in producers) or time.monotonic() - self._started_s > self._timeout_s
-        if waited and not self._warned:
-            self._warned = True
-            self._notify(f"no producer answers ({', '.join(self._producers)}); steps are prepared here until one does")
-        return waited
+        is_late = time.monotonic() - self._start_s > self._timeout_s
+        builds_locally = is_late or any(connection.was_up for connection in connections)
+        if builds_locally and not self._has_warned:
+            self._has_warned = True
+            addresses = ", ".join(self._connections)
+            self._notify(f"no producer answers ({addresses}); steps are prepared here until one does")
+        return builds_locally
 
-    def _wait(self, waker: Waker) -> None:
-        """Take in whatever comes next."""
+    def _wait_and_handle(self, waker: Waker) -> None:
+        """Wait for messages, for workers and for the window, and handle everything that is there."""
         poller = zmq.Poller()
         poller.register(waker.fileno(), zmq.POLLIN)
         pipes = self._pool.pipes if self._pool is not None else []
-        for source in (*pipes, *(s for p in self._producers.values() for s in (p.socket, p.monitor))):
-            poller.register(source, zmq.POLLIN)
-        ready = dict(poller.poll(round(1000 * min(HANG_CHECK_INTERVAL_S, self._timeout_s / PINGS_IN_TIMEOUT))))
-        now = time.monotonic()  # before reading, so that a pause of ours is not taken for one of theirs
+        for pipe in pipes:
+            poller.register(pipe, zmq.POLLIN)
+        for connection in self._connections.values():
+            poller.register(connection.socket, zmq.POLLIN)
+            poller.register(connection.monitor, zmq.POLLIN)
+        timeout_s = min(HANG_CHECK_INTERVAL_S, self._timeout_s / PINGS_PER_TIMEOUT)
+        ready = dict(poller.poll(round(1000 * timeout_s)))
+        now_s = time.monotonic()  # before reading: a pause of ours must not count as a producer's silence
         waker.drain()
         if self._pool is not None:
             self._pool.kill_hung_workers()
         for pipe in pipes:
             assert self._pool is not None
-            if pipe.fileno() in ready and (received := self._pool.receive(pipe)) is not None:
-                self._window.put(received[0], unpack_result(*received))
-        for producer in list(self._producers.values()):
-            self._hear(producer, now)
-            if self._producers[producer.address] is producer:
-                self._tend(producer, now, disconnected=producer.monitor in ready)
+            received = self._pool.receive(pipe) if pipe.fileno() in ready else None
+            if received is not None:
+                step, content = received
+                self._window.put(step, unpack_result(step, content))
+        for connection in list(self._connections.values()):
+            self._read_messages(connection, now_s)
+            if self._connections[connection.address] is connection:
+                self._check_alive(connection, now_s, disconnected=connection.monitor in ready)
 
-    def _hear(self, producer: _Producer, now: float) -> None:
-        """Read everything that a producer has sent."""
-        while self._producers[producer.address] is producer:
+    def _read_messages(self, connection: _Connection, now_s: float) -> None:
+        """Read everything that a producer has sent, unless that makes us drop the connection."""
+        while self._connections[connection.address] is connection:
             try:
-                frames = producer.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = connection.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            producer.heard_s = now
+            connection.last_heard_s = now_s
             try:
-                self._take(producer, [frame.buffer for frame in frames], now)
+                self._handle(connection, [frame.buffer for frame in frames], now_s)
             except WireError as error:
-                self._lose(producer, f"sent what cannot be read ({error})")
+                self._reconnect(connection, f"sent a message that cannot be read ({error})")
 
-    def _take(self, producer: _Producer, frames: list[memoryview], now: float) -> None:
+    def _handle(self, connection: _Connection, frames: list[memoryview], now_s: float) -> None:
         message = decode_message(frames)
         if isinstance(message, Made | Failed):
-            if message.step not in producer.steps:
-                raise WireError(f"step {message.step} was not asked for")
-            if isinstance(message, Failed):
-                result = unpack_result(message.step, message.failure)
-            elif len(frames) == 3:
-                result = unpack_result(message.step, frames[2])
-            else:
-                raise WireError(f"step {message.step} came in {len(frames)} frames")
-            producer.steps.discard(message.step)
-            producer.say(Got(message.step), now)
-            self._window.put(message.step, result)
+            self._handle_result(connection, message, frames, now_s)
         elif isinstance(message, Welcome):
-            if producer.state != "up" and (self._warned or producer.was_up):
-                self._notify(f"producer {producer.address} is there")
-            producer.state, producer.credit, producer.was_up = "up", max(1, message.credit), True
-            self._warned = False
+            if connection.state != "up" and (self._has_warned or connection.was_up):
+                self._notify(f"producer {connection.address} is there")
+            connection.state = "up"
+            connection.credit = max(1, message.credit)
+            connection.was_up = True
+            self._has_warned = False
         elif isinstance(message, Refused):
-            producer.state, producer.refusal = "refused", message.reason
-            self._notify(f"producer {producer.address} refuses: {message.reason}")
-            self._window.release(producer.steps)
-            producer.steps.clear()
-        elif isinstance(message, Unknown | Leaving):
-            self._lose(producer, "has left" if isinstance(message, Leaving) else "has forgotten this trainer")
+            connection.state = "refused"
+            connection.refusal = message.reason
+            self._notify(f"producer {connection.address} refuses: {message.reason}")
+            self._window.release(connection.steps)
+            connection.steps.clear()
+        elif isinstance(message, Leaving):
+            self._reconnect(connection, "has left")
+        elif isinstance(message, Unknown):
+            self._reconnect(connection, "does not know this trainer any more")
 
-    def _tend(self, producer: _Producer, now: float, disconnected: bool) -> None:
-        """Notice that a producer is gone, and let it notice that we are here."""
+    def _handle_result(
+        self, connection: _Connection, message: Made | Failed, frames: list[memoryview], now_s: float
+    ) -> None:
+        if message.step not in connection.steps:
+            raise WireError(f"step {message.step} was not requested")
+        if isinstance(message, Failed):
+            result = unpack_result(message.step, message.failure)
+        elif len(frames) == 3:
+            result = unpack_result(message.step, frames[2])
+        else:
+            raise WireError(f"step {message.step} came in {len(frames)} frames")
+        connection.steps.discard(message.step)
+        connection.send(Got(message.step), now_s)
+        self._window.put(message.step, result)
+
+    def _check_alive(self, connection: _Connection, now_s: float, disconnected: bool) -> None:
+        """Notice that a producer is gone, and show the producer that this trainer is alive."""
         if disconnected:
-            recv_monitor_message(producer.monitor)
-            if producer.state == "up":
-                self._lose(producer, "has closed the connection")
-            else:  # the same connection tries again, ever more rarely
-                producer.state = "asked"
-                producer.say(Hello(self._facts, self._timeout_s), now)
-        elif producer.state == "up" and now - producer.heard_s > self._timeout_s:
-            self._lose(producer, f"has been silent for {self._timeout_s:g} s")
-        elif producer.state == "up" and now - producer.said_s > self._timeout_s / PINGS_IN_TIMEOUT:
-            producer.say(Ping(), now)
+            recv_monitor_message(connection.monitor)
+            if connection.state == "up":
+                self._reconnect(connection, "has closed the connection")
+            else:  # ZeroMQ reconnects by itself, at growing intervals
+                connection.state = "greeted"
+                connection.send(Hello(self._facts, self._timeout_s), now_s)
+        elif connection.state == "up" and now_s - connection.last_heard_s > self._timeout_s:
+            self._reconnect(connection, f"has been silent for {self._timeout_s:g} s")
+        elif connection.state == "up" and now_s - connection.last_sent_s > self._timeout_s / PINGS_PER_TIMEOUT:
+            connection.send(Ping(), now_s)
 
-    def _lose(self, producer: _Producer, why: str) -> None:
-        """Give a producer's steps back, and start over with it."""
-        if producer.state == "up":
-            owed = f"; {len(producer.steps)} steps go to others" if producer.steps else ""
-            self._notify(f"producer {producer.address} {why}{owed}")
-        self._disconnect(producer)
-        self._producers[producer.address] = self._connect(producer.address)
-        self._producers[producer.address].was_up = producer.was_up
-        self._window.release(producer.steps)
+    def _reconnect(self, connection: _Connection, why: str) -> None:
+        """Release a producer's steps, and start over with a new connection to it."""
+        if connection.state == "up":
+            released = f"; {len(connection.steps)} steps go to others" if connection.steps else ""
+            self._notify(f"producer {connection.address} {why}{released}")
+        self._disconnect(connection)
+        new = self._connect(connection.address)
+        new.was_up = connection.was_up
+        self._connections[connection.address] = new
+        self._window.release(connection.steps)
 
-    def _disconnect(self, producer: _Producer, linger_ms: int = 0) -> None:
-        producer.socket.disable_monitor()
-        producer.monitor.close(linger=0)
-        producer.socket.close(linger=linger_ms)
+    def _disconnect(self, connection: _Connection, linger_ms: int = 0) -> None:
+        connection.socket.disable_monitor()
+        connection.monitor.close(linger=0)
+        connection.socket.close(linger=linger_ms)
 
     def _close(self) -> None:
-        """Take leave of the producers, and end the workers that there may be."""
-        for producer in self._producers.values():
-            if producer.state == "up":
-                producer.say(Bye(), time.monotonic())
-            self._disconnect(producer, CLOSE_LINGER_MS if producer.state == "up" else 0)
+        """Tell the producers, and end the workers of this machine, if there are any."""
+        for connection in self._connections.values():
+            linger_ms = 0
+            if connection.state == "up":
+                connection.send(Bye(), time.monotonic())
+                linger_ms = CLOSE_LINGER_MS
+            self._disconnect(connection, linger_ms)
         self._context.term()
         if self._pool is not None:
             self._pool.close()

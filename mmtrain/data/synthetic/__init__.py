@@ -1,4 +1,6 @@
-"""Training data made from nothing or from recordings, for demos and tests.
+"""Data sets for demos and tests: drawn pictures with questions, and recordings of spoken digits.
 
-Start with `demo.generate`.
+`demo` generates the picture questions with `demo_draw`; `digits` turns a folder of recordings into training data.
+
+Read `demo.generate_demo` first.
 """

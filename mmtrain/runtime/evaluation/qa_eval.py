@@ -179,15 +179,15 @@ class _Prompts(BatchBuilder):
         ids = _prompt_ids(self._index, self._tokenizer, sample_id)
         return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX))
 
-    def _patches(self, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
+    def _load_patches(self, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
         if not self._blank:
-            return super()._patches(sample_id, position, rows, cols)
+            return super()._load_patches(sample_id, position, rows, cols)
         assert self._recipe.model.vision is not None
         return np.zeros((rows * cols, 3 * self._recipe.model.vision.patch**2), dtype=np.float32)
 
-    def _mels(self, sample_id: int, position: int, frames: int) -> Float32Array:
+    def _load_mels(self, sample_id: int, position: int, frames: int) -> Float32Array:
         if not self._blank:
-            return super()._mels(sample_id, position, frames)
+            return super()._load_mels(sample_id, position, frames)
         assert self._recipe.model.audio is not None
         return np.zeros((frames, self._recipe.model.audio.mel_bins), dtype=np.float32)
 

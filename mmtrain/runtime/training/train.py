@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from mmtrain.checkpoint import find
-from mmtrain.data import DataIndex, GroupStream, Loader, build_index
+from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest, build_index
 from mmtrain.errors import LaunchError, RunError, StoppedAndSaved
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.report import RunLog, open_progress
@@ -168,13 +168,9 @@ def _run_steps(run: _RankRun) -> Path | None:
             index,
             stream,
             recipe,
-            rank_context.dp,
-            rank_context.num_microbatches,
-            rank_context.needs,
-            run.first_step,
+            StepRequest(run.first_step, rank_context.dp, rank_context.num_microbatches, rank_context.needs, targets),
             num_local_ranks,
             partial(_print_of_rank, world.rank),
-            targets,
         ) as loader,
         Watchdog(rank_context.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
     ):

@@ -1,0 +1,141 @@
+"""The loader: yields the steps of a run in order, built ahead of the one that is being trained."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
+
+from mmtrain.data.callbacks import NotifyCallback
+from mmtrain.data.index.data_index import DataIndex
+from mmtrain.data.loading.batch_builder import BadSampleTracker, PayloadNeed, StepBuilder, StepData, StepRequest
+from mmtrain.data.loading.prefetch_window import PrefetchWindow
+from mmtrain.data.loading.step_builders import build_steps_in_thread, build_steps_in_workers
+from mmtrain.data.loading.worker_pool import WorkerPool, num_available_cores
+from mmtrain.data.service.protocol import require_zmq, step_facts
+from mmtrain.data.stream.group_stream import GroupStream
+from mmtrain.errors import MmtrainError, RunError
+from mmtrain.recipe.schema import DataSettings, Recipe
+
+MAX_DEFAULT_WORKERS = 4  # of a rank where `data.workers` is not set
+
+
+class Loader:
+    """Iterates over the steps of a run, without end.
+
+    Keeps `data.prefetch` steps ready. They are built in a thread, in worker processes or by producers on other
+    machines, and are the same in all cases. An error while a step is built is raised by the `next` that would have
+    returned it. Close the loader, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        index: DataIndex,
+        stream: GroupStream,
+        recipe: Recipe,
+        first: StepRequest,
+        num_local_ranks: int = 1,
+        notify: NotifyCallback = print,
+    ) -> None:
+        """Start building.
+
+        Args:
+            index: the samples.
+            stream: the groups in which they train.
+            recipe: the settings.
+            first: what this rank needs of the first step; of later steps it needs the same.
+            num_local_ranks: ranks that share this machine's processors.
+            notify: called from another thread when workers or producers died, with what became of their steps.
+        """
+        if recipe.data.producers:
+            require_zmq("data.producers")
+        self._request = first
+        self._builder = StepBuilder(index, stream, recipe)
+        self._bad_samples = BadSampleTracker(index, recipe.data.max_bad_rate)
+        self._step = first.step
+        self._notify = notify
+        self._data = recipe.data
+        self._num_workers = choose_num_workers(recipe.data, first.needs, num_local_ranks, num_available_cores())
+        self._facts = step_facts(recipe, index) if recipe.data.producers else {}
+        num_being_built = max(1, self._num_workers, len(recipe.data.producers))
+        self._window = PrefetchWindow[StepData](first.step, recipe.data.prefetch + num_being_built)
+        self._thread: threading.Thread | None = None
+        if recipe.data.prefetch or recipe.data.producers:
+            self._thread = threading.Thread(target=self._build_ahead, name="mmtrain-loader", daemon=True)
+            self._thread.start()
+        self.wait_s = 0.0  # how long all calls of `next` together kept their caller waiting
+
+    def __iter__(self) -> Iterator[StepData]:
+        return self
+
+    def __next__(self) -> StepData:
+        start_s = time.perf_counter()
+        try:
+            if self._thread is not None:
+                built = self._window.take()
+            else:
+                built = self._builder.build(self._request_for(self._step))
+            data = replace(built, quarantined=self._bad_samples.record_new(built.quarantined))
+        except MmtrainError:
+            raise
+        except Exception as error:
+            raise RunError(f"preparing step {self._step} failed: {type(error).__name__}: {error}") from error
+        finally:
+            self.wait_s += time.perf_counter() - start_s
+        self._step += 1
+        return data
+
+    def _request_for(self, step: int) -> StepRequest:
+        return replace(self._request, step=step)
+
+    def _build_ahead(self) -> None:
+        try:
+            if self._data.producers:
+                self._build_with_producers()
+            elif self._num_workers:
+                build_steps_in_workers(self._window, self._builder, self._request_for, self._num_workers, self._notify)
+            else:
+                build_steps_in_thread(self._window, self._builder, self._request_for)
+        except Exception as error:  # not the error of a step: the loader itself is broken, and `next` must raise it
+            self._window.fail(error)
+
+    def _build_with_producers(self) -> None:
+        from mmtrain.data.service.remote_steps import RemoteStepBuilder  # ZeroMQ is an optional package
+
+        def start_local_pool() -> WorkerPool[int]:
+            return WorkerPool(self._builder, max(1, self._num_workers), self._notify)
+
+        RemoteStepBuilder(
+            self._window,
+            self._data.producers,
+            self._request_for,
+            self._facts,
+            self._data.producer_timeout_s,
+            start_local_pool,
+            self._notify,
+        ).run()
+
+    def close(self) -> None:
+        """Stop building and wait until that has ended."""
+        self._window.close()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def choose_num_workers(data: DataSettings, needs: tuple[PayloadNeed, ...], num_local_ranks: int, num_cores: int) -> int:
+    """Return the worker processes of a rank: those that the recipe sets, else one for each spare core.
+
+    A rank without media gets none: text takes less time to encode than to pass on, so a thread is enough.
+    """
+    if data.workers is not None:
+        return data.workers if data.prefetch else 0
+    if not data.prefetch or not any(need.media for need in needs):
+        return 0
+    num_spare_cores = num_cores // num_local_ranks - 1
+    return max(0, min(MAX_DEFAULT_WORKERS, num_spare_cores))
