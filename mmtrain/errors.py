@@ -1,17 +1,17 @@
-"""Every error mmtrain raises on purpose.
+"""Every error that mmtrain raises on purpose.
 
     MmtrainError                 exit 1   the run failed
     |-- RunError                 exit 1   something broke while running
     |   |-- CheckpointError      exit 1   a checkpoint is damaged or missing
-    |   `-- TooManyBadSamples    exit 1   the set rate of unusable samples was passed
+    |   `-- TooManyBadSamples    exit 1   more samples are unusable than data.max_bad_rate allows
     `-- UserError                exit 2   the input is wrong; the message says what, where and what to do
         |-- RecipeError          exit 2   problems in a recipe, all of them at once
         |-- DataError            exit 2   a data source cannot be used at all
         |-- PlanError            exit 2   no plan fits, or a plan does not match its recipe or hardware
-        |-- ProgramError         exit 2   the checker refuses a program
+        |-- ProgramError         exit 2   the checker rejects a program
         `-- LaunchError          exit 2   world size, port or ranks do not fit together
 
-`StoppedAndSaved` (exit 75) is not an error but travels like one: a signal arrived and the state is on disk.
+`StoppedAndSaved` (exit 75) is no error but is raised like one: a signal arrived, and the state is on disk.
 """
 
 from collections.abc import Iterator
@@ -33,8 +33,8 @@ class CheckpointError(RunError):
     """A checkpoint is damaged, incomplete or missing."""
 
 
-class TooManyBadSamples(RunError):  # noqa: N818 - a state of the data, read as a sentence
-    """More samples were unusable than the recipe allows."""
+class TooManyBadSamples(RunError):  # noqa: N818 - names a state of the data
+    """More samples are unusable than the recipe's data.max_bad_rate allows."""
 
 
 class UserError(MmtrainError):
@@ -56,7 +56,7 @@ class PlanError(UserError):
 
 
 class ProgramError(UserError):
-    """The checker refuses a program; the message names the offending actions."""
+    """The checker rejects a program; the message names the offending actions."""
 
 
 class LaunchError(UserError):
@@ -71,7 +71,7 @@ class StoppedAndSaved(MmtrainError):  # noqa: N818 - not an error
 
 @contextmanager
 def writing(option: str, path: Path, what: str) -> Iterator[None]:
-    """Tell the user, instead of a traceback, that `what` cannot be written to the `path` that `option` named."""
+    """Turn an OSError inside this context into a UserError: `what` cannot be written to the `path` of `option`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,6 @@
-"""Checkpoints: sharded safetensors under a manifest of SHA-256 sums, committed by rename, read in any cut.
+"""Checkpoints: sharded safetensors with a manifest of SHA-256 sums, committed by rename, readable in any sharding.
+
+Read `save` first: it holds the order of writes and the reason for each barrier.
 
 folder = save(root, Snapshot(step, shards, state, rank_state), keep=2, ranks=ranks)
 checkpoint = open_newest_good(root, on_bad=print, ranks=ranks)

@@ -1,12 +1,12 @@
-"""Names in a checkpoint folder: what is complete, what is a draft, which is the newest.
+"""File and folder names of checkpoints: complete ones, drafts, and the newest one.
 
 root/latest                        name of the newest complete checkpoint, one line
 root/step-00000100/                a complete checkpoint; appears by rename, never changes
-    manifest.json                  written last: sizes and sums of all other files, what each piece is, the state
-    rank-00003.safetensors         pieces of tensors that rank 3 owned
-    rank-00003.json                what only rank 3 has, such as its random generators
+    manifest.json                  written last: sizes and sums of all other files, the pieces they hold, the state
+    rank-00003.safetensors         the pieces of tensors that rank 3 owned
+    rank-00003.json                state of rank 3 only, such as its random generators
 root/step-00000100-2/              step 100 saved again, after a run went back to an earlier checkpoint
-root/draft-1f2e3d4c/               being written, being removed, or left by a crash
+root/draft-1f2e3d4c/               a save or removal in progress, or left over from a crash
 """
 
 import re
@@ -20,17 +20,17 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 def tensor_file(rank: int) -> str:
-    """Name of a rank's tensors."""
+    """Return the name of a rank's file of tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def state_file(rank: int) -> str:
-    """Name of a rank's own state."""
+    """Return the name of a rank's file of state."""
     return f"rank-{rank:05d}.json"
 
 
 def find(root: Path) -> list[Path]:
-    """Folders of all checkpoints under `root`, newest first; none when `root` does not exist. Nothing is verified."""
+    """List all checkpoints in `root`, newest first, without verifying them; empty if `root` does not exist."""
     if not root.is_dir():
         return []
     ages = {path: age for path in root.iterdir() if (age := _age(path.name)) is not None}
@@ -38,7 +38,7 @@ def find(root: Path) -> list[Path]:
 
 
 def latest(root: Path) -> Path | None:
-    """The checkpoint that `latest` names, or None before the first."""
+    """Return the checkpoint that the file `latest` names, or None before the first."""
     try:
         return root / (root / LATEST).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -46,24 +46,24 @@ def latest(root: Path) -> Path | None:
 
 
 def new_draft(root: Path) -> Path:
-    """A path that no earlier or crashed save has used."""
+    """Return a path that no earlier or crashed save has used."""
     return root / f"{_DRAFT}{uuid.uuid4().hex[:12]}"
 
 
 def drafts(root: Path) -> list[Path]:
-    """What unfinished saves and removals have left behind."""
+    """List what unfinished saves and removals left behind."""
     return sorted(root.glob(f"{_DRAFT}*"))
 
 
 def free_folder(root: Path, step: int) -> Path:
-    """Where to commit `step`. A folder that is there, good or damaged, is never written to or replaced: between
-    removing the old one and renaming the new one there would be neither.
+    """Return the folder to commit `step` to. An existing folder, good or damaged, is never replaced: a crash between
+    removing the old one and renaming the new one would leave neither.
     """
     attempts = [age[1] for path in find(root) if (age := _age(path.name)) is not None and age[0] == step]
     return root / (f"step-{step:08d}" if not attempts else f"step-{step:08d}-{max(attempts) + 1}")
 
 
 def _age(name: str) -> tuple[int, int] | None:
-    """(step, attempt) of a checkpoint's folder; None for other names."""
+    """Parse (step, attempt) from the name of a checkpoint's folder; None for other names."""
     match = _FOLDER.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2] or 1))

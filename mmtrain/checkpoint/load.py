@@ -1,4 +1,4 @@
-"""Opening: newest first, nothing is used before every sum is right, and any piece can be read from any cut."""
+"""Open the newest checkpoint whose files are all intact, and read any piece of any tensor from it."""
 
 import json
 from collections.abc import Callable
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def open_newest_good(root: Path, on_bad: Callable[[str], None], ranks: Ranks | None = None) -> "Checkpoint":
-    """Open the newest checkpoint under `root` whose every file is as it was saved.
+    """Open the newest checkpoint in `root` whose files are all as they were saved.
 
-    All ranks of a job open the same one and share the hashing. Each damaged one on the way is reported on rank 0:
-    `on_bad` gets a line that names the folder, its files and what is wrong with them. Raises CheckpointError on
-    all ranks when none is good.
+    All ranks of a job open the same checkpoint and share the hashing. For each newer one that is damaged, rank 0 calls
+    `on_bad` with a line that names the folder, its files and what is wrong. Raises CheckpointError on all ranks if no
+    checkpoint is good.
     """
     ranks = ranks or Ranks.alone()
-    # Rank 0 lists for all: ranks that opened different steps would train on in silence.
+    # Rank 0 lists for all ranks: ranks that opened different steps would train on without an error.
     folders = [
         Path(text)
         for text in ranks.from_zero(
@@ -46,9 +46,9 @@ def open_newest_good(root: Path, on_bad: Callable[[str], None], ranks: Ranks | N
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint, from which pieces of tensors are read as they are asked for.
+    """A verified checkpoint, from which pieces of tensors are read on demand.
 
-    Files stay open until the object goes; they are mapped, not loaded, so a read costs its own bytes.
+    Files are memory-mapped and stay open as long as the object lives, so a read costs only its own bytes.
     """
 
     folder: Path
@@ -57,41 +57,41 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step it was saved after."""
+        """The step after which it was saved."""
         return self.manifest.step
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that saved it."""
+        """The number of ranks that saved it."""
         return self.manifest.world_size
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state common to all ranks, as it was given to `save`."""
+        """The state common to all ranks, as it was passed to `save`."""
         return dict(self.manifest.state)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """What `rank` saved as its own. Raises CheckpointError for a rank that was not there."""
+        """Return the state of one rank. Raises CheckpointError for a rank that did not save."""
         if not 0 <= rank < self.world_size:
             raise CheckpointError(f"{self.folder} was saved by {self.world_size} ranks; there is no rank {rank}")
-        own: dict[str, Any] = json.loads((self.folder / layout.state_file(rank)).read_bytes())
-        return own
+        state: dict[str, Any] = json.loads((self.folder / layout.state_file(rank)).read_bytes())
+        return state
 
     def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
+        """Return the names of all tensors, sorted."""
         return sorted(self.manifest.tensors)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole tensor. Raises CheckpointError for an unknown name."""
+        """Return the shape of the full tensor. Raises CheckpointError for an unknown name."""
         if name not in self.manifest.tensors:
             raise CheckpointError(f"{name}: not in checkpoint {self.folder}")
         return self.manifest.tensors[name].shape
 
     def read(self, name: str, spec: ShardSpec) -> "torch.Tensor":
-        """The piece `spec` of a tensor, in the dtype it was saved in, on the CPU, in memory of its own.
+        """Read the piece `spec` of a tensor into new CPU memory, in the dtype in which it was saved.
 
-        Pieces that were saved in another cut are put together from all that overlap. Raises CheckpointError, naming
-        the tensor, when it is unknown, has another full shape, or was not saved in full.
+        A piece that was not saved as such is assembled from all saved pieces that overlap with it. Raises
+        CheckpointError, naming the tensor, if it is unknown, has another full shape, or was not saved in full.
         """
         if self.full_shape(name) != spec.full_shape:
             raise CheckpointError(
@@ -99,18 +99,18 @@ class Checkpoint:
                 f"but {list(spec.full_shape)} in this model"
             )
         for piece in self.manifest.tensors[name].pieces:
-            if piece.spec == spec:  # the same plan: one straight copy
-                whole: torch.Tensor = self._file(piece.rank).get_tensor(tensorfile.key(name, spec))
-                return whole.clone()
+            if piece.spec == spec:  # the same sharding: one copy
+                stored: torch.Tensor = self._file(piece.rank).get_tensor(tensorfile.key(name, spec))
+                return stored.clone()
         return self._assemble(name, spec)
 
     def _assemble(self, name: str, spec: ShardSpec) -> "torch.Tensor":
-        """Copy the overlaps of every stored region with every wanted one, and see that nothing is left out."""
+        """Copy all overlaps of stored regions with the regions of `spec`. Raises CheckpointError if one is missing."""
         import torch
 
         stored = self.manifest.tensors[name]
         result = torch.empty(spec.size, dtype=getattr(torch, stored.dtype))
-        seen = torch.zeros(spec.size, dtype=torch.bool)
+        is_copied = torch.zeros(spec.size, dtype=torch.bool)
         wanted = spec.regions()
         for piece in stored.pieces:
             for source in piece.spec.regions():
@@ -121,17 +121,18 @@ class Checkpoint:
                     place = slice(target.offset, target.offset + target.size)
                     index = target.within(common)
                     result[place].view(target.shape)[index] = self._region(name, piece, source)[source.within(common)]
-                    seen[place].view(target.shape)[index] = True
-        if not bool(seen.all()):
+                    is_copied[place].view(target.shape)[index] = True
+        if not bool(is_copied.all()):
             raise CheckpointError(
-                f"{name}: checkpoint {self.folder} holds only {int(seen.sum())} of the {spec.size} elements "
+                f"{name}: checkpoint {self.folder} holds only {int(is_copied.sum())} of the {spec.size} elements "
                 f"of piece {spec.to_text()}"
             )
         return result.view(spec.shape)
 
     def _region(self, name: str, piece: Piece, region: Region) -> Any:
-        """A stored region as something to index; read only when it is."""
-        file, key = self._file(piece.rank), tensorfile.key(name, piece.spec)
+        """Return a stored region as an object to index; nothing is read before that."""
+        file = self._file(piece.rank)
+        key = tensorfile.key(name, piece.spec)
         if piece.spec.flat is not None:
             return file.get_slice(key)[region.offset : region.offset + region.size].view(region.shape)
         # An unflattened piece is one region. The library cannot slice a tensor without dimensions.

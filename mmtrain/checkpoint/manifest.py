@@ -1,4 +1,4 @@
-"""The manifest: all a reader must know of a checkpoint before it opens a shard, under a sum of its own."""
+"""The manifest: everything a reader needs to know before it opens a tensor file, protected by its own sum."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(\{.*\})\}\n', re.
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored piece: rank's file, and the cut it holds."""
+    """A stored piece: the rank whose file holds it, and the part of the tensor."""
 
     rank: int
     spec: ShardSpec
@@ -26,7 +26,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor with all its pieces. `dtype` is torch's name for it, `bfloat16` for one."""
+    """A tensor with all its pieces. `dtype` is torch's name, such as `bfloat16`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
 
     def to_bytes(self) -> bytes:
-        """JSON that begins with the SHA-256 of its own body, so that any changed byte shows."""
+        """Write JSON that starts with the SHA-256 of its own body, so that any changed byte is detected."""
         body = json.dumps(
             {
                 "format": FORMAT,
@@ -67,12 +67,12 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
-        """Parse and check. Raises CheckpointError saying what is wrong."""
+        """Parse and verify. Raises CheckpointError that says what is wrong."""
         match = _FRAME.fullmatch(content)
         if match is None:
             raise CheckpointError("not a manifest, or cut short")
         if hashlib.sha256(match[2]).hexdigest().encode() != match[1]:
-            raise CheckpointError("damaged: its SHA-256 is not the one it begins with")
+            raise CheckpointError("damaged: its SHA-256 is not the one at its start")
         body = json.loads(match[2])
         if body["format"] != FORMAT:
             raise CheckpointError(f"has format {body['format']}; this version of mmtrain reads format {FORMAT}")
@@ -86,24 +86,25 @@ class Manifest:
 
 
 def join_pieces(pieces_of_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, StoredTensor]:
-    """Join what each rank wrote, {name: {dtype, shape, pieces: [cut, ...]}}, into one table.
+    """Join the pieces that each rank wrote, {name: {dtype, shape, pieces: [spec, ...]}}, into one table.
 
-    Raises CheckpointError when ranks disagree about a tensor or the pieces do not add up to it: saving too little
-    must fail while the weights still exist.
+    Raises CheckpointError if ranks disagree about a tensor or its pieces do not add up: an incomplete save must fail
+    while the weights still exist.
     """
     tensors: dict[str, StoredTensor] = {}
     for rank, pieces in enumerate(pieces_of_rank):
         for name, piece in pieces.items():
-            part = _tensor(piece["dtype"], piece["shape"], [[rank, cut] for cut in piece["pieces"]])
-            whole = tensors.setdefault(name, StoredTensor(part.dtype, part.shape, ()))
-            if (whole.dtype, whole.shape) != (part.dtype, part.shape):
+            part = _tensor(piece["dtype"], piece["shape"], [[rank, spec_text] for spec_text in piece["pieces"]])
+            tensor = tensors.setdefault(name, StoredTensor(part.dtype, part.shape, ()))
+            if (tensor.dtype, tensor.shape) != (part.dtype, part.shape):
                 raise CheckpointError(
                     f"{name}: rank {rank} has {part.dtype} {list(part.shape)}, "
-                    f"a lower rank {whole.dtype} {list(whole.shape)}"
+                    f"a lower rank {tensor.dtype} {list(tensor.shape)}"
                 )
-            tensors[name] = StoredTensor(whole.dtype, whole.shape, whole.pieces + part.pieces)
+            tensors[name] = StoredTensor(tensor.dtype, tensor.shape, tensor.pieces + part.pieces)
     for name, tensor in tensors.items():
-        stored, expected = sum(piece.spec.size for piece in tensor.pieces), math.prod(tensor.shape)
+        stored = sum(piece.spec.size for piece in tensor.pieces)
+        expected = math.prod(tensor.shape)
         if stored != expected:
             raise CheckpointError(
                 f"{name}: the ranks' pieces hold {stored} elements, the tensor has {expected}; "
@@ -113,5 +114,6 @@ def join_pieces(pieces_of_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> di
 
 
 def _tensor(dtype: str, shape: Sequence[int], pieces: Sequence[Sequence[Any]]) -> StoredTensor:
-    full = tuple(shape)
-    return StoredTensor(dtype, full, tuple(Piece(rank, ShardSpec.from_text(cut, full)) for rank, cut in pieces))
+    full_shape = tuple(shape)
+    stored = tuple(Piece(rank, ShardSpec.from_text(spec_text, full_shape)) for rank, spec_text in pieces)
+    return StoredTensor(dtype, full_shape, stored)

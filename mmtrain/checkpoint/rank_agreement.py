@@ -1,4 +1,4 @@
-"""How the ranks of a job agree while they save or open a checkpoint."""
+"""The collectives by which the ranks of a job agree while they save or open a checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among its peers, and two collectives over small JSON values.
+    """This rank, the number of ranks, and two collectives over small JSON values.
 
-    `gather(value)` gives rank 0 the values of all ranks in order, the others None. `broadcast(value)` gives every
-    rank the value of rank 0. Neither returns on any rank before rank 0 has (broadcast) or has been sent (gather)
-    the value, so they order the ranks' work as well.
+    `gather(value)` gives rank 0 the values of all ranks in order, and None to the others. `broadcast(value)` gives
+    every rank the value of rank 0. `broadcast` returns on no rank before rank 0 has called it; `gather` returns on
+    rank 0 only after all ranks have called it. So both also order the ranks' work.
     """
 
     rank: int
@@ -25,14 +25,14 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> "Ranks":
-        """A job of one process."""
+        """Return the ranks of a job with one process."""
         return cls(0, 1, lambda value: [value], lambda value: value)
 
     def from_zero(self, doing: str, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 and give its result, a JSON value, to all; if it fails, all raise the same
-        CheckpointError, which says what rank 0 was `doing`.
+        """Do `work` on rank 0 and return its result, a JSON value, on all ranks.
 
-        A failure that only rank 0 knew of would leave the others waiting in the next collective for ever.
+        If it fails, all ranks raise the same CheckpointError, which says what rank 0 was `doing`. A failure that only
+        rank 0 noticed would leave the others waiting in the next collective.
         """
         outcome: dict[str, Any] | None = None
         cause: Exception | None = None
@@ -49,7 +49,7 @@ class Ranks:
 
 
 def describe(error: Exception) -> str:
-    """One line for a message that travels between ranks; the error's type where its text may not explain itself."""
+    """Describe an error in one line for other ranks; the line names the error's type if its text may be unclear."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

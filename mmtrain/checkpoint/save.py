@@ -1,4 +1,4 @@
-"""Saving: every rank writes its own, rank 0 commits by rename, and only then does anything older go."""
+"""Save a checkpoint: every rank writes its files, rank 0 commits by rename, then old checkpoints are removed."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,11 +39,11 @@ def save(root: Path, snapshot: Snapshot, *, keep: int, ranks: Ranks, storage: St
     are untouched and the draft is removed (by the next save, if this process dies first).
     """
     storage = storage or LocalStorage()
-    # No rank may write before rank 0 has made the folder, and none may choose another name for it.
+    # No rank may write before rank 0 has made the folder, and all must use the same name.
     draft = Path(ranks.from_zero(f"preparing to save in {root}", lambda: str(_make_draft(root, storage))))
-    # Rank 0 may not write the manifest, which says that all is there, before every rank's files are on the disk.
+    # Rank 0 must not write the manifest, which declares the files complete, before every rank's files are on disk.
     records = ranks.gather(_write_rank_files(draft, snapshot, ranks.rank, storage))
-    # No rank may go on, and perhaps exit or count this step as saved, before the commit has happened.
+    # No rank may continue, and perhaps exit or count this step as saved, before the commit.
     folder = Path(
         ranks.from_zero(
             f"saving step {snapshot.step}", lambda: str(_commit(root, draft, snapshot, records or [], storage))
@@ -54,7 +54,7 @@ def save(root: Path, snapshot: Snapshot, *, keep: int, ranks: Ranks, storage: St
 
 
 def _make_draft(root: Path, storage: Storage) -> Path:
-    """Remove what crashed saves left, which may be what fills the disk, and make a folder for this one."""
+    """Remove what crashed saves left, since it may fill the disk, and make a folder for this save."""
     for leftover in layout.drafts(root):
         storage.remove(leftover)
     draft = layout.new_draft(root)
@@ -63,22 +63,23 @@ def _make_draft(root: Path, storage: Storage) -> Path:
 
 
 def _write_rank_files(draft: Path, snapshot: Snapshot, rank: int, storage: Storage) -> dict[str, Any]:
-    """Write this rank's two files; return their sums and what the pieces are, or the error.
+    """Write this rank's two files; return their sums and pieces, or the error.
 
-    Errors are returned, not raised: a rank that left here would leave the others waiting in `gather`.
+    Errors are returned and not raised: if this rank left here, the others would wait in `gather`.
     """
     try:
         pieces: dict[str, dict[str, Any]] = {}
         for shard in snapshot.shards:
-            dtype, shape = tensorfile.dtype_name(shard.tensor), shard.spec.full_shape
-            known = pieces.setdefault(shard.name, {"dtype": dtype, "shape": shape, "pieces": []})
-            if (known["dtype"], known["shape"]) != (dtype, shape):
+            dtype = tensorfile.dtype_name(shard.tensor)
+            shape = shard.spec.full_shape
+            record = pieces.setdefault(shard.name, {"dtype": dtype, "shape": shape, "pieces": []})
+            if (record["dtype"], record["shape"]) != (dtype, shape):
                 raise CheckpointError(f"{shard.name}: pieces of different shapes or dtypes on rank {rank}")
-            known["pieces"].append(shard.spec.to_text())
-        own_state = json.dumps(snapshot.rank_state, allow_nan=False).encode()
+            record["pieces"].append(shard.spec.to_text())
+        rank_state = json.dumps(snapshot.rank_state, allow_nan=False).encode()
         contents: dict[str, Iterable[bytes | memoryview]] = {
             layout.tensor_file(rank): tensorfile.chunks(snapshot.shards),
-            layout.state_file(rank): [own_state],
+            layout.state_file(rank): [rank_state],
         }
         files = {name: asdict(_write(draft / name, chunks, storage)) for name, chunks in contents.items()}
         return {"files": files, "pieces": pieces}
@@ -93,15 +94,16 @@ def _commit(
     records: Sequence[Mapping[str, Any]],
     storage: Storage,
 ) -> Path:
-    """Write the manifest, make the draft the checkpoint, point `latest` at it. Rank 0 only."""
+    """Write the manifest, rename the draft to the checkpoint, and point `latest` at it. For rank 0 only."""
     try:
-        if errors := [record["error"] for record in records if "error" in record]:
+        errors = [record["error"] for record in records if "error" in record]
+        if errors:
             raise CheckpointError("; ".join(errors))
         files = {name: FileSum(**file) for record in records for name, file in record["files"].items()}
         tensors = join_pieces([record["pieces"] for record in records])
         manifest = Manifest(snapshot.step, len(records), snapshot.state, files, tensors)
         _write(draft / layout.MANIFEST, [manifest.to_bytes()], storage)
-        storage.sync_folder(draft)  # the names inside must be on the disk before the folder gets its own
+        storage.sync_folder(draft)  # the files' names must be on disk before the folder is renamed
         folder = layout.free_folder(root, snapshot.step)
         storage.rename(draft, folder)
     except Exception as error:
@@ -114,10 +116,10 @@ def _commit(
 
 
 def _point_latest(root: Path, folder: Path, storage: Storage) -> None:
-    """Replace `latest` in one step, so that a reader sees the old name or the new one."""
+    """Replace `latest` atomically, so that a reader sees the old name or the new one."""
     draft = layout.new_draft(root)
     try:
-        storage.sync_folder(root)  # the folder must have its name on the disk before `latest` says it
+        storage.sync_folder(root)  # the folder's name must be on disk before `latest` contains it
         _write(draft, [f"{folder.name}\n".encode()], storage)
         storage.rename(draft, root / layout.LATEST)
         storage.sync_folder(root)
@@ -129,38 +131,39 @@ def _point_latest(root: Path, folder: Path, storage: Storage) -> None:
 
 
 def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage) -> None:
-    """Remove all but the `keep` newest checkpoints, unless one of those is not good.
+    """Remove all but the `keep` newest checkpoints, unless one of those is damaged.
 
-    Each checkpoint is hashed again once, one save after its own, when what is read comes from the disk and no
-    longer from memory; the others are checked for completeness. A damaged one stops all removal until `keep` good
-    ones are newer than it.
+    Each checkpoint is hashed once more, at the save after its own, when reads come from the disk and no longer from the
+    page cache; the others are only checked for completeness. A damaged one stops all removal until `keep` good ones are
+    newer.
     """
-    # Rank 0 lists for all: other ranks may see the folder at another moment.
-    found = [
+    # Rank 0 lists for all ranks: other ranks may see the folder at another moment.
+    folders = [
         Path(text)
         for text in ranks.from_zero(
             f"listing the checkpoints in {root}", lambda: [str(path) for path in layout.find(root)]
         )
     ]
-    kept, old = found[:keep], found[keep:]
-    if not old or verify_together(kept[min(2, keep) - 1], ranks):
+    newest = folders[:keep]
+    old = folders[keep:]
+    if not old or verify_together(newest[min(2, keep) - 1], ranks):
         return
 
     def remove() -> None:
-        if not all(complete(folder) for folder in kept):
+        if not all(complete(folder) for folder in newest):
             return
         for folder in old:
-            # Renamed first: a checkpoint half removed by a crash would look like one.
+            # Rename first: a checkpoint that a crash left half removed would look complete.
             draft = layout.new_draft(root)
             storage.rename(folder, draft)
             storage.remove(draft)
 
-    # No rank may start the next save, or exit, while rank 0 still removes or has failed to.
+    # No rank may start the next save, or exit, while rank 0 is still removing or after it failed.
     ranks.from_zero(f"removing old checkpoints from {root}", remove)
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview], storage: Storage) -> FileSum:
-    """Write, and name the file in errors: a full disk is reported by the operating system without it."""
+    """Write a file; name it in errors, since the operating system does not when the disk is full."""
     try:
         return storage.write(path, chunks)
     except OSError as error:

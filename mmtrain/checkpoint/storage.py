@@ -1,4 +1,4 @@
-"""The only ways in which saving changes the disk: five operations, injected so that tests can fail each of them."""
+"""The five operations by which saving changes the disk, injected so that tests can let each of them fail."""
 
 import hashlib
 import os
@@ -18,20 +18,21 @@ class FileSum:
 
 
 class Storage(Protocol):
-    """What saving needs of a file system. All but `write` are atomic or may be repeated; all raise OSError."""
+    """The file system operations of saving. All but `write` are atomic or repeatable; all raise OSError."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and its missing parents; it may exist."""
+        """Make a folder and its missing parents; the folder may exist."""
         ...
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
-        """Write a new file; when this returns, its bytes survive a power cut. The sum is of the bytes given, so
-        damage on the way to the disk shows later.
+        """Write a new file, so that its bytes survive a power cut when this returns.
+
+        The sum is that of the bytes passed in, so that damage on the way to the disk is detected later.
         """
         ...
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or folder in one step; a file that is there is replaced."""
+        """Rename a file or folder atomically; an existing file is replaced."""
         ...
 
     def sync_folder(self, path: Path) -> None:
@@ -39,7 +40,7 @@ class Storage(Protocol):
         ...
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder with all it holds, if it exists."""
+        """Remove a file, or a folder with its contents, if it exists."""
         ...
 
 
@@ -52,7 +53,8 @@ class LocalStorage:
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
         """See `Storage`."""
-        digest, num_bytes = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        num_bytes = 0
         with path.open("xb") as file:
             for chunk in chunks:
                 digest.update(chunk)

@@ -1,9 +1,9 @@
-"""Which elements of a tensor a stored piece holds, and where two pieces overlap.
+"""Describe which elements of a tensor a stored piece holds, and where two pieces overlap.
 
-A piece is cut in two steps, the way training cuts tensors: tensor parallelism takes rows [start, stop) along one
-dimension; ZeRO-1 takes elements [lo, hi) of what is left, flattened. Both steps reverse into *regions*:
-rectangles of the full tensor that lie contiguously in the flattened piece. Any two pieces of a tensor, cut for
-whatever mesh, overlap in intersections of their regions; that is all that resharding needs.
+A piece is cut in two steps, as training shards tensors: tensor parallelism takes rows [start, stop) along one
+dimension, then ZeRO-1 takes elements [lo, hi) of the flattened rest. The result is a list of *regions*: boxes of the
+full tensor that are contiguous in the flattened piece. Two pieces of a tensor, cut for any two meshes, overlap exactly
+in the intersections of their regions; resharding needs nothing else.
 """
 
 import math
@@ -28,26 +28,26 @@ class Region:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements along each dimension."""
+        """The number of elements along each dimension."""
         return tuple(hi - lo for lo, hi in self.box)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def within(self, box: Box) -> tuple[slice, ...]:
-        """Index of `box`, which lies inside this region, in an array of this region's shape."""
+        """Return the index of `box`, which lies inside this region, in an array of this region's shape."""
         return tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(box, self.box, strict=True))
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Rows [start, stop) along `dim` of a tensor of `full_shape` (`dim` None: all of it); with `flat`, only
-    elements [lo, hi) of that, flattened.
+    """Rows [start, stop) along `dim` of a tensor of `full_shape` (`dim` None: all rows); with `flat`, only elements
+    [lo, hi) of these rows, flattened.
 
-    A weight whose tensor-parallel piece is not one range of rows is described by a view: Megatron's gated MLP
-    stacks gate and up projections, (2 * ffn, hidden), and cuts each; as (2, ffn, hidden) it is cut along dim 1.
+    A weight whose tensor-parallel shard is not one range of rows is described as a view. Megatron's gated MLP stacks
+    gate and up projections, (2 * ffn, hidden), and shards each; as (2, ffn, hidden) it is sharded along dim 1.
 
     Raises ValueError for a range outside the tensor.
 
@@ -76,25 +76,26 @@ class ShardSpec:
 
     @property
     def _box_shape(self) -> tuple[int, ...]:
-        """Shape after the first cut."""
+        """The shape after the first cut."""
         if self.dim is None:
             return self.full_shape
         return (*self.full_shape[: self.dim], self.stop - self.start, *self.full_shape[self.dim + 1 :])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the stored tensor; 1-D for a flat piece."""
+        """The shape of the stored tensor; one-dimensional for a flat piece."""
         return self._box_shape if self.flat is None else (self.flat[1] - self.flat[0],)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def regions(self) -> list[Region]:
-        """The piece as boxes of the full tensor, in storage order; at most 2 * ndim - 1 of them."""
+        """Return the piece as boxes of the full tensor, in storage order; at most 2 * ndim - 1 boxes."""
         lo, hi = self.flat or (0, math.prod(self._box_shape))
-        regions, offset = [], 0
+        regions = []
+        offset = 0
         for box in _boxes_of_range(self._box_shape, lo, hi):
             placed = tuple(
                 (a + self.start, b + self.start) if axis == self.dim else (a, b) for axis, (a, b) in enumerate(box)
@@ -104,7 +105,7 @@ class ShardSpec:
         return regions
 
     def to_text(self) -> str:
-        """The cut without the full shape: `whole`, `0[2:4]`, `0[2:4]{3:12}`."""
+        """Write the piece without the full shape: `whole`, `0[2:4]`, `0[2:4]{3:12}`."""
         rows = "whole" if self.dim is None else f"{self.dim}[{self.start}:{self.stop}]"
         return rows if self.flat is None else f"{rows}{{{self.flat[0]}:{self.flat[1]}}}"
 
@@ -113,16 +114,16 @@ class ShardSpec:
         """Parse what `to_text` wrote. Raises ValueError."""
         match = _SPEC_TEXT.fullmatch(text)
         if match is None:
-            raise ValueError(f"not a cut of a tensor: {text!r}")
+            raise ValueError(f"not a piece of a tensor: {text!r}")
         dim, start, stop, lo, hi = (None if group is None else int(group) for group in match.groups())
         return cls(full_shape, dim, start or 0, stop or 0, None if lo is None or hi is None else (lo, hi))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A named piece with its values. A tensor on a GPU is copied to the host when its turn to be written comes.
+    """A named piece with its values. A tensor on a GPU is copied to the host when it is written.
 
-    Raises ValueError when the tensor's shape is not the spec's.
+    Raises ValueError if the tensor's shape is not the spec's.
     """
 
     name: str
@@ -137,7 +138,7 @@ class Shard:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes of one tensor, or None."""
+    """Return the intersection of two boxes of one tensor, or None."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(lo < hi for lo, hi in common) else None
 

@@ -1,7 +1,7 @@
-"""Writing one safetensors file as a stream, so that it is hashed on its way and never held in memory twice.
+"""Write a safetensors file as a stream, so that it is hashed on the way and never held in memory twice.
 
-The library's own writer takes all tensors at once and reports a full disk as an error of its own; the format is
-small (8 bytes with the header's length, a JSON header, the data), and the library reads what this writes.
+The library's writer takes all tensors at once and reports a full disk as an error of its own. The format is small (8
+bytes with the header's length, a JSON header, the data), and the library reads what this module writes.
 """
 
 import json
@@ -29,26 +29,28 @@ _CODES = {
 
 
 def key(name: str, spec: ShardSpec) -> str:
-    """Name of a piece inside its file."""
+    """Return the name of a piece inside its file."""
     return f"{name}|{spec.to_text()}"
 
 
 def dtype_name(tensor: "torch.Tensor") -> str:
-    """torch's name of a dtype without its prefix. Raises CheckpointError for one that is not stored."""
+    """Return torch's name of a dtype without its prefix. Raises CheckpointError for a dtype that cannot be stored."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _CODES:
-        raise CheckpointError(f"cannot store dtype {name}; known are {', '.join(_CODES)}")
+        raise CheckpointError(f"cannot store dtype {name}; allowed: {', '.join(_CODES)}")
     return name
 
 
 def chunks(shards: Sequence[Shard]) -> Iterator[bytes | memoryview]:
-    """The file's bytes. Tensors are copied to the host one at a time, widest elements first to keep all aligned."""
+    """Yield the file's bytes. Tensors are copied to the host one at a time, widest elements first for alignment."""
     import torch
 
     ordered = sorted(shards, key=lambda shard: (-shard.tensor.element_size(), key(shard.name, shard.spec)))
-    header, end = {}, 0
+    header = {}
+    end = 0
     for shard in ordered:
-        start, end = end, end + shard.tensor.numel() * shard.tensor.element_size()
+        start = end
+        end += shard.tensor.numel() * shard.tensor.element_size()
         header[key(shard.name, shard.spec)] = {
             "dtype": _CODES[dtype_name(shard.tensor)],
             "shape": list(shard.tensor.shape),
@@ -60,5 +62,5 @@ def chunks(shards: Sequence[Shard]) -> Iterator[bytes | memoryview]:
     yield text
     for shard in ordered:
         flat = shard.tensor.detach().reshape(-1).cpu().contiguous()
-        # One element counts as contiguous whatever its stride, but only stride 1 can be viewed as bytes.
+        # A tensor of one element is contiguous with any stride, but only stride 1 can be viewed as bytes.
         yield flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Is a checkpoint what was saved? Answered from its manifest, file by file; a job's ranks share the hashing."""
+"""Verify a checkpoint file by file against its manifest; the ranks of a job share the hashing."""
 
 import hashlib
 from pathlib import Path
@@ -11,27 +11,32 @@ from mmtrain.errors import CheckpointError
 
 
 def verify(folder: Path) -> list[str]:
-    """Hash every file; return what is wrong, each line beginning with the file's name. Empty: it is good."""
+    """Hash every file; return a line for each problem, starting with the file's name. Empty means it is good."""
     return verify_together(folder, Ranks.alone())
 
 
 def verify_together(folder: Path, ranks: Ranks) -> list[str]:
-    """`verify` with the files dealt to all ranks. Every rank gets the whole list, so all decide alike."""
-    own: list[str] = []
+    """`verify` with the files distributed over all ranks. Every rank gets all problems, so that all decide alike."""
+    problems_here: list[str] = []
     try:
-        names = list(read_manifest(folder).files.items())[ranks.rank :: ranks.world_size]
-        own = [problem for name, file in names if (problem := _problem(folder / name, file))]
+        files = list(read_manifest(folder).files.items())[ranks.rank :: ranks.world_size]
+        for name, expected in files:
+            problem = _problem(folder / name, expected)
+            if problem is not None:
+                problems_here.append(problem)
     except CheckpointError as error:
-        own = [str(error)]
-    found = ranks.gather(own)
-    # A manifest that is bad is reported by all ranks, in the same words.
-    together = None if found is None else list(dict.fromkeys(line for lines in found for line in lines))
-    problems: list[str] = ranks.broadcast(together)
+        problems_here = [str(error)]
+    gathered = ranks.gather(problems_here)
+    all_problems = None
+    if gathered is not None:  # on rank 0
+        # All ranks report a bad manifest in the same words, so drop duplicates.
+        all_problems = list(dict.fromkeys(line for lines in gathered for line in lines))
+    problems: list[str] = ranks.broadcast(all_problems)
     return problems
 
 
 def complete(folder: Path) -> bool:
-    """Whether the manifest is good and all files have their sizes: quick, but blind to flipped bytes."""
+    """Tell whether the manifest is good and all files have their sizes; fast, but changed bytes are not detected."""
     try:
         files = read_manifest(folder).files
         return all((folder / name).stat().st_size == file.num_bytes for name, file in files.items())
@@ -40,7 +45,7 @@ def complete(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Parse `folder`'s manifest. Raises CheckpointError, its message beginning with the file's name."""
+    """Parse the manifest in `folder`. Raises CheckpointError whose message starts with the file's name."""
     try:
         return Manifest.from_bytes((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -57,11 +62,11 @@ def _problem(path: Path, expected: FileSum) -> str | None:
         if num_bytes != expected.num_bytes:
             return f"{path.name}: has {num_bytes} bytes, the manifest says {expected.num_bytes}"
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return f"{path.name}: missing"
     except OSError as error:
         return f"{path.name}: {error.strerror}"
-    if found != expected.sha256:
-        return f"{path.name}: SHA-256 is {found[:12]}..., the manifest says {expected.sha256[:12]}..."
+    if digest != expected.sha256:
+        return f"{path.name}: SHA-256 is {digest[:12]}..., the manifest says {expected.sha256[:12]}..."
     return None

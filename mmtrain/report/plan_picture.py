@@ -183,8 +183,12 @@ def _replicas(
 ) -> Iterator[Mark]:
     """Draw a line for each replica, with a cell for each rank of its TP group."""
     tp = len(replicas[0].ranks)
-    group_text = "one rank each" if tp == 1 else f"TP groups of {tp} ranks"
-    count_text = f"{len(replicas)} replica{'s' * (len(replicas) > 1)}"
+    is_single = len(replicas) == 1
+    count_text = "1 replica" if is_single else f"{len(replicas)} replicas"
+    if tp > 1:
+        group_text = f"TP group{'s' * (not is_single)} of {tp} ranks"
+    else:
+        group_text = "one rank" if is_single else "one rank each"
     yield Label(left, y + 10, f"{', '.join(names)}: {count_text}, {group_text}", size=10)
     y += _TEXT_HEIGHT
     color: Color = unit_color(names[0], units) if len(names) == 1 else "soft"

@@ -1,4 +1,4 @@
-"""Ranks as threads, and a disk that fails where a test says."""
+"""Ranks as threads, and a storage that fails at a chosen operation."""
 
 import errno
 import threading
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class Crash(BaseException):
-    """The process dies here: nothing catches it, nothing cleans up."""
+    """The process dies here: no handler catches this, and nothing is cleaned up."""
 
 
 @dataclass
 class FailingStorage(LocalStorage):
-    """Counts operations; the one numbered `fail_at` fails with `error`, a write of several chunks in its middle."""
+    """Counts operations and lets number `fail_at` raise `error`; a write counts several times, also inside a chunk."""
 
     fail_at: int = -1
     error: Callable[[], BaseException] = Crash
@@ -69,19 +69,23 @@ def disk_full() -> OSError:
 
 
 def in_threads(world_size: int, work: Callable[[Ranks], T]) -> list[T]:
-    """Run `work` on `world_size` ranks, each a thread; raise what a rank raised, whole when all did."""
+    """Run `work` on `world_size` ranks, each a thread; return each rank's result, or the exception it raised."""
     barrier = threading.Barrier(world_size, timeout=20)
     slots: list[Any] = [None] * world_size
     results: list[Any] = [None] * world_size
 
     def exchange(rank: int, value: Any) -> list[Any]:
-        barrier.wait()  # the slots of the collective before have been read
+        barrier.wait()  # all ranks have read the slots of the previous collective
         slots[rank] = value
         barrier.wait()
         return list(slots)
 
     def gather(rank: int) -> Callable[[Any], list[Any] | None]:
-        return lambda value: values if (values := exchange(rank, value)) and rank == 0 else None
+        def gathered(value: Any) -> list[Any] | None:
+            values = exchange(rank, value)
+            return values if rank == 0 else None
+
+        return gathered
 
     def run(rank: int) -> None:
         try:
@@ -98,12 +102,12 @@ def in_threads(world_size: int, work: Callable[[Ranks], T]) -> list[T]:
 
 
 def weights(step: int) -> torch.Tensor:
-    """A tensor that tells which step it is of."""
+    """Make a tensor whose values depend on the step."""
     return torch.arange(24, dtype=torch.float32).reshape(4, 6) + 100 * step
 
 
 def shards_of(step: int, rank: int, world_size: int) -> list[Shard]:
-    """Rows of the weights, dealt to the ranks; rank 0 also owns a counter."""
+    """Return this rank's rows of the weights; rank 0 also owns a counter."""
     per_rank = 4 // world_size
     spec = ShardSpec((4, 6), 0, rank * per_rank, (rank + 1) * per_rank)
     shards = [Shard("llm.w", spec, weights(step)[spec.start : spec.stop])]

@@ -1,4 +1,4 @@
-"""A crash or a full disk at every operation of a save: the checkpoint before is never lost, `latest` never lies."""
+"""A crash or a full disk at any operation of a save never loses the previous checkpoint or breaks `latest`."""
 
 from collections.abc import Callable
 from itertools import count
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain.checkpoint import Checkpoint, Ranks, ShardSpec, Snapshot, find, latest, open_newest_good, save
-from mmtrain.checkpoint import verify_files as verify
+from mmtrain.checkpoint import Checkpoint, Ranks, ShardSpec, Snapshot, find, latest, open_newest_good, save, verify
 from mmtrain.errors import CheckpointError, RunError
 from tests.checkpoint.conftest import Crash, FailingStorage, disk_full, in_threads, shards_of, weights
 
@@ -20,7 +19,7 @@ def save_one(root: Path, step: int, storage: FailingStorage | None = None, keep:
 def fail_everywhere(
     tmp_path: Path, error: Callable[[], BaseException], check: Callable[[Path, str, bool], None]
 ) -> list[str]:
-    """Save steps 1 to 3, keeping two, with operation 0, 1, 2, ... of the third failing; then check what is there."""
+    """Save steps 1 to 3, keeping two, with operation 0, 1, 2, ... of the third save failing; then check the folder."""
     for number in count():
         root, storage = tmp_path / str(number), FailingStorage(fail_at=number, error=error)
         save_one(root, 1)
@@ -40,8 +39,8 @@ def newest(root: Path) -> Checkpoint:
     return open_newest_good(root, lambda report: pytest.fail(f"no checkpoint is damaged, but: {report}"))
 
 
-def is_sound(root: Path, operation: str) -> None:
-    """All that looks like a checkpoint is one, `latest` names one, and the newest reads back."""
+def require_sound(root: Path, operation: str) -> None:
+    """Assert that every checkpoint folder is good, `latest` names one, and the newest can be read."""
     named = latest(root)
     assert named is not None, operation
     assert [verify(folder) for folder in [named, *find(root)]] == [[]] * (1 + len(find(root))), operation
@@ -50,11 +49,11 @@ def is_sound(root: Path, operation: str) -> None:
     assert torch.equal(checkpoint.read("llm.w", ShardSpec((4, 6))), weights(checkpoint.step)), operation
 
 
-def test_a_crash_anywhere_loses_nothing(tmp_path: Path) -> None:
+def test_a_crash_at_any_operation_loses_no_checkpoint(tmp_path: Path) -> None:
     def check(root: Path, operation: str, failed: bool) -> None:
         assert failed, operation
-        is_sound(root, operation)
-        save_one(root, 4)  # and the next run clears up behind it
+        require_sound(root, operation)
+        save_one(root, 4)  # the next save removes the drafts
         assert not list(root.glob("draft-*")), operation
         assert newest(root).step == 4, operation
 
@@ -65,7 +64,7 @@ def test_a_crash_anywhere_loses_nothing(tmp_path: Path) -> None:
     assert operations.index("wrote manifest.json") < operations.index("rename to step-00000003")
 
 
-def test_a_crash_of_the_very_first_save_leaves_no_checkpoint_or_a_good_one(tmp_path: Path) -> None:
+def test_a_crash_in_the_first_save_leaves_no_checkpoint_or_a_good_one(tmp_path: Path) -> None:
     for number in count():
         root, storage = tmp_path / str(number), FailingStorage(fail_at=number)
         try:
@@ -79,9 +78,9 @@ def test_a_crash_of_the_very_first_save_leaves_no_checkpoint_or_a_good_one(tmp_p
             return
 
 
-def test_a_full_disk_anywhere_is_an_error_that_leaves_no_draft(tmp_path: Path) -> None:
+def test_a_full_disk_at_any_operation_is_an_error_that_leaves_no_draft(tmp_path: Path) -> None:
     def check(root: Path, operation: str, failed: bool) -> None:
-        is_sound(root, operation)
+        require_sound(root, operation)
         assert failed, operation
         if not operation.startswith("remove"):
             assert not list(root.glob("draft-*")), operation

@@ -1,4 +1,4 @@
-"""What is saved comes back, from any cut, on any number of ranks, and the newest good ones stay."""
+"""A checkpoint can be read in any sharding on any number of ranks, and the newest good checkpoints are kept."""
 
 import json
 import tempfile
@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, Snapshot, find, latest, open_newest_good, save
-from mmtrain.checkpoint import verify_files as verify
+from mmtrain.checkpoint import (
+    Checkpoint,
+    Ranks,
+    Shard,
+    ShardSpec,
+    Snapshot,
+    find,
+    latest,
+    open_newest_good,
+    save,
+    verify,
+)
 from mmtrain.errors import CheckpointError
 from tests.checkpoint.conftest import in_threads, shards_of, weights
 
@@ -34,7 +44,7 @@ def reopen(root: Path) -> Checkpoint:
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[ShardSpec]]:
-    """A shape and pieces that cover it once: rows along one dim, some of them cut again into flat ranges."""
+    """Draw a shape and pieces that cover it once: rows along one dim, some of them cut again into flat ranges."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
     rows = [ShardSpec(shape)]
     if shape:
@@ -72,9 +82,9 @@ def test_any_piece_is_read_from_any_tiling(
         )
         checkpoint = reopen(Path(folder))
         for spec in [*pieces, ShardSpec(shape), *data.draw(st.lists(specs_of(shape), max_size=4))]:
-            found = checkpoint.read("w", spec)
-            assert found.dtype == dtype
-            assert torch.equal(found, cut(full, spec)), spec
+            piece = checkpoint.read("w", spec)
+            assert piece.dtype == dtype
+            assert torch.equal(piece, cut(full, spec)), spec
 
 
 @st.composite
@@ -105,7 +115,7 @@ def test_two_ranks_save_and_one_rank_reads(root: Path) -> None:
         checkpoint.rank_state(2)
 
 
-def test_two_ranks_open_the_same_and_only_rank_0_reports(root: Path) -> None:
+def test_two_ranks_open_the_same_checkpoint_and_only_rank_0_reports(root: Path) -> None:
     for step in (1, 2):
         in_threads(2, lambda ranks, s=step: save(root, Snapshot(s, shards_of(s, ranks.rank, 2)), keep=2, ranks=ranks))
     (root / "step-00000002" / "rank-00001.json").unlink()
@@ -127,20 +137,23 @@ def test_the_files_are_plain_safetensors_and_json(root: Path) -> None:
     ]
 
 
-def test_the_same_state_is_the_same_bytes(root: Path) -> None:
-    one, two = save_alone(root / "one", 3), save_alone(root / "two", 3)
-    for file in one.iterdir():
-        assert file.read_bytes() == (two / file.name).read_bytes()
+def test_equal_states_give_equal_bytes(root: Path) -> None:
+    first = save_alone(root / "first", 3)
+    second = save_alone(root / "second", 3)
+    names = [file.name for file in first.iterdir()]
+    assert len(names) == 3
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-def test_what_is_read_is_not_tied_to_the_file(root: Path) -> None:
+def test_changing_a_read_tensor_leaves_the_file_unchanged(root: Path) -> None:
     folder = save_alone(root, 1)
     tensor = reopen(root).read("llm.w", ShardSpec((4, 6), 0, 0, 4))
     tensor.zero_()
     assert verify(folder) == []
 
 
-def test_retention_keeps_the_newest_and_latest_names_the_last(root: Path) -> None:
+def test_retention_keeps_the_newest_and_latest_names_the_newest(root: Path) -> None:
     for step in range(1, 6):
         assert save_alone(root, step, keep=3) == latest(root)
     assert [folder.name for folder in find(root)] == ["step-00000005", "step-00000004", "step-00000003"]
@@ -148,17 +161,17 @@ def test_retention_keeps_the_newest_and_latest_names_the_last(root: Path) -> Non
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_no_good_one_goes_while_a_newer_one_is_damaged(root: Path, keep: int) -> None:
+def test_no_checkpoint_is_removed_while_a_kept_one_is_damaged(root: Path, keep: int) -> None:
     save_alone(root, 1, keep=2)
     damaged = save_alone(root, 2, keep=2)
     flip(damaged / "rank-00000.safetensors", -1)
     save_alone(root, 3, keep=2)
     assert [folder.name[-1] for folder in find(root)] == ["3", "2", "1"]
-    save_alone(root, 4, keep=keep)  # as many good ones as wanted are newer now
+    save_alone(root, 4, keep=keep)  # now `keep` good checkpoints are newer
     assert [folder.name[-1] for folder in find(root)] == ["4", "3"][:keep]
 
 
-def test_a_step_saved_again_stands_beside_the_first(root: Path) -> None:
+def test_a_step_saved_again_gets_its_own_folder(root: Path) -> None:
     first = save_alone(root, 5, keep=3)
     flip(first / "rank-00000.safetensors", -1)
     again = save_alone(root, 5, keep=3)
@@ -176,8 +189,8 @@ def flip(path: Path, position: int, mask: int = 1) -> None:
     path.write_bytes(content)
 
 
-def test_every_flipped_byte_is_caught(root: Path) -> None:
-    """Each byte of each file: lengths, headers, padding, values, the manifest's own sum and its frame."""
+def test_every_changed_byte_is_detected(root: Path) -> None:
+    """Covers each byte of each file: lengths, headers, padding, values, the manifest's own sum and its frame."""
     folder = save_alone(root, 1)
     for file in sorted(folder.iterdir()):
         size = file.stat().st_size
@@ -203,7 +216,9 @@ def test_every_flipped_byte_is_caught(root: Path) -> None:
         ("manifest.json", "shorten", "cut short"),
     ],
 )
-def test_a_damaged_one_is_reported_and_the_one_before_is_used(root: Path, file: str, damage: str, words: str) -> None:
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
+    root: Path, file: str, damage: str, words: str
+) -> None:
     save_alone(root, 1)
     newest = save_alone(root, 2) / file
     if damage == "flip":
@@ -221,7 +236,7 @@ def test_a_damaged_one_is_reported_and_the_one_before_is_used(root: Path, file: 
     assert words in reports[0]
 
 
-def test_none_good_and_none_at_all_are_errors(root: Path) -> None:
+def test_without_a_good_checkpoint_opening_is_an_error(root: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         open_newest_good(root, print)
     flip(save_alone(root, 1) / "rank-00000.json", 0)
@@ -240,7 +255,7 @@ def test_wrong_names_and_shapes_name_the_tensor(root: Path) -> None:
         checkpoint.read("llm.w", ShardSpec((4, 7)))
 
 
-def test_pieces_that_miss_or_repeat_elements_are_refused_when_saved(root: Path) -> None:
+def test_pieces_that_miss_or_repeat_elements_are_rejected_when_saved(root: Path) -> None:
     half = Shard("w", ShardSpec((4, 6), 0, 0, 2), torch.zeros(2, 6))
     with pytest.raises(CheckpointError, match=r"w: the ranks' pieces hold 12 elements, the tensor has 24"):
         save(root, Snapshot(1, [half]), keep=1, ranks=Ranks.alone())
@@ -250,7 +265,7 @@ def test_pieces_that_miss_or_repeat_elements_are_refused_when_saved(root: Path) 
     assert list(root.iterdir()) == []
 
 
-def test_a_gap_hidden_by_a_repetition_is_refused_when_read(root: Path) -> None:
+def test_a_gap_hidden_by_a_repetition_is_rejected_when_read(root: Path) -> None:
     half = Shard("w", ShardSpec((4, 6), 0, 0, 2), torch.zeros(2, 6))
     same = Shard("w", ShardSpec((4, 6), 0, 0, 2, (0, 12)), torch.zeros(12))
     save(root, Snapshot(1, [half, same]), keep=1, ranks=Ranks.alone())
@@ -258,7 +273,7 @@ def test_a_gap_hidden_by_a_repetition_is_refused_when_read(root: Path) -> None:
         reopen(root).read("w", ShardSpec((4, 6)))
 
 
-def test_ranks_that_disagree_are_refused_on_every_rank(root: Path) -> None:
+def test_ranks_that_disagree_raise_the_same_error(root: Path) -> None:
     def work(ranks: Ranks) -> Path:
         dtype = torch.float32 if ranks.rank else torch.bfloat16
         spec = ShardSpec((4,), 0, 2 * ranks.rank, 2 * ranks.rank + 2)
@@ -271,7 +286,7 @@ def test_ranks_that_disagree_are_refused_on_every_rank(root: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": torch.zeros(1)}])
-def test_a_state_that_is_not_json_is_refused(root: Path, state: dict) -> None:
+def test_a_state_that_is_not_json_is_rejected(root: Path, state: dict) -> None:
     with pytest.raises(CheckpointError, match=r"saving step 1: .*JSON"):
         save(root, Snapshot(1, [], state), keep=1, ranks=Ranks.alone())
     with pytest.raises(CheckpointError, match=r"saving step 1: rank 0: .*JSON"):

@@ -1,4 +1,4 @@
-"""Cutting tensors and putting them together again, against plain indexing."""
+"""Pieces of tensors and their regions agree with plain numpy indexing."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def specs(draw: st.DrawFn) -> ShardSpec:
 
 
 def piece_of(full: np.ndarray, spec: ShardSpec) -> np.ndarray:
-    """What the spec means, in numpy."""
+    """Index the piece with numpy."""
     box = full if spec.dim is None else full.take(range(spec.start, spec.stop), axis=spec.dim)
     return box if spec.flat is None else box.reshape(-1)[spec.flat[0] : spec.flat[1]]
 
@@ -53,17 +53,17 @@ def test_text_round_trip(spec: ShardSpec) -> None:
         (((4, 6), 0, 0, 2, (0, 13)), r"elements \(0, 13\)"),
     ],
 )
-def test_a_cut_outside_the_tensor_is_refused(arguments: tuple, message: str) -> None:
+def test_a_piece_outside_the_tensor_is_rejected(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ShardSpec(*arguments)
 
 
-def test_a_tensor_of_another_shape_is_refused() -> None:
+def test_a_tensor_of_another_shape_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"w: tensor of shape \(3, 6\) for a piece of \(2, 6\)"):
         Shard("w", ShardSpec((4, 6), 0, 0, 2), torch.zeros(3, 6))
 
 
 @pytest.mark.parametrize("text", ["", "rows", "0[1:2", "0[1:2]{3}", "-1[0:2]"])
-def test_text_that_is_no_cut_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not a cut"):
+def test_text_that_is_no_piece_is_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match="not a piece"):
         ShardSpec.from_text(text, (4, 4))
