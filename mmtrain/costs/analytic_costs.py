@@ -1,16 +1,16 @@
-"""`AnalyticCosts`: a roofline over the layer's products, moved bytes and kernel launches."""
+"""`AnalyticCosts`: a roofline model of a layer's GEMMs, element-wise work and kernel launches."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mmtrain.costs import layer_arithmetic as analytic
-from mmtrain.costs.block_pieces import block_pieces
+from mmtrain.costs.block_pieces import BlockSeconds, PassDirection, block_pieces
 from mmtrain.costs.cost_model import CollectiveKind, ComputeKind, PieceCost, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.costs.layer_arithmetic import Gemm
 from mmtrain.models.model_shape import LayerShape, num_pieces
 
-# Kernels of one forward: products, norms, rotary, attention, activation, residual adds, bias and layout changes.
+# Kernels of one forward: GEMMs, norms, rotary, attention, activation, residual adds, bias and layout changes.
 FORWARD_KERNELS = {
     "patch_embed": 6,
     "audio_embed": 18,
@@ -30,7 +30,8 @@ FORWARD_KERNELS = {
     "dit_block": 36,
     "dit_out": 6,
 }
-# All-reduces that tensor parallelism adds to forward and to the input part of backward (Megatron-LM, arXiv 1909.08053).
+# All-reduces that tensor parallelism adds to forward, and to the input gradients of backward (Megatron-LM, arXiv
+# 1909.08053). Layers of a U-Net are not split.
 TP_ALL_REDUCES = {
     "patch_embed": (0, 0),
     "audio_embed": (0, 0),
@@ -40,26 +41,25 @@ TP_ALL_REDUCES = {
     "embedding": (1, 0),
     "head": (0, 1),
     "dit_block": (3, 3),
-    "context_projector": (0, 1),  # gradients that all blocks give of the context
-}  # a U-Net is not split
+    "context_projector": (0, 1),  # the gradient of the context, to which all blocks add
+}
 
-
-# Bytes of a parameter that the gradient norm, clipping and AdamW read and write, in fp32: the gradient is read for the
-# norm (and once more as a double, written and read), read and written by clipping; AdamW reads gradient, weight and two
-# moments and writes all but the gradient.
+# Bytes per parameter that the gradient norm, clipping and AdamW read and write, in fp32. The norm reads the gradient,
+# and writes and reads it once more as a double; clipping reads and writes it; AdamW reads gradient, weight and two
+# moments, and writes all but the gradient.
 OPTIMIZER_BYTES_PER_PARAMETER = 4 * (1 + 4 + 2 + 4 + 3)
 
 
 @dataclass(frozen=True)
 class AnalyticCosts:
-    """Implements `costs.types.CostModel` from a hardware preset alone."""
+    """A `CostModel` that needs nothing but a hardware preset."""
 
     hardware: Hardware
     precision: Precision
 
     @property
     def source(self) -> str:
-        """Says that nothing here was measured on the machine that will run."""
+        """Name of the preset, marked as modelled: nothing was measured on the machine that will run."""
         return f"modelled: {self.hardware.name}"
 
     @property
@@ -70,7 +70,7 @@ class AnalyticCosts:
     def seconds(
         self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
     ) -> float:
-        """Seconds one rank of `tp` spends on `layer`, its tensor-parallel collectives included.
+        """Return the seconds one rank of `tp` spends on `layer`, tensor-parallel collectives included.
 
         `backward` excludes `recompute`, which costs a forward. A load without tokens costs nothing.
         """
@@ -90,53 +90,50 @@ class AnalyticCosts:
         input_grad: bool = True,
         sp: bool = False,
     ) -> tuple[PieceCost, ...]:
-        """What `seconds` says, piece by piece; see `pieces`. Layers of one piece have their collectives inside."""
+        """Divide `seconds` among the layer's pieces; see `block_pieces`. A single piece includes its collectives."""
         total = self.seconds(layer, tp, load, kind, input_grad=input_grad)
         if num_pieces(layer.kind) == 1:
             return (PieceCost(total, 0.0),)
-        backward = kind == "backward"
-        passes = (
-            analytic.backward_passes(layer, load, tp, weight_grad=layer.trainable, input_grad=input_grad)
-            if backward
-            else tuple((g, 1) for g in analytic.gemms(layer, load, tp))
-        )
         if not total:
             return (PieceCost(0.0, 0.0),) * num_pieces(layer.kind)
-        twice = 2 if backward else 1
-        return block_pieces(
-            layer,
-            tp,
-            "backward" if backward else "forward",
-            products_s=[times * self._product(g) for g, times in passes],
-            attention_s=twice * self._attention(layer, tp, load),
-            moving_s=twice * self._moving(layer, tp, load),
-            launches_s=self._launches(layer),
-            gather_s=self._kv_gather(layer, tp, load),
-            reduce_s=TP_ALL_REDUCES[layer.kind][backward] * self._tp_reduce(layer, tp, load),
-            sp=sp,
+        direction: PassDirection = "backward" if kind == "backward" else "forward"
+        if direction == "backward":
+            passes = analytic.backward_passes(layer, load, tp, weight_grad=layer.trainable, input_grad=input_grad)
+            cost_factor, num_reduces = 2, TP_ALL_REDUCES[layer.kind][1]
+        else:
+            passes = tuple((gemm, 1) for gemm in analytic.gemms(layer, load, tp))
+            cost_factor, num_reduces = 1, TP_ALL_REDUCES[layer.kind][0]
+        seconds = BlockSeconds(
+            gemms=[times * self._gemm(gemm) for gemm, times in passes],
+            attention=cost_factor * self._attention(layer, tp, load),
+            elementwise=cost_factor * self._elementwise(layer, tp, load),
+            launches=self._launches(layer),
+            kv_gather=self._kv_gather(layer, tp, load),
+            all_reduces=num_reduces * self._tp_reduce(layer, tp, load),
         )
+        return block_pieces(layer, tp, direction, seconds, sp=sp)
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
     ) -> int:
-        """Bytes one rank keeps between forward and backward of `layer`; none when it has no backward."""
+        """Return the bytes one rank keeps between forward and backward of `layer`; 0 if it has no backward."""
         if not (layer.trainable or input_grad):
             return 0
         if recompute:
             return analytic.input_bytes(layer, load, self.element_bytes)
-        spared = 0 if layer.trainable else analytic.weight_grad_bytes(layer, load, self.element_bytes, tp)
-        return analytic.activation_bytes(layer, load, self.element_bytes, tp) - spared
+        not_needed = 0 if layer.trainable else analytic.weight_grad_bytes(layer, load, self.element_bytes, tp)
+        return analytic.activation_bytes(layer, load, self.element_bytes, tp) - not_needed
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
-        """Seconds of one message of `nbytes` between two ranks."""
+        """Return the seconds of one message of `nbytes` between two ranks."""
         return self.hardware.link(same_node).seconds(nbytes)
 
     def posting(self) -> float:
-        """Seconds for which each end of a message keeps its rank from computing."""
+        """Return how many seconds each end of a message keeps its rank from computing."""
         return self.hardware.post_s
 
     def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
-        """Seconds of a ring collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
+        """Return the seconds of a ring collective over `size` ranks on the whole (gathered or reduced) tensor."""
         if size == 1:
             return 0.0
         link = self.hardware.link(same_node)
@@ -146,15 +143,15 @@ class AnalyticCosts:
         return rounds * link.seconds(nbytes / size)
 
     def optimizer(self, parameters: int) -> float:
-        """Seconds of an optimizer step over `parameters` of one rank."""
+        """Return the seconds of an optimizer step over `parameters` of one rank."""
         return parameters * OPTIMIZER_BYTES_PER_PARAMETER / self.hardware.memory_bytes_per_s
 
-    @lru_cache(maxsize=1 << 16)  # noqa: B019 - a model is a small value kept for the whole planning, its layers repeat
+    @lru_cache(maxsize=1 << 16)  # noqa: B019 - a cost model is small and lives as long as the planning
     def _forward(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
-        products = sum(self._product(g) for g in analytic.gemms(layer, load, tp))
+        gemms = sum(self._gemm(gemm) for gemm in analytic.gemms(layer, load, tp))
         reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[0] * self._tp_reduce(layer, tp, load)
-        moving = self._moving(layer, tp, load) + self._launches(layer)
-        return products + self._attention(layer, tp, load) + moving + reduces + self._kv_gather(layer, tp, load)
+        elementwise = self._elementwise(layer, tp, load) + self._launches(layer)
+        return gemms + self._attention(layer, tp, load) + elementwise + reduces + self._kv_gather(layer, tp, load)
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019
     def _backward(self, layer: LayerShape, tp: int, load: TokenLoad, input_grad: bool) -> float:
@@ -162,34 +159,35 @@ class AnalyticCosts:
         if not (weight_grad or input_grad):
             return 0.0
         passes = analytic.backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
-        products = sum(times * self._product(g) for g, times in passes)
+        gemms = sum(times * self._gemm(gemm) for gemm, times in passes)
         reduces = TP_ALL_REDUCES.get(layer.kind, (0, 0))[1] * self._tp_reduce(layer, tp, load)
         # Backward has about twice the kernels, but starts them without Python in between.
-        moving = 2 * self._moving(layer, tp, load) + self._launches(layer)
+        elementwise = 2 * self._elementwise(layer, tp, load) + self._launches(layer)
         gather = self._kv_gather(layer, tp, load)
-        return products + 2 * self._attention(layer, tp, load) + moving + reduces + gather
+        return gemms + 2 * self._attention(layer, tp, load) + elementwise + reduces + gather
 
-    def _product(self, g: Gemm) -> float:
-        if g.m == 0:
+    def _gemm(self, gemm: Gemm) -> float:
+        m, n, k = gemm.m, gemm.n, gemm.k
+        if m == 0:
             return 0.0
-        h = self.hardware
-        compute = g.flops / (h.peak_flops(self.precision) * h.efficiency_at(g.m, g.n, g.k))
-        operands = (g.m * g.k + g.k * g.n + g.m * g.n) * self.element_bytes
-        return max(compute, operands / h.memory_bytes_per_s)
+        hardware = self.hardware
+        compute = gemm.flops / (hardware.peak_flops(self.precision) * hardware.efficiency_at(m, n, k))
+        operands = (m * k + k * n + m * n) * self.element_bytes
+        return max(compute, operands / hardware.memory_bytes_per_s)
 
     def _attention(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
         rate = self.hardware.peak_flops(self.precision) * self.hardware.attention_efficiency
         return analytic.attention_flops(layer, load, tp) / rate
 
-    def _moving(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
-        moved = analytic.elementwise_elements(layer, load, tp) * self.element_bytes
-        return moved / self.hardware.memory_bytes_per_s
+    def _elementwise(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
+        nbytes = analytic.elementwise_elements(layer, load, tp) * self.element_bytes
+        return nbytes / self.hardware.memory_bytes_per_s
 
     def _launches(self, layer: LayerShape) -> float:
         return FORWARD_KERNELS[layer.kind] * self.hardware.kernel_launch_s
 
     def _kv_gather(self, layer: LayerShape, tp: int, load: TokenLoad) -> float:
-        """With fewer KV heads than ranks, each block joins its projections (and splits their gradients again)."""
+        """Return the seconds in which a block with fewer KV heads than ranks gathers its QKV projections."""
         if layer.kv_heads >= tp or not layer.kv_heads:
             return 0.0
         width = (layer.heads + 2 * layer.kv_heads) * layer.head_dim

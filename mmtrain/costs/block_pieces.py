@@ -10,6 +10,7 @@ all-gather before the products that need whole tokens: forward behind `norm` and
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from mmtrain.costs.cost_model import PieceCost
@@ -24,38 +25,36 @@ _WIDTHS = {NORM: 2, NORM_MLP: 5, ADD: 3}  # of the residual stream, read and wri
 _KERNELS = {"vit_block": (2, 4, 5, 2, 3, 3, 2, 1), "decoder_block": (2, 3, 11, 2, 3, 5, 2, 2)}
 
 
-def block_pieces(
-    layer: LayerShape,
-    tp: int,
-    direction: PassDirection,
-    *,
-    products_s: Sequence[float],
-    attention_s: float,
-    moving_s: float,
-    launches_s: float,
-    gather_s: float,
-    reduce_s: float,
-    sp: bool,
-) -> tuple[PieceCost, ...]:
-    """Share a block's seconds out over its pieces, in the order of `BLOCK_PIECES`.
+@dataclass(frozen=True)
+class BlockSeconds:
+    """The seconds of one direction of a block by kind of work."""
 
-    products_s: of the four products with weights. moving_s, launches_s: of all element-wise work and of starting all
-    kernels. gather_s: what joining keys and values of more ranks than there are heads takes; nothing runs beside it.
-    reduce_s: of all the direction's all-reduces.
-    """
+    gemms: Sequence[float]  # of the four GEMMs with weights, in forward order
+    attention: float
+    elementwise: float  # of all element-wise work
+    launches: float  # of starting all kernels
+    kv_gather: float  # of joining keys and values where there are fewer heads than ranks; nothing runs beside it
+    all_reduces: float  # of all tensor-parallel all-reduces
+
+
+def block_pieces(
+    layer: LayerShape, tp: int, direction: PassDirection, seconds: BlockSeconds, *, sp: bool
+) -> tuple[PieceCost, ...]:
+    """Divide a block's seconds among its pieces, in the order of `BLOCK_PIECES`; `sp`: with sequence parallelism."""
     compute = [0.0] * len(BLOCK_PIECES)
-    for piece, seconds in zip((QKV, PROJECTION, UP, DOWN), products_s, strict=True):
-        compute[piece] = seconds
-    compute[ATTENTION] += attention_s
-    compute[QKV] += gather_s
+    for piece, gemm_s in zip((QKV, PROJECTION, UP, DOWN), seconds.gemms, strict=True):
+        compute[piece] = gemm_s
+    compute[ATTENTION] += seconds.attention
+    compute[QKV] += seconds.kv_gather
     elements = _elements(layer, tp)
     kernels = _KERNELS[layer.kind]
     for piece in range(len(compute)):
-        compute[piece] += moving_s * elements[piece] / sum(elements) + launches_s * kernels[piece] / sum(kernels)
+        elementwise_s = seconds.elementwise * elements[piece] / sum(elements)
+        compute[piece] += elementwise_s + seconds.launches * kernels[piece] / sum(kernels)
     collective = [0.0] * len(compute)
     ends = [*_REDUCED[direction], *(_GATHERED[direction] if sp else ())]
     for piece in ends:
-        collective[piece] += reduce_s / len(ends)
+        collective[piece] += seconds.all_reduces / len(ends)
     return tuple(map(PieceCost, compute, collective))
 
 

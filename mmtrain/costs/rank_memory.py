@@ -1,6 +1,6 @@
 """What one rank must hold at its fullest moment, by kind."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from mmtrain.costs import generator_arithmetic as diffusion
@@ -28,17 +28,33 @@ STATE_BYTES: dict[Precision, StateBytes] = {"fp32": StateBytes(4, 4, 8), "bf16":
 
 
 @dataclass(frozen=True)
+class RankLayer:
+    """One layer as a rank of `tp` holds it."""
+
+    layer: LayerShape
+    tp: int
+    input_grad: bool = True  # whether anything below it trains (see `layer_arithmetic.input_grad_needed`)
+    recompute: bool = False
+    sp: bool = False  # sequence parallelism: between GEMMs each rank of a TP group holds a slice of the tokens
+
+
+@dataclass(frozen=True)
 class HeldLayers:
     """Consecutive layers of one unit on one rank, and what passes through them."""
 
     layers: tuple[LayerShape, ...]
-    input_grad: tuple[bool, ...]  # per layer: does anything below it train (see `analytic.input_grad_needed`)
-    recompute: tuple[bool, ...]  # per layer
+    input_grad: tuple[bool, ...]  # by layer, see `RankLayer`
+    recompute: tuple[bool, ...]  # by layer
     tp: int
     dp: int
     in_flight: int  # microbatches whose forward ran and whose backward did not, at the fullest moment
     load: TokenLoad  # of the largest microbatch
-    sp: bool = False  # sequence parallelism: ranks of a TP group share out the tokens between products
+    sp: bool = False
+
+    def rank_layers(self) -> Iterator[RankLayer]:
+        """Yield the layers one by one."""
+        for layer, input_grad, recompute in zip(self.layers, self.input_grad, self.recompute, strict=True):
+            yield RankLayer(layer, self.tp, input_grad, recompute, self.sp)
 
 
 @dataclass(frozen=True)
@@ -106,61 +122,38 @@ def _state(count: int, trainable: bool, dp: int, precision: Precision) -> tuple[
 
 
 def microbatch_activation_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
-    """Bytes of activations that one microbatch leaves behind between forward and backward."""
-    return sum(
-        layer_activation_bytes(layer, stage.tp, stage.load, again, costs, precision, input_grad=needed, sp=stage.sp)
-        for layer, again, needed in zip(stage.layers, stage.recompute, stage.input_grad, strict=True)
-    )
+    """Return the bytes of activations that one microbatch keeps between forward and backward."""
+    return sum(layer_activation_bytes(held, stage.load, costs, precision) for held in stage.rank_layers())
 
 
-def layer_activation_bytes(
-    layer: LayerShape,
-    tp: int,
-    load: TokenLoad,
-    recompute: bool,
-    costs: CostModel,
-    precision: Precision,
-    *,
-    input_grad: bool = True,
-    sp: bool = False,
-) -> int:
-    """Bytes of activations that one microbatch leaves behind in a layer."""
-    kept = costs.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
-    sliced = analytic.sequence_parallel_savings(layer, load, ELEMENT_BYTES[precision], tp, recompute) if sp else 0
-    return max(kept - sliced, 0)
+def layer_activation_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, precision: Precision) -> int:
+    """Return the bytes of activations that one microbatch keeps in a layer between forward and backward."""
+    nbytes = costs.activation_bytes(held.layer, held.tp, load, held.recompute, input_grad=held.input_grad)
+    if held.sp:
+        element_bytes = ELEMENT_BYTES[precision]
+        nbytes -= analytic.sequence_parallel_savings(held.layer, load, element_bytes, held.tp, held.recompute)
+    return max(nbytes, 0)
 
 
 def stage_working_bytes(stage: HeldLayers, costs: CostModel, precision: Precision) -> int:
-    """Bytes that live only while a layer is computed, and the messages at both ends of the stage."""
-    largest = max(
-        layer_working_bytes(layer, stage.tp, stage.load, again, costs, precision, input_grad=needed, sp=stage.sp)
-        for layer, again, needed in zip(stage.layers, stage.recompute, stage.input_grad, strict=True)
-    )
-    return largest + sum(
-        hidden_state_bytes(layer, stage.load, precision) for layer in (stage.layers[0], stage.layers[-1])
-    )
+    """Return the bytes that live only while a layer is computed, and those of messages at both ends of the stage."""
+    largest = max(layer_working_bytes(held, stage.load, costs, precision) for held in stage.rank_layers())
+    ends = (stage.layers[0], stage.layers[-1])
+    return largest + sum(hidden_state_bytes(layer, stage.load, precision) for layer in ends)
 
 
-def layer_working_bytes(
-    layer: LayerShape,
-    tp: int,
-    load: TokenLoad,
-    recompute: bool,
-    costs: CostModel,
-    precision: Precision,
-    *,
-    input_grad: bool = True,
-    sp: bool = False,
-) -> int:
-    """Bytes a layer needs for a while: in its backward gradients, and what is recomputed; without one what it computes.
+def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, precision: Precision) -> int:
+    """Return the bytes that a layer needs while it is computed.
 
-    Gradients are as large as what forward keeps, but that is given up as they come.
+    In a backward these are gradients, as large as what forward keeps but freed as backward goes on, and what is
+    recomputed. A layer without backward needs what its forward computes, and its input, which nothing else counts.
     """
-    if not (layer.trainable or input_grad):
-        computed = layer_activation_bytes(replace(layer, trainable=True), tp, load, False, costs, precision, sp=sp)
-        return computed + hidden_state_bytes(layer, load, precision)  # which nothing else counts as kept
-    kept = layer_activation_bytes(layer, tp, load, False, costs, precision, sp=sp)
-    return round(kept * (LIVE_GRADIENT_SHARE + recompute))
+    computed = replace(held, input_grad=True, recompute=False)
+    if not (held.layer.trainable or held.input_grad):
+        computed = replace(computed, layer=replace(held.layer, trainable=True))
+        activations = layer_activation_bytes(computed, load, costs, precision)
+        return activations + hidden_state_bytes(held.layer, load, precision)
+    return round(layer_activation_bytes(computed, load, costs, precision) * (LIVE_GRADIENT_SHARE + held.recompute))
 
 
 def hidden_state_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.costs import AnalyticCosts, HeldLayers, TokenLoad, num_parameters, preset, rank_memory
-from mmtrain.costs.rank_memory import MEMORY_MARGIN, layer_activation_bytes
+from mmtrain.costs.rank_memory import MEMORY_MARGIN, RankLayer, layer_activation_bytes
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.model_shape import LayerShape
 from mmtrain.models.stage_inputs import UnitInput
@@ -153,7 +153,7 @@ def test_sequence_parallelism_saves_what_autograd_no_longer_keeps() -> None:
         lengths = [r * c for r, c in IMAGES] if unit == "vision" else EVEN
         load, layers = TokenLoad.of(np.array(lengths)), shape_of(WIDE).unit(unit).layers[lo:hi]
         predicted = [
-            sum(layer_activation_bytes(layer, 2, load, False, COSTS, "fp32", sp=sp) for layer in layers)
+            sum(layer_activation_bytes(RankLayer(layer, 2, sp=sp), load, COSTS, "fp32") for layer in layers)
             for sp in (False, True)
         ]
         assert predicted[0] - predicted[1] == pytest.approx(found[unit, False] - found[unit, True], rel=0.03)

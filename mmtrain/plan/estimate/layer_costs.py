@@ -21,7 +21,13 @@ from mmtrain.costs import (
     rank_memory,
 )
 from mmtrain.costs.hardware import ELEMENT_BYTES
-from mmtrain.costs.rank_memory import hidden_state_bytes, layer_activation_bytes, layer_state, layer_working_bytes
+from mmtrain.costs.rank_memory import (
+    RankLayer,
+    hidden_state_bytes,
+    layer_activation_bytes,
+    layer_state,
+    layer_working_bytes,
+)
 from mmtrain.models.model_shape import LayerShape, ModelShape
 from mmtrain.plan.artifact.layout import MeshSize, disaggregated_units
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
@@ -261,7 +267,7 @@ class LayerCosts:
         known: dict[tuple[LayerShape, bool], tuple[float, ...]] = {}
         for layer, needed in dict.fromkeys(kinds):
             kept, again = (
-                layer_activation_bytes(layer, tp, load, flag, self.costs, self.precision, input_grad=needed, sp=sp)
+                layer_activation_bytes(RankLayer(layer, tp, needed, flag, sp), load, self.costs, self.precision)
                 for flag in (False, True)
             )
             if mode == "all":
@@ -271,7 +277,7 @@ class LayerCosts:
                 kept,
                 max(kept - again, 0) if mode == "auto" else 0,
                 *(
-                    layer_working_bytes(layer, tp, load, flag, self.costs, self.precision, input_grad=needed, sp=sp)
+                    layer_working_bytes(RankLayer(layer, tp, needed, flag, sp), load, self.costs, self.precision)
                     for flag in (mode == "all", mode != "none")
                 ),
                 hidden_state_bytes(layer, load, self.precision),

@@ -11,6 +11,7 @@ from mmtrain.costs import Hardware, TokenLoad
 from mmtrain.costs.hardware import GIB
 from mmtrain.costs.rank_memory import (
     MEMORY_MARGIN,
+    RankLayer,
     layer_activation_bytes,
     layer_state,
     layer_working_bytes,
@@ -132,9 +133,9 @@ def _layers(layer_costs: LayerCosts, unit: str, tp: int, dp: int, load: TokenLoa
     for (layer, needed), count in kinds.items():
         state = sum(layer_state(layer, tp, dp, precision))
         kept = min(
-            layer_activation_bytes(layer, tp, load, again, costs, precision, input_grad=needed, sp=sp)
+            layer_activation_bytes(RankLayer(layer, tp, needed, again, sp), load, costs, precision)
             for again in (False, mode != "none")
         )
-        working = layer_working_bytes(layer, tp, load, mode == "all", costs, precision, input_grad=needed, sp=sp)
+        working = layer_working_bytes(RankLayer(layer, tp, needed, mode == "all", sp), load, costs, precision)
         found.append((count, *((1 + MEMORY_MARGIN) * nbytes for nbytes in (state, kept, state + kept + working))))
     return _Layers(*np.array(found, dtype=np.float64).T)
