@@ -1,10 +1,10 @@
-"""What each step of the bubble schedule gains: encoders around the LLM, their layers, and pieces of layers in it.
+"""Measure what each step of bubble scheduling gains: encoders around the LLM, layers in bubbles, pieces in TP bubbles.
 
     python -m scripts.bench_bubbles                                # a layout of each what-if recipe below
     python -m scripts.bench_bubbles internvl_26b 8,1,8,1 8,1,8,1   # tp,pp,dp,vpp of vision and of the LLM
 
-Steps are simulated on the drawn batches of the recipe; `T` is the LLM by itself. Shares are of the encoders' compute
-that lies inside the LLM's own step. Seconds are those of this process, for orders and simulations of that step alone.
+Steps are simulated on the sampled batches of the recipe; `T` is the step of the LLM alone. Shares are those of the
+encoders' compute inside the LLM's own step. Seconds are processor time to plan and simulate that order.
 """
 
 import sys
@@ -41,11 +41,11 @@ def main() -> None:
     """Print a table row for each layout."""
     print("recipe, vision, LLM | T | coarse | layers | pieces (step s, share inside T, seconds to plan)")
     for name, encoder, llm in [tuple(sys.argv[1:4])] if len(sys.argv) > 1 else LAYOUTS:
-        print(row(name, size(encoder), size(llm)), flush=True)
+        print(table_row(name, parse_mesh(encoder), parse_mesh(llm)), flush=True)
 
 
-def row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
-    """One layout under the three schedules."""
+def table_row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
+    """Return the row of one layout under the three schedules."""
     recipe = load_recipe(Path(f"recipes/whatif/{name}.yaml")).recipe
     machine, shape = machine_for(recipe, recipe.cluster.hardware), model_shape(recipe)
     precision, choices = precision_for(recipe, machine), unit_choices(recipe, shape, machine.ranks_per_node)
@@ -64,25 +64,27 @@ def row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
         layer_costs, {unit: getattr(recipe.parallel, unit).sp for unit in choices}, choices, machine
     )
     layout = colocated_layout(layer_costs, {"vision": encoder}, llm)
-    assert layout is not None, "there are layers enough"
-    counts, whole = dict(layout.num_microbatches), layout_graph(layout, layer_costs)
-    pieces = split_into_pieces(whole, shape, [m.unit for m in whole.meshes if layer_costs.has_sp(m.unit, m.tp)])
-    told = [f"{name}, {encoder}, {llm} | {simulate_llm_alone(whole, layer_costs, machine).step_time_s:.3f}"]
-    for graph in (None, whole, pieces):
-        begin = time.process_time()
+    assert layout is not None, "there are enough layers"
+    counts = dict(layout.num_microbatches)
+    by_layer = layout_graph(layout, layer_costs)
+    with_sp = [mesh.unit for mesh in by_layer.meshes if layer_costs.has_sp(mesh.unit, mesh.tp)]
+    by_piece = split_into_pieces(by_layer, shape, with_sp)
+    cells = [f"{name}, {encoder}, {llm} | {simulate_llm_alone(by_layer, layer_costs, machine).step_time_s:.3f}"]
+    for graph in (None, by_layer, by_piece):
+        start = time.process_time()
         schedule = SchedulePlan(kind="coarse", num_microbatches=counts)
         if graph is not None:
             order = plan_encoder_order(graph, layer_costs, machine)
-            schedule = SchedulePlan(kind="explicit", num_microbatches=counts, order=order, pieces=graph is pieces)
-        found = evaluate_layout(layout, layer_costs, machine, schedule)
-        took = time.process_time() - begin
-        share = scheduling_efficiency(found, layer_costs, machine) or 0.0
-        told.append(f"{found.step_time_s:.3f}, {share:.0%}, {took:.1f}")
-    return " | ".join(told)
+            schedule = SchedulePlan(kind="explicit", num_microbatches=counts, order=order, pieces=graph is by_piece)
+        candidate = evaluate_layout(layout, layer_costs, machine, schedule)
+        seconds = time.process_time() - start
+        share = scheduling_efficiency(candidate, layer_costs, machine) or 0.0
+        cells.append(f"{candidate.step_time_s:.3f}, {share:.0%}, {seconds:.1f}")
+    return " | ".join(cells)
 
 
-def size(text: str) -> MeshSize:
-    """A mesh from `tp,pp,dp,vpp`."""
+def parse_mesh(text: str) -> MeshSize:
+    """Return the mesh that `tp,pp,dp,vpp` states."""
     tp, pp, dp, vpp = map(int, text.split(","))
     return MeshSize(tp, pp, dp, vpp)
 

@@ -29,12 +29,12 @@ from tests.plan.factory import VISION, layer_costs_for, lengths, recipe
 MACHINE = machine_for(recipe(), "cpu-core")
 
 
-def order_of(judged: Candidate) -> tuple[ScheduleKind, Any]:
-    return judged.schedule.kind, judged.schedule.order
+def order_of(candidate: Candidate) -> tuple[ScheduleKind, Any]:
+    return candidate.schedule.kind, candidate.schedule.order
 
 
 def layouts(settings: Recipe, world_size: int, vpp: int = 1) -> list[Layout]:
-    """Colocated layouts of all sizes."""
+    """Colocated layouts on all meshes."""
     layer_costs, choices = layer_costs_for(settings)
     found = [
         colocated_layout(layer_costs, encoders, replace(llm, vpp=vpp))
@@ -46,7 +46,7 @@ def layouts(settings: Recipe, world_size: int, vpp: int = 1) -> list[Layout]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("vision_trains", [True, False], ids=["trained", "frozen"])
-def test_an_encoder_lies_on_all_ranks_and_its_sizes_divide_the_llms(world_size: int, vision_trains: bool) -> None:
+def test_an_encoder_is_on_all_ranks_and_its_mesh_divides_the_llms(world_size: int, vision_trains: bool) -> None:
     settings = recipe(vision={**VISION, "freeze": not vision_trains})
     for layout in layouts(settings, world_size):
         vision, llm = layout.units["vision"], layout.units[LLM]
@@ -57,8 +57,8 @@ def test_an_encoder_lies_on_all_ranks_and_its_sizes_divide_the_llms(world_size: 
         per_llm = vision.dp // llm.dp
         for replica in range(vision.dp):
             ranks = {r for s in graph.stages if s.id.unit == "vision" for r in s.tp_groups[replica]}
-            hosts = {r for s in graph.stages if s.id.unit == LLM for r in s.tp_groups[replica // per_llm]}
-            assert ranks <= hosts, "an encoder's replica lies inside one LLM replica"
+            llm_ranks = {r for s in graph.stages if s.id.unit == LLM for r in s.tp_groups[replica // per_llm]}
+            assert ranks <= llm_ranks, "an encoder's replica is inside one LLM replica"
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_an_encoder_lies_on_all_ranks_and_its_sizes_divide_the_llms(world_size: 
         pytest.param(4, 1, {"parallel": {"vision": {"num_microbatches": 16}, "llm": {"dp": 1}}}, id="split"),
     ],
 )
-def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
+def test_planned_orders_pass_the_checker_and_are_evaluated_as_they_run(
     world_size: int, vpp: int, changes: dict[str, Any]
 ) -> None:
     settings = recipe(**changes)
     layer_costs, _ = layer_costs_for(settings)
-    faster = 0
+    num_faster = 0
     for layout in layouts(settings, world_size, vpp)[::2]:
         graph, counts = layout_graph(layout, layer_costs), dict(layout.num_microbatches)
         coarse = evaluate_layout(layout, layer_costs, MACHINE, SchedulePlan(kind="coarse", num_microbatches=counts))
@@ -84,7 +84,7 @@ def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
         for max_ahead in (None, 2, 0):
             order = plan_encoder_order(graph, layer_costs, MACHINE, max_ahead=max_ahead)
             program = build_program(graph, kind="explicit", order=order)
-            found = evaluate_layout(
+            planned = evaluate_layout(
                 layout, layer_costs, MACHINE, SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
             )
             times = [
@@ -94,88 +94,90 @@ def test_planned_orders_pass_the_checker_and_are_judged_as_they_run(
                 for batch, loads in enumerate(layer_costs.loads(batch_split_of(graph)))
             ]
             if graph.num_groups == 1:
-                assert found.step_time_s == pytest.approx(sum(times) / len(times))
-            assert found.memory == layer_costs.memory(graph, peak_in_flight(program))
-            faster += found.step_time_s < coarse.step_time_s * 0.999
-            assert 0 <= (scheduling_efficiency(found, layer_costs, MACHINE) or 0) <= 1
-    assert faster, "bubbles were used"
+                assert planned.step_time_s == pytest.approx(sum(times) / len(times))
+            assert planned.memory == layer_costs.memory(graph, peak_in_flight(program))
+            num_faster += planned.step_time_s < coarse.step_time_s * 0.999
+            assert 0 <= (scheduling_efficiency(planned, layer_costs, MACHINE) or 0) <= 1
+    assert num_faster, "bubbles were used"
 
 
-@pytest.mark.parametrize("sliced", [False, True], ids=["whole tokens", "slices of tokens"])
+@pytest.mark.parametrize("with_sp", [False, True], ids=["without sp", "with sp"])
 @pytest.mark.parametrize("recompute", ["none", "all"])
-def test_pieces_of_layers_go_into_the_gaps_inside_the_llms(sliced: bool, recompute: str) -> None:
-    """Wider than the other tests' models, so that gaps are longer than an encoder's pieces."""
+def test_pieces_of_layers_fill_the_gaps_inside_the_llms_layers(with_sp: bool, recompute: str) -> None:
+    """The models are wider than in other tests, so that gaps are longer than an encoder's pieces."""
     wide = {**VISION, "hidden": 512, "ffn": 1024}
     settings = recipe(
         vision=wide, llm={"hidden": 2048, "heads": 16, "ffn": 4096}, parallel={"vision": {"recompute": recompute}}
     )
     machine = machine_for(settings, "h100-80g")
     layer_costs, _ = layer_costs_for(settings, "h100-80g")
-    layer_costs = replace(layer_costs, sp={unit: frozenset([2, 4] if sliced else []) for unit in ("vision", LLM)})
-    filled, faster = 0, 0
-    for layout in (one for one in layouts(settings, 4) if one.units[LLM].tp > 1):
-        sizes = [name for name, unit in layout.units.items() if sliced and unit.tp > 1]
-        graph = split_into_pieces(layout_graph(layout, layer_costs), layer_costs.shape, sizes)
+    layer_costs = replace(layer_costs, sp={unit: frozenset([2, 4] if with_sp else []) for unit in ("vision", LLM)})
+    num_fills, num_faster = 0, 0
+    for layout in (layout for layout in layouts(settings, 4) if layout.units[LLM].tp > 1):
+        sp_units = [name for name, unit in layout.units.items() if with_sp and unit.tp > 1]
+        graph = split_into_pieces(layout_graph(layout, layer_costs), layer_costs.shape, sp_units)
         order = plan_encoder_order(graph, layer_costs, machine)
         program = build_program(graph, kind="explicit", order=order)
         schedule = SchedulePlan(
             kind="explicit", num_microbatches=dict(layout.num_microbatches), order=order, pieces=True
         )
-        found = evaluate_layout(layout, layer_costs, machine, schedule)
-        assert found.graph == graph
-        assert found.memory == layer_costs.memory(graph, peak_in_flight(program))
-        filled += sum(isinstance(action, Fill) for action in program.actions[0])
+        in_pieces = evaluate_layout(layout, layer_costs, machine, schedule)
+        assert in_pieces.graph == graph
+        assert in_pieces.memory == layer_costs.memory(graph, peak_in_flight(program))
+        num_fills += sum(isinstance(action, Fill) for action in program.actions[0])
         by_layer = plan_encoder_order(layout_graph(layout, layer_costs), layer_costs, machine)
         plain = evaluate_layout(
             layout, layer_costs, machine, schedule.model_copy(update={"order": by_layer, "pieces": False})
         )
-        faster += found.step_time_s < plain.step_time_s * 0.99
-    if recompute == "none":  # a layer that is recomputed is one piece
-        assert filled
-        assert faster
+        num_faster += in_pieces.step_time_s < plain.step_time_s * 0.99
+    if recompute == "none":  # a recomputed layer is one piece
+        assert num_fills
+        assert num_faster
 
 
-def test_the_fastest_candidates_are_cut_into_pieces_where_that_is_faster() -> None:
+def test_the_fastest_candidates_are_scheduled_in_pieces_where_that_is_faster() -> None:
     wide = {"hidden": 2048, "heads": 16, "ffn": 4096}
     settings = recipe(vision={**VISION, "hidden": 512, "ffn": 1024}, llm=wide, parallel={"llm": {"tp": 4, "pp": 1}})
     machine = machine_for(settings, "h100-80g")
     layer_costs, choices = layer_costs_for(settings, "h100-80g")
-    found = search_colocated(layer_costs, choices, machine, 4).candidates
-    cut = [one for one in found if one.schedule.pieces]
-    assert 0 < len(cut) <= 2
-    for one in cut:
-        order = plan_encoder_order(layout_graph(one.layout, layer_costs), layer_costs, machine)
-        counts = dict(one.layout.num_microbatches)
+    candidates = search_colocated(layer_costs, choices, machine, 4).candidates
+    in_pieces = [candidate for candidate in candidates if candidate.schedule.pieces]
+    assert 0 < len(in_pieces) <= 2
+    for candidate in in_pieces:
+        order = plan_encoder_order(layout_graph(candidate.layout, layer_costs), layer_costs, machine)
+        counts = dict(candidate.layout.num_microbatches)
         by_layer = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
-        assert one.step_time_s < evaluate_layout(one.layout, layer_costs, machine, by_layer).step_time_s
-        build_program(one.graph, kind="explicit", order=one.schedule.order)
-        assert SchedulePlan.model_validate_json(one.schedule.model_dump_json()) == one.schedule
-    unhurried = search_colocated(layer_costs, choices, machine, 4, fastest=found[0].step_time_s / 100).candidates
-    assert not any(one.schedule.pieces for one in unhurried), "no work goes into what cannot win"
+        assert candidate.step_time_s < evaluate_layout(candidate.layout, layer_costs, machine, by_layer).step_time_s
+        build_program(candidate.graph, kind="explicit", order=candidate.schedule.order)
+        assert SchedulePlan.model_validate_json(candidate.schedule.model_dump_json()) == candidate.schedule
+    hopeless = search_colocated(layer_costs, choices, machine, 4, fastest=candidates[0].step_time_s / 100).candidates
+    assert not any(candidate.schedule.pieces for candidate in hopeless), (
+        "candidates that cannot win are not scheduled in pieces"
+    )
 
 
 def test_candidates_are_never_slower_than_their_coarse_order() -> None:
     layer_costs, choices = layer_costs_for(recipe(global_batch=16))
-    found = search_colocated(layer_costs, choices, MACHINE, 4)
-    assert {one.schedule.kind for one in found.candidates} >= {"explicit"}
-    for one in found.candidates:
-        coarse = SchedulePlan(kind="coarse", num_microbatches=dict(one.layout.num_microbatches))
-        assert one.step_time_s <= evaluate_layout(one.layout, layer_costs, MACHINE, coarse).step_time_s
+    results = search_colocated(layer_costs, choices, MACHINE, 4)
+    assert {candidate.schedule.kind for candidate in results.candidates} >= {"explicit"}
+    for candidate in results.candidates:
+        coarse = SchedulePlan(kind="coarse", num_microbatches=dict(candidate.layout.num_microbatches))
+        assert candidate.step_time_s <= evaluate_layout(candidate.layout, layer_costs, MACHINE, coarse).step_time_s
 
 
-def test_no_candidate_that_can_be_seen_to_be_slower_is_tried() -> None:
+def test_no_mesh_with_a_slower_lower_bound_is_simulated() -> None:
     layer_costs, choices = layer_costs_for(recipe())
-    everything = search_colocated(layer_costs, choices, MACHINE, 2)
-    best = min(one.step_time_s for one in everything.candidates)
+    all_results = search_colocated(layer_costs, choices, MACHINE, 2)
+    best = min(candidate.step_time_s for candidate in all_results.candidates)
     assert search_colocated(layer_costs, choices, MACHINE, 2, fastest=best / 10).candidates == ()
 
 
-def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
+def test_a_recipe_may_require_a_colocated_plan() -> None:
     settings = recipe(parallel={"placement": "colocated"})
     chosen = plan(settings, lengths(), world_size=4, hardware="cpu-core", recipe_sha256="f")
     assert chosen.placement == "colocated"
     assert chosen.predicted.scheduling_efficiency is not None
-    assert f"{chosen.predicted.scheduling_efficiency:.0%} of the encoders' work lies inside" in plan_table(chosen)
+    assert f"{chosen.predicted.scheduling_efficiency:.0%} of the encoders' work runs inside" in plan_table(chosen)
     assert {other.placement for other in chosen.alternatives} == {"colocated"}
     ends = [list(map(int, ranks.split("-"))) for ranks in chosen.predicted.peak_memory_gib]
     assert sorted(rank for end in ends for rank in range(end[0], end[-1] + 1)) == list(range(4)), "each rank once"
@@ -184,25 +186,25 @@ def test_a_recipe_may_ask_for_a_colocated_plan() -> None:
     )
 
 
-def test_orders_that_hold_too_much_give_way_to_ones_that_fit() -> None:
+def test_orders_that_hold_too_much_are_replaced_by_ones_that_fit() -> None:
     settings = recipe(global_batch=32, parallel={"placement": "colocated", "llm": {"pp": 2, "tp": 1}})
     layer_costs, choices = layer_costs_for(settings)
-    free = search_colocated(layer_costs, choices, MACHINE, 2)
+    unlimited = search_colocated(layer_costs, choices, MACHINE, 2)
     recomputed = set()
     for share in (0.8, 0.5, 0.4):
-        tight = replace(MACHINE, memory_bytes=share * min(one.peak_bytes for one in free.candidates))
-        found = search_colocated(layer_costs, choices, tight, 2)
-        assert found.candidates or found.rejected
-        for one in found.candidates:
-            assert one.peak_bytes <= tight.memory_bytes
-            assert one.memory == layer_costs.memory(
-                one.graph, peak_in_flight(build_program(one.graph, None, *order_of(one)))
+        tight = replace(MACHINE, memory_bytes=share * min(candidate.peak_bytes for candidate in unlimited.candidates))
+        results = search_colocated(layer_costs, choices, tight, 2)
+        assert results.candidates or results.rejected
+        for candidate in results.candidates:
+            assert candidate.peak_bytes <= tight.memory_bytes
+            assert candidate.memory == layer_costs.memory(
+                candidate.graph, peak_in_flight(build_program(candidate.graph, None, *order_of(candidate)))
             )
-            recomputed |= {name for name, unit in one.layout.units.items() for s in unit.stages if s.recompute}
+            recomputed |= {name for name, unit in candidate.layout.units.items() for s in unit.stages if s.recompute}
     assert "vision" in recomputed
-    nothing = search_colocated(layer_costs, choices, replace(MACHINE, memory_bytes=1e4), 2)
-    assert nothing.candidates == ()
-    assert all("does not fit" in loser.reason for loser in islice(nothing.rejected, 3))
+    none_fits = search_colocated(layer_costs, choices, replace(MACHINE, memory_bytes=1e4), 2)
+    assert none_fits.candidates == ()
+    assert all("does not fit" in loser.reason for loser in islice(none_fits.rejected, 3))
 
 
 @pytest.mark.parametrize(
@@ -212,6 +214,6 @@ def test_orders_that_hold_too_much_give_way_to_ones_that_fit() -> None:
         ({"parallel": {"placement": "colocated"}, "cluster": {"memory_gib": 0.001}}, "no plan fits"),
     ],
 )
-def test_a_colocated_plan_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_an_impossible_colocated_plan_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan(recipe(**changes), lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f")

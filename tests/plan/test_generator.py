@@ -1,4 +1,4 @@
-"""An image generator after the LLM, from lengths that are stated to a plan that is checked and simulated."""
+"""An image generator after the LLM: from stated lengths to a checked and simulated plan."""
 
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ DIT: dict[str, Any] = {
 
 
 @pytest.fixture
-def drawing(tmp_path: Path) -> Recipe:
-    """A recipe whose samples ask for some pictures."""
+def unet_recipe(tmp_path: Path) -> Recipe:
+    """A recipe with some images to generate, by a U-Net."""
     file = tmp_path / "lengths.csv"
     file.write_text("count,text,vision,generator\n40,60,16,64\n20,100,36,\n20,30,,2x64\n", encoding="utf-8")
     plain = recipe().model_dump()
@@ -38,9 +38,9 @@ def drawing(tmp_path: Path) -> Recipe:
 
 
 @pytest.fixture
-def painting(drawing: Recipe) -> Recipe:
-    """The same with a diffusion transformer."""
-    plain = drawing.model_dump()
+def dit_recipe(unet_recipe: Recipe) -> Recipe:
+    """The same recipe with a diffusion transformer."""
+    plain = unet_recipe.model_dump()
     plain["model"]["generator"] = DIT
     return Recipe.model_validate(plain)
 
@@ -53,83 +53,88 @@ def planned(settings: Recipe, world_size: int, **parallel: Any) -> Plan:
 
 
 @pytest.mark.parametrize("placement", ["unified", "disaggregated"])
-def test_a_generator_is_placed_and_its_program_checked(drawing: Recipe, placement: str) -> None:
-    chosen = planned(drawing, 4, placement=placement)
+def test_a_generator_is_placed_and_its_program_checked(unet_recipe: Recipe, placement: str) -> None:
+    chosen = planned(unet_recipe, 4, placement=placement)
     assert chosen.placement == placement
     unit = chosen.units["generator"]
     assert (unit.tp, unit.pp, len(unit.stages)) == (1, 1, 1)
-    graph = stage_graph(chosen, build_model_shape(drawing))
+    graph = stage_graph(chosen, build_model_shape(unet_recipe))
     assert any((e.src.unit, e.dst.unit) == ("llm", "generator") for e in graph.edges)
     build_program(graph)
     assert 0 < chosen.predicted.mfu < 1
 
 
-def test_every_step_waits_for_the_pictures(drawing: Recipe) -> None:
-    """Ten times the layers, and the LLM's backward waits for all of them."""
-    model = drawing.model
+def test_every_step_waits_for_the_generator(unet_recipe: Recipe) -> None:
+    """With ten times its layers a step takes longer, since the LLM's backward waits for them."""
+    model = unet_recipe.model
     assert model.generator is not None
     larger = model.generator.model_copy(update={"layers": 10})
-    slower = drawing.model_copy(update={"model": model.model_copy(update={"generator": larger})})
-    assert planned(slower, 3).predicted.step_time_s > planned(drawing, 3).predicted.step_time_s
+    slower = unet_recipe.model_copy(update={"model": model.model_copy(update={"generator": larger})})
+    assert planned(slower, 3).predicted.step_time_s > planned(unet_recipe, 3).predicted.step_time_s
 
 
-def test_a_u_net_is_not_cut(drawing: Recipe) -> None:
+def test_a_u_net_is_not_divided(unet_recipe: Recipe) -> None:
     for size in ("tp", "pp"):
         with pytest.raises(PlanError, match=f"parallel.generator.{size}: 2 .*; allowed: 1$"):
-            planned(drawing, 4, generator=drawing.parallel.generator.model_copy(update={size: 2}))
+            planned(unet_recipe, 4, generator=unet_recipe.parallel.generator.model_copy(update={size: 2}))
 
 
 @pytest.mark.parametrize("placement", ["unified", "disaggregated"])
 @pytest.mark.parametrize("size", [{"pp": 2}, {"tp": 2}])
-def test_a_transformer_is_cut_and_split_as_other_units(painting: Recipe, placement: str, size: dict[str, int]) -> None:
-    fixed = painting.parallel.generator.model_copy(update=size)
-    chosen = planned(painting, 4, placement=placement, generator=fixed)
+def test_a_transformer_is_divided_by_pp_and_tp_like_other_units(
+    dit_recipe: Recipe, placement: str, size: dict[str, int]
+) -> None:
+    fixed = dit_recipe.parallel.generator.model_copy(update=size)
+    chosen = planned(dit_recipe, 4, placement=placement, generator=fixed)
     unit = chosen.units["generator"]
     assert {key: getattr(unit, key) for key in size} == size
     assert len(unit.stages) == unit.pp
     assert not unit.sp
     if placement == "unified":
         assert len({u.tp for u in chosen.units.values()}) == 1
-    build_program(stage_graph(chosen, build_model_shape(painting)))
+    build_program(stage_graph(chosen, build_model_shape(dit_recipe)))
 
 
-def test_stages_of_a_transformer_take_a_share_of_its_memory(painting: Recipe) -> None:
-    """Frozen around it, so that its layers alone decide."""
+def test_stages_of_a_transformer_hold_a_share_of_its_memory(dit_recipe: Recipe) -> None:
     peaks = []
     for pp in (1, 4):
-        own = painting.parallel.generator.model_copy(update={"tp": 1, "dp": 1, "pp": pp})
-        model = painting.model.model_copy(update={"generator": GeneratorSettings(**{**DIT, "layers": 24})})
-        alone = painting.model_copy(update={"model": model})
+        parallel = dit_recipe.parallel.generator.model_copy(update={"tp": 1, "dp": 1, "pp": pp})
+        model = dit_recipe.model.model_copy(update={"generator": GeneratorSettings(**{**DIT, "layers": 24})})
+        deeper = dit_recipe.model_copy(update={"model": model})
         peaks.append(
-            max(planned(alone, 2 + pp, placement="disaggregated", generator=own).predicted.peak_memory_gib.values())
+            max(
+                planned(
+                    deeper, 2 + pp, placement="disaggregated", generator=parallel
+                ).predicted.peak_memory_gib.values()
+            )
         )
     assert peaks[1] < 0.6 * peaks[0]
 
 
-def test_only_units_with_modules_are_measured(drawing: Recipe) -> None:
-    assert set(sizes_to_measure(drawing, 2)) == {"vision", "llm"}
+def test_only_units_with_modules_are_measured(unet_recipe: Recipe) -> None:
+    assert set(sizes_to_measure(unet_recipe, 2)) == {"vision", "llm"}
 
 
-def test_what_clashes_with_a_generator_is_said(drawing: Recipe) -> None:
-    """A U-Net is whole, and `unified` has one tp; no encoder's idle time is left to try."""
-    llm = drawing.parallel.llm.model_copy(update={"tp": 2})
+def test_settings_that_contradict_a_generator_are_named(unet_recipe: Recipe) -> None:
+    """A U-Net has tp 1, and all units of `unified` share one tp."""
+    llm = unet_recipe.parallel.llm.model_copy(update={"tp": 2})
     with pytest.raises(PlanError, match=r"unified: parallel\.llm\.tp 2 cannot be met: .*generator\.tp \(1\).*common"):
-        planned(drawing, 2, llm=llm)
+        planned(unet_recipe, 2, llm=llm)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_u_net_is_whole_in_an_interleaved_line(drawing: Recipe, world_size: int) -> None:
-    """One part holds all of it, in the last round; without chunks the same ranks are no faster."""
+def test_a_u_net_is_in_one_chunk_of_an_interleaved_pipeline(unet_recipe: Recipe, world_size: int) -> None:
+    """One chunk holds all of it; left free, the plan is as fast as the better of one and two chunks."""
     steps = {}
     for vpp in (1, 2):
-        llm = drawing.parallel.llm.model_copy(update={"tp": 1, "dp": 1, "vpp": vpp})
-        chosen = planned(drawing, world_size, placement="unified", llm=llm)
+        llm = unet_recipe.parallel.llm.model_copy(update={"tp": 1, "dp": 1, "vpp": vpp})
+        chosen = planned(unet_recipe, world_size, placement="unified", llm=llm)
         assert max(unit.vpp for unit in chosen.units.values()) == vpp
         assert [s.layers for s in chosen.units["generator"].stages] == [
-            (0, len(build_model_shape(drawing).unit("generator").layers))
+            (0, len(build_model_shape(unet_recipe).unit("generator").layers))
         ]
-        build_program(stage_graph(chosen, build_model_shape(drawing)))
+        build_program(stage_graph(chosen, build_model_shape(unet_recipe)))
         steps[vpp] = chosen.predicted.step_time_s
-    llm = drawing.parallel.llm.model_copy(update={"tp": 1, "dp": 1})
-    free = planned(drawing, world_size, placement="unified", llm=llm).predicted.step_time_s
+    llm = unet_recipe.parallel.llm.model_copy(update={"tp": 1, "dp": 1})
+    free = planned(unet_recipe, world_size, placement="unified", llm=llm).predicted.step_time_s
     assert free <= min(steps.values()) * 1.001

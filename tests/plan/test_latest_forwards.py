@@ -1,4 +1,4 @@
-"""The LLM's forwards put off as far as its backwards let them."""
+"""The LLM's forwards are delayed as far as its backwards allow."""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -15,15 +15,15 @@ from tests.program.timings import Seconds
 MESSAGE_S = 0.25
 
 
-class Sent(Seconds):
+class WithMessages(Seconds):
     def message(self, sender: int, action: Send) -> TransferCost:
         return TransferCost(MESSAGE_S, 1)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.booleans())
-def test_forwards_are_late_and_the_step_is_no_longer(pp: int, vpp: int, n: int, trains: bool) -> None:
+def test_forwards_are_delayed_and_the_step_is_no_longer(pp: int, vpp: int, n: int, trains: bool) -> None:
     graph = chain(Unit("llm", pp, num_stages=pp * vpp, trainable=(trains,) * pp * vpp), n=n)
-    timing = Sent(llm=1.0)
+    timing = WithMessages(llm=1.0)
     alone = simulate(build_program(graph), timing)
     spans = [s for s in alone.spans if isinstance(s.action, Forward | Backward)]
     late = delay_forwards(graph, spans)
@@ -31,13 +31,13 @@ def test_forwards_are_late_and_the_step_is_no_longer(pp: int, vpp: int, n: int, 
     on_rank = defaultdict(list)
     for span in spans:
         on_rank[span.rank].append((late[span.action], span.duration_s, span.action))
-        moved = late[span.action] - span.start_s
-        assert moved == 0 if isinstance(span.action, Backward) else moved >= -1e-9
+        delay = late[span.action] - span.start_s
+        assert delay == 0 if isinstance(span.action, Backward) else delay >= -1e-9
         if isinstance(span.action, Forward):
             for edge in graph.outputs(span.action.stage):
                 reader = late[Forward(edge.dst, span.action.mb)]
-                away = graph.stage(edge.dst).tp_groups != graph.stage(edge.src).tp_groups
-                assert reader >= late[span.action] + span.duration_s + (MESSAGE_S if away else 0) - 1e-9
+                on_other_rank = graph.stage(edge.dst).tp_groups != graph.stage(edge.src).tp_groups
+                assert reader >= late[span.action] + span.duration_s + (MESSAGE_S if on_other_rank else 0) - 1e-9
     for works in on_rank.values():
         assert all(
             a + seconds <= b + 1e-9 for (a, seconds, _), (b, _, _) in pairwise(sorted(works, key=lambda w: w[0]))
@@ -50,8 +50,8 @@ def test_forwards_are_late_and_the_step_is_no_longer(pp: int, vpp: int, n: int, 
     assert again.step_time_s == pytest.approx(alone.step_time_s), "a shorter warm-up is as fast"
 
 
-def test_a_warm_up_is_shortened_where_the_step_is_no_longer() -> None:
-    """Interleaved 1F1B starts more forwards than it must; some are put off past a backward."""
+def test_the_warm_up_is_shortened_where_the_step_is_no_longer() -> None:
+    """Interleaved 1F1B starts more forwards than it needs; some are delayed past a backward."""
     graph = chain(Unit("llm", 2, num_stages=4), n=4)
     spans = [
         s for s in simulate(build_program(graph), Seconds(llm=1.0)).spans if isinstance(s.action, Forward | Backward)

@@ -1,4 +1,4 @@
-"""A unit after the LLM, as the planner's artefacts see it: costed, bounded, checked and simulated like the others."""
+"""A unit after the LLM is costed, bounded, checked and simulated like the others."""
 
 from dataclasses import replace
 
@@ -19,8 +19,8 @@ from mmtrain.program.ir.graph import StageId
 from tests.plan.factory import layer_costs_for, recipe
 
 
-def drawing(model: ModelShape, freeze: tuple[str, ...] = ()) -> ModelShape:
-    """The model with a generator behind it that looks like its encoder; the units named in `freeze` do not train."""
+def with_generator(model: ModelShape, freeze: tuple[str, ...] = ()) -> ModelShape:
+    """The model with a generator that has the encoder's layers; the units named in `freeze` do not train."""
     units = (*model.units, replace(model.unit("vision"), name="generator"))
     edge = ModelEdge("llm", "generator", layer=0, width=model.unit("llm").layers[0].out)
     return ModelShape(tuple(_frozen(u) if u.name in freeze else u for u in units), (*model.edges, edge))
@@ -30,21 +30,21 @@ def _frozen(unit: UnitShape) -> UnitShape:
     return replace(unit, layers=tuple(replace(layer, trainable=False) for layer in unit.layers))
 
 
-def with_goals(lengths: SampleLengths) -> SampleLengths:
-    """Every other sample also asks for a picture of four patches."""
+def with_images_to_generate(lengths: SampleLengths) -> SampleLengths:
+    """Every other sample also has an image of four patches to generate."""
     first = np.arange(len(lengths) + 1, dtype=np.int64) // 2
-    two = np.full(first[-1], 2, dtype=np.int64)
-    return replace(lengths, items={**lengths.items, "generator": ItemLengths(first, two, two, 2 * two, two // 2)})
+    twos = np.full(first[-1], 2, dtype=np.int64)
+    return replace(lengths, items={**lengths.items, "generator": ItemLengths(first, twos, twos, 2 * twos, twos // 2)})
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 8, 16])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_unit_after_the_llm_is_rated_and_judged_like_any_other(pp: int, num_microbatches: int) -> None:
+def test_a_unit_after_the_llm_is_estimated_and_simulated_like_any_other(pp: int, num_microbatches: int) -> None:
     layer_costs, choices = layer_costs_for(recipe())
     layer_costs = replace(
         layer_costs,
-        shape=drawing(layer_costs.shape),
-        batches=SampledBatches(with_goals(layer_costs.batches.lengths), layer_costs.batches.groups),
+        shape=with_generator(layer_costs.shape),
+        batches=SampledBatches(with_images_to_generate(layer_costs.batches.lengths), layer_costs.batches.groups),
         recompute={**layer_costs.recompute, "generator": "none"},
         encoder_microbatches={"generator": num_microbatches},
     )
@@ -57,23 +57,23 @@ def test_a_unit_after_the_llm_is_rated_and_judged_like_any_other(pp: int, num_mi
     build_program(graph)
     assignment = MeshAssignment("disaggregated", sizes, counts)
     chains = layer_chains(assignment, layer_costs, choices)
-    rated = StepTimeEstimator(layer_costs, machine, None).estimate(
+    estimate_s = StepTimeEstimator(layer_costs, machine, None).estimate(
         assignment, chains, [tuple(cuts.values())], [None] * 3
     )[0]
-    judged = evaluate_layout(layout, layer_costs, machine)
+    candidate = evaluate_layout(layout, layer_costs, machine)
     slack = 1 + 1e-9
-    assert 0 < max(map(chain_time_lower_bound, chains)) <= rated * slack
-    assert rated <= judged.step_time_s * slack
-    assert set(judged.memory) == set(range(3 + pp))
+    assert 0 < max(map(chain_time_lower_bound, chains)) <= estimate_s * slack
+    assert estimate_s <= candidate.step_time_s * slack
+    assert set(candidate.memory) == set(range(3 + pp))
     loads = layer_costs.loads(assignment.batch_split)[0]
     assert sum(rows for mb, rows in loads.rows_out.items() if mb.unit == "llm") > 0
 
 
-def test_gradients_pass_a_frozen_llm_where_an_encoder_trains() -> None:
+def test_gradients_pass_through_a_frozen_llm_where_an_encoder_trains() -> None:
     model = build_model_shape(recipe())
-    assert all(input_grad_needed(drawing(model, ("llm",)))["generator"])
-    assert not input_grad_needed(drawing(model, ("vision", "llm", "generator")))["generator"][-1]
-    graph = layout_graph(_layout(), replace(layer_costs_for(recipe())[0], shape=drawing(model, ("llm",))))
+    assert all(input_grad_needed(with_generator(model, ("llm",)))["generator"])
+    assert not input_grad_needed(with_generator(model, ("vision", "llm", "generator")))["generator"][-1]
+    graph = layout_graph(_layout(), replace(layer_costs_for(recipe())[0], shape=with_generator(model, ("llm",))))
     assert graph.needs_backward(StageId("generator", 0))
 
 

@@ -1,4 +1,4 @@
-"""Planning for two encoders, or for an audio encoder alone: every placement, sizes fixed for a unit in the middle."""
+"""Plans for two encoders, or an audio encoder alone: every placement, and a mesh fixed for the middle unit."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def speech(vision: dict[str, Any] | None = VISION, parallel: dict[str, Any] | No
 
 
 def heard(settings: Recipe) -> SampleLengths:
-    """The factory's samples, every third with a clip as well."""
+    """The factory's samples, every third of them with an audio clip."""
     samples = lengths()
     frames = 4 * np.random.default_rng(1).integers(5, 60, len(samples) // 3)
     first = (np.arange(len(samples) + 1, dtype=np.int64) + 2) // 3
@@ -48,14 +48,14 @@ def test_every_placement_is_planned(vision: dict[str, Any] | None, world_size: i
     units = {"audio", "llm"} | ({"vision"} if vision else set())
     assert set(chosen.units) == units
     assert {r for u in chosen.units.values() for r in u.ranks} == set(range(world_size))
-    seen = {chosen.placement, *(a.placement for a in chosen.alternatives if a.runnable)}
-    apart = {"disaggregated"} if world_size >= len(units) else set()
-    assert seen == {"unified"} | apart | ({"colocated"} if world_size > 1 else set())
+    placements = {chosen.placement, *(a.placement for a in chosen.alternatives if a.runnable)}
+    with_separate_ranks = {"disaggregated"} if world_size >= len(units) else set()
+    assert placements == {"unified"} | with_separate_ranks | ({"colocated"} if world_size > 1 else set())
     build_program(stage_graph(chosen, build_model_shape(settings)))
 
 
 @pytest.mark.parametrize("audio_pp", [1, 2, 3])
-def test_a_fixed_size_binds_a_unit_in_the_middle_of_a_pipeline(audio_pp: int) -> None:
+def test_a_fixed_pp_holds_for_the_middle_unit_of_a_pipeline(audio_pp: int) -> None:
     chosen = planned(speech(parallel={"placement": "unified", "audio": {"pp": audio_pp}}), 3)
     pipelines = [u.pp for u in (chosen.units[name] for name in ("vision", "audio", "llm"))]
     tp, dp = chosen.units["llm"].tp, chosen.units["llm"].dp
@@ -63,7 +63,7 @@ def test_a_fixed_size_binds_a_unit_in_the_middle_of_a_pipeline(audio_pp: int) ->
     assert all(pp >= 1 for pp in pipelines)
 
 
-def test_sizes_of_a_unit_that_is_not_there_are_refused() -> None:
+def test_mesh_sizes_of_a_missing_unit_are_rejected() -> None:
     settings = recipe(parallel={"audio": {"tp": 2}})
     with pytest.raises(PlanError, match=r"parallel\.audio\.tp is set, but model\.audio is not: remove it"):
         plan(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
