@@ -164,10 +164,10 @@ def test_a_hang_is_explained_by_every_rank(data: Path, tmp_path: Path) -> None:
     code, message = launch(request, FailAt(0, 2, "hang", action=Forward))
     assert code == 1
     lead, *secondary = message.splitlines()
-    assert lead.startswith("rank 0, step 3, in `F vision.0 vision:0.0`: did not come back")
+    assert lead.startswith("rank 0, step 3, in `F vision.0 vision:0.0`: made no progress")
     [other] = secondary
     assert "secondary: rank 1, step 3, in `F llm.0 llm:0.0`" in other
-    assert "`SA vision.0>llm.0 vision:0.0 llm:0.0 @1` on rank 0, which never happened" in other
+    assert "`SA vision.0>llm.0 vision:0.0 llm:0.0 @1` on rank 0, which never ran" in other
     assert "in before" in stacks_path(tmp_path, 0).read_text(), "where the test placed the hang"
     assert "in _wait" in stacks_path(tmp_path, 1).read_text()
     reports = [(tmp_path / FAILURES_FOLDER / f"rank-{rank}.json").stat().st_mtime for rank in (0, 1)]

@@ -73,7 +73,7 @@ def test_a_slow_rank_is_named_in_the_metrics_and_in_the_report_of_a_failure(data
     named = [text for text in metrics[-1]["slow_ranks"] if text.startswith("rank 1 takes")]
     assert "the time of its peers for F vision.0" in named[0]
     lead, *rest = message.splitlines()
-    assert lead.startswith(f"rank 0, step {STRAGGLER_WINDOW_STEPS + 1}, in `F vision.0 vision:0.0`: did not come back")
+    assert lead.startswith(f"rank 0, step {STRAGGLER_WINDOW_STEPS + 1}, in `F vision.0 vision:0.0`: made no progress")
     assert rest[-1].startswith("  before that: ")
     assert named[0] in rest[-1]
 

@@ -36,7 +36,7 @@ def test_a_report_names_the_action_of_the_peer_that_is_missing() -> None:
     assert (failure.peer, failure.missing, failure.stuck_s) == (2, "SA llm.0>llm.1 llm:0.3 llm:0.3 @5", 5.0)
     assert failure.to_text() == (
         "rank 5, step 7, in `F llm.1 llm:0.3`: waited 5 s for `SA llm.0>llm.1 llm:0.3 llm:0.3 @5` on rank 2, "
-        "which never happened"
+        "which never ran"
     )
     activity.wait(Send(EDGE, MB, MB, peer=2, payload="gradient"))
     assert describe_failure(5, activity, "hang").missing == "RG llm.0>llm.1 llm:0.3 llm:0.3 @5"
@@ -44,20 +44,20 @@ def test_a_report_names_the_action_of_the_peer_that_is_missing() -> None:
     assert describe_failure(5, activity, "hang").missing is None
     for doing in (Step(), SAVING):
         activity.start(doing)
-        assert describe_failure(5, activity, "hang").together
+        assert describe_failure(5, activity, "hang").is_collective
 
 
 def test_the_cause_leads_and_the_others_are_secondary() -> None:
     error = Failure(2, "error", 7, "B llm.0 llm:0.1", 0.0, error="ValueError: x")
-    lost = Failure(0, "lost peer", 7, "STEP", 0.0, together=True, error="RuntimeError: Connection closed by peer")
+    lost = Failure(0, "lost peer", 7, "STEP", 0.0, is_collective=True, error="RuntimeError: Connection closed by peer")
     assert explain_failures([lost, error], 3).splitlines() == [
         "rank 2, step 7, in `B llm.0 llm:0.1`: ValueError: x",
         "  secondary: rank 0, step 7, in `STEP`: RuntimeError: Connection closed by peer",
     ]
     waiting = replace(HANG, rank=1, stuck_s=601.0, peer=0, missing="SA llm.0>llm.1 llm:0.1 llm:0.1 @1")
-    together = replace(HANG, rank=2, stuck_s=602.0, doing="STEP", together=True)
+    together = replace(HANG, rank=2, stuck_s=602.0, doing="STEP", is_collective=True)
     assert explain_failures([together, waiting, HANG], 3).startswith(
-        "rank 0, step 7, in `F llm.0 llm:0.1`: did not come back"
+        "rank 0, step 7, in `F llm.0 llm:0.1`: made no progress"
     )
     assert explain_failures([together, waiting], 3).startswith("rank 0 left no report")
     longest = replace(together, rank=0, stuck_s=603.0)

@@ -43,7 +43,7 @@ def record(stage: StageId, replica: int, index: int, seconds: float) -> StepReco
 
 def table(slow: StragglerDetector, paces: list[tuple[StageId, int, int, float]]) -> np.ndarray:
     """One row a rank: its stage, replica, predicted seconds and how many times as long it took."""
-    return np.array([slow.rank_figures(r, record(s, d, n, n * x), Seconds()) for r, (s, d, n, x) in enumerate(paces)])  # type: ignore[arg-type]
+    return np.array([slow.rank_values(r, record(s, d, n, n * x), Seconds()) for r, (s, d, n, x) in enumerate(paces)])  # type: ignore[arg-type]
 
 
 def test_a_rank_is_slow_by_the_pace_of_its_peers_not_by_its_load() -> None:
@@ -99,13 +99,11 @@ def test_stages_that_do_the_same_are_peers_and_a_rank_with_several_is_named_once
     graph = chain(Unit("llm", pp=2, num_stages=6))
     ends = {0: "first", 5: "last"}
     slow = StragglerDetector(graph, lambda stage: ends.get(stage.id.index, "middle"))
-    assert slow.num_figures == 8, "two stages on each rank are compared"
+    assert slow.num_values == 8, "two stages on each rank are compared"
 
     def row(rank: int, pace: float) -> list[float]:
         records = [record(StageId("llm", k), 0, 1, 90.0 if k in ends else pace) for k in (rank, rank + 2, rank + 4)]
-        return slow.rank_figures(
-            rank, StepRecord(0.0, 9.0, tuple(d for r in records for d in r.actions), ()), Seconds()
-        )
+        return slow.rank_values(rank, StepRecord(0.0, 9.0, tuple(d for r in records for d in r.actions), ()), Seconds())
 
     found = [slow.detect(np.array([row(0, 2.0), row(1, 1.0)]), 9.0)[0] for _ in range(STRAGGLER_WINDOW_STEPS)]
     assert [s.to_text() for s in found[-1]] == [

@@ -37,7 +37,7 @@ def test_all_ranks_report_when_one_has_found_that_nothing_moves(tmp_path: Path) 
     assert {f.rank for f in read_failures(tmp_path)} == {0, 1}
     for rank in (0, 1):
         assert "test_all_ranks_report" in stacks_path(tmp_path, rank).read_text()
-    assert ends[0].report.startswith("rank 0, in `loading data`: did not come back for 1 s\n  secondary: rank 1")
+    assert ends[0].report.startswith("rank 0, in `loading data`: made no progress for 1 s\n  secondary: rank 1")
     assert ends[1].report == "", "one rank speaks for all"
     assert read_run_state(tmp_path)["error"] == ends[0].report
 

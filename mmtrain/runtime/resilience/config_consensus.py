@@ -1,9 +1,12 @@
-"""All ranks must run the same thing: they compare notes before anything expensive starts."""
+"""Check that all ranks were started with the same settings, before anything expensive starts."""
 
 from collections.abc import Mapping
+from typing import cast
 
 from mmtrain.errors import LaunchError
 from mmtrain.runtime.world import World
+
+MAX_SHOWN_DIFFERENCES = 5  # in a message
 
 
 def require_consensus(world: World, facts: Mapping[str, object]) -> None:
@@ -14,15 +17,17 @@ def require_consensus(world: World, facts: Mapping[str, object]) -> None:
         facts: nested mappings and lists of plain values (a recipe, versions, a fingerprint of the data); the
             message names the first differing entries by their dotted path.
     """
-    everyone = world.all_gather(flatten(facts))
-    first = everyone[0]
-    assert isinstance(first, dict)
-    for rank, theirs in enumerate(everyone[1:], start=1):
-        assert isinstance(theirs, dict)
-        different = [key for key in sorted(first.keys() | theirs.keys()) if first.get(key) != theirs.get(key)]
+    first, *others = cast(list[dict[str, object]], world.all_gather(flatten(facts)))
+    for rank, other in enumerate(others, start=1):
+        keys = sorted(first.keys() | other.keys())
+        different = [key for key in keys if first.get(key) != other.get(key)]
         if different:
-            shown = [f"{k}: {first.get(k)!r} on rank 0, {theirs.get(k)!r} on rank {rank}" for k in different[:5]]
-            more = f" (and {len(different) - 5} more)" if len(different) > 5 else ""
+            shown = [
+                f"{key}: {first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}"
+                for key in different[:MAX_SHOWN_DIFFERENCES]
+            ]
+            num_more = len(different) - len(shown)
+            more = f" (and {num_more} more)" if num_more else ""
             raise LaunchError(
                 f"ranks were started with different settings. {'; '.join(shown)}{more}. "
                 "Start all ranks with the same recipe, plan and data"
@@ -32,9 +37,9 @@ def require_consensus(world: World, facts: Mapping[str, object]) -> None:
 def flatten(value: object, path: str = "") -> dict[str, object]:
     """Turn nested mappings and sequences into one mapping from dotted path to plain value."""
     if isinstance(value, Mapping):
-        parts = [(str(k), v) for k, v in value.items()]
+        parts = [(str(key), part) for key, part in value.items()]
     elif isinstance(value, list | tuple):
-        parts = [(str(i), v) for i, v in enumerate(value)]
+        parts = [(str(i), part) for i, part in enumerate(value)]
     else:
         return {path: value}
     flat: dict[str, object] = {}

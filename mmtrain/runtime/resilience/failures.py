@@ -1,7 +1,7 @@
-"""Why a run failed: each rank leaves a report in `failures/`, and together they name the rank where it began.
+"""Explain why a run failed: each rank writes a report into `failures/`; together they name the rank that failed first.
 
-When one rank fails the others lose their connection to it, or wait for it in vain; what a user sees first in the
-output is often one of those. Reports are files because the ranks can no longer talk, and torchrun hides exit codes.
+When one rank fails the others lose their connection to it, or wait for it in vain, and often it is one of those that a
+user sees first. Reports are files because the ranks can no longer communicate, and torchrun hides exit codes.
 """
 
 import contextlib
@@ -22,62 +22,67 @@ from mmtrain.runtime.run_state import read_run_state, write_run_state
 
 FAILURES_FOLDER = "failures"
 FailureKind = Literal["error", "lost peer", "hang"]
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket closed")
+_LOST_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket closed",
+)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank was doing when it failed, or when nothing moved any more."""
+    """What one rank was doing when it failed, or when the run hung."""
 
     rank: int
     kind: FailureKind
     step: int | None
     doing: str  # action in the program's text form, or a phase
-    stuck_s: float  # since anything began on this rank
-    together: bool = False  # what it does ends only when other ranks do it too
+    stuck_s: float  # since its last progress
+    is_collective: bool = False  # what it does ends only when other ranks do it too
     peer: int | None = None  # the rank it waits for
     missing: str | None = None  # the action of `peer` that it waits for
     error: str | None = None
-    slow: str | None = None  # ranks that were slow before
+    stragglers: str | None = None  # ranks that were slow before
 
     def to_text(self) -> str:
-        """One line for people."""
+        """Return one line for the user."""
         where = f"rank {self.rank}" + (f", step {self.step}" if self.step is not None else "") + f", in `{self.doing}`"
         if self.kind != "hang":
             return f"{where}: {self.error}"
         if self.missing:
-            return (
-                f"{where}: waited {self.stuck_s:.0f} s for `{self.missing}` on rank {self.peer}, which never happened"
-            )
-        if self.together:
+            return f"{where}: waited {self.stuck_s:.0f} s for `{self.missing}` on rank {self.peer}, which never ran"
+        if self.is_collective:
             return f"{where}: waited {self.stuck_s:.0f} s for other ranks to take part"
-        return f"{where}: did not come back for {self.stuck_s:.0f} s"
+        return f"{where}: made no progress for {self.stuck_s:.0f} s"
 
 
 def describe_failure(rank: int, activity: Activity, kind: FailureKind, error: str | None = None) -> Failure:
     """Describe what this rank is doing now."""
-    waiting, peer, missing = activity.waiting, None, None
-    if waiting is not None:
-        # The other end of the message: what we receive the peer sends, and the other way round.
-        other = Send if isinstance(waiting, Recv) else Recv
-        peer = waiting.peer
-        missing = action_to_text(other(waiting.edge, waiting.src, waiting.dst, rank, waiting.payload))
+    message = activity.waiting
+    peer: int | None = None
+    missing: str | None = None
+    if message is not None:
+        peer = message.peer
+        opposite = Send if isinstance(message, Recv) else Recv  # what we receive the peer sends, and vice versa
+        missing = action_to_text(opposite(message.edge, message.src, message.dst, rank, message.payload))
     return Failure(
-        rank,
-        kind,
-        activity.step,
-        activity.text(),
-        activity.stuck_s(),
-        activity.is_collective,
-        peer,
-        missing,
-        error,
-        activity.stragglers,
+        rank=rank,
+        kind=kind,
+        step=activity.step,
+        doing=activity.text(),
+        stuck_s=activity.stuck_s(),
+        is_collective=activity.is_collective,
+        peer=peer,
+        missing=missing,
+        error=error,
+        stragglers=activity.stragglers,
     )
 
 
 def write_failure(run_dir: Path, failure: Failure) -> None:
-    """Leave this rank's report where the others find it."""
+    """Write this rank's report where the others find it."""
     path = _path(run_dir, failure.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
@@ -86,38 +91,38 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
-    """All reports so far, in the order in which they were made."""
+    """Return all reports so far, in the order in which they were written."""
     paths = sorted((run_dir / FAILURES_FOLDER).glob("rank-*.json"), key=lambda path: path.stat().st_mtime_ns)
     return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def clear_failures(run_dir: Path) -> None:
-    """Forget the reports of an earlier attempt."""
+    """Remove the reports of an earlier attempt."""
     shutil.rmtree(run_dir / FAILURES_FOLDER, ignore_errors=True)
 
 
 def explain_failures(failures: Sequence[Failure], world_size: int) -> str:
-    """Say where it began, and then what followed on other ranks.
+    """Name the failure that caused the others, then what followed on other ranks.
 
-    An error of its own comes before a lost connection. Where all hang, it is the rank that left no report (it is
-    dead, or stopped by the system); else one that waits for nobody; of several the one stuck for longest.
+    An error comes before a lost connection. In a run that hangs the cause is a rank without a report (it is dead, or
+    stopped by the system); else a rank that waits for no other; of several the one stuck for longest.
     """
     errors = [f for f in failures if f.kind == "error"]
-    silent = sorted(set(range(world_size)) - {f.rank for f in failures})
+    silent_ranks = sorted(set(range(world_size)) - {f.rank for f in failures})
     if errors:
-        first = errors[0]
-    elif silent and any(f.kind == "hang" for f in failures):
-        lead = f"rank {silent[0]} left no report: it is dead, or stopped by the system"
-        return _joined(lead, None, failures)
+        cause = errors[0]
+    elif silent_ranks and any(f.kind == "hang" for f in failures):
+        lead = f"rank {silent_ranks[0]} left no report: it is dead, or stopped by the system"
+        return _explanation(lead, None, failures)
     else:
-        busy = [f for f in failures if f.kind == "hang" and f.missing is None and not f.together]
-        first = max(busy or failures, key=lambda f: f.stuck_s)
-    return _joined(first.to_text(), first, failures)
+        waits_for_none = [f for f in failures if f.kind == "hang" and f.missing is None and not f.is_collective]
+        cause = max(waits_for_none or failures, key=lambda f: f.stuck_s)
+    return _explanation(cause.to_text(), cause, failures)
 
 
 @contextlib.contextmanager
 def report_failures(run_dir: Path, rank: int, activity: Activity) -> Iterator[None]:
-    """Leave a report, and the run's state, when what is inside fails on this rank."""
+    """Write a report, and the run's state, when the body of `with` fails on this rank."""
     try:
         yield
     except StoppedAndSaved:
@@ -135,23 +140,24 @@ def report_failures(run_dir: Path, rank: int, activity: Activity) -> Iterator[No
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether the error says no more than that another rank is gone."""
+    """Return whether the error says no more than that another rank is gone."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER_TEXTS)
 
 
 def stacks_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank's stacks go."""
+    """Return the file of a rank's stacks."""
     return _path(run_dir, rank).with_suffix(".stacks.txt")
 
 
-def _joined(lead: str, first: Failure | None, failures: Sequence[Failure]) -> str:
-    followed = "".join(
-        f"\n  secondary: {f.to_text()}" for f in sorted(failures, key=lambda f: f.rank) if f is not first
-    )
-    slow = next((f"\n  before that: {f.slow}" for f in failures if f.slow), "")
-    return lead + followed + slow
+def _explanation(lead: str, cause: Failure | None, failures: Sequence[Failure]) -> str:
+    by_rank = sorted(failures, key=lambda f: f.rank)
+    lines = [lead, *(f"  secondary: {f.to_text()}" for f in by_rank if f is not cause)]
+    stragglers = next((f.stragglers for f in failures if f.stragglers), None)
+    if stragglers is not None:
+        lines.append(f"  before that: {stragglers}")
+    return "\n".join(lines)
 
 
 def _path(run_dir: Path, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: they are noted at once, and acted on between two steps, by all ranks at the same."""
+"""Listen to signals that ask a run to stop; all ranks act on them together, between two steps."""
 
 import os
 import signal
@@ -13,49 +13,49 @@ _WAKE = b"\0"
 
 
 class SignalPipe:
-    """Turns stop signals into bytes that can be waited for, even while the main thread sits in a library's wait.
+    """Turns stop signals into bytes of a pipe, which a thread can read while the main thread is inside a library.
 
-    Python runs its own handlers only when the main thread comes back to bytecode; a rank that waits for a peer in C++
-    might never. The interpreter writes to a pipe at once. A signal that the parent ignores for us stays ignored.
+    Python runs its own handlers only when the main thread returns to bytecode, which a rank that waits for a peer in
+    C++ may never do; the interpreter writes to the pipe at once. A signal that our parent ignores stays ignored.
     """
 
     def __enter__(self) -> Self:
         self.reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._old_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        kept = [s for s in STOP_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-        self._old = {s: signal.signal(s, _note) for s in kept}
-        # The launcher holds signals back from a rank until somebody listens.
+        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._old_handlers = {number: signal.signal(number, _ignore_in_python) for number in handled}
+        # The launcher blocks signals in a rank until it listens.
         self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
     def __exit__(self, *error: object) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
-        for number, handler in self._old.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_writer)
         os.close(self._writer)
         os.close(self.reader)
 
     def read(self) -> list[signal.Signals]:
-        """Wait for stop signals and return them; none after `wake`."""
+        """Wait for stop signals and return them; return none after `wake`."""
         while True:
             numbers = os.read(self.reader, 64)
-            found = [signal.Signals(n) for n in numbers if n in STOP_SIGNALS]
-            if found or _WAKE in numbers:
-                return found
+            received = [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]
+            if received or _WAKE in numbers:
+                return received
 
     def wake(self) -> None:
-        """Let a thread in `read` come back."""
+        """Make a thread in `read` return."""
         os.write(self._writer, _WAKE)
 
 
 class StopSignalListener:
-    """Whether a signal has asked this rank to stop; a second Ctrl-C ends the process there and then."""
+    """Knows whether a signal has asked this rank to stop; a second Ctrl-C ends the process at once."""
 
     def __init__(self, end: Callable[[], None] | None = None) -> None:
         self.stop_requested = False
-        self._end = end or _end_now
+        self._end = end or _end_process_unsaved
         self._pipe = SignalPipe()
 
     def __enter__(self) -> Self:
@@ -70,18 +70,18 @@ class StopSignalListener:
         self._pipe.__exit__(*error)
 
     def _listen(self) -> None:
-        interrupts = 0
+        num_interrupts = 0
         while signals := self._pipe.read():
             self.stop_requested = True
-            interrupts += signals.count(signal.SIGINT)
-            if interrupts > 1:
+            num_interrupts += signals.count(signal.SIGINT)
+            if num_interrupts > 1:
                 self._end()
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    """Let the interpreter write to the pipe, which it only does for signals that have a handler."""
+def _ignore_in_python(number: int, frame: FrameType | None) -> None:
+    """Do nothing. The interpreter writes only signals with a handler to the pipe."""
 
 
-def _end_now() -> None:
+def _end_process_unsaved() -> None:
     print("mmtrain: interrupted twice, ending without saving", file=sys.stderr, flush=True)
     os._exit(1)

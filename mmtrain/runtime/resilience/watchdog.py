@@ -1,4 +1,4 @@
-"""The watchdog: when nothing moves any more, every rank's stacks and what it waits for go to disk, and the run ends."""
+"""The watchdog: end a run that hangs, after writing every rank's stacks and what it waits for to disk."""
 
 import faulthandler
 import os
@@ -22,14 +22,15 @@ from mmtrain.runtime.resilience.failures import (
 from mmtrain.runtime.run_state import write_run_state
 
 WATCHDOG_POLL_S = 0.5
-REPORT_COLLECTION_S = 1.0  # how long the ranks that raised the alarm wait for the reports of the others
+REPORT_COLLECTION_S = 1.0  # how long a rank waits for the reports of the others
+REPORT_POLL_S = 0.05
 
 
 class Watchdog:
-    """A thread that ends this process when `activity` has not changed for `timeout_s`, or any rank has found so.
+    """Ends this process when `activity` made no progress for `timeout_s`, or when another rank's watchdog found so.
 
-    The ranks call each other through the run's folder, which they share for their checkpoints: the network is what
-    may hang. `end` is what ends the process, with the report for people; tests replace it.
+    It runs in a thread. The ranks alarm each other through the run's folder, which they share for their checkpoints:
+    the network is what may hang. `end` ends the process and prints the report; tests replace it.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Watchdog:
         world_size: int,
         end: Callable[[str], None] | None = None,
     ) -> None:
-        """Watch; a timeout of 0 seconds means never."""
+        """Prepare to watch `activity`; a timeout of 0 seconds disables the watchdog."""
         self._activity, self._timeout_s, self._run_dir = activity, timeout_s, run_dir
-        self._rank, self._world_size, self._end = rank, world_size, end or _end_process
+        self._rank, self._world_size = rank, world_size
+        self._end = end or _end_process
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mmtrain-watchdog", daemon=True)
 
@@ -64,34 +66,37 @@ class Watchdog:
                 return
 
     def _alarmed(self) -> bool:
-        return (
-            any(f.kind == "hang" for f in read_failures(self._run_dir))
-            if (self._run_dir / FAILURES_FOLDER).exists()
-            else False
-        )
+        """Return whether another rank has reported a hang."""
+        if not (self._run_dir / FAILURES_FOLDER).exists():
+            return False
+        return any(f.kind == "hang" for f in read_failures(self._run_dir))
 
     def _report(self) -> None:
-        own = describe_failure(self._rank, self._activity, "hang")
+        failure = describe_failure(self._rank, self._activity, "hang")
         path = stacks_path(self._run_dir, self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        write_failure(self._run_dir, own)  # after the stacks: this file is the alarm, and the others then leave too
+        write_failure(self._run_dir, failure)  # after the stacks: this file is the alarm on which other ranks end too
         failures = self._collect()
-        if failures[0].rank == self._rank:
-            write_run_state(self._run_dir, "failed", error=explain_failures(failures, self._world_size))
-        self._end(explain_failures(failures, self._world_size) if failures[0].rank == self._rank else "")
+        explanation = ""
+        if failures[0].rank == self._rank:  # one rank speaks for all: the first to raise the alarm
+            explanation = explain_failures(failures, self._world_size)
+            write_run_state(self._run_dir, "failed", error=explanation)
+        self._end(explanation)
 
     def _collect(self) -> list[Failure]:
-        """The reports of all ranks, or of those that could give one in time; the first to raise the alarm first."""
+        """Return the reports of all ranks, or of those that wrote one in time; the first to raise the alarm first."""
         deadline = time.monotonic() + REPORT_COLLECTION_S
-        while len(found := read_failures(self._run_dir)) < self._world_size and time.monotonic() < deadline:
-            self._closed.wait(0.05)
-        return found
+        failures = read_failures(self._run_dir)
+        while len(failures) < self._world_size and time.monotonic() < deadline:
+            self._closed.wait(REPORT_POLL_S)
+            failures = read_failures(self._run_dir)
+        return failures
 
 
 def _end_process(report: str) -> None:
     if report:
         print(f"mmtrain: {report}", file=sys.stderr, flush=True)
-    # The main thread sits in a wait that nothing can break.
+    # The main thread is inside a wait that nothing can interrupt.
     os._exit(1)

@@ -83,7 +83,7 @@ class StepMetricsReducer:
         times = [seconds["compute"], seconds["wait"], seconds["communication"], data_wait_s]
         traffic = record.traffic_by_edge()
         edges = [value for e in self._context.graph.edges for value in (traffic[e].nbytes, traffic[e].wait_s)]
-        paces = self._straggler_detector.rank_figures(world.rank, record, self.timing(outcome.loads))
+        paces = self._straggler_detector.rank_values(world.rank, record, self.timing(outcome.loads))
         scalars = [
             outcome.loss,
             float(peak_memory_bytes(world.device)),
