@@ -22,9 +22,9 @@ from mmtrain.plan.artifact.plan import StagePlan, UnitPlan
 from mmtrain.recipe import load_recipe
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, select_questions
+from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
-from mmtrain.runtime.training.checkpointing import checkpoint_ranks
 from mmtrain.runtime.world import Address, World, join, leave
 
 WARM_UP = 8  # questions

@@ -1,3 +1,8 @@
-"""Running a plan: launching, process groups, units, brokers, the executor, the optimizer, saving, evaluation."""
+"""Execute plans: launch ranks, train, evaluate, profile.
+
+From the bottom up: `execution` runs one rank's program; `resilience` starts ranks, detects failures and explains them;
+`evaluation` and `profiling` measure models and machines; `training` is a whole run. Start with `training.train.run`,
+then read `training.loop` and `execution.executor`.
+"""
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
-"""What a run's folder holds, by name. Beside these: its state (`runstate`) and its metrics (`report.runlog`)."""
+"""Names of the files in a run's folder; `run_state` names its state, `report.runlog` its metrics."""
 
-RECIPE_FILE = "recipe.yaml"  # resolved, so that the folder speaks for itself
+RECIPE_FILE = "recipe.yaml"  # with all defaults filled in
 PLAN_FILE = "plan.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 QUARANTINE_FILE = "quarantine.jsonl"  # samples set aside, and why
-TRACE_FILE = "trace.json"  # of the steps in `train.trace`
+TRACE_FILE = "trace.json"  # of the steps that `train.trace` names
 SKIPPED_STEPS_FILE = "skipped.jsonl"  # steps whose gradient was not finite, with their samples

@@ -1,4 +1,4 @@
-"""`state.json`: what became of a run, for scripts that see no exit code (torchrun hides those of its ranks)."""
+"""`state.json`: the outcome of a run, for scripts that see no exit code (torchrun hides those of its ranks)."""
 
 import json
 import os
@@ -10,9 +10,9 @@ RunStatus = Literal["running", "done", "stopped", "failed"]
 
 
 def write_run_state(run_dir: Path, status: RunStatus, step: int | None = None, error: str | None = None) -> None:
-    """Replace the state in one step, so that a reader sees the old one or the new one.
+    """Replace the state atomically: a reader sees the old one or the new one.
 
-    `step` is the last step that a resumed run would not take again; None leaves it as it was.
+    `step` is the last step that a resumed run would not repeat; None leaves it unchanged.
     """
     if step is None:
         step = read_run_state(run_dir).get("step", 0)
@@ -22,7 +22,7 @@ def write_run_state(run_dir: Path, status: RunStatus, step: int | None = None, e
 
 
 def read_run_state(run_dir: Path) -> dict[str, Any]:
-    """Return the state; empty where there is none."""
+    """Return the state; empty if there is none."""
     path = run_dir / RUN_STATE_FILE
     state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return state

@@ -1,4 +1,4 @@
-"""Who this process is among all ranks, and the one switch between CPU/gloo and CUDA/NCCL."""
+"""Join the ranks of a run: find this process's rank, and choose between CPU with gloo and CUDA with NCCL."""
 
 import os
 import re
@@ -22,7 +22,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Address:
-    """Where this process stands: its rank, the world's size, and where rank 0 listens."""
+    """This process's rank, the world's size, and where rank 0 listens."""
 
     rank: int
     world_size: int
@@ -47,14 +47,14 @@ class World:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def all_gather(self, value: object, group: dist.ProcessGroup | None = None) -> list[object]:
         """Collect one small picklable object from every rank, on every rank, in rank order.
 
-        `group`: another group of all ranks than the default one, for a thread of its own.
+        `group`: a group of all ranks other than the default one, for use in another thread.
         """
         if self.size == 1:
             return [value]
@@ -63,7 +63,7 @@ class World:
         return values
 
     def gather_to_first(self, value: object) -> list[object]:
-        """Collect one picklable object from every rank on rank 0, in rank order; the others get an empty list."""
+        """Collect one picklable object from every rank on rank 0, in rank order; other ranks get an empty list."""
         if self.size == 1:
             return [value]
         values: list[object] | None = [None] * self.size if self.is_first else None
@@ -71,16 +71,16 @@ class World:
         return values or []
 
     def all_reduce(self, value: float) -> float:
-        """Add up one number over all ranks."""
+        """Return the sum of one number over all ranks."""
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         if self.size > 1:
             dist.all_reduce(total)
         return float(total)
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 and return its picklable result everywhere; if it fails, every rank raises the same.
+        """Call `work` on rank 0 and return its picklable result on every rank; if it fails, every rank raises the same.
 
-        A failure that only rank 0 knew of would leave the others waiting in the next collective.
+        A failure known to rank 0 alone would leave the others waiting in the next collective.
         """
         outcome: tuple[T | None, tuple[type[MmtrainError], str] | None] = (None, None)
         if self.is_first:
@@ -90,26 +90,26 @@ class World:
                 outcome = (None, (type(e), str(e)))
         result, failure = cast(tuple[T, tuple[type[MmtrainError], str] | None], self.broadcast(outcome))
         if failure:
-            kind, message = failure
-            raise kind(message)
+            error_type, message = failure
+            raise error_type(message)
         return result
 
     def broadcast(self, value: object, group: dist.ProcessGroup | None = None) -> object:
         """Return rank 0's small picklable object on every rank; `group` as in `all_gather`."""
         if self.size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=group)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=group)
+        return values[0]
 
 
 def detect_hardware() -> str:
-    """Name of the preset that stands for this machine in plans; PlanError for a GPU without one."""
+    """Return the hardware preset of this machine; PlanError for a GPU without one."""
     return preset_for_device(torch.cuda.get_device_name(0) if torch.cuda.is_available() else None)
 
 
 def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
-    """Read this process's place from a launcher's variables; None when nobody launched it.
+    """Read this process's rank from a launcher's variables; None if no launcher started it.
 
     torchrun's variables win over SLURM's, since torchrun is also started by srun, one for each node.
     """
@@ -120,11 +120,11 @@ def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
         attempt = _int(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
         master = env.get("MASTER_ADDR", "127.0.0.1")
         return _checked(Address(values["RANK"], values["WORLD_SIZE"], local, master, port, "torchrun", attempt))
-    # Only srun sets the step's size: a batch script that runs mmtrain without srun is one process, not all tasks.
+    # Only srun sets the step's size: in a batch script without srun, mmtrain is one process, not all tasks.
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
         master = env.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1"
-        # Two jobs on one node must not meet at one port, and all tasks of a job must agree without talking.
+        # Two jobs on one node need different ports, and all tasks of a job must choose the same without communicating.
         port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
         local = _int(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else 0
         size = _int(env, "SLURM_STEP_NUM_TASKS")
@@ -133,13 +133,13 @@ def find_address(env: Mapping[str, str] = os.environ) -> Address | None:
 
 
 def first_host(nodelist: str) -> str | None:
-    """Return the first host of a SLURM node list: `gpu[003-006,9],login1` is `gpu003`."""
+    """Return the first host of a SLURM node list: `gpu003` of `gpu[003-006,9],login1`."""
     match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodelist)
     return "".join(part or "" for part in match.groups()) if match else None
 
 
 def join(address: Address) -> World:
-    """Join the default process group; every later group lies inside it.
+    """Join the default process group.
 
     Raises LaunchError when the port cannot be used or a rank does not arrive in time.
     """
@@ -147,7 +147,7 @@ def join(address: Address) -> World:
     if cuda and address.local_rank >= torch.cuda.device_count():
         raise LaunchError(
             f"LOCAL_RANK: {address.local_rank} found, but this machine has {torch.cuda.device_count()} GPUs; "
-            "start at most one process a GPU"
+            "start at most one process per GPU"
         )
     device = torch.device("cuda", address.local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -165,7 +165,7 @@ def join(address: Address) -> World:
         )
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            # The store of torchrun's agent outlives a failed attempt, with the addresses that its ranks left there.
+            # The store of torchrun's agent outlives a failed attempt and still holds the addresses of its ranks.
             store=PrefixStore(f"mmtrain/{address.attempt}", store),
             rank=address.rank,
             world_size=address.world_size,
@@ -187,12 +187,12 @@ def leave() -> None:
 
 
 def _hosts_store(address: Address) -> bool:
-    # torchrun's agent already listens at MASTER_PORT and tells its workers to use that store.
+    # torchrun's agent already listens at MASTER_PORT, and its workers use that store.
     return address.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _require_bindable(address: Address) -> None:
-    """Fail at once, with a name, on a port that somebody else uses, instead of hanging until a timeout."""
+    """Raise LaunchError for a port that another process uses, instead of hanging until a timeout."""
     if not _hosts_store(address) or address.launcher == "mmtrain":
         return
     with socket.socket() as probe:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.models.named_shards import NamedShard
-from mmtrain.runtime.training.checkpointing import shard_spec
+from mmtrain.runtime.execution.checkpointing import shard_spec
 
 
 def copy(piece: NamedShard) -> NamedShard:

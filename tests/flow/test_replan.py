@@ -10,8 +10,8 @@ from torch import Tensor
 from mmtrain.checkpoint import Checkpoint, ShardSpec, open_newest_good
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.recipe import Recipe
+from mmtrain.runtime.execution.checkpointing import BackgroundSaver, restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
-from mmtrain.runtime.training.checkpointing import BackgroundSaver, restore_checkpoint
 from mmtrain.runtime.world import World
 from tests.distributed import run_ranks
 from tests.flow.cases import Mesh, plan, recipe, step_data

@@ -1,4 +1,4 @@
-"""Answers of a trained model to held-out questions.
+"""Let a trained model answer held-out questions, and score the answers.
 
 Start with `evaluate.run`.
 """

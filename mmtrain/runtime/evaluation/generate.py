@@ -31,6 +31,7 @@ from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels
+from mmtrain.runtime.execution.checkpointing import shard_spec
 from mmtrain.runtime.execution.executor import Executor, StepInput
 from mmtrain.runtime.execution.precision import compute_dtype, precision_on_device
 from mmtrain.runtime.execution.process_groups import Transport, build_groups
@@ -43,7 +44,6 @@ from mmtrain.runtime.execution.rank_context import (
     unit_inputs,
 )
 from mmtrain.runtime.execution.unit import MicrobatchState, UnitRunner
-from mmtrain.runtime.training.checkpointing import shard_spec
 from mmtrain.runtime.world import World
 
 NO_LOSS = {LLM: 0.0}

@@ -34,10 +34,10 @@ from mmtrain.runtime.evaluation.qa_eval import (
     evenly_spaced,
     select_questions,
 )
+from mmtrain.runtime.execution.checkpointing import checkpoint_ranks
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE
-from mmtrain.runtime.training.checkpointing import checkpoint_ranks
 from mmtrain.runtime.world import Address, World, find_address, join, leave
 
 NUM_EXAMPLES = 5

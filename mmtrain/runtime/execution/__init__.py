@@ -1,4 +1,4 @@
-"""One rank executing its program: executor, broker, units, optimizer.
+"""One rank executes its program: the executor runs actions in order, units compute, the broker moves data.
 
-Start with `executor.Executor`.
+`rank_context.build_rank_context` builds all of it from a plan. Start with `executor.Executor`.
 """

@@ -1,4 +1,4 @@
-"""Measurements: layer costs, messages, plans run for a few steps, and the state of the machine.
+"""Measure layers, messages and whole plans on this machine, and diagnose the machine itself.
 
 Start with `profile.profile`.
 """

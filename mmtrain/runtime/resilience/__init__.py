@@ -1,4 +1,4 @@
-"""What keeps a run safe: launching, signals, the watchdog, failure reports, stragglers.
+"""Start ranks and end them together; detect hangs, stragglers and lost peers, and explain failures.
 
-Start with `launch.launch_local` and `failures`.
+Start with `launch.launch_local`, then read `failures`.
 """

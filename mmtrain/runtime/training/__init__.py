@@ -1,4 +1,4 @@
-"""A training run: the loop over steps, metrics, checkpoints and the run folder.
+"""A training run: what happens before the first step, the loop over steps, and the hooks beside it.
 
-Start with `train.run`.
+Start with `train.run`; `loop.Loop` trains, `hooks` do everything else.
 """

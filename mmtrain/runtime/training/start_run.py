@@ -16,12 +16,12 @@ from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_files import load_plan, require_match
 from mmtrain.recipe import Recipe, dump_recipe, recipe_fingerprint
 from mmtrain.recipe.settings import select
+from mmtrain.runtime.execution.checkpointing import restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.config_consensus import flatten
 from mmtrain.runtime.resilience.failures import clear_failures
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE
 from mmtrain.runtime.run_state import write_run_state
-from mmtrain.runtime.training.checkpointing import restore_checkpoint
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 

@@ -15,6 +15,7 @@ from mmtrain.errors import LaunchError, RunError, StoppedAndSaved
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.report import RunLog, open_progress
 from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.checkpointing import BackgroundSaver
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.resilience.config_consensus import require_consensus
@@ -25,7 +26,6 @@ from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.resilience.watchdog import Watchdog
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
 from mmtrain.runtime.run_state import read_run_state, write_run_state
-from mmtrain.runtime.training.checkpointing import BackgroundSaver
 from mmtrain.runtime.training.hooks.build_hooks import RunParts, build_hooks
 from mmtrain.runtime.training.hooks.validation import Validation
 from mmtrain.runtime.training.loop import Loop

@@ -8,9 +8,9 @@ from mmtrain.plan.artifact.plan import Plan
 from mmtrain.program import LLM
 from mmtrain.report import RunLog, TrainingProgress
 from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
+from mmtrain.runtime.execution.checkpointing import BackgroundSaver
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.run_folder import QUARANTINE_FILE, TRACE_FILE
-from mmtrain.runtime.training.checkpointing import BackgroundSaver
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
 from mmtrain.runtime.training.hooks.nonfinite_guard import NonFiniteGuard

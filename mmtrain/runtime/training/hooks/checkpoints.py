@@ -5,7 +5,7 @@ from pathlib import Path
 from mmtrain.errors import CheckpointError, RunError
 from mmtrain.recipe.schema import CheckpointSettings
 from mmtrain.runtime.execution.activity import SAVING, Activity
-from mmtrain.runtime.training.checkpointing import BackgroundSaver
+from mmtrain.runtime.execution.checkpointing import BackgroundSaver
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.step_hook import StepContext, StepHook
 

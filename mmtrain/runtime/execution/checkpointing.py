@@ -1,0 +1,131 @@
+"""Save what one rank holds to a checkpoint, in the background, and restore it."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, Snapshot, open_newest_good, save
+from mmtrain.models.named_shards import NamedShard
+from mmtrain.runtime.execution.rank_context import RankContext
+from mmtrain.runtime.world import World
+
+
+def checkpoint_ranks(world: World, group: dist.ProcessGroup | None = None) -> Ranks:
+    """Return how `mmtrain.checkpoint` reaches the other ranks: over `group` of all ranks, or the default group."""
+
+    def gather(value: Any) -> list[Any] | None:
+        values = world.all_gather(value, group)
+        return values if world.is_first else None
+
+    return Ranks(world.rank, world.size, gather, lambda value: world.broadcast(value, group))
+
+
+def take_snapshot(rank_context: RankContext, next_step: int, facts: dict[str, object], copy: bool) -> Snapshot:
+    """Collect everything that steps from `next_step` on depend on; `facts` are the settings that must not change.
+
+    Without `copy` the shards are the live tensors: they must be written before training goes on.
+    """
+    shards = [
+        Shard(piece.name, shard_spec(piece), _stored(piece, copy))
+        for unit in rank_context.optimizer.units.values()
+        for piece in unit.shards()
+    ]
+    state = {"facts": facts, "next_step": next_step, "num_updates": rank_context.optimizer.num_updates}
+    # Nothing draws from this generator in a run without dropout; a resumed run restores its state all the same.
+    rank_state = {"torch_rng": bytes(torch.get_rng_state().tolist()).hex()}
+    return Snapshot(next_step, shards, state, rank_state)
+
+
+def _write(root: Path, rank_context: RankContext, snapshot: Snapshot, ranks: Ranks) -> Path:
+    keep = rank_context.recipe.train.checkpoint.keep
+    storage = rank_context.faults.checkpoint_storage(snapshot.step)
+    return save(root, snapshot, keep=keep, ranks=ranks, storage=storage)
+
+
+class BackgroundSaver:
+    """Saves in a thread, at most one checkpoint at a time; from a copy, if training goes on meanwhile.
+
+    `done` tells whether this rank has written its part; `finish` waits for it and raises what went wrong. All ranks
+    must finish in the same step, since a save that fails on one rank has failed on all.
+    """
+
+    def __init__(self, root: Path, rank_context: RankContext, facts: dict[str, object]) -> None:
+        self._root, self._rank_context, self._facts = root, rank_context, facts
+        # A group of its own: the thread's collectives must not come between those of the steps.
+        group = dist.new_group(backend="gloo") if rank_context.world.size > 1 else None
+        self._ranks = checkpoint_ranks(rank_context.world, group)
+        self.step = 0  # after which the pending or the last save was started
+        self._thread: threading.Thread | None = None
+        self._folder: Path | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save was started and not finished."""
+        return self._thread is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def start(self, next_step: int, copy: bool) -> None:
+        """Start to write; without `copy`, which takes host memory, no weight may change before `finish`."""
+        assert not self.pending, "two saves at once would remove each other's drafts"
+        self.step = next_step
+        snapshot = take_snapshot(self._rank_context, next_step, self._facts, copy=copy)
+        # A daemon: after a failure elsewhere, a save whose peers are gone must not keep the process.
+        self._thread = threading.Thread(target=self._save, args=(snapshot,), name="mmtrain-saver", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> Path:
+        """Wait for the pending save; return the checkpoint. Raises CheckpointError, the same on all ranks."""
+        assert self._thread is not None, "no save is pending"
+        self._thread.join()
+        error = self._error
+        self._thread = None
+        self._error = None
+        if error is not None:
+            raise error
+        assert self._folder is not None
+        return self._folder
+
+    def _save(self, snapshot: Snapshot) -> None:
+        try:
+            self._folder = _write(self._root, self._rank_context, snapshot, self._ranks)
+        except BaseException as error:
+            self._error = error
+
+
+def restore_checkpoint(root: Path, rank_context: RankContext, on_bad: Callable[[str], None]) -> Checkpoint:
+    """Load the newest good checkpoint into this rank; report damaged ones through `on_bad` and pass over them.
+
+    Raises CheckpointError when none is good or the model does not fit.
+    """
+    checkpoint = open_newest_good(root, on_bad, checkpoint_ranks(rank_context.world))
+    for unit in rank_context.optimizer.units.values():
+        unit.load(lambda piece: checkpoint.read(piece.name, shard_spec(piece)))
+    rank_context.optimizer.num_updates = int(checkpoint.state["num_updates"])
+    if rank_context.world.rank < checkpoint.world_size:
+        state = bytes.fromhex(checkpoint.rank_state(rank_context.world.rank)["torch_rng"])
+        torch.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
+    return checkpoint
+
+
+def shard_spec(piece: NamedShard) -> ShardSpec:
+    """Describe a named shard as `mmtrain.checkpoint` expects it."""
+    dim = piece.spec.dim
+    if dim is None:
+        return ShardSpec(piece.spec.full_shape, flat=piece.flat)
+    rows = piece.spec.full_shape[dim] // piece.tp
+    return ShardSpec(piece.spec.full_shape, dim, piece.tp_rank * rows, (piece.tp_rank + 1) * rows, piece.flat)
+
+
+def _stored(piece: NamedShard, copy: bool) -> Tensor:
+    tensor = piece.tensor.view(shard_spec(piece).shape)
+    return tensor.detach().to("cpu", copy=True) if copy else tensor
