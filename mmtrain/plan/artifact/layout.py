@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import Placement, StagePlan, UnitPlan
@@ -61,7 +62,7 @@ class Layout:
 
 
 def unified_units(
-    shape: ModelShape, size: MeshSize, cuts: Sequence[int], recompute: Mapping[str, Collection[int]] = NO_LAYERS
+    shape: ModelShape, size: MeshSize, chunk_bounds: Sequence[int], recompute: Mapping[str, Collection[int]] = NO_LAYERS
 ) -> dict[str, UnitPlan]:
     """Divide all units' layers, one unit after another, into one pipeline of `size.pp * size.vpp` model chunks.
 
@@ -71,7 +72,7 @@ def unified_units(
     Args:
         shape: the model.
         size: mesh of the pipeline.
-        cuts: bounds of the chunks, from 0 to the number of all layers.
+        chunk_bounds: layers at which chunks start and end, from 0 to the number of all layers.
         recompute: recomputed layers by unit.
     """
     units = {}
@@ -79,33 +80,36 @@ def unified_units(
     ranks_per_stage = size.tp * size.dp
     for unit in shape.units:
         end = first_layer + len(unit.layers)
-        chunks = [c for c in range(size.pp * size.vpp) if cuts[c] < end and cuts[c + 1] > first_layer]
-        bounds = [(max(cuts[c], first_layer) - first_layer, min(cuts[c + 1], end) - first_layer) for c in chunks]
+        chunks = [c for c in range(size.pp * size.vpp) if chunk_bounds[c] < end and chunk_bounds[c + 1] > first_layer]
+        stage_bounds = [
+            (max(chunk_bounds[c], first_layer) - first_layer, min(chunk_bounds[c + 1], end) - first_layer)
+            for c in chunks
+        ]
         pipeline_ranks = list(dict.fromkeys(c % size.pp for c in chunks))
         ranks = [p * ranks_per_stage + k for p in pipeline_ranks for k in range(ranks_per_stage)]
         vpp = -(-len(chunks) // len(pipeline_ranks))
         mesh = MeshSize(size.tp, len(pipeline_ranks), size.dp, vpp)
-        units[unit.name] = _unit_plan(mesh, ranks, bounds, recompute.get(unit.name, ()))
+        units[unit.name] = _unit_plan(mesh, ranks, stage_bounds, recompute.get(unit.name, ()))
         first_layer = end
     return units
 
 
 def disaggregated_units(
     sizes: Mapping[str, MeshSize],
-    cuts: Mapping[str, Sequence[int]],
+    stage_bounds: Mapping[str, Sequence[int]],
     recompute: Mapping[str, Collection[int]] = NO_LAYERS,
 ) -> dict[str, UnitPlan]:
     """Put each unit on separate ranks, one unit after another in the order of `sizes`.
 
     Args:
         sizes: meshes by unit.
-        cuts: bounds of the stages by unit, from 0 to the number of its layers.
+        stage_bounds: by unit, layers at which stages start and end, from 0 to the number of its layers.
         recompute: recomputed layers by unit.
     """
     units = {}
     first_rank = 0
     for name, size in sizes.items():
-        bounds = list(zip(cuts[name][:-1], cuts[name][1:], strict=True))
+        bounds = list(pairwise(stage_bounds[name]))
         units[name] = _unit_plan(size, range(first_rank, first_rank + size.ranks), bounds, recompute.get(name, ()))
         first_rank += size.ranks
     return units

@@ -209,7 +209,7 @@ def _simulate_fastest_order(
     llm_alone = simulate_llm_alone(graph, layer_costs, machine)
     if llm_alone.step_time_s > limit_s:
         recomputes = any(unit.num_recomputed for unit in layout.units.values())
-        cause = " with the layers recomputed that do not fit otherwise" if recomputes else ""
+        cause = " when layers are recomputed to fit" if recomputes else ""
         ratio = llm_alone.step_time_s / limit_s
         return _reject(meshes, f"at least {ratio:.2f}x slower: the LLM alone takes that long{cause}")
     counts = dict(layout.num_microbatches)
