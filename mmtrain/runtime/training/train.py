@@ -27,7 +27,7 @@ from mmtrain.runtime.resilience.watchdog import Watchdog
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
 from mmtrain.runtime.run_state import read_run_state, write_run_state
 from mmtrain.runtime.training.hooks.build_hooks import RunParts, build_hooks
-from mmtrain.runtime.training.hooks.validation import Validation
+from mmtrain.runtime.training.hooks.held_out import Validation
 from mmtrain.runtime.training.loop import Loop
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.start_run import (

@@ -12,12 +12,12 @@ from mmtrain.runtime.execution.checkpointing import BackgroundSaver
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.run_folder import QUARANTINE_FILE, TRACE_FILE
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
+from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
 from mmtrain.runtime.training.hooks.nonfinite_guard import NonFiniteGuard
 from mmtrain.runtime.training.hooks.quarantine import QuarantineRecorder
 from mmtrain.runtime.training.hooks.reports import LoadImbalanceReports, MetricsLog, StragglerReports
 from mmtrain.runtime.training.hooks.tracing import Tracing
-from mmtrain.runtime.training.hooks.validation import HeldOutEvaluation, Validation
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.run_tracer import RunTracer
 from mmtrain.runtime.training.step_hook import StepHook
