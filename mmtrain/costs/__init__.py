@@ -1,4 +1,8 @@
-"""What layers and messages cost in seconds and bytes: measured, or modelled from shapes and presets; no torch."""
+"""Seconds and bytes of layers, messages and collectives: measured, or modelled from shapes and hardware presets.
+
+Start with `cost_model.CostModel`. `AnalyticCosts` models it, `MeasuredCosts` interpolates a table of measurements;
+`rank_memory` adds up what a rank must hold. Nothing here imports torch.
+"""
 
 from mmtrain.costs.analytic_costs import AnalyticCosts
 from mmtrain.costs.choose import costs_for, machine_for, precision_for

@@ -1,12 +1,12 @@
-"""A layer's seconds piece by piece: what computes, and the collectives of tensor parallelism between the pieces.
+"""The seconds of a block piece by piece: compute, and the tensor-parallel collectives between the pieces.
 
-The pieces of a block are `models.shape.BLOCK_PIECES`; other layers are one. A collective that ends a piece leaves the
-compute stream free until the next piece begins: that is a tensor-parallel bubble (Optimus, arXiv 2408.03505).
+The pieces of a block are `BLOCK_PIECES`; any other layer is one piece. A collective at the end of a piece leaves the
+compute stream free until the next piece starts: that is a tensor-parallel bubble (Optimus, arXiv 2408.03505).
 
-Where they lie: forward, behind `projection` and `down`, whose outputs are summed; backward, behind `qkv` and `up`,
-whose inputs' gradients are. With sequence parallelism each of these all-reduces becomes a reduce-scatter there, and an
-all-gather before the products that need whole tokens: forward behind `norm` and `norm_mlp`, backward behind `add` and
-`norm_mlp` (Korthikanti et al., arXiv 2205.05198).
+In forward there is an all-reduce after `projection` and after `down`, which sums their outputs; in backward there is
+one after `qkv` and after `up`, which sums the gradients of their inputs. With sequence parallelism each all-reduce
+becomes a reduce-scatter at the same place, and an all-gather before the GEMMs that need all tokens: in forward after
+`norm` and `norm_mlp`, in backward after `add` and `norm_mlp` (Korthikanti et al., arXiv 2205.05198).
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ PassDirection = Literal["forward", "backward"]
 NORM, QKV, ATTENTION, PROJECTION, NORM_MLP, UP, DOWN, ADD = range(len(BLOCK_PIECES))
 _REDUCED: dict[PassDirection, tuple[int, ...]] = {"forward": (PROJECTION, DOWN), "backward": (QKV, UP)}
 _GATHERED: dict[PassDirection, tuple[int, ...]] = {"forward": (NORM, NORM_MLP), "backward": (ADD, NORM_MLP)}
-_WIDTHS = {NORM: 2, NORM_MLP: 5, ADD: 3}  # of the residual stream, read and written by norms and additions
-# Kernels of `model.FORWARD_KERNELS`, as they fall on the pieces.
+_WIDTHS = {NORM: 2, NORM_MLP: 5, ADD: 3}  # of the residual stream that norms and additions read and write
+# By piece, the kernels that `analytic_costs.FORWARD_KERNELS` counts for the block.
 _KERNELS = {"vit_block": (2, 4, 5, 2, 3, 3, 2, 1), "decoder_block": (2, 3, 11, 2, 3, 5, 2, 2)}
 
 
@@ -59,14 +59,14 @@ def block_pieces(
 
 
 def scale_pieces(pieces: Sequence[PieceCost], total_s: float) -> tuple[PieceCost, ...]:
-    """The pieces in the same proportions, `total_s` seconds together."""
-    modelled = sum(map(sum, pieces))
-    factor = total_s / modelled if modelled else 0.0
+    """Return the pieces in the same proportions, with `total_s` seconds in all."""
+    current_s = sum(map(sum, pieces))
+    factor = total_s / current_s if current_s else 0.0
     return tuple(PieceCost(compute * factor, collective * factor) for compute, collective in pieces)
 
 
 def _elements(layer: LayerShape, tp: int) -> list[float]:
-    """Numbers that a token's element-wise work in each piece reads and writes on one of `tp` ranks."""
+    """Return how many numbers the element-wise work of each piece moves for a token on one of `tp` ranks."""
     rotary = 2 * (layer.heads + layer.kv_heads) * layer.head_dim if layer.causal else 0
-    own = {ATTENTION: rotary / tp, UP: (3 if layer.gated else 2) * layer.ffn / tp}
-    return [own.get(piece, _WIDTHS.get(piece, 0) * layer.hidden) for piece in range(len(BLOCK_PIECES))]
+    split = {ATTENTION: rotary / tp, UP: (3 if layer.gated else 2) * layer.ffn / tp}
+    return [split.get(piece, _WIDTHS.get(piece, 0) * layer.hidden) for piece in range(len(BLOCK_PIECES))]

@@ -15,8 +15,9 @@ from mmtrain.recipe.schema import Recipe
 
 
 def machine_for(recipe: Recipe, hardware: str) -> Hardware:
-    """Return the preset named `hardware`, overridden by what the recipe says of its cluster."""
-    machine, cluster = preset(hardware), recipe.cluster
+    """Return the preset named `hardware`, with the values that the recipe's cluster section overrides."""
+    machine = preset(hardware)
+    cluster = recipe.cluster
     return replace(
         machine,
         ranks_per_node=cluster.ranks_per_node or machine.ranks_per_node,
@@ -32,21 +33,25 @@ def precision_for(recipe: Recipe, machine: Hardware) -> Precision:
 
 
 def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> CostModel:
-    """Return costs from a table (`cluster.costs`: a file, or a shipped table's name), modelled where it has no entry.
+    """Return the costs of a table, modelled where it has no entry; without a table all are modelled.
 
-    Raises PlanError for a table that is not there or wrong, and for one of other hardware or another precision.
+    Args:
+        table: `cluster.costs`, a file or the name of a table that comes with the package.
+
+    Raises:
+        PlanError: the table does not exist or is damaged, or was made for other hardware or another precision.
     """
     model = AnalyticCosts(machine, precision)
     if table is None:
         return model
-    measured = CostTable.load(_shipped(table.name) if is_shipped(table) else table)
-    for what, found, needed in (
+    measured = CostTable.load(_shipped_path(table.name) if is_shipped(table) else table)
+    for what, of_table, needed in (
         ("hardware", measured.hardware, machine.name),
         ("precision", measured.precision, precision),
     ):
-        if found != needed:
+        if of_table != needed:
             raise PlanError(
-                f"cluster.costs: {table} was made for {what} {found}, but this is planned for {needed}; "
+                f"cluster.costs: {table} was made for {what} {of_table}, but this is planned for {needed}; "
                 "make one with `mmtrain profile` there, or leave cluster.costs out"
             )
     return MeasuredCosts(measured, model)
@@ -57,15 +62,15 @@ def is_shipped(table: Path) -> bool:
     return table.parent == Path(".") and not table.suffix
 
 
-def _shipped(name: str) -> Path:
-    """The file of a table that comes with the package; PlanError names those that do."""
+def _shipped_path(name: str) -> Path:
+    """Return the file of a table that comes with the package; PlanError lists those that do."""
     folder = Path(str(files("mmtrain.costs"))) / "tables"
     known = sorted(path.stem for path in folder.glob("*.json"))
     if name in known:
         return folder / f"{name}.json"
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
-    hint = f"; did you mean `{nearest[0]}`?" if nearest else ""
+    hint = f"; did you mean `{nearest[0]}`?" if nearest else "."
     raise PlanError(
-        f"cluster.costs: `{name}` is no table that comes with mmtrain{hint} Known: {', '.join(known)}; "
+        f"cluster.costs: `{name}` is not a table that comes with mmtrain{hint} Known: {', '.join(known)}; "
         "a file of your own is given with its suffix, like costs.json"
     )

@@ -1,4 +1,4 @@
-"""What a layer's cost depends on, and what can answer for it."""
+"""`CostModel`, the protocol of everything that knows costs, and `TokenLoad`, what a layer's cost depends on."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -15,8 +15,8 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcas
 class TokenLoad:
     """The tokens of one microbatch as a unit's layers see them.
 
-    `sum_sq` is the sum of squared sequence lengths: attention over packed sequences is block-diagonal.
-    Encoders count patches before downsampling; `num_sequences` is then the number of items.
+    `sum_sq` is the sum of squared sequence lengths, since attention over packed sequences is block-diagonal. For
+    encoders tokens are patches before downsampling, and `num_sequences` is the number of items.
     """
 
     tokens: int
@@ -26,14 +26,14 @@ class TokenLoad:
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> "TokenLoad":
-        """Sum up the sequence lengths (tokens) packed into one microbatch."""
+        """Return the load of one microbatch with sequences of these lengths (tokens)."""
         if len(lengths) == 0:
             return cls(0, 0, 0, 0)
-        n = np.asarray(lengths, dtype=np.int64)
-        return cls(int(n.sum()), int((n * n).sum()), int(n.max()), len(n))
+        tokens = np.asarray(lengths, dtype=np.int64)
+        return cls(int(tokens.sum()), int((tokens * tokens).sum()), int(tokens.max()), len(tokens))
 
     def __add__(self, other: "TokenLoad") -> "TokenLoad":
-        """The load of both microbatches packed into one."""
+        """Return the load of both microbatches packed into one."""
         return TokenLoad(
             self.tokens + other.tokens,
             self.sum_sq + other.sum_sq,
@@ -43,17 +43,17 @@ class TokenLoad:
 
 
 class PieceCost(NamedTuple):
-    """What a piece of a layer takes on one rank."""
+    """The seconds of a piece of a layer on one rank."""
 
     compute_s: float
-    collective_s: float  # of the collective that ends it, beside which the rank may compute something else
+    collective_s: float  # of the collective at its end, during which the rank may compute something else
 
 
 class CostModel(Protocol):
-    """Seconds and bytes of layers and messages; `source` says whether measured, modelled or given.
+    """Seconds and bytes of layers and messages; `source` says whether they are measured, modelled or given.
 
-    What a backward must compute depends on what trains: `layer.trainable` asks for weight gradients, `input_grad`
-    (something trainable lies below the layer) for the gradient of its input. With neither there is no backward.
+    What a backward computes depends on what trains: weight gradients if `layer.trainable`, the gradient of the layer's
+    input if `input_grad` (something trainable lies below the layer). With neither there is no backward.
     """
 
     @property
@@ -64,9 +64,9 @@ class CostModel(Protocol):
     def seconds(
         self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
     ) -> float:
-        """Seconds one rank of `tp` spends on `layer`.
+        """Return the seconds one rank of `tp` spends on `layer`.
 
-        `backward` excludes `recompute`; a forward that no backward follows keeps nothing for one.
+        `backward` excludes `recompute`. A forward that no backward follows keeps no activations.
         """
         ...
 
@@ -80,27 +80,27 @@ class CostModel(Protocol):
         input_grad: bool = True,
         sp: bool = False,
     ) -> tuple[PieceCost, ...]:
-        """What `seconds` says of the layer, piece by piece; `sp`: with sequence parallelism. See `costs.pieces`."""
+        """Divide `seconds` among the layer's pieces; `sp`: with sequence parallelism. See `costs.block_pieces`."""
         ...
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
     ) -> int:
-        """Bytes one rank keeps between forward and backward of `layer`."""
+        """Return the bytes one rank keeps between forward and backward of `layer`."""
         ...
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
-        """Seconds of one message of `nbytes` between two ranks."""
+        """Return the seconds of one message of `nbytes` between two ranks."""
         ...
 
     def posting(self) -> float:
-        """Seconds for which each end of a message keeps its rank from computing."""
+        """Return how many seconds each end of a message keeps its rank from computing."""
         ...
 
     def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
-        """Seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
+        """Return the seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
         ...
 
     def optimizer(self, parameters: int) -> float:
-        """Seconds one rank takes to sum up the squares of so many gradients, clip them and update their parameters."""
+        """Return the seconds of an optimizer step over `parameters` of one rank: gradient norm, clipping, update."""
         ...

@@ -1,4 +1,4 @@
-"""The cost table: what layers and messages were measured to take on one kind of hardware. JSON, read back exactly."""
+"""The cost table: measured seconds and bytes of layers and messages on one kind of hardware, stored as JSON."""
 
 from dataclasses import asdict
 from functools import cached_property
@@ -34,9 +34,9 @@ class _Frozen(BaseModel):
 class LayerSample(_Frozen):
     """One load, and the medians measured for it.
 
-    `backward` makes the gradients of weights and input, `backward_weight` and `backward_input` only the one; what a
-    layer cannot do (an embedding has no input) is absent. `forward_only` is a forward that no backward follows.
-    `recompute` is what recomputing adds to a backward.
+    `backward` computes the gradients of weights and input, `backward_weight` and `backward_input` only one of them; a
+    pass that a layer does not have is absent (an embedding has no input gradient). `forward_only` is a forward that no
+    backward follows. `recompute` is what recomputation adds to a backward.
     """
 
     tokens: Annotated[int, Field(gt=0)]
@@ -47,21 +47,21 @@ class LayerSample(_Frozen):
     activation_bytes: Count
 
     @model_validator(mode="after")
-    def _always_timed(self) -> Self:
+    def _require_main_passes(self) -> Self:
         if missing := [name for name in ("forward", "recompute", "backward") if name not in self.seconds]:
             raise ValueError(f"seconds lacks {', '.join(missing)} at {self.tokens} tokens")
         return self
 
     @property
     def load(self) -> TokenLoad:
-        """The load as cost models take it."""
+        """The load as cost models read it."""
         return TokenLoad(self.tokens, self.sum_sq, self.max_len, self.num_sequences)
 
 
 class LayerEntry(_Frozen):
     """All samples of one layer kind at one tensor-parallel size, in ascending order of tokens."""
 
-    layer: dict[str, Any]  # the fields of its shape that are not their defaults, whatever trains
+    layer: dict[str, Any]  # see `layer_fields`
     tp: Annotated[int, Field(gt=0)]
     source: Source = "measured"
     samples: Annotated[tuple[LayerSample, ...], Field(min_length=1)]
@@ -77,7 +77,7 @@ class MessageEntry(_Frozen):
     seconds: tuple[Seconds, ...]
 
     @model_validator(mode="after")
-    def _one_time_for_each(self) -> Self:
+    def _require_one_time_per_size(self) -> Self:
         if len(self.seconds) != len(self.nbytes) or list(self.nbytes) != sorted(set(self.nbytes)):
             raise ValueError(f"{self.kind} needs ascending nbytes, and one time for each; found {self.nbytes}")
         return self
@@ -92,11 +92,11 @@ class OptimizerEntry(_Frozen):
 
 
 class CostTable(_Frozen):
-    """What `mmtrain profile` measured; of a table that comes with the package, what it would where nothing could be."""
+    """What `mmtrain profile` measured. Tables that come with the package hold modelled entries where nothing was."""
 
     version: Literal[1] = 1
-    hardware: str  # name of the preset that stands for it where nothing was measured
-    device: str  # what it was measured on
+    hardware: str  # name of the preset that models what was not measured
+    device: str  # the device that was measured
     precision: Literal["fp32", "bf16"]
     software: dict[str, str]
     date: str
@@ -112,7 +112,11 @@ class CostTable(_Frozen):
 
     @classmethod
     def load(cls, path: Path, key: str = "cluster.costs") -> "CostTable":
-        """Read a table; PlanError, naming `key`, if there is none or it cannot be read."""
+        """Read a table.
+
+        Raises:
+            PlanError: the file does not exist or cannot be read, or is no cost table; the message starts with `key`.
+        """
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -122,39 +126,40 @@ class CostTable(_Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
-            found = f" (found {first['input']})" if isinstance(first["input"], int | float | str) else ""
+            value = f" (found {first['input']})" if isinstance(first["input"], int | float | str) else ""
             raise PlanError(
-                f"{key}: {path} is no cost table of version 1: {where}: {first['msg']}{found}; "
-                "make it anew with `mmtrain profile`"
+                f"{key}: {path} is no cost table of version 1: {where}: {first['msg']}{value}; "
+                "make it again with `mmtrain profile`"
             ) from None
 
     def merged(self, newer: "CostTable") -> "CostTable":
-        """This table with what a newer one measured in the place of the same entries.
+        """Return this table with the entries of a newer one in the place of the same entries.
 
-        Raises PlanError where the two were measured on different hardware, at another precision or with other
-        software: their seconds do not compare.
+        Raises:
+            PlanError: the two were measured on different hardware, with different precision or different software, so
+                their seconds do not compare.
         """
         for name in ("hardware", "device", "precision", "software"):
-            mine, theirs = getattr(self, name), getattr(newer, name)
-            if mine != theirs:
+            old_value, new_value = getattr(self, name), getattr(newer, name)
+            if old_value != new_value:
                 raise PlanError(
-                    f"the table was measured with {name} {mine}, now it is {theirs}; seconds of both in one table "
-                    "would mislead. Write to another file with --out, or delete the old one"
+                    f"the table was measured with {name} {old_value}, now it is {new_value}; seconds of both in one "
+                    "table would mislead. Write to another file with --out, or delete the old one"
                 )
         layers = {(layer_key(e.layer), e.tp): e for e in (*self.layers, *newer.layers)}
         messages = {(e.kind, e.size): e for e in (*self.messages, *newer.messages)}
-        steps = {e.parameters: e for e in (*self.optimizer, *newer.optimizer)}
+        optimizer = {e.parameters: e for e in (*self.optimizer, *newer.optimizer)}
         return newer.model_copy(
             update={
                 "layers": tuple(layers.values()),
                 "messages": tuple(messages.values()),
-                "optimizer": tuple(steps[n] for n in sorted(steps)),
+                "optimizer": tuple(optimizer[parameters] for parameters in sorted(optimizer)),
             }
         )
 
     @property
     def provenance(self) -> str:
-        """`measured`, `modelled`, or both, as its entries say."""
+        """`measured`, `modelled`, or both, as the entries say."""
         entries: list[LayerEntry | MessageEntry | OptimizerEntry] = [*self.layers, *self.messages, *self.optimizer]
         return " and ".join(sorted({entry.source for entry in entries})) or "measured"
 
@@ -170,16 +175,19 @@ class CostTable(_Frozen):
 
 
 def layer_fields(layer: LayerShape) -> dict[str, Any]:
-    """A layer's fields without defaults, and without what trains: that decides which measured seconds count."""
-    bare, default = asdict(layer), asdict(LayerShape(layer.kind, 0, 0))
-    del bare["trainable"], bare["frozen"]
+    """Return the fields of a layer that differ from their defaults.
+
+    Which parts of a layer train is left out: it decides only which of the measured seconds apply.
+    """
+    fields, default = asdict(layer), asdict(LayerShape(layer.kind, 0, 0))
+    del fields["trainable"], fields["frozen"]
     return {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in bare.items()
+        for name, value in fields.items()
         if value != default[name] or name == "kind"
     }
 
 
 def layer_key(fields: dict[str, Any]) -> str:
-    """Fields of a layer as one comparable text."""
+    """Return the fields of a layer as one comparable text."""
     return ",".join(f"{name}={fields[name]}" for name in sorted(fields))

@@ -1,20 +1,20 @@
-"""What the layers of an image generator cost in arithmetic and bytes: `analytic` for those after the LLM.
+"""Arithmetic and bytes of the layers of an image generator: what `layer_arithmetic` is for all other layers.
 
-A load's tokens are positions of the latents (patches, in a transformer), its sequences the images. Tensor-parallel
-ranks share out the heads and inner widths of a transformer's blocks, nothing else. The noise that an embedding reads
-needs no gradient; the context does, while the LLM trains. A convolution is the product of its output positions with
-kernel x input channels, as torch's FLOP counter has it.
+A load's tokens are positions of the latents (patches, in a transformer), its sequences are images. Tensor parallelism
+splits the heads and inner widths of a transformer's blocks, and nothing else. The noise that an embedding reads needs
+no gradient; the context needs one while the LLM trains. A convolution is the GEMM of its output positions with kernel
+x input channels, as in torch's FLOP counter.
 """
 
 from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.models.model_shape import LayerShape
 
-_KERNEL = 9  # of every convolution: 3 x 3
-GemmSides = tuple[int, int, int]  # (m, n, k) of a product
+_KERNEL = 9  # elements of the kernel of every convolution: 3 x 3
+GemmSides = tuple[int, int, int]  # m, n, k
 
 
 def gemm_sides(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[GemmSides, ...]:
-    """Products with weights that one of `tp` ranks computes in forward, in order."""
+    """Return the GEMMs with weights that one of `tp` ranks computes in forward, in order."""
     t, images, wide, out = num_positions(layer, load), load.num_sequences, layer.hidden, layer.out
     rows = images * layer.context
     match layer.kind:
@@ -30,10 +30,10 @@ def gemm_sides(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[GemmSid
             both = ((t, out, _KERNEL * wide), (images, out, layer.time_width), (t, out, _KERNEL * out))
             return both if wide == out else (*both, (t, out, wide))
         case "unet_attention":
-            own = [(t, wide, wide)] * 4  # queries, keys, values and output
-            crossed = [(t, wide, wide), *[(rows, wide, layer.context_width)] * 2, (t, wide, wide)]
+            self_attention = [(t, wide, wide)] * 4  # queries, keys, values and output
+            cross_attention = [(t, wide, wide), *[(rows, wide, layer.context_width)] * 2, (t, wide, wide)]
             mlp = [(t, 2 * layer.ffn, wide), (t, wide, layer.ffn)]
-            return (t, wide, wide), *own, *crossed, *mlp, (t, wide, wide)
+            return (t, wide, wide), *self_attention, *cross_attention, *mlp, (t, wide, wide)
         case "unet_down" | "unet_up" | "unet_out":
             return ((t, out, _KERNEL * wide),)
         case "dit_embed":
@@ -45,32 +45,32 @@ def gemm_sides(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[GemmSid
             )
         case "dit_block":
             into, back = (t, wide // tp, wide), (t, wide, wide // tp)
-            crossed = [into, *[(rows, wide // tp, layer.context_width)] * 2, back]
-            return into, into, into, back, *crossed, (t, layer.ffn // tp, wide), (t, wide, layer.ffn // tp)
+            cross_attention = [into, *[(rows, wide // tp, layer.context_width)] * 2, back]
+            return into, into, into, back, *cross_attention, (t, layer.ffn // tp, wide), (t, wide, layer.ffn // tp)
         case _:
             assert layer.kind == "dit_out"
             return ((t, out, wide),)
 
 
 def num_gemms_without_input_grad(layer: LayerShape) -> int:
-    """How many of the first products read nothing that could need a gradient: noise, and waves of the timestep."""
+    """Return how many of the first GEMMs read an input without gradient: the noise, and the embedded timestep."""
     return 2 if layer.kind in ("unet_embed", "dit_embed") else 0
 
 
 def num_positions(layer: LayerShape, load: TokenLoad) -> int:
-    """Places at which the layer works: fewer on the coarser levels of a U-Net."""
+    """Return the number of positions that the layer computes: fewer on the coarser levels of a U-Net."""
     return load.tokens // layer.scale**2
 
 
 def query_key_pairs(layer: LayerShape, load: TokenLoad) -> int:
-    """Query-key pairs: every position with those of its image, and with the image's context."""
+    """Return the number of query-key pairs: every position with those of its image, and with the image's context."""
     if not layer.heads:
         return 0
     return load.sum_sq // layer.scale**4 + num_positions(layer, load) * layer.context
 
 
 def num_parameters(layer: LayerShape, tp: int = 1) -> int:
-    """Learned numbers that one of `tp` ranks holds."""
+    """Return the number of parameters that one of `tp` ranks holds."""
     wide, out, time = layer.hidden, layer.out, layer.time_width
     match layer.kind:
         case "context_projector" | "dit_out":
@@ -95,11 +95,11 @@ def num_parameters(layer: LayerShape, tp: int = 1) -> int:
             assert layer.kind == "dit_block"
             into = 4 * (wide + 1) * wide + 2 * (layer.context_width + 1) * wide + (wide + 1) * layer.ffn
             back = 2 * wide * wide + layer.ffn * wide
-            return (into + back) // tp + 3 * wide + 6 * wide  # biases after `back`, and its share of the modulation
+            return (into + back) // tp + 3 * wide + 6 * wide  # biases after `back`, and the block's modulation
 
 
 def saved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
-    """Numbers kept by one of `tp` ranks for backward when nothing is recomputed, counted as autograd saves them."""
+    """Return how many numbers autograd saves for backward on one of `tp` ranks when nothing is recomputed."""
     t, images, wide, out = num_positions(layer, load), load.num_sequences, layer.hidden, layer.out
     context = images * layer.context
     match layer.kind:
@@ -109,7 +109,7 @@ def saved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
             return t * wide + images * (out + 3 * layer.time_width)
         case "unet_residual":  # both sides of norm and SiLU before each convolution
             return 3 * t * (wide + out) + images * 2 * layer.time_width
-        case "unet_attention":  # norms' and products' inputs; gate, its GELU, what it gates and their product
+        case "unet_attention":  # inputs of norms and GEMMs; the gate, its GELU, what it gates, and their product
             return t * (15 * wide + 4 * layer.ffn) + context * (layer.context_width + 2 * wide)
         case "unet_down":
             return 4 * t * wide
@@ -120,14 +120,14 @@ def saved_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
         case "dit_embed":
             return t * layer.patch_features + images * (layer.time_width + 3 * out)
         case "dit_block":  # norms' inputs and outputs, what is modulated, and what gates scale
-            split = t * (6 * wide + 2 * layer.ffn) + context * 2 * wide  # queries, keys, values, what heads give
+            split = t * (6 * wide + 2 * layer.ffn) + context * 2 * wide  # queries, keys, values, output of heads
             return t * 9 * wide + split // tp + context * layer.context_width
         case _:
             return 3 * t * wide
 
 
 def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
-    """Numbers read and written in the element-wise work of a forward: norms, activations, residuals, resampling."""
+    """Return how many numbers the element-wise work of a forward moves: norms, activations, residuals, resampling."""
     t, wide, out = num_positions(layer, load), layer.hidden, layer.out
     match layer.kind:
         case "context_projector":
@@ -147,7 +147,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
 
 
 def input_rows(layer: LayerShape, load: TokenLoad) -> int:
-    """Rows of `hidden` numbers that the layer reads, the context apart."""
+    """Return the number of rows of width `hidden` that the layer reads, not counting the context."""
     if layer.kind == "context_projector":
         return load.num_sequences * layer.context
     resampled = {"unet_down": 4 * num_positions(layer, load), "unet_up": num_positions(layer, load) // 4}

@@ -1,6 +1,6 @@
 """Hardware presets: what one rank can compute, move and hold, with the source of every number.
 
-Rates are per rank and per direction. Peaks are dense rates (data sheets print twice that, with sparsity). A product
+Rates are per rank and per direction. Peaks are dense rates (data sheets print twice that, with sparsity). A GEMM
 reaches `gemm_efficiency` of the peak when all its sides are large; a side of `half_efficiency_side` halves that.
 Presets are models: `mmtrain plan` prints "modelled" beside every figure that comes from here.
 """
@@ -27,43 +27,43 @@ class Link:
     latency_s: float
 
     def seconds(self, nbytes: float) -> float:
-        """Time of one message."""
+        """Return the seconds of one message."""
         return self.latency_s + nbytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of rank and how ranks are joined."""
+    """One kind of rank, and the links between ranks."""
 
     name: str
-    fp32_flops: float  # FLOP/s of dense matrix products
+    fp32_flops: float  # FLOP/s of dense GEMMs
     bf16_flops: float
-    gemm_efficiency: float  # share of the peak that a large product reaches
-    half_efficiency_side: float  # side length at which a product reaches half of that
+    gemm_efficiency: float  # share of the peak that a large GEMM reaches
+    half_efficiency_side: float  # length of one side at which a GEMM reaches half of that
     attention_efficiency: float  # share of the peak inside attention
     memory_bytes_per_s: float
     memory_bytes: float
-    kernel_launch_s: float  # what a kernel costs however small, with the Python around it
+    kernel_launch_s: float  # of the smallest kernel, with the Python around it
     intra_node: Link
     inter_node: Link
     ranks_per_node: int
-    post_s: float = 0.0  # for which sending or receiving a message, however small, keeps its rank from computing
+    post_s: float = 0.0  # how long each end of a message, however small, keeps its rank from computing
 
     def peak_flops(self, precision: Precision) -> float:
-        """FLOP/s that efficiencies and MFU refer to."""
+        """Return the FLOP/s that efficiencies and MFU refer to."""
         return self.fp32_flops if precision == "fp32" else self.bf16_flops
 
     def link(self, same_node: bool) -> Link:
-        """The connection between two ranks."""
+        """Return the connection between two ranks."""
         return self.intra_node if same_node else self.inter_node
 
     def efficiency_at(self, m: int, n: int, k: int) -> float:
-        """Share of the peak that an (m, k) x (k, n) product reaches: it saturates in each side."""
+        """Return the share of the peak that an (m, k) x (k, n) GEMM reaches: it saturates in each side."""
         half = self.half_efficiency_side
         return self.gemm_efficiency * (m / (m + half)) * (n / (n + half)) * (k / (k + half))
 
 
-# Measured with torch 2.13, one thread of an AMD EPYC (Zen 4) core: fp32 products of sides 32 to 2048 reach 13 to
+# Measured with torch 2.13, one thread of an AMD EPYC (Zen 4) core: fp32 GEMMs of sides 32 to 2048 reach 13 to
 # 99 GFLOP/s, within 25% of the curve below; streaming through main memory reads and writes 25 GB/s. Small blocks of
 # this package, profiled as a run computes them (the demo's layers, on an Intel Xeon), take about 25 us for each
 # kernel, Python included.
@@ -87,7 +87,7 @@ _CPU_CORE = Hardware(
 
 # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2039 GB/s, NVLink 600 GB/s in both directions together.
 # DGX A100 data sheet: 8 GPUs, one 200 Gb/s InfiniBand port each. Attention: FlashAttention-2 (arXiv 2307.08691)
-# reports up to 225 of 312 TFLOP/s forward, less backward: 0.6. Products: cuBLAS figures on public benchmarks lie near
+# reports up to 225 of 312 TFLOP/s forward, less backward: 0.6. GEMMs: cuBLAS figures on public benchmarks lie near
 # 0.85 of the peak for sides of 8192 and near half of it for sides of 1024; the curve is our fit to that.
 _A100 = Hardware(
     name="a100-80g",
@@ -106,7 +106,7 @@ _A100 = Hardware(
 
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 dense, 67 fp32, 3.35 TB/s, NVLink 900 GB/s in both directions together.
 # DGX H100 data sheet: 8 GPUs, one 400 Gb/s InfiniBand port each. Attention: FlashAttention-3 (arXiv 2407.08608) gives
-# 35% for FlashAttention-2 on this GPU. Products: near 0.7 of the peak for sides of 8192 (power-limited), 0.4 for 1024.
+# 35% for FlashAttention-2 on this GPU. GEMMs: near 0.7 of the peak for sides of 8192 (power-limited), 0.4 for 1024.
 _H100 = Hardware(
     name="h100-80g",
     fp32_flops=67e12,
@@ -130,11 +130,15 @@ _DEVICE_NAMES = {"A100": "a100-80g", "H100": "h100-80g", "H200": "h200-141g"}
 
 
 def preset(name: str) -> Hardware:
-    """The preset called `name`; PlanError names the nearest known one."""
+    """Return the preset called `name`.
+
+    Raises:
+        PlanError: there is none; the message suggests the nearest name.
+    """
     if name in PRESETS:
         return PRESETS[name]
     nearest = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3)
-    hint = f"; did you mean `{nearest[0]}`?" if nearest else ""
+    hint = f"; did you mean `{nearest[0]}`?" if nearest else "."
     raise PlanError(
         f"cluster.hardware: `{name}` is not a known preset{hint} Known: {', '.join(PRESETS)}; "
         "`auto` takes the one of this machine."
@@ -142,9 +146,10 @@ def preset(name: str) -> Hardware:
 
 
 def preset_for_device(device_name: str | None) -> str:
-    """Name of the preset for `auto`: `cpu-core` without a GPU, else by the name CUDA gives the device.
+    """Return the name of the preset for `auto`: `cpu-core` without a GPU, else by CUDA's name of the device.
 
-    Raises PlanError for a GPU without a preset: silently planning for another one would mislead.
+    Raises:
+        PlanError: the GPU has no preset; a plan for another GPU would mislead.
     """
     if device_name is None:
         return "cpu-core"

@@ -1,15 +1,15 @@
-"""What a layer costs in arithmetic and bytes, from its shape alone.
+"""Arithmetic and bytes of a layer, from its shape alone.
 
-Conventions, the same for every figure mmtrain prints:
+All figures that mmtrain prints follow these conventions:
 
-* A matrix product (m, k) x (k, n) is 2mnk FLOPs; nothing but matrix products counts.
+* A GEMM (m, k) x (k, n) is 2mnk FLOPs; nothing but matrix products counts.
 * Attention over packed sequences is block-diagonal: a sequence of n tokens has n^2 query-key pairs, under a causal
   mask the n (n + 1) / 2 that are not masked. (torch's FLOP counter counts n^2 in both cases.)
-* Backward: a product with a weight costs one forward for the weight's gradient and one for its input's; the two
-  products inside attention have two inputs each and cost twice their forward.
-* Gradients nobody needs are not counted: a frozen weight has no weight part, and a layer below which nothing trains
-  has no input part for the product that reads the layer's input. (Blocks and head normalise their input first;
-  that norm trains with the layer and needs the input part anyway.)
+* Backward: a GEMM with a weight costs one forward for the weight's gradient and one for its input's; the two products
+  inside attention have two inputs each and cost twice their forward.
+* Gradients that are not needed are not counted: a frozen weight has no weight gradient, and in a layer below which
+  nothing trains the GEMM that reads the layer's input has no input gradient. (Blocks and head normalize their input
+  first; that norm trains with the layer and needs the input gradient anyway.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,17 +20,13 @@ from mmtrain.costs.cost_model import TokenLoad
 from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
 
 _INDEX_BYTES = 8
-READS_INPUT_RAW = (
-    "patch_embed",
-    "audio_embed",
-    "projector",
-    "context_projector",
-)  # no trainable norm between the layer's input and its first product
+# Kinds of layers without a trainable norm between their input and their first GEMM.
+READS_INPUT_RAW = ("patch_embed", "audio_embed", "projector", "context_projector")
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A product (m, k) x (k, n) of activations with a weight."""
+    """The product (m, k) x (k, n) of activations with a weight."""
 
     m: int
     n: int
@@ -38,12 +34,15 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the product."""
+        """FLOPs of the GEMM."""
         return 2 * self.m * self.n * self.k
 
 
 def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
-    """Products with weights that one of `tp` ranks computes in forward, in order; attention's own are apart."""
+    """Return the GEMMs with weights that one of `tp` ranks computes in forward, in order.
+
+    The two products inside attention are not among them, see `attention_flops`.
+    """
     t, h = load.tokens, layer.hidden
     match layer.kind:
         case "patch_embed":
@@ -72,47 +71,47 @@ def gemms(layer: LayerShape, load: TokenLoad, tp: int = 1) -> tuple[Gemm, ...]:
 
 
 def feature_rows(layer: LayerShape, load: TokenLoad) -> int:
-    """Rows a projector hands on: class tokens dropped, tokens joined."""
+    """Return the number of rows that leave a projector: class tokens are dropped, and tokens joined."""
     return (load.tokens - layer.extra_tokens * load.num_sequences) // layer.joins
 
 
 def attention_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
-    """Forward FLOPs of the two products inside attention: scores, and their sum over values."""
+    """Return the forward FLOPs of the two products inside attention: scores, and their sum over values."""
     pairs = (load.sum_sq + load.tokens) // 2 if layer.causal else diffusion.query_key_pairs(layer, load)
     return 4 * pairs * layer.heads * layer.head_dim // tp
 
 
 def forward_flops(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
-    """FLOPs one of `tp` ranks spends on the forward of `layer`."""
-    return sum(g.flops for g in gemms(layer, load, tp)) + attention_flops(layer, load, tp)
+    """Return the FLOPs one of `tp` ranks spends on the forward of `layer`."""
+    return sum(gemm.flops for gemm in gemms(layer, load, tp)) + attention_flops(layer, load, tp)
 
 
 def backward_flops(layer: LayerShape, load: TokenLoad, tp: int = 1, *, weight_grad: bool, input_grad: bool) -> int:
-    """FLOPs one of `tp` ranks spends on the backward of `layer`, without recomputing its forward."""
+    """Return the FLOPs one of `tp` ranks spends on the backward of `layer`, without recomputing its forward."""
     passes = backward_passes(layer, load, tp, weight_grad=weight_grad, input_grad=input_grad)
     attention = 2 * attention_flops(layer, load, tp) if weight_grad or input_grad else 0
-    return attention + sum(g.flops * times for g, times in passes)
+    return attention + sum(gemm.flops * times for gemm, times in passes)
 
 
 def backward_passes(
     layer: LayerShape, load: TokenLoad, tp: int = 1, *, weight_grad: bool, input_grad: bool
 ) -> tuple[tuple[Gemm, int], ...]:
-    """Each forward product with how often backward repeats its size: 0, 1 or 2 times."""
+    """Return each forward GEMM with how often backward computes one of its size: 0, 1 or 2 times."""
     if not weight_grad and not input_grad:
         return ()
-    forward = gemms(layer, load, tp)
-    without = diffusion.num_gemms_without_input_grad(layer)  # first products whose input needs no gradient
+    num_without = diffusion.num_gemms_without_input_grad(layer)  # the first GEMMs, whose input needs no gradient
     if not input_grad and layer.kind in READS_INPUT_RAW:
-        without = max(without, 1)
-    if not weight_grad and without:
+        num_without = max(num_without, 1)
+    if not weight_grad and num_without:
         return ()
-    return tuple((g, int(weight_grad) + int(i >= without)) for i, g in enumerate(forward))
+    forward = gemms(layer, load, tp)
+    return tuple((gemm, int(weight_grad) + int(i >= num_without)) for i, gemm in enumerate(forward))
 
 
 def num_parameters(layer: LayerShape, tp: int = 1) -> int:
-    """Learned numbers of `layer` that one of `tp` ranks holds.
+    """Return the number of parameters of `layer` that one of `tp` ranks holds.
 
-    A tied head counts its matrix; who holds embedding and head on one rank counts it once (see `memory`).
+    A tied head counts its matrix; `rank_memory` counts it once where embedding and head are on one rank.
     """
     h, norm = layer.hidden, layer.hidden * (1 if layer.rms_norm else 2)
     bias = int(layer.linear_bias)
@@ -140,30 +139,30 @@ def num_parameters(layer: LayerShape, tp: int = 1) -> int:
 
 
 def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
-    """Bytes one of `tp` ranks keeps from forward to backward of `layer` when nothing is recomputed.
+    """Return the bytes one of `tp` ranks keeps from forward to backward of `layer` when nothing is recomputed.
 
-    Counted as autograd saves them: inputs of norms and products, what RMSNorm normalised, queries, keys and values
-    before and after rotation, attention's output apart and joined, both sides of activations. Attention keeps no
-    scores. The loss keeps its softmax in fp32.
+    This counts what autograd saves: inputs of norms and GEMMs, the output of RMSNorm before its weight, queries, keys
+    and values before and after rotation, attention's output of each head and joined, inputs and outputs of
+    activations. Attention keeps no scores. The loss keeps its softmax in fp32.
     """
     t, h = load.tokens, layer.hidden
-    normalised = h if layer.rms_norm else 0
+    normalized = h if layer.rms_norm else 0
     match layer.kind:
         case "patch_embed":
             return t * (element_bytes * (layer.patch_features + sum(layer.norm_widths)) + 4 * _INDEX_BYTES)
         case "audio_embed":
-            # What both convolutions read, three frames side by side, and what their activations read.
+            # Inputs of both convolutions, three frames side by side, and inputs of their activations.
             return t * (element_bytes * (2 * 3 * layer.mel_bins + 2 * h + 3 * h + h) + _INDEX_BYTES)
         case "vit_block" | "decoder_block":
             inner, kv = layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim
             rotated = inner + kv // 2 if layer.causal else 0
             tables = layer.head_dim if layer.causal else 0
             statistics = 4 * (4 + layer.heads // tp)  # of two norms and of each head's softmax, in fp32
-            # Gated: gate and up together, then the gate, its SiLU and the product; else the two sides of GELU.
+            # Gated: gate and up together, then the gate, its SiLU and their product; else input and output of GELU.
             mlp = layer.ffn * (5 if layer.gated else 2)
             gathered = (tp - 1) * (inner + kv) if layer.kv_heads < tp else 0  # keys and values of all ranks
             split = (inner + kv) + gathered + rotated + 2 * inner + mlp
-            return t * (element_bytes * (4 * h + 2 * normalised + tables + split // tp) + statistics)
+            return t * (element_bytes * (4 * h + 2 * normalized + tables + split // tp) + statistics)
         case "projector":
             rows, joined = feature_rows(layer, load), h * layer.joins
             inputs = t * h + rows * joined * max(1, len(layer.norm_widths))
@@ -171,22 +170,23 @@ def activation_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp:
         case "embedding":
             return _INDEX_BYTES * t
         case "head":
-            return t * (element_bytes * (2 * h + normalised) + 4 * layer.vocab // tp + 2 * _INDEX_BYTES)
+            return t * (element_bytes * (2 * h + normalized) + 4 * layer.vocab // tp + 2 * _INDEX_BYTES)
         case _:
             return element_bytes * diffusion.saved_elements(layer, load, tp)
 
 
 def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int = 1) -> int:
-    """How much less of `activation_bytes` a rank keeps of a frozen layer: only gradients of weights need it.
+    """Return the part of `activation_bytes` that only gradients of weights need, so that a frozen layer drops it.
 
-    Inputs of products, and what RMSNorm normalised; those that something else reads as well stay.
+    It consists of the inputs of GEMMs and the output of RMSNorm, unless something else reads them too.
     """
-    h, normalised = layer.hidden, layer.hidden if layer.rms_norm else 0
+    h = layer.hidden
+    normalized = layer.hidden if layer.rms_norm else 0
     match layer.kind:
         case "vit_block" | "decoder_block":
-            width = 2 * h + 2 * normalised + layer.ffn // tp
+            width = 2 * h + 2 * normalized + layer.ffn // tp
         case "head":
-            width = h + normalised
+            width = h + normalized
         case _:
             width = 0
     return load.tokens * width * element_bytes
@@ -195,21 +195,22 @@ def weight_grad_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int, tp
 def sequence_parallel_savings(
     layer: LayerShape, load: TokenLoad, element_bytes: int, tp: int, recompute: bool = False
 ) -> int:
-    """How much less of `activation_bytes` (if recomputed: of `input_bytes`) a rank keeps with sequence parallelism.
+    """Return how many bytes sequence parallelism saves of `activation_bytes` (of `input_bytes` with recompute).
 
-    Inputs and outputs of norms are then a slice of the tokens on each rank (Korthikanti et al., arXiv 2205.05198).
+    With it each rank keeps a slice of the tokens of norms' inputs and outputs (Korthikanti et al., arXiv 2205.05198).
     """
-    h, normalised = layer.hidden, layer.hidden if layer.rms_norm else 0
-    widths = {"vit_block": 4 * h + 2 * normalised, "decoder_block": 4 * h + 2 * normalised, "head": 2 * h + normalised}
+    h = layer.hidden
+    normalized = layer.hidden if layer.rms_norm else 0
+    widths = {"vit_block": 4 * h + 2 * normalized, "decoder_block": 4 * h + 2 * normalized, "head": 2 * h + normalized}
     width = widths.get(layer.kind, 0)
     whole = load.tokens * (min(h, width) if recompute else width) * element_bytes
     return whole - whole // tp
 
 
 def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int:
-    """Numbers one of `tp` ranks reads and writes in the element-wise work of a forward: norms, activations, residuals.
+    """Return how many numbers the element-wise work of a forward moves on one of `tp` ranks.
 
-    Products account for their own operands (see `AnalyticCosts`).
+    Element-wise work is norms, activations and residuals. The operands of GEMMs are not included (see `AnalyticCosts`).
     """
     t, h = load.tokens, layer.hidden
     match layer.kind:
@@ -231,7 +232,7 @@ def elementwise_elements(layer: LayerShape, load: TokenLoad, tp: int = 1) -> int
 
 
 def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
-    """Bytes of the input of `layer`: what remains of its activations when all else is recomputed."""
+    """Return the bytes of the input of `layer`: what remains of its activations when all others are recomputed."""
     match layer.kind:
         case "patch_embed":
             return load.tokens * layer.patch_features * element_bytes
@@ -244,21 +245,25 @@ def input_bytes(layer: LayerShape, load: TokenLoad, element_bytes: int) -> int:
 
 
 def context_parallel_load(load: TokenLoad, cp: int) -> TokenLoad:
-    """What each of `cp` context-parallel ranks works on: an even share of the tokens, and of the query-key pairs.
+    """Return the load of each of `cp` context-parallel ranks: an even share of the tokens and the query-key pairs.
 
-    Ranks take a sequence's pieces in pairs from both its ends, so that a causal mask leaves all of them as many pairs
-    (Liu et al., arXiv 2310.01889, as balanced in Megatron-core). All other costs follow from the share's tokens.
+    Each rank takes two pieces of a sequence, at the same distance from its two ends, so that all have equally many
+    pairs under a causal mask (Liu et al., arXiv 2310.01889, as balanced in Megatron-core). All other costs follow from
+    the share's tokens. No production path uses it yet: it is the cost side of context parallelism.
     """
     return TokenLoad(-(-load.tokens // cp), -(-load.sum_sq // cp), -(-load.max_len // cp), load.num_sequences)
 
 
 def context_bytes(layer: LayerShape, share: TokenLoad, element_bytes: int, tp: int, cp: int) -> int:
-    """Bytes of keys and values that a context-parallel rank receives in a forward: those of all other ranks."""
+    """Return the bytes of keys and values that a context-parallel rank receives in a forward: those of all others.
+
+    Like `context_parallel_load`, this waits for context parallelism in the planner.
+    """
     return (cp - 1) * share.tokens * 2 * layer.kv_heads * layer.head_dim // tp * element_bytes
 
 
 def input_grad_needed(shape: ModelShape) -> dict[str, tuple[bool, ...]]:
-    """For every unit and layer: must the layer's backward hand on a gradient (does anything below it train)?"""
+    """Return for every unit, by layer, whether backward needs the gradient of its input: something below it trains."""
     return {unit.name: tuple(_upstream(shape, unit)) for unit in shape.units}
 
 
@@ -277,16 +282,17 @@ def _trains(shape: ModelShape, unit: UnitShape) -> bool:
 
 
 def model_flops(shape: ModelShape, loads: Mapping[str, TokenLoad]) -> int:
-    """FLOPs that MFU counts for a global batch: forward and every gradient needed, unpadded, nothing recomputed.
+    """Return the FLOPs that MFU counts for a global batch: forward and all needed gradients, without recomputation.
 
-    loads: per unit, the sum of all its microbatches' loads.
+    Args:
+        loads: by unit, the sum of the loads of all its microbatches, unpadded.
     """
-    needs = input_grad_needed(shape)
-    return sum(unit_flops(u.layers, loads[u.name], needs[u.name]) for u in shape.units if u.name in loads)
+    input_grad = input_grad_needed(shape)
+    return sum(unit_flops(u.layers, loads[u.name], input_grad[u.name]) for u in shape.units if u.name in loads)
 
 
 def unit_flops(layers: Sequence[LayerShape], load: TokenLoad, input_grad: Sequence[bool]) -> int:
-    """Forward and backward FLOPs of consecutive layers."""
+    """Return the forward and backward FLOPs of consecutive layers."""
     return sum(
         forward_flops(layer, load) + backward_flops(layer, load, weight_grad=layer.trainable, input_grad=needed)
         for layer, needed in zip(layers, input_grad, strict=True)

@@ -17,7 +17,7 @@ from mmtrain.models.model_shape import LayerShape
 
 FloatArray = npt.NDArray[np.float64]
 Quantity = TimedPass | Literal["bytes"]
-MIN_NODE_SPACING = 0.1  # numbers of tokens that differ by less are one node
+MIN_NODE_SPACING = 0.1  # relative; measured loads whose numbers of tokens differ by less share a node
 _COMPARED: tuple[TimedPass, ...] = ("forward", "backward")
 
 
@@ -25,8 +25,8 @@ _COMPARED: tuple[TimedPass, ...] = ("forward", "backward")
 class Curve:
     """A quantity of a layer by load: piecewise linear in tokens, and linear in what attention and sequences add.
 
-    value = base(tokens) + per_pair * sum_sq + per_sequence * num_sequences. Beyond the outermost nodes base goes on
-    as straight as it came, but never below zero.
+    value = base(tokens) + per_pair * sum_sq + per_sequence * num_sequences. Beyond the outermost nodes `base` continues
+    with the slope of its last segment, but never below zero.
     """
 
     tokens: FloatArray  # (k,) ascending nodes
@@ -36,26 +36,26 @@ class Curve:
 
     @classmethod
     def fit(cls, loads: Sequence[TokenLoad], values: Sequence[float]) -> "Curve":
-        """Least squares over measured values.
+        """Fit a curve to measured values by least squares of relative errors.
 
-        Loads of about as many tokens share a node; where they are all alike nothing tells the terms apart, and base
-        takes it all. A term that comes out negative, by noise, is left out.
+        Loads of about equally many tokens share a node. If all loads have the same proportions, the terms cannot be
+        separated, and `base` takes everything. A term whose fit is negative, because of noise, is left out.
         """
         tokens = np.array([load.tokens for load in loads], dtype=np.float64)
-        nodes = _apart(np.unique(tokens))
+        nodes = _spaced(np.unique(tokens))
         base = np.stack([np.interp(tokens, nodes, row) for row in np.eye(len(nodes))], axis=1)
         terms = np.array([[load.sum_sq, load.num_sequences] for load in loads], dtype=np.float64)
         used = [0, 1]
-        # Short loads say as much as long ones: errors count relative to what was measured.
+        # Errors are relative to what was measured, so that short loads count as much as long ones.
         weight = 1 / np.maximum(np.asarray(values, dtype=np.float64), 1e-12)
         while True:
             matrix = np.concatenate([base, terms[:, used]], axis=1) * weight[:, None]
             scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
-            found, _, rank, _ = np.linalg.lstsq(matrix / scale, np.ones(len(loads)), rcond=1e-9)
+            scaled, _, rank, _ = np.linalg.lstsq(matrix / scale, np.ones(len(loads)), rcond=1e-9)
             if rank < len(nodes) + len(used) and used:
                 used.pop()
                 continue
-            solution = found / scale
+            solution = scaled / scale
             negative = [term for term, value in zip(used, solution[len(nodes) :], strict=True) if value < 0]
             if not negative:
                 break
@@ -64,7 +64,7 @@ class Curve:
         return cls(nodes, solution[: len(nodes)], by_term.get(0, 0.0), by_term.get(1, 0.0))
 
     def at(self, load: TokenLoad) -> float:
-        """The value at a load."""
+        """Return the value at a load."""
         x, y, t = self.tokens, self.base, float(load.tokens)
         if len(x) == 1:
             base = y[0] * t / max(x[0], 1.0)
@@ -80,9 +80,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Implements `costs.types.CostModel` from a table; what the table lacks is modelled.
+    """A `CostModel` that interpolates a table and models what the table lacks.
 
-    `extrapolated` collects what was asked for beyond the measured range, `missing` what was modelled instead.
+    `extrapolated` collects the layers that were needed beyond their measured range, `missing` those that were modelled.
     """
 
     table: CostTable
@@ -93,7 +93,7 @@ class MeasuredCosts:
 
     @property
     def source(self) -> str:
-        """Where the table's entries come from, and what of them is not in it."""
+        """Where the table's entries come from, and which layers were modelled or extrapolated."""
         parts = [f"{self.table.provenance}: {self.table.device}, {self.table.date}"]
         if self.missing:
             parts.append(f"modelled ({self.model.hardware.name}): {', '.join(sorted(self.missing))}")
@@ -106,22 +106,22 @@ class MeasuredCosts:
     def seconds(
         self, layer: LayerShape, tp: int, load: TokenLoad, kind: ComputeKind, *, input_grad: bool = True
     ) -> float:
-        """Seconds one rank of `tp` spends on `layer`; see `CostModel`."""
+        """Return the seconds one rank of `tp` spends on `layer`; see `CostModel`."""
         if load.tokens == 0 or (kind == "backward" and not (layer.trainable or input_grad)):
             return 0.0
         entry = self._entry(layer, tp)
         timed: TimedPass = kind
-        alone = kind == "forward" and not (layer.trainable or input_grad)
-        if alone and entry is not None and "forward_only" in entry.samples[0].seconds:
+        no_backward_follows = kind == "forward" and not (layer.trainable or input_grad)
+        if no_backward_follows and entry is not None and "forward_only" in entry.samples[0].seconds:
             timed = "forward_only"
         if kind == "backward" and not (layer.trainable and input_grad):
             timed = "backward_weight" if layer.trainable else "backward_input"
         if entry is not None and timed == "backward_weight" and timed not in entry.samples[0].seconds:
-            timed = "backward"  # of a layer whose input has no gradient there is but one
+            timed = "backward"  # a layer whose input has no gradient has only this one
         if entry is None or timed not in entry.samples[0].seconds:
             self.missing.add(f"{layer.kind} tp{tp}")
             return self.model.seconds(layer, tp, load, kind, input_grad=input_grad)
-        return self._flagged(entry, timed, layer, load)
+        return self._interpolate(entry, timed, layer, load)
 
     def pieces(
         self,
@@ -133,37 +133,38 @@ class MeasuredCosts:
         input_grad: bool = True,
         sp: bool = False,
     ) -> tuple[PieceCost, ...]:
-        """What was measured of the whole layer, in the proportions that are modelled."""
+        """Divide the measured seconds of the layer among its pieces, in the modelled proportions."""
         modelled = self.model.pieces(layer, tp, load, kind, input_grad=input_grad, sp=sp)
         return scale_pieces(modelled, self.seconds(layer, tp, load, kind, input_grad=input_grad))
 
     def activation_bytes(
         self, layer: LayerShape, tp: int, load: TokenLoad, recompute: bool, *, input_grad: bool = True
     ) -> int:
-        """Bytes one rank keeps between forward and backward of `layer`; see `CostModel`."""
+        """Return the bytes one rank keeps between forward and backward of `layer`; see `CostModel`."""
         entry = self._entry(layer, tp)
         if entry is None or recompute or load.tokens == 0 or not (layer.trainable or input_grad):
             return self.model.activation_bytes(layer, tp, load, recompute, input_grad=input_grad)
-        least = analytic.input_bytes(layer, load, self.model.element_bytes)
-        spared = 0 if layer.trainable else analytic.weight_grad_bytes(layer, load, self.model.element_bytes, tp)
-        return max(least, round(self._flagged(entry, "bytes", layer, load)) - spared)
+        element_bytes = self.model.element_bytes
+        least = analytic.input_bytes(layer, load, element_bytes)
+        not_needed = 0 if layer.trainable else analytic.weight_grad_bytes(layer, load, element_bytes, tp)
+        return max(least, round(self._interpolate(entry, "bytes", layer, load)) - not_needed)
 
     def transfer(self, nbytes: int, same_node: bool) -> float:
-        """Seconds of one message of `nbytes` between two ranks."""
+        """Return the seconds of one message of `nbytes` between two ranks."""
         measured = self._message("p2p", 2, nbytes) if same_node else None
         return self.model.transfer(nbytes, same_node) if measured is None else measured
 
     def posting(self) -> float:
-        """Seconds for which each end of a message keeps its rank from computing; no table has it."""
+        """Return how many seconds each end of a message keeps its rank from computing; it is always modelled."""
         return self.model.posting()
 
     def collective(self, kind: CollectiveKind, nbytes: int, size: int, same_node: bool) -> float:
-        """Seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
+        """Return the seconds of a collective over `size` ranks; `nbytes` is the whole (gathered or reduced) tensor."""
         measured = self._message(kind, size, nbytes) if same_node and size > 1 else None
         return self.model.collective(kind, nbytes, size, same_node) if measured is None else measured
 
     def optimizer(self, parameters: int) -> float:
-        """Seconds of an optimizer step over `parameters` of one rank: a line through what was measured."""
+        """Return the seconds of an optimizer step over `parameters` of one rank, on a line through the measurements."""
         if not self.table.optimizer:
             return self.model.optimizer(parameters)
         start, per_parameter = self._optimizer_line
@@ -171,7 +172,7 @@ class MeasuredCosts:
 
     @cached_property
     def _optimizer_line(self) -> tuple[float, float]:
-        """Seconds of an optimizer step without parameters, and of each; least relative squares, neither negative."""
+        """Seconds of an optimizer step without parameters, and per parameter; neither is negative."""
         counts = np.array([e.parameters for e in self.table.optimizer], dtype=np.float64)
         seconds = np.maximum([e.seconds for e in self.table.optimizer], 1e-12)
         if len(counts) > 1:
@@ -186,14 +187,14 @@ class MeasuredCosts:
         if entry is None:
             return None
         largest, seconds = entry.nbytes[-1], entry.seconds
-        if nbytes > largest:  # large messages are bandwidth alone
+        if nbytes > largest:  # latency no longer matters
             return seconds[-1] * nbytes / largest
         return float(np.interp(nbytes, entry.nbytes, seconds))
 
     def _entry(self, layer: LayerShape, tp: int) -> LayerEntry | None:
         return self.table.by_layer.get((_key(layer), tp))
 
-    def _flagged(self, entry: LayerEntry, quantity: Quantity, layer: LayerShape, load: TokenLoad) -> float:
+    def _interpolate(self, entry: LayerEntry, quantity: Quantity, layer: LayerShape, load: TokenLoad) -> float:
         key = (_key(layer), entry.tp, quantity)
         if key not in self._curves:
             self._curves[key] = fit_curve(entry, quantity)
@@ -205,7 +206,7 @@ class MeasuredCosts:
 
 
 def interpolation_errors(entry: LayerEntry, held_out: Sequence[LayerSample]) -> list[float]:
-    """Relative errors of interpolated forwards and backwards at loads that the entry does not hold."""
+    """Return the relative errors of interpolated forwards and backwards at loads that the entry does not hold."""
     curves = {timed: fit_curve(entry, timed) for timed in _COMPARED if timed in entry.samples[0].seconds}
     return [
         abs(curve.at(sample.load) / sample.seconds[timed] - 1)
@@ -216,19 +217,19 @@ def interpolation_errors(entry: LayerEntry, held_out: Sequence[LayerSample]) -> 
 
 
 def fit_curve(entry: LayerEntry, quantity: Quantity) -> Curve:
-    """The curve through an entry's samples."""
+    """Return the curve through an entry's samples."""
     samples = entry.samples
     values = [float(s.activation_bytes) if quantity == "bytes" else s.seconds[quantity] for s in samples]
     return Curve.fit([s.load for s in samples], values)
 
 
-def _apart(ascending: FloatArray) -> FloatArray:
-    """Without the values that hardly differ from one before; the largest stays."""
-    kept = [ascending[-1]]
+def _spaced(ascending: FloatArray) -> FloatArray:
+    """Drop values that hardly differ from the next larger one that stays; the largest always stays."""
+    spaced = [ascending[-1]]
     for value in ascending[-2::-1]:
-        if value < kept[-1] * (1 - MIN_NODE_SPACING):
-            kept.append(value)
-    return np.array(kept[::-1])
+        if value < spaced[-1] * (1 - MIN_NODE_SPACING):
+            spaced.append(value)
+    return np.array(spaced[::-1])
 
 
 @lru_cache(maxsize=4096)

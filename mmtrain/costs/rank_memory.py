@@ -1,4 +1,4 @@
-"""What one rank must hold at its fullest moment, by kind."""
+"""The peak memory of one rank, by kind: parameters, gradients, optimizer state, activations, buffers, margin."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,10 +9,11 @@ from mmtrain.costs.cost_model import CostModel, TokenLoad
 from mmtrain.costs.hardware import ELEMENT_BYTES, Precision
 from mmtrain.models.model_shape import LayerShape
 
-MEMORY_MARGIN = (
-    0.12  # on top of what is counted: nine counted runs held up to 5% more, and allocators lose some to fragments
-)
-LIVE_GRADIENT_SHARE = 0.75  # of a backward, beyond what has been given up: with a half, counted runs came out below
+# Share added to what is counted: nine measured runs held up to 5% more, and allocators lose memory to fragments.
+MEMORY_MARGIN = 0.12
+# Gradients alive at once in a layer's backward, as a share of its activations, beyond activations already freed. With
+# one half, predictions came out below the measured runs.
+LIVE_GRADIENT_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ class RankLayer:
 
 @dataclass(frozen=True)
 class HeldLayers:
-    """Consecutive layers of one unit on one rank, and what passes through them."""
+    """Consecutive layers of one unit on one rank, and the microbatches that pass through them."""
 
     layers: tuple[LayerShape, ...]
     input_grad: tuple[bool, ...]  # by layer, see `RankLayer`
     recompute: tuple[bool, ...]  # by layer
     tp: int
     dp: int
-    in_flight: int  # microbatches whose forward ran and whose backward did not, at the fullest moment
+    in_flight: int  # the most microbatches at once between forward and backward
     load: TokenLoad  # of the largest microbatch
     sp: bool = False
 
@@ -75,29 +76,30 @@ class RankMemory:
 
     @property
     def binding(self) -> str:
-        """The kind that takes most."""
+        """The kind that needs the most bytes."""
         kinds = self.by_kind()
         return max(kinds, key=lambda kind: kinds[kind])
 
     def by_kind(self) -> dict[str, float]:
-        """Bytes under the name of their kind."""
+        """Return the bytes of each kind."""
         return {f.name: float(getattr(self, f.name)) for f in fields(self)}
 
 
 def rank_memory(held: Sequence[HeldLayers], costs: CostModel, precision: Precision, tied: bool) -> RankMemory:
     """Add up what the stages of one rank hold.
 
-    tied: embedding and head are one matrix, held once where both lie on this rank.
+    Args:
+        tied: embedding and head are one matrix, held once where both are on this rank.
     """
     parameters = gradients = optimizer = 0.0
     for stage in held:
         for layer in stage.layers:
-            own = layer_state(layer, stage.tp, stage.dp, precision)
-            parameters, gradients, optimizer = parameters + own[0], gradients + own[1], optimizer + own[2]
+            state = layer_state(layer, stage.tp, stage.dp, precision)
+            parameters, gradients, optimizer = parameters + state[0], gradients + state[1], optimizer + state[2]
     if tied:
-        for twice in _tied_layers(held):
-            own = matrix_state(twice[0], twice[1], twice[2], precision)
-            parameters, gradients, optimizer = parameters - own[0], gradients - own[1], optimizer - own[2]
+        for head, tp, dp in _tied_heads(held):
+            state = matrix_state(head, tp, dp, precision)
+            parameters, gradients, optimizer = parameters - state[0], gradients - state[1], optimizer - state[2]
     activations = float(sum(stage.in_flight * microbatch_activation_bytes(stage, costs, precision) for stage in held))
     buffers = max((stage_working_bytes(stage, costs, precision) for stage in held), default=0)
     margin = MEMORY_MARGIN * (parameters + gradients + optimizer + activations + buffers)
@@ -105,12 +107,12 @@ def rank_memory(held: Sequence[HeldLayers], costs: CostModel, precision: Precisi
 
 
 def layer_state(layer: LayerShape, tp: int, dp: int, precision: Precision) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state of one layer on one rank."""
+    """Return the bytes of parameters, gradients and optimizer state of one layer on one rank."""
     return _state(analytic.num_parameters(layer, tp), layer.trainable, dp, precision)
 
 
 def matrix_state(layer: LayerShape, tp: int, dp: int, precision: Precision) -> tuple[float, float, float]:
-    """Bytes of state of the vocabulary matrix alone."""
+    """Return the bytes of parameters, gradients and optimizer state of the vocabulary matrix alone."""
     return _state(layer.vocab * layer.hidden // tp, layer.trainable, dp, precision)
 
 
@@ -157,13 +159,13 @@ def layer_working_bytes(held: RankLayer, load: TokenLoad, costs: CostModel, prec
 
 
 def hidden_state_bytes(layer: LayerShape, load: TokenLoad, precision: Precision) -> int:
-    """Bytes of the hidden states that enter a layer, and of what a diffusion transformer hands on beside them."""
+    """Return the bytes of the hidden states that enter a layer, with a diffusion transformer's conditioning."""
     hidden = layer.hidden * diffusion.input_rows(layer, load)
     return (hidden + layer.conditioning_elements(load.num_sequences)) * ELEMENT_BYTES[precision]
 
 
-def _tied_layers(held: Iterable[HeldLayers]) -> list[tuple[LayerShape, int, int]]:
-    """The head, with its tp and dp, if the embedding is on the same rank."""
+def _tied_heads(held: Iterable[HeldLayers]) -> list[tuple[LayerShape, int, int]]:
+    """Return the head, with its tp and dp, if the embedding is on the same rank."""
     by_kind = {
         layer.kind: (layer, s.tp, s.dp) for s in held for layer in s.layers if layer.kind in ("embedding", "head")
     }

@@ -1,14 +1,15 @@
-"""What sequence parallelism changes in a layer's time: less element-wise work, and tokens gathered more often."""
+"""How sequence parallelism changes a layer's time: less element-wise work, and more gathers of tokens."""
 
 from mmtrain.costs.analytic_costs import TP_ALL_REDUCES
 from mmtrain.costs.cost_model import CostModel
 from mmtrain.costs.hardware import ELEMENT_BYTES, Hardware, Precision
 from mmtrain.models.model_shape import LayerShape
 
-# Numbers a token's norms and residuals read and write in forward, in widths of the layer (see `analytic`).
-_SHARED_OUT = {"vit_block": 10, "decoder_block": 10, "head": 2}
-# Products whose input each rank has a slice of: forward gathers it, and a weight's gradient asks for the whole again.
-_GATHERED = {"vit_block": 2, "decoder_block": 2, "head": 1}
+# By kind: how many numbers norms and residuals move for a token in forward, in widths of the layer (see
+# `layer_arithmetic.elementwise_elements`). Sequence parallelism divides this work among the ranks.
+_DIVIDED_WIDTHS = {"vit_block": 10, "decoder_block": 10, "head": 2}
+# By kind: GEMMs of whose input each rank holds a slice; forward gathers it, and the weight's gradient once more.
+_NUM_GATHERED = {"vit_block": 2, "decoder_block": 2, "head": 1}
 
 
 def sequence_parallel_seconds(
@@ -21,25 +22,25 @@ def sequence_parallel_seconds(
     *,
     input_grad: bool = True,
 ) -> float:
-    """Seconds by which sequence parallelism lengthens forward and backward of `layer` on a rank of `tp`; may be < 0.
+    """Return by how many seconds sequence parallelism lengthens forward and backward of `layer`; may be negative.
 
-    Each all-reduce around products becomes a reduce-scatter and an all-gather (Korthikanti et al., arXiv 2205.05198),
-    none of them hidden behind compute. Between blocks and layers that need whole tokens there is one gather: forward
-    before a projector, in backward behind an embedding.
+    Each all-reduce around GEMMs becomes a reduce-scatter and an all-gather (Korthikanti et al., arXiv 2205.05198),
+    which do not overlap with compute. Between blocks and layers that need all tokens there is one gather: in forward
+    before a projector, in backward after an embedding.
     """
     nbytes = tokens * layer.hidden * ELEMENT_BYTES[precision]
-    gather, scatter, reduce = (
-        costs.collective(kind, nbytes, tp, True) for kind in ("all_gather", "reduce_scatter", "all_reduce")
-    )
+    gather = costs.collective("all_gather", nbytes, tp, True)
+    scatter = costs.collective("reduce_scatter", nbytes, tp, True)
+    reduce = costs.collective("all_reduce", nbytes, tp, True)
     has_backward = layer.trainable or input_grad
-    if layer.kind not in _SHARED_OUT:
+    if layer.kind not in _DIVIDED_WIDTHS:
         return gather if layer.kind == "projector" or has_backward else 0.0
-    before, behind = TP_ALL_REDUCES[layer.kind]
-    passes = 1 + 2 * has_backward  # a backward moves twice as much
-    moved = _SHARED_OUT[layer.kind] * nbytes * passes * (1 - 1 / tp)
-    gathers = _GATHERED[layer.kind] * (1 + has_backward * layer.trainable)
-    if layer.kind == "head":  # nothing is reduced before its product
+    forward_reduces, backward_reduces = TP_ALL_REDUCES[layer.kind]
+    passes = 1 + 2 * has_backward  # a backward moves twice as much as a forward
+    moved = _DIVIDED_WIDTHS[layer.kind] * nbytes * passes * (1 - 1 / tp)
+    gathers = _NUM_GATHERED[layer.kind] * (1 + has_backward * layer.trainable)
+    if layer.kind == "head":  # its forward has no all-reduce
         return gathers * gather + has_backward * (scatter - reduce) - moved / machine.memory_bytes_per_s
-    reduces = before + behind * has_backward
-    again = gathers - _GATHERED[layer.kind]
+    reduces = forward_reduces + backward_reduces * has_backward
+    again = gathers - _NUM_GATHERED[layer.kind]
     return reduces * (scatter + gather - reduce) + again * gather - moved / machine.memory_bytes_per_s

@@ -41,7 +41,7 @@ def test_what_was_not_measured_on_an_h200_says_so() -> None:
 
 def test_a_name_that_no_table_has_is_told(tmp_path: Path) -> None:
     machine = preset("cpu-core")
-    with pytest.raises(PlanError, match=r"cluster.costs: `h200` is no table .* did you mean `h200-141g`\? Known: "):
+    with pytest.raises(PlanError, match=r"cluster.costs: `h200` is not a table .* did you mean `h200-141g`\? Known: "):
         costs_for(machine, "fp32", Path("h200"))
     with pytest.raises(PlanError, match="h200-141g was made for hardware h200-141g, but this is planned for cpu-core"):
         costs_for(machine, "fp32", Path("h200-141g"))
