@@ -76,8 +76,8 @@ def test_the_tokenizer_spends_one_token_on_frequent_words_and_on_each_digit(demo
     out, summary = demo
     tokenizer = ChatTokenizer.load(out / "tokenizer.json")
     assert tokenizer.vocab_size == summary.vocab <= DEMO_VOCAB_SIZE
-    assert len(tokenizer._text(" the")) == 1
-    assert len(tokenizer._text("17")) == 2
+    assert len(tokenizer._encode_text(" the")) == 1
+    assert len(tokenizer._encode_text("17")) == 2
 
 
 def test_the_demo_recipe_reads_it(demo: tuple[Path, DemoSummary]) -> None:

@@ -77,8 +77,8 @@ def _png_size(head: bytes) -> tuple[int, int] | None:
     """Read the chunks before the pixels; each must be complete and harmless, with the right checksum."""
     if head[8:16] != b"\0\0\0\rIHDR" or len(head) < 33:
         return None
-    width = _big_endian(head, 16, 4)
-    height = _big_endian(head, 20, 4)
+    width = int.from_bytes(head[16:20], "big")
+    height = int.from_bytes(head[20:24], "big")
     depth, color_type, compression, filter_method, interlace = head[24:29]
     if depth not in _PNG_DEPTHS_BY_COLOR_TYPE.get(color_type, ()):
         return None
@@ -86,8 +86,8 @@ def _png_size(head: bytes) -> tuple[int, int] | None:
         return None
     start = 8  # of a chunk: length, kind, content, checksum
     while True:
-        end = start + 8 + _big_endian(head, start, 4)
-        if end + 12 > len(head) or zlib.crc32(head[start + 4 : end]) != _big_endian(head, end, 4):
+        end = start + 8 + int.from_bytes(head[start : start + 4], "big")
+        if end + 12 > len(head) or zlib.crc32(head[start + 4 : end]) != int.from_bytes(head[end : end + 4], "big"):
             return None
         start = end + 4
         kind = head[start + 4 : start + 8]
@@ -103,12 +103,12 @@ def _jpeg_size(head: bytes) -> tuple[int, int] | None:
     size = None
     while start + 9 < len(head) and head[start] == 0xFF:
         kind = head[start + 1]
-        length = _big_endian(head, start + 2, 2)
+        length = int.from_bytes(head[start + 2 : start + 4], "big")
         if kind == _JPEG_SCAN:
             return size if length == 6 + 2 * head[start + 4] else None  # two bytes for each of its components
         if kind in _JPEG_FRAMES:
-            height = _big_endian(head, start + 5, 2)
-            width = _big_endian(head, start + 7, 2)
+            height = int.from_bytes(head[start + 5 : start + 7], "big")
+            width = int.from_bytes(head[start + 7 : start + 9], "big")
             depth = head[start + 4]
             num_components = head[start + 9]
             if size is not None or depth != 8 or num_components not in (1, 3, 4) or not width * height:
@@ -118,7 +118,3 @@ def _jpeg_size(head: bytes) -> tuple[int, int] | None:
             return None
         start += 2 + length
     return None
-
-
-def _big_endian(head: bytes, start: int, count: int) -> int:
-    return int.from_bytes(head[start : start + count], "big")

@@ -1,7 +1,7 @@
-"""The demo's data: drawn shapes, digits and bar charts with questions about them, and some arithmetic.
+"""Generate the demo's data: drawn shapes, digits and bar charts with questions about them, and some arithmetic.
 
-Small enough that a tiny model learns it from nothing in minutes on a processor core, and built so that most answers
-need the picture: a question alone leaves every answer of its template about equally likely.
+A tiny model learns it from scratch in minutes on one processor core. Most answers need the picture: with the question
+alone, all answers of its template are about equally likely.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from mmtrain.errors import DataError
 
 DEMO_VOCAB_SIZE = 512
 DEMO_SUMMARY_FILE = "demo.json"
-_HELDOUT_PAIRS = 8  # one in this many pairs of operands
+_HELDOUT_ONE_IN_PAIRS = 8  # one in so many pairs of operands is held out
 
-Allowed = Callable[[int, int], bool]  # whether a split may use this pair of operands
+IsAllowed = Callable[[int, int], bool]  # whether a split may use a pair of operands
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class DemoQuestion:
 def generate_demo(out: Path, seed: int, train: int, heldout: int) -> DemoSummary:
     """Write `train.json`, `heldout.json`, `images/` and `tokenizer.json` under `out`; same arguments, same bytes.
 
-    No held-out question occurs in training with the same pictures, and no pair of operands in both splits. Replaces
-    demo data written before; raises `DataError` rather than touch a folder with anything else in it.
+    No held-out question occurs in training with the same pictures, and no pair of operands occurs in both splits. Demo
+    data written before is replaced. Raises `DataError` for a folder with anything else in it, which stays untouched.
     """
     if out.exists() and any(out.iterdir()) and not (out / DEMO_SUMMARY_FILE).exists():
         raise DataError(f"{out}: not empty and not demo data; name another folder or empty it")
@@ -64,14 +64,10 @@ def generate_demo(out: Path, seed: int, train: int, heldout: int) -> DemoSummary
     (out / "images").mkdir(parents=True)
     rng = random.Random(seed)
     seen: set[str] = set()
-    train_rows = [
-        _write(out, "train", i, q)
-        for i, q in enumerate(_questions(rng, train, lambda a, b: not _is_heldout(seed, a, b), seen))
-    ]
-    heldout_rows = [
-        _write(out, "heldout", i, q)
-        for i, q in enumerate(_questions(rng, heldout, lambda a, b: _is_heldout(seed, a, b), seen))
-    ]
+    train_questions = _draw_questions(rng, train, lambda a, b: not _is_heldout(seed, a, b), seen)
+    train_rows = [_write_question(out, "train", i, question) for i, question in enumerate(train_questions)]
+    heldout_questions = _draw_questions(rng, heldout, lambda a, b: _is_heldout(seed, a, b), seen)
+    heldout_rows = [_write_question(out, "heldout", i, question) for i, question in enumerate(heldout_questions)]
     _write_json(out / "train.json", train_rows)
     _write_json(out / "heldout.json", heldout_rows)
     tokenizer = train_tokenizer(turn["value"] for row in train_rows for turn in row["conversations"])
@@ -107,14 +103,19 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
     return tokenizer
 
 
-def _questions(rng: random.Random, count: int, allowed: Allowed, seen: set[str]) -> Iterator[DemoQuestion]:
-    """Draw `count` questions that were not asked before about the same pictures; arithmetic may repeat."""
-    names, weights = list(_TEMPLATES), [weight for weight, _ in _TEMPLATES.values()]
+def _draw_questions(rng: random.Random, count: int, is_allowed: IsAllowed, seen: set[str]) -> Iterator[DemoQuestion]:
+    """Draw `count` questions, none of them twice about the same pictures; arithmetic may repeat.
+
+    seen: keys of the questions drawn so far; new ones are added.
+    """
+    names = list(_TEMPLATES)
+    weights = [weight for weight, _ in _TEMPLATES.values()]
     for _ in range(count):
         name = rng.choices(names, weights)[0]
+        _, draw = _TEMPLATES[name]
         while True:
-            question = _TEMPLATES[name][1](rng, allowed)
-            key = _key(question)
+            question = draw(rng, is_allowed)
+            key = _question_key(question)
             if not question.pictures or key not in seen:
                 break
         seen.add(key)
@@ -122,18 +123,19 @@ def _questions(rng: random.Random, count: int, allowed: Allowed, seen: set[str])
 
 
 def _is_heldout(seed: int, a: int, b: int) -> bool:
-    """Whether a pair of operands is kept for held-out questions; 31 + 7 and 7 + 31 fall on the same side."""
-    return zlib.crc32(f"{seed}:{min(a, b)}:{max(a, b)}".encode()) % _HELDOUT_PAIRS == 0
+    """Return whether a pair of operands is for held-out questions; 31 + 7 and 7 + 31 are in the same split."""
+    return zlib.crc32(f"{seed}:{min(a, b)}:{max(a, b)}".encode()) % _HELDOUT_ONE_IN_PAIRS == 0
 
 
-def _key(question: DemoQuestion) -> str:
+def _question_key(question: DemoQuestion) -> str:
     digest = hashlib.sha256(question.text.encode())
     for picture in question.pictures:
         digest.update(repr(picture.size).encode() + picture.tobytes())
     return digest.hexdigest()
 
 
-def _write(out: Path, split: str, number: int, question: DemoQuestion) -> dict[str, Any]:
+def _write_question(out: Path, split: str, number: int, question: DemoQuestion) -> dict[str, Any]:
+    """Write the pictures of a question, and return its row of the data file."""
     names = [f"images/{split}-{number:05d}-{i}.png" for i in range(len(question.pictures))]
     for name, picture in zip(names, question.pictures, strict=True):
         picture.save(out / name, compress_level=1)
@@ -151,80 +153,80 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _colour(rng: random.Random, _: Allowed) -> DemoQuestion:
+def _colour(rng: random.Random, _: IsAllowed) -> DemoQuestion:
     kinds = rng.sample(SHAPES, rng.randint(1, 2))
     objects = [(kind, rng.choice(list(COLOURS))) for kind in kinds]
     kind, colour = rng.choice(objects)
     return DemoQuestion("colour", f"{IMAGE_MARK}What colour is the {kind}?", colour, (draw_scene(rng, objects),))
 
 
-def _shape(rng: random.Random, _: Allowed) -> DemoQuestion:
+def _shape(rng: random.Random, _: IsAllowed) -> DemoQuestion:
     colours = rng.sample(list(COLOURS), rng.randint(1, 2))
     objects = [(rng.choice(SHAPES), colour) for colour in colours]
     kind, colour = rng.choice(objects)
     return DemoQuestion("shape", f"{IMAGE_MARK}What shape is {colour}?", kind, (draw_scene(rng, objects),))
 
 
-def _describe(rng: random.Random, _: Allowed) -> DemoQuestion:
+def _describe(rng: random.Random, _: IsAllowed) -> DemoQuestion:
     objects = [_object(rng) for _ in range(rng.randint(1, 2))]
     answer = ", ".join(f"{colour} {kind}" for kind, colour in objects)
     return DemoQuestion("describe", f"{IMAGE_MARK}What is shown?", answer, (draw_scene(rng, objects),))
 
 
-def _count(rng: random.Random, _: Allowed) -> DemoQuestion:
+def _count(rng: random.Random, _: IsAllowed) -> DemoQuestion:
     objects = [_object(rng) for _ in range(rng.randint(1, 5))]
     return DemoQuestion("count", f"{IMAGE_MARK}How many shapes?", str(len(objects)), (draw_scene(rng, objects),))
 
 
-def _read_digit(rng: random.Random, _: Allowed) -> DemoQuestion:
+def _read_digit(rng: random.Random, _: IsAllowed) -> DemoQuestion:
     value = rng.randint(0, 9)
     return DemoQuestion("digit", f"{IMAGE_MARK}Which digit?", str(value), (draw_digit(rng, value),))
 
 
-def _larger_digit(rng: random.Random, _: Allowed) -> DemoQuestion:
+def _larger_digit(rng: random.Random, _: IsAllowed) -> DemoQuestion:
     values = rng.sample(range(10), 2)
     pictures = tuple(draw_digit(rng, value) for value in values)
     return DemoQuestion("larger_digit", f"{_numbered(pictures)}Which digit is larger?", str(max(values)), pictures)
 
 
-def _tallest(rng: random.Random, _: Allowed) -> DemoQuestion:
+def _tallest(rng: random.Random, _: IsAllowed) -> DemoQuestion:
     bars = list(zip(rng.sample(list(COLOURS), 3), rng.sample(range(1, 6), 3), strict=True))
     tallest = max(bars, key=lambda bar: bar[1])[0]
     return DemoQuestion("tallest_bar", f"{IMAGE_MARK}Which bar is tallest?", tallest, (draw_bar_chart(rng, bars),))
 
 
-def _height(rng: random.Random, _: Allowed) -> DemoQuestion:
+def _height(rng: random.Random, _: IsAllowed) -> DemoQuestion:
     bars = [(colour, rng.randint(1, 5)) for colour in rng.sample(list(COLOURS), rng.randint(1, 3))]
     colour, height = rng.choice(bars)
     return DemoQuestion("bar_height", f"{IMAGE_MARK}How tall is {colour}?", str(height), (draw_bar_chart(rng, bars),))
 
 
-def _which_image(rng: random.Random, _: Allowed) -> DemoQuestion:
+def _which_image(rng: random.Random, _: IsAllowed) -> DemoQuestion:
     objects = [_object(rng) for _ in range(rng.randint(2, 4))]
-    pictures = tuple(draw_scene(rng, [one]) for one in objects)
+    pictures = tuple(draw_scene(rng, [single]) for single in objects)
     place = rng.randrange(len(objects))
     return DemoQuestion("which_image", f"{_numbered(pictures)}What colour is {place + 1}?", objects[place][1], pictures)
 
 
-def _more(rng: random.Random, _: Allowed) -> DemoQuestion:
+def _more(rng: random.Random, _: IsAllowed) -> DemoQuestion:
     numbers = rng.sample(range(1, 6), 2)
     pictures = tuple(draw_scene(rng, [_object(rng) for _ in range(number)]) for number in numbers)
     answer = 1 if numbers[0] > numbers[1] else 2
     return DemoQuestion("more_shapes", f"{_numbered(pictures)}Which has more shapes?", str(answer), pictures)
 
 
-def _sum(rng: random.Random, allowed: Allowed) -> DemoQuestion:
+def _sum(rng: random.Random, is_allowed: IsAllowed) -> DemoQuestion:
     while True:
         ones, b = rng.randint(0, 8), rng.randint(1, 9)
         a = rng.randint(1, 9) * 10 + ones
-        if ones + b <= 9 and allowed(a, b):
+        if ones + b <= 9 and is_allowed(a, b):
             return DemoQuestion("sum", f"What is {a} + {b}?", str(a + b))
 
 
-def _larger_number(rng: random.Random, allowed: Allowed) -> DemoQuestion:
+def _larger_number(rng: random.Random, is_allowed: IsAllowed) -> DemoQuestion:
     while True:
         a, b = rng.sample(range(10, 100), 2)
-        if allowed(a, b):
+        if is_allowed(a, b):
             return DemoQuestion("larger_number", f"Which is larger, {a} or {b}?", str(max(a, b)))
 
 
@@ -236,7 +238,8 @@ def _numbered(pictures: tuple[Image.Image, ...]) -> str:
     return "".join(f"{i}: {IMAGE_MARK} " for i in range(1, len(pictures) + 1))
 
 
-_TEMPLATES: dict[str, tuple[float, Callable[[random.Random, Allowed], DemoQuestion]]] = {
+# Template -> its weight, and the function that draws a question.
+_TEMPLATES: dict[str, tuple[float, Callable[[random.Random, IsAllowed], DemoQuestion]]] = {
     "describe": (1, _describe),
     "colour": (1, _colour),
     "shape": (1, _shape),

@@ -1,4 +1,4 @@
-"""Drawing the demo's pictures with Pillow's primitives and the font it brings along."""
+"""Draw the demo's pictures with Pillow's primitives and its built-in font."""
 
 import random
 
@@ -15,17 +15,17 @@ COLOURS: dict[str, Rgb] = {
     "purple": (150, 50, 190),
     "black": (25, 25, 25),
 }
-_ZOOMS = (1, 1, 1, 2)  # some pictures come at twice the resolution
+_ZOOMS = (1, 1, 1, 2)  # one picture in four has twice the resolution
 SHAPES = ("circle", "square", "triangle", "cross")
 
 
 def draw_scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Image:
-    """Draw (shape, colour) objects apart from each other, in reading order, on a light ground of a size that varies."""
+    """Draw (shape, colour) objects in reading order, without overlap, on a light background of random size."""
     zoom = rng.choice(_ZOOMS)
-    across, down = (1, 1) if len(objects) == 1 else (2, 2) if len(objects) <= 4 else (3, 2)
+    across, down = _grid_for(len(objects))
     width = zoom * (48 if across > 1 else rng.choice((32, 48)))
     height = zoom * (48 if down > 1 else rng.choice((32, 48)))
-    image, draw = _ground(rng, width, height)
+    image, draw = _background(rng, width, height)
     cells = sorted(rng.sample([(y, x) for y in range(down) for x in range(across)], len(objects)))
     for (shape, colour), (y, x) in zip(objects, cells, strict=True):
         cell_w, cell_h = width / across, height / down
@@ -37,9 +37,9 @@ def draw_scene(rng: random.Random, objects: list[tuple[str, str]]) -> Image.Imag
 
 
 def draw_digit(rng: random.Random, value: int) -> Image.Image:
-    """Draw one digit, its size, place and colour varying."""
+    """Draw one digit of random size, position and colour."""
     width, height = rng.choice(((32, 32), (32, 32), (32, 48), (48, 32)))
-    image, draw = _ground(rng, width, height)
+    image, draw = _background(rng, width, height)
     font = ImageFont.load_default(size=rng.choice((32, 38)))
     left, top, right, bottom = draw.textbbox((0, 0), str(value), font=font)
     x = _near_middle(rng, width - (right - left), zoom=1) - left
@@ -49,11 +49,12 @@ def draw_digit(rng: random.Random, value: int) -> Image.Image:
 
 
 def draw_bar_chart(rng: random.Random, bars: list[tuple[str, int]]) -> Image.Image:
-    """Draw bars of (colour, height 1 to 5) over a base line, with a thin line at each height."""
+    """Draw bars of (colour, height 1 to 5) on a base line, with a thin line at each height."""
     zoom = rng.choice(_ZOOMS)
     width, height = zoom * rng.choice((32, 48)), zoom * rng.choice((32, 48))
-    image, draw = _ground(rng, width, height)
-    base, unit = height - 2, (height - 4) / 5
+    image, draw = _background(rng, width, height)
+    base = height - 2
+    unit = (height - 4) / 5
     for level in range(6):
         draw.line((0, base - level * unit, width, base - level * unit), fill=(190, 190, 190))
     slot = width / len(bars)
@@ -63,14 +64,21 @@ def draw_bar_chart(rng: random.Random, bars: list[tuple[str, int]]) -> Image.Ima
     return image
 
 
-def _ground(rng: random.Random, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+def _grid_for(num_objects: int) -> tuple[int, int]:
+    """Return the columns and rows of cells for so many objects."""
+    if num_objects == 1:
+        return 1, 1
+    return (2, 2) if num_objects <= 4 else (3, 2)
+
+
+def _background(rng: random.Random, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     shade = rng.randint(235, 255)
     image = Image.new("RGB", (width, height), (shade, shade, shade))
     return image, ImageDraw.Draw(image)
 
 
 def _near_middle(rng: random.Random, space: float, zoom: int) -> float:
-    """Where something starts that leaves `space` pixels: up to three (zoomed) from the middle, and inside."""
+    """Return a random start for an object that leaves `space` pixels free: up to three (zoomed) off the middle."""
     return space / 2 + min(space / 2, 3 * zoom) * rng.uniform(-1, 1)
 
 

@@ -1,7 +1,7 @@
-"""Spoken digits as training data: from a folder of recordings to LLaVA-format files that ask what is said.
+"""Turn a folder of recorded digits into training data: LLaVA-format files with the question what is said.
 
-The recordings are named DIGIT_SPEAKER_INDEX.wav (Free Spoken Digit Dataset). Every speaker is heard in both splits,
-no recording in more than one. Besides each recording alone there are samples of several, to be written down in order.
+The recordings are named DIGIT_SPEAKER_INDEX.wav (Free Spoken Digit Dataset). Every speaker is in both splits, every
+recording in one. Besides samples of one recording there are samples of several, to be transcribed in order.
 """
 
 import json
@@ -20,14 +20,14 @@ from mmtrain.errors import DataError
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS_QUESTION = "What is said?"
-HELDOUT_EVERY = 6  # recordings of a digit by a speaker
+HELDOUT_EVERY = 6  # of the recordings of a digit by a speaker, one in so many is held out
 DIGITS_SUMMARY_FILE = "digits.json"
-_NAME = re.compile(r"([0-9])_(\w+)_([0-9]+)\.wav")
+_FILE_NAME = re.compile(r"([0-9])_(\w+)_([0-9]+)\.wav")
 
 
 @dataclass(frozen=True)
 class DigitsSummary:
-    """What `prepare_digits` wrote."""
+    """What `prepare_digits` wrote: counts, and the seed."""
 
     seed: int
     recordings: int
@@ -39,7 +39,7 @@ class DigitsSummary:
 
 @dataclass(frozen=True, order=True)
 class Recording:
-    """One spoken digit."""
+    """A recording of one spoken digit."""
 
     digit: int
     speaker: str
@@ -48,19 +48,22 @@ class Recording:
 
     @property
     def is_heldout(self) -> bool:
-        """Whether training never hears it."""
+        """Whether it is held out from training."""
         return self.index % HELDOUT_EVERY == 0
 
 
 def prepare_digits(source: Path, out: Path, seed: int, sequences: int) -> DigitsSummary:
     """Write `train.json`, `heldout.json`, `audio/` and `tokenizer.json` under `out`; same arguments, same bytes.
 
-    Each split asks about each of its recordings alone, and `train.json` about `sequences` draws of two to four as well;
-    `heldout.json` about a sixth as many. Replaces what an earlier call wrote; raises `DataError` rather than touch a
-    folder with anything else in it, and where `source` holds no recordings.
+    Each split has one sample for each of its recordings. `train.json` also has `sequences` samples of two to four
+    recordings by one speaker, and `heldout.json` a sixth as many. The output of an earlier call is replaced. Raises
+    `DataError` for a folder with anything else in it, which stays untouched, and if `source` holds no recordings.
     """
-    recordings = sorted(_recordings(source))
-    splits = {"train": [r for r in recordings if not r.is_heldout], "heldout": [r for r in recordings if r.is_heldout]}
+    recordings = sorted(_find_recordings(source))
+    splits = {
+        "train": [r for r in recordings if not r.is_heldout],
+        "heldout": [r for r in recordings if r.is_heldout],
+    }
     if not all(splits.values()):
         raise DataError(
             f"{source}: found {len(splits['train'])} recordings to train on and {len(splits['heldout'])} to hold out; "
@@ -74,9 +77,9 @@ def prepare_digits(source: Path, out: Path, seed: int, sequences: int) -> Digits
         shutil.copyfile(recording.path, out / "audio" / recording.path.name)
     rng = random.Random(seed)
     counts = {"train": sequences, "heldout": sequences // HELDOUT_EVERY}
-    rows = {name: _rows(name, heard, counts[name], rng) for name, heard in splits.items()}
-    for name, found in rows.items():
-        (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    rows = {split: _rows(split, of_split, counts[split], rng) for split, of_split in splits.items()}
+    for split, split_rows in rows.items():
+        (out / f"{split}.json").write_text(json.dumps(split_rows, indent=1) + "\n", encoding="utf-8")
     tokenizer = train_tokenizer(
         turn["value"].replace(AUDIO_MARK, "") for r in rows["train"] for turn in r["conversations"]
     )
@@ -94,30 +97,31 @@ def prepare_digits(source: Path, out: Path, seed: int, sequences: int) -> Digits
     return summary
 
 
-def _recordings(source: Path) -> Iterator[Recording]:
+def _find_recordings(source: Path) -> Iterator[Recording]:
     for path in source.rglob("*.wav"):
-        if name := _NAME.fullmatch(path.name):
-            yield Recording(int(name[1]), name[2], int(name[3]), path)
+        match = _FILE_NAME.fullmatch(path.name)
+        if match:
+            yield Recording(int(match[1]), match[2], int(match[3]), path)
 
 
-def _rows(split: str, heard: Sequence[Recording], sequences: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Ask about each recording alone, then about draws of several, by one speaker each."""
-    rows = [_row("digit", f"{split}-{r.path.stem}", [r]) for r in heard]
+def _rows(split: str, recordings: Sequence[Recording], sequences: int, rng: random.Random) -> list[dict[str, Any]]:
+    """Return one row for each recording, and then rows of several recordings by one speaker."""
+    rows = [_row("digit", f"{split}-{r.path.stem}", [r]) for r in recordings]
     for i in range(sequences):
-        speaker = rng.choice(heard).speaker
-        own = [r for r in heard if r.speaker == speaker]
-        drawn = rng.sample(own, min(rng.randint(2, 4), len(own)))
-        rows.append(_row("sequence", f"{split}-sequence-{i:05d}", drawn))
+        speaker = rng.choice(recordings).speaker
+        by_speaker = [r for r in recordings if r.speaker == speaker]
+        sequence = rng.sample(by_speaker, min(rng.randint(2, 4), len(by_speaker)))
+        rows.append(_row("sequence", f"{split}-sequence-{i:05d}", sequence))
     return rows
 
 
-def _row(template: str, name: str, said: Sequence[Recording]) -> dict[str, Any]:
+def _row(template: str, name: str, recordings: Sequence[Recording]) -> dict[str, Any]:
     return {
         "id": name,
         "template": template,
-        "audio": [f"audio/{r.path.name}" for r in said],
+        "audio": [f"audio/{r.path.name}" for r in recordings],
         "conversations": [
-            {"from": "human", "value": AUDIO_MARK * len(said) + DIGITS_QUESTION},
-            {"from": "gpt", "value": " ".join(DIGIT_WORDS[r.digit] for r in said)},
+            {"from": "human", "value": AUDIO_MARK * len(recordings) + DIGITS_QUESTION},
+            {"from": "gpt", "value": " ".join(DIGIT_WORDS[r.digit] for r in recordings)},
         ],
     }
