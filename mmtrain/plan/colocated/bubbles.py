@@ -131,7 +131,7 @@ def place_kernels(
 class _ChainProgress:
     """How far a chain has come: its next kernel, and when that is ready."""
 
-    __slots__ = ("computes", "cuttable", "durations", "label", "next", "priority", "ready", "remaining")
+    __slots__ = ("computes", "cuttable", "durations", "label", "next", "num_kernels", "priority", "ready", "remaining")
 
     def __init__(self, chain: KernelChain, priority: int) -> None:
         self.label = chain.label
@@ -141,11 +141,8 @@ class _ChainProgress:
         self.computes = chain.kernels.computes
         self.cuttable = chain.kernels.cuttable
         self.durations = chain.kernels.durations
+        self.num_kernels = len(self.durations)
         self.remaining = list(self.durations)  # less than the duration where a kernel was cut
-
-    @property
-    def is_done(self) -> bool:
-        return self.next == len(self.durations)
 
 
 class _ListScheduler:
@@ -171,7 +168,7 @@ class _ListScheduler:
             if unreleased and (not active or unreleased[-1].ready <= max(clock, _earliest_ready(active))):
                 released = unreleased.pop()
                 self._place_collectives(released)
-                if not released.is_done:
+                if released.next < released.num_kernels:
                     active.append(released)
                     active.sort(key=lambda chain: chain.priority)
                 continue
@@ -187,7 +184,7 @@ class _ListScheduler:
             chosen.ready = clock
             chosen.next += 1
             self._place_collectives(chosen)
-            if chosen.is_done:
+            if chosen.next == chosen.num_kernels:
                 active.remove(chosen)
 
     def _choose(self, active: list[_ChainProgress], clock: float, end: float) -> tuple[_ChainProgress | None, float]:
@@ -217,7 +214,7 @@ class _ListScheduler:
 
     def _place_collectives(self, chain: _ChainProgress) -> None:
         """Place the collectives that come next in a chain, up to its next compute kernel."""
-        while not chain.is_done and not chain.computes[chain.next]:
+        while chain.next < chain.num_kernels and not chain.computes[chain.next]:
             duration = chain.durations[chain.next]
             earliest = max(chain.ready, self.link_clock)
             interval = self.link_interval
