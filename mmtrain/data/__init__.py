@@ -11,17 +11,17 @@ from mmtrain.data.formats.sample import Quarantined, Sample, Turn, read_quaranti
 from mmtrain.data.index.data_index import DataIndex, build_index
 from mmtrain.data.loader import Loader
 from mmtrain.data.loading.batch_builder import BadSampleTracker, BatchBuilder, PayloadNeed, StepData, StepRequest
-from mmtrain.data.loading.payload import AudioPayload, TextPayload, VisionPayload
+from mmtrain.data.loading.payload import EncoderPayload, TextPayload
 from mmtrain.data.stream.group_stream import GroupStream, validation_batches
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer, EncodedSample
 
 __all__ = [
-    "AudioPayload",
     "BadSampleTracker",
     "BatchBuilder",
     "ChatTokenizer",
     "DataIndex",
     "EncodedSample",
+    "EncoderPayload",
     "GroupStream",
     "Loader",
     "PayloadNeed",
@@ -31,7 +31,6 @@ __all__ = [
     "StepRequest",
     "TextPayload",
     "Turn",
-    "VisionPayload",
     "build_index",
     "read_quarantine",
     "validation_batches",

@@ -12,9 +12,12 @@ A layer kind that does not exist yet also needs its arithmetic in `costs.layer_a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from mmtrain.recipe.model_settings import AudioSettings, EncoderSettings, VisionSettings
 from mmtrain.recipe.presets import AUDIO_PRESETS, VISION_PRESETS, ModelPreset
+
+MediaKind = Literal["image", "video", "audio"]  # what a sample may hold besides text
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,12 @@ class Modality:
     name: str
     settings: type[EncoderSettings]
     presets: Mapping[str, ModelPreset]
-    media: tuple[str, ...]  # kinds of media that it takes; `<kind>` marks their places in the text of a sample
+    media: tuple[MediaKind, ...]  # kinds of media that it reads
     placeholder: str  # special token of the tokenizer whose place one feature takes
 
     @property
-    def marks(self) -> dict[str, str]:
-        """Return the mark in a user's text of each kind of media."""
+    def marks(self) -> dict[MediaKind, str]:
+        """Return the text that marks the position of a medium in a user's turn, by the kind of the medium."""
         return {kind: f"<{kind}>" for kind in self.media}
 
 

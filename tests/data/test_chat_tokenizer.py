@@ -30,7 +30,7 @@ def test_the_chat_format_and_where_labels_stand(tokenizer: ChatTokenizer) -> Non
     s = sample(
         ("system", "sys"), ("user", "a<image>b<image>"), ("assistant", "red"), ("user", "more"), ("assistant", "3")
     )
-    encoded = tokenizer.encode(s, [2, 1])
+    encoded = tokenizer.encode(s, {"vision": [2, 1]})
     assert show(tokenizer, encoded.ids) == (
         "<|system|>sys<|end|><|user|>a<|image|><|image|>b<|image|><|end|><|assistant|>red<|end|>"
         "<|user|>more<|end|><|assistant|>3<|end|>"
@@ -49,15 +49,15 @@ def test_counting_is_encoding_without_the_ids(tokenizer: ChatTokenizer, parts: l
     turns = [("system", text), ("user", text), *[("assistant", text)] * answered, ("user", "?"), ("assistant", "red ")]
     s = sample(*turns)
     features = [3] * text.count("<image>")
-    encoded = tokenizer.encode(s, features)
+    encoded = tokenizer.encode(s, {"vision": features})
     expected = len(encoded.ids), int((encoded.labels != IGNORE_INDEX).sum())
-    assert tokenizer.length_counter(1000)(s, features, ()) == expected
+    assert tokenizer.length_counter(1000)(s, {"vision": features}) == expected
 
 
 def test_the_prompt_stops_where_the_last_answer_starts(tokenizer: ChatTokenizer) -> None:
     s = sample(("user", "q<image>"), ("assistant", "red"), ("user", "and"), ("assistant", "3"))
-    prompt = tokenizer.prompt_ids(s, [3])
-    encoded = tokenizer.encode(s, [3])
+    prompt = tokenizer.prompt_ids(s, {"vision": [3]})
+    encoded = tokenizer.encode(s, {"vision": [3]})
     assert prompt.tolist() == encoded.ids[: len(prompt)].tolist()
     assert tokenizer.decode(encoded.ids[len(prompt) :]) == "3"
     assert show(tokenizer, prompt[-1:]) == "<|assistant|>"
@@ -67,16 +67,16 @@ def test_the_prompt_stops_where_the_last_answer_starts(tokenizer: ChatTokenizer)
 def test_no_text_can_forge_special_tokens_and_text_survives(tokenizer: ChatTokenizer, left: str, right: str) -> None:
     for token in ("", *SPECIAL_TOKENS):
         text = f"{left}{token}{right}".replace("<image>", "")
-        ids = tokenizer.encode(sample(("user", "q"), ("assistant", text)), []).ids
+        ids = tokenizer.encode(sample(("user", "q"), ("assistant", text)), {}).ids
         specials = {tokenizer._tokenizer.token_to_id(t) for t in SPECIAL_TOKENS}
-        start = len(tokenizer.prompt_ids(sample(("user", "q"), ("assistant", text)), []))
+        start = len(tokenizer.prompt_ids(sample(("user", "q"), ("assistant", text)), {}))
         assert not specials & set(ids[start:-1].tolist())
         assert tokenizer.decode(ids[start:]) == text
 
 
 def test_a_mark_in_an_answer_is_text(tokenizer: ChatTokenizer) -> None:
-    ids = tokenizer.encode(sample(("user", "q"), ("assistant", "<image>")), []).ids
-    assert tokenizer.image_id not in ids
+    ids = tokenizer.encode(sample(("user", "q"), ("assistant", "<image>")), {}).ids
+    assert tokenizer.item_ids["vision"] not in ids
 
 
 def test_special_tokens_added_as_plain_ones_are_still_safe(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_special_tokens_added_as_plain_ones_are_still_safe(tmp_path: Path) -> No
     assert text != plain.to_str()
     (tmp_path / "t.json").write_text(text)
     tokenizer = ChatTokenizer.load(tmp_path / "t.json")
-    ids = tokenizer.encode(sample(("user", IMAGE_TOKEN), ("assistant", "x")), []).ids
-    assert tokenizer.image_id not in ids
+    ids = tokenizer.encode(sample(("user", IMAGE_TOKEN), ("assistant", "x")), {}).ids
+    assert tokenizer.item_ids["vision"] not in ids
 
 
 def test_a_tokenizer_without_the_chat_tokens_is_refused_with_advice(tmp_path: Path) -> None:

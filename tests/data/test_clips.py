@@ -15,8 +15,8 @@ from mmtrain.balance import Grouping
 from mmtrain.data import ChatTokenizer, GroupStream, Loader, PayloadNeed, StepRequest, build_index
 from mmtrain.data.media.audio import load_log_mels
 from mmtrain.data.media.media_bytes import FileMedia
-from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
 from mmtrain.errors import DataError
+from mmtrain.recipe.modalities import AUDIO
 from mmtrain.recipe.schema import Recipe
 from tests.data.rows import Row
 
@@ -38,7 +38,7 @@ def speech_recipe(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> M
     (tmp_path / "text.wav").write_text("no sound")
     Image.new("RGB", (16, 8)).save(tmp_path / "a.png")
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    tokenizer.add_special_tokens([AUDIO_TOKEN])
+    tokenizer.add_special_tokens([AUDIO.placeholder])
     tokenizer.save(str(tmp_path / "speech.json"))
 
     def make(rows: list[Row], **data: Any) -> Recipe:
@@ -61,14 +61,15 @@ def test_lengths_and_marks(speech_recipe: MakeRecipe) -> None:
     assert items.first.tolist() == [0, 2, 2]
     assert (items.rows.tolist(), items.cols.tolist()) == ([16, 32], [1, 1])  # 10 and 30 frames, in whole features
     assert (items.tokens.tolist(), items.features.tolist()) == ([8, 16], [2, 4])
-    assert (index.features(0), index.features(0, "audio"), index.features(1, "audio")) == ([2], [2, 4], [])
+    assert index.media_features(0) == {"vision": [2], "audio": [2, 4]}
+    assert index.unit_features(1, "audio") == []
     tokenizer = ChatTokenizer.load(made.data.tokenizer)
     heard, seen = tokenizer.item_ids["audio"], tokenizer.item_ids["vision"]
-    ids = tokenizer.encode(index.samples[0], [2], [2, 4]).ids.tolist()
+    ids = tokenizer.encode(index.samples[0], {"vision": [2], "audio": [2, 4]}).ids.tolist()
     assert len(ids) == index.lengths.tokens[0]
     assert ids[1:3] == [heard] * 2
     assert ids[4:10] == [seen] * 2 + [heard] * 4
-    assert tokenizer.prompt_ids(index.samples[0], [2], [2, 4]).tolist() == ids[:-2]
+    assert tokenizer.prompt_ids(index.samples[0], {"vision": [2], "audio": [2, 4]}).tolist() == ids[:-2]
 
 
 def test_every_kind_of_unusable_sample_is_named(speech_recipe: MakeRecipe) -> None:
@@ -103,7 +104,7 @@ def test_a_tokenizer_without_the_audio_token_is_named(
 def test_text_cannot_forge_a_clip(speech_recipe: MakeRecipe) -> None:
     made = speech_recipe([_row("<|audio|>", "0")])
     tokenizer = ChatTokenizer.load(made.data.tokenizer)
-    assert tokenizer.item_ids["audio"] not in tokenizer.encode(build_index(made).samples[0], []).ids
+    assert tokenizer.item_ids["audio"] not in tokenizer.encode(build_index(made).samples[0], {}).ids
 
 
 def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Path) -> None:
@@ -118,14 +119,16 @@ def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Pa
         data = next(loader)
     table = data.meta.items["audio"]
     here = table.microbatch(0, 0)
-    assert data.audio[0, 0].frames == tuple(table.rows[here].tolist())
+    assert data.encoders["audio"][0, 0].rows == tuple(table.rows[here].tolist())
     files = [tmp_path / ("long.wav", "short.wav")[p] for p in table.position[here]]
-    expected = [load_log_mels(FileMedia(str(f)), n, 16) for f, n in zip(files, data.audio[0, 0].frames, strict=True)]
-    assert data.audio[0, 0].mels is not None
-    assert np.array_equal(data.audio[0, 0].mels, np.concatenate(expected))
-    assert data.audio[1, 0].mels is None
+    expected = [
+        load_log_mels(FileMedia(str(f)), n, 16) for f, n in zip(files, data.encoders["audio"][0, 0].rows, strict=True)
+    ]
+    assert data.encoders["audio"][0, 0].cells is not None
+    assert np.array_equal(data.encoders["audio"][0, 0].cells, np.concatenate(expected))
+    assert data.encoders["audio"][1, 0].cells is None
     assert len(data.text[0, 0].feature_positions["audio"]) == table.features.sum()
-    assert data.vision == {}
+    assert set(data.encoders) == {"audio"}
 
 
 def test_a_clip_that_breaks_later_becomes_silence_and_is_named(speech_recipe: MakeRecipe, tmp_path: Path) -> None:
@@ -136,6 +139,6 @@ def test_a_clip_that_breaks_later_becomes_silence_and_is_named(speech_recipe: Ma
     once = {"vision": 1, "audio": 1, "llm": 1}
     with Loader(index, stream, made, StepRequest(0, once, once, (PayloadNeed("audio", 0, media=True),))) as loader:
         data = next(loader)
-    assert data.audio[0, 0].mels is not None
-    assert not data.audio[0, 0].mels.any()
+    assert data.encoders["audio"][0, 0].cells is not None
+    assert not data.encoders["audio"][0, 0].cells.any()
     assert {q.kind for q in data.quarantined} == {"undecodable"}

@@ -12,6 +12,7 @@ import pytest
 
 from mmtrain.data import build_index
 from mmtrain.data.index import sample_lengths as measure
+from mmtrain.data.media import item_readers
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
@@ -33,7 +34,7 @@ def test_lengths_follow_from_headers_and_text(picture: Picture, recipe: MakeReci
     assert items.first.tolist() == [0, 2, 2]
     assert (items.rows.tolist(), items.cols.tolist()) == ([3, 1], [2, 1])
     assert items.tokens.tolist() == items.features.tolist() == [6, 1]
-    assert (index.features(0), index.features(1)) == ([6, 1], [])
+    assert (index.unit_features(0, "vision"), index.unit_features(1, "vision")) == ([6, 1], [])
     assert index.lengths.tokens[0] == 4 + 7 + 1 + 1  # each turn's start and end, image tokens, `x`, `red`
     assert index.lengths.targets.tolist() == [2, 2]  # the answer's token and <|end|>
     assert index.quarantined == ()
@@ -203,13 +204,13 @@ def test_a_picture_used_often_is_looked_at_once(
 ) -> None:
     picture("a.png")
     looked: list[object] = []
-    read_grids = measure.read_item_grids
+    read_grids = item_readers.read_item_grids
 
     def counting(kind: Any, media: Any, *settings: Any) -> Any:
         looked.append(media)
         return read_grids(kind, media, *settings)
 
-    monkeypatch.setattr(measure, "read_item_grids", counting)
+    monkeypatch.setattr(item_readers, "read_item_grids", counting)
     told: list[str] = []
     monkeypatch.setattr("mmtrain.data.index.sample_lengths._NOTIFY_EVERY_SAMPLES", 2)
     index = build_index(recipe([row("<image>", "a", "a.png")] * 5), notify=told.append)
@@ -226,13 +227,13 @@ def test_threads_look_at_files_that_are_waited_for(
     made = recipe([row("<image>", "a", f"{i}.png") for i in (0, 1, 2, 3, 4, 1, 9)])
     monkeypatch.setattr(measure, "_TASK_FILES", 2)
     lookers: list[str] = []
-    read_grids = measure.read_item_grids
+    read_grids = item_readers.read_item_grids
 
     def watched(kind: Any, media: Any, *settings: Any) -> Any:
         lookers.append(threading.current_thread().name)
         return read_grids(kind, media, *settings)
 
-    monkeypatch.setattr(measure, "read_item_grids", watched)
+    monkeypatch.setattr(item_readers, "read_item_grids", watched)
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: 0.0))
     here = build_index(made)
     assert set(lookers) == {threading.main_thread().name}

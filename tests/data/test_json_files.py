@@ -50,7 +50,7 @@ def test_a_sample_keeps_turns_images_and_template(tmp_path: Path) -> None:
     assert [t.role for t in sample.turns] == ["system", "user", "assistant"]
     assert sample.images == _files(tmp_path / "x" / "1.png", tmp_path / "2.png")
     assert (sample.id, sample.index, sample.template) == ("a", 0, "t")
-    assert find_unusable(sample, has_vision=True, has_audio=False) is None, "a mark in an answer is text"
+    assert find_unusable(sample, ("image", "video")) is None, "a mark in an answer is text"
     assert sample.answer == "<image> is text here"
 
 
@@ -126,7 +126,7 @@ def test_what_tools_say_is_context_and_calling_them_is_learned(tmp_path: Path, t
     sample = _sample(tmp_path, {"conversations": turns, "tools": "[]"})
     assert [t.role for t in sample.turns] == ["user", "assistant", "user", "assistant"]
     tokenizer = ChatTokenizer.load(tokenizer_path)
-    labels = tokenizer.encode(sample, []).labels
+    labels = tokenizer.encode(sample, {}).labels
     learned = tokenizer.decode(labels[labels >= 0])
     assert learned == "addIt is 3"
 
@@ -135,7 +135,7 @@ def test_what_a_tool_shows_is_an_image_like_any_other(tmp_path: Path) -> None:
     shown = {"role": "tool", "tool_call_id": "1", "content": [{"type": "image", "image": "screen.png"}]}
     sample = _sample(tmp_path, {"messages": [shown, {"role": "assistant", "content": "ok", "tool_calls": None}]})
     assert sample.images == _files(tmp_path / "screen.png")
-    assert find_unusable(sample, has_vision=True, has_audio=False) is None
+    assert find_unusable(sample, ("image", "video")) is None
 
 
 def test_messages_with_lists_of_media(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_messages_with_lists_of_media(tmp_path: Path) -> None:
     assert sample.clips == _files(tmp_path / "c.mp3")
     (video,) = _files(tmp_path / "d.mp4")
     first, second = sample.images
-    assert sample.visual_media == (("image", first), ("video", video), ("image", second))
+    assert sample.media_of(("image", "video")) == (("image", first), ("video", video), ("image", second))
 
 
 def test_messages_of_parts(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ def test_payload_is_what_the_layout_says(made: Dataset) -> None:
     with Loader(index, stream, recipe, StepRequest(0, DP, TWO, EVERYTHING)) as loader:
         data = next(loader)
     meta = data.meta
-    assert set(data.vision) == {(0, 0), (0, 1)}
+    assert set(data.encoders["vision"]) == {(0, 0), (0, 1)}
     assert set(data.text) == {(r, i) for r in range(2) for i in range(2)}
     for (r, i), text in data.text.items():
         samples = meta.sample_id[meta.microbatch(r, i)]
-        encoded = [tokenizer.encode(index.samples[s], index.features(s)) for s in samples]
+        encoded = [tokenizer.encode(index.samples[s], index.media_features(s)) for s in samples]
         assert text.ids is not None
         assert text.labels is not None
         assert text.lengths == tuple(len(e.ids) for e in encoded)
@@ -35,18 +35,18 @@ def test_payload_is_what_the_layout_says(made: Dataset) -> None:
         assert text.labels.tolist() == [t for e in encoded for t in e.labels]
         assert int((text.labels != -100).sum()) == meta.targets[meta.microbatch(r, i)].sum()
         places = text.feature_positions["vision"]
-        assert (text.ids[places] == tokenizer.image_id).all()
-        assert len(places) == sum(sum(index.features(s)) for s in samples)
+        assert (text.ids[places] == tokenizer.item_ids["vision"]).all()
+        assert len(places) == sum(sum(index.unit_features(s, "vision")) for s in samples)
     table = meta.items["vision"]
-    for (r, i), vision in data.vision.items():
+    for (r, i), vision in data.encoders["vision"].items():
         here = table.microbatch(r, i)
         images = [index.samples[meta.sample_id[table.sample[j]]].images[table.position[j]] for j in here]
         shapes = list(zip(vision.rows, vision.cols, strict=True))
         pictures = VisionItemDecoder(recipe.data.image, 8)
         expected = [pictures.patches("image", p, 0, 1, shape) for p, shape in zip(images, shapes, strict=True)]
         expected = expected or [np.empty((0, 192))]
-        assert vision.patches is not None
-        assert np.array_equal(vision.patches, np.concatenate(expected))
+        assert vision.cells is not None
+        assert np.array_equal(vision.cells, np.concatenate(expected))
 
 
 def test_a_rank_gets_only_what_it_needs(made: Dataset) -> None:
@@ -55,8 +55,8 @@ def test_a_rank_gets_only_what_it_needs(made: Dataset) -> None:
     with Loader(index, stream, recipe, StepRequest(0, DP, TWO, needs)) as loader:
         data = next(loader)
     assert set(data.text) == {(1, 0), (1, 1)}
-    assert all(v.patches is None and len(v.rows) == len(v.cols) for v in data.vision.values())
-    assert sum(len(v.rows) for v in data.vision.values()) == len(data.meta.items["vision"].sample)
+    assert all(v.cells is None and len(v.rows) == len(v.cols) for v in data.encoders["vision"].values())
+    assert sum(len(v.rows) for v in data.encoders["vision"].values()) == len(data.meta.items["vision"].sample)
     assert all(t.ids is None and t.labels is not None and t.feature_positions == {} for t in data.text.values())
     meta_only = BatchBuilder(index, recipe, (PayloadNeed("llm", 0),), TWO).build(data.meta)
     expected = tuple(data.meta.tokens[data.meta.microbatch(0, 0)].tolist())
@@ -81,10 +81,10 @@ def test_an_error_in_the_background_surfaces_with_the_samples_name(
     bad = int(stream.groups(2, 2)[0][0])
     encode = ChatTokenizer.encode
 
-    def failing(self: ChatTokenizer, sample: Any, features: Any, clips: Any) -> Any:
+    def failing(self: ChatTokenizer, sample: Any, features: Any) -> Any:
         if sample == index.samples[bad]:
             raise ValueError("boom")
-        return encode(self, sample, features, clips)
+        return encode(self, sample, features)
 
     monkeypatch.setattr(ChatTokenizer, "encode", failing)
     with Loader(index, stream, recipe, StepRequest(0, DP, ONE, EVERYTHING)) as loader:
@@ -150,12 +150,12 @@ def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(mad
     named = [q for s in steps for q in s.quarantined]
     assert [(q.id, q.kind) for q in named] == [(victim.id, "not_an_image")]
     where = next(s for s in steps if s.quarantined)
-    table, vision = where.meta.items["vision"], where.vision[0, 0]
+    table, vision = where.meta.items["vision"], where.encoders["vision"][0, 0]
     lo = 0
     for j, r, c in zip(table.microbatch(0, 0), vision.rows, vision.cols, strict=True):
         is_victim = index.samples[where.meta.sample_id[table.sample[j]]] == victim and table.position[j] == 1
-        assert vision.patches is not None
-        assert (not vision.patches[lo : lo + r * c].any()) == is_victim
+        assert vision.cells is not None
+        assert (not vision.cells[lo : lo + r * c].any()) == is_victim
         lo += r * c
 
 

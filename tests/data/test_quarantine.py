@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 import mmtrain
 from mmtrain.data.formats.quarantine_reasons import QUARANTINE_REASONS
 from mmtrain.data.index.data_check import check_sources_for_recipe
-from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
+from mmtrain.recipe.modalities import AUDIO
 from mmtrain.recipe.schema import Recipe, SourceSettings
 from tests.data.archives import movie, parquet, png, tar, wav
 from tests.data.rows import Row, row
@@ -154,7 +154,7 @@ def planted(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> tuple[R
     outside.write_bytes(b"")
     os.symlink(outside, tmp_path / "link.mp4")
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    tokenizer.add_special_tokens([AUDIO_TOKEN])
+    tokenizer.add_special_tokens([AUDIO.placeholder])
     tokenizer.save(str(tmp_path / "speech.json"))
     rows = [entry | {"id": kind} for kind, entry in ROWS.items()] + [row("<image>", "a", "good.png", name="good")]
     expected = {kind: kind for kind in ROWS} | _hostile_tars(tmp_path) | _hostile_parquet(tmp_path)

@@ -40,12 +40,12 @@ def content(step: StepData, replica: int) -> Content:
         for sample, length in zip(meta.sample_id[meta.microbatch(r, i)].tolist(), text.lengths, strict=True):
             texts.append((sample, text.ids[lo : lo + length].tobytes(), text.labels[lo : lo + length].tobytes()))
             lo += length
-    for (r, i), vision in step.vision.items():
+    for (r, i), vision in step.encoders["vision"].items():
         lo = 0
-        assert vision.patches is not None
+        assert vision.cells is not None
         for item, rows, cols in zip(table.microbatch(r, i), vision.rows, vision.cols, strict=True):
             sample = int(meta.sample_id[table.sample[item]])
-            images.append((sample, int(table.position[item]), vision.patches[lo : lo + rows * cols].tobytes()))
+            images.append((sample, int(table.position[item]), vision.cells[lo : lo + rows * cols].tobytes()))
             lo += rows * cols
     return texts, images
 

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from mmtrain.balance import BatchMeta
 from mmtrain.balance.batch_meta import ItemTable
-from mmtrain.data import AudioPayload, PayloadNeed, Quarantined, StepData, TextPayload, VisionPayload
+from mmtrain.data import EncoderPayload, PayloadNeed, Quarantined, StepData, TextPayload
 from mmtrain.data.loading.batch_builder import StepRequest
 from mmtrain.data.loading.step_format import WireError, format_fingerprint, from_json, pack, to_json, unpack
 from tests.data.steps import leaves, same
@@ -29,14 +29,17 @@ metas = st.builds(
 steps = st.builds(
     StepData,
     metas,
-    vision=st.dictionaries(keys, st.builds(VisionPayload, counts, counts, st.none() | floats), max_size=2),
+    encoders=st.dictionaries(
+        texts,
+        st.dictionaries(keys, st.builds(EncoderPayload, counts, counts, st.none() | floats), max_size=2),
+        max_size=2,
+    ),
     text=st.dictionaries(
         keys,
         st.builds(TextPayload, counts, st.none() | ints, st.none() | ints, st.dictionaries(texts, ints, max_size=2)),
         max_size=2,
     ),
     quarantined=st.lists(st.builds(Quarantined, texts, st.integers(), texts, texts, texts), max_size=2).map(tuple),
-    audio=st.dictionaries(keys, st.builds(AudioPayload, counts, st.none() | floats), max_size=2),
 )
 
 
@@ -61,7 +64,7 @@ def test_a_request_comes_back_as_it_was(request: StepRequest) -> None:
 
 STEP = StepData(
     BatchMeta(7, 0, *[np.arange(3)] * 5, items={"vision": ItemTable(*[np.arange(2)] * 8)}),
-    {(0, 0): VisionPayload((1,), (2,), np.ones((2, 12), dtype=np.float32))},
+    {"vision": {(0, 0): EncoderPayload((1,), (2,), np.ones((2, 12), dtype=np.float32))}},
     {(0, 1): TextPayload((3,), np.arange(3), None, {"vision": np.arange(1)})},
     (Quarantined("a", 1, "b", "c", "d"),),
 )
@@ -69,10 +72,10 @@ STEP = StepData(
 
 def test_arrays_are_used_where_they_lie_and_can_be_written() -> None:
     found = message(STEP)
-    patches = unpack(StepData, found).vision[0, 0].patches
+    patches = unpack(StepData, found).encoders["vision"][0, 0].cells
     assert patches is not None
     patches[0, 0] = 5
-    again = unpack(StepData, found).vision[0, 0].patches
+    again = unpack(StepData, found).encoders["vision"][0, 0].cells
     assert again is not None
     assert again[0, 0] == 5
     offsets = [np.shares_memory(np.frombuffer(found, np.uint8), leaf) for leaf in (patches, again)]
@@ -94,7 +97,9 @@ def test_a_damaged_message_is_refused_or_has_the_declared_types(place: int, flip
     except WireError:
         return
     assert [path for path, _ in leaves(found.meta)][:3] == [".step", ".epoch", ".sample_id"]
-    assert all(isinstance(v.patches, np.ndarray | None) for v in found.vision.values())
+    assert all(
+        isinstance(v.cells, np.ndarray | None) for payloads in found.encoders.values() for v in payloads.values()
+    )
 
 
 def spelled(header: Any, behind: bytes = b"", total: int | None = None) -> bytes:

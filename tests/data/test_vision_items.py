@@ -58,13 +58,18 @@ def test_an_image_yields_several_items_and_its_mark_the_tokens_of_all(tmp_path: 
     index = build_index(made)
     assert index.lengths.items["vision"].first.tolist() == [0, 7, 8]
     assert index.item_parts["vision"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
-    assert (index.features(0), index.features(1)) == ([12, 16], [4])
+    assert (index.unit_features(0, "vision"), index.unit_features(1, "vision")) == ([12, 16], [4])
     assert set(index.lengths.items["vision"].rows.tolist()) == {2}
-    assert [index.locate_item(0, position) for position in (0, 2, 3, 6)] == [(0, 0, 3), (0, 2, 3), (1, 0, 4), (1, 3, 4)]
+    assert [index.locate_item(0, "vision", position) for position in (0, 2, 3, 6)] == [
+        (0, 0, 3),
+        (0, 2, 3),
+        (1, 0, 4),
+        (1, 3, 4),
+    ]
     tokenizer = ChatTokenizer.load(made.data.tokenizer)
-    ids = tokenizer.encode(index.samples[0], index.features(0)).ids
+    ids = tokenizer.encode(index.samples[0], index.media_features(0)).ids
     assert len(ids) == index.lengths.tokens[0]
-    assert (ids == tokenizer.image_id).sum() == 28
+    assert (ids == tokenizer.item_ids["vision"]).sum() == 28
 
 
 def test_a_picture_exchanged_for_one_of_other_tiles_is_named(tmp_path: Path, recipe: MakeRecipe) -> None:
@@ -80,8 +85,8 @@ def test_a_picture_exchanged_for_one_of_other_tiles_is_named(tmp_path: Path, rec
     [named] = data.quarantined
     assert named.kind == "undecodable"
     assert "16 x 16 pixels are not 3 tiles" in named.reason
-    assert data.vision[0, 0].patches is not None
-    assert not data.vision[0, 0].patches.any()
+    assert data.encoders["vision"][0, 0].cells is not None
+    assert not data.encoders["vision"][0, 0].cells.any()
 
 
 def _payload(recipe: Recipe, index: DataIndex) -> np.ndarray:
@@ -91,7 +96,7 @@ def _payload(recipe: Recipe, index: DataIndex) -> np.ndarray:
     meta = assign(0, 0, groups, index.lengths, {"vision": 1, "llm": 1}, counts)
     data = BatchBuilder(index, recipe, (PayloadNeed("vision", 0, media=True),), counts).build(meta)
     assert data.quarantined == ()
-    return np.concatenate([data.vision[0, i].patches for i in range(len(groups))])
+    return np.concatenate([data.encoders["vision"][0, i].cells for i in range(len(groups))])
 
 
 @pytest.mark.parametrize("image", [{"min_pixels": 64, "max_pixels": 1024}, TILES, {"scheme": "fixed", "size": 16}])
@@ -164,8 +169,8 @@ def test_a_bad_medium_is_zeros_for_all_its_parts_and_named_once(tmp_path: Path, 
     (tmp_path / "a.png").write_bytes(b"gone")
     meta = assign(0, 0, [np.array([0])], index.lengths, {"vision": 1, "llm": 1}, {"vision": 1, "llm": 1})
     data = BatchBuilder(index, made, (PayloadNeed("vision", 0, media=True),), {"vision": 1}).build(meta)
-    assert data.vision[0, 0].patches.shape == (12, 192)
-    assert not data.vision[0, 0].patches.any()
+    assert data.encoders["vision"][0, 0].cells.shape == (12, 192)
+    assert not data.encoders["vision"][0, 0].cells.any()
     assert [(q.id, q.kind) for q in data.quarantined] == [("x", "not_an_image")]
 
 

@@ -205,7 +205,9 @@ def test_what_is_deadly_becomes_zeros_and_is_named(made: Dataset) -> None:
     assert victim not in read
     [named] = without.quarantined
     assert (named.id, named.kind) == (index.samples[victim].id, "deadly")
-    patches = [(payload.patches, without.vision[key].patches) for key, payload in whole.vision.items()]
+    patches = [
+        (payload.cells, without.encoders["vision"][key].cells) for key, payload in whole.encoders["vision"].items()
+    ]
     assert any(not np.array_equal(a, b) for a, b in patches if a is not None and b is not None)
     assert all(np.all((b == a) | (b == 0)) for a, b in patches if a is not None and b is not None)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmtrain.balance import BatchMeta, ItemLengths, SampleLengths, assign
 from mmtrain.data.loading.batch_builder import StepData
-from mmtrain.data.loading.payload import build_audio_payload, build_text_payload, build_vision_payload
+from mmtrain.data.loading.payload import EncoderPayload, build_encoder_payload, build_text_payload
 from mmtrain.data.text.chat_tokenizer import EncodedSample
 from mmtrain.models.build_stage import StageOptions, build_stage
 from mmtrain.models.megatron import ParallelGroups
@@ -171,10 +171,13 @@ def patches(sample: int, position: int, rows: int, cols: int) -> np.ndarray:
     return rng.standard_normal((rows * cols, 3 * PATCH**2)).astype(np.float32)
 
 
-def mels(sample: int, position: int, frames: int) -> np.ndarray:
+def mels(sample: int, position: int, frames: int, cols: int = 1) -> np.ndarray:
     """Return the log-mel frames of one clip."""
     rng = np.random.default_rng([50 + sample, position])
     return rng.standard_normal((frames, BINS)).astype(np.float32)
+
+
+CELLS = {"vision": (patches, 3 * PATCH**2), "audio": (mels, BINS)}  # unit -> its cells, and the numbers in each
 
 
 def samples_of(step: int, texts_between: bool = False) -> range:
@@ -195,7 +198,8 @@ def step_data(job: RankContext, step: int, texts_between: bool = False) -> StepD
     """Return what this rank of the job needs of a step."""
     meta = batch(step, samples_of(step, texts_between), job.dp, job.num_microbatches)
     speech = "audio" in job.dp
-    vision, audio, text = {}, {}, {}
+    encoders: dict[str, dict[tuple[int, int], EncoderPayload]] = {}
+    text = {}
     for need in job.needs:
         for i in range(job.num_microbatches[need.unit]):
             key = (need.replica, i)
@@ -203,11 +207,11 @@ def step_data(job: RankContext, step: int, texts_between: bool = False) -> StepD
                 text[key] = build_text_payload(
                     meta, *key, ITEM_IDS, partial(encoded, speech=speech), need.ids, need.labels
                 )
-            elif need.unit == "audio":
-                audio[key] = build_audio_payload(meta, need.unit, *key, BINS, mels if need.media else None)
             else:
-                vision[key] = build_vision_payload(meta, need.unit, *key, 3 * PATCH**2, patches if need.media else None)
-    return StepData(meta, vision, text, (), audio)
+                load, cell_features = CELLS[need.unit]
+                payload = build_encoder_payload(meta, need.unit, *key, cell_features, load if need.media else None)
+                encoders.setdefault(need.unit, {})[key] = payload
+    return StepData(meta, encoders, text, ())
 
 
 class Reference:

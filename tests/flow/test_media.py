@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
 from mmtrain.plan.planner import plan as planner
 from mmtrain.recipe import load_recipe
+from mmtrain.recipe.modalities import AUDIO
 from mmtrain.report import read_metrics
 from mmtrain.runtime.run_folder import QUARANTINE_FILE
 from mmtrain.runtime.training.train_request import TrainRequest
@@ -50,7 +50,7 @@ def media(tmp_path: Path) -> Path:
     tar(tmp_path / "all.tar", members)
     train_tokenizer(iter(["what is red? it is blue"])).save(str(tmp_path / "t.json"))
     tokenizer = Tokenizer.from_file(str(tmp_path / "t.json"))
-    tokenizer.add_special_tokens([AUDIO_TOKEN])
+    tokenizer.add_special_tokens([AUDIO.placeholder])
     tokenizer.save(str(tmp_path / "t.json"))
     return tmp_path
 

@@ -20,12 +20,12 @@ from mmtrain.data.media.audio import load_log_mels
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.synthetic.demo import generate_demo as generate_demo
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
 from mmtrain.errors import CheckpointError
 from mmtrain.models.megatron import ParallelGroups
 from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.plan.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.modalities import AUDIO
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, batch_by_length, select_questions
 from mmtrain.runtime.world import World
@@ -58,8 +58,7 @@ class Naive:
 
     def logits(self, number: int, answer: list[int], features: dict[str, torch.Tensor]) -> torch.Tensor:
         sample = self.index.samples[number]
-        items = [self.index.features(number, unit) for unit in ("vision", "audio")]
-        prompt = self.tokenizer.prompt_ids(sample, *items)
+        prompt = self.tokenizer.prompt_ids(sample, self.index.media_features(number))
         ids = torch.from_numpy(np.concatenate([prompt, np.array(answer, np.int64)]))
         places = {u: torch.from_numpy(np.flatnonzero(prompt == self.tokenizer.item_ids[u])) for u in features}
         return self.units["llm"].logits(None, TextInput((len(ids),), ids, None, places), features)[-1]
@@ -173,7 +172,7 @@ def hearing(folder: Path) -> Case:
     rows.append({**both, "audio": "4.wav"})
     (folder / "heard.json").write_text(json.dumps(rows))
     tokenizer = train_tokenizer(turn["value"] for row in rows for turn in row["conversations"])
-    tokenizer.add_special_tokens([AUDIO_TOKEN])
+    tokenizer.add_special_tokens([AUDIO.placeholder])
     tokenizer.save(str(folder / "heard-tokenizer.json"))
     plain = recipe(folder / "heard-tokenizer.json", folder / "heard.json", folder / "heard.json").model_dump()
     unit = {"layers": 1, "hidden": 16, "heads": 2, "ffn": 32, "mel_bins": 20, "max_frames": 80, "downsample": 2}
@@ -241,7 +240,7 @@ def test_an_image_token_in_an_answer_stands_for_no_picture(seeing: Case) -> None
     naive = Naive(seeing.settings)
     text_only = [n for n, sample in enumerate(naive.index.samples) if not sample.images]
     answers = {n: naive.answer(n, NUM_NEW, None) for n in text_only}
-    shared = set().union(*(naive.tokenizer.prompt_ids(naive.index.samples[n], []).tolist() for n in text_only))
+    shared = set().union(*(naive.tokenizer.prompt_ids(naive.index.samples[n], {}).tolist() for n in text_only))
     said = next(token for n in text_only for token in answers[n][:-1] if token not in shared)
     saying = [n for n in text_only if said in answers[n]]
     case = Case(seeing.settings, seeing.root, -1, [], 0)

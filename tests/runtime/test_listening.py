@@ -9,9 +9,9 @@ import pytest
 import soundfile
 
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
 from mmtrain.models.stage_module import StageModule
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.modalities import AUDIO
 from tests.runtime.models import evaluated, recipe, run_folder, teach
 
 TONES = {"low": 300, "middle": 1000, "high": 3000}
@@ -46,7 +46,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
     ]
     (folder / "rows.json").write_text(json.dumps(rows))
     tokenizer = train_tokenizer(iter(["What is it? low middle high low middle high"]))
-    tokenizer.add_special_tokens([AUDIO_TOKEN])
+    tokenizer.add_special_tokens([AUDIO.placeholder])
     tokenizer.save(str(folder / "tokenizer.json"))
     plain = recipe(folder / "tokenizer.json", folder / "rows.json", folder / "rows.json").model_dump()
     unit = {"layers": 1, "hidden": 16, "heads": 2, "ffn": 32, "mel_bins": 20, "max_frames": 40, "downsample": 2}

@@ -82,8 +82,8 @@ def test_the_prompt_ends_where_the_last_answer_begins(taught: Taught) -> None:
     assert [Path(str(image)).name for image in question.images] == ["red.png", "blue.png"]
     assert question.expected == "blue"
     lengths = prompt_lengths(index, tokenizer, [question])
-    ids = tokenizer.prompt_ids(question.sample, index.features(0))
-    assert (ids == tokenizer.image_id).sum() == sum(index.features(0)[:2])
+    ids = tokenizer.prompt_ids(question.sample, index.media_features(0))
+    assert (ids == tokenizer.item_ids["vision"]).sum() == sum(index.unit_features(0, "vision")[:2])
     assert lengths.tokens.tolist() == [len(ids)]
     assert lengths.items["vision"].first.tolist() == [0, 2]
     assert lengths.items["vision"].rows.tolist() == index.lengths.items["vision"].rows[:2].tolist()

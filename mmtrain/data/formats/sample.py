@@ -3,18 +3,19 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from mmtrain.data.media.media_bytes import Media, VisualKind
+from mmtrain.data.media.media_bytes import Media
+from mmtrain.recipe.modalities import MediaKind
 
 IMAGE_MARK = "<image>"  # the position of an image in a user turn
 VIDEO_MARK = "<video>"  # the position of a video; in a sample without videos it is ordinary text
 AUDIO_MARK = "<audio>"  # the position of an audio clip; in a sample without clips it is ordinary text
 Role = Literal["system", "user", "assistant"]
-_VISUAL_MARKS = re.compile(f"{IMAGE_MARK}|{VIDEO_MARK}")
+PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "clips"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,24 @@ class Sample:
     videos: tuple[Media, ...] = ()
 
     @property
-    def visual_media(self) -> tuple[tuple[VisualKind, Media], ...]:
-        """Its images and videos with their kinds, in the order of their marks in the user turns."""
-        if not self.videos:
-            return tuple(("image", image) for image in self.images)
-        images = iter(self.images)
-        videos = iter(self.videos)
-        marks = [mark for t in self.turns if t.role == "user" for mark in _VISUAL_MARKS.findall(t.text)]
-        return tuple(("image", next(images)) if mark == IMAGE_MARK else ("video", next(videos)) for mark in marks)
+    def media(self) -> dict[MediaKind, tuple[Media, ...]]:
+        """Its media by kind, each kind in the order of its marks."""
+        return {"image": self.images, "video": self.videos, "audio": self.clips}
+
+    def media_of(self, kinds: Iterable[MediaKind]) -> tuple[tuple[MediaKind, Media], ...]:
+        """Return its media of these kinds, each with its kind, in the order of their marks in the user turns."""
+        media = self.media
+        present = [kind for kind in kinds if media[kind]]
+        if len(present) <= 1:
+            return tuple((kind, medium) for kind in present for medium in media[kind])
+        remaining = {f"<{kind}>": (kind, iter(media[kind])) for kind in present}
+        any_mark = re.compile("|".join(remaining))
+        marks = [mark for turn in self.turns if turn.role == "user" for mark in any_mark.findall(turn.text)]
+        ordered = []
+        for mark in marks:
+            kind, media_of_kind = remaining[mark]
+            ordered.append((kind, next(media_of_kind)))
+        return tuple(ordered)
 
     @property
     def answer(self) -> str:
@@ -76,29 +87,25 @@ class Quarantined:
         return f"{self.source}, number {self.index}, id {self.id!r}: {self.kind}: {self.reason}"
 
 
-def find_unusable(sample: Sample, has_vision: bool, has_audio: bool) -> Quarantined | None:
+def find_unusable(sample: Sample, read_kinds: Container[MediaKind]) -> Quarantined | None:
     """Quarantine a sample whose marks do not match its media, or which has no answer to learn from.
 
-    has_vision, has_audio: whether the model has such an encoder. Without it, marks of media that the sample does not
-    have either are ordinary text. Images are always compared.
+    read_kinds: the kinds of media that the model reads. Marks of other kinds, if the sample has no such media either,
+    are ordinary text. Images are always compared.
     """
     user_text = "\n".join([t.text for t in sample.turns if t.role == "user"])
-    num_image_marks = user_text.count(IMAGE_MARK)
-    if num_image_marks != len(sample.images):
-        return _miscounted(sample, "image", "images", len(sample.images), num_image_marks)
-    num_video_marks = user_text.count(VIDEO_MARK)
-    if (has_vision or sample.videos) and num_video_marks != len(sample.videos):
-        return _miscounted(sample, "video", "videos", len(sample.videos), num_video_marks)
-    num_audio_marks = user_text.count(AUDIO_MARK)
-    if (has_audio or sample.clips) and num_audio_marks != len(sample.clips):
-        return _miscounted(sample, "audio", "clips", len(sample.clips), num_audio_marks)
+    for kind, media in sample.media.items():
+        num_marks = user_text.count(f"<{kind}>")
+        is_compared = kind == "image" or kind in read_kinds or media
+        if is_compared and num_marks != len(media):
+            return _miscounted(sample, kind, len(media), num_marks)
     if not "".join([t.text for t in sample.turns if t.role == "assistant"]).strip():
         return Quarantined.of(sample, "no_answer", "no assistant turn with text to learn from")
     return None
 
 
-def _miscounted(sample: Sample, kind: str, name: str, num_media: int, num_marks: int) -> Quarantined:
-    reason = f"{num_media} {name}, but {num_marks} <{kind}> marks in its user turns"
+def _miscounted(sample: Sample, kind: MediaKind, num_media: int, num_marks: int) -> Quarantined:
+    reason = f"{num_media} {PLURALS[kind]}, but {num_marks} <{kind}> marks in its user turns"
     return Quarantined.of(sample, f"{kind}_count", reason)
 
 

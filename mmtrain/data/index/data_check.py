@@ -12,8 +12,9 @@ from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, decoded_duration_s, load_log_mels, read_num_frames
 from mmtrain.data.media.image_grids import Grid
-from mmtrain.data.media.media_bytes import BadMediaError, Media, MediaKind
+from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.vision_items import VisionItemDecoder, read_item_grids
+from mmtrain.recipe.modalities import MODALITIES, VISION, MediaKind
 from mmtrain.recipe.model_settings import VisionSettings
 from mmtrain.recipe.schema import AudioDataSettings, ImageSettings, LimitSettings, Recipe, SourceSettings, VideoSettings
 
@@ -73,7 +74,7 @@ def check_sources_for_recipe(
     bad: list[Quarantined] = []
     for entry in notify_progress(measure_samples(recipe, sources), notify):
         if isinstance(entry, MeasuredSample):
-            samples.append((entry.sample, _itemized(entry)))
+            samples.append((entry.sample, _itemized(entry, recipe)))
         else:
             bad.append(entry)
     vision, audio = recipe.model.vision, recipe.model.audio
@@ -108,25 +109,24 @@ def check_sources(
     return _decode_and_report(samples, bad, decoder, _DEFAULT_BAD_RATE, progress)
 
 
-def _itemized(measured: MeasuredSample) -> list[_ItemizedMedia]:
-    sample = measured.sample
-    visual = zip(sample.visual_media, measured.grids["vision"], strict=True)
-    clips = zip(sample.clips, measured.grids["audio"], strict=True)
-    return [
-        *(_ItemizedMedia(kind, medium, grids) for (kind, medium), grids in visual),
-        *(_ItemizedMedia("audio", clip, grids) for clip, grids in clips),
-    ]
+def _itemized(measured: MeasuredSample, recipe: Recipe) -> list[_ItemizedMedia]:
+    media: list[_ItemizedMedia] = []
+    for unit, settings in recipe.model.encoders.items():
+        media_of_unit = measured.sample.media_of(MODALITIES[settings.modality].media)
+        for (kind, medium), grids in zip(media_of_unit, measured.grids[unit], strict=True):
+            media.append(_ItemizedMedia(kind, medium, grids))
+    return media
 
 
 def _read_headers(sample: Sample) -> list[_ItemizedMedia] | Quarantined:
     """Read the headers of a sample's media."""
-    unusable = find_unusable(sample, has_vision=True, has_audio=bool(sample.clips))
+    unusable = find_unusable(sample, VISION.media)
     if unusable is not None:
         return unusable
     try:
         media = [
             _ItemizedMedia(kind, medium, read_item_grids(kind, medium, ImageSettings(), VideoSettings(), _ANY_ENCODER))
-            for kind, medium in sample.visual_media
+            for kind, medium in sample.media_of(VISION.media)
         ]
         for clip in sample.clips:
             num_frames = read_num_frames(clip, _ANY_LENGTH, 2)

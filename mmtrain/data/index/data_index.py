@@ -23,12 +23,11 @@ from mmtrain.balance.batch_meta import IntArray, ItemLengths, SampleLengths
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.sample import Quarantined, Sample
 from mmtrain.data.index.index_cache import IndexCache, StoredIndex
-from mmtrain.data.index.sample_lengths import MeasuredSample, encoder_settings, measure_samples, notify_progress
+from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
 from mmtrain.data.index.sample_table import SampleTable, content_json, sample_record
 from mmtrain.data.index.stated_lengths import read_stated_lengths
 from mmtrain.data.media.image_grids import Grid
 from mmtrain.errors import DataError, TooManyBadSamples
-from mmtrain.recipe.model_settings import AudioSettings
 from mmtrain.recipe.schema import Recipe, SourceSettings
 
 MAX_SAMPLES_IN_MESSAGE = 5
@@ -47,20 +46,27 @@ class DataIndex:
     content_sha256: str = ""  # of all that is in the samples but the location of their files
     cache_folder: Path | None = None  # where it was read from; None if it was built from the data
 
-    def features(self, sample: int, unit: str = "vision") -> list[int]:
-        """Return the LLM tokens of each medium of a sample, summed over its items; none without such an encoder."""
-        items = self.lengths.items.get(unit)
-        if items is None or items.first[sample] == items.first[sample + 1]:
+    def media_features(self, sample: int) -> dict[str, list[int]]:
+        """Return for each encoder the LLM tokens of the media of a sample that it reads, summed over their items."""
+        return {unit: self.unit_features(sample, unit) for unit in self.lengths.items}
+
+    def unit_features(self, sample: int, unit: str) -> list[int]:
+        """Return the LLM tokens of each medium of a sample that one encoder reads, summed over its items."""
+        items = self.lengths.items[unit]
+        if items.first[sample] == items.first[sample + 1]:
             return []
         of_sample = slice(items.first[sample], items.first[sample + 1])
         media_starts = np.flatnonzero(self.item_parts[unit][of_sample] == 0)
         features: list[int] = np.add.reduceat(items.features[of_sample], media_starts).tolist()
         return features
 
-    def locate_item(self, sample: int, position: int) -> tuple[int, int, int]:
-        """Locate a vision item of a sample: return its medium's number, its part, and the number of parts."""
-        first = self.lengths.items["vision"].first
-        parts = self.item_parts["vision"][first[sample] : first[sample + 1]]
+    def locate_item(self, sample: int, unit: str, position: int) -> tuple[int, int, int]:
+        """Locate an item of a sample: return the number of its medium, its part, and the number of parts.
+
+        `position` counts the sample's items of this encoder; a medium's number counts the media that the encoder reads.
+        """
+        first = self.lengths.items[unit].first
+        parts = self.item_parts[unit][first[sample] : first[sample + 1]]
         media_starts = np.flatnonzero(parts == 0)
         medium = int(np.searchsorted(media_starts, position, side="right")) - 1
         media_end = media_starts[medium + 1] if medium + 1 < len(media_starts) else len(parts)
@@ -157,7 +163,7 @@ def _read_sources(
 ) -> StoredIndex:
     """Read all sources; store the result if there is a cache."""
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
-        columns = _IndexColumns(records, list(encoder_settings(recipe)))
+        columns = _IndexColumns(records, list(recipe.model.encoders))
         quarantined: list[Quarantined] = []
         for entry in notify_progress(measure_samples(recipe, sources), notify):
             if isinstance(entry, MeasuredSample):
@@ -227,16 +233,14 @@ class _IndexColumns:
 def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
     arrays = stored.arrays
     items: dict[str, ItemLengths] = {}
-    for unit, encoder in encoder_settings(recipe).items():
+    for unit, encoder in recipe.model.encoders.items():
         first = np.concatenate([[0], np.cumsum(arrays[f"{unit}.count"])]).astype(np.int64)
         rows = arrays[f"{unit}.rows"]
         cols = arrays[f"{unit}.cols"]
-        if isinstance(encoder, AudioSettings):
-            items[unit] = ItemLengths(first, rows, cols, rows // 2, rows // (2 * encoder.downsample))
-        else:
-            area: IntArray = rows * cols
-            features = area // encoder.merge**2
-            items[unit] = ItemLengths(first, rows, cols, area + int(encoder.class_token), features)
+        cells: IntArray = rows * cols
+        tokens = cells // encoder.cells_per_token + encoder.extra_tokens
+        features = cells // (encoder.cells_per_token * encoder.tokens_per_feature)
+        items[unit] = ItemLengths(first, rows, cols, tokens, features)
     return DataIndex(
         samples=stored.samples,
         lengths=SampleLengths(arrays["tokens"], arrays["targets"], items),

@@ -1,7 +1,7 @@
 """Read samples with their lengths: text is counted in tokens, and of media only the headers are read."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -10,14 +10,13 @@ from typing import TypeVar
 
 from mmtrain.data.callbacks import NotifyCallback
 from mmtrain.data.formats.read_source import read_samples
-from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
-from mmtrain.data.media.audio import read_num_frames, require_soundfile
+from mmtrain.data.formats.sample import PLURALS, Quarantined, Sample, find_unusable
 from mmtrain.data.media.image_grids import Grid
-from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, MediaKind, ParquetCell
-from mmtrain.data.media.vision_items import read_item_grids
-from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN, ChatTokenizer, LengthCounter
+from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
+from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
+from mmtrain.data.text.chat_tokenizer import ChatTokenizer, LengthCounter
 from mmtrain.errors import DataError
-from mmtrain.recipe.model_settings import AudioSettings, VisionSettings
+from mmtrain.recipe.modalities import MODALITIES, MediaKind
 from mmtrain.recipe.schema import DataSettings, Recipe, SourceSettings
 
 HEADER_THREADS = 4  # reading headers waits for the disk; more threads would only wait for the interpreter's lock
@@ -29,7 +28,7 @@ _NOTIFY_EVERY_SAMPLES = 100_000
 _T = TypeVar("_T")
 _Header = tuple[Grid, ...] | BadMediaError  # the grids of the items of a medium, or why it cannot be used
 _HeaderKey = str | Media  # the path of a medium in a file of its own, which compares faster than a `FileMedia`
-_Headers = dict[MediaKind, dict[_HeaderKey, _Header]]
+_Headers = dict[tuple[str, MediaKind], dict[_HeaderKey, _Header]]  # by encoder unit and kind of media
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,9 @@ def measure_samples(recipe: Recipe, sources: Sequence[SourceSettings]) -> Iterat
     """
     tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
     check_data_settings(recipe, tokenizer)
-    count_tokens = tokenizer.length_counter(_max_sample_tokens(recipe.data))
     reader = _HeaderReader(recipe)
+    count_tokens = tokenizer.length_counter(_max_sample_tokens(recipe.data))
+    measurer = _SampleMeasurer(recipe, count_tokens, reader.headers)
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
         for number, source in enumerate(sources):
             entries = read_samples(source, recipe.data.limits)
@@ -60,7 +60,7 @@ def measure_samples(recipe: Recipe, sources: Sequence[SourceSettings]) -> Iterat
                 reader.read(pool, [entry for entry in chunk if isinstance(entry, Sample)])
                 for entry in chunk:
                     if isinstance(entry, Sample):
-                        yield _measure(entry, number, recipe, count_tokens, reader.headers)
+                        yield measurer.measure(entry, number)
                     else:
                         yield entry
 
@@ -73,12 +73,6 @@ def notify_progress(entries: Iterable[_T], notify: NotifyCallback) -> Iterator[_
             notify(f"reading headers: {done:,} samples so far")
 
 
-def encoder_settings(recipe: Recipe) -> dict[str, VisionSettings | AudioSettings]:
-    """Return the settings of the encoders that the recipe's model has, by unit."""
-    settings = {"vision": recipe.model.vision, "audio": recipe.model.audio}
-    return {unit: encoder for unit, encoder in settings.items() if encoder is not None}
-
-
 def check_data_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
     """Raise `DataError` where settings of data and model contradict each other for any samples."""
     vocab = recipe.model.llm.vocab
@@ -87,60 +81,48 @@ def check_data_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
             f"model.llm.vocab is {vocab}, but {recipe.data.tokenizer} (data.tokenizer) has {tokenizer.vocab_size}: "
             f"set model.llm.vocab to at least {tokenizer.vocab_size}"
         )
-    if recipe.model.audio is not None:
-        require_soundfile()
-        if "audio" not in tokenizer.item_ids:
+    for unit, settings in recipe.model.encoders.items():
+        ITEM_READERS[settings.modality](settings, recipe.data).check_settings()
+        if unit not in tokenizer.item_ids:
+            placeholder = MODALITIES[settings.modality].placeholder
             raise DataError(
-                f"data.tokenizer: {recipe.data.tokenizer} lacks the special token {AUDIO_TOKEN} that model.audio "
+                f"data.tokenizer: {recipe.data.tokenizer} lacks the special token {placeholder} that model.{unit} "
                 "needs; add it with `Tokenizer.add_special_tokens` of the `tokenizers` library and save it"
             )
-    if recipe.model.vision is not None:
-        _check_image_settings(recipe.model.vision, recipe.data)
-
-
-def _check_image_settings(vision: VisionSettings, data: DataSettings) -> None:
-    image = data.image
-    merged_patch = vision.patch * vision.merge
-    max_side = vision.patch * vision.max_side
-    if image.scheme == "native" and not merged_patch**2 <= image.max_pixels >= image.min_pixels:
-        raise DataError(
-            f"data.image.max_pixels is {image.max_pixels}; it must be at least data.image.min_pixels = "
-            f"{image.min_pixels} and one merged patch of {merged_patch} x {merged_patch} = {merged_patch**2} pixels"
-        )
-    if image.scheme == "tiles" and (image.tile % merged_patch or image.tile > max_side):
-        raise DataError(
-            f"data.image.tile is {image.tile}; it must be a multiple of patch * merge = {merged_patch} and at most "
-            f"patch * max_side = {max_side} pixels"
-        )
-    if image.scheme == "fixed" and (image.size % merged_patch or image.size > max_side):
-        raise DataError(
-            f"data.image.size is {image.size}; it must be a multiple of patch * merge = {merged_patch} and at most "
-            f"patch * max_side = {max_side} pixels"
-        )
 
 
 class _HeaderReader:
     """Reads the headers of media, and caches them: a medium of several samples is mostly read once."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._data = recipe.data
-        self._vision = recipe.model.vision
-        self._audio = recipe.model.audio
-        self.headers: _Headers = {"image": {}, "video": {}, "audio": {}}
+        self._max_images = recipe.data.max_images
+        self.headers: _Headers = {}
+        self._readers: dict[tuple[str, MediaKind], ItemReader] = {}
+        for unit, settings in recipe.model.encoders.items():
+            reader = ITEM_READERS[settings.modality](settings, recipe.data)
+            for kind in MODALITIES[settings.modality].media:
+                self.headers[unit, kind] = {}
+                self._readers[unit, kind] = reader
 
     def read(self, pool: ThreadPoolExecutor, samples: Sequence[Sample]) -> None:
         """Read the headers of all media of the samples into `headers`; earlier ones may be dropped."""
-        if self._vision is not None:
-            max_images = self._data.max_images
-            images = [image for sample in samples if len(sample.images) <= max_images for image in sample.images]
-            self._read_kind(pool, "image", images)
-            self._read_kind(pool, "video", [video for sample in samples for video in sample.videos])
-        if self._audio is not None:
-            self._read_kind(pool, "audio", [clip for sample in samples for clip in sample.clips])
+        for (unit, kind), reader in self._readers.items():
+            media = [
+                medium
+                for sample in samples
+                if kind != "image" or len(sample.images) <= self._max_images  # a sample with more is quarantined
+                for medium in sample.media[kind]
+            ]
+            self._read_kind(pool, self.headers[unit, kind], partial(_read_headers, reader, kind), media)
 
-    def _read_kind(self, pool: ThreadPoolExecutor, kind: MediaKind, media: Sequence[Media]) -> None:
+    def _read_kind(
+        self,
+        pool: ThreadPoolExecutor,
+        headers: dict[_HeaderKey, _Header],
+        read_headers: Callable[[Sequence[Media]], list[_Header]],
+        media: Sequence[Media],
+    ) -> None:
         """Read what is not cached: in this thread while that is computing, in several once it is waiting for a disk."""
-        headers = self.headers[kind]
         if len(headers) > _MAX_CACHED_HEADERS:
             headers.clear()
         new: dict[_HeaderKey, Media] = {}
@@ -156,26 +138,22 @@ class _HeaderReader:
         while len(results) < len(tasks) and not waits_for_disk:  # threads without waiting compete for the lock
             started_s = time.perf_counter()
             started_cpu_s = time.thread_time()
-            results.append(self._read_files(kind, tasks[len(results)]))
+            results.append(read_headers(tasks[len(results)]))
             elapsed_s = time.perf_counter() - started_s
             cpu_s = time.thread_time() - started_cpu_s
             waits_for_disk = not has_parquet and elapsed_s > 2 * cpu_s
-        results += pool.map(partial(self._read_files, kind), tasks[len(results) :])
+        results += pool.map(read_headers, tasks[len(results) :])
         headers.update(zip(new, chain.from_iterable(results), strict=True))
 
-    def _read_files(self, kind: MediaKind, files: Sequence[Media]) -> list[_Header]:
-        return [self._read_file(kind, file) for file in files]
 
-    def _read_file(self, kind: MediaKind, media: Media) -> _Header:
-        data, vision, audio = self._data, self._vision, self._audio
+def _read_headers(reader: ItemReader, kind: MediaKind, files: Sequence[Media]) -> list[_Header]:
+    headers: list[_Header] = []
+    for file in files:
         try:
-            if kind == "audio":
-                assert audio is not None
-                return ((read_num_frames(media, data.audio, 2 * audio.downsample), 1),)
-            assert vision is not None
-            return read_item_grids(kind, media, data.image, data.video, vision)
+            headers.append(reader.read_grids(kind, file))
         except BadMediaError as bad:
-            return bad
+            headers.append(bad)
+    return headers
 
 
 def _max_sample_tokens(data: DataSettings) -> int:
@@ -186,45 +164,68 @@ def _header_key(media: Media) -> _HeaderKey:
     return media.path if isinstance(media, FileMedia) else media
 
 
-def _measure(
-    sample: Sample, source: int, recipe: Recipe, count_tokens: LengthCounter, headers: _Headers
-) -> MeasuredSample | Quarantined:
-    data, vision, audio = recipe.data, recipe.model.vision, recipe.model.audio
-    unusable = find_unusable(sample, has_vision=vision is not None, has_audio=audio is not None)
-    if unusable is not None:
-        return unusable
-    num_images = len(sample.images)
-    if num_images > data.max_images:
-        reason = f"{num_images} images, data.max_images = {data.max_images}"
-        return Quarantined.of(sample, "too_many_images", reason)
-    if vision is None and (sample.images or sample.videos):
-        return Quarantined.of(sample, "no_vision", "it has images or videos, but the recipe's model has no vision unit")
-    if audio is None and sample.clips:
-        return Quarantined.of(sample, "no_audio", "it has clips, but the recipe's model has no audio unit")
-    grids: dict[str, list[tuple[Grid, ...]]] = {"vision": [], "audio": []}
-    num_images_and_frames = num_images
-    media_with_kinds: list[tuple[MediaKind, Media]] = [
-        *sample.visual_media,
-        *[("audio", clip) for clip in sample.clips],
-    ]
-    for kind, media in media_with_kinds:
-        header = headers[kind][_header_key(media)]
-        if isinstance(header, BadMediaError):
-            return Quarantined.of(sample, header.kind, str(header))
-        if kind == "video":
-            num_images_and_frames += len(header)
-        grids["audio" if kind == "audio" else "vision"].append(header)
-    if num_images_and_frames > data.max_images:
-        reason = f"{num_images_and_frames} images, frames of videos included, data.max_images = {data.max_images}"
-        return Quarantined.of(sample, "too_many_images", reason)
-    patches_per_token = vision.merge**2 if vision else 1
-    frames_per_token = 2 * audio.downsample if audio else 1
-    features = [sum([rows * cols // patches_per_token for rows, cols in items]) for items in grids["vision"]]
-    clip_features = [frames // frames_per_token for ((frames, _),) in grids["audio"]]
-    tokens, targets = count_tokens(sample, features, clip_features)
-    max_tokens = _max_sample_tokens(data)
-    if tokens > max_tokens:
-        key = "data.max_sample_tokens" if max_tokens == data.max_sample_tokens else "data.seq_len"
-        at_least = "" if targets else "at least "  # the counter stopped early
-        return Quarantined.of(sample, "too_long", f"{at_least}{tokens} LLM tokens, {key} = {max_tokens}")
-    return MeasuredSample(sample, source, tokens, targets, grids)
+@dataclass(frozen=True)
+class _EncoderRule:
+    """What the items of one encoder are read from, and how many of their cells become one feature."""
+
+    unit: str
+    kinds: tuple[MediaKind, ...]
+    cells_per_feature: int
+
+
+class _SampleMeasurer:
+    """Measures samples whose headers have been read."""
+
+    def __init__(self, recipe: Recipe, count_tokens: LengthCounter, headers: _Headers) -> None:
+        self._data = recipe.data
+        self._count_tokens = count_tokens
+        self._headers = headers
+        self._read_kinds = {kind for _, kind in headers}
+        self._missing = [m for m in MODALITIES.values() if not self._read_kinds.issuperset(m.media)]
+        self._encoders = [
+            _EncoderRule(
+                unit, MODALITIES[settings.modality].media, settings.cells_per_token * settings.tokens_per_feature
+            )
+            for unit, settings in recipe.model.encoders.items()
+        ]
+
+    def measure(self, sample: Sample, source: int) -> MeasuredSample | Quarantined:
+        """Return the sample with its lengths, or the reason why it cannot be used."""
+        data = self._data
+        unusable = find_unusable(sample, self._read_kinds)
+        if unusable is not None:
+            return unusable
+        num_images = len(sample.images)
+        if num_images > data.max_images:
+            reason = f"{num_images} images, data.max_images = {data.max_images}"
+            return Quarantined.of(sample, "too_many_images", reason)
+        for modality in self._missing:
+            if any(sample.media[kind] for kind in modality.media):
+                media_names = " or ".join(PLURALS[kind] for kind in modality.media)
+                reason = f"it has {media_names}, but the recipe's model has no {modality.name} unit"
+                return Quarantined.of(sample, f"no_{modality.name}", reason)
+        grids: dict[str, list[tuple[Grid, ...]]] = {}
+        features: dict[str, list[int]] = {}
+        num_images_and_frames = num_images
+        for encoder in self._encoders:
+            unit_grids = grids[encoder.unit] = []
+            for kind, medium in sample.media_of(encoder.kinds):
+                header = self._headers[encoder.unit, kind][_header_key(medium)]
+                if isinstance(header, BadMediaError):
+                    return Quarantined.of(sample, header.kind, str(header))
+                if kind == "video":
+                    num_images_and_frames += len(header)
+                unit_grids.append(header)
+            features[encoder.unit] = [
+                sum([rows * cols // encoder.cells_per_feature for rows, cols in items]) for items in unit_grids
+            ]
+        if num_images_and_frames > data.max_images:
+            reason = f"{num_images_and_frames} images, frames of videos included, data.max_images = {data.max_images}"
+            return Quarantined.of(sample, "too_many_images", reason)
+        tokens, targets = self._count_tokens(sample, features)
+        max_tokens = _max_sample_tokens(data)
+        if tokens > max_tokens:
+            key = "data.max_sample_tokens" if max_tokens == data.max_sample_tokens else "data.seq_len"
+            at_least = "" if targets else "at least "  # the counter stopped early
+            return Quarantined.of(sample, "too_long", f"{at_least}{tokens} LLM tokens, {key} = {max_tokens}")
+        return MeasuredSample(sample, source, tokens, targets, grids)

@@ -108,15 +108,18 @@ def read_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> St
 
 
 def _unit_rules(recipe: Recipe) -> dict[str, _UnitRule]:
-    model = recipe.model
-    units = {}
-    if model.vision is not None:
-        units["vision"] = _UnitRule(extra_tokens=int(model.vision.class_token), downsampling=model.vision.merge**2)
-    if model.audio is not None:
-        units["audio"] = _UnitRule(downsampling=model.audio.downsample, rows_per_token=2)
-    if model.generator is not None:
-        coarsest = 4 ** (len(model.generator.widths) - 1)
-        units["generator"] = _UnitRule(downsampling=coarsest, fixed_llm_tokens=model.generator.context_tokens)
+    units = {
+        unit: _UnitRule(
+            extra_tokens=settings.extra_tokens,
+            downsampling=settings.tokens_per_feature,
+            rows_per_token=settings.cells_per_token,
+        )
+        for unit, settings in recipe.model.encoders.items()
+    }
+    generator = recipe.model.generator
+    if generator is not None:
+        coarsest = 4 ** (len(generator.widths) - 1)
+        units["generator"] = _UnitRule(downsampling=coarsest, fixed_llm_tokens=generator.context_tokens)
     return units
 
 

@@ -1,7 +1,8 @@
 """Build what a rank needs for a step from lengths: the same in a thread, in a process and on another machine."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -10,21 +11,14 @@ from mmtrain.balance.batch_meta import BatchMeta
 from mmtrain.balance.step_targets import StepTargets
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.data.index.data_index import DataIndex, check_bad_rate
-from mmtrain.data.loading.payload import (
-    AudioPayload,
-    TextPayload,
-    VisionPayload,
-    build_audio_payload,
-    build_text_payload,
-    build_vision_payload,
-)
-from mmtrain.data.media.audio import load_log_mels
+from mmtrain.data.loading.payload import EncoderPayload, TextPayload, build_encoder_payload, build_text_payload
 from mmtrain.data.media.images import Float32Array
+from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError
-from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.data.stream.group_stream import GroupStream
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer, EncodedSample
 from mmtrain.errors import RunError
+from mmtrain.recipe.modalities import MODALITIES
 from mmtrain.recipe.schema import Recipe
 
 
@@ -44,10 +38,9 @@ class StepData:
     """Everything a rank needs for one step. Keys of payloads are (replica, microbatch index)."""
 
     meta: BatchMeta
-    vision: dict[tuple[int, int], VisionPayload]
+    encoders: dict[str, dict[tuple[int, int], EncoderPayload]]  # by unit
     text: dict[tuple[int, int], TextPayload]
     quarantined: tuple[Quarantined, ...]  # samples of this step with media that could not be decoded
-    audio: dict[tuple[int, int], AudioPayload] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,8 +88,10 @@ class BatchBuilder:
         self._monitor = monitor
         self._tokenizer = tokenizer or ChatTokenizer.load(recipe.data.tokenizer_file)
         self._bad: dict[int, Quarantined] = {}  # sample id -> why, in the step that is being built
-        vision = recipe.model.vision
-        self._decoder = VisionItemDecoder(recipe.data.image, vision.patch) if vision is not None else None
+        self._encoders = recipe.model.encoders
+        self._readers = {
+            unit: ITEM_READERS[settings.modality](settings, recipe.data) for unit, settings in self._encoders.items()
+        }
 
     def build(self, meta: BatchMeta) -> StepData:
         """Load what the needs name. A broken image or clip becomes zeros, and its sample is quarantined.
@@ -104,30 +99,20 @@ class BatchBuilder:
         The result depends on `meta` alone, not on what was built before.
         """
         self._bad = {}
-        vision: dict[tuple[int, int], VisionPayload] = {}
-        audio: dict[tuple[int, int], AudioPayload] = {}
+        encoders: dict[str, dict[tuple[int, int], EncoderPayload]] = {}
         text: dict[tuple[int, int], TextPayload] = {}
         for need in self._needs:
             for i in range(self._num_microbatches[need.unit]):
                 if need.unit == "llm":
                     text[need.replica, i] = self._text(meta, need, i)
-                elif need.unit == "audio":
-                    audio[need.replica, i] = self._audio(meta, need, i)
                 else:
-                    vision[need.replica, i] = self._vision(meta, need, i)
-        return StepData(meta, vision, text, tuple(self._bad.values()), audio)
+                    encoders.setdefault(need.unit, {})[need.replica, i] = self._encoder(meta, need, i)
+        return StepData(meta, encoders, text, tuple(self._bad.values()))
 
-    def _vision(self, meta: BatchMeta, need: PayloadNeed, i: int) -> VisionPayload:
-        settings = self._recipe.model.vision
-        assert settings is not None, "an encoder microbatch in a model without vision unit"
-        load = self._load_patches if need.media else None
-        return build_vision_payload(meta, need.unit, need.replica, i, 3 * settings.patch**2, load)
-
-    def _audio(self, meta: BatchMeta, need: PayloadNeed, i: int) -> AudioPayload:
-        settings = self._recipe.model.audio
-        assert settings is not None, "a microbatch of clips in a model without audio unit"
-        load = self._load_mels if need.media else None
-        return build_audio_payload(meta, need.unit, need.replica, i, settings.mel_bins, load)
+    def _encoder(self, meta: BatchMeta, need: PayloadNeed, i: int) -> EncoderPayload:
+        load = partial(self._load_cells, need.unit) if need.media else None
+        cell_features = self._encoders[need.unit].cell_features
+        return build_encoder_payload(meta, need.unit, need.replica, i, cell_features, load)
 
     def _text(self, meta: BatchMeta, need: PayloadNeed, i: int) -> TextPayload:
         item_ids = self._tokenizer.item_ids
@@ -137,34 +122,22 @@ class BatchBuilder:
         sample = self._index.samples[sample_id]
         self._monitor.on_read(None)
         try:
-            features = self._index.features(sample_id, "vision")
-            clip_features = self._index.features(sample_id, "audio")
-            return self._tokenizer.encode(sample, features, clip_features)
+            return self._tokenizer.encode(sample, self._index.media_features(sample_id))
         except Exception as error:
             raise RunError(f"{sample} cannot be encoded: {type(error).__name__}: {error}") from error
 
-    def _load_patches(self, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
-        assert self._decoder is not None, "an image in a model without vision unit"
+    def _load_cells(self, unit: str, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
+        """Return the cells of an item of a sample; zeros if it cannot be decoded."""
+        settings = self._encoders[unit]
         sample = self._index.samples[sample_id]
         try:
             self._report_read(sample_id)
-            medium, part, num_parts = self._index.locate_item(sample_id, position)
-            kind, media = sample.visual_media[medium]
-            return self._decoder.patches(kind, media, part, num_parts, (rows, cols))
+            number, part, num_parts = self._index.locate_item(sample_id, unit, position)
+            kind, medium = sample.media_of(MODALITIES[settings.modality].media)[number]
+            return self._readers[unit].load_cells(kind, medium, part, num_parts, (rows, cols))
         except BadMediaError as bad:  # its header was fine: too late to leave the sample out, all ranks count on it
             self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
-            return self._decoder.blank((rows, cols))
-
-    def _load_mels(self, sample_id: int, position: int, num_frames: int) -> Float32Array:
-        settings = self._recipe.model.audio
-        assert settings is not None, "a clip in a model without audio unit"
-        sample = self._index.samples[sample_id]
-        try:
-            self._report_read(sample_id)
-            return load_log_mels(sample.clips[position], num_frames, settings.mel_bins)
-        except BadMediaError as bad:  # as for images: all ranks count on it
-            self._bad.setdefault(sample_id, Quarantined.of(sample, bad.kind, str(bad)))
-            return np.zeros((num_frames, settings.mel_bins), dtype=np.float32)
+            return np.zeros((rows * cols, settings.cell_features), dtype=np.float32)
 
     def _report_read(self, sample_id: int) -> None:
         """Report which sample is read next. Raises `BadMediaError` if it must not be read."""

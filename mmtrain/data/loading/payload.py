@@ -12,26 +12,20 @@ from mmtrain.balance.batch_meta import BatchMeta, IntArray
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.text.chat_tokenizer import EncodedSample
 
-LoadPatches = Callable[[int, int, int, int], Float32Array]  # sample id, position, rows, cols -> (rows * cols, F)
-LoadMels = Callable[[int, int, int], Float32Array]  # sample id, position, frames -> (frames, bins)
+LoadCells = Callable[[int, int, int, int], Float32Array]  # sample id, position, rows, cols -> (rows * cols, F)
 EncodeSample = Callable[[int], EncodedSample]  # sample id -> ids and labels
 
 
 @dataclass(frozen=True)
-class VisionPayload:
-    """One encoder microbatch of I images with N patches in all, packed without padding."""
+class EncoderPayload:
+    """One encoder microbatch of I items with N cells in all, packed without padding.
 
-    rows: tuple[int, ...]  # (I,) patch rows of each image
-    cols: tuple[int, ...]  # (I,) patch columns of each image
-    patches: Float32Array | None  # (N, 3 * patch * patch), row-major for each image
+    An item is a grid of cells: an image has rows x cols patches, a clip has frames x 1 log-mel frames.
+    """
 
-
-@dataclass(frozen=True)
-class AudioPayload:
-    """One encoder microbatch of I clips with N log-mel frames in all, packed without padding."""
-
-    frames: tuple[int, ...]  # (I,) frames of each clip
-    mels: Float32Array | None  # (N, mel_bins)
+    rows: tuple[int, ...]  # (I,)
+    cols: tuple[int, ...]  # (I,)
+    cells: Float32Array | None  # (N, features of a cell), row-major for each item
 
 
 @dataclass(frozen=True)
@@ -44,41 +38,25 @@ class TextPayload:
     feature_positions: dict[str, IntArray]  # with ids: encoder unit -> (F,) positions in [0, T) of its features
 
 
-def build_vision_payload(
-    meta: BatchMeta, unit: str, replica: int, index: int, patch_features: int, load: LoadPatches | None
-) -> VisionPayload:
-    """Build microbatch (unit, replica, index); `load` returns the patches of an image, `patch_features` values each."""
+def build_encoder_payload(
+    meta: BatchMeta, unit: str, replica: int, index: int, cell_features: int, load: LoadCells | None
+) -> EncoderPayload:
+    """Build microbatch (unit, replica, index); `load` returns the cells of an item, `cell_features` values each."""
     table = meta.items[unit]
     items = table.microbatch(replica, index)
     rows = table.rows[items].tolist()
     cols = table.cols[items].tolist()
     if load is None:
-        return VisionPayload(tuple(rows), tuple(cols), None)
-    num_patches = int((table.rows[items] * table.cols[items]).sum())
-    patches = np.empty((num_patches, patch_features), dtype=np.float32)
+        return EncoderPayload(tuple(rows), tuple(cols), None)
+    num_cells = int((table.rows[items] * table.cols[items]).sum())
+    cells = np.empty((num_cells, cell_features), dtype=np.float32)
     start = 0
     for item, item_rows, item_cols in zip(items, rows, cols, strict=True):
         sample_id = int(meta.sample_id[table.sample[item]])
         end = start + item_rows * item_cols
-        patches[start:end] = load(sample_id, int(table.position[item]), item_rows, item_cols)
+        cells[start:end] = load(sample_id, int(table.position[item]), item_rows, item_cols)
         start = end
-    return VisionPayload(tuple(rows), tuple(cols), patches)
-
-
-def build_audio_payload(
-    meta: BatchMeta, unit: str, replica: int, index: int, bins: int, load: LoadMels | None
-) -> AudioPayload:
-    """Build microbatch (unit, replica, index); `load` returns the log-mel frames of a clip, `bins` values each."""
-    table = meta.items[unit]
-    items = table.microbatch(replica, index)
-    frames = table.rows[items].tolist()
-    if load is None:
-        return AudioPayload(tuple(frames), None)
-    mels = [np.empty((0, bins), dtype=np.float32)]  # a microbatch may have no clips
-    for item, num_frames in zip(items, frames, strict=True):
-        sample_id = int(meta.sample_id[table.sample[item]])
-        mels.append(load(sample_id, int(table.position[item]), num_frames))
-    return AudioPayload(tuple(frames), np.concatenate(mels))
+    return EncoderPayload(tuple(rows), tuple(cols), cells)
 
 
 def build_text_payload(

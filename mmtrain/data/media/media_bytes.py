@@ -7,10 +7,7 @@ import io
 import os
 import stat
 from dataclasses import dataclass
-from typing import BinaryIO, Literal
-
-VisualKind = Literal["image", "video"]  # what the vision unit looks at
-MediaKind = Literal["image", "video", "audio"]
+from typing import BinaryIO
 
 
 class BadMediaError(Exception):

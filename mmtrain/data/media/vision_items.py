@@ -4,21 +4,44 @@ An image is one item or, with tiles, several; a video is one item for each of it
 medium and by its part: the number of the tile or frame in that medium.
 """
 
-import numpy as np
 from PIL import Image
 
 from mmtrain.data.media.image_grids import Grid, frame_grid, item_grids, num_tiles, tile_canvas
 from mmtrain.data.media.images import Float32Array, load_rgb_images, patchify, read_image_size
-from mmtrain.data.media.media_bytes import BadMediaError, Media, VisualKind
+from mmtrain.data.media.media_bytes import BadMediaError, Media
 from mmtrain.data.media.video import load_video_frames, read_video_size
+from mmtrain.errors import DataError
+from mmtrain.recipe.modalities import MediaKind
 from mmtrain.recipe.model_settings import VisionSettings
 from mmtrain.recipe.schema import ImageSettings, VideoSettings
 
 
+def check_image_settings(vision: VisionSettings, image: ImageSettings) -> None:
+    """Raise `DataError` if the settings of images do not suit the encoder, whatever the images are."""
+    merged_patch = vision.patch * vision.merge
+    max_side = vision.patch * vision.max_side
+    if image.scheme == "native" and not merged_patch**2 <= image.max_pixels >= image.min_pixels:
+        raise DataError(
+            f"data.image.max_pixels is {image.max_pixels}; it must be at least data.image.min_pixels = "
+            f"{image.min_pixels} and one merged patch of {merged_patch} x {merged_patch} = {merged_patch**2} pixels"
+        )
+    if image.scheme == "tiles" and (image.tile % merged_patch or image.tile > max_side):
+        raise DataError(
+            f"data.image.tile is {image.tile}; it must be a multiple of patch * merge = {merged_patch} and at most "
+            f"patch * max_side = {max_side} pixels"
+        )
+    if image.scheme == "fixed" and (image.size % merged_patch or image.size > max_side):
+        raise DataError(
+            f"data.image.size is {image.size}; it must be a multiple of patch * merge = {merged_patch} and at most "
+            f"patch * max_side = {max_side} pixels"
+        )
+
+
 def read_item_grids(
-    kind: VisualKind, media: Media, image: ImageSettings, video: VideoSettings, vision: VisionSettings
+    kind: MediaKind, media: Media, image: ImageSettings, video: VideoSettings, vision: VisionSettings
 ) -> tuple[Grid, ...]:
     """Return the grid of each item of an image or video, from its header alone. Raises `BadMediaError`."""
+    assert kind in ("image", "video"), kind
     patch_settings = vision.patch, vision.merge, vision.max_side
     if kind == "image":
         width, height = read_image_size(media, image.max_source_pixels)
@@ -37,7 +60,7 @@ class VisionItemDecoder:
         self._cached_key: object = None
         self._cached: list[Image.Image] | BadMediaError = []  # the parts of the last medium, or why it is bad
 
-    def patches(self, kind: VisualKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
+    def patches(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
         """Return the patches (rows * cols, 3 * patch * patch) of one part of an image or video.
 
         All `num_parts` parts of the medium have the same grid. Raises `BadMediaError`.
@@ -53,11 +76,7 @@ class VisionItemDecoder:
             raise self._cached
         return patchify(self._cached[part], self._settings, self._patch)
 
-    def blank(self, grid: Grid) -> Float32Array:
-        """Return zeros in the shape of an item's patches."""
-        return np.zeros((grid[0] * grid[1], 3 * self._patch**2), dtype=np.float32)
-
-    def _decode(self, kind: VisualKind, media: Media, num_parts: int, grid: Grid) -> list[Image.Image]:
+    def _decode(self, kind: MediaKind, media: Media, num_parts: int, grid: Grid) -> list[Image.Image]:
         size = grid[1] * self._patch, grid[0] * self._patch
         max_source_pixels = self._settings.max_source_pixels
         if kind == "video":

@@ -15,8 +15,8 @@ from typing import Any
 
 from mmtrain.data.formats.sample import AUDIO_MARK
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.data.text.chat_tokenizer import AUDIO_TOKEN
 from mmtrain.errors import DataError
+from mmtrain.recipe.modalities import AUDIO
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS_QUESTION = "What is said?"
@@ -83,7 +83,7 @@ def prepare_digits(source: Path, out: Path, seed: int, sequences: int) -> Digits
     tokenizer = train_tokenizer(
         turn["value"].replace(AUDIO_MARK, "") for r in rows["train"] for turn in r["conversations"]
     )
-    tokenizer.add_special_tokens([AUDIO_TOKEN])
+    tokenizer.add_special_tokens([AUDIO.placeholder])
     tokenizer.save(str(out / "tokenizer.json"))
     summary = DigitsSummary(
         seed=seed,

@@ -14,21 +14,22 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmtrain.balance.batch_meta import IntArray
-from mmtrain.data.formats.sample import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Role, Sample, Turn
+from mmtrain.data.formats.sample import Role, Sample, Turn
 from mmtrain.data.text.token_counter import TokenCounter
 from mmtrain.errors import DataError
+from mmtrain.recipe.modalities import MODALITIES, VISION
 
 PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
-IMAGE_TOKEN = "<|image|>"
-AUDIO_TOKEN = "<|audio|>"  # needed only for models with an audio unit
+IMAGE_TOKEN = VISION.placeholder  # in every tokenizer; those of other modalities only if their models need them
 ROLE_TOKENS: dict[Role, str] = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = (PAD_TOKEN, *ROLE_TOKENS.values(), END_TOKEN, IMAGE_TOKEN)
 IGNORE_INDEX = -100  # label of positions that do not count in the loss, as in torch's cross_entropy
 _NUM_TURN_TOKENS = 2  # of every turn besides its text: its role, and its end
 
-# (sample, LLM tokens of each image or video, LLM tokens of each clip) -> (number of ids, number of targets)
-LengthCounter = Callable[[Sample, Sequence[int], Sequence[int]], tuple[int, int]]
+# Encoder unit -> LLM tokens of each of the sample's media that this encoder reads, in the order of their marks.
+MediaFeatures = Mapping[str, Sequence[int]]
+LengthCounter = Callable[[Sample, MediaFeatures], tuple[int, int]]  # -> (number of ids, number of targets)
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,21 @@ class ChatTokenizer:
                 "`Tokenizer.add_special_tokens` of the `tokenizers` library, save it, and raise model.llm.vocab to "
                 "its size"
             )
-        present = list(SPECIAL_TOKENS)
-        if tokenizer.token_to_id(AUDIO_TOKEN) is not None:
-            present.append(AUDIO_TOKEN)
-        tokenizer.add_special_tokens(present)  # marks them as special; their ids stay
+        placeholders = {
+            modality.name: modality.placeholder
+            for modality in MODALITIES.values()
+            if tokenizer.token_to_id(modality.placeholder) is not None
+        }
+        present = dict.fromkeys((*SPECIAL_TOKENS, *placeholders.values()))
+        tokenizer.add_special_tokens(list(present))  # marks them as special; their ids stay
         tokenizer.encode_special_tokens = True  # a text that spells a special token is text, or users could forge turns
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._roles: dict[Role, int] = {role: self._special_id(token) for role, token in ROLE_TOKENS.items()}
         self.end_id = self._special_id(END_TOKEN)
-        self.image_id = self._special_id(IMAGE_TOKEN)
-        self.item_ids = {"vision": self.image_id}  # encoder unit -> the token that each of its features replaces
-        if AUDIO_TOKEN in present:
-            self.item_ids["audio"] = self._special_id(AUDIO_TOKEN)
+        # Encoder unit -> the token that each of its features replaces.
+        self.item_ids = {unit: self._special_id(token) for unit, token in placeholders.items()}
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     @classmethod
@@ -79,13 +81,13 @@ class ChatTokenizer:
         except Exception as error:  # the library raises bare Exception for whatever it cannot parse
             raise DataError(f"data.tokenizer: {path}: not a `tokenizers` JSON file: {error}") from None
 
-    def encode(self, sample: Sample, features: Sequence[int], clip_features: Sequence[int] = ()) -> EncodedSample:
+    def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
         """Encode all turns of a sample.
 
-        Image or video i becomes `features[i]` image tokens, clip i `clip_features[i]` audio tokens. Labels are the
-        answers' tokens and the `<|end|>` after each, one position ahead: the token to predict.
+        Medium i of an encoder becomes `features[unit][i]` of the unit's tokens. Labels are the answers' tokens and the
+        `<|end|>` after each, one position ahead: the token to predict.
         """
-        ids, is_target = self._encode_turns(sample.turns, _marks(sample), features, clip_features)
+        ids, is_target = self._encode_turns(sample.turns, _marks(sample), features)
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
         labels[:-1] = np.where(is_target[1:], ids[1:], IGNORE_INDEX)
         return EncodedSample(ids, labels)
@@ -98,15 +100,16 @@ class ChatTokenizer:
         """
         count = TokenCounter(self._tokenizer)
 
-        def count_sample(sample: Sample, features: Sequence[int], clip_features: Sequence[int]) -> tuple[int, int]:
-            num_ids = sum(features) + sum(clip_features)
+        def count_sample(sample: Sample, features: MediaFeatures) -> tuple[int, int]:
+            num_ids = sum(map(sum, features.values()))
             num_targets = 0
-            num_mark_characters = len(IMAGE_MARK) * (len(features) + len(clip_features))  # all marks are equally long
+            marks = _marks(sample)
+            num_mark_characters = max(map(len, marks)) * sum(map(len, features.values()))
             num_characters = sum([len(turn.text) for turn in sample.turns]) - num_mark_characters
             min_tokens = count.min_tokens(num_characters)
             if min_tokens > max_tokens:
                 return min_tokens, 0
-            first_mark, *other_marks = _marks(sample)
+            first_mark, *other_marks = marks
             for turn in sample.turns:
                 parts = [turn.text]
                 if turn.role == "user" and other_marks:
@@ -121,11 +124,11 @@ class ChatTokenizer:
 
         return count_sample
 
-    def prompt_ids(self, sample: Sample, features: Sequence[int], clip_features: Sequence[int] = ()) -> IntArray:
+    def prompt_ids(self, sample: Sample, features: MediaFeatures) -> IntArray:
         """Encode everything before the last answer, up to and including its `<|assistant|>`: generation starts here."""
         answers = [i for i, turn in enumerate(sample.turns) if turn.role == "assistant"]
         turns = sample.turns[: answers[-1]] if answers else sample.turns
-        ids, _ = self._encode_turns(turns, _marks(sample), features, clip_features)
+        ids, _ = self._encode_turns(turns, _marks(sample), features)
         return np.append(ids, self._roles["assistant"])
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
@@ -134,16 +137,12 @@ class ChatTokenizer:
         return text
 
     def _encode_turns(
-        self,
-        turns: Sequence[Turn],
-        marks: Mapping[str, str],
-        features: Sequence[int],
-        clip_features: Sequence[int],
+        self, turns: Sequence[Turn], marks: Mapping[str, str], features: MediaFeatures
     ) -> tuple[IntArray, np.ndarray]:
         """Return the ids of the turns, and which of them are targets."""
         ids: list[int] = []
         is_target: list[bool] = []
-        remaining = {"vision": iter(features), "audio": iter(clip_features)}
+        remaining = {unit: iter(counts) for unit, counts in features.items()}
         for turn in turns:
             if turn.role == "user":
                 body = self._encode_with_items(turn.text, marks, remaining)
@@ -178,13 +177,15 @@ class ChatTokenizer:
 
 
 def _marks(sample: Sample) -> dict[str, str]:
-    """Return the marks that stand for an item in the user turns of a sample, each with the item's unit.
+    """Return the marks that stand for a medium in the user turns of a sample, each with the medium's unit.
 
     Without clips an `<audio>` is ordinary text, as it was in data written before models had audio; so with videos.
+    Images always have marks.
     """
-    marks = {IMAGE_MARK: "vision"}
-    if sample.videos:
-        marks[VIDEO_MARK] = "vision"
-    if sample.clips:
-        marks[AUDIO_MARK] = "audio"
+    media = sample.media
+    marks = {}
+    for modality in MODALITIES.values():
+        for kind, mark in modality.marks.items():
+            if kind == "image" or media[kind]:
+                marks[mark] = modality.name
     return marks

@@ -15,6 +15,7 @@ from mmtrain.data.media.media_bytes import Media
 from mmtrain.data.text.chat_tokenizer import IGNORE_INDEX
 from mmtrain.program import LLM
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.modalities import VISION
 from mmtrain.runtime.evaluation.generate import GreedyGenerator
 from mmtrain.runtime.execution.activity import ANSWERING
 from mmtrain.runtime.execution.rank_context import RankContext
@@ -48,7 +49,7 @@ class HeldOutQuestion:
     def images(self) -> tuple[Media, ...]:
         """The images and videos of the prompt; a turn after the answer may have more."""
         marks = (IMAGE_MARK, VIDEO_MARK) if self.sample.videos else (IMAGE_MARK,)
-        return tuple(media for _, media in self.sample.visual_media[: self._count(*marks)])
+        return tuple(media for _, media in self.sample.media_of(VISION.media)[: self._count(*marks)])
 
     @property
     def clips(self) -> tuple[Media, ...]:
@@ -179,17 +180,10 @@ class _Prompts(BatchBuilder):
         ids = _prompt_ids(self._index, self._tokenizer, sample_id)
         return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX))
 
-    def _load_patches(self, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
-        if not self._blank:
-            return super()._load_patches(sample_id, position, rows, cols)
-        assert self._recipe.model.vision is not None
-        return np.zeros((rows * cols, 3 * self._recipe.model.vision.patch**2), dtype=np.float32)
-
-    def _load_mels(self, sample_id: int, position: int, frames: int) -> Float32Array:
-        if not self._blank:
-            return super()._load_mels(sample_id, position, frames)
-        assert self._recipe.model.audio is not None
-        return np.zeros((frames, self._recipe.model.audio.mel_bins), dtype=np.float32)
+    def _load_cells(self, unit: str, sample_id: int, position: int, rows: int, cols: int) -> Float32Array:
+        if self._blank:
+            return np.zeros((rows * cols, self._encoders[unit].cell_features), dtype=np.float32)
+        return super()._load_cells(unit, sample_id, position, rows, cols)
 
 
 def batch_by_length(sizes: Sequence[int], ways: int, max_tokens: int) -> list[list[list[int]]]:
@@ -215,7 +209,7 @@ def batch_by_length(sizes: Sequence[int], ways: int, max_tokens: int) -> list[li
 
 
 def _prompt_ids(index: DataIndex, tokenizer: ChatTokenizer, number: int) -> IntArray:
-    return tokenizer.prompt_ids(index.samples[number], index.features(number), index.features(number, "audio"))
+    return tokenizer.prompt_ids(index.samples[number], index.media_features(number))
 
 
 def prompt_lengths(index: DataIndex, tokenizer: ChatTokenizer, questions: Sequence[HeldOutQuestion]) -> SampleLengths:

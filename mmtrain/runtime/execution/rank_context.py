@@ -158,13 +158,10 @@ def payload_needs(graph: StageGraph, units: Mapping[str, UnitRunner], rank: int)
 def unit_inputs(data: StepData, device: torch.device, dtype: torch.dtype) -> dict[Microbatch, UnitInput]:
     """Copy a step's payload to the device, as the inputs of stages."""
     inputs: dict[Microbatch, UnitInput] = {}
-    for (replica, index), image in data.vision.items():
-        patches = None if image.patches is None else torch.from_numpy(image.patches).to(device, dtype)
-        inputs[Microbatch("vision", replica, index)] = EncoderInput(image.rows, image.cols, patches)
-    for (replica, index), clips in data.audio.items():
-        mels = None if clips.mels is None else torch.from_numpy(clips.mels).to(device, dtype)
-        columns = (1,) * len(clips.frames)
-        inputs[Microbatch("audio", replica, index)] = EncoderInput(clips.frames, columns, mels)
+    for unit, payloads in data.encoders.items():
+        for (replica, index), payload in payloads.items():
+            cells = None if payload.cells is None else torch.from_numpy(payload.cells).to(device, dtype)
+            inputs[Microbatch(unit, replica, index)] = EncoderInput(payload.rows, payload.cols, cells)
     for (replica, index), text in data.text.items():
         ids = None if text.ids is None else torch.from_numpy(text.ids).to(device)
         labels = None if text.labels is None else torch.from_numpy(text.labels).to(device)

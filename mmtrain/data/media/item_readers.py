@@ -1,0 +1,81 @@
+"""How each modality reads its media: the grids of their items from the header, and the cells of one item.
+
+An item (an image, a tile, a frame of a video, a clip) is a grid of rows x cols cells: patches of an image, or log-mel
+frames of a clip in one column.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from mmtrain.data.media.audio import load_log_mels, read_num_frames, require_soundfile
+from mmtrain.data.media.image_grids import Grid
+from mmtrain.data.media.images import Float32Array
+from mmtrain.data.media.media_bytes import Media
+from mmtrain.data.media.vision_items import VisionItemDecoder, check_image_settings, read_item_grids
+from mmtrain.recipe.modalities import MediaKind
+from mmtrain.recipe.model_settings import AudioSettings, VisionSettings
+from mmtrain.recipe.schema import DataSettings
+
+
+class ItemReader(Protocol):
+    """Reads the media of one encoder. Its methods raise `BadMediaError` for media that cannot be used."""
+
+    def check_settings(self) -> None:
+        """Raise `DataError` if the settings contradict each other, or a library is missing."""
+
+    def read_grids(self, kind: MediaKind, media: Media) -> tuple[Grid, ...]:
+        """Return the grid of each item that a medium becomes, from its header alone. Threads may share a reader."""
+
+    def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
+        """Return the cells (rows * cols, cell features) of item `part` of the `num_parts` items of a medium."""
+
+
+class VisionItemReader:
+    """Images and videos: an image is one item or several tiles, a video one item for each frame."""
+
+    def __init__(self, settings: VisionSettings, data: DataSettings) -> None:
+        """Read as the settings of the encoder and of the data say."""
+        self._settings = settings
+        self._data = data
+        self._decoder = VisionItemDecoder(data.image, settings.patch)
+
+    def check_settings(self) -> None:
+        """Raise `DataError` if no image could have a valid size."""
+        check_image_settings(self._settings, self._data.image)
+
+    def read_grids(self, kind: MediaKind, media: Media) -> tuple[Grid, ...]:
+        """Return the grid of patches of each tile or frame."""
+        return read_item_grids(kind, media, self._data.image, self._data.video, self._settings)
+
+    def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
+        """Return the patches of one tile or frame."""
+        return self._decoder.patches(kind, media, part, num_parts, grid)
+
+
+class AudioItemReader:
+    """Clips: each is one item, of log-mel frames in one column."""
+
+    def __init__(self, settings: AudioSettings, data: DataSettings) -> None:
+        """Read as the settings of the encoder and of the data say."""
+        self._settings = settings
+        self._data = data
+
+    def check_settings(self) -> None:
+        """Raise `DataError` if the library that reads sound is missing."""
+        require_soundfile()
+
+    def read_grids(self, kind: MediaKind, media: Media) -> tuple[Grid, ...]:
+        """Return (frames, 1); the frames are rounded up so that they become a whole number of features."""
+        frames_per_feature = self._settings.cells_per_token * self._settings.tokens_per_feature
+        return ((read_num_frames(media, self._data.audio, frames_per_feature), 1),)
+
+    def load_cells(self, kind: MediaKind, media: Media, part: int, num_parts: int, grid: Grid) -> Float32Array:
+        """Return the log-mel frames of a clip."""
+        return load_log_mels(media, grid[0], self._settings.mel_bins)
+
+
+# By the name of the modality. Each takes the settings of the encoder and of the data.
+ITEM_READERS: Mapping[str, Callable[[Any, DataSettings], ItemReader]] = {
+    "vision": VisionItemReader,
+    "audio": AudioItemReader,
+}
