@@ -30,10 +30,10 @@ def test_the_drifting_unit_is_named(chosen: Plan) -> None:
     larger = replace(original, items={"vision": replace(vision, tokens=2 * vision.tokens)})
     longer = replace(original, tokens=original.tokens + 100)
     assert chosen.data is not None
-    doubled = f"{2 * chosen.data.tokens['vision']:,.0f} tokens of a sample in vision, "
+    doubled = f"vision: {2 * chosen.data.tokens['vision']:,.0f} tokens per sample instead of "
     assert describe_data_drift(chosen, larger).startswith(doubled)
     assert "llm" not in describe_data_drift(chosen, larger)
-    assert "in llm" in describe_data_drift(chosen, longer)
+    assert "llm: " in describe_data_drift(chosen, longer)
     assert "vision" not in describe_data_drift(chosen, longer)
 
 
@@ -43,5 +43,5 @@ def test_a_missing_modality_drifts_and_a_plan_without_summary_does_not(chosen: P
     empty = items.tokens[:0]
     no_items = ItemLengths(0 * items.first, empty, empty, empty, empty)
     without = SampleLengths(original.tokens, original.targets, {"vision": no_items})
-    assert describe_data_drift(chosen, without).startswith("0 tokens of a sample in vision")
+    assert describe_data_drift(chosen, without).startswith("vision: 0 tokens per sample")
     assert describe_data_drift(chosen.model_copy(update={"data": None}), without) == ""

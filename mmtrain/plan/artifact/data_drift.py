@@ -22,11 +22,11 @@ def describe_data_drift(plan: Plan, lengths: SampleLengths) -> str:
     """
     if plan.data is None:  # a plan file of a version that did not record the data
         return ""
-    then, now = plan.data.tokens, summarize_data(lengths).tokens
+    planned, current = plan.data.tokens, summarize_data(lengths).tokens
     changes = [
-        f"{tokens:,.0f} tokens of a sample in {unit}, {then.get(unit, 0.0):,.0f} then"
-        for unit, tokens in now.items()
-        if not _is_close(tokens, then.get(unit, 0.0))
+        f"{unit}: {tokens:,.0f} tokens per sample instead of {planned.get(unit, 0.0):,.0f}"
+        for unit, tokens in current.items()
+        if not _is_close(tokens, planned.get(unit, 0.0))
     ]
     return "; ".join(changes)
 

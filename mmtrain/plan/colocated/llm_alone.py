@@ -4,6 +4,7 @@ Bubbles lie between the LLM's actions. Where the graph's layers are split into p
 while its tensor-parallel ranks communicate (the TP bubbles of Optimus, arXiv 2408.03505).
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -95,7 +96,7 @@ def find_bubbles(
     end = max((float(intervals[-1, 1]) for intervals in busy_arrays if len(intervals)), default=0.0)
     first_forwards, last_backwards = _entry_times(graph, spans)
     return LlmTimeline(
-        free_times=tuple(FreeTime.around(*both) for both in zip(busy_arrays, link_arrays, strict=True)),
+        free_times=tuple(itertools.starmap(FreeTime.around, zip(busy_arrays, link_arrays, strict=True))),
         end=end,
         gather=0.0,
         scatter=0.0,
