@@ -47,7 +47,8 @@ from mmtrain.plan import SchedulePlan
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.schedule_table import build_schedule_table
 from mmtrain.plan.estimate.simulate_plan import simulate_plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.program import Edge, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.recipe import load_recipe
 
@@ -400,7 +401,14 @@ def ordering_plan(settings: Sequence[str]) -> None:
     recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "whatif" / "internvl_26b.yaml", settings).recipe
     index, ranks = build_index(recipe), recipe.cluster.ranks
     assert ranks is not None
-    chosen = plan(recipe, index.lengths, world_size=ranks, hardware="h100-80g", recipe_sha256="", top=1)
+    chosen = plan_recipe(
+        recipe,
+        index.lengths,
+        world_size=ranks,
+        hardware="h100-80g",
+        recipe_sha256="",
+        request=PlanRequest(num_alternatives=1),
+    )
     targets, stream = derive_step_targets(recipe, chosen, index.lengths), GroupStream.of(recipe, index)
     dp, counts = {name: unit.dp for name, unit in chosen.units.items()}, chosen.schedule.num_microbatches
     shares = []

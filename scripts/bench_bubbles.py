@@ -11,22 +11,16 @@ import sys
 import time
 from pathlib import Path
 
-from mmtrain.balance import Grouping
 from mmtrain.cli.recipe_index import index_recipe
-from mmtrain.costs import costs_for, machine_for, precision_for
-from mmtrain.models.model_shape import build_model_shape as model_shape
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.artifact.plan_graph import split_into_pieces
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout
 from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_efficiency
 from mmtrain.plan.colocated.llm_alone import simulate_llm_alone
-from mmtrain.plan.estimate.evaluate import evaluate_layout
 from mmtrain.plan.estimate.layer_costs import LayerCosts
-from mmtrain.plan.estimate.sample_batches import sample_batches
-from mmtrain.plan.search.constraints import encoder_microbatches, unit_choices
-from mmtrain.plan.search.layer_partition import layout_graph
-from mmtrain.plan.search.sequence_parallel import with_sequence_parallelism
+from mmtrain.plan.estimate.layout_simulation import scheduled_graph, simulate_layout
+from mmtrain.plan.formulate import formulate_problem
+from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
 from mmtrain.recipe import load_recipe
 
 LAYOUTS = (
@@ -47,40 +41,29 @@ def main() -> None:
 def table_row(name: str, encoder: MeshSize, llm: MeshSize) -> str:
     """Return the row of one layout under the three schedules."""
     recipe = load_recipe(Path(f"recipes/whatif/{name}.yaml")).recipe
-    machine, shape = machine_for(recipe, recipe.cluster.hardware), model_shape(recipe)
-    precision, choices = precision_for(recipe, machine), unit_choices(recipe, shape, machine.ranks_per_node)
-    layer_costs = LayerCosts(
-        shape,
-        costs_for(machine, precision, recipe.cluster.costs),
-        precision,
-        sample_batches(
-            index_recipe(recipe).lengths, Grouping.of(recipe.data, recipe.train.global_batch), recipe.train.seed
-        ),
-        recipe.data.seq_len,
-        {unit: getattr(recipe.parallel, unit).recompute for unit in choices},
-        encoder_microbatches(recipe, shape),
+    lengths = index_recipe(recipe).lengths
+    problem = formulate_problem(
+        recipe, lengths, world_size=llm.ranks, hardware=recipe.cluster.hardware, recipe_sha256=""
     )
-    layer_costs = with_sequence_parallelism(
-        layer_costs, {unit: getattr(recipe.parallel, unit).sp for unit in choices}, choices, machine
-    )
-    layout = colocated_layout(layer_costs, {"vision": encoder}, llm)
-    assert layout is not None, "there are enough layers"
-    counts = dict(layout.num_microbatches)
-    by_layer = layout_graph(layout, layer_costs)
-    with_sp = [mesh.unit for mesh in by_layer.meshes if layer_costs.has_sp(mesh.unit, mesh.tp)]
-    by_piece = split_into_pieces(by_layer, shape, with_sp)
-    cells = [f"{name}, {encoder}, {llm} | {simulate_llm_alone(by_layer, layer_costs, machine).step_time_s:.3f}"]
-    for graph in (None, by_layer, by_piece):
+    layer_costs = LayerCosts(problem)
+    layer_costs = layer_costs.with_settings(sp=choose_sequence_parallelism(problem, layer_costs))
+    layout, machine = colocated_layout(layer_costs, {"vision": encoder}, llm), problem.hardware
+    assert layout is not None, "the layers are too few for this mesh"
+    num_microbatches = dict(layout.num_microbatches)
+    coarse = SchedulePlan(kind="coarse", num_microbatches=num_microbatches)
+    in_pieces = SchedulePlan(kind="explicit", num_microbatches=num_microbatches, order={}, pieces=True)
+    llm_alone = simulate_llm_alone(scheduled_graph(layout, coarse, layer_costs), layer_costs, machine)
+    columns = [f"{name}, {encoder}, {llm} | {llm_alone.step_time_s:.3f}"]
+    for schedule in (coarse, in_pieces.model_copy(update={"pieces": False}), in_pieces):
         start = time.process_time()
-        schedule = SchedulePlan(kind="coarse", num_microbatches=counts)
-        if graph is not None:
-            order = plan_encoder_order(graph, layer_costs, machine)
-            schedule = SchedulePlan(kind="explicit", num_microbatches=counts, order=order, pieces=graph is by_piece)
-        candidate = evaluate_layout(layout, layer_costs, machine, schedule)
+        if schedule.kind == "explicit":
+            order = plan_encoder_order(scheduled_graph(layout, schedule, layer_costs), layer_costs, machine)
+            schedule = schedule.model_copy(update={"order": order})
+        simulation = simulate_layout(layout, schedule, layer_costs, machine)
         seconds = time.process_time() - start
-        share = scheduling_efficiency(candidate, layer_costs, machine) or 0.0
-        cells.append(f"{candidate.step_time_s:.3f}, {share:.0%}, {seconds:.1f}")
-    return " | ".join(cells)
+        share = scheduling_efficiency(simulation.graph, schedule, layer_costs, machine) or 0.0
+        columns.append(f"{simulation.step_time_s:.3f}, {share:.0%}, {seconds:.1f}")
+    return " | ".join(columns)
 
 
 def parse_mesh(text: str) -> MeshSize:

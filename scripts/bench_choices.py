@@ -11,7 +11,8 @@ from pathlib import Path
 
 from mmtrain.data import build_index as index
 from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.recipe import load_recipe
 from mmtrain.report.scaling import layout_text
 
@@ -69,8 +70,13 @@ def _planned(name: str, overrides: Sequence[str]) -> Plan:
     recipe = load_recipe(Path(f"recipes/whatif/{name}.yaml"), list(overrides)).recipe
     cluster = recipe.cluster
     assert cluster.ranks is not None, "what-if recipes name a cluster"
-    return plan(
-        recipe, index(recipe).lengths, world_size=cluster.ranks, hardware=cluster.hardware, recipe_sha256="", top=1
+    return plan_recipe(
+        recipe,
+        index(recipe).lengths,
+        world_size=cluster.ranks,
+        hardware=cluster.hardware,
+        recipe_sha256="",
+        request=PlanRequest(num_alternatives=1),
     )
 
 

@@ -32,7 +32,7 @@ from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.plan import Plan
 from mmtrain.plan.estimate.simulate_plan import simulate_plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report.comparison import RunTrace, comparison_rows, comparison_text, critical_path_rows
@@ -139,7 +139,7 @@ def _profile(recipe: Recipe, out: Path) -> Path:
 
 def run(case: str, recipe: Recipe, folder: Path, detail: bool) -> Outcome:
     """Plan the case, train some steps, and compare."""
-    chosen = plan(
+    chosen = plan_recipe(
         recipe,
         build_index(recipe).lengths,
         world_size=RANKS,

@@ -11,7 +11,7 @@ import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe.schema import Recipe
 
 NUM_SAMPLES, GLOBAL_BATCH = 2000, 32
@@ -51,7 +51,7 @@ def planned(meshes: dict[str, dict[str, int]], count: int, lengths: SampleLength
             "train": {"steps": 1, "global_batch": GLOBAL_BATCH, "optimizer": {"lr": 1e-3}},
         }
     )
-    return plan(recipe, lengths, world_size=8, hardware="h100-80g", recipe_sha256="")
+    return plan_recipe(recipe, lengths, world_size=8, hardware="h100-80g", recipe_sha256="")
 
 
 def drawn() -> SampleLengths:

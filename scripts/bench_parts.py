@@ -18,7 +18,7 @@ from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.program import Partial, action_to_text, build_1f1b
 from mmtrain.program.ir.segments import direction, num_segments
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
@@ -34,7 +34,7 @@ def main() -> None:
     recipe = load_recipe(
         Path(recipe_file), [*(o for o in options if o != "--set"), "parallel.placement=unified"]
     ).recipe
-    chosen = plan(
+    chosen = plan_recipe(
         recipe, build_index(recipe).lengths, world_size=1, hardware="cpu-core", recipe_sha256=recipe_fingerprint(recipe)
     )
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {chosen.placement} plan")

@@ -18,12 +18,12 @@ import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan
-from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO
+from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe.schema import Recipe
 from tests.plan import factory
-from tests.plan.exhaustive import Instance, fastest_found, larger_instance, least_step, placed, random_instance
-from tests.plan.milp import best_cuts, pipeline
+from tests.plan.exhaustive import Instance, by_placement, fastest_found, larger_instance, least_step, random_instance
+from tests.plan.milp import pipeline, solve
 
 CLOSE = 1.01  # of the best: how far the search may be behind where it does not try everything
 
@@ -79,9 +79,9 @@ def larger(seeds: range) -> None:
         given, start = larger_instance(seed), time.process_time()
         ratios = _over_the_best(given)
         near += max(ratios) <= CLOSE
-        ranks = given.assignments[0][1].ranks
+        ranks = given.candidates[0].assignment.ranks
         print(
-            f"  {seed}: {given.num_cuts} plans on {ranks} ranks of {given.machine.name}: "
+            f"  {seed}: {given.num_partitions} plans on {ranks} ranks of {given.evaluator.problem.hardware.name}: "
             f"{', '.join(f'{ratio:.4f}' for ratio in ratios)} of the best (of all, of each placement); "
             f"{time.process_time() - start:.0f} s",
             flush=True,
@@ -91,8 +91,8 @@ def larger(seeds: range) -> None:
 
 def _over_the_best(given: Instance) -> list[float]:
     """The step of the plan found over that of the best: of all, then of each placement."""
-    best = [least_step(apart) for apart in placed(given)]
-    wanted = [(given, min(best)), *zip(placed(given), best, strict=True)]
+    best = [least_step(apart) for apart in by_placement(given)]
+    wanted = [(given, min(best)), *zip(by_placement(given), best, strict=True)]
     return [fastest_found(instance) / least for instance, least in wanted if math.isfinite(least)]
 
 
@@ -112,10 +112,10 @@ def against_milp() -> None:
         ours = given.planned()
         seconds = time.process_time() - start
         start = time.process_time()
-        solved = best_cuts(given.chain, given.alive, given.machine.memory_bytes)
+        solved = solve(given.chain, given.num_in_flight, given.memory_bytes)
         milp_seconds = time.process_time() - start
         ratio = "the MILP found nothing in 60 s"
-        if solved is not None and (reference := given.simulated(solved.cuts)) is not None:
+        if solved is not None and (reference := given.simulated(solved.partition)) is not None:
             ratio = f"{ours / reference:.4f} of the MILP's step{'' if solved.is_proven else ' (unproven, 60 s)'}"
         model = f"{vision + 2}+{llm + 2} layers, PP {pp}, {batch} microbatches"
         print(f"  {model}: {ratio}; {seconds:.2f} s, MILP {milp_seconds:.1f} s")
@@ -130,7 +130,7 @@ def speed() -> None:
     ):
         lengths = factory.lengths() if name == "demo" else tiles()
         start = time.process_time()
-        found = plan(settings, lengths, world_size=world_size, hardware=hardware, recipe_sha256="0" * 64)
+        found = plan_recipe(settings, lengths, world_size=world_size, hardware=hardware, recipe_sha256="0" * 64)
         seconds = time.process_time() - start
         print(f"{name}: {seconds:.1f} s (target {target:.0f} s); {told(found)}")
 

@@ -17,7 +17,7 @@ import torch
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe import Recipe, load_recipe
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.rank_context import build_rank_context
@@ -38,7 +38,7 @@ def main() -> None:
                     "data.validation=[]", "train.validate_every=0", "train.global_batch=8",
                     "parallel.placement=unified", "parallel.llm.pp=2"]  # fmt: skip
         recipe = load_recipe(DEMO, settings).recipe
-        chosen = plan(recipe, build_index(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="")
+        chosen = plan_recipe(recipe, build_index(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="")
         launch_local(2, partial(_run_rank, recipe, chosen))
 
 

@@ -21,7 +21,8 @@ from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.data.synthetic.digits import prepare_digits
 from mmtrain.errors import PlanError
 from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.runtime.profiling.measure_plans import measure_step_times
@@ -120,14 +121,13 @@ def every_plan(settings: Recipe, lengths: SampleLengths) -> list[Plan]:
             parallel = settings.parallel.model_copy(update={"placement": placement})
             wanted = settings.model_copy(update={"parallel": parallel})
             try:
-                plan(
+                plan_recipe(
                     wanted,
                     lengths,
                     world_size=RANKS,
                     hardware="cpu-core",
                     recipe_sha256=recipe_fingerprint(wanted),
-                    top=1_000,
-                    measure=as_predicted,
+                    request=PlanRequest(num_alternatives=1_000, measure=as_predicted),
                 )
             except PlanError as error:
                 print(f"  {placement}: {str(error).splitlines()[0]}")

@@ -21,7 +21,7 @@ from typing import Any
 from mmtrain.cli.local_cluster import resolve_cluster
 from mmtrain.data import BatchBuilder, GroupStream, build_index
 from mmtrain.plan.artifact.plan import Plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.runtime.execution.optimizer import Optimizer
 from mmtrain.runtime.execution.rank_context import build_rank_context
@@ -60,7 +60,7 @@ def main() -> None:
     recipe = load_recipe(Path(recipe_file), [o for o in options if o != "--set"]).recipe
     ranks, hardware = resolve_cluster(recipe)
     lengths = build_index(recipe).lengths
-    chosen = plan(recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe))
+    chosen = plan_recipe(recipe, lengths, world_size=ranks, hardware=hardware, recipe_sha256=recipe_fingerprint(recipe))
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {chosen.placement} plan")
     launch_local(ranks, partial(bench_rank, recipe, chosen))
 

@@ -11,7 +11,7 @@ from mmtrain.recipe import Recipe, recipe_fingerprint
 if TYPE_CHECKING:
     from mmtrain.balance import SampleLengths
     from mmtrain.plan import Plan
-    from mmtrain.plan.search.best_first_search import Progress
+    from mmtrain.plan.problem import PlanRequest
 
 # Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
 GC_THRESHOLD_OBJECTS = 100_000
@@ -54,27 +54,19 @@ def plan_here(
     recipe: Recipe,
     lengths: "SampleLengths",
     num_ranks: int | None = None,
-    top: int = 5,
-    explain: bool = False,
-    progress: "Progress | None" = None,
-    measure: "Callable[[Plan], float] | None" = None,
-    baseline: str | None = None,
+    request: "PlanRequest | None" = None,
 ) -> "Plan":
     """Plan for the recipe's cluster, or for this machine; on exactly `num_ranks` ranks if that is given."""
-    from mmtrain.plan.planner import plan
+    from mmtrain.plan.planner import plan_recipe
 
     ranks, hardware = resolve_cluster(recipe)
-    return plan(
+    return plan_recipe(
         recipe if num_ranks is None else _on_all_ranks(recipe),
         lengths,
         world_size=num_ranks or ranks,
         hardware=hardware,
         recipe_sha256=recipe_fingerprint(recipe),
-        top=top,
-        explain=explain,
-        progress=progress,
-        measure=measure,
-        baseline=baseline,
+        request=request,
     )
 
 
@@ -83,9 +75,11 @@ def plan_for_started_ranks(
     recipe: Recipe, lengths: "SampleLengths", *, world_size: int, hardware: str, recipe_sha256: str
 ) -> "Plan":
     """Plan for ranks that have already been started: the plan uses all of them, whatever `parallel.max_gpus` says."""
-    from mmtrain.plan.planner import plan
+    from mmtrain.plan.planner import plan_recipe
 
-    return plan(_on_all_ranks(recipe), lengths, world_size=world_size, hardware=hardware, recipe_sha256=recipe_sha256)
+    return plan_recipe(
+        _on_all_ranks(recipe), lengths, world_size=world_size, hardware=hardware, recipe_sha256=recipe_sha256
+    )
 
 
 def _on_all_ranks(recipe: Recipe) -> Recipe:

@@ -50,6 +50,7 @@ def plan(
     The plan says where every layer runs, which layers are recomputed, and in what order each rank works. `train` makes
     the same plan by itself; use --out to save and reuse it.
     """
+    from dataclasses import replace
     from functools import partial
 
     from mmtrain.cli.options import require_writable, text_width
@@ -72,16 +73,19 @@ def plan(
     from mmtrain.cli.local_cluster import plan_here, plan_timer
     from mmtrain.cli.planning_bar import planning_bar
     from mmtrain.cli.recipe_index import index_recipe
+    from mmtrain.plan.problem import PlanRequest
     from mmtrain.report import plan_table
 
     lengths = index_recipe(settings).lengths
     timer = plan_timer(settings) if measure else None
     with planning_bar() as progress:
-        search = partial(plan_here, lengths=lengths, progress=progress, baseline=baseline)
+        request = PlanRequest(top, explain, baseline, timer, progress)
         if gpu_counts is not None:
-            typer.echo(_compare_gpu_counts(settings, gpu_counts, partial(search, top=1), as_json))
+            one_line = replace(request, num_alternatives=1, explain=False)
+            plan_for = partial(plan_here, lengths=lengths, request=one_line)
+            typer.echo(_compare_gpu_counts(settings, gpu_counts, plan_for, as_json))
             return
-        chosen = search(settings, top=top, explain=explain, measure=timer)
+        chosen = plan_here(settings, lengths, request=request)
     if out is not None:
         with writing("--out", out, "plan"):
             chosen.save(out)

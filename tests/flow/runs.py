@@ -10,7 +10,7 @@ import torch
 from mmtrain.checkpoint import Checkpoint
 from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import MmtrainError
-from mmtrain.plan.planner import plan as planner
+from mmtrain.plan.planner import plan_recipe as planner
 from mmtrain.recipe import load_recipe
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.launch import free_port

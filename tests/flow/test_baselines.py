@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from mmtrain.plan import load_plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.problem import PlanRequest
 from tests.flow.cases import lengths, recipe
 from tests.flow.equality import assert_equals_one_process
 
@@ -13,7 +14,9 @@ from tests.flow.equality import assert_equals_one_process
 @pytest.mark.parametrize(("rule", "placement"), [("megatron", "unified"), ("flops", "disaggregated")])
 def test_a_baseline_that_was_saved_trains_as_one_process_does(rule: str, placement: str, tmp_path: Path) -> None:
     settings = recipe(model__llm__layers=4)
-    chosen = plan(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="", baseline=rule)
+    chosen = plan_recipe(
+        settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="", request=PlanRequest(baseline=rule)
+    )
     chosen.save(tmp_path / "plan.json")
     found = load_plan(tmp_path / "plan.json")
     assert found == chosen

@@ -6,7 +6,7 @@ import pytest
 
 from mmtrain.data import build_index
 from mmtrain.errors import UserError
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.profiling.measure_plans import measure_step_time, measure_step_times
 from tests.distributed import fork_ranks
@@ -21,7 +21,7 @@ def _measure(_rank: int, _size: int, _folder: Path, data: Path) -> list[float]:
     plans = []
     for placement in ("unified", "disaggregated"):
         recipe = _recipe(data, placement)
-        chosen = plan(recipe, build_index(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="x")
+        chosen = plan_recipe(recipe, build_index(recipe).lengths, world_size=2, hardware="cpu-core", recipe_sha256="x")
         assert chosen.placement == placement
         plans.append(chosen)
     seconds = [measure_step_time(recipe, chosen)]

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from mmtrain.data.synthetic.demo import train_tokenizer
-from mmtrain.plan.planner import plan as planner
+from mmtrain.plan.planner import plan_recipe as planner
 from mmtrain.recipe import load_recipe
 from mmtrain.recipe.modalities import AUDIO
 from mmtrain.report import read_metrics

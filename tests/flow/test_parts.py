@@ -12,6 +12,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.plan.colocated.encoder_order import plan_encoder_order
+from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.program import Fill, Program, action_to_text, build_1f1b, build_coarse, check_program, lower
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.execution.rank_context import build_rank_context
@@ -21,7 +22,7 @@ from tests.faults import FailAt
 from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe, step_data
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import TOGETHER
-from tests.plan.factory import layer_costs_for
+from tests.plan.factory import problem_for
 from tests.program.parts import fill
 
 MAX_SEEDS = 400
@@ -111,7 +112,7 @@ def test_a_planned_order_in_pieces_computes_what_one_process_does() -> None:
     settings, meshes = recipe(), {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (0, 1), tp=2)}
     graph = stage_graph(in_pieces(plan(settings, **meshes)), build_model_shape(settings))
     machine = replace(machine_for(settings, "h100-80g"), kernel_launch_s=0.0)
-    layer_costs = replace(layer_costs_for(settings, "h100-80g")[0], costs=AnalyticCosts(machine, "bf16"))
+    layer_costs = LayerCosts(replace(problem_for(settings, "h100-80g"), costs=AnalyticCosts(machine, "bf16")))
     order = plan_encoder_order(graph, layer_costs, machine)
     assert any(line.startswith(("PF llm", "PB llm")) for line in order[0]), "the LLM's layers are hosts"
     assert_equals_one_process(settings, in_pieces(plan(settings, "explicit", order, **meshes)), timeout=60)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from tests.flow.cases import AUDIO, lengths, recipe
 from tests.flow.equality import assert_equals_one_process
 
@@ -25,7 +25,7 @@ def test_a_planned_colocated_program_trains_as_one_process_does(case: str) -> No
     world_size, changes = CASES[case]
     settings = recipe(parallel__placement="colocated", **changes)
     speech = settings.model.audio is not None
-    chosen = plan(settings, lengths(speech), world_size=world_size, hardware="cpu-core", recipe_sha256="")
+    chosen = plan_recipe(settings, lengths(speech), world_size=world_size, hardware="cpu-core", recipe_sha256="")
     assert (chosen.placement, chosen.schedule.kind) == ("colocated", "explicit")
     assert 0 < (chosen.predicted.scheduling_efficiency or 0) < 1
     assert_equals_one_process(settings, chosen)
@@ -53,6 +53,6 @@ def test_interleaved_units_train_as_one_process_does(case: str) -> None:
     world_size, changes = IN_CHUNKS[case]
     settings = recipe(**changes)
     speech = settings.model.audio is not None
-    chosen = plan(settings, lengths(speech), world_size=world_size, hardware="cpu-core", recipe_sha256="")
+    chosen = plan_recipe(settings, lengths(speech), world_size=world_size, hardware="cpu-core", recipe_sha256="")
     assert sum(unit.vpp > 1 for unit in chosen.units.values()) >= 1
     assert_equals_one_process(settings, chosen)

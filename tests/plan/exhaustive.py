@@ -1,161 +1,157 @@
 """Planning by trying everything: the oracle of the search, and random instances small enough for it."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
-from mmtrain.costs import Hardware, machine_for
-from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout
-from mmtrain.plan.estimate.layer_costs import LayerCosts
-from mmtrain.plan.estimate.memory_fit import FittedLayout, fit_memory
-from mmtrain.plan.search.best_first_search import MAX_PARTITIONS_TO_TRY_ALL, best_first_search
-from mmtrain.plan.search.constraints import UnitChoices
-from mmtrain.plan.search.layer_partition import (
-    LayerChain,
-    LayerPartition,
-    all_chain_partitions,
-    layer_chains,
-    layout_graph,
-    partitioned_layout,
-)
-from mmtrain.plan.search.mesh_enumeration import MeshAssignment, bounded_mesh_assignments, split_tp_group_of
+from mmtrain.plan.budget import DEFAULT_BUDGET
+from mmtrain.plan.candidate import Candidate, LayerPartition
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.search.best_first_search import best_first_search
+from mmtrain.plan.search.layer_partition import LayerChain, all_chain_partitions, layout_graph, partitioned_layout
+from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.program.schedules.builder import in_flight_microbatches
-from tests.plan.factory import layer_costs_for, recipe
+from tests.plan.factory import evaluator_for, recipe, with_memory
 
-MOST_PIPELINE = 4
-LARGER = range(MAX_PARTITIONS_TO_TRY_ALL + 1, 20_001)  # cuts of instances that the search does not enumerate
+MAX_PIPELINE = 4  # ranks of a pipeline in an instance
+MAX_EXHAUSTIVE = DEFAULT_BUDGET.partitions.max_partitions_to_try_all
+LARGER = range(MAX_EXHAUSTIVE + 1, 20_001)  # partitions of instances that the search does not enumerate
 
 
 @dataclass(frozen=True)
 class Instance:
-    """What the search is asked."""
+    """What the search is given."""
 
-    layer_costs: LayerCosts
-    choices: Mapping[str, UnitChoices]
-    machine: Hardware
-    assignments: list[tuple[float, MeshAssignment]]
+    evaluator: Evaluator
+    candidates: Sequence[Candidate]
 
     @property
-    def num_cuts(self) -> int:
-        """Ways to place and cut the model."""
-        return _num_cuts(self.layer_costs, self.assignments)
+    def num_partitions(self) -> int:
+        """Ways to place the model and to divide its layers."""
+        return _num_partitions(self.evaluator, self.candidates)
 
 
-def random_instance(seed: int, most_cuts: int = MAX_PARTITIONS_TO_TRY_ALL) -> Instance:
-    """A small model on up to 16 ranks, with fewer ways to place and cut it than `most_cuts`."""
-    return _random_instance(seed, range(most_cuts), (3, 4))
+def random_instance(seed: int, max_partitions: int = MAX_EXHAUSTIVE) -> Instance:
+    """Make a small model on up to 16 ranks, with fewer ways to place and divide it than `max_partitions`."""
+    return _random_instance(seed, range(max_partitions), (3, 4))
 
 
 def larger_instance(seed: int) -> Instance:
-    """A deeper model on up to 16 ranks, with more ways to place and cut it than the search tries in full."""
+    """Make a deeper model on up to 16 ranks, with more ways to place and divide it than the search tries in full."""
     return _random_instance(seed, LARGER, (6, 8))
 
 
-def _random_instance(seed: int, num_cuts: range, deepest: tuple[int, int]) -> Instance:
-    """A model of up to so many encoder and LLM blocks; beside them both have two layers."""
+def _random_instance(seed: int, num_partitions: range, max_blocks: tuple[int, int]) -> Instance:
+    """Make a model of up to so many encoder and LLM blocks; besides, both have two layers."""
     rng = np.random.default_rng(seed)
     while True:
-        width, wide = (int(rng.choice([32, 64, 128])) for _ in range(2))
-        vision = {"layers": int(rng.integers(1, deepest[0] + 1)), "hidden": width, "heads": 4, "ffn": 2 * width}
+        vision_width, llm_width = (int(rng.choice([32, 64, 128])) for _ in range(2))
+        vision_blocks = int(rng.integers(1, max_blocks[0] + 1))
+        vision = {"layers": vision_blocks, "hidden": vision_width, "heads": 4, "ffn": 2 * vision_width}
         vision["freeze"] = bool(rng.random() < 0.3)
-        blocks = int(rng.integers(1, deepest[1] + 1))
-        llm = {"layers": blocks, "hidden": wide, "heads": 4, "ffn": 3 * wide, "vocab": 256}
+        llm_blocks = int(rng.integers(1, max_blocks[1] + 1))
+        llm = {"layers": llm_blocks, "hidden": llm_width, "heads": 4, "ffn": 3 * llm_width, "vocab": 256}
         settings = recipe(vision=vision, llm=llm, global_batch=int(rng.choice([4, 8])))
-        hardware = str(rng.choice(["cpu-core", "h100-80g"]))
-        layer_costs, choices = layer_costs_for(settings, hardware)
-        machine = machine_for(settings, hardware)
-        world_size = int(rng.choice([2, 3, 4, 6, 8, 12, 16]))
-        found = [(b, s) for b, s in bounded_mesh_assignments(choices, world_size) if _is_short(s)]
-        if found and _num_cuts(layer_costs, found) in num_cuts:
-            return Instance(layer_costs, choices, machine, found)
+        evaluator = evaluator_for(settings, str(rng.choice(["cpu-core", "h100-80g"])))
+        num_ranks = int(rng.choice([2, 3, 4, 6, 8, 12, 16]))
+        candidates = [c for c in all_candidates(evaluator, num_ranks) if _is_short(c)]
+        if candidates and _num_partitions(evaluator, candidates) in num_partitions:
+            return Instance(evaluator, candidates)
 
 
-def placed(given: Instance) -> Iterator[Instance]:
-    """The instance with each of its placements alone."""
-    for placement in dict.fromkeys(assignment.placement for _, assignment in given.assignments):
-        yield replace(given, assignments=[(b, s) for b, s in given.assignments if s.placement == placement])
+def all_candidates(evaluator: Evaluator, num_ranks: int) -> list[Candidate]:
+    """Every mesh assignment on so many ranks, without bounds."""
+    assignments = mesh_assignments(evaluator.problem.choices, num_ranks)
+    return [evaluator.enumerated(assignment).bounded(0.0) for assignment in assignments]
+
+
+def by_placement(given: Instance) -> Iterator[Instance]:
+    """Yield the instance with each of its placements alone."""
+    for placement in dict.fromkeys(candidate.placement for candidate in given.candidates):
+        yield replace(given, candidates=[c for c in given.candidates if c.placement == placement])
 
 
 def everything(given: Instance) -> Iterator[Candidate]:
-    """Simulate all that fits."""
-    for found in _all_that_fit(given):
-        yield evaluate_layout(found.layout, given.layer_costs, given.machine)
+    """Simulate everything that fits."""
+    for fitted in _all_that_fit(given):
+        yield given.evaluator.simulate(fitted)
 
 
 def least_step(given: Instance) -> float:
-    """Seconds of the fastest step of all that fit, or infinity. What the work of one rank rules out is not simulated.
+    """Return the seconds of the fastest step of everything that fits, or infinity.
 
-    No step is shorter than what its busiest rank computes, so in that order all that follow the first one whose work
-    alone is more than the fastest step are slower.
+    No step is shorter than what its busiest rank computes. So in the order of that work, all that follow the first one
+    whose work alone exceeds the fastest step are slower, and are not simulated.
     """
-    worked = sorted(
-        ((_least_work(found, given.layer_costs), found) for found in _all_that_fit(given)), key=lambda one: one[0]
+    by_work = sorted(
+        ((_busiest_rank_s(fitted, given.evaluator), fitted) for fitted in _all_that_fit(given)),
+        key=lambda entry: entry[0],
     )
     least = math.inf
-    for work, found in worked:
-        if work > least:
+    for work_s, fitted in by_work:
+        if work_s > least:
             break
-        least = min(least, evaluate_layout(found.layout, given.layer_costs, given.machine).step_time_s)
+        least = min(least, given.evaluator.simulate(fitted).step_time_s)
     return least
 
 
 def fastest_found(given: Instance) -> float:
-    """Seconds of the step that the search finds, or infinity."""
-    judged = best_first_search(
-        given.assignments, given.layer_costs, given.choices, given.machine, at_least=1
-    ).candidates
-    return judged[0].step_time_s if judged else math.inf
+    """Return the seconds of the step that the search finds, or infinity."""
+    return best_first_search(given.candidates, given.evaluator, num_simulated=1).fastest_s
 
 
-def _all_that_fit(given: Instance) -> Iterator[FittedLayout]:
-    """Every assignment, every cut, recomputing as little as memory demands."""
-    for _, assignment in given.assignments:
-        if split_tp_group_of(assignment, given.machine.ranks_per_node):
+def _all_that_fit(given: Instance) -> Iterator[Candidate]:
+    """Yield every partition of every mesh assignment, recomputing as little as memory demands."""
+    evaluator = given.evaluator
+    for candidate in given.candidates:
+        if candidate.assignment.tp_group_across_nodes(evaluator.problem.hardware.ranks_per_node):
             continue
-        for cuts in all_cuts(layer_chains(assignment, given.layer_costs, given.choices)):
-            alive = in_flight_microbatches(
-                layout_graph(partitioned_layout(assignment, given.layer_costs, cuts), given.layer_costs)
-            )
-            found = fit_memory(assignment, given.layer_costs, cuts, given.machine, alive)
-            if isinstance(found, FittedLayout):
-                yield found
+        for partition in all_partitions(evaluator.layer_chains(candidate)):
+            layout = partitioned_layout(candidate.assignment, evaluator.layer_costs, partition)
+            num_in_flight = in_flight_microbatches(layout_graph(layout, evaluator.layer_costs))
+            fitted = evaluator.fit(candidate.partitioned(partition), num_in_flight)
+            if isinstance(fitted, Candidate):
+                yield fitted
 
 
-def _least_work(found: FittedLayout, layer_costs: LayerCosts) -> float:
-    """Seconds that the busiest rank computes, mean over the batches."""
+def _busiest_rank_s(fitted: Candidate, evaluator: Evaluator) -> float:
+    """Return the seconds that the busiest rank computes, mean over the batches."""
     work: dict[int, np.ndarray] = {}
-    seconds = layer_costs.stage_seconds(found.graph)
-    for stage in found.graph.stages:
-        own = (seconds[stage.id].forward + seconds[stage.id].backward).sum(axis=2)
+    assert fitted.fit is not None
+    seconds = evaluator.layer_costs.stage_seconds(fitted.fit.graph)
+    for stage in fitted.fit.graph.stages:
+        of_replicas = (seconds[stage.id].forward + seconds[stage.id].backward).sum(axis=2)
         for replica, tp_group in enumerate(stage.tp_groups):
-            work[tp_group[0]] = work.get(tp_group[0], np.zeros(len(own))) + own[:, replica]
+            before = work.get(tp_group[0], np.zeros(len(of_replicas)))
+            work[tp_group[0]] = before + of_replicas[:, replica]
     return float(np.max(list(work.values()), axis=0).mean())
 
 
-def all_cuts(chains: tuple[LayerChain, ...]) -> Iterator[LayerPartition]:
+def all_partitions(chains: tuple[LayerChain, ...]) -> Iterator[LayerPartition]:
     yield from product(*map(all_chain_partitions, chains))
 
 
 def squeezed(given: Instance, share: float) -> Instance:
-    """The same where ranks have only so much of the memory that the hungriest of all plans needs."""
-    most = max(judged.peak_bytes for judged in everything(given))
-    return replace(given, machine=replace(given.machine, memory_bytes=share * most))
+    """Give ranks only a share of the memory that the largest of all plans needs."""
+    most = max(candidate.peak_bytes for candidate in everything(given))
+    return replace(given, evaluator=with_memory(given.evaluator, share * most))
 
 
-def _is_short(assignment: MeshAssignment) -> bool:
-    return max(size.pp for size in assignment.meshes.values()) <= MOST_PIPELINE
+def _is_short(candidate: Candidate) -> bool:
+    return max(mesh.pp for mesh in candidate.assignment.meshes.values()) <= MAX_PIPELINE
 
 
-def _num_cuts(layer_costs: LayerCosts, found: list[tuple[float, MeshAssignment]]) -> int:
-    layers = {unit.name: len(unit.layers) for unit in layer_costs.shape.units}
+def _num_partitions(evaluator: Evaluator, candidates: Sequence[Candidate]) -> int:
+    layers = {unit.name: len(unit.layers) for unit in evaluator.problem.shape.units}
     total = 0
-    for _, assignment in found:
+    for assignment in (candidate.assignment for candidate in candidates):
         if assignment.placement == "unified":
-            size = assignment.meshes["llm"]
-            total += math.comb(sum(layers.values()) - 1, size.pp * size.vpp - 1)
+            mesh = assignment.meshes["llm"]
+            total += math.comb(sum(layers.values()) - 1, mesh.pp * mesh.vpp - 1)
         else:
-            total += math.prod(math.comb(layers[n] - 1, s.pp * s.vpp - 1) for n, s in assignment.meshes.items())
+            meshes = assignment.meshes.items()
+            total += math.prod(math.comb(layers[unit] - 1, mesh.pp * mesh.vpp - 1) for unit, mesh in meshes)
     return total

@@ -1,14 +1,21 @@
 """Recipes and lengths of data that do not exist, for planning tests."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from mmtrain.balance import ItemLengths, SampleLengths
-from mmtrain.costs import machine_for
+from mmtrain.plan.artifact.layout import Layout, MeshSize
+from mmtrain.plan.artifact.plan import SchedulePlan
+from mmtrain.plan.candidate import Candidate, FittedLayout, MeshAssignment, partition_of
+from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import LayerCosts
-from mmtrain.plan.planner import prepared
+from mmtrain.plan.estimate.layout_simulation import schedule_memory, scheduled_graph
+from mmtrain.plan.formulate import formulate_problem
+from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.recipe.schema import Recipe
 
@@ -58,7 +65,36 @@ def text_lengths(num_samples: int = 300) -> SampleLengths:
     return SampleLengths(tokens, tokens // 2, {})
 
 
-def layer_costs_for(settings: Recipe, hardware: str = "cpu-core") -> tuple[LayerCosts, dict[str, UnitChoices]]:
-    """What `plan` prepares before it searches."""
+def problem_for(settings: Recipe, hardware: str = "cpu-core", world_size: int = 1) -> PlanningProblem:
+    """The planning problem of a recipe on data that does not exist."""
     samples = lengths() if settings.model.vision else text_lengths()
-    return prepared(settings, samples, machine_for(settings, hardware))
+    return formulate_problem(settings, samples, world_size=world_size, hardware=hardware, recipe_sha256="f" * 64)
+
+
+def evaluator_for(settings: Recipe, hardware: str = "cpu-core") -> Evaluator:
+    """An evaluator of that problem, without sequence parallelism."""
+    return Evaluator(problem_for(settings, hardware))
+
+
+def with_memory(evaluator: Evaluator, memory_bytes: float) -> Evaluator:
+    """The same where each rank has so much memory."""
+    cluster = evaluator.problem.cluster
+    small = replace(cluster, hardware=replace(cluster.hardware, memory_bytes=memory_bytes))
+    return Evaluator(replace(evaluator.problem, cluster=small), evaluator.budget, evaluator.layer_costs)
+
+
+def simulated(layout: Layout, evaluator: Evaluator, schedule: SchedulePlan | None = None) -> Candidate:
+    """A layout as a simulated candidate, whether it fits into memory or not."""
+    meshes = {name: MeshSize(unit.tp, unit.pp, unit.dp, unit.vpp) for name, unit in layout.units.items()}
+    candidate = evaluator.enumerated(MeshAssignment(layout.placement, meshes, layout.num_microbatches))
+    schedule = schedule or SchedulePlan(num_microbatches=dict(layout.num_microbatches))
+    graph = scheduled_graph(layout, schedule, evaluator.layer_costs)
+    memory = schedule_memory(graph, schedule, evaluator.layer_costs)
+    fit = FittedLayout(layout, graph, memory)
+    return evaluator.simulate(candidate.partitioned(partition_of(layout)).fitted(fit, schedule))
+
+
+def layer_costs_for(settings: Recipe, hardware: str = "cpu-core") -> tuple[LayerCosts, Mapping[str, UnitChoices]]:
+    """The layer costs and the mesh choices of that problem."""
+    problem = problem_for(settings, hardware)
+    return LayerCosts(problem), problem.choices

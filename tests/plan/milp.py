@@ -4,94 +4,89 @@ x[l, p]: layer l lies in stage p; r[l, p]: and is recomputed. Stages are runs of
 makespan of 1F1B with equal microbatches, (M - 1) x slowest stage + one microbatch through all, is least.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from mmtrain.costs import Hardware, machine_for
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
-from mmtrain.plan.estimate.evaluate import evaluate_layout
-from mmtrain.plan.estimate.layer_costs import LayerCosts
-from mmtrain.plan.estimate.memory_fit import FittedLayout, fit_memory
+from mmtrain.plan.candidate import Candidate
+from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.search.best_first_search import best_first_search
-from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import (
+    ChainPartition,
     IntArray,
     LayerChain,
     in_flight_by_chunk,
-    layer_chains,
     layout_graph,
     partitioned_layout,
 )
-from mmtrain.plan.search.mesh_enumeration import MeshAssignment, mesh_assignments
 from mmtrain.program.schedules.builder import in_flight_microbatches
-from tests.plan.factory import VISION, layer_costs_for, recipe
+from tests.plan.exhaustive import all_candidates
+from tests.plan.factory import VISION, evaluator_for, recipe, with_memory
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """One pipeline over an encoder and an LLM, short of memory."""
 
-    layer_costs: LayerCosts
-    choices: Mapping[str, UnitChoices]
-    machine: Hardware
-    assignment: MeshAssignment
+    evaluator: Evaluator
+    candidate: Candidate
     chain: LayerChain
-    alive: IntArray  # as in `cut.recomputed`
+    num_in_flight: IntArray  # (layers, stages), see `layer_partition.in_flight_by_chunk`
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of a rank."""
+        return self.evaluator.memory_bytes
 
     def planned(self) -> float:
-        """Simulated seconds of the step that the search finds; infinity where nothing fits."""
-        judged = best_first_search(
-            [(0.0, self.assignment)], self.layer_costs, self.choices, self.machine, at_least=1
-        ).candidates
-        return judged[0].step_time_s if judged else float("inf")
+        """Return the simulated seconds of the step that the search finds; infinity where nothing fits."""
+        return best_first_search([self.candidate], self.evaluator, num_simulated=1).fastest_s
 
-    def simulated(self, cuts: tuple[int, ...]) -> float | None:
-        """Simulated seconds of the step under these cuts, recomputing what that takes; None where they do not fit."""
-        alive = in_flight_microbatches(
-            layout_graph(partitioned_layout(self.assignment, self.layer_costs, (cuts,)), self.layer_costs)
-        )
-        found = fit_memory(self.assignment, self.layer_costs, (cuts,), self.machine, alive)
-        return (
-            evaluate_layout(found.layout, self.layer_costs, self.machine).step_time_s
-            if isinstance(found, FittedLayout)
-            else None
-        )
+    def simulated(self, partition: ChainPartition) -> float | None:
+        """Return the simulated seconds of the step under a partition, recomputing what memory demands.
+
+        None where it does not fit.
+        """
+        layer_costs = self.evaluator.layer_costs
+        layout = partitioned_layout(self.candidate.assignment, layer_costs, (partition,))
+        num_in_flight = in_flight_microbatches(layout_graph(layout, layer_costs))
+        fitted = self.evaluator.fit(self.candidate.partitioned((partition,)), num_in_flight)
+        return self.evaluator.simulate(fitted).step_time_s if isinstance(fitted, Candidate) else None
 
 
 def pipeline(vision: int, llm: int, pp: int, batch: int, share: float) -> Pipeline:
-    """So many blocks, pipeline ranks and microbatches, and `share` of the memory that its even cut needs at most."""
+    """Make a pipeline of so many blocks, ranks and microbatches, with a share of the memory that its anchor needs."""
     settings = recipe(vision={**VISION, "layers": vision}, llm={"layers": llm}, global_batch=batch)
-    layer_costs, choices = layer_costs_for(settings)
-    assignment = next(s for s in mesh_assignments(choices, pp) if str(s) == f"unified: tp1 pp{pp} dp1")
-    (chain,) = layer_chains(assignment, layer_costs, choices)
+    evaluator = evaluator_for(settings)
+    layer_costs = evaluator.layer_costs
+    candidates = all_candidates(evaluator, pp)
+    candidate = next(c for c in candidates if str(c.assignment) == f"unified: tp1 pp{pp} dp1")
+    (chain,) = evaluator.layer_chains(candidate)
     assert chain.anchor is not None
-    graph = layout_graph(partitioned_layout(assignment, layer_costs, (chain.anchor,)), layer_costs)
-    most = max(held.total for held in layer_costs.memory(graph).values())
-    machine = replace(machine_for(settings, "cpu-core"), memory_bytes=share * most)
-    return Pipeline(
-        layer_costs, choices, machine, assignment, chain, in_flight_by_chunk(chain, in_flight_microbatches(graph))
-    )
+    graph = layout_graph(partitioned_layout(candidate.assignment, layer_costs, (chain.anchor,)), layer_costs)
+    most = max(rank.total for rank in layer_costs.memory(graph).values())
+    num_in_flight = in_flight_by_chunk(chain, in_flight_microbatches(graph))
+    return Pipeline(with_memory(evaluator, share * most), candidate, chain, num_in_flight)
 
 
 @dataclass(frozen=True)
-class Solved:
-    """The best cuts found, and whether they are proven to be."""
+class Solution:
+    """The best partition found, and whether it is proven to be."""
 
-    cuts: tuple[int, ...]
+    partition: ChainPartition
     is_proven: bool
 
 
-def best_cuts(chain: LayerChain, alive: IntArray, memory_bytes: float, seconds: float = 60.0) -> Solved | None:
-    """Solve for one chain with a chunk a rank; alive as in `cut.recomputed`; None if nothing fits, or in time."""
-    line, parts, num = chain.costs, chain.num_chunks, len(chain.costs.seconds)
+def solve(chain: LayerChain, num_in_flight: IntArray, memory_bytes: float, seconds: float = 60.0) -> Solution | None:
+    """Solve for one chain with one model chunk per rank; None if nothing fits, or nothing is found in time."""
+    costs, parts, num = chain.costs, chain.num_chunks, len(chain.costs.seconds)
     size, slowest = num * parts, 2 * num * parts
     objective = np.zeros(2 * size + 1)
     objective[slowest] = chain.num_microbatches - 1
-    objective[size:slowest] = np.repeat(line.again, parts)
+    objective[size:slowest] = np.repeat(costs.recompute_seconds, parts)
     rows: list[dict[int, float]] = []
     low: list[float] = []
     high: list[float] = []
@@ -104,7 +99,7 @@ def best_cuts(chain: LayerChain, alive: IntArray, memory_bytes: float, seconds: 
     x = np.arange(size).reshape(num, parts)
     r = x + size
     # The largest layer's working bytes and the messages, as if everything were recomputed: no less than it takes.
-    constant = float(line.working_again.max() + 2 * line.input_bytes.max())
+    constant = float(costs.recompute_working_bytes.max() + 2 * costs.input_bytes.max())
     for at in range(num):
         add({int(x[at, p]): 1.0 for p in range(parts)}, 1, 1)
         for p in range(parts):
@@ -114,10 +109,17 @@ def best_cuts(chain: LayerChain, alive: IntArray, memory_bytes: float, seconds: 
                 add(row | {int(x[at + 1, q]): -1.0 for q in range(p + 1)}, 0, np.inf)
     for p in range(parts):
         add({int(x[at, p]): 1.0 for at in range(num)}, 1, np.inf)
-        busy = {int(x[at, p]): float(line.seconds[at]) for at in range(num)}
-        add(busy | {int(r[at, p]): float(line.again[at]) for at in range(num)} | {slowest: -1.0}, -np.inf, 0)
-        held = {int(x[at, p]): float(line.state_bytes[at] + alive[at, p] * line.kept_bytes[at]) for at in range(num)}
-        spared = {int(r[at, p]): -float(alive[at, p] * line.saved_bytes[at]) for at in range(num)}
+        busy = {int(x[at, p]): float(costs.seconds[at]) for at in range(num)}
+        add(
+            busy | {int(r[at, p]): float(costs.recompute_seconds[at]) for at in range(num)} | {slowest: -1.0},
+            -np.inf,
+            0,
+        )
+        held = {
+            int(x[at, p]): float(costs.state_bytes[at] + num_in_flight[at, p] * costs.kept_bytes[at])
+            for at in range(num)
+        }
+        spared = {int(r[at, p]): -float(num_in_flight[at, p] * costs.saved_bytes[at]) for at in range(num)}
         add(held | spared, -np.inf, memory_bytes / (1 + MEMORY_MARGIN) - constant)
     cells = [(i, j, value) for i, row in enumerate(rows) for j, value in row.items()]
     row_of, column_of, values = (np.array(column) for column in zip(*cells, strict=True))
@@ -133,4 +135,4 @@ def best_cuts(chain: LayerChain, alive: IntArray, memory_bytes: float, seconds: 
     if found.x is None:
         return None
     stage = found.x[:size].reshape(num, parts).argmax(axis=1)
-    return Solved((0, *(np.flatnonzero(np.diff(stage)) + 1).tolist(), num), found.status == 0)
+    return Solution((0, *(np.flatnonzero(np.diff(stage)) + 1).tolist(), num), found.status == 0)

@@ -14,7 +14,7 @@ from mmtrain.plan import Plan, stage_graph
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets, typical_loads
 from mmtrain.plan.artifact.marginal_cost import marginal_cost
 from mmtrain.plan.artifact.plan import SchedulePlan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.program import build_1f1b
 from mmtrain.program.ir.serialize import action_to_text
 from mmtrain.recipe.schema import Recipe
@@ -25,7 +25,7 @@ UNITS = {"vision", "llm"}
 
 
 def planned(settings: Recipe, ranks: int) -> Plan:
-    return plan(settings, lengths(), world_size=ranks, hardware="cpu-core", recipe_sha256="f" * 64)
+    return plan_recipe(settings, lengths(), world_size=ranks, hardware="cpu-core", recipe_sha256="f" * 64)
 
 
 def planned_targets(parallel: dict[str, Any], ranks: int, **changes: Any) -> tuple[Plan, StepTargets]:
@@ -90,7 +90,7 @@ def test_other_pipelines_are_ordered_in_time_by_a_schedule_table() -> None:
 
 def test_two_parallel_encoders_are_no_single_chain() -> None:
     settings = speech(parallel={"placement": "disaggregated"})
-    chosen = plan(settings, heard(settings), world_size=3, hardware="cpu-core", recipe_sha256="f" * 64)
+    chosen = plan_recipe(settings, heard(settings), world_size=3, hardware="cpu-core", recipe_sha256="f" * 64)
     targets = derive_step_targets(settings, chosen, heard(settings))
     assert not targets.pipeline
     assert targets.schedule_table is not None
@@ -99,7 +99,7 @@ def test_two_parallel_encoders_are_no_single_chain() -> None:
 
 def test_all_of_three_units_have_costs() -> None:
     settings = speech(parallel={"placement": "unified"})
-    chosen = plan(settings, heard(settings), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
+    chosen = plan_recipe(settings, heard(settings), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
     targets = derive_step_targets(settings, chosen, heard(settings))
     assert set(targets.item_costs) == {"vision", "audio"}
     assert set(targets.replica_nodes) == set(chosen.units)

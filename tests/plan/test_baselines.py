@@ -1,47 +1,55 @@
 """Baselines: each does what its name says, is simulated like any plan, and is never faster than the chosen plan."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mmtrain.costs import machine_for, model_flops
+from mmtrain.costs import model_flops
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
-from mmtrain.plan.estimate.evaluate import evaluate_layout
+from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, SearchResults
 from mmtrain.plan.estimate.layer_costs import FORWARD
-from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
 from mmtrain.plan.explain.baselines import BASELINES, FLOPS_BASELINE, PARTITION_RULES, BaselinePlanner
 from mmtrain.plan.planner import plan
-from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO, SearchResults, best_first_search
-from mmtrain.plan.search.layer_partition import FloatArray, LayerChain, chunk_seconds, layer_chains
+from mmtrain.plan.problem import PlanningProblem, PlanRequest
+from mmtrain.plan.search.best_first_search import best_first_search
+from mmtrain.plan.search.layer_partition import FloatArray, LayerChain, chunk_seconds
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments, mesh_assignments
 from mmtrain.program import build_program
 from mmtrain.recipe.schema import Recipe
-from tests.plan.factory import VISION, layer_costs_for, lengths, recipe
+from tests.plan.factory import VISION, evaluator_for, problem_for, recipe, simulated, with_memory
 
 SMALL: dict[str, Any] = {"llm": {"layers": 2}, "vision": {"layers": 1, "hidden": 96, "heads": 4, "ffn": 256}}
 
 
 def chain(pp: int, **vision: Any) -> tuple[LayerChain, FloatArray]:
     """A pipeline of 5 + 8 layers, and the forward seconds of each layer."""
-    layer_costs, choices = layer_costs_for(recipe(llm={"layers": 6}, vision=VISION | vision))
-    assignment = next(s for s in mesh_assignments(choices, pp) if str(s) == f"unified: tp1 pp{pp} dp1")
-    forward = [layer_costs.unit_times(name, 1, assignment.batch_split).mean[:, FORWARD] for name in ("vision", "llm")]
-    return layer_chains(assignment, layer_costs, choices)[0], np.concatenate(forward)
+    evaluator = evaluator_for(recipe(llm={"layers": 6}, vision=VISION | vision))
+    assignments = mesh_assignments(evaluator.problem.choices, pp)
+    assignment = next(a for a in assignments if str(a) == f"unified: tp1 pp{pp} dp1")
+    times = [evaluator.layer_costs.unit_times(unit, 1, assignment.batch_split) for unit in ("vision", "llm")]
+    (layer_chain,) = evaluator.layer_chains(evaluator.enumerated(assignment))
+    return layer_chain, np.concatenate([of_unit.mean[:, FORWARD] for of_unit in times])
 
 
-def baseline_planner(settings: Recipe, world_size: int, hardware: str = "cpu-core") -> BaselinePlanner:
-    layer_costs, choices = layer_costs_for(settings, hardware)
-    machine = machine_for(settings, hardware)
-    bound = unit_time_bound(layer_costs, choices, machine)
-    return BaselinePlanner(list(bounded_mesh_assignments(choices, world_size, bound)), layer_costs, choices, machine)
+def baseline_planner(settings: Recipe, world_size: int, memory_bytes: float | None = None) -> BaselinePlanner:
+    evaluator = evaluator_for(settings)
+    if memory_bytes is not None:
+        evaluator = with_memory(evaluator, memory_bytes)
+    bounded = bounded_mesh_assignments(evaluator.problem.choices, world_size, evaluator.time_lower_bound)
+    return BaselinePlanner(evaluator, [evaluator.enumerated(assignment).bounded(s) for s, assignment in bounded])
 
 
-def planned(settings: Recipe, world_size: int, **options: Any) -> Plan:
-    return plan(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="", **options)
+def problem(settings: Recipe, world_size: int, **wanted: Any) -> PlanningProblem:
+    return replace(problem_for(settings, world_size=world_size), request=PlanRequest(**wanted))
+
+
+def planned(settings: Recipe, world_size: int, **wanted: Any) -> Plan:
+    return plan(problem(settings, world_size, **wanted))
 
 
 @pytest.mark.parametrize(
@@ -76,14 +84,16 @@ def test_ranks_are_in_proportion_to_flops(world_size: int) -> None:
     planner = baseline_planner(recipe(vision={**SMALL["vision"], "layers": 8}), world_size)
     baseline = planner.plan_baseline(FLOPS_BASELINE)
     assert baseline is not None
-    undivided = tuple((name, 1, 8) for name in planner.choices)
+    evaluator = planner.evaluator
+    choices = evaluator.problem.choices
+    undivided = tuple((unit, 1, 8) for unit in choices)
     flops = {}
-    for name in planner.choices:
-        loads = [planner.layer_costs.microbatch_loads(name, undivided).total(batch) for batch in range(3)]
-        flops[name] = sum(model_flops(planner.layer_costs.shape, {name: load}) for load in loads)
+    for unit in choices:
+        loads = [evaluator.layer_costs.microbatch_loads(unit, undivided).total(batch) for batch in range(3)]
+        flops[unit] = sum(model_flops(evaluator.problem.shape, {unit: load}) for load in loads)
     share = world_size * flops["vision"] / sum(flops.values())
     ranks = {name: len(unit.ranks) for name, unit in baseline.layout.units.items()}
-    disaggregated = (s for s in mesh_assignments(planner.choices, world_size) if s.placement == "disaggregated")
+    disaggregated = (s for s in mesh_assignments(choices, world_size) if s.placement == "disaggregated")
     possible = {s.meshes["vision"].ranks for s in disaggregated}
     assert abs(ranks["vision"] - share) == min(abs(count - share) for count in possible)
     assert sum(ranks.values()) == world_size
@@ -99,7 +109,7 @@ def test_baselines_are_simulated_and_never_faster_than_the_plan(world_size: int)
     assert "megatron" in listed
     assert set(listed) <= set(baselines)
     for name, baseline in baselines.items():
-        again = evaluate_layout(baseline.layout, planner.layer_costs, planner.machine)
+        again = simulated(baseline.layout, planner.evaluator)
         assert baseline.step_time_s == again.step_time_s
         assert baseline.step_time_s >= chosen.predicted.step_time_s / EQUAL_STEP_TIME_RATIO
         if name in listed:
@@ -111,17 +121,15 @@ def test_baselines_are_simulated_and_never_faster_than_the_plan(world_size: int)
 def test_a_baseline_faster_than_everything_searched_becomes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that cannot try everything may overlook it."""
     baselines = baseline_planner(recipe(**SMALL), 2).plan_all()
+
+    def search_slow_ones(candidates: Sequence[Candidate], *more: Any) -> SearchResults:
+        return best_first_search([c for c in candidates if c.placement == "disaggregated"], *more)
+
+    monkeypatch.setattr("mmtrain.plan.search.pipelined.best_first_search", search_slow_ones)
+    given = problem(recipe(**SMALL), 2)
+    constraints = replace(given.constraints, placements=("unified", "disaggregated"))
     fastest = min(baseline.step_time_s for baseline in baselines.values())
-    slow = ("disaggregated",)
-    monkeypatch.setattr(
-        "mmtrain.plan.planner.best_first_search",
-        lambda assignments, *given, **more: best_first_search(
-            [e for e in assignments if e[1].placement in slow], *given, **more
-        ),
-    )
-    settings = recipe(**SMALL, parallel={"placement": "auto"})
-    monkeypatch.setattr("mmtrain.plan.planner.search_colocated", lambda *_: SearchResults((), ()))
-    assert planned(settings, 2).predicted.step_time_s == fastest
+    assert plan(replace(given, constraints=constraints)).predicted.step_time_s == fastest
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -138,13 +146,13 @@ def test_a_baseline_can_be_requested(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["balanced", FLOPS_BASELINE])
 def test_another_mesh_is_used_where_the_fastest_does_not_fit(name: str) -> None:
-    planner = baseline_planner(recipe(parallel={"vision": {"recompute": "none"}, "llm": {"recompute": "none"}}), 8)
-    fastest = planner.plan_baseline(name)
+    settings = recipe(parallel={"vision": {"recompute": "none"}, "llm": {"recompute": "none"}})
+    fastest = baseline_planner(settings, 8).plan_baseline(name)
     assert fastest is not None
-    small = replace(planner, machine=replace(planner.machine, memory_bytes=0.9 * fastest.peak_bytes))
-    fitting = small.plan_baseline(name)
+    limit = 0.9 * fastest.peak_bytes
+    fitting = baseline_planner(settings, 8, limit).plan_baseline(name)
     assert fitting is not None
-    assert fitting.peak_bytes <= small.machine.memory_bytes
+    assert fitting.peak_bytes <= limit
     assert fitting.step_time_s > fastest.step_time_s
 
 

@@ -12,19 +12,21 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.layout import Layout
 from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.artifact.plan_graph import split_into_pieces, stage_graph
+from mmtrain.plan.candidate import Candidate
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_mesh_sizes, llm_mesh_sizes
 from mmtrain.plan.colocated.colocated_search import search_colocated
 from mmtrain.plan.colocated.encoder_order import plan_encoder_order, scheduling_efficiency
-from mmtrain.plan.estimate.evaluate import Candidate, SampledBatchTiming, evaluate_layout, model_timing, peak_in_flight
-from mmtrain.plan.estimate.layer_costs import batch_split_of
-from mmtrain.plan.planner import plan
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
+from mmtrain.plan.estimate.layout_simulation import SampledBatchTiming, model_timing, peak_in_flight
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program import Fill, ScheduleKind, build_program
 from mmtrain.program.ir.graph import LLM
 from mmtrain.program.simulation.simulate import simulate
 from mmtrain.recipe.schema import Recipe
 from mmtrain.report import plan_table
-from tests.plan.factory import VISION, layer_costs_for, lengths, recipe
+from tests.plan.factory import VISION, evaluator_for, layer_costs_for, lengths, recipe, simulated, with_memory
 
 MACHINE = machine_for(recipe(), "cpu-core")
 
@@ -75,29 +77,28 @@ def test_planned_orders_pass_the_checker_and_are_evaluated_as_they_run(
     world_size: int, vpp: int, changes: dict[str, Any]
 ) -> None:
     settings = recipe(**changes)
-    layer_costs, _ = layer_costs_for(settings)
+    evaluator = evaluator_for(settings)
+    layer_costs = evaluator.layer_costs
     num_faster = 0
     for layout in layouts(settings, world_size, vpp)[::2]:
         graph, counts = layout_graph(layout, layer_costs), dict(layout.num_microbatches)
-        coarse = evaluate_layout(layout, layer_costs, MACHINE, SchedulePlan(kind="coarse", num_microbatches=counts))
+        coarse = simulated(layout, evaluator, SchedulePlan(kind="coarse", num_microbatches=counts))
         seconds = layer_costs.stage_seconds(graph)
         for max_ahead in (None, 2, 0):
             order = plan_encoder_order(graph, layer_costs, MACHINE, max_ahead=max_ahead)
             program = build_program(graph, kind="explicit", order=order)
-            planned = evaluate_layout(
-                layout, layer_costs, MACHINE, SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
-            )
+            planned = simulated(layout, evaluator, SchedulePlan(kind="explicit", num_microbatches=counts, order=order))
             times = [
                 simulate(
                     program, SampledBatchTiming(model_timing(graph, layer_costs, loads, MACHINE), seconds, batch)
                 ).step_time_s
-                for batch, loads in enumerate(layer_costs.loads(batch_split_of(graph)))
+                for batch, loads in enumerate(layer_costs.step_loads(batch_split_of(graph)))
             ]
             if graph.num_groups == 1:
                 assert planned.step_time_s == pytest.approx(sum(times) / len(times))
             assert planned.memory == layer_costs.memory(graph, peak_in_flight(program))
             num_faster += planned.step_time_s < coarse.step_time_s * 0.999
-            assert 0 <= (scheduling_efficiency(planned, layer_costs, MACHINE) or 0) <= 1
+            assert 0 <= (scheduling_efficiency(planned.graph, planned.schedule, layer_costs, MACHINE) or 0) <= 1
     assert num_faster, "bubbles were used"
 
 
@@ -110,8 +111,9 @@ def test_pieces_of_layers_fill_the_gaps_inside_the_llms_layers(with_sp: bool, re
         vision=wide, llm={"hidden": 2048, "heads": 16, "ffn": 4096}, parallel={"vision": {"recompute": recompute}}
     )
     machine = machine_for(settings, "h100-80g")
-    layer_costs, _ = layer_costs_for(settings, "h100-80g")
-    layer_costs = replace(layer_costs, sp={unit: frozenset([2, 4] if with_sp else []) for unit in ("vision", LLM)})
+    problem = evaluator_for(settings, "h100-80g").problem
+    layer_costs = LayerCosts(problem, {unit: frozenset([2, 4] if with_sp else []) for unit in ("vision", LLM)})
+    evaluator = Evaluator(problem, layer_costs=layer_costs)
     num_fills, num_faster = 0, 0
     for layout in (layout for layout in layouts(settings, 4) if layout.units[LLM].tp > 1):
         sp_units = [name for name, unit in layout.units.items() if with_sp and unit.tp > 1]
@@ -121,14 +123,12 @@ def test_pieces_of_layers_fill_the_gaps_inside_the_llms_layers(with_sp: bool, re
         schedule = SchedulePlan(
             kind="explicit", num_microbatches=dict(layout.num_microbatches), order=order, pieces=True
         )
-        in_pieces = evaluate_layout(layout, layer_costs, machine, schedule)
+        in_pieces = simulated(layout, evaluator, schedule)
         assert in_pieces.graph == graph
         assert in_pieces.memory == layer_costs.memory(graph, peak_in_flight(program))
         num_fills += sum(isinstance(action, Fill) for action in program.actions[0])
         by_layer = plan_encoder_order(layout_graph(layout, layer_costs), layer_costs, machine)
-        plain = evaluate_layout(
-            layout, layer_costs, machine, schedule.model_copy(update={"order": by_layer, "pieces": False})
-        )
+        plain = simulated(layout, evaluator, schedule.model_copy(update={"order": by_layer, "pieces": False}))
         num_faster += in_pieces.step_time_s < plain.step_time_s * 0.99
     if recompute == "none":  # a recomputed layer is one piece
         assert num_fills
@@ -139,42 +139,43 @@ def test_the_fastest_candidates_are_scheduled_in_pieces_where_that_is_faster() -
     wide = {"hidden": 2048, "heads": 16, "ffn": 4096}
     settings = recipe(vision={**VISION, "hidden": 512, "ffn": 1024}, llm=wide, parallel={"llm": {"tp": 4, "pp": 1}})
     machine = machine_for(settings, "h100-80g")
-    layer_costs, choices = layer_costs_for(settings, "h100-80g")
-    candidates = search_colocated(layer_costs, choices, machine, 4).candidates
+    evaluator = evaluator_for(settings, "h100-80g")
+    layer_costs = evaluator.layer_costs
+    candidates = search_colocated(evaluator, 4).candidates
     in_pieces = [candidate for candidate in candidates if candidate.schedule.pieces]
     assert 0 < len(in_pieces) <= 2
     for candidate in in_pieces:
         order = plan_encoder_order(layout_graph(candidate.layout, layer_costs), layer_costs, machine)
         counts = dict(candidate.layout.num_microbatches)
         by_layer = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
-        assert candidate.step_time_s < evaluate_layout(candidate.layout, layer_costs, machine, by_layer).step_time_s
+        assert candidate.step_time_s < simulated(candidate.layout, evaluator, by_layer).step_time_s
         build_program(candidate.graph, kind="explicit", order=candidate.schedule.order)
         assert SchedulePlan.model_validate_json(candidate.schedule.model_dump_json()) == candidate.schedule
-    hopeless = search_colocated(layer_costs, choices, machine, 4, fastest=candidates[0].step_time_s / 100).candidates
+    hopeless = search_colocated(evaluator, 4, incumbent_s=min(c.step_time_s for c in candidates) / 100).candidates
     assert not any(candidate.schedule.pieces for candidate in hopeless), (
         "candidates that cannot win are not scheduled in pieces"
     )
 
 
 def test_candidates_are_never_slower_than_their_coarse_order() -> None:
-    layer_costs, choices = layer_costs_for(recipe(global_batch=16))
-    results = search_colocated(layer_costs, choices, MACHINE, 4)
+    evaluator = evaluator_for(recipe(global_batch=16))
+    results = search_colocated(evaluator, 4)
     assert {candidate.schedule.kind for candidate in results.candidates} >= {"explicit"}
     for candidate in results.candidates:
         coarse = SchedulePlan(kind="coarse", num_microbatches=dict(candidate.layout.num_microbatches))
-        assert candidate.step_time_s <= evaluate_layout(candidate.layout, layer_costs, MACHINE, coarse).step_time_s
+        assert candidate.step_time_s <= simulated(candidate.layout, evaluator, coarse).step_time_s
 
 
 def test_no_mesh_with_a_slower_lower_bound_is_simulated() -> None:
-    layer_costs, choices = layer_costs_for(recipe())
-    all_results = search_colocated(layer_costs, choices, MACHINE, 2)
+    evaluator = evaluator_for(recipe())
+    all_results = search_colocated(evaluator, 2)
     best = min(candidate.step_time_s for candidate in all_results.candidates)
-    assert search_colocated(layer_costs, choices, MACHINE, 2, fastest=best / 10).candidates == ()
+    assert search_colocated(evaluator, 2, incumbent_s=best / 10).candidates == ()
 
 
 def test_a_recipe_may_require_a_colocated_plan() -> None:
     settings = recipe(parallel={"placement": "colocated"})
-    chosen = plan(settings, lengths(), world_size=4, hardware="cpu-core", recipe_sha256="f")
+    chosen = plan_recipe(settings, lengths(), world_size=4, hardware="cpu-core", recipe_sha256="f")
     assert chosen.placement == "colocated"
     assert chosen.predicted.scheduling_efficiency is not None
     assert f"{chosen.predicted.scheduling_efficiency:.0%} of the encoders' work runs inside" in plan_table(chosen)
@@ -188,21 +189,21 @@ def test_a_recipe_may_require_a_colocated_plan() -> None:
 
 def test_orders_that_hold_too_much_are_replaced_by_ones_that_fit() -> None:
     settings = recipe(global_batch=32, parallel={"placement": "colocated", "llm": {"pp": 2, "tp": 1}})
-    layer_costs, choices = layer_costs_for(settings)
-    unlimited = search_colocated(layer_costs, choices, MACHINE, 2)
+    evaluator = evaluator_for(settings)
+    unlimited = search_colocated(evaluator, 2)
     recomputed = set()
     for share in (0.8, 0.5, 0.4):
-        tight = replace(MACHINE, memory_bytes=share * min(candidate.peak_bytes for candidate in unlimited.candidates))
-        results = search_colocated(layer_costs, choices, tight, 2)
+        tight = with_memory(evaluator, share * min(candidate.peak_bytes for candidate in unlimited.candidates))
+        results = search_colocated(tight, 2)
         assert results.candidates or results.rejected
         for candidate in results.candidates:
             assert candidate.peak_bytes <= tight.memory_bytes
-            assert candidate.memory == layer_costs.memory(
+            assert candidate.memory == evaluator.layer_costs.memory(
                 candidate.graph, peak_in_flight(build_program(candidate.graph, None, *order_of(candidate)))
             )
             recomputed |= {name for name, unit in candidate.layout.units.items() for s in unit.stages if s.recompute}
     assert "vision" in recomputed
-    none_fits = search_colocated(layer_costs, choices, replace(MACHINE, memory_bytes=1e4), 2)
+    none_fits = search_colocated(with_memory(evaluator, 1e4), 2)
     assert none_fits.candidates == ()
     assert all("does not fit" in loser.reason for loser in islice(none_fits.rejected, 3))
 
@@ -216,4 +217,4 @@ def test_orders_that_hold_too_much_are_replaced_by_ones_that_fit() -> None:
 )
 def test_an_impossible_colocated_plan_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        plan(recipe(**changes), lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f")
+        plan_recipe(recipe(**changes), lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f")

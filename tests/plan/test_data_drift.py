@@ -7,13 +7,13 @@ import pytest
 from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.data_drift import describe_data_drift
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from tests.plan.factory import lengths, recipe
 
 
 @pytest.fixture(scope="module")
 def chosen() -> Plan:
-    return plan(recipe(), lengths(), world_size=1, hardware="cpu-core", recipe_sha256="a" * 64)
+    return plan_recipe(recipe(), lengths(), world_size=1, hardware="cpu-core", recipe_sha256="a" * 64)
 
 
 def test_the_same_data_and_more_of_it_are_no_drift(chosen: Plan) -> None:

@@ -9,7 +9,8 @@ from mmtrain.data import build_index as index
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.program import build_program
 from mmtrain.recipe.model_settings import GeneratorSettings
@@ -49,7 +50,14 @@ def planned(settings: Recipe, world_size: int, **parallel: Any) -> Plan:
     sizes = settings.parallel.model_copy(update=parallel)
     settings = settings.model_copy(update={"parallel": sizes})
     lengths = index(settings).lengths
-    return plan(settings, lengths, world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64, explain=True)
+    return plan_recipe(
+        settings,
+        lengths,
+        world_size=world_size,
+        hardware="cpu-core",
+        recipe_sha256="f" * 64,
+        request=PlanRequest(explain=True),
+    )
 
 
 @pytest.mark.parametrize("placement", ["unified", "disaggregated"])

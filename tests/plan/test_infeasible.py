@@ -13,7 +13,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan
 from mmtrain.plan.artifact.plan import Placement
 from mmtrain.plan.explain.infeasible import explain_infeasible, has_meshes, nearest_rank_counts
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.constraints import UnitChoices, unit_choices
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.recipe.schema import Recipe
@@ -84,7 +84,9 @@ def test_the_fewest_contradicting_settings_are_named(placement: Placement) -> No
 
 
 def planned(world_size: int, **parallel: Any) -> Plan:
-    return plan(recipe(parallel=parallel), lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="")
+    return plan_recipe(
+        recipe(parallel=parallel), lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256=""
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
-"""What a rank must hold at least, against what plans' ranks hold."""
+"""The least that a rank must hold, against what the ranks of layouts hold."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mmtrain.plan.estimate.memory_lower_bound import unit_memory_bound
+from mmtrain.plan.candidate import MeshAssignment
+from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound
 from mmtrain.plan.search.layer_partition import layer_chains, layout_graph, partitioned_layout
-from mmtrain.plan.search.mesh_enumeration import MeshAssignment, mesh_assignments
+from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.program.ir.graph import LLM
 from tests.plan.exhaustive import everything, random_instance
-from tests.plan.factory import VISION, layer_costs_for, recipe
+from tests.plan.factory import VISION, evaluator_for, recipe
 
 CASES: dict[str, dict[str, Any]] = {
     "deep": {"llm": {"layers": 7}, "global_batch": 16},
@@ -24,48 +25,48 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def behind(assignment: MeshAssignment, unit: str) -> int:
-    """Microbatches of an encoder that are under way in the LLM's pipeline on ranks of its own, at least."""
-    if assignment.placement != "disaggregated" or unit == LLM:
-        return 0
-    return assignment.meshes[LLM].pp * assignment.num_microbatches[unit] // assignment.num_microbatches[LLM]
+def min_bytes(bound: UnitMemoryBound, assignment: MeshAssignment) -> dict[str, float]:
+    """The lower bound of each unit, beside the microbatches in flight behind it."""
+    num_microbatches = assignment.num_microbatches
+    bounds = {}
+    for unit, mesh in assignment.meshes.items():
+        behind = 0
+        if assignment.placement == "disaggregated" and unit != LLM:
+            behind = assignment.meshes[LLM].pp * num_microbatches[unit] // num_microbatches[LLM]
+        bounds[unit] = bound(unit, mesh, assignment.pipeline_microbatches[unit], behind)
+    return bounds
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_no_rank_does_with_less(case: str, world_size: int) -> None:
-    layer_costs, choices = layer_costs_for(recipe(**CASES[case]))
-    room, closest = unit_memory_bound(layer_costs), 0.0
-    again = {
-        u.name: frozenset(range(len(u.layers)))
-        for u in layer_costs.shape.units
-        if layer_costs.recompute[u.name] == "auto"
+def test_the_fullest_rank_holds_no_less(case: str, num_ranks: int) -> None:
+    evaluator = evaluator_for(recipe(**CASES[case]))
+    layer_costs, choices = evaluator.layer_costs, evaluator.problem.choices
+    closest = 0.0
+    all_layers = {
+        unit.name: frozenset(range(len(unit.layers)))
+        for unit in layer_costs.shape.units
+        if layer_costs.recompute[unit.name] == "auto"
     }
-    for assignment in list(mesh_assignments(choices, world_size))[::3]:
+    for assignment in list(mesh_assignments(choices, num_ranks))[::3]:
         chains = layer_chains(assignment, layer_costs, choices)
-        cuts = tuple(chain.anchor for chain in chains if chain.anchor is not None)
-        if len(cuts) < len(chains):
+        anchors = tuple(chain.anchor for chain in chains if chain.anchor is not None)
+        if len(anchors) < len(chains):
             continue
-        for recompute in ({}, again):
-            memory = layer_costs.memory(
-                layout_graph(partitioned_layout(assignment, layer_costs, cuts, recompute), layer_costs)
-            )
-            fullest = max(m.total for m in memory.values())
-            for name, size in assignment.meshes.items():
-                least = room(name, size, assignment.paces[name], behind(assignment, name))
-                assert least <= fullest * (1 + 1e-9), (assignment, name)
+        for recompute in ({}, all_layers):
+            layout = partitioned_layout(assignment, layer_costs, anchors, recompute)
+            memory = layer_costs.memory(layout_graph(layout, layer_costs))
+            fullest = max(rank.total for rank in memory.values())
+            for unit, least in min_bytes(evaluator.memory_lower_bound, assignment).items():
+                assert least <= fullest * (1 + 1e-9), (assignment, unit)
                 closest = max(closest, least / fullest)
     assert closest > 0.4
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_rules_out_nothing_that_fits(seed: int) -> None:
-    given = random_instance(seed, most_cuts=60)
-    room = unit_memory_bound(given.layer_costs)
-    for _, assignment in given.assignments:
-        least = max(
-            room(name, size, assignment.paces[name], behind(assignment, name))
-            for name, size in assignment.meshes.items()
-        )
-        for judged in everything(replace(given, assignments=[(0.0, assignment)])):
-            assert least <= judged.peak_bytes
+def test_the_bound_excludes_nothing_that_fits(seed: int) -> None:
+    given = random_instance(seed, max_partitions=60)
+    for candidate in given.candidates:
+        least = max(min_bytes(given.evaluator.memory_lower_bound, candidate.assignment).values())
+        for simulated in everything(replace(given, candidates=[candidate])):
+            assert least <= simulated.peak_bytes

@@ -10,13 +10,13 @@ from mmtrain.errors import PlanError
 from mmtrain.plan import Plan, load_plan, require_match
 from mmtrain.plan.artifact.plan_files import ranks_to_start
 from mmtrain.plan.artifact.plan_precision import plan_precision
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from tests.plan.factory import lengths, recipe
 
 
 @pytest.fixture(scope="module")
 def chosen() -> Plan:
-    return plan(recipe(), lengths(), world_size=3, hardware="cpu-core", recipe_sha256="a" * 64)
+    return plan_recipe(recipe(), lengths(), world_size=3, hardware="cpu-core", recipe_sha256="a" * 64)
 
 
 def test_a_saved_plan_is_the_same_plan(chosen: Plan, tmp_path: Path) -> None:

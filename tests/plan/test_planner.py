@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -12,17 +13,16 @@ from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan, plan_recipe
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.program import build_program
 from mmtrain.recipe.schema import Recipe
-from tests.plan.factory import lengths, recipe, text_lengths
-
-LENGTHS = lengths()
+from tests.plan.factory import lengths, problem_for, recipe, text_lengths
 
 
 def planned(settings: Recipe, world_size: int, hardware: str = "cpu-core", top: int = 50) -> Plan:
-    samples = LENGTHS if settings.model.vision else text_lengths()
-    return plan(settings, samples, world_size=world_size, hardware=hardware, recipe_sha256="f" * 64, top=top)
+    problem = problem_for(settings, hardware, world_size)
+    return plan(replace(problem, request=PlanRequest(num_alternatives=top)))
 
 
 def test_the_same_recipe_is_planned_the_same_each_time() -> None:
@@ -184,7 +184,7 @@ def test_fixed_pipeline_sizes_that_leave_no_cut_name_them() -> None:
 def test_no_samples_no_plan() -> None:
     none = np.empty(0, dtype=np.int64)
     with pytest.raises(PlanError, match=r"data\.sources: no usable sample"):
-        plan(
+        plan_recipe(
             recipe(vision=None),
             SampleLengths(none, none, {}),
             world_size=1,
@@ -199,8 +199,8 @@ def test_data_without_images_can_be_planned_for_a_model_with_vision() -> None:
     samples = SampleLengths(text.tokens, text.targets, {"vision": ItemLengths(np.zeros(51, np.int64), *[none] * 4)})
     mesh = {"llm": {"tp": 1, "pp": 1, "dp": 2}, "placement": "unified"}
     without, with_images = (
-        plan(recipe(parallel=mesh), data, world_size=2, hardware="cpu-core", recipe_sha256="f")
-        for data in (samples, LENGTHS)
+        plan_recipe(recipe(parallel=mesh), data, world_size=2, hardware="cpu-core", recipe_sha256="f")
+        for data in (samples, lengths())
     )
     assert 0 < without.predicted.mfu < 1
     assert without.predicted.tokens_per_s_per_gpu > with_images.predicted.tokens_per_s_per_gpu, "text alone is cheaper"

@@ -1,52 +1,49 @@
 """Random plans of every placement, chunked, merged, recomputed: the checker accepts each, and memory holds."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.costs import machine_for
-from mmtrain.plan.estimate.memory_fit import FittedLayout, fit_memory
-from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
-from mmtrain.plan.search.layer_partition import layer_chains, layout_graph, partitioned_layout
-from mmtrain.plan.search.mesh_enumeration import mesh_assignments
+from mmtrain.plan.candidate import Candidate
+from mmtrain.plan.search.layer_partition import layout_graph, partitioned_layout
 from mmtrain.program import build_program, peak_in_flight_by_stage
 from mmtrain.program.schedules.builder import in_flight_microbatches
-from tests.plan.factory import layer_costs_for, recipe
+from tests.plan.exhaustive import all_candidates
+from tests.plan.factory import evaluator_for, recipe, with_memory
 
-SETTINGS = recipe(llm={"layers": 6}, global_batch=8)
-PRICING, CHOICES = layer_costs_for(SETTINGS)
-MACHINE = machine_for(SETTINGS, "cpu-core")
-SIZINGS = [s for world_size in (1, 2, 3, 4, 6) for s in mesh_assignments(CHOICES, world_size)]
-RATER = StepTimeEstimator(PRICING, MACHINE, None)
+EVALUATOR = evaluator_for(recipe(llm={"layers": 6}, global_batch=8))
+CANDIDATES = [candidate for num_ranks in (1, 2, 3, 4, 6) for candidate in all_candidates(EVALUATOR, num_ranks)]
 
 
 def holds(data: st.DataObject) -> None:
-    assignment = data.draw(st.sampled_from(SIZINGS))
-    cuts = []
-    for chain in layer_chains(assignment, PRICING, CHOICES):
-        length = len(chain.costs.seconds)
-        inner = st.lists(
-            st.integers(1, length - 1), min_size=chain.num_chunks - 1, max_size=chain.num_chunks - 1, unique=True
-        )
-        cuts.append((0, *sorted(data.draw(inner)), length))
-    free = layout_graph(partitioned_layout(assignment, PRICING, tuple(cuts)), PRICING)
-    peak = max(memory.total for memory in PRICING.memory(free).values())
-    small = replace(MACHINE, memory_bytes=data.draw(st.floats(0.5, 1.1)) * peak)
-    alive = RATER.in_flight(assignment, tuple(cuts))
-    assert alive == in_flight_microbatches(free)
-    found = fit_memory(assignment, PRICING, tuple(cuts), small, alive)
-    if not isinstance(found, FittedLayout):
-        assert found.need_gib * 2**30 > small.memory_bytes
+    candidate = data.draw(st.sampled_from(CANDIDATES))
+    layer_costs = EVALUATOR.layer_costs
+    partition = []
+    for chain in EVALUATOR.layer_chains(candidate):
+        length, num_bounds = len(chain.costs.seconds), chain.num_chunks - 1
+        bounds = st.lists(st.integers(1, length - 1), min_size=num_bounds, max_size=num_bounds, unique=True)
+        partition.append((0, *sorted(data.draw(bounds)), length))
+    graph = layout_graph(partitioned_layout(candidate.assignment, layer_costs, tuple(partition)), layer_costs)
+    peak = max(memory.total for memory in layer_costs.memory(graph).values())
+    small = with_memory(EVALUATOR, data.draw(st.floats(0.5, 1.1)) * peak)
+    num_in_flight = EVALUATOR.estimator(None).in_flight(candidate.assignment, tuple(partition))
+    assert num_in_flight == in_flight_microbatches(graph)
+    fitted = small.fit(candidate.partitioned(tuple(partition)), num_in_flight)
+    if not isinstance(fitted, Candidate):
+        assert fitted.need_gib is not None
+        assert fitted.need_gib * 2**30 > small.memory_bytes
         return
-    program = build_program(found.graph)
-    for stage in found.graph.stages:
-        assert peak_in_flight_by_stage(found.graph, program.actions[stage.tp_groups[0][0]])[stage.id] <= alive[stage.id]
-    assert max(memory.total for memory in PRICING.memory(found.graph).values()) <= small.memory_bytes
-    for unit in PRICING.shape.units:
-        layers = [s.layers for s in found.layout.units[unit.name].stages]
+    assert fitted.fit is not None
+    graph = fitted.fit.graph
+    program = build_program(graph)
+    for stage in graph.stages:
+        peaks = peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])
+        assert peaks[stage.id] <= num_in_flight[stage.id]
+    assert max(memory.total for memory in layer_costs.memory(graph).values()) <= small.memory_bytes
+    for unit in layer_costs.shape.units:
+        layers = [stage.layers for stage in fitted.layout.units[unit.name].stages]
         assert (layers[0][0], layers[-1][1]) == (0, len(unit.layers))
         assert all(a[1] == b[0] for a, b in pairwise(layers))
 

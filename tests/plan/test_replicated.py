@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmtrain.costs import TokenLoad, input_grad_needed, machine_for
 from mmtrain.models.model_shape import UnitShape
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.replicated.replicated_step import ReplicatedLayout, ReplicatedPredictor, overlapped_seconds
 from tests.plan import factory
 
@@ -121,11 +121,11 @@ def test_predicted_layouts_fit_and_the_fastest_comes_first() -> None:
 
 def test_the_plan_lists_it_among_the_alternatives() -> None:
     settings = factory.recipe()
-    chosen = plan(settings, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
+    chosen = plan_recipe(settings, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
     [alternative] = [a for a in chosen.alternatives if a.placement == "replicated"]
     assert chosen.placement != "replicated"
     assert alternative.summary.startswith("replicated: 4 ranks, shard ")
     assert alternative.reason.endswith("predicted only, not runnable yet")
     forced = factory.recipe(parallel={"placement": "unified"})
-    chosen = plan(forced, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
+    chosen = plan_recipe(forced, factory.lengths(), world_size=4, hardware="h100-80g", recipe_sha256="x")
     assert not [a for a in chosen.alternatives if a.placement == "replicated"]

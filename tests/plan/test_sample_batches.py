@@ -16,11 +16,11 @@ from tests.plan.factory import lengths, text_lengths
 def test_batches_are_whole_and_groups_fit(num_samples: int, global_batch: int, method: str) -> None:
     samples = lengths(num_samples)
     grouping = Grouping(384, 64, global_batch, method)  # type: ignore[arg-type]
-    drawn = sample_batches(samples, grouping, seed=3)
-    assert [len(groups) for groups in drawn.groups] == [global_batch] * 3
-    assert all(0 < samples.tokens[g].sum() <= 384 for groups in drawn.groups for g in groups)
+    sampled = sample_batches(samples, grouping, seed=3)
+    assert [len(groups) for groups in sampled.groups] == [global_batch] * 3
+    assert all(0 < samples.tokens[g].sum() <= 384 for groups in sampled.groups for g in groups)
     again = sample_batches(samples, grouping, seed=3)
-    assert [[g.tolist() for g in b] for b in drawn.groups] == [[g.tolist() for g in b] for b in again.groups]
+    assert [[g.tolist() for g in b] for b in sampled.groups] == [[g.tolist() for g in b] for b in again.groups]
 
 
 def test_few_batches_stand_for_steps_that_differ() -> None:
@@ -29,8 +29,8 @@ def test_few_batches_stand_for_steps_that_differ() -> None:
     work = unit_tokens(samples)[1].astype(np.float64)
     share = work.sum(axis=0) / work[:, 0].sum()
     for seed in range(8):
-        drawn = sample_batches(samples, Grouping(384, 4096, 4), seed)
-        mean = work[np.concatenate([g for groups in drawn.groups for g in groups])].sum(axis=0)
+        sampled = sample_batches(samples, Grouping(384, 4096, 4), seed)
+        mean = work[np.concatenate([g for groups in sampled.groups for g in groups])].sum(axis=0)
         assert mean / mean[0] == pytest.approx(share, rel=0.08)
 
 

@@ -1,4 +1,4 @@
-"""The search against simulating everything; what it rates against the simulator."""
+"""The search against exhaustive search, and its estimates against the simulator."""
 
 import math
 from dataclasses import replace
@@ -7,15 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.costs import machine_for
-from mmtrain.plan.estimate.evaluate import evaluate_layout
-from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
-from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO, MAX_EXPLAINED_ASSIGNMENTS, best_first_search
-from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layer_chains, layout_graph, partitioned_layout
-from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
+from mmtrain.plan.budget import DEFAULT_BUDGET
+from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.search.best_first_search import best_first_search
+from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layout_graph, partitioned_layout
 from mmtrain.program.schedules.builder import in_flight_microbatches
-from tests.plan.exhaustive import Instance, all_cuts, everything, least_step, placed, random_instance, squeezed
-from tests.plan.factory import layer_costs_for, recipe
+from tests.plan.exhaustive import (
+    Instance,
+    all_candidates,
+    all_partitions,
+    by_placement,
+    everything,
+    least_step,
+    random_instance,
+    squeezed,
+)
+from tests.plan.factory import evaluator_for, recipe, simulated, with_memory
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({}, "cpu-core"),
@@ -29,102 +37,110 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 def holds(given: Instance, least: float) -> None:
     """The search finds the best of everything, which takes `least` seconds, and ranks by step time."""
-    outcome = best_first_search(given.assignments, given.layer_costs, given.choices, given.machine, at_least=1)
+    results = best_first_search(given.candidates, given.evaluator, num_simulated=1)
     if least == math.inf:
-        assert not outcome.candidates
+        assert not results.candidates
         return
-    assert least <= outcome.candidates[0].step_time_s <= least * EQUAL_STEP_TIME_RATIO
-    assert outcome.candidates[0].peak_bytes <= given.machine.memory_bytes
-    assert sorted(j.step_time_s for j in outcome.candidates[1:]) == [j.step_time_s for j in outcome.candidates[1:]]
-    told = len(outcome.candidates) + len(outcome.rejected)
-    assert min(len(given.assignments), MAX_EXPLAINED_ASSIGNMENTS) <= told <= len(given.assignments)
+    best, *others = results.candidates
+    assert least <= best.step_time_s <= least * EQUAL_STEP_TIME_RATIO
+    assert best.peak_bytes <= given.evaluator.memory_bytes
+    assert sorted(other.step_time_s for other in others) == [other.step_time_s for other in others]
+    num_explained = len(results.candidates) + len(results.rejected)
+    max_unsearched = DEFAULT_BUDGET.explanations.max_unsearched
+    assert min(len(given.candidates), max_unsearched) <= num_explained <= len(given.candidates)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_best_of_all_is_found(seed: int) -> None:
-    given = random_instance(seed, most_cuts=120)
+def test_the_search_finds_the_best_of_everything(seed: int) -> None:
+    given = random_instance(seed, max_partitions=120)
     holds(given, least_step(given))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_oracle_simulates_all_that_could_be_best(seed: int) -> None:
-    given = random_instance(seed, most_cuts=60)
-    assert least_step(given) == min(judged.step_time_s for judged in everything(given))
+    given = random_instance(seed, max_partitions=60)
+    assert least_step(given) == min(candidate.step_time_s for candidate in everything(given))
 
 
 @pytest.mark.parametrize("seed", range(100, 104))
-def test_the_best_of_all_that_fit_is_found(seed: int) -> None:
-    given = squeezed(random_instance(seed, most_cuts=60), 0.8)
+def test_the_search_finds_the_best_of_everything_that_fits(seed: int) -> None:
+    given = squeezed(random_instance(seed, max_partitions=60), 0.8)
     holds(given, least_step(given))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200))
-def test_the_best_of_all_is_found_at_length(seed: int) -> None:
-    """The instances of `python -m scripts.bench_plan --only exact`: up to all that the search tries in full."""
+def test_the_search_finds_the_best_of_everything_in_many_instances(seed: int) -> None:
+    """The instances of `python -m scripts.bench_plan --only exact`: as large as the search tries in full."""
     given = random_instance(seed)
-    least = [(alone, least_step(alone)) for alone in placed(given)]
-    for alone, own in [*least, (given, min(own for _, own in least))]:
-        holds(alone, own)
+    least = [(part, least_step(part)) for part in by_placement(given)]
+    for instance, seconds in [*least, (given, min(seconds for _, seconds in least))]:
+        holds(instance, seconds)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ratings_bound_the_simulator_and_bounds_the_ratings(case: str) -> None:
-    settings, hardware = recipe(**CASES[case][0]), CASES[case][1]
-    layer_costs, choices = layer_costs_for(settings, hardware)
-    machine = machine_for(settings, hardware)
-    rater, slack, rng = StepTimeEstimator(layer_costs, machine, None), 1 + 1e-9, np.random.default_rng(0)
+def test_estimates_bound_the_simulator_and_lower_bounds_the_estimates(case: str) -> None:
+    evaluator = evaluator_for(recipe(**CASES[case][0]), CASES[case][1])
+    layer_costs, estimator = evaluator.layer_costs, evaluator.estimator(None)
+    slack, rng = 1 + 1e-9, np.random.default_rng(0)
     errors = []
-    for _, assignment in bounded_mesh_assignments(choices, 4):
-        chains = layer_chains(assignment, layer_costs, choices)
-        cuts = list(all_cuts(chains))
-        some = [cuts[at] for at in rng.permutation(len(cuts))[:2]]
-        rated = rater.estimate(assignment, chains, some, [None] * len(chains))
-        for chosen, rating in zip(some, rated, strict=True):
-            layout = partitioned_layout(assignment, layer_costs, chosen)
-            simulated = evaluate_layout(layout, layer_costs, machine).step_time_s
-            assert 0 < max(map(chain_time_lower_bound, chains)) <= rating * slack, assignment
-            assert rating <= simulated * slack, assignment
-            errors.append(simulated / rating - 1)
-            assert rater.in_flight(assignment, chosen) == in_flight_microbatches(layout_graph(layout, layer_costs))
+    for candidate in all_candidates(evaluator, 4):
+        assignment, chains = candidate.assignment, evaluator.layer_chains(candidate)
+        partitions = list(all_partitions(chains))
+        chosen = [partitions[i] for i in rng.permutation(len(partitions))[:2]]
+        estimates = estimator.estimate(assignment, chains, chosen, [None] * len(chains))
+        for partition, estimate_s in zip(chosen, estimates, strict=True):
+            layout = partitioned_layout(assignment, layer_costs, partition)
+            step_time_s = simulated(layout, evaluator).step_time_s
+            assert 0 < max(map(chain_time_lower_bound, chains)) <= estimate_s * slack, assignment
+            assert estimate_s <= step_time_s * slack, assignment
+            errors.append(step_time_s / estimate_s - 1)
+            expected = in_flight_microbatches(layout_graph(layout, layer_costs))
+            assert estimator.in_flight(assignment, partition) == expected
     assert np.median(errors) < 0.05
 
 
+def found(candidates: list[Candidate], evaluator: Evaluator) -> Candidate:
+    best = best_first_search(candidates, evaluator, num_simulated=1).best
+    assert best is not None
+    return best
+
+
 def test_memory_decides_where_time_would_not() -> None:
-    """A limit between the need of the fastest layout and that of others: another one, that fits, is chosen."""
+    """Under a limit between the need of the fastest layout and that of others, another layout that fits is chosen."""
     settings = recipe(parallel={"vision": {"recompute": "none"}, "llm": {"recompute": "none"}})
-    layer_costs, choices = layer_costs_for(settings)
-    candidates, machine = list(bounded_mesh_assignments(choices, 3)), machine_for(settings, "cpu-core")
-    fastest = best_first_search(candidates, layer_costs, choices, machine, at_least=1).candidates[0]
-    small = replace(machine, memory_bytes=fastest.peak_bytes * 0.9)
-    outcome = best_first_search(candidates, layer_costs, choices, small, at_least=1)
-    assert outcome.candidates[0].peak_bytes <= small.memory_bytes
-    assert outcome.candidates[0].step_time_s > fastest.step_time_s
+    evaluator = evaluator_for(settings)
+    candidates = all_candidates(evaluator, 3)
+    fastest = found(candidates, evaluator)
+    small = with_memory(evaluator, fastest.peak_bytes * 0.9)
+    fitting = found(candidates, small)
+    assert fitting.peak_bytes <= small.memory_bytes
+    assert fitting.step_time_s > fastest.step_time_s
 
 
-def test_what_memory_demands_is_recomputed_and_no_more() -> None:
-    layer_costs, choices = layer_costs_for(recipe(vision=None, llm={"layers": 8}))
-    machine = machine_for(recipe(), "cpu-core")
-    candidates = [(b, s) for b, s in bounded_mesh_assignments(choices, 2) if str(s) == "unified: tp1 pp2 dp1"]
-    peaks, recomputed = [], []
-    free = best_first_search(candidates, layer_costs, choices, machine, at_least=1).candidates[0]
+def test_as_few_layers_are_recomputed_as_memory_demands() -> None:
+    evaluator = evaluator_for(recipe(vision=None, llm={"layers": 8}))
+    candidates = [c for c in all_candidates(evaluator, 2) if str(c.assignment) == "unified: tp1 pp2 dp1"]
+    num_recomputed = []
+    free = found(candidates, evaluator)
     for share in (1.0, 0.9, 0.7):
-        small = replace(machine, memory_bytes=share * free.peak_bytes)
-        found = best_first_search(candidates, layer_costs, choices, small, at_least=1).candidates[0]
-        assert found.peak_bytes <= small.memory_bytes
-        peaks.append(found.peak_bytes)
-        recomputed.append(sum(len(stage.recompute) for stage in found.layout.units["llm"].stages))
-    assert recomputed[0] == 0 < recomputed[1] < recomputed[2]
+        small = with_memory(evaluator, share * free.peak_bytes)
+        fitting = found(candidates, small)
+        assert fitting.peak_bytes <= small.memory_bytes
+        num_recomputed.append(fitting.layout.units["llm"].num_recomputed)
+    assert num_recomputed[0] == 0 < num_recomputed[1] < num_recomputed[2]
 
 
-def test_the_heaviest_group_stands_for_all_where_they_are_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer_costs, choices = layer_costs_for(recipe())
-    machine = machine_for(recipe(), "cpu-core")
-    for _, assignment in bounded_mesh_assignments(choices, 6):
-        layout = partitioned_layout(
-            assignment, layer_costs, next(all_cuts(layer_chains(assignment, layer_costs, choices)))
-        )
-        monkeypatch.setattr("mmtrain.plan.estimate.evaluate.MAX_PASSES_OF_ALL_GROUPS", 10**9)
-        whole = evaluate_layout(layout, layer_costs, machine).step_time_s
-        monkeypatch.setattr("mmtrain.plan.estimate.evaluate.MAX_PASSES_OF_ALL_GROUPS", 0)
-        assert evaluate_layout(layout, layer_costs, machine).step_time_s == pytest.approx(whole, rel=0.03), assignment
+def test_the_heaviest_group_stands_for_all_where_they_are_very_many() -> None:
+    evaluator = evaluator_for(recipe())
+    step_times: list[list[float]] = []
+    for max_passes in (10**9, 0):
+        evaluation = replace(DEFAULT_BUDGET.evaluation, max_passes_of_all_groups=max_passes)
+        budget = replace(DEFAULT_BUDGET, evaluation=evaluation)
+        limited = Evaluator(evaluator.problem, budget, evaluator.layer_costs)
+        step_times.append([])
+        for candidate in all_candidates(evaluator, 6):
+            partition = next(all_partitions(evaluator.layer_chains(candidate)))
+            layout = partitioned_layout(candidate.assignment, evaluator.layer_costs, partition)
+            step_times[-1].append(simulated(layout, limited).step_time_s)
+    assert step_times[1] == pytest.approx(step_times[0], rel=0.03)

@@ -7,13 +7,13 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from tests.plan.factory import lengths, recipe
 
 
 def planned(world_size: int, memory_gib: float | None = None, **parallel: Any) -> Plan:
     settings = recipe(parallel=parallel, cluster={"memory_gib": memory_gib})
-    return plan(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64)
+    return plan_recipe(settings, lengths(), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64)
 
 
 def suggested(world_size: int, memory_gib: float, **parallel: Any) -> str:
@@ -66,7 +66,7 @@ def test_plans_that_were_tried_come_before_meshes_that_were_only_bounded() -> No
     """A lower bound of memory is less than any plan needs, so meshes would stand first among the closest."""
     settings = recipe(cluster={"memory_gib": 0.005})
     with pytest.raises(PlanError) as error:
-        plan(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
+        plan_recipe(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
     first, tried, *others = str(error.value).splitlines()
     assert first == "no plan fits 2 ranks of cpu-core with 0.005 GiB each."
     assert tried == "The closest of those tried:"

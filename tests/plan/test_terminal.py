@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from mmtrain.balance import ItemLengths, SampleLengths
-from mmtrain.costs import input_grad_needed, machine_for
+from mmtrain.costs import input_grad_needed
 from mmtrain.models.model_shape import ModelEdge, ModelShape, UnitShape, build_model_shape
 from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated_units
-from mmtrain.plan.estimate.evaluate import evaluate_layout
+from mmtrain.plan.candidate import MeshAssignment
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.sample_batches import SampledBatches
-from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
-from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layer_chains, layout_graph
-from mmtrain.plan.search.mesh_enumeration import MeshAssignment
+from mmtrain.plan.search.layer_partition import chain_time_lower_bound, layout_graph
 from mmtrain.program import build_program
 from mmtrain.program.ir.graph import StageId
-from tests.plan.factory import layer_costs_for, recipe
+from tests.plan.factory import problem_for, recipe, simulated
 
 
 def with_generator(model: ModelShape, freeze: tuple[str, ...] = ()) -> ModelShape:
@@ -40,32 +40,36 @@ def with_images_to_generate(lengths: SampleLengths) -> SampleLengths:
 @pytest.mark.parametrize("num_microbatches", [2, 8, 16])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_unit_after_the_llm_is_estimated_and_simulated_like_any_other(pp: int, num_microbatches: int) -> None:
-    layer_costs, choices = layer_costs_for(recipe())
-    layer_costs = replace(
-        layer_costs,
-        shape=with_generator(layer_costs.shape),
-        batches=SampledBatches(with_images_to_generate(layer_costs.batches.lengths), layer_costs.batches.groups),
-        recompute={**layer_costs.recompute, "generator": "none"},
+    problem = problem_for(recipe())
+    constraints = replace(
+        problem.constraints,
+        recompute={**problem.constraints.recompute, "generator": "none"},
         encoder_microbatches={"generator": num_microbatches},
     )
+    problem = replace(
+        problem,
+        shape=with_generator(problem.shape),
+        batches=SampledBatches(with_images_to_generate(problem.batches.lengths), problem.batches.groups),
+        constraints=constraints,
+    )
+    evaluator = Evaluator(problem)
+    layer_costs = evaluator.layer_costs
     sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, pp, 1), "generator": MeshSize(1, 2, 1)}
     cuts = {"vision": (0, 5), "llm": (0, 3, 6) if pp == 2 else (0, 6), "generator": (0, 2, 5)}
     counts = {"vision": 8, "llm": 8, "generator": num_microbatches}
     layout = Layout("disaggregated", disaggregated_units(sizes, cuts), counts)
-    graph, machine = layout_graph(layout, layer_costs), machine_for(recipe(), "cpu-core")
+    graph = layout_graph(layout, layer_costs)
     assert [str(s.id) for s in graph.stages if graph.has_loss(s.id)] == [f"llm.{pp - 1}", "generator.1"]
     build_program(graph)
     assignment = MeshAssignment("disaggregated", sizes, counts)
-    chains = layer_chains(assignment, layer_costs, choices)
-    estimate_s = StepTimeEstimator(layer_costs, machine, None).estimate(
-        assignment, chains, [tuple(cuts.values())], [None] * 3
-    )[0]
-    candidate = evaluate_layout(layout, layer_costs, machine)
+    chains = evaluator.layer_chains(evaluator.enumerated(assignment))
+    [estimate_s] = evaluator.estimator(None).estimate(assignment, chains, [tuple(cuts.values())], [None] * 3)
+    candidate = simulated(layout, evaluator)
     slack = 1 + 1e-9
     assert 0 < max(map(chain_time_lower_bound, chains)) <= estimate_s * slack
     assert estimate_s <= candidate.step_time_s * slack
     assert set(candidate.memory) == set(range(3 + pp))
-    loads = layer_costs.loads(assignment.batch_split)[0]
+    loads = layer_costs.step_loads(assignment.batch_split)[0]
     assert sum(rows for mb, rows in loads.rows_out.items() if mb.unit == "llm") > 0
 
 
@@ -73,7 +77,7 @@ def test_gradients_pass_through_a_frozen_llm_where_an_encoder_trains() -> None:
     model = build_model_shape(recipe())
     assert all(input_grad_needed(with_generator(model, ("llm",)))["generator"])
     assert not input_grad_needed(with_generator(model, ("vision", "llm", "generator")))["generator"][-1]
-    graph = layout_graph(_layout(), replace(layer_costs_for(recipe())[0], shape=with_generator(model, ("llm",))))
+    graph = layout_graph(_layout(), LayerCosts(replace(problem_for(recipe()), shape=with_generator(model, ("llm",)))))
     assert graph.needs_backward(StageId("generator", 0))
 
 

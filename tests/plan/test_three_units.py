@@ -9,7 +9,8 @@ from mmtrain.balance import ItemLengths, SampleLengths
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan import Plan, stage_graph
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.program import build_program
 from mmtrain.recipe.schema import Recipe
 from tests.plan.factory import VISION, lengths, recipe
@@ -37,7 +38,14 @@ def heard(settings: Recipe) -> SampleLengths:
 
 
 def planned(settings: Recipe, world_size: int) -> Plan:
-    return plan(settings, heard(settings), world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64, top=99)
+    return plan_recipe(
+        settings,
+        heard(settings),
+        world_size=world_size,
+        hardware="cpu-core",
+        recipe_sha256="f" * 64,
+        request=PlanRequest(num_alternatives=99),
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -66,4 +74,4 @@ def test_a_fixed_pp_holds_for_the_middle_unit_of_a_pipeline(audio_pp: int) -> No
 def test_mesh_sizes_of_a_missing_unit_are_rejected() -> None:
     settings = recipe(parallel={"audio": {"tp": 2}})
     with pytest.raises(PlanError, match=r"parallel\.audio\.tp is set, but model\.audio is not: remove it"):
-        plan(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)
+        plan_recipe(settings, lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64)

@@ -1,6 +1,7 @@
 """What the command line may ask of the planner: fewer ranks, all losers, measured order, progress."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +9,13 @@ import pytest
 from mmtrain.errors import PlanError
 from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.recipe.schema import Recipe
-from tests.plan.factory import lengths, recipe, text_lengths
+from tests.plan.factory import problem_for, recipe
 
 
-def planned(settings: Recipe, world_size: int = 4, **more: Any) -> Plan:
-    samples = lengths() if settings.model.vision else text_lengths()
-    return plan(settings, samples, world_size=world_size, hardware="cpu-core", recipe_sha256="f" * 64, **more)
+def planned(settings: Recipe, world_size: int = 4, **wanted: Any) -> Plan:
+    return plan(replace(problem_for(settings, world_size=world_size), request=PlanRequest(**wanted)))
 
 
 def test_fewer_ranks_are_taken_only_where_they_may_be() -> None:
@@ -27,7 +28,7 @@ def test_fewer_ranks_are_taken_only_where_they_may_be() -> None:
 
 
 def test_all_losers_are_explained_on_demand() -> None:
-    few, every = planned(recipe(), top=1), planned(recipe(), top=1, explain=True)
+    few, every = planned(recipe(), num_alternatives=1), planned(recipe(), num_alternatives=1, explain=True)
     assert len(few.alternatives) == 1 < len(every.alternatives)
     assert all(a.reason for a in every.alternatives)
     assert every.model_copy(update={"alternatives": ()}) == few.model_copy(update={"alternatives": ()})
@@ -40,7 +41,7 @@ def test_the_plan_that_measures_fastest_is_chosen() -> None:
         asked.append(candidate)
         return 10.0 - len(asked)
 
-    chosen = planned(recipe(), top=3, measure=backwards)
+    chosen = planned(recipe(), num_alternatives=3, measure=backwards)
     assert len(asked) == 3
     assert [p.predicted.step_time_s for p in asked] == sorted(p.predicted.step_time_s for p in asked)
     assert chosen.units == asked[2].units
@@ -49,10 +50,10 @@ def test_the_plan_that_measures_fastest_is_chosen() -> None:
 
 def test_plans_that_cannot_be_run_are_not_chosen() -> None:
     seconds = iter([math.inf, 1.0, math.inf])
-    chosen = planned(recipe(), top=3, explain=True, measure=lambda _: next(seconds))
+    chosen = planned(recipe(), num_alternatives=3, explain=True, measure=lambda _: next(seconds))
     assert [a.reason for a in chosen.alternatives].count("could not be run here") == 2
     with pytest.raises(PlanError, match="none of the 2 plans predicted to be fastest could be run"):
-        planned(recipe(), top=2, measure=lambda _: math.inf)
+        planned(recipe(), num_alternatives=2, measure=lambda _: math.inf)
 
 
 def test_sizes_whose_state_alone_is_too_much_lost_for_memory() -> None:
@@ -66,10 +67,10 @@ def test_sizes_whose_state_alone_is_too_much_lost_for_memory() -> None:
 
 @pytest.mark.parametrize("parallel", [{}, {"max_gpus": 4}, {"placement": "unified"}])
 def test_progress_runs_to_its_end_through_all_searches(parallel: dict[str, Any]) -> None:
-    told: list[tuple[int, int]] = []
-    planned(recipe(parallel=parallel), progress=lambda done, total: told.append((done, total)))
-    totals = {total for _, total in told}
+    reported: list[tuple[int, int]] = []
+    planned(recipe(parallel=parallel), progress=lambda done, total: reported.append((done, total)))
+    totals = {total for _, total in reported}
     assert len(totals) == 1
-    assert told[0][0] == 0
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1][0] == totals.pop()
+    assert reported[0][0] == 0
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
+    assert reported[-1][0] == totals.pop()

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from mmtrain.data import build_index
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.recipe import load_recipe, recipe_fingerprint
 
 FOLDER = Path(__file__).parents[2] / "recipes/whatif"
@@ -19,13 +20,13 @@ def test_it_fits_its_cluster(name: str) -> None:
     recipe = load_recipe(FOLDER / name, ["parallel.placement=unified"]).recipe
     ranks, hardware = recipe.cluster.ranks, recipe.cluster.hardware
     assert ranks is not None
-    found = plan(
+    found = plan_recipe(
         recipe,
         build_index(recipe).lengths,
         world_size=ranks,
         hardware=hardware,
         recipe_sha256=recipe_fingerprint(recipe),
-        top=1,
+        request=PlanRequest(num_alternatives=1),
     )
     assert 0.05 < found.predicted.mfu < 0.7
     assert found.world_size == ranks

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from mmtrain.costs import machine_for
 from mmtrain.plan.artifact.layout import Layout, MeshSize, disaggregated_units, unified_units
-from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout
+from mmtrain.plan.candidate import Candidate
 from mmtrain.plan.explain.why_slower import explain_measured_slower, explain_slower
 from mmtrain.program import StageId
 from tests.plan import factory
@@ -17,11 +17,16 @@ SETTINGS = factory.recipe()
 
 def simulated(llm_bounds: tuple[int, ...], recompute: dict[str, range] | None = None) -> Candidate:
     """The encoder on one rank, the LLM's six layers on two."""
-    layer_costs, _ = factory.layer_costs_for(SETTINGS)
     sizes = {"vision": MeshSize(1, 1, 1), "llm": MeshSize(1, len(llm_bounds) - 1, 1)}
     units = disaggregated_units(sizes, {"vision": (0, 5), "llm": llm_bounds}, recompute or {})
     layout = Layout("disaggregated", units, {"vision": 8, "llm": 8})
-    return evaluate_layout(layout, layer_costs, machine_for(SETTINGS, "cpu-core"))
+    return factory.simulated(layout, factory.evaluator_for(SETTINGS))
+
+
+def changed(candidate: Candidate, **fields: Any) -> Candidate:
+    """The candidate with another simulation."""
+    assert candidate.simulation is not None
+    return replace(candidate, simulation=replace(candidate.simulation, **fields))
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +36,9 @@ def even() -> Candidate:
 
 def test_the_busiest_rank_is_reported_with_all_its_stages() -> None:
     """In one pipeline of one rank all stages are the busiest rank's."""
-    layer_costs, _ = factory.layer_costs_for(SETTINGS)
-    units = unified_units(layer_costs.shape, MeshSize(1, 1, 1), (0, 11))
-    candidate = evaluate_layout(
-        Layout("unified", units, {"vision": 8, "llm": 8}), layer_costs, machine_for(SETTINGS, "cpu-core")
-    )
+    evaluator = factory.evaluator_for(SETTINGS)
+    units = unified_units(evaluator.problem.shape, MeshSize(1, 1, 1), (0, 11))
+    candidate = factory.simulated(Layout("unified", units, {"vision": 8, "llm": 8}), evaluator)
     assert candidate.busiest_stages == (StageId("vision", 0), StageId("llm", 0))
     assert candidate.busiest_s == pytest.approx(candidate.step_time_s * (1 - sum(candidate.bubbles.values())), rel=1e-4)
 
@@ -55,10 +58,10 @@ def test_an_uneven_partition_is_called_load_imbalance(even: Candidate) -> None:
 def test_a_plan_that_idles_longer_names_the_bubble(even: Candidate) -> None:
     """The same work, evenly spread, in a longer step: only the pipeline's cool-down has grown."""
     busy = 1 - sum(even.bubbles.values())
-    flat = replace(even, busiest_s=busy * even.step_time_s)
+    flat = changed(even, busiest_s=busy * even.step_time_s)
     longer = {kind: share / 2 for kind, share in even.bubbles.items()} | {"pp_warmup": 0.0, "pp_cooldown": 0.0}
     longer["pp_cooldown"] = 1 - busy / 2 - sum(longer.values())
-    waits = replace(flat, step_time_s=2 * even.step_time_s, bubbles=longer)
+    waits = changed(flat, step_time_s=2 * even.step_time_s, bubbles=longer)
     assert explain_slower(waits, flat) == (
         f"2.00x slower: its ranks idle {1 - busy / 2:.0%} of the step, the chosen plan's {1 - busy:.0%}; "
         "pp_cooldown grows most"
@@ -66,6 +69,7 @@ def test_a_plan_that_idles_longer_names_the_bubble(even: Candidate) -> None:
 
 
 def test_a_measured_ratio_stands_before_the_predicted_one(even: Candidate) -> None:
-    slow = replace(even, step_time_s=1.5 * even.step_time_s)
-    assert explain_measured_slower(slow, even, 1.25) == "1.25x slower as measured, 1.50x as predicted"
-    assert explain_measured_slower(slow, even, math.inf) == "could not be run here"
+    slow = changed(even, step_time_s=1.5 * even.step_time_s)
+    chosen = even.measured(2.0)
+    assert explain_measured_slower(slow.measured(2.5), chosen) == "1.25x slower as measured, 1.50x as predicted"
+    assert explain_measured_slower(slow.measured(math.inf), chosen) == "could not be run here"

@@ -9,7 +9,7 @@ import pytest
 
 from mmtrain.plan import Plan
 from mmtrain.plan.estimate.simulate_plan import simulate_plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.program import Timeline
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
 from mmtrain.report import StepMetrics, TimeSplit
@@ -22,7 +22,7 @@ from tests.plan import factory
 def simulated_plan() -> tuple[Plan, Timeline]:
     """A plan on two ranks, and a simulated step."""
     settings = factory.recipe()
-    chosen = plan(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
+    chosen = plan_recipe(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
     layer_costs, _ = factory.layer_costs_for(settings)
     dp = {name: unit.dp for name, unit in chosen.units.items()}
     [batch, *_] = layer_costs.batches.lay_out(dp, chosen.schedule.num_microbatches)

@@ -3,13 +3,21 @@
 import pytest
 
 from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
+from mmtrain.plan.problem import PlanRequest
 from mmtrain.report.scaling import ScalingPoint, scaling_json, scaling_rows, scaling_table, scaling_verdict
 from tests.plan.factory import lengths, recipe
 
 
 def small_plan() -> Plan:
-    return plan(recipe(), lengths(), world_size=2, hardware="cpu-core", recipe_sha256="f" * 64, top=1)
+    return plan_recipe(
+        recipe(),
+        lengths(),
+        world_size=2,
+        hardware="cpu-core",
+        recipe_sha256="f" * 64,
+        request=PlanRequest(num_alternatives=1),
+    )
 
 
 def scaled(gpus: int, tokens_per_s: float) -> ScalingPoint:

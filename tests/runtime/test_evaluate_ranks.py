@@ -14,7 +14,7 @@ from mmtrain.balance import SampleLengths
 from mmtrain.checkpoint import open_newest_good
 from mmtrain.errors import MmtrainError
 from mmtrain.plan import Plan
-from mmtrain.plan.planner import plan as planner
+from mmtrain.plan.planner import plan_recipe as planner
 from mmtrain.recipe import Recipe, load_recipe, recipe_fingerprint
 from mmtrain.report import EvaluationResult
 from mmtrain.runtime.evaluation.generate import load_weights

@@ -9,7 +9,7 @@ import pytest
 from mmtrain.costs import AnalyticCosts, CostTable, MeasuredCosts, TokenLoad, preset
 from mmtrain.errors import PlanError, UserError
 from mmtrain.models.model_shape import build_model_shape
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.profiled_sizes import sizes_to_measure
 from mmtrain.recipe import Recipe
 from mmtrain.runtime.profiling.layer_profiler import median_without_outliers
@@ -78,10 +78,10 @@ def test_the_planner_takes_a_table_and_says_so(table: CostTable, tmp_path: Path)
     path = tmp_path / "costs.json"
     table.save(path)
     settings = _recipe(cluster={"costs": path})
-    found = plan(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
+    found = plan_recipe(settings, factory.lengths(), world_size=2, hardware="cpu-core", recipe_sha256="x")
     assert found.predicted.cost_source.startswith("measured: ")
     with pytest.raises(PlanError, match=r"cluster\.costs: .* was made for hardware cpu-core, but .* h100-80g"):
-        plan(settings, factory.lengths(), world_size=8, hardware="h100-80g", recipe_sha256="x")
+        plan_recipe(settings, factory.lengths(), world_size=8, hardware="h100-80g", recipe_sha256="x")
 
 
 def test_probes_fill_the_recipes_sequences() -> None:

@@ -1,241 +1,265 @@
-"""Search the fastest colocated plans of a recipe: meshes by their time lower bound, then orders by simulation."""
+"""The fastest `colocated` candidates: meshes in the order of their lower bounds, with the best order of encoders."""
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 
-from mmtrain.costs import Hardware, RankMemory
 from mmtrain.plan.artifact.layout import Layout, MeshSize, split_tp_group
-from mmtrain.plan.artifact.plan import Alternative, SchedulePlan
+from mmtrain.plan.artifact.plan import SchedulePlan
+from mmtrain.plan.budget import SearchBudget
+from mmtrain.plan.candidate import (
+    EQUAL_STEP_TIME_RATIO,
+    Candidate,
+    MeshAssignment,
+    Rejected,
+    SearchResults,
+    partition_of,
+)
 from mmtrain.plan.colocated.colocated_layouts import colocated_layout, encoder_mesh_sizes, llm_mesh_sizes
 from mmtrain.plan.colocated.encoder_order import max_ahead_choices, plan_encoder_order
 from mmtrain.plan.colocated.llm_alone import min_in_flight, simulate_llm_alone
 from mmtrain.plan.colocated.stage_kernels import compute_share
 from mmtrain.plan.colocated.tp_bubbles import fill_tp_bubbles, overlaps_collectives
-from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout, schedule_memory
+from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, LayerCosts, num_microbatches_of
-from mmtrain.plan.estimate.memory_fit import explain_misfit
-from mmtrain.plan.search.best_first_search import EQUAL_STEP_TIME_RATIO, Progress, SearchResults
+from mmtrain.plan.problem import PlanningProblem
+from mmtrain.plan.progress import Progress, progress_of_part
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import layout_graph
 from mmtrain.program.ir.graph import LLM
 
-MAX_SIMULATED_LAYOUTS = 8  # layouts whose orders are planned and simulated
-VPP_CHOICES = (1, 2, 4)  # model chunks of the LLM on a pipeline rank that are tried
-RECOMPUTE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers that are recomputed
-_LayoutResult = Layout | Alternative | None  # a layout, or why it cannot run; None: too few layers, not worth a line
+RecomputeShares = Mapping[str, float]  # by unit: share of each stage's layers that is recomputed
 
 
-@dataclass(frozen=True)
-class _ColocatedMeshes:
-    """A mesh for every unit, before layers are divided into stages, and a lower bound of the step time."""
+class ColocatedStrategy:
+    """Encoders on the LLM's ranks, with their layers in the bubbles of its pipeline (Optimus, arXiv 2408.03505)."""
 
-    encoders: Mapping[str, MeshSize]
-    llm: MeshSize
-    bound_s: float
+    def num_searches(self, problem: PlanningProblem) -> int:
+        """Return the number of rank counts: each is searched by itself."""
+        return len(problem.cluster.rank_counts)
 
-    def __str__(self) -> str:
-        return "colocated: " + ", ".join(f"{unit} {size}" for unit, size in [*self.encoders.items(), (LLM, self.llm)])
+    def search(
+        self,
+        problem: PlanningProblem,
+        evaluator: Evaluator,
+        budget: SearchBudget,
+        incumbent: Candidate | None,
+        progress: Progress | None = None,
+    ) -> SearchResults:
+        """Search every number of ranks; all compete with the same incumbent."""
+        incumbent_s = math.inf if incumbent is None else incumbent.step_time_s
+        counts = problem.cluster.rank_counts
+        of_counts = [
+            search_colocated(evaluator, num_ranks, incumbent_s, progress_of_part(progress, part, 1, len(counts)))
+            for part, num_ranks in enumerate(counts)
+        ]
+        return SearchResults().merged(*of_counts)
 
 
 def search_colocated(
-    layer_costs: LayerCosts,
-    choices: Mapping[str, UnitChoices],
-    machine: Hardware,
-    world_size: int,
-    fastest: float = math.inf,
-    progress: Progress | None = None,
+    evaluator: Evaluator, num_ranks: int, incumbent_s: float = math.inf, progress: Progress | None = None
 ) -> SearchResults:
-    """Plan and simulate the colocated layouts on `world_size` ranks that may beat `fastest` seconds.
+    """Schedule and simulate the colocated layouts on `num_ranks` ranks that may beat a step of `incumbent_s` seconds.
 
-    Layouts are tried in the order of their lower bounds. In each one the encoders' layers are put into the LLM's
-    bubbles, and that order is kept if it is faster than the coarse one, which runs encoders before and after the LLM.
-    In the fastest few, pieces of layers are then put into the gaps inside the LLM's layers (`tp_bubbles`).
-
-    Where no order fits into memory, the encoders stay closer to the LLM, which then waits for them. Where that does not
-    fit either and the recipe leaves it open, layers are recomputed, the encoders' before the LLM's.
-
-    Models without an encoder, or with a unit behind the LLM, have no colocated layouts.
+    Layouts are tried in the order of their lower bounds. Of each, the encoders' layers are put into the LLM's bubbles,
+    and that order is kept if it is faster than the coarse one; of the fastest few, pieces of layers are put into the
+    gaps inside the LLM's layers (see `tp_bubbles`). Where no order fits into memory, encoders are kept closer to the
+    LLM, which then waits for them. Where nothing fits otherwise and the recipe leaves it open, layers are recomputed,
+    encoders' before the LLM's. Models with a unit behind the LLM have no colocated layouts, nor those without encoders.
     """
-    encoders = {edge.src for edge in layer_costs.shape.edges if edge.dst == LLM}
-    if not encoders or {unit.name for unit in layer_costs.shape.units} != encoders | {LLM}:
-        return SearchResults((), ())
-    candidates: list[Candidate] = []
-    rejected: list[Alternative] = []
-    fastest_elsewhere = fastest
-    levels = _recompute_levels(layer_costs)
-    num_simulated = 0
-    enumerated = _enumerate_meshes(layer_costs, choices, world_size, overlaps_collectives(machine))
-    for meshes in sorted(enumerated, key=lambda m: (m.bound_s, m.llm.pp, m.llm.tp)):
-        if meshes.bound_s > fastest * EQUAL_STEP_TIME_RATIO:  # and so are all that follow
-            ratio = meshes.bound_s / fastest
-            rejected.append(_reject(meshes, f"at least {ratio:.2f}x slower by the lower bound of its compute time"))
+    shape = evaluator.problem.shape
+    encoders = {edge.src for edge in shape.edges if edge.dst == LLM}
+    if not encoders or {unit.name for unit in shape.units} != encoders | {LLM}:
+        return SearchResults()
+    budget = evaluator.budget.colocated
+    simulated: list[Candidate] = []
+    rejected: list[Rejected] = []
+    levels = _recompute_levels(evaluator.layer_costs, budget.recompute_shares)
+    num_scheduled, fastest_s = 0, incumbent_s
+    for candidate in sorted(_enumerate(evaluator, num_ranks), key=_search_order):
+        if candidate.time_lower_bound_s > fastest_s * EQUAL_STEP_TIME_RATIO:  # so are all candidates that follow
+            slower = f"at least {candidate.time_lower_bound_s / fastest_s:.2f}x slower"
+            rejected.append(Rejected(candidate, f"{slower}: its work cannot be done sooner"))
             break
-        if num_simulated >= MAX_SIMULATED_LAYOUTS:
+        if num_scheduled >= budget.max_simulated_layouts:
             break
         if progress is not None:
-            progress(num_simulated, MAX_SIMULATED_LAYOUTS)
-        layout_at = cache(partial(_layout_at_level, meshes, levels, layer_costs, machine))
-        smallest = layout_at(len(levels) - 1)
-        result: Candidate | Alternative | None = smallest if isinstance(smallest, Alternative) else None
-        for level in _levels_that_may_fit(layout_at, len(levels)) if isinstance(smallest, Layout) else ():
-            layout = layout_at(level)
-            if isinstance(layout, Layout):
-                # The first layout is simulated however slow it is, so that the ranking shows a colocated plan.
-                limit = fastest * EQUAL_STEP_TIME_RATIO if candidates else math.inf
-                result = _simulate_fastest_order(meshes, layout, layer_costs, machine, limit)
-                num_simulated += 1
-            else:
-                result = layout
-            lacks_memory = isinstance(result, Alternative) and result.peak_memory_gib is not None
-            if not lacks_memory:
-                break  # recomputing more layers only saves memory
-        if isinstance(result, Candidate):
-            candidates.append(result)
-            fastest = min(fastest, result.step_time_s)
-        elif result is not None:
-            rejected.append(result)
-    return SearchResults(fill_tp_bubbles(candidates, layer_costs, machine, fastest_elsewhere), tuple(rejected))
+            progress(num_scheduled, budget.max_simulated_layouts)
+        # One candidate is simulated even if it is slow, so that the ranking has its figures.
+        limit_s = fastest_s * EQUAL_STEP_TIME_RATIO if simulated else math.inf
+        trial = _Trial(candidate, evaluator, levels, limit_s)
+        outcome = trial.run()
+        num_scheduled += trial.num_scheduled
+        if isinstance(outcome, Candidate):
+            simulated.append(outcome)
+            fastest_s = min(fastest_s, outcome.step_time_s)
+        elif outcome is not None:
+            rejected.append(outcome)
+    return SearchResults(fill_tp_bubbles(simulated, evaluator, incumbent_s), tuple(rejected))
 
 
-def has_colocated_meshes(choices: Mapping[str, UnitChoices], world_size: int) -> bool:
-    """Return whether some meshes of all units are colocated on exactly `world_size` ranks."""
+def has_colocated_meshes(choices: Mapping[str, UnitChoices], num_ranks: int) -> bool:
+    """Return whether there are colocated meshes on so many ranks."""
     if len(choices) < 2:
         return False
-    meshes = (encoders for llm in llm_mesh_sizes(choices, world_size) for encoders in encoder_mesh_sizes(choices, llm))
+    meshes = (encoders for llm in llm_mesh_sizes(choices, num_ranks) for encoders in encoder_mesh_sizes(choices, llm))
     return next(meshes, None) is not None
 
 
-def _enumerate_meshes(
-    layer_costs: LayerCosts, choices: Mapping[str, UnitChoices], world_size: int, overlaps: bool
-) -> Iterator[_ColocatedMeshes]:
-    """Return all meshes with their bounds; `overlaps` is whether ranks compute while they communicate."""
-    known: dict[tuple[str, int], float] = {}
-    for llm_size in llm_mesh_sizes(choices, world_size):
-        for llm in _with_chunks(llm_size, choices[LLM]):
-            for encoders in encoder_mesh_sizes(choices, llm_size):
-                yield _ColocatedMeshes(encoders, llm, _step_time_bound(layer_costs, encoders, llm, known, overlaps))
+@dataclass
+class _Trial:
+    """The attempt to make one mesh assignment run: with more and more recompute until some order fits into memory."""
+
+    candidate: Candidate
+    evaluator: Evaluator
+    levels: list[RecomputeShares]
+    limit_s: float  # layouts whose LLM alone takes longer are not scheduled
+    num_scheduled: int = field(default=0)
+
+    def run(self) -> Candidate | Rejected | None:
+        """Return the fastest order under the least recompute that fits; None if the layers are too few for the mesh."""
+
+        @cache
+        def layout_at(level: int) -> Layout | Rejected | None:
+            return _lay_out(self.candidate, self.levels[level], self.evaluator)
+
+        last = len(self.levels) - 1
+        if not isinstance(layout_at(last), Layout):
+            least_memory = layout_at(last)
+            return None if least_memory is None or isinstance(least_memory, Layout) else least_memory
+        # More recompute never needs more memory, so the first level under which some order can run is found by halving.
+        first = bisect_left(range(last + 1), True, key=lambda level: isinstance(layout_at(level), Layout))
+        outcome: Candidate | Rejected | None = None
+        for level in range(first, last + 1):
+            layout = layout_at(level)
+            if not isinstance(layout, Layout):
+                outcome = layout
+            else:
+                self.num_scheduled += 1
+                outcome = _schedule_and_simulate(self.candidate, layout, self.evaluator, self.limit_s)
+            if not isinstance(outcome, Rejected) or outcome.need_gib is None:
+                break  # it runs, or more memory would not help
+        return outcome
 
 
-def _with_chunks(size: MeshSize, unit: UnitChoices) -> Iterator[MeshSize]:
-    """Return the mesh with the recipe's vpp, or else with each of `VPP_CHOICES` for which there are enough layers."""
-    for vpp in VPP_CHOICES if unit.fixed_vpp is None else (unit.fixed_vpp,):
-        if vpp == 1 or (size.pp > 1 and size.pp * vpp <= unit.layers):
-            yield replace(size, vpp=vpp)
+def _search_order(candidate: Candidate) -> tuple[float, int, int]:
+    llm = candidate.assignment.meshes[LLM]
+    return candidate.time_lower_bound_s, llm.pp, llm.tp
 
 
-def _step_time_bound(
-    layer_costs: LayerCosts,
-    encoders: Mapping[str, MeshSize],
-    llm: MeshSize,
-    known: dict[tuple[str, int], float],
-    overlaps: bool,
-) -> float:
-    """Return a lower bound of the step time in seconds, for microbatches of mean cost and without messages.
-
-    It is the time of the LLM's pipeline alone, or of the work of a rank if that is longer.
-
-    Args:
-        layer_costs: costs of the model on the sampled batches.
-        encoders: meshes of the encoders.
-        llm: mesh of the LLM.
-        known: filled here. By encoder and tp, rank-seconds of its work over all replicas; they are computed once, since
-            they hardly depend on how items are shared out. For the LLM, the share of its time in which it computes.
-        overlaps: a rank computes for one unit while it communicates for another, so only compute is counted.
-    """
-    sizes = {unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in layer_costs.shape.units}
-    split = layer_costs.batch_split({unit: size.dp for unit, size in sizes.items()})
-    num_microbatches = num_microbatches_of(split)
-    for unit, size in encoders.items():
-        if (unit, size.tp) not in known:
-            unit_s = float(layer_costs.unit_costs(unit, size.tp, split).seconds.sum())
-            share = compute_share(layer_costs, unit, size.tp, split) if overlaps else 1.0
-            known[unit, size.tp] = unit_s / size.pp * num_microbatches[unit] * size.ranks * share
-    forward_and_backward = layer_costs.unit_times(LLM, llm.tp, split).mean[:, [FORWARD, BACKWARD]]
-    llm_work_s = forward_and_backward.sum() / llm.pp * num_microbatches[LLM]
-    llm_alone_s = llm_work_s * (1 + (llm.pp - 1) / llm.vpp / num_microbatches[LLM])
-    if overlaps:
-        if (LLM, llm.tp) not in known:
-            known[LLM, llm.tp] = compute_share(layer_costs, LLM, llm.tp, split)
-        llm_work_s *= known[LLM, llm.tp]
-    encoder_work_s = sum(known[unit, size.tp] / size.ranks for unit, size in encoders.items())
-    return float(max(llm_alone_s, llm_work_s + encoder_work_s))
+def _enumerate(evaluator: Evaluator, num_ranks: int) -> Iterator[Candidate]:
+    """List every colocated mesh assignment with the lower bound of its step."""
+    layer_costs, choices = evaluator.layer_costs, evaluator.problem.choices
+    bound = _StepBound(layer_costs, overlaps_collectives(evaluator.problem.hardware))
+    colocated_vpp = evaluator.budget.meshes.colocated_vpp
+    for llm_mesh in llm_mesh_sizes(choices, num_ranks):
+        for llm in _with_chunks(llm_mesh, choices[LLM], colocated_vpp):
+            for encoders in encoder_mesh_sizes(choices, llm_mesh):
+                meshes = {
+                    unit.name: llm if unit.name == LLM else encoders[unit.name] for unit in layer_costs.shape.units
+                }
+                split = layer_costs.batch_split({unit: mesh.dp for unit, mesh in meshes.items()})
+                assignment = MeshAssignment("colocated", meshes, num_microbatches_of(split))
+                yield evaluator.enumerated(assignment).bounded(bound.seconds(assignment))
 
 
-def _recompute_levels(layer_costs: LayerCosts) -> list[dict[str, float]]:
-    """Return shares of layers to recompute, by unit whose recompute is `auto`: of the encoders first, then the LLM."""
+def _with_chunks(mesh: MeshSize, unit: UnitChoices, open_vpp: tuple[int, ...]) -> Iterator[MeshSize]:
+    """List the mesh with the numbers of model chunks that its layers allow, or with the number the recipe fixes."""
+    for vpp in open_vpp if unit.fixed_vpp is None else (unit.fixed_vpp,):
+        if vpp == 1 or (mesh.pp > 1 and mesh.pp * vpp <= unit.layers):
+            yield replace(mesh, vpp=vpp)
+
+
+@dataclass
+class _StepBound:
+    """The least seconds of a colocated step, for mean microbatches and without messages."""
+
+    layer_costs: LayerCosts
+    is_overlapped: bool  # one unit's collectives may run while another computes
+    # Rank-seconds of an encoder's work over all replicas, by unit and tp. Taken from the first mesh with that tp: how
+    # items are divided over replicas hardly changes it.
+    encoder_work: dict[tuple[str, int], float] = field(default_factory=dict)
+    llm_compute_share: dict[int, float] = field(default_factory=dict)  # by tp
+
+    def seconds(self, assignment: MeshAssignment) -> float:
+        """Return the seconds of the LLM's pipeline alone, or of one rank's share of all work if that is more."""
+        llm = assignment.meshes[LLM]
+        encoders = {unit: mesh for unit, mesh in assignment.meshes.items() if unit != LLM}
+        num_llm = assignment.num_microbatches[LLM]
+        for unit, mesh in encoders.items():
+            if (unit, mesh.tp) not in self.encoder_work:
+                self.encoder_work[unit, mesh.tp] = self._encoder_work(unit, mesh, assignment)
+        times = self.layer_costs.unit_times(LLM, llm.tp, assignment.batch_split)
+        llm_rank_s = times.mean[:, [FORWARD, BACKWARD]].sum() / llm.pp * num_llm
+        pipeline_s = llm_rank_s * (1 + (llm.pp - 1) / llm.vpp / num_llm)
+        if self.is_overlapped:
+            llm_rank_s *= self._llm_compute_share(llm.tp, assignment)
+        encoder_rank_s = sum(self.encoder_work[unit, mesh.tp] / mesh.ranks for unit, mesh in encoders.items())
+        return float(max(pipeline_s, llm_rank_s + encoder_rank_s))
+
+    def _encoder_work(self, unit: str, mesh: MeshSize, assignment: MeshAssignment) -> float:
+        split = assignment.batch_split
+        share = compute_share(self.layer_costs, unit, mesh.tp, split) if self.is_overlapped else 1.0
+        microbatch_s = float(self.layer_costs.unit_costs(unit, mesh.tp, split).seconds.sum())
+        return microbatch_s / mesh.pp * assignment.num_microbatches[unit] * mesh.ranks * share
+
+    def _llm_compute_share(self, tp: int, assignment: MeshAssignment) -> float:
+        if tp not in self.llm_compute_share:
+            self.llm_compute_share[tp] = compute_share(self.layer_costs, LLM, tp, assignment.batch_split)
+        return self.llm_compute_share[tp]
+
+
+def _recompute_levels(layer_costs: LayerCosts, shares: tuple[float, ...]) -> list[RecomputeShares]:
+    """List what to recompute where the recipe leaves it open: more and more of the encoders' layers, then the LLM's."""
     free = [unit for unit, mode in layer_costs.recompute.items() if mode == "auto"]
-    encoders = [{unit: share for unit in free if unit != LLM} for share in RECOMPUTE_SHARES]
-    return encoders + [encoders[-1] | {LLM: share} for share in RECOMPUTE_SHARES[1:] if LLM in free]
+    of_encoders = [{unit: share for unit in free if unit != LLM} for share in shares]
+    of_llm = [of_encoders[-1] | {LLM: share} for share in shares[1:] if LLM in free]
+    return [*of_encoders, *of_llm]
 
 
-def _levels_that_may_fit(layout_at: Callable[[int], _LayoutResult], num_levels: int) -> range:
-    """Return the levels under which some order may fit; recomputing more never needs more memory."""
-    first = bisect_left(range(num_levels), True, key=lambda level: isinstance(layout_at(level), Layout))
-    return range(first, num_levels)
-
-
-def _layout_at_level(
-    meshes: _ColocatedMeshes,
-    levels: Sequence[Mapping[str, float]],
-    layer_costs: LayerCosts,
-    machine: Hardware,
-    level: int,
-) -> _LayoutResult:
-    """Return the layout of these meshes at a level of recomputing, or why no order of it can run."""
-    layout = colocated_layout(layer_costs, meshes.encoders, meshes.llm, levels[level])
+def _lay_out(candidate: Candidate, recompute: RecomputeShares, evaluator: Evaluator) -> Layout | Rejected | None:
+    """Divide every unit into stages, or say why no order of them can run; None if the layers are too few."""
+    layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
+    meshes = candidate.assignment.meshes
+    encoders = {unit: mesh for unit, mesh in meshes.items() if unit != LLM}
+    layout = colocated_layout(layer_costs, encoders, meshes[LLM], recompute)
     if layout is None:
         return None
-    tp_group = split_tp_group(layout.units, machine.ranks_per_node)
+    tp_group = split_tp_group(layout.units, hardware.ranks_per_node)
     if tp_group is not None:
-        return _reject(meshes, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
+        return Rejected(candidate, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
     graph = layout_graph(layout, layer_costs)
-    min_memory = layer_costs.memory(graph, min_in_flight(graph))
-    if max(memory.total for memory in min_memory.values()) > machine.memory_bytes:
-        return _reject_for_memory(meshes, layer_costs, min_memory, machine)
+    least_memory = layer_costs.memory(graph, min_in_flight(graph))
+    if max(memory.total for memory in least_memory.values()) > evaluator.memory_bytes:
+        return evaluator.misfit(candidate, least_memory)
     return layout
 
 
-def _simulate_fastest_order(
-    meshes: _ColocatedMeshes, layout: Layout, layer_costs: LayerCosts, machine: Hardware, limit_s: float
-) -> Candidate | Alternative:
-    """Return the faster of the planned and the coarse order that fit.
-
-    Or return why: no order fits, or the LLM alone takes longer than `limit_s`.
-    """
+def _schedule_and_simulate(
+    candidate: Candidate, layout: Layout, evaluator: Evaluator, limit_s: float
+) -> Candidate | Rejected:
+    """Return the faster of the planned and the coarse order that fit; or why none fits or can be fast enough."""
+    layer_costs, hardware = evaluator.layer_costs, evaluator.problem.hardware
     graph = layout_graph(layout, layer_costs)
-    llm_alone = simulate_llm_alone(graph, layer_costs, machine)
+    llm_alone = simulate_llm_alone(graph, layer_costs, hardware)
     if llm_alone.step_time_s > limit_s:
-        recomputes = any(unit.num_recomputed for unit in layout.units.values())
-        cause = " when layers are recomputed to fit" if recomputes else ""
-        ratio = llm_alone.step_time_s / limit_s
-        return _reject(meshes, f"at least {ratio:.2f}x slower: the LLM alone takes that long{cause}")
-    counts = dict(layout.num_microbatches)
-    fitting: list[SchedulePlan] = []
-    coarse = SchedulePlan(kind="coarse", num_microbatches=counts)
-    for max_ahead in max_ahead_choices(meshes.llm.pp):
-        order = plan_encoder_order(graph, layer_costs, machine, max_ahead=max_ahead, llm_alone=llm_alone)
-        planned = SchedulePlan(kind="explicit", num_microbatches=counts, order=order)
-        for schedule in (planned, coarse) if max_ahead is None else (planned,):
-            memory = schedule_memory(graph, schedule, layer_costs)
-            if max(m.total for m in memory.values()) <= machine.memory_bytes:
-                fitting.append(schedule)
-        if fitting:
-            simulated = [evaluate_layout(layout, layer_costs, machine, schedule) for schedule in fitting]
-            return min(simulated, key=lambda candidate: candidate.step_time_s)
-    return _reject_for_memory(meshes, layer_costs, memory, machine)
-
-
-def _reject(meshes: _ColocatedMeshes, reason: str, peak_gib: float | None = None) -> Alternative:
-    return Alternative(
-        summary=str(meshes), placement="colocated", step_time_s=None, peak_memory_gib=peak_gib, reason=reason
-    )
-
-
-def _reject_for_memory(
-    meshes: _ColocatedMeshes, layer_costs: LayerCosts, memory: Mapping[int, RankMemory], machine: Hardware
-) -> Alternative:
-    misfit = explain_misfit(layer_costs, memory, machine)
-    return _reject(meshes, misfit.reason, misfit.need_gib)
+        is_recomputed = any(unit.num_recomputed for unit in layout.units.values())
+        cause = " when layers are recomputed to fit" if is_recomputed else ""
+        slower = f"at least {llm_alone.step_time_s / limit_s:.2f}x slower"
+        return Rejected(candidate, f"{slower}: the LLM alone takes that long{cause}")
+    candidate = candidate.partitioned(partition_of(layout))
+    num_microbatches = dict(layout.num_microbatches)
+    coarse = SchedulePlan(kind="coarse", num_microbatches=num_microbatches)
+    for max_ahead in max_ahead_choices(candidate.assignment.meshes[LLM].pp):
+        order = plan_encoder_order(graph, layer_costs, hardware, max_ahead=max_ahead, llm_alone=llm_alone)
+        planned = SchedulePlan(kind="explicit", num_microbatches=num_microbatches, order=order)
+        schedules = [planned, coarse] if max_ahead is None else [planned]
+        outcomes = [evaluator.fit_schedule(candidate, layout, schedule) for schedule in schedules]
+        fitted = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
+        if fitted:
+            return min((evaluator.simulate(fit) for fit in fitted), key=lambda simulated: simulated.step_time_s)
+    misfit = outcomes[-1]
+    assert isinstance(misfit, Rejected)
+    return misfit

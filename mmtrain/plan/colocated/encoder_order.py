@@ -16,13 +16,14 @@ from itertools import chain
 import numpy as np
 
 from mmtrain.costs import Hardware
+from mmtrain.plan.artifact.plan import SchedulePlan
 from mmtrain.plan.colocated.bubble_schedule import EncoderPlan, EncoderSchedule, LlmTimeline, schedule_encoder
 from mmtrain.plan.colocated.bubbles import FloatArray
 from mmtrain.plan.colocated.emit_order import TimedPass, emit_rank_order
 from mmtrain.plan.colocated.llm_alone import StagePass, find_bubbles, simulate_llm_alone, with_delayed_forwards
 from mmtrain.plan.colocated.stage_kernels import StageKernels, communication_gaps, segment_costs, stage_kernels
-from mmtrain.plan.estimate.evaluate import Candidate, simulate_first_batch
 from mmtrain.plan.estimate.layer_costs import LayerCosts
+from mmtrain.plan.estimate.layout_simulation import simulate_first_batch
 from mmtrain.program.ir.actions import Backward, Compute, Direction, Forward
 from mmtrain.program.ir.graph import LLM, Microbatch, StageGraph, StageId, UnitMesh, microbatches_per_block
 from mmtrain.program.trace.timeline import Span, Timeline
@@ -105,19 +106,18 @@ def max_ahead_choices(llm_pp: int) -> tuple[int | None, ...]:
     return None, 2 * llm_pp, 0
 
 
-def scheduling_efficiency(candidate: Candidate, layer_costs: LayerCosts, machine: Hardware) -> float | None:
-    """Return the share of the encoders' compute that lies inside the LLM's own step; None if not colocated.
+def scheduling_efficiency(
+    graph: StageGraph, schedule: SchedulePlan, layer_costs: LayerCosts, machine: Hardware
+) -> float | None:
+    """Return the share of the encoders' compute that lies inside the LLM's own step; None if they compute nothing.
 
     That step starts with the LLM's first forward and takes as long as the LLM alone (Optimus' measure). It is taken of
     the first sampled batch.
     """
-    if candidate.layout.placement != "colocated":
-        return None
-    graph = candidate.graph
     llm_step_s = simulate_llm_alone(graph, layer_costs, machine).step_time_s
     computes = [
         (span.action.stage.unit, span.start_s, span.duration_s)
-        for span in simulate_first_batch(candidate, layer_costs, machine).spans
+        for span in simulate_first_batch(graph, schedule, layer_costs, machine).spans
         if isinstance(span.action, Compute)
     ]
     llm_start = min(start for unit, start, _ in computes if unit == LLM)

@@ -15,8 +15,8 @@ from mmtrain.plan.colocated.bubble_schedule import LlmTimeline
 from mmtrain.plan.colocated.bubbles import FreeTime
 from mmtrain.plan.colocated.latest_forwards import delay_forwards
 from mmtrain.plan.colocated.stage_kernels import communication_gaps
-from mmtrain.plan.estimate.evaluate import PrecomputedTiming, model_timing
 from mmtrain.plan.estimate.layer_costs import LayerCosts, batch_split_of
+from mmtrain.plan.estimate.layout_simulation import PrecomputedTiming, model_timing
 from mmtrain.program.ir.actions import Compute, Direction, Forward, Pass, ReduceGrads, ReduceShared
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId, microbatches_per_block
 from mmtrain.program.ir.segments import direction
@@ -37,7 +37,7 @@ def simulate_llm_alone(graph: StageGraph, layer_costs: LayerCosts, machine: Hard
         for stage, stage_seconds in layer_costs.stage_seconds(graph).items()
         if stage.unit == LLM
     }
-    model = model_timing(llm_graph, layer_costs, layer_costs.loads(batch_split_of(graph))[0], machine)
+    model = model_timing(llm_graph, layer_costs, layer_costs.step_loads(batch_split_of(graph))[0], machine)
     return simulate(lower(build_1f1b(llm_graph)), _MeanTiming(model, seconds), 1)
 
 

@@ -1,18 +1,17 @@
-"""What layers cost on the drawn batches: for cutting stages, for lower bounds and for the memory rule."""
+"""Seconds and bytes of a model's layers on the sampled batches: what partitions, lower bounds and memory rest on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mmtrain.costs import (
-    CostModel,
+    ComputeKind,
     HeldLayers,
-    Precision,
     RankMemory,
     TokenLoad,
     input_grad_needed,
@@ -28,22 +27,23 @@ from mmtrain.costs.rank_memory import (
     layer_state,
     layer_working_bytes,
 )
-from mmtrain.models.model_shape import LayerShape, ModelShape
+from mmtrain.models.model_shape import LayerShape
 from mmtrain.plan.artifact.layout import MeshSize, disaggregated_units
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
+from mmtrain.plan.budget import DEFAULT_BUDGET, SearchBudget
 from mmtrain.plan.estimate.load_arrays import LoadArrays, load_arrays, seconds_of_loads
-from mmtrain.plan.estimate.sample_batches import SampledBatches
-from mmtrain.program.ir.graph import LLM, StageGraph, StageId
+from mmtrain.plan.problem import PlanningProblem
+from mmtrain.plan.search.constraints import RecomputeMode
+from mmtrain.program.ir.graph import LLM, Stage, StageGraph, StageId
 from mmtrain.program.ir.step_loads import StepLoads, step_loads
 from mmtrain.program.schedules.builder import in_flight_microbatches
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-UNSAMPLED_LOAD_FACTOR = 1.1  # of the largest microbatch drawn: room for what three batches of a run do not show
-RecomputeMode = Literal["none", "all", "auto"]
 BatchSplit = tuple[tuple[str, int, int], ...]  # (unit, dp, microbatches of a replica) in the order of the model's units
+SpSizes = Mapping[str, frozenset[int]]  # by unit, the tensor-parallel sizes with sequence parallelism
 
-FORWARD, BACKWARD, RECOMPUTE = range(3)  # what a layer does with a microbatch: `again` is its recomputation
+FORWARD, BACKWARD, RECOMPUTE = range(3)  # index of `UnitLayerTimes.by_kind`: what a layer does with a microbatch
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class UnitLayerTimes:
-    """What the layers of a unit cost. Layers of one kind cost the same."""
+    """Seconds of a unit's layers for every microbatch. Layers of one kind take the same time."""
 
-    by_kind: FloatArray  # (K, 3, batches, dp, microbatches) seconds: forward, backward, again
+    by_kind: FloatArray  # (K, 3, batches, dp, microbatches) seconds: forward, backward, recompute
     kind: IntArray  # (L,) of each layer
 
     @cached_property
@@ -73,255 +73,300 @@ class UnitLayerTimes:
         return np.asarray(self.by_kind.mean(axis=(2, 3, 4))[self.kind])
 
     def stage(self, layers: tuple[int, int], recompute: Sequence[int] | frozenset[int]) -> StageSeconds:
-        """Seconds of a stage that holds layers [lo, hi) and recomputes some of them."""
+        """Return the seconds of a stage that holds layers [lo, hi) and recomputes some of them."""
         counts = self.count[layers[1]] - self.count[layers[0]]
-        again = np.bincount(self.kind[list(recompute)], minlength=len(self.by_kind))
+        recomputed = np.bincount(self.kind[list(recompute)], minlength=len(self.by_kind))
         forward = np.tensordot(counts, self.by_kind[:, FORWARD], 1)
-        backward = np.tensordot(counts, self.by_kind[:, BACKWARD], 1) + np.tensordot(
-            again, self.by_kind[:, RECOMPUTE], 1
-        )
+        backward = np.tensordot(counts, self.by_kind[:, BACKWARD], 1)
+        backward = backward + np.tensordot(recomputed, self.by_kind[:, RECOMPUTE], 1)
         return StageSeconds(forward, backward)
 
 
 @dataclass(frozen=True)
 class UnitLayerCosts:
-    """The layers of one unit as they are cut: mean seconds, and bytes for the largest microbatch."""
+    """Costs of one unit's layers, (L,) each: mean seconds of a microbatch, and bytes for the largest microbatch."""
 
-    seconds: FloatArray  # (L,) of one microbatch: forward and backward, and recompute where that is fixed
-    again: FloatArray  # (L,) what choosing to recompute the layer adds
-    state_bytes: FloatArray  # (L,) parameters, gradients, optimizer
-    kept_bytes: FloatArray  # (L,) activations that one microbatch leaves behind
-    saved_bytes: FloatArray  # (L,) of them, what choosing to recompute spares; 0 where there is no choice
-    working_bytes: FloatArray  # (L,) what lives only while the layer is computed
-    working_again: FloatArray  # (L,) the same if the layer is recomputed
-    input_bytes: FloatArray  # (L,) hidden states that enter the layer
-    parameters: FloatArray  # (L,) that train, on one rank
-    kind: IntArray  # (L,) layers of one kind are alike in all of this
+    seconds: FloatArray  # forward and backward, and recompute where the recipe fixes it
+    recompute_seconds: FloatArray  # what choosing to recompute the layer adds
+    state_bytes: FloatArray  # parameters, gradients, optimizer
+    kept_bytes: FloatArray  # activations that one microbatch leaves behind
+    saved_bytes: FloatArray  # of them, what choosing to recompute saves; 0 where there is no choice
+    working_bytes: FloatArray  # what is alive only while the layer is computed
+    recompute_working_bytes: FloatArray  # the same if the layer is recomputed
+    input_bytes: FloatArray  # hidden states that enter the layer
+    parameters: FloatArray  # parameters that train, on one rank
+    kind: IntArray  # layers of one kind are alike in all of this
 
 
-@dataclass(frozen=True)
 class LayerCosts:
-    """Costs of a model on drawn batches; what is asked twice is computed once."""
+    """Costs of a model's layers on the sampled batches. Each is computed once and kept."""
 
-    shape: ModelShape
-    costs: CostModel
-    precision: Precision
-    batches: SampledBatches
-    seq_len: int
-    recompute: Mapping[str, RecomputeMode]  # by unit
-    encoder_microbatches: Mapping[str, int] = field(default_factory=dict)  # of units whose number the recipe fixes
-    sp: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by unit, the tp with sequence parallelism
-    _loads: dict[BatchSplit, list[StepLoads]] = field(default_factory=dict, repr=False)
-    _grids: dict[tuple[str, BatchSplit], LoadArrays] = field(default_factory=dict, repr=False)
-    _prices: dict[tuple[str, int, BatchSplit], UnitLayerTimes] = field(default_factory=dict, repr=False)
-    _lines: dict[tuple[str, int, BatchSplit], UnitLayerCosts] = field(default_factory=dict, repr=False)
+    def __init__(self, problem: PlanningProblem, sp: SpSizes | None = None, budget: SearchBudget = DEFAULT_BUDGET):
+        """Take shapes, cost model and batches from the problem.
+
+        Args:
+            problem: what is planned.
+            sp: where sequence parallelism is used; nowhere by default. See `search.sequence_parallel`.
+            budget: how exactly loads are priced.
+        """
+        self.shape = problem.shape
+        self.costs = problem.costs
+        self.precision = problem.precision
+        self.batches = problem.batches
+        self.seq_len = problem.seq_len
+        self.encoder_microbatches = problem.constraints.encoder_microbatches
+        self.recompute: Mapping[str, RecomputeMode] = problem.constraints.recompute
+        self.sp: SpSizes = sp or {}
+        self.budget = budget
+        self._step_loads: dict[BatchSplit, list[StepLoads]] = {}
+        self._loads: dict[tuple[str, BatchSplit], LoadArrays] = {}
+        self._unit_times: dict[tuple[str, int, BatchSplit], UnitLayerTimes] = {}
+        self._unit_costs: dict[tuple[str, int, BatchSplit], UnitLayerCosts] = {}
+
+    def with_settings(
+        self, *, recompute: Mapping[str, RecomputeMode] | None = None, sp: SpSizes | None = None
+    ) -> "LayerCosts":
+        """Return the same costs under other recompute modes or other sequence parallelism.
+
+        Loads and seconds depend on neither and stay shared; bytes are computed anew.
+        """
+        changed = copy(self)
+        changed.recompute = self.recompute if recompute is None else recompute
+        changed.sp = self.sp if sp is None else sp
+        changed._unit_costs = {}
+        return changed
 
     @cached_property
     def input_grad(self) -> Mapping[str, tuple[bool, ...]]:
-        """By unit, per layer: does anything below it train."""
+        """By unit, for each layer: whether anything below it trains, so that its input needs a gradient."""
         return input_grad_needed(self.shape)
 
     def has_sp(self, unit: str, tp: int) -> bool:
-        """Whether the tensor-parallel ranks of a unit share out the tokens between products."""
+        """Return whether the unit uses sequence parallelism at this tensor-parallel size."""
         return tp in self.sp.get(unit, ())
 
     def batch_split(self, dp: Mapping[str, int]) -> BatchSplit:
-        """Data-parallel sizes with each unit's microbatches: those that the recipe fixes, else as many as the LLM's."""
-        count = self.batches.global_batch // dp[LLM]
-        return tuple((name, own, self.encoder_microbatches.get(name, count)) for name, own in dp.items())
+        """Return data-parallel degrees with each unit's microbatches: those the recipe fixes, else the LLM's number."""
+        num_llm = self.batches.global_batch // dp[LLM]
+        return tuple((unit, degree, self.encoder_microbatches.get(unit, num_llm)) for unit, degree in dp.items())
 
-    def loads(self, spread: BatchSplit) -> list[StepLoads]:
-        """Loads and routes of every drawn batch under these data-parallel sizes."""
-        if spread not in self._loads:
-            # They depend on nothing but sizes and microbatches: any graph with these will do.
-            sizes = {name: MeshSize(1, 1, dp) for name, dp, _ in spread}
-            cuts = {u.name: (0, len(u.layers)) for u in self.shape.units}
-            graph = build_stage_graph(disaggregated_units(sizes, cuts), num_microbatches_of(spread), self.shape)
-            self._loads[spread] = [
-                step_loads(graph, meta) for meta in self.batches.lay_out(_dp(spread), num_microbatches_of(spread))
-            ]
-        return self._loads[spread]
+    def step_loads(self, split: BatchSplit) -> list[StepLoads]:
+        """Return loads and routes of every sampled batch under this split."""
+        if split not in self._step_loads:
+            # Loads depend on nothing but the split, so any graph with this split will do.
+            meshes = {unit: MeshSize(1, 1, dp) for unit, dp, _ in split}
+            one_stage = {unit.name: (0, len(unit.layers)) for unit in self.shape.units}
+            num_microbatches = num_microbatches_of(split)
+            graph = build_stage_graph(disaggregated_units(meshes, one_stage), num_microbatches, self.shape)
+            batches = self.batches.lay_out(_dp_of(split), num_microbatches)
+            self._step_loads[split] = [step_loads(graph, batch) for batch in batches]
+        return self._step_loads[split]
 
-    def microbatch_loads(self, unit: str, spread: BatchSplit) -> LoadArrays:
-        """Loads of a unit's microbatches alone, as arrays: (batches, dp, microbatches)."""
-        key = (unit, _deciding(unit, spread))
-        if key not in self._grids:
-            metas = self.batches.lay_out(_dp(spread), num_microbatches_of(spread))
-            for name, dp, num_microbatches in spread:
-                found = load_arrays(name, metas, dp, num_microbatches)
-                self._grids.setdefault((name, _deciding(name, spread)), found)
-        return self._grids[key]
+    def microbatch_loads(self, unit: str, split: BatchSplit) -> LoadArrays:
+        """Return the loads of a unit's microbatches: arrays of (batches, dp, microbatches)."""
+        key = (unit, _relevant_split(unit, split))
+        if key not in self._loads:
+            batches = self.batches.lay_out(_dp_of(split), num_microbatches_of(split))
+            for name, dp, num_microbatches in split:
+                loads = load_arrays(name, batches, dp, num_microbatches)
+                self._loads.setdefault((name, _relevant_split(name, split)), loads)
+        return self._loads[key]
 
-    def unit_times(self, unit: str, tp: int, spread: BatchSplit) -> UnitLayerTimes:
-        """What the unit's layers cost for each microbatch."""
-        key = (unit, tp, _deciding(unit, spread))
-        if key not in self._prices:
-            kinds = self._kinds(unit)
+    def unit_times(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerTimes:
+        """Return the seconds of the unit's layers for each microbatch."""
+        key = (unit, tp, _relevant_split(unit, split))
+        if key not in self._unit_times:
+            kinds = self._layer_kinds(unit)
             distinct = list(dict.fromkeys(kinds))
-            loads = self.microbatch_loads(unit, spread)
-            by_kind = np.stack([np.stack([self._price(layer, needed, tp, loads, i) for i in range(3)])
-                                for layer, needed in distinct])  # fmt: skip
-            self._prices[key] = UnitLayerTimes(by_kind, np.array([distinct.index(k) for k in kinds], dtype=np.int64))
-        return self._prices[key]
+            loads = self.microbatch_loads(unit, split)
+            by_kind = np.stack([self._layer_seconds(layer, needs_grad, tp, loads) for layer, needs_grad in distinct])
+            kind = np.array([distinct.index(layer_kind) for layer_kind in kinds], dtype=np.int64)
+            self._unit_times[key] = UnitLayerTimes(by_kind, kind)
+        return self._unit_times[key]
 
-    def unit_costs(self, unit: str, tp: int, spread: BatchSplit) -> UnitLayerCosts:
-        """The unit's layers as they are cut."""
-        key = (unit, tp, spread)
-        if key not in self._lines:
-            self._lines[key] = self._line(unit, tp, spread)
-        return self._lines[key]
+    def unit_costs(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerCosts:
+        """Return mean seconds and bytes of the unit's layers."""
+        key = (unit, tp, split)
+        if key not in self._unit_costs:
+            self._unit_costs[key] = self._compute_unit_costs(unit, tp, split)
+        return self._unit_costs[key]
 
     def stage_seconds(self, graph: StageGraph) -> dict[StageId, StageSeconds]:
-        """What every stage costs in each batch."""
-        spread = batch_split_of(graph)
-        prices = {m.unit: self.unit_times(m.unit, m.tp, spread) for m in graph.meshes}
-        return {s.id: prices[s.id.unit].stage(s.layers, s.recompute) for s in graph.stages}
+        """Return the seconds of every stage in each batch."""
+        split = batch_split_of(graph)
+        times = {mesh.unit: self.unit_times(mesh.unit, mesh.tp, split) for mesh in graph.meshes}
+        return {stage.id: times[stage.id.unit].stage(stage.layers, stage.recompute) for stage in graph.stages}
 
-    def memory(self, graph: StageGraph, alive: Mapping[StageId, int] | None = None) -> dict[int, RankMemory]:
-        """What every rank of the first replica group holds at most; all groups hold the same.
+    def memory(self, graph: StageGraph, num_in_flight: Mapping[StageId, int] | None = None) -> dict[int, RankMemory]:
+        """Return what every rank of the first replica group holds at its peak; all groups hold the same.
 
-        alive: microbatches in flight by stage, if they are known; else those of 1F1B are counted.
+        num_in_flight: microbatches of each stage between forward and backward, where known; by default those of 1F1B.
         """
-        alive = in_flight_microbatches(graph) if alive is None else alive
-        held: dict[int, list[HeldLayers]] = {}
-        for stage in graph.stages:
-            mesh, (lo, hi) = graph.mesh(stage.id.unit), stage.layers
-            part = HeldLayers(
-                layers=self.shape.unit(stage.id.unit).layers[lo:hi],
-                input_grad=self.input_grad[stage.id.unit][lo:hi],
-                recompute=tuple(i in stage.recompute for i in range(lo, hi)),
-                tp=mesh.tp,
-                dp=mesh.dp,
-                in_flight=alive[stage.id],
-                load=self.largest_load(stage.id.unit, batch_split_of(graph)),
-                sp=self.has_sp(stage.id.unit, mesh.tp),
-            )
-            for rank in chain.from_iterable(stage.tp_groups[: mesh.dp // graph.num_groups]):
-                held.setdefault(rank, []).append(part)
-        alike: dict[tuple[int, ...], RankMemory] = {}  # ranks that hold the same, by what they hold
-        found = {}
-        for rank, parts in held.items():
-            key = tuple(map(id, parts))
-            if key not in alike:
-                alike[key] = rank_memory(parts, self.costs, self.precision, graph.tied_embeddings)
-            found[rank] = alike[key]
-        return found
+        if num_in_flight is None:
+            num_in_flight = in_flight_microbatches(graph)
+        held = [self.held_layers(graph, stage, num_in_flight[stage.id]) for stage in graph.stages]
+        held_by_rank: dict[int, list[int]] = {}  # positions in `held`
+        for position, stage in enumerate(graph.stages):
+            replicas_per_group = graph.mesh(stage.id.unit).dp // graph.num_groups
+            for rank in chain.from_iterable(stage.tp_groups[:replicas_per_group]):
+                held_by_rank.setdefault(rank, []).append(position)
+        memory_of: dict[tuple[int, ...], RankMemory] = {}  # by what a rank holds: many ranks hold the same stages
+        memory = {}
+        for rank, positions in held_by_rank.items():
+            key = tuple(positions)
+            if key not in memory_of:
+                layers = [held[position] for position in positions]
+                memory_of[key] = rank_memory(layers, self.costs, self.precision, graph.tied_embeddings)
+            memory[rank] = memory_of[key]
+        return memory
 
-    def largest_load(self, unit: str, spread: BatchSplit) -> TokenLoad:
-        """The largest microbatch to make room for: a little more than the largest drawn, which few batches exceed.
+    def held_layers(self, graph: StageGraph, stage: Stage, num_in_flight: int) -> HeldLayers:
+        """Return what one rank of a stage holds."""
+        unit, mesh = stage.id.unit, graph.mesh(stage.id.unit)
+        lo, hi = stage.layers
+        return HeldLayers(
+            layers=self.shape.unit(unit).layers[lo:hi],
+            input_grad=self.input_grad[unit][lo:hi],
+            recompute=tuple(layer in stage.recompute for layer in range(lo, hi)),
+            tp=mesh.tp,
+            dp=mesh.dp,
+            in_flight=num_in_flight,
+            load=self.largest_load(unit, batch_split_of(graph)),
+            sp=self.has_sp(unit, mesh.tp),
+        )
 
-        The LLM's never exceed `seq_len`, and may hold the data's longest sample alone.
+    def largest_load(self, unit: str, split: BatchSplit) -> TokenLoad:
+        """Return the largest microbatch that memory is planned for: a little more than the largest sampled one.
+
+        The LLM's microbatches never exceed `seq_len`, and one of them may hold the data's longest sample alone.
         """
-        largest = self.microbatch_loads(unit, spread).largest()
+        largest = self.microbatch_loads(unit, split).largest()
+        surplus = self.budget.sampling.unsampled_load_ratio
         if unit != LLM:
-            return _scaled(largest, UNSAMPLED_LOAD_FACTOR)
-        longest = min(self.seq_len, self._longest)
-        packed = _scaled(largest, min(UNSAMPLED_LOAD_FACTOR, self.seq_len / max(1, largest.tokens)))
+            return _scaled(largest, surplus)
+        longest = min(self.seq_len, self._longest_sample)
+        packed = _scaled(largest, min(surplus, self.seq_len / max(1, largest.tokens)))
         return max(packed, TokenLoad(longest, longest**2, longest, 1), key=lambda load: (load.tokens, load.sum_sq))
 
     @cached_property
-    def _longest(self) -> int:
+    def _longest_sample(self) -> int:
         """Tokens of the longest sample."""
         return int(self.batches.lengths.tokens.max())
 
-    def least_message(self, unit: str, tp: int, spread: BatchSplit) -> int:
-        """Bytes, at least, that a rank sends to the unit's next stage for a microbatch."""
-        rows = int(self.microbatch_loads(unit, spread).tokens.min())
-        own = -(-rows // tp) if self.has_sp(unit, tp) else rows
-        behind = self.shape.unit(unit).layers[1:]
-        return min((layer.input_elements(own, 0) for layer in behind), default=0) * ELEMENT_BYTES[self.precision]
+    def min_message_bytes(self, unit: str, tp: int, split: BatchSplit) -> int:
+        """Return the least bytes that a rank sends to the unit's next stage for a microbatch."""
+        rows = int(self.microbatch_loads(unit, split).tokens.min())
+        rows_of_rank = -(-rows // tp) if self.has_sp(unit, tp) else rows
+        receiving = self.shape.unit(unit).layers[1:]
+        elements = min((layer.input_elements(rows_of_rank, 0) for layer in receiving), default=0)
+        return elements * ELEMENT_BYTES[self.precision]
 
-    def model_flops(self, spread: BatchSplit) -> float:
-        """FLOPs that MFU counts, mean over the batches."""
-        num = len(self.batches.groups)
-        totals = [
-            model_flops(self.shape, {name: self.microbatch_loads(name, spread).total(batch) for name, _, _ in spread})
-            for batch in range(num)
-        ]
+    def model_flops(self, split: BatchSplit) -> float:
+        """Return the FLOPs of a step that MFU counts, mean over the batches."""
+        totals = []
+        for batch in range(len(self.batches.groups)):
+            loads = {unit: self.microbatch_loads(unit, split).total(batch) for unit, _, _ in split}
+            totals.append(model_flops(self.shape, loads))
         return float(np.mean(totals))
 
     def tokens(self) -> float:
-        """LLM tokens in a step, mean over the batches."""
+        """Return the LLM tokens of a step, mean over the batches."""
         lengths = self.batches.lengths.tokens
-        return float(np.mean([sum(int(lengths[g].sum()) for g in groups) for groups in self.batches.groups]))
+        totals = [sum(int(lengths[group].sum()) for group in groups) for groups in self.batches.groups]
+        return float(np.mean(totals))
 
-    def _kinds(self, unit: str) -> list[tuple[LayerShape, bool]]:
+    def _layer_kinds(self, unit: str) -> list[tuple[LayerShape, bool]]:
+        """List each layer with whether its input needs a gradient: layers with equal entries cost the same."""
         return list(zip(self.shape.unit(unit).layers, self.input_grad[unit], strict=True))
 
-    def _price(self, layer: LayerShape, input_grad: bool, tp: int, loads: LoadArrays, what: int) -> FloatArray:
-        if what == FORWARD:
-            return seconds_of_loads(
-                lambda load: self.costs.seconds(layer, tp, load, "forward", input_grad=input_grad), loads
-            )
-        if not (layer.trainable or input_grad):
-            return np.zeros(loads.tokens.shape)
-        if what == RECOMPUTE:
-            return seconds_of_loads(lambda load: self.costs.seconds(layer, tp, load, "recompute"), loads)
-        return seconds_of_loads(
-            lambda load: self.costs.seconds(layer, tp, load, "backward", input_grad=input_grad), loads
-        )
+    def _layer_seconds(self, layer: LayerShape, input_grad: bool, tp: int, loads: LoadArrays) -> FloatArray:
+        """Return (3, batches, dp, microbatches) seconds of one layer: forward, backward, recompute."""
 
-    def _line(self, unit: str, tp: int, spread: BatchSplit) -> UnitLayerCosts:
-        prices, mode, sp = self.unit_times(unit, tp, spread), self.recompute[unit], self.has_sp(unit, tp)
-        load, kinds = self.largest_load(unit, spread), self._kinds(unit)
-        known: dict[tuple[LayerShape, bool], tuple[float, ...]] = {}
-        for layer, needed in dict.fromkeys(kinds):
-            kept, again = (
-                layer_activation_bytes(RankLayer(layer, tp, needed, flag, sp), load, self.costs, self.precision)
-                for flag in (False, True)
+        def seconds(kind: ComputeKind) -> FloatArray:
+            return seconds_of_loads(
+                lambda load: self.costs.seconds(layer, tp, load, kind, input_grad=input_grad), loads, self.budget.loads
             )
-            if mode == "all":
-                kept = again
-            known[layer, needed] = (
-                sum(layer_state(layer, tp, _dp(spread)[unit], self.precision)),
-                kept,
-                max(kept - again, 0) if mode == "auto" else 0,
-                *(
-                    layer_working_bytes(RankLayer(layer, tp, needed, flag, sp), load, self.costs, self.precision)
-                    for flag in (mode == "all", mode != "none")
-                ),
-                hidden_state_bytes(layer, load, self.precision),
-            )
-        state, kept, saved, working, working_again, inputs = np.array([known[key] for key in kinds], np.float64).T
-        own, forced = prices.mean, mode == "all"
+
+        forward = seconds("forward")
+        if not (layer.trainable or input_grad):
+            return np.stack([forward, np.zeros(loads.tokens.shape), np.zeros(loads.tokens.shape)])
+        recompute = seconds_of_loads(
+            lambda load: self.costs.seconds(layer, tp, load, "recompute"), loads, self.budget.loads
+        )
+        return np.stack([forward, seconds("backward"), recompute])
+
+    def _compute_unit_costs(self, unit: str, tp: int, split: BatchSplit) -> UnitLayerCosts:
+        times = self.unit_times(unit, tp, split)
+        dp, load = _dp_of(split)[unit], self.largest_load(unit, split)
+        kinds = self._layer_kinds(unit)
+        known = {
+            (layer, input_grad): self._layer_bytes(unit, layer, input_grad, tp, dp, load)
+            for layer, input_grad in dict.fromkeys(kinds)
+        }
+        state, kept, saved, working, recompute_working, inputs = np.array([known[k] for k in kinds], np.float64).T
+        mean, is_fixed = times.mean, self.recompute[unit] == "all"
         return UnitLayerCosts(
-            seconds=own[:, FORWARD] + own[:, BACKWARD] + forced * own[:, RECOMPUTE],
-            again=own[:, RECOMPUTE] * (1 - forced),
+            seconds=mean[:, FORWARD] + mean[:, BACKWARD] + is_fixed * mean[:, RECOMPUTE],
+            recompute_seconds=mean[:, RECOMPUTE] * (1 - is_fixed),
             state_bytes=state,
             kept_bytes=kept,
             saved_bytes=saved,
             working_bytes=working,
-            working_again=working_again,
+            recompute_working_bytes=recompute_working,
             input_bytes=inputs,
-            parameters=self._trained(unit, tp),
-            kind=prices.kind,
+            parameters=self._trained_parameters(unit, tp),
+            kind=times.kind,
         )
 
-    def _trained(self, unit: str, tp: int) -> FloatArray:
+    def _layer_bytes(
+        self, unit: str, layer: LayerShape, input_grad: bool, tp: int, dp: int, load: TokenLoad
+    ) -> tuple[float, ...]:
+        """Return state, kept, saved, working, working if recomputed, and input bytes: see `UnitLayerCosts`."""
+        mode, sp = self.recompute[unit], self.has_sp(unit, tp)
+
+        def kept(recompute: bool) -> int:
+            held = RankLayer(layer, tp, input_grad, recompute, sp)
+            return layer_activation_bytes(held, load, self.costs, self.precision)
+
+        def working(recompute: bool) -> int:
+            held = RankLayer(layer, tp, input_grad, recompute, sp)
+            return layer_working_bytes(held, load, self.costs, self.precision)
+
+        full, recomputed = kept(False), kept(True)
+        return (
+            sum(layer_state(layer, tp, dp, self.precision)),
+            recomputed if mode == "all" else full,
+            max(full - recomputed, 0) if mode == "auto" else 0,
+            working(mode == "all"),
+            working(mode != "none"),
+            hidden_state_bytes(layer, load, self.precision),
+        )
+
+    def _trained_parameters(self, unit: str, tp: int) -> FloatArray:
         layers = self.shape.unit(unit).layers
         return np.array([num_parameters(layer, tp) if layer.trainable else 0 for layer in layers], dtype=np.float64)
 
 
+def batch_split_of(graph: StageGraph) -> BatchSplit:
+    """Return the graph's data-parallel degrees and microbatches, in the order of its units."""
+    return tuple((mesh.unit, mesh.dp, mesh.num_microbatches) for mesh in graph.meshes)
+
+
+def num_microbatches_of(split: BatchSplit) -> dict[str, int]:
+    """Return the microbatches of each replica, by unit."""
+    return {unit: num for unit, _, num in split}
+
+
+def _dp_of(split: BatchSplit) -> dict[str, int]:
+    return {unit: dp for unit, dp, _ in split}
+
+
+def _relevant_split(unit: str, split: BatchSplit) -> BatchSplit:
+    """Return the part of the split that decides about a unit's loads: the LLM's do not depend on encoders."""
+    return tuple(entry for entry in split if entry[0] == LLM) if unit == LLM else split
+
+
 def _scaled(load: TokenLoad, factor: float) -> TokenLoad:
-    """As many sequences, longer by a factor."""
+    """Return a load of as many sequences, each longer by a factor."""
     tokens, longest = round(load.tokens * factor), round(load.max_len * factor)
     return TokenLoad(tokens, round(load.sum_sq * factor**2), longest, load.num_sequences)
-
-
-def batch_split_of(graph: StageGraph) -> BatchSplit:
-    """The graph's data-parallel sizes and microbatches, in the order of its units."""
-    return tuple((m.unit, m.dp, m.num_microbatches) for m in graph.meshes)
-
-
-def _dp(spread: BatchSplit) -> dict[str, int]:
-    return {name: dp for name, dp, _ in spread}
-
-
-def num_microbatches_of(spread: BatchSplit) -> dict[str, int]:
-    """Microbatches of each replica, by unit."""
-    return {name: num for name, _, num in spread}
-
-
-def _deciding(unit: str, spread: BatchSplit) -> BatchSplit:
-    """The sizes that decide about a unit's loads: the LLM's do not depend on encoders."""
-    return tuple(entry for entry in spread if entry[0] == LLM) if unit == LLM else spread

@@ -1,4 +1,4 @@
-"""The loads of all microbatches of the drawn batches as arrays, and what they cost, priced a few at a time."""
+"""The loads of all microbatches of the sampled batches as arrays, and the seconds that a cost model gives them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,12 @@ import numpy.typing as npt
 
 from mmtrain.balance import BatchMeta
 from mmtrain.costs import TokenLoad
+from mmtrain.plan.budget import LoadBudget
 from mmtrain.program.ir.graph import LLM
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-MAX_EXACT_LOADS = 256  # different loads that are priced one by one; of more, these nodes stand for all:
-NUM_TOKEN_NODES = 24  # numbers of tokens; costs are nearly linear between them (errors below 0.1% on the presets)
+LoadSeconds = Callable[[TokenLoad], float]
 
 
 @dataclass(frozen=True)
@@ -28,26 +27,25 @@ class LoadArrays:
     num_sequences: IntArray
 
     def largest(self) -> TokenLoad:
-        """The load with most tokens."""
-        return self._at(int(self.tokens.argmax()))
+        """Return the load with most tokens."""
+        index = int(self.tokens.argmax())
+        return TokenLoad(*(int(column.flat[index]) for column in self._columns))
 
     def total(self, batch: int) -> TokenLoad:
-        """All loads of a batch together."""
-        tokens, squares, longest, count = (x[batch] for x in self._columns)
+        """Return the sum of all loads of a batch."""
+        tokens, squares, longest, count = (column[batch] for column in self._columns)
         return TokenLoad(int(tokens.sum()), int(squares.sum()), int(longest.max()), int(count.sum()))
 
     @cached_property
     def distinct(self) -> tuple[list[TokenLoad], IntArray]:
-        """Every load that occurs, and for each microbatch which it is."""
-        rows, index = np.unique(np.stack([x.ravel() for x in self._columns], axis=1), axis=0, return_inverse=True)
+        """Every load that occurs, and for each microbatch the index of its load."""
+        stacked = np.stack([column.ravel() for column in self._columns], axis=1)
+        rows, index = np.unique(stacked, axis=0, return_inverse=True)
         return [TokenLoad(*map(int, row)) for row in rows], index.reshape(self.tokens.shape)
 
     @property
     def _columns(self) -> tuple[IntArray, ...]:
         return self.tokens, self.sum_sq, self.max_len, self.num_sequences
-
-    def _at(self, place: int) -> TokenLoad:
-        return TokenLoad(*(int(x.flat[place]) for x in self._columns))
 
 
 def load_arrays(unit: str, metas: Sequence[BatchMeta], dp: int, num_microbatches: int) -> LoadArrays:
@@ -55,39 +53,49 @@ def load_arrays(unit: str, metas: Sequence[BatchMeta], dp: int, num_microbatches
     columns = []
     for meta in metas:
         sizes = meta if unit == LLM else meta.items[unit]
-        slot, lengths = sizes.replica * num_microbatches + sizes.index, sizes.tokens
+        lengths = sizes.tokens
+        microbatch = sizes.replica * num_microbatches + sizes.index
         longest = np.zeros(dp * num_microbatches, dtype=np.int64)
-        np.maximum.at(longest, slot, lengths)
+        np.maximum.at(longest, microbatch, lengths)
         sums = [np.zeros_like(longest) for _ in range(3)]
         for total, values in zip(sums, (lengths, lengths * lengths, np.ones_like(lengths)), strict=True):
-            np.add.at(total, slot, values)
+            np.add.at(total, microbatch, values)
         columns.append((sums[0], sums[1], longest, sums[2]))
-    return LoadArrays(
-        *(np.stack(rows).reshape(len(metas), dp, num_microbatches) for rows in zip(*columns, strict=True))
-    )
+    shape = (len(metas), dp, num_microbatches)
+    return LoadArrays(*(np.stack(rows).reshape(shape) for rows in zip(*columns, strict=True)))
 
 
-def seconds_of_loads(seconds: Callable[[TokenLoad], float], loads: LoadArrays) -> FloatArray:
-    """Ask for the cost of every load; of very many different ones, between nodes.
+def seconds_of_loads(seconds: LoadSeconds, loads: LoadArrays, budget: LoadBudget) -> FloatArray:
+    """Return the seconds of every load, (batches, dp, microbatches).
 
-    Between nodes the cost is a line in tokens, with the slopes in squared lengths and in sequences apart.
+    Up to `max_exact_loads` different loads each is asked for; more are interpolated between `num_token_nodes` numbers
+    of tokens. Between nodes the cost is linear in tokens, in squared lengths and in sequences.
     """
     distinct, index = loads.distinct
-    if len(distinct) <= MAX_EXACT_LOADS:
+    if len(distinct) <= budget.max_exact_loads:
         return np.array([seconds(load) for load in distinct])[index]
-    tokens, squares, count = (x.astype(np.float64) for x in (loads.tokens, loads.sum_sq, loads.num_sequences))
-    nodes = np.unique(np.linspace(max(tokens[tokens > 0].min(), 1), tokens.max(), NUM_TOKEN_NODES).astype(np.int64))
-    per_token = squares.sum() / tokens.sum(), count.sum() / tokens.sum()
+    return _interpolated_seconds(seconds, loads, budget.num_token_nodes)
+
+
+def _interpolated_seconds(seconds: LoadSeconds, loads: LoadArrays, num_nodes: int) -> FloatArray:
+    tokens, squares, count = (column.astype(np.float64) for column in (loads.tokens, loads.sum_sq, loads.num_sequences))
+    smallest = max(tokens[tokens > 0].min(), 1)
+    nodes = np.unique(np.linspace(smallest, tokens.max(), num_nodes).astype(np.int64))
+    squares_per_token = squares.sum() / tokens.sum()
+    sequences_per_token = count.sum() / tokens.sum()
     longest = int(loads.max_len.max())
-    base, by_square, by_sequence = [], [], []
+    base, per_square, per_sequence = [], [], []
     for node in nodes.tolist():
-        square, sequences = max(int(node * per_token[0]), 2), max(int(node * per_token[1]), 2)
-        here = seconds(TokenLoad(node, square, min(longest, node), sequences))
-        base.append(here)
-        by_square.append((seconds(TokenLoad(node, 2 * square, min(longest, node), sequences)) - here) / square)
-        by_sequence.append((seconds(TokenLoad(node, square, min(longest, node), 2 * sequences)) - here) / sequences)
-    sequences_at, squares_at = (np.maximum(np.floor(tokens * x), 2) for x in (per_token[1], per_token[0]))
-    found = np.interp(tokens, nodes, base)
-    found += np.interp(tokens, nodes, by_square) * (squares - squares_at)
-    found += np.interp(tokens, nodes, by_sequence) * (count - sequences_at)
-    return np.where(tokens > 0, np.maximum(found, 0.0), 0.0)
+        square = max(int(node * squares_per_token), 2)
+        sequences = max(int(node * sequences_per_token), 2)
+        max_len = min(longest, node)
+        node_seconds = seconds(TokenLoad(node, square, max_len, sequences))
+        base.append(node_seconds)
+        per_square.append((seconds(TokenLoad(node, 2 * square, max_len, sequences)) - node_seconds) / square)
+        per_sequence.append((seconds(TokenLoad(node, square, max_len, 2 * sequences)) - node_seconds) / sequences)
+    node_sequences = np.maximum(np.floor(tokens * sequences_per_token), 2)
+    node_squares = np.maximum(np.floor(tokens * squares_per_token), 2)
+    total = np.interp(tokens, nodes, base)
+    total += np.interp(tokens, nodes, per_square) * (squares - node_squares)
+    total += np.interp(tokens, nodes, per_sequence) * (count - node_sequences)
+    return np.where(tokens > 0, np.maximum(total, 0.0), 0.0)

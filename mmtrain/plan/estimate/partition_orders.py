@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
+from mmtrain.plan.candidate import LayerPartition, MeshAssignment
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.vectorized_1f1b import ComputeOrder, compute_order
-from mmtrain.plan.search.layer_partition import LayerChain, LayerPartition, partitioned_layout
-from mmtrain.plan.search.mesh_enumeration import MeshAssignment
+from mmtrain.plan.search.layer_partition import LayerChain, partitioned_layout
 from mmtrain.program.ir.graph import LLM, Edge, Stage, StageGraph, StageId, UnitMesh
 
 FloatArray = npt.NDArray[np.float64]
@@ -188,7 +188,7 @@ def recomputed_shares(
         share = None
         if seconds is not None:
             cuts = np.asarray([partition[k] for partition in partitions])
-            all_until = np.concatenate([[0.0], np.cumsum(chain.costs.again)])
+            all_until = np.concatenate([[0.0], np.cumsum(chain.costs.recompute_seconds)])
             everything = np.maximum(np.diff(all_until[cuts], axis=1), 1e-30)
             needed = seconds[np.arange(chain.num_chunks), cuts[:, :-1], cuts[:, 1:]]
             # Where a chunk alone would not fit, others on its rank may leave it room: all of it is recomputed then.

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from mmtrain.costs import Hardware
 from mmtrain.costs.hardware import ELEMENT_BYTES
 from mmtrain.plan.artifact.layout import MeshSize
+from mmtrain.plan.candidate import LayerPartition, MeshAssignment
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerTimes
 from mmtrain.plan.estimate.partition_orders import (
     LayerSpans,
@@ -22,8 +23,7 @@ from mmtrain.plan.estimate.partition_orders import (
     num_replica_groups,
     recomputed_shares,
 )
-from mmtrain.plan.search.layer_partition import LayerChain, LayerPartition
-from mmtrain.plan.search.mesh_enumeration import MeshAssignment
+from mmtrain.plan.search.layer_partition import LayerChain
 from mmtrain.program.ir.graph import StageId
 from mmtrain.program.simulation.timing import BYTES_PER_GRADIENT, NORM_BYTES
 
@@ -157,7 +157,7 @@ class _EstimateRun:
             mesh, first = self.assignment.meshes[spans.unit], spans.first[:, columns]
             if not columns:
                 continue
-            num_bytes = self.layer_costs.least_message(spans.unit, mesh.tp, self.assignment.batch_split)
+            num_bytes = self.layer_costs.min_message_bytes(spans.unit, mesh.tp, self.assignment.batch_split)
             in_one_node = mesh.tp * mesh.dp < self.machine.ranks_per_node  # then some pair shares a node
             seconds = self.layer_costs.costs.transfer(num_bytes, in_one_node) if num_bytes else 0.0
             is_inside_unit = (first > 0) & (first < len(self.layer_costs.shape.unit(spans.unit).layers))

@@ -1,51 +1,50 @@
-"""What a unit's work takes at least on so many ranks: arithmetic that orders ten thousand sizes in a moment."""
+"""The least seconds that a unit's work takes on a mesh: arithmetic that orders ten thousand meshes in a moment."""
 
 import math
-from collections.abc import Mapping
 
-from mmtrain.costs import Hardware
 from mmtrain.plan.artifact.layout import MeshSize
+from mmtrain.plan.budget import DEFAULT_BUDGET, BoundBudget
 from mmtrain.plan.estimate.layer_costs import RECOMPUTE, BatchSplit, LayerCosts
-from mmtrain.plan.estimate.memory_lower_bound import unit_memory_bound
-from mmtrain.plan.search.constraints import UnitChoices
+from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound
 from mmtrain.plan.search.mesh_enumeration import UnitTimeBound
 from mmtrain.program.ir.graph import LLM
 
-INTERLEAVED_FILL_SHARE = (
-    0.9  # of the wait for the first microbatch in interleaved pipelines, that uneven chunks may leave
-)
-MERGED_ENCODER_WORK_SHARE = (
-    0.9  # of an encoder's work, that larger microbatches may leave: fixed costs of kernels are shared
-)
 
+def unit_time_bound(
+    layer_costs: LayerCosts,
+    memory_bound: UnitMemoryBound,
+    memory_bytes: float,
+    budget: BoundBudget = DEFAULT_BUDGET.bounds,
+) -> UnitTimeBound:
+    """Return the lower bound of one unit's part in the step; infinite where it cannot fit into `memory_bytes`.
 
-def unit_time_bound(layer_costs: LayerCosts, choices: Mapping[str, UnitChoices], machine: Hardware) -> UnitTimeBound:
-    """Make the bound of one unit's part in the step; infinite where what it must hold is too much for memory.
-
-    A pipeline of P ranks and M microbatches fills and drains: part p has done its work no sooner than C if it takes
-    (C - way to p) / M for each, which adds up to all work W of one microbatch for C = W / (1 - (1 - 1/M)^P). With
-    several chunks on a rank, even ones, the last rank waits for a microbatch to pass one chunk of all others.
+    A pipeline of P ranks and M microbatches fills and drains. Part p is done no sooner than C if it takes
+    (C - way to p) / M for each microbatch, which adds up to all work W of one microbatch for
+    C = W / (1 - (1 - 1/M)^P). With several even model chunks per rank, the last rank waits for a microbatch to pass one
+    chunk of each other rank.
     """
-    batch = choices[LLM].batch
-    alone: BatchSplit = tuple((unit.name, 1, batch) for unit in layer_costs.shape.units)
-    work: dict[tuple[str, int], float] = {}
-    room = unit_memory_bound(layer_costs)
+    global_batch = layer_costs.batches.global_batch
+    unsplit: BatchSplit = tuple((unit.name, 1, global_batch) for unit in layer_costs.shape.units)
+    known_seconds: dict[tuple[str, int], float] = {}
 
-    def seconds(unit: str, tp: int) -> float:
-        if (unit, tp) not in work:
-            mean = layer_costs.unit_times(unit, tp, alone).mean
-            used = mean.sum() if layer_costs.recompute[unit] == "all" else mean[:, :RECOMPUTE].sum()
-            work[unit, tp] = float(used) * (1.0 if unit == LLM else MERGED_ENCODER_WORK_SHARE)
-        return work[unit, tp]
+    def microbatch_seconds(unit: str, tp: int) -> float:
+        """Seconds of all layers for one microbatch."""
+        if (unit, tp) not in known_seconds:
+            mean = layer_costs.unit_times(unit, tp, unsplit).mean
+            counted = mean.sum() if layer_costs.recompute[unit] == "all" else mean[:, :RECOMPUTE].sum()
+            share = 1.0 if unit == LLM else budget.merged_encoder_work_share
+            known_seconds[unit, tp] = float(counted) * share
+        return known_seconds[unit, tp]
 
-    def bound(unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
-        if room(unit, size, count, behind) > machine.memory_bytes:
+    def bound(unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
+        if memory_bound(unit, mesh, num_microbatches, in_flight_behind) > memory_bytes:
             return math.inf
-        total = seconds(unit, size.tp) * batch / size.dp  # of one replica
-        if count < 0:
-            return total / size.pp
-        if size.vpp > 1:
-            return total / size.pp * (1 + INTERLEAVED_FILL_SHARE * (size.pp - 1) / size.vpp / count)
-        return total / count / (1 - (1 - 1 / count) ** size.pp)
+        replica_s = microbatch_seconds(unit, mesh.tp) * global_batch / mesh.dp
+        if num_microbatches is None:
+            return replica_s / mesh.pp
+        if mesh.vpp > 1:
+            fill = budget.interleaved_fill_share * (mesh.pp - 1) / mesh.vpp / num_microbatches
+            return replica_s / mesh.pp * (1 + fill)
+        return replica_s / num_microbatches / (1 - (1 - 1 / num_microbatches) ** mesh.pp)
 
     return bound

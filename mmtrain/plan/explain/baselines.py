@@ -8,35 +8,27 @@ among the alternatives, or returns one with `--baseline`.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice, pairwise
 
 import numpy as np
 
-from mmtrain.costs import Hardware, model_flops
-from mmtrain.costs.hardware import GIB
+from mmtrain.costs import model_flops
 from mmtrain.errors import PlanError
-from mmtrain.plan.artifact.plan import Alternative
-from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout
-from mmtrain.plan.estimate.layer_costs import FORWARD, LayerCosts
-from mmtrain.plan.estimate.memory_fit import FittedLayout, fit_memory
+from mmtrain.plan.candidate import Candidate, MeshAssignment, Rejected
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.estimate.layer_costs import FORWARD
 from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
-from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
-from mmtrain.plan.search.best_first_search import NUM_ESTIMATED_REPLICA_GROUPS
-from mmtrain.plan.search.constraints import UnitChoices
-from mmtrain.plan.search.layer_partition import LayerChain, LayerPartition, is_partition_allowed, layer_chains
-from mmtrain.plan.search.mesh_enumeration import MeshAssignment, assignments_near_shares, split_tp_group_of
+from mmtrain.plan.search.layer_partition import LayerChain, is_partition_allowed
+from mmtrain.plan.search.mesh_enumeration import assignments_near_shares
 from mmtrain.plan.search.min_max_partition import FloatArray, min_max_partition
 from mmtrain.program.ir.graph import LLM
 
-MESHES_PER_BASELINE_ROUND = 4  # mesh assignments that are estimated together, in the order of their lower bounds
-MAX_BASELINE_ROUNDS = 12  # rounds after which a rule is given up that has found no mesh with a plan that fits
 FLOPS_BASELINE = "flops"
 
 # A rule takes a layer chain and (layers,) forward seconds for the mean microbatch of the LLM. It returns the bounds of
 # the model chunks, one more than there are chunks, or None where it cannot be applied.
 RuleFunction = Callable[[LayerChain, FloatArray], tuple[int, ...] | None]
-PartitionedMeshes = tuple[MeshAssignment, tuple[LayerChain, ...], LayerPartition]
+PartitionedCandidate = tuple[Candidate, tuple[LayerChain, ...]]
 
 
 @dataclass(frozen=True)
@@ -114,10 +106,8 @@ def _even_bounds(num_chunks: int, start: int, end: int, first: int, last: int) -
 class BaselinePlanner:
     """Plans baselines on the mesh assignments that the planner searches."""
 
-    assignments: Sequence[tuple[float, MeshAssignment]]  # with lower bounds of their step times
-    layer_costs: LayerCosts
-    choices: Mapping[str, UnitChoices]
-    machine: Hardware
+    evaluator: Evaluator
+    enumerated: Sequence[Candidate]  # with lower bounds of their step times
 
     def plan_all(self, max_step_s: float = math.inf) -> dict[str, Candidate]:
         """Return every baseline that is possible and fits, by name, without those estimated above `max_step_s`."""
@@ -145,98 +135,101 @@ class BaselinePlanner:
         None if it is not possible, does not fit, or its step is estimated to take more than `max_step_s` seconds.
         """
         if name == FLOPS_BASELINE:
-            rounds = self._meshes_in_proportion_to_flops()
+            rounds = self._in_proportion_to_flops()
         else:
-            rounds = self._meshes_partitioned_by(PARTITION_RULES[name].partition)
-        for meshes in islice(rounds, MAX_BASELINE_ROUNDS):
-            estimates = []
-            for i, (assignment, chains, partition) in enumerate(meshes):
-                step_s = float(self._estimator.estimate(assignment, chains, [partition], [None] * len(chains))[0])
-                if step_s <= max_step_s:
-                    estimates.append((step_s, i))
-            for _, i in sorted(estimates):
-                assignment, _, partition = meshes[i]
-                in_flight = self._estimator.in_flight(assignment, partition)
-                fitted = fit_memory(assignment, self.layer_costs, partition, self.machine, in_flight)
-                if isinstance(fitted, FittedLayout):
-                    return evaluate_layout(fitted.layout, self.layer_costs, self.machine, memory=fitted.memory)
+            rounds = self._partitioned_by(PARTITION_RULES[name].partition)
+        for partitioned in islice(rounds, self.evaluator.budget.baselines.max_rounds):
+            estimated = [self._estimate(candidate, chains) for candidate, chains in partitioned]
+            promising = [candidate for candidate in estimated if _estimate_of(candidate) <= max_step_s]
+            for candidate in sorted(promising, key=_estimate_of):
+                assert candidate.partition is not None
+                in_flight = self._estimator.in_flight(candidate.assignment, candidate.partition)
+                fitted = self.evaluator.fit(candidate, in_flight)
+                if isinstance(fitted, Candidate):
+                    return self.evaluator.simulate(fitted)
         return None
 
-    @cached_property
+    @property
     def _estimator(self) -> StepTimeEstimator:
         """The estimator of all rules: they try the same meshes, whose 1F1B orders it keeps."""
-        return StepTimeEstimator(self.layer_costs, self.machine, NUM_ESTIMATED_REPLICA_GROUPS)
+        return self.evaluator.estimator(self.evaluator.budget.partitions.num_estimated_replica_groups)
 
-    def _meshes_partitioned_by(self, rule: RuleFunction) -> Iterator[list[PartitionedMeshes]]:
-        """Return the `unified` meshes with more than one pipeline rank, the lowest bounds first, a few at a time."""
-        by_bound = sorted(self.assignments, key=lambda entry: entry[0])
-        unified = [assignment for _, assignment in by_bound if assignment.placement == "unified"]
-        meshes: list[PartitionedMeshes] = []
-        for assignment in unified:
-            if assignment.meshes[LLM].pp == 1 or self._splits_tp_group(assignment):
+    def _estimate(self, candidate: Candidate, chains: tuple[LayerChain, ...]) -> Candidate:
+        assert candidate.partition is not None
+        no_recompute = [None] * len(chains)
+        [step_s] = self._estimator.estimate(candidate.assignment, chains, [candidate.partition], no_recompute)
+        return candidate.estimated(float(step_s))
+
+    def _partitioned_by(self, rule: RuleFunction) -> Iterator[list[PartitionedCandidate]]:
+        """Yield the `unified` meshes with more than one pipeline rank, the lowest bounds first, a few at a time."""
+        by_bound = sorted(self.enumerated, key=lambda candidate: candidate.time_lower_bound_s)
+        partitioned: list[PartitionedCandidate] = []
+        for candidate in by_bound:
+            assignment = candidate.assignment
+            if assignment.placement != "unified" or assignment.meshes[LLM].pp == 1 or self._splits_tp_group(assignment):
                 continue
-            (chain,) = layer_chains(assignment, self.layer_costs, self.choices)
+            (chain,) = self.evaluator.layer_chains(candidate)
             bounds = rule(chain, self._forward_seconds(assignment))
             if bounds is not None and is_partition_allowed(chain, bounds):
-                meshes.append((assignment, (chain,), (bounds,)))
-            if len(meshes) == MESHES_PER_BASELINE_ROUND:
-                yield meshes
-                meshes = []
-        yield meshes
+                partitioned.append((candidate.partitioned((bounds,)), (chain,)))
+            if len(partitioned) == self.evaluator.budget.baselines.meshes_per_round:
+                yield partitioned
+                partitioned = []
+        yield partitioned
 
-    def _meshes_in_proportion_to_flops(self) -> Iterator[list[PartitionedMeshes]]:
-        """Return `disaggregated` meshes, those first whose ranks are nearest to the units' shares of FLOPs."""
-        disaggregated = [assignment for _, assignment in self.assignments if assignment.placement == "disaggregated"]
-        if not disaggregated:
+    def _in_proportion_to_flops(self) -> Iterator[list[PartitionedCandidate]]:
+        """Yield `disaggregated` meshes, those first whose ranks are nearest to the units' shares of FLOPs."""
+        evaluator = self.evaluator
+        rank_counts = [c.assignment.ranks for c in self.enumerated if c.placement == "disaggregated"]
+        if not rank_counts:
             return
-        shares = self._rank_shares(max(assignment.ranks for assignment in disaggregated))
-        bound = unit_time_bound(self.layer_costs, self.choices, self.machine)
-        for assignments in assignments_near_shares(self.choices, shares, bound):
-            meshes: list[PartitionedMeshes] = []
+        choices, shares = evaluator.problem.choices, self._rank_shares(max(rank_counts))
+        bound, budget = evaluator.time_lower_bound, evaluator.budget
+        for assignments in assignments_near_shares(choices, shares, bound, budget.meshes):
+            partitioned: list[PartitionedCandidate] = []
             allowed = [assignment for assignment in assignments if not self._splits_tp_group(assignment)]
-            for assignment in allowed[:MESHES_PER_BASELINE_ROUND]:
-                chains = layer_chains(assignment, self.layer_costs, self.choices)
-                partition = tuple(chain.anchor for chain in chains if chain.anchor is not None)
-                if len(partition) == len(chains):
-                    meshes.append((assignment, chains, partition))
-            if meshes:
-                yield meshes
+            for assignment in allowed[: budget.baselines.meshes_per_round]:
+                candidate = evaluator.enumerated(assignment)
+                chains = evaluator.layer_chains(candidate)
+                anchors = tuple(chain.anchor for chain in chains if chain.anchor is not None)
+                if len(anchors) == len(chains):
+                    partitioned.append((candidate.partitioned(anchors), chains))
+            if partitioned:
+                yield partitioned
 
     def _rank_shares(self, world_size: int) -> dict[str, float]:
         """Return by unit the ranks in proportion to its FLOPs on the sampled batches."""
-        undivided = tuple((unit, 1, self.choices[LLM].batch) for unit in self.choices)
+        problem, layer_costs = self.evaluator.problem, self.evaluator.layer_costs
+        undivided = tuple((unit, 1, problem.batches.global_batch) for unit in problem.choices)
         flops: dict[str, float] = {}
-        for unit in self.choices:
-            loads = self.layer_costs.microbatch_loads(unit, undivided)
-            flops[unit] = sum(
-                model_flops(self.layer_costs.shape, {unit: loads.total(batch)})
-                for batch in range(len(self.layer_costs.batches.groups))
-            )
+        for unit in problem.choices:
+            loads = layer_costs.microbatch_loads(unit, undivided)
+            totals = (loads.total(batch) for batch in range(len(problem.batches.groups)))
+            flops[unit] = sum(model_flops(problem.shape, {unit: total}) for total in totals)
         return {unit: world_size * unit_flops / sum(flops.values()) for unit, unit_flops in flops.items()}
 
     def _forward_seconds(self, assignment: MeshAssignment) -> FloatArray:
         """Return (layers,) seconds of each layer's forward per microbatch of the LLM, mean over the batches."""
-        per_step = [
-            self.layer_costs.unit_times(unit, size.tp, assignment.batch_split).mean[:, FORWARD]
-            * assignment.num_microbatches[unit]
-            for unit, size in assignment.meshes.items()
-        ]
+        per_step = []
+        for unit, mesh in assignment.meshes.items():
+            times = self.evaluator.layer_costs.unit_times(unit, mesh.tp, assignment.batch_split)
+            per_step.append(times.mean[:, FORWARD] * assignment.num_microbatches[unit])
         return np.asarray(np.concatenate(per_step) / assignment.num_microbatches[LLM])
 
     def _splits_tp_group(self, assignment: MeshAssignment) -> bool:
-        return split_tp_group_of(assignment, self.machine.ranks_per_node) is not None
+        return assignment.tp_group_across_nodes(self.evaluator.problem.hardware.ranks_per_node) is not None
 
 
-def baseline_alternative(name: str, baseline: Candidate, fastest_s: float) -> Alternative:
-    """Return a baseline as a line of the plan's ranking, with its step time relative to the fastest plan's."""
+def reject_baseline(name: str, baseline: Candidate, chosen_step_s: float) -> Rejected:
+    """Return why a baseline was not chosen; the ranking shows it under its name."""
     if name == FLOPS_BASELINE:
         description = "ranks divided among units in proportion to FLOPs"
     else:
         description = PARTITION_RULES[name].description
-    return Alternative(
-        summary=f"{name} baseline, {baseline.layout.summary}",
-        placement=baseline.layout.placement,
-        step_time_s=baseline.step_time_s,
-        peak_memory_gib=round(baseline.peak_bytes / GIB, 4),
-        reason=f"{baseline.step_time_s / fastest_s:.2f}x slower: {description}",
-    )
+    reason = f"{baseline.step_time_s / chosen_step_s:.2f}x slower: {description}"
+    return Rejected(baseline, reason, label=f"{name} baseline")
+
+
+def _estimate_of(candidate: Candidate) -> float:
+    assert candidate.estimated_step_s is not None
+    return candidate.estimated_step_s

@@ -1,139 +1,101 @@
 """Find what to change when no plan fits: for each kind of change, the smallest one with which a plan would fit."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 
-from mmtrain.costs import Hardware
-from mmtrain.plan.artifact.plan import Alternative
-from mmtrain.plan.estimate.layer_costs import LayerCosts, RecomputeMode
-from mmtrain.plan.estimate.memory_lower_bound import unit_memory_bound
-from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
-from mmtrain.plan.search.constraints import UnitChoices
+from mmtrain.plan.candidate import MeshAssignment, SearchResults
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.estimate.layer_costs import SpSizes
+from mmtrain.plan.search.constraints import RecomputeMode
 from mmtrain.plan.search.layer_partition import anchor_layout, layout_graph
-from mmtrain.plan.search.mesh_enumeration import MeshAssignment, bounded_mesh_assignments
-
-MAX_RANK_DOUBLINGS = 6  # larger clusters that are tried: up to 2**6 times the ranks
-MAX_MESHES_PER_SUGGESTION = 20  # meshes tried for each change, those first that divide units into most parts
-MAX_MESHES_SCANNED = 500  # meshes of one number of ranks from which these are taken
+from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
 
 
-def suggest_changes(
-    assignments: Sequence[MeshAssignment],
-    rejected: Sequence[Alternative],
-    layer_costs: LayerCosts,
-    choices: Mapping[str, UnitChoices],
-    machine: Hardware,
-    world_size: int,
-) -> list[str]:
+def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
     """Return changes of recompute, sequence parallelism, ranks and memory, in words; each alone lets a plan fit.
 
-    Args:
-        assignments: the mesh assignments that were tried on `world_size` ranks.
-        rejected: why their plans do not fit, with the memory that they need.
-        layer_costs: costs of the model on the sampled batches.
-        choices: the mesh sizes that the recipe allows, by unit.
-        machine: the hardware.
-        world_size: the number of ranks.
+    results: of a search in which nothing fits.
     """
+    assignments = [candidate.assignment for candidate in results.enumerated]
     return [
-        *_suggest_recompute(assignments, layer_costs, choices, machine),
-        *_suggest_sequence_parallelism(assignments, layer_costs, choices, machine),
-        *_suggest_ranks(assignments, layer_costs, choices, machine, world_size),
-        *_suggest_memory(rejected),
+        *_suggest_recompute(evaluator, assignments),
+        *_suggest_sequence_parallelism(evaluator, assignments),
+        *_suggest_ranks(evaluator, assignments),
+        *_suggest_memory(results),
     ]
 
 
-def _suggest_recompute(
-    assignments: Sequence[MeshAssignment],
-    layer_costs: LayerCosts,
-    choices: Mapping[str, UnitChoices],
-    machine: Hardware,
-) -> Iterator[str]:
+def _suggest_recompute(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
     """Suggest to recompute one unit whose recompute is `none`, or else all of them."""
-    keeping = [unit for unit, mode in layer_costs.recompute.items() if mode == "none"]
-    for units in (*((unit,) for unit in keeping), tuple(keeping)):
-        modes: dict[str, RecomputeMode] = {**layer_costs.recompute, **dict.fromkeys(units, "all")}
-        if units and _fits(assignments, _with_settings(layer_costs, modes, layer_costs.sp), choices, machine):
+    recompute = evaluator.layer_costs.recompute
+    never = [unit for unit, mode in recompute.items() if mode == "none"]
+    for units in (*((unit,) for unit in never), tuple(never)):
+        changed: dict[str, RecomputeMode] = {**recompute, **dict.fromkeys(units, "all")}
+        if units and _fits(_with_settings(evaluator, recompute=changed), assignments):
             yield " and ".join(f"parallel.{unit}.recompute: all" for unit in units)
             return
 
 
-def _suggest_sequence_parallelism(
-    assignments: Sequence[MeshAssignment],
-    layer_costs: LayerCosts,
-    choices: Mapping[str, UnitChoices],
-    machine: Hardware,
-) -> Iterator[str]:
+def _suggest_sequence_parallelism(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
     """Suggest sequence parallelism for all units that can have it and do not."""
-    possible = [unit.name for unit in layer_costs.shape.units if unit.kind != "generator"]
-    without = [unit for unit in possible if max(choices[unit].tp) > 1 and not layer_costs.sp.get(unit)]
-    sp = {**layer_costs.sp, **{unit: frozenset(choices[unit].tp) - {1} for unit in without}}
-    with_tp = [assignment for assignment in assignments if max(size.tp for size in assignment.meshes.values()) > 1]
-    if without and _fits(with_tp, _with_settings(layer_costs, layer_costs.recompute, sp), choices, machine):
+    choices, sp = evaluator.problem.choices, evaluator.layer_costs.sp
+    possible = [unit.name for unit in evaluator.problem.shape.units if unit.kind != "generator"]
+    without = [unit for unit in possible if max(choices[unit].tp) > 1 and not sp.get(unit)]
+    changed = {**sp, **{unit: frozenset(choices[unit].tp) - {1} for unit in without}}
+    split = [assignment for assignment in assignments if max(mesh.tp for mesh in assignment.meshes.values()) > 1]
+    if without and _fits(_with_settings(evaluator, sp=changed), split):
         yield " and ".join(f"parallel.{unit}.sp: true" for unit in without)
 
 
-def _suggest_ranks(
-    assignments: Sequence[MeshAssignment],
-    layer_costs: LayerCosts,
-    choices: Mapping[str, UnitChoices],
-    machine: Hardware,
-    world_size: int,
-) -> Iterator[str]:
+def _suggest_ranks(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:
     """Suggest the smallest power of two times the ranks on which a plan of the same placements fits."""
+    problem, budget = evaluator.problem, evaluator.budget
     placements = {assignment.placement for assignment in assignments}
-    bound = unit_time_bound(layer_costs, choices, machine)
-    for doublings in range(1, MAX_RANK_DOUBLINGS + 1):
-        ranks = world_size * 2**doublings
-        larger = (
-            assignment
-            for _, assignment in bounded_mesh_assignments(choices, ranks, bound)
-            if assignment.placement in placements
-        )
-        if _fits(list(islice(larger, MAX_MESHES_SCANNED)), layer_costs, choices, machine):
-            yield f"{ranks} ranks"
+    for doubling in range(1, budget.explanations.max_rank_doublings + 1):
+        num_ranks = problem.cluster.num_ranks * 2**doubling
+        bounded = bounded_mesh_assignments(problem.choices, num_ranks, evaluator.time_lower_bound, budget.meshes)
+        larger = (assignment for _, assignment in bounded if assignment.placement in placements)
+        if _fits(evaluator, list(islice(larger, budget.explanations.max_meshes_scanned))):
+            yield f"{num_ranks} ranks"
             return
 
 
-def _suggest_memory(rejected: Sequence[Alternative]) -> Iterator[str]:
-    """Suggest the memory that the plan nearest to fitting needs."""
-    needed_gib = [alternative.peak_memory_gib for alternative in rejected if alternative.peak_memory_gib is not None]
-    if needed_gib:
-        yield f"ranks with {min(needed_gib):.3g} GiB"
+def _suggest_memory(results: SearchResults) -> Iterator[str]:
+    """Suggest the memory that the candidate nearest to fitting needs."""
+    needs_gib = [loser.need_gib for loser in results.rejected if loser.need_gib is not None]
+    if needs_gib:
+        yield f"ranks with {min(needs_gib):.3g} GiB"
 
 
-def _fits(
-    assignments: Sequence[MeshAssignment],
-    layer_costs: LayerCosts,
-    choices: Mapping[str, UnitChoices],
-    machine: Hardware,
-) -> bool:
-    """Return whether a plan of one of the meshes fits; only the most divided ones are tried."""
-    memory_bound = unit_memory_bound(layer_costs)
-
-    def may_fit(assignment: MeshAssignment) -> bool:
-        bounds = (memory_bound(unit, size, assignment.paces[unit]) for unit, size in assignment.meshes.items())
-        return max(bounds) <= machine.memory_bytes
-
-    ordered = sorted(filter(may_fit, assignments), key=_most_divided_first)
-    for assignment in islice(ordered, MAX_MESHES_PER_SUGGESTION):
-        layout = anchor_layout(assignment, layer_costs, choices, machine.memory_bytes)
+def _fits(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> bool:
+    """Return whether one of the assignments fits; of many only the most split ones are tried."""
+    layer_costs, choices = evaluator.layer_costs, evaluator.problem.choices
+    memory_bytes, budget = evaluator.memory_bytes, evaluator.budget.explanations
+    may_fit = [assignment for assignment in assignments if _min_bytes(evaluator, assignment) <= memory_bytes]
+    for assignment in islice(sorted(may_fit, key=_most_divided_first), budget.max_meshes_per_suggestion):
+        layout = anchor_layout(assignment, layer_costs, choices, memory_bytes)
         if layout is None:
             continue
         memory = layer_costs.memory(layout_graph(layout, layer_costs))
-        if all(rank.total <= machine.memory_bytes for rank in memory.values()):
+        if all(rank.total <= memory_bytes for rank in memory.values()):
             return True
     return False
 
 
+def _min_bytes(evaluator: Evaluator, assignment: MeshAssignment) -> float:
+    """Return the least bytes on the fullest rank."""
+    microbatches = assignment.pipeline_microbatches
+    return max(evaluator.memory_lower_bound(unit, mesh, microbatches[unit]) for unit, mesh in assignment.meshes.items())
+
+
 def _most_divided_first(assignment: MeshAssignment) -> tuple[int, ...]:
     """Return a sort key that puts assignments first whose least divided unit has the most parts."""
-    return tuple(sorted(-size.tp * size.pp for size in assignment.meshes.values()))[::-1]
+    return tuple(sorted(-mesh.tp * mesh.pp for mesh in assignment.meshes.values()))[::-1]
 
 
 def _with_settings(
-    layer_costs: LayerCosts, recompute: Mapping[str, RecomputeMode], sp: Mapping[str, frozenset[int]]
-) -> LayerCosts:
-    """Return the same costs under other settings, without the cached costs that depend on them."""
-    return replace(layer_costs, recompute=recompute, sp=sp, _lines={})
+    evaluator: Evaluator, recompute: Mapping[str, RecomputeMode] | None = None, sp: SpSizes | None = None
+) -> Evaluator:
+    """Return an evaluator of the same problem under other settings."""
+    layer_costs = evaluator.layer_costs.with_settings(recompute=recompute, sp=sp)
+    return Evaluator(evaluator.problem, evaluator.budget, layer_costs)

@@ -2,7 +2,7 @@
 
 import math
 
-from mmtrain.plan.estimate.evaluate import Candidate
+from mmtrain.plan.candidate import Candidate
 from mmtrain.program.ir.graph import StageId
 
 MAX_NAMED_STAGES = 2  # with more stages on the busiest ranks only their units are named
@@ -37,10 +37,13 @@ def explain_slower(slower: Candidate, chosen: Candidate) -> str:
     )
 
 
-def explain_measured_slower(slower: Candidate, chosen: Candidate, measured_ratio: float) -> str:
-    """Return one line on a candidate whose measured step took `measured_ratio` times as long; inf: it could not run."""
-    if math.isinf(measured_ratio):
+def explain_measured_slower(slower: Candidate, chosen: Candidate) -> str:
+    """Return one line on a candidate that was run and took longer than the chosen one, or could not be run."""
+    assert slower.measured_step_s is not None
+    assert chosen.measured_step_s is not None
+    if math.isinf(slower.measured_step_s):
         return "could not be run here"
+    measured_ratio = slower.measured_step_s / chosen.measured_step_s
     return f"{measured_ratio:.2f}x slower as measured, {slower.step_time_s / chosen.step_time_s:.2f}x as predicted"
 
 

@@ -31,8 +31,13 @@ from mmtrain.costs.hardware import ELEMENT_BYTES, GIB
 from mmtrain.costs.rank_memory import MEMORY_MARGIN, layer_state, microbatch_activation_bytes, stage_working_bytes
 from mmtrain.models.model_shape import LayerShape, ModelShape, UnitShape
 from mmtrain.plan.artifact.plan import Alternative
+from mmtrain.plan.budget import SearchBudget
+from mmtrain.plan.candidate import Candidate, SearchResults
+from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import FloatArray
 from mmtrain.plan.estimate.sample_batches import SampledBatches
+from mmtrain.plan.problem import PlanningProblem
+from mmtrain.plan.progress import Progress
 from mmtrain.plan.replicated.phase_dispatch import DispatchedRounds, PhaseDispatcher
 
 GRADIENT_ELEMENT_BYTES = 4  # gradients are reduced in fp32
@@ -300,3 +305,32 @@ def _shard_sizes(num_ranks: int, ranks_per_node: int) -> Sequence[int]:
     num_nodes = num_ranks // ranks_per_node if num_ranks % ranks_per_node == 0 else 0
     across_nodes = [ranks_per_node << i for i in range(1, num_nodes.bit_length()) if num_nodes % (1 << i) == 0]
     return sorted({*in_node, *across_nodes, num_ranks})
+
+
+class ReplicatedStrategy:
+    """Predicts the placement for the ranking of plans that can be run; it is never the plan."""
+
+    def num_searches(self, problem: PlanningProblem) -> int:
+        """Return 0: it reports no progress."""
+        return 0
+
+    def search(
+        self,
+        problem: PlanningProblem,
+        evaluator: Evaluator,
+        budget: SearchBudget,
+        incumbent: Candidate | None,
+        progress: Progress | None = None,
+    ) -> SearchResults:
+        """Return what predicts the best layout once the plan is chosen; nothing where no plan can be chosen."""
+        if incumbent is None:
+            return SearchResults()
+        predictor = ReplicatedPredictor(
+            problem.shape,
+            problem.costs,
+            problem.precision,
+            problem.batches,
+            problem.hardware,
+            problem.cluster.num_ranks,
+        )
+        return SearchResults(predicted_only=(predictor,))

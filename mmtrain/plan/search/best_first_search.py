@@ -1,371 +1,362 @@
-"""Which layouts there are, and which of them is fastest: best-first, by bounds that grow tighter as work is put in.
+"""Which layer partition of which mesh assignment is fastest: best-first search by bounds that grow tighter with work.
 
-A assignment waits with a bound on all its cuts: arithmetic, then the exact optimum of a dynamic program. When its turn
-comes its cuts are rated, all of them if the whole search has few, else those near the anchor; and a cut whose rating
-comes first is fitted into memory and simulated. What cannot be faster than the best one found is never looked at.
+A candidate waits in one queue with a lower bound of its step time: arithmetic first, then the exact optimum of a
+dynamic program over the partitions of each layer chain, then an estimate of its anchor partition. When its turn comes,
+its partitions are estimated: all of them if the whole search has few, else those near the anchor. A partition whose
+estimate comes first is fitted into memory and simulated. Candidates that cannot beat the fastest one are never looked
+at.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from mmtrain.costs import Hardware
-from mmtrain.plan.artifact.plan import Alternative
-from mmtrain.plan.estimate.evaluate import Candidate, evaluate_layout
-from mmtrain.plan.estimate.layer_costs import LayerCosts
-from mmtrain.plan.estimate.memory_fit import FittedLayout, MemoryMisfit, fit_memory
-from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
-from mmtrain.plan.search.constraints import UnitChoices
+from mmtrain.plan.candidate import (
+    EQUAL_STEP_TIME_RATIO,
+    Candidate,
+    CandidateStage,
+    LayerPartition,
+    MeshAssignment,
+    Rejected,
+    SearchResults,
+    rank_candidates,
+)
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.progress import Progress
 from mmtrain.plan.search.layer_partition import (
+    ChainPartition,
     FloatArray,
     LayerChain,
-    LayerPartition,
     all_chain_partitions,
     anchor_partition,
     chain_time_lower_bound,
     in_flight_by_chunk,
     jittered_partitions,
-    layer_chains,
     layout_graph,
     partitioned_layout,
     recompute_to_fit,
 )
-from mmtrain.plan.search.mesh_enumeration import MeshAssignment, split_tp_group_of
-from mmtrain.program.ir.graph import LLM
+from mmtrain.program.ir.graph import LLM, StageId
 
-EQUAL_STEP_TIME_RATIO = 1.001  # step times within this factor count as equal; the simpler layout then wins
-MAX_PARTITIONS_TO_TRY_ALL = 2_000  # cuts of all assignments together up to which all are rated, and compared in full
-MAX_JITTERS_PER_ASSIGNMENT = 160  # cuts that are rated of each assignment otherwise
-MAX_JITTER_ROUNDS = 8  # of rating what lies near the best so far
-MAX_ESTIMATE_RATIO = 1.05  # of the fastest step found: what rates above is not looked at more closely
-ANCHOR_ESTIMATE_DISCOUNT = (
-    0.95  # of its anchor's rating: what a assignment's best cut may rate, where there are more cuts than a few
-)
-NUM_RUNNER_UP_PARTITIONS = 2  # more cuts of the assignment found fastest that are simulated then
-MAX_MISFITS_TO_TRY = 12  # assignments whose bound says that they cannot fit that are looked at, where no other does
-MAX_EXPLAINED_ASSIGNMENTS = 200  # assignments that were not looked at, of which the ranking may tell
-NUM_ESTIMATED_REPLICA_GROUPS = 2  # replica groups of a batch that are rated where there are more cuts than a few
-
-Progress = Callable[[int, int], None]  # assignments that were looked at or are settled, of how many
-
-
-@dataclass(frozen=True)
-class SearchResults:
-    """Everything the search learned."""
-
-    candidates: tuple[Candidate, ...]  # the chosen one first, then by step time; of each assignment the best
-    rejected: tuple[Alternative, ...]  # those never simulated, with the reason
-
-    @property
-    def fastest(self) -> float:
-        """Seconds of the chosen step; infinity without any."""
-        return self.candidates[0].step_time_s if self.candidates else math.inf
-
-
-def merge_results(*outcomes: SearchResults) -> SearchResults:
-    """What several searches learned, ranked together."""
-    return SearchResults(
-        tuple(_ranked([j for outcome in outcomes for j in outcome.candidates])),
-        tuple(loser for outcome in outcomes for loser in outcome.rejected),
-    )
-
-
-@dataclass(order=True)
-class _Waiting:
-    """Something in the queue; the least bound comes first."""
-
-    bound: float
-    number: int
-    assignment: MeshAssignment = field(compare=False)
-    chains: tuple[LayerChain, ...] = field(compare=False, default=())
-    cuts: LayerPartition | None = field(compare=False, default=None)
-    is_glanced_at: bool = field(compare=False, default=False)
+RecomputeToFit = list[FloatArray | None]  # by chain, see `recompute_to_fit`; None where the anchor needs none
 
 
 def best_first_search(
-    assignments: Sequence[tuple[float, MeshAssignment]],
-    layer_costs: LayerCosts,
-    choices: Mapping[str, UnitChoices],
-    machine: Hardware,
-    at_least: int,
-    progress: Progress | None = None,
+    candidates: Sequence[Candidate], evaluator: Evaluator, num_simulated: int, progress: Progress | None = None
 ) -> SearchResults:
     """Simulate layouts in the order of their lower bounds until no other can be faster than the best one found.
 
-    At least `at_least` assignments are simulated, if so many fit, so that the ranking has figures to show.
+    Args:
+        candidates: mesh assignments with lower bounds.
+        evaluator: estimates, fits and simulates them.
+        num_simulated: at least so many of them are simulated, if so many fit, so that the ranking has figures to show.
+        progress: called with the number of candidates that were looked at or are settled, of how many.
     """
-    return _Search(layer_costs, choices, machine, at_least, progress).run(assignments)
+    return _Search(evaluator, num_simulated, progress).run(candidates)
+
+
+@dataclass(order=True)
+class SearchNode:
+    """A candidate in the queue; the one with the least bound comes first."""
+
+    bound_s: float
+    number: int  # decides between equal bounds: what waited first
+    candidate: Candidate = field(compare=False)
+    chains: tuple[LayerChain, ...] | None = field(compare=False, default=None)
+    is_anchor_estimated: bool = field(compare=False, default=False)
 
 
 class _Search:
-    def __init__(
-        self,
-        layer_costs: LayerCosts,
-        choices: Mapping[str, UnitChoices],
-        machine: Hardware,
-        at_least: int,
-        progress: Progress | None,
-    ) -> None:
-        self.layer_costs, self.choices, self.machine = layer_costs, choices, machine
-        self.at_least, self.progress = at_least, progress
-        self.rejected: list[Alternative] = []
-        self.best: dict[int, Candidate] = {}  # by id of the assignment
-        self.misfits: dict[int, MemoryMisfit] = {}
-        self.others: dict[int, list[tuple[float, MeshAssignment, LayerPartition]]] = {}  # the next best rated cuts
-        self.queue: list[_Waiting] = []
+    def __init__(self, evaluator: Evaluator, num_simulated: int, progress: Progress | None) -> None:
+        self.evaluator = evaluator
+        self.budget = evaluator.budget.partitions
+        self.num_simulated = num_simulated
+        self.progress = progress
+        self.rejected: list[Rejected] = []
+        # By id of the candidate, that is by mesh assignment:
+        self.best: dict[int, Candidate] = {}  # the partition with the fastest simulated step
+        self.misfits: dict[int, Rejected] = {}  # the partition that needs least memory, of those that do not fit
+        self.runner_ups: dict[int, list[Candidate]] = {}  # partitions with the next best estimates
+        self.queue: list[SearchNode] = []
         self.num_queued = 0
-        self.is_small = False
-        self.estimator = StepTimeEstimator(layer_costs, machine, NUM_ESTIMATED_REPLICA_GROUPS)
+        self.is_exhaustive = False
+        self.estimator = evaluator.estimator(self.budget.num_estimated_replica_groups)
 
-    def run(self, assignments: Sequence[tuple[float, MeshAssignment]]) -> SearchResults:
+    def run(self, candidates: Sequence[Candidate]) -> SearchResults:
         """Work the queue off."""
-        self.is_small = self._num_cuts(s for _, s in assignments) <= MAX_PARTITIONS_TO_TRY_ALL
-        if self.is_small:
-            self.estimator.max_groups = None
-        for bound, assignment in assignments:
-            if tp_group := split_tp_group_of(assignment, self.machine.ranks_per_node):
-                self._lost(assignment, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
-            else:
-                self._wait(0.0 if self.is_small else bound, assignment)
-        num_seen = 0
+        assignments = (candidate.assignment for candidate in candidates)
+        self.is_exhaustive = self._num_partitions(assignments) <= self.budget.max_partitions_to_try_all
+        if self.is_exhaustive:
+            self.estimator = self.evaluator.estimator(None)
+        for candidate in candidates:
+            self._start(candidate)
+        num_looked_at = 0
         while self.queue and not self._is_settled(self.queue[0]):
-            waiting = heapq.heappop(self.queue)
-            self._tell(num_seen, len(assignments))
-            num_seen += not waiting.chains and waiting.cuts is None
-            self._look_at(waiting)
-        if not self.is_small:
-            self._refine()
-        self._give_up()
-        self._tell(len(assignments), len(assignments))
-        return SearchResults(tuple(_ranked(list(self.best.values()))), tuple(self.rejected))
+            node = heapq.heappop(self.queue)
+            self._report(num_looked_at, len(candidates))
+            num_looked_at += node.chains is None and node.candidate.stage < CandidateStage.PARTITIONED
+            self._advance(node)
+        if not self.is_exhaustive:
+            self._simulate_runner_ups()
+        self._reject_unsearched()
+        self._report(len(candidates), len(candidates))
+        return SearchResults(rank_candidates(self.best.values()), tuple(self.rejected))
 
-    def _tell(self, done: int, total: int) -> None:
+    def _start(self, candidate: Candidate) -> None:
+        tp_group = candidate.assignment.tp_group_across_nodes(self.evaluator.problem.hardware.ranks_per_node)
+        if tp_group is not None:
+            self.rejected.append(
+                Rejected(candidate, f"the tensor-parallel group of ranks {tp_group} lies on two nodes")
+            )
+        else:
+            self._push(0.0 if self.is_exhaustive else candidate.time_lower_bound_s, candidate)
+
+    def _report(self, done: int, total: int) -> None:
         if self.progress is not None:
             self.progress(done, total)
 
-    def _is_settled(self, first: _Waiting) -> bool:
-        """Whether nothing that waits can change the choice."""
-        if math.isinf(first.bound):  # then there is nothing to find, only something to say
-            return bool(self.best) or len(self.misfits) >= MAX_MISFITS_TO_TRY
-        fastest = self._fastest()
-        return len(self.best) >= self.at_least and first.bound > fastest * (
-            EQUAL_STEP_TIME_RATIO if self.is_small else 1.0
-        )
+    def _is_settled(self, first: SearchNode) -> bool:
+        """Return whether no candidate in the queue can change the choice."""
+        if math.isinf(first.bound_s):  # nothing that waits can fit; a few are tried to explain why
+            return bool(self.best) or len(self.misfits) >= self.evaluator.budget.explanations.max_misfits_to_try
+        slack = EQUAL_STEP_TIME_RATIO if self.is_exhaustive else 1.0
+        return len(self.best) >= self.num_simulated and first.bound_s > self._fastest_s() * slack
 
-    def _refine(self) -> None:
-        """Simulate the next best rated cuts of the assignment found fastest."""
-        if not self.best:
-            return
-        fastest = min(self.best, key=lambda at: self.best[at].step_time_s)
-        for bound, assignment, cuts in self.others.get(fastest, [])[:NUM_RUNNER_UP_PARTITIONS]:
-            self._simulate(bound, assignment, cuts)
-
-    def _num_cuts(self, assignments: Iterable[MeshAssignment]) -> int:
-        """Ways to cut all assignments, counted up to what is not few."""
-        layers = {unit.name: len(unit.layers) for unit in self.layer_costs.shape.units}
+    def _num_partitions(self, assignments: Iterable[MeshAssignment]) -> int:
+        """Count the layer partitions of all assignments, up to the largest number that is tried in full."""
+        layers = {unit.name: len(unit.layers) for unit in self.evaluator.problem.shape.units}
         total = 0
         for assignment in assignments:
             if assignment.placement == "unified":
-                size = assignment.meshes[LLM]
-                total += math.comb(sum(layers.values()) - 1, size.pp * size.vpp - 1)
+                mesh = assignment.meshes[LLM]
+                total += math.comb(sum(layers.values()) - 1, mesh.pp * mesh.vpp - 1)
             else:
-                total += math.prod(math.comb(layers[n] - 1, s.pp * s.vpp - 1) for n, s in assignment.meshes.items())
-            if total > MAX_PARTITIONS_TO_TRY_ALL:
+                meshes = assignment.meshes.items()
+                total += math.prod(math.comb(layers[unit] - 1, mesh.pp * mesh.vpp - 1) for unit, mesh in meshes)
+            if total > self.budget.max_partitions_to_try_all:
                 break
         return total
 
-    def _wait(
+    def _push(
         self,
-        bound: float,
-        assignment: MeshAssignment,
-        chains: tuple[LayerChain, ...] = (),
-        cuts: LayerPartition | None = None,
-        is_glanced_at: bool = False,
+        bound_s: float,
+        candidate: Candidate,
+        chains: tuple[LayerChain, ...] | None = None,
+        is_anchor_estimated: bool = False,
     ) -> None:
         self.num_queued += 1
-        heapq.heappush(self.queue, _Waiting(bound, self.num_queued, assignment, chains, cuts, is_glanced_at))
+        heapq.heappush(self.queue, SearchNode(bound_s, self.num_queued, candidate, chains, is_anchor_estimated))
 
-    def _look_at(self, waiting: _Waiting) -> None:
-        """Put the next piece of work into what comes first."""
-        bound, assignment = waiting.bound, waiting.assignment
-        if waiting.cuts is not None:
-            self._simulate(bound, assignment, waiting.cuts)
-        elif waiting.chains and (self.is_small or waiting.is_glanced_at):
-            self._rate(bound, assignment, waiting.chains)
-        elif waiting.chains:
-            self._glance_at(bound, assignment, waiting.chains)
+    def _advance(self, node: SearchNode) -> None:
+        """Put the next piece of work into the candidate with the least bound."""
+        if node.candidate.stage == CandidateStage.ESTIMATED:
+            self._simulate(node.bound_s, node.candidate)
+        elif node.chains is None:
+            self._bound_by_chains(node)
+        elif self.is_exhaustive:
+            self._estimate_all_partitions(node, node.chains)
+        elif node.is_anchor_estimated:
+            self._estimate_near_anchor(node, node.chains)
         else:
-            chains = layer_chains(assignment, self.layer_costs, self.choices)
-            if any(chain.anchor is None for chain in chains):
-                self._lost(assignment, "its layers cannot be cut into so many stages under parallel.*.pp")
-            else:
-                self._wait(max(bound, *map(chain_time_lower_bound, chains)), assignment, chains)
+            self._estimate_anchor(node, node.chains)
 
-    def _glance_at(self, bound: float, assignment: MeshAssignment, chains: tuple[LayerChain, ...]) -> None:
-        """Rate the anchor alone, so that what is far behind others waits until they are settled."""
-        extra = self._extra(assignment, chains)
-        cuts = tuple(
-            anchor_partition(chain, more) or chain.anchor or () for chain, more in zip(chains, extra, strict=True)
+    def _bound_by_chains(self, node: SearchNode) -> None:
+        """Tighten the bound by the best partition of each layer chain."""
+        chains = self.evaluator.layer_chains(node.candidate)
+        if any(chain.anchor is None for chain in chains):
+            reason = "its layers cannot be cut into so many stages under parallel.*.pp"
+            self.rejected.append(Rejected(node.candidate, reason))
+            return
+        bound_s = max(node.bound_s, *map(chain_time_lower_bound, chains))
+        self._push(bound_s, node.candidate.bounded(bound_s), chains)
+
+    def _estimate_anchor(self, node: SearchNode, chains: tuple[LayerChain, ...]) -> None:
+        """Estimate the anchor alone, so that candidates far behind wait until the others are settled."""
+        recompute = self._recompute_to_fit(node.candidate, chains)
+        partition = tuple(
+            anchor_partition(chain, recompute_s) or chain.anchor or ()
+            for chain, recompute_s in zip(chains, recompute, strict=True)
         )
-        rating = float(self.estimator.estimate(assignment, chains, [cuts], extra)[0])
-        self._wait(max(bound, rating * ANCHOR_ESTIMATE_DISCOUNT), assignment, chains, is_glanced_at=True)
+        estimate_s = float(self._estimate(node.candidate, chains, [partition], recompute)[0])
+        bound_s = max(node.bound_s, estimate_s * self.budget.anchor_estimate_discount)
+        self._push(bound_s, node.candidate.bounded(bound_s), chains, is_anchor_estimated=True)
 
-    def _rate(self, bound: float, assignment: MeshAssignment, chains: tuple[LayerChain, ...]) -> None:
-        """Rate the cuts of a assignment, and let the best wait for the simulator."""
-        extra = self._extra(assignment, chains)
-        options = [self._options(chain, more) for chain, more in zip(chains, extra, strict=True)]
+    def _estimate_all_partitions(self, node: SearchNode, chains: tuple[LayerChain, ...]) -> None:
+        """Let every partition of a candidate wait for the simulator, with its estimate as bound."""
+        recompute = self._recompute_to_fit(node.candidate, chains)
+        options = [all_chain_partitions(chain) for chain in chains]
         if not all(options):
-            self._try_to_fit(assignment, tuple(chain.anchor or () for chain in chains))
-            self._lost_for_memory(assignment)
+            self._reject_for_memory(node.candidate, chains)
             return
-        if self.is_small:
-            cuts = list(product(*options))
-            for rating, one in zip(self.estimator.estimate(assignment, chains, cuts, extra), cuts, strict=True):
-                self._wait(max(float(rating), bound), assignment, chains, one)
+        partitions = list(product(*options))
+        estimates = self._estimate(node.candidate, chains, partitions, recompute).tolist()
+        for partition, estimate_s in zip(partitions, estimates, strict=True):
+            estimated = node.candidate.partitioned(partition).estimated(estimate_s)
+            self._push(max(estimate_s, node.bound_s), estimated, chains)
+
+    def _estimate_near_anchor(self, node: SearchNode, chains: tuple[LayerChain, ...]) -> None:
+        """Estimate partitions near the anchor; simulate the best, or let it wait for the simulator."""
+        recompute = self._recompute_to_fit(node.candidate, chains)
+        options = [
+            self._partitions_near_anchor(chain, recompute_s)
+            for chain, recompute_s in zip(chains, recompute, strict=True)
+        ]
+        if not all(options):
+            self._reject_for_memory(node.candidate, chains)
             return
-        rated = self._descend(assignment, chains, options, extra)
-        order = sorted(rated, key=lambda one: rated[one])
-        least = max(rated[order[0]], bound)
-        self.others[id(assignment)] = [(rated[one], assignment, one) for one in order[1 : 1 + NUM_RUNNER_UP_PARTITIONS]]
-        if least < self._fastest():  # the sooner a fast one is known, the less of others is looked at
-            self._simulate(least, assignment, order[0])
+        estimates = self._descend(node.candidate, chains, options, recompute)
+        by_estimate = sorted(estimates, key=lambda partition: estimates[partition])
+        ranked = [
+            node.candidate.partitioned(partition).estimated(estimates[partition])
+            for partition in by_estimate[: 1 + self.budget.num_runner_ups]
+        ]
+        self.runner_ups[node.candidate.id] = ranked[1:]
+        bound_s = max(estimates[by_estimate[0]], node.bound_s)
+        if bound_s < self._fastest_s():  # the sooner a fast one is known, the fewer others are looked at
+            self._simulate(bound_s, ranked[0])
         else:
-            self._wait(least, assignment, chains, order[0])
+            self._push(bound_s, ranked[0], chains)
 
     def _descend(
         self,
-        assignment: MeshAssignment,
+        candidate: Candidate,
         chains: Sequence[LayerChain],
-        options: Sequence[Sequence[tuple[int, ...]]],
-        extra: Sequence[FloatArray | None],
+        options: Sequence[Sequence[ChainPartition]],
+        recompute: RecomputeToFit,
     ) -> dict[LayerPartition, float]:
-        """Rate cuts near the anchor, then near the best of these, until none is better."""
-        rated: dict[LayerPartition, float] = {}
-        best = math.inf
-        for _ in range(MAX_JITTER_ROUNDS):
-            new = [cuts for cuts in _spread_over(options, MAX_JITTERS_PER_ASSIGNMENT) if cuts not in rated]
+        """Estimate partitions near the anchor, then near the best of these, until none is better."""
+        estimates: dict[LayerPartition, float] = {}
+        best_s = math.inf
+        for _ in range(self.budget.max_jitter_rounds):
+            combined = _combine_best(options, self.budget.max_jitters_per_assignment)
+            new = [partition for partition in combined if partition not in estimates]
             if new:
-                rated |= zip(new, self.estimator.estimate(assignment, chains, new, extra).tolist(), strict=True)
-            around = min(rated, key=lambda cuts: rated[cuts])
-            if rated[around] >= best:
+                estimates |= zip(new, self._estimate(candidate, chains, new, recompute).tolist(), strict=True)
+            best = min(estimates, key=lambda partition: estimates[partition])
+            if estimates[best] >= best_s:
                 break
-            best = rated[around]
-            if best > self._fastest() * MAX_ESTIMATE_RATIO:
+            best_s = estimates[best]
+            if best_s > self._fastest_s() * self.budget.max_estimate_ratio:
                 break
             options = [
-                jittered_partitions(chain, cuts, MAX_JITTERS_PER_ASSIGNMENT, more) or [cuts]
-                for chain, cuts, more in zip(chains, around, extra, strict=True)
+                jittered_partitions(chain, around, recompute_s, self.budget) or [around]
+                for chain, around, recompute_s in zip(chains, best, recompute, strict=True)
             ]
-        return rated
+        return estimates
 
-    def _fastest(self) -> float:
-        return min((j.step_time_s for j in self.best.values()), default=math.inf)
+    def _estimate(
+        self,
+        candidate: Candidate,
+        chains: Sequence[LayerChain],
+        partitions: Sequence[LayerPartition],
+        recompute: RecomputeToFit,
+    ) -> FloatArray:
+        return self.estimator.estimate(candidate.assignment, chains, partitions, recompute)
 
-    def _extra(self, assignment: MeshAssignment, chains: Sequence[LayerChain]) -> list[FloatArray | None]:
-        """By chain, seconds of recomputation that parts and spans need; None where the anchor needs none."""
-        cuts = tuple(chain.anchor or () for chain in chains)
-        alive = self.estimator.in_flight(assignment, cuts)
-        memory = self.layer_costs.memory(
-            layout_graph(partitioned_layout(assignment, self.layer_costs, cuts), self.layer_costs), alive
-        )
-        if max(m.total for m in memory.values()) <= self.machine.memory_bytes:
+    def _in_flight(self, candidate: Candidate, partition: LayerPartition) -> Mapping[StageId, int]:
+        return self.estimator.in_flight(candidate.assignment, partition)
+
+    def _fastest_s(self) -> float:
+        return min((candidate.step_time_s for candidate in self.best.values()), default=math.inf)
+
+    def _recompute_to_fit(self, candidate: Candidate, chains: Sequence[LayerChain]) -> RecomputeToFit:
+        """Return the recomputation that spans of layers need, where the anchor does not fit without any."""
+        layer_costs, memory_bytes = self.evaluator.layer_costs, self.evaluator.memory_bytes
+        anchor = tuple(chain.anchor or () for chain in chains)
+        num_in_flight = self._in_flight(candidate, anchor)
+        graph = layout_graph(partitioned_layout(candidate.assignment, layer_costs, anchor), layer_costs)
+        memory = layer_costs.memory(graph, num_in_flight)
+        if max(rank.total for rank in memory.values()) <= memory_bytes:
             return [None] * len(chains)
-        return [
-            recompute_to_fit(chain, in_flight_by_chunk(chain, alive), self.machine.memory_bytes) for chain in chains
-        ]
+        return [recompute_to_fit(chain, in_flight_by_chunk(chain, num_in_flight), memory_bytes) for chain in chains]
 
-    def _options(self, chain: LayerChain, extra: FloatArray | None) -> list[tuple[int, ...]]:
-        """Cuts of one chain that are worth rating."""
-        if self.is_small:
-            return all_chain_partitions(chain)
-        around = anchor_partition(chain, extra)
-        if around is None and chain.vpp > 1 and chain.anchor is not None:  # parts of a rank may help each other out
-            return jittered_partitions(chain, chain.anchor, MAX_JITTERS_PER_ASSIGNMENT)
-        return [] if around is None else jittered_partitions(chain, around, MAX_JITTERS_PER_ASSIGNMENT, extra)
+    def _partitions_near_anchor(self, chain: LayerChain, recompute_s: FloatArray | None) -> list[ChainPartition]:
+        """Return the partitions of one chain that are worth estimating."""
+        around = anchor_partition(chain, recompute_s)
+        if around is not None:
+            return jittered_partitions(chain, around, recompute_s, self.budget)
+        if chain.vpp > 1 and chain.anchor is not None:  # one chunk of a rank may leave room for another
+            return jittered_partitions(chain, chain.anchor, None, self.budget)
+        return []
 
-    def _simulate(self, bound: float, assignment: MeshAssignment, cuts: LayerPartition) -> None:
-        known = self.best.get(id(assignment))
-        if known is not None and known.step_time_s <= bound:
+    def _simulate(self, bound_s: float, candidate: Candidate) -> None:
+        """Fit an estimated candidate and simulate it, unless another partition of its meshes is as fast."""
+        known = self.best.get(candidate.id)
+        if known is not None and known.step_time_s <= bound_s:
             return
-        found = self._try_to_fit(assignment, cuts)
-        if found is None:
-            if not self.is_small:
-                self._next_best(assignment)
-            if not any(w.assignment is assignment for w in self.queue):
-                self._lost_for_memory(assignment)
+        fitted = self._try_to_fit(candidate)
+        if fitted is None:
+            if not self.is_exhaustive:
+                self._push_runner_up(candidate.id)
+            if not any(node.candidate.id == candidate.id for node in self.queue):
+                self._reject_misfit(candidate.id)
             return
-        judged = evaluate_layout(found.layout, self.layer_costs, self.machine, memory=found.memory)
-        if known is None or judged.step_time_s < known.step_time_s:
-            self.best[id(assignment)] = judged
+        simulated = self.evaluator.simulate(fitted)
+        if known is None or simulated.step_time_s < known.step_time_s:
+            self.best[candidate.id] = simulated
 
-    def _next_best(self, assignment: MeshAssignment) -> None:
-        """Let the next rated cut wait, where the one before turned out not to fit."""
-        left = self.others.get(id(assignment), [])
-        if left:
-            bound, _, cuts = left.pop(0)
-            self._wait(bound, assignment, (), cuts)
+    def _simulate_runner_ups(self) -> None:
+        """Simulate the partitions with the next best estimates of the meshes found fastest."""
+        if not self.best:
+            return
+        fastest = min(self.best, key=lambda number: self.best[number].step_time_s)
+        for candidate in list(self.runner_ups.get(fastest, [])):
+            assert candidate.estimated_step_s is not None
+            self._simulate(candidate.estimated_step_s, candidate)
 
-    def _try_to_fit(self, assignment: MeshAssignment, cuts: LayerPartition) -> FittedLayout | None:
-        found = fit_memory(assignment, self.layer_costs, cuts, self.machine, self.estimator.in_flight(assignment, cuts))
-        if isinstance(found, FittedLayout):
-            return found
-        known = self.misfits.get(id(assignment))
-        if known is None or found.need_gib < known.need_gib:
-            self.misfits[id(assignment)] = found
+    def _push_runner_up(self, number: int) -> None:
+        """Queue the next partition of a mesh assignment whose best one does not fit."""
+        if self.runner_ups.get(number):
+            candidate = self.runner_ups[number].pop(0)
+            assert candidate.estimated_step_s is not None
+            self._push(candidate.estimated_step_s, candidate)
+
+    def _try_to_fit(self, candidate: Candidate) -> Candidate | None:
+        assert candidate.partition is not None
+        fitted = self.evaluator.fit(candidate, self._in_flight(candidate, candidate.partition))
+        if isinstance(fitted, Candidate):
+            return fitted
+        known = self.misfits.get(candidate.id)
+        if known is None or (fitted.need_gib or 0.0) < (known.need_gib or 0.0):
+            self.misfits[candidate.id] = fitted
         return None
 
-    def _lost_for_memory(self, assignment: MeshAssignment) -> None:
-        if id(assignment) not in self.best and id(assignment) in self.misfits:
-            misfit = self.misfits[id(assignment)]
-            self._lost(assignment, misfit.reason, misfit.need_gib)
+    def _reject_for_memory(self, candidate: Candidate, chains: Sequence[LayerChain]) -> None:
+        """Reject meshes of which no partition fits, with what the anchor needs."""
+        self._try_to_fit(candidate.partitioned(tuple(chain.anchor or () for chain in chains)))
+        self._reject_misfit(candidate.id)
 
-    def _give_up(self) -> None:
-        """What still waits cannot be faster."""
-        fastest = self._fastest()
-        seen = {*self.best}
-        for waiting in sorted(self.queue):
-            if id(waiting.assignment) not in seen and len(seen) < MAX_EXPLAINED_ASSIGNMENTS:
-                seen.add(id(waiting.assignment))
-                if math.isinf(waiting.bound):
-                    self._lost(waiting.assignment, "does not fit: what its ranks must hold at least is too much")
-                    continue
-                unit = _slowest(waiting)
-                self._lost(
-                    waiting.assignment, f"at least {waiting.bound / fastest:.2f}x slower: {unit} cannot be done sooner"
-                )
+    def _reject_misfit(self, number: int) -> None:
+        if number not in self.best and number in self.misfits:
+            self.rejected.append(self.misfits[number])
 
-    def _lost(self, assignment: MeshAssignment, reason: str, peak_gib: float | None = None) -> None:
-        self.rejected.append(
-            Alternative(
-                summary=str(assignment),
-                placement=assignment.placement,
-                step_time_s=None,
-                peak_memory_gib=peak_gib,
-                reason=reason,
-            )
-        )
+    def _reject_unsearched(self) -> None:
+        """Reject what still waits: it cannot be faster, or cannot fit."""
+        fastest_s = self._fastest_s()
+        explained = set(self.best)
+        for node in sorted(self.queue):
+            is_enough = len(explained) >= self.evaluator.budget.explanations.max_unsearched
+            if node.candidate.id in explained or is_enough:
+                continue
+            explained.add(node.candidate.id)
+            if math.isinf(node.bound_s):
+                reason = "does not fit: what its ranks must hold at least is too much"
+            else:
+                slowest = _slowest_units(node)
+                reason = f"at least {node.bound_s / fastest_s:.2f}x slower: {slowest} cannot be done sooner"
+            self.rejected.append(Rejected(node.candidate, reason))
 
 
-def _slowest(waiting: _Waiting) -> str:
-    """Whose work asks for the bound, as far as is known."""
-    if not waiting.chains:
+def _slowest_units(node: SearchNode) -> str:
+    """Name the units whose work makes the bound, as far as is known."""
+    if node.chains is None:
         return "its work"
-    return " and ".join(max(waiting.chains, key=chain_time_lower_bound).units)
+    return " and ".join(max(node.chains, key=chain_time_lower_bound).units)
 
 
-def _spread_over(options: Sequence[Sequence[tuple[int, ...]]], limit: int) -> list[LayerPartition]:
-    """Combine the best few of each chain."""
-    few = max(1, int(limit ** (1 / len(options))))
-    return list(product(*(cuts[:few] for cuts in options)))
-
-
-def _ranked(judged: list[Candidate]) -> list[Candidate]:
-    """Fastest first; of those as fast as the fastest, the simplest is chosen and leads."""
-    ordered = sorted(judged, key=lambda j: (j.step_time_s, j.layout.complexity))
-    if not ordered:
-        return []
-    equal = [j for j in ordered if j.step_time_s <= ordered[0].step_time_s * EQUAL_STEP_TIME_RATIO]
-    chosen = min(equal, key=lambda j: (j.layout.complexity, j.step_time_s))
-    return [chosen, *(j for j in ordered if j is not chosen)]
+def _combine_best(options: Sequence[Sequence[ChainPartition]], limit: int) -> list[LayerPartition]:
+    """Combine the first partitions of each chain into at most `limit` partitions of all."""
+    num_of_chain = max(1, int(limit ** (1 / len(options))))
+    return list(product(*(partitions[:num_of_chain] for partitions in options)))

@@ -3,17 +3,19 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.plan.artifact.layout import MeshSize
+from mmtrain.plan.budget import DEFAULT_BUDGET, MeshBudget
 from mmtrain.program.ir.graph import LLM
 from mmtrain.recipe.modalities import other_units
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SIZES = ("tp", "pp", "dp")
-LLM_VPP_SIZES = (1, 2, 3, 4, 6, 8, 12)  # chunks of the LLM's layers on a pipeline rank that are tried
-ENCODER_VPP_SIZES = (1, 2)  # and of an encoder's, on ranks of its own
+RecomputeMode = Literal["none", "all", "auto"]  # what the recipe says of a unit
+SequenceParallelSetting = Literal["auto"] | bool  # the same of `sp`
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,10 @@ class UnitChoices:
         return f"{self.name}: tp {tp}; pp {pp}; dp {dp}" + (f"; vpp {self.fixed_vpp}" if self.fixed_vpp else "")
 
 
-def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict[str, UnitChoices]:
-    """The sizes each unit may have.
+def unit_choices(
+    recipe: Recipe, shape: ModelShape, ranks_per_node: int, budget: MeshBudget = DEFAULT_BUDGET.meshes
+) -> dict[str, UnitChoices]:
+    """Return the mesh sizes that each unit may have.
 
     Raises:
         PlanError: a size fixed in the recipe is not among those possible; all such problems at once.
@@ -58,7 +62,7 @@ def unit_choices(recipe: Recipe, shape: ModelShape, ranks_per_node: int) -> dict
             "tp": _tensor_sizes(unit, ranks_per_node) if unit.is_splittable else (1,),
             "pp": tuple(range(1, len(unit.layers) + 1)) if unit.is_splittable else (1,),
             "dp": _divisors(recipe.train.global_batch),
-            "vpp": tuple(n for n in _chunks(unit) if n <= len(unit.layers)),
+            "vpp": tuple(n for n in _vpp_sizes(unit, budget) if n <= len(unit.layers)),
         }
         for key, why in _reasons(unit, ranks_per_node, recipe.train.global_batch).items():
             value = getattr(fixed, key)
@@ -134,8 +138,10 @@ def _reasons(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[st
     }
 
 
-def _chunks(unit: UnitShape) -> tuple[int, ...]:
-    return LLM_VPP_SIZES if unit.name == LLM else ENCODER_VPP_SIZES if unit.kind == "encoder" else (1,)
+def _vpp_sizes(unit: UnitShape, budget: MeshBudget) -> tuple[int, ...]:
+    if unit.name == LLM:
+        return budget.llm_vpp
+    return budget.encoder_vpp if unit.kind == "encoder" else (1,)
 
 
 def _tensor_sizes(unit: UnitShape, ranks_per_node: int) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
-"""Cutting units into stages: even by time, where memory allows it; and the cuts near that.
+"""How layers are divided into stages: evenly by time where memory allows it, and partitions near that.
 
-A *chain* is a line of layers that is cut over pipeline ranks: in `unified` that of all units, else one unit's. Its
-*parts* go round the ranks, `vpp` on each.
+A *layer chain* is a line of layers that is divided over pipeline ranks: in `unified` the layers of all units, else
+those of one unit. Its *model chunks* go round the pipeline ranks, `vpp` on each. The *anchor* is the partition whose
+slowest chunk is done soonest; partitions near it are found by moving its boundaries (OmniBal's jitter, arXiv
+2407.20761).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,185 +17,206 @@ import numpy.typing as npt
 from mmtrain.costs.rank_memory import MEMORY_MARGIN
 from mmtrain.plan.artifact.layout import Layout, disaggregated_units, unified_units
 from mmtrain.plan.artifact.plan_graph import build_stage_graph
+from mmtrain.plan.budget import DEFAULT_BUDGET, PartitionBudget
+from mmtrain.plan.candidate import LayerPartition, MeshAssignment
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, RECOMPUTE, LayerCosts, UnitLayerCosts
 from mmtrain.plan.estimate.recompute import span_recompute
 from mmtrain.plan.search.constraints import UnitChoices
-from mmtrain.plan.search.mesh_enumeration import MeshAssignment
 from mmtrain.plan.search.min_max_partition import BoolArray, min_max_span_partition
 from mmtrain.program.ir.graph import LLM, StageGraph, StageId
 from mmtrain.program.schedules.builder import in_flight_microbatches
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-LayerPartition = tuple[tuple[int, ...], ...]  # of each chain: the bounds of its parts
-
-MAX_BOUNDARY_SHIFT = 3  # layers that a cut is moved away from the anchor at most
-MAX_SCORED_JITTERS = 20_000  # cuts near the anchor that are scored
-JITTER_SEED = 0  # of the jitters that are looked at where there are more
+ChainPartition = tuple[int, ...]  # bounds of the chunks of one chain, from 0 to its number of layers
 
 
 @dataclass(frozen=True)
 class LayerChain:
-    """A line of layers and the pipeline ranks it is cut over."""
+    """A line of layers and the pipeline ranks that it is divided over."""
 
     units: tuple[str, ...]
-    bounds: tuple[int, ...]  # where the units' layers begin, and the end
-    costs: UnitLayerCosts
+    bounds: tuple[int, ...]  # where the units' layers start, and the end
+    costs: UnitLayerCosts  # of one microbatch of the LLM where units share the chain
     pp: int
     vpp: int
-    num_microbatches: int  # of the unit that keeps time
-    round_trip_s: FloatArray  # (L,) seconds at least from the first forward until one comes to the layer, and back
-    masks: tuple[BoolArray, ...]  # what sizes fixed in the recipe allow; none of them: everything
+    num_microbatches: int  # of the unit whose microbatches the pipeline runs
+    round_trip_s: FloatArray  # (L,) least seconds from the first forward until one reaches the layer, and back
+    masks: tuple[BoolArray, ...]  # alternatives of what sizes fixed in the recipe allow; empty: everything
 
     @property
     def num_chunks(self) -> int:
-        """Parts the line is cut into."""
+        """Model chunks that the chain is divided into."""
         return self.pp * self.vpp
 
     @cached_property
-    def anchor(self) -> tuple[int, ...] | None:
-        """The cut whose slowest part is done soonest, of those the evenest; None if the recipe allows none."""
+    def anchor(self) -> ChainPartition | None:
+        """The partition whose slowest chunk is done soonest, of those the most even; None if the recipe allows none."""
         return anchor_partition(self)
 
 
 def layer_chains(
     assignment: MeshAssignment, layer_costs: LayerCosts, choices: Mapping[str, UnitChoices]
 ) -> tuple[LayerChain, ...]:
-    """What has to be cut for a assignment."""
-    names, spread = list(assignment.meshes), assignment.batch_split
-    lines = {n: layer_costs.unit_costs(n, s.tp, spread) for n, s in assignment.meshes.items()}
-    ways = {n: _way(layer_costs, n, s.tp, assignment) for n, s in assignment.meshes.items()}
-    if assignment.placement != "unified":
-        return tuple(
-            LayerChain(
-                (n,),
-                (0, len(lines[n].seconds)),
-                lines[n],
-                s.pp,
-                s.vpp,
-                assignment.num_microbatches[n],
-                ways[n][:-1],
-                (),
-            )
-            for n, s in assignment.meshes.items()
+    """Return the chains that a mesh assignment divides: one of all units in `unified`, else one for each unit."""
+    meshes, split = assignment.meshes, assignment.batch_split
+    costs = {unit: layer_costs.unit_costs(unit, mesh.tp, split) for unit, mesh in meshes.items()}
+    round_trips = {unit: _round_trip_seconds(layer_costs, unit, mesh.tp, assignment) for unit, mesh in meshes.items()}
+    if assignment.placement == "unified":
+        return (_unified_chain(assignment, layer_costs, choices, costs, round_trips),)
+    return tuple(
+        LayerChain(
+            units=(unit,),
+            bounds=(0, len(costs[unit].seconds)),
+            costs=costs[unit],
+            pp=mesh.pp,
+            vpp=mesh.vpp,
+            num_microbatches=assignment.num_microbatches[unit],
+            round_trip_s=round_trips[unit][:-1],
+            masks=(),
         )
-    size = assignment.meshes[LLM]
-    share = {
-        n: assignment.num_microbatches[n] / assignment.num_microbatches[LLM] for n in names
-    }  # seconds of each LLM microbatch
-    reached = dict.fromkeys(names, 0.0)
+        for unit, mesh in meshes.items()
+    )
+
+
+def _unified_chain(
+    assignment: MeshAssignment,
+    layer_costs: LayerCosts,
+    choices: Mapping[str, UnitChoices],
+    costs: Mapping[str, UnitLayerCosts],
+    round_trips: Mapping[str, FloatArray],
+) -> LayerChain:
+    units = list(assignment.meshes)
+    mesh, num_microbatches = assignment.meshes[LLM], assignment.num_microbatches
+    per_llm_microbatch = [num_microbatches[unit] / num_microbatches[LLM] for unit in units]
+    start_s = dict.fromkeys(units, 0.0)  # of the longest way through the units before
     for edge in layer_costs.shape.edges:
-        reached[edge.dst] = max(reached[edge.dst], reached[edge.src] + float(ways[edge.src][-1]))
-    way = np.concatenate([ways[n][:-1] + reached[n] for n in names])
-    bounds = np.cumsum([0, *(len(lines[n].seconds) for n in names)]).tolist()
-    if size.vpp == 1:
-        masks = _unit_masks(bounds, size.pp, [choices[n].pp for n in names])
+        start_s[edge.dst] = max(start_s[edge.dst], start_s[edge.src] + float(round_trips[edge.src][-1]))
+    bounds = np.cumsum([0, *(len(costs[unit].seconds) for unit in units)]).tolist()
+    if mesh.vpp == 1:
+        masks = _fixed_pp_masks(bounds, mesh.pp, [choices[unit].pp for unit in units])
     else:
-        masks = _whole_masks(bounds, size.pp * size.vpp, [choices[n].is_whole for n in names])
-    line = _join([lines[n] for n in names], [share[n] for n in names])
-    return (
-        LayerChain(tuple(names), tuple(bounds), line, size.pp, size.vpp, assignment.num_microbatches[LLM], way, masks),
+        masks = _whole_unit_masks(bounds, mesh.pp * mesh.vpp, [choices[unit].is_whole for unit in units])
+    return LayerChain(
+        units=tuple(units),
+        bounds=tuple(bounds),
+        costs=_join_costs([costs[unit] for unit in units], per_llm_microbatch),
+        pp=mesh.pp,
+        vpp=mesh.vpp,
+        num_microbatches=num_microbatches[LLM],
+        round_trip_s=np.concatenate([round_trips[unit][:-1] + start_s[unit] for unit in units]),
+        masks=masks,
     )
 
 
 def chain_time_lower_bound(chain: LayerChain) -> float:
-    """Seconds that no cut of the chain can beat, whatever the schedule.
+    """Return seconds that no partition of the chain can beat under any schedule.
 
-    Some part works for all microbatches, and no sooner than the first has come down to it; its last backward still
-    has to travel up. The least of the largest such sum is found exactly.
+    Some chunk works for all microbatches, and starts no sooner than the first has come down to it; its last backward
+    still has to travel up. The least possible value of the largest such sum is found exactly.
     """
-    seconds, num = chain.costs.seconds, chain.num_microbatches
-    work = num * max(seconds.sum() / chain.pp, seconds.max())
+    seconds = chain.costs.seconds
+    work = chain.num_microbatches * max(seconds.sum() / chain.pp, seconds.max())
     if chain.vpp > 1 or chain.anchor is None:
         return float(work)
-    return max(float(work), _longest(chain, chain.anchor))
+    return max(float(work), _slowest_chunk_seconds(chain, chain.anchor))
 
 
-def anchor_partition(chain: LayerChain, fits: FloatArray | None = None) -> tuple[int, ...] | None:
-    """Cut a chain so that the slowest part is done soonest, with all its work and the way to it; None if impossible.
+def anchor_partition(chain: LayerChain, recompute_s: FloatArray | None = None) -> ChainPartition | None:
+    """Divide a chain so that its slowest chunk, with all its work and the way to it, is done soonest.
 
-    fits: (parts, L + 1, L + 1) seconds of recomputation that part p with layers [lo, hi) needs to fit, or infinity.
+    recompute_s: (chunks, L + 1, L + 1) seconds of recomputation that chunk p needs with layers [lo, hi) to fit into
+    memory, infinite where it cannot. Returns None if no partition is allowed and fits.
     """
     seconds = chain.costs.seconds
     if not 1 <= chain.num_chunks <= len(seconds):
         return None
-    segment = _span_sums(seconds)[None] * chain.num_microbatches
-    if fits is not None:
-        segment = segment + fits * chain.num_microbatches
-    if chain.vpp == 1:  # interleaved parts take turns: there only work counts
-        segment = segment + np.append(chain.round_trip_s, 0.0)[None, :, None]
-    found = [min_max_span_partition(segment, chain.num_chunks, mask) for mask in chain.masks or (None,)]
-    ways = [cuts for cuts in found if cuts is not None]
-    return min(ways, key=lambda cuts: _longest(chain, cuts), default=None)
+    spans = _span_sums(seconds)[None] * chain.num_microbatches
+    if recompute_s is not None:
+        spans = spans + recompute_s * chain.num_microbatches
+    if chain.vpp == 1:  # interleaved chunks take turns on a rank, so there only their work counts
+        spans = spans + np.append(chain.round_trip_s, 0.0)[None, :, None]
+    best_of_masks = [min_max_span_partition(spans, chain.num_chunks, mask) for mask in chain.masks or (None,)]
+    partitions = [partition for partition in best_of_masks if partition is not None]
+    return min(partitions, key=lambda partition: _slowest_chunk_seconds(chain, partition), default=None)
 
 
 def jittered_partitions(
-    chain: LayerChain, around: tuple[int, ...], limit: int, extra: FloatArray | None = None
-) -> list[tuple[int, ...]]:
-    """At most `limit` cuts near one, that one first, by how uneven their parts are and how much crosses between them.
+    chain: LayerChain,
+    around: ChainPartition,
+    recompute_s: FloatArray | None = None,
+    budget: PartitionBudget = DEFAULT_BUDGET.partitions,
+) -> list[ChainPartition]:
+    """Return partitions near `around`, that one first, ordered by how uneven chunks are and how much crosses them.
 
-    Each boundary moves by up to `MAX_BOUNDARY_SHIFT` layers (OmniBal's jitter); both terms of the score are divided by
-    their mean.
-    `extra`: seconds that parts take besides, as in `anchor_partition`.
+    Each boundary moves by up to `max_boundary_shift` layers; both terms of the score are divided by their mean.
+    recompute_s: see `anchor_partition`.
     """
     if chain.num_chunks == 1:
         return [around]
-    moved = np.array(list(islice(_moves(len(around) - 2), MAX_SCORED_JITTERS)), dtype=np.int64).reshape(
-        -1, len(around) - 2
-    )
-    cuts = np.unique(np.asarray(around)[None, 1:-1] + moved, axis=0)
-    full = np.concatenate([np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), around[-1])], axis=1)
-    full = full[(np.diff(full, axis=1) > 0).all(axis=1) & _allowed(chain, full)]
-    seconds = chunk_seconds(chain, full, extra)
-    ranked = np.isfinite(seconds).all(axis=1)
-    full, seconds = full[ranked], seconds[ranked]
-    if not len(full):
+    num_boundaries = len(around) - 2
+    shifts = list(islice(_boundary_shifts(num_boundaries, budget), budget.max_scored_jitters))
+    inner = np.unique(np.asarray(around)[None, 1:-1] + np.array(shifts, np.int64).reshape(-1, num_boundaries), axis=0)
+    first = np.zeros((len(inner), 1), np.int64)
+    last = np.full((len(inner), 1), around[-1])
+    partitions = np.concatenate([first, inner, last], axis=1)
+    partitions = partitions[(np.diff(partitions, axis=1) > 0).all(axis=1) & _allowed(chain, partitions)]
+    seconds = chunk_seconds(chain, partitions, recompute_s)
+    can_fit = np.isfinite(seconds).all(axis=1)
+    partitions, seconds = partitions[can_fit], seconds[can_fit]
+    if not len(partitions):
         return []
-    volume = chain.costs.input_bytes[full[:, 1:-1]].sum(axis=1)
-    spread = seconds.var(axis=1)
-    score = spread / max(spread.mean(), 1e-30) + volume / max(volume.mean(), 1e-30)
-    score[(full == np.asarray(around)).all(axis=1)] = -1.0
-    return [tuple(row) for row in full[np.argsort(score, kind="stable")[:limit]].tolist()]
+    volume = chain.costs.input_bytes[partitions[:, 1:-1]].sum(axis=1)
+    variance = seconds.var(axis=1)
+    score = variance / max(variance.mean(), 1e-30) + volume / max(volume.mean(), 1e-30)
+    score[(partitions == np.asarray(around)).all(axis=1)] = -1.0
+    best = np.argsort(score, kind="stable")[: budget.max_jitters_per_assignment]
+    return [tuple(row) for row in partitions[best].tolist()]
 
 
-def is_partition_allowed(chain: LayerChain, cuts: tuple[int, ...]) -> bool:
-    """Whether sizes fixed in the recipe allow a cut."""
-    return bool(_allowed(chain, np.asarray([cuts]))[0])
+def is_partition_allowed(chain: LayerChain, partition: ChainPartition) -> bool:
+    """Return whether sizes fixed in the recipe allow a partition."""
+    return bool(_allowed(chain, np.asarray([partition]))[0])
 
 
-def all_chain_partitions(chain: LayerChain) -> list[tuple[int, ...]]:
-    """All ways to cut a chain that the recipe allows."""
+def all_chain_partitions(chain: LayerChain) -> list[ChainPartition]:
+    """List every partition of a chain that the recipe allows."""
     length = len(chain.costs.seconds)
-    cuts = np.array(
-        [(0, *inner, length) for inner in combinations(range(1, length), chain.num_chunks - 1)], dtype=np.int64
-    )
-    return [tuple(row) for row in cuts[_allowed(chain, cuts)].tolist()] if len(cuts) else []
+    inner_bounds = combinations(range(1, length), chain.num_chunks - 1)
+    partitions = np.array([(0, *inner, length) for inner in inner_bounds], dtype=np.int64)
+    return [tuple(row) for row in partitions[_allowed(chain, partitions)].tolist()] if len(partitions) else []
 
 
-def chunk_seconds(chain: LayerChain, cuts: IntArray, extra: FloatArray | None = None) -> FloatArray:
-    """(n, parts) mean seconds of each part under each of n cuts."""
+def chunk_seconds(chain: LayerChain, partitions: IntArray, recompute_s: FloatArray | None = None) -> FloatArray:
+    """Return (n, chunks) mean seconds of each chunk under each of n partitions, (n, chunks + 1)."""
     prefix = np.concatenate([[0.0], np.cumsum(chain.costs.seconds)])
-    seconds = np.diff(prefix[cuts], axis=1)
-    return seconds if extra is None else seconds + extra[np.arange(chain.num_chunks), cuts[:, :-1], cuts[:, 1:]]
+    seconds = np.diff(prefix[partitions], axis=1)
+    if recompute_s is None:
+        return seconds
+    return seconds + recompute_s[np.arange(chain.num_chunks), partitions[:, :-1], partitions[:, 1:]]
 
 
 def partitioned_layout(
     assignment: MeshAssignment,
     layer_costs: LayerCosts,
-    cuts: LayerPartition,
+    partition: LayerPartition,
     recompute: Mapping[str, frozenset[int]] | None = None,
 ) -> Layout:
-    """The layout with these cuts, and with these layers recomputed besides those that the recipe names."""
-    again = {
+    """Return which ranks hold which layers; `recompute` adds layers to those that the recipe has recomputed."""
+    recomputed = {
         unit.name: frozenset(range(len(unit.layers))) if layer_costs.recompute[unit.name] == "all" else frozenset[int]()
         for unit in layer_costs.shape.units
-    } | dict(recompute or {})
+    }
+    recomputed |= dict(recompute or {})
     if assignment.placement == "unified":
-        units = unified_units(layer_costs.shape, assignment.meshes[LLM], cuts[0], again)
+        units = unified_units(layer_costs.shape, assignment.meshes[LLM], partition[0], recomputed)
     else:
-        units = disaggregated_units(assignment.meshes, dict(zip(assignment.meshes, cuts, strict=True)), again)
-    sliced = {n: u.model_copy(update={"sp": True}) for n, u in units.items() if layer_costs.has_sp(n, u.tp)}
-    return Layout(assignment.placement, units | sliced, dict(assignment.num_microbatches))
+        partition_of_unit = dict(zip(assignment.meshes, partition, strict=True))
+        units = disaggregated_units(assignment.meshes, partition_of_unit, recomputed)
+    with_sp = {
+        name: unit.model_copy(update={"sp": True}) for name, unit in units.items() if layer_costs.has_sp(name, unit.tp)
+    }
+    return Layout(assignment.placement, units | with_sp, dict(assignment.num_microbatches))
 
 
 def anchor_layout(
@@ -202,165 +225,191 @@ def anchor_layout(
     choices: Mapping[str, UnitChoices],
     memory_bytes: float | None = None,
 ) -> Layout | None:
-    """Cut every unit into stages of equal time, with `memory_bytes` only into stages that fit; None if impossible."""
+    """Divide every chain at its anchor, with `memory_bytes` into chunks that fit; None if that is impossible."""
     chains = layer_chains(assignment, layer_costs, choices)
-    cuts = tuple(chain.anchor for chain in chains)
-    if any(c is None for c in cuts):
+    anchors = [chain.anchor for chain in chains if chain.anchor is not None]
+    if len(anchors) < len(chains):
         return None
-    layout = partitioned_layout(assignment, layer_costs, tuple(c for c in cuts if c is not None))
+    layout = partitioned_layout(assignment, layer_costs, tuple(anchors))
     if memory_bytes is None:
         return layout
-    alive = in_flight_microbatches(layout_graph(layout, layer_costs))
-    fits = [
-        anchor_partition(chain, recompute_to_fit(chain, in_flight_by_chunk(chain, alive), memory_bytes))
-        for chain in chains
-    ]
-    return (
-        None
-        if any(c is None for c in fits)
-        else partitioned_layout(assignment, layer_costs, tuple(c for c in fits if c is not None))
-    )
+    num_in_flight = in_flight_microbatches(layout_graph(layout, layer_costs))
+    fitting = []
+    for chain in chains:
+        recompute_s = recompute_to_fit(chain, in_flight_by_chunk(chain, num_in_flight), memory_bytes)
+        partition = anchor_partition(chain, recompute_s)
+        if partition is None:
+            return None
+        fitting.append(partition)
+    return partitioned_layout(assignment, layer_costs, tuple(fitting))
 
 
 def layout_graph(layout: Layout, layer_costs: LayerCosts) -> StageGraph:
-    """The layout's stage graph."""
+    """Return the layout's stage graph."""
     return build_stage_graph(layout.units, layout.num_microbatches, layer_costs.shape)
 
 
-def recompute_to_fit(chain: LayerChain, alive: IntArray, memory_bytes: float) -> FloatArray:
-    """(parts, L + 1, L + 1) seconds of recomputation that part p with layers [lo, hi) needs to fit; infinite: never.
+def recompute_to_fit(chain: LayerChain, num_in_flight: IntArray, memory_bytes: float) -> FloatArray:
+    """Return (chunks, L + 1, L + 1) seconds of recomputation that chunk p needs with layers [lo, hi) to fit.
 
-    alive: (L, parts) microbatches of each layer's unit that are alive if the layer lies in that part. With several
-    parts on a rank each may take its share of the memory.
+    Infinite where it cannot fit. num_in_flight: (L, chunks) from `in_flight_by_chunk`. With several chunks on a rank,
+    each may take its share of the memory.
     """
-    line, limit = chain.costs, memory_bytes / (1 + MEMORY_MARGIN) / chain.vpp
-    held = _span_sums((line.kept_bytes[:, None] * alive).T) + _span_sums(line.state_bytes) - limit
-    plain = held + _span_working(line.working_bytes, line.input_bytes) / chain.vpp
-    found = np.where(plain <= 0, 0.0, np.inf)
-    saved = line.saved_bytes[:, None] * alive
-    held += _span_working(line.working_again, line.input_bytes) / chain.vpp
-    # Few spans are left that need some recomputation, and fit with it.
-    part, lo, hi = np.nonzero((plain > 0) & (held <= _span_sums(saved.T)) & ~np.tri(len(saved) + 1, dtype=np.bool_))
-    lots = np.flatnonzero(np.bincount(line.kind))
-    first = np.array([int(np.flatnonzero(line.kind == k)[0]) for k in lots])
-    before = np.concatenate([np.zeros((1, len(lots))), np.cumsum(line.kind[:, None] == lots, axis=0)])
-    found[part, lo, hi] = span_recompute(
-        saved[first].T[part], line.again[first], before[hi] - before[lo], held[part, lo, hi]
+    costs = chain.costs
+    limit = memory_bytes / (1 + MEMORY_MARGIN) / chain.vpp
+    state_and_kept = _span_sums((costs.kept_bytes[:, None] * num_in_flight).T) + _span_sums(costs.state_bytes)
+    excess = state_and_kept - limit
+    plain = excess + _span_working(costs.working_bytes, costs.input_bytes) / chain.vpp
+    seconds = np.where(plain <= 0, 0.0, np.inf)
+    saved = costs.saved_bytes[:, None] * num_in_flight
+    excess += _span_working(costs.recompute_working_bytes, costs.input_bytes) / chain.vpp
+    # Few spans need some recomputation and fit with it; only for these the seconds are worked out.
+    is_span = ~np.tri(len(saved) + 1, dtype=np.bool_)
+    chunk, lo, hi = np.nonzero((plain > 0) & (excess <= _span_sums(saved.T)) & is_span)
+    kinds = np.flatnonzero(np.bincount(costs.kind))
+    first_of_kind = np.array([int(np.flatnonzero(costs.kind == kind)[0]) for kind in kinds])
+    is_kind = costs.kind[:, None] == kinds
+    num_before = np.concatenate([np.zeros((1, len(kinds))), np.cumsum(is_kind, axis=0)])
+    seconds[chunk, lo, hi] = span_recompute(
+        saved[first_of_kind].T[chunk],
+        costs.recompute_seconds[first_of_kind],
+        num_before[hi] - num_before[lo],
+        excess[chunk, lo, hi],
     )
-    return found
+    return seconds
 
 
-def in_flight_by_chunk(chain: LayerChain, alive: Mapping[StageId, int]) -> IntArray:
-    """(L, parts) microbatches of each layer's unit that are alive if the layer lies in that part.
+def in_flight_by_chunk(chain: LayerChain, num_in_flight: Mapping[StageId, int]) -> IntArray:
+    """Return (L, chunks) microbatches of each layer's unit that are in flight if the layer lies in that chunk.
 
-    As the program of the anchor says; where the unit has no layers in a part, as in the nearest that has.
+    num_in_flight: of the anchor's stages. Where a unit has no layer in a chunk, the nearest chunk that has one counts.
     """
     assert chain.anchor is not None
-    found = np.zeros((len(chain.costs.seconds), chain.num_chunks), dtype=np.int64)
-    for unit, (begin, end) in zip(chain.units, pairwise(chain.bounds), strict=True):
-        first = int(np.searchsorted(chain.anchor, begin, side="right")) - 1
-        own = {first + sid.index: count for sid, count in alive.items() if sid.unit == unit}
-        for part in range(chain.num_chunks):
-            nearest = min(own, key=lambda at: (abs(at - part), at))
-            found[begin:end, part] = own[nearest]
-    return found
+    table = np.zeros((len(chain.costs.seconds), chain.num_chunks), dtype=np.int64)
+    for unit, (start, end) in zip(chain.units, pairwise(chain.bounds), strict=True):
+        first_chunk = int(np.searchsorted(chain.anchor, start, side="right")) - 1
+        of_unit = {first_chunk + stage.index: count for stage, count in num_in_flight.items() if stage.unit == unit}
+        for chunk in range(chain.num_chunks):
+            distances = ((abs(known - chunk), known) for known in of_unit)
+            _, nearest = min(distances)
+            table[start:end, chunk] = of_unit[nearest]
+    return table
 
 
-def _way(layer_costs: LayerCosts, unit: str, tp: int, assignment: MeshAssignment) -> FloatArray:
-    """(L + 1,) the least seconds through a unit's layers [0, l), down and back, mean over the batches."""
-    prices = layer_costs.unit_times(unit, tp, assignment.batch_split)
-    least = prices.by_kind.min(axis=(3, 4)).mean(axis=2)
+def _round_trip_seconds(layer_costs: LayerCosts, unit: str, tp: int, assignment: MeshAssignment) -> FloatArray:
+    """Return (L + 1,) the least seconds through a unit's layers [0, l), down and back, mean over the batches."""
+    times = layer_costs.unit_times(unit, tp, assignment.batch_split)
+    least = times.by_kind.min(axis=(3, 4)).mean(axis=2)
     per_layer = least[:, FORWARD] + least[:, BACKWARD]
     if layer_costs.recompute[unit] == "all":
         per_layer = per_layer + least[:, RECOMPUTE]
-    return np.concatenate([[0.0], np.cumsum(per_layer[prices.kind])])
+    return np.concatenate([[0.0], np.cumsum(per_layer[times.kind])])
 
 
-def _join(lines: Sequence[UnitLayerCosts], share: Sequence[float]) -> UnitLayerCosts:
-    """All units' layers one after another, in seconds of each LLM microbatch; kinds stay apart."""
-    first_kind = np.cumsum([0, *(int(line.kind.max()) + 1 for line in lines)])
-    columns = {f.name: np.concatenate([getattr(line, f.name) for line in lines]) for f in fields(UnitLayerCosts)}
-    columns["seconds"] = np.concatenate([line.seconds * s for line, s in zip(lines, share, strict=True)])
-    columns["again"] = np.concatenate([line.again * s for line, s in zip(lines, share, strict=True)])
-    columns["kind"] = np.concatenate([line.kind + k for line, k in zip(lines, first_kind[:-1], strict=True)])
+def _join_costs(units: Sequence[UnitLayerCosts], per_llm_microbatch: Sequence[float]) -> UnitLayerCosts:
+    """Return all units' layers one after another, in seconds of each LLM microbatch; kinds stay apart."""
+    first_kind = np.cumsum([0, *(int(costs.kind.max()) + 1 for costs in units)])
+    columns = {f.name: np.concatenate([getattr(costs, f.name) for costs in units]) for f in fields(UnitLayerCosts)}
+    scaled = list(zip(units, per_llm_microbatch, strict=True))
+    columns["seconds"] = np.concatenate([costs.seconds * share for costs, share in scaled])
+    columns["recompute_seconds"] = np.concatenate([costs.recompute_seconds * share for costs, share in scaled])
+    columns["kind"] = np.concatenate([costs.kind + k for costs, k in zip(units, first_kind[:-1], strict=True)])
     return UnitLayerCosts(**columns)
 
 
-def _longest(chain: LayerChain, cuts: tuple[int, ...]) -> float:
-    """Seconds until the slowest part of a cut is done, at least."""
-    work = chunk_seconds(chain, np.asarray([cuts]))[0] * chain.num_microbatches
-    return float((work + chain.round_trip_s[list(cuts[:-1])]).max())
+def _slowest_chunk_seconds(chain: LayerChain, partition: ChainPartition) -> float:
+    """Return the least seconds until the slowest chunk of a partition is done."""
+    work = chunk_seconds(chain, np.asarray([partition]))[0] * chain.num_microbatches
+    return float((work + chain.round_trip_s[list(partition[:-1])]).max())
 
 
-def _moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
-    """Moves of all cuts, all of them if they are few, else those of one and two neighbours and then random ones."""
-    steps = range(-MAX_BOUNDARY_SHIFT, MAX_BOUNDARY_SHIFT + 1)
-    if len(steps) ** num_cuts <= MAX_SCORED_JITTERS:
-        yield from product(steps, repeat=num_cuts)
+def _boundary_shifts(num_boundaries: int, budget: PartitionBudget) -> Iterator[tuple[int, ...]]:
+    """List shifts of all boundaries: every combination if they are few.
+
+    Else no shift, then shifts of one boundary and of two neighbours, then random shifts by at most one layer.
+    """
+    steps = range(-budget.max_boundary_shift, budget.max_boundary_shift + 1)
+    if len(steps) ** num_boundaries <= budget.max_scored_jitters:
+        yield from product(steps, repeat=num_boundaries)
         return
-    still = (0,) * num_cuts
-    yield still
-    for at in range(num_cuts):
+    none = (0,) * num_boundaries
+    yield none
+    for boundary in range(num_boundaries):
+        before, after, after_next = none[:boundary], none[boundary + 1 :], none[boundary + 2 :]
         for step in steps:
-            yield (*still[:at], step, *still[at + 1 :])
-            if at + 1 < num_cuts:
-                yield from ((*still[:at], step, other, *still[at + 2 :]) for other in (-1, 1))
-    rng = np.random.default_rng(JITTER_SEED)
-    for _ in range(MAX_SCORED_JITTERS // 10):
-        yield tuple(rng.integers(-1, 2, num_cuts).tolist())
+            yield (*before, step, *after)
+            if boundary + 1 < num_boundaries:
+                yield from ((*before, step, neighbour, *after_next) for neighbour in (-1, 1))
+    rng = np.random.default_rng(budget.jitter_seed)
+    for _ in range(budget.max_scored_jitters // 10):
+        yield tuple(rng.integers(-1, 2, num_boundaries).tolist())
 
 
-def _allowed(chain: LayerChain, cuts: IntArray) -> BoolArray:
-    """(n,) whether sizes fixed in the recipe allow a cut."""
+def _allowed(chain: LayerChain, partitions: IntArray) -> BoolArray:
+    """Return (n,) whether sizes fixed in the recipe allow each partition."""
     if not chain.masks:
-        return np.ones(len(cuts), dtype=np.bool_)
-    each = [mask[np.arange(chain.num_chunks), cuts[:, :-1], cuts[:, 1:]].all(axis=1) for mask in chain.masks]
-    return np.asarray(np.any(each, axis=0))
+        return np.ones(len(partitions), dtype=np.bool_)
+    chunks, lo, hi = np.arange(chain.num_chunks), partitions[:, :-1], partitions[:, 1:]
+    allowed_by_mask = [mask[chunks, lo, hi].all(axis=1) for mask in chain.masks]
+    return np.asarray(np.any(allowed_by_mask, axis=0))
 
 
 def _span_sums(values: FloatArray) -> FloatArray:
-    """(..., L + 1, L + 1) sums of [lo, hi), of values (..., L)."""
+    """Return (..., L + 1, L + 1) sums of [lo, hi), of values (..., L)."""
     prefix = np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)
     return np.asarray(prefix[..., None, :] - prefix[..., :, None])
 
 
 def _span_working(working: FloatArray, inputs: FloatArray) -> FloatArray:
-    """(L + 1, L + 1) the largest layer's working bytes in [lo, hi), and the messages at both ends."""
+    """Return (L + 1, L + 1) the largest layer's working bytes in [lo, hi), plus the messages at both ends."""
     num_layers = len(working)
-    found = np.zeros((num_layers + 1, num_layers + 1))
+    nbytes = np.zeros((num_layers + 1, num_layers + 1))
     for lo in range(num_layers):
-        found[lo, lo + 1 :] = np.maximum.accumulate(working[lo:])
-        found[lo, lo + 1 :] += inputs[lo] + inputs[lo:]
-    return found
+        nbytes[lo, lo + 1 :] = np.maximum.accumulate(working[lo:])
+        nbytes[lo, lo + 1 :] += inputs[lo] + inputs[lo:]
+    return nbytes
 
 
-def _whole_masks(bounds: Sequence[int], parts: int, whole: Sequence[bool]) -> tuple[BoolArray, ...]:
-    """The same of interleaved parts, where some units lie in one of them."""
+def _whole_unit_masks(bounds: Sequence[int], num_chunks: int, is_whole: Sequence[bool]) -> tuple[BoolArray, ...]:
+    """Return (chunks, L + 1, L + 1) which spans of layers a chunk may hold where some units lie in a single chunk.
+
+    Empty: all partitions are allowed.
+    """
     lo, hi = np.meshgrid(np.arange(bounds[-1] + 1), np.arange(bounds[-1] + 1), indexing="ij")
     mask = np.ones(lo.shape, dtype=np.bool_)
-    for is_whole, (begin, end) in zip(whole, pairwise(bounds), strict=True):
-        if is_whole:
-            mask &= (lo >= end) | (hi <= begin) | ((lo <= begin) & (hi >= end))
-    return () if mask.all() else (np.broadcast_to(mask, (parts, *mask.shape)),)
+    for is_unit_whole, (start, end) in zip(is_whole, pairwise(bounds), strict=True):
+        if is_unit_whole:
+            is_outside = (lo >= end) | (hi <= start)
+            is_inside = (lo <= start) & (hi >= end)
+            mask &= is_outside | is_inside
+    return () if mask.all() else (np.broadcast_to(mask, (num_chunks, *mask.shape)),)
 
 
-def _unit_masks(bounds: Sequence[int], parts: int, allowed_pp: Sequence[Sequence[int]]) -> tuple[BoolArray, ...]:
-    """(parts, L + 1, L + 1) each: may part p hold layers [lo, hi) when units must span the ranks they are given?
+def _fixed_pp_masks(
+    bounds: Sequence[int], num_chunks: int, allowed_pp: Sequence[Sequence[int]]
+) -> tuple[BoolArray, ...]:
+    """Return (chunks, L + 1, L + 1) masks: may chunk p hold layers [lo, hi) when units span the ranks they are given?
 
-    Only a size fixed in the recipe binds; none means that all cuts are allowed. The first unit starts on the first
-    rank, the last one ends on the last; a unit in the middle may start anywhere, and each start is a mask of its own.
+    Only a `pp` fixed in the recipe binds; no mask means that all partitions are allowed. The first unit starts on the
+    first rank, the last one ends on the last. A unit in the middle may start anywhere, and each start is a mask.
     """
     if all(len(sizes) > 1 for sizes in allowed_pp):
         return ()
-    total, last = bounds[-1], len(bounds) - 2
-    lo, hi = np.meshgrid(np.arange(total + 1), np.arange(total + 1), indexing="ij")
-    part = np.arange(parts)[:, None, None]
-    masks = [np.ones((parts, total + 1, total + 1), dtype=np.bool_)]
-    for unit, (begin, end) in enumerate(pairwise(bounds)):
+    num_layers, last_unit = bounds[-1], len(bounds) - 2
+    lo, hi = np.meshgrid(np.arange(num_layers + 1), np.arange(num_layers + 1), indexing="ij")
+    chunk = np.arange(num_chunks)[:, None, None]
+    masks = [np.ones((num_chunks, num_layers + 1, num_layers + 1), dtype=np.bool_)]
+    for unit, (start, end) in enumerate(pairwise(bounds)):
         if len(allowed_pp[unit]) > 1:
             continue
         span = allowed_pp[unit][0]
-        starts = [0] if unit == 0 else [parts - span] if unit == last else range(parts - span + 1)
-        touches = ((lo < end) & (hi > begin))[None]
-        masks = [mask & (touches == ((first <= part) & (part < first + span))) for mask in masks for first in starts]
+        first_chunks: Sequence[int] = range(num_chunks - span + 1)
+        if unit == 0:
+            first_chunks = [0]
+        elif unit == last_unit:
+            first_chunks = [num_chunks - span]
+        touches = ((lo < end) & (hi > start))[None]
+        masks = [
+            mask & (touches == ((first <= chunk) & (chunk < first + span))) for mask in masks for first in first_chunks
+        ]
     return tuple(masks)

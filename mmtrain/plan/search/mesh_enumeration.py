@@ -1,4 +1,8 @@
-"""Every placement and size that the recipe allows, and what their steps take at least."""
+"""Every mesh assignment of `unified` and `disaggregated` that the recipe allows, with a lower bound of its step time.
+
+On small clusters all are enumerated. On large ones `disaggregated` has millions, so only the fastest by their bounds
+are kept, separately for each number of the LLM's replicas and each depth of its pipeline.
+"""
 
 import math
 from collections import Counter
@@ -7,367 +11,399 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby, product, takewhile
 from operator import or_
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.artifact.plan import Placement
-from mmtrain.plan.estimate.layer_costs import BatchSplit
+from mmtrain.plan.budget import DEFAULT_BUDGET, MeshBudget
+from mmtrain.plan.candidate import MeshAssignment
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.program.ir.graph import LLM
 
-LLM_MICROBATCHES_PER_ENCODER_MICROBATCH = (
-    -1,
-    -2,
-    -4,
-)  # -k: an encoder on ranks of its own joins k of the LLM's microbatches to one of its own
-MIN_FILL_SHARE_FOR_CHUNKS = (
-    0.01  # of a step: what an encoder's pipeline takes to fill, below which chunks are not looked at
-)
-MAX_RANKS_TO_ENUMERATE_ALL = 8  # ranks up to which every size is looked at
-MAX_ASSIGNMENTS_PER_LLM_MESH = 4  # of these, those with the same size of the LLM
-MAX_MESHES_PER_RANK_COUNT = (
-    20  # sizes of units that share so many ranks, the quickest by their bounds, where there are very many
-)
+Choices = Mapping[str, UnitChoices]
+
+
+class UnitTimeBound(Protocol):
+    """Seconds that a unit of this mesh needs in a step at least; infinite where it cannot fit into memory."""
+
+    def __call__(self, unit: str, mesh: MeshSize, num_microbatches: int | None, in_flight_behind: int = 0) -> float:
+        """Return the seconds.
+
+        num_microbatches: of a replica; None where they are not known, or do not decide how the pipeline fills.
+        in_flight_behind: the least number of its microbatches that are in flight in the pipelines that read from it.
+        """
 
 
 @dataclass(frozen=True)
-class MeshAssignment:
-    """A placement with the size of every unit's mesh, still uncut.
+class MicrobatchRule:
+    """How many microbatches a unit's replica has: a fixed number, or one for every `merged` of the LLM's."""
 
-    In `unified` all units have the same size, and its `pp` is the number of ranks of the one pipeline.
-    """
+    fixed: int | None = None
+    merged: int = 1
 
-    placement: Placement
-    meshes: Mapping[str, MeshSize]
-    num_microbatches: Mapping[str, int]  # microbatches of each replica, by unit
-
-    @property
-    def paces(self) -> Mapping[str, int]:
-        """The same for bounds, which know of units with a pace of their own or that of all on their ranks: else -1."""
-        if self.placement != "unified":
-            return self.num_microbatches
-        return {name: n if n == self.num_microbatches[LLM] else -1 for name, n in self.num_microbatches.items()}
-
-    @property
-    def batch_split(self) -> BatchSplit:
-        """Data-parallel sizes and microbatches by unit."""
-        return tuple((name, size.dp, self.num_microbatches[name]) for name, size in self.meshes.items())
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that it uses."""
-        if self.placement == "unified":
-            return next(iter(self.meshes.values())).ranks
-        return sum(size.ranks for size in self.meshes.values())
-
-    def __str__(self) -> str:
-        merged = {
-            name: f" mb{n}" if n != self.num_microbatches[LLM] else "" for name, n in self.num_microbatches.items()
-        }
-        if self.placement == "unified":
-            return f"unified: {next(iter(self.meshes.values()))}" + "".join(
-                f", {name}{text}" for name, text in merged.items() if text
-            )
-        return "disaggregated: " + ", ".join(f"{name} {size}{merged[name]}" for name, size in self.meshes.items())
+    def count(self, num_llm: int) -> int | None:
+        """Return the number beside `num_llm` microbatches of an LLM replica; None where it does not divide."""
+        if self.fixed is not None:
+            return self.fixed
+        return num_llm // self.merged if num_llm % self.merged == 0 else None
 
 
-def has_pipelined_meshes(choices: Mapping[str, UnitChoices], world_size: int, placement: Placement) -> bool:
-    """Whether there are `unified` or `disaggregated` sizes of exactly so many ranks; faster than to list them."""
+class UnitMesh(NamedTuple):
+    """One mesh of one unit on ranks of its own, and the least seconds that it needs in a step."""
+
+    bound_s: float
+    mesh: MeshSize
+    microbatches: MicrobatchRule
+
+
+class UnitMeshes(NamedTuple):
+    """A mesh for each of the first units, and the bound of the slowest of them."""
+
+    bound_s: float
+    chosen: tuple[UnitMesh, ...]
+
+
+def has_pipelined_meshes(
+    choices: Choices, num_ranks: int, placement: Placement, budget: MeshBudget = DEFAULT_BUDGET.meshes
+) -> bool:
+    """Return whether `unified` or `disaggregated` has meshes of exactly so many ranks; faster than to list them."""
     if placement == "unified":
-        return any(True for _ in _unified(choices, world_size))
+        return any(True for _ in _unified_assignments(choices, num_ranks))
     if len(choices) == 1:
         return False
     totals = 1
     for unit in choices.values():
-        totals = _totals(totals, {size.ranks for size, _ in _sizes(unit, world_size, choices[LLM])})
-    return bool(totals >> world_size & 1)
+        rank_counts = {mesh.ranks for mesh, _ in _meshes_of(unit, num_ranks, choices[LLM], budget)}
+        totals = _reachable_totals(totals, rank_counts)
+    return bool(totals >> num_ranks & 1)
 
 
-def _totals(totals: int, own: Set[int]) -> int:
-    """Numbers of ranks that units may use together, as bits, with one more unit that may use `own`."""
-    return reduce(or_, (totals << ranks for ranks in own), 0)
-
-
-class UnitTimeBound(Protocol):
-    """Seconds of a unit of this size with so many microbatches, at least; infinite where it cannot fit into memory."""
-
-    def __call__(self, unit: str, size: MeshSize, count: int, behind: int = 0) -> float:
-        """behind: microbatches that are under way in the pipelines after it before the first comes back, at least."""
-
-
-def mesh_assignments(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[MeshAssignment]:
-    """Every placement and size that uses exactly `world_size` ranks."""
-    yield from (assignment for _, assignment in bounded_mesh_assignments(choices, world_size))
+def mesh_assignments(
+    choices: Choices, num_ranks: int, budget: MeshBudget = DEFAULT_BUDGET.meshes
+) -> Iterator[MeshAssignment]:
+    """List every mesh assignment that uses exactly `num_ranks` ranks."""
+    yield from (assignment for _, assignment in bounded_mesh_assignments(choices, num_ranks, None, budget))
 
 
 def bounded_mesh_assignments(
-    choices: Mapping[str, UnitChoices], world_size: int, bound: UnitTimeBound | None = None
+    choices: Choices, num_ranks: int, bound: UnitTimeBound | None = None, budget: MeshBudget = DEFAULT_BUDGET.meshes
 ) -> Iterator[tuple[float, MeshAssignment]]:
-    """Every placement and size that uses exactly `world_size` ranks, with a bound of its step's seconds.
+    """List mesh assignments that use exactly `num_ranks` ranks, each with a lower bound of its step's seconds.
 
-    On more than `MAX_RANKS_TO_ENUMERATE_ALL` ranks, and with a bound: of units on ranks of their own only the meshes
-    that look quickest, and none whose bound is infinite; if there are no others the most split ones, so that something
-    can be said of them.
+    On more than `max_ranks_to_enumerate_all` ranks, and with a bound, `disaggregated` has only the assignments that are
+    fastest by their bounds, and none whose bound is infinite. If all are infinite, it has those that split units most,
+    so that the planner can say why they do not fit.
     """
-    yield from ((0.0 if bound is None else _summed(bound, s), s) for s in _unified(choices, world_size))
+    for assignment in _unified_assignments(choices, num_ranks):
+        yield 0.0 if bound is None else sum(_unit_bounds(bound, assignment)), assignment
     if len(choices) == 1:
         return
-    few = bound if world_size > MAX_RANKS_TO_ENUMERATE_ALL else None
-    if few is not None:
-        apart = _quickest(choices, world_size, few)
-    else:
-        units = [[(0.0, size, n) for size, n in _sizes(c, world_size, choices[LLM])] for c in choices.values()]
-        every = (_disaggregated(choices, chosen) for _, chosen in _together(units, world_size, None))
-        apart = [(max(_bounds(bound, s)) if bound else 0.0, s) for s in every if s]
-    for least, assignment in apart:
-        yield from ((least, one) for one in _interleaved(choices, assignment, _deep(assignment, least, few)))
+    if bound is not None and num_ranks > budget.max_ranks_to_enumerate_all:
+        fastest = _fastest_disaggregated(choices, num_ranks, bound, budget)
+        for bound_s, assignment in fastest:
+            slow_to_fill = _units_slow_to_fill(assignment, bound_s, bound, budget)
+            yield from ((bound_s, variant) for variant in _with_encoder_chunks(choices, assignment, slow_to_fill))
+        return
+    for assignment in _all_disaggregated(choices, num_ranks, budget):
+        bound_s = 0.0 if bound is None else max(_unit_bounds(bound, assignment))
+        variants = _with_encoder_chunks(choices, assignment, assignment.meshes.keys())
+        yield from ((bound_s, variant) for variant in variants)
 
 
-def _deep(assignment: MeshAssignment, least: float, bound: UnitTimeBound | None) -> Set[str]:
-    """Units whose pipelines take a share of the step to fill, which chunks may spare; all units without a bound."""
-    if bound is None:
-        return assignment.meshes.keys()
-    fill = {
-        name: (size.pp - 1) * bound(name, size, -1) / assignment.num_microbatches[name]
-        for name, size in assignment.meshes.items()
-    }
-    return {name for name, seconds in fill.items() if seconds > MIN_FILL_SHARE_FOR_CHUNKS * least}
-
-
-def _bounds(bound: UnitTimeBound, assignment: MeshAssignment) -> list[float]:
-    return [bound(name, size, assignment.paces[name]) for name, size in assignment.meshes.items()]
-
-
-def _quickest(
-    choices: Mapping[str, UnitChoices], world_size: int, bound: UnitTimeBound
-) -> list[tuple[float, MeshAssignment]]:
-    """Of units on ranks of their own the sizes that look quickest.
-
-    For each number of the LLM's replicas in turn, as that decides how large an encoder's microbatches are; and for
-    each depth of its pipeline, as that decides how many of them an encoder holds.
-    """
-    found: list[tuple[float, MeshAssignment]] = []
-    for can_fit in (True, False):
-        for dp, pp in product(choices[LLM].dp, _doubling(choices[LLM].pp)):
-            units = list(_sizes_beside(choices, dp, pp, world_size, bound, can_fit))
-            if all(units):
-                kept = _together(units, world_size, 4 * MAX_MESHES_PER_RANK_COUNT)
-                found += [(b, assignment) for b, chosen in kept if (assignment := _disaggregated(choices, chosen))]
-        if found:
-            break
-    seen = Counter[MeshSize]()
-    some: list[tuple[float, MeshAssignment]] = []
-    for least, assignment in sorted(found, key=lambda entry: entry[0]):
-        seen[assignment.meshes[LLM]] += 1
-        if seen[assignment.meshes[LLM]] <= MAX_ASSIGNMENTS_PER_LLM_MESH and len(some) < MAX_MESHES_PER_RANK_COUNT:
-            some.append((least, assignment))
-    return some
-
-
-def _doubling(depths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Depths in runs of which none is twice as deep as another."""
-    return [tuple(run) for _, run in groupby(sorted(depths), key=int.bit_length)]
-
-
-def _sizes_beside(
-    choices: Mapping[str, UnitChoices],
-    llm_dp: int,
-    llm_pp: tuple[int, ...],
-    world_size: int,
-    bound: UnitTimeBound,
-    can_fit: bool,
-) -> Iterator[list["Sized"]]:
-    """Each unit's sizes with their bounds and microbatches, beside so many LLM replicas of one of these depths."""
-    llm, encoders = choices[LLM], set(takewhile(LLM.__ne__, choices))
-    count = llm.batch // llm_dp
-
-    def bounded(unit: UnitChoices, most: int) -> list[Sized]:
-        """Those that can fit, or the most split ones first."""
-        depth = min(llm_pp) if unit.name in encoders else 0
-        sizes = [(size, n if n > 0 else count // -n) for size, n in _sizes(unit, most, llm) if n > 0 or count % -n == 0]
-        found = [(bound(unit.name, size, n, depth * n // count), size, n) for size, n in sizes]
-        if can_fit:
-            return [entry for entry in found if entry[0] < math.inf]
-        return sorted(found, key=lambda entry: -entry[1].tp * entry[1].pp)
-
-    own = bounded(replace(llm, dp=(llm_dp,), pp=llm_pp), world_size)
-    left = world_size - min((size.ranks for _, size, _ in own), default=world_size)
-    for unit in choices.values():
-        yield own if unit.name == LLM else bounded(unit, left)
-
-
-def unit_mesh_sizes(choices: Mapping[str, UnitChoices], unit: str, world_size: int) -> set[MeshSize]:
-    """Sizes that a unit may have on some of so many ranks."""
-    return {size for size, _ in _sizes(choices[unit], world_size, choices[LLM])}
+def unit_mesh_sizes(
+    choices: Choices, unit: str, num_ranks: int, budget: MeshBudget = DEFAULT_BUDGET.meshes
+) -> set[MeshSize]:
+    """Return the meshes that a unit may have on up to `num_ranks` ranks of its own."""
+    return {mesh for mesh, _ in _meshes_of(choices[unit], num_ranks, choices[LLM], budget)}
 
 
 def assignments_near_shares(
-    choices: Mapping[str, UnitChoices], shares: Mapping[str, float], bound: UnitTimeBound
+    choices: Choices, shares: Mapping[str, float], bound: UnitTimeBound, budget: MeshBudget = DEFAULT_BUDGET.meshes
 ) -> Iterator[list[MeshAssignment]]:
-    """Sizes of units on ranks of their own that look quickest, first for numbers of ranks nearest to these shares."""
-    world_size, llm = round(sum(shares.values())), choices[LLM]
-    bounded = ([(bound(c.name, size, n), size, n) for size, n in _sizes(c, world_size, llm)] for c in choices.values())
-    units = [_by_ranks(entry for entry in sizes if entry[0] < math.inf) for sizes in bounded]
-    splits = ((*ranks, world_size - sum(ranks)) for ranks in product(*units[:-1]))
+    """List `disaggregated` assignments by numbers of ranks, those nearest to `shares` (ranks by unit) first.
+
+    For each combination of numbers of ranks: the assignments that are fastest by their bounds.
+    """
+    num_ranks = round(sum(shares.values()))
+    units = []
+    for unit in choices.values():
+        meshes = _meshes_of(unit, num_ranks, choices[LLM], budget)
+        bounded = (UnitMesh(bound(unit.name, mesh, rule.fixed), mesh, rule) for mesh, rule in meshes)
+        units.append(_by_ranks(entry for entry in bounded if entry.bound_s < math.inf))
+    splits = ((*ranks, num_ranks - sum(ranks)) for ranks in product(*units[:-1]))
     possible = [ranks for ranks in splits if ranks[-1] in units[-1]]
-    wanted = [shares[name] for name in choices]
-    for ranks in sorted(possible, key=lambda own: (sum(abs(a - b) for a, b in zip(own, wanted, strict=True)), own)):
-        sized = [by_ranks[n] for by_ranks, n in zip(units, ranks, strict=True)]
-        found = sorted(_together(sized, world_size, MAX_MESHES_PER_RANK_COUNT), key=lambda entry: entry[0])
-        yield [assignment for _, chosen in found if (assignment := _disaggregated(choices, chosen))]
+    wanted = [shares[unit] for unit in choices]
+
+    def distance(ranks: tuple[int, ...]) -> float:
+        return sum(abs(actual - share) for actual, share in zip(ranks, wanted, strict=True))
+
+    for ranks in sorted(possible, key=lambda ranks: (distance(ranks), ranks)):
+        meshes_of_units = [by_ranks[n] for by_ranks, n in zip(units, ranks, strict=True)]
+        combined = _combine(meshes_of_units, num_ranks, budget.max_assignments_per_rank_count)
+        combined = sorted(combined, key=lambda entry: entry.bound_s)
+        assignments = (_disaggregated_assignment(choices, entry.chosen) for entry in combined)
+        yield [assignment for assignment in assignments if assignment is not None]
 
 
-def _summed(bound: UnitTimeBound, assignment: MeshAssignment) -> float:
-    """All units take turns on the same ranks."""
-    return sum(_bounds(bound, assignment))
-
-
-def _unified(choices: Mapping[str, UnitChoices], world_size: int) -> Iterator[MeshAssignment]:
-    names, llm = list(choices), choices[LLM]
-    shared = set.intersection(*({(tp, dp) for tp in c.tp for dp in c.dp} for c in choices.values()))
-    fewest, most = max(min(c.pp) for c in choices.values()), sum(max(c.pp) for c in choices.values())
+def _unified_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssignment]:
+    llm = choices[LLM]
+    num_layers = sum(unit.layers for unit in choices.values())
+    shared = set.intersection(*({(tp, dp) for tp in unit.tp for dp in unit.dp} for unit in choices.values()))
+    min_pp = max(min(unit.pp) for unit in choices.values())
+    max_pp = sum(max(unit.pp) for unit in choices.values())
     for tp, dp in sorted(shared):
-        pp, rest = divmod(world_size, tp * dp)
-        if rest == 0 and fewest <= pp <= most:
-            for vpp in _chunks(llm, pp, sum(c.layers for c in choices.values()), llm.batch // dp):
-                if any(c.fixed_vpp not in (None, vpp) for c in choices.values()):
-                    continue  # all go round the ranks together
-                if vpp > 1 and len(names) > 1 and any(len(c.pp) == 1 and not c.is_whole for c in choices.values()):
-                    continue  # what spans a fixed number of ranks is held for one round over them
-                sizes = dict.fromkeys(names, MeshSize(tp, pp, dp, vpp))
-                counts = {name: c.fixed_microbatches or llm.batch // dp for name, c in choices.items()}
-                yield MeshAssignment("unified", sizes, counts | {LLM: llm.batch // dp})
+        pp, rest = divmod(num_ranks, tp * dp)
+        if rest or not min_pp <= pp <= max_pp:
+            continue
+        num_llm = llm.batch // dp
+        num_microbatches = {name: unit.fixed_microbatches or num_llm for name, unit in choices.items()}
+        for vpp in _vpp_sizes(llm, pp, num_layers, num_llm):
+            if _can_interleave_together(choices, vpp):
+                meshes = dict.fromkeys(choices, MeshSize(tp, pp, dp, vpp))
+                yield MeshAssignment("unified", meshes, num_microbatches | {LLM: num_llm})
 
 
-def _chunks(unit: UnitChoices, pp: int, layers: int, num_microbatches: int) -> Iterator[int]:
-    """Chunks of a pipeline rank: with one rank, or fewer microbatches than ranks, more than one only cost."""
+def _can_interleave_together(choices: Choices, vpp: int) -> bool:
+    """Return whether one pipeline of all units may have `vpp` model chunks per rank."""
+    if any(unit.fixed_vpp not in (None, vpp) for unit in choices.values()):
+        return False  # all units share the rounds over the ranks
+    if vpp == 1 or len(choices) == 1:
+        return True
+    # A unit with a fixed `pp` would span its ranks in one round only.
+    return not any(len(unit.pp) == 1 and not unit.is_whole for unit in choices.values())
+
+
+def _vpp_sizes(unit: UnitChoices, pp: int, layers: int, num_microbatches: int) -> Iterator[int]:
+    """List model chunks per rank: on one rank, or with fewer microbatches than ranks, more than one only cost time."""
     for vpp in unit.vpp:
-        if vpp == 1 or (pp * vpp <= layers and (len(unit.vpp) == 1 or 1 < pp <= num_microbatches)):
+        is_useful = len(unit.vpp) == 1 or 1 < pp <= num_microbatches
+        if vpp == 1 or (pp * vpp <= layers and is_useful):
             yield vpp
 
 
-def _sizes(unit: UnitChoices, most: int, llm: UnitChoices) -> Iterator[tuple[MeshSize, int]]:
-    """Sizes of a unit on ranks of its own, up to `most`, with its microbatches.
-
-    An encoder has those that the recipe fixes; or, as -k, one for k of the LLM's. `_interleaved` gives it chunks.
-    """
+def _meshes_of(
+    unit: UnitChoices, max_ranks: int, llm: UnitChoices, budget: MeshBudget
+) -> Iterator[tuple[MeshSize, MicrobatchRule]]:
+    """List the meshes of a unit on up to `max_ranks` ranks of its own; `_with_encoder_chunks` adds encoders' chunks."""
+    merging = [MicrobatchRule(merged=merged) for merged in budget.merged_microbatches]
+    fixed = MicrobatchRule(fixed=unit.fixed_microbatches)
     for tp, dp, pp in product(unit.tp, unit.dp, unit.pp):
-        if tp * dp * pp > most:
+        if tp * dp * pp > max_ranks:
             continue
-        counts = LLM_MICROBATCHES_PER_ENCODER_MICROBATCH if unit.name != LLM else (llm.batch // dp,)
-        if unit.fixed_microbatches and unit.name != LLM:
-            counts = (unit.fixed_microbatches,)
-        for count in counts:
-            for vpp in _chunks(unit, pp, unit.layers, count) if unit.name == LLM else (unit.fixed_vpp or 1,):
+        if unit.name == LLM:
+            num_llm = llm.batch // dp
+            rule = MicrobatchRule(fixed=num_llm)
+            for vpp in _vpp_sizes(unit, pp, unit.layers, num_llm):
                 if pp * vpp <= unit.layers:
-                    yield MeshSize(tp, pp, dp, vpp), count
+                    yield MeshSize(tp, pp, dp, vpp), rule
+            continue
+        vpp = unit.fixed_vpp or 1
+        if pp * vpp <= unit.layers:
+            for rule in [fixed] if unit.fixed_microbatches else merging:
+                yield MeshSize(tp, pp, dp, vpp), rule
 
 
-Sized = tuple[float, MeshSize, int]
+def _all_disaggregated(choices: Choices, num_ranks: int, budget: MeshBudget) -> Iterator[MeshAssignment]:
+    units = []
+    for unit in choices.values():
+        meshes = _meshes_of(unit, num_ranks, choices[LLM], budget)
+        units.append([UnitMesh(0.0, mesh, rule) for mesh, rule in meshes])
+    for combined in _combine(units, num_ranks, None):
+        assignment = _disaggregated_assignment(choices, combined.chosen)
+        if assignment is not None:
+            yield assignment
 
 
-Chosen = tuple[float, tuple[tuple[MeshSize, int], ...]]  # sizes of the first units, and the bound of the slowest
+def _fastest_disaggregated(
+    choices: Choices, num_ranks: int, bound: UnitTimeBound, budget: MeshBudget
+) -> list[tuple[float, MeshAssignment]]:
+    """Return the `disaggregated` assignments that are fastest by their bounds.
 
-
-def _together(units: Sequence[Sequence[Sized]], ranks: int, kept: int | None) -> list[Chosen]:
-    """Choose a size for every unit so that they use `ranks` in all; the bound is that of the slowest.
-
-    With `kept`, only that many of those that use the same number of ranks go on, the quickest.
+    They are sought for each number of the LLM's replicas, because that decides how large an encoder's microbatches are,
+    and for each depth of its pipeline, because that decides how many of them an encoder holds.
     """
-    sized: list[dict[int, list[Sized]]] = []
-    for sizes in units:
-        by_ranks = _by_ranks(sizes)
-        if kept is not None:
-            by_ranks = {n: sorted(found, key=lambda entry: entry[0])[:kept] for n, found in by_ranks.items()}
-        sized.append(by_ranks)
-    left = [1]  # what the units that follow may use, as bits
-    for by_ranks in reversed(sized[1:]):
-        left.append(_totals(left[-1], by_ranks.keys()))
-    partial: dict[int, list[Chosen]] = {0: [(0.0, ())]}
-    for by_ranks in sized:
-        rest = left.pop()
-        pairs: dict[int, list[tuple[list[Chosen], list[Sized]]]] = {}
-        for used, before in partial.items():
-            for own, entries in by_ranks.items():
-                if used + own <= ranks and rest >> (ranks - used - own) & 1:
-                    pairs.setdefault(used + own, []).append((before, entries))
-        partial = {total: _joined(found, kept) for total, found in pairs.items()}
-    return partial.get(ranks, [])
+    found: list[tuple[float, MeshAssignment]] = []
+    limit = budget.max_assignments_per_rank_count
+    for can_fit in (True, False):
+        for llm_dp, llm_pp in product(choices[LLM].dp, _runs_within_a_doubling(choices[LLM].pp)):
+            units = list(_meshes_beside_llm(choices, (llm_dp, llm_pp), num_ranks, bound, can_fit, budget))
+            if not all(units):
+                continue
+            for combined in _combine(units, num_ranks, 4 * limit):
+                assignment = _disaggregated_assignment(choices, combined.chosen)
+                if assignment is not None:
+                    found.append((combined.bound_s, assignment))
+        if found:
+            break
+    num_with_llm_mesh = Counter[MeshSize]()
+    fastest: list[tuple[float, MeshAssignment]] = []
+    for bound_s, assignment in sorted(found, key=lambda entry: entry[0]):
+        llm_mesh = assignment.meshes[LLM]
+        num_with_llm_mesh[llm_mesh] += 1
+        if num_with_llm_mesh[llm_mesh] <= budget.max_assignments_per_llm_mesh and len(fastest) < limit:
+            fastest.append((bound_s, assignment))
+    return fastest
 
 
-def _by_ranks(sizes: Iterable[Sized]) -> dict[int, list[Sized]]:
-    found: dict[int, list[Sized]] = {}
-    for entry in sizes:
-        found.setdefault(entry[1].ranks, []).append(entry)
-    return found
+def _runs_within_a_doubling(depths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Divide depths into runs in which none is twice as deep as another."""
+    return [tuple(run) for _, run in groupby(sorted(depths), key=int.bit_length)]
 
 
-def _joined(pairs: Sequence[tuple[list[Chosen], list[Sized]]], kept: int | None) -> list[Chosen]:
-    """Each of the first units' sizes with each of the next one's; or the `kept` quickest by bounds, in that order."""
-    found: list[Chosen] = []
-    if kept is not None:
-        pairs = sorted(pairs, key=lambda pair: max(pair[0][0][0], pair[1][0][0]))
-    for before, entries in pairs:
-        if kept is not None and len(found) == kept and max(before[0][0], entries[0][0]) >= found[-1][0]:
-            break  # as are all that follow
-        few, some = (before, entries) if kept is None else _beginnings(before, entries, kept)
-        found += [(max(bound, b), (*chosen, (size, n))) for bound, chosen in few for b, size, n in some]
-        if kept is not None:
-            found = sorted(found, key=lambda entry: entry[0])[:kept]
-    return found
+def _meshes_beside_llm(
+    choices: Choices,
+    llm_dp_and_pp: tuple[int, tuple[int, ...]],
+    num_ranks: int,
+    bound: UnitTimeBound,
+    can_fit: bool,
+    budget: MeshBudget,
+) -> Iterator[list[UnitMesh]]:
+    """List each unit's meshes beside an LLM of this data-parallel degree and one of these depths.
+
+    can_fit: only those with a finite bound; else all, the most split first.
+    """
+    llm_dp, llm_pp = llm_dp_and_pp
+    llm = choices[LLM]
+    num_llm = llm.batch // llm_dp
+    encoders = set(takewhile(LLM.__ne__, choices))
+
+    def bounded(unit: UnitChoices, max_ranks: int) -> list[UnitMesh]:
+        depth_behind = min(llm_pp) if unit.name in encoders else 0
+        meshes = []
+        for mesh, rule in _meshes_of(unit, max_ranks, llm, budget):
+            count = rule.count(num_llm)
+            if count is not None:
+                bound_s = bound(unit.name, mesh, count, depth_behind * count // num_llm)
+                meshes.append(UnitMesh(bound_s, mesh, MicrobatchRule(fixed=count)))
+        if can_fit:
+            return [entry for entry in meshes if entry.bound_s < math.inf]
+        return sorted(meshes, key=lambda entry: -entry.mesh.tp * entry.mesh.pp)
+
+    llm_meshes = bounded(replace(llm, dp=(llm_dp,), pp=llm_pp), num_ranks)
+    max_ranks = num_ranks - min((entry.mesh.ranks for entry in llm_meshes), default=num_ranks)
+    for unit in choices.values():
+        yield llm_meshes if unit.name == LLM else bounded(unit, max_ranks)
 
 
-def _beginnings(before: list[Chosen], entries: list[Sized], kept: int) -> tuple[list[Chosen], list[Sized]]:
-    """As much of two lists in order as the `kept` pairs need whose larger bounds are least."""
-    a = b = 1
-    while a * b < kept and (a < len(before) or b < len(entries)):
-        if b == len(entries) or (a < len(before) and before[a][0] <= entries[b][0]):
-            a += 1
+def _combine(units: Sequence[Sequence[UnitMesh]], num_ranks: int, limit: int | None) -> list[UnitMeshes]:
+    """Choose a mesh for every unit so that they use `num_ranks` in all; the bound is that of the slowest.
+
+    limit: of the choices for the first units that use the same number of ranks, only so many go on, the fastest.
+    """
+    meshes_by_ranks: list[dict[int, list[UnitMesh]]] = []
+    for meshes in units:
+        by_ranks = _by_ranks(meshes)
+        if limit is not None:
+            by_ranks = {n: sorted(same, key=lambda entry: entry.bound_s)[:limit] for n, same in by_ranks.items()}
+        meshes_by_ranks.append(by_ranks)
+    reachable = [1]  # bit n: the units that follow may use n ranks together
+    for by_ranks in reversed(meshes_by_ranks[1:]):
+        reachable.append(_reachable_totals(reachable[-1], by_ranks.keys()))
+    partial: dict[int, list[UnitMeshes]] = {0: [UnitMeshes(0.0, ())]}
+    for by_ranks in meshes_by_ranks:
+        rest = reachable.pop()
+        pairs: dict[int, list[tuple[list[UnitMeshes], list[UnitMesh]]]] = {}
+        for used, chosen in partial.items():
+            for ranks, meshes in by_ranks.items():
+                total = used + ranks
+                if total <= num_ranks and rest >> (num_ranks - total) & 1:
+                    pairs.setdefault(total, []).append((chosen, meshes))
+        partial = {total: _joined(same_total, limit) for total, same_total in pairs.items()}
+    return partial.get(num_ranks, [])
+
+
+def _reachable_totals(totals: int, rank_counts: Set[int]) -> int:
+    """Return numbers of ranks that units may use together, as bits, with one more unit that may use `rank_counts`."""
+    return reduce(or_, (totals << ranks for ranks in rank_counts), 0)
+
+
+def _by_ranks(meshes: Iterable[UnitMesh]) -> dict[int, list[UnitMesh]]:
+    by_ranks: dict[int, list[UnitMesh]] = {}
+    for entry in meshes:
+        by_ranks.setdefault(entry.mesh.ranks, []).append(entry)
+    return by_ranks
+
+
+def _joined(pairs: Sequence[tuple[list[UnitMeshes], list[UnitMesh]]], limit: int | None) -> list[UnitMeshes]:
+    """Append each mesh to each choice for the units before; with `limit`, keep the fastest, in the order of bounds."""
+    if limit is None:
+        return [entry for chosen, meshes in pairs for entry in _extend(chosen, meshes)]
+    joined: list[UnitMeshes] = []
+    pairs = sorted(pairs, key=lambda pair: max(pair[0][0].bound_s, pair[1][0].bound_s))
+    for chosen, meshes in pairs:
+        least = max(chosen[0].bound_s, meshes[0].bound_s)
+        if len(joined) == limit and least >= joined[-1].bound_s:
+            break  # all pairs that follow are no faster
+        joined += _extend(*_fastest_parts(chosen, meshes, limit))
+        joined = sorted(joined, key=lambda entry: entry.bound_s)[:limit]
+    return joined
+
+
+def _extend(chosen: Iterable[UnitMeshes], meshes: Sequence[UnitMesh]) -> list[UnitMeshes]:
+    return [
+        UnitMeshes(max(before.bound_s, entry.bound_s), (*before.chosen, entry)) for before in chosen for entry in meshes
+    ]
+
+
+def _fastest_parts(
+    chosen: list[UnitMeshes], meshes: list[UnitMesh], limit: int
+) -> tuple[list[UnitMeshes], list[UnitMesh]]:
+    """Return as much of two sorted lists as holds the `limit` pairs with the least larger bound."""
+    num_chosen = num_meshes = 1
+    while num_chosen * num_meshes < limit and (num_chosen < len(chosen) or num_meshes < len(meshes)):
+        is_exhausted = num_meshes == len(meshes)
+        can_grow = num_chosen < len(chosen)
+        if is_exhausted or (can_grow and chosen[num_chosen].bound_s <= meshes[num_meshes].bound_s):
+            num_chosen += 1
         else:
-            b += 1
-    return before[:a], entries[:b]
+            num_meshes += 1
+    return chosen[:num_chosen], meshes[:num_meshes]
 
 
-def _disaggregated(choices: Mapping[str, UnitChoices], chosen: Sequence[tuple[MeshSize, int]]) -> MeshAssignment | None:
-    """Give every unit its microbatches; None where an encoder's do not go with the LLM's."""
-    sizes = {name: size for name, (size, _) in zip(choices, chosen, strict=True)}
-    llm = choices[LLM].batch // sizes[LLM].dp
-    counts = {}
-    for name, (_, n) in zip(choices, chosen, strict=True):
-        if n < 0 and llm % -n:
+def _disaggregated_assignment(choices: Choices, chosen: Sequence[UnitMesh]) -> MeshAssignment | None:
+    """Give every unit its microbatches; None where an encoder's number does not go with the LLM's."""
+    entries = dict(zip(choices, chosen, strict=True))
+    num_llm = choices[LLM].batch // entries[LLM].mesh.dp
+    num_microbatches = {}
+    for unit, entry in entries.items():
+        count = entry.microbatches.count(num_llm)
+        if count is None:
             return None
-        counts[name] = n if n > 0 else llm // -n
-    if any(n % llm and llm % n for n in counts.values()):
+        num_microbatches[unit] = count
+    if any(count % num_llm and num_llm % count for count in num_microbatches.values()):
         return None
-    return MeshAssignment("disaggregated", sizes, counts)
+    return MeshAssignment("disaggregated", {unit: entry.mesh for unit, entry in entries.items()}, num_microbatches)
 
 
-def _interleaved(
-    choices: Mapping[str, UnitChoices], assignment: MeshAssignment, deep: Set[str]
-) -> Iterator[MeshAssignment]:
-    """The assignment, and with several chunks of the layers of `deep` encoders on a rank, where blocks divide evenly.
+def _unit_bounds(bound: UnitTimeBound, assignment: MeshAssignment) -> list[float]:
+    microbatches = assignment.pipeline_microbatches
+    return [bound(unit, mesh, microbatches[unit]) for unit, mesh in assignment.meshes.items()]
 
-    They fill an encoder's pipeline sooner, which is all that they do: so they are no sizes of their own, among which
-    only some are kept.
+
+def _units_slow_to_fill(
+    assignment: MeshAssignment, step_bound_s: float, bound: UnitTimeBound, budget: MeshBudget
+) -> Set[str]:
+    """Return the units whose pipelines take a share of the step to fill, which model chunks may save."""
+    slow = set()
+    for unit, mesh in assignment.meshes.items():
+        fill_s = (mesh.pp - 1) * bound(unit, mesh, None) / assignment.num_microbatches[unit]
+        if fill_s > budget.min_fill_share_for_chunks * step_bound_s:
+            slow.add(unit)
+    return slow
+
+
+def _with_encoder_chunks(choices: Choices, assignment: MeshAssignment, units: Set[str]) -> Iterator[MeshAssignment]:
+    """List the assignment, and it with several model chunks per rank of the encoders among `units`.
+
+    Only numbers of chunks that divide the encoder's blocks evenly are listed. They are variants of one assignment: all
+    they do is to fill an encoder's pipeline sooner, so they do not count among those that are kept.
     """
     options = []
-    for name, size in assignment.meshes.items():
-        unit, is_open = choices[name], name != LLM and name in deep and 1 < size.pp <= assignment.num_microbatches[name]
-        blocks = unit.layers - 2  # between an embedding of media and a projector
-        even = [v for v in unit.vpp[1:] if is_open and blocks % (size.pp * v) == 0]
-        options.append([size, *(replace(size, vpp=v) for v in even)])
-    for sizes in product(*options):
-        yield replace(assignment, meshes=dict(zip(assignment.meshes, sizes, strict=True)))
-
-
-def split_tp_group_of(assignment: MeshAssignment, ranks_per_node: int) -> tuple[int, ...] | None:
-    """A tensor-parallel group whose ranks lie on different nodes, if there is one."""
-    sizes = [assignment.meshes[LLM]] if assignment.placement == "unified" else list(assignment.meshes.values())
-    first = 0
-    for size in sizes:
-        if ranks_per_node % size.tp or first % size.tp:
-            for start in range(first, first + size.ranks, size.tp):
-                if start // ranks_per_node != (start + size.tp - 1) // ranks_per_node:
-                    return tuple(range(start, start + size.tp))
-        first += size.ranks
-    return None
+    for name, mesh in assignment.meshes.items():
+        unit = choices[name]
+        blocks = unit.layers - 2  # without the embedding of media and the projector
+        is_open = name != LLM and name in units and 1 < mesh.pp <= assignment.num_microbatches[name]
+        even = [vpp for vpp in unit.vpp[1:] if is_open and blocks % (mesh.pp * vpp) == 0]
+        options.append([mesh, *(replace(mesh, vpp=vpp) for vpp in even)])
+    for meshes in product(*options):
+        yield replace(assignment, meshes=dict(zip(assignment.meshes, meshes, strict=True)))

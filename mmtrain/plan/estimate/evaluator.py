@@ -1,0 +1,113 @@
+"""Everything the search asks about candidates: lower bounds, estimates, memory and simulation.
+
+An `Evaluator` belongs to one planning problem. It owns all caches, so candidates stay small and immutable.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import count
+
+from mmtrain.costs import RankMemory
+from mmtrain.plan.artifact.layout import Layout
+from mmtrain.plan.artifact.plan import SchedulePlan
+from mmtrain.plan.budget import DEFAULT_BUDGET, SearchBudget
+from mmtrain.plan.candidate import Candidate, FittedLayout, MeshAssignment, Rejected
+from mmtrain.plan.estimate.layer_costs import LayerCosts
+from mmtrain.plan.estimate.layout_simulation import schedule_memory, scheduled_graph, simulate_layout
+from mmtrain.plan.estimate.memory_fit import MemoryMisfit, explain_misfit, fit_memory
+from mmtrain.plan.estimate.memory_lower_bound import UnitMemoryBound, unit_memory_bound
+from mmtrain.plan.estimate.step_time_estimator import StepTimeEstimator
+from mmtrain.plan.estimate.time_lower_bound import unit_time_bound
+from mmtrain.plan.problem import PlanningProblem
+from mmtrain.plan.search.layer_partition import LayerChain, layer_chains
+from mmtrain.plan.search.mesh_enumeration import UnitTimeBound
+from mmtrain.program.ir.graph import StageId
+
+
+class Evaluator:
+    """Advances candidates of one problem; what is asked twice is computed once."""
+
+    def __init__(
+        self, problem: PlanningProblem, budget: SearchBudget = DEFAULT_BUDGET, layer_costs: LayerCosts | None = None
+    ) -> None:
+        """Evaluate candidates of `problem`.
+
+        layer_costs: costs of the same model and data, with the sequence parallelism that is planned. By default there
+        is none, see `search.sequence_parallel.choose_sequence_parallelism`.
+        """
+        self.problem = problem
+        self.budget = budget
+        self.layer_costs = layer_costs or LayerCosts(problem, budget=budget)
+        self._ids = count()
+        self._estimators: dict[int | None, StepTimeEstimator] = {}
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of a rank."""
+        return self.problem.hardware.memory_bytes
+
+    @cached_property
+    def memory_lower_bound(self) -> UnitMemoryBound:
+        """The least bytes that the fullest rank of a unit's mesh holds."""
+        return unit_memory_bound(self.layer_costs)
+
+    @cached_property
+    def time_lower_bound(self) -> UnitTimeBound:
+        """The least seconds of a unit's mesh in a step; infinite where it cannot fit into memory."""
+        return unit_time_bound(self.layer_costs, self.memory_lower_bound, self.memory_bytes, self.budget.bounds)
+
+    def enumerated(self, assignment: MeshAssignment) -> Candidate:
+        """Return a new candidate, under a number of its own."""
+        return Candidate(next(self._ids), assignment)
+
+    def layer_chains(self, candidate: Candidate) -> tuple[LayerChain, ...]:
+        """Return the lines of layers that the candidate divides over pipeline ranks."""
+        return layer_chains(candidate.assignment, self.layer_costs, self.problem.choices)
+
+    def estimator(self, num_replica_groups: int | None) -> StepTimeEstimator:
+        """Return the step-time estimator.
+
+        num_replica_groups: groups of each batch that stand for all, those with most work; None: all are estimated.
+        """
+        if num_replica_groups not in self._estimators:
+            machine = self.problem.hardware
+            self._estimators[num_replica_groups] = StepTimeEstimator(self.layer_costs, machine, num_replica_groups)
+        return self._estimators[num_replica_groups]
+
+    def fit(self, candidate: Candidate, num_in_flight: Mapping[StageId, int]) -> Candidate | Rejected:
+        """Recompute as few layers of a partitioned candidate as memory demands, under 1F1B.
+
+        num_in_flight: microbatches of each stage between forward and backward, at most.
+        """
+        assert candidate.partition is not None
+        fit = fit_memory(
+            candidate.assignment,
+            candidate.partition,
+            self.layer_costs,
+            self.memory_bytes,
+            num_in_flight,
+            self.budget.evaluation,
+        )
+        if isinstance(fit, MemoryMisfit):
+            return Rejected(candidate, fit.reason, fit.need_gib)
+        return candidate.fitted(fit)
+
+    def fit_schedule(self, candidate: Candidate, layout: Layout, schedule: SchedulePlan) -> Candidate | Rejected:
+        """Compare what the layout's ranks hold under a schedule with their memory; nothing is recomputed for it."""
+        graph = scheduled_graph(layout, schedule, self.layer_costs)
+        memory = schedule_memory(graph, schedule, self.layer_costs)
+        fit = FittedLayout(layout, graph, memory)
+        if fit.peak_bytes > self.memory_bytes:
+            return self.misfit(candidate, memory)
+        return candidate.fitted(fit, schedule)
+
+    def misfit(self, candidate: Candidate, memory: Mapping[int, RankMemory]) -> Rejected:
+        """Reject a candidate for what its ranks hold."""
+        misfit = explain_misfit(self.layer_costs, memory, self.memory_bytes)
+        return Rejected(candidate, misfit.reason, misfit.need_gib)
+
+    def simulate(self, candidate: Candidate) -> Candidate:
+        """Simulate a fitted candidate on the sampled batches."""
+        machine, budget = self.problem.hardware, self.budget.evaluation
+        simulation = simulate_layout(candidate.layout, candidate.schedule, self.layer_costs, machine, budget)
+        return candidate.simulated(simulation)

@@ -1,0 +1,94 @@
+"""From the chosen candidate to the plan: its prediction, and the losers beside it."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain, groupby
+
+from mmtrain.costs import RankMemory
+from mmtrain.costs.hardware import GIB
+from mmtrain.plan.artifact.data_drift import summarize_data
+from mmtrain.plan.artifact.plan import Alternative, Plan, Prediction
+from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, CandidateStage, Rejected
+from mmtrain.plan.colocated.encoder_order import scheduling_efficiency
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.estimate.layer_costs import batch_split_of
+from mmtrain.plan.explain.why_slower import explain_measured_slower, explain_slower
+from mmtrain.program.ir.graph import StageId
+
+
+def finish_plan(chosen: Candidate, evaluator: Evaluator, alternatives: Sequence[Alternative] = ()) -> Plan:
+    """Return the saved artefact of a simulated candidate."""
+    problem = evaluator.problem
+    return Plan(
+        recipe_sha256=problem.recipe_sha256,
+        hardware=problem.hardware.name,
+        world_size=chosen.graph.world_size,
+        precision=problem.precision,
+        placement=chosen.placement,
+        units=dict(chosen.layout.units),
+        schedule=chosen.schedule,
+        data=summarize_data(problem.batches.lengths),
+        predicted=predict(chosen, evaluator),
+        alternatives=tuple(alternatives),
+    )
+
+
+def predict(chosen: Candidate, evaluator: Evaluator) -> Prediction:
+    """Return what a run of the candidate will see, if the costs are right."""
+    layer_costs, machine = evaluator.layer_costs, evaluator.problem.hardware
+    memory = _memory_by_ranks(chosen)
+    rank_seconds = chosen.step_time_s * chosen.graph.world_size
+    flops = layer_costs.model_flops(batch_split_of(chosen.graph))
+    efficiency = None
+    if chosen.placement == "colocated":
+        efficiency = scheduling_efficiency(chosen.graph, chosen.schedule, layer_costs, machine)
+    kinds_gib = {
+        ranks: {kind: round(nbytes / GIB, 4) for kind, nbytes in held.by_kind().items()}
+        for ranks, held in memory.items()
+    }
+    return Prediction(
+        step_time_s=chosen.step_time_s,
+        mfu=flops / (rank_seconds * machine.peak_flops(layer_costs.precision)),
+        tokens_per_s_per_gpu=layer_costs.tokens() / rank_seconds,
+        peak_memory_gib={ranks: round(held.total / GIB, 4) for ranks, held in memory.items()},
+        memory_kinds_gib=kinds_gib,
+        bubbles=dict(chosen.bubbles),
+        cost_source=layer_costs.costs.source,
+        scheduling_efficiency=efficiency,
+    )
+
+
+def reject_slower(loser: Candidate, chosen: Candidate) -> Rejected:
+    """Return why a candidate that fits was not chosen."""
+    if loser.stage == CandidateStage.MEASURED:
+        reason = explain_measured_slower(loser, chosen)
+    elif loser.step_time_s <= chosen.step_time_s * EQUAL_STEP_TIME_RATIO:
+        reason = "as fast, but with more pipeline ranks, chunks or tensor parallelism"
+    else:
+        reason = explain_slower(loser, chosen)
+    return Rejected(loser, reason)
+
+
+def best_alternatives(losers: Sequence[Alternative], num_shown: int) -> tuple[Alternative, ...]:
+    """Return the best losers by step time, those never simulated last; with the best of each placement if possible."""
+    ranked = sorted(losers, key=lambda loser: math.inf if loser.step_time_s is None else loser.step_time_s)
+    placements = [loser.placement for loser in ranked]
+    is_best_of_placement = [placements.index(placement) == i for i, placement in enumerate(placements)]
+    preferred = sorted(range(len(ranked)), key=lambda i: not is_best_of_placement[i])
+    return tuple(ranked[i] for i in sorted(preferred[:num_shown]))
+
+
+def _memory_by_ranks(chosen: Candidate) -> dict[str, RankMemory]:
+    """Return what is held, by range of ranks that hold the same stages; every rank is in one range."""
+    held: defaultdict[int, tuple[StageId, ...]] = defaultdict(tuple)
+    for stage in chosen.graph.stages:
+        for rank in chain.from_iterable(stage.tp_groups):
+            held[rank] += (stage.id,)
+    memory_of_stages = {held[rank]: memory for rank, memory in chosen.memory.items()}
+    memory_by_ranks = {}
+    for stages, group in groupby(sorted(held), key=lambda rank: held[rank]):
+        ranks = list(group)
+        name = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+        memory_by_ranks[name] = memory_of_stages[stages]
+    return memory_by_ranks

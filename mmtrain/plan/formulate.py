@@ -1,0 +1,113 @@
+"""From a recipe, the lengths of its data and a cluster to the planning problem."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import islice
+
+from mmtrain.balance import Grouping, SampleLengths
+from mmtrain.costs import costs_for, machine_for, precision_for
+from mmtrain.errors import PlanError
+from mmtrain.models.model_shape import build_model_shape
+from mmtrain.plan.artifact.plan import Placement
+from mmtrain.plan.budget import DEFAULT_BUDGET, MeshBudget, SearchBudget
+from mmtrain.plan.estimate.sample_batches import sample_batches
+from mmtrain.plan.explain.infeasible import explain_infeasible, has_meshes
+from mmtrain.plan.problem import Cluster, Constraints, PlanningProblem, PlanRequest
+from mmtrain.plan.search.constraints import UnitChoices, encoder_microbatches, unit_choices
+from mmtrain.recipe.schema import Recipe
+
+
+def formulate_problem(
+    recipe: Recipe,
+    lengths: SampleLengths,
+    *,
+    world_size: int,
+    hardware: str,
+    recipe_sha256: str,
+    request: PlanRequest | None = None,
+    budget: SearchBudget = DEFAULT_BUDGET,
+) -> PlanningProblem:
+    """Collect what the planner depends on: shapes, costs, sampled batches and constraints.
+
+    hardware: a preset's name. The problem may have no mesh at all; `require_feasible` says so.
+
+    Raises:
+        PlanError: settings contradict each other or the model, or the data holds no sample.
+    """
+    shape = build_model_shape(recipe)
+    machine = machine_for(recipe, hardware)
+    precision = precision_for(recipe, machine)
+    choices = unit_choices(recipe, shape, machine.ranks_per_node, budget.meshes)
+    grouping = Grouping.of(recipe.data, recipe.train.global_batch)
+    request = request or PlanRequest()
+    constraints = Constraints(
+        placements=placements_to_search(recipe, choices, world_size, request),
+        choices=choices,
+        recompute={name: getattr(recipe.parallel, name).recompute for name in choices},
+        sequence_parallel={name: getattr(recipe.parallel, name).sp for name in choices},
+        encoder_microbatches=encoder_microbatches(recipe, shape),
+    )
+    return PlanningProblem(
+        recipe=recipe,
+        recipe_sha256=recipe_sha256,
+        shape=shape,
+        costs=costs_for(machine, precision, recipe.cluster.costs),
+        precision=precision,
+        seq_len=recipe.data.seq_len,
+        batches=sample_batches(lengths, grouping, recipe.train.seed, budget.sampling),
+        constraints=constraints,
+        cluster=Cluster(machine, world_size, rank_counts(recipe, constraints, world_size, budget.meshes)),
+        request=request,
+    )
+
+
+def require_feasible(problem: PlanningProblem) -> None:
+    """Refuse a problem whose constraints leave no mesh for any number of ranks.
+
+    Raises:
+        PlanError: names the settings that clash, and numbers of ranks with which there would be a mesh.
+    """
+    if problem.cluster.rank_counts:
+        return
+    recipe, num_ranks = problem.recipe, problem.cluster.num_ranks
+    most = min(num_ranks, recipe.parallel.max_gpus or num_ranks)
+    choices_of: Callable[[Recipe], Mapping[str, UnitChoices]] = partial(
+        unit_choices, shape=problem.shape, ranks_per_node=problem.hardware.ranks_per_node
+    )
+    raise PlanError(
+        explain_infeasible(recipe, problem.choices, most, problem.constraints.runnable_placements, choices_of)
+    )
+
+
+def placements_to_search(
+    recipe: Recipe, choices: Mapping[str, UnitChoices], world_size: int, request: PlanRequest
+) -> tuple[Placement, ...]:
+    """Return the placements that the recipe allows; where it leaves them open, `replicated` is predicted too."""
+    if recipe.parallel.placement != "auto":
+        return (recipe.parallel.placement,)
+    runnable: tuple[Placement, ...] = ("unified", "disaggregated", "colocated") if len(choices) > 1 else ("unified",)
+    is_ranked = world_size > 1 and request.baseline is None
+    return (*runnable, "replicated") if is_ranked else runnable
+
+
+def rank_counts(recipe: Recipe, constraints: Constraints, world_size: int, budget: MeshBudget) -> tuple[int, ...]:
+    """Return the numbers of ranks to plan for: all ranks, or with `parallel.max_gpus` several up to that.
+
+    Of the latter those that `rank_counts_to_try` names; if none of them has a mesh, the largest that has one.
+    """
+    limit = recipe.parallel.max_gpus
+
+    def is_possible(count: int) -> bool:
+        return any(has_meshes(constraints.choices, count, placement) for placement in constraints.runnable_placements)
+
+    if limit is None:
+        return (world_size,) if is_possible(world_size) else ()
+    most = min(world_size, limit)
+    preferred = tuple(filter(is_possible, rank_counts_to_try(most, budget)))
+    return preferred or tuple(islice(filter(is_possible, range(most, 0, -1)), 1))
+
+
+def rank_counts_to_try(most: int, budget: MeshBudget) -> list[int]:
+    """Return numbers of ranks worth trying where fewer than `most` may do: evenly spaced, the largest first."""
+    step = max(1, most // budget.rank_count_divisor)
+    return list(range(most, 0, -step))[: budget.num_rank_counts]

@@ -1,0 +1,78 @@
+"""The planning problem: everything that a plan depends on, fixed before the search starts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from mmtrain.costs import CostModel, Hardware, Precision
+from mmtrain.models.model_shape import ModelShape
+from mmtrain.plan.artifact.plan import Placement, Plan
+from mmtrain.plan.estimate.sample_batches import SampledBatches
+from mmtrain.plan.progress import Progress
+from mmtrain.plan.search.constraints import RecomputeMode, SequenceParallelSetting, UnitChoices
+from mmtrain.recipe.schema import Recipe
+
+MeasureStep = Callable[[Plan], float]  # seconds of a step as run here; infinity where the plan could not be run
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the caller wants besides the fastest plan."""
+
+    num_alternatives: int = 5  # losers that the plan names, each with the reason it lost
+    explain: bool = False  # name every loser
+    baseline: str | None = None  # return the plan that this rule of thumb makes (`explain.baselines.BASELINES`)
+    measure: MeasureStep | None = None  # runs the plans predicted fastest; the fastest as run is chosen
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the recipe and the model allow, by unit."""
+
+    placements: tuple[Placement, ...]  # those that are searched or predicted
+    choices: Mapping[str, UnitChoices]  # mesh sizes
+    recompute: Mapping[str, RecomputeMode]
+    sequence_parallel: Mapping[str, SequenceParallelSetting]
+    encoder_microbatches: Mapping[str, int]  # of units whose number of microbatches the recipe fixes
+
+    @property
+    def runnable_placements(self) -> tuple[Placement, ...]:
+        """Those that the runtime can run."""
+        return tuple(placement for placement in self.placements if placement != "replicated")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks to plan for."""
+
+    hardware: Hardware
+    num_ranks: int
+    # Numbers of ranks for which some mesh exists: all ranks, or with `parallel.max_gpus` several up to that. Empty if
+    # the constraints leave no mesh at all.
+    rank_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """One model, one data distribution and one cluster: the search is a function of this and of its budget."""
+
+    recipe: Recipe
+    recipe_sha256: str
+    shape: ModelShape
+    costs: CostModel
+    precision: Precision
+    seq_len: int
+    batches: SampledBatches
+    constraints: Constraints
+    cluster: Cluster
+    request: PlanRequest = field(default_factory=PlanRequest)
+
+    @property
+    def hardware(self) -> Hardware:
+        """What the ranks are."""
+        return self.cluster.hardware
+
+    @property
+    def choices(self) -> Mapping[str, UnitChoices]:
+        """Mesh sizes that each unit may have."""
+        return self.constraints.choices

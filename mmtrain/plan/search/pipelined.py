@@ -1,0 +1,37 @@
+"""The placements `unified` and `disaggregated`, searched together: their candidates compete in one queue."""
+
+from dataclasses import replace
+
+from mmtrain.plan.budget import SearchBudget
+from mmtrain.plan.candidate import Candidate, SearchResults
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.problem import PlanningProblem
+from mmtrain.plan.progress import Progress
+from mmtrain.plan.search.best_first_search import best_first_search
+from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
+
+
+class PipelinedStrategy:
+    """One pipeline of all units, or a pipeline for each unit on ranks of its own."""
+
+    def num_searches(self, problem: PlanningProblem) -> int:
+        """Return 1: all numbers of ranks are searched together."""
+        return 1
+
+    def search(
+        self,
+        problem: PlanningProblem,
+        evaluator: Evaluator,
+        budget: SearchBudget,
+        incumbent: Candidate | None,
+        progress: Progress | None = None,
+    ) -> SearchResults:
+        """Enumerate the mesh assignments of every number of ranks and search their layer partitions, best first."""
+        candidates = []
+        for num_ranks in problem.cluster.rank_counts:
+            bounded = bounded_mesh_assignments(problem.choices, num_ranks, evaluator.time_lower_bound, budget.meshes)
+            for bound_s, assignment in bounded:
+                if assignment.placement in problem.constraints.placements:
+                    candidates.append(evaluator.enumerated(assignment).bounded(bound_s))
+        results = best_first_search(candidates, evaluator, problem.request.num_alternatives + 1, progress)
+        return replace(results, enumerated=tuple(candidates))

@@ -1,0 +1,49 @@
+"""How each placement is searched. A new placement is a folder with a `PlacementStrategy`, and one entry here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from mmtrain.plan.artifact.plan import Placement
+from mmtrain.plan.budget import SearchBudget
+from mmtrain.plan.candidate import Candidate, SearchResults
+from mmtrain.plan.colocated.colocated_search import ColocatedStrategy
+from mmtrain.plan.estimate.evaluator import Evaluator
+from mmtrain.plan.problem import PlanningProblem
+from mmtrain.plan.progress import Progress
+from mmtrain.plan.replicated.replicated_step import ReplicatedStrategy
+from mmtrain.plan.search.pipelined import PipelinedStrategy
+
+
+class PlacementStrategy(Protocol):
+    """Finds the fastest candidates of one or several placements."""
+
+    def num_searches(self, problem: PlanningProblem) -> int:
+        """Return how many searches `search` runs, each of which reports its own progress."""
+
+    def search(
+        self,
+        problem: PlanningProblem,
+        evaluator: Evaluator,
+        budget: SearchBudget,
+        incumbent: Candidate | None,
+        progress: Progress | None = None,
+    ) -> SearchResults:
+        """Return simulated candidates, and why others lost.
+
+        incumbent: the fastest candidate of the strategies before; what cannot be faster need not be simulated.
+        progress: called with the number of candidates that are settled, of how many.
+        """
+
+
+PIPELINED = PipelinedStrategy()
+STRATEGIES: Mapping[Placement, PlacementStrategy] = {
+    "unified": PIPELINED,
+    "disaggregated": PIPELINED,
+    "colocated": ColocatedStrategy(),
+    "replicated": ReplicatedStrategy(),
+}
+
+
+def strategies_of(placements: Sequence[Placement]) -> list[PlacementStrategy]:
+    """Return the strategies of some placements, each once."""
+    return list(dict.fromkeys(STRATEGIES[placement] for placement in placements))
