@@ -58,7 +58,7 @@ def costs_for(machine: Hardware, precision: Precision, table: Path | None) -> Co
 
 
 def is_shipped(table: Path) -> bool:
-    """Whether `cluster.costs` names a table of the package rather than a file: a bare word without a suffix."""
+    """Return whether `cluster.costs` names a table of the package rather than a file: a bare word without a suffix."""
     return table.parent == Path(".") and not table.suffix
 
 

@@ -12,16 +12,6 @@ from mmtrain.errors import PlanError
 from mmtrain.models.model_shape import LayerShape
 
 TimedPass = Literal["forward", "forward_only", "recompute", "backward", "backward_weight", "backward_input"]
-TIMED_PASSES: tuple[TimedPass, ...] = (
-    "forward",
-    "forward_only",
-    "recompute",
-    "backward",
-    "backward_weight",
-    "backward_input",
-)
-
-
 Source = Literal["measured", "modelled"]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]

@@ -276,7 +276,7 @@ def _upstream(shape: ModelShape, unit: UnitShape) -> Iterator[bool]:
 
 
 def _trains(shape: ModelShape, unit: UnitShape) -> bool:
-    """Whether anything trains in the unit or in those that feed it."""
+    """Return whether anything trains in the unit or in those that feed it."""
     sources = (shape.unit(e.src) for e in shape.edges if e.dst == unit.name)
     return unit.first_trainable is not None or any(_trains(shape, source) for source in sources)
 

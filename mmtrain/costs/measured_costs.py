@@ -74,7 +74,7 @@ class Curve:
         return max(0.0, float(base) + self.per_pair * load.sum_sq + self.per_sequence * load.num_sequences)
 
     def covers(self, load: TokenLoad) -> bool:
-        """Whether a load lies between the outermost nodes."""
+        """Return whether a load lies between the outermost nodes."""
         return bool(self.tokens[0] <= load.tokens <= self.tokens[-1])
 
 

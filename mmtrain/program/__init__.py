@@ -1,6 +1,7 @@
-"""Programs: for each rank an ordered list of actions for one step; built, checked, simulated, drawn, executed.
+"""Programs: for each rank the ordered list of actions of one step; built, checked, simulated and executed.
 
-`build_program` turns a stage graph into a checked program; `simulate` predicts its timeline.
+`build_program` turns a stage graph into a checked program, `simulate` predicts its timeline. `ir` holds the format,
+`schedules` builds programs, `verify` proves that they run, `simulation` times them, `trace` reads timelines.
 """
 
 from mmtrain.program.ir.actions import (

@@ -1,4 +1,5 @@
-"""The program format: stage graph, actions, loads of a step, and their text form.
+"""The program format: the stage graph, actions, the loads of a step, and their text form.
 
-Start with `actions`, then `program.Program`.
+Read `actions` first, then `graph` and `program`. `data_dependencies` says which data an action reads and writes and
+between which ranks it travels; `segments` how passes run in parts; `symmetry` how replica groups mirror group 0.
 """

@@ -103,7 +103,7 @@ def rank_pairs(graph: StageGraph, flow: Flow) -> list[tuple[int, int]]:
 
 
 def needs_share(graph: StageGraph, edge: Edge, mb: Microbatch, payload: Payload) -> bool:
-    """Whether the TP group that receives `mb`'s data over `edge` must share what its first rank holds."""
+    """Return whether the TP group that receives `mb`'s data over `edge` must share what its first rank holds."""
     if not edge.crosses_units:
         return False
     tp_group = receiving_tp_group(graph, edge, mb, payload)
@@ -175,7 +175,7 @@ def shared_embedding_stages(graph: StageGraph) -> tuple[StageId, ...]:
 
 
 def holds_shared_embeddings(graph: StageGraph, rank: int) -> bool:
-    """Whether `rank` takes part in reducing the tied embedding matrix."""
+    """Return whether `rank` takes part in reducing the tied embedding matrix."""
     return any(rank in tp_group for sid in shared_embedding_stages(graph) for tp_group in graph.stage(sid).tp_groups)
 
 

@@ -1,4 +1,4 @@
-"""The stage graph: which stage of which unit sits on which ranks, and what flows between them.
+"""The stage graph: which ranks hold which stage of which unit, and what flows between stages.
 
 A *TP group* is the tuple of global ranks that hold one stage of one replica: its tensor-parallel group. *Replica
 groups* are the smallest sets of replicas that exchange data only with each other: with g = gcd of all units'
@@ -190,19 +190,20 @@ class StageGraph:
         )
 
     def has_loss(self, stage_id: StageId) -> bool:
-        """Whether the stage computes a loss: the LLM's last stage, even if it feeds a unit, and every end of a path.
+        """Return whether the stage computes a loss.
 
-        A unit after the LLM (an image generator) has a loss of its own; the LLM's last backward then waits for both.
+        The LLM's last stage does, even if it feeds a unit, and so does every end of a path through the graph. A unit
+        after the LLM (an image generator) has a loss of its own; the LLM's last backward then waits for both.
         """
         llm = [s.id for s in self.stages if s.id.unit == LLM]
         return not self.outputs(stage_id) or (bool(llm) and stage_id == max(llm, key=lambda s: s.index))
 
     def needs_backward(self, stage_id: StageId) -> bool:
-        """Whether the stage has a backward: something trainable lies in it or upstream of it."""
+        """Return whether the stage has a backward: something trainable lies in it or upstream of it."""
         return self._backward[stage_id]
 
     def carries_gradient(self, edge: Edge) -> bool:
-        """Whether gradients flow back along the edge: its source needs a backward."""
+        """Return whether gradients flow back along the edge: its source needs a backward."""
         return self._backward[edge.src]
 
     def held_by(self, rank: int) -> list[tuple[StageId, int]]:

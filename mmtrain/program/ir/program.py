@@ -56,7 +56,7 @@ class Program:
         return {}
 
     def same_actions(self, rank: int, other: int) -> bool:
-        """Whether two ranks of group 0 do the same things in the same order, each with peers of its own."""
+        """Return whether two ranks of group 0 do the same in the same order, each with its own peers."""
         if (rank, other) not in self._same_actions:
             self._same_actions[rank, other] = same_actions(self.actions.get(rank), self.actions.get(other))
         return self._same_actions[rank, other]

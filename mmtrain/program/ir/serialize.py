@@ -1,6 +1,6 @@
 """Programs as text, one action a line (see `actions`), and stage graphs as JSON; both are read back exactly.
 
-Two JSON keys keep older names, so that files on disk stay readable: "lanes" are TP groups, "sliced" is `Stage.sp`.
+Plan files hold single actions. Whole programs and stage graphs are written for tools and for reading.
 """
 
 import json
@@ -138,11 +138,11 @@ def graph_to_json(graph: StageGraph) -> str:
                 {
                     "id": str(stage.id),
                     "layers": stage.layers,
-                    "lanes": stage.tp_groups,
+                    "tp_groups": stage.tp_groups,
                     "trainable": stage.trainable,
                     "recompute": sorted(stage.recompute),
                     "pieces": stage.pieces,
-                    "sliced": stage.sp,
+                    "sp": stage.sp,
                 }
                 for stage in graph.stages
             ],
@@ -176,11 +176,11 @@ def _stage_from_json(stage: dict[str, Any]) -> Stage:
     return Stage(
         id=_stage(stage["id"]),
         layers=(lo, hi),
-        tp_groups=tuple(tuple(tp_group) for tp_group in stage["lanes"]),
+        tp_groups=tuple(tuple(tp_group) for tp_group in stage["tp_groups"]),
         trainable=stage["trainable"],
         recompute=frozenset(stage["recompute"]),
         pieces=tuple(stage["pieces"]),
-        sp=stage["sliced"],
+        sp=stage["sp"],
     )
 
 

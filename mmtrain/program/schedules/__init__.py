@@ -1,4 +1,5 @@
-"""From a stage graph to a program: orders of compute, and the communication that they need.
+"""From a stage graph to a program: the order of compute, and the communication that it needs.
 
-Start with `assemble.build`; `builder` writes compute, `lower` adds communication.
+Read `assemble.build_program` first. `builder` orders compute with `pipeline_positions` (where a rank stands in the
+pipeline) and `unit_pacing` (units with different numbers of microbatches); `lower` adds communication.
 """

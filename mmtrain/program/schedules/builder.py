@@ -170,7 +170,7 @@ def _without_needless_backwards(graph: StageGraph, task: ComputeTask) -> tuple[C
 
 
 def _exists(graph: StageGraph, action: Compute) -> bool:
-    """Whether the action is a forward, or a backward of a stage that has one."""
+    """Return whether the action is a forward, or a backward of a stage that has one."""
     return direction(action) == "F" or graph.needs_backward(action.stage)
 
 

@@ -195,7 +195,7 @@ def _virtual_stages(graph: StageGraph, stages: Sequence[StageId]) -> tuple[tuple
 
 
 def _flows_down(graph: StageGraph, path: Sequence[StageId]) -> bool:
-    """Whether every stage of the path comes after those stages of the path that feed it."""
+    """Return whether every stage of the path comes after those stages of the path that feed it."""
     place = {stage: k for k, stage in enumerate(path)}
     return all(place[e.src] < place[stage] for stage in path for e in graph.inputs(stage) if e.src in place)
 

@@ -92,7 +92,7 @@ def _tp_groups(graph: StageGraph, stage: Stage) -> tuple[tuple[int, ...], ...]:
 
 
 def _visits_twice(component: RanksByRole) -> bool:
-    """Whether two ranks of the component are in one TP group."""
+    """Return whether two ranks of the component are in one TP group."""
     tp_groups = [(stage, replica) for role in component for stage, replica, _ in role]
     return len(set(tp_groups)) < len(tp_groups)
 
@@ -162,7 +162,7 @@ def _doing_the_same(components: Sequence[RanksByRole], same_actions: SameActions
 
 
 def same_actions(actions: Sequence[Action] | None, others: Sequence[Action] | None) -> bool:
-    """Whether two ranks do the same things in the same order, each with peers of its own; False if one is unknown."""
+    """Return whether two ranks do the same in the same order, each with its own peers; False if one is unknown."""
     if actions is None or others is None or len(actions) != len(others):
         return False
     return all(a is b or a == b or _without_peer(a) == _without_peer(b) for a, b in zip(actions, others, strict=True))

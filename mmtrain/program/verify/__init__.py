@@ -1,4 +1,5 @@
-"""Proofs that a program is complete and cannot deadlock.
+"""Proofs about a program: it is complete, cannot deadlock, and fits into memory.
 
-Start with `check.check`.
+Read `check.check_program` first. `matching` joins sends with receives and ranks with their collectives, `deadlock`
+looks for cycles among them, `live_activations` counts memory, and `send_window` how many sends may be under way.
 """

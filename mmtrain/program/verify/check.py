@@ -227,7 +227,7 @@ def _source(graph: StageGraph, rank: int, flow: Flow) -> Action:
 
 
 def _must_follow(action: ReduceGrads | ReduceShared | Step, other: Action) -> bool:
-    """Whether `action` must come after every `other` of its rank."""
+    """Return whether `action` must come after every `other` of its rank."""
     match action:
         case ReduceGrads(unit):
             # After it a replica holds only its shard of the gradient: too late to add what another stage holds.
@@ -239,12 +239,12 @@ def _must_follow(action: ReduceGrads | ReduceShared | Step, other: Action) -> bo
 
 
 def _adds_to(unit: str, action: Action) -> bool:
-    """Whether the action adds to gradients of the unit."""
+    """Return whether the action adds to gradients of the unit."""
     return isinstance(action, Compute) and direction(action) == "B" and action.stage.unit == unit
 
 
 def _channels_disagree(program: Program) -> list[str]:
-    """Messages carry no tags: the k-th one sent on a channel must be the k-th one received."""
+    """Describe channels whose ends disagree: messages have no tags, so the k-th sent must be the k-th received."""
     sent: defaultdict[Channel, list[MicrobatchPair]] = defaultdict(list)
     received: defaultdict[Channel, list[MicrobatchPair]] = defaultdict(list)
     for rank, actions in program.actions.items():
@@ -271,7 +271,7 @@ def _pair_text(pair: MicrobatchPair | None, verb: str) -> str:
 
 
 def _groups_disagree(program: Program) -> list[str]:
-    """Every member of a process group must run the group's collectives in the same order."""
+    """Describe process groups whose members run the group's collectives in different orders."""
     orders: defaultdict[tuple[int, ...], dict[int, list[Action]]] = defaultdict(dict)
     for rank, actions in program.actions.items():
         for action in expand_all(program.graph, actions):

@@ -31,7 +31,7 @@ def send_window(program: Program, least: int = MIN_SEND_WINDOW) -> int:
 
 
 def terminates(matched: MatchedActions, window: int) -> bool:
-    """Whether the program ends when at most `window` sends of a channel may be under way.
+    """Return whether the program ends when at most `window` sends of a channel may be under way.
 
     A send waits until the receiver has posted its receive of the `window`-th message before it on the channel; without
     such a message it never waits. Everything else is as in `find_deadlock`.
