@@ -25,7 +25,7 @@ def _measure(_rank: int, _size: int, _folder: Path, data: Path) -> list[float]:
         assert chosen.placement == placement
         plans.append(chosen)
     seconds = [measure_step_time(recipe, chosen)]
-    for found in measure_step_times(recipe, plans, rounds=2):
+    for found in measure_step_times(recipe, plans, num_steps=2):
         assert len(found) == 2
         seconds += found
     elsewhere = chosen.model_copy(update={"hardware": "h100-80g"})

@@ -1,4 +1,4 @@
-"""What `doctor` finds missing or slow, on machines that this one is not."""
+"""What `doctor` finds missing or slow on simulated machines."""
 
 import sys
 from collections import namedtuple
@@ -38,7 +38,7 @@ def test_a_missing_package_names_the_extra_and_the_commands(monkeypatch: pytest.
     assert {f.kind for f in found.values()} == {"missing"}
 
 
-def test_a_broken_package_is_told_from_an_absent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_fails_to_load_is_reported_apart_from_an_absent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise OSError("libsndfile.so: cannot open")
 
@@ -46,14 +46,14 @@ def test_a_broken_package_is_told_from_an_absent_one(monkeypatch: pytest.MonkeyP
     assert all("cannot open" in f.what and "pip" not in f.remedy for f in package_diagnostics())
 
 
-def test_versions_are_held_to_what_mmtrain_is_made_for() -> None:
+def test_unsupported_and_absent_versions_are_reported() -> None:
     assert list(unmet_requirements(["numpy>=1", 'none-such>=1; extra == "dev"'])) == []
     [old, absent] = unmet_requirements(["numpy<1", "none-such>=2"])
-    assert old.what.endswith("mmtrain is made for <1")
+    assert old.what.endswith("mmtrain supports <1")
     assert absent.remedy == "pip install 'none-such>=2'"
 
 
-def test_a_gpu_that_torch_cannot_use_is_no_machine_without_one(tmp_path: Path) -> None:
+def test_a_gpu_that_torch_cannot_use_is_reported_as_missing_support(tmp_path: Path) -> None:
     [none] = accelerator_diagnostics(False, False, {}, tmp_path / "nvidia0")
     assert none.kind == "slow"
     (tmp_path / "nvidia0").touch()
@@ -62,7 +62,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_machine_without_one(tmp_path: Path) -
     assert torch.__version__ in unused.what
 
 
-def test_gpus_that_differ_are_old_or_taken_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_differ_or_are_old_or_in_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     cards = [("H100", (9, 0), 80), ("V100", (7, 0), 16)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: cards[i][0])
@@ -74,24 +74,24 @@ def test_gpus_that_differ_are_old_or_taken_are_told(monkeypatch: pytest.MonkeyPa
     assert "attention has no fused kernel for packed sequences: not installed" in found
     assert "GPUs differ (H100, V100): every step waits for the slowest" in found
     assert "GPU 1, V100, has no bf16 units" in found
-    assert "4 of 16 GiB of GPU 1 are taken by other processes" in found
+    assert "4 of 16 GiB of GPU 1 are used by other processes" in found
     assert [words for words in found if "cannot reach the memory of GPU 0" in words]
     assert len(found) == 6
 
 
-def test_what_is_slower_than_the_preset_assumes_is_told() -> None:
+def test_gemms_and_messages_slower_than_the_preset_assumes_are_reported() -> None:
     link = CPU.intra_node.bytes_per_s
     assert list(throughput_diagnostics(CPU, "fp32", FAST, {"p2p": [1e-4, 2**22 / link]})) == []
     assert list(throughput_diagnostics(CPU, "fp32", FAST, {})) == []
-    products, messages = throughput_diagnostics(CPU, "fp32", FAST / 4, {"p2p": [1e-4, 10 * 2**22 / link]})
-    assert "25% of what the preset cpu-core assumes" in products.what
+    gemms, messages = throughput_diagnostics(CPU, "fp32", FAST / 4, {"p2p": [1e-4, 10 * 2**22 / link]})
+    assert "25% of what the preset cpu-core assumes" in gemms.what
     assert "10% of what the preset cpu-core assumes" in messages.what
-    assert "profile" in products.remedy
+    assert "profile" in gemms.remedy
     unlike = replace(CPU, fp32_flops=10 * CPU.fp32_flops)
     assert len(list(throughput_diagnostics(unlike, "fp32", FAST, {}))) == 1
 
 
-def test_limits_of_the_system_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_limits_of_the_system_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(diagnostics.shutil, "disk_usage", lambda path: usage(2**26, 0, 2**26))
     monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda kind: (256, 256))
@@ -100,14 +100,12 @@ def test_limits_of_the_system_are_told(tmp_path: Path, monkeypatch: pytest.Monke
     found = [f.what for f in host_diagnostics(tmp_path / "runs" / "new", GIB, tmp_path)]
     assert f"0.1 GiB of disk free in {tmp_path}" in found
     assert "256 open files allowed; many ranks and workers need more" in found
-    assert "1.0 GiB of memory free: each rank takes half a GiB before any model" in found
-    assert (
-        f"this container may use 0.5 of the {num_usable_cores()} cores: ranks and workers are held up in turns" in found
-    )
+    assert "1.0 GiB of memory free: each rank needs half a GiB before any model" in found
+    assert f"this container may use 0.5 of the {num_usable_cores()} cores: ranks and workers will be throttled" in found
     assert "this container may use 1.0 GiB of memory; processes beyond that are killed" in found
 
 
-def test_a_roomy_system_has_nothing_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_with_enough_of_everything_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(diagnostics.shutil, "disk_usage", lambda path: usage(2**50, 0, 2**50))
     monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda kind: (2**20, 2**20))

@@ -1,9 +1,9 @@
-"""Questions about held-out samples, dealt to the replicas of a model and answered by it."""
+"""Answer questions about held-out samples, distributed over the replicas of a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -21,17 +21,17 @@ from mmtrain.runtime.execution.activity import ANSWERING
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.world import World
 
-MAX_GENERATION_MICROBATCH_TOKENS = 8192  # about as many in one microbatch, answers included
-ANSWER_MARGIN_TOKENS = 8  # how much longer than the longest right answer one may grow
-NO_TEMPLATE = "all"  # where the data names no kinds of questions
+MAX_GENERATION_MICROBATCH_TOKENS = 8192  # roughly, answers included
+ANSWER_MARGIN_TOKENS = 8  # by which an answer may exceed the longest right one
+NO_TEMPLATE = "all"  # the template of questions whose data names none
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)  # told apart by identity: two samples may ask the same
+@dataclass(frozen=True, eq=False)  # compared by identity: two samples may ask the same
 class HeldOutQuestion:
-    """A held-out sample, cut where its last answer begins."""
+    """A held-out sample without its last answer."""
 
-    number: int  # of the sample in the index
+    number: int  # of the sample, in the index
     sample: Sample
 
     @property
@@ -41,13 +41,13 @@ class HeldOutQuestion:
 
     @property
     def asked(self) -> tuple[Turn, ...]:
-        """The user's turns that the prompt holds: a conversation may go on after its last answer."""
+        """The user's turns in the prompt; the conversation may go on after its last answer."""
         last = max(i for i, turn in enumerate(self.sample.turns) if turn.role == "assistant")
         return tuple(turn for turn in self.sample.turns[:last] if turn.role == "user")
 
     @property
     def images(self) -> tuple[Media, ...]:
-        """The images and videos of the prompt; a turn after the answer may have more."""
+        """The images and videos of the prompt; turns after the answer may have more."""
         marks = (IMAGE_MARK, VIDEO_MARK) if self.sample.videos else (IMAGE_MARK,)
         return tuple(media for _, media in self.sample.media_of(VISION.media)[: self._count(*marks)])
 
@@ -58,7 +58,7 @@ class HeldOutQuestion:
 
     @property
     def media(self) -> tuple[Media, ...]:
-        """What the model would be blind or deaf without."""
+        """All media of the prompt."""
         return self.images + self.clips
 
     @property
@@ -71,7 +71,7 @@ class HeldOutQuestion:
 
 
 def select_questions(index: DataIndex, limit: int | None) -> list[HeldOutQuestion]:
-    """Make questions of the samples; with a limit, of samples spread evenly over the index."""
+    """Return a question for every sample, or for `limit` samples evenly spaced in the index."""
     numbers = range(len(index.samples))
     return [
         HeldOutQuestion(n, index.samples[n]) for n in evenly_spaced(numbers, len(numbers) if limit is None else limit)
@@ -79,9 +79,9 @@ def select_questions(index: DataIndex, limit: int | None) -> list[HeldOutQuestio
 
 
 def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` of the items, at even distances.
+    """Return at most `count` of the items, evenly spaced.
 
-    >>> spread("abcdef", 3)
+    >>> evenly_spaced("abcdef", 3)
     ['a', 'c', 'e']
     """
     count = min(count, len(items))
@@ -89,7 +89,7 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
 
 
 class QuestionAnswerer:
-    """Puts questions to a model whose stages lie on all ranks of a world; every rank asks and hears the same."""
+    """Lets a model answer whose stages lie on all ranks; every rank asks the same and gets all answers."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class QuestionAnswerer:
         world: World,
         max_new_tokens: int | None = None,
     ) -> None:
-        """Ask about samples of `index`, which is the same on all ranks.
+        """Answer questions about samples of `index`, which must be equal on all ranks.
 
-        An answer has at most `max_new_tokens`, by default a few more than the longest right one.
+        An answer has at most `max_new_tokens`; None: `ANSWER_MARGIN_TOKENS` more than the longest right one.
         """
         self._max_new_tokens = max_new_tokens
         self._generator, self._recipe, self._tokenizer = generator, recipe, tokenizer
@@ -111,9 +111,9 @@ class QuestionAnswerer:
     def answer(
         self, questions: Sequence[HeldOutQuestion], *, blank: bool
     ) -> tuple[dict[HeldOutQuestion, str], list[Quarantined]]:
-        """Let the model answer, with its images and clips or blank ones.
+        """Return the model's answers as text; with `blank`, images and clips are replaced by zeros.
 
-        Questions whose media cannot be decoded are left out of the answers, and returned with the reason.
+        Questions whose media cannot be decoded are left out of the answers and returned with the reason.
         """
         tokens, bad = self.generate(questions, blank=blank)
         return {question: self._tokenizer.decode(ids).strip() for question, ids in tokens.items()}, bad
@@ -121,54 +121,56 @@ class QuestionAnswerer:
     def generate(
         self, questions: Sequence[HeldOutQuestion], *, blank: bool
     ) -> tuple[dict[HeldOutQuestion, list[int]], list[Quarantined]]:
-        """The same, in tokens."""
+        """Return the model's answers as token ids; otherwise as `answer`."""
         lengths = prompt_lengths(self._index, self._tokenizer, questions)
-        numbers = [q.number for q in questions]
+        numbers = [question.number for question in questions]
         longest_answer = max((self._index.lengths.tokens - lengths.tokens)[numbers], default=0)
         max_new_tokens = self._max_new_tokens or ANSWER_MARGIN_TOKENS + int(longest_answer)
         sizes = [int(lengths.tokens[number]) + max_new_tokens for number in numbers]
-        batch_builder = _Prompts(self._index, self._recipe, self._generator, self._tokenizer, blank)
-        written: dict[int, list[int]] = {}
+        builder = _PromptBuilder(self._index, self._recipe, self._generator, self._tokenizer, blank)
+        tokens: dict[int, list[int]] = {}  # of this rank's samples
         bad: dict[tuple[str, int], Quarantined] = {}
         dp, num_microbatches = self._generator.dp, self._generator.num_microbatches
-        for groups in batch_by_length(sizes, dp[LLM] * num_microbatches[LLM], MAX_GENERATION_MICROBATCH_TOKENS):
-            samples = [np.array([numbers[i] for i in group], dtype=np.int64) for group in groups]
-            data = batch_builder.build(assign(0, 0, samples, lengths, dp, num_microbatches))
-            bad |= {(q.source, q.index): q for q in data.quarantined}
-            written |= self._generator.generate(data, max_new_tokens)
+        batches_per_round = dp[LLM] * num_microbatches[LLM]
+        for batches in batch_by_length(sizes, batches_per_round, MAX_GENERATION_MICROBATCH_TOKENS):
+            samples = [np.array([numbers[i] for i in batch], dtype=np.int64) for batch in batches]
+            data = builder.build(assign(0, 0, samples, lengths, dp, num_microbatches))
+            bad |= {(entry.source, entry.index): entry for entry in data.quarantined}
+            tokens |= self._generator.generate(data, max_new_tokens)
         self._generator.activity.start(ANSWERING)
-        for theirs in self._world.all_gather((written, bad)):
-            assert isinstance(theirs, tuple)
-            written, bad = written | theirs[0], bad | theirs[1]
+        for rank_result in self._world.all_gather((tokens, bad)):
+            rank_tokens, rank_bad = cast(tuple[dict[int, list[int]], dict[tuple[str, int], Quarantined]], rank_result)
+            tokens = tokens | rank_tokens
+            bad = bad | rank_bad
         answers = {
-            question: written[question.number]
+            question: tokens[question.number]
             for question in questions
             if (question.sample.source, question.sample.index) not in bad
         }
         return answers, [bad[key] for key in sorted(bad)]
 
 
-def build_held_out_evaluation(job: RankContext) -> Callable[[], float]:
-    """Return a function that asks the model in training and returns the share of answers that are exactly right.
+def build_held_out_evaluation(rank_context: RankContext) -> Callable[[], float]:
+    """Return a function that lets the model in training answer, and returns the share of exactly right answers.
 
     All ranks must call it together. Questions with broken media count as wrong.
     """
-    recipe = job.recipe
-    if not recipe.train.evaluate_every:
-        return lambda: float("nan")
-    index, tokenizer = build_index(recipe, "validation"), ChatTokenizer.load(recipe.data.tokenizer_file)
+    recipe = rank_context.recipe
+    index = build_index(recipe, "validation")
+    tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
     questions = select_questions(index, recipe.train.evaluate_questions)
-    asker = QuestionAnswerer(GreedyGenerator.of(job, tokenizer), recipe, tokenizer, index, job.world)
+    generator = GreedyGenerator.of(rank_context, tokenizer)
+    answerer = QuestionAnswerer(generator, recipe, tokenizer, index, rank_context.world)
 
     def evaluate() -> float:
-        answers, _ = asker.answer(questions, blank=False)
+        answers, _ = answerer.answer(questions, blank=False)
         return sum(answer == question.expected for question, answer in answers.items()) / len(questions)
 
     return evaluate
 
 
-class _Prompts(BatchBuilder):
-    """Prepares samples up to where their answer begins, on request with nothing in their images and clips."""
+class _PromptBuilder(BatchBuilder):
+    """Builds batches of prompts, without answers; with `blank`, their images and clips are zeros."""
 
     def __init__(
         self, index: DataIndex, recipe: Recipe, generator: GreedyGenerator, tokenizer: ChatTokenizer, blank: bool
@@ -186,26 +188,27 @@ class _Prompts(BatchBuilder):
         return super()._load_cells(unit, sample_id, position, rows, cols)
 
 
-def batch_by_length(sizes: Sequence[int], ways: int, max_tokens: int) -> list[list[list[int]]]:
-    """Deal sequences to rounds of `ways` batches, about equal in tokens, each of at most about `max_tokens`.
+def batch_by_length(sizes: Sequence[int], num_batches: int, max_tokens: int) -> list[list[list[int]]]:
+    """Distribute sequences to rounds of `num_batches` batches of about equal tokens, at most about `max_tokens` each.
 
-    Sequences of one batch are of similar length, so that little of what is remembered of them is padding. A batch
-    passes the limit by less than its longest sequence; where there is little to deal, some are empty.
+    Sequences of one batch are of similar length, so that little of the KV cache is padding. A batch exceeds the limit
+    by less than its longest sequence; with few sequences some batches are empty. Return (rounds, batches) of positions
+    in `sizes`.
 
-    >>> deal([5, 2, 9, 2], ways=2, max_tokens=9)
+    >>> batch_by_length([5, 2, 9, 2], num_batches=2, max_tokens=9)
     [[[1, 3, 0], [2]]]
     """
     if not sizes:
         return []
     total = sum(sizes)
-    num_rounds = -(-total // (ways * max_tokens))
-    num_batches = num_rounds * ways
-    batches: list[list[int]] = [[] for _ in range(num_batches)]
+    num_rounds = -(-total // (num_batches * max_tokens))
+    num_all = num_rounds * num_batches
+    batches: list[list[int]] = [[] for _ in range(num_all)]
     by_size = sorted(range(len(sizes)), key=lambda i: sizes[i])
     for i, end in zip(by_size, accumulate(sizes[i] for i in by_size), strict=True):
-        middle = 2 * end - sizes[i]  # in half tokens
-        batches[middle * num_batches // (2 * total)].append(i)
-    return [batches[first : first + ways] for first in range(0, num_batches, ways)]
+        middle = 2 * end - sizes[i]  # of the sequence, in half tokens
+        batches[middle * num_all // (2 * total)].append(i)
+    return [batches[first : first + num_batches] for first in range(0, num_all, num_batches)]
 
 
 def _prompt_ids(index: DataIndex, tokenizer: ChatTokenizer, number: int) -> IntArray:
@@ -213,17 +216,18 @@ def _prompt_ids(index: DataIndex, tokenizer: ChatTokenizer, number: int) -> IntA
 
 
 def prompt_lengths(index: DataIndex, tokenizer: ChatTokenizer, questions: Sequence[HeldOutQuestion]) -> SampleLengths:
-    """Lengths of prompts, with no more of a sample's items than its prompt shows; of other samples nothing."""
-    ids = {q.number: _prompt_ids(index, tokenizer, q.number) for q in questions}
+    """Return the lengths of prompts with only the items that they show; samples without a question have length 0."""
+    ids = {question.number: _prompt_ids(index, tokenizer, question.number) for question in questions}
     tokens = np.zeros(len(index.samples), dtype=np.int64)
-    tokens[list(ids)] = [len(found) for found in ids.values()]
+    tokens[list(ids)] = [len(prompt) for prompt in ids.values()]
     items = {}
-    for unit, whole in index.lengths.items.items():
-        kept = np.zeros(len(whole.rows), dtype=bool)
-        for number, found in ids.items():
-            here = slice(whole.first[number], whole.first[number + 1])
-            kept[here] = np.cumsum(whole.features[here]) <= np.sum(found == tokenizer.item_ids[unit])
-        first = np.concatenate([[0], np.cumsum(kept)])[whole.first]
-        columns = (whole.rows, whole.cols, whole.tokens, whole.features)
-        items[unit] = ItemLengths(first, *(column[kept] for column in columns))
+    for unit, table in index.lengths.items.items():
+        in_prompt = np.zeros(len(table.rows), dtype=bool)
+        for number, prompt in ids.items():
+            of_sample = slice(table.first[number], table.first[number + 1])
+            num_features = np.sum(prompt == tokenizer.item_ids[unit])
+            in_prompt[of_sample] = np.cumsum(table.features[of_sample]) <= num_features
+        first = np.concatenate([[0], np.cumsum(in_prompt)])[table.first]
+        columns = (table.rows, table.cols, table.tokens, table.features)
+        items[unit] = ItemLengths(first, *(column[in_prompt] for column in columns))
     return SampleLengths(tokens, np.zeros_like(tokens), items)

@@ -1,7 +1,7 @@
-"""`mmtrain evaluate`: a run's newest good checkpoint answers held-out questions, and is scored.
+"""`mmtrain evaluate`: let a run's newest good checkpoint answer held-out questions, and score the answers.
 
-A question is a held-out sample without its last answer; the model's own answer counts when it is exactly that one,
-but for space around it. Any number of ranks may answer: each builds its own stages and loads nothing else.
+A question is a held-out sample without its last answer. The model's answer is right if it equals that one, apart from
+surrounding space. Any number of ranks may answer: each builds and loads its own stages only.
 """
 
 import sys
@@ -40,13 +40,13 @@ from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RECIPE_FILE
 from mmtrain.runtime.world import Address, World, find_address, join, leave
 
-NUM_EXAMPLES = 5
+NUM_EXAMPLES = 5  # of questions, shown with their answers
 Answers = Mapping[HeldOutQuestion, str]
 
 
 @dataclass(frozen=True)
 class EvaluateRequest:
-    """What the user asked for."""
+    """An evaluation, as the command line asks for it."""
 
     run_dir: Path
     planner: Callable[[Recipe, SampleLengths, int], Plan]  # for a number of ranks that training did not have
@@ -59,13 +59,13 @@ class EvaluateRequest:
 def run(request: EvaluateRequest) -> None:
     """Score the newest good checkpoint of a run on its recipe's held-out samples, at most `limit` of them.
 
-    In the processes that a launcher has started, or else in our own. With `blank_images` the model gets zeros in place
-    of every image and clip. Damaged checkpoints and unusable samples are named on stderr and passed over.
+    Evaluates in the processes that a launcher has started, or starts its own. With `blank_images` the model gets zeros
+    in place of every image and clip. Damaged checkpoints and unusable samples are reported on stderr and passed over.
 
     Raises UserError if `run_dir` is no run or its recipe has no held-out data, CheckpointError if no checkpoint is
-    good, TooManyBadSamples above `data.max_bad_rate`, PlanError where the ranks cannot hold the model.
+    good, TooManyBadSamples above `data.max_bad_rate`, PlanError if the ranks cannot hold the model.
     """
-    recipe = _recipe(request.run_dir)
+    recipe = _load_recipe(request.run_dir)
     _require_checkpoint(request.run_dir / CHECKPOINTS_FOLDER, recipe)
     address = find_address()
     if address is not None:
@@ -83,7 +83,7 @@ def run(request: EvaluateRequest) -> None:
 
 
 def _evaluate_rank(request: EvaluateRequest, recipe: Recipe, address: Address) -> None:
-    """Be one rank of the evaluation."""
+    """Evaluate as one rank."""
     if torch.get_num_threads() > 1 and not torch.cuda.is_available():
         torch.set_num_threads(1)  # a rank is one core, as in training
     _evaluate(request, recipe, join(address))
@@ -91,79 +91,89 @@ def _evaluate_rank(request: EvaluateRequest, recipe: Recipe, address: Address) -
 
 
 def _evaluate(request: EvaluateRequest, recipe: Recipe, world: World) -> None:
-    """Load, ask, score."""
-    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, _say, checkpoint_ranks(world))
-    index, tokenizer = build_index(recipe, "validation", _say), ChatTokenizer.load(recipe.data.tokenizer_file)
+    """Load the model, let it answer with and without media, and show the scores on the first rank."""
+    checkpoint = open_newest_good(request.run_dir / CHECKPOINTS_FOLDER, _print_note, checkpoint_ranks(world))
+    index = build_index(recipe, "validation", _print_note)
+    tokenizer = ChatTokenizer.load(recipe.data.tokenizer_file)
     require_consensus(world, {"held-out data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
     if index.cache_folder is not None and world.is_first:
-        _say(index.remarks()[0])  # what was set aside is told with what only asking finds bad
-    layout = world.on_first(lambda: _layout(request, recipe, index, world.size))
+        _print_note(index.remarks()[0])  # quarantined samples are reported below, with those found while answering
+    layout = world.on_first(lambda: _choose_layout(request, recipe, index, world.size))
     generator = load_generator(recipe, layout, world, checkpoint, tokenizer)
-    asker = QuestionAnswerer(generator, recipe, tokenizer, index, world)
+    answerer = QuestionAnswerer(generator, recipe, tokenizer, index, world)
 
-    answers, bad = asker.answer(select_questions(index, request.limit), blank=request.blank_images)
+    answers, bad = answerer.answer(select_questions(index, request.limit), blank=request.blank_images)
     world.on_first(lambda: _report_unusable((*index.quarantined, *bad), index, recipe))
     blanked = answers
-    if not request.blank_images:  # without media there is nothing to blank, and nothing to ask again
-        seeing = [question for question in answers if question.media]
-        blanked = answers | asker.answer(seeing, blank=True)[0]
+    if not request.blank_images:  # a question without media has the same answer when blanked
+        with_media = [question for question in answers if question.media]
+        blanked = answers | answerer.answer(with_media, blank=True)[0]
     if world.is_first:
         templates = score(answers, blanked, _training_answers(recipe))
         request.show(EvaluationResult(checkpoint.step, templates, _examples(answers)))
 
 
-def _layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, num_ranks: int) -> dict[str, UnitPlan]:
-    """Choose where the stages lie, and say so.
+def _choose_layout(request: EvaluateRequest, recipe: Recipe, index: DataIndex, num_ranks: int) -> dict[str, UnitPlan]:
+    """Choose the meshes and stages of every unit, and report them.
 
-    Whole on one rank, as in training on as many ranks as then, and else as the planner says, whatever the recipe
-    wanted for training.
+    One rank holds the whole model. As many ranks as in training use its plan. Any other number gets a plan of its own,
+    without the constraints that the recipe sets for training.
     """
     if num_ranks == 1:
-        _say("evaluating on 1 rank, which holds the whole model")
-        return {unit.name: _whole(len(unit.layers)) for unit in build_model_shape(recipe).units}
+        _print_note("evaluating on 1 rank, which holds the whole model")
+        return {unit.name: _single_stage(len(unit.layers)) for unit in build_model_shape(recipe).units}
     saved = request.run_dir / PLAN_FILE
     plan = load_plan(saved) if saved.exists() else None
-    whose = "the plan of its training"
+    origin = "the plan of its training"
     if plan is None or (plan.world_size, plan.recipe_sha256) != (num_ranks, recipe_fingerprint(recipe)):
-        free = recipe.model_copy(update={"parallel": ParallelSettings()})
-        plan, whose = request.planner(free, index.lengths, num_ranks), "a plan made for them"
+        unconstrained = recipe.model_copy(update={"parallel": ParallelSettings()})
+        plan = request.planner(unconstrained, index.lengths, num_ranks)
+        origin = "a plan made for them"
     meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
-    _say(f"evaluating on {num_ranks} ranks by {whose}: {plan.placement}, {meshes}")
+    _print_note(f"evaluating on {num_ranks} ranks by {origin}: {plan.placement}, {meshes}")
     return plan.units
 
 
-def _whole(num_layers: int) -> UnitPlan:
+def _single_stage(num_layers: int) -> UnitPlan:
     return UnitPlan(tp=1, pp=1, dp=1, ranks=(0,), stages=(StagePlan(stage=0, layers=(0, num_layers)),))
 
 
 def score(answers: Answers, blanked: Answers, training: Sequence[tuple[str, str]]) -> tuple[TemplateScore, ...]:
     """Count, for each template, the right answers of the model, of the model with blanked media, and of the baseline.
 
-    `training` holds (template, answer) of the training samples. The baseline gives a template's most frequent
-    answer there, of equally frequent ones the first in the alphabet; to a template that training does not have,
-    the most frequent answer of all.
+    `training` holds (template, answer) of the training samples. The baseline gives a template's most frequent answer
+    there, the first in the alphabet of equally frequent ones; to a template that training does not have, it gives the
+    most frequent answer of all.
     """
-    frequent = _most_frequent(training)
-    of_template: dict[str, list[HeldOutQuestion]] = defaultdict(list)
-    for question in answers:
-        of_template[question.template].append(question)
+    frequent = _most_frequent_answers(training)
     scores = []
-    for template, questions in sorted(of_template.items()):
-        usual = frequent.get(template, frequent.get(None))
+    for template, questions in sorted(_by_template(answers).items()):
+        baseline = frequent.get(template, frequent.get(None))
+        has_media = any(question.media for question in questions)
         scores.append(
             TemplateScore(
                 template,
                 questions=len(questions),
-                exact=sum(answers[q] == q.expected for q in questions),
-                baseline=sum(usual == q.expected for q in questions),
-                blanked=sum(blanked[q] == q.expected for q in questions) if any(q.media for q in questions) else None,
-                modalities=tuple(name for name in MEDIA_KINDS if any(getattr(q, name) for q in questions)),
+                exact=sum(answers[question] == question.expected for question in questions),
+                baseline=sum(baseline == question.expected for question in questions),
+                blanked=sum(blanked[question] == question.expected for question in questions) if has_media else None,
+                modalities=tuple(
+                    kind for kind in MEDIA_KINDS if any(getattr(question, kind) for question in questions)
+                ),
             )
         )
     return tuple(scores)
 
 
-def _recipe(run_dir: Path) -> Recipe:
+def _by_template(questions: Iterable[HeldOutQuestion]) -> dict[str, list[HeldOutQuestion]]:
+    by_template: dict[str, list[HeldOutQuestion]] = defaultdict(list)
+    for question in questions:
+        by_template[question.template].append(question)
+    return by_template
+
+
+def _load_recipe(run_dir: Path) -> Recipe:
+    """Load the recipe of a run. Raises UserError if there is none, or if it has no held-out data."""
     path = run_dir / RECIPE_FILE
     if not path.is_file():
         found = f"it has no {RECIPE_FILE}" if run_dir.is_dir() else "there is no such folder"
@@ -188,44 +198,47 @@ def _require_checkpoint(root: Path, recipe: Recipe) -> None:
 
 
 def _training_answers(recipe: Recipe) -> list[tuple[str, str]]:
-    """Read (template, answer) of every training sample. Straight from the files: no image needs to be looked at."""
-    samples = (entry for source in recipe.data.sources for entry in read_samples(source, recipe.data.limits))
-    answered = (s for s in samples if isinstance(s, Sample) and s.answer.strip())
-    return [(s.template or NO_TEMPLATE, s.answer.strip()) for s in answered]
+    """Read (template, answer) of every training sample, directly from the files: no image needs to be opened."""
+    entries = (entry for source in recipe.data.sources for entry in read_samples(source, recipe.data.limits))
+    answered = (entry for entry in entries if isinstance(entry, Sample) and entry.answer.strip())
+    return [(sample.template or NO_TEMPLATE, sample.answer.strip()) for sample in answered]
 
 
-def _most_frequent(training: Iterable[tuple[str, str]]) -> dict[str | None, str]:
-    """Most frequent answer of each template, and of all together under None."""
+def _most_frequent_answers(training: Iterable[tuple[str, str]]) -> dict[str | None, str]:
+    """Return the most frequent answer of each template, and of all together under None."""
     counts: dict[str | None, Counter[str]] = defaultdict(Counter)
-    for template, text in training:
-        counts[template][text] += 1
-        counts[None][text] += 1
-    return {template: min(found, key=lambda text: (-found[text], text)) for template, found in counts.items()}
+    for template, answer in training:
+        counts[template][answer] += 1
+        counts[None][answer] += 1
+    return {
+        template: min(of_template, key=lambda answer: (-of_template[answer], answer))
+        for template, of_template in counts.items()
+    }
 
 
 def _examples(answers: Answers) -> tuple[AnsweredQuestion, ...]:
-    """A few answers as they came, right or wrong, of as many templates as possible."""
-    of_template: dict[str, list[HeldOutQuestion]] = defaultdict(list)
-    for question in answers:
-        of_template[question.template].append(question)
-    rounds = sorted((nth, template) for template, found in of_template.items() for nth in range(len(found)))
-    chosen = evenly_spaced(rounds[: max(len(of_template), NUM_EXAMPLES)], NUM_EXAMPLES)
-    return tuple(_example(of_template[template][nth], answers) for nth, template in chosen)
+    """Return a few questions with their answers, right or wrong, of as many templates as possible."""
+    by_template = _by_template(answers)
+    # (0, every template), then (1, every template), ...: the first questions of all templates come first.
+    turns = sorted((nth, template) for template, questions in by_template.items() for nth in range(len(questions)))
+    chosen = evenly_spaced(turns[: max(len(by_template), NUM_EXAMPLES)], NUM_EXAMPLES)
+    return tuple(_example(by_template[template][nth], answers) for nth, template in chosen)
 
 
 def _example(question: HeldOutQuestion, answers: Answers) -> AnsweredQuestion:
-    *_, asked = ("", *(turn.text for turn in question.asked))
-    images, clips = (tuple(map(str, media)) for media in (question.images, question.clips))
-    return AnsweredQuestion(asked, question.expected, answers[question], images, clips)
+    last_text = question.asked[-1].text if question.asked else ""
+    images = tuple(map(str, question.images))
+    clips = tuple(map(str, question.clips))
+    return AnsweredQuestion(last_text, question.expected, answers[question], images, clips)
 
 
 def _report_unusable(bad: Sequence[Quarantined], index: DataIndex, recipe: Recipe) -> None:
-    """Name the first of the samples that were not asked; stop above the rate that the recipe allows."""
+    """Name the first of the samples that were not asked; raise TooManyBadSamples above the recipe's limit."""
     total = len(index.samples) + len(index.quarantined)
     check_bad_rate(bad, total, recipe.data.max_bad_rate)
     if bad:
-        _say(f"{len(bad)} of {total} held-out samples are unusable and not asked; the first: {bad[0]}")
+        _print_note(f"{len(bad)} of {total} held-out samples are unusable and not asked; the first: {bad[0]}")
 
 
-def _say(line: str) -> None:
+def _print_note(line: str) -> None:
     print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`mmtrain doctor`: what this machine can do, what would be slow and why, and what is missing for which command."""
+"""`mmtrain doctor`: examine what this machine can do, what would be slow and why, and what is missing."""
 
 import contextlib
 import importlib.metadata
@@ -35,29 +35,29 @@ DOCTOR_MESSAGE_BYTES = (2**10, 2**22)
 NUM_TIMED_GEMMS = 5
 PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "safetensors", "pydantic", "pillow")
 EXTRA_PACKAGES = ("flash-attn", "soundfile", "av", "pyarrow", "pyzmq", "matplotlib")
-NETWORK_REMEDY = "look at firewalls, and at GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+NETWORK_REMEDY = "check firewalls and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
 class MachineReport:
-    """Everything `doctor` found."""
+    """Everything that `doctor` found; the keys of its JSON."""
 
     versions: dict[str, str]
     devices: list[str]
-    preset: str | None  # stands for this hardware in plans
+    preset: str | None  # of this hardware, in plans
     backends: dict[str, bool]  # of torch.distributed
-    attention: dict[str, str | None]  # backend -> why it cannot be used, in the precision training takes by default
-    flops: float  # FLOP/s of large products on one rank: a GPU, or one core
+    attention: dict[str, str | None]  # backend -> why it cannot be used with the default precision; None: it can
+    flops: float  # FLOP/s of large GEMMs on one rank: a GPU, or one core
     messages: dict[str, list[float]] = field(default_factory=dict)  # kind -> seconds of 1 KiB and of 4 MiB
     findings: list[Diagnostic] = field(default_factory=list)
 
 
-class _Measured(BaseModel):
+class _MessageTimes(BaseModel):
     entries: list[MessageEntry]
 
 
 def examine_machine(folder: Path, links: bool = True) -> MachineReport:
-    """Look at this machine; `folder` is where runs would be written. `links` times messages of two ranks."""
+    """Examine this machine; `folder` is where runs would be written. With `links`, time messages between two ranks."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -68,11 +68,12 @@ def examine_machine(folder: Path, links: bool = True) -> MachineReport:
     messages: dict[str, list[float]] = {}
     if links and (not cuda or torch.cuda.device_count() > 1):
         try:
-            messages = _links()
+            messages = _time_messages()
         except MmtrainError as error:
-            what = f"two processes of this machine cannot talk: {error}"
+            what = f"communication between two processes of this machine: {error}"
             findings.append(Diagnostic("missing", what, NETWORK_REMEDY, ("train", "profile")))
-    preset_name, flops = None, _rate(device, dtype)
+    preset_name = None
+    flops = _gemm_rate(device, dtype)
     try:
         preset_name = detect_hardware()
         findings += throughput_diagnostics(preset(preset_name), "bf16" if cuda else "fp32", flops, messages)
@@ -82,15 +83,16 @@ def examine_machine(folder: Path, links: bool = True) -> MachineReport:
 
 
 def _versions() -> dict[str, str]:
-    """Of what is needed, and of what extras brought."""
-    found = {"python": platform.python_version()}
+    """Return the versions of required packages, and of optional ones that are installed."""
+    versions = {"python": platform.python_version()}
     for name in ("mmtrain", *PACKAGES, *EXTRA_PACKAGES):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _devices(cuda: bool) -> list[str]:
+    """Describe the host and its GPUs, one line each."""
     name = device_name(torch.device("cpu")).removeprefix("one core of ")
     memory = psutil.virtual_memory()
     total, free = memory.total / GIB, memory.available / GIB
@@ -102,8 +104,8 @@ def _devices(cuda: bool) -> list[str]:
     return [host, *gpus]
 
 
-def _rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large product on one rank's share of this machine: a GPU, or one core."""
+def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a large GEMM on one rank's share of this machine: a GPU, or one core."""
     side = 8192 if device.type == "cuda" else 1024
     a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
     threads = torch.get_num_threads()
@@ -111,20 +113,20 @@ def _rate(device: torch.device, dtype: torch.dtype) -> float:
     try:
         seconds = []
         for _ in range(NUM_TIMED_GEMMS):
-            begin = time.perf_counter()
-            (a @ b)[0, 0].item()  # a GPU has finished when its value is here
-            seconds.append(time.perf_counter() - begin)
+            start_s = time.perf_counter()
+            (a @ b)[0, 0].item()  # a GPU has finished when the value is on the host
+            seconds.append(time.perf_counter() - start_s)
     finally:
         torch.set_num_threads(threads)
     return 2 * side**3 / min(seconds)
 
 
-def _links() -> dict[str, list[float]]:
-    """Seconds of messages between two ranks started as `train` would."""
+def _time_messages() -> dict[str, list[float]]:
+    """Return seconds of messages between two ranks, which are started as `train` starts them."""
     with TemporaryDirectory(prefix="mmtrain-doctor-") as folder:
         out = Path(folder) / "links.json"
         launch_local(2, partial(_measure_rank, out))
-        entries = _Measured.model_validate_json(out.read_text(encoding="utf-8")).entries
+        entries = _MessageTimes.model_validate_json(out.read_text(encoding="utf-8")).entries
     return {entry.kind: list(entry.seconds) for entry in entries}
 
 
@@ -132,5 +134,5 @@ def _measure_rank(out: Path, address: Address) -> None:
     world = join(address)
     entries = measure_messages(world, DOCTOR_MESSAGE_BYTES)
     if world.is_first:
-        out.write_text(_Measured(entries=entries).model_dump_json(), encoding="utf-8")
+        out.write_text(_MessageTimes(entries=entries).model_dump_json(), encoding="utf-8")
     leave()

@@ -1,13 +1,13 @@
-"""A unit as the profiler runs it: its layers one after another, as a stage of a run has them, timed one by one.
+"""Time a unit's layers as a stage of a run executes them: one after another, each timed alone.
 
 A layer that is run over and over finds its weights, and the memory that it writes, in the cache: on a CPU it is up to
-a third faster than in a run. Here other layers come between, several microbatches are held before the first goes back,
-gradients are added up in the optimizer's buffers, and the neighbouring cores do the same at the same time.
+a third faster than in a run. Here other layers come between, several microbatches are in flight, gradients accumulate
+in the optimizer's buffers, and the neighbouring cores do the same at the same time.
 """
 
 import itertools
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,36 +31,39 @@ from mmtrain.runtime.execution.unit import UnitRunner
 from mmtrain.runtime.profiling.probes import Probe
 from mmtrain.runtime.world import World
 
-MAX_EQUAL_LAYERS = 3  # at most, of layers that are alike: enough to find nothing of the one before in a cache
-IN_FLIGHT, IN_FLIGHT_BYTES = 3, 2**28  # microbatches that go forward before the first goes back, if they are no larger
-LAYER_WARM_UP_ROUNDS = 1  # rounds
-MODE_BUDGET_S = 0.4  # for the rounds of one way, as far as their least number allows
-MAX_MEDIAN_DEVIATIONS = 3.0  # median deviations beyond which a repeat is dropped
+MAX_EQUAL_LAYERS = 3  # enough that a layer finds nothing of the one before in a cache
+MAX_IN_FLIGHT = 3  # microbatches that go forward before the first goes backward
+MAX_IN_FLIGHT_BYTES = 2**28  # of their activations together
+LAYER_WARM_UP_ROUNDS = 1
+MODE_BUDGET_S = 0.4  # for the rounds of one mode, unless the least number of rounds takes longer
+MAX_MEDIAN_DEVIATIONS = 3.0  # a repeat further from the median is dropped as an outlier
 
 
 @dataclass(frozen=True)
 class _Mode:
-    """A way to run the stack, and what of it counts as what."""
+    """A mode of running the layers, and under which name its times count."""
 
-    weights: bool = True  # their gradients are computed
+    weight_grad: bool = True
     input_grad: bool = True
-    again: bool = False  # activations are recomputed
-    forward: TimedPass | None = None
+    recompute: bool = False
+    forward: TimedPass | None = None  # None: forwards of this mode do not count
     backward: TimedPass | None = None
 
 
+LayerTimes = dict[str, tuple[list[float], list[float]]]  # layer key -> seconds of its forwards, of its backwards
+
 _PLAIN_MODE = _Mode(forward="forward", backward="backward")
 _OTHER_MODES = (
-    _Mode(again=True, backward="recompute"),
+    _Mode(recompute=True, backward="recompute"),
     _Mode(input_grad=False, backward="backward_weight"),
-    _Mode(weights=False, backward="backward_input"),
-    _Mode(weights=False, input_grad=False, forward="forward_only"),
+    _Mode(weight_grad=False, backward="backward_input"),
+    _Mode(weight_grad=False, input_grad=False, forward="forward_only"),
 )
 
 
 @dataclass(frozen=True)
 class LayerProfiler:
-    """A unit's layers on one rank; of layers that are alike at most `MAX_EQUAL_LAYERS`."""
+    """Times the distinct layers of a unit on one rank; of equal layers at most `MAX_EQUAL_LAYERS` run."""
 
     stage: StageModule
     optimizer: ZeroAdamW
@@ -70,37 +73,39 @@ class LayerProfiler:
 
     @property
     def keys(self) -> list[str]:
-        """Of each layer, what its costs go by."""
+        """The cost-table key of each layer."""
         return [layer_key(layer_fields(layer)) for layer in self.stage.shape.layers]
 
     def sample(
-        self, probe: Probe, recipe: Recipe, repeats: tuple[int, int], every_way: bool = True
+        self, probe: Probe, recipe: Recipe, repeats: tuple[int, int], all_modes: bool = True
     ) -> dict[str, LayerSample]:
-        """Medians for each distinct layer of all it can be timed for, or only of plain forwards and backwards.
+        """Return the median times of each distinct layer in all modes, or only of plain forwards and backwards.
 
-        repeats: rounds of each way, at least and at most. Every rank must call this, and they measure at once.
+        repeats: rounds of each mode, at least and at most. Every rank must call this; they measure at the same time.
         """
-        load, rng = probe.load, np.random.default_rng(0)  # ranks of a TP group must shuffle alike
+        load = probe.load
+        rng = np.random.default_rng(0)  # ranks of a TP group must shuffle alike
 
         def fresh() -> UnitInput:
             return probe.shuffled(rng).inputs(recipe, self.world.device, self.dtype)
 
-        kept = self._saved_bytes(fresh())
-        held = max(1, min(IN_FLIGHT, IN_FLIGHT_BYTES // max(1, sum(kept))))
+        saved_bytes = self._saved_bytes(fresh())
+        num_in_flight = max(1, min(MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES // max(1, sum(saved_bytes))))
         seconds: defaultdict[str, dict[TimedPass, float]] = defaultdict(dict)
-        for way in (_PLAIN_MODE, *(_OTHER_MODES if every_way else ())):
-            for key, (forward, backward) in self._repeat(way, fresh, held, repeats).items():
-                if way.forward:
-                    seconds[key][way.forward] = median_without_outliers(forward)
-                if way.backward and (key != self.keys[0] or way.weights):  # the first layer has no input to go back to
-                    seconds[key][way.backward] = median_without_outliers(backward)
-        found: dict[str, LayerSample] = {}
-        for key, nbytes in zip(self.keys, kept, strict=True):
+        for mode in (_PLAIN_MODE, *(_OTHER_MODES if all_modes else ())):
+            for key, (forward, backward) in self._repeat(mode, fresh, num_in_flight, repeats).items():
+                if mode.forward:
+                    seconds[key][mode.forward] = median_without_outliers(forward)
+                is_first = key == self.keys[0]  # it has no input that needs a gradient
+                if mode.backward and (mode.weight_grad or not is_first):
+                    seconds[key][mode.backward] = median_without_outliers(backward)
+        samples: dict[str, LayerSample] = {}
+        for key, nbytes in zip(self.keys, saved_bytes, strict=True):
             times = seconds[key]
             if "recompute" in times:
                 times = times | {"recompute": max(0.0, times["recompute"] - times["backward"])}
-            largest = max(nbytes, found[key].activation_bytes) if key in found else nbytes
-            found[key] = LayerSample(
+            largest = max(nbytes, samples[key].activation_bytes) if key in samples else nbytes
+            samples[key] = LayerSample(
                 tokens=load.tokens,
                 sum_sq=load.sum_sq,
                 max_len=load.max_len,
@@ -108,129 +113,143 @@ class LayerProfiler:
                 seconds={"recompute": 0.0, **times},
                 activation_bytes=largest,
             )
-        return found
+        return samples
 
     def optimizer_seconds(self, repeats: tuple[int, int]) -> tuple[int, float]:
-        """Parameters of the stack on this rank, and seconds of an optimizer step over them."""
+        """Return the number of parameters on this rank, and the seconds of an optimizer step over them."""
         params = [p for p in self.stage.parameters() if p.requires_grad]
-        clock, found = clock_for(self.world.device), []
+        clock = clock_for(self.world.device)
+        seconds = []
         for _ in range(LAYER_WARM_UP_ROUNDS + repeats[1]):
             self.optimizer.zero_grad()
             self.world.barrier()
             clock.start()
-            begin = clock.mark()
+            start = clock.mark()
             float(self.optimizer.grad_sq_sum())
             self.optimizer.step(0.0, 0.5)
-            begin_s, end_s = clock.seconds([begin, clock.mark()])
-            found.append(end_s - begin_s)
-        return sum(p.numel() for p in params), median_without_outliers(found[LAYER_WARM_UP_ROUNDS:])
+            start_s, end_s = clock.seconds([start, clock.mark()])
+            seconds.append(end_s - start_s)
+        return sum(p.numel() for p in params), median_without_outliers(seconds[LAYER_WARM_UP_ROUNDS:])
 
     def _repeat(
-        self, way: _Mode, fresh: Callable[[], UnitInput], held: int, repeats: tuple[int, int]
-    ) -> dict[str, tuple[list[float], list[float]]]:
-        """Seconds of forwards and backwards by layer, of as many rounds on every rank."""
+        self, mode: _Mode, fresh: Callable[[], UnitInput], num_in_flight: int, repeats: tuple[int, int]
+    ) -> LayerTimes:
+        """Run rounds of a mode, the same number on every rank; `fresh` returns the input of a microbatch."""
         for _ in range(LAYER_WARM_UP_ROUNDS):
-            took = sum(sum(f) + sum(b) for f, b in self._round(way, [fresh() for _ in range(held)]).values())
+            times = self._run_round(mode, [fresh() for _ in range(num_in_flight)])
+            round_s = sum(sum(forward) + sum(backward) for forward, backward in times.values())
         least, most = repeats
-        rounds = self.world.broadcast(min(most, max(least, round(MODE_BUDGET_S / max(took, 1e-6)))))
-        assert isinstance(rounds, int)
-        found: dict[str, tuple[list[float], list[float]]] = {key: ([], []) for key in self.keys}
-        for _ in range(rounds):
-            for key, (forward, backward) in self._round(way, [fresh() for _ in range(held)]).items():
-                found[key][0].extend(forward)
-                found[key][1].extend(backward)
-        return found
+        num_rounds = self.world.broadcast(min(most, max(least, round(MODE_BUDGET_S / max(round_s, 1e-6)))))
+        assert isinstance(num_rounds, int)
+        all_times: LayerTimes = {key: ([], []) for key in self.keys}
+        for _ in range(num_rounds):
+            times = self._run_round(mode, [fresh() for _ in range(num_in_flight)])
+            for key, (forward, backward) in times.items():
+                all_times[key][0].extend(forward)
+                all_times[key][1].extend(backward)
+        return all_times
 
-    def _round(self, way: _Mode, inputs: Sequence[UnitInput]) -> dict[str, tuple[list[float], list[float]]]:
-        """Seconds by layer of a forward for each of the inputs through the stack, and then of their backwards."""
-        stage, clock = self.stage, clock_for(self.world.device)
-        stage.recompute = frozenset(stage.indices if way.again else ())
-        stage.requires_grad_(way.weights)
+    def _run_round(self, mode: _Mode, inputs: Sequence[UnitInput]) -> LayerTimes:
+        """Run the forwards of all inputs through the layers, then their backwards; return the times by layer."""
+        stage = self.stage
+        clock = clock_for(self.world.device)
+        stage.recompute = frozenset(stage.indices if mode.recompute else ())
+        stage.requires_grad_(mode.weight_grad)
         marks: list[Any] = []
-        passages: list[tuple[list[Tensor | None], list[Tensor]]] = []
-        features = [self._features(given, way.input_grad) for given in inputs]
+        microbatches: list[tuple[list[Tensor | None], list[Tensor]]] = []  # inputs and outputs of the layers
+        features = [self._features(unit_input, mode.input_grad) for unit_input in inputs]
         self.world.barrier()
         clock.start()
         with tp_group_scope(self.groups):
-            for given, rows in zip(inputs, features, strict=True):
+            for unit_input, rows in zip(inputs, features, strict=True):
                 marks.append(clock.mark())
-                context, entered, left = stage.context(given, rows), [], []  # type: ignore[var-annotated]
+                context = stage.context(unit_input, rows)
+                layer_inputs: list[Tensor | None] = []
+                layer_outputs: list[Tensor] = []
                 for index in stage.indices:
-                    entered.append(left[-1].detach().requires_grad_(way.input_grad) if left else None)
-                    left.append(stage.run(context, entered[-1], range(index, index + 1)))
+                    before = layer_outputs[-1].detach().requires_grad_(mode.input_grad) if layer_outputs else None
+                    layer_inputs.append(before)
+                    layer_outputs.append(stage.run(context, before, range(index, index + 1)))
+                    del before  # or the last layer's input would outlive its backward
                     marks.append(clock.mark())
-                passages.append((entered, left))
-            for entered, left in passages:
-                self._back(entered, left, clock.mark, marks)
+                microbatches.append((layer_inputs, layer_outputs))
+            for layer_inputs, layer_outputs in microbatches:
+                self._run_backward(layer_inputs, layer_outputs, clock.mark, marks)
         self.optimizer.zero_grad()
-        return self._by_layer(clock.seconds(marks), len(inputs))
+        return self._times_by_layer(clock.seconds(marks), len(inputs))
 
     def _features(self, inputs: UnitInput, input_grad: bool) -> dict[str, Tensor]:
-        """What encoders hand to the LLM."""
-        places = inputs.feature_positions if isinstance(inputs, TextInput) else {}
+        """Return random features in place of the encoders'."""
+        positions = inputs.feature_positions if isinstance(inputs, TextInput) else {}
         width, device = self.stage.shape.layers[0].out, self.world.device
         return {
-            name: torch.randn(len(at), width, device=device, dtype=self.dtype).requires_grad_(input_grad)
-            for name, at in places.items()
+            name: torch.randn(len(rows), width, device=device, dtype=self.dtype).requires_grad_(input_grad)
+            for name, rows in positions.items()
         }
 
     @staticmethod
-    def _back(entered: list[Tensor | None], left: list[Tensor], mark: Any, marks: list[Any]) -> None:
-        """One microbatch's backward, the last layer first; each gives up what it held."""
+    def _run_backward(
+        layer_inputs: list[Tensor | None], layer_outputs: list[Tensor], mark: Callable[[], Any], marks: list[Any]
+    ) -> None:
+        """Run one microbatch's backward, the last layer first; free each layer's tensors as a run does."""
         gradient: Tensor | None = None
         marks.append(mark())
-        while left:
-            out, hidden = left.pop(), entered.pop()
-            if out.requires_grad:
-                torch.autograd.backward(out, torch.ones_like(out) if gradient is None else gradient)
+        while layer_outputs:
+            output = layer_outputs.pop()
+            hidden = layer_inputs.pop()
+            if output.requires_grad:
+                torch.autograd.backward(output, torch.ones_like(output) if gradient is None else gradient)
             gradient = None if hidden is None else hidden.grad
-            del out, hidden
+            del output, hidden
             marks.append(mark())
 
-    def _by_layer(self, seconds: list[float], held: int) -> dict[str, tuple[list[float], list[float]]]:
-        """Time between the marks of a round, by layer; a layer without a backward has no times of one."""
+    def _times_by_layer(self, seconds: list[float], num_in_flight: int) -> LayerTimes:
+        """Return the time between the marks of a round, by layer: `num_in_flight` forwards, then their backwards."""
         keys = self.keys
-        found: dict[str, tuple[list[float], list[float]]] = {key: ([], []) for key in keys}
-        runs = [seconds[at : at + len(keys) + 1] for at in range(0, len(seconds), len(keys) + 1)]
-        for number, run in enumerate(runs):
-            took = [end - begin for begin, end in itertools.pairwise(run)]
-            backward = number >= held
-            for key, value in zip(reversed(keys) if backward else keys, took, strict=True):
-                found[key][backward].append(value)
-        return found
+        times: LayerTimes = {key: ([], []) for key in keys}
+        num_marks = len(keys) + 1  # of one microbatch in one direction
+        passes = [seconds[first : first + num_marks] for first in range(0, len(seconds), num_marks)]
+        for number, marks_s in enumerate(passes):
+            layer_s = [end_s - start_s for start_s, end_s in itertools.pairwise(marks_s)]
+            is_backward = number >= num_in_flight
+            for key, value in zip(reversed(keys) if is_backward else keys, layer_s, strict=True):
+                times[key][is_backward].append(value)
+        return times
 
     def _saved_bytes(self, inputs: UnitInput) -> list[int]:
-        """Bytes that each layer's forward keeps for its backward beyond those before it, weights not counted."""
+        """Return the bytes that each layer's forward saves for its backward beyond earlier layers', without weights."""
         stage = self.stage
         stage.recompute = frozenset()
         stage.requires_grad_(True)
-        held = {p.untyped_storage().data_ptr() for p in stage.parameters()}
-        kept: dict[int, tuple[int, Tensor]] = {}  # with the tensor, or its place would be given to another
-        sums = [0]
+        weights = {param.untyped_storage().data_ptr() for param in stage.parameters()}
+        saved: dict[int, tuple[int, Tensor]] = {}  # with the tensor, or its address would be given to another
+        totals = [0]
 
-        def keep(tensor: Tensor) -> Tensor:
+        def save(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in held:
-                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = (storage.nbytes(), tensor)
             return tensor
 
-        with tp_group_scope(self.groups), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            context, hidden = stage.context(inputs, self._features(inputs, True)), None
+        with tp_group_scope(self.groups), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            context = stage.context(inputs, self._features(inputs, True))
+            hidden = None
             for index in stage.indices:
                 hidden = stage.run(context, hidden, range(index, index + 1))
-                sums.append(sum(nbytes for nbytes, _ in kept.values()))
-        return [after - before for before, after in itertools.pairwise(sums)]
+                totals.append(sum(nbytes for nbytes, _ in saved.values()))
+        return [after - before for before, after in itertools.pairwise(totals)]
 
 
 def build_layer_profiler(
     recipe: Recipe, model: ModelShape, unit: UnitShape, groups: ParallelGroups, world: World, dtype: torch.dtype
 ) -> LayerProfiler:
-    """Build a unit's distinct layers with a few of each, all to be trained, and their optimizer."""
-    number: defaultdict[str, int] = defaultdict(int)
+    """Build a few of each of the unit's distinct layers, all of them trained, and their optimizer."""
+    num_equal: Counter[str] = Counter()
     layers = []
     for layer in unit.layers:
-        number[layer_key(layer_fields(layer))] += 1
-        if number[layer_key(layer_fields(layer))] <= MAX_EQUAL_LAYERS:
+        key = layer_key(layer_fields(layer))
+        num_equal[key] += 1
+        if num_equal[key] <= MAX_EQUAL_LAYERS:
             layers.append(layer)
     short = replace(unit, layers=tuple(layers))
     stage = build_stage(
@@ -245,7 +264,9 @@ def build_layer_profiler(
 
 
 def median_without_outliers(seconds: Sequence[float]) -> float:
-    """The median of repeats without outliers."""
-    middle = statistics.median(seconds)
-    spread = statistics.median([abs(s - middle) for s in seconds])
-    return statistics.median([s for s in seconds if abs(s - middle) <= MAX_MEDIAN_DEVIATIONS * spread or spread == 0])
+    """Return the median of repeats without outliers."""
+    median = statistics.median(seconds)
+    deviation = statistics.median([abs(s - median) for s in seconds])
+    if deviation == 0:
+        return median
+    return statistics.median([s for s in seconds if abs(s - median) <= MAX_MEDIAN_DEVIATIONS * deviation])

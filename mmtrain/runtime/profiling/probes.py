@@ -1,4 +1,4 @@
-"""Loads to measure layers on, like those a recipe's microbatches will be, and the inputs that have them."""
+"""Make the microbatches on which layers are measured, similar to those that a recipe will train on."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +14,15 @@ from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
 from mmtrain.recipe.schema import Recipe
 
 NUM_FITTED_LOADS = 5  # numbers of tokens, each twice the one before
-HELD_OUT_LOAD_SHARES = (0.37, 0.74)  # of the largest load
-NUM_SYNTHETIC_ITEMS = 64  # items of a recipe without data
+HELD_OUT_LOAD_SHARES = (0.37, 0.74)  # of the largest load; between the fitted ones
+NUM_SYNTHETIC_ITEMS = 64  # for a recipe without data
 
 Size = tuple[int, int] | int  # of an image (rows, cols), of a clip frames, of a sequence tokens
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A microbatch to measure on."""
+    """A microbatch on which layers are measured."""
 
     unit: str
     sizes: tuple[Size, ...]
@@ -31,19 +31,21 @@ class Probe:
 
     @property
     def load(self) -> TokenLoad:
-        """What layers see of it."""
+        """The token load of a layer."""
         return TokenLoad.of(np.array([num_tokens(self.unit, size, self.extra_tokens) for size in self.sizes]))
 
     def shuffled(self, rng: np.random.Generator) -> "Probe":
-        """The same items in another order: no two microbatches of a run are laid out alike."""
+        """Return the same items in another order: no two microbatches of a run are laid out alike."""
         return replace(self, sizes=tuple(self.sizes[i] for i in rng.permutation(len(self.sizes))))
 
     def inputs(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> UnitInput:
-        """Random payload of this size."""
+        """Return a random payload of this size."""
         if self.unit == "vision":
             assert recipe.model.vision is not None
-            rows, cols = (tuple(size[k] for size in self.sizes) for k in (0, 1))  # type: ignore[index]
-            num_patches = sum(r * c for r, c in zip(rows, cols, strict=True))
+            grids = [size for size in self.sizes if isinstance(size, tuple)]
+            rows = tuple(num_rows for num_rows, _ in grids)
+            cols = tuple(num_cols for _, num_cols in grids)
+            num_patches = sum(num_rows * num_cols for num_rows, num_cols in grids)
             features = 3 * recipe.model.vision.patch**2
             return EncoderInput(rows, cols, torch.randn(num_patches, features, device=device, dtype=dtype))
         lengths = tuple(int(size) for size in self.sizes)  # type: ignore[arg-type]
@@ -52,15 +54,16 @@ class Probe:
             mels = torch.randn(sum(lengths), recipe.model.audio.mel_bins, device=device, dtype=dtype)
             return EncoderInput(lengths, (1,) * len(lengths), mels)
         ids = torch.randint(0, recipe.model.llm.vocab, (sum(lengths),), device=device)
-        places, start = {}, 0
-        for encoder, num in self.features:
-            places[encoder] = torch.arange(start, start + num, device=device)
-            start += num
-        return TextInput(lengths, ids, ids.roll(-1), places)
+        positions: dict[str, torch.Tensor] = {}
+        start = 0
+        for encoder, num_features in self.features:
+            positions[encoder] = torch.arange(start, start + num_features, device=device)
+            start += num_features
+        return TextInput(lengths, ids, ids.roll(-1), positions)
 
 
 def num_tokens(unit: str, size: Size, extra_tokens: int) -> int:
-    """Tokens of one item as the unit's blocks see them."""
+    """Return the tokens of one item as the unit's layers see them."""
     if isinstance(size, tuple):
         return size[0] * size[1] + extra_tokens
     return size // 2 if unit == "audio" else size
@@ -69,62 +72,64 @@ def num_tokens(unit: str, size: Size, extra_tokens: int) -> int:
 def make_probes(
     recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None = None
 ) -> tuple[list[Probe], list[Probe]]:
-    """Loads to fit a unit's costs to, and others to hold the fit against.
+    """Return probes to which a unit's costs are fitted, and held-out probes on which the fit is tested.
 
-    The largest is what fills `data.seq_len`. Items are drawn from the data's `lengths`: kernels are started for every
-    distinct length, so items that are all alike would pass too fast. Without data they are made up from what the
-    recipe allows. Each number of tokens comes as any items, as long ones and as short ones, which tells apart what
-    attention costs and what each item does.
+    The largest fills `data.seq_len`. Items are sampled from the data's `lengths`: kernels start for every distinct
+    length, so equal items would be measured too fast. Without data, items are made up from what the recipe allows.
+    Each number of tokens comes as mixed, long and short items, which separates the cost of attention from the cost per
+    item.
     """
-    largest = recipe.data.seq_len * unit.layers[-1].joins  # of an encoder: all of it features
-    pool = sorted(_items(recipe, unit, lengths) or _made_up(recipe, unit), key=lambda size: _tokens(unit, size))
-    longer, shorter = pool[len(pool) // 2 :], pool[: len(pool) // 2] or pool
+    largest = recipe.data.seq_len * unit.layers[-1].joins  # for an encoder: a sequence of features alone
+    items = _data_items(recipe, unit, lengths) or _synthetic_items(recipe, unit)
+    pool = sorted(items, key=lambda size: _tokens(unit, size))
+    longer = pool[len(pool) // 2 :]
+    shorter = pool[: len(pool) // 2] or pool
     if unit.kind == "llm":
         longer = [largest]  # a text may fill a sequence by itself
     shares = _feature_shares(unit, lengths)
     rng = np.random.default_rng(recipe.train.seed)
     counts = [max(1, largest >> k) for k in range(NUM_FITTED_LOADS)][::-1]
-    fitted = [_filled(unit, some, n, shares, rng) for n in counts for some in (pool, longer, shorter)]
-    between = [
-        _filled(unit, pool, max(1, round(share * largest)), shares, rng)
+    fitted = [_sample_probe(unit, sizes, count, shares, rng) for count in counts for sizes in (pool, longer, shorter)]
+    held_out = [
+        _sample_probe(unit, pool, max(1, round(share * largest)), shares, rng)
         for share in HELD_OUT_LOAD_SHARES
         for _ in range(2)
     ]
-    return list(dict.fromkeys(fitted)), [p for p in dict.fromkeys(between) if p not in fitted]
+    return list(dict.fromkeys(fitted)), [probe for probe in dict.fromkeys(held_out) if probe not in fitted]
 
 
 def _feature_shares(unit: UnitShape, lengths: SampleLengths | None) -> dict[str, float]:
-    """Of the LLM's tokens, the share that each encoder's features are."""
+    """Return the share of the LLM's tokens that are each encoder's features."""
     if unit.kind != "llm" or lengths is None:
         return {}
     total = max(1, int(lengths.tokens.sum()))
     return {name: float(items.features.sum()) / total for name, items in lengths.items.items()}
 
 
-def _filled(
+def _sample_probe(
     unit: UnitShape, pool: Sequence[Size], tokens: int, shares: Mapping[str, float], rng: np.random.Generator
 ) -> Probe:
-    """Items drawn from the pool, at least one, of about so many tokens; a text's last sequence is cut to fit."""
+    """Sample items of about `tokens` tokens from the pool, at least one; cut a text's last sequence to fit."""
     sizes: list[Size] = []
-    missing = tokens
-    for pick in _forever(rng, len(pool)):
-        size = pool[pick]
-        of_it = _tokens(unit, size)
+    num_missing = tokens
+    for index in _endless_permutations(rng, len(pool)):
+        size = pool[index]
+        item_tokens = _tokens(unit, size)
         if unit.kind == "llm":
             assert isinstance(size, int)
-            size = of_it = min(size, missing)
-        elif sizes and of_it > 2 * missing:  # further from the number with it than without
+            size = item_tokens = min(size, num_missing)
+        elif sizes and item_tokens > 2 * num_missing:  # with it the sum would be further from `tokens` than without
             break
         sizes.append(size)
-        missing -= of_it
-        if missing <= 0:
+        num_missing -= item_tokens
+        if num_missing <= 0:
             break
-    features = tuple((name, int(share * (tokens - missing))) for name, share in shares.items())
+    features = tuple((name, int(share * (tokens - num_missing))) for name, share in shares.items())
     return Probe(unit.name, tuple(sizes), unit.layers[0].extra_tokens, features)
 
 
-def _forever(rng: np.random.Generator, size: int) -> Iterator[int]:
-    """Numbers below `size` in random order, all before one comes again."""
+def _endless_permutations(rng: np.random.Generator, size: int) -> Iterator[int]:
+    """Yield numbers below `size` in random order, all of them before one repeats."""
     while True:
         yield from rng.permutation(size).tolist()
 
@@ -133,8 +138,8 @@ def _tokens(unit: UnitShape, size: Size) -> int:
     return num_tokens(unit.name, size, unit.layers[0].extra_tokens)
 
 
-def _items(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) -> list[Size]:
-    """Sizes of what the data holds for the unit."""
+def _data_items(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) -> list[Size]:
+    """Return the sizes of the items that the data holds for the unit."""
     if lengths is None:
         return []
     if unit.kind == "llm":
@@ -145,25 +150,33 @@ def _items(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) -> li
     if unit.name == "audio":
         return list(items.rows.tolist())
     assert recipe.model.vision is not None
-    merge, most = recipe.model.vision.merge, recipe.model.vision.max_side
+    merge, max_side = recipe.model.vision.merge, recipe.model.vision.max_side
     grids = zip(items.rows.tolist(), items.cols.tolist(), strict=True)
-    return [g if _fits(g, merge, most) else _square(g[0] * g[1], merge, most) for g in grids]
+    return [
+        grid if _is_allowed(grid, merge, max_side) else _square_grid(grid[0] * grid[1], merge, max_side)
+        for grid in grids
+    ]
 
 
-def _fits(grid: tuple[int, int], merge: int, most: int) -> bool:
-    """Whether the encoder takes an image of so many patch rows and columns."""
-    return all(side % merge == 0 and side <= most for side in grid)
+def _is_allowed(grid: tuple[int, int], merge: int, max_side: int) -> bool:
+    """Return whether the encoder accepts an image of these rows and columns of patches."""
+    return all(side % merge == 0 and side <= max_side for side in grid)
 
 
-def _square(patches: int, merge: int, most: int) -> tuple[int, int]:
-    """The squarest image of about so many patches, of which stated lengths say no more."""
-    side = min(most // merge, max(1, round(math.sqrt(patches) / merge))) * merge
-    return side, min(most // merge, max(1, round(patches / (side * merge)))) * merge
+def _square_grid(num_patches: int, merge: int, max_side: int) -> tuple[int, int]:
+    """Return the squarest image of about `num_patches`: stated lengths give no rows and columns."""
+    max_merged = max_side // merge
+    rows = min(max_merged, max(1, round(math.sqrt(num_patches) / merge))) * merge
+    cols = min(max_merged, max(1, round(num_patches / (rows * merge)))) * merge
+    return rows, cols
 
 
-def _made_up(recipe: Recipe, unit: UnitShape) -> list[Size]:
-    """Sizes that a recipe without data allows: texts up to `seq_len`, images of a quarter of the area up to all of it,
-    clips of a quarter of the length up to all of it."""
+def _synthetic_items(recipe: Recipe, unit: UnitShape) -> list[Size]:
+    """Return item sizes that a recipe without data allows.
+
+    Images have from a quarter of the largest area to all of it, clips from a quarter of the largest length to all of
+    it, and texts from a sixteenth of `seq_len` to a quarter.
+    """
     shares = np.linspace(0.25, 1.0, NUM_SYNTHETIC_ITEMS)
     if unit.name == "vision":
         vision, image = recipe.model.vision, recipe.data.image

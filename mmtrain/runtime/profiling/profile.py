@@ -1,4 +1,4 @@
-"""`mmtrain profile`: measure what the layers of a recipe's model and messages between local ranks take here."""
+"""`mmtrain profile`: measure on this machine the layers of a recipe's model and messages between ranks."""
 
 import os
 import platform
@@ -41,7 +41,7 @@ from mmtrain.runtime.resilience.launch import launch_local
 from mmtrain.runtime.world import Address, World, join, leave
 
 MESSAGE_WARM_UP_REPEATS = 2
-MESSAGE_REPEATS = 7  # repeats of one
+MESSAGE_REPEATS = 7
 MESSAGE_BYTES = tuple(2**k for k in (10, 14, 18, 20, 22, 24))
 
 
@@ -50,25 +50,25 @@ class ProfileRequest:
     """What to measure."""
 
     recipe: Recipe
-    hardware: str  # preset that stands for this machine
-    ranks: int  # of this machine, which measure all at once, as they will train
+    hardware: str  # preset of this machine
+    ranks: int  # of this machine; they measure at the same time, as they will train
     tp: Mapping[str, tuple[int, ...]]  # tensor-parallel sizes of each unit to measure
-    lengths: SampleLengths | None = None  # of the recipe's data; without, loads are made up
+    lengths: SampleLengths | None = None  # of the recipe's data; None: loads are made up
     repeats: tuple[int, int] = (3, 12)  # of one measurement, at least and at most
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A table, and how well it foretells loads that it does not hold: relative errors by unit and tp."""
+    """A cost table, and how well it predicts held-out loads: relative errors by unit and tp."""
 
     table: CostTable
     errors: dict[str, tuple[float, ...]]
 
     @property
     def median_error(self) -> float:
-        """Over everything held out; 0 without any."""
-        everything = [error for found in self.errors.values() for error in found]
-        return statistics.median(everything) if everything else 0.0
+        """The median over all held-out loads; 0 without any."""
+        all_errors = [error for errors in self.errors.values() for error in errors]
+        return statistics.median(all_errors) if all_errors else 0.0
 
 
 class _Measurements(BaseModel):
@@ -81,30 +81,30 @@ class _Measurements(BaseModel):
 
 
 def profile(request: ProfileRequest) -> Profile:
-    """Measure every distinct layer of the model at every size asked for, in processes of this machine.
+    """Measure every distinct layer of the model at every tensor-parallel size of the request, and messages.
 
-    Raises RunError where a process fails.
+    Starts processes on this machine. Raises RunError if one fails.
     """
-    sizes = sorted({tp for sizes in request.tp.values() for tp in sizes})
-    together = [2**k for k in range(1, request.ranks.bit_length()) if 2**k <= request.ranks]
-    todo: list[tuple[int, Callable[[World], _Measurements]]]
-    todo = [(request.ranks // tp * tp, partial(_measure_layers, request, tp)) for tp in sizes]
-    todo += [(size, _measure_messages) for size in together]
-    found: list[_Measurements] = []
+    tp_sizes = sorted({tp for sizes in request.tp.values() for tp in sizes})
+    group_sizes = [2**k for k in range(1, request.ranks.bit_length()) if 2**k <= request.ranks]
+    launches: list[tuple[int, Callable[[World], _Measurements]]]  # ranks, and what they measure
+    launches = [(request.ranks // tp * tp, partial(_measure_layers, request, tp)) for tp in tp_sizes]
+    launches += [(size, _measure_messages) for size in group_sizes]
+    results: list[_Measurements] = []
     with TemporaryDirectory(prefix="mmtrain-profile-") as folder:
-        for number, (ranks, measure) in enumerate(todo):
+        for number, (num_ranks, measure) in enumerate(launches):
             out = Path(folder) / f"{number}.json"
-            launch_local(ranks, partial(_rank_main, measure, out))
-            found.append(_Measurements.model_validate_json(out.read_text(encoding="utf-8")))
+            launch_local(num_ranks, partial(_rank_main, measure, out))
+            results.append(_Measurements.model_validate_json(out.read_text(encoding="utf-8")))
     table = empty_cost_table(request)
-    for part in found:
-        entries = {"layers": (*part.layers,), "messages": (*part.messages,), "optimizer": (*part.optimizer,)}
+    for result in results:
+        entries = {"layers": (*result.layers,), "messages": (*result.messages,), "optimizer": (*result.optimizer,)}
         table = table.merged(table.model_copy(update=entries))
-    return Profile(table, {name: tuple(values) for part in found for name, values in part.errors.items()})
+    return Profile(table, {name: tuple(errors) for result in results for name, errors in result.errors.items()})
 
 
 def empty_cost_table(request: ProfileRequest) -> CostTable:
-    """The table without its entries: what it will say of this machine."""
+    """Return the table without entries: what it states about this machine."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return CostTable(
         hardware=request.hardware,
@@ -116,60 +116,59 @@ def empty_cost_table(request: ProfileRequest) -> CostTable:
 
 
 def _rank_main(measure: Callable[[World], _Measurements], out: Path, address: Address) -> None:
-    """Be one of the ranks that measure; the first one writes what was found."""
+    """Measure as one rank; the first rank writes the result to `out`."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # a rank is one core
         if hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[address.local_rank % len(cores)]})
     world = join(address)
-    found = measure(world)
+    result = measure(world)
     if world.is_first:
-        out.write_text(found.model_dump_json(), encoding="utf-8")
+        out.write_text(result.model_dump_json(), encoding="utf-8")
     leave()
 
 
 def _measure_layers(request: ProfileRequest, tp: int, world: World) -> _Measurements:
-    """Time the layers of every unit that may be split so; TP groups of as many ranks do the same side by side."""
+    """Time the layers of every unit that the request measures with this `tp`; all TP groups measure at once."""
     groups = _tp_groups(world, tp)
-    model, found = build_model_shape(request.recipe), _Measurements()
+    model = build_model_shape(request.recipe)
+    result = _Measurements()
     dtype = compute_dtype(precision_for(request.recipe, preset(request.hardware)), world.device)
     units = [unit for unit in model.units if tp in request.tp.get(unit.name, ())]
-    plans = [(unit, make_probes(request.recipe, unit, request.lengths)) for unit in units]
+    unit_probes = [(unit, *make_probes(request.recipe, unit, request.lengths)) for unit in units]
+    num_probes = sum(len(fitted) + len(held_out) for _, fitted, held_out in unit_probes)
     console = Console(stderr=True, quiet=not world.is_first)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"tp {tp}", total=sum(len(fitted) + len(held_out) for _, (fitted, held_out) in plans))
-        for unit, (fitted, held_out) in plans:
+        task = progress.add_task(f"tp {tp}", total=num_probes)
+        for unit, fitted, held_out in unit_probes:
             progress.update(task, description=f"tp {tp}: {unit.name}")
-            stack = build_layer_profiler(request.recipe, model, unit, groups, world, dtype)
+            profiler = build_layer_profiler(request.recipe, model, unit, groups, world, dtype)
 
-            def sampled(probe: Probe, every_way: bool, stack: LayerProfiler = stack) -> dict[str, LayerSample]:
-                mine = stack.sample(probe, request.recipe, request.repeats, every_way)
+            def measure(probe: Probe, all_modes: bool, profiler: LayerProfiler = profiler) -> dict[str, LayerSample]:
+                samples = profiler.sample(probe, request.recipe, request.repeats, all_modes)
                 progress.advance(task)
-                return _mean(world, mine)
+                return _mean_over_ranks(world, samples)
 
-            samples = [sampled(probe, True) for probe in fitted]
-            others = [sampled(probe, False) for probe in held_out]
-            entries = _entries(unit, tp, samples)
-            found.layers.extend(entries.values())
-            off = found.errors.setdefault(f"{unit.name} tp{tp}", [])
-            off += [
-                e
-                for key, entry in entries.items()
-                for e in interpolation_errors(entry, [other[key] for other in others])
-            ]
-            parameters, seconds = stack.optimizer_seconds(request.repeats)
-            found.optimizer.append(OptimizerEntry(parameters=parameters, seconds=seconds))
-    return found
+            fitted_samples = [measure(probe, True) for probe in fitted]
+            held_out_samples = [measure(probe, False) for probe in held_out]
+            entries = _layer_entries(unit, tp, fitted_samples)
+            result.layers.extend(entries.values())
+            errors = result.errors.setdefault(f"{unit.name} tp{tp}", [])
+            for key, entry in entries.items():
+                errors += interpolation_errors(entry, [samples[key] for samples in held_out_samples])
+            parameters, seconds = profiler.optimizer_seconds(request.repeats)
+            result.optimizer.append(OptimizerEntry(parameters=parameters, seconds=seconds))
+    return result
 
 
 def _measure_messages(world: World) -> _Measurements:
-    """Time what goes between all ranks of this launch."""
+    """Time messages and collectives between all ranks of this launch."""
     return _Measurements(messages=measure_messages(world, MESSAGE_BYTES))
 
 
 def _tp_groups(world: World, tp: int) -> ParallelGroups:
-    """Groups of this rank in a world that is cut into TP groups of `tp` ranks."""
+    """Return the groups of this rank in a world that is split into TP groups of `tp` ranks."""
     alone = dist.new_group([world.rank], use_local_synchronization=True)
     first = world.rank // tp * tp
     group = dist.new_group([*range(first, first + tp)], use_local_synchronization=True) if tp > 1 else alone
@@ -177,31 +176,31 @@ def _tp_groups(world: World, tp: int) -> ParallelGroups:
     return ParallelGroups(tp=group, dp=alone, pp=alone)
 
 
-def _mean(world: World, samples: dict[str, LayerSample]) -> dict[str, LayerSample]:
-    """Of the seconds that the ranks saw: none of them stands for all."""
-    seen = cast(list[dict[str, LayerSample]], world.all_gather(samples))
+def _mean_over_ranks(world: World, samples: dict[str, LayerSample]) -> dict[str, LayerSample]:
+    """Return the samples with the mean of all ranks' seconds: no single rank is representative."""
+    all_samples = cast(list[dict[str, LayerSample]], world.all_gather(samples))
 
-    def over_ranks(key: str, timed: TimedPass) -> float:
-        return statistics.fmean(one[key].seconds[timed] for one in seen)
+    def mean_s(key: str, timed: TimedPass) -> float:
+        return statistics.fmean(of_rank[key].seconds[timed] for of_rank in all_samples)
 
     return {
-        key: sample.model_copy(update={"seconds": {timed: over_ranks(key, timed) for timed in sample.seconds}})
+        key: sample.model_copy(update={"seconds": {timed: mean_s(key, timed) for timed in sample.seconds}})
         for key, sample in samples.items()
     }
 
 
-def _entries(unit: UnitShape, tp: int, samples: list[dict[str, LayerSample]]) -> dict[str, LayerEntry]:
-    """Samples of all loads by layer, in ascending order of tokens."""
+def _layer_entries(unit: UnitShape, tp: int, samples: list[dict[str, LayerSample]]) -> dict[str, LayerEntry]:
+    """Return the samples of all loads by layer, in ascending order of tokens."""
     layers = {layer_key(layer_fields(layer)): layer_fields(layer) for layer in unit.layers}
-    ordered = sorted(samples, key=_size)
+    ordered = sorted(samples, key=_load_size)
     return {
-        key: LayerEntry(layer=fields, tp=tp, samples=tuple(found[key] for found in ordered))
+        key: LayerEntry(layer=fields, tp=tp, samples=tuple(of_load[key] for of_load in ordered))
         for key, fields in layers.items()
     }
 
 
 def device_name(device: torch.device) -> str:
-    """What is measured: the GPU, or one core of the processor."""
+    """Name what is measured: the GPU, or one core of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -210,52 +209,53 @@ def device_name(device: torch.device) -> str:
     return f"one core of {models[0] if models else platform.processor() or platform.machine()}"
 
 
-def _size(found: dict[str, LayerSample]) -> tuple[int, int]:
-    """What samples of one load are ordered by."""
-    sample = next(iter(found.values()))
+def _load_size(samples: dict[str, LayerSample]) -> tuple[int, int]:
+    """Return (tokens, sum of squared lengths) of the load of these samples."""
+    sample = next(iter(samples.values()))
     return sample.tokens, sample.sum_sq
 
 
 def measure_messages(world: World, sizes: tuple[int, ...]) -> list[MessageEntry]:
-    """Time messages of `sizes` bytes between the first two ranks, and collectives over all."""
-    found = []
-    # torch 2.13 renamed them and warns of the old names.
+    """Time messages of `sizes` bytes between the first two ranks, and collectives over all ranks."""
+    entries = []
+    # torch 2.13 renamed these and warns of the old names.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    ways: dict[str, Callable[[Tensor], None]] = {
-        "p2p": lambda x: _pass_on(x, world),
+    operations: dict[str, Callable[[Tensor], None]] = {
+        "p2p": lambda x: _send_to_second(x, world),
         "all_reduce": lambda x: dist.all_reduce(x),
         "broadcast": lambda x: dist.broadcast(x, src=0),
         "all_gather": lambda x: gather(x, x.chunk(world.size)[world.rank].clone()),
         "reduce_scatter": lambda x: scatter(x.chunk(world.size)[world.rank].clone(), x),
     }
-    for kind, way in ways.items():
+    for kind, operation in operations.items():
         seconds = []
         for nbytes in sizes:
             data = torch.zeros(nbytes // 4 // world.size * world.size, device=world.device)
             for _ in range(MESSAGE_WARM_UP_REPEATS):
-                way(data)
+                operation(data)
             times = []
             for _ in range(MESSAGE_REPEATS):
                 world.barrier()
-                begin = _now(world.device)
-                way(data)
-                times.append(_now(world.device) - begin)
+                start_s = _now_s(world.device)
+                operation(data)
+                times.append(_now_s(world.device) - start_s)
             seconds.append(median_without_outliers(times))
         size = 2 if kind == "p2p" else world.size
-        found.append(MessageEntry(kind=kind, size=size, nbytes=sizes, seconds=tuple(seconds)))
-    return found
+        entries.append(MessageEntry(kind=kind, size=size, nbytes=sizes, seconds=tuple(seconds)))
+    return entries
 
 
-def _pass_on(data: Tensor, world: World) -> None:
-    """From the first rank to the second; the others look on."""
+def _send_to_second(data: Tensor, world: World) -> None:
+    """Send `data` from the first rank to the second."""
     if world.rank == 0:
         dist.send(data, 1)
     elif world.rank == 1:
         dist.recv(data, 0)
 
 
-def _now(device: torch.device) -> float:
+def _now_s(device: torch.device) -> float:
+    """Return the time when the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
