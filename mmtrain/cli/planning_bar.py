@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from mmtrain.plan.progress import Progress
+    from mmtrain.plan.search_progress import Progress
 
 BAR_DELAY_S = 1.0  # a shorter search shows no bar
 LINE_DELAY_S = 10.0  # where stderr is no terminal, a shorter search prints no line

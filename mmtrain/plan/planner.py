@@ -17,15 +17,15 @@ from mmtrain.plan.candidate import EQUAL_STEP_TIME_RATIO, Candidate, Rejected, S
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import LayerCosts
 from mmtrain.plan.estimate.memory_lower_bound import describe_excluded
-from mmtrain.plan.estimate.verify import verify_program
+from mmtrain.plan.estimate.program_proof import verify_program
 from mmtrain.plan.explain.baselines import BaselinePlanner, reject_baseline
 from mmtrain.plan.explain.suggestions import suggest_changes
 from mmtrain.plan.finish import best_alternatives, finish_plan, reject_slower
 from mmtrain.plan.formulate import formulate_problem, require_feasible
 from mmtrain.plan.problem import MeasureStep, PlanningProblem, PlanRequest
-from mmtrain.plan.progress import progress_of_part
 from mmtrain.plan.search.mesh_enumeration import unit_mesh_sizes
 from mmtrain.plan.search.sequence_parallel import choose_sequence_parallelism
+from mmtrain.plan.search_progress import progress_of_part
 from mmtrain.plan.strategies import strategies_of
 from mmtrain.recipe.schema import Recipe
 

@@ -7,8 +7,8 @@ from mmtrain.costs import CostModel, Hardware, Precision
 from mmtrain.models.model_shape import ModelShape
 from mmtrain.plan.artifact.plan import Placement, Plan
 from mmtrain.plan.estimate.sample_batches import SampledBatches
-from mmtrain.plan.progress import Progress
 from mmtrain.plan.search.constraints import RecomputeMode, SequenceParallelSetting, UnitChoices
+from mmtrain.plan.search_progress import Progress
 from mmtrain.recipe.schema import Recipe
 
 MeasureStep = Callable[[Plan], float]  # seconds of a step as run here; infinity where the plan could not be run

@@ -25,9 +25,9 @@ from mmtrain.plan.colocated.tp_bubbles import fill_tp_bubbles, overlaps_collecti
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import BACKWARD, FORWARD, LayerCosts, num_microbatches_of
 from mmtrain.plan.problem import PlanningProblem
-from mmtrain.plan.progress import Progress, progress_of_part
 from mmtrain.plan.search.constraints import UnitChoices
 from mmtrain.plan.search.layer_partition import layout_graph
+from mmtrain.plan.search_progress import Progress, progress_of_part
 from mmtrain.program.ir.graph import LLM
 
 RecomputeShares = Mapping[str, float]  # by unit: share of each stage's layers that is recomputed

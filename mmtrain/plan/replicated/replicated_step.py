@@ -37,8 +37,8 @@ from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.estimate.layer_costs import FloatArray
 from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.problem import PlanningProblem
-from mmtrain.plan.progress import Progress
 from mmtrain.plan.replicated.phase_dispatch import DispatchedRounds, PhaseDispatcher
+from mmtrain.plan.search_progress import Progress
 
 GRADIENT_ELEMENT_BYTES = 4  # gradients are reduced in fp32
 NUM_GATHERED_LAYERS = 2  # layers with unsharded weights on a rank: the one computed and the one being gathered

@@ -24,7 +24,6 @@ from mmtrain.plan.candidate import (
     rank_candidates,
 )
 from mmtrain.plan.estimate.evaluator import Evaluator
-from mmtrain.plan.progress import Progress
 from mmtrain.plan.search.layer_partition import (
     ChainPartition,
     FloatArray,
@@ -38,6 +37,7 @@ from mmtrain.plan.search.layer_partition import (
     partitioned_layout,
     recompute_to_fit,
 )
+from mmtrain.plan.search_progress import Progress
 from mmtrain.program.ir.graph import LLM, StageId
 
 RecomputeToFit = list[FloatArray | None]  # by chain, see `recompute_to_fit`; None where the anchor needs none

@@ -48,7 +48,7 @@ class MicrobatchRule:
         return num_llm // self.merged if num_llm % self.merged == 0 else None
 
 
-class UnitMesh(NamedTuple):
+class BoundedUnitMesh(NamedTuple):
     """One mesh of one unit on ranks of its own, and the least seconds that it needs in a step."""
 
     bound_s: float
@@ -60,7 +60,7 @@ class UnitMeshes(NamedTuple):
     """A mesh for each of the first units, and the bound of the slowest of them."""
 
     bound_s: float
-    chosen: tuple[UnitMesh, ...]
+    chosen: tuple[BoundedUnitMesh, ...]
 
 
 def has_pipelined_meshes(
@@ -128,7 +128,7 @@ def assignments_near_shares(
     units = []
     for unit in choices.values():
         meshes = _meshes_of(unit, num_ranks, choices[LLM], budget)
-        bounded = (UnitMesh(bound(unit.name, mesh, rule.fixed), mesh, rule) for mesh, rule in meshes)
+        bounded = (BoundedUnitMesh(bound(unit.name, mesh, rule.fixed), mesh, rule) for mesh, rule in meshes)
         units.append(_by_ranks(entry for entry in bounded if entry.bound_s < math.inf))
     splits = ((*ranks, num_ranks - sum(ranks)) for ranks in product(*units[:-1]))
     possible = [ranks for ranks in splits if ranks[-1] in units[-1]]
@@ -207,7 +207,7 @@ def _all_disaggregated(choices: Choices, num_ranks: int, budget: MeshBudget) -> 
     units = []
     for unit in choices.values():
         meshes = _meshes_of(unit, num_ranks, choices[LLM], budget)
-        units.append([UnitMesh(0.0, mesh, rule) for mesh, rule in meshes])
+        units.append([BoundedUnitMesh(0.0, mesh, rule) for mesh, rule in meshes])
     for combined in _combine(units, num_ranks, None):
         assignment = _disaggregated_assignment(choices, combined.chosen)
         if assignment is not None:
@@ -257,7 +257,7 @@ def _meshes_beside_llm(
     bound: UnitTimeBound,
     can_fit: bool,
     budget: MeshBudget,
-) -> Iterator[list[UnitMesh]]:
+) -> Iterator[list[BoundedUnitMesh]]:
     """List each unit's meshes beside an LLM of this data-parallel degree and one of these depths.
 
     can_fit: only those with a finite bound; else all, the most split first.
@@ -267,14 +267,14 @@ def _meshes_beside_llm(
     num_llm = llm.batch // llm_dp
     encoders = set(takewhile(LLM.__ne__, choices))
 
-    def bounded(unit: UnitChoices, max_ranks: int) -> list[UnitMesh]:
+    def bounded(unit: UnitChoices, max_ranks: int) -> list[BoundedUnitMesh]:
         depth_behind = min(llm_pp) if unit.name in encoders else 0
         meshes = []
         for mesh, rule in _meshes_of(unit, max_ranks, llm, budget):
             count = rule.count(num_llm)
             if count is not None:
                 bound_s = bound(unit.name, mesh, count, depth_behind * count // num_llm)
-                meshes.append(UnitMesh(bound_s, mesh, MicrobatchRule(fixed=count)))
+                meshes.append(BoundedUnitMesh(bound_s, mesh, MicrobatchRule(fixed=count)))
         if can_fit:
             return [entry for entry in meshes if entry.bound_s < math.inf]
         return sorted(meshes, key=lambda entry: -entry.mesh.tp * entry.mesh.pp)
@@ -285,12 +285,12 @@ def _meshes_beside_llm(
         yield llm_meshes if unit.name == LLM else bounded(unit, max_ranks)
 
 
-def _combine(units: Sequence[Sequence[UnitMesh]], num_ranks: int, limit: int | None) -> list[UnitMeshes]:
+def _combine(units: Sequence[Sequence[BoundedUnitMesh]], num_ranks: int, limit: int | None) -> list[UnitMeshes]:
     """Choose a mesh for every unit so that they use `num_ranks` in all; the bound is that of the slowest.
 
     limit: of the choices for the first units that use the same number of ranks, only so many go on, the fastest.
     """
-    meshes_by_ranks: list[dict[int, list[UnitMesh]]] = []
+    meshes_by_ranks: list[dict[int, list[BoundedUnitMesh]]] = []
     for meshes in units:
         by_ranks = _by_ranks(meshes)
         if limit is not None:
@@ -302,7 +302,7 @@ def _combine(units: Sequence[Sequence[UnitMesh]], num_ranks: int, limit: int | N
     partial: dict[int, list[UnitMeshes]] = {0: [UnitMeshes(0.0, ())]}
     for by_ranks in meshes_by_ranks:
         rest = reachable.pop()
-        pairs: dict[int, list[tuple[list[UnitMeshes], list[UnitMesh]]]] = {}
+        pairs: dict[int, list[tuple[list[UnitMeshes], list[BoundedUnitMesh]]]] = {}
         for used, chosen in partial.items():
             for ranks, meshes in by_ranks.items():
                 total = used + ranks
@@ -317,14 +317,14 @@ def _reachable_totals(totals: int, rank_counts: Set[int]) -> int:
     return reduce(or_, (totals << ranks for ranks in rank_counts), 0)
 
 
-def _by_ranks(meshes: Iterable[UnitMesh]) -> dict[int, list[UnitMesh]]:
-    by_ranks: dict[int, list[UnitMesh]] = {}
+def _by_ranks(meshes: Iterable[BoundedUnitMesh]) -> dict[int, list[BoundedUnitMesh]]:
+    by_ranks: dict[int, list[BoundedUnitMesh]] = {}
     for entry in meshes:
         by_ranks.setdefault(entry.mesh.ranks, []).append(entry)
     return by_ranks
 
 
-def _joined(pairs: Sequence[tuple[list[UnitMeshes], list[UnitMesh]]], limit: int | None) -> list[UnitMeshes]:
+def _joined(pairs: Sequence[tuple[list[UnitMeshes], list[BoundedUnitMesh]]], limit: int | None) -> list[UnitMeshes]:
     """Append each mesh to each choice for the units before; with `limit`, keep the fastest, in the order of bounds."""
     if limit is None:
         return [entry for chosen, meshes in pairs for entry in _extend(chosen, meshes)]
@@ -339,15 +339,15 @@ def _joined(pairs: Sequence[tuple[list[UnitMeshes], list[UnitMesh]]], limit: int
     return joined
 
 
-def _extend(chosen: Iterable[UnitMeshes], meshes: Sequence[UnitMesh]) -> list[UnitMeshes]:
+def _extend(chosen: Iterable[UnitMeshes], meshes: Sequence[BoundedUnitMesh]) -> list[UnitMeshes]:
     return [
         UnitMeshes(max(before.bound_s, entry.bound_s), (*before.chosen, entry)) for before in chosen for entry in meshes
     ]
 
 
 def _fastest_parts(
-    chosen: list[UnitMeshes], meshes: list[UnitMesh], limit: int
-) -> tuple[list[UnitMeshes], list[UnitMesh]]:
+    chosen: list[UnitMeshes], meshes: list[BoundedUnitMesh], limit: int
+) -> tuple[list[UnitMeshes], list[BoundedUnitMesh]]:
     """Return as much of two sorted lists as holds the `limit` pairs with the least larger bound."""
     num_chosen = num_meshes = 1
     while num_chosen * num_meshes < limit and (num_chosen < len(chosen) or num_meshes < len(meshes)):
@@ -360,7 +360,7 @@ def _fastest_parts(
     return chosen[:num_chosen], meshes[:num_meshes]
 
 
-def _disaggregated_assignment(choices: Choices, chosen: Sequence[UnitMesh]) -> MeshAssignment | None:
+def _disaggregated_assignment(choices: Choices, chosen: Sequence[BoundedUnitMesh]) -> MeshAssignment | None:
     """Give every unit its microbatches; None where an encoder's number does not go with the LLM's."""
     entries = dict(zip(choices, chosen, strict=True))
     num_llm = choices[LLM].batch // entries[LLM].mesh.dp

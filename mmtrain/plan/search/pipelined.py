@@ -6,9 +6,9 @@ from mmtrain.plan.budget import SearchBudget
 from mmtrain.plan.candidate import Candidate, SearchResults
 from mmtrain.plan.estimate.evaluator import Evaluator
 from mmtrain.plan.problem import PlanningProblem
-from mmtrain.plan.progress import Progress
 from mmtrain.plan.search.best_first_search import best_first_search
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
+from mmtrain.plan.search_progress import Progress
 
 
 class PipelinedStrategy:
