@@ -25,7 +25,6 @@ from mmtrain.recipe import load_recipe
 
 LAYOUTS = (
     ("optimus_14b", "1,1,8,1", "8,1,1,1"),
-    ("optimus_14b", "8,1,1,1", "8,1,1,1"),
     ("internvl_26b", "8,1,8,1", "8,1,8,1"),
     ("optimus_197b", "8,8,48,1", "8,8,48,4"),
 )

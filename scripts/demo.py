@@ -1,6 +1,6 @@
-"""The demo, from nothing to a trained and scored multimodal model: what `make demo` runs.
+"""Run the demo: make data, plan, train and evaluate a tiny multimodal model. `make demo` runs this script.
 
-Each line below is a command that a user can type as well; this script prints it, runs it and times it.
+It runs commands that a user can type as well; it prints each one and its time.
 """
 
 import shutil
@@ -20,19 +20,20 @@ COMMANDS = [
 
 def main() -> int:
     if RUN.exists():
-        kept = RUN.with_name(f"{RUN.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(RUN.stat().st_mtime))}")
-        shutil.move(RUN, kept)
-        print(f"kept the run before this one as {kept}")
-    begin = time.monotonic()
+        finished = time.strftime("%Y%m%d-%H%M%S", time.localtime(RUN.stat().st_mtime))
+        old_run = RUN.with_name(f"{RUN.name}-{finished}")
+        shutil.move(RUN, old_run)
+        print(f"moved the previous run to {old_run}")
+    demo_started = time.monotonic()
     for command in COMMANDS:
         print(f"\n$ mmtrain {' '.join(command)}", flush=True)
-        started = time.monotonic()
+        command_started = time.monotonic()
         code = subprocess.run([sys.executable, "-m", "mmtrain", *command], check=False).returncode
         if code:
             return code
-        print(f"({time.monotonic() - started:.0f} s)", flush=True)
+        print(f"({time.monotonic() - command_started:.0f} s)", flush=True)
     print(
-        f"\nThe demo took {time.monotonic() - begin:.0f} s. Its run is in {RUN}; try more with the README's commands."
+        f"\nThe demo took {time.monotonic() - demo_started:.0f} s. Its run is in {RUN}. The README shows more commands."
     )
     return 0
 

@@ -26,9 +26,7 @@ def plan(
     ] = None,
     placement: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Search one placement only: unified, disaggregated, colocated or replicated."
-        ),
+        typer.Option(metavar="NAME", help="Search one placement only: unified, disaggregated or colocated."),
     ] = None,
     measure: Annotated[
         bool,
