@@ -14,14 +14,18 @@ class Unit:
     dp: int = 1
     tp: int = 1
     trainable: tuple[bool, ...] = ()  # per stage; all if empty
-    ranks: tuple[int, ...] = ()  # the next free ones if empty
-    num_stages: int = 0  # one for each pipeline rank if 0; more go round them
-    n: int = 0  # microbatches of a replica; those of the whole chain if 0
+    ranks: tuple[int, ...] = ()  # the next free ranks if empty
+    num_stages: int = 0  # one for each pipeline rank if 0; more are model chunks
+    n: int = 0  # microbatches of a replica; as many as the chain has if 0
 
 
 def chain(*units: Unit, n: int = 2, tied: bool = False) -> StageGraph:
-    """Every unit feeds the LLM, which feeds units after it; without one all feed the last. A stage has two layers."""
-    meshes, stages, edges, free = [], [], [], 0
+    """Return a graph in which units feed the LLM, or without it the last unit, and the LLM feeds units after it.
+
+    A stage has two layers.
+    """
+    meshes, stages, edges = [], [], []
+    free = 0
     for u in units:
         ranks = u.ranks or tuple(range(free, free + u.pp * u.dp * u.tp))
         free = max(free, max(ranks) + 1)
@@ -45,7 +49,7 @@ def chain(*units: Unit, n: int = 2, tied: bool = False) -> StageGraph:
 def unified(
     pp: int, dp: int = 1, tp: int = 1, vision_pp: int = 1, n: int = 2, vision_n: int = 0, **more: object
 ) -> StageGraph:
-    """Vision on the first `vision_pp` pipeline ranks and the LLM on all from the last of those on."""
+    """Return a graph with vision on the first `vision_pp` pipeline ranks, and the LLM from the last of these on."""
     per_stage = dp * tp
     all_ranks = tuple(range(pp * per_stage))
     vision = Unit("vision", vision_pp, dp, tp, ranks=all_ranks[: vision_pp * per_stage], n=vision_n)
@@ -56,13 +60,13 @@ def unified(
 
 @st.composite
 def counts(draw: st.DrawFn, max_n: int) -> int:
-    """A unit's own number of microbatches: often that of the chain (0), else any."""
+    """Draw a unit's number of microbatches; 0 stands for that of the chain."""
     return draw(st.integers(1, max_n)) if draw(st.booleans()) else 0
 
 
 @st.composite
 def graphs(draw: st.DrawFn, max_n: int = 4, max_dp: int = 3) -> StageGraph:
-    """Text-only, unified, disaggregated and overlapping graphs, one or two encoders, a generator, some stages frozen.
+    """Draw text-only, unified, disaggregated and overlapping graphs with encoders, a generator and frozen stages.
 
     Units may have microbatches of their own number.
     """

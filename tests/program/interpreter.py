@@ -1,9 +1,9 @@
 """A slow, literal executor of programs: the oracle for the checker's and the simulator's claims.
 
-It moves labels instead of tensors: every rank runs until it must wait, round after round, until nobody moves. Sends
-never wait; a receive takes the next message of its channel (edge, payload, sender, receiver) whatever that holds;
-compute and collectives wait for all ranks of their group. What works in a gap runs between the halves of its host; a
-forward or backward in parts is done when its last layer is. Nothing here uses the wiring rules under test.
+It moves labels instead of tensors: every rank runs until it must wait, round after round, until no rank moves. Sends
+never wait. A receive takes the next message of its channel (edge, payload, sender, receiver), whatever that holds.
+Compute and collectives wait for all ranks of their group. Parts in a gap run between the two halves of their host; a
+forward or backward in parts is done when its last layer is. The interpreter uses none of the code under test.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ Seconds = Callable[[Action], float]
 
 @dataclass
 class Result:
-    """`problems` is empty if the step ran to its end and computed what it should; `clock` is each rank's end."""
+    """`problems` is empty if the step ran to its end and computed what it should; `clock` is the end by rank."""
 
     problems: list[str]
     clock: dict[int, float]
@@ -52,11 +52,11 @@ class _Rank:
 
 
 class Interpreter:
-    """Runs `actions` of some ranks of `graph`; ranks without actions are taken to be elsewhere and not waited for."""
+    """Runs `actions` of some ranks of `graph`; no rank waits for ranks without actions."""
 
     def __init__(self, graph: StageGraph, actions: Mapping[int, Sequence[Action]], seconds: Seconds) -> None:
         self.graph, self.seconds = graph, seconds
-        self.ranks = {rank: _Rank([p for a in todo for p in self._in_turn(a)]) for rank, todo in actions.items()}
+        self.ranks = {rank: _Rank([p for a in todo for p in self._expanded(a)]) for rank, todo in actions.items()}
         for rank, state in self.ranks.items():
             for a in state.actions:
                 if isinstance(a, Send | Recv) and (to := a.peer if isinstance(a, Send) else rank) in self.ranks:
@@ -77,7 +77,7 @@ class Interpreter:
                 self.problems.append(f"{channel}: messages left over")
         return Result(self.problems, {rank: state.clock for rank, state in self.ranks.items()})
 
-    def _in_turn(self, action: Action) -> list[Action]:
+    def _expanded(self, action: Action) -> list[Action]:
         if not isinstance(action, Fill):
             return [action]
         host, kind = action.host, "F" if isinstance(action.host, Forward) else "B"
@@ -122,7 +122,7 @@ class Interpreter:
         self.sent[action.edge, action.payload, rank, action.peer].append((label, state.clock, self.seconds(action)))
 
     def _together(self, rank: int, action: Action) -> bool:
-        """Run a compute action or a collective if its whole group has come to it with its data."""
+        """Run a compute action or a collective if all ranks of its group have reached it with their data."""
         group = [r for r in self._group(rank, action) if r in self.ranks] or [rank]
         start = 0.0
         for member in group:
@@ -166,7 +166,7 @@ class Interpreter:
         return list(self.ranks)
 
     def _data_time(self, rank: int, action: Action) -> float | None:
-        """When everything the action reads is on the rank; None if something is not on its way yet."""
+        """Return when everything the action reads is on the rank; None if some of it has not been sent yet."""
         if isinstance(action, Partial):
             if self._layers_of(action)[0] != (0 if action.kind == "F" else self._num_layers(action.stage) - 1):
                 return 0.0
@@ -217,7 +217,7 @@ class Interpreter:
         return 0.0 if made in state.did and piece not in state.expected else None
 
     def _partners(self, unit: str, mb: Microbatch) -> list[Microbatch]:
-        """Microbatches of `unit` with which `mb` may exchange data: same share of the replicas, same share of the step.
+        """Return the microbatches of `unit` with which `mb` may exchange data: of the same share of replicas and step.
 
         A share of the step is one of as many equal parts as both units can be cut into.
         """
@@ -234,7 +234,7 @@ class Interpreter:
         ]
 
     def _rules(self, rank: int, state: _Rank, action: Action) -> None:
-        """What data flow alone does not force."""
+        """Report an action that runs before something it must follow, though data flow alone would allow it."""
         later = state.actions[state.at + 1 :]
         wrong = False
         if isinstance(action, Partial):
@@ -243,10 +243,10 @@ class Interpreter:
             case Backward(stage, mb):
                 wrong = Forward(stage, mb) not in state.did
             case ReduceGrads(unit):
-                wrong = any(_goes_back(a) and a.stage.unit == unit for a in later)
+                wrong = any(_is_backward(a) and a.stage.unit == unit for a in later)
                 wrong |= unit == "llm" and any(isinstance(a, ReduceShared) for a in later)
             case ReduceShared():
-                wrong = any(_goes_back(a) and a.stage.unit == "llm" for a in later)
+                wrong = any(_is_backward(a) and a.stage.unit == "llm" for a in later)
             case Step():
                 wrong = any(isinstance(a, Forward | Backward | Partial | ReduceGrads | ReduceShared) for a in later)
             case GatherParams():
@@ -259,7 +259,7 @@ class Interpreter:
         return layers if part.kind == "F" else layers[::-1]
 
     def _part(self, state: _Rank, part: Partial) -> bool:
-        """Run layers one by one; say whether any was not the next of its microbatch."""
+        """Run layers one by one; return whether any was not the next of its microbatch."""
         whole, count = _made_of(part), self._num_layers(part.stage)
         wanted = list(range(count)) if part.kind == "F" else list(range(count))[::-1]
         done = state.layers.setdefault(whole, [])
@@ -272,7 +272,7 @@ class Interpreter:
         return done != wanted[: len(done)]
 
     def _audit(self, rank: int, state: _Rank) -> None:
-        """Everything the graph asks of the rank was done exactly once, and nothing else."""
+        """Report a rank that did not do exactly what the graph asks of it, each once."""
         trained, wanted = set(), []
         for stage in self.graph.stages:
             for replica, tp_group in enumerate(stage.tp_groups):
@@ -300,12 +300,12 @@ def _made_of(part: Partial) -> Forward | Backward:
     return Forward(part.stage, part.mb) if part.kind == "F" else Backward(part.stage, part.mb)
 
 
-def _goes_back(action: Action) -> bool:
+def _is_backward(action: Action) -> bool:
     return isinstance(action, Backward) or (isinstance(action, Partial) and action.kind == "B")
 
 
 def trains_up_to(graph: StageGraph, stage: StageId) -> bool:
-    """Whether anything trainable lies in the stage or upstream of it."""
+    """Return whether anything trainable lies in the stage or upstream of it."""
     return graph.stage(stage).trainable or any(trains_up_to(graph, e.src) for e in graph.edges if e.dst == stage)
 
 

@@ -1,8 +1,9 @@
-"""When everything in a program begins, by relaxing its precedences until nothing moves: an oracle for the simulator.
+"""When everything in a program starts, found by relaxing precedences until nothing changes: the simulator's oracle.
 
-It knows what each rank does, what messages are for and who takes part in what, from the actions and the interpreter;
-and, for nothing else says it, in which order the simulator used each communication stream. From these it finds the
-earliest begin of everything. That the order is the promised one, first ready first, is tested on what it finds.
+It takes what each rank does, who reads which message and who takes part in what from the actions and the interpreter.
+The order in which communication streams were used comes from the simulator itself, since nothing else determines it.
+From these the oracle finds the earliest start of everything. Tests then check that the order was the promised one:
+what is ready first moves first.
 """
 
 from collections import defaultdict
@@ -30,85 +31,86 @@ Node = tuple[object, ...]  # ("work", action, group) or ("message", sender, send
 
 @dataclass
 class Precedences:
-    """What must have ended before each node begins, and, for messages, before each node is ready to move."""
+    """What must have ended before each node starts, and, for messages, before each node is ready to move."""
 
     seconds: dict[Node, float]
     before: dict[Node, set[Node]]
     on_rank: dict[int, list[Node]]  # work in order
 
     def solve(self, streams: Sequence[Sequence[Node]]) -> dict[Node, float]:
-        """Earliest begins where the nodes of each stream follow each other."""
+        """Return the earliest starts if the nodes of each stream follow each other."""
         before = {node: set(nodes) for node, nodes in self.before.items()}
         for stream in streams:
-            for one, two in pairwise(stream):
-                before[two].add(one)
-        begin = dict.fromkeys(self.seconds, 0.0)
-        moved = True
-        while moved:
-            moved = False
+            for node, after in pairwise(stream):
+                before[after].add(node)
+        start = dict.fromkeys(self.seconds, 0.0)
+        changed = True
+        while changed:
+            changed = False
             for node, nodes in before.items():
-                at = max((begin[b] + self.seconds[b] for b in nodes), default=0.0)
-                if at > begin[node]:
-                    begin[node], moved = at, True
-        return begin
+                ready = max((start[b] + self.seconds[b] for b in nodes), default=0.0)
+                if ready > start[node]:
+                    start[node] = ready
+                    changed = True
+        return start
 
-    def ready(self, begin: Mapping[Node, float], node: Node) -> float:
-        """When a message or collective could move if no stream were busy."""
-        return max((begin[b] + self.seconds[b] for b in self.before[node]), default=0.0)
+    def ready(self, start: Mapping[Node, float], node: Node) -> float:
+        """Return when a message or collective could move if no stream were busy."""
+        return max((start[b] + self.seconds[b] for b in self.before[node]), default=0.0)
 
 
 def precedences(program: Program, timing: object) -> Precedences:
-    """All replica groups of a program that runs, timed."""
+    """Return the precedences of a program that runs, of all replica groups, with durations."""
     graph = program.graph
     actions = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
-    who = Interpreter(graph, actions, lambda action: 0.0)
-    found = Precedences({}, defaultdict(set), {rank: [] for rank in actions})
+    interpreter = Interpreter(graph, actions, lambda action: 0.0)
+    result = Precedences({}, defaultdict(set), {rank: [] for rank in actions})
     for rank in actions:
         last: Node | None = None
         stopped: dict[tuple[object, ...], set[Node]] = {}
         waiting: list[tuple[Recv, Node]] = []
-        for action in who.ranks[rank].actions:
+        for action in interpreter.ranks[rank].actions:
             if isinstance(action, Send | Recv):
                 node = _message(rank, action)
                 if isinstance(action, Recv):
                     waiting.append((action, node))
                 else:
-                    found.seconds[node] = timing.message(rank, action).seconds  # type: ignore[attr-defined]
-                found.before[node] |= {last} if last else set()
+                    result.seconds[node] = timing.message(rank, action).seconds  # type: ignore[attr-defined]
+                result.before[node] |= {last} if last else set()
                 continue
-            group = tuple(sorted(who._group(rank, action)))
+            group = tuple(sorted(interpreter._group(rank, action)))
             node = ("work", action, group)
             if isinstance(action, Compute):
-                found.seconds[node] = timing.compute(action)  # type: ignore[attr-defined]
+                result.seconds[node] = timing.compute(action)  # type: ignore[attr-defined]
             else:
-                found.seconds[node] = timing.collective(group[0], action, group).seconds  # type: ignore[attr-defined]
+                result.seconds[node] = timing.collective(group[0], action, group).seconds  # type: ignore[attr-defined]
             reads = [(recv, message) for recv, message in waiting if _reads(action, recv)]
-            found.before[node] |= ({last} if last else set()) | {message for _, message in reads}
+            result.before[node] |= ({last} if last else set()) | {message for _, message in reads}
             waiting = [pair for pair in waiting if pair not in reads]
-            found.on_rank[rank].append(node)
+            result.on_rank[rank].append(node)
             last = node
             if isinstance(action, Partial) and graph.stage(action.stage).pieces:
-                found.before[node] |= stopped.pop((action.stage, action.mb, action.kind), set())
+                result.before[node] |= stopped.pop((action.stage, action.mb, action.kind), set())
                 segments = sum(graph.stage(action.stage).pieces)
                 if action.hi < segments if action.kind == "F" else action.lo > 0:
                     left = ("under way", action, group)
-                    found.seconds[left] = timing.left_under_way(action)  # type: ignore[attr-defined]
-                    found.before[left] = {node}
+                    result.seconds[left] = timing.left_under_way(action)  # type: ignore[attr-defined]
+                    result.before[left] = {node}
                     stopped[action.stage, action.mb, action.kind] = {left}
-    return found
+    return result
 
 
-def nodes_of(timeline: Timeline, found: Precedences) -> tuple[dict[Node, float], list[list[Node]]]:
-    """What a timeline says: begins of nodes, and the order of each communication stream."""
-    begins: dict[Node, float] = {}
+def nodes_of(timeline: Timeline, precedences: Precedences) -> tuple[dict[Node, float], list[list[Node]]]:
+    """Return the starts of nodes in a timeline, and the order of each communication stream."""
+    starts: dict[Node, float] = {}
     streams: defaultdict[int, list[tuple[float, float, Node]]] = defaultdict(list)
-    works = {(rank, node[1]): node for rank, nodes in found.on_rank.items() for node in nodes}
+    works = {(rank, node[1]): node for rank, nodes in precedences.on_rank.items() for node in nodes}
     for span in timeline.spans:
         node = _message(span.rank, span.action) if isinstance(span.action, Send) else works[span.rank, span.action]
-        assert begins.setdefault(node, span.start_s) == span.start_s, "all ranks of a work begin it together"
+        assert starts.setdefault(node, span.start_s) == span.start_s, "all ranks of a collective start it together"
         if not isinstance(span.action, Compute):
             streams[span.rank].append((span.start_s, span.start_s + span.duration_s, node))
-    return begins, [[node for _, _, node in sorted(s, key=lambda entry: entry[:2])] for s in streams.values()]
+    return starts, [[node for _, _, node in sorted(s, key=lambda entry: entry[:2])] for s in streams.values()]
 
 
 def _message(rank: int, action: Action) -> Node:
@@ -119,7 +121,7 @@ def _message(rank: int, action: Action) -> Node:
 
 
 def _reads(action: Action, recv: Recv) -> bool:
-    """Whether the action is the first that can need what the message brings."""
+    """Return whether the action is the first that can read the message."""
     forward = recv.payload == "activation"
     stage, mb = (recv.edge.dst, recv.dst) if forward else (recv.edge.src, recv.src)
     match action:
@@ -129,5 +131,5 @@ def _reads(action: Action, recv: Recv) -> bool:
             kind = action.kind == "F" if isinstance(action, Partial) else isinstance(action, Forward)
             return (action.stage, action.mb, kind) == (stage, mb, forward)
         case Fill():
-            raise AssertionError("the interpreter has taken it apart")
+            raise AssertionError("the interpreter has expanded it")
     return False

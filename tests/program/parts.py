@@ -1,4 +1,4 @@
-"""Programs whose forwards and backwards run in parts, some of them inside the gaps of others, for tests."""
+"""Strategies for programs whose forwards and backwards run in parts, some of them in the gaps of others."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +14,7 @@ from tests.program.graphs import Unit, chain, graphs, unified
 
 @st.composite
 def cut_programs(draw: st.DrawFn, max_n: int = 3, inside_layers: bool = False) -> Program:
-    """1F1B or coarse orders in which some work is cut and lies in one piece after another; every one of them runs."""
+    """Draw 1F1B or coarse orders in which some passes are cut into parts, one after another; all of them run."""
     graph = deeper(draw(graphs(max_n=max_n)), draw(st.integers(1, 4)))
     if inside_layers:
         graph = in_pieces(graph)
@@ -25,7 +25,7 @@ def cut_programs(draw: st.DrawFn, max_n: int = 3, inside_layers: bool = False) -
 
 @st.composite
 def filled_programs(draw: st.DrawFn, max_n: int = 3) -> Program:
-    """Work of units on the same ranks, some of it in a gap of what comes before it, whether that can be or not."""
+    """Draw units on the same ranks, with some parts in a gap of the action before them; not all of these run."""
     pp, tp, n = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(2, max_n))
     frozen = draw(st.booleans())
     ranks = tuple(range(pp * tp))
@@ -37,13 +37,13 @@ def filled_programs(draw: st.DrawFn, max_n: int = 3) -> Program:
 
 
 def deeper(graph: StageGraph, num_layers: int) -> StageGraph:
-    """The same graph with so many layers in every stage."""
+    """Return the same graph with `num_layers` layers in every stage."""
     stages = (replace(s, layers=(s.id.index * num_layers, (s.id.index + 1) * num_layers)) for s in graph.stages)
     return replace(graph, stages=tuple(stages))
 
 
 def in_pieces(graph: StageGraph) -> StageGraph:
-    """The same graph with one layer in every stage, in as many pieces as it had layers."""
+    """Return the same graph with one layer in every stage, in as many pieces as the stage had layers."""
     stages = (
         replace(s, layers=(s.id.index, s.id.index + 1), pieces=(s.layers[1] - s.layers[0],)) for s in graph.stages
     )
@@ -51,7 +51,7 @@ def in_pieces(graph: StageGraph) -> StageGraph:
 
 
 def cut(graph: StageGraph, action: Compute, seed: int, always: bool = False) -> list[Compute]:
-    """Cut half of all actions at some borders of segments, alike on every rank; `always` into at least one partial."""
+    """Cut half of all actions between random segments, alike on every rank; with `always` every action."""
     lo, hi = 0, num_segments(graph, action.stage)
     chance = _chance(seed, action)
     if isinstance(action, Partial) or (not always and chance.random() < 0.5):
@@ -63,7 +63,7 @@ def cut(graph: StageGraph, action: Compute, seed: int, always: bool = False) -> 
 
 
 def fill(graph: StageGraph, todo: tuple[Compute, ...], seed: int) -> tuple[ComputeTask, ...]:
-    """Put what follows a host of another unit into a gap of it, mostly where it belongs to another wave."""
+    """Put actions into a gap of the action of another unit before them, mostly if their microbatches differ."""
     out: list[ComputeTask] = []
     rest = list(todo)
     while rest:

@@ -17,10 +17,10 @@ def compute(graph, rank):
 
 
 @given(graphs(max_n=5, max_dp=4))
-def test_every_program_runs_to_its_end_on_the_whole_world(graph):
+def test_every_program_runs_to_its_end_on_all_ranks(graph):
     program = build_program(graph)
-    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
-    assert interpret(graph, everyone).problems == []
+    all_actions = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
+    assert interpret(graph, all_actions).problems == []
 
 
 def test_1f1b_of_a_text_model():
@@ -60,14 +60,14 @@ def test_any_ratio_of_replicas(encoders, llms):
 
 def test_positions_on_the_longest_path_are_in_flight():
     graph = chain(Unit("vision", 3), Unit("audio"), Unit("llm", 2), n=9)
-    alive = {str(stage): count for stage, count in in_flight_microbatches(graph).items()}
-    assert alive == {"vision.0": 5, "vision.1": 4, "vision.2": 3, "audio.0": 3, "llm.0": 2, "llm.1": 1}
+    in_flight = {str(stage): count for stage, count in in_flight_microbatches(graph).items()}
+    assert in_flight == {"vision.0": 5, "vision.1": 4, "vision.2": 3, "audio.0": 3, "llm.0": 2, "llm.1": 1}
 
 
-def test_ranks_that_the_path_visits_in_no_regular_round_run_one_wave_at_a_time():
+def test_ranks_visited_in_no_regular_round_run_one_wave_at_a_time():
     graph = chain(Unit("vision", 3, ranks=(0, 1, 2)), Unit("llm", 4, ranks=(2, 1, 0, 3)), n=3)
-    alive = {str(s): count for s, count in in_flight_microbatches(graph).items()}
-    assert alive == dict.fromkeys(("vision.0", "vision.1", "vision.2", "llm.0", "llm.1", "llm.2"), 2) | {"llm.3": 1}
+    in_flight = {str(s): count for s, count in in_flight_microbatches(graph).items()}
+    assert in_flight == dict.fromkeys(("vision.0", "vision.1", "vision.2", "llm.0", "llm.1", "llm.2"), 2) | {"llm.3": 1}
     assert compute(graph, 0) == "Fv0 Fl0 Fv1 Fl1 Bl0 Bv0 Fv2 Fl2 Bl1 Bv1 Bl2 Bv2"
 
 
@@ -97,6 +97,6 @@ def test_tp_groups_that_differ_in_tp_but_start_on_the_same_rank_share_without_a_
     program = build_program(graph)
     assert not any(isinstance(a, Send | Recv) for actions in program.actions.values() for a in actions)
     assert [str(a.mb) for a in program.actions[1] if isinstance(a, Share)] == ["llm:0.0"]
-    back = chain(Unit("vision", tp=2, ranks=(0, 1)), Unit("llm", ranks=(0,)), n=1)
-    shared = [a for a in build_program(back).actions[1] if isinstance(a, Share)]
+    reverse = chain(Unit("vision", tp=2, ranks=(0, 1)), Unit("llm", ranks=(0,)), n=1)
+    shared = [a for a in build_program(reverse).actions[1] if isinstance(a, Share)]
     assert [(str(a.mb), a.payload) for a in shared] == [("vision:0.0", "gradient")]

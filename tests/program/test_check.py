@@ -1,4 +1,4 @@
-"""The checker refuses exactly the broken programs: one mutation at a time, judged by the interpreter."""
+"""The checker rejects exactly the broken programs: one mutation at a time, compared with the interpreter."""
 
 from dataclasses import replace
 
@@ -25,12 +25,12 @@ from tests.program.interpreter import interpret
 
 @st.composite
 def mutations(draw: st.DrawFn) -> Program:
-    """A good program with one thing changed on one rank."""
+    """Draw a correct program with one thing changed on one rank."""
     program = build_program(draw(graphs(max_n=3)))
     rank = draw(st.sampled_from(sorted(program.actions)))
     actions = list(program.actions[rank])
     at = draw(st.integers(0, len(actions) - 1))
-    how = draw(st.sampled_from(["delete", "duplicate", "swap", "neighbours", "move", "alter", "steal"]))
+    how = draw(st.sampled_from(["delete", "duplicate", "swap", "swap neighbors", "move", "alter", "steal"]))
     if how == "delete":
         del actions[at]
     elif how == "duplicate":
@@ -38,7 +38,7 @@ def mutations(draw: st.DrawFn) -> Program:
     elif how == "swap":
         other = draw(st.integers(0, len(actions) - 1))
         actions[at], actions[other] = actions[other], actions[at]
-    elif how == "neighbours" and at:
+    elif how == "swap neighbors" and at:
         actions[at - 1 : at + 1] = actions[at], actions[at - 1]
     elif how == "move":
         moved = actions.pop(at)
@@ -52,7 +52,7 @@ def mutations(draw: st.DrawFn) -> Program:
 
 
 def altered(program: Program, action: Action) -> list[Action]:
-    """The same action with another microbatch, peer or direction."""
+    """Return the same action with another microbatch, peer or direction."""
     n = program.graph.mesh("llm").num_microbatches
 
     def others(mb: Microbatch) -> list[Microbatch]:
@@ -72,7 +72,7 @@ def altered(program: Program, action: Action) -> list[Action]:
 
 
 @given(mutations())
-def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
+def test_rejects_exactly_the_programs_that_the_interpreter_cannot_run(program):
     problems = interpret(program.graph, program.actions).problems
     if problems:
         with pytest.raises(ProgramError, match="program rejected"):
@@ -81,14 +81,14 @@ def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
         check_program(program)
 
 
-def refusal(program: Program, memory: MemoryLimit | None = None) -> str:
+def rejection(program: Program, memory: MemoryLimit | None = None) -> str:
     with pytest.raises(ProgramError) as error:
         check_program(program, memory)
     return str(error.value)
 
 
-def test_a_deadlock_is_named_action_by_action():
-    """Both ranks run first what needs the other's later work: rank 0 a backward, rank 1 the next forward."""
+def test_a_deadlock_is_reported_action_by_action():
+    """Each rank first runs an action that needs a later one of the other: rank 0 a backward, rank 1 a forward."""
     graph = chain(Unit("llm", pp=2), n=2)
     text = """
 rank 0
@@ -116,32 +116,32 @@ RS llm
 STEP
 GP llm
 """
-    message = refusal(program_from_text(text, graph))
+    message = rejection(program_from_text(text, graph))
     assert "deadlock" in message
     for action in ("rank 0 `B llm.0 llm:0.0`", "rank 0 `F llm.0 llm:0.1`", "rank 1 `F llm.1 llm:0.1`"):
         assert action in message
     assert "STEP" not in message
 
 
-def test_messages_of_a_channel_in_another_order_are_refused():
+def test_messages_of_a_channel_in_another_order_are_rejected():
     program = build_program(chain(Unit("llm", pp=2, trainable=(False, False)), n=2))
     actions = list(program.actions[1])
     posts = [at for at, a in enumerate(actions) if isinstance(a, Recv)]
     first, second = (actions[at] for at in posts)
     actions.remove(second)
     actions.insert(0, second)
-    message = refusal(replace(program, actions={**program.actions, 1: tuple(actions)}))
+    message = rejection(replace(program, actions={**program.actions, 1: tuple(actions)}))
     assert first != second
     assert "message 0 is sent as llm:0.0 for llm:0.0, received as llm:0.1 for llm:0.1" in message
 
 
-def test_collectives_of_a_group_in_another_order_are_refused():
+def test_collectives_of_a_group_in_another_order_are_rejected():
     """Ranks 0 and 1 are the data-parallel group of two encoders at once."""
     encoders = [Unit(name, dp=2, ranks=(0, 1)) for name in ("vision", "audio")]
     program = build_program(chain(*encoders, Unit("llm", ranks=(2,)), n=1))
     actions = list(program.actions[1])
     actions[-2:] = reversed(actions[-2:])
-    message = refusal(replace(program, actions={**program.actions, 1: tuple(actions)}))
+    message = rejection(replace(program, actions={**program.actions, 1: tuple(actions)}))
     assert "ranks 0 and 1 share the group [0, 1]" in message
     assert "collective 2 is `GP audio` on one and `GP vision` on the other" in message
 
@@ -156,22 +156,22 @@ def test_collectives_of_a_group_in_another_order_are_refused():
         ("RS llm\nSTEP\nGP llm\nrank 1", "STEP\nRS llm\nGP llm\nrank 1", "rank 0: `STEP` (action 8) comes before `RS"),
     ],
 )
-def test_what_is_wrong_is_named(old, new, message):
+def test_the_message_names_what_is_wrong(old, new, message):
     program = build_program(chain(Unit("llm", pp=2), n=2))
     text = program_to_text(program)
     assert text.count(old) == 1
-    assert message in refusal(program_from_text(text.replace(old, new), program.graph))
+    assert message in rejection(program_from_text(text.replace(old, new), program.graph))
 
 
-def test_ranks_without_actions_are_named():
+def test_the_message_names_ranks_without_actions():
     program = build_program(chain(Unit("llm", 2)))
-    message = refusal(replace(program, actions={0: program.actions[0]}))
+    message = rejection(replace(program, actions={0: program.actions[0]}))
     assert message == "program: has actions for ranks [0], but replica group 0 is [0, 1]"
 
 
 def test_many_problems_are_counted_not_printed():
     program = build_program(chain(Unit("llm"), n=40))
-    message = refusal(replace(program, actions={0: ()}))
+    message = rejection(replace(program, actions={0: ()}))
     assert "... and 63 more" in message
     assert message.count("is missing") == 20
 
@@ -181,7 +181,7 @@ def test_activations_must_fit():
     program = build_program(chain(Unit("llm", pp=2), n=4))
     sizes = {"llm.0": 3, "llm.1": 5}
     check_program(program, MemoryLimit(lambda stage, mb: sizes[str(stage)], {0: 6, 1: 5}))
-    message = refusal(program, MemoryLimit(lambda stage, mb: sizes[str(stage)], {0: 5, 1: 5}))
+    message = rejection(program, MemoryLimit(lambda stage, mb: sizes[str(stage)], {0: 5, 1: 5}))
     assert "rank 0" in message
     assert "`F llm.0 llm:0.1`" in message
     assert "rank 1" not in message

@@ -14,7 +14,7 @@ from tests.program.test_simulate import Given
 
 
 def encoder_on_every_rank(pp: int, n: int, **more: object) -> StageGraph:
-    """An LLM pipeline, and an encoder replica on each of its ranks."""
+    """Return an LLM pipeline with an encoder replica on each of its ranks."""
     ranks = tuple(range(pp))
     return chain(Unit("vision", 1, pp, ranks=ranks), Unit("llm", pp, ranks=ranks), n=n, **more)  # type: ignore[arg-type]
 
@@ -33,11 +33,11 @@ def test_the_llms_order_is_untouched_and_encoders_work_around_it():
 @given(graphs())
 def test_any_graph_runs_to_its_end_in_this_order(graph):
     program = build_program(graph, kind="coarse")
-    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
-    assert interpret(graph, everyone).problems == []
+    all_actions = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
+    assert interpret(graph, all_actions).problems == []
 
 
-def test_a_frozen_llm_still_hands_gradients_to_the_encoders():
+def test_a_frozen_llm_still_sends_gradients_to_the_encoders():
     graph = encoder_on_every_rank(2, n=2)
     frozen = replace(graph, stages=tuple(replace(s, trainable=s.id.unit == "vision") for s in graph.stages))
     assert order(frozen, 0) == order(graph, 0)
@@ -47,7 +47,7 @@ def test_a_frozen_llm_still_hands_gradients_to_the_encoders():
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_encoders_never_stall_the_pipeline(pp):
-    """The step is the encoders' forwards, 1F1B of the LLM alone, and the encoders' backwards; far below lock-step."""
+    """The step takes the encoders' forwards, 1F1B of the LLM alone, and the encoders' backwards."""
     n = 8
     seconds = {"forward": {"vision.0": 0.5}, "backward": {"vision.0": 1.0}}
     for k in range(pp):
@@ -58,7 +58,7 @@ def test_encoders_never_stall_the_pipeline(pp):
     assert coarse < simulate(build_program(graph), Given(**seconds)).step_time_s
 
 
-def test_all_encoder_activations_are_alive_at_once():
+def test_all_encoder_activations_live_at_once():
     graph = encoder_on_every_rank(2, n=5)
     coarse = peak_in_flight_by_stage(graph, build_program(graph, kind="coarse").actions[0])
     assert coarse == {StageId("vision", 0): 5, StageId("llm", 0): 2}

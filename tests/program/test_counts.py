@@ -1,4 +1,4 @@
-"""Units with different numbers of microbatches: what may flow where, in which order, and that nobody waits in vain."""
+"""Units with different numbers of microbatches: what may flow where, in which order, and without deadlock."""
 
 from itertools import product
 
@@ -41,8 +41,8 @@ def test_numbers_that_do_not_divide_meet_in_the_smallest_block_that_both_fill():
     graph = chain(Unit("vision", n=4), Unit("llm", n=6))
     edge = Edge(StageId("vision", 0), StageId("llm", 0))
     for index in range(4):
-        wanted = (0, 1, 2) if index < 2 else (3, 4, 5)
-        assert [d.index for d in graph.destinations(edge, Microbatch("vision", 0, index))] == list(wanted)
+        expected = (0, 1, 2) if index < 2 else (3, 4, 5)
+        assert [d.index for d in graph.destinations(edge, Microbatch("vision", 0, index))] == list(expected)
 
 
 @given(graphs(max_n=6))
@@ -51,10 +51,10 @@ def test_sources_and_destinations_are_two_views_of_the_same_pairs(graph):
         src, dst = graph.mesh(edge.src.unit), graph.mesh(edge.dst.unit)
         sources = [Microbatch(src.unit, r, i) for r in range(src.dp) for i in range(src.num_microbatches)]
         destinations = [Microbatch(dst.unit, r, i) for r in range(dst.dp) for i in range(dst.num_microbatches)]
-        forth = {(s, d) for s in sources for d in graph.destinations(edge, s)}
-        assert forth == {(s, d) for d in destinations for s in graph.sources(edge, d)}
-        assert {s for s, _ in forth} == set(sources)
-        assert {d for _, d in forth} == set(destinations)
+        pairs = {(s, d) for s in sources for d in graph.destinations(edge, s)}
+        assert pairs == {(s, d) for d in destinations for s in graph.sources(edge, d)}
+        assert {s for s, _ in pairs} == set(sources)
+        assert {d for _, d in pairs} == set(destinations)
 
 
 def test_a_merged_encoder_microbatch_runs_when_the_llm_needs_it_and_returns():
@@ -87,7 +87,7 @@ def test_a_mixed_stage_runs_the_encoder_with_the_first_and_the_last_of_a_block()
 
 
 @pytest.mark.parametrize(("pp", "chunks", "vision_n"), [*product((1, 2, 3), (1, 2), (1, 2, 3, 4, 12, 24))])
-def test_the_llm_keeps_its_order_whatever_the_encoders_do(pp, chunks, vision_n):
+def test_the_llm_has_the_same_order_with_any_encoders(pp, chunks, vision_n):
     llm = Unit("llm", pp, num_stages=pp * chunks)
     equal = build_1f1b(chain(Unit("vision"), Unit("audio", 2), llm, n=12)).actions
     other = build_1f1b(chain(Unit("vision", n=vision_n), Unit("audio", 2, n=6), llm, n=12)).actions
@@ -96,11 +96,11 @@ def test_the_llm_keeps_its_order_whatever_the_encoders_do(pp, chunks, vision_n):
 
 
 @given(graphs(max_n=9))
-def test_what_is_in_flight_is_known_before_the_program_is(graph):
-    program, alive = build_program(graph), in_flight_microbatches(graph)
+def test_in_flight_microbatches_are_predicted_exactly(graph):
+    program, in_flight = build_program(graph), in_flight_microbatches(graph)
     for actions in program.actions.values():
         for stage, count in peak_in_flight_by_stage(graph, actions).items():
-            assert count == (alive[stage] if graph.needs_backward(stage) else 1)
+            assert count == (in_flight[stage] if graph.needs_backward(stage) else 1)
 
 
 GRID = [*product((1, 2, 3, 4, 6, 12), (1, 2), ((1, 1), (1, 2), (2, 1), (2, 3), (3, 2)), (1, 2), ("1f1b", "coarse"))]
@@ -116,7 +116,7 @@ def test_a_grid_of_meshes_and_numbers_runs_to_its_end(vision_n, tp, dp, chunks, 
 @pytest.mark.parametrize("share", [1, 1 / 12], ids=["as fast", "faster"])
 @pytest.mark.parametrize(("pp", "vision_n"), [*product((1, 2, 4), (1, 2, 3, 6, 12, 24, 36))])
 def test_an_encoder_never_keeps_the_llm_waiting_once_it_runs(pp, vision_n, share):
-    """The step is the first block's forward, the LLM's pipeline as if alone, and the last block's backward."""
+    """The step takes the first block's forward, the LLM's pipeline as if alone, and the last block's backward."""
     graph = chain(Unit("vision", n=vision_n), Unit("llm", pp), n=12)
     vision = share * 12 / vision_n
     block = max(vision, share)
@@ -125,8 +125,8 @@ def test_an_encoder_never_keeps_the_llm_waiting_once_it_runs(pp, vision_n, share
 
 
 @pytest.mark.parametrize(("pp", "chunks", "vision_n"), [*product((2, 4, 8), (2, 3), (6, 12, 24, 48))])
-def test_an_encoder_as_fast_as_an_interleaved_llm_has_what_its_chunks_take_at_once(pp, chunks, vision_n):
-    """It waits only while the first group of microbatches comes in at the encoder's speed, and the last goes back."""
+def test_an_encoder_as_fast_as_an_interleaved_llm_keeps_up_with_its_chunks(pp, chunks, vision_n):
+    """The LLM waits only while the first group of microbatches comes at the encoder's speed, and the last returns."""
     graph = chain(Unit("vision", n=vision_n), Unit("llm", pp, num_stages=pp * chunks), n=24)
     vision = chunks * 24 / vision_n
     block = max(vision, chunks)
@@ -140,7 +140,7 @@ def test_an_encoder_as_fast_as_an_interleaved_llm_has_what_its_chunks_take_at_on
 
 @pytest.mark.parametrize(("pp", "chunks", "merged"), [*product((1, 2, 3, 4), (1, 2, 3), (2, 3, 4))])
 @pytest.mark.parametrize("other", ["vision", "generator"])
-def test_a_merged_unit_runs_as_if_there_was_nothing_to_merge(other, pp, chunks, merged):
+def test_a_merged_unit_takes_the_time_of_one_that_merges_nothing(other, pp, chunks, merged):
     units = [Unit("llm"), Unit(other, pp, num_stages=pp * chunks, n=12 // merged)][:: 1 if other == "generator" else -1]
     time = simulate(build_program(chain(*units, n=12)), Seconds(llm=0.01, **{other: 1})).step_time_s
     equal = simulate(build_program(chain(*units, n=12 // merged)), Seconds(llm=0.01 * merged, **{other: 1})).step_time_s
@@ -148,13 +148,13 @@ def test_a_merged_unit_runs_as_if_there_was_nothing_to_merge(other, pp, chunks, 
 
 
 @given(graphs(max_n=6))
-def test_any_order_may_be_written_down(graph):
+def test_any_order_can_be_written_as_text(graph):
     order = {rank: [action_to_text(a) for a in actions] for rank, actions in build_1f1b(graph).actions.items()}
     assert build_program(graph, kind="explicit", order=order).actions == build_program(graph).actions
 
 
-def test_a_gradient_that_cannot_be_there_yet_is_refused_by_name():
-    """One encoder microbatch for both of the LLM's on the same rank, written to return after the first of them."""
+def test_a_backward_before_its_gradient_is_rejected():
+    """One encoder microbatch feeds both of the LLM's; its backward is placed after the first of them."""
     graph = unified(1, n=2, vision_n=1)
     order = ["F vision.0 vision:0.0", "F llm.0 llm:0.0", "B llm.0 llm:0.0"]
     early = ["B vision.0 vision:0.0", "F llm.0 llm:0.1", "B llm.0 llm:0.1"]
@@ -163,7 +163,7 @@ def test_a_gradient_that_cannot_be_there_yet_is_refused_by_name():
     build_program(graph, kind="explicit", order={0: [*order, *early[1:], early[0]]})
 
 
-def test_one_rank_cannot_wait_for_a_block_that_it_holds_up():
+def test_a_rank_cannot_wait_for_a_block_that_waits_for_it():
     """The LLM returns its first microbatch before it runs the second, which the generator's block needs."""
     graph = chain(Unit("llm"), Unit("generator", n=1), n=2)
     order = {

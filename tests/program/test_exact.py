@@ -1,4 +1,4 @@
-"""Schedules solved by hand: the simulator says what the arithmetic beside each of them says."""
+"""Schedules solved by hand: the simulator agrees with the arithmetic in each docstring."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -63,12 +63,12 @@ class Table:
 
 
 def written(graph: StageGraph, order: Mapping[int, Sequence[str]]) -> Program:
-    """A program of these compute actions, not checked."""
+    """Return a program of these compute actions, unchecked."""
     return lower(Program(graph, {rank: tuple(map(action_from_text, todo)) for rank, todo in order.items()}))  # type: ignore[arg-type]
 
 
 def computed(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
-    """What the rank computed: text, begin and end."""
+    """Return what the rank computed: text, start and end."""
     return [
         (action_to_text(s.action), s.start_s, s.start_s + s.duration_s)
         for s in timeline.spans
@@ -80,7 +80,7 @@ LLM = {"llm": {"F": 0.5, "B": 1.0}}  # stages have two layers: 1 s forward, 2 s 
 
 
 def test_1f1b_with_messages() -> None:
-    """Two stages, three microbatches, a message takes 1/4 s. Rank 1 begins at 1.25 with what rank 0 sent at 1.
+    """Two stages, three microbatches, a message takes 1/4 s. Rank 1 starts at 1.25 with what rank 0 sent at 1.
 
     It runs F0 -2.25, B0 -4.25, F1 -5.25 (whose activation came at 2.25), B1 -7.25. Rank 0 runs F0 and F1 until 2, waits
     for the first gradient until 4.5, then B0 -6.5 and F2 -7.5. So rank 1 has the activation of 2 at 7.75: F2 -8.75,
@@ -102,8 +102,8 @@ def test_1f1b_with_messages() -> None:
     }
     path = ["F llm.0 llm:0.0", "SA", "F llm.1 llm:0.0", "B llm.1 llm:0.0", "SG", "B llm.0 llm:0.0", "F llm.0 llm:0.2"]
     path += ["SA", "F llm.1 llm:0.2", "B llm.1 llm:0.2", "SG", "B llm.0 llm:0.2"]
-    found = [action_to_text(s.action) for s in timeline.critical_path]
-    assert [text if text[0] in "FB" else text.split()[0] for text in found] == path
+    texts = [action_to_text(s.action) for s in timeline.critical_path]
+    assert [text if text[0] in "FB" else text.split()[0] for text in texts] == path
 
 
 def test_interleaved_1f1b_fills_in_chunks() -> None:
@@ -133,10 +133,10 @@ class InPieces(Table):
         return 1.5 if action.stage.unit == "llm" else 0.0
 
 
-def test_work_beside_a_collective_takes_no_time() -> None:
+def test_work_during_a_collective_takes_no_extra_time() -> None:
     """One LLM layer in two pieces hosts a segment of vision (1 s), and then two of them (2 s).
 
-    Vision F0 0-2. LLM F0 2-2.5, its collective until 4, vision's segment beside it 2.5-3.5; the rest 4-4.5. Vision's
+    Vision F0 0-2. LLM F0 2-2.5, its collective until 4, vision's segment during it 2.5-3.5; the rest 4-4.5. Vision's
     other segment -5.5. LLM F1 5.5-6, its collective until 7.5, vision F2 6-8; the rest waits for that: 8-8.5. LLM F2
     by itself -11.
     """
@@ -152,7 +152,7 @@ def test_work_beside_a_collective_takes_no_time() -> None:
     ]
     program = build_program(graph, kind="explicit", order={0: order})
     timeline = simulate(program, InPieces(graph, {}))
-    assert [(begin, end) for _, begin, end in computed(timeline, 0)] == [
+    assert [(start, end) for _, start, end in computed(timeline, 0)] == [
         (0.0, 2.0),
         (2.0, 2.5), (2.5, 3.5), (4.0, 4.5),
         (4.5, 5.5),
@@ -193,14 +193,14 @@ def test_two_encoder_replicas_feed_three_llm_replicas() -> None:
         graph, {"vision": LLM["llm"], "llm": LLM["llm"]}, message_s=1.0, load={Microbatch("vision", 1, 0): 2.0}
     )
     timeline = simulate(build_program(graph), table)
-    begins = {s.rank: s.start_s for s in timeline.spans if isinstance(s.action, Forward)}
-    assert begins == {0: 0.0, 1: 0.0, 2: 3.0, 3: 4.0, 4: 5.0}
+    starts = {s.rank: s.start_s for s in timeline.spans if isinstance(s.action, Forward)}
+    assert starts == {0: 0.0, 1: 0.0, 2: 3.0, 3: 4.0, 4: 5.0}
     ends = {s.rank: s.start_s + s.duration_s for s in timeline.spans if isinstance(s.action, Backward)}
     assert ends == {2: 6.0, 3: 7.0, 4: 8.0, 0: 11.0, 1: 14.0}
     assert timeline.step_time_s == 14.0
 
 
-def test_a_reduction_is_hidden_beside_the_work_of_other_ranks() -> None:
+def test_a_reduction_overlaps_with_the_work_of_other_ranks() -> None:
     """Encoder on rank 0, LLM on rank 1, one microbatch: F 1 s, B 2 s each; reductions and gathers take 3 s, the step 1.
 
     LLM: F 1-2, B -4, reduces its gradients 4-7 while the encoder runs its backward 4-6 and reduces 6-9: the step does
@@ -235,7 +235,7 @@ def test_work_in_a_gap_ends_before_its_host() -> None:
     """Encoder and LLM stage 0 on rank 0, stage 1 on rank 1; layers take 1/2 s forward, 1 s backward, in all units.
 
     Rank 0: vision F0 0-1; LLM F0 with vision F1 between its two layers: 1-1.5, 1.5-2.5, 2.5-3; LLM F1 3-4. Rank 1
-    begins at 3 and goes on until 5.
+    starts at 3 and goes on until 5.
     """
     vision, llm = Unit("vision", ranks=(0,), trainable=(False,)), Unit("llm", 2, ranks=(0, 1), trainable=(False, False))
     graph = chain(vision, llm, n=2)
@@ -254,6 +254,6 @@ def test_work_in_a_gap_ends_before_its_host() -> None:
         ("PF llm.0 llm:0.0 1:2", 2.5, 3.0),
         ("F llm.0 llm:0.1", 3.0, 4.0),
     ]
-    assert [begin for _, begin, _ in computed(timeline, 1)] == [3.0, 4.0]
+    assert [start for _, start, _ in computed(timeline, 1)] == [3.0, 4.0]
     assert timeline.step_time_s == 5.0
     assert [s.rank for s in timeline.critical_path if s.duration_s] == [0, 0, 0, 0, 1, 1]

@@ -1,10 +1,11 @@
-"""Interleaved 1F1B: Megatron-core's own order where it has one, no deadlock and short steps everywhere."""
+"""Interleaved 1F1B: Megatron-core's order where it has one, and no deadlock and short steps everywhere."""
 
 from importlib import import_module
 from itertools import product
 
 import pytest
 
+from mmtrain.errors import ProgramError
 from mmtrain.program import build_1f1b, build_program, peak_in_flight_by_stage, simulate
 from mmtrain.program.ir.actions import Backward, Forward, Recv, ReduceShared, Send
 from mmtrain.program.ir.graph import StageGraph
@@ -18,7 +19,7 @@ def interleaved(pp: int, vpp: int, n: int) -> StageGraph:
 
 
 def megatron_order(pp: int, vpp: int, n: int, rank: int) -> list[tuple[bool, int, int]]:
-    """(forward?, chunk, microbatch) as `forward_backward_pipelining_with_interleaving` runs its schedule table."""
+    """Return (is forward, chunk, microbatch) in the order of `forward_backward_pipelining_with_interleaving`."""
     import_module("mmtrain.models.megatron")  # first, because it keeps Megatron-core's import quiet
     from megatron.core.pipeline_parallel import schedules
 
@@ -52,35 +53,37 @@ def test_the_order_is_that_of_megatron_core(pp, vpp, groups):
 
 
 @pytest.mark.parametrize(("pp", "vpp", "groups"), [*product((2, 3, 4), (2, 3), (1, 2, 3))])
-def test_the_pipeline_fills_and_drains_in_one_chunk_a_place(pp, vpp, groups):
-    """The least any order needs: all of a rank's work, and the way of one chunk down to it and back up."""
+def test_the_pipeline_fills_and_drains_in_one_chunk_per_rank(pp, vpp, groups):
+    """No order is faster: a rank has its own work, and waits for one chunk to come down to it and back up."""
     n = groups * pp
     timeline = simulate(build_program(interleaved(pp, vpp, n)), Seconds(llm=1))
     assert timeline.step_time_s == 3 * (n * vpp + pp - 1)
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [*product((2, 3, 4), (2, 3))])
-def test_missing_microbatches_cost_less_than_running_them(pp, vpp):
+def test_an_incomplete_group_takes_no_longer_than_a_full_one(pp, vpp):
     for n in range(1, 3 * pp):
         full = simulate(build_program(interleaved(pp, vpp, -(-n // pp) * pp)), Seconds(llm=1)).step_time_s
         assert simulate(build_program(interleaved(pp, vpp, n)), Seconds(llm=1)).step_time_s <= full
 
 
-def test_an_incomplete_group_passes_over_the_turns_that_are_missing():
-    full = [turn for turn in compute(interleaved(2, 2, 4), 0, 2) if turn[2] < 3]
+def test_an_incomplete_group_skips_the_passes_that_are_missing():
+    full = [entry for entry in compute(interleaved(2, 2, 4), 0, 2) if entry[2] < 3]
     assert compute(interleaved(2, 2, 3), 0, 2) == full
 
 
-def test_no_deadlock_whatever_lies_before_and_after():
+def test_no_deadlock_with_any_units_before_and_after():
     """`build_program` proves it: rounds that end early, microbatches that do not fill a group, units around it."""
     cases = product((2, 3, 4), (1, 2, 3), (1, 3, 4, 5, 9), (0, 2), (0, 1, 3))
     for pp, extra, n, before, after in cases:
         middle = Unit("llm", pp, num_stages=pp + extra * pp - (n % 2))
         ends = [[Unit("vision", before)] if before else [], [Unit("generator", after)] if after else []]
         graph = chain(*ends[0], middle, *ends[1], n=n)
-        program, alive = build_program(graph), in_flight_microbatches(graph)
+        program, in_flight = build_program(graph), in_flight_microbatches(graph)
         for stage in graph.stages:
-            assert peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]
+            assert (
+                peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == in_flight[stage.id]
+            )
 
 
 def test_a_fast_encoder_never_makes_an_interleaved_llm_wait_once_it_runs():
@@ -89,14 +92,14 @@ def test_a_fast_encoder_never_makes_an_interleaved_llm_wait_once_it_runs():
 
 
 def test_encoder_and_llm_on_the_same_ranks_are_chunks_of_one_round():
-    """Unified: the encoder's two stages and the LLM's two go round two ranks, as four LLM chunks would."""
+    """Unified: the encoder's two stages and the LLM's two visit two ranks in rounds, as four LLM chunks would."""
     graph = chain(Unit("vision", 2, ranks=(0, 1)), Unit("llm", 2, ranks=(0, 1)), n=4)
     mixed = [(isinstance(a, Forward), int(a.stage.unit == "llm"), a.mb.index) for a in build_1f1b(graph).actions[1]]
     assert mixed == megatron_order(2, 2, 4, 1)
 
 
-def test_a_mixed_stage_is_one_part():
-    """Vision ends on the rank where the LLM begins: rounds 0, 1, 0, 1 over vision.0, vision.1 + llm.0, llm.1, llm.2."""
+def test_stages_of_two_units_on_a_rank_make_one_virtual_stage():
+    """Vision ends on the rank where the LLM starts: rounds 0, 1, 0, 1 over vision.0, vision.1 + llm.0, llm.1, llm.2."""
     graph = chain(Unit("vision", 2, ranks=(0, 1)), Unit("llm", 2, ranks=(1, 0), num_stages=3), n=2)
     order = [f"{type(a).__name__[0]}{a.stage}" for a in build_1f1b(graph).actions[1] if a.mb.index == 0]
     assert order == ["Fvision.1", "Fllm.0", "Fllm.2", "Bllm.2", "Bllm.0", "Bvision.1"]
@@ -114,10 +117,10 @@ def test_the_edge_back_to_the_first_rank_is_a_channel_of_its_own():
         a for a in build_program(interleaved(2, 2, 2)).actions[1] if isinstance(a, Send) and a.payload == "activation"
     ]
     assert {str(a.edge) for a in sends} == {"llm.1>llm.2"}
-    back = [
+    sent_by_first = [
         a for a in build_program(interleaved(2, 2, 2)).actions[0] if isinstance(a, Send) and a.payload == "activation"
     ]
-    assert {str(a.edge) for a in back} == {"llm.0>llm.1", "llm.2>llm.3"}
+    assert {str(a.edge) for a in sent_by_first} == {"llm.0>llm.1", "llm.2>llm.3"}
 
 
 @pytest.mark.parametrize(("pp", "num_shared"), [(1, 0), (2, 1)])
@@ -129,11 +132,11 @@ def test_tied_embeddings_are_reduced_only_between_ranks(pp, num_shared):
 def test_interleaving_needs_stages_for_every_rank():
     graph = unified(2)
     meshes = (graph.meshes[0], type(graph.meshes[1])("llm", 1, 2, 1, (0, 1), 2, vpp=2))
-    with pytest.raises(Exception, match="llm has 2 stages; pp 2 with vpp 2 takes 3 to 4"):
+    with pytest.raises(ProgramError, match="llm has 2 stages; pp 2 with vpp 2 takes 3 to 4"):
         build_program(StageGraph(meshes, graph.stages, graph.edges))
 
 
-def test_two_encoders_in_the_line_of_a_unified_pipeline_are_chunks_like_others():
+def test_two_encoders_of_a_unified_pipeline_are_chunks_like_others():
     """Vision on ranks 0 and 1, audio on 0, the LLM on 1, 0 and 1: three rounds over two ranks."""
     vision, audio = Unit("vision", 2, ranks=(0, 1)), Unit("audio", 1, ranks=(0,))
     graph = chain(vision, audio, Unit("llm", 2, ranks=(1, 0), num_stages=3), n=4)
@@ -146,14 +149,14 @@ def test_two_encoders_in_the_line_of_a_unified_pipeline_are_chunks_like_others()
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("cut", [*product((1, 2, 3), (1, 2, 3), (1, 2, 3))])
-def test_lines_of_two_encoders_and_an_llm_run_on_any_ranks(cut, n):
-    """Wherever the units begin and end in the rounds; `build_program` proves that nothing waits for ever."""
-    units, at = [], 0
+def test_two_encoders_and_an_llm_in_a_row_run_on_any_ranks(cut, n):
+    """Units may start and end anywhere in the rounds; `build_program` proves that there is no deadlock."""
+    units, first = [], 0
     for name, num_stages in zip(("vision", "audio", "llm"), cut, strict=True):
-        places = [(at + k) % 2 for k in range(num_stages)]
-        units.append(Unit(name, min(2, num_stages), ranks=tuple(dict.fromkeys(places)), num_stages=num_stages))
-        at += num_stages
+        pipeline_ranks = [(first + k) % 2 for k in range(num_stages)]
+        units.append(Unit(name, min(2, num_stages), ranks=tuple(dict.fromkeys(pipeline_ranks)), num_stages=num_stages))
+        first += num_stages
     graph = chain(*units, n=n)
-    program, alive = build_program(graph), in_flight_microbatches(graph)
+    program, in_flight = build_program(graph), in_flight_microbatches(graph)
     for stage in graph.stages:
-        assert peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == alive[stage.id]
+        assert peak_in_flight_by_stage(graph, program.actions[stage.tp_groups[0][0]])[stage.id] == in_flight[stage.id]

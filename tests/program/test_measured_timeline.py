@@ -1,4 +1,4 @@
-"""Measured timelines: a simulated step told as records gives the simulated timeline back."""
+"""Measured timelines: the records of a simulated step give the simulated timeline back."""
 
 from itertools import pairwise
 from zlib import crc32
@@ -32,8 +32,8 @@ from tests.program.graphs import Unit, chain, graphs
 from tests.program.trace_format import require_trace
 
 
-class Seconds:
-    """Different durations for everything; messages and collectives of `nbytes`."""
+class DistinctSeconds:
+    """Durations that differ by action."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -54,55 +54,55 @@ class Seconds:
         return 1
 
 
-def told(graph: StageGraph, timeline: Timeline) -> dict[int, StepRecord]:
-    """What the ranks would have recorded: every action follows the one before it, waiting where it began later."""
+def recorded(graph: StageGraph, timeline: Timeline) -> dict[int, StepRecord]:
+    """Return what the ranks would have recorded: actions follow each other without a gap, with waits inside them."""
     arrivals = {(s.rank, s.action): s for s in timeline.spans if isinstance(s.action, Send)}
     records = {}
     for rank in timeline.bubbles:
-        done: list[ActionRecord] = []
-        moved: list[MessageRecord] = []
+        actions: list[ActionRecord] = []
+        messages: list[MessageRecord] = []
         clock = 0.0
-        works = [s for s in timeline.spans if s.rank == rank and not isinstance(s.action, Send | Recv)]
-        for span in sorted(works, key=lambda s: (s.start_s, s.start_s + s.duration_s)):
-            # Of a collective's ranks only the first knows that it waited; the others stand inside it.
+        own = [s for s in timeline.spans if s.rank == rank and not isinstance(s.action, Send | Recv)]
+        for span in sorted(own, key=lambda s: (s.start_s, s.start_s + s.duration_s)):
+            # Only the first rank of a collective records its wait; the others wait inside the collective.
             first = participants(graph, rank, span.action)[0]
             waited = span.start_s - clock if rank == first or isinstance(span.action, Compute) else 0.0
             end = span.start_s + span.duration_s
-            done.append(ActionRecord(span.action, clock, end, waited))
+            actions.append(ActionRecord(span.action, clock, end, waited))
             clock = end
         for (sender, send), span in arrivals.items():
             end = span.start_s + span.duration_s
             if sender == rank:
-                moved.append(MessageRecord(send, span.start_s, timeline.step_time_s, 0.0, span.nbytes))
+                messages.append(MessageRecord(send, span.start_s, timeline.step_time_s, 0.0, span.nbytes))
             if send.peer == rank:
                 recv = Recv(send.edge, send.src, send.dst, sender, send.payload)
-                moved.append(MessageRecord(recv, 0.0, end, 0.0, span.nbytes))
-        records[rank] = StepRecord(0.0, timeline.step_time_s, tuple(done), tuple(moved))
+                messages.append(MessageRecord(recv, 0.0, end, 0.0, span.nbytes))
+        records[rank] = StepRecord(0.0, timeline.step_time_s, tuple(actions), tuple(messages))
     return records
 
 
 @given(graphs(max_n=3), st.integers(0, 9))
-def test_what_was_simulated_is_measured(graph: StageGraph, seed: int) -> None:
+def test_records_of_a_simulated_step_give_its_timeline_back(graph: StageGraph, seed: int) -> None:
     program = build_program(graph)
-    timeline = simulate(program, Seconds(seed), graph.num_groups)
-    records = told(graph, timeline)
-    found = measured_timeline(graph, records, lambda rank, action: 16)
-    assert found.step_time_s == pytest.approx(timeline.step_time_s)
+    timeline = simulate(program, DistinctSeconds(seed), graph.num_groups)
+    records = recorded(graph, timeline)
+    measured = measured_timeline(graph, records, lambda rank, action: 16)
+    assert measured.step_time_s == pytest.approx(timeline.step_time_s)
     for rank, bubbles in timeline.bubbles.items():
         busy = sum(s.duration_s for s in timeline.spans if s.rank == rank and isinstance(s.action, Compute))
-        assert sum(found.bubbles[rank].values()) == pytest.approx(timeline.step_time_s - busy)
-        assert found.bubbles[rank] == pytest.approx(bubbles)
-    wanted = {(s.rank, s.action): s for s in timeline.spans}
-    spans = {(s.rank, s.action): s for s in found.spans}
-    assert spans.keys() == wanted.keys()
+        assert sum(measured.bubbles[rank].values()) == pytest.approx(timeline.step_time_s - busy)
+        assert measured.bubbles[rank] == pytest.approx(bubbles)
+    expected = {(s.rank, s.action): s for s in timeline.spans}
+    spans = {(s.rank, s.action): s for s in measured.spans}
+    assert spans.keys() == expected.keys()
     for key, span in spans.items():
-        assert span.nbytes == wanted[key].nbytes
+        assert span.nbytes == expected[key].nbytes
         if isinstance(span.action, Compute):
-            assert (span.start_s, span.duration_s) == pytest.approx(wanted[key][1:3])
+            assert (span.start_s, span.duration_s) == pytest.approx(expected[key][1:3])
         else:
-            assert span.start_s + span.duration_s == pytest.approx(wanted[key].start_s + wanted[key].duration_s)
+            assert span.start_s + span.duration_s == pytest.approx(expected[key].start_s + expected[key].duration_s)
     require_trace(chrome_trace(timeline, "abc"))
-    require_trace(chrome_trace(found, "abc"))
+    require_trace(chrome_trace(measured, "abc"))
 
 
 VISION, LLM = StageId("vision", 0), StageId("llm", 0)
@@ -112,7 +112,7 @@ SEND, RECV = Send(EDGE, IMAGE, TEXT, 1, "activation"), Recv(EDGE, IMAGE, TEXT, 0
 
 
 def two_ranks() -> dict[int, StepRecord]:
-    """Rank 0 computes and sends in [10, 13]; rank 1 waits from 11.5 to 14 for it, then both step until 20."""
+    """Return records: rank 0 computes until 13 and sends, rank 1 waits for it until 14, both step until 19."""
     return {
         0: StepRecord(
             10.0,
@@ -137,7 +137,7 @@ def two_ranks() -> dict[int, StepRecord]:
     }
 
 
-def test_messages_lie_on_their_sender_and_collectives_begin_together() -> None:
+def test_messages_are_on_their_sender_and_collectives_start_together() -> None:
     found = measured_timeline(chain(Unit("vision"), Unit("llm"), n=1), two_ranks(), lambda rank, action: 4)
     assert [(s.rank, s.start_s, s.duration_s, s.action, s.nbytes) for s in found.spans] == [
         (0, 0.0, 3.0, Forward(VISION, IMAGE), 0),
@@ -152,34 +152,34 @@ def test_messages_lie_on_their_sender_and_collectives_begin_together() -> None:
     )
 
 
-moments = st.integers(0, 20).map(float)
+times = st.integers(0, 20).map(float)
 
 
-@given(st.lists(moments, unique=True, max_size=6).map(sorted), st.lists(st.tuples(moments, moments).map(sorted)))
-def test_communication_is_drawn_apart(borders: list[float], moved: list[tuple[float, float]]) -> None:
-    """Collectives as they were, messages within the time that they may have taken."""
+@given(st.lists(times, unique=True, max_size=6).map(sorted), st.lists(st.tuples(times, times).map(sorted)))
+def test_communication_is_shown_without_overlaps(borders: list[float], moved: list[tuple[float, float]]) -> None:
+    """Collectives stay as they were, messages stay within the time that they may have taken."""
     collectives = [Span(0, a, b - a, Step()) for a, b in zip(borders[::2], borders[1::2], strict=False)]
     messages = [Span(0, a, b - a, SEND, nbytes=k) for k, (a, b) in enumerate(moved)]
-    drawn = list(without_overlaps(collectives, messages))
-    assert [s for s in drawn if s.action == Step()] == collectives
-    assert sorted(s.nbytes for s in drawn if s.action == SEND) == list(range(len(messages)))
-    for span, after in pairwise(drawn):
+    shown = list(without_overlaps(collectives, messages))
+    assert [s for s in shown if s.action == Step()] == collectives
+    assert sorted(s.nbytes for s in shown if s.action == SEND) == list(range(len(messages)))
+    for span, after in pairwise(shown):
         assert span.start_s + span.duration_s <= after.start_s
-    for span in (s for s in drawn if s.action == SEND):
+    for span in (s for s in shown if s.action == SEND):
         first, last = moved[span.nbytes]
         assert span.duration_s >= 0
         assert span.start_s >= first
         assert span.start_s + span.duration_s <= last or span.duration_s == 0
 
 
-def test_a_record_says_where_the_time_went() -> None:
+def test_a_record_sums_its_time_by_kind_and_its_traffic_by_edge() -> None:
     record = two_ranks()[1]
     assert record.seconds_by_kind() == pytest.approx({"compute": 5.0, "communication": 0.5, "wait": 2.5})
     assert record.traffic_by_edge() == {EDGE: EdgeTraffic(0, 2.5)}
     assert two_ranks()[0].traffic_by_edge() == {EDGE: EdgeTraffic(64, 0.4)}
 
 
-def test_steps_of_a_run_share_an_axis() -> None:
+def test_steps_of_a_run_share_a_time_axis() -> None:
     timeline = measured_timeline(chain(Unit("vision"), Unit("llm"), n=1), two_ranks(), lambda rank, action: 4)
     trace = run_trace([MeasuredStep(3, 50.0, timeline), MeasuredStep(7, 80.0, timeline)], "abc", 2e-6)
     require_trace(trace)

@@ -34,14 +34,14 @@ def test_programs_in_parts_round_trip(program):
 
 
 @given(cut_programs())
-def test_cutting_what_runs_changes_nothing(program):
+def test_a_program_that_runs_still_runs_when_cut_into_parts(program):
     assert interpret(program.graph, program.actions).problems == []
     check_program(program)
 
 
 @st.composite
 def mutations(draw: st.DrawFn) -> Program:
-    """A program in parts with one of its parts, or any action, deleted, doubled, moved or altered on one rank."""
+    """Draw a program in parts with one of its parts, or any action, deleted, doubled, moved or altered on one rank."""
     program = draw(st.one_of(cut_programs(max_n=2), filled_programs(max_n=2)))
     rank = draw(st.sampled_from(sorted(program.actions)))
     actions = list(program.actions[rank])
@@ -70,7 +70,7 @@ def mutations(draw: st.DrawFn) -> Program:
 
 
 @given(mutations())
-def test_refuses_what_the_interpreter_cannot_run_and_nothing_else(program):
+def test_rejects_exactly_the_programs_that_the_interpreter_cannot_run(program):
     problems = interpret(program.graph, program.actions).problems
     fills = any(isinstance(a, Fill) for todo in program.actions.values() for a in todo)
     event(f"{'fills' if fills else 'parts'} that {'fail' if problems else 'run'}")
@@ -91,8 +91,8 @@ def test_programs_in_parts_take_the_time_of_the_interpreter(program, seed):
 
     groups = program.graph.num_groups
     timeline = simulate(program, Given({}, {}, rule=seconds), num_groups=groups)
-    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
-    assert timeline.step_time_s == max(interpret(program.graph, everyone, seconds).clock.values())
+    all_actions = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
+    assert timeline.step_time_s == max(interpret(program.graph, all_actions, seconds).clock.values())
     for rank, bubbles in timeline.bubbles.items():
         busy = sum(s.duration_s for s in timeline.spans if s.rank == rank and isinstance(s.action, Forward | Backward))
         busy += sum(s.duration_s for s in timeline.spans if s.rank == rank and isinstance(s.action, Partial))
@@ -125,8 +125,8 @@ def changed(rank: int, old: str, new: str) -> dict[int, list[str]]:
     return ORDER | {rank: [line for line in lines if line]}
 
 
-def test_encoder_work_in_the_gaps_of_the_llms():
-    """What waits for a partial in a gap is sent after the host; what the partial waits for is there before it."""
+def test_encoder_work_in_the_gaps_of_the_llm():
+    """Data that a partial in a gap reads arrives before the host; data that it produces is sent after the host."""
     program = build_program(GRAPH, kind="explicit", order=ORDER)
     assert interpret(GRAPH, program.actions).problems == []
     tasks = [a for a in program.actions[0] if isinstance(a, Fill)]
@@ -160,13 +160,13 @@ def test_encoder_work_in_the_gaps_of_the_llms():
         (0, "PF vision.0 vision:0.1 0:2", "PF vision.0 vision:0.7 0:2", r"they go from vision:0\.0 to vision:1\.1"),
     ],
 )
-def test_what_is_wrong_with_a_part_is_named(rank, old, new, message):
+def test_the_message_names_what_is_wrong_with_a_part(rank, old, new, message):
     with pytest.raises(ProgramError, match=message):
         build_program(GRAPH, kind="explicit", order=changed(rank, old, new))
 
 
 def test_a_part_in_a_gap_may_not_need_its_own_host():
-    """The encoder's backward needs the gradient that the LLM's first segment gives, after the gap."""
+    """The encoder's backward needs the gradient of the LLM's first segment, which runs after the gap."""
     graph = deeper(chain(Unit("vision"), Unit("llm", ranks=(0,)), n=1), 2)
     order = {
         0: ["F vision.0 vision:0.0", "F llm.0 llm:0.0", "B llm.0 llm:0.0 |1| PB vision.0 vision:0.0 0:2"],
@@ -176,8 +176,8 @@ def test_a_part_in_a_gap_may_not_need_its_own_host():
         build_program(graph, kind="explicit", order=order)
 
 
-def test_a_deadlock_names_the_part_that_comes_too_late():
-    """Rank 0 ends wave 1's forward after a backward for which rank 1 must have had that wave."""
+def test_the_message_of_a_deadlock_names_the_late_part():
+    """Rank 0 finishes the forward of microbatch 1 after a backward that waits for rank 1 to have run it."""
     graph = deeper(chain(Unit("llm", 2), n=2), 2)
     order = {
         0: ["F llm.0 llm:0.0", "PF llm.0 llm:0.1 0:1", "B llm.0 llm:0.0", "PF llm.0 llm:0.1 1:2", "B llm.0 llm:0.1"],
@@ -191,22 +191,22 @@ def test_a_deadlock_names_the_part_that_comes_too_late():
     check_program(build_program(graph, kind="explicit", order=order))
 
 
-def test_ranks_of_a_tp_group_cut_alike():
+def test_ranks_of_a_tp_group_must_cut_alike():
     graph = deeper(chain(Unit("llm", tp=2), n=1), 2)
     order = {0: ["F llm.0 llm:0.0", "B llm.0 llm:0.0"], 1: ["PF llm.0 llm:0.0 0:2", "B llm.0 llm:0.0"]}
     with pytest.raises(ProgramError, match="ranks 0 and 1 share the group"):
         build_program(graph, kind="explicit", order=order)
 
 
-def test_validation_runs_what_is_left_of_a_gap():
-    """Backwards that nobody needs leave the gap, and their host too; the forwards in it stay."""
+def test_validation_runs_the_forwards_of_a_gap():
+    """Without backwards only the forwards of gaps and hosts stay."""
     frozen = replace(GRAPH, stages=tuple(replace(s, trainable=False) for s in GRAPH.stages))
     program = build_program(frozen, kind="explicit", order=ORDER)
     assert interpret(frozen, program.actions).problems == []
     assert not any(isinstance(a, Partial) and a.kind == "B" for a in expand_all(frozen, program.actions[0]))
 
 
-def test_a_microbatch_in_parts_lives_from_its_first_to_its_last():
+def test_a_microbatch_in_parts_lives_from_its_first_part_to_its_last():
     """The second wave's encoder starts in a gap while the first is alive; it is freed after segment 0's backward."""
     program = build_program(GRAPH, kind="explicit", order=ORDER)
     assert peak_in_flight_by_stage(GRAPH, program.actions[0]) == {StageId("vision", 0): 2, StageId("llm", 0): 2}

@@ -1,4 +1,4 @@
-"""Sends that wait when too many are under way: the proof against walking through the program."""
+"""The send window: the proof of termination against a walk through the program."""
 
 import random
 from collections import defaultdict
@@ -13,9 +13,9 @@ from mmtrain.program.verify.send_window import send_window, terminates
 from tests.program.graphs import Unit, chain, graphs
 
 
-def walks_to_its_end(links: MatchedActions, limit: int) -> bool:
-    """Let every rank go on as far as it can, again and again, until nothing moves."""
-    at = dict.fromkeys(links.sequences, 0)
+def walks_to_its_end(matched: MatchedActions, window: int) -> bool:
+    """Let every rank go on as far as it can, again and again, until no rank moves; return whether all have ended."""
+    at = dict.fromkeys(matched.sequences, 0)
     taken: set[int] = set()
     sent: set[int] = set()
     on_channel: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -24,22 +24,22 @@ def walks_to_its_end(links: MatchedActions, limit: int) -> bool:
     moved = True
     while moved:
         moved = False
-        for rank, steps in links.sequences.items():
+        for rank, steps in matched.sequences.items():
             while at[rank] < len(steps):
                 step = steps[at[rank]]
                 if isinstance(step, Post):
-                    sender, send = links.messages[step.message]
+                    sender, send = matched.messages[step.message]
                     channel = on_channel[sender, send.edge, send.payload, send.peer]
                     if sender != rank:
                         taken.add(step.message)
-                    elif len([m for m in channel if m not in taken]) < limit:
+                    elif len([m for m in channel if m not in taken]) < window:
                         channel.append(step.message)
                         sent.add(step.message)
                     else:
                         break
                 elif all(m in sent for m in step.reads):
                     arrived_at[step.joint_action].add(rank)
-                    if arrived_at[step.joint_action] == set(links.joint_actions[step.joint_action].ranks):
+                    if arrived_at[step.joint_action] == set(matched.joint_actions[step.joint_action].ranks):
                         done.add(step.joint_action)
                     if step.joint_action not in done:
                         break
@@ -47,11 +47,11 @@ def walks_to_its_end(links: MatchedActions, limit: int) -> bool:
                     break
                 at[rank] += 1
                 moved = True
-    return all(at[rank] == len(steps) for rank, steps in links.sequences.items())
+    return all(at[rank] == len(steps) for rank, steps in matched.sequences.items())
 
 
 def shuffled(program: Program, seed: int) -> Program:
-    """Move sends later and receives earlier or later at random, as far as `check_program` lets them."""
+    """Move sends and receives at random, or return the program unchanged if `check_program` rejects the result."""
     rng = random.Random(seed)
     actions = {rank: list(todo) for rank, todo in program.actions.items()}
     for todo in actions.values():
@@ -68,20 +68,20 @@ def shuffled(program: Program, seed: int) -> Program:
 
 
 @given(graphs(max_n=5), st.integers(1, 3), st.sampled_from(["1f1b", "coarse"]), st.integers(0, 99))
-def test_what_is_proved_is_what_happens(graph: StageGraph, limit: int, kind: str, seed: int) -> None:
+def test_the_proof_agrees_with_the_walk(graph: StageGraph, window: int, kind: str, seed: int) -> None:
     program = shuffled(build_program(graph, kind=kind), seed)  # type: ignore[arg-type]
-    links = program.matching
-    assert terminates(links, limit) == walks_to_its_end(links, limit)
-    assert walks_to_its_end(links, send_window(program, limit))
+    matched = program.matching
+    assert terminates(matched, window) == walks_to_its_end(matched, window)
+    assert walks_to_its_end(matched, send_window(program, window))
 
 
-def test_encoders_that_send_to_each_other_first_need_as_many_in_flight() -> None:
+def test_encoders_that_send_to_each_other_first_need_a_large_window() -> None:
     graph = chain(Unit("vision", dp=3, ranks=(0, 1, 2)), Unit("llm", dp=2, ranks=(0, 1)), n=6)
     program = build_program(graph, kind="coarse")
     assert not terminates(program.matching, 4)
     assert send_window(program, 1) == 8
 
 
-def test_pipelines_need_few() -> None:
+def test_pipelines_need_the_smallest_window() -> None:
     graph = chain(Unit("vision", 2), Unit("llm", 4, dp=2), n=8)
     assert send_window(build_program(graph), 1) == 1

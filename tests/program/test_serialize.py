@@ -1,3 +1,5 @@
+"""Programs as text and stage graphs as JSON are read back exactly; broken ones are rejected with a reason."""
+
 import json
 
 import pytest
@@ -16,7 +18,7 @@ def test_programs_and_graphs_round_trip(graph):
     assert graph_from_json(graph_to_json(graph)) == graph
 
 
-def test_text_reads_like_the_docstring_of_actions():
+def test_text_has_the_form_that_actions_describe():
     program = build_program(chain(Unit("vision"), Unit("llm", tp=2), n=1))
     assert program_to_text(program).splitlines() == [
         "rank 0",
@@ -65,13 +67,13 @@ def test_broken_text_names_the_line(text, where):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"meshes": [{}], "stages": [], "edges": []})])
-def test_broken_graph_json_is_refused(text):
+def test_broken_graph_json_is_rejected(text):
     with pytest.raises(ProgramError, match="not the JSON of a stage graph"):
         graph_from_json(text)
 
 
 def test_other_replica_groups_repeat_the_first():
-    """Two groups of 1 encoder and 2 LLM replicas, tp 2: every rank's program is its mirror's, moved."""
+    """Two groups of 1 encoder and 2 LLM replicas, tp 2: every rank runs its mirror's program on other replicas."""
     graph = chain(Unit("vision", dp=2), Unit("llm", dp=4, tp=2), n=1)
     program = build_program(graph)
     assert sorted(program.actions) == [0, 2, 3, 4, 5]

@@ -18,7 +18,7 @@ from tests.program.interpreter import interpret
 
 @dataclass(frozen=True)
 class Given:
-    """Times by stage (or a rule), messages and collectives of a fixed time each."""
+    """Times by stage, or by a rule; fixed times for messages and collectives."""
 
     forward: dict[str, float]
     backward: dict[str, float]
@@ -48,7 +48,7 @@ class Given:
 
 
 def one_f_one_b_time(f: list[float], b: list[float], n: int) -> float:
-    """Time of 1F1B by its recurrence: a stage's next action starts when the stage and its neighbour are done."""
+    """Return the time of 1F1B by its recurrence: an action starts when its stage and its neighbor are done."""
     p = len(f)
     ends: dict[tuple[str, int, int], float] = {}
     orders = []
@@ -74,7 +74,7 @@ def one_f_one_b_time(f: list[float], b: list[float], n: int) -> float:
 
 
 def test_posting_both_ends_of_a_message_keeps_ranks_from_computing() -> None:
-    """Two stages, two microbatches, half a second for each end of what is posted behind a pass, solved by hand.
+    """Two stages, two microbatches, half a second for each end of a message posted after a pass, solved by hand.
 
     Each forward of the first stage sends, and awaits a gradient: 2 s of 1. The last stage posts the second receive
     behind its first forward, and sends behind its backwards.
@@ -99,7 +99,7 @@ def test_posting_both_ends_of_a_message_keeps_ranks_from_computing() -> None:
 
 @pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("n", [1, 2, 5, 9])
-def test_equal_stages_take_the_textbook_time(p, n):
+def test_equal_stages_take_the_time_of_the_formula(p, n):
     program = build_program(chain(Unit("llm", p), n=n))
     names = [f"llm.{s}" for s in range(p)]
     timeline = simulate(program, Given(dict.fromkeys(names, 1.0), dict.fromkeys(names, 2.0)))
@@ -117,7 +117,7 @@ def test_unequal_stages_follow_the_recurrence(times, n):
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=4), st.integers(1, 6))
-def test_an_encoder_is_a_stage_more(times, n):
+def test_an_encoder_counts_as_one_more_stage(times, n):
     f, b = [float(x) for x, _ in times], [float(y) for _, y in times]
     names = ["vision.0", *(f"llm.{s}" for s in range(len(times) - 1))]
     program = build_program(chain(Unit("vision"), Unit("llm", len(times) - 1), n=n))
@@ -220,7 +220,7 @@ def test_a_replica_group_waits_for_the_slowest_one():
 
 @given(graphs(max_n=4), st.integers(0, 2**32))
 def test_any_program_takes_the_time_of_the_interpreter(graph, seed):
-    """Random whole seconds of compute; instant communication, about whose order the two need not agree."""
+    """Compute takes random seconds. Communication takes none, since the two may order it differently."""
     program = build_program(graph)
 
     def seconds(action):
@@ -232,8 +232,8 @@ def test_any_program_takes_the_time_of_the_interpreter(graph, seed):
 
     groups = graph.num_groups
     timeline = simulate(program, Given({}, {}, rule=seconds), num_groups=groups)
-    everyone = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
-    clock = interpret(graph, everyone, seconds).clock
+    all_actions = {rank: program.for_rank(rank) for rank in sorted(program.symmetry.location)}
+    clock = interpret(graph, all_actions, seconds).clock
     assert timeline.step_time_s == max(clock.values())
 
 
@@ -248,35 +248,35 @@ def test_bubbles_are_all_the_idle_time_and_spans_never_overlap(graph, seed):
     timeline = simulate(program, timing, graph.num_groups)
     assert sorted(timeline.bubbles) == sorted(program.symmetry.location)
     for rank, bubbles in timeline.bubbles.items():
-        own = [span for span in timeline.spans if span.rank == rank]
-        compute = [span for span in own if isinstance(span.action, Forward | Backward)]
+        of_rank = [span for span in timeline.spans if span.rank == rank]
+        compute = [span for span in of_rank if isinstance(span.action, Forward | Backward)]
         busy = sum(span.duration_s for span in compute)
         assert sum(bubbles.values()) == timeline.step_time_s - busy
         assert min(bubbles.values()) >= 0
-        for stream in (compute, [span for span in own if span not in compute]):
+        for stream in (compute, [span for span in of_rank if span not in compute]):
             ends = [(span.start_s, span.start_s + span.duration_s) for span in stream]
-            assert all(one[1] <= two[0] for one, two in pairwise(ends))
+            assert all(end <= start for (_, end), (start, _) in pairwise(ends))
     shares = timeline.bubble_shares()
     assert 0 <= sum(shares.values()) <= 1
 
 
-def test_peak_memory_counts_what_is_in_flight():
+def test_peak_memory_counts_microbatches_in_flight():
     program = build_program(chain(Unit("llm", 3), n=8))
     names = ["llm.0", "llm.1", "llm.2"]
     timeline = simulate(program, Given(dict.fromkeys(names, 1.0), dict.fromkeys(names, 1.0), sizes={"llm.0": 5}))
     assert timeline.peak_memory_bytes == {0: 15, 1: 0, 2: 0}
 
 
-def test_data_parallel_actions_are_asked_for_their_whole_group():
-    asked = []
+def test_data_parallel_collectives_are_timed_for_all_replicas():
+    timed = []
 
-    class Asking(Given):
+    class Recording(Given):
         def collective(self, rank, action, group):
-            asked.append((type(action), group))
+            timed.append((type(action), group))
             return super().collective(rank, action, group)
 
-    simulate(build_program(chain(Unit("llm", 2, 2), n=1)), Asking({}, {}, rule=lambda action: 1.0))
-    assert set(asked) == {
+    simulate(build_program(chain(Unit("llm", 2, 2), n=1)), Recording({}, {}, rule=lambda action: 1.0))
+    assert set(timed) == {
         (ReduceGrads, (0, 1)),
         (ReduceGrads, (2, 3)),
         (Step, (0, 1, 2, 3)),
@@ -285,7 +285,7 @@ def test_data_parallel_actions_are_asked_for_their_whole_group():
     }
 
 
-def test_a_program_that_hangs_is_refused():
+def test_a_program_that_deadlocks_is_rejected():
     graph = chain(Unit("llm", 2), n=1)
     program = Program(
         graph, {**build_program(graph).actions, 0: (Backward(StageId("llm", 0), Microbatch("llm", 0, 0)),)}
@@ -294,8 +294,8 @@ def test_a_program_that_hangs_is_refused():
         simulate(program, Given({}, {}, rule=lambda action: 1.0))
 
 
-def test_a_step_is_the_same_whenever_it_is_simulated():
-    """Also of a program that was simulated before, and however its spans were looked at."""
+def test_simulating_a_program_again_gives_the_same_step():
+    """This holds even after some of its spans were read."""
     program = build_program(chain(Unit("vision"), Unit("llm", 2, tp=2), n=2))
     times = Given({}, {}, rule=lambda action: 1.0 + action.mb.index, message_s=0.5)
     first = simulate(program, times)
@@ -304,7 +304,7 @@ def test_a_step_is_the_same_whenever_it_is_simulated():
     assert simulate(program, Given({}, {}, rule=lambda action: 1.0)) != first
 
 
-def test_compute_alone_can_be_timed_too():
-    """Without lowering no data is waited for, which bounds every schedule from below."""
+def test_a_program_without_communication_can_be_simulated():
+    """Without lowering no rank waits for data, so the time is a lower bound for every schedule."""
     program = build_1f1b(chain(Unit("llm", 2), n=3))
     assert simulate(program, Given({}, {}, rule=lambda action: 1.0)).step_time_s == 6.0

@@ -1,4 +1,4 @@
-"""What a stage graph promises, and which ones are refused."""
+"""What a stage graph guarantees, and which graphs are rejected."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from mmtrain.program.ir.symmetry import symmetry
 from tests.program.graphs import Unit, chain, unified
 
 
-def test_waves_join_the_replicas_of_a_group():
+def test_microbatches_of_a_group_exchange_data_across_its_replicas():
     graph = chain(Unit("vision", dp=4), Unit("llm", dp=6))
     assert graph.num_groups == 2
     edge = Edge(StageId("vision", 0), StageId("llm", 0))
@@ -49,14 +49,14 @@ def test_a_cycle_is_rejected():
         symmetry(replace(graph, edges=(*graph.edges, back)))
 
 
-def test_a_rank_in_two_groups_is_refused():
-    """dp 2 : 2 makes two groups; the LLM's replicas lie on the encoder's ranks in the other order."""
+def test_a_rank_in_two_groups_is_rejected():
+    """dp 2 : 2 makes two groups; the LLM's replicas are on the encoder's ranks in reverse order."""
     graph = chain(Unit("vision", dp=2, ranks=(0, 1)), Unit("llm", dp=2, ranks=(1, 0)))
     with pytest.raises(ProgramError, match=r"rank 1 holds vision\.0 in replica group 1 .* llm\.0 in replica group 0"):
         symmetry(graph)
 
 
-def test_groups_that_do_not_repeat_the_first_are_refused():
+def test_groups_that_do_not_repeat_the_first_are_rejected():
     """Group 0 has both units on rank 0, group 1 has them on ranks 1 and 2."""
     graph = chain(Unit("vision", dp=2, ranks=(0, 1)), Unit("llm", dp=2, ranks=(0, 2)))
     with pytest.raises(ProgramError, match="in replica group 1 ranks 1 and 2 both mirror rank 0"):
@@ -79,11 +79,11 @@ def test_groups_that_do_not_repeat_the_first_are_refused():
         (lambda g: replace(g, stages=g.stages[1:]), r"edge vision\.0>llm\.0 joins a stage that does not exist"),
     ],
 )
-def test_parts_that_do_not_fit_are_named(change, message):
+def test_the_message_names_parts_that_do_not_fit(change, message):
     with pytest.raises(ProgramError, match=message):
         symmetry(change(unified(2)))
 
 
-def test_two_replicas_of_a_stage_on_a_rank_are_refused():
+def test_two_replicas_of_a_stage_on_a_rank_are_rejected():
     with pytest.raises(ProgramError, match=r"llm\.0 lies more than once on ranks \[0\]"):
         symmetry(chain(Unit("llm", dp=2, ranks=(0, 0))))

@@ -1,4 +1,4 @@
-"""Loads and routes against a literal scatter of labelled rows."""
+"""Loads and routes against a literal scatter of labeled rows."""
 
 from math import gcd
 
@@ -17,7 +17,7 @@ from tests.program.graphs import Unit, chain
 
 
 def random_meta(graph: StageGraph, seed: int, num_samples: int, max_items: int = 3) -> BatchMeta:
-    """Samples anywhere; each item in some microbatch of the group and block of its sample's, in any order."""
+    """Return a batch with samples in random microbatches; items are in the group and block of their sample."""
     rng = np.random.default_rng(seed)
     llm = graph.mesh("llm")
     replica, index = rng.integers(llm.dp, size=num_samples), rng.integers(llm.num_microbatches, size=num_samples)
@@ -32,16 +32,27 @@ def random_meta(graph: StageGraph, seed: int, num_samples: int, max_items: int =
         position = np.array([k for c in counts for k in range(c)], dtype=np.int64)
         per_group = mesh.dp // graph.num_groups
         group = replica[sample] // (llm.dp // graph.num_groups)
-        to = group * per_group + rng.integers(per_group, size=len(sample))
+        item_replica = group * per_group + rng.integers(per_group, size=len(sample))
         blocks = gcd(mesh.num_microbatches, llm.num_microbatches)
         per_block = mesh.num_microbatches // blocks
-        at = index[sample] * blocks // llm.num_microbatches * per_block + rng.integers(per_block, size=len(sample))
+        item_index = index[sample] * blocks // llm.num_microbatches * per_block + rng.integers(
+            per_block, size=len(sample)
+        )
         shuffled = rng.permutation(len(sample))
         if rng.integers(2):
-            shuffled = np.arange(len(sample))  # neighbours stay neighbours
-        by_slot = shuffled[np.lexsort((at[shuffled], to[shuffled]))]
+            shuffled = np.arange(len(sample))  # neighbors stay neighbors
+        by_slot = shuffled[np.lexsort((item_index[shuffled], item_replica[shuffled]))]
         rows, cols = rng.integers(1, 5, size=len(sample)), rng.integers(1, 5, size=len(sample))
-        table = ItemTable(sample, position, rows, cols, rows * cols + 1, rng.integers(0, 4, size=len(sample)), to, at)
+        table = ItemTable(
+            sample,
+            position,
+            rows,
+            cols,
+            rows * cols + 1,
+            rng.integers(0, 4, size=len(sample)),
+            item_replica,
+            item_index,
+        )
         tables[mesh.unit] = ItemTable(*(column[by_slot] for column in vars(table).values()))
     tokens = rng.integers(1, 20, size=num_samples)
     return BatchMeta(0, 0, np.arange(num_samples), tokens, tokens, replica, index, tables)
@@ -99,7 +110,7 @@ def test_every_row_arrives_once_in_the_order_of_samples_and_items(encoders, llms
     st.integers(1, 4),
     st.integers(0, 2**32),
 )
-def test_what_is_laid_out_for_a_graph_flows_along_it(dp, n, llm_n, seed):
+def test_an_assigned_batch_flows_along_the_edges_of_its_graph(dp, n, llm_n, seed):
     graph = chain(Unit("vision", dp=dp[0], n=n), Unit("llm", dp=dp[1], n=llm_n))
     rng, num_groups = np.random.default_rng(seed), dp[1] * llm_n
     lengths = make_lengths(rng, 3 * num_groups)
@@ -117,7 +128,7 @@ def microbatches(graph: StageGraph, unit: str) -> list[Microbatch]:
     return [Microbatch(unit, r, i) for r in range(mesh.dp) for i in range(mesh.num_microbatches)]
 
 
-def test_neighbours_travel_as_one_span():
+def test_neighboring_items_travel_as_one_span():
     """One microbatch of two samples with two items each, encoded in the same order: one span of all 10 rows."""
     graph = chain(Unit("vision"), Unit("llm"), n=1)
     zeros = np.zeros(4, dtype=np.int64)
@@ -125,8 +136,8 @@ def test_neighbours_travel_as_one_span():
     items = ItemTable(
         np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1]), features, features, features, features, *[zeros] * 2
     )
-    two = np.zeros(2, dtype=np.int64)
-    meta = BatchMeta(0, 0, two, two + 9, two, two, two, {"vision": items})
+    per_sample = np.zeros(2, dtype=np.int64)
+    meta = BatchMeta(0, 0, per_sample, per_sample + 9, per_sample, per_sample, per_sample, {"vision": items})
     route = step_loads(graph, meta).routes["vision", "llm"]
     pair = (Microbatch("vision", 0, 0), Microbatch("llm", 0, 0))
     assert [spans.tolist() for spans in route.spans.values()] == [[[0, 0, 10]]]
@@ -155,9 +166,9 @@ def test_a_batch_without_the_encoder_is_an_error():
         step_loads(chain(Unit("vision"), Unit("llm"), n=2), random_meta(graph, 0, 4))
 
 
-def test_more_samples_take_hardly_more_python():
-    """Arrays hold the samples; loops run over microbatches and the pairs of them that exchange something."""
+def test_four_times_the_samples_take_hardly_more_python_calls():
+    """Samples are in arrays; Python loops run only over microbatches and pairs of them."""
     graph = chain(Unit("vision", dp=16), Unit("llm", dp=64), n=16)
-    some, many = (random_meta(graph, 0, num_samples) for num_samples in (4_000, 16_000))
-    calls = count_calls(lambda: step_loads(graph, some))
-    assert count_calls(lambda: step_loads(graph, many)) < 1.5 * calls < 60_000
+    small, large = (random_meta(graph, 0, num_samples) for num_samples in (4_000, 16_000))
+    calls = count_calls(lambda: step_loads(graph, small))
+    assert count_calls(lambda: step_loads(graph, large)) < 1.5 * calls < 60_000

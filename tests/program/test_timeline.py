@@ -63,13 +63,13 @@ SHAPE = ModelShape(
 
 @pytest.fixture
 def timing():
-    """Vision on rank 0, the LLM in two stages of tp 2; 5 patches become 3 features of 6 tokens in one microbatch."""
+    """Vision on rank 0, the LLM in two stages of tp 2. The microbatch has 5 patches, 3 feature rows and 6 tokens."""
     graph = chain(Unit("vision"), Unit("llm", 2, tp=2), n=1, tied=True)
     stages = [replace(s, recompute=frozenset({1})) if str(s.id) == "llm.0" else s for s in graph.stages]
     graph = replace(graph, stages=tuple(stages))
-    one = np.zeros(1, dtype=np.int64)
-    items = ItemTable(one, one, one + 1, one + 5, one + 5, one + 3, one, one)
-    meta = BatchMeta(0, 0, one, one + 6, one + 2, one, one, {"vision": items})
+    zero = np.zeros(1, dtype=np.int64)
+    items = ItemTable(zero, zero, zero + 1, zero + 5, zero + 5, zero + 3, zero, zero)
+    meta = BatchMeta(0, 0, zero, zero + 6, zero + 2, zero, zero, {"vision": items})
     return ModelTiming(
         graph,
         SHAPE,
@@ -82,29 +82,29 @@ def timing():
     )
 
 
-def flat(unit, index=0):
+def stage_and_mb(unit, index=0):
     return StageId(unit, index), Microbatch(unit, 0, 0)
 
 
 def test_stages_sum_their_layers(timing):
-    assert timing.compute(Forward(*flat("vision"))) == 5 * 2
-    assert timing.compute(Forward(*flat("llm"))) == 6 * 2 / 2
+    assert timing.compute(Forward(*stage_and_mb("vision"))) == 5 * 2
+    assert timing.compute(Forward(*stage_and_mb("llm"))) == 6 * 2 / 2
 
 
 def test_backward_starts_at_the_first_layer_that_needs_it(timing):
-    assert timing.compute(Backward(*flat("vision"))) == 5 * 2.0  # the projector alone, without input gradient
-    assert timing.compute(Backward(*flat("llm", 1))) == 2 * 6 * 3.0 / 2
+    assert timing.compute(Backward(*stage_and_mb("vision"))) == 5 * 2.0  # the projector alone, without input gradient
+    assert timing.compute(Backward(*stage_and_mb("llm", 1))) == 2 * 6 * 3.0 / 2
 
 
-def test_recomputed_layers_pay_again_and_keep_less(timing):
-    assert timing.compute(Backward(*flat("llm"))) == (2 * 6 * 3.0 + 6 * 10.0) / 2
-    assert timing.activation_bytes(*flat("llm")) == 6 * 100 + 6
-    assert timing.activation_bytes(*flat("vision")) == 5 * 100
+def test_recomputed_layers_take_longer_and_keep_less(timing):
+    assert timing.compute(Backward(*stage_and_mb("llm"))) == (2 * 6 * 3.0 + 6 * 10.0) / 2
+    assert timing.activation_bytes(*stage_and_mb("llm")) == 6 * 100 + 6
+    assert timing.activation_bytes(*stage_and_mb("vision")) == 5 * 100
 
 
-def test_segments_take_what_their_layers_take(timing):
+def test_segments_take_the_time_of_their_layers(timing):
     """Stage llm.0 holds the embedding and a recomputed block; the encoder's first layer needs no backward."""
-    llm, vision = flat("llm"), flat("vision")
+    llm, vision = stage_and_mb("llm"), stage_and_mb("vision")
     assert timing.compute(Partial(*llm, "F", 1, 2)) == 6 / 2
     assert timing.compute(Partial(*llm, "B", 0, 1)) == 6 * 3.0 / 2
     assert timing.compute(Partial(*llm, "B", 1, 2)) == (6 * 3.0 + 6 * 10.0) / 2
@@ -112,18 +112,18 @@ def test_segments_take_what_their_layers_take(timing):
     assert timing.compute(Partial(*vision, "B", 0, 2)) == timing.compute(Backward(*vision))
 
 
-def test_costs_of_links_depend_on_the_node(timing):
+def test_link_classes_depend_on_the_node(timing):
     """Two ranks a node."""
     assert timing.link_class((0, 1)) == timing.link_class((2, 3))
     assert timing.link_class((0, 1)) != timing.link_class((1, 2))
 
 
-def test_stages_of_the_same_layers_are_asked_once(timing):
-    asked = []
+def test_equal_stages_are_computed_once(timing):
+    calls = []
 
     class Counted(LayerCosts):
         def seconds(self, layer, tp, load, kind, *, input_grad=True):
-            asked.append(kind)
+            calls.append(kind)
             return super().seconds(layer, tp, load, kind, input_grad=input_grad)
 
     blocks = ModelShape((UnitShape("llm", "llm", (layer("decoder_block", 8, 8),) * 8),), ())
@@ -132,25 +132,25 @@ def test_stages_of_the_same_layers_are_asked_once(timing):
     timing = replace(timing, graph=graph, shape=blocks, costs=Counted(), loads=loads, input_grad={"llm": (True,) * 8})
     times = {timing.compute(Forward(StageId("llm", k), Microbatch("llm", 0, 0))) for k in range(4)}
     assert times == {2 * 6.0}
-    assert asked == ["forward"] * 2
+    assert calls == ["forward"] * 2
 
 
-def test_parts_are_drawn_with_their_segments(timing):
+def test_spans_of_parts_have_their_segments(timing):
     order = {
         0: ["PF vision.0 vision:0.0 0:1", "PF vision.0 vision:0.0 1:2", "B vision.0 vision:0.0"],
         **{rank: [f"{kind} llm.{(rank - 1) // 2} llm:0.0" for kind in "FB"] for rank in range(1, 5)},
     }
     timeline = simulate(build_program(timing.graph, kind="explicit", order=order), timing)
-    drawn = [e for e in chrome_trace(timeline, "")["traceEvents"] if e.get("args", {}).get("kind") == "partial"]
-    assert [(e["name"], e["pid"], e["tid"], e["dur"]) for e in drawn] == [
+    parts = [e for e in chrome_trace(timeline, "")["traceEvents"] if e.get("args", {}).get("kind") == "partial"]
+    assert [(e["name"], e["pid"], e["tid"], e["dur"]) for e in parts] == [
         ("F vision.0 vision:0.0 0:1", 0, 0, 5e6),
         ("F vision.0 vision:0.0 1:2", 0, 0, 5e6),
     ]
-    where = {"unit": "vision", "stage": 0, "chunk": 0, "replica": 0, "microbatch": 0}
-    assert drawn[1]["args"] == {"kind": "partial", **where, "lo": 1, "hi": 2}
+    location = {"unit": "vision", "stage": 0, "chunk": 0, "replica": 0, "microbatch": 0}
+    assert parts[1]["args"] == {"kind": "partial", **location, "lo": 1, "hi": 2}
 
 
-def test_messages_carry_routed_rows_between_units_and_all_tokens_inside(timing):
+def test_messages_carry_routed_rows_between_units_and_all_tokens_inside_a_unit(timing):
     between, inside = timing.graph.edges[1], timing.graph.edges[0]
     assert str(between) == "vision.0>llm.0"
     image, text = Microbatch("vision", 0, 0), Microbatch("llm", 0, 0)
@@ -159,13 +159,12 @@ def test_messages_carry_routed_rows_between_units_and_all_tokens_inside(timing):
     assert timing.collective(1, Share(between, text, "activation"), (1, 2)) == TransferCost(3 * 8 * 2, 3 * 8 * 2)
 
 
-def test_collectives_move_what_trains(timing):
+def test_collectives_move_only_parameters_that_train(timing):
     assert timing.collective(0, ReduceGrads("vision"), (0,)) == TransferCost(2 * 100 * 4, 100 * 4)
     assert timing.collective(1, GatherParams("llm"), (1,)) == TransferCost(3 * 2 * 50 * 2, 2 * 50 * 2)
     assert timing.collective(1, ReduceShared("embeddings"), (1, 3)) == TransferCost(4 * 64 * 8 * 4 / 2, 64 * 8 * 4 // 2)
-    assert timing.collective(1, Step(), (0, 1, 2, 3, 4)) == TransferCost(
-        4 * 4 + 0.5 * 100, 4
-    )  # the norm, then the fullest rank
+    norm_s, optimizer_s = 4 * 4, 0.5 * 100  # the optimizer of the rank with most parameters
+    assert timing.collective(1, Step(), (0, 1, 2, 3, 4)) == TransferCost(norm_s + optimizer_s, 4)
 
 
 def test_nothing_is_sent_for_a_text_only_microbatch(timing):
@@ -174,8 +173,8 @@ def test_nothing_is_sent_for_a_text_only_microbatch(timing):
     timeline = simulate(build_program(timing.graph), timing)
     between = [s for s in timeline.spans if isinstance(s.action, Send) and s.action.edge.crosses_units]
     assert between == []
-    start = next(s.start_s for s in timeline.spans if s.action == Forward(*flat("llm")))
-    assert start == timing.compute(Forward(*flat("vision")))
+    start = next(s.start_s for s in timeline.spans if s.action == Forward(*stage_and_mb("llm")))
+    assert start == timing.compute(Forward(*stage_and_mb("vision")))
 
 
 def test_chrome_trace_has_the_fields_of_the_design(timing):
@@ -204,23 +203,26 @@ def test_chrome_trace_has_the_fields_of_the_design(timing):
 def test_a_stage_of_a_later_round_is_a_later_chunk():
     graph = chain(Unit("llm", pp=2, num_stages=4), n=1)
 
-    class Alike:
+    class EqualTimes:
         compute = staticmethod(lambda action: 1.0)
         message = staticmethod(lambda sender, action: TransferCost(0.0, 0))
         collective = staticmethod(lambda rank, action, group: TransferCost(0.0, 0))
         link_class = staticmethod(len)
         activation_bytes = staticmethod(lambda stage, mb: 0)
 
-    trace = chrome_trace(simulate(build_program(graph), Alike()), "")
-    found = {(e["args"]["stage"], e["args"]["chunk"]) for e in trace["traceEvents"] if e.get("tid") == 0 and "dur" in e}
-    assert found == {(0, 0), (1, 0), (2, 1), (3, 1)}
+    trace = chrome_trace(simulate(build_program(graph), EqualTimes()), "")
+    chunks = {
+        (e["args"]["stage"], e["args"]["chunk"]) for e in trace["traceEvents"] if e.get("tid") == 0 and "dur" in e
+    }
+    assert chunks == {(0, 0), (1, 0), (2, 1), (3, 1)}
 
 
-def test_measured_receives_are_drawn_like_messages(timing):
+def test_spans_of_receives_look_like_those_of_sends(timing):
     timeline = simulate(build_program(timing.graph), timing)
     sent = next(s for s in timeline.spans if isinstance(s.action, Send))
-    a = sent.action
-    received = sent._replace(rank=a.peer, action=Recv(a.edge, a.src, a.dst, sent.rank, a.payload))
+    send = sent.action
+    recv = Recv(send.edge, send.src, send.dst, sent.rank, send.payload)
+    received = sent._replace(rank=send.peer, action=recv)
     both = chrome_trace(replace(timeline, spans=(sent, received), simulated=False), "")["traceEvents"][-2:]
     assert both[0]["args"] == both[1]["args"]
     assert [e["pid"] for e in both] == [0, 1]

@@ -1,4 +1,4 @@
-"""The validator of traces refuses what viewers would drop or misread."""
+"""The trace validator rejects what viewers would drop or misread."""
 
 import copy
 import json
@@ -63,7 +63,7 @@ def test_a_simulated_step_passes(trace: Trace) -> None:
         lambda t: t["otherData"].update(steps=(1, 2)),  # no JSON as it is
     ],
 )
-def test_what_viewers_would_misread_is_refused(trace: Trace, spoil: Callable[[Trace], object]) -> None:
+def test_what_viewers_would_misread_is_rejected(trace: Trace, spoil: Callable[[Trace], object]) -> None:
     spoiled = copy.deepcopy(trace)
     spoil(spoiled)
     with pytest.raises((AssertionError, KeyError, ValueError)):
@@ -71,8 +71,8 @@ def test_what_viewers_would_misread_is_refused(trace: Trace, spoil: Callable[[Tr
 
 
 @pytest.mark.skipif(shutil.which(SHELL) is None, reason=f"no {SHELL} on PATH (it comes with Perfetto's releases)")
-def test_perfetto_reads_all_of_it(trace: Trace, tmp_path: Path) -> None:
-    """Held where the binary is: the `perfetto` package fetches it from the network, which tests do not."""
+def test_perfetto_reads_every_span(trace: Trace, tmp_path: Path) -> None:
+    """Run only where the binary is on PATH: the `perfetto` package would download it, and tests use no network."""
     perfetto = pytest.importorskip("perfetto.trace_processor")
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace))

@@ -6,7 +6,7 @@ from mmtrain.program.simulation.timing import TransferCost
 
 
 class Seconds:
-    """What a forward of each unit takes; a backward takes twice that, messages and collectives nothing."""
+    """Fixed seconds for a forward of each unit, twice that for a backward, none for messages and collectives."""
 
     def __init__(self, **forward: float) -> None:
         self.forward = forward

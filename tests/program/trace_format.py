@@ -1,4 +1,4 @@
-"""What a trace must be so that Perfetto opens it and the commands that read one understand it.
+"""Rules for a trace that Perfetto opens and that the commands of mmtrain can read.
 
 The rules are those of the Trace Event Format and of what Perfetto's importer does with it: it drops complete events
 without a duration, spans that overlap others on their track in part, and events before time 0; it counts in whole
@@ -44,7 +44,7 @@ def require_trace(trace: dict[str, Any]) -> None:
     for spans in tracks.values():
         spans.sort()
         for (_, end), (start, _) in pairwise(spans):
-            assert start >= end - 1e-3, "spans of a track overlap: viewers drop one of them"
+            assert start >= end - 1e-3, "spans of a track overlap, and viewers drop one of them"
 
 
 def require_name(event: dict[str, Any], named: set[tuple[int, int | None]]) -> None:
@@ -76,5 +76,5 @@ def require_args(tid: int, args: dict[str, Any]) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a count or a place: a whole number from 0 on that no reader takes for something else."""
+    """Return whether it is an integer from 0 on that every JSON reader reads as one."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < math.inf
