@@ -1,9 +1,10 @@
-"""The layers of encoders as shapes, one function for each modality."""
+"""The layers of encoders as shapes, by modality."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.layer_shape import LayerShape, linear_parameters, norm_parameters
 from mmtrain.recipe.model_settings import AudioSettings, EncoderSettings, VisionSettings
 
 
@@ -23,8 +24,8 @@ def vision_layers(settings: VisionSettings, llm_hidden: int) -> tuple[LayerShape
         norm_widths=(settings.hidden,) if settings.pre_norm else (),
         linear_bias=settings.patch_bias,
     )
-    block = _encoder_block(settings, qkv_bias=settings.qkv_bias)
-    return (embedding, *[block] * settings.layers, _projector(settings, llm_hidden))
+    block = encoder_block(settings, qkv_bias=settings.qkv_bias)
+    return (embedding, *[block] * settings.layers, projector_layer(settings, llm_hidden))
 
 
 def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, ...]:
@@ -37,18 +38,46 @@ def audio_layers(settings: AudioSettings, llm_hidden: int) -> tuple[LayerShape, 
         position_rows=settings.max_frames // 2 if settings.positions == "learned" else 0,
         linear_bias=True,
     )
-    block = _encoder_block(settings, qkv_bias=True)
-    return (embedding, *[block] * settings.layers, _projector(settings, llm_hidden))
+    block = encoder_block(settings, qkv_bias=True)
+    return (embedding, *[block] * settings.layers, projector_layer(settings, llm_hidden))
 
 
-# By the name of the modality. Each function takes the modality's settings and the LLM's width.
-ENCODER_LAYERS: Mapping[str, Callable[[Any, int], tuple[LayerShape, ...]]] = {
-    "vision": vision_layers,
-    "audio": audio_layers,
+def _patch_embed_parameters(layer: LayerShape, settings: VisionSettings) -> Iterator[str]:
+    yield from linear_parameters("proj", layer.linear_bias)
+    if settings.class_token:
+        yield "class_token"
+    if settings.positions == "factorized":
+        yield from ("row_positions", "col_positions")
+    else:
+        yield "grid_positions"
+    if settings.pre_norm:
+        yield from norm_parameters("pre_norm", layer)
+
+
+def _audio_embed_parameters(layer: LayerShape, settings: AudioSettings) -> Iterator[str]:
+    yield from linear_parameters("conv1", layer.linear_bias)
+    yield from linear_parameters("conv2", layer.linear_bias)
+    if layer.position_rows:
+        yield "positions"
+
+
+@dataclass(frozen=True)
+class EncoderShapes:
+    """How to describe the encoders of one modality."""
+
+    layers: Callable[[Any, int], tuple[LayerShape, ...]]  # (settings, width of the LLM) -> all layers
+    embedding_parameters: Callable[[LayerShape, Any], Iterator[str]]  # (layer 0, settings) -> names inside the layer
+
+
+# By the name of the modality.
+ENCODER_SHAPES: Mapping[str, EncoderShapes] = {
+    "vision": EncoderShapes(vision_layers, _patch_embed_parameters),
+    "audio": EncoderShapes(audio_layers, _audio_embed_parameters),
 }
 
 
-def _encoder_block(settings: EncoderSettings, qkv_bias: bool) -> LayerShape:
+def encoder_block(settings: EncoderSettings, qkv_bias: bool) -> LayerShape:
+    """Describe one transformer block of an encoder."""
     return LayerShape(
         "vit_block",
         hidden=settings.hidden,
@@ -62,7 +91,8 @@ def _encoder_block(settings: EncoderSettings, qkv_bias: bool) -> LayerShape:
     )
 
 
-def _projector(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
+def projector_layer(settings: EncoderSettings, llm_hidden: int) -> LayerShape:
+    """Describe the projector, the last layer of every encoder."""
     merged_width = settings.hidden * settings.tokens_per_feature
     norm_widths: tuple[int, ...] = ()
     if settings.has_post_norm:

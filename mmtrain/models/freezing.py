@@ -11,9 +11,10 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from mmtrain.errors import RecipeError
-from mmtrain.models.layer_shape import LayerShape
+from mmtrain.models.encoder_shapes import ENCODER_SHAPES
+from mmtrain.models.layer_shape import LayerShape, linear_parameters, norm_parameters
 from mmtrain.models.unit_shape import UnitShape
-from mmtrain.recipe.model_settings import EncoderSettings, GeneratorSettings, LlmSettings, VisionSettings
+from mmtrain.recipe.model_settings import EncoderSettings, GeneratorSettings, LlmSettings
 from mmtrain.recipe.schema import Recipe
 
 AnyUnitSettings: TypeAlias = EncoderSettings | LlmSettings | GeneratorSettings
@@ -47,57 +48,32 @@ def parameter_names(layer: LayerShape, settings: AnyUnitSettings) -> Iterator[st
     """
     match layer.kind:
         case "vit_block" | "decoder_block":
-            yield from _norm("input_layernorm", layer)
-            yield from _linear("self_attention.linear_qkv", layer.qkv_bias)
-            yield from _linear("self_attention.linear_proj", layer.linear_bias)
-            yield from _norm("pre_mlp_layernorm", layer)
-            yield from _linear("mlp.linear_fc1", layer.linear_bias)
-            yield from _linear("mlp.linear_fc2", layer.linear_bias)
-        case "patch_embed":
-            assert isinstance(settings, VisionSettings)
-            yield from _patch_embed(layer, settings)
-        case "audio_embed":
-            yield from _linear("conv1", layer.linear_bias)
-            yield from _linear("conv2", layer.linear_bias)
-            if layer.position_rows:
-                yield "positions"
+            yield from norm_parameters("input_layernorm", layer)
+            yield from linear_parameters("self_attention.linear_qkv", layer.qkv_bias)
+            yield from linear_parameters("self_attention.linear_proj", layer.linear_bias)
+            yield from norm_parameters("pre_mlp_layernorm", layer)
+            yield from linear_parameters("mlp.linear_fc1", layer.linear_bias)
+            yield from linear_parameters("mlp.linear_fc2", layer.linear_bias)
+        case "patch_embed" | "audio_embed":
+            assert isinstance(settings, EncoderSettings)
+            yield from ENCODER_SHAPES[settings.modality].embedding_parameters(layer, settings)
         case "projector":
             assert isinstance(settings, EncoderSettings)
             if settings.has_post_norm:
-                yield from _norm("post_norm", layer)
+                yield from norm_parameters("post_norm", layer)
             if settings.projector.norm:
-                yield from _norm("norm", layer)
-            yield from _linear("linear_1", layer.linear_bias)
-            yield from _linear("linear_2", layer.linear_bias)
+                yield from norm_parameters("norm", layer)
+            yield from linear_parameters("linear_1", layer.linear_bias)
+            yield from linear_parameters("linear_2", layer.linear_bias)
         case "embedding":
             yield "table.weight"
         case "head":
             assert isinstance(settings, LlmSettings)
-            yield from _norm("norm", layer)
+            yield from norm_parameters("norm", layer)
             if not settings.tie_embeddings:
                 yield "output.weight"
         case _:  # layers of a generator have no modules, so a pattern reaches each of them as a whole
             yield "weight"
-
-
-def _patch_embed(layer: LayerShape, settings: VisionSettings) -> Iterator[str]:
-    yield from _linear("proj", layer.linear_bias)
-    if settings.class_token:
-        yield "class_token"
-    if settings.positions == "factorized":
-        yield from ("row_positions", "col_positions")
-    else:
-        yield "grid_positions"
-    if settings.pre_norm:
-        yield from _norm("pre_norm", layer)
-
-
-def _norm(name: str, layer: LayerShape) -> tuple[str, ...]:
-    return (f"{name}.weight",) if layer.rms_norm else (f"{name}.weight", f"{name}.bias")
-
-
-def _linear(name: str, bias: bool) -> tuple[str, ...]:
-    return (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)
 
 
 def _full_names(unit: UnitShape, settings: AnyUnitSettings) -> Iterator[str]:

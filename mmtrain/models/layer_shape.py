@@ -87,3 +87,13 @@ class LayerShape:
         if self.kind == "dit_block":
             return num_items * (context_elements + NUM_MODULATION_VECTORS * self.hidden)
         return 0
+
+
+def norm_parameters(name: str, layer: LayerShape) -> tuple[str, ...]:
+    """Return the names of the parameters of the layer's norm called `name`."""
+    return (f"{name}.weight",) if layer.rms_norm else (f"{name}.weight", f"{name}.bias")
+
+
+def linear_parameters(name: str, bias: bool) -> tuple[str, ...]:
+    """Return the names of the parameters of a linear called `name`."""
+    return (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)

@@ -6,7 +6,7 @@ Layer indices into `UnitShape.layers` are the `layers: [lo, hi)` of plans and st
 
 from dataclasses import dataclass
 
-from mmtrain.models.encoder_shapes import ENCODER_LAYERS
+from mmtrain.models.encoder_shapes import ENCODER_SHAPES
 from mmtrain.models.freezing import mark_frozen
 from mmtrain.models.generator_shapes import generator_layers
 from mmtrain.models.layer_shape import BLOCK_PIECES, LayerShape, num_pieces
@@ -76,7 +76,8 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
     units: list[UnitShape] = []
     edges: list[ModelEdge] = []
     for name, settings in model.encoders.items():
-        units.append(UnitShape(name, "encoder", ENCODER_LAYERS[settings.modality](settings, llm_hidden)))
+        layers = ENCODER_SHAPES[settings.modality].layers(settings, llm_hidden)
+        units.append(UnitShape(name, "encoder", layers))
         edges.append(ModelEdge(name, "llm", layer=0, width=llm_hidden))
     units.append(UnitShape("llm", "llm", _llm_layers(model.llm)))
     if model.generator is not None:

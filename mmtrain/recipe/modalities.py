@@ -2,10 +2,12 @@
 
 To add one:
 
-* a settings class with its modality's name, the entry here, and a field in `ModelSettings` and `ParallelSettings`;
-* its layers and modules in `models.encoder_shapes.ENCODER_LAYERS` and `models.encoder_modules.ENCODER_MODULES`;
-* what reads its media in `data.media.item_readers.ITEM_READERS`;
-* checks of its settings in `recipe.encoder_checks.ENCODER_CHECKS`, sizes to profile in `runtime.profiling.probes`.
+* write its settings class, the entry here, and a field of its name in `ModelSettings` and in `ParallelSettings`;
+* describe its layers in `models.encoder_shapes.ENCODER_SHAPES`;
+* build its modules in `models.encoder_modules.ENCODER_MODULES`;
+* read its media in `data.media.item_readers.ITEM_READERS`;
+* check its settings in `recipe.encoder_checks.ENCODER_CHECKS`;
+* say which sizes to profile in `runtime.profiling.item_sizes.ITEM_SIZES`.
 
 A layer kind that does not exist yet also needs its arithmetic in `costs.layer_arithmetic`.
 """

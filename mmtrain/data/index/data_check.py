@@ -2,27 +2,30 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from mmtrain.data.callbacks import NotifyCallback, ProgressCallback
 from mmtrain.data.formats.read_source import read_samples
 from mmtrain.data.formats.sample import Quarantined, Sample, find_unusable
 from mmtrain.data.index.sample_lengths import MeasuredSample, measure_samples, notify_progress
-from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, decoded_duration_s, load_log_mels, read_num_frames
+from mmtrain.data.media.audio import HOP_SAMPLES, SAMPLE_RATE_HZ, decoded_duration_s
 from mmtrain.data.media.image_grids import Grid
+from mmtrain.data.media.item_readers import ITEM_READERS
 from mmtrain.data.media.media_bytes import BadMediaError, Media
-from mmtrain.data.media.vision_items import VisionItemDecoder, read_item_grids
 from mmtrain.recipe.modalities import MODALITIES, VISION, MediaKind
-from mmtrain.recipe.model_settings import VisionSettings
-from mmtrain.recipe.schema import AudioDataSettings, ImageSettings, LimitSettings, Recipe, SourceSettings, VideoSettings
+from mmtrain.recipe.model_settings import EncoderSettings
+from mmtrain.recipe.schema import AudioDataSettings, DataSettings, LimitSettings, Recipe, SourceSettings
 
 _MEDIA_IN_FLIGHT_PER_CORE = 8  # results are returned in order; this bounds how many wait in memory
-_DEFAULT_PATCH = 14  # where no recipe sets it; decoding is the same for any size
 _DEFAULT_BAD_RATE = 0.01  # as the default of data.max_bad_rate
-_ANY_ENCODER = VisionSettings(layers=1, hidden=1, heads=1, ffn=1, patch=_DEFAULT_PATCH)
-_ANY_LENGTH = AudioDataSettings(max_seconds=86_400)
+# Settings for checks without a recipe: the defaults, and clips of up to a day.
+_ANY_DATA = DataSettings(
+    sources=(SourceSettings(path=Path("any")),), seq_len=1, audio=AudioDataSettings(max_seconds=86_400)
+)
+_ANY_ENCODER = {"layers": 1, "hidden": 2, "heads": 1, "ffn": 1}
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,7 @@ def check_sources_for_recipe(
             samples.append((entry.sample, _itemized(entry, recipe)))
         else:
             bad.append(entry)
-    vision, audio = recipe.model.vision, recipe.model.audio
-    patch = vision.patch if vision else _DEFAULT_PATCH
-    decoder = _Decoder(recipe.data.image, patch, audio.mel_bins if audio else None)
+    decoder = _Decoder(recipe.data, _encoders_by_kind(recipe.model.encoders.values()))
     return _decode_and_report(samples, bad, decoder, recipe.data.max_bad_rate, progress)
 
 
@@ -95,17 +96,19 @@ def check_sources(
     """
     samples: list[_SampleMedia] = []
     bad: list[Quarantined] = []
+    encoders = _encoders_by_kind(modality.settings.model_validate(_ANY_ENCODER) for modality in MODALITIES.values())
     entries = (entry for source in sources for entry in read_samples(source, LimitSettings()))
     for entry in notify_progress(entries, notify):
         if isinstance(entry, Quarantined):
             bad.append(entry)
             continue
-        media = _read_headers(entry)
+        media = _read_headers(entry, encoders)
         if isinstance(media, Quarantined):
             bad.append(media)
         else:
             samples.append((entry, media))
-    decoder = _Decoder(ImageSettings(), _DEFAULT_PATCH, None)
+    # Clips of any length are decoded, but their frames are not computed: those of a day would fill the memory.
+    decoder = _Decoder(_ANY_DATA, {kind: encoders[kind] for kind in VISION.media})
     return _decode_and_report(samples, bad, decoder, _DEFAULT_BAD_RATE, progress)
 
 
@@ -118,41 +121,42 @@ def _itemized(measured: MeasuredSample, recipe: Recipe) -> list[_ItemizedMedia]:
     return media
 
 
-def _read_headers(sample: Sample) -> list[_ItemizedMedia] | Quarantined:
+def _encoders_by_kind(encoders: Iterable[EncoderSettings]) -> dict[MediaKind, EncoderSettings]:
+    """Return for each kind of media the settings of the encoder that reads it."""
+    return {kind: settings for settings in encoders for kind in MODALITIES[settings.modality].media}
+
+
+def _read_headers(sample: Sample, encoders: Mapping[MediaKind, EncoderSettings]) -> list[_ItemizedMedia] | Quarantined:
     """Read the headers of a sample's media."""
     unusable = find_unusable(sample, VISION.media)
     if unusable is not None:
         return unusable
+    media: list[_ItemizedMedia] = []
     try:
-        media = [
-            _ItemizedMedia(kind, medium, read_item_grids(kind, medium, ImageSettings(), VideoSettings(), _ANY_ENCODER))
-            for kind, medium in sample.media_of(VISION.media)
-        ]
-        for clip in sample.clips:
-            num_frames = read_num_frames(clip, _ANY_LENGTH, 2)
-            media.append(_ItemizedMedia("audio", clip, ((num_frames, 1),)))
-        return media
+        for modality in MODALITIES.values():
+            for kind, medium in sample.media_of(modality.media):
+                reader = ITEM_READERS[modality.name](encoders[kind], _ANY_DATA)
+                media.append(_ItemizedMedia(kind, medium, reader.read_grids(kind, medium)))
     except BadMediaError as bad:
         return Quarantined.of(sample, bad.kind, str(bad))
+    return media
 
 
 @dataclass(frozen=True)
 class _Decoder:
     """Decodes a medium as training would, and drops the result."""
 
-    image: ImageSettings
-    patch: int
-    bins: int | None  # None: clips of any length are decoded, and no mels computed
+    data: DataSettings
+    encoders: Mapping[MediaKind, EncoderSettings]  # clips of a kind without encoder are decoded for their length only
 
     def __call__(self, item: _ItemizedMedia) -> BadMediaError | None:
         try:
-            if item.kind != "audio":
-                decoder = VisionItemDecoder(self.image, self.patch)
-                decoder.patches(item.kind, item.media, 0, len(item.grids), item.grids[0])
-            elif self.bins is None:
+            settings = self.encoders.get(item.kind)
+            if settings is None:
                 decoded_duration_s(item.media)
             else:
-                load_log_mels(item.media, item.grids[0][0], self.bins)
+                reader = ITEM_READERS[settings.modality](settings, self.data)  # threads must not share its cache
+                reader.load_cells(item.kind, item.media, 0, len(item.grids), item.grids[0])
         except BadMediaError as bad:
             return bad
         return None

@@ -1,6 +1,5 @@
 """Make the microbatches on which layers are measured, similar to those that a recipe will train on."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,134 +11,135 @@ from mmtrain.costs import TokenLoad
 from mmtrain.models.model_shape import UnitShape
 from mmtrain.models.stage_inputs import EncoderInput, TextInput, UnitInput
 from mmtrain.recipe.schema import Recipe
+from mmtrain.runtime.profiling.item_sizes import ITEM_SIZES, ItemSize, synthetic_shares
 
 NUM_FITTED_LOADS = 5  # numbers of tokens, each twice the one before
 HELD_OUT_LOAD_SHARES = (0.37, 0.74)  # of the largest load; between the fitted ones
-NUM_SYNTHETIC_ITEMS = 64  # for a recipe without data
 
-Size = tuple[int, int] | int  # of an image (rows, cols), of a clip frames, of a sequence tokens
+Size = ItemSize | int  # of an encoder's item (rows, cols), of a sequence of the LLM its tokens
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A microbatch on which layers are measured."""
+    """A microbatch to measure on."""
 
     unit: str
     sizes: tuple[Size, ...]
+    cells_per_token: int = 1
     extra_tokens: int = 0
-    features: tuple[tuple[str, int], ...] = ()  # of a text: how many rows come from each encoder
+    features: tuple[tuple[str, int], ...] = ()  # of a text: how many of its tokens come from each encoder
 
     @property
     def load(self) -> TokenLoad:
-        """The token load of a layer."""
-        return TokenLoad.of(np.array([num_tokens(self.unit, size, self.extra_tokens) for size in self.sizes]))
+        """Return the load that the unit's blocks see."""
+        tokens = [_num_tokens(size, self.cells_per_token, self.extra_tokens) for size in self.sizes]
+        return TokenLoad.of(np.array(tokens))
 
     def shuffled(self, rng: np.random.Generator) -> "Probe":
-        """Return the same items in another order: no two microbatches of a run are laid out alike."""
+        """Return the same items in another order: no two microbatches of a run have the same layout."""
         return replace(self, sizes=tuple(self.sizes[i] for i in rng.permutation(len(self.sizes))))
 
     def inputs(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> UnitInput:
-        """Return a random payload of this size."""
-        if self.unit == "vision":
-            assert recipe.model.vision is not None
-            grids = [size for size in self.sizes if isinstance(size, tuple)]
-            rows = tuple(num_rows for num_rows, _ in grids)
-            cols = tuple(num_cols for _, num_cols in grids)
-            num_patches = sum(num_rows * num_cols for num_rows, num_cols in grids)
-            features = 3 * recipe.model.vision.patch**2
-            return EncoderInput(rows, cols, torch.randn(num_patches, features, device=device, dtype=dtype))
+        """Return random payload of this size."""
+        encoder = recipe.model.encoders.get(self.unit)
+        if encoder is not None:
+            rows, cols = (tuple(size[k] for size in self.sizes) for k in (0, 1))  # type: ignore[index]
+            num_cells = sum(r * c for r, c in zip(rows, cols, strict=True))
+            cells = torch.randn(num_cells, encoder.cell_features, device=device, dtype=dtype)
+            return EncoderInput(rows, cols, cells)
         lengths = tuple(int(size) for size in self.sizes)  # type: ignore[arg-type]
-        if self.unit == "audio":
-            assert recipe.model.audio is not None
-            mels = torch.randn(sum(lengths), recipe.model.audio.mel_bins, device=device, dtype=dtype)
-            return EncoderInput(lengths, (1,) * len(lengths), mels)
         ids = torch.randint(0, recipe.model.llm.vocab, (sum(lengths),), device=device)
-        positions: dict[str, torch.Tensor] = {}
+        positions = {}
         start = 0
-        for encoder, num_features in self.features:
-            positions[encoder] = torch.arange(start, start + num_features, device=device)
-            start += num_features
+        for unit, num in self.features:
+            positions[unit] = torch.arange(start, start + num, device=device)
+            start += num
         return TextInput(lengths, ids, ids.roll(-1), positions)
 
 
-def num_tokens(unit: str, size: Size, extra_tokens: int) -> int:
-    """Return the tokens of one item as the unit's layers see them."""
-    if isinstance(size, tuple):
-        return size[0] * size[1] + extra_tokens
-    return size // 2 if unit == "audio" else size
+def _num_tokens(size: Size, cells_per_token: int, extra_tokens: int) -> int:
+    """Return the tokens of one item in the unit's blocks."""
+    if isinstance(size, int):
+        return size
+    return size[0] * size[1] // cells_per_token + extra_tokens
 
 
 def make_probes(
     recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None = None
 ) -> tuple[list[Probe], list[Probe]]:
-    """Return probes to which a unit's costs are fitted, and held-out probes on which the fit is tested.
+    """Return loads to fit a unit's costs to, and held-out loads to test the fit on.
 
-    The largest fills `data.seq_len`. Items are sampled from the data's `lengths`: kernels start for every distinct
-    length, so equal items would be measured too fast. Without data, items are made up from what the recipe allows.
-    Each number of tokens comes as mixed, long and short items, which separates the cost of attention from the cost per
-    item.
+    The largest load fills `data.seq_len`. Sizes are sampled from the data's `lengths`: some kernels start once for each
+    distinct length, so equal items would measure too fast. Without data, sizes are synthetic and within what the recipe
+    allows. Each number of tokens comes with items of all sizes, with long ones and with short ones: this separates the
+    cost of attention from the cost of each item.
     """
-    largest = recipe.data.seq_len * unit.layers[-1].joins  # for an encoder: a sequence of features alone
-    items = _data_items(recipe, unit, lengths) or _synthetic_items(recipe, unit)
-    pool = sorted(items, key=lambda size: _tokens(unit, size))
-    longer = pool[len(pool) // 2 :]
-    shorter = pool[: len(pool) // 2] or pool
+    largest = recipe.data.seq_len * unit.layers[-1].joins  # for an encoder: all LLM tokens are its features
+    sampler = _ProbeSampler(recipe, unit, lengths)
+    pool = sorted(_sizes_in_data(recipe, unit, lengths) or _synthetic_sizes(recipe, unit), key=sampler.num_tokens)
+    half = len(pool) // 2
+    short_items = pool[:half] or pool
+    long_items: Sequence[Size] = pool[half:]
     if unit.kind == "llm":
-        longer = [largest]  # a text may fill a sequence by itself
-    shares = _feature_shares(unit, lengths)
-    rng = np.random.default_rng(recipe.train.seed)
+        long_items = [largest]  # one text may fill a sequence
     counts = [max(1, largest >> k) for k in range(NUM_FITTED_LOADS)][::-1]
-    fitted = [_sample_probe(unit, sizes, count, shares, rng) for count in counts for sizes in (pool, longer, shorter)]
+    fitted = [sampler.sample(sizes, n) for n in counts for sizes in (pool, long_items, short_items)]
     held_out = [
-        _sample_probe(unit, pool, max(1, round(share * largest)), shares, rng)
-        for share in HELD_OUT_LOAD_SHARES
-        for _ in range(2)
+        sampler.sample(pool, max(1, round(share * largest))) for share in HELD_OUT_LOAD_SHARES for _ in range(2)
     ]
     return list(dict.fromkeys(fitted)), [probe for probe in dict.fromkeys(held_out) if probe not in fitted]
 
 
-def _feature_shares(unit: UnitShape, lengths: SampleLengths | None) -> dict[str, float]:
-    """Return the share of the LLM's tokens that are each encoder's features."""
+class _ProbeSampler:
+    """Samples items until they have a given number of tokens."""
+
+    def __init__(self, recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) -> None:
+        encoder = recipe.model.encoders.get(unit.name)
+        self._unit = unit
+        self._cells_per_token = 1 if encoder is None else encoder.cells_per_token
+        self._extra_tokens = unit.layers[0].extra_tokens
+        self._feature_shares = _feature_shares(unit, lengths)
+        self._rng = np.random.default_rng(recipe.train.seed)
+
+    def num_tokens(self, size: Size) -> int:
+        """Return the tokens of one item in the unit's blocks."""
+        return _num_tokens(size, self._cells_per_token, self._extra_tokens)
+
+    def sample(self, pool: Sequence[Size], tokens: int) -> Probe:
+        """Return a probe of about `tokens` tokens, with at least one item; the last text is cut to fit."""
+        sizes: list[Size] = []
+        missing = tokens
+        for pick in _cycle_in_random_order(self._rng, len(pool)):
+            size = pool[pick]
+            item_tokens = self.num_tokens(size)
+            if self._unit.kind == "llm":
+                size = item_tokens = min(item_tokens, missing)
+            elif sizes and item_tokens > 2 * missing:  # with this item the total would be further off than without it
+                break
+            sizes.append(size)
+            missing -= item_tokens
+            if missing <= 0:
+                break
+        features = tuple((name, int(share * (tokens - missing))) for name, share in self._feature_shares.items())
+        return Probe(self._unit.name, tuple(sizes), self._cells_per_token, self._extra_tokens, features)
+
+
+def _feature_shares(unit: UnitShape, lengths: SampleLengths | None) -> Mapping[str, float]:
+    """Return the share of the LLM's tokens that are features of each encoder; nothing for other units."""
     if unit.kind != "llm" or lengths is None:
         return {}
     total = max(1, int(lengths.tokens.sum()))
     return {name: float(items.features.sum()) / total for name, items in lengths.items.items()}
 
 
-def _sample_probe(
-    unit: UnitShape, pool: Sequence[Size], tokens: int, shares: Mapping[str, float], rng: np.random.Generator
-) -> Probe:
-    """Sample items of about `tokens` tokens from the pool, at least one; cut a text's last sequence to fit."""
-    sizes: list[Size] = []
-    num_missing = tokens
-    for index in _endless_permutations(rng, len(pool)):
-        size = pool[index]
-        item_tokens = _tokens(unit, size)
-        if unit.kind == "llm":
-            assert isinstance(size, int)
-            size = item_tokens = min(size, num_missing)
-        elif sizes and item_tokens > 2 * num_missing:  # with it the sum would be further from `tokens` than without
-            break
-        sizes.append(size)
-        num_missing -= item_tokens
-        if num_missing <= 0:
-            break
-    features = tuple((name, int(share * (tokens - num_missing))) for name, share in shares.items())
-    return Probe(unit.name, tuple(sizes), unit.layers[0].extra_tokens, features)
-
-
-def _endless_permutations(rng: np.random.Generator, size: int) -> Iterator[int]:
-    """Yield numbers below `size` in random order, all of them before one repeats."""
+def _cycle_in_random_order(rng: np.random.Generator, size: int) -> Iterator[int]:
+    """Yield the numbers below `size` without end, each time all of them in a new random order."""
     while True:
         yield from rng.permutation(size).tolist()
 
 
-def _tokens(unit: UnitShape, size: Size) -> int:
-    return num_tokens(unit.name, size, unit.layers[0].extra_tokens)
-
-
-def _data_items(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) -> list[Size]:
-    """Return the sizes of the items that the data holds for the unit."""
+def _sizes_in_data(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) -> list[Size]:
+    """Return the sizes of the unit's items in the data; nothing without data."""
     if lengths is None:
         return []
     if unit.kind == "llm":
@@ -147,50 +147,17 @@ def _data_items(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) 
     items = lengths.items.get(unit.name)
     if items is None:
         return []
-    if unit.name == "audio":
-        return list(items.rows.tolist())
-    assert recipe.model.vision is not None
-    merge, max_side = recipe.model.vision.merge, recipe.model.vision.max_side
-    grids = zip(items.rows.tolist(), items.cols.tolist(), strict=True)
-    return [
-        grid if _is_allowed(grid, merge, max_side) else _square_grid(grid[0] * grid[1], merge, max_side)
-        for grid in grids
-    ]
+    settings = recipe.model.encoders[unit.name]
+    nearest = ITEM_SIZES[settings.modality].nearest
+    return [nearest(settings, size) for size in zip(items.rows.tolist(), items.cols.tolist(), strict=True)]
 
 
-def _is_allowed(grid: tuple[int, int], merge: int, max_side: int) -> bool:
-    """Return whether the encoder accepts an image of these rows and columns of patches."""
-    return all(side % merge == 0 and side <= max_side for side in grid)
+def _synthetic_sizes(recipe: Recipe, unit: UnitShape) -> list[Size]:
+    """Return sizes that a recipe without data allows: items of a quarter of the largest size up to the largest.
 
-
-def _square_grid(num_patches: int, merge: int, max_side: int) -> tuple[int, int]:
-    """Return the squarest image of about `num_patches`: stated lengths give no rows and columns."""
-    max_merged = max_side // merge
-    rows = min(max_merged, max(1, round(math.sqrt(num_patches) / merge))) * merge
-    cols = min(max_merged, max(1, round(num_patches / (rows * merge)))) * merge
-    return rows, cols
-
-
-def _synthetic_items(recipe: Recipe, unit: UnitShape) -> list[Size]:
-    """Return item sizes that a recipe without data allows.
-
-    Images have from a quarter of the largest area to all of it, clips from a quarter of the largest length to all of
-    it, and texts from a sixteenth of `seq_len` to a quarter.
+    Texts fill up to a quarter of `seq_len`.
     """
-    shares = np.linspace(0.25, 1.0, NUM_SYNTHETIC_ITEMS)
-    if unit.name == "vision":
-        vision, image = recipe.model.vision, recipe.data.image
-        assert vision is not None
-        if vision.positions == "grid":
-            return [(vision.max_side, vision.max_side)]
-        pixels = image.max_pixels if image.scheme == "native" else image.size**2
-        side = min(vision.max_side, math.isqrt(pixels) // vision.patch)
-        sides = [max(vision.merge, int(side * s**0.5) // vision.merge * vision.merge) for s in shares]
-        return [(side, side)] if image.scheme != "native" else [*zip(sides, sides[::-1], strict=True)]
-    if unit.name == "audio":
-        audio = recipe.model.audio
-        assert audio is not None
-        step = 2 * audio.downsample
-        frames = min(audio.max_frames, int(100 * recipe.data.audio.max_seconds))
-        return [max(step, int(frames * s) // step * step) for s in shares]
-    return [max(1, int(recipe.data.seq_len * s / 4)) for s in shares]
+    if unit.kind == "llm":
+        return [max(1, int(recipe.data.seq_len * share / 4)) for share in synthetic_shares()]
+    settings = recipe.model.encoders[unit.name]
+    return [*ITEM_SIZES[settings.modality].synthetic(settings, recipe.data)]

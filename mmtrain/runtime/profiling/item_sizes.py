@@ -1,0 +1,74 @@
+"""The sizes of items to measure encoders on, by modality: valid ones near those of the data, and synthetic ones."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmtrain.recipe.model_settings import AudioSettings, VisionSettings
+from mmtrain.recipe.schema import DataSettings
+
+NUM_SYNTHETIC_ITEMS = 64  # items of a recipe without data
+SMALLEST_SYNTHETIC_SHARE = 0.25  # of the largest item that the recipe allows
+
+ItemSize = tuple[int, int]  # rows and columns of cells; a clip has frames rows and one column
+
+
+@dataclass(frozen=True)
+class ItemSizes:
+    """Functions of a modality's settings that return sizes of items."""
+
+    nearest: Callable[[Any, ItemSize], ItemSize]  # (settings, size in the data) -> a size that the encoder accepts
+    synthetic: Callable[[Any, DataSettings], list[ItemSize]]  # (settings, data) -> sizes that the recipe allows
+
+
+def synthetic_shares() -> np.ndarray:
+    """Return `NUM_SYNTHETIC_ITEMS` shares of the largest size, evenly spaced."""
+    return np.linspace(SMALLEST_SYNTHETIC_SHARE, 1.0, NUM_SYNTHETIC_ITEMS)
+
+
+def _nearest_image(settings: VisionSettings, size: ItemSize) -> ItemSize:
+    """Return the size if the encoder accepts it, else the most square image of about as many patches.
+
+    Stated lengths give the number of patches only.
+    """
+    merge, max_side = settings.merge, settings.max_side
+    if all(side % merge == 0 and side <= max_side for side in size):
+        return size
+    patches = size[0] * size[1]
+    max_merged = max_side // merge
+    side = min(max_merged, max(1, round(math.sqrt(patches) / merge))) * merge
+    return side, min(max_merged, max(1, round(patches / (side * merge)))) * merge
+
+
+def _synthetic_images(settings: VisionSettings, data: DataSettings) -> list[ItemSize]:
+    if settings.positions == "grid":
+        return [(settings.max_side, settings.max_side)]
+    image = data.image
+    pixels = image.max_pixels if image.scheme == "native" else image.size**2
+    side = min(settings.max_side, math.isqrt(pixels) // settings.patch)
+    if image.scheme != "native":
+        return [(side, side)]
+    merge = settings.merge
+    sides = [max(merge, int(side * share**0.5) // merge * merge) for share in synthetic_shares()]
+    return [*zip(sides, sides[::-1], strict=True)]
+
+
+def _nearest_clip(settings: AudioSettings, size: ItemSize) -> ItemSize:
+    return size
+
+
+def _synthetic_clips(settings: AudioSettings, data: DataSettings) -> list[ItemSize]:
+    frames_per_feature = settings.cells_per_token * settings.tokens_per_feature
+    max_frames = min(settings.max_frames, int(100 * data.audio.max_seconds))
+    num_features = [int(max_frames * share) // frames_per_feature for share in synthetic_shares()]
+    return [(max(1, n) * frames_per_feature, 1) for n in num_features]
+
+
+# By the name of the modality.
+ITEM_SIZES: Mapping[str, ItemSizes] = {
+    "vision": ItemSizes(_nearest_image, _synthetic_images),
+    "audio": ItemSizes(_nearest_clip, _synthetic_clips),
+}
