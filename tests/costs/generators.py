@@ -1,4 +1,4 @@
-"""Image generators as torch modules, written from their papers: what the shapes are held against."""
+"""Image generators as torch modules, written from their papers, to compare the shapes with."""
 
 import torch
 import torch.nn.functional as F
@@ -45,15 +45,15 @@ class Transformer(nn.Module):
         super().__init__()
         self.norm, self.into, self.back = nn.GroupNorm(GROUPS, wide), nn.Linear(wide, wide), nn.Linear(wide, wide)
         self.norms = nn.ModuleList(nn.LayerNorm(wide) for _ in range(3))
-        self.own = Attention(wide, wide, heads, bias=False)
-        self.cross = Attention(wide, context, heads, bias=False)
+        self.self_attention = Attention(wide, wide, heads, bias=False)
+        self.cross_attention = Attention(wide, context, heads, bias=False)
         self.fc1, self.fc2 = nn.Linear(wide, 8 * wide), nn.Linear(4 * wide, wide)
 
     def forward(self, x: Tensor, time: Tensor, context: Tensor) -> Tensor:
         y = self.into(self.norm(x).flatten(2).transpose(1, 2))
         normed = self.norms[0](y)
-        y = y + self.own(normed, normed)
-        y = y + self.cross(self.norms[1](y), context)
+        y = y + self.self_attention(normed, normed)
+        y = y + self.cross_attention(self.norms[1](y), context)
         value, gate = self.fc1(self.norms[2](y)).chunk(2, dim=-1)
         y = y + self.fc2(value * F.gelu(gate))
         added: Tensor = x + self.back(y).transpose(1, 2).reshape(x.shape)
@@ -106,15 +106,15 @@ class UNet(nn.Module):
         conv, fc1, fc2 = self.embed
         context, x = self.context(rows), conv(noise)
         time = fc2(F.silu(fc1(torch.zeros(len(noise), fc1.in_features))))
-        kept = [x]
+        skips = [x]
         for block in self.down:
             x = _through(block, x, time, context)
-            kept.append(x)
+            skips.append(x)
         for block in self.middle:
             x = _through(block, x, time, context)
         for block in self.up:
             if isinstance(block, nn.ModuleList):
-                x = torch.cat([x, kept.pop()], dim=1)
+                x = torch.cat([x, skips.pop()], dim=1)
             x = _through(block, x, time, context)
         out: Tensor = self.out(x)
         return out
@@ -129,15 +129,18 @@ def _through(block: nn.Module, x: Tensor, time: Tensor, context: Tensor) -> Tens
 class DitBlock(nn.Module):
     def __init__(self, wide: int, context: int, heads: int) -> None:
         super().__init__()
-        self.own, self.cross = Attention(wide, wide, heads, bias=True), Attention(wide, context, heads, bias=True)
+        self.self_attention, self.cross_attention = (
+            Attention(wide, wide, heads, bias=True),
+            Attention(wide, context, heads, bias=True),
+        )
         self.fc1, self.fc2 = nn.Linear(wide, 4 * wide), nn.Linear(4 * wide, wide)
         self.table = nn.Parameter(torch.randn(6, wide))
 
     def forward(self, x: Tensor, time: Tensor, context: Tensor) -> Tensor:
         shift, scale, gate, shift2, scale2, gate2 = (self.table + time).unsqueeze(2).unbind(1)
         normed = F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
-        x = x + gate * self.own(normed, normed)
-        x = x + self.cross(x, context)
+        x = x + gate * self.self_attention(normed, normed)
+        x = x + self.cross_attention(x, context)
         normed = F.layer_norm(x, x.shape[-1:]) * (1 + scale2) + shift2
         return x + gate2 * self.fc2(F.gelu(self.fc1(normed), approximate="tanh"))
 

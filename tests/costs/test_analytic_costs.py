@@ -1,4 +1,4 @@
-"""Presets and the roofline on top of them."""
+"""Hardware presets, and the roofline model with them."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
         preset("h100")
 
 
-def test_the_preset_of_this_machine_goes_by_its_device() -> None:
+def test_the_device_name_decides_on_the_preset() -> None:
     assert preset_for_device(None) == "cpu-core"
     assert preset_for_device("NVIDIA H200") == "h200-141g"
     with pytest.raises(PlanError, match="no preset for this machine's device `Tesla T4`"):
@@ -52,7 +52,7 @@ def test_more_tokens_never_cost_less(costs: AnalyticCosts) -> None:
         assert seconds[0] == 0.0
 
 
-def test_what_needs_no_gradient_costs_no_backward(costs: AnalyticCosts) -> None:
+def test_layers_without_gradients_cost_no_backward(costs: AnalyticCosts) -> None:
     for layer in LAYERS:
         frozen = replace(layer, trainable=False)
         assert costs.seconds(frozen, 1, LOAD, "backward", input_grad=False) == 0.0
@@ -60,14 +60,14 @@ def test_what_needs_no_gradient_costs_no_backward(costs: AnalyticCosts) -> None:
         assert costs.seconds(frozen, 1, LOAD, "backward") <= costs.seconds(layer, 1, LOAD, "backward")
 
 
-def test_large_products_reach_the_stated_share_of_the_peak() -> None:
+def test_large_gemms_reach_the_stated_share_of_the_peak() -> None:
     for hardware in PRESETS.values():
         large, small = hardware.efficiency_at(8192, 8192, 8192), hardware.efficiency_at(512, 64, 64)
         assert small < large <= hardware.gemm_efficiency < 1
         assert large > 0.85 * hardware.gemm_efficiency
 
 
-def test_collectives_move_what_their_rings_move() -> None:
+def test_collectives_take_the_time_of_their_rings() -> None:
     costs = AnalyticCosts(preset("h100-80g"), "bf16")
     link = costs.hardware.intra_node
     nbytes = 8 * 10**9

@@ -1,4 +1,4 @@
-"""A layer's pieces add up to the layer, and tensor parallelism communicates where it does in a run."""
+"""A layer's pieces add up to the layer, and tensor parallelism communicates at the same places as in a run."""
 
 from dataclasses import replace
 from typing import Literal
@@ -20,13 +20,13 @@ KINDS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_add_up_to_their_layer(tp: int, sliced: bool, kind: Literal["forward", "backward"]) -> None:
+def test_pieces_add_up_to_their_layer(tp: int, sp: bool, kind: Literal["forward", "backward"]) -> None:
     for layer in LAYERS:
         for trains, input_grad in ((True, True), (True, False), (False, True), (False, False)):
             changed = replace(layer, trainable=trains)
-            pieces = COSTS.pieces(changed, tp, LOAD, kind, input_grad=input_grad, sp=sliced)
+            pieces = COSTS.pieces(changed, tp, LOAD, kind, input_grad=input_grad, sp=sp)
             total = COSTS.seconds(changed, tp, LOAD, kind, input_grad=input_grad)
             assert sum(map(sum, pieces)) == pytest.approx(total, rel=1e-12)
             assert all(p.compute_s >= 0 and p.collective_s >= 0 for p in pieces)
@@ -34,7 +34,7 @@ def test_pieces_add_up_to_their_layer(tp: int, sliced: bool, kind: Literal["forw
 
 
 @pytest.mark.parametrize(
-    ("kind", "sliced", "ends"),
+    ("kind", "sp", "ends"),
     [
         ("forward", False, {PROJECTION, DOWN}),
         ("backward", False, {QKV, UP}),
@@ -42,10 +42,8 @@ def test_pieces_add_up_to_their_layer(tp: int, sliced: bool, kind: Literal["forw
         ("backward", True, {ADD, UP, NORM_MLP, QKV}),
     ],
 )
-def test_blocks_communicate_around_their_products(
-    kind: Literal["forward", "backward"], sliced: bool, ends: set[int]
-) -> None:
-    pieces = COSTS.pieces(BLOCK, 2, LOAD, kind, sp=sliced)
+def test_blocks_communicate_around_their_gemms(kind: Literal["forward", "backward"], sp: bool, ends: set[int]) -> None:
+    pieces = COSTS.pieces(BLOCK, 2, LOAD, kind, sp=sp)
     assert {i for i, piece in enumerate(pieces) if piece.collective_s} == ends
     reduce = COSTS.collective("all_reduce", LOAD.tokens * BLOCK.hidden * COSTS.element_bytes, 2, True)
     assert sum(piece.collective_s for piece in pieces) == pytest.approx(2 * reduce)
@@ -61,7 +59,7 @@ def test_no_tokens_and_no_gradient_take_no_time() -> None:
         assert sum(map(sum, pieces)) == 0
 
 
-def test_what_was_measured_is_shared_out_as_modelled() -> None:
+def test_measured_seconds_are_divided_as_modelled() -> None:
     sample = LayerSample(
         tokens=LOAD.tokens, sum_sq=LOAD.sum_sq, max_len=LOAD.max_len, num_sequences=LOAD.num_sequences,
         seconds={"forward": 0.5, "backward": 0.75, "recompute": 0.5}, activation_bytes=1,

@@ -1,4 +1,4 @@
-"""Which costs a recipe asks for: the preset's, a file's, or those of a table that comes with the package."""
+"""The costs that a recipe chooses: modelled from a preset, from a file, or from a table of the package."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ TABLES = Path(__file__).parents[2] / "mmtrain" / "costs" / "tables"
 
 
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.json")), ids=lambda path: path.stem)
-def test_every_shipped_table_stands_for_its_hardware(path: Path) -> None:
+def test_every_shipped_table_has_the_name_of_its_hardware(path: Path) -> None:
     table = CostTable.load(path)
     assert table.hardware == path.stem
     costs = costs_for(preset(table.hardware), table.precision, Path(path.stem))
@@ -28,7 +28,7 @@ def test_every_shipped_table_stands_for_its_hardware(path: Path) -> None:
     assert not costs.missing
 
 
-def test_what_was_not_measured_on_an_h200_says_so() -> None:
+def test_the_h200_table_says_what_was_not_measured() -> None:
     table = CostTable.load(TABLES / "h200-141g.json")
     kinds = {(entry.layer["kind"], entry.layer["hidden"], entry.tp) for entry in table.layers}
     for hidden in (8192, 6144, 4096, 3584):  # Qwen2 72B, InternLM2-20B, Llama-3 8B, Qwen2 7B
@@ -39,7 +39,7 @@ def test_what_was_not_measured_on_an_h200_says_so() -> None:
     assert measured or table.device.startswith("none: modelled")
 
 
-def test_a_name_that_no_table_has_is_told(tmp_path: Path) -> None:
+def test_an_unknown_table_is_rejected(tmp_path: Path) -> None:
     machine = preset("cpu-core")
     with pytest.raises(PlanError, match=r"cluster.costs: `h200` is not a table .* did you mean `h200-141g`\? Known: "):
         costs_for(machine, "fp32", Path("h200"))
@@ -50,16 +50,16 @@ def test_a_name_that_no_table_has_is_told(tmp_path: Path) -> None:
     assert isinstance(costs_for(machine, "fp32", None), AnalyticCosts)
 
 
-def test_a_bare_word_is_a_name() -> None:
+def test_a_bare_word_names_a_shipped_table() -> None:
     assert is_shipped(Path("cpu-core"))
     assert not any(is_shipped(Path(p)) for p in ("costs.json", "/tables/cpu-core", "tables/cpu-core"))
 
 
-def test_what_to_do_about_what_a_table_lacks_is_said() -> None:
+def test_the_source_says_how_to_measure_missing_layers() -> None:
     costs = costs_for(preset("h200-141g"), "bf16", Path("h200-141g"))
-    odd = LayerShape("decoder_block", hidden=48, out=48, heads=2, kv_heads=2, head_dim=24, ffn=96)
+    unmeasured = LayerShape("decoder_block", hidden=48, out=48, heads=2, kv_heads=2, head_dim=24, ffn=96)
     assert "mmtrain profile" not in costs.source
-    costs.seconds(odd, 2, TokenLoad(10, 100, 10, 1), "forward")
+    costs.seconds(unmeasured, 2, TokenLoad(10, 100, 10, 1), "forward")
     assert costs.source.endswith(
         "modelled (h200-141g): decoder_block tp2; `mmtrain profile` on such hardware measures them"
     )

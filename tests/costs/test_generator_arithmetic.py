@@ -1,4 +1,4 @@
-"""Shapes of generators against torch modules: parameters and FLOPs exactly, what autograd keeps closely."""
+"""Shapes of generators against torch modules: parameters and FLOPs exactly, saved activations closely."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ UNET = {
 DIT = {"kind": "dit", "widths": (32,), "heads": (4,), "layers": 3, "patch": 2, "context_width": 20, "context_tokens": 5}
 
 
-def made(settings: dict[str, Any]) -> tuple[GeneratorSettings, nn.Module, Tensor, TokenLoad]:
-    """Settings, the module, an input of some images, and its load."""
+def build_module(settings: dict[str, Any]) -> tuple[GeneratorSettings, nn.Module, Tensor, TokenLoad]:
+    """Return the settings, the module, an input of some images, and its load."""
     g = GeneratorSettings(**settings)
     if g.kind == "unet":
         noise, tokens = torch.randn(IMAGES, g.channels, SIDE, SIDE), SIDE**2
@@ -40,7 +40,7 @@ def made(settings: dict[str, Any]) -> tuple[GeneratorSettings, nn.Module, Tensor
 
 @pytest.mark.parametrize("settings", [UNET, DIT], ids=["unet", "dit"])
 def test_parameters_are_exact(settings: dict[str, Any]) -> None:
-    g, module, _, _ = made(settings)
+    g, module, _, _ = build_module(settings)
     assert sum(map(analytic.num_parameters, generator_layers(g, LLM_HIDDEN))) == sum(
         p.numel() for p in module.parameters()
     )
@@ -49,7 +49,7 @@ def test_parameters_are_exact(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("llm_trains", [True, False])
 @pytest.mark.parametrize("settings", [UNET, DIT], ids=["unet", "dit"])
 def test_flops_equal_those_torch_counts(settings: dict[str, Any], llm_trains: bool) -> None:
-    g, module, noise, load = made(settings)
+    g, module, noise, load = build_module(settings)
     layers = generator_layers(g, LLM_HIDDEN)
     rows = torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN, requires_grad=llm_trains)
     with sdpa_kernel(SDPBackend.MATH):  # the counter knows no fused attention on a CPU
@@ -60,34 +60,34 @@ def test_flops_equal_those_torch_counts(settings: dict[str, Any], llm_trains: bo
     assert sum(analytic.forward_flops(x, load) for x in layers) == forward.get_total_flops()
     needs = [llm_trains, *[True] * (len(layers) - 1)]  # the projector of the context trains
     expected = sum(
-        analytic.backward_flops(x, load, weight_grad=True, input_grad=need)
-        for x, need in zip(layers, needs, strict=True)
+        analytic.backward_flops(layer, load, weight_grad=True, input_grad=need)
+        for layer, need in zip(layers, needs, strict=True)
     )
     assert expected == backward.get_total_flops()
 
 
 @pytest.mark.parametrize("settings", [UNET, DIT], ids=["unet", "dit"])
-def test_activations_are_those_autograd_keeps(settings: dict[str, Any]) -> None:
-    g, module, noise, load = made(settings)
+def test_activations_are_those_that_autograd_saves(settings: dict[str, Any]) -> None:
+    g, module, noise, load = build_module(settings)
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         out = module(noise, torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN))
     assert out.requires_grad
     predicted = sum(analytic.activation_bytes(x, load, 4) for x in generator_layers(g, LLM_HIDDEN))
-    assert sum(kept.values()) == pytest.approx(predicted, rel=0.2)
+    assert sum(saved.values()) == pytest.approx(predicted, rel=0.2)
 
 
-def test_tensor_parallel_ranks_share_out_the_blocks_of_a_transformer() -> None:
-    """Each product is split along one side; biases behind a reduction and the modulation are everywhere."""
-    g, _, _, load = made(DIT)
+def test_tensor_parallelism_splits_the_blocks_of_a_transformer() -> None:
+    """Each GEMM is split along one side; biases after a reduction and the modulation are on every rank."""
+    g, _, _, load = build_module(DIT)
     (wide,) = g.widths
     for layer in generator_layers(g, LLM_HIDDEN):
         is_block = layer.kind == "dit_block"
@@ -96,12 +96,15 @@ def test_tensor_parallel_ranks_share_out_the_blocks_of_a_transformer() -> None:
             assert analytic.forward_flops(layer, load, tp) * share == analytic.forward_flops(layer, load)
             copies = 9 * wide * (tp - 1) if is_block else 0
             assert analytic.num_parameters(layer, tp) * share == analytic.num_parameters(layer) + copies
-            whole, own = (analytic.activation_bytes(layer, load, 2, n) for n in (1, tp))
-            assert own == whole if not is_block else whole / tp < own < whole
+            unsplit, split = (analytic.activation_bytes(layer, load, 2, n) for n in (1, tp))
+            if is_block:
+                assert unsplit / tp < split < unsplit
+            else:
+                assert split == unsplit
 
 
-def test_stages_of_a_transformer_are_handed_what_its_blocks_read() -> None:
-    g, module, patches, load = made(DIT)
+def test_inputs_of_a_transformers_layers_have_the_size_that_blocks_read() -> None:
+    g, module, patches, load = build_module(DIT)
     _, embed, *blocks, out = generator_layers(g, LLM_HIDDEN)
     read: list[int] = []
     assert isinstance(module, Dit)
@@ -110,22 +113,22 @@ def test_stages_of_a_transformer_are_handed_what_its_blocks_read() -> None:
     module.out.register_forward_pre_hook(lambda _, given: read.append(given[0].numel()))
     rows = torch.randn(IMAGES, g.context_tokens, LLM_HIDDEN)
     module(patches, rows)
-    handed = [layer.input_elements(load.tokens, load.num_sequences) for layer in (embed, *blocks, out)]
-    assert handed == [module.context(rows).numel(), *read]
+    sizes = [layer.input_elements(load.tokens, load.num_sequences) for layer in (embed, *blocks, out)]
+    assert sizes == [module.context(rows).numel(), *read]
 
 
-def test_a_frozen_generator_still_leads_gradients_to_the_llm() -> None:
-    g, _, _, load = made(UNET)
+def test_a_frozen_generator_still_passes_gradients_to_the_llm() -> None:
+    g, _, _, load = build_module(UNET)
     embed = next(x for x in generator_layers(g, LLM_HIDDEN) if x.kind == "unet_embed")
     for layer in generator_layers(g, LLM_HIDDEN):
         flops = analytic.backward_flops(layer, load, weight_grad=False, input_grad=True)
-        assert (flops == 0) == (layer == embed)  # noise needs none
+        assert (flops == 0) == (layer == embed)  # noise needs no gradient
 
 
-def test_every_layer_has_a_price() -> None:
+def test_every_layer_has_a_cost() -> None:
     costs = AnalyticCosts(preset("h100-80g"), "bf16")
     for settings in (UNET, DIT):
-        g, _, _, load = made(settings)
+        g, _, _, load = build_module(settings)
         for layer in generator_layers(g, LLM_HIDDEN):
             assert 0 < costs.seconds(layer, 1, load, "forward") < costs.seconds(layer, 1, load, "backward") < 1e-2
             assert 0 < costs.activation_bytes(layer, 1, load, True) <= costs.activation_bytes(layer, 1, load, False)

@@ -1,4 +1,4 @@
-"""The analytic costs against the real modules: parameters one by one, FLOPs by torch's counter."""
+"""The arithmetic of layers against the real modules: parameters of each layer, FLOPs by torch's counter."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ SPEECH = {
     "learned": settings(audio={"positions": "learned", "downsample": 1, "projector": {"norm": True}}),
     "frozen_encoder": settings(audio={"freeze": True}),
 }
-EMBEDS = ("patch_embed", "audio_embed")  # whole on every tensor-parallel rank
+EMBEDS = ("patch_embed", "audio_embed")  # not split by tensor parallelism
 UNITS = [(model, unit) for model in MODELS.values() for unit in ("vision", "llm")]
 UNITS += [(model, "audio") for model in SPEECH.values()]
 NAMES = [f"{unit}-{name}" for name in MODELS for unit in ("vision", "llm")] + [f"audio-{name}" for name in SPEECH]
@@ -59,13 +59,13 @@ def load_of(model: ModelSettings, unit: str) -> TokenLoad:
     return TokenLoad.of(np.array([r * c + model.vision.class_token for r, c in IMAGES]))
 
 
-def uncausal(shape: ModelShape, unit: str) -> list[LayerShape]:
-    """The unit's layers as torch's counter sees them: it counts all pairs, whatever the mask."""
+def without_mask(shape: ModelShape, unit: str) -> list[LayerShape]:
+    """Return the unit's layers without causal masks, since torch's counter counts all pairs."""
     return [replace(layer, causal=False) for layer in shape.unit(unit).layers]
 
 
-def run(model: ModelSettings, unit: str) -> tuple[int, int]:
-    """FLOPs of forward and of backward by torch's counter."""
+def counted_flops(model: ModelSettings, unit: str) -> tuple[int, int]:
+    """Return the FLOPs of forward and of backward by torch's counter."""
     module = stage(model, unit, attention="sdpa")
     features: dict[str, Tensor] = {}
     if unit == "llm":
@@ -91,16 +91,16 @@ def test_parameters_are_exact_for_every_layer(model: ModelSettings, unit: str) -
 @pytest.mark.parametrize(("model", "unit"), UNITS, ids=NAMES)
 def test_flops_equal_those_torch_counts(model: ModelSettings, unit: str) -> None:
     shape, load = shape_of(model), load_of(model, unit)
-    layers, needs = uncausal(shape, unit), analytic.input_grad_needed(shape)[unit]
+    layers, needs = without_mask(shape, unit), analytic.input_grad_needed(shape)[unit]
     forward = sum(analytic.forward_flops(layer, load) for layer in layers)
     backward = sum(
         analytic.backward_flops(layer, load, weight_grad=layer.trainable, input_grad=needed)
         for layer, needed in zip(layers, needs, strict=True)
     )
     if unit != "llm" and not any(needs):
-        # Megatron's linear computes its input's gradient even where, as here, nobody asks for it.
+        # Megatron's linear computes the gradient of its input even where, as here, it is not needed.
         backward += analytic.gemms(layers[-1], load)[0].flops
-    assert (forward, backward) == run(model, unit)
+    assert (forward, backward) == counted_flops(model, unit)
 
 
 def test_a_causal_mask_halves_the_pairs() -> None:
@@ -110,16 +110,16 @@ def test_a_causal_mask_halves_the_pairs() -> None:
     assert analytic.attention_flops(layer, TokenLoad.of(lengths)) == 4 * pairs * layer.heads * layer.head_dim
 
 
-def test_model_flops_count_no_gradient_that_nobody_needs() -> None:
+def test_model_flops_count_only_needed_gradients() -> None:
     loads = {"vision": load_of(MODELS["plain"], "vision"), "llm": load_of(MODELS["plain"], "llm")}
     forward = sum(
         analytic.forward_flops(layer, loads[u.name]) for u in shape_of(settings()).units for layer in u.layers
     )
-    everything = analytic.model_flops(shape_of(MODELS["plain"]), loads)
+    all_trained = analytic.model_flops(shape_of(MODELS["plain"]), loads)
     frozen_encoder = analytic.model_flops(shape_of(MODELS["frozen_encoder"]), loads)
     frozen = shape_of(settings(vision={"freeze": True, "projector": {"freeze": True}}, llm={"freeze": True}))
-    assert 2.5 * forward < everything < 3 * forward
-    assert frozen_encoder < everything
+    assert 2.5 * forward < all_trained < 3 * forward
+    assert frozen_encoder < all_trained
     assert analytic.model_flops(frozen, loads) == forward
 
 
@@ -149,7 +149,7 @@ def test_context_parallel_ranks_share_tokens_and_pairs(cp: int) -> None:
     assert analytic.context_bytes(block, share, 2, 1, cp) == others * 2 * 2 * block.kv_heads * block.head_dim
 
 
-def test_no_layer_keeps_less_than_its_input() -> None:
+def test_every_layer_saves_at_least_its_input() -> None:
     load = TokenLoad.of(np.array([8, 16]))
     for unit in shape_of(settings(audio={})).units:
         for layer in unit.layers:

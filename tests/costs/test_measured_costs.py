@@ -1,4 +1,4 @@
-"""A table of measured costs: what it foretells, what it refuses, and what is modelled in its place."""
+"""A table of measured costs: what it predicts, what it rejects, and what is modelled in its place."""
 
 import json
 from dataclasses import replace
@@ -58,22 +58,24 @@ def _table(layer: LayerShape = BLOCK, factor: float = 1.0, **changes: object) ->
     st.floats(0, 1e-2),
     st.integers(0, 1000),
 )
-def test_a_curve_finds_the_law_behind_its_samples(base: list[float], pair: float, sequence: float, seed: int) -> None:
+def test_a_curve_recovers_the_formula_behind_its_samples(
+    base: list[float], pair: float, sequence: float, seed: int
+) -> None:
     nodes = np.array([64.0, 128.0, 256.0, 512.0])
 
-    def law(load: TokenLoad) -> float:
-        flat = float(np.interp(load.tokens, nodes, np.cumsum(base)))
-        return flat + pair * load.sum_sq + sequence * load.num_sequences
+    def formula(load: TokenLoad) -> float:
+        by_tokens = float(np.interp(load.tokens, nodes, np.cumsum(base)))
+        return by_tokens + pair * load.sum_sq + sequence * load.num_sequences
 
     loads = [_load(*lengths) for n in (64, 128, 256, 512) for lengths in ([n], [n // 4] * 4, [n // 2, n // 4, n // 4])]
-    curve = Curve.fit(loads, [law(load) for load in loads])
+    curve = Curve.fit(loads, [formula(load) for load in loads])
     rng = np.random.default_rng(seed)
     for load in [_load(*rng.integers(8, 60, rng.integers(2, 8))) for _ in range(5)]:
         if load.tokens >= 64:
-            assert curve.at(load) == pytest.approx(law(load), rel=1e-4, abs=1e-6)
+            assert curve.at(load) == pytest.approx(formula(load), rel=1e-4, abs=1e-6)
 
 
-def test_what_is_alike_shares_a_node_and_nothing_is_negative() -> None:
+def test_similar_loads_share_a_node_and_no_term_is_negative() -> None:
     loads = [_load(100), _load(*[25] * 4, 3), _load(400), _load(*[100] * 4, 10)]
     curve = Curve.fit(loads, [1.0, 0.5, 4.0, 2.0])
     assert curve.tokens.tolist() == [103.0, 410.0]
@@ -83,7 +85,7 @@ def test_what_is_alike_shares_a_node_and_nothing_is_negative() -> None:
     assert Curve.fit([_load(10)], [1.0]).at(_load(20)) == pytest.approx(2.0)
 
 
-def test_seconds_are_those_of_what_must_be_computed() -> None:
+def test_seconds_are_those_of_the_needed_gradients() -> None:
     costs, load = MeasuredCosts(_table(), MODEL), _load(200)
     frozen = replace(BLOCK, trainable=False)
     for layer, kind, input_grad, name in (
@@ -94,8 +96,8 @@ def test_seconds_are_those_of_what_must_be_computed() -> None:
         (frozen, "backward", True, "backward_input"),
         (frozen, "forward", True, "forward"),
     ):
-        found = costs.seconds(layer, 1, load, kind, input_grad=input_grad)  # type: ignore[arg-type]
-        assert found == pytest.approx(200 * SECONDS[name]), name
+        seconds = costs.seconds(layer, 1, load, kind, input_grad=input_grad)  # type: ignore[arg-type]
+        assert seconds == pytest.approx(200 * SECONDS[name]), name
     assert costs.seconds(frozen, 1, load, "backward", input_grad=False) == 0
     assert costs.seconds(BLOCK, 1, _load(), "forward") == 0
     assert costs.activation_bytes(BLOCK, 1, load, False) == 200_000
@@ -103,7 +105,7 @@ def test_seconds_are_those_of_what_must_be_computed() -> None:
     assert costs.source == "measured: one core, 2026-11-21"
 
 
-def test_what_was_not_measured_is_modelled_and_told() -> None:
+def test_the_source_names_what_was_modelled_or_extrapolated() -> None:
     costs, load = MeasuredCosts(_table(), MODEL), _load(200)
     assert costs.seconds(BLOCK, 2, load, "forward") == MODEL.seconds(BLOCK, 2, load, "forward")
     costs.seconds(BLOCK, 1, _load(4096), "forward")
@@ -121,12 +123,12 @@ def test_messages_are_interpolated_and_large_ones_go_by_bandwidth() -> None:
     assert costs.collective("all_reduce", 1000, 1, True) == 0
 
 
-def test_errors_are_relative_to_what_is_measured() -> None:
+def test_errors_are_relative_to_the_measurement() -> None:
     [entry] = _table().layers
     assert interpolation_errors(entry, [_sample(_load(300), 1.25)]) == pytest.approx([0.2, 0.2])
 
 
-def test_a_table_reads_back_and_grows(tmp_path: Path) -> None:
+def test_a_table_reads_back_and_merges(tmp_path: Path) -> None:
     path, table = tmp_path / "costs.json", _table()
     table.save(path)
     assert CostTable.load(path) == table
@@ -146,7 +148,7 @@ def test_tables_of_different_hardware_do_not_mix(changes: dict[str, object], nam
         _table().merged(_table(**changes))
 
 
-def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_tables_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"cluster\.costs: .*no such file; make it with `mmtrain profile"):
         CostTable.load(tmp_path / "none.json")
     (tmp_path / "wrong.json").write_text('{"version": 2}')
@@ -154,12 +156,12 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
         CostTable.load(tmp_path / "wrong.json")
 
 
-def test_what_trains_does_not_make_another_layer() -> None:
+def test_freezing_does_not_make_another_layer() -> None:
     assert layer_fields(BLOCK) == layer_fields(replace(BLOCK, trainable=False, frozen=frozenset({"x"})))
     assert layer_fields(BLOCK) != layer_fields(replace(BLOCK, ffn=BLOCK.ffn + 1))
 
 
-def test_an_optimizer_step_is_a_line_through_what_was_measured() -> None:
+def test_an_optimizer_step_is_on_a_line_through_the_measurements() -> None:
     points = [{"parameters": n, "seconds": 1e-3 + 2e-9 * n} for n in (1000, 50_000, 10**6)]
     costs = MeasuredCosts(_table(optimizer=points), MODEL)
     assert costs.optimizer(500_000) == pytest.approx(2e-3)
@@ -172,7 +174,7 @@ def test_an_optimizer_step_is_a_line_through_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "value", "told"),
+    ("where", "value", "message"),
     [
         (("layers", 0, "samples", 1, "seconds", "forward"), -1.0, "layers.0.samples.1.seconds.forward: .*-1"),
         (("layers", 0, "samples", 1, "seconds", "backward"), float("nan"), "seconds.backward: .*finite"),
@@ -182,14 +184,16 @@ def test_an_optimizer_step_is_a_line_through_what_was_measured() -> None:
         (("messages", 0, "nbytes"), [7, 7], "p2p needs ascending nbytes"),
     ],
 )
-def test_times_that_are_none_are_named(tmp_path: Path, where: tuple[str | int, ...], value: object, told: str) -> None:
+def test_the_message_names_values_that_are_no_times(
+    tmp_path: Path, where: tuple[str | int, ...], value: object, message: str
+) -> None:
     content = _table().model_dump(mode="json")
-    at = content
+    parent = content
     for key in where[:-1]:
-        at = at[key]  # type: ignore[index]
-    at[where[-1]] = value  # type: ignore[index]
+        parent = parent[key]  # type: ignore[index]
+    parent[where[-1]] = value  # type: ignore[index]
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(PlanError, match=told) as caught:
+    with pytest.raises(PlanError, match=message) as caught:
         CostTable.load(path)
     assert "mmtrain profile" in str(caught.value)

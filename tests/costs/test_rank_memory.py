@@ -1,4 +1,4 @@
-"""The memory rule, by hand on small cases and against what autograd really saves."""
+"""Predicted memory against hand counts on small cases and against what autograd really saves."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,12 +25,12 @@ CLIPS = (60, 80, 20)
 IMAGES = ((6, 6), (4, 6), (6, 4), (2, 2))
 EVEN = (30, 40, 10)  # two ranks share these tokens without padding
 WIDE = settings(vision={"hidden": 96, "ffn": 256}, llm={"hidden": 128, "kv_heads": 4, "ffn": 320, "vocab": 512})
-SLICED = (("vision", (1, 3)), ("llm", (2, 5)))  # units, and layers of theirs that share out tokens
+SLICED = (("vision", (1, 3)), ("llm", (2, 5)))  # units, and their layers that hold slices of the tokens
 
 
 def held(layers: tuple[LayerShape, ...], dp: int = 1, in_flight: int = 1, recompute: bool = False) -> HeldLayers:
-    again, needed = (recompute,) * len(layers), (True,) * len(layers)
-    return HeldLayers(layers, needed, again, 1, dp, in_flight, TokenLoad.of(np.array(LENGTHS)))
+    flags, input_grad = (recompute,) * len(layers), (True,) * len(layers)
+    return HeldLayers(layers, input_grad, flags, 1, dp, in_flight, TokenLoad.of(np.array(LENGTHS)))
 
 
 def test_every_kind_is_counted_by_hand() -> None:
@@ -59,7 +59,7 @@ def test_a_frozen_unit_has_weights_only() -> None:
     assert found.gradients == found.optimizer == 0 < found.parameters
 
 
-def test_tied_embeddings_are_held_once_where_both_ends_meet() -> None:
+def test_tied_embeddings_count_once_if_both_are_on_the_rank() -> None:
     llm = shape_of(settings(llm={"tie_embeddings": True})).unit("llm").layers
     real = sum(p.numel() for p in stage(settings(llm={"tie_embeddings": True}), "llm").parameters())
     assert rank_memory([held(llm)], COSTS, "fp32", tied=True).parameters == 4 * real
@@ -70,13 +70,13 @@ def test_tied_embeddings_are_held_once_where_both_ends_meet() -> None:
 
 def test_recomputing_keeps_less() -> None:
     blocks = shape_of(settings()).unit("llm").layers[1:4]
-    kept, again = (rank_memory([held(blocks, 1, 4, r)], COSTS, "fp32", tied=False) for r in (False, True))
-    assert again.activations < 0.2 * kept.activations
-    assert again.total < kept.total
+    kept, recomputed = (rank_memory([held(blocks, 1, 4, r)], COSTS, "fp32", tied=False) for r in (False, True))
+    assert recomputed.activations < 0.2 * kept.activations
+    assert recomputed.total < kept.total
 
 
 def saved_bytes(module: torch.nn.Module, hidden: Tensor | None, run: object) -> int:
-    """Bytes of distinct storages that autograd saves, parameters left out."""
+    """Return the bytes of distinct storages that autograd saves, without parameters."""
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -108,7 +108,7 @@ def test_activation_bytes_are_those_that_autograd_saves(unit: str) -> None:
     layers = shape_of(model).unit(unit).layers
     real = saved_bytes(module, None, lambda hidden: module(hidden, inputs, {}))
     predicted = sum(COSTS.activation_bytes(layer, 1, load, False, input_grad=i > 0) for i, layer in enumerate(layers))
-    # Layers share the tensor between them, which the model counts with both: it must not count less than there is.
+    # Two layers share the tensor between them, and the model counts it for both; it must never count too little.
     assert 1.0 <= predicted / real <= 1.1
 
 
@@ -131,16 +131,16 @@ def test_frozen_layers_keep_what_autograd_still_saves(unit: str, layers: slice) 
 
 
 def _saved_on_this_rank() -> dict[tuple[str, bool], int]:
-    """Bytes that a TP group of two ranks saves in two blocks and a head, without and with slices of the tokens."""
+    """Return the bytes that a rank of two saves in two blocks and a head, without and with sequence parallelism."""
     groups = replace(ParallelGroups.single(), tp=dist.group.WORLD)
-    found = {}
+    saved = {}
     for (unit, layers), sp in product(SLICED, (False, True)):
         module = stage(WIDE, unit, layers, groups=groups, sequence_parallel=sp)
         inputs = images(*IMAGES) if unit == "vision" else text(*EVEN)
         rows = sum(r * c for r, c in IMAGES) if unit == "vision" else sum(EVEN)
         hidden = torch.randn(rows // 2 if sp else rows, module.shape.layers[1].hidden, requires_grad=True)
-        found[unit, sp] = saved_bytes(module, hidden, partial(_through, module, inputs))
-    return found
+        saved[unit, sp] = saved_bytes(module, hidden, partial(_through, module, inputs))
+    return saved
 
 
 def _through(module: StageModule, inputs: UnitInput, hidden: Tensor | None) -> object:
@@ -148,7 +148,7 @@ def _through(module: StageModule, inputs: UnitInput, hidden: Tensor | None) -> o
 
 
 def test_sequence_parallelism_saves_what_autograd_no_longer_keeps() -> None:
-    (found, _) = run_ranks(2, _saved_on_this_rank)
+    (saved, _) = run_ranks(2, _saved_on_this_rank)
     for unit, (lo, hi) in SLICED:
         lengths = [r * c for r, c in IMAGES] if unit == "vision" else EVEN
         load, layers = TokenLoad.of(np.array(lengths)), shape_of(WIDE).unit(unit).layers[lo:hi]
@@ -156,5 +156,5 @@ def test_sequence_parallelism_saves_what_autograd_no_longer_keeps() -> None:
             sum(layer_activation_bytes(RankLayer(layer, 2, sp=sp), load, COSTS, "fp32") for layer in layers)
             for sp in (False, True)
         ]
-        assert predicted[0] - predicted[1] == pytest.approx(found[unit, False] - found[unit, True], rel=0.03)
-        assert predicted == pytest.approx([found[unit, False], found[unit, True]], rel=0.03)
+        assert predicted[0] - predicted[1] == pytest.approx(saved[unit, False] - saved[unit, True], rel=0.03)
+        assert predicted == pytest.approx([saved[unit, False], saved[unit, True]], rel=0.03)

@@ -1,4 +1,4 @@
-"""Seconds that sequence parallelism adds, held to a count of what a block and its neighbours exchange and move."""
+"""Seconds that sequence parallelism adds, against counts of what a block and its neighbors exchange and move."""
 
 from dataclasses import dataclass, replace
 
@@ -19,8 +19,8 @@ TOKENS, NBYTES = 100, 100 * 64 * 2
 
 
 @dataclass(frozen=True)
-class Priced(AnalyticCosts):
-    """Each kind of collective has its price, whatever it moves."""
+class FixedCollectives(AnalyticCosts):
+    """Each kind of collective takes a fixed time, whatever it moves."""
 
     def collective(self, kind: str, nbytes: int, size: int, same_node: bool) -> float:
         assert (nbytes, same_node) == (NBYTES, True)
@@ -28,19 +28,19 @@ class Priced(AnalyticCosts):
 
 
 def machine(memory_bytes_per_s: float = 1e30, link: Link | None = None) -> Hardware:
-    found = replace(preset("h100-80g"), memory_bytes_per_s=memory_bytes_per_s)
-    return replace(found, intra_node=link) if link else found
+    hardware = replace(preset("h100-80g"), memory_bytes_per_s=memory_bytes_per_s)
+    return replace(hardware, intra_node=link) if link else hardware
 
 
-def added(layer: LayerShape, on: Hardware, tp: int = 2, input_grad: bool = True, priced: bool = True) -> float:
-    costs = (Priced if priced else AnalyticCosts)(on, "bf16")
+def added(layer: LayerShape, on: Hardware, tp: int = 2, input_grad: bool = True, fixed: bool = True) -> float:
+    costs = (FixedCollectives if fixed else AnalyticCosts)(on, "bf16")
     return sequence_parallel_seconds(layer, tp, TOKENS, costs, on, "bf16", input_grad=input_grad)
 
 
 @pytest.mark.parametrize(
     ("layer", "input_grad", "exchanged"),
     [
-        (BLOCK, True, 4 * (10 + 1 - 100) + 2),  # two reductions each way, and both products' inputs once more
+        (BLOCK, True, 4 * (10 + 1 - 100) + 2),  # two reductions each way, and both GEMMs' inputs once more
         (HEAD, True, 1 + 1 + (10 - 100)),
         (EMBEDDING, True, 1),
         (PROJECTOR, True, 1),
@@ -50,7 +50,7 @@ def test_exchanges_are_counted(layer: LayerShape, input_grad: bool, exchanged: f
     assert added(layer, machine(), input_grad=input_grad) == pytest.approx(exchanged)
 
 
-def test_a_block_that_only_goes_forward_exchanges_as_much_as_without() -> None:
+def test_a_block_without_backward_exchanges_only_in_forward() -> None:
     frozen = replace(BLOCK, trainable=False)
     assert added(frozen, machine(), input_grad=False) == pytest.approx(2 * (10 + 1 - 100))
     assert added(frozen, machine(), input_grad=True) == pytest.approx(4 * (10 + 1 - 100))
@@ -58,17 +58,17 @@ def test_a_block_that_only_goes_forward_exchanges_as_much_as_without() -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_norms_and_residuals_touch_a_share_of_the_tokens(tp: int) -> None:
+def test_norms_and_residuals_move_a_share_of_the_tokens(tp: int) -> None:
     free = Link(1e30, 0.0)
     whole = 3 * 10 * NBYTES  # forward, and twice as much in backward
     slow = machine(memory_bytes_per_s=1000.0, link=free)
-    assert added(BLOCK, slow, tp, priced=False) == pytest.approx(-whole / 1000 * (1 - 1 / tp))
+    assert added(BLOCK, slow, tp, fixed=False) == pytest.approx(-whole / 1000 * (1 - 1 / tp))
 
 
 @given(st.sampled_from([BLOCK, HEAD, EMBEDDING, PROJECTOR]), st.sampled_from([2, 4, 8]), st.booleans())
 def test_rings_move_as_much_either_way(layer: LayerShape, tp: int, input_grad: bool) -> None:
-    """With a ring's costs, only what is gathered once more is added where moving memory costs nothing."""
+    """With the costs of a ring, and without those of moving memory, only additional gathers cost time."""
     on = machine()
     gather = AnalyticCosts(on, "bf16").collective("all_gather", NBYTES, tp, True)
-    times = added(layer, on, tp, input_grad, priced=False) / gather
+    times = added(layer, on, tp, input_grad, fixed=False) / gather
     assert times == pytest.approx({"decoder_block": 2, "head": 1, "embedding": 1, "projector": 1}[layer.kind])
