@@ -1,7 +1,7 @@
-"""What the number of an encoder's microbatches does to a step, as predicted: `python scripts/bench_counts.py`.
+"""Predict how the number of an encoder's microbatches changes a step: `python scripts/bench_counts.py`.
 
-No hardware is measured: costs are those modelled for eight H100, lengths are drawn. A vision unit of 0.3 billion
-parameters feeds an LLM of 1.1 billion; the global batch is 32 groups.
+Nothing is measured: costs are modelled for eight H100, and lengths are random. A vision unit of 0.3 billion parameters
+feeds an LLM of 1.1 billion; the global batch is 32 groups.
 """
 
 from itertools import pairwise
@@ -14,7 +14,8 @@ from mmtrain.plan import Plan
 from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe.schema import Recipe
 
-NUM_SAMPLES, GLOBAL_BATCH = 2000, 32
+NUM_SAMPLES = 2000
+GLOBAL_BATCH = 32
 MESHES: dict[str, dict[str, dict[str, int]]] = {
     "vision dp4, llm tp2 pp2": {"vision": {"tp": 1, "pp": 1, "dp": 4}, "llm": {"tp": 2, "pp": 2, "dp": 1}},
     "vision dp4, llm pp4": {"vision": {"tp": 1, "pp": 1, "dp": 4}, "llm": {"tp": 1, "pp": 4, "dp": 1}},
@@ -30,17 +31,18 @@ MODEL: dict[str, Any] = {
 
 
 def main() -> None:
-    lengths = drawn()
+    lengths = sample_lengths()
     for name, meshes in MESHES.items():
         print(name)
         for count in (64, 32, 16, 8, 4, 2):
-            found = planned(meshes, count, lengths).predicted
-            peak = max(found.peak_memory_gib.values())
-            print(f"  {count:3} microbatches: {found.step_time_s * 1e3:7.1f} ms, MFU {found.mfu:.1%}, {peak:.1f} GiB")
+            predicted = plan_with(meshes, count, lengths).predicted
+            peak_gib = max(predicted.peak_memory_gib.values())
+            step_ms = predicted.step_time_s * 1e3
+            print(f"  {count:3} microbatches: {step_ms:7.1f} ms, MFU {predicted.mfu:.1%}, {peak_gib:.1f} GiB")
 
 
-def planned(meshes: dict[str, dict[str, int]], count: int, lengths: SampleLengths) -> Plan:
-    """The plan with these meshes and `count` encoder microbatches a replica, for 32 of the LLM."""
+def plan_with(meshes: dict[str, dict[str, int]], count: int, lengths: SampleLengths) -> Plan:
+    """Plan with these meshes and `count` encoder microbatches per replica, for 32 of the LLM."""
     parallel = {"placement": "disaggregated", **meshes, "vision": {**meshes["vision"], "num_microbatches": count}}
     recipe = Recipe.model_validate(
         {
@@ -54,8 +56,8 @@ def planned(meshes: dict[str, dict[str, int]], count: int, lengths: SampleLength
     return plan_recipe(recipe, lengths, world_size=8, hardware="h100-80g", recipe_sha256="")
 
 
-def drawn() -> SampleLengths:
-    """Samples of up to three images of 16 to 32 patches a side, and 20 to 400 words."""
+def sample_lengths() -> SampleLengths:
+    """Return random samples of up to three images of 16 to 32 patches per side, and 20 to 400 tokens of text."""
     rng = np.random.default_rng(0)
     first = np.concatenate([[0], np.cumsum(rng.integers(0, 4, NUM_SAMPLES))]).astype(np.int64)
     rows, cols = (2 * rng.integers(8, 17, first[-1]) for _ in range(2))

@@ -1,11 +1,10 @@
-"""What it costs to index a large LLaVA-format file, to read the index again, and to find a far step.
+"""Measure how long it takes to index a large LLaVA-format file, to read the cached index, and to find a far step.
 
     python scripts/bench_index.py --folder DIR [--samples 1200000] [--format webdataset]
 
-Writes that many samples with an image each into DIR: hard links to a few small pictures, so that every sample has a
-path of its own to open and look at; or the same pictures in a tar shard, or in a Parquet file. Seconds are processor
-seconds of all threads and processes together, beside those by the clock; memory is the most that the process has held
-(call it again for that of reading alone).
+Writes that many samples with an image each into DIR: hard links to a few small images, so that every sample has a path
+of its own to open; or the same images in a tar shard, or in a Parquet file. Prints processor seconds of all threads and
+processes together, wall-clock seconds, and the peak memory of the process (run it again for the peak of reading alone).
 """
 
 import argparse
@@ -30,10 +29,10 @@ from mmtrain.data import GroupStream, build_index
 from mmtrain.data.synthetic.demo import train_tokenizer
 from mmtrain.recipe.schema import Recipe
 
-NUM_PICTURES = 64  # of each format; file systems allow some 65,000 links to one file
-PER_FOLDER = 10_000
-ROWS = 200  # of one row group
-WANTED = 20_000  # samples a second and core
+NUM_IMAGES = 64  # of each format; file systems allow about 65,000 links to one file
+FILES_PER_FOLDER = 10_000
+ROWS_PER_GROUP = 200
+TARGET_SAMPLES_PER_S = 20_000  # of one core
 WORDS = (
     "the a chart shows how many people live in each city what colour is largest bar left right please answer shortly"
 )
@@ -47,46 +46,48 @@ def main() -> None:
     parser.add_argument("--format", choices=["json", "webdataset", "parquet"], default="json")
     options = parser.parse_args()
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} x {platform.machine()}, Python {platform.python_version()}")
-    recipe = write(options.folder, options.samples)
+    recipe = write_samples(options.folder, options.samples)
     if options.format != "json":
-        recipe = packed(recipe, options.folder, options.format)
+        recipe = repack(recipe, options.folder, options.format)
     for name in ("first", "again"):
-        cpu, clock, index = timed(lambda: build_index(recipe))
-        rate = options.samples / cpu
+        cpu_s, wall_s, index = timed(lambda: build_index(recipe))
+        rate = options.samples / cpu_s
         print(
-            f"{name}: {cpu:.1f} s of processor time, {clock:.1f} s by the clock; {rate:,.0f} samples a second and core "
-            f"(wanted {WANTED:,}); {peak_gib():.2f} GiB at most, {len(index.samples)} samples"
+            f"{name}: {cpu_s:.1f} s of processor time, {wall_s:.1f} s by the clock; {rate:,.0f} samples per second and "
+            f"core (target {TARGET_SAMPLES_PER_S:,}); peak memory {peak_gib():.2f} GiB, {len(index.samples)} samples"
         )
     for global_batch in (8, 512):
         grouping = Grouping.of(recipe.data, global_batch)
-        cpu, _, stream = timed(lambda g=grouping: GroupStream(index.lengths, g, 0, index.weights))
-        far, _, _ = timed(lambda s=stream, b=global_batch: s.groups(10**6 * b, b))
-        near, _, _ = timed(lambda s=stream, b=global_batch: s.groups(10**6 * b + b, b))
+        start_s, _, stream = timed(lambda g=grouping: GroupStream(index.lengths, g, 0, index.weights))
+        far_s, _, _ = timed(lambda s=stream, b=global_batch: s.groups(10**6 * b, b))
+        next_s, _, _ = timed(lambda s=stream, b=global_batch: s.groups(10**6 * b + b, b))
         print(
-            f"global batch {global_batch}: the stream starts in {cpu:.2f} s, step 1,000,000 is found in "
-            f"{far * 1e3:.0f} ms, the next one in {near * 1e3:.2f} ms"
+            f"global batch {global_batch}: the stream starts in {start_s:.2f} s, step 1,000,000 is found in "
+            f"{far_s * 1e3:.0f} ms, the next one in {next_s * 1e3:.2f} ms"
         )
 
 
-def write(folder: Path, num: int) -> Recipe:
-    """Write the samples, unless they are there, and a recipe that reads them."""
+def write_samples(folder: Path, num_samples: int) -> Recipe:
+    """Write the samples, unless they exist, and return a recipe that reads them."""
     folder.mkdir(parents=True, exist_ok=True)
-    file, tokenizer = folder / f"samples-{num}.json", folder / "tokenizer.json"
+    file = folder / f"samples-{num_samples}.json"
+    tokenizer = folder / "tokenizer.json"
     if not file.exists():
         rng = np.random.default_rng(0)
-        pictures = _pictures(folder, rng)
+        images = _write_images(folder, rng)
         texts = [" ".join(rng.choice(WORDS.split(), rng.integers(5, 40))) for _ in range(2000)]
         entries = []
-        for i in range(num):
-            source = pictures[i % len(pictures)]
-            path = folder / str(i // PER_FOLDER) / f"{i}{source.suffix}"
-            if i % PER_FOLDER == 0:
+        for i in range(num_samples):
+            image = images[i % len(images)]
+            path = folder / str(i // FILES_PER_FOLDER) / f"{i}{image.suffix}"
+            if i % FILES_PER_FOLDER == 0:
                 path.parent.mkdir(exist_ok=True)
             if not path.exists():
-                os.link(source, path)
-            question, answer = texts[i % 1999], texts[i % 1997]
+                os.link(image, path)
+            question = texts[i % 1999]
+            answer = texts[i % 1997]
             turns = [{"from": "human", "value": f"<image>\n{question} {i}"}, {"from": "gpt", "value": answer}]
-            entries.append({"id": str(i), "image": f"{i // PER_FOLDER}/{path.name}", "conversations": turns})
+            entries.append({"id": str(i), "image": f"{i // FILES_PER_FOLDER}/{path.name}", "conversations": turns})
         train_tokenizer(iter(texts)).save(str(tokenizer))
         file.write_text(json.dumps(entries))
     return Recipe.model_validate(
@@ -102,16 +103,17 @@ def write(folder: Path, num: int) -> Recipe:
     )
 
 
-def packed(recipe: Recipe, folder: Path, form: str) -> Recipe:
-    """The samples of a recipe's file in another format, unless they are there, and a recipe that reads that."""
+def repack(recipe: Recipe, folder: Path, form: str) -> Recipe:
+    """Write the samples in another format, unless they exist, and return a recipe that reads them."""
     source = recipe.data.sources[0].path
     path = folder / f"{source.stem}.{'tar' if form == 'webdataset' else 'parquet'}"
     if not path.exists():
         entries = json.loads(source.read_text())
-        (_write_tar if form == "webdataset" else _write_parquet)(path, folder, entries)
-    made = recipe.model_dump()
-    made["data"]["sources"] = [{"path": path}]
-    return Recipe.model_validate(made)
+        write = _write_tar if form == "webdataset" else _write_parquet
+        write(path, folder, entries)
+    settings = recipe.model_dump()
+    settings["data"]["sources"] = [{"path": path}]
+    return Recipe.model_validate(settings)
 
 
 def _write_tar(path: Path, folder: Path, entries: list[dict[str, Any]]) -> None:
@@ -127,26 +129,28 @@ def _write_tar(path: Path, folder: Path, entries: list[dict[str, Any]]) -> None:
 def _write_parquet(path: Path, folder: Path, entries: list[dict[str, Any]]) -> None:
     columns: dict[str, list[Any]] = {key: [entry[key] for entry in entries] for key in ("id", "conversations")}
     columns["image"] = [(folder / entry["image"]).read_bytes() for entry in entries]
-    pyarrow.parquet.write_table(pa.table(columns), path, row_group_size=ROWS, use_dictionary=False)
+    pyarrow.parquet.write_table(pa.table(columns), path, row_group_size=ROWS_PER_GROUP, use_dictionary=False)
 
 
-def _pictures(folder: Path, rng: np.random.Generator) -> list[Path]:
+def _write_images(folder: Path, rng: np.random.Generator) -> list[Path]:
     (folder / "pictures").mkdir(exist_ok=True)
-    made = []
-    for i in range(NUM_PICTURES):
+    paths = []
+    for i in range(NUM_IMAGES):
         width, height = rng.integers(24, 96, 2).tolist()
         pixels = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
         for suffix in (".jpg", ".png"):
-            made.append(folder / "pictures" / f"{i}{suffix}")
-            pixels.save(made[-1])
-    return made
+            path = folder / "pictures" / f"{i}{suffix}"
+            pixels.save(path)
+            paths.append(path)
+    return paths
 
 
 def timed(work: Callable[[], T]) -> tuple[float, float, T]:
-    """Processor seconds, children's included, and seconds by the clock."""
-    cpu, clock = _processor_s(), time.perf_counter()
+    """Run `work`; return its processor seconds, children included, its wall-clock seconds, and its result."""
+    start_cpu_s = _processor_s()
+    start_s = time.perf_counter()
     result = work()
-    return _processor_s() - cpu, time.perf_counter() - clock, result
+    return _processor_s() - start_cpu_s, time.perf_counter() - start_s, result
 
 
 def _processor_s() -> float:

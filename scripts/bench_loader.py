@@ -1,10 +1,10 @@
-"""How long training waits for its data, by who prepares it: in line, a thread, worker processes, a producer.
+"""Measure how long training waits for its data, prepared in line, by a thread, by worker processes or by a producer.
 
     python scripts/bench_loader.py recipes/llava_files.yaml --set data.sources.0.path=/data/mine/llava.json
 
-Every way is the same run of the recipe on one rank, in a temporary folder; what differs is `data.prefetch`,
-`data.workers` and `data.producers`. Prints, of the steps after the first fifth: the share of their time that the
-training process waited for data, the median step, samples a second; and of the whole run, processor seconds.
+Every way is the same run of the recipe on one rank, in a temporary folder; only `data.prefetch`, `data.workers` and
+`data.producers` differ. Prints for the steps after the first fifth: the share of their time in which the training
+process waited for data, the median step time, and samples per second; and for the whole run, processor seconds.
 """
 
 import argparse
@@ -41,15 +41,16 @@ def main() -> None:
     print(f"{'way':<10}  {'waits':>6}  {'step s':>7}  {'samples/s':>9}  {'CPU s':>6}  {'samples':>7}")
     for way in arguments.way or WAYS:
         with tempfile.TemporaryDirectory() as folder:
-            before, run = processor_s(), Path(folder) / "run"
+            start_s = processor_s()
+            run = Path(folder) / "run"
             with producer(way, arguments.recipe, changes) as more:
                 train(arguments.recipe, [*changes, *WAYS[way], *more], run)
-            report(way, run, processor_s() - before)
+            report(way, run, processor_s() - start_s)
 
 
 @contextmanager
 def producer(way: str, recipe: str, changes: list[str]) -> Iterator[list[str]]:
-    """A producer on this machine for the way that needs one; yields what the trainer must set."""
+    """Start a producer on this machine for the way that needs one; yields the settings of the trainer."""
     if way != "producer":
         yield []
         return
@@ -69,25 +70,26 @@ def train(recipe: str, changes: list[str], run: Path) -> None:
 
 
 def mmtrain(*command: str | list[str]) -> list[str]:
-    """A command line; a list stands for settings."""
-    words = [["--set", c] for c in command[-1]]
-    return [sys.executable, "-m", "mmtrain", *map(str, command[:-1]), *(word for pair in words for word in pair)]
+    """Return a command line; the last argument is a list of settings."""
+    settings = [word for setting in command[-1] for word in ("--set", setting)]
+    return [sys.executable, "-m", "mmtrain", *map(str, command[:-1]), *settings]
 
 
 def processor_s() -> float:
-    """Processor seconds of the processes that have ended and were waited for, and of theirs."""
+    """Return the processor seconds of all child processes that have ended, and of their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def report(way: str, run: Path, cpu_s: float) -> None:
     steps = read_metrics(run)
-    steps = steps[len(steps) // 5 :]  # what starts up, starts in the first ones
+    steps = steps[len(steps) // 5 :]  # without those in which processes start
     total_s = sum(s["step_time_s"] for s in steps)
     waited = sum(s["time_s"]["data"] for s in steps) / total_s
-    step_s, samples = median(s["step_time_s"] for s in steps), sum(s["samples"] for s in steps)
-    shown = f"{way:<10}  {waited:>6.1%}  {step_s:>7.3f}  {samples / total_s:>9.1f}  {cpu_s:>6.1f}  {samples:>7}"
-    print(shown, flush=True)
+    step_s = median(s["step_time_s"] for s in steps)
+    samples = sum(s["samples"] for s in steps)
+    line = f"{way:<10}  {waited:>6.1%}  {step_s:>7.3f}  {samples / total_s:>9.1f}  {cpu_s:>6.1f}  {samples:>7}"
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Makes tar shards, Parquet files and small media for the tests of readers."""
+"""Make tar shards, Parquet files and small media for the tests of readers."""
 
 import io
 import tarfile
@@ -39,7 +39,7 @@ def movie(
     codec: str = "mpeg4",
     key_every: int = 4,
 ) -> bytes:
-    """A video of one colour or picture after another, which players turn by `rotation` degrees to the left."""
+    """Encode a video of colours or pictures; players rotate it by `rotation` degrees to the left."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=form) as container:
         stream = container.add_stream(codec, rate=rate)

@@ -24,7 +24,7 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def picture(tmp_path: Path) -> Callable[..., Path]:
-    """Write a picture into the sample folder."""
+    """Write an image into the sample folder."""
 
     def write(name: str, width: int = 16, height: int = 16, colour: str = "red", **options: Any) -> Path:
         path = tmp_path / name

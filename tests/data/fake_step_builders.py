@@ -1,4 +1,4 @@
-"""Makers of steps that misbehave, for workers: they find this module by name."""
+"""Step builders that misbehave, for tests of workers, which import this module by name."""
 
 import os
 import resource
@@ -33,7 +33,7 @@ class FakeStepBuilder:
 
 @dataclass
 class DeadlyStepBuilder(FakeStepBuilder):
-    """Kills whoever makes step `step`: always, or until a file remembers that it has."""
+    """Kills its process when it builds step `step`: always, or only until the file `once` exists."""
 
     step: int
     once: str = ""
@@ -48,7 +48,7 @@ class DeadlyStepBuilder(FakeStepBuilder):
 
 @dataclass
 class HangingStepBuilder(FakeStepBuilder):
-    """Hangs over sample 7 unless told that it is deadly; whoever opens `reached` knows that it has begun."""
+    """Hangs over sample 7 unless that is deadly; opening the pipe `reached` blocks until it has started."""
 
     reached: str
 
@@ -62,7 +62,7 @@ class HangingStepBuilder(FakeStepBuilder):
 
 @dataclass
 class SlowStepBuilder(FakeStepBuilder):
-    """Reads three samples, each until `go` is opened; whoever opens `reached` knows that it has begun one."""
+    """Reads three samples, each until the pipe `go` is opened; opening `reached` blocks until it has started one."""
 
     reached: str
     go: str
@@ -99,7 +99,7 @@ def _crash() -> NoReturn:
 
 
 class FailingStepBuilder(FakeStepBuilder):
-    """A mistake of the user's in step 0, one of ours in step 1."""
+    """Raises a user error in step 0 and a bug in step 1."""
 
     def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> StepData:
         if request.step == 0:
@@ -108,7 +108,7 @@ class FailingStepBuilder(FakeStepBuilder):
 
 
 class StuckStepBuilder(FakeStepBuilder):
-    """Never ends."""
+    """Never finishes."""
 
     def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> NoReturn:
         while True:
@@ -116,7 +116,7 @@ class StuckStepBuilder(FakeStepBuilder):
 
 
 class TellingStepBuilder(FakeStepBuilder):
-    """Fails with what it sees of its process."""
+    """Raises an error that describes its process."""
 
     def build(self, request: StepRequest, monitor: ReadMonitor = NO_MONITOR) -> NoReturn:
         ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -124,7 +124,7 @@ class TellingStepBuilder(FakeStepBuilder):
 
 
 class UnloadableStepBuilder(FakeStepBuilder):
-    """Cannot be read back."""
+    """Cannot be unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("not a number",)

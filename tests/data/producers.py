@@ -11,7 +11,7 @@ from mmtrain.recipe.schema import Recipe
 
 
 def asking(recipe: Recipe, *producers: str) -> Recipe:
-    """The recipe of a trainer that asks these producers."""
+    """Return the recipe of a trainer that uses these producers."""
     data = recipe.data.model_copy(update={"producers": producers})
     return recipe.model_copy(update={"data": data})
 
@@ -34,17 +34,17 @@ class Served:
 
     @property
     def address(self) -> str:
-        """Where it listens, once it does."""
+        """The address at which it listens; waits until it does."""
         assert self.process.stdout is not None
         if not hasattr(self, "_address"):
             self._address = json.loads(self.process.stdout.readline())["address"]
         return self._address
 
     def end(self) -> tuple[int, str]:
-        """Ask it to end; its exit code, and what it said on stderr."""
+        """Terminate it, and return its exit code and its stderr."""
         self.process.terminate()
-        said = self.process.communicate()[1]
-        return self.process.returncode, said
+        _, stderr = self.process.communicate()
+        return self.process.returncode, stderr
 
     def __enter__(self) -> Self:
         return self

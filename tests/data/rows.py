@@ -6,7 +6,7 @@ Row = dict[str, Any]
 
 
 def row(text: str, answer: str, *images: str, name: str = "") -> Row:
-    """One question and answer about some images."""
+    """Return the row of one question and answer about some images."""
     made: Row = {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": answer}]}
     if images:
         made["image"] = list(images)

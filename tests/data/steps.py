@@ -1,4 +1,4 @@
-"""What tests of the loader ask for, and steps as comparable values."""
+"""Requests for tests of the loader, and steps as comparable values."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -20,7 +20,7 @@ EVERYTHING = (
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in a step, with its path."""
+    """Yield everything in a step, with its path."""
     if is_dataclass(value):
         for field in fields(value):
             yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
@@ -33,5 +33,5 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def same(one: StepData, other: StepData) -> bool:
-    return list(leaves(one)) == list(leaves(other))
+def same(left: StepData, right: StepData) -> bool:
+    return list(leaves(left)) == list(leaves(right))

@@ -1,4 +1,4 @@
-"""The log-mel front end against Whisper's own, and what becomes of clips that are not what they claim."""
+"""The log-mel front end against Whisper's own, and clips that are damaged or not what they claim to be."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from mmtrain.recipe.schema import AudioDataSettings
 
 
 def _wave(seconds: float, rate: int = 16000, seed: int = 0) -> np.ndarray:
-    """A few tones and some noise."""
+    """Return a few tones and some noise."""
     t = np.arange(round(seconds * rate)) / rate
     tones = sum(np.sin(2 * np.pi * f * t + p) / (1 + p) for p, f in enumerate((180, 950, 2400)))
     return 0.2 * tones + 0.02 * np.random.default_rng(seed).standard_normal(len(t))
@@ -54,7 +54,7 @@ def test_fixed_frames_are_those_whisper_pads_to(tmp_path: Path, bins: int) -> No
     assert read_num_frames(media, AudioDataSettings(scheme="fixed", max_seconds=2.0), 64) == 256  # whole features
 
 
-def test_mp3_is_read_like_what_it_was_made_of(tmp_path: Path) -> None:
+def test_mp3_gives_the_frames_of_its_source(tmp_path: Path) -> None:
     wave = _wave(1.0)
     soundfile.write(tmp_path / "a.mp3", np.stack([wave, wave], axis=1), 16000, format="MP3")
     soundfile.write(tmp_path / "a.wav", wave, 16000)
@@ -66,14 +66,14 @@ def test_mp3_is_read_like_what_it_was_made_of(tmp_path: Path) -> None:
     assert np.abs(found["a.mp3"][:95, :15] - found["a.wav"][:95, :15]).mean() < 0.05
 
 
-def test_clips_of_many_channels_are_refused_from_the_header(tmp_path: Path) -> None:
+def test_clips_of_many_channels_are_rejected_from_the_header(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.zeros((16, 100)), 8000)
-    with pytest.raises(BadAudioError, match="100 channels at 8000 Hz, at most 32") as refused:
+    with pytest.raises(BadAudioError, match="100 channels at 8000 Hz, at most 32") as rejected:
         read_num_frames(FileMedia(str(tmp_path / "a.wav")), AudioDataSettings(), 2)
-    assert refused.value.kind == "audio_too_wide"
+    assert rejected.value.kind == "audio_too_wide"
 
 
-def test_resampling_keeps_tones_and_their_place() -> None:
+def test_resampling_keeps_frequency_and_position_of_tones() -> None:
     for rate in (8000, 11025, 48000):
         low = _wave(1.0, rate) if rate < 16000 else None
         t = np.arange(rate) / rate
@@ -96,13 +96,13 @@ def test_frames_come_from_the_header(tmp_path: Path, seconds: float, multiple: i
         assert np.isfinite(mels).all()
 
 
-def test_channels_are_mixed_and_silence_follows(tmp_path: Path) -> None:
+def test_channels_are_mixed_and_the_end_is_padded_with_silence(tmp_path: Path) -> None:
     wave = _wave(0.2)
     soundfile.write(tmp_path / "mono.flac", wave, 16000)
     soundfile.write(tmp_path / "stereo.flac", np.stack([1.5 * wave, 0.5 * wave], axis=1), 16000)
     mono, stereo = (load_log_mels(FileMedia(str(tmp_path / f"{name}.flac")), 40, 20) for name in ("mono", "stereo"))
     assert np.abs(mono - stereo).max() < 0.02  # 16 bits round
-    assert np.ptp(mono[25:]) == 0  # nothing but the floor
+    assert np.ptp(mono[25:]) == 0  # silence
     assert np.abs(mono[:15] - log_mel(wave, 20)[:15]).max() < 0.02
 
 
@@ -115,23 +115,23 @@ def test_channels_are_mixed_and_silence_follows(tmp_path: Path) -> None:
         ("clip.wav", "clip_too_long"),
     ],
 )
-def test_what_a_header_gives_away(clip: Path, name: str, kind: str) -> None:
+def test_faults_that_the_header_shows(clip: Path, name: str, kind: str) -> None:
     (clip.parent / "text.wav").write_text("no sound")
     soundfile.write(clip.parent / "empty.wav", np.zeros(0), 16000)
-    with pytest.raises(BadAudioError) as refused:
+    with pytest.raises(BadAudioError) as rejected:
         read_num_frames(FileMedia(str(clip.parent / name)), AudioDataSettings(max_seconds=0.4), 2)
-    assert refused.value.kind == kind
-    assert name in str(refused.value)
+    assert rejected.value.kind == kind
+    assert name in str(rejected.value)
 
 
-def test_what_only_decoding_shows(clip: Path, tmp_path: Path) -> None:
-    soundfile.write(tmp_path / "whole.flac", _wave(2.0), 16000)
-    (tmp_path / "cut.flac").write_bytes((tmp_path / "whole.flac").read_bytes()[:9000])
+def test_faults_that_only_decoding_shows(clip: Path, tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "intact.flac", _wave(2.0), 16000)
+    (tmp_path / "cut.flac").write_bytes((tmp_path / "intact.flac").read_bytes()[:9000])
     soundfile.write(tmp_path / "nan.wav", np.full(1600, np.nan, np.float32), 16000, subtype="FLOAT")
     assert (
         read_num_frames(FileMedia(str(tmp_path / "cut.flac")), AudioDataSettings(max_seconds=30.0), 2) == 200
     )  # the header is fine
     for name, kinds in {"cut.flac": ("truncated", "undecodable"), "nan.wav": ("undecodable",)}.items():
-        with pytest.raises(BadAudioError) as refused:
+        with pytest.raises(BadAudioError) as rejected:
             load_log_mels(FileMedia(str(tmp_path / name)), 200, 20)
-        assert refused.value.kind in kinds
+        assert rejected.value.kind in kinds

@@ -26,7 +26,7 @@ def show(tokenizer: ChatTokenizer, ids: np.ndarray) -> str:
     return "".join(names.get(int(i)) or tokenizer.decode([i]) for i in ids)
 
 
-def test_the_chat_format_and_where_labels_stand(tokenizer: ChatTokenizer) -> None:
+def test_the_chat_format_and_the_positions_of_labels(tokenizer: ChatTokenizer) -> None:
     s = sample(
         ("system", "sys"), ("user", "a<image>b<image>"), ("assistant", "red"), ("user", "more"), ("assistant", "3")
     )
@@ -37,14 +37,14 @@ def test_the_chat_format_and_where_labels_stand(tokenizer: ChatTokenizer) -> Non
     )
     predicted = encoded.labels[encoded.labels != IGNORE_INDEX]
     assert show(tokenizer, predicted) == "red<|end|>3<|end|>"
-    places = np.flatnonzero(encoded.labels != IGNORE_INDEX)
-    assert (encoded.labels[places] == encoded.ids[places + 1]).all(), "the label is the next token"
-    assert show(tokenizer, encoded.ids[places[:1]]) == "<|assistant|>", "the first answer token is predicted there"
-    assert encoded.labels[-1] == IGNORE_INDEX, "nothing follows the last token, least of all the next sample"
+    positions = np.flatnonzero(encoded.labels != IGNORE_INDEX)
+    assert (encoded.labels[positions] == encoded.ids[positions + 1]).all(), "the label is the next token"
+    assert show(tokenizer, encoded.ids[positions[:1]]) == "<|assistant|>", "the first answer token is predicted there"
+    assert encoded.labels[-1] == IGNORE_INDEX, "nothing follows the last token, not even the next sample"
 
 
 @given(st.lists(st.sampled_from(["x", " 1 + 2", "<image>", "<audio>", "<|end|>", "é\n"]), max_size=6), st.booleans())
-def test_counting_is_encoding_without_the_ids(tokenizer: ChatTokenizer, parts: list[str], answered: bool) -> None:
+def test_the_length_counter_agrees_with_encode(tokenizer: ChatTokenizer, parts: list[str], answered: bool) -> None:
     text = "".join(parts)
     turns = [("system", text), ("user", text), *[("assistant", text)] * answered, ("user", "?"), ("assistant", "red ")]
     s = sample(*turns)
@@ -64,7 +64,9 @@ def test_the_prompt_stops_where_the_last_answer_starts(tokenizer: ChatTokenizer)
 
 
 @given(st.text(), st.text())
-def test_no_text_can_forge_special_tokens_and_text_survives(tokenizer: ChatTokenizer, left: str, right: str) -> None:
+def test_no_text_can_forge_special_tokens_and_all_text_survives(
+    tokenizer: ChatTokenizer, left: str, right: str
+) -> None:
     for token in ("", *SPECIAL_TOKENS):
         text = f"{left}{token}{right}".replace("<image>", "")
         ids = tokenizer.encode(sample(("user", "q"), ("assistant", text)), {}).ids
@@ -79,7 +81,7 @@ def test_a_mark_in_an_answer_is_text(tokenizer: ChatTokenizer) -> None:
     assert tokenizer.item_ids["vision"] not in ids
 
 
-def test_special_tokens_added_as_plain_ones_are_still_safe(tmp_path: Path) -> None:
+def test_special_tokens_that_were_added_as_ordinary_ones_are_safe(tmp_path: Path) -> None:
     plain = train_tokenizer(iter(["abc"]))
     text = plain.to_str().replace('"special":true', '"special":false')
     assert text != plain.to_str()
@@ -89,14 +91,14 @@ def test_special_tokens_added_as_plain_ones_are_still_safe(tmp_path: Path) -> No
     assert tokenizer.item_ids["vision"] not in ids
 
 
-def test_a_tokenizer_without_the_chat_tokens_is_refused_with_advice(tmp_path: Path) -> None:
+def test_a_tokenizer_without_the_chat_tokens_is_rejected_with_a_suggestion(tmp_path: Path) -> None:
     Tokenizer(models.BPE()).save(str(tmp_path / "t.json"))
     with pytest.raises(DataError, match=r"lacks the special tokens <\|pad\|> <\|system\|>.*add_special_tokens"):
         ChatTokenizer.load(tmp_path / "t.json")
 
 
 @pytest.mark.parametrize("content", [None, "{}", "not json"])
-def test_an_unreadable_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_an_unreadable_tokenizer_is_rejected(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "t.json").write_text(content)
     with pytest.raises(DataError, match=r"data\.tokenizer: .*t\.json"):

@@ -1,4 +1,4 @@
-"""Samples with sound: marks, lengths from headers, quarantine, and the payload of a step."""
+"""Samples with audio: marks, lengths from headers, quarantine, and the payload of a step."""
 
 import json
 from collections.abc import Callable
@@ -64,15 +64,15 @@ def test_lengths_and_marks(speech_recipe: MakeRecipe) -> None:
     assert index.media_features(0) == {"vision": [2], "audio": [2, 4]}
     assert index.unit_features(1, "audio") == []
     tokenizer = ChatTokenizer.load(made.data.tokenizer)
-    heard, seen = tokenizer.item_ids["audio"], tokenizer.item_ids["vision"]
+    audio_id, image_id = tokenizer.item_ids["audio"], tokenizer.item_ids["vision"]
     ids = tokenizer.encode(index.samples[0], {"vision": [2], "audio": [2, 4]}).ids.tolist()
     assert len(ids) == index.lengths.tokens[0]
-    assert ids[1:3] == [heard] * 2
-    assert ids[4:10] == [seen] * 2 + [heard] * 4
+    assert ids[1:3] == [audio_id] * 2
+    assert ids[4:10] == [image_id] * 2 + [audio_id] * 4
     assert tokenizer.prompt_ids(index.samples[0], {"vision": [2], "audio": [2, 4]}).tolist() == ids[:-2]
 
 
-def test_every_kind_of_unusable_sample_is_named(speech_recipe: MakeRecipe) -> None:
+def test_every_kind_of_unusable_sample_is_quarantined(speech_recipe: MakeRecipe) -> None:
     rows = {
         "missing_audio": _row("<audio>", "0", clips=("gone.wav",)),
         "not_audio": _row("<audio>", "1", clips=("text.wav",)),
@@ -86,11 +86,11 @@ def test_every_kind_of_unusable_sample_is_named(speech_recipe: MakeRecipe) -> No
     assert {q.kind: q.id for q in index.quarantined} == {kind: r["id"] for kind, r in rows.items() if kind != "good"}
 
 
-def test_without_an_audio_unit_clips_are_refused_and_the_mark_is_text(recipe: MakeRecipe) -> None:
+def test_without_an_audio_unit_clips_are_rejected_and_the_mark_is_text(recipe: MakeRecipe) -> None:
     index = build_index(recipe([_row("<audio>", "heard", clips=("short.wav",)), _row("what is <audio>?", "read")]))
     assert [s.id for s in index.samples] == ["read"]
     assert [q.kind for q in index.quarantined] == ["no_audio"]
-    assert index.lengths.tokens[0] > 10  # the mark as it is spelled
+    assert index.lengths.tokens[0] > 10  # the mark is text
 
 
 def test_a_tokenizer_without_the_audio_token_is_named(
@@ -107,7 +107,7 @@ def test_text_cannot_forge_a_clip(speech_recipe: MakeRecipe) -> None:
     assert tokenizer.item_ids["audio"] not in tokenizer.encode(build_index(made).samples[0], {}).ids
 
 
-def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_payload_follows_the_batch_meta(speech_recipe: MakeRecipe, tmp_path: Path) -> None:
     made = speech_recipe([_row("<audio><audio>", str(s), clips=("long.wav", "short.wav")) for s in range(4)])
     index = build_index(made)
     dp, needs = (
@@ -118,9 +118,9 @@ def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Pa
     with Loader(index, stream, made, StepRequest(0, dp, dict.fromkeys(dp, 1), needs)) as loader:
         data = next(loader)
     table = data.meta.items["audio"]
-    here = table.microbatch(0, 0)
-    assert data.encoders["audio"][0, 0].rows == tuple(table.rows[here].tolist())
-    files = [tmp_path / ("long.wav", "short.wav")[p] for p in table.position[here]]
+    item_numbers = table.microbatch(0, 0)
+    assert data.encoders["audio"][0, 0].rows == tuple(table.rows[item_numbers].tolist())
+    files = [tmp_path / ("long.wav", "short.wav")[p] for p in table.position[item_numbers]]
     expected = [
         load_log_mels(FileMedia(str(f)), n, 16) for f, n in zip(files, data.encoders["audio"][0, 0].rows, strict=True)
     ]
@@ -131,7 +131,9 @@ def test_payload_is_what_the_layout_says(speech_recipe: MakeRecipe, tmp_path: Pa
     assert set(data.encoders) == {"audio"}
 
 
-def test_a_clip_that_breaks_later_becomes_silence_and_is_named(speech_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_a_clip_that_breaks_after_indexing_becomes_silence_and_is_quarantined(
+    speech_recipe: MakeRecipe, tmp_path: Path
+) -> None:
     made = speech_recipe([_row("<audio>", str(s), clips=("short.wav",)) for s in range(2)], max_bad_rate=1.0)
     index = build_index(made)
     (tmp_path / "short.wav").write_text("gone")

@@ -1,4 +1,4 @@
-"""`mmtrain data check` decodes everything, for a recipe and for none."""
+"""`mmtrain data check` decodes everything, with and without a recipe."""
 
 import io
 import json
@@ -20,20 +20,20 @@ MakeRecipe = Callable[..., Recipe]
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> list[Row]:
-    """Samples that are good, that headers give away, and that only decoding does."""
+    """Samples that are good, that are bad by their headers, and that only decoding shows to be bad."""
     noise = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(noise, "png")
     broken = bytearray(noise.getvalue())
-    broken[200:300] = bytes(100)  # the header and the end are fine
+    broken[200:300] = bytes(100)  # the header and the end are intact
     for name, content in {"a.png": png(), "b.png": bytes(broken), "c.mp4": movie(["red"]), "d.wav": wav()}.items():
         (tmp_path / name).write_bytes(content)
-    heard = {"audio": "d.wav", "video": "c.mp4"}
+    media = {"audio": "d.wav", "video": "c.mp4"}
     return [
         row("<image>", "good", "a.png", name="0"),
         row("<image><image>", "good", "a.png", "a.png", name="1"),
         row("<image><image>", "broken", "a.png", "b.png", name="2"),
         row("<image>", "gone", "c.png", name="3"),
-        row("<audio><video>", "good", name="4") | heard,
+        row("<audio><video>", "good", name="4") | media,
         row("text", "good", name="5"),
         {"id": "6"},
     ]
@@ -41,20 +41,20 @@ def mixed(tmp_path: Path) -> list[Row]:
 
 def test_everything_is_decoded_for_no_model_in_particular(tmp_path: Path, mixed: list[Row]) -> None:
     (tmp_path / "x.json").write_text(json.dumps(mixed))
-    told: list[tuple[int, int]] = []
-    report = check_sources([SourceSettings(path=tmp_path / "x.json")], lambda *a: told.append(a))
+    progress: list[tuple[int, int]] = []
+    report = check_sources([SourceSettings(path=tmp_path / "x.json")], lambda *a: progress.append(a))
     assert (report.samples, report.media) == (7, {"image": 1, "audio": 1, "video": 1})
     assert [(q.id, q.kind) for q in report.bad] == [("3", "missing_image"), ("6", "malformed"), ("2", "undecodable")]
     assert report.kinds == {"missing_image": 1, "malformed": 1, "undecodable": 1}
     assert report.seconds_of_sound == pytest.approx(0.1)
     assert not report.passed
-    assert told == [(i, 4) for i in range(1, 5)]
-    shown = check_text(report)
-    assert shown.startswith("7 samples, 3 of them bad; decoded without error: images 1, videos 1, clips 1 (0 s")
-    assert "id '2': undecodable: " in shown
+    assert progress == [(i, 4) for i in range(1, 5)]
+    text = check_text(report)
+    assert text.startswith("7 samples, 3 of them bad; decoded without error: images 1, videos 1, clips 1 (0 s")
+    assert "id '2': undecodable: " in text
 
 
-def test_a_recipe_brings_its_own_limits(mixed: list[Row], recipe: MakeRecipe) -> None:
+def test_a_recipe_sets_the_limits(mixed: list[Row], recipe: MakeRecipe) -> None:
     made = recipe(mixed, max_images=1, max_bad_rate=0.6)
     report = check_sources_for_recipe(made, made.data.sources)
     kinds = {"3": "missing_image", "6": "malformed", "4": "no_audio", "1": "too_many_images", "2": "too_many_images"}
@@ -66,7 +66,7 @@ def test_a_recipe_brings_its_own_limits(mixed: list[Row], recipe: MakeRecipe) ->
     assert report.media == {"image": 1}
 
 
-def test_the_command_exits_by_the_rate(
+def test_the_exit_code_depends_on_the_rate_of_bad_samples(
     tmp_path: Path, mixed: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mmtrain.cli import app
@@ -82,8 +82,8 @@ def test_the_command_exits_by_the_rate(
     assert run(tmp_path / "good.json") == 0
     assert "2 samples, 0 of them bad" in capsys.readouterr().out
     assert run(tmp_path / "bad.json", "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["samples"], found["passed"], found["kinds"]["undecodable"]) == (7, False, 1)
-    assert {"source", "index", "id", "kind", "reason"} == set(found["bad"][0])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["samples"], report["passed"], report["kinds"]["undecodable"]) == (7, False, 1)
+    assert {"source", "index", "id", "kind", "reason"} == set(report["bad"][0])
     assert run() == 2
     assert "nothing to check" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_the_same_seed_gives_the_same_bytes(demo: tuple[Path, DemoSummary], tmp_
     assert (out / "train.json").read_bytes() != (tmp_path / "again" / "train.json").read_bytes()
 
 
-def test_samples_have_what_the_demo_promises(demo: tuple[Path, DemoSummary]) -> None:
+def test_samples_have_the_documented_form(demo: tuple[Path, DemoSummary]) -> None:
     out, summary = demo
     rows = _rows(out / "train.json")
     assert len(rows) == summary.train == 400
@@ -50,7 +50,7 @@ def test_samples_have_what_the_demo_promises(demo: tuple[Path, DemoSummary]) -> 
     assert summary.images == len(list((out / "images").iterdir()))
 
 
-def test_held_out_questions_were_not_trained_on(demo: tuple[Path, DemoSummary]) -> None:
+def test_held_out_questions_do_not_occur_in_training(demo: tuple[Path, DemoSummary]) -> None:
     out, _ = demo
     train, heldout = _rows(out / "train.json"), _rows(out / "heldout.json")
     assert not {_question(r, out) for r in train} & {_question(r, out) for r in heldout}
@@ -64,7 +64,7 @@ def test_held_out_questions_were_not_trained_on(demo: tuple[Path, DemoSummary]) 
     assert not operands(train) & operands(heldout)
 
 
-def test_no_template_gives_its_answers_away(demo: tuple[Path, DemoSummary]) -> None:
+def test_no_template_has_one_dominant_answer(demo: tuple[Path, DemoSummary]) -> None:
     out, _ = demo
     rows = _rows(out / "train.json")
     for template in {row["template"] for row in rows}:
@@ -72,7 +72,7 @@ def test_no_template_gives_its_answers_away(demo: tuple[Path, DemoSummary]) -> N
         assert max(answers.count(a) for a in answers) / len(answers) < 0.72, template
 
 
-def test_the_tokenizer_spends_one_token_on_frequent_words_and_on_each_digit(demo: tuple[Path, DemoSummary]) -> None:
+def test_the_tokenizer_has_one_token_for_frequent_words_and_each_digit(demo: tuple[Path, DemoSummary]) -> None:
     out, summary = demo
     tokenizer = ChatTokenizer.load(out / "tokenizer.json")
     assert tokenizer.vocab_size == summary.vocab <= DEMO_VOCAB_SIZE
@@ -80,7 +80,7 @@ def test_the_tokenizer_spends_one_token_on_frequent_words_and_on_each_digit(demo
     assert len(tokenizer._encode_text("17")) == 2
 
 
-def test_the_demo_recipe_reads_it(demo: tuple[Path, DemoSummary]) -> None:
+def test_the_demo_recipe_reads_the_demo_data(demo: tuple[Path, DemoSummary]) -> None:
     out, _ = demo
     recipe_path = Path(__file__).parents[2] / "recipes" / "demo.yaml"
     overrides = [
@@ -94,7 +94,7 @@ def test_the_demo_recipe_reads_it(demo: tuple[Path, DemoSummary]) -> None:
         assert (len(index.samples), index.quarantined) == (count, ())
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(DataError, match="not empty and not demo data"):
         generate_demo(tmp_path, seed=0, train=1, heldout=1)

@@ -30,14 +30,14 @@ def _files(out: Path) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
-def test_every_recording_is_asked_about_in_one_split(recordings: Path, tmp_path: Path) -> None:
+def test_every_recording_is_in_one_split(recordings: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     summary = prepare_digits(recordings, out, seed=1, sequences=30)
     splits = {
         name: list(read_samples(SourceSettings(path=out / f"{name}.json"), LimitSettings()))
         for name in ("train", "heldout")
     }
-    heard: dict[str, set[str]] = {}
+    clips_by_split: dict[str, set[str]] = {}
     for name, samples in splits.items():
         for sample in samples:
             assert isinstance(sample, Sample)
@@ -45,17 +45,17 @@ def test_every_recording_is_asked_about_in_one_split(recordings: Path, tmp_path:
             assert all(Path(str(clip)).is_file() for clip in sample.clips)
             assert sample.answer.split() == [DIGIT_WORDS[int(clip.name[0])] for clip in sample.clips]
             assert len({clip.name.split("_")[1] for clip in sample.clips}) == 1  # one speaker
-        heard[name] = {clip.name for s in samples if isinstance(s, Sample) for clip in s.clips}
+        clips_by_split[name] = {clip.name for s in samples if isinstance(s, Sample) for clip in s.clips}
         alone = [s for s in samples if isinstance(s, Sample) and s.template == "digit"]
-        assert len(alone) == len(heard[name])
-    assert not heard["train"] & heard["heldout"]
-    assert {name[-5] for name in heard["heldout"]} == {"0", "6"}
+        assert len(alone) == len(clips_by_split[name])
+    assert not clips_by_split["train"] & clips_by_split["heldout"]
+    assert {name[-5] for name in clips_by_split["heldout"]} == {"0", "6"}
     assert (summary.recordings, summary.speakers) == (160, 2)
     assert (summary.train, summary.heldout) == (120 + 30, 40 + 5)
     assert ChatTokenizer.load(out / "tokenizer.json").item_ids.keys() == {"vision", "audio"}
 
 
-def test_the_same_arguments_make_the_same_bytes(recordings: Path, tmp_path: Path) -> None:
+def test_the_same_arguments_give_the_same_bytes(recordings: Path, tmp_path: Path) -> None:
     prepare_digits(recordings, tmp_path / "a", seed=1, sequences=9)
     before = _files(tmp_path / "a")
     prepare_digits(recordings, tmp_path / "a", seed=1, sequences=9)
@@ -64,7 +64,7 @@ def test_the_same_arguments_make_the_same_bytes(recordings: Path, tmp_path: Path
     assert _files(tmp_path / "b")["train.json"] != before["train.json"]
 
 
-def test_other_folders_are_left_alone(recordings: Path, tmp_path: Path) -> None:
+def test_folders_with_other_files_are_not_touched(recordings: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"found 0 recordings .* called DIGIT_SPEAKER_INDEX\.wav"):
         prepare_digits(tmp_path / "nothing", tmp_path / "out", seed=0, sequences=0)
     (tmp_path / "mine").mkdir()

@@ -1,4 +1,4 @@
-"""What is told where a package that only some data needs is not installed."""
+"""Errors where a package that only some data needs is not installed."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ from tests.data.rows import row
         ("pyarrow", "x.parquet", "reading Parquet", "parquet"),
     ],
 )
-def test_what_to_install_is_said(
+def test_the_error_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str, needs: str, extra: str
 ) -> None:
     (tmp_path / "a.mp4").write_bytes(movie(["red"]))

@@ -14,7 +14,7 @@ METHODS: tuple[GroupingMethod, ...] = ("matched", "isf", "random", "length", "de
 
 
 def make_lengths(seed: int, num_samples: int, longest: int = 40) -> SampleLengths:
-    """Samples of which two thirds have images, up to three."""
+    """Return the lengths of samples of which two thirds have images, at most two each."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(1, longest + 1, num_samples)
     first = np.concatenate([[0], np.cumsum(rng.integers(0, 3, num_samples))])
@@ -24,7 +24,7 @@ def make_lengths(seed: int, num_samples: int, longest: int = 40) -> SampleLength
 
 
 def images(lengths: SampleLengths) -> np.ndarray:
-    """Vision tokens of each sample."""
+    """Return the vision tokens of each sample."""
     return unit_tokens(lengths)[1][:, 1]
 
 
@@ -51,13 +51,13 @@ def test_an_epoch_uses_every_sample_once_and_epochs_follow_each_other(
         of_epoch = groups[e * per_epoch : (e + 1) * per_epoch]
         assert sorted(s for g in of_epoch for s in g) == list(range(num_samples))
     assert all(lengths.tokens[g].sum() <= 40 for g in groups)
-    seen = images(lengths)
-    assert all(seen[g].sum() <= 20 or np.count_nonzero(seen[g]) == 1 for g in groups)
+    vision_tokens = images(lengths)
+    assert all(vision_tokens[g].sum() <= 20 or np.count_nonzero(vision_tokens[g]) == 1 for g in groups)
 
 
 @given(st.integers(0, 1000), st.integers(0, 80), st.integers(1, 20), st.sampled_from(METHODS), st.booleans())
-def test_seeking_equals_iterating(seed: int, first: int, count: int, method: GroupingMethod, apart: bool) -> None:
-    grouping = Grouping(40, 16, 2, method, long_tokens=20 if apart else None)
+def test_seeking_equals_iterating(seed: int, first: int, count: int, method: GroupingMethod, long_apart: bool) -> None:
+    grouping = Grouping(40, 16, 2, method, long_tokens=20 if long_apart else None)
     iterated = contents(make_stream(seed, 50, grouping), 0, first + count)[first:]
     assert contents(make_stream(seed, 50, grouping), first, count) == iterated
     revisited = make_stream(seed, 50, grouping)
@@ -65,9 +65,9 @@ def test_seeking_equals_iterating(seed: int, first: int, count: int, method: Gro
     assert contents(revisited, first, count) == iterated, "going back gives the same groups"
 
 
-def test_step_a_million_is_found_without_the_steps_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_one_million_is_found_without_the_steps_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = make_stream(0, 4000, Grouping(400, 256, 8))
-    near = contents(stream, 8 * 10**6 - 8, 16)
+    iterated = contents(stream, 8 * 10**6 - 8, 16)
     composed = []
 
     def counting(sizes: GroupingSizes, order: IntArray, grouping: Grouping, rng: np.random.Generator) -> SampleGroups:
@@ -76,14 +76,14 @@ def test_step_a_million_is_found_without_the_steps_before_it(monkeypatch: pytest
 
     monkeypatch.setattr("mmtrain.data.stream.group_stream.group_window", counting)
     fresh = make_stream(0, 4000, Grouping(400, 256, 8))
-    counted = len(composed)
-    assert sum(composed) == 4000, "windows are counted once"
-    assert contents(fresh, 8 * 10**6, 8) == near[8:]
-    assert len(composed) - counted <= 2, "one window, or two where the step lies across their border"
+    num_before = len(composed)
+    assert sum(composed) == 4000, "each window is grouped once to count its groups"
+    assert contents(fresh, 8 * 10**6, 8) == iterated[8:]
+    assert len(composed) - num_before <= 2, "one window, or two where the step crosses their border"
 
 
 @given(st.integers(0, 1000), st.integers(0, 5), st.sampled_from(METHODS))
-def test_every_plan_sees_the_same_batches(seed: int, step: int, method: GroupingMethod) -> None:
+def test_all_plans_get_the_same_batches(seed: int, step: int, method: GroupingMethod) -> None:
     grouping = Grouping(40, 32, 12, method)
     expected = sorted(sorted(g) for g in contents(make_stream(seed, 80, grouping), step * 12, 12))
     for dp, num_microbatches in ((1, 12), (2, 6), (3, 4), (4, 3), (12, 1)):
@@ -97,7 +97,7 @@ def test_every_plan_sees_the_same_batches(seed: int, step: int, method: Grouping
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_seeds_and_epochs_shuffle_anew(method: GroupingMethod) -> None:
+def test_seeds_and_epochs_change_the_order(method: GroupingMethod) -> None:
     grouping = Grouping(40, 64, 2, method)
     stream = GroupStream(make_lengths(0, 50), grouping, seed=1)
     first, second = (stream.epoch(e).samples.tolist() for e in range(2))
@@ -110,10 +110,22 @@ def test_windows_hold_the_same_samples_and_come_in_a_new_order() -> None:
     stream = make_stream(0, 400, Grouping(200, 100, 1))
     starts = np.arange(0, stream.groups_per_epoch)
     epochs = [contents(stream, e * stream.groups_per_epoch, len(starts)) for e in range(6)]
-    neighbours = [{frozenset(g) for g in groups} for groups in epochs]
-    assert len(set.intersection(*neighbours)) < len(starts) / 4, "groups are made anew"
-    firsts = [groups[0][0] for groups in epochs]
-    assert len(set(firsts)) > 1
+    groups_by_epoch = [{frozenset(g) for g in groups} for groups in epochs]
+    assert len(set.intersection(*groups_by_epoch)) < len(starts) / 4, "the groups of each epoch are new"
+    (substream,) = stream._substreams
+    orders, samples = [], []
+    for epoch, groups in enumerate(epochs):
+        order, first_groups = substream._window_order(epoch)
+        ends = [*first_groups.tolist(), len(groups)]
+        of_window = {
+            window: {sample for group in groups[ends[i] : ends[i + 1]] for sample in group}
+            for i, window in enumerate(order.tolist())
+        }
+        orders.append(order.tolist())
+        samples.append(of_window)
+    assert len(samples[0]) == 4
+    assert len(set(map(tuple, orders))) > 1, "windows come in a new order"
+    assert all(of_window == samples[0] for of_window in samples), "windows hold the same samples in every epoch"
 
 
 def test_weights_repeat_samples_and_fractions_alternate_by_chance() -> None:
@@ -128,7 +140,7 @@ def test_weights_repeat_samples_and_fractions_alternate_by_chance() -> None:
     assert len(set(rare)) > 1
 
 
-def test_a_dataset_that_epochs_seldom_use_still_trains() -> None:
+def test_a_dataset_of_tiny_weights_still_trains() -> None:
     stream = GroupStream(make_lengths(0, 2), Grouping(40, 64, 4), seed=0, weights=np.full(2, 0.01))
     assert all(len(g) > 0 for g in contents(stream, 0, 40))
 
@@ -137,7 +149,7 @@ def test_a_batch_across_two_epochs_belongs_to_the_first() -> None:
     stream = make_stream(0, 31, Grouping(40, 64, 4))
     per_epoch = stream.groups_per_epoch
     step = per_epoch // 4
-    assert per_epoch % 4, "the number of samples is chosen so that a batch straddles"
+    assert per_epoch % 4, "the number of samples is chosen so that a batch crosses the border of epochs"
     assert [
         stream.batch(s, 4, {"llm": 1, "vision": 1}, {"llm": 4, "vision": 4}).epoch for s in (0, step, step + 1)
     ] == [0, 0, 1]
@@ -162,11 +174,11 @@ def test_matched_steps_are_even_across_windows_and_epochs() -> None:
     assert (even < [0.002, 0.06]).all()
     for method in ("random", "length", "isf"):
         assert (even < waits(method) / 3).all()
-    assert waits("device")[0] < waits("random")[0] / 2, "its rows lie where steps begin"
+    assert waits("device")[0] < waits("random")[0] / 2, "its rows start where steps start"
 
 
 @given(st.integers(0, 1000), st.sampled_from(METHODS), st.sampled_from([1, 2, 3, 6]))
-def test_what_a_step_trains_on_hangs_on_no_plan(seed: int, method: GroupingMethod, replicas: int) -> None:
+def test_the_samples_of_a_step_do_not_depend_on_the_plan(seed: int, method: GroupingMethod, replicas: int) -> None:
     lengths, grouping = make_lengths(seed, 120), Grouping(60, 50, 6, method)
     stream = GroupStream(lengths, grouping, seed)
     dp, counts = {"llm": replicas, "vision": 1}, {"llm": 6 // replicas, "vision": 6 // replicas}
@@ -178,7 +190,7 @@ def test_what_a_step_trains_on_hangs_on_no_plan(seed: int, method: GroupingMetho
             assert method in ("random", "length", "device") or meta.tokens[meta.microbatch(r, i)].sum() <= 60
 
 
-def test_an_epoch_is_evened_as_its_steps_are() -> None:
+def test_an_epoch_is_evened_out_like_its_steps() -> None:
     lengths, grouping = make_lengths(3, 500), Grouping(60, 200, 4)
     stream, targets = GroupStream(lengths, grouping, 0), token_targets(lengths, grouping)
     epoch = stream.epoch(1, 4, targets)
@@ -203,7 +215,7 @@ def test_rows_are_equal_parts_of_a_step(global_batch: int, alike: int) -> None:
 def test_long_samples_have_steps_of_their_own(seed: int, method: GroupingMethod, global_batch: int) -> None:
     lengths = make_lengths(seed, 60)
     stream = GroupStream(lengths, Grouping(80, 32, global_batch, method, long_tokens=25), seed)
-    num_steps = stream.groups_per_epoch  # and as many epochs as the global batch has groups
+    num_steps = stream.groups_per_epoch  # this many steps are as many epochs as the global batch has groups
     uses = np.zeros(60, dtype=np.int64)
     kinds = []
     for step in range(num_steps):
@@ -215,10 +227,10 @@ def test_long_samples_have_steps_of_their_own(seed: int, method: GroupingMethod,
     assert (uses == global_batch).all()
     many = sum(kinds)
     for done in range(num_steps):
-        assert abs(sum(kinds[:done]) - many * done / num_steps) < 2, "they take turns all the way"
+        assert abs(sum(kinds[:done]) - many * done / num_steps) < 2, "both kinds are spread evenly over the cycle"
 
 
-def test_a_single_long_sample_is_no_obstacle() -> None:
+def test_a_single_long_sample_works() -> None:
     lengths = SampleLengths(np.array([30, *[5] * 50]), np.ones(51, dtype=np.int64), {})
     stream = GroupStream(lengths, Grouping(40, 64, 4, long_tokens=20), 0)
     steps = [sorted(map(tuple, contents(stream, 4 * s, 4))) for s in range(stream.groups_per_epoch)]
@@ -230,17 +242,17 @@ def make_index(lengths: SampleLengths) -> DataIndex:
 
 
 @given(st.integers(0, 1000), st.integers(8, 60))
-def test_validation_is_always_the_same_and_uses_each_sample_once(seed: int, num_samples: int) -> None:
+def test_validation_batches_are_fixed_and_use_each_sample_once(seed: int, num_samples: int) -> None:
     index = make_index(make_lengths(seed, num_samples, longest=20))
     batches = validation_batches(
         index, Grouping(40, 1000, 8), {"vision": 1, "llm": 2}, {"vision": 4, "llm": 4}, limit=100
     )
-    again = validation_batches(
+    other_plan = validation_batches(
         index, Grouping(40, 1000, 8), {"vision": 2, "llm": 4}, {"vision": 2, "llm": 2}, limit=100
     )
     used = [sorted(b.sample_id.tolist()) for b in batches]
     assert sorted(s for b in used for s in b) == list(range(num_samples))
-    assert used == [sorted(b.sample_id.tolist()) for b in again], "whatever the plan"
+    assert used == [sorted(b.sample_id.tolist()) for b in other_plan], "for every plan"
     assert [b.step for b in batches] == list(range(len(batches)))
     for b in batches:
         for r, i in ((r, i) for r in range(2) for i in range(4)):

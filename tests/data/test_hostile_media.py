@@ -1,4 +1,4 @@
-"""Media with bytes changed, cut out or put in are read or refused by name, never anything else."""
+"""Media with bytes changed, removed or inserted are read, or rejected with a known kind; nothing else happens."""
 
 import io
 from collections.abc import Callable
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[[], bytes], Callable[[Media], None]]] = {
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @seed(7)
-def test_damaged_media_are_used_or_refused_by_name(tmp_path: Path, name: str, data: st.DataObject) -> None:
+def test_damaged_media_are_read_or_rejected_with_a_known_kind(tmp_path: Path, name: str, data: st.DataObject) -> None:
     make, use = CASES[name]
     content = make()
     use(FileMedia(str(_write(tmp_path, content))))

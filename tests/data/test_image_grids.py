@@ -1,4 +1,4 @@
-"""Sizes and cuts of the schemes against the processors of the model families they come from."""
+"""The grids and tiles of the schemes against the processors of the model families that they come from."""
 
 import importlib
 from functools import cache
@@ -14,8 +14,8 @@ from mmtrain.recipe.schema import ImageSettings
 
 @cache
 def _processor(family: str) -> ModuleType:
-    """Transformers' image processor of a family that needs no torchvision."""
-    names = (f"image_processing_pil_{family}", f"image_processing_{family}")  # the first since version 5
+    """Return the image processor of a family in `transformers` that needs no torchvision."""
+    names = (f"image_processing_pil_{family}", f"image_processing_{family}")  # the first one since version 5
     for name in names:
         try:
             return importlib.import_module(f"transformers.models.{family}.{name}")
@@ -69,7 +69,7 @@ def test_small_images_grow_and_fixed_ignores_the_aspect() -> None:
     low=st.integers(1, 400_000),
     extra=st.integers(0, 1_000_000),
 )
-def test_native_is_qwens_wherever_that_keeps_its_own_limits(
+def test_native_equals_qwen_where_that_keeps_its_own_limits(
     width: int, height: int, patch: int, low: int, extra: int
 ) -> None:
     high = low + (2 * patch) ** 2 + extra
@@ -80,14 +80,17 @@ def test_native_is_qwens_wherever_that_keeps_its_own_limits(
 
 
 @given(
-    width=st.integers(1, 5000), height=st.integers(1, 5000), tile=st.sampled_from([224, 448]), most=st.integers(1, 14)
+    width=st.integers(1, 5000),
+    height=st.integers(1, 5000),
+    tile=st.sampled_from([224, 448]),
+    max_tiles=st.integers(1, 14),
 )
-def test_tiles_are_internvls(width: int, height: int, tile: int, most: int) -> None:
-    canvas = _processor("got_ocr2").get_optimal_tiled_canvas((height, width), (tile, tile), 1, most)
-    assert tile_canvas(width, height, tile, most) == canvas[::-1]
+def test_tiles_equal_internvl(width: int, height: int, tile: int, max_tiles: int) -> None:
+    canvas = _processor("got_ocr2").get_optimal_tiled_canvas((height, width), (tile, tile), 1, max_tiles)
+    assert tile_canvas(width, height, tile, max_tiles) == canvas[::-1]
 
 
-def test_several_tiles_come_with_one_of_the_whole() -> None:
+def test_several_tiles_come_with_a_thumbnail() -> None:
     image = ImageSettings(scheme="tiles", tile=448, max_tiles=6)
     assert num_tiles(300, 300, image) == 1
     assert tile_canvas(900, 448, 448, 6) == (1, 2)

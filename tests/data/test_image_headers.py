@@ -1,4 +1,4 @@
-"""The quick reader of headers says what the thorough one says, or nothing."""
+"""The fast reader of image sizes agrees with the general reader, or returns nothing."""
 
 import io
 import os
@@ -40,8 +40,8 @@ def files(folder: Path) -> list[bytes]:
     ]
 
 
-def thorough_size(path: Path) -> tuple[int, int] | None:
-    """What the general reader says, which must not ask the quick one."""
+def general_size(path: Path) -> tuple[int, int] | None:
+    """Return the size from the general reader alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(images, "fast_image_size", lambda _: None)
         try:
@@ -58,13 +58,13 @@ def thorough_size(path: Path) -> tuple[int, int] | None:
         *((".jpg", mode, {"progressive": p, "dpi": (96, 96)}) for mode in ("L", "RGB", "CMYK") for p in (False, True)),
     ],
 )
-def test_ordinary_files_are_read_quickly(folder: Path, suffix: str, mode: str, options: dict[str, Any]) -> None:
+def test_ordinary_files_have_a_fast_size(folder: Path, suffix: str, mode: str, options: dict[str, Any]) -> None:
     path = folder / f"plain{suffix}"
     path.write_bytes(encode(folder, suffix, mode, **options))
-    assert fast_image_size(str(path)) == (14, 9) == thorough_size(path)
+    assert fast_image_size(str(path)) == (14, 9) == general_size(path)
 
 
-def test_a_file_longer_than_one_look_is_read_to_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_file_longer_than_the_first_read_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for suffix in (".png", ".jpg"):
         path = folder / f"long{suffix}"
         path.write_bytes(encode(folder, suffix))
@@ -74,11 +74,11 @@ def test_a_file_longer_than_one_look_is_read_to_its_end(folder: Path, monkeypatc
         assert fast_image_size(str(path)) is fast_image_size_in_stream(io.BytesIO(path.read_bytes())) is None
 
 
-def test_what_is_out_of_the_ordinary_is_left_to_others(folder: Path) -> None:
+def test_unusual_files_are_left_to_the_general_reader(folder: Path) -> None:
     turned, info = Image.Exif(), PngImagePlugin.PngInfo()
     turned[0x0112] = 6
     info.add_text("key", "value")
-    odd = {
+    unusual = {
         "turned.jpg": encode(folder, ".jpg", exif=turned),
         "turned.png": encode(folder, ".png", exif=turned),
         "text.png": encode(folder, ".png", pnginfo=info),
@@ -86,7 +86,7 @@ def test_what_is_out_of_the_ordinary_is_left_to_others(folder: Path) -> None:
         "a.gif": encode(folder, ".gif"),
         "empty.png": b"",
     }
-    for name, content in odd.items():
+    for name, content in unusual.items():
         (folder / name).write_bytes(content)
         assert fast_image_size(str(folder / name)) is None
     os.mkfifo(folder / "pipe")
@@ -96,30 +96,30 @@ def test_what_is_out_of_the_ordinary_is_left_to_others(folder: Path) -> None:
     assert fast_image_size("a\0b") is None
 
 
-def test_a_scan_header_of_a_wrong_length_is_left_to_others(folder: Path) -> None:
+def test_a_scan_header_of_a_wrong_length_is_left_to_the_general_reader(folder: Path) -> None:
     content = bytearray(encode(folder, ".jpg"))
     content[content.index(b"\xff\xda") + 2] = 1  # the length of the scan header becomes 256 bytes more
     path = folder / "scan.jpg"
     path.write_bytes(content)
     assert fast_image_size(str(path)) is None
-    assert thorough_size(path) is None
+    assert general_size(path) is None
 
 
 @given(st.integers(0, 3), st.integers(0, 700), st.integers(0, 255))
-def test_a_changed_byte_never_leads_to_another_answer(
-    folder: Path, files: list[bytes], which: int, place: int, value: int
+def test_a_changed_byte_never_gives_another_size_than_the_general_reader(
+    folder: Path, files: list[bytes], which: int, position: int, value: int
 ) -> None:
     content = bytearray(files[which])
-    content[place % len(content)] = value
+    content[position % len(content)] = value
     path = folder / "changed"
     path.write_bytes(content)
     quick = fast_image_size(str(path))
     assert fast_image_size_in_stream(io.BytesIO(content)) == quick
-    assert quick is None or quick == thorough_size(path)
+    assert quick is None or quick == general_size(path)
 
 
 @given(st.integers(0, 3), st.integers(0, 1000))
-def test_a_cut_file_is_never_accepted(folder: Path, files: list[bytes], which: int, kept: int) -> None:
+def test_a_cut_file_is_never_accepted(folder: Path, files: list[bytes], which: int, length: int) -> None:
     path = folder / "cut"
-    path.write_bytes(files[which][: kept % len(files[which])])
+    path.write_bytes(files[which][: length % len(files[which])])
     assert fast_image_size(str(path)) is None

@@ -18,11 +18,11 @@ LIMIT = 10_000_000
 
 
 def _patches(media: Media, rows: int, cols: int, settings: ImageSettings, patch: int) -> Float32Array:
-    """The patches of a whole image."""
+    """Return the patches of an image."""
     return patchify(load_rgb_images(media, [(cols * patch, rows * patch)], LIMIT)[0], settings, patch)
 
 
-def test_patches_are_laid_out_like_a_convolutions_input(tmp_path: Path) -> None:
+def test_patches_have_the_layout_of_a_convolution_kernel(tmp_path: Path) -> None:
     rows, cols, patch = 3, 2, 4
     pixels = np.random.default_rng(0).integers(0, 256, (rows * patch, cols * patch, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
@@ -41,12 +41,12 @@ def test_patches_are_laid_out_like_a_convolutions_input(tmp_path: Path) -> None:
 
 
 def _jpeg_with_orientation(path: Path, orientation: int) -> np.ndarray:
-    """Save the pixels so that upright they show red top-left, green top-right, blue bottom-left (24 wide, 16 high)."""
+    """Save an image that is upright red top-left, green top-right and blue bottom-left (24 wide, 16 high)."""
     upright = Image.new("RGB", (24, 16), "white")
     upright.paste((255, 0, 0), (0, 0, 12, 8))
     upright.paste((0, 255, 0), (12, 0, 24, 8))
     upright.paste((0, 0, 255), (0, 8, 12, 16))
-    back = {  # the inverse of what a viewer does for each orientation of the EXIF standard
+    back = {  # the inverse of the transposition of each EXIF orientation
         1: (),
         2: (Image.Transpose.FLIP_LEFT_RIGHT,),
         3: (Image.Transpose.ROTATE_180,),
@@ -67,7 +67,7 @@ def _jpeg_with_orientation(path: Path, orientation: int) -> np.ndarray:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
-def test_exif_orientation_turns_size_and_pixels_alike(tmp_path: Path, orientation: int, suffix: str) -> None:
+def test_exif_orientation_applies_to_size_and_pixels(tmp_path: Path, orientation: int, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
     upright = _jpeg_with_orientation(path, orientation)
     assert read_image_size(FileMedia(str(path)), LIMIT) == (24, 16)
@@ -76,7 +76,7 @@ def test_exif_orientation_turns_size_and_pixels_alike(tmp_path: Path, orientatio
     assert np.abs(patches - expected).mean() < 0.05
 
 
-def test_large_jpegs_are_scaled_down_to_what_they_show(tmp_path: Path) -> None:
+def test_large_jpegs_keep_their_content_when_scaled_down(tmp_path: Path) -> None:
     ramp = np.linspace(0, 255, 2048, dtype=np.uint8)
     Image.fromarray(np.broadcast_to(ramp[None, :, None], (1024, 2048, 3)).copy()).save(tmp_path / "a.jpg")
     patches = _patches(FileMedia(str(tmp_path / "a.jpg")), 2, 4, ImageSettings(mean=(0, 0, 0), std=(1, 1, 1)), 8)
@@ -87,7 +87,7 @@ def test_large_jpegs_are_scaled_down_to_what_they_show(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("image", "expected"),
     [
-        (Image.new("RGBA", (8, 8), (255, 0, 0, 0)), (1, 1, 1)),  # transparent: white shows
+        (Image.new("RGBA", (8, 8), (255, 0, 0, 0)), (1, 1, 1)),  # transparent: the background is white
         (Image.new("RGBA", (8, 8), (255, 0, 0, 255)), (1, 0, 0)),
         (Image.new("LA", (8, 8), (0, 0)), (1, 1, 1)),
         (Image.new("L", (8, 8), 51), (0.2, 0.2, 0.2)),
@@ -114,10 +114,10 @@ def _bytes(suffix: str) -> bytes:
 @pytest.mark.parametrize("suffix", ["png", "jpeg"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
 def test_a_truncated_file_is_found_without_decoding(tmp_path: Path, suffix: str, share: float) -> None:
-    whole = _bytes(suffix)
+    content = _bytes(suffix)
     header = 700 if suffix == "jpeg" else 40
     path = tmp_path / "a"
-    path.write_bytes(whole[: max(int(len(whole) * share), header)])
+    path.write_bytes(content[: max(int(len(content) * share), header)])
     with pytest.raises(BadImageError, match="end of the") as bad:
         read_image_size(FileMedia(str(path)), LIMIT)
     assert bad.value.kind == "truncated"
@@ -131,14 +131,14 @@ def test_bytes_appended_by_cameras_do_not_matter(tmp_path: Path, suffix: str, ex
 
 
 def test_the_end_of_a_thumbnail_is_not_the_end_of_the_picture(tmp_path: Path) -> None:
-    whole = _bytes("jpeg")
+    content = _bytes("jpeg")
     thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + 6 + 2) + b"Thumb\0\xff\xd9"
-    (tmp_path / "a.jpg").write_bytes((whole[:2] + thumbnail + whole[2:])[: len(whole) // 2])
+    (tmp_path / "a.jpg").write_bytes((content[:2] + thumbnail + content[2:])[: len(content) // 2])
     with pytest.raises(BadImageError, match="end of the"):
         read_image_size(FileMedia(str(tmp_path / "a.jpg")), LIMIT)
 
 
-def test_what_cannot_be_an_image_is_named(tmp_path: Path) -> None:
+def test_files_that_are_not_images_are_rejected_with_their_kind(tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "page.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
     (tmp_path / "empty.png").write_bytes(b"")
@@ -149,7 +149,7 @@ def test_what_cannot_be_an_image_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadImageError):
         read_image_size(FileMedia(str(tmp_path / "empty.png")), LIMIT)
     os.mkfifo(tmp_path / "pipe.png")
-    for name in ("", "pipe.png"):  # neither is waited for
+    for name in ("", "pipe.png"):  # opening them must not block
         with pytest.raises(BadImageError, match=r"is not a regular file|Is a directory"):
             read_image_size(FileMedia(str(tmp_path / name)), LIMIT)
 
@@ -158,7 +158,7 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
-def test_a_decompression_bomb_is_refused_from_its_header(tmp_path: Path) -> None:
+def test_a_decompression_bomb_is_rejected_from_its_header(tmp_path: Path) -> None:
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0))
     path = tmp_path / "bomb.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", zlib.compress(b"\0" * 100)) + _chunk(b"IEND", b""))

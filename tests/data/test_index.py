@@ -52,11 +52,11 @@ def test_class_tokens_and_merging_change_the_counts(picture: Picture, recipe: Ma
     assert build_index(plain).lengths.tokens[0] - index.lengths.tokens[0] == 8 - 2
 
 
-def test_every_kind_of_unusable_sample_is_named(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
+def test_every_kind_of_unusable_sample_is_quarantined(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
     picture("good.png")
     picture("large.png", 100, 100)
-    whole = picture("whole.jpg", 64, 64).read_bytes()
-    (tmp_path / "cut.jpg").write_bytes(whole[:-10])
+    content = picture("whole.jpg", 64, 64).read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(content[:-10])
     (tmp_path / "text.png").write_text("no picture")
     rows = {
         "missing_image": row("<image>?", "a", "gone.png"),
@@ -87,7 +87,7 @@ def test_every_kind_of_unusable_sample_is_named(tmp_path: Path, picture: Picture
     assert "data.seq_len = 64" in by_id["too_long"].reason
 
 
-def test_texts_beyond_any_measure_are_not_even_counted(recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_texts_are_not_tokenized(recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
     count = TokenCounter.__call__
 
@@ -103,7 +103,7 @@ def test_texts_beyond_any_measure_are_not_even_counted(recipe: MakeRecipe, monke
     assert max(map(len, counted)) <= 100
 
 
-def test_a_text_only_model_sets_samples_with_images_aside(picture: Picture, recipe: MakeRecipe) -> None:
+def test_a_text_only_model_quarantines_samples_with_images(picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png")
     made = recipe([row("<image>", "a", "a.png"), row("q", "a")])
     text_only = made.model_copy(update={"model": made.model.model_copy(update={"vision": None})})
@@ -112,7 +112,7 @@ def test_a_text_only_model_sets_samples_with_images_aside(picture: Picture, reci
     assert index.lengths.items == {}
 
 
-def test_above_the_set_rate_the_run_stops_and_names_the_first(recipe: MakeRecipe) -> None:
+def test_above_the_allowed_rate_the_run_stops_and_names_the_first_samples(recipe: MakeRecipe) -> None:
     rows = [row("<image>", "a", f"gone{i}.png", name=f"s{i}") for i in range(7)] + [row("q", "a")] * 93
     assert len(build_index(recipe(rows, max_bad_rate=0.07)).quarantined) == 7
     with pytest.raises(TooManyBadSamples) as caught:
@@ -123,7 +123,7 @@ def test_above_the_set_rate_the_run_stops_and_names_the_first(recipe: MakeRecipe
     assert message.count("\n") == 5
 
 
-def test_no_usable_sample_is_an_error_of_the_data(recipe: MakeRecipe) -> None:
+def test_no_usable_sample_is_a_data_error(recipe: MakeRecipe) -> None:
     with pytest.raises(DataError, match=r"data\.sources: no usable samples in .*train\.json"):
         build_index(recipe([row("<image>", "a", "gone.png")]))
     with pytest.raises(DataError, match=r"data\.validation: no usable samples in an empty list"):
@@ -139,14 +139,14 @@ def test_no_usable_sample_is_an_error_of_the_data(recipe: MakeRecipe) -> None:
         ({"scheme": "fixed", "size": 72}, r"at most patch \* max_side = 64"),
     ],
 )
-def test_image_settings_that_fit_no_image_are_refused(
+def test_image_settings_that_fit_no_image_are_rejected(
     recipe: MakeRecipe, image: dict[str, object], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
         build_index(recipe([row("q", "a")], image=image))
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(recipe: MakeRecipe) -> None:
+def test_a_tokenizer_larger_than_the_vocabulary_is_rejected(recipe: MakeRecipe) -> None:
     made = recipe([row("q", "a")])
     llm = made.model.llm.model_copy(update={"vocab": 100})
     small = made.model_copy(update={"model": made.model.model_copy(update={"llm": llm})})
@@ -154,7 +154,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(recipe: MakeRecipe) -> Non
         build_index(small)
 
 
-def test_fingerprints_tell_different_data_apart(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
+def test_fingerprints_differ_for_different_data(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png", 16, 16)
     rows = [row("<image>", "a", "a.png"), row("q", "a")]
     first = build_index(recipe(rows)).fingerprint
@@ -165,12 +165,12 @@ def test_fingerprints_tell_different_data_apart(tmp_path: Path, picture: Picture
     assert build_index(recipe([rows[0], row("q", "a", name="other")])).fingerprint != first
     other = build_index(recipe([rows[0], row("Q", "a")]))
     assert other.lengths.tokens.tolist() == build_index(recipe(rows)).lengths.tokens.tolist()
-    assert other.fingerprint != first, "as long, and something else"
+    assert other.fingerprint != first, "of the same length, but another text"
     doubled = recipe(rows, sources=[{"path": tmp_path / "train.json", "weight": 2}])
     assert build_index(doubled).fingerprint != first
 
 
-def test_fingerprints_cover_which_item_is_of_which_medium(picture: Picture, recipe: MakeRecipe) -> None:
+def test_fingerprints_cover_the_parts_of_media(picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png")
     two = build_index(recipe([row("<image><image>", "a", "a.png", "a.png")]))
     frames = replace(two, item_parts={"vision": np.array([0, 1])})
@@ -178,9 +178,7 @@ def test_fingerprints_cover_which_item_is_of_which_medium(picture: Picture, reci
     assert frames.fingerprint != two.fingerprint
 
 
-def test_fingerprints_are_those_of_the_same_data_elsewhere(
-    tmp_path: Path, picture: Picture, recipe: MakeRecipe
-) -> None:
+def test_fingerprints_do_not_depend_on_the_folder(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png")
     here = build_index(recipe([row("<image>", "a", "a.png")]))
     (tmp_path / "pictures").mkdir()
@@ -199,49 +197,50 @@ def test_sources_keep_their_weights(tmp_path: Path, picture: Picture, recipe: Ma
     assert np.array_equal(index.weights, [0.5, 0.5, 3])
 
 
-def test_a_picture_used_often_is_looked_at_once(
+def test_the_header_of_a_shared_image_is_read_once(
     picture: Picture, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture("a.png")
-    looked: list[object] = []
+    read_media: list[object] = []
     read_grids = item_readers.read_item_grids
 
     def counting(kind: Any, media: Any, *settings: Any) -> Any:
-        looked.append(media)
+        read_media.append(media)
         return read_grids(kind, media, *settings)
 
     monkeypatch.setattr(item_readers, "read_item_grids", counting)
-    told: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr("mmtrain.data.index.sample_lengths._NOTIFY_EVERY_SAMPLES", 2)
-    index = build_index(recipe([row("<image>", "a", "a.png")] * 5), notify=told.append)
-    assert (len(index.samples), len(looked)) == (5, 1)
-    assert told == [f"reading headers: {n} samples so far" for n in (2, 4)]
+    index = build_index(recipe([row("<image>", "a", "a.png")] * 5), notify=messages.append)
+    assert (len(index.samples), len(read_media)) == (5, 1)
+    assert messages == [f"reading headers: {n} samples so far" for n in (2, 4)]
 
 
-def test_threads_look_at_files_that_are_waited_for(
+def test_threads_read_headers_that_wait_for_the_disk(
     picture: Picture, recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether looking is work or waiting decides who looks, and nothing else."""
+    """Whether reading headers computes or waits decides which thread reads them, and nothing else."""
     for i in range(5):
         picture(f"{i}.png", 8 * (i + 1), 8)
     made = recipe([row("<image>", "a", f"{i}.png") for i in (0, 1, 2, 3, 4, 1, 9)])
     monkeypatch.setattr(measure, "_TASK_FILES", 2)
-    lookers: list[str] = []
+    readers: list[str] = []
     read_grids = item_readers.read_item_grids
 
     def watched(kind: Any, media: Any, *settings: Any) -> Any:
-        lookers.append(threading.current_thread().name)
+        readers.append(threading.current_thread().name)
         return read_grids(kind, media, *settings)
 
     monkeypatch.setattr(item_readers, "read_item_grids", watched)
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: 0.0))
+    computing = SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: 0.0)
+    monkeypatch.setattr(measure, "time", computing)
     here = build_index(made)
-    assert set(lookers) == {threading.main_thread().name}
-    lookers.clear()
-    passing = SimpleNamespace(perf_counter=iter(range(1000)).__next__, thread_time=lambda: 0.0)  # time without work
-    monkeypatch.setattr(measure, "time", passing)
+    assert set(readers) == {threading.main_thread().name}
+    readers.clear()
+    waiting = SimpleNamespace(perf_counter=iter(range(1000)).__next__, thread_time=lambda: 0.0)
+    monkeypatch.setattr(measure, "time", waiting)
     there = build_index(made)
-    assert [name == threading.main_thread().name for name in lookers].count(True) == 2  # the first task tells
-    assert len(lookers) == 6
+    assert readers.count(threading.main_thread().name) == 2, "the first task, of two files, shows that reading waits"
+    assert len(readers) == 6
     assert there.fingerprint == here.fingerprint
     assert there.quarantined == here.quarantined

@@ -1,4 +1,4 @@
-"""The index kept on disk: the same as one built anew, gone as soon as anything it depends on changes."""
+"""The cached index: equal to a new one, and rebuilt as soon as anything that it depends on changes."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_samples_survive_as_records(samples: list[Sample]) -> None:
 
 @pytest.fixture
 def made(picture: Picture, recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """A small dataset that is kept as if it were large, by a user of its own."""
+    """A small dataset that is cached as if it were large, by a user of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(index_cache, "MIN_SOURCE_BYTES", 1)
     picture("a.png", 16, 24)
@@ -70,24 +70,25 @@ def made(picture: Picture, recipe: MakeRecipe, tmp_path: Path, monkeypatch: pyte
     return recipe(rows)
 
 
-def same(one: DataIndex, other: DataIndex) -> bool:
+def same(left: DataIndex, right: DataIndex) -> bool:
     return (
-        list(one.samples) == list(other.samples)
-        and one.fingerprint == other.fingerprint
-        and one.quarantined == other.quarantined
-        and {u: p.tolist() for u, p in one.item_parts.items()} == {u: p.tolist() for u, p in other.item_parts.items()}
+        list(left.samples) == list(right.samples)
+        and left.fingerprint == right.fingerprint
+        and left.quarantined == right.quarantined
+        and {u: p.tolist() for u, p in left.item_parts.items()} == {u: p.tolist() for u, p in right.item_parts.items()}
     )
 
 
 class Reads:
-    """Counts how often sources are read."""
+    """Counts how often the sources are read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, measure = 0, index_module.measure_samples
+        self.count = 0
+        measure_samples = index_module.measure_samples
 
         def counted(*args: Any) -> Any:
             self.count += 1
-            return measure(*args)
+            return measure_samples(*args)
 
         monkeypatch.setattr(index_module, "measure_samples", counted)
 
@@ -97,26 +98,26 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return Reads(monkeypatch)
 
 
-def kept(folder: Path) -> list[Path]:
+def cached_indexes(folder: Path) -> list[Path]:
     return [entry for entry in (folder / index_cache.INDEX_FOLDER_NAME).iterdir() if entry.is_dir()]
 
 
-def test_what_is_kept_is_what_was_built(made: Recipe, tmp_path: Path, reads: Reads) -> None:
-    first, again = build_index(made), build_index(made)
+def test_the_cached_index_is_the_one_that_was_built(made: Recipe, tmp_path: Path, reads: Reads) -> None:
+    first, second = build_index(made), build_index(made)
     assert reads.count == 1
-    assert same(first, again)
-    assert len(again.quarantined) == 1
-    assert again.samples[0].images == (FileMedia(str(tmp_path / "a.png")),) * 2
+    assert same(first, second)
+    assert len(second.quarantined) == 1
+    assert second.samples[0].images == (FileMedia(str(tmp_path / "a.png")),) * 2
     small = index_cache.MIN_SOURCE_BYTES
     index_cache.MIN_SOURCE_BYTES = 1 << 30
     try:
         assert same(build_index(made), first), "as without a cache"
     finally:
         index_cache.MIN_SOURCE_BYTES = small
-    assert same(pickle.loads(pickle.dumps(again)), first)
+    assert same(pickle.loads(pickle.dumps(second)), first)
 
 
-def test_an_index_that_came_with_the_data_is_not_believed(
+def test_an_index_that_came_with_the_data_is_not_trusted(
     made: Recipe, tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_index(made)
@@ -131,18 +132,18 @@ def test_an_index_that_came_with_the_data_is_not_believed(
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     build_index(made)
     build_index(made)
-    assert reads.count == 4, "who cannot keep a secret keeps no index beside data"
+    assert reads.count == 4, "without a secret there is no index beside data"
     named = changed(made, index_cache=tmp_path / "mine")
     build_index(named)
     build_index(named)
-    assert reads.count == 5, "a folder that the user names is the user's"
+    assert reads.count == 5, "a folder that the user names is trusted"
 
 
 def changed(recipe: Recipe, **data: Any) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
 
 
-def test_changes_that_matter_are_noticed_and_others_are_not(
+def test_only_changes_that_affect_lengths_rebuild_the_index(
     made: Recipe, tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_index(made)
@@ -168,7 +169,7 @@ def test_changes_that_matter_are_noticed_and_others_are_not(
     path.write_text(text.replace('"red"', '"rot"'))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
-    assert build_index(made).samples[0].answer == "rot", "as old and as large as before"
+    assert build_index(made).samples[0].answer == "rot", "with the time and the size of before"
     assert reads.count == 5
     monkeypatch.setattr(index_cache, "_library_versions", lambda: {"av": "another"})
     build_index(made)
@@ -176,17 +177,17 @@ def test_changes_that_matter_are_noticed_and_others_are_not(
     monkeypatch.setattr(index_cache, "_code_sha256", lambda: "another version")
     build_index(made)
     assert reads.count == 7
-    assert len(kept(tmp_path)) == index_cache.MAX_INDEXES_PER_FOLDER, "old ones go"
+    assert len(cached_indexes(tmp_path)) == index_cache.MAX_INDEXES_PER_FOLDER, "old ones are removed"
 
 
 @pytest.mark.parametrize("name", ["samples.bin", "arrays.safetensors", "rest.json"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
-def test_a_broken_one_is_told_and_built_anew(
+def test_a_broken_index_is_reported_and_rebuilt(
     made: Recipe, tmp_path: Path, reads: Reads, name: str, damage: str
 ) -> None:
     first = build_index(made)
-    first = replace(first, samples=list(first.samples))  # else it would read what is damaged below
-    (place,) = kept(tmp_path)
+    first = replace(first, samples=list(first.samples))  # a table would read the file that is damaged below
+    (place,) = cached_indexes(tmp_path)
     content = bytearray((place / name).read_bytes())
     content[len(content) // 2] ^= 0x10
     match damage:
@@ -196,51 +197,51 @@ def test_a_broken_one_is_told_and_built_anew(
             (place / name).write_bytes(content)
         case "gone":
             (place / name).unlink()
-    told: list[str] = []
-    again = build_index(made, notify=told.append)
+    messages: list[str] = []
+    second = build_index(made, notify=messages.append)
     if reads.count == 1:
-        assert (name, damage) == ("rest.json", "flip"), "a change that JSON survives is one of a text"
+        assert (name, damage) == ("rest.json", "flip"), "a changed byte in a text of the JSON is not noticed"
         return
-    assert same(again, first)
-    assert len(told) == 1
-    assert str(place) in told[0]
-    assert "is broken" in told[0]
-    assert same(build_index(made, notify=told.append), first)
-    assert (reads.count, len(told)) == (2, 1)
+    assert same(second, first)
+    assert len(messages) == 1
+    assert str(place) in messages[0]
+    assert "is broken" in messages[0]
+    assert same(build_index(made, notify=messages.append), first)
+    assert (reads.count, len(messages)) == (2, 1)
 
 
-def test_what_cannot_be_kept_is_built_all_the_same(
+def test_an_index_that_cannot_be_cached_is_still_built(
     made: Recipe, tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    told: list[str] = []
+    messages: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(index_cache, "save_file", full)
-        index = build_index(made, notify=told.append)
+        index = build_index(made, notify=messages.append)
     assert len(index.samples) == 2
-    (message,) = told
+    (message,) = messages
     assert message.startswith(
         f"the index cannot be cached in {tmp_path / index_cache.INDEX_FOLDER_NAME} (data.index_cache sets"
     )
     assert message.endswith("No space left on device")
-    assert kept(tmp_path) == [], "nothing half-made stays"
+    assert cached_indexes(tmp_path) == [], "no unfinished index stays"
     (tmp_path / "file").write_text("")
-    assert same(build_index(changed(made, index_cache=tmp_path / "file"), notify=told.append), index), (
+    assert same(build_index(changed(made, index_cache=tmp_path / "file"), notify=messages.append), index), (
         "a folder that cannot be"
     )
-    assert str(tmp_path / "file") in told[1]
+    assert str(tmp_path / "file") in messages[1]
     count = reads.count
     os.chmod(tmp_path / index_cache.INDEX_FOLDER_NAME, 0o500)
     build_index(changed(made, index_cache=tmp_path / index_cache.INDEX_FOLDER_NAME))
     os.chmod(tmp_path / index_cache.INDEX_FOLDER_NAME, 0o700)
-    assert reads.count == count + 1, "kept nowhere so far"
+    assert reads.count == count + 1, "not cached before"
     assert same(build_index(changed(made, index_cache=tmp_path / "new" / "folder")), index)
     assert len(list((tmp_path / "new" / "folder").iterdir())) == 2, "the index and its lock"
 
 
-def test_small_sources_are_not_kept(recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_small_sources_are_not_cached(recipe: MakeRecipe, tmp_path: Path) -> None:
     build_index(recipe([row("1 + 2", "3")]))
     assert not (tmp_path / index_cache.INDEX_FOLDER_NAME).exists()
 
@@ -252,16 +253,16 @@ from mmtrain.data.index import data_index as index
 from mmtrain.data.index import index_cache
 from mmtrain.recipe.schema import Recipe
 index_cache.MIN_SOURCE_BYTES = 1
-measure = index.measure_samples
-index.measure_samples = lambda *args: (print("reads"), measure(*args))[1]
+measure_samples = index.measure_samples
+index.measure_samples = lambda *args: (print("reads"), measure_samples(*args))[1]
 print(build_index(Recipe.model_validate_json(sys.argv[1])).fingerprint)
 """
 
 
-def test_of_several_processes_one_reads(made: Recipe) -> None:
+def test_one_of_several_processes_reads_the_sources(made: Recipe) -> None:
     command = [sys.executable, "-c", BUILDER, made.model_dump_json()]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate()[0].split() for process in running]
+    outputs = [process.communicate()[0].split() for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    assert sum(words.count("reads") for words in said) == 1
-    assert len({words[-1] for words in said}) == 1
+    assert sum(words.count("reads") for words in outputs) == 1
+    assert len({words[-1] for words in outputs}) == 1

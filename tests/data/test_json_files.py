@@ -54,7 +54,7 @@ def test_a_sample_keeps_turns_images_and_template(tmp_path: Path) -> None:
     assert sample.answer == "<image> is text here"
 
 
-def test_one_image_may_be_a_plain_text_and_roots_may_be_elsewhere(tmp_path: Path) -> None:
+def test_a_single_image_is_a_plain_text_and_image_root_moves_it(tmp_path: Path) -> None:
     root = tmp_path / "pictures"
     assert _sample(tmp_path, GOOD | {"image": "1.png"}, root).images == _files(root / "1.png")
     assert _sample(tmp_path, GOOD | {"image": str(root / "1.png")}, root).images == _files(root / "1.png")
@@ -66,7 +66,7 @@ URLS = ("https://example.org/1.png", "file:///etc/passwd", "FILE:/etc/passwd", "
 
 
 @pytest.mark.parametrize(("key", "kind"), [("image", "image"), ("audios", "audio"), ("videos", "video")])
-def test_media_outside_of_the_folder_are_refused(tmp_path: Path, key: str, kind: str) -> None:
+def test_media_outside_of_the_folder_are_rejected(tmp_path: Path, key: str, kind: str) -> None:
     for path, why in (*((p, "path") for p in OUTSIDE), *((p, "url") for p in URLS)):
         bad = _one(tmp_path, GOOD | {key: [path]})
         assert isinstance(bad, Quarantined), path
@@ -74,7 +74,7 @@ def test_media_outside_of_the_folder_are_refused(tmp_path: Path, key: str, kind:
         assert repr(path) in bad.reason
 
 
-def test_links_may_not_lead_out_unless_the_root_holds_both(tmp_path: Path) -> None:
+def test_links_must_not_lead_out_unless_the_root_holds_both(tmp_path: Path) -> None:
     inside, outside = tmp_path / "set", tmp_path / "elsewhere"
     inside.mkdir()
     outside.mkdir()
@@ -89,7 +89,7 @@ def test_links_may_not_lead_out_unless_the_root_holds_both(tmp_path: Path) -> No
         assert "by a symbolic link; set the source's image_root" in bad.reason
     assert _sample(inside, GOOD | {"image": "own.png"}).images == _files(inside / "own.png")
     assert _sample(inside, GOOD | {"image": "set/folder/a.png"}, tmp_path).images == _files(inside / "folder" / "a.png")
-    (tmp_path / "link").symlink_to(inside)  # the folder itself may be reached by one
+    (tmp_path / "link").symlink_to(inside)  # the folder itself may be a link
     assert isinstance(_one(tmp_path / "link", GOOD | {"image": "own.png"}), Sample)
 
 
@@ -105,7 +105,7 @@ SYSTEM = {"messages": [{"role": "system", "content": "Be brief."}, *_answer("yes
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_a_system_beside_the_turns_is_the_first_of_them(tmp_path: Path, role: str) -> None:
+def test_a_system_text_beside_the_turns_becomes_the_first_turn(tmp_path: Path, role: str) -> None:
     talk = _sample(tmp_path, _talk("hi", system="Be brief."))
     assert [(t.role, t.text) for t in talk.turns] == [("system", "Be brief."), ("user", "hi"), ("assistant", "yes")]
     for system in ("Be brief.", "", None):
@@ -116,7 +116,7 @@ def test_a_system_beside_the_turns_is_the_first_of_them(tmp_path: Path, role: st
 
 
 @pytest.mark.parametrize("tool", ["tool", "function", "observation", "function_response"])
-def test_what_tools_say_is_context_and_calling_them_is_learned(tmp_path: Path, tokenizer_path: Path, tool: str) -> None:
+def test_tool_output_is_context_and_tool_calls_are_learned(tmp_path: Path, tokenizer_path: Path, tool: str) -> None:
     turns = [
         {"from": "human", "value": "What is 1 + 2?"},
         {"from": "function_call", "value": "add"},
@@ -131,7 +131,7 @@ def test_what_tools_say_is_context_and_calling_them_is_learned(tmp_path: Path, t
     assert learned == "addIt is 3"
 
 
-def test_what_a_tool_shows_is_an_image_like_any_other(tmp_path: Path) -> None:
+def test_an_image_from_a_tool_is_like_any_other(tmp_path: Path) -> None:
     shown = {"role": "tool", "tool_call_id": "1", "content": [{"type": "image", "image": "screen.png"}]}
     sample = _sample(tmp_path, {"messages": [shown, {"role": "assistant", "content": "ok", "tool_calls": None}]})
     assert sample.images == _files(tmp_path / "screen.png")
@@ -183,14 +183,14 @@ def test_messages_of_parts(tmp_path: Path) -> None:
         (_answer("yes", weight=0), "malformed", "has `weight` 0"),
     ],
 )
-def test_messages_that_are_refused(tmp_path: Path, entry: object, kind: str, reason: str) -> None:
+def test_messages_that_are_rejected(tmp_path: Path, entry: object, kind: str, reason: str) -> None:
     bad = _one(tmp_path, entry)
     assert isinstance(bad, Quarantined)
     assert bad.kind == kind
     assert reason in bad.reason
 
 
-def test_a_set_format_asks_for_its_own_key(tmp_path: Path) -> None:
+def test_a_set_format_requires_its_own_key(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text(json.dumps([_talk("hi"), GOOD]))
     assert all(isinstance(s, Sample) for s in _read(path))
@@ -202,7 +202,7 @@ def test_a_set_format_asks_for_its_own_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bomb", [b"[" * 100_000, b'{"id": ' + b"9" * 5000 + b"}", b'{"a":' * 100_000, b"\xff{}"])
-def test_bombs_of_json_are_one_bad_line(tmp_path: Path, bomb: bytes) -> None:
+def test_a_json_bomb_is_one_bad_line(tmp_path: Path, bomb: bytes) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + bomb + b"\n" + json.dumps(GOOD).encode())
     first, bad, last = _read(path)
@@ -213,7 +213,7 @@ def test_bombs_of_json_are_one_bad_line(tmp_path: Path, bomb: bytes) -> None:
     assert "line 2 is not valid JSON" in bad.reason
 
 
-def test_files_are_named_by_folders_braces_and_stars(tmp_path: Path) -> None:
+def test_sources_may_be_folders_braces_and_wildcards(tmp_path: Path) -> None:
     for name in ("x-08.json", "x-09.json", "x-10.json", "y.jsonl"):
         (tmp_path / name).write_text("[]")
     names = {
@@ -234,7 +234,7 @@ def test_files_are_named_by_folders_braces_and_stars(tmp_path: Path) -> None:
     ("name", "message"),
     [("data.tar.gz", "cannot be read at random positions; unpack it"), ("data.txt", r"found \.txt, expected")],
 )
-def test_a_format_that_is_not_read_is_named(tmp_path: Path, name: str, message: str) -> None:
+def test_an_unknown_format_is_reported(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("")
     with pytest.raises(DataError, match=message):
         _read(tmp_path / name)
@@ -256,7 +256,7 @@ def test_a_format_that_is_not_read_is_named(tmp_path: Path, name: str, message: 
         (GOOD | {"image": [""]}, "`image` is or holds an empty path"),
     ],
 )
-def test_a_malformed_sample_is_set_aside_with_the_reason(tmp_path: Path, entry: object, reason: str) -> None:
+def test_a_malformed_sample_is_quarantined_with_the_reason(tmp_path: Path, entry: object, reason: str) -> None:
     bad = _one(tmp_path, entry)
     assert isinstance(bad, Quarantined)
     assert bad.kind == "malformed"
@@ -284,18 +284,18 @@ def test_json_lines_are_read_line_by_line_and_a_broken_line_is_one_bad_sample(tm
         (b"[" * 100_000, r"data\.json:1: not valid JSON: nested too deeply"),
     ],
 )
-def test_an_unreadable_file_is_refused_with_its_place(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_unreadable_file_is_rejected_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "data.json").write_bytes(content)
     with pytest.raises(DataError, match=message):
         _read(tmp_path / "data.json")
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.json: no such file"):
         _read(tmp_path / "none.json")
 
 
-def test_quarantine_is_written_one_object_a_line(tmp_path: Path) -> None:
+def test_quarantine_has_one_object_per_line(tmp_path: Path) -> None:
     entries = [Quarantined("f.json", 3, "ä\n", "truncated", "why"), Quarantined("f.json", 4, "\ud800", "x", "y")]
     write_quarantine(tmp_path / "q.jsonl", entries)
     lines = (tmp_path / "q.jsonl").read_text().splitlines()
@@ -304,7 +304,7 @@ def test_quarantine_is_written_one_object_a_line(tmp_path: Path) -> None:
 
 
 @given(st.text("ab./:\\ \0\n~", max_size=12))
-def test_plain_paths_are_found_as_all_others_are(path: str) -> None:
+def test_the_shortcut_for_plain_paths_changes_nothing(path: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         quick = _looked_up(path)
         patch.setattr(folder, "_PLAIN_PATH", re.compile(r"(?!)"))

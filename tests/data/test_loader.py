@@ -9,6 +9,7 @@ import pytest
 
 from mmtrain.balance import Grouping
 from mmtrain.data import BatchBuilder, ChatTokenizer, GroupStream, Loader, PayloadNeed, StepRequest
+from mmtrain.data.loading.prefetch_window import PrefetchWindow
 from mmtrain.data.media.vision_items import VisionItemDecoder
 from mmtrain.errors import RunError, TooManyBadSamples
 from mmtrain.recipe.schema import Recipe
@@ -17,7 +18,7 @@ from tests.data.steps import DP, EVERYTHING, ONE, TWO, Dataset
 MakeRecipe = Callable[..., Recipe]
 
 
-def test_payload_is_what_the_layout_says(made: Dataset) -> None:
+def test_payload_follows_the_batch_meta(made: Dataset) -> None:
     recipe, index, stream = made()
     tokenizer = ChatTokenizer.load(recipe.data.tokenizer)
     with Loader(index, stream, recipe, StepRequest(0, DP, TWO, EVERYTHING)) as loader:
@@ -39,8 +40,8 @@ def test_payload_is_what_the_layout_says(made: Dataset) -> None:
         assert len(places) == sum(sum(index.unit_features(s, "vision")) for s in samples)
     table = meta.items["vision"]
     for (r, i), vision in data.encoders["vision"].items():
-        here = table.microbatch(r, i)
-        images = [index.samples[meta.sample_id[table.sample[j]]].images[table.position[j]] for j in here]
+        item_numbers = table.microbatch(r, i)
+        images = [index.samples[meta.sample_id[table.sample[j]]].images[table.position[j]] for j in item_numbers]
         shapes = list(zip(vision.rows, vision.cols, strict=True))
         pictures = VisionItemDecoder(recipe.data.image, 8)
         expected = [pictures.patches("image", p, 0, 1, shape) for p, shape in zip(images, shapes, strict=True)]
@@ -49,7 +50,7 @@ def test_payload_is_what_the_layout_says(made: Dataset) -> None:
         assert np.array_equal(vision.cells, np.concatenate(expected))
 
 
-def test_a_rank_gets_only_what_it_needs(made: Dataset) -> None:
+def test_a_rank_gets_only_the_payload_it_needs(made: Dataset) -> None:
     recipe, index, stream = made()
     needs = (PayloadNeed("vision", 0), PayloadNeed("llm", 1, labels=True))
     with Loader(index, stream, recipe, StepRequest(0, DP, TWO, needs)) as loader:
@@ -70,13 +71,11 @@ def test_steps_come_in_order_from_any_start(made: Dataset, prefetch: int) -> Non
         steps = [next(loader) for _ in range(6)]
         assert loader.wait_s > 0
     assert [s.meta.step for s in steps] == list(range(5, 11))
-    again = GroupStream(index.lengths, Grouping(recipe.data.seq_len, 100, 2), seed=0).batch(7, 2, DP, ONE)
-    assert steps[2].meta.sample_id.tolist() == again.sample_id.tolist()
+    direct = GroupStream(index.lengths, Grouping(recipe.data.seq_len, 100, 2), seed=0).batch(7, 2, DP, ONE)
+    assert steps[2].meta.sample_id.tolist() == direct.sample_id.tolist()
 
 
-def test_an_error_in_the_background_surfaces_with_the_samples_name(
-    made: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_background_names_the_sample(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, index, stream = made(prefetch=2)
     bad = int(stream.groups(2, 2)[0][0])
     encode = ChatTokenizer.encode
@@ -89,7 +88,7 @@ def test_an_error_in_the_background_surfaces_with_the_samples_name(
     monkeypatch.setattr(ChatTokenizer, "encode", failing)
     with Loader(index, stream, recipe, StepRequest(0, DP, ONE, EVERYTHING)) as loader:
         assert next(loader).meta.step == 0
-        for _ in range(2):  # asking again gives the same answer instead of waiting for ever
+        for _ in range(2):  # the second call raises the same error instead of blocking
             with pytest.raises(RunError, match=rf"sample '{bad}' .* cannot be encoded: ValueError: boom"):
                 next(loader)
 
@@ -108,7 +107,7 @@ def test_any_other_error_names_its_step(made: Dataset, monkeypatch: pytest.Monke
         next(loader)
 
 
-def test_closing_ends_the_thread_whatever_it_is_doing(made: Dataset) -> None:
+def test_closing_ends_the_thread(made: Dataset) -> None:
     recipe, index, stream = made(prefetch=1)
     before = threading.active_count()
     loader = Loader(index, stream, recipe, StepRequest(0, DP, ONE, EVERYTHING))
@@ -122,25 +121,32 @@ def test_closing_ends_the_thread_whatever_it_is_doing(made: Dataset) -> None:
 
 def test_prefetch_stays_within_its_bound(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, index, stream = made(prefetch=2)
-    prepared: list[int] = []
-    fourth = threading.Event()
-    prepare = BatchBuilder.build
+    built: list[int] = []
+    fourth, full = threading.Event(), threading.Event()
+    build_batch, claimable = BatchBuilder.build, PrefetchWindow._claimable
 
     def counting(self: BatchBuilder, meta: Any) -> Any:
-        prepared.append(meta.step)
-        if len(prepared) == 4:
+        built.append(meta.step)
+        if len(built) == 4:
             fourth.set()
-        return prepare(self, meta)
+        return build_batch(self, meta)
+
+    def watched(self: PrefetchWindow[Any]) -> int | None:
+        step = claimable(self)
+        if step is None:
+            full.set()
+        return step
 
     monkeypatch.setattr(BatchBuilder, "build", counting)
+    monkeypatch.setattr(PrefetchWindow, "_claimable", watched)
     with Loader(index, stream, recipe, StepRequest(0, DP, ONE, EVERYTHING)) as loader:
-        assert not fourth.wait(0.3), "two are ready, a third waits for room"
-        assert prepared == [0, 1, 2]
+        assert full.wait(60)
+        assert built == [0, 1, 2], "two are ready, a third waits for room, and there is no step to claim"
         next(loader)
-        assert fourth.wait(10)
+        assert fourth.wait(60)
 
 
-def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(made: Dataset) -> None:
+def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_quarantined_once(made: Dataset) -> None:
     recipe, index, stream = made(max_bad_rate=1.0)
     victim = next(s for s in index.samples if len(s.images) == 2)
     Path(str(victim.images[1])).write_bytes(b"gone bad")
@@ -149,17 +155,17 @@ def test_an_image_that_breaks_after_indexing_becomes_zeros_and_is_named_once(mad
     assert steps[-1].meta.epoch >= 2
     named = [q for s in steps for q in s.quarantined]
     assert [(q.id, q.kind) for q in named] == [(victim.id, "not_an_image")]
-    where = next(s for s in steps if s.quarantined)
-    table, vision = where.meta.items["vision"], where.encoders["vision"][0, 0]
+    affected = next(s for s in steps if s.quarantined)
+    table, vision = affected.meta.items["vision"], affected.encoders["vision"][0, 0]
     lo = 0
     for j, r, c in zip(table.microbatch(0, 0), vision.rows, vision.cols, strict=True):
-        is_victim = index.samples[where.meta.sample_id[table.sample[j]]] == victim and table.position[j] == 1
+        is_victim = index.samples[affected.meta.sample_id[table.sample[j]]] == victim and table.position[j] == 1
         assert vision.cells is not None
         assert (not vision.cells[lo : lo + r * c].any()) == is_victim
         lo += r * c
 
 
-def test_broken_images_count_towards_the_set_rate(made: Dataset) -> None:
+def test_broken_images_count_towards_the_allowed_rate(made: Dataset) -> None:
     recipe, index, stream = made(max_bad_rate=0.1)
     for sample in [s for s in index.samples if s.images][:2]:
         Path(str(sample.images[0])).unlink()

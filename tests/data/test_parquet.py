@@ -38,7 +38,7 @@ def _bytes(sample: Sample | Quarantined, key: str = "images") -> list[bytes]:
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dictionary": False, "compression": "zstd"}])
-def test_bytes_are_found_again_in_any_row(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_every_cell_opens_to_its_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
     images = [[b"a", b"bb"], [], None, [b"ccc"], [b"dddd"]]
     structs = [[{"bytes": i, "path": "x.png"} for i in each] if each is not None else None for each in images]
     columns = {
@@ -55,7 +55,7 @@ def test_bytes_are_found_again_in_any_row(tmp_path: Path, options: dict[str, Any
 
 
 @pytest.mark.parametrize("struct", [False, True])
-def test_columns_full_of_bytes_are_not_read_to_know_where_they_lie(
+def test_columns_full_of_bytes_are_not_read_for_indexing(
     tmp_path: Path, struct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = [b"a", b"bb", b"ccc", None, b"dddd", b"e" * 200]
@@ -66,15 +66,15 @@ def test_columns_full_of_bytes_are_not_read_to_know_where_they_lie(
         "image": pa.array(values, HF_IMAGE if struct else pa.binary()),
     }
     path = parquet(tmp_path / "x.parquet", columns)
-    media_in_value, looked = parquet_module._media_in_value, []
+    media_in_value, read_values = parquet_module._media_in_value, []
 
     def watched(source: Any, value: Any, *args: Any) -> Any:
-        looked.append(value)
+        read_values.append(value)
         return media_in_value(source, value, *args)
 
     monkeypatch.setattr(parquet_module, "_media_in_value", watched)
     found = _read(path, LimitSettings(max_member_bytes=150))
-    assert len(looked) == 4, "those of a group with a gap, and of one that may hold something too large"
+    assert len(read_values) == 4, "the rows of a group with a gap, and of one that may hold too large a cell"
     kinds = [s.kind if isinstance(s, Quarantined) else _bytes(s) for s in found]
     gap = "missing_image" if struct else []
     assert kinds == [[b"a"], [b"bb"], [b"ccc"], gap, [b"dddd"], "parquet_cell_size"]
@@ -110,7 +110,7 @@ def test_conversations_may_be_json_and_media_paths(tmp_path: Path) -> None:
         ({"messages": pa.array([None], pa.string())}, "malformed", "is missing, expected a list of messages"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, columns: dict[str, Any], kind: str, reason: str) -> None:
+def test_bad_rows_are_quarantined(tmp_path: Path, columns: dict[str, Any], kind: str, reason: str) -> None:
     columns = {"messages": [_talk("hi")]} | columns
     (bad,) = _read(parquet(tmp_path / "x.parquet", columns), LimitSettings(max_member_bytes=10))
     assert isinstance(bad, Quarantined)
@@ -119,7 +119,7 @@ def test_bad_rows_are_named(tmp_path: Path, columns: dict[str, Any], kind: str, 
 
 
 @pytest.mark.parametrize("statistics", [False, True])
-def test_rows_above_the_limit_and_damaged_groups_are_named(tmp_path: Path, statistics: bool) -> None:
+def test_rows_above_the_limit_and_damaged_row_groups_are_quarantined(tmp_path: Path, statistics: bool) -> None:
     rng = np.random.default_rng(0)
     images = [rng.bytes(5000) for _ in range(6)]
     columns = {"caption": list("abcdef"), "image": images}
@@ -130,10 +130,10 @@ def test_rows_above_the_limit_and_damaged_groups_are_named(tmp_path: Path, stati
     assert (bad.kind, bad.index) == ("parquet_too_many", 4)
     content = bytearray(path.read_bytes())
     at = content.index(images[2])
-    content[at - 40 : at] = bytes(40)  # the header of a page of the second group
+    content[at - 40 : at] = bytes(40)  # the header of a page in the second row group
     path.write_bytes(content)
     found = _read(path)
-    if statistics:  # they say that every row has an image, so that its column is not read before the images are
+    if statistics:  # with statistics the column is known to be full, and is not read for indexing
         assert _bytes(found[4]) == [images[4]]
         with pytest.raises(OSError, match="deserialize"):
             _bytes(found[3])
@@ -148,31 +148,31 @@ def test_rows_above_the_limit_and_damaged_groups_are_named(tmp_path: Path, stati
     ("content", "message"),
     [(b"PAR1" + b"\0" * 100 + b"PAR1", "a damaged one"), (b"", "not a Parquet file"), (None, "no such file")],
 )
-def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_a_file_of_another_format_is_rejected(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / "x.parquet").write_bytes(content)
     with pytest.raises(DataError, match=message):
         _read(tmp_path / "x.parquet")
 
 
-def test_a_file_without_text_is_refused_with_its_columns(tmp_path: Path) -> None:
+def test_a_file_without_text_is_rejected_with_its_columns(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column `conversations`, .* found image, label"):
         _read(parquet(tmp_path / "x.parquet", {"image": [b"x"], "label": [1]}))
 
 
 def batch_bytes(path: Path) -> list[int]:
-    """The sizes of what reading decodes at once."""
+    """Return the sizes of what reading decodes at a time."""
     with pyarrow.parquet.ParquetFile(path) as file:
         return [batch.nbytes for batch in file.iter_batches(batch_size=cells_module.PARQUET_BATCH_ROWS)]
 
 
-def test_few_bytes_that_stand_for_many_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dictionary holds one large value that every row repeats."""
+def test_a_dictionary_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dictionary holds one large value, which every row repeats."""
     columns = {"caption": ["x"] * 1000, "image": pa.array([b"x" * 100_000] * 1000)}
     path = parquet(tmp_path / "x.parquet", columns, row_group_size=1000)
     assert path.stat().st_size < 1_000_000
-    most = max(batch_bytes(path))
-    assert most < 2 * 100_000, "rows are decoded one at a time"
+    largest = max(batch_bytes(path))
+    assert largest < 2 * 100_000, "rows are decoded one at a time"
     monkeypatch.setattr(cells_module, "MAX_PARQUET_COLUMN_BYTES", 10_000_000)
     with pytest.raises(OSError, match="is above 10000000 bytes"):
         ParquetCell(str(path), 0, 999, "image", None).open()

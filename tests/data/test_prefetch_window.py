@@ -13,12 +13,10 @@ from mmtrain.errors import RunError
     st.integers(1, 4),
     st.lists(st.tuples(st.sampled_from(["claim", "put", "lose", "take"]), st.integers(0, 3))),
 )
-def test_every_step_arrives_once_and_in_order_whatever_makers_do(
-    first: int, depth: int, moves: list[tuple[str, int]]
-) -> None:
+def test_every_step_arrives_once_and_in_order(first: int, depth: int, moves: list[tuple[str, int]]) -> None:
     window = PrefetchWindow[int](first, depth)
     held: list[int] = []  # claimed, and not yet put or lost
-    late: list[int] = []  # lost by a maker that may still answer
+    late: list[int] = []  # released, but their builder may still put them
     taken: list[int] = []
     done: set[int] = set()
     for move, which in moves:
@@ -37,12 +35,12 @@ def test_every_step_arrives_once_and_in_order_whatever_makers_do(
             late.append(step)
         elif move == "take" and first + len(taken) in done:
             taken.append(window.take())
-        if late and which == 3:  # a maker given up for lost answers after all
+        if late and which == 3:  # a builder that was given up puts its result after all
             step = late.pop()
             window.put(step, step)
             done.add(step)
             held = [h for h in held if h != step]
-    while len(taken) < len(moves):  # from wherever it got to, everything comes
+    while len(taken) < len(moves):  # from every state, all further steps can be taken
         for step in held:
             window.put(step, step)
         held = []
@@ -52,7 +50,7 @@ def test_every_step_arrives_once_and_in_order_whatever_makers_do(
     assert taken == list(range(first, first + len(taken)))
 
 
-def test_an_error_takes_the_place_of_its_step_and_stays() -> None:
+def test_an_error_is_raised_for_its_step_every_time() -> None:
     window = PrefetchWindow[int](0, 3)
     assert [window.claim(), window.claim()] == [0, 1]
     window.put(1, ValueError("one"))
@@ -63,17 +61,17 @@ def test_an_error_takes_the_place_of_its_step_and_stays() -> None:
             window.take()
 
 
-def test_failing_lets_what_is_done_be_taken() -> None:
+def test_finished_steps_can_be_taken_after_a_failure() -> None:
     window = PrefetchWindow[int](0, 3)
     window.claim()
     window.put(0, 0)
-    window.fail(RunError("no makers"))
+    window.fail(RunError("no builders"))
     assert window.take() == 0
-    with pytest.raises(RunError, match="no makers"):
+    with pytest.raises(RunError, match="no builders"):
         window.take()
 
 
-def test_closing_wakes_whoever_waits() -> None:
+def test_closing_wakes_all_waiting_threads() -> None:
     window = PrefetchWindow[int](0, 1)
     assert window.claim() == 0
     woken = threading.Event()

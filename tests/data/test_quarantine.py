@@ -1,4 +1,4 @@
-"""Every kind of unusable sample, planted, and named in the documentation."""
+"""Every kind of unusable sample is planted, found, and listed in the documentation."""
 
 import io
 import json
@@ -105,7 +105,7 @@ ROWS: dict[str, Row] = {
 
 
 def _hostile_tars(folder: Path) -> dict[str, str]:
-    """Write shards; which kinds each holds, by the sample it befalls."""
+    """Write shards, and return sample -> the kind of its fault."""
     import tarfile
 
     tar(
@@ -116,8 +116,8 @@ def _hostile_tars(folder: Path) -> dict[str, str]:
         link = tarfile.TarInfo("link.txt")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    whole = tar(folder / "cut.tar", {"one.txt": b"x", "two.txt": b"x"}).read_bytes()
-    (folder / "cut.tar").write_bytes(whole[:1600])
+    intact = tar(folder / "cut.tar", {"one.txt": b"x", "two.txt": b"x"}).read_bytes()
+    (folder / "cut.tar").write_bytes(intact[:1600])
     return {
         "big": "tar_member_size",
         "../up": "tar_name",
@@ -147,7 +147,7 @@ def _hostile_parquet(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def planted(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> tuple[Recipe, dict[str, str]]:
-    """A recipe whose sources hold every kind that some model would set aside, and which sample is which."""
+    """A recipe whose sources hold every kind of bad sample, and sample -> its kind."""
     for name, make in MEDIA.items():
         (tmp_path / name).write_bytes(make())
     outside = tmp_path.parent / f"{tmp_path.name}-outside.mp4"
@@ -173,7 +173,7 @@ def planted(tmp_path: Path, recipe: MakeRecipe, tokenizer_path: Path) -> tuple[R
     return Recipe.model_validate(made), expected
 
 
-def test_every_kind_is_found_where_it_was_planted(planted: tuple[Recipe, dict[str, str]]) -> None:
+def test_every_planted_fault_is_found_with_its_kind(planted: tuple[Recipe, dict[str, str]]) -> None:
     made, expected = planted
     report = check_sources_for_recipe(made, made.data.sources)
     named = {
@@ -196,7 +196,7 @@ def test_every_kind_is_found_where_it_was_planted(planted: tuple[Recipe, dict[st
     assert {*expected.values(), "no_vision", "no_audio"} | found_by_workers == set(QUARANTINE_REASONS)
 
 
-def test_no_kind_is_used_that_is_not_listed() -> None:
+def test_all_kinds_in_the_source_are_listed() -> None:
     folder = Path(mmtrain.__file__).parent / "data"
     calls = r'(?:Error|BadTarMember|Quarantined|Quarantined\.of)\([^")]*"([a-z_]+)"|_open_\w+\(media, "([a-z_]+)"'
     raised = [match for path in folder.rglob("*.py") for match in re.findall(calls, path.read_text())]

@@ -1,4 +1,4 @@
-"""Steps made by producers over the network: the same ones, whatever happens to the producers."""
+"""Steps built by producers over the network are the same, whatever happens to the producers."""
 
 import contextlib
 import random
@@ -16,6 +16,7 @@ import psutil
 import pytest
 import zmq
 
+from mmtrain.cli import app
 from mmtrain.data import Loader
 from mmtrain.data.loading.batch_builder import StepData, StepRequest
 from mmtrain.data.loading.ipc import Waker
@@ -44,6 +45,7 @@ from mmtrain.data.service.protocol import (
 )
 from mmtrain.data.service.remote_steps import RemoteStepBuilder
 from mmtrain.errors import DataError, RunError
+from mmtrain.recipe import dump_recipe
 from tests.data.fake_step_builders import FailingStepBuilder, FakeStepBuilder
 from tests.data.producers import Served, asking
 from tests.data.steps import DP, EVERYTHING, ONE, Dataset, same
@@ -51,16 +53,16 @@ from tests.data.steps import DP, EVERYTHING, ONE, Dataset, same
 FACTS = {"train.seed": "0"}
 
 
-def test_steps_are_those_of_one_process_whatever_becomes_of_the_producers(made: Dataset, tmp_path: Path) -> None:
+def test_steps_are_the_same_while_producers_come_and_go(made: Dataset, tmp_path: Path) -> None:
     recipe, index, stream = made(prefetch=2)
     alone = made(prefetch=0)[0]
     notes: list[str] = []
     with ExitStack() as stack:
         one, two = (stack.enter_context(Served(recipe, tmp_path)) for _ in range(2))
-        asked = asking(recipe, one.address, two.address)
+        with_producers = asking(recipe, one.address, two.address)
         reference = stack.enter_context(Loader(index, stream, alone, StepRequest(3, DP, ONE, EVERYTHING)))
         loader = stack.enter_context(
-            Loader(index, stream, asked, StepRequest(3, DP, ONE, EVERYTHING), notify=notes.append)
+            Loader(index, stream, with_producers, StepRequest(3, DP, ONE, EVERYTHING), notify=notes.append)
         )
 
         def steps(count: int) -> None:
@@ -76,29 +78,29 @@ def test_steps_are_those_of_one_process_whatever_becomes_of_the_producers(made: 
         steps(16)
         assert [note for note in notes if f"{two.address} has left" in note]
         assert [note for note in notes if "no producer answers" in note and "prepared here" in note]
-        again = stack.enter_context(Served(recipe, tmp_path, one.address))
-        assert again.address == one.address
+        restarted = stack.enter_context(Served(recipe, tmp_path, one.address))
+        assert restarted.address == one.address
         while not [note for note in notes if f"{one.address} is there" in note]:
             steps(1)
         steps(8)
 
 
 @pytest.mark.slow
-def test_steps_stay_the_same_through_random_deaths(made: Dataset, tmp_path: Path) -> None:
+def test_steps_are_the_same_through_random_kills(made: Dataset, tmp_path: Path) -> None:
     recipe, index, stream = made(prefetch=3, producer_timeout_s=1.0)
     alone = made(prefetch=0)[0]
     rng = random.Random(0)
     with ExitStack() as stack:
         producers = [stack.enter_context(Served(recipe, tmp_path)) for _ in range(2)]
-        asked = asking(recipe, *(producer.address for producer in producers))
+        with_producers = asking(recipe, *(producer.address for producer in producers))
         reference = stack.enter_context(Loader(index, stream, alone, StepRequest(0, DP, ONE, EVERYTHING)))
-        loader = stack.enter_context(Loader(index, stream, asked, StepRequest(0, DP, ONE, EVERYTHING)))
+        loader = stack.enter_context(Loader(index, stream, with_producers, StepRequest(0, DP, ONE, EVERYTHING)))
         for _ in range(14):
             for _ in range(rng.randrange(1, 100)):
                 assert same(next(loader), next(reference))
             place = rng.randrange(2)
             victim = psutil.Process(producers[place].process.pid)
-            match rng.choice(["kill", "end", "stop", "family"]):
+            match rng.choice(["kill", "end", "stop", "child"]):
                 case "kill":
                     victim.kill()
                 case "end":
@@ -108,41 +110,47 @@ def test_steps_stay_the_same_through_random_deaths(made: Dataset, tmp_path: Path
                     for _ in range(30):
                         assert same(next(loader), next(reference))
                     victim.resume()
-                case "family":  # a worker, or the host of the workers
+                case "child":  # a worker, or the host of the workers
                     for process in rng.sample(victim.children(recursive=True), 1):
                         process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 producers[place].process.wait(0.1)
-                again = stack.enter_context(Served(recipe, tmp_path, producers[place].address))
-                assert again.address == producers[place].address
-                producers[place] = again
+                restarted = stack.enter_context(Served(recipe, tmp_path, producers[place].address))
+                assert restarted.address == producers[place].address
+                producers[place] = restarted
 
 
-def test_a_producer_of_other_steps_refuses_and_says_why(made: Dataset, tmp_path: Path) -> None:
+def test_a_producer_with_other_settings_refuses_and_says_why(made: Dataset, tmp_path: Path) -> None:
     recipe, index, stream = made(prefetch=2)
     with Served(recipe, tmp_path, "tcp://127.0.0.1:*", "train.seed=7", "data.image.max_pixels=512") as producer:
-        asked = asking(recipe, producer.address)
+        with_producers = asking(recipe, producer.address)
         with (
-            Loader(index, stream, asked, StepRequest(0, DP, ONE, EVERYTHING), notify=print) as loader,
+            Loader(index, stream, with_producers, StepRequest(0, DP, ONE, EVERYTHING), notify=print) as loader,
             pytest.raises(DataError, match=r"data.image.max_pixels is 1024 in the trainer and 512 here.*train.seed"),
         ):
             next(loader)
-        code, said = producer.end()
+        code, stderr = producer.end()
         assert code == 0
-        assert "refused: " in said
+        assert "refused: " in stderr
 
 
-def test_an_address_that_cannot_be_used_is_named(made: Dataset, tmp_path: Path) -> None:
+def test_an_unusable_bind_address_is_an_error(
+    made: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe, *_ = made()
-    with Served(recipe, tmp_path, "tcp://203.0.113.1:5557") as producer:
-        said = producer.process.communicate()[1]
-        assert producer.process.returncode == 2
-        assert "--bind: tcp://203.0.113.1:5557 cannot be used" in said
-        assert "Traceback" not in said
+    path = tmp_path / "served.yaml"
+    path.write_text(dump_recipe(recipe))
+    monkeypatch.setattr("sys.argv", ["mmtrain", "data", "serve", str(path), "--bind", "tcp://203.0.113.1:5557"])
+    with pytest.raises(SystemExit) as stop:
+        app.main()
+    assert stop.value.code == 2
+    stderr = capsys.readouterr().err
+    assert "--bind: tcp://203.0.113.1:5557 cannot be used" in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1", "tcp://127.0.0.1:port", "ipc://"])
-def test_an_address_that_is_none_is_an_error_of_the_recipe(made: Dataset, address: str) -> None:
+def test_an_invalid_producer_address_is_a_data_error(made: Dataset, address: str) -> None:
     recipe, index, stream = made()
     with (
         Loader(
@@ -153,14 +161,14 @@ def test_an_address_that_is_none_is_an_error_of_the_recipe(made: Dataset, addres
         next(loader)
 
 
-def test_who_has_no_zeromq_is_told_how_to_get_it(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_zeromq_is_an_error_that_says_what_to_install(made: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, index, stream = made()
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(DataError, match=r"data.producers needs ZeroMQ: pip install 'mmtrain\[serve\]'"):
         Loader(index, stream, asking(recipe, "tcp://127.0.0.1:1"), StepRequest(0, DP, ONE, EVERYTHING))
 
 
-def test_facts_are_what_decides_the_content_of_steps(made: Dataset) -> None:
+def test_facts_cover_what_decides_the_content_of_steps(made: Dataset) -> None:
     recipe, index, _ = made()
     ours = step_facts(recipe, index)
     assert describe_differences(ours, step_facts(asking(made(workers=3, prefetch=5)[0], "tcp://x:1"), index)) == ""
@@ -174,11 +182,11 @@ def test_facts_are_what_decides_the_content_of_steps(made: Dataset) -> None:
     assert "data.window is 7 in the trainer" in found
 
 
-# A producer whose every word is the test's.
+# A producer whose messages the test sends.
 
 
 class Sockets:
-    """The test's sockets, which are closed after it."""
+    """The sockets of a test, which are closed after it."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -195,7 +203,7 @@ class Sockets:
 
 
 class Puppet:
-    """What the trainer takes for a producer."""
+    """A producer for the trainer under test; the test sends its messages."""
 
     def __init__(self, context: Sockets) -> None:
         self._socket = context.socket(zmq.ROUTER)
@@ -203,7 +211,7 @@ class Puppet:
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def hear(self) -> tuple[bytes, object]:
-        """The next message that is no ping, and who said it."""
+        """Return the next message that is not a ping, and its sender."""
         while True:
             trainer, *frames = self._socket.recv_multipart()
             if not isinstance(message := decode_message(frames), Ping):
@@ -216,7 +224,7 @@ class Puppet:
         self._socket.send_multipart([trainer, *frames])
 
     def welcome(self, credit: int) -> bytes:
-        """Let a trainer in."""
+        """Accept a trainer."""
         trainer, message = self.hear()
         assert isinstance(message, Hello)
         assert message.facts == FACTS
@@ -224,7 +232,7 @@ class Puppet:
         return trainer
 
     def quiet(self) -> bool:
-        """Whether nothing was asked for beyond what has been heard, pings aside."""
+        """Return whether no further message has arrived, except pings."""
         while self._socket.poll(0):
             _, *frames = self._socket.recv_multipart()
             if not isinstance(decode_message(frames), Ping):
@@ -244,17 +252,18 @@ def step_bytes(step: int) -> bytes:
 def consuming(
     window: PrefetchWindow[StepData], *puppets: Puppet, timeout_s: float = 60.0, request: RequestOf = request_of
 ) -> Iterator[list[str]]:
-    """Have the window's steps made by puppets; yields what is noted."""
+    """Let puppets build the steps of a window; yields the notes."""
     notes: list[str] = []
 
-    def here() -> WorkerPool[int]:
+    def start_local_pool() -> WorkerPool[int]:
         return WorkerPool(FakeStepBuilder(), 1, notes.append)  # type: ignore[arg-type]
 
-    makers = RemoteStepBuilder(window, [p.address for p in puppets], request, FACTS, timeout_s, here, notes.append)
+    addresses = [puppet.address for puppet in puppets]
+    remote = RemoteStepBuilder(window, addresses, request, FACTS, timeout_s, start_local_pool, notes.append)
 
     def run() -> None:
         try:
-            makers.run()
+            remote.run()
         except Exception as error:
             window.fail(error)
 
@@ -274,7 +283,7 @@ def context() -> Iterator[Sockets]:
     sockets.close()
 
 
-def test_a_trainer_asks_for_no_more_than_its_credit_and_says_what_it_got(context: Sockets) -> None:
+def test_a_trainer_requests_within_its_credit_and_confirms_steps(context: Sockets) -> None:
     window, puppet = PrefetchWindow[StepData](0, 8), Puppet(context)
     with consuming(window, puppet):
         trainer = puppet.welcome(credit=2)
@@ -287,7 +296,7 @@ def test_a_trainer_asks_for_no_more_than_its_credit_and_says_what_it_got(context
         assert [window.take().meta.step for _ in range(2)] == [0, 1]
 
 
-def test_a_trainer_holds_no_more_than_its_window(context: Sockets) -> None:
+def test_a_trainer_requests_no_more_than_its_window(context: Sockets) -> None:
     window, puppet = PrefetchWindow[StepData](0, 2), Puppet(context)
     with consuming(window, puppet):
         trainer = puppet.welcome(credit=100)
@@ -311,7 +320,7 @@ def test_a_trainer_holds_no_more_than_its_window(context: Sockets) -> None:
         ([b"pong"], "is not a message"),
     ],
 )
-def test_a_producer_that_talks_nonsense_loses_its_steps_to_another(
+def test_a_producer_that_sends_nonsense_loses_its_steps_to_another(
     context: Sockets, frames: list[bytes], why: str
 ) -> None:
     window, bad, good = PrefetchWindow[StepData](0, 1), Puppet(context), Puppet(context)
@@ -323,7 +332,7 @@ def test_a_producer_that_talks_nonsense_loses_its_steps_to_another(
         assert good.hear() == (other, Want(request_of(0)))
         good.say(other, Made(0), step_bytes(0))
         assert window.take().meta.step == 0
-        new, message = bad.hear()  # it may try again
+        new, message = bad.hear()  # it connects again
         assert new != trainer
         assert isinstance(message, Hello)
     assert [note for note in notes if "cannot be read" in note and why in note]
@@ -337,22 +346,22 @@ def test_a_silent_producer_is_given_up(context: Sockets) -> None:
     assert [note for note in notes if "has been silent for 0.2 s; 1 steps go to others" in note]
 
 
-def test_without_a_producer_at_the_start_steps_are_made_here(context: Sockets) -> None:
+def test_without_a_producer_at_the_start_steps_are_built_locally(context: Sockets) -> None:
     window, puppet = PrefetchWindow[StepData](0, 2), Puppet(context)
     with consuming(window, puppet, timeout_s=0.2) as notes:
         assert window.take().meta.step == 0
     assert "no producer answers" in notes[0]
 
 
-def test_a_producer_started_anew_is_greeted_again(context: Sockets) -> None:
+def test_a_restarted_producer_is_greeted_again(context: Sockets) -> None:
     window, puppet = PrefetchWindow[StepData](0, 1), Puppet(context)
     with consuming(window, puppet) as notes:
         trainer = puppet.welcome(credit=1)
         assert puppet.hear()[1] == Want(request_of(0))
         puppet.say(trainer, Unknown())
-        again = puppet.welcome(credit=1)
-        assert again != trainer
-        assert window.take().meta.step == 0  # made here or there: whoever comes first
+        restarted = puppet.welcome(credit=1)
+        assert restarted != trainer
+        assert window.take().meta.step == 0  # built locally or by the producer, whichever is first
     assert [note for note in notes if "does not know this trainer any more; 1 steps go to others" in note]
 
 
@@ -366,33 +375,33 @@ def test_errors_travel_with_their_traceback(context: Sockets) -> None:
             window.take()
 
 
-# A trainer whose every word is the test's.
+# A trainer whose messages the test sends.
 
 
 @contextmanager
-def producing(maker: Any) -> Iterator[tuple[str, SimpleQueue[str]]]:
-    """Serve what `maker` makes with one worker; yields the address, and what is noted."""
+def producing(builder: Any) -> Iterator[tuple[Producer, SimpleQueue[str]]]:
+    """Serve the steps of `builder` with one worker; yields the producer, and its notes."""
     notes: SimpleQueue[str] = SimpleQueue()
-    producer = Producer(maker, FACTS, "tcp://127.0.0.1:*", 1, notes.put)
+    producer = Producer(builder, FACTS, "tcp://127.0.0.1:*", 1, notes.put)
     with Waker() as stop:
         thread = Thread(target=producer.serve, args=(stop.fileno(),))
         thread.start()
         try:
-            yield producer.address, notes
+            yield producer, notes
         finally:
             stop.wake()
             thread.join()
 
 
 class Dealer:
-    """What the producer takes for a trainer."""
+    """A trainer for the producer under test; the test sends its messages."""
 
     def __init__(self, context: Sockets, address: str) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.connect(address)
 
     def ask(self, message: FromTrainer) -> FromProducer:
-        """Say something, and hear the next answer."""
+        """Send a message, and return the next answer."""
         self.socket.send_multipart(encode_message(message))
         return self.hear()
 
@@ -401,9 +410,9 @@ class Dealer:
         return cast(FromProducer, decode_message(self.frames))
 
 
-def test_a_producer_makes_what_is_asked_for(context: Sockets) -> None:
-    with producing(FakeStepBuilder()) as (address, _):
-        trainer = Dealer(context, address)
+def test_a_producer_builds_requested_steps(context: Sockets) -> None:
+    with producing(FakeStepBuilder()) as (producer, _):
+        trainer = Dealer(context, producer.address)
         assert trainer.ask(Want(request_of(0))) == Unknown()
         assert trainer.ask(Hello({"train.seed": "1"}, 60.0)) == Refused("train.seed is 1 in the trainer and 0 here")
         assert trainer.ask(Hello(FACTS, 60.0)) == Welcome(2)
@@ -412,13 +421,15 @@ def test_a_producer_makes_what_is_asked_for(context: Sockets) -> None:
         assert unpack(StepData, trainer.frames[2]).meta.step == 10**6
 
 
-def test_a_producer_holds_no_more_than_it_may(context: Sockets) -> None:
-    with producing(FakeStepBuilder()) as (address, _):
-        one, two = (Dealer(context, address) for _ in range(2))
+def test_a_producer_holds_no_more_steps_than_its_credit(context: Sockets) -> None:
+    with producing(FakeStepBuilder()) as (producer, _):
+        one, two = (Dealer(context, producer.address) for _ in range(2))
         assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
         assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
         two.socket.send_multipart(encode_message(Want(request_of(7))))
-        assert not two.socket.poll(200), "what the first trainer has not got yet fills the room"
+        assert [two.ask(Ping()) for _ in range(2)] == [Pong(), Pong()]  # the second one in a later turn of the loop
+        assert producer._running == set(), "unconfirmed steps of the first trainer use up the credit"
+        assert sum(len(trainer.sent) for trainer in producer._trainers.values()) == 2
         one.socket.send_multipart(encode_message(Got(0)))
         assert two.hear() == Made(7)
         one.socket.send_multipart(encode_message(Want(request_of(2))))
@@ -427,22 +438,22 @@ def test_a_producer_holds_no_more_than_it_may(context: Sockets) -> None:
         )
 
 
-def test_a_trainer_that_is_killed_holds_no_room(context: Sockets) -> None:
-    with producing(FakeStepBuilder()) as (address, notes):
-        one, two = (Dealer(context, address) for _ in range(2))
+def test_a_killed_trainer_holds_no_credit(context: Sockets) -> None:
+    with producing(FakeStepBuilder()) as (producer, notes):
+        one, two = (Dealer(context, producer.address) for _ in range(2))
         assert [trainer.ask(Hello(FACTS, 60.0)) for trainer in (one, two)] == [Welcome(2), Welcome(2)]
         assert [one.ask(Want(request_of(step))) for step in range(2)] == [Made(0), Made(1)]
         two.socket.send_multipart(encode_message(Want(request_of(7))))
         one.socket.close(linger=0)
-        while (heard := two.hear()) == Pong():
+        while (answer_to_second := two.hear()) == Pong():
             pass
-        assert heard == Made(7)
+        assert answer_to_second == Made(7)
         while "is gone" not in notes.get(timeout=60):
             pass
 
 
 def test_a_producer_survives_nonsense_errors_and_silence(context: Sockets) -> None:
-    with producing(FailingStepBuilder()) as (address, notes):
+    with producing(FailingStepBuilder()) as (producer, notes):
         for frames in (
             [b"junk"],
             [b"hello", b"{"],
@@ -451,10 +462,10 @@ def test_a_producer_survives_nonsense_errors_and_silence(context: Sockets) -> No
             encode_message(Hello(FACTS, 0.0)),
             encode_message(Hello(FACTS, 1e300)),
         ):
-            stranger = Dealer(context, address)
+            stranger = Dealer(context, producer.address)
             stranger.socket.send_multipart(frames)
             assert isinstance(stranger.hear(), Refused)
-        trainer = Dealer(context, address)
+        trainer = Dealer(context, producer.address)
         assert trainer.ask(Hello(FACTS, 0.2)) == Welcome(2)
         answer = trainer.ask(Want(request_of(1)))
         assert isinstance(answer, Failed)

@@ -1,4 +1,4 @@
-"""Stated lengths: what the CSV says is what grouping and planning see."""
+"""Stated lengths: grouping and planning see what the CSV file states."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_rows_become_samples_with_items(file: Path) -> None:
     assert index.weights.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_generated_image_is_conditioned_by_tokens_of_the_llm(file: Path) -> None:
+def test_a_generated_image_takes_context_tokens_in_the_llm(file: Path) -> None:
     settings = recipe(file, "text,generator\n10,64 2x256\n")
     plain = settings.model_dump() | {}
     plain["model"]["generator"] = {
@@ -76,7 +76,7 @@ def test_two_files_differ_in_their_fingerprint(file: Path) -> None:
     assert build_index(recipe(file, "text\n1\n3\n")).fingerprint != first
 
 
-def test_samples_that_are_too_long_are_set_aside_and_counted(file: Path) -> None:
+def test_samples_that_are_too_long_are_quarantined_and_counted(file: Path) -> None:
     text = "count,text\n98,10\n2,1001\n"
     index = build_index(recipe(file, text, max_bad_rate=0.02))
     assert len(index.lengths) == 98
@@ -102,14 +102,14 @@ def test_samples_that_are_too_long_are_set_aside_and_counted(file: Path) -> None
         ("text,count\n1,10000000\n1,10000000\n1,10000000\n", "more than 20,000,000 samples in all"),
     ],
 )
-def test_what_is_no_length_is_named_with_its_line(file: Path, text: str, message: str) -> None:
+def test_invalid_lengths_are_reported_with_their_line(file: Path, text: str, message: str) -> None:
     with pytest.raises(DataError) as error:
         build_index(recipe(file, text))
     assert message in str(error.value)
     assert str(error.value).startswith((str(file), "data.sources"))
 
 
-def test_a_file_that_is_not_there(file: Path) -> None:
+def test_a_missing_file_of_lengths_is_rejected(file: Path) -> None:
     settings = recipe(file, "text\n1\n")
     file.unlink()
     with pytest.raises(DataError, match="cannot read the lengths: No such file"):

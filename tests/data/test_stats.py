@@ -12,9 +12,7 @@ Picture = Callable[..., Path]
 MakeRecipe = Callable[..., Recipe]
 
 
-def test_what_is_there_is_counted_with_and_without_a_recipe(
-    tmp_path: Path, picture: Picture, recipe: MakeRecipe
-) -> None:
+def test_stats_with_and_without_a_recipe(tmp_path: Path, picture: Picture, recipe: MakeRecipe) -> None:
     picture("a.png", 16, 24)
     picture("b.png", 8, 8)
     rows = [row("<image>x<image>", "red", "a.png", "b.png"), row("1 + 2", "3"), row("<image>", "a", "gone.png")]

@@ -45,9 +45,9 @@ steps = st.builds(
 
 def message(value: Any) -> bytearray:
     packed = pack(value)
-    found = bytearray(b"".join(packed.chunks))
-    assert len(found) == packed.nbytes
-    return found
+    encoded = bytearray(b"".join(packed.chunks))
+    assert len(encoded) == packed.nbytes
+    return encoded
 
 
 @given(steps)
@@ -58,8 +58,8 @@ def test_a_step_comes_back_as_it_was(step: StepData) -> None:
 @given(st.builds(StepRequest, st.integers(), *[st.dictionaries(texts, st.integers())] * 2, st.just(())))
 def test_a_request_comes_back_as_it_was(request: StepRequest) -> None:
     needs = (PayloadNeed("vision", 1, media=True), PayloadNeed("llm", 0, ids=True, labels=True))
-    for asked in (request, replace(request, needs=needs)):
-        assert from_json(StepRequest, to_json(asked)) == asked
+    for expected in (request, replace(request, needs=needs)):
+        assert from_json(StepRequest, to_json(expected)) == expected
 
 
 STEP = StepData(
@@ -70,39 +70,39 @@ STEP = StepData(
 )
 
 
-def test_arrays_are_used_where_they_lie_and_can_be_written() -> None:
-    found = message(STEP)
-    patches = unpack(StepData, found).encoders["vision"][0, 0].cells
+def test_arrays_are_writable_views_of_the_message() -> None:
+    encoded = message(STEP)
+    patches = unpack(StepData, encoded).encoders["vision"][0, 0].cells
     assert patches is not None
     patches[0, 0] = 5
-    again = unpack(StepData, found).encoders["vision"][0, 0].cells
-    assert again is not None
-    assert again[0, 0] == 5
-    offsets = [np.shares_memory(np.frombuffer(found, np.uint8), leaf) for leaf in (patches, again)]
+    decoded_again = unpack(StepData, encoded).encoders["vision"][0, 0].cells
+    assert decoded_again is not None
+    assert decoded_again[0, 0] == 5
+    offsets = [np.shares_memory(np.frombuffer(encoded, np.uint8), leaf) for leaf in (patches, decoded_again)]
     assert offsets == [True, True]
 
 
 @given(st.integers(0, len(message(STEP)) - 1))
-def test_a_message_cut_short_is_refused(length: int) -> None:
+def test_a_truncated_message_is_rejected(length: int) -> None:
     with pytest.raises(WireError):
         unpack(StepData, message(STEP)[:length])
 
 
 @given(st.integers(0, len(message(STEP)) - 1), st.integers(1, 255))
-def test_a_damaged_message_is_refused_or_has_the_declared_types(place: int, flip: int) -> None:
+def test_a_damaged_message_is_rejected_or_has_the_declared_types(place: int, flip: int) -> None:
     damaged = message(STEP)
     damaged[place] ^= flip
     try:
-        found = unpack(StepData, damaged)
+        encoded = unpack(StepData, damaged)
     except WireError:
         return
-    assert [path for path, _ in leaves(found.meta)][:3] == [".step", ".epoch", ".sample_id"]
+    assert [path for path, _ in leaves(encoded.meta)][:3] == [".step", ".epoch", ".sample_id"]
     assert all(
-        isinstance(v.cells, np.ndarray | None) for payloads in found.encoders.values() for v in payloads.values()
+        isinstance(v.cells, np.ndarray | None) for payloads in encoded.encoders.values() for v in payloads.values()
     )
 
 
-def spelled(header: Any, behind: bytes = b"", total: int | None = None) -> bytes:
+def raw_message(header: Any, behind: bytes = b"", total: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     if isinstance(header, dict) and header["arrays"]:
         behind = bytes(-(struct.calcsize("<4sIQQ") + len(text)) % 64) + behind
@@ -120,35 +120,35 @@ GOOD: dict[str, Any] = {"value": {"array": 0, "pair": [1, "x"]}, "arrays": [["in
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "error"),
     [
         (b"", "less than the start"),
         (b"\x80\x04" + bytes(40), "starts with"),
-        (spelled(GOOD, total=1 << 60), "claims"),
-        (spelled(b"{"), "not valid JSON"),
-        (spelled(b"[" * 100_000), "not valid JSON"),
-        (spelled([]), "not an object of `value`"),
-        (spelled(GOOD | {"arrays": [["int64", 1 << 61]]}), "does not fit"),
-        (spelled(GOOD | {"arrays": [["int64", 1 << 40, 1 << 40]]}), "does not fit"),
-        (spelled(GOOD | {"arrays": [["int64", -1]]}), "not the type and shape"),
-        (spelled(GOOD | {"arrays": [["int64", *[1] * 9]]}), "not the type and shape"),
-        (spelled(GOOD | {"arrays": [["object", 1]]}), "not the type and shape"),
-        (spelled(GOOD | {"arrays": [["float32", 0]]}), "expected int64"),
-        (spelled(GOOD | {"arrays": []}), "not the number of an array"),
-        (spelled(GOOD, bytes(1000)), "follow the last array"),
-        (spelled(GOOD | {"value": {"array": True, "pair": [1, "x"]}}), "not the number of an array"),
-        (spelled(GOOD | {"value": {"array": 0, "pair": [1]}}), "expected a list of 2"),
-        (spelled(GOOD | {"value": {"array": 0, "pair": [True, "x"]}}), "expected int"),
-        (spelled(GOOD | {"value": {"array": 0}}), "expected an object with array, pair"),
+        (raw_message(GOOD, total=1 << 60), "claims"),
+        (raw_message(b"{"), "not valid JSON"),
+        (raw_message(b"[" * 100_000), "not valid JSON"),
+        (raw_message([]), "not an object of `value`"),
+        (raw_message(GOOD | {"arrays": [["int64", 1 << 61]]}), "does not fit"),
+        (raw_message(GOOD | {"arrays": [["int64", 1 << 40, 1 << 40]]}), "does not fit"),
+        (raw_message(GOOD | {"arrays": [["int64", -1]]}), "not the type and shape"),
+        (raw_message(GOOD | {"arrays": [["int64", *[1] * 9]]}), "not the type and shape"),
+        (raw_message(GOOD | {"arrays": [["object", 1]]}), "not the type and shape"),
+        (raw_message(GOOD | {"arrays": [["float32", 0]]}), "expected int64"),
+        (raw_message(GOOD | {"arrays": []}), "not the number of an array"),
+        (raw_message(GOOD, bytes(1000)), "follow the last array"),
+        (raw_message(GOOD | {"value": {"array": True, "pair": [1, "x"]}}), "not the number of an array"),
+        (raw_message(GOOD | {"value": {"array": 0, "pair": [1]}}), "expected a list of 2"),
+        (raw_message(GOOD | {"value": {"array": 0, "pair": [True, "x"]}}), "expected int"),
+        (raw_message(GOOD | {"value": {"array": 0}}), "expected an object with array, pair"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_no_sender_of_ours_writes_is_refused(text: bytes, says: str) -> None:
-    with pytest.raises(WireError, match=says):
+def test_malformed_messages_are_rejected(text: bytes, error: str) -> None:
+    with pytest.raises(WireError, match=error):
         unpack(Small, text)
 
 
-def test_the_fingerprint_follows_every_field() -> None:
+def test_the_fingerprint_depends_on_every_field() -> None:
     @dataclass(frozen=True)
     class Other:
         array: npt.NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""Tar headers against the standard library's reader, and archives made to do harm."""
+"""Tar headers against the standard library's reader, and hostile archives."""
 
 import gzip
 import io
@@ -29,7 +29,7 @@ def _archive(files: dict[str, bytes], form: int = tarfile.PAX_FORMAT) -> bytes:
 
 
 def _member(kind: bytes, name: str = "x", size: int = 0) -> bytes:
-    """A lone header of a kind that is no plain file."""
+    """Return a single header of a type that is not a plain file."""
     info = tarfile.TarInfo(name)
     info.type, info.linkname, info.size = kind, "/etc/passwd", size
     return info.tobuf(tarfile.GNU_FORMAT)
@@ -92,7 +92,9 @@ def test_a_member_is_a_file_of_its_own(tmp_path: Path) -> None:
         (tarfile.GNUTYPE_SPARSE, "a sparse file"),
     ],
 )
-def test_what_is_no_plain_file_is_refused_and_the_rest_is_read(tmp_path: Path, kind: bytes, what: str) -> None:
+def test_members_that_are_not_plain_files_are_rejected_and_the_rest_is_read(
+    tmp_path: Path, kind: bytes, what: str
+) -> None:
     bad, good = _read(tmp_path / "a.tar", _member(kind) + _archive({"b": b"y"}))
     assert isinstance(bad, BadTarMember)
     assert (bad.name, bad.kind) == ("x", "tar_member")
@@ -100,7 +102,7 @@ def test_what_is_no_plain_file_is_refused_and_the_rest_is_read(tmp_path: Path, k
     assert isinstance(good, TarMember)
 
 
-def test_sparse_files_of_pax_are_refused(tmp_path: Path) -> None:
+def test_sparse_files_of_pax_are_rejected(tmp_path: Path) -> None:
     info = tarfile.TarInfo("x")
     info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.realsize": "1000000000000"}
     (bad,) = _read(tmp_path / "a.tar", info.tobuf(tarfile.PAX_FORMAT) + bytes(2 * TAR_BLOCK_BYTES))
@@ -109,7 +111,7 @@ def test_sparse_files_of_pax_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../up", "a\nb", "\x1b[2J"])
-def test_names_that_lead_out_or_hide_are_refused(tmp_path: Path, name: str) -> None:
+def test_names_that_lead_out_or_are_unprintable_are_rejected(tmp_path: Path, name: str) -> None:
     bad, good = _read(tmp_path / "a.tar", _archive({name: b"x", "b": b"y"}))
     assert isinstance(bad, BadTarMember)
     assert (bad.name, bad.kind) == (name, "tar_name")
@@ -149,25 +151,25 @@ def _lying_size(field: bytes) -> bytes:
         (lambda: _member(b"Q"), "is of unknown type b'Q'"),
     ],
 )
-def test_archives_that_cannot_be_followed_are_named(tmp_path: Path, make: Callable[[], bytes], reason: str) -> None:
+def test_broken_archives_are_quarantined(tmp_path: Path, make: Callable[[], bytes], reason: str) -> None:
     (bad,) = _read(tmp_path / "a.tar", make())
     assert isinstance(bad, BadTarMember)
     assert bad.kind == "tar_broken"
     assert reason in bad.reason
 
 
-def test_a_cut_archive_yields_what_is_whole(tmp_path: Path) -> None:
+def test_a_truncated_archive_yields_its_intact_members(tmp_path: Path) -> None:
     content = _archive({"a": b"x" * 700, "b": b"y" * 20, "c" * 150: b"z" * 600})
-    whole = [m for m in _read(tmp_path / "a.tar", content) if isinstance(m, TarMember)]
+    intact = [m for m in _read(tmp_path / "a.tar", content) if isinstance(m, TarMember)]
     for end in range(1, len(content), 61):
         found = _read(tmp_path / "a.tar", content[:end])
         good = [m for m in found if isinstance(m, TarMember)]
-        assert good == whole[: len(good)]
+        assert good == intact[: len(good)]
         assert all(m.offset + m.size <= end for m in good)
-        assert len(good) == len(whole) or len(found) > len(good), "a silent loss"
+        assert len(good) == len(intact) or len(found) > len(good), "members are missing without a report"
 
 
-def test_two_archives_in_one_file_are_told_apart(tmp_path: Path) -> None:
+def test_a_second_archive_in_one_file_is_quarantined(tmp_path: Path) -> None:
     good, bad = _read(tmp_path / "a.tar", _archive({"a": b"x"}) + _archive({"b": b"y"}))
     assert isinstance(good, TarMember)
     assert isinstance(bad, BadTarMember)

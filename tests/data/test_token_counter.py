@@ -1,4 +1,4 @@
-"""Counting tokens piece by piece gives what encoding gives, or is not tried."""
+"""Counting tokens piece by piece gives the same as encoding, or is not tried."""
 
 from typing import Any
 
@@ -65,14 +65,14 @@ def test_counts_are_those_of_encoding(text: str, name: str) -> None:
 
 
 @given(TEXTS, st.sampled_from(sorted(FAST | SLOW)))
-def test_a_text_has_at_least_as_many_tokens_as_its_length_says(text: str, name: str) -> None:
+def test_min_tokens_is_a_lower_bound(text: str, name: str) -> None:
     counter = TokenCounter((FAST | SLOW)[name])
     assert counter.min_tokens(len(text)) <= counter(text)
-    assert counter.min_tokens(10**6) > 1000 or name in SLOW, "of others nothing may be known"
+    assert counter.min_tokens(10**6) > 1000 or name in SLOW, "of other tokenizers nothing is known"
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_known_words_and_pieces_are_not_encoded_again(name: str) -> None:
+def test_words_and_pieces_are_cached(name: str) -> None:
     counter = TokenCounter(FAST[name])
     assert counter._words is not None
     assert counter._pieces is not None
@@ -86,17 +86,17 @@ def test_known_words_and_pieces_are_not_encoded_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_single_spaces_begin_pieces(name: str) -> None:
-    """What counting by words rests on, tried with every pair of characters around a space."""
-    tokenizer, odd = FAST[name], "aZ'7.(-_\t\n\r\x0b\x1c\x7f<"
-    for left in ("x" + c for c in odd):
-        for right in (c + "y" for c in odd if not c.isspace()):
+def test_single_spaces_start_pieces(name: str) -> None:
+    """Counting by words relies on this; tried with every pair of characters around a space."""
+    tokenizer, unusual = FAST[name], "aZ'7.(-_\t\n\r\x0b\x1c\x7f<"
+    for left in ("x" + c for c in unusual):
+        for right in (c + "y" for c in unusual if not c.isspace()):
             apart = len(tokenizer.encode(left).ids) + len(tokenizer.encode(" " + right).ids)
             assert len(tokenizer.encode(f"{left} {right}").ids) == apart
 
 
 @given(TEXTS, st.sampled_from(sorted(SLOW)))
-def test_other_tokenizers_are_asked_themselves(text: str, name: str) -> None:
+def test_other_tokenizers_are_used_directly(text: str, name: str) -> None:
     tokenizer = SLOW[name]
     assert TokenCounter(tokenizer)(text) == len(tokenizer.encode(text, add_special_tokens=False).ids)
 

@@ -1,4 +1,4 @@
-"""Videos as a few frames, and what becomes of files that are none."""
+"""Videos as a few frames, and files that are not videos."""
 
 import io
 from pathlib import Path
@@ -26,7 +26,7 @@ def _file(path: Path, content: bytes) -> FileMedia:
 
 
 def _seen(media: FileMedia | TarMember, count: int) -> list[str]:
-    """The colours that the frames show."""
+    """Return the colours that the frames show."""
     found = []
     for frame in load_video_frames(media, count, (32, 24), LIMIT):
         assert frame.size == (32, 24)
@@ -36,7 +36,7 @@ def _seen(media: FileMedia | TarMember, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["mp4", "matroska", "avi"])
-def test_frames_lie_evenly_over_the_whole(tmp_path: Path, form: str) -> None:
+def test_frames_are_evenly_spaced(tmp_path: Path, form: str) -> None:
     media = _file(tmp_path / "x", movie(list(COLOURS), form=form))
     assert read_video_size(media, 4, LIMIT) == (64, 48, 4)
     assert _seen(media, 4) == list(COLOURS)
@@ -48,7 +48,7 @@ def test_frames_lie_evenly_over_the_whole(tmp_path: Path, form: str) -> None:
 @pytest.mark.skipif(not hasattr(VideoStream, "set_display_rotation"), reason="this PyAV cannot write it")
 @pytest.mark.parametrize(("rotation", "turns"), [(0, 0), (-90, 1), (180, 2), (90, 3)])
 @pytest.mark.parametrize("form", ["mp4", "mov"])
-def test_films_are_stood_upright_as_their_header_says(tmp_path: Path, rotation: int, turns: int, form: str) -> None:
+def test_videos_are_rotated_as_their_header_says(tmp_path: Path, rotation: int, turns: int, form: str) -> None:
     filmed = Image.new("RGB", (64, 48), "red")
     filmed.paste((0, 0, 255), (32, 0, 64, 48))  # red on the left, blue on the right
     content = movie([filmed], form=form, rotation=rotation)
@@ -65,7 +65,7 @@ def test_films_are_stood_upright_as_their_header_says(tmp_path: Path, rotation: 
 
 
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 1 << 64))
-def test_damaged_headers_turn_nothing_or_something_and_end(noise: bytes, at: int, size: int) -> None:
+def test_damaged_headers_give_some_rotation_and_no_error(noise: bytes, at: int, size: int) -> None:
     content = movie(["red"], form="mov")
     moov = content.index(b"moov") - 4
     broken = content[: moov + at] + size.to_bytes(9, "big")[-8:] + noise + content[moov + at + 20 :]
@@ -79,10 +79,10 @@ def test_a_short_video_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
     assert _seen(media, 4) == ["red", "red", "blue", "blue"]
 
 
-@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])  # the second shows frames in another order than it stores them
+@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])  # the second stores frames in another order than it shows them
 @pytest.mark.parametrize("form", ["mp4", "matroska", "mpegts"])
 @pytest.mark.parametrize("key_every", [5, 24])
-def test_frames_are_those_on_show_however_they_are_reached(
+def test_frames_are_those_on_show_with_and_without_seeking(
     tmp_path: Path, codec: str, form: str, key_every: int
 ) -> None:
     if codec not in av.codecs_available:
@@ -90,7 +90,7 @@ def test_frames_are_those_on_show_however_they_are_reached(
     shades = [Image.new("L", (32, 32), 4 * i).convert("RGB") for i in range(60)]
     content = movie(shades, 0.5, 32, 32, rate=2, form=form, codec=codec, key_every=key_every)
     with av.open(io.BytesIO(content)) as container:
-        shown = [
+        frames_by_time = [
             (frame.time, float(np.asarray(frame.to_image().convert("L")).mean())) for frame in container.decode(video=0)
         ]
     media = _file(tmp_path / "x", content)
@@ -98,7 +98,7 @@ def test_frames_are_those_on_show_however_they_are_reached(
         start, seconds = read_start_and_duration(media, container.streams.video[0])
     for count in (1, 2, 3, 7, 20, 60):
         times = [start + (i + 0.5) / count * seconds for i in range(count)]
-        expected = [[shade for time, shade in shown if time <= wanted][-1] for wanted in times]
+        expected = [[shade for time, shade in frames_by_time if time <= wanted][-1] for wanted in times]
         found = [
             float(np.asarray(frame.convert("L")).mean()) for frame in load_video_frames(media, count, (32, 32), LIMIT)
         ]
@@ -106,19 +106,19 @@ def test_frames_are_those_on_show_however_they_are_reached(
 
 
 @pytest.mark.parametrize("form", ["matroska", "mov", "avi"])
-def test_sound_that_outlasts_the_pictures_does_not_stretch_them(tmp_path: Path, form: str) -> None:
+def test_sound_longer_than_the_pictures_does_not_change_the_frames(tmp_path: Path, form: str) -> None:
     media = _file(tmp_path / "x", movie(["red", "blue"], seconds_each=2, form=form, seconds_of_sound=30))
     assert _seen(media, 4) == ["red", "red", "blue", "blue"]
 
 
-def test_jumping_over_long_stretches_finds_the_same_frames(tmp_path: Path) -> None:
+def test_seeking_over_long_gaps_finds_the_same_frames(tmp_path: Path) -> None:
     colours = ["red", "lime", "blue", "white"]
     media = _file(tmp_path / "x.mp4", movie(colours, seconds_each=12, rate=2))
-    assert _seen(media, 4) == colours  # 12 s apart: sought
-    assert _seen(media, 8) == [name for name in colours for _ in range(2)]  # 6 s apart: decoded through
+    assert _seen(media, 4) == colours  # 12 s apart: by seeking
+    assert _seen(media, 8) == [name for name in colours for _ in range(2)]  # 6 s apart: without seeking
 
 
-def test_a_video_may_lie_in_a_shard(tmp_path: Path) -> None:
+def test_a_video_may_be_a_member_of_a_shard(tmp_path: Path) -> None:
     content = movie(["red", "blue"])
     path = tar(tmp_path / "x.tar", {"a.txt": b"y" * 700, "a.mp4": content})
     offset = path.read_bytes().index(content)
@@ -140,33 +140,33 @@ def test_lists_that_name_other_files_are_not_followed(tmp_path: Path, hostile: o
     other = tmp_path / "secret.mp4"
     other.write_bytes(movie(["red"]))
     assert callable(hostile)
-    with pytest.raises(BadVideoError) as refused:
+    with pytest.raises(BadVideoError) as rejected:
         read_video_size(_file(tmp_path / "x.mp4", hostile(other)), 4, LIMIT)
-    assert refused.value.kind == "not_a_video"
+    assert rejected.value.kind == "not_a_video"
 
 
 @pytest.mark.parametrize(
     ("content", "kind"),
     [(None, "missing_video"), (b"no video", "not_a_video"), (wav(0.2), "not_a_video"), (b"", "not_a_video")],
 )
-def test_what_a_header_gives_away(tmp_path: Path, content: bytes | None, kind: str) -> None:
+def test_faults_that_the_header_shows(tmp_path: Path, content: bytes | None, kind: str) -> None:
     media = FileMedia(str(tmp_path / "x.mp4")) if content is None else _file(tmp_path / "x.mp4", content)
-    with pytest.raises(BadVideoError, match=r"x\.mp4") as refused:
+    with pytest.raises(BadVideoError, match=r"x\.mp4") as rejected:
         read_video_size(media, 4, LIMIT)
-    assert refused.value.kind == kind
+    assert rejected.value.kind == kind
 
 
-def test_too_many_pixels_are_refused_from_the_header(tmp_path: Path) -> None:
+def test_too_many_pixels_are_rejected_from_the_header(tmp_path: Path) -> None:
     media = _file(tmp_path / "x.mp4", movie(["red"]))
-    with pytest.raises(BadVideoError, match=r"is above data\.image\.max_source_pixels = 3071") as refused:
+    with pytest.raises(BadVideoError, match=r"is above data\.image\.max_source_pixels = 3071") as rejected:
         read_video_size(media, 4, 64 * 48 - 1)
-    assert refused.value.kind == "too_many_pixels"
+    assert rejected.value.kind == "too_many_pixels"
 
 
-def test_frames_that_are_gone_are_missed(tmp_path: Path) -> None:
-    whole = movie(["red", "lime", "blue", "white"], seconds_each=2, form="matroska")
-    media = _file(tmp_path / "x.mkv", whole[: len(whole) // 2])
+def test_missing_frames_are_an_error(tmp_path: Path) -> None:
+    intact = movie(["red", "lime", "blue", "white"], seconds_each=2, form="matroska")
+    media = _file(tmp_path / "x.mkv", intact[: len(intact) // 2])
     assert read_video_size(media, 4, LIMIT)[2] == 4  # the header is fine
-    with pytest.raises(BadVideoError) as refused:
+    with pytest.raises(BadVideoError) as rejected:
         load_video_frames(media, 4, (32, 24), LIMIT)
-    assert refused.value.kind in ("truncated", "undecodable")
+    assert rejected.value.kind in ("truncated", "undecodable")

@@ -1,4 +1,4 @@
-"""Images, tiles and frames as items: in the index, in tokens and as pixels, from files, shards and Parquet alike."""
+"""Images, tiles and frames as items: in the index, in tokens and as pixels, from files, shards and Parquet."""
 
 import io
 import json
@@ -34,19 +34,19 @@ def _talk(text: str, **media: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "red"}], **media}
 
 
-def test_tiles_cover_the_canvas_and_the_last_is_the_whole(tmp_path: Path) -> None:
+def test_tiles_cover_the_canvas_and_the_last_is_the_thumbnail(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(_gradient(32, 16))
     image = ImageSettings(**TILES, mean=(0, 0, 0), std=(1, 1, 1))
-    pictures, media = VisionItemDecoder(image, 8), FileMedia(str(tmp_path / "a.png"))
-    left, right, whole = (pictures.patches("image", media, part, 3, (2, 2)) for part in range(3))
+    decoder, media = VisionItemDecoder(image, 8), FileMedia(str(tmp_path / "a.png"))
+    left, right, thumbnail = (decoder.patches("image", media, part, 3, (2, 2)) for part in range(3))
     pixels = np.asarray(Image.open(tmp_path / "a.png"), dtype=np.float32) / 255
     for tile, part in ((left, pixels[:, :16]), (right, pixels[:, 16:])):
         assert np.allclose(tile.reshape(2, 2, 3, 8, 8).transpose(0, 3, 1, 4, 2).reshape(16, 16, 3), part)
-    assert abs(whole.mean() - pixels.mean()) < 0.01
-    assert whole.std() == pytest.approx(pixels.std(), abs=0.02)
+    assert abs(thumbnail.mean() - pixels.mean()) < 0.01
+    assert thumbnail.std() == pytest.approx(pixels.std(), abs=0.02)
 
 
-def test_an_image_yields_several_items_and_its_mark_the_tokens_of_all(tmp_path: Path, recipe: MakeRecipe) -> None:
+def test_tiles_are_items_and_the_mark_stands_for_all_of_them(tmp_path: Path, recipe: MakeRecipe) -> None:
     sizes = {"wide.png": (32, 16), "small.png": (8, 8), "tall.png": (16, 48)}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(png("red", *size))
@@ -72,7 +72,7 @@ def test_an_image_yields_several_items_and_its_mark_the_tokens_of_all(tmp_path: 
     assert (ids == tokenizer.item_ids["vision"]).sum() == 28
 
 
-def test_a_picture_exchanged_for_one_of_other_tiles_is_named(tmp_path: Path, recipe: MakeRecipe) -> None:
+def test_an_image_replaced_by_one_of_other_tiles_is_quarantined(tmp_path: Path, recipe: MakeRecipe) -> None:
     (tmp_path / "a.png").write_bytes(png("red", 32, 16))
     made = recipe([_talk("<image>", images=["a.png"], id="a")], image=TILES)
     index = build_index(made)
@@ -90,7 +90,7 @@ def test_a_picture_exchanged_for_one_of_other_tiles_is_named(tmp_path: Path, rec
 
 
 def _payload(recipe: Recipe, index: DataIndex) -> np.ndarray:
-    """The patches of all items, one microbatch a sample."""
+    """Return the patches of all items, with one microbatch per sample."""
     groups = [np.array([sample]) for sample in range(len(index.samples))]
     counts = dict.fromkeys(("vision", "llm"), len(groups))
     meta = assign(0, 0, groups, index.lengths, {"vision": 1, "llm": 1}, counts)
@@ -162,7 +162,7 @@ def test_frames_count_as_images_and_marks_are_counted(tmp_path: Path, recipe: Ma
     assert {q.id: q.kind for q in index.quarantined} == kinds | {"gone": "missing_video"}
 
 
-def test_a_bad_medium_is_zeros_for_all_its_parts_and_named_once(tmp_path: Path, recipe: MakeRecipe) -> None:
+def test_a_bad_medium_is_zeros_in_all_parts_and_quarantined_once(tmp_path: Path, recipe: MakeRecipe) -> None:
     (tmp_path / "a.png").write_bytes(_gradient(32, 16))
     made = recipe([_talk("<image>", images=["a.png"], id="x")], image=TILES)
     index = build_index(made)
@@ -181,7 +181,7 @@ def test_a_medium_is_decoded_once_for_all_its_parts(tmp_path: Path, monkeypatch:
     calls = []
     decode = module.load_rgb_images
     monkeypatch.setattr(module, "load_rgb_images", lambda *a: (calls.append(1), decode(*a))[1])
-    pictures = VisionItemDecoder(ImageSettings(**TILES), 8)
+    decoder = VisionItemDecoder(ImageSettings(**TILES), 8)
     for part in range(3):
-        pictures.patches("image", FileMedia(str(tmp_path / "a.png")), part, 3, (2, 2))
+        decoder.patches("image", FileMedia(str(tmp_path / "a.png")), part, 3, (2, 2))
     assert len(calls) == 1

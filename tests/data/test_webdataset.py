@@ -43,7 +43,7 @@ def test_members_of_one_name_are_one_sample(tmp_path: Path) -> None:
     first, second, third, fourth = _read(tar(tmp_path / "x.tar", members))
     assert _names(first) == (["a/1.jpg"], [])
     assert _names(second) == (["2.PNG"], [])
-    assert _names(third) == (["3.1.png", "3.0.png"], ["3.wav"])  # in the order they lie
+    assert _names(third) == (["3.1.png", "3.0.png"], ["3.wav"])  # in the order of the archive
     assert _names(fourth) == ([], [])
     assert isinstance(second, Sample)
     assert [(t.role, t.text) for t in second.turns] == [("user", "<image>"), ("assistant", "a red square")]
@@ -71,7 +71,7 @@ def test_an_entry_may_name_its_media(tmp_path: Path) -> None:
     assert "no member '2.png'" in third.reason
 
 
-def test_an_image_root_is_refused_where_nothing_would_look_there(tmp_path: Path) -> None:
+def test_an_image_root_is_rejected_for_shards(tmp_path: Path) -> None:
     path = tar(tmp_path / "x.tar", {"1.txt": b"a"})
     with pytest.raises(DataError, match=r"x\.tar: image_root is .* remove image_root"):
         list(read_samples(SourceSettings(path=path, image_root=tmp_path), LimitSettings()))
@@ -99,9 +99,7 @@ def test_shards_follow_each_other(tmp_path: Path) -> None:
         ({"1.json": _json("x", images=["../2.png"])[:100]}, "missing_image", "no member '../2.png'"),
     ],
 )
-def test_a_bad_member_costs_its_sample_and_no_other(
-    tmp_path: Path, members: dict[str, bytes], kind: str, reason: str
-) -> None:
+def test_a_bad_member_costs_only_its_sample(tmp_path: Path, members: dict[str, bytes], kind: str, reason: str) -> None:
     limits = LimitSettings(max_member_bytes=100 if kind == "tar_member_size" else 1 << 20)
     if kind == "missing_image":
         members = {"1.json": _json("x", images=["../2.png"])}
@@ -112,7 +110,7 @@ def test_a_bad_member_costs_its_sample_and_no_other(
     assert isinstance(good, Sample)
 
 
-def test_what_befalls_a_shard_is_told_after_its_good_samples(tmp_path: Path) -> None:
+def test_a_broken_shard_is_reported_after_its_good_samples(tmp_path: Path) -> None:
     content = tar(tmp_path / "x.tar", {"1.txt": b"a", "2.txt": b"b"}).read_bytes()
     (tmp_path / "x.tar").write_bytes(content[:1100])
     good, bad = _read(tmp_path / "x.tar")

@@ -1,4 +1,4 @@
-"""Steps made in worker processes: the same ones, whatever happens to the workers."""
+"""Steps built in worker processes are the same, whatever happens to the workers."""
 
 import os
 import subprocess
@@ -38,19 +38,19 @@ def request(step: int) -> StepRequest:
 
 
 def hosts() -> list[psutil.Process]:
-    """The hosts of our workers; other tests leave servers of their own running."""
+    """Return the hosts of our workers; other tests may have remaining servers running."""
     return [child for child in psutil.Process().children() if "mmtrain.data.loading.worker_process" in child.cmdline()]
 
 
-def run(maker: Any, steps: int, workers: int = 2) -> tuple[dict[int, StepData | StepFailure], list[str]]:
-    """Make steps [0, steps) in a pool; what they became, and what was noted."""
+def run(builder: Any, steps: int, workers: int = 2) -> tuple[dict[int, StepData | StepFailure], list[str]]:
+    """Build steps [0, steps) in a pool; return the results and the notes."""
     notes: list[str] = []
     results: dict[int, StepData | StepFailure] = {}
-    with WorkerPool[int](maker, workers, notes.append) as pool:
-        left = list(range(steps))
+    with WorkerPool[int](builder, workers, notes.append) as pool:
+        remaining = list(range(steps))
         while len(results) < steps:
-            while left and pool.num_idle:
-                pool.submit(left[0], request(left.pop(0)))
+            while remaining and pool.num_idle:
+                pool.submit(remaining[0], request(remaining.pop(0)))
             for pipe in wait(pool.pipes):
                 if (received := pool.receive(pipe)) is not None:  # type: ignore[arg-type]
                     step, content = received
@@ -59,14 +59,14 @@ def run(maker: Any, steps: int, workers: int = 2) -> tuple[dict[int, StepData | 
     return results, notes
 
 
-def test_a_killed_worker_costs_nothing_but_its_time(tmp_path: Path) -> None:
+def test_the_step_of_a_killed_worker_is_built_again(tmp_path: Path) -> None:
     results, notes = run(DeadlyStepBuilder(3, str(tmp_path / "spent")), 8)
     assert [result.meta.step for _, result in sorted(results.items())] == list(range(8))  # type: ignore[union-attr]
     [note] = notes
     assert "was killed by SIGKILL while preparing step 3; another prepares it" in note
 
 
-def test_a_step_that_kills_every_worker_is_given_up_and_named() -> None:
+def test_a_step_that_kills_every_worker_is_given_up() -> None:
     results, notes = run(DeadlyStepBuilder(3), 6)
     failure = results.pop(3)
     assert isinstance(failure, StepFailure)
@@ -88,7 +88,7 @@ def test_errors_arrive_with_their_traceback() -> None:
     assert 'raise KeyError("lost")' in str(bug)
 
 
-def test_workers_have_no_torch_and_outlive_the_signals_of_launchers() -> None:
+def test_workers_have_no_torch_and_ignore_the_signals_of_launchers() -> None:
     results, _ = run(TellingStepBuilder(), 1, workers=1)
     assert str(results[0].error(0)) == "torch False, SIGTERM ignored True"  # type: ignore[union-attr]
 
@@ -125,14 +125,14 @@ class Clock:
         return self.now_s
 
 
-def test_a_worker_that_hangs_is_replaced_and_after_the_second_time_the_sample_is_not_read(tmp_path: Path) -> None:
+def test_a_hung_worker_is_replaced_and_after_two_hangs_the_sample_is_not_read(tmp_path: Path) -> None:
     reached, clock, notes = tmp_path / "reached", Clock(), list[str]()
     os.mkfifo(reached)
     with WorkerPool[int](HangingStepBuilder(str(reached)), 1, notes.append, clock) as pool:
         pool.submit(3, request(3))
         pool.kill_hung_workers()
         clock.now_s += 10 * HANG_TIMEOUT_S
-        pool.kill_hung_workers()  # who did not look for so long was not there either
+        pool.kill_hung_workers()  # a pause of the checking process is not a hang
         for times in (1, 2):
             reached.open().close()
             pool.kill_hung_workers()
@@ -154,7 +154,7 @@ def test_a_worker_that_hangs_is_replaced_and_after_the_second_time_the_sample_is
     ]
 
 
-def test_a_worker_that_gets_on_may_take_its_time(tmp_path: Path) -> None:
+def test_a_worker_that_makes_progress_is_not_killed(tmp_path: Path) -> None:
     reached, go, clock = tmp_path / "reached", tmp_path / "go", Clock()
     os.mkfifo(reached)
     os.mkfifo(go)
@@ -169,7 +169,7 @@ def test_a_worker_that_gets_on_may_take_its_time(tmp_path: Path) -> None:
         wait(pool.pipes)
         assert pool.receive(pool.pipes[0]) is not None
         clock.now_s += 10 * HANG_TIMEOUT_S
-        pool.kill_hung_workers()  # an idle one does not hang
+        pool.kill_hung_workers()  # an idle worker does not hang
         pool.submit(1, request(1))
         pool.kill_hung_workers()
         reached.open().close()
@@ -184,7 +184,7 @@ def test_a_sample_that_crashes_two_workers_is_not_read_again() -> None:
     ]
 
 
-def test_a_crash_before_anything_is_read_is_no_fault_of_a_sample() -> None:
+def test_a_crash_before_the_first_read_is_no_fault_of_a_sample() -> None:
     results, notes = run(CrashingAtOnceStepBuilder(), 1, workers=1)
     failure = results[0]
     assert isinstance(failure, StepFailure)
@@ -192,33 +192,33 @@ def test_a_crash_before_anything_is_read_is_no_fault_of_a_sample() -> None:
     assert len(notes) == MAX_DEATHS_PER_STEP - 1
 
 
-def test_what_is_deadly_becomes_zeros_and_is_named(made: Dataset) -> None:
+def test_media_of_a_deadly_sample_become_zeros_and_it_is_quarantined(made: Dataset) -> None:
     recipe, index, stream = made()
-    maker, read = StepBuilder(index, stream, recipe), list[int | None]()
+    builder, read = StepBuilder(index, stream, recipe), list[int | None]()
     asked = StepRequest(0, DP, dict.fromkeys(DP, 1), EVERYTHING)
-    whole = maker.build(asked, ReadMonitor(read.append))
-    shown = [int(whole.meta.sample_id[s]) for s in whole.meta.items["vision"].sample]
-    assert set(shown) <= set(read) <= {*shown, None}
-    victim = shown[0]
+    complete = builder.build(asked, ReadMonitor(read.append))
+    with_images = [int(complete.meta.sample_id[s]) for s in complete.meta.items["vision"].sample]
+    assert set(with_images) <= set(read) <= {*with_images, None}
+    victim = with_images[0]
     read.clear()
-    without = maker.build(asked, ReadMonitor(read.append, frozenset([victim])))
+    without = builder.build(asked, ReadMonitor(read.append, frozenset([victim])))
     assert victim not in read
     [named] = without.quarantined
     assert (named.id, named.kind) == (index.samples[victim].id, "deadly")
     patches = [
-        (payload.cells, without.encoders["vision"][key].cells) for key, payload in whole.encoders["vision"].items()
+        (payload.cells, without.encoders["vision"][key].cells) for key, payload in complete.encoders["vision"].items()
     ]
     assert any(not np.array_equal(a, b) for a, b in patches if a is not None and b is not None)
     assert all(np.all((b == a) | (b == 0)) for a, b in patches if a is not None and b is not None)
 
 
-def test_closing_ends_workers_that_never_would() -> None:
+def test_closing_ends_workers_that_never_finish() -> None:
     with WorkerPool[int](StuckStepBuilder(), 2, print) as pool:
         pool.submit(0, request(0))
         [host] = hosts()
-        family = [host, *host.children()]
-        assert len(family) == 3
-    assert psutil.wait_procs(family, timeout=60)[1] == []
+        processes = [host, *host.children()]
+        assert len(processes) == 3
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
 
 
 TRAINER = """
@@ -239,18 +239,18 @@ def test_workers_end_with_a_trainer_that_is_killed() -> None:
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, cwd=root) as trainer:
         assert trainer.stdout is not None
-        family = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
+        processes = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
         trainer.kill()
-    assert len(family) == 3
-    assert psutil.wait_procs(family, timeout=60)[1] == []
+    assert len(processes) == 3
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
 
 
-def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Dataset) -> None:
+def test_steps_are_those_of_a_thread_while_workers_are_killed(made: Dataset) -> None:
     recipe, index, stream = made(workers=2, prefetch=2)
-    alone = made(workers=0, prefetch=0)[0]
+    in_line = made(workers=0, prefetch=0)[0]
     notes: list[str] = []
     with (
-        Loader(index, stream, alone, StepRequest(3, DP, dict.fromkeys(DP, 1), EVERYTHING)) as reference,
+        Loader(index, stream, in_line, StepRequest(3, DP, dict.fromkeys(DP, 1), EVERYTHING)) as reference,
         Loader(
             index, stream, recipe, StepRequest(3, DP, dict.fromkeys(DP, 1), EVERYTHING), notify=notes.append
         ) as loader,
@@ -265,7 +265,7 @@ def test_steps_are_those_of_a_thread_though_workers_are_killed(made: Dataset) ->
     assert hosts() == []
 
 
-def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Dataset) -> None:
+def test_samples_that_workers_find_bad_are_quarantined_once_and_in_the_same_step(made: Dataset) -> None:
     recipe, index, stream = made(workers=2, max_bad_rate=1.0)
     victims = [sample for sample in index.samples if sample.images][:3]
     for victim in victims:
@@ -273,7 +273,7 @@ def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Datas
     found = []
     for settings in (recipe, made(workers=0, max_bad_rate=1.0)[0]):
         for victim in victims:
-            Path(str(victim.images[0])).write_bytes(b"gone bad")  # `made` draws them anew
+            Path(str(victim.images[0])).write_bytes(b"gone bad")  # `made` has written them again
         with Loader(index, stream, settings, StepRequest(0, DP, dict.fromkeys(DP, 1), EVERYTHING)) as loader:
             found.append([[q.id for q in next(loader).quarantined] for _ in range(30)])
     assert found[0] == found[1]
@@ -294,7 +294,7 @@ def test_what_workers_find_broken_is_named_once_and_in_the_same_step(made: Datas
         ({"workers": 0}, True, 1, 64, 0),
     ],
 )
-def test_workers_are_taken_where_there_is_room(
+def test_the_number_of_workers_depends_on_spare_cores(
     settings: dict[str, Any], media: bool, local_ranks: int, cores: int, expected: int
 ) -> None:
     data = DataSettings(sources=[{"path": "x.json"}], tokenizer="t.json", seq_len=8, **settings)
