@@ -1,8 +1,8 @@
-"""Print every measure of balancing beside its target: `python scripts/bench_balance.py --lengths DIR`.
+"""Print every measure of balancing beside its target: `python -m scripts.bench_balance --lengths DIR`.
 
-DIR holds ai2d_train_12k.csv, chartqa_train_18k.csv (image_tiles, llm_tokens), coco_captions_val2017.csv (width,
-height, captions, caption_words) and librilight_10h.csv (duration_ms, words). Times are processor seconds of one core,
-the least of three runs.
+Run it from the root of a checkout; it uses tools of the tests. DIR holds ai2d_train_12k.csv, chartqa_train_18k.csv
+(image_tiles, llm_tokens), coco_captions_val2017.csv (width, height, captions, caption_words) and librilight_10h.csv
+(duration_ms, words). Times are processor seconds of one core, the least of two or three runs.
 """
 
 import argparse
@@ -28,19 +28,16 @@ from mmtrain.balance import (
     SequenceCost,
     StepTargets,
     dist_ratio,
-    group_by_isf,
-    group_matched,
     max_over_mean,
     pack_groups,
     pad_ratio,
-    rearrange_across_nodes,
     rebalance,
 )
-from mmtrain.balance.grouping import group_across_devices, group_by_length, group_randomly
+from mmtrain.balance.grouping import group_across_devices, group_by_isf, group_by_length, group_randomly
 from mmtrain.balance.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.methods import token_targets
-from mmtrain.balance.node_rearrangement import off_node_bytes
-from mmtrain.balance.reordering import construct_order, makespan_lower_bound, reorder_microbatches
+from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
+from mmtrain.balance.reordering import construct_order, reorder_microbatches
 from mmtrain.balance.schedule_recurrence import ScheduleRecurrence
 from mmtrain.data import GroupStream, build_index
 from mmtrain.plan import SchedulePlan
@@ -51,15 +48,17 @@ from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.problem import PlanRequest
 from mmtrain.program import Edge, Stage, StageGraph, StageId, UnitMesh
 from mmtrain.recipe import load_recipe
+from tests.balance.makespan_bound import makespan_lower_bound
+from tests.balance.matched_epoch import group_matched, sizes_for
 
 NUM_SAMPLES, WINDOW = 100_000, 16_384
 TOKENS, TILES, AUDIO = range(3)  # columns of a mixture
-APART = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])  # image tiles, LLM tokens: units on different ranks
-SUMMED = np.array([[1.0, 300.0, 1.0]])  # units on the same ranks: tile : token = 300 : 1
-MOST_TOKENS = 4096
-TARGETS = {8: (0.003, 0.002, 0.0008), 64: (0.02, 0.003, 0.006)}  # replicas -> tiles, tokens apart; summed
+LOADS_APART = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])  # image tiles, LLM tokens: units on different ranks
+LOADS_SUMMED = np.array([[1.0, 300.0, 1.0]])  # units on the same ranks: tile : token = 300 : 1
+MAX_GROUP_TOKENS = 4096
+DIST_RATIO_TARGETS = {8: (0.003, 0.002, 0.0008), 64: (0.02, 0.003, 0.006)}  # replicas -> tiles, tokens apart; summed
 TILE_PATCHES = 1024  # tokens that a vision unit sees of a tile of 448 pixels
-PLANNED = (  # settings of a what-if recipe
+PLAN_SETTINGS = (  # of a what-if recipe whose steps are ordered in time
     ("cluster.ranks=32", "parallel.placement=disaggregated", *(f"parallel.llm.{s}" for s in ("tp=2", "pp=4", "vpp=2"))),
     ("cluster.ranks=32", "parallel.placement=colocated"),
 )
@@ -67,6 +66,7 @@ T = TypeVar("T")
 
 
 def main() -> None:
+    """Print everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, required=True, metavar="DIR", help="folder of the length files")
     parser.add_argument("--no-milp", action="store_true", help="leave out the exact node-wise optimum (a minute)")
@@ -83,40 +83,45 @@ def main() -> None:
     ordering()
     for stages, chunks, num in ((4, 2, 16), (8, 3, 32), (8, 12, 32)):
         ordering_chunks(stages, chunks, num)
-    for settings in PLANNED:
+    for settings in PLAN_SETTINGS:
         ordering_plan(settings)
 
 
 def grouping(tokens: np.ndarray) -> None:
-    """OmniBal's Table 3 on the mixture, then the targets of matched grouping."""
+    """Print OmniBal's Table 3 for the mixture, then the targets of matched grouping."""
     order = np.random.default_rng(1).permutation(len(tokens))
     budgets, fill = _isf_budgets(tokens)
-    bounds = np.array([MOST_TOKENS, 64, MOST_TOKENS])  # matched: tokens bind; the others only cap memory
-    batch = round(MOST_TOKENS / tokens[:, TOKENS].mean())
-    alone, no_budget = tokens[:, :1], np.array([batch * MOST_TOKENS])  # the baselines' batches are padded to any length
+    bounds = np.array([MAX_GROUP_TOKENS, 64, MAX_GROUP_TOKENS])  # matched: tokens bind; the others only cap memory
+    batch = round(MAX_GROUP_TOKENS / tokens[:, TOKENS].mean())
+    alone, no_budget = (
+        tokens[:, :1],
+        np.array([batch * MAX_GROUP_TOKENS]),
+    )  # the baselines' batches are padded to any length
     by_method: dict[str, Callable[[int, np.ndarray], SampleGroups]] = {
-        "random": lambda replicas, even: group_randomly(alone, no_budget, batch, np.random.default_rng(0)),
-        "length": lambda replicas, even: group_by_length(alone, no_budget, batch, WINDOW, np.random.default_rng(0)),
-        "device": lambda replicas, even: group_across_devices(
+        "random": lambda replicas, load_matrix: group_randomly(alone, no_budget, batch, np.random.default_rng(0)),
+        "length": lambda replicas, load_matrix: group_by_length(
+            alone, no_budget, batch, WINDOW, np.random.default_rng(0)
+        ),
+        "device": lambda replicas, load_matrix: group_across_devices(
             alone, no_budget, batch, replicas, WINDOW, np.random.default_rng(0)
         ),
-        "isf": lambda replicas, even: group_by_isf(
+        "isf": lambda replicas, load_matrix: group_by_isf(
             np.ascontiguousarray(tokens[:, :2]), budgets, fill, 10, np.random.default_rng(0)
         ),
-        "best fit": lambda replicas, even: pack_groups(tokens, bounds, order, WINDOW),
-        "matched": lambda replicas, even: group_matched(
-            tokens, bounds, order, WINDOW, even, replicas, np.random.default_rng(0)
+        "best fit": lambda replicas, load_matrix: pack_groups(tokens, bounds, order, WINDOW),
+        "matched": lambda replicas, load_matrix: group_matched(
+            sizes_for(tokens, bounds, load_matrix), order, WINDOW, replicas, np.random.default_rng(0)
         ),
     }
     print("method    replicas groups  batch  fill   pad    dist tiles / tokens / audio   summed-1   seconds")
     for replicas in (8, 64):
         for name, method in by_method.items():
-            seconds, groups = _least_seconds(lambda method=method, r=replicas: method(r, APART), 2)
+            seconds, groups = _least_seconds(lambda method=method, r=replicas: method(r, LOADS_APART), 2)
             steps = _steps(groups.loads(tokens), replicas)
-            summed = method(replicas, SUMMED) if name == "matched" else groups
-            over = max_over_mean(_steps(summed.loads(tokens) @ SUMMED[0], replicas)) - 1
+            summed = method(replicas, LOADS_SUMMED) if name == "matched" else groups
+            over = max_over_mean(_steps(summed.loads(tokens) @ LOADS_SUMMED[0], replicas)) - 1
             dist, padded = dist_ratio(steps), pad_ratio(tokens[:, TOKENS], groups)
-            filled = groups.loads(tokens)[:, TOKENS].mean() / MOST_TOKENS
+            filled = groups.loads(tokens)[:, TOKENS].mean() / MAX_GROUP_TOKENS
             padding = f"{padded:.3f}" if name in ("random", "length", "device") else "  -  "
             print(
                 f"{name:<10}{replicas:>7}{len(groups):>8}{groups.sizes.mean():>7.2f}{filled:>7.3f}  {padding}  "
@@ -129,49 +134,46 @@ def grouping(tokens: np.ndarray) -> None:
                     f"          remainder of isf: {left:.1%} of the samples, in groups {_fill(groups, tokens, ~full)}"
                 )
             if name == "matched":
-                _matched_targets(groups, tokens, order, replicas, dist, over, float(filled), seconds)
+                target(
+                    f"matched, {replicas} replicas: summed cost, max/mean - 1", over, DIST_RATIO_TARGETS[replicas][2]
+                )
+                target(f"matched, {replicas} replicas: fill of all groups", float(filled), 0.985, at_least=True)
+                target(f"matched, {replicas} replicas: seconds for {NUM_SAMPLES} samples", seconds, 2.0)
+                _matched_targets(groups, tokens, order, replicas, dist)
 
 
 def _matched_targets(
-    groups: SampleGroups,
-    tokens: np.ndarray,
-    order: np.ndarray,
-    replicas: int,
-    dist: np.ndarray,
-    over: float,
-    filled: float,
-    seconds: float,
+    groups: SampleGroups, tokens: np.ndarray, order: np.ndarray, replicas: int, dist: np.ndarray
 ) -> None:
-    tiles, llm, summed = TARGETS[replicas]
+    """Print how even the steps of matched grouping are, and how random."""
+    tiles, llm, _ = DIST_RATIO_TARGETS[replicas]
     target(f"matched, {replicas} replicas: dist ratio of image tiles", dist[TILES], tiles)
     target(f"matched, {replicas} replicas: dist ratio of LLM tokens", dist[TOKENS], llm)
     audio = _steps(groups.loads(tokens), replicas)[:, :, AUDIO]
     longest = tokens[groups.samples, AUDIO]
-    most = np.maximum.reduceat(longest, groups.first[:-1])[: audio.size].reshape(audio.shape).max(axis=1)
-    least = np.maximum(most, audio.mean(axis=1))
-    bound = np.divide(least - audio.mean(axis=1), least, out=np.zeros(len(least)), where=least > 0).mean()
+    longest_of_step = np.maximum.reduceat(longest, groups.first[:-1])[: audio.size].reshape(audio.shape).max(axis=1)
+    least_max = np.maximum(longest_of_step, audio.mean(axis=1))
+    excess = least_max - audio.mean(axis=1)
+    bound = np.divide(excess, least_max, out=np.zeros(len(least_max)), where=least_max > 0).mean()
     absent = (groups.loads(tokens)[:, AUDIO] == 0).mean()
     print(
         f"  audio: dist ratio {dist[AUDIO]:.3f}, bound by single clips {bound:.3f}, absent from {absent:.0%} of groups"
     )
-    target(f"matched, {replicas} replicas: summed cost, max/mean - 1", over, summed)
-    target(f"matched, {replicas} replicas: fill of all groups", filled, 0.985, at_least=True)
-    target(f"matched, {replicas} replicas: seconds for {NUM_SAMPLES} samples", seconds, 2.0)
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
     moved = np.abs(place[groups.samples] - np.arange(len(order)))
     target("  furthest a sample moves from its shuffled place", float(moved.max()), WINDOW)
     spread = np.corrcoef(np.arange(len(groups)), groups.loads(tokens)[:, TILES])[0, 1]
-    neighbours = _steps(groups.loads(tokens), replicas)[:, :, TILES].mean(axis=1).std()
+    variation = _steps(groups.loads(tokens), replicas)[:, :, TILES].mean(axis=1).std()
     chance = groups.loads(tokens)[:, TILES].std() / replicas**0.5
     print(
         f"  randomness: mean move {moved.mean():.0f} places; correlation of place and tiles {spread:+.3f}; "
-        f"a step's mean tiles vary by {neighbours:.2f}, by chance {chance:.2f}"
+        f"a step's mean tiles vary by {variation:.2f}, by chance {chance:.2f}"
     )
 
 
 def training(tokens: np.ndarray) -> None:
-    """The stream that training reads, arranged for plans whose units share ranks and for plans where they do not."""
+    """Arrange the stream that training reads for plans whose units share ranks and for plans whose units do not."""
     lengths = SampleLengths(
         tokens[:, TOKENS],
         tokens[:, TOKENS] // 2,
@@ -183,7 +185,7 @@ def training(tokens: np.ndarray) -> None:
         "audio": SequenceCost(TILE_PATCHES),
     }  # tile : token = 300 : 1
     for replicas, microbatches in ((8, 1), (64, 1), (8, 64), (64, 8)):
-        grouping = Grouping(MOST_TOKENS, WINDOW, replicas * microbatches)
+        grouping = Grouping(MAX_GROUP_TOKENS, WINDOW, replicas * microbatches)
         seconds, stream = _least_seconds(lambda g=grouping: GroupStream(lengths, g, 0), 1)
         far, _ = _least_seconds(lambda s=stream, g=grouping: s.groups(10**6 * g.global_batch, g.global_batch), 1)
         print(
@@ -208,17 +210,17 @@ def _arranged(
     for step in range(num_steps):
         meta = stream.batch(step, replicas * microbatches, dp, dict.fromkeys(dp, microbatches), targets)
         np.add.at(slots[step], (meta.index, meta.replica), tokens[meta.sample_id])
-    each_ms = (time.process_time() - start) / num_steps * 1e3
+    step_ms = (time.process_time() - start) / num_steps * 1e3
     side_by_side, in_all = slots.reshape(-1, replicas, 3), slots.sum(axis=1)
-    over, over_all = (max_over_mean(loads @ SUMMED[0]) - 1 for loads in (side_by_side, in_all))
-    fill = side_by_side[:, :, TOKENS].mean() / MOST_TOKENS
+    over, over_all = (max_over_mean(loads @ LOADS_SUMMED[0]) - 1 for loads in (side_by_side, in_all))
+    fill = side_by_side[:, :, TOKENS].mean() / MAX_GROUP_TOKENS
     print(
         f"    {name}: dist tiles / tokens / audio {_ratios(side_by_side)} a microbatch, {_ratios(in_all)} a step; "
-        f"summed {over:.5f} a microbatch, {over_all:.5f} a step; fill {fill:.4f}; {each_ms:.0f} ms a step"
+        f"summed {over:.5f} a microbatch, {over_all:.5f} a step; fill {fill:.4f}; {step_ms:.0f} ms a step"
     )
     if microbatches > 1:
         return
-    tiles, llm, summed = TARGETS[replicas]
+    tiles, llm, summed = DIST_RATIO_TARGETS[replicas]
     if name == "apart":
         target(f"training, {replicas} replicas: dist ratio of image tiles", dist_ratio(in_all)[TILES], tiles)
         target(f"training, {replicas} replicas: dist ratio of LLM tokens", dist_ratio(in_all)[TOKENS], llm)
@@ -227,17 +229,18 @@ def _arranged(
 
 
 def _ratios(loads: np.ndarray) -> str:
-    waits = dist_ratio(loads)
-    return f"{waits[TILES]:.4f} / {waits[TOKENS]:.4f} / {waits[AUDIO]:.3f}"
+    ratio = dist_ratio(loads)
+    return f"{ratio[TILES]:.4f} / {ratio[TOKENS]:.4f} / {ratio[AUDIO]:.3f}"
 
 
 def _items(counts: np.ndarray) -> ItemLengths:
     """One item for each sample that has any."""
-    some = counts[counts > 0]
-    return ItemLengths(np.concatenate([[0], np.cumsum(counts > 0)]), some, np.ones_like(some), some, some)
+    sizes = counts[counts > 0]
+    return ItemLengths(np.concatenate([[0], np.cumsum(counts > 0)]), sizes, np.ones_like(sizes), sizes, sizes)
 
 
 def isf_speed(many: np.ndarray) -> None:
+    """Time ISF."""
     for tokens, limit in ((many[:NUM_SAMPLES], 0.2), (many, 2.0)):
         two = np.ascontiguousarray(tokens[:, :2])
         budgets, fill = _isf_budgets(tokens)
@@ -248,6 +251,7 @@ def isf_speed(many: np.ndarray) -> None:
 
 
 def post_and_nodes(tokens: np.ndarray, exact: bool) -> None:
+    """Measure post-balancing and node-wise rearrangement, with `exact` against a mixed-integer program."""
     num, per = 2560, 60
     lengths = np.random.default_rng(3).choice(tokens[:, TOKENS], num * per)
     source = np.repeat(np.arange(num), per)
@@ -307,7 +311,7 @@ def _milp(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num: int, pe
     once = hstack([kron(eye(num), np.ones((1, nodes))), csr_matrix((num, 1))])
     full = hstack([kron(np.ones((1, num)), eye(nodes)), csr_matrix((nodes, 1))])
     free = np.ones(num * nodes + 1)
-    found = milp(
+    solution = milp(
         np.append(np.zeros(num * nodes), 1),
         constraints=[
             LinearConstraint(keeps.tocsr(), volume.sum(axis=1), np.inf),
@@ -318,11 +322,11 @@ def _milp(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num: int, pe
         bounds=Bounds(0, np.append(free[:-1], np.inf)),
         options={"time_limit": 30, "mip_rel_gap": 1e-3},
     )
-    return float(found.fun), float(found.mip_dual_bound)
+    return float(solution.fun), float(solution.mip_dual_bound)
 
 
 def ordering() -> None:
-    """64 microbatches over 10 stages; the encoder first, its times gamma distributed."""
+    """Order 64 microbatches over 10 stages; the encoder comes first, and its times are gamma distributed."""
     rounds_of = (2, 3, 12)
     removed: dict[str, list[float]] = {"constructed": [], **{f"{r} rounds": [] for r in rounds_of}}
     seconds: dict[str, list[float]] = {name: [] for name in removed}
@@ -334,7 +338,7 @@ def ordering() -> None:
         chance = makespans_1f1b(forward, backward, np.stack([rng.permutation(64) for _ in range(100)])).mean()
         excess = chance - makespan_lower_bound(forward[0], backward[0])
         given = np.arange(64)
-        ways: dict[str, Callable[[], np.ndarray]] = {
+        searches: dict[str, Callable[[], np.ndarray]] = {
             "constructed": lambda f=forward, b=backward, g=given: construct_order(f[0], b[0], g),
             **{
                 f"{r} rounds": lambda f=forward, b=backward, g=given, r=r: reorder_microbatches(
@@ -343,21 +347,21 @@ def ordering() -> None:
                 for r in rounds_of
             },
         }
-        for name, way in ways.items():
-            taken, found = _least_seconds(way, 2)
-            span, before = makespans_1f1b(forward, backward, np.stack([found, given]))
-            assert name == "constructed" or span <= before, "worse than the order given"
+        for name, search in searches.items():
+            search_s, order = _least_seconds(search, 2)
+            span, before = makespans_1f1b(forward, backward, np.stack([order, given]))
+            assert name == "constructed" or span <= before, "worse than the given order"
             removed[name].append(float((chance - span) / excess))
-            seconds[name].append(taken)
+            seconds[name].append(search_s)
     for name in removed:
-        taken_ms, share = float(np.median(seconds[name])) * 1e3, float(np.mean(removed[name]))
-        print(f"  ordering 64 x 10, {name}: {taken_ms:.1f} ms, removes {share:.3f} of what chance costs")
-        if name != "constructed" and taken_ms <= 10:
+        search_ms, share = float(np.median(seconds[name])) * 1e3, float(np.mean(removed[name]))
+        print(f"  ordering 64 x 10, {name}: {search_ms:.1f} ms, removes {share:.3f} of the cost of a random order")
+        if name != "constructed" and search_ms <= 10:
             target("ordering 64 x 10 within 10 ms: share removed", share, 0.8, at_least=True)
 
 
 def ordering_chunks(stages: int, chunks: int, num: int) -> None:
-    """An encoder, its times gamma distributed, before an interleaved LLM that takes as long."""
+    """Order microbatches of an interleaved LLM behind an encoder that takes as long, with gamma distributed times."""
     meshes = (
         UnitMesh("vision", 1, 1, 1, (0,), num),
         UnitMesh("llm", 1, stages, 1, tuple(range(1, stages + 1)), num, chunks),
@@ -367,7 +371,7 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
     graph = StageGraph(
         meshes,
         tuple(Stage(sid, (0, 1), (unit[sid.unit].tp_group(sid.index, 0),), trainable=True) for sid in ids),
-        tuple(Edge(one, other) for one, other in pairwise(ids)),
+        tuple(Edge(source, destination) for source, destination in pairwise(ids)),
     )
     counts = {"vision": num, "llm": num}
     table = build_schedule_table(
@@ -380,24 +384,24 @@ def ordering_chunks(stages: int, chunks: int, num: int) -> None:
         uneven = 0.9 * chunks * rng.gamma(1 / 0.36, 0.36, num)
         costs = np.array([[t.cost.linear * (uneven if t.unit == "vision" else np.ones(num)) for t in table.tasks]])
         chance = recurrence.makespans(costs, np.stack([rng.permutation(num) for _ in range(50)])).mean()
-        forward, backward = (work[None] for work in recurrence.rank_seconds(costs[0]))
-        taken, found = _least_seconds(
+        forward, backward = (seconds_of_ranks[None] for seconds_of_ranks in recurrence.rank_seconds(costs[0]))
+        search_s, order = _least_seconds(
             lambda f=forward, b=backward, c=costs: reorder_microbatches(
                 f, b, np.arange(num), 2, np.random.default_rng(0), score=lambda orders: recurrence.makespans(c, orders)
             ),
             2,
         )
-        saved.append(1 - float(recurrence.makespans(costs, found[None])[0]) / chance)
-        seconds.append(taken)
-    turns = sum(len(line.split()) for line in table.actions)
+        saved.append(1 - float(recurrence.makespans(costs, order[None])[0]) / chance)
+        seconds.append(search_s)
+    num_actions = sum(len(actions.split()) for actions in table.actions)
     print(
-        f"  ordering {num} microbatches over {stages} ranks of {chunks} chunks ({turns} turns): "
+        f"  ordering {num} microbatches over {stages} ranks of {chunks} chunks ({num_actions} actions): "
         f"{np.median(seconds) * 1e3:.0f} ms, {np.mean(saved):.1%} off a step in random order"
     )
 
 
 def ordering_plan(settings: Sequence[str]) -> None:
-    """Steps of a planned run, simulated with and without an order in time."""
+    """Simulate steps of a planned run with and without an order in time."""
     recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "whatif" / "internvl_26b.yaml", settings).recipe
     index, ranks = build_index(recipe), recipe.cluster.ranks
     assert ranks is not None
@@ -414,8 +418,8 @@ def ordering_plan(settings: Sequence[str]) -> None:
     shares = []
     for step in range(6):
         with_order, without = (
-            simulate_plan(recipe, chosen, stream.batch(step, recipe.train.global_batch, dp, counts, way)).step_time_s
-            for way in (targets, replace(targets, pipeline=(), schedule_table=None))
+            simulate_plan(recipe, chosen, stream.batch(step, recipe.train.global_batch, dp, counts, wanted)).step_time_s
+            for wanted in (targets, replace(targets, pipeline=(), schedule_table=None))
         )
         shares.append(with_order / without)
     print(
@@ -443,14 +447,15 @@ def mixture(folder: Path, num: int) -> np.ndarray:
         (rows,) = np.nonzero(kind == k)
         tokens[rows, : table.shape[1]] = table[rng.integers(len(table), size=len(rows))]
     (texts,) = np.nonzero(kind == 4)
-    tokens[texts, TOKENS] = np.clip(rng.lognormal(5.5, 1.0, len(texts)), 16, 0.985 * MOST_TOKENS)
+    tokens[texts, TOKENS] = np.clip(rng.lognormal(5.5, 1.0, len(texts)), 16, 0.985 * MAX_GROUP_TOKENS)
     return tokens
 
 
-def _tiles(width: float, height: float, most: int = 6) -> int:
+def _tiles(width: float, height: float, max_tiles: int = 6) -> int:
     """448-pixel tiles of InternVL's dynamic preprocessing, thumbnail included."""
     grids = sorted(
-        ((i, j) for i in range(1, most + 1) for j in range(1, most + 1) if i * j <= most), key=lambda g: g[0] * g[1]
+        ((i, j) for i in range(1, max_tiles + 1) for j in range(1, max_tiles + 1) if i * j <= max_tiles),
+        key=lambda g: g[0] * g[1],
     )
     best = (1, 1)
     for grid in grids:
@@ -468,9 +473,9 @@ def _columns(path: Path, *names: str) -> np.ndarray:
 
 def _isf_budgets(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The published defaults."""
-    most = int(tokens[:, TOKENS].max())
-    tiles = int(most * tokens[:, TILES].sum() / tokens[:, TOKENS].sum())
-    return np.array([most, tiles]), np.array([most - 128, tiles])
+    longest = int(tokens[:, TOKENS].max())
+    tiles = int(longest * tokens[:, TILES].sum() / tokens[:, TOKENS].sum())
+    return np.array([longest, tiles]), np.array([longest - 128, tiles])
 
 
 def _steps(loads: np.ndarray, replicas: int) -> np.ndarray:
@@ -480,7 +485,7 @@ def _steps(loads: np.ndarray, replicas: int) -> np.ndarray:
 
 
 def _fill(groups: SampleGroups, tokens: np.ndarray, which: np.ndarray) -> str:
-    return f"{groups.loads(tokens)[which, TOKENS].mean() / MOST_TOKENS:.0%} full"
+    return f"{groups.loads(tokens)[which, TOKENS].mean() / MAX_GROUP_TOKENS:.0%} full"
 
 
 def _least_seconds(work: Callable[[], T], times: int = 3) -> tuple[float, T]:
@@ -492,9 +497,10 @@ def _least_seconds(work: Callable[[], T], times: int = 3) -> tuple[float, T]:
     return best, result
 
 
-def target(name: str, found: float, limit: float, at_least: bool = False) -> None:
-    met = found >= limit if at_least else found <= limit
-    print(f"{'met   ' if met else 'MISSED'} {name}: {found:.5g} ({'at least' if at_least else 'at most'} {limit:g})")
+def target(name: str, value: float, limit: float, at_least: bool = False) -> None:
+    """Print whether a figure meets its target."""
+    met = value >= limit if at_least else value <= limit
+    print(f"{'met   ' if met else 'MISSED'} {name}: {value:.5g} ({'at least' if at_least else 'at most'} {limit:g})")
 
 
 if __name__ == "__main__":

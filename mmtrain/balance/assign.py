@@ -1,4 +1,4 @@
-"""From groups to a global batch: which replica computes which group when, and which encoder replica which item."""
+"""Assign groups to replicas and microbatches: from the groups of a step to the layout of one global batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from mmtrain.balance.node_placement import place_items
 from mmtrain.balance.step_targets import LLM, SampleWork, SequenceCost, StepTargets
 
 NO_TARGETS = StepTargets()
-ONE_PER_TOKEN = SequenceCost(1)
+COST_PER_TOKEN = SequenceCost(1)
 
 
 def assign(
@@ -27,39 +27,37 @@ def assign(
 ) -> BatchMeta:
     """Lay out one global batch of as many groups as the LLM's replicas have microbatches.
 
-    groups: sample numbers of each group, in stream order. dp, num_microbatches: replicas of every unit, "llm"
-    included, and the microbatches of each.
-    Each run of as many groups as there are LLM replicas becomes one microbatch of all of them, the longest on the least
-    loaded (MMScale's reordering across replicas, one microbatch after the other): grouping puts groups alike in every
-    modality next to each other, so replicas wait for each other neither at the end of a step nor inside it. Where
-    `targets` know a pipeline, `order_microbatches` then orders the microbatches in time. Items follow in blocks: n
-    microbatches of an encoder and m of the LLM are gcd(n, m) blocks, and the encoder's microbatches of block i carry
-    exactly the items of the LLM's of block i in their replica group, longest first onto the one with the least to do.
-    Where `targets` know of several nodes, encoder replicas of a group then change places by `place_items`.
+    groups: sample numbers of each group, in stream order. dp, num_microbatches: replicas of every unit, "llm" included,
+    and the microbatches of each replica.
+
+    Each run of as many groups as there are LLM replicas becomes one microbatch of all replicas; the longest group goes
+    to the least loaded replica (MMScale's reordering across replicas, arXiv 2408.04275, one microbatch after the
+    other). Grouping puts groups that are alike in every modality next to each other, so replicas wait for each other
+    neither at the end of a step nor inside it. Where `targets` describe a pipeline, `order_microbatches` then orders
+    the microbatches in time.
+
+    Items follow in blocks. The n microbatches of an encoder and the m of the LLM form gcd(n, m) blocks, and the
+    encoder's microbatches of a block take exactly the items of the LLM's microbatches of that block in their replica
+    group. Where `targets` name several nodes, `place_items` then moves encoder batches between replicas of a group.
     """
-    owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])  # groups of an evaluation may be empty
-    samples = np.concatenate(groups).astype(np.int64)
+    groups_of_samples = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    samples = np.concatenate(groups).astype(np.int64)  # groups of an evaluation may be empty
     work = SampleWork(lengths, samples)
     loads = work.loads(targets) if targets.loads else lengths.tokens[samples, None]
-    of_groups = np.zeros((len(groups), loads.shape[1]), dtype=np.int64)
-    np.add.at(of_groups, owner, loads)
-    shares = _shares_of_mean(of_groups, targets) if targets.loads else of_groups[:, 0].astype(np.float64)
-    replica_of_group, index_of_group = _place(shares, dp[LLM], num_microbatches[LLM])
-    turns = order_microbatches(work, replica_of_group[owner], index_of_group[owner], targets, dp, num_microbatches)
-    index_of_group = np.argsort(turns)[index_of_group]
-    by_place = np.lexsort((index_of_group, replica_of_group))
-    sizes = np.array([len(groups[g]) for g in by_place], dtype=np.int64)
-    sample_id = np.concatenate([groups[g] for g in by_place]).astype(np.int64)
-    replica = np.repeat(replica_of_group[by_place], sizes)
-    index = np.repeat(index_of_group[by_place], sizes)
-    num_groups = math.gcd(*dp.values())
-    group = replica // (dp[LLM] // num_groups)
-    items = {}
-    for unit, unit_items in lengths.items.items():
-        num_blocks = math.gcd(num_microbatches[LLM], num_microbatches[unit])
-        spread = _Spread(dp[unit] // num_groups, num_blocks, num_microbatches[unit] // num_blocks)
-        block = index // (num_microbatches[LLM] // num_blocks)
-        items[unit] = _items(unit, sample_id, replica, group * num_blocks + block, unit_items, spread, targets)
+    group_loads = np.zeros((len(groups), loads.shape[1]), dtype=np.int64)
+    np.add.at(group_loads, groups_of_samples, loads)
+    size = _weighted_shares(group_loads, targets) if targets.loads else group_loads[:, 0].astype(np.float64)
+    replica_of_group, index_of_group = _assign_groups(size, dp[LLM], num_microbatches[LLM])
+    order = order_microbatches(
+        work, replica_of_group[groups_of_samples], index_of_group[groups_of_samples], targets, dp, num_microbatches
+    )
+    index_of_group = np.argsort(order)[index_of_group]
+    in_batch_order = np.lexsort((index_of_group, replica_of_group))
+    num_samples = np.array([len(groups[g]) for g in in_batch_order], dtype=np.int64)
+    sample_id = np.concatenate([groups[g] for g in in_batch_order]).astype(np.int64)
+    replica = np.repeat(replica_of_group[in_batch_order], num_samples)
+    index = np.repeat(index_of_group[in_batch_order], num_samples)
+    sequences = _SampleLayout(sample_id, replica, index, dp, num_microbatches)
     return BatchMeta(
         step=step,
         epoch=epoch,
@@ -68,12 +66,12 @@ def assign(
         targets=lengths.targets[sample_id],
         replica=replica,
         index=index,
-        items=items,
+        items={unit: _assign_items(unit, items, sequences, targets) for unit, items in lengths.items.items()},
     )
 
 
-def _shares_of_mean(loads: IntArray, targets: StepTargets) -> FloatArray:
-    """(G,) the groups' loads (G, q) as one number: their shares of the mean, weighted."""
+def _weighted_shares(loads: IntArray, targets: StepTargets) -> FloatArray:
+    """(G,) the groups' loads (G, q) as one number: the weighted sum of their shares of the mean."""
     mean = np.maximum(loads.mean(axis=0), 1.0)
     total = np.zeros(len(loads))
     for column, load in zip((loads / mean).T, targets.loads, strict=True):
@@ -81,51 +79,73 @@ def _shares_of_mean(loads: IntArray, targets: StepTargets) -> FloatArray:
     return total
 
 
-def _place(size: FloatArray, dp: int, num_microbatches: int) -> tuple[IntArray, IntArray]:
-    """Replica and microbatch index of each group, by what they weigh."""
+def _assign_groups(size: FloatArray, dp: int, num_microbatches: int) -> tuple[IntArray, IntArray]:
+    """Replica and microbatch index of each group, by size."""
     if len(size) != dp * num_microbatches:
         raise ValueError(f"{len(size)} groups for {dp} replicas of {num_microbatches} microbatches")
     replica = np.empty(len(size), dtype=np.int64)
     index = np.repeat(np.arange(num_microbatches, dtype=np.int64), dp)
     loads = np.zeros(dp)
     for i in range(num_microbatches):
-        here = slice(i * dp, (i + 1) * dp)
+        row = slice(i * dp, (i + 1) * dp)
         least_loaded = np.argsort(loads, kind="stable")
-        replica[here][np.argsort(-size[here], kind="stable")] = least_loaded
-        loads[replica[here]] += size[here]
+        replica[row][np.argsort(-size[row], kind="stable")] = least_loaded
+        loads[replica[row]] += size[row]
     return replica, index
 
 
 @dataclass(frozen=True)
-class _Spread:
-    """Over what the items of a block are spread, in each replica group."""
+class _SampleLayout:
+    """Where the LLM computes which sample, and how many replicas and microbatches every unit has."""
 
-    replicas: int
-    blocks: int  # in a step
-    microbatches: int  # of a replica in a block
+    sample_id: IntArray  # (S,)
+    replica: IntArray  # (S,)
+    index: IntArray  # (S,)
+    dp: Mapping[str, int]
+    num_microbatches: Mapping[str, int]
+
+    @property
+    def num_groups(self) -> int:
+        """Replica groups."""
+        return math.gcd(*self.dp.values())
+
+    def blocks(self, unit: str) -> "_Blocks":
+        """The blocks in which the LLM meets an encoder."""
+        per_step = math.gcd(self.num_microbatches[LLM], self.num_microbatches[unit])
+        return _Blocks(self.dp[unit] // self.num_groups, per_step, self.num_microbatches[unit] // per_step)
+
+    def block_of_samples(self, unit: str) -> IntArray:
+        """(S,) the block of each sample, counted through all replica groups."""
+        per_step = self.blocks(unit).per_step
+        group = self.replica // (self.dp[LLM] // self.num_groups)
+        return group * per_step + self.index // (self.num_microbatches[LLM] // per_step)
 
 
-def _items(
-    unit: str,
-    sample_id: IntArray,
-    llm_replica: IntArray,
-    block: IntArray,
-    items: ItemLengths,
-    spread: _Spread,
-    targets: StepTargets,
-) -> ItemTable:
-    """Spread the items of each block, counted through all replica groups, over its encoder microbatches."""
-    sample, row = item_rows(items, sample_id)
-    position = row - items.first[sample_id[sample]]
-    replica, index = _deal(targets.item_costs.get(unit, ONE_PER_TOKEN).of(items.tokens[row]), block[sample], spread)
-    if len(set(targets.replica_nodes.get(unit, ()))) > 1:
-        nodes, to_node = targets.replica_nodes[unit], np.array(targets.replica_nodes[LLM])[llm_replica[sample]]
-        replica = place_items(replica, items.features[row], to_node, nodes, len(nodes) // spread.replicas)
+@dataclass(frozen=True)
+class _Blocks:
+    """The encoder replicas and microbatches that share the items of a block."""
+
+    num_replicas: int  # in a replica group
+    per_step: int  # blocks of a replica group in a step
+    num_microbatches: int  # of a replica in a block
+
+
+def _assign_items(unit: str, items: ItemLengths, sequences: _SampleLayout, targets: StepTargets) -> ItemTable:
+    """Spread the items of each block over the encoder's microbatches."""
+    sample, row = item_rows(items, sequences.sample_id)
+    position = row - items.first[sequences.sample_id[sample]]
+    costs = targets.item_costs.get(unit, COST_PER_TOKEN).of(items.tokens[row])
+    blocks = sequences.blocks(unit)
+    replica, index = _assign_to_microbatches(costs, sequences.block_of_samples(unit)[sample], blocks)
+    nodes = targets.replica_nodes.get(unit, ())
+    if len(set(nodes)) > 1:
+        to_node = np.array(targets.replica_nodes[LLM])[sequences.replica[sample]]
+        replica = place_items(replica, items.features[row], to_node, nodes, len(nodes) // blocks.num_replicas)
     order = np.lexsort((position, sample, index, replica))
-    sample, position, row = sample[order], position[order], row[order]
+    row = row[order]
     return ItemTable(
-        sample=sample,
-        position=position,
+        sample=sample[order],
+        position=position[order],
         rows=items.rows[row],
         cols=items.cols[row],
         tokens=items.tokens[row],
@@ -135,29 +155,29 @@ def _items(
     )
 
 
-def _deal(costs: IntArray, block: IntArray, spread: _Spread) -> tuple[IntArray, IntArray]:
-    """Encoder replica and microbatch of each item, from its block, counted through all replica groups.
+def _assign_to_microbatches(costs: IntArray, block: IntArray, blocks: _Blocks) -> tuple[IntArray, IntArray]:
+    """Encoder replica and microbatch of each item, from its cost and its block, counted through all replica groups.
 
-    Inside a block longest first onto the least. What that makes heaviest goes to the replica of the group that has had
-    the least, so that what one block leaves uneven the next makes good.
+    Inside a block the longest item goes to the least loaded microbatch. The heaviest share of a block goes to the
+    replica of the group that has had the least so far, so that a block makes up for the imbalance of those before it.
     """
     replica, index = np.empty_like(block), np.empty_like(block)
-    num = spread.replicas * spread.microbatches
-    so_far = np.zeros(spread.replicas, dtype=np.int64)
+    num_slots = blocks.num_replicas * blocks.num_microbatches
+    replica_loads = np.zeros(blocks.num_replicas, dtype=np.int64)
     by_block = np.argsort(block, kind="stable")
-    cuts = np.searchsorted(block[by_block], np.arange(block.max(initial=-1) + 2))
-    for b in range(len(cuts) - 1):
-        here = by_block[cuts[b] : cuts[b + 1]]
-        group, in_step = divmod(b, spread.blocks)
+    bounds = np.searchsorted(block[by_block], np.arange(block.max(initial=-1) + 2))
+    for b in range(len(bounds) - 1):
+        items = by_block[bounds[b] : bounds[b + 1]]
+        group, in_step = divmod(b, blocks.per_step)
         if in_step == 0:
-            so_far = np.zeros(spread.replicas, dtype=np.int64)
-        slot = longest_first(costs[here], num)
-        taken = np.zeros(num, dtype=np.int64)
-        np.add.at(taken, slot, costs[here])
-        of_replica = taken.reshape(spread.microbatches, spread.replicas).sum(axis=0)
-        to = np.empty(spread.replicas, dtype=np.int64)
-        to[np.argsort(-of_replica, kind="stable")] = np.argsort(so_far, kind="stable")
-        so_far[to] += of_replica
-        replica[here] = group * spread.replicas + to[slot % spread.replicas]
-        index[here] = in_step * spread.microbatches + slot // spread.replicas
+            replica_loads = np.zeros(blocks.num_replicas, dtype=np.int64)
+        slot = longest_first(costs[items], num_slots)
+        slot_loads = np.zeros(num_slots, dtype=np.int64)
+        np.add.at(slot_loads, slot, costs[items])
+        share_loads = slot_loads.reshape(blocks.num_microbatches, blocks.num_replicas).sum(axis=0)
+        replica_of_share = np.empty(blocks.num_replicas, dtype=np.int64)
+        replica_of_share[np.argsort(-share_loads, kind="stable")] = np.argsort(replica_loads, kind="stable")
+        replica_loads[replica_of_share] += share_loads
+        replica[items] = group * blocks.num_replicas + replica_of_share[slot % blocks.num_replicas]
+        index[items] = in_step * blocks.num_microbatches + slot // blocks.num_replicas
     return replica, index

@@ -1,7 +1,7 @@
-"""The arrays that balancing reads and writes: lengths of samples in, one global batch's layout out.
+"""The arrays that balancing reads and writes: lengths of samples in, the layout of one global batch out.
 
-Everything here is lengths and places, never payload, so that it can be computed identically on every rank (nobody
-ever negotiates shapes) and in the planner for a cluster that does not exist.
+They hold lengths and places, never payload. So every rank computes the same layout and nobody has to negotiate shapes,
+and the planner computes it for a cluster that does not exist.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ItemLengths:
-    """The items (images, clips) of all samples for one encoder unit; [first[s], first[s + 1]) belong to sample s.
+    """The items (images, clips) of all samples for one encoder; [first[s], first[s + 1]) belong to sample s.
 
-    A clip is a grid of one column: its rows are log-mel frames, of which two make a token.
+    A clip is a grid of one column: its rows are log-mel frames, two of which make a token.
     """
 
     first: IntArray  # (S + 1,)
@@ -28,7 +28,10 @@ class ItemLengths:
 
 
 def item_rows(items: ItemLengths, samples: IntArray) -> tuple[IntArray, IntArray]:
-    """The items of `samples` (k,), sample by sample: (n,) place of the item's sample in `samples`, and (n,) its row."""
+    """Find the items of `samples` (k,), sample by sample.
+
+    Returns (n,) the place of each item's sample in `samples`, and (n,) the item's row in `items`.
+    """
     counts = items.first[samples + 1] - items.first[samples]
     owner = np.repeat(np.arange(len(samples), dtype=np.int64), counts)
     within = np.arange(len(owner), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -49,10 +52,10 @@ class SampleLengths:
 
 @dataclass(frozen=True)
 class ItemTable:
-    """The items of one global batch that one encoder unit processes; one row an item.
+    """The items of one global batch that one encoder processes; one row per item.
 
-    Rows are ordered by (replica, index, order inside the microbatch): that order is the order of features in the
-    encoder microbatch. Items of one sample keep their order through `position`.
+    Rows are ordered by (replica, index, order inside the microbatch), which is the order of features in the encoder's
+    microbatch. Items of one sample keep their order through `position`.
     """
 
     sample: IntArray  # (I,) row of `BatchMeta.sample_id` the item belongs to
@@ -65,16 +68,16 @@ class ItemTable:
     index: IntArray  # (I,) encoder microbatch index
 
     def microbatch(self, replica: int, index: int) -> IntArray:
-        """Rows of the items in one encoder microbatch, in feature order."""
+        """Return the rows of the items in one encoder microbatch, in feature order."""
         return np.flatnonzero((self.replica == replica) & (self.index == index)).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class BatchMeta:
-    """One global batch: its samples, where each goes, and its items per encoder unit; identical on every rank.
+    """One global batch: its samples, where each goes, and its items per encoder; identical on every rank.
 
-    Rows are ordered by (replica, index, order inside the group): that order is the order of sequences in the
-    packed LLM microbatch.
+    Rows are ordered by (replica, index, order inside the group), which is the order of sequences in the packed LLM
+    microbatch.
     """
 
     step: int  # optimizer step this batch belongs to, from 0
@@ -88,9 +91,9 @@ class BatchMeta:
 
     @property
     def total_targets(self) -> int:
-        """The loss's denominator: target tokens of the whole global batch."""
+        """Count the target tokens of the whole global batch: the loss's denominator."""
         return int(self.targets.sum())
 
     def microbatch(self, replica: int, index: int) -> IntArray:
-        """Rows of the samples in one LLM microbatch, in packing order."""
+        """Return the rows of the samples in one LLM microbatch, in packing order."""
         return np.flatnonzero((self.replica == replica) & (self.index == index)).astype(np.int64)

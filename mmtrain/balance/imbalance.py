@@ -1,6 +1,6 @@
-"""How uneven work is: padding inside a mini-batch, waiting between the replicas of a step.
+"""Measure how uneven work is: padding inside a mini-batch, waiting between the replicas of a step.
 
-Loads of zero in every replica (a modality that a step lacks) count as perfectly even: nobody waits for anybody.
+A load that is zero in every replica (a modality that a step lacks) counts as perfectly even, since nobody waits.
 """
 
 from dataclasses import dataclass
@@ -15,86 +15,87 @@ Loads = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
 def pad_ratio(lengths: IntArray, groups: SampleGroups) -> float:
-    """Share of a padded mini-batch that is padding, averaged over the mini-batches (OmniBal, eq. 1).
+    """Return the share of a padded mini-batch that is padding, mean over the mini-batches.
 
-    For a mini-batch of B samples of lengths t_i: sum_i (t_max - t_i) / (t_max * B). lengths: (n,) of each sample.
-    Groups are read as padded mini-batches; packed groups have no padding, whatever this says about them.
+    For a mini-batch of B samples of lengths t_i: sum_i (t_max - t_i) / (t_max * B) (OmniBal, arXiv 2407.20761, eq. 1).
+    lengths: (n,) of each sample. Every group is read as a padded mini-batch, although packed groups have no padding.
     """
     if not len(groups):
         return 0.0
-    of_group = lengths[groups.samples]
-    longest = np.maximum.reduceat(of_group, groups.first[:-1])
-    total = np.add.reduceat(of_group, groups.first[:-1])
+    lengths = lengths[groups.samples]
+    longest = np.maximum.reduceat(lengths, groups.first[:-1])
+    total = np.add.reduceat(lengths, groups.first[:-1])
     return float(np.mean(1 - _share(total, longest * groups.sizes)))
 
 
 def dist_ratio(loads: Loads) -> FloatArray:
-    """Share of a step that replicas wait for the most loaded one, averaged over steps (OmniBal, eq. 2).
+    """Return (m,) by modality the share of a step that replicas wait for the most loaded one, mean over the steps.
 
-    For the N replicas of a step with loads T_i: sum_i (T_max - T_i) / (T_max * N). loads: (steps, N, m), m modalities.
-    Returns (m,): each modality apart, as units on ranks of their own feel it.
+    For the N replicas of a step with loads T_i: sum_i (T_max - T_i) / (T_max * N) (OmniBal, eq. 2). loads: (steps, N,
+    m). Modalities are measured apart, as units on ranks of their own see them.
     """
-    most, num_replicas = loads.max(axis=1), loads.shape[1]
-    waits: FloatArray = (1 - _share(loads.sum(axis=1), most * num_replicas)).mean(axis=0)
-    return waits
+    largest, num_replicas = loads.max(axis=1), loads.shape[1]
+    waiting: FloatArray = (1 - _share(loads.sum(axis=1), largest * num_replicas)).mean(axis=0)
+    return waiting
 
 
 def max_over_mean(loads: Loads) -> float:
-    """Largest load over the mean load of a step, averaged over steps: step time over its ideal.
+    """Return the largest load of a step over the mean load, mean over the steps: step time over its ideal.
 
-    loads: (steps, N), one summed cost per replica. 1.0 is perfect.
+    loads: (steps, N), one summed cost for each replica. 1.0 is perfect.
     """
     return float(np.mean(1 / _share(loads.sum(axis=1), loads.max(axis=1) * loads.shape[1])))
 
 
 @dataclass(frozen=True)
 class ImbalanceBound:
-    """What single samples force on the replicas of a step, however the others are arranged."""
+    """The imbalance that single samples force on the replicas of a step, however the others are arranged."""
 
-    dist_ratio: float  # no arrangement of the same steps gets below, mean over steps
+    dist_ratio: float  # mean over steps; no arrangement of the same steps has less
     steps: float  # share of steps in which one sample alone exceeds the mean load
-    sample: int | None  # the one that exceeds it most, where any does
+    sample: int | None  # the one that exceeds it most, if any does
 
 
 def imbalance_bound(groups: SampleGroups, tokens: IntArray, num_replicas: int) -> ImbalanceBound:
-    """Bound reached: how far samples that alone exceed the mean load of their step keep it from being even.
+    """Compute how uneven steps must be because one of their samples alone exceeds the mean load.
 
-    tokens: (n,) of each sample for one unit; each run of `num_replicas` groups is a step. Only splitting such a
-    sample's items over ranks helps (`split.split_long`).
+    tokens: (n,) of each sample for one unit; each run of `num_replicas` groups is a step. Only splitting the items of
+    such a sample over ranks helps (`split_long_samples`).
     """
-    whole = len(groups) // num_replicas * num_replicas
-    if not whole:
+    num_groups = len(groups) // num_replicas * num_replicas  # in whole steps
+    if num_groups == 0:
         return ImbalanceBound(0.0, 0.0, None)
-    of_sample = tokens[groups.samples[: groups.first[whole]]]
-    largest = np.maximum.reduceat(of_sample, groups.first[:whole]).reshape(-1, num_replicas).max(axis=1)
-    total = np.add.reduceat(of_sample, groups.first[:whole]).reshape(-1, num_replicas).sum(axis=1)
+    step_tokens = tokens[groups.samples[: groups.first[num_groups]]]
+    starts = groups.first[:num_groups]
+    largest = np.maximum.reduceat(step_tokens, starts).reshape(-1, num_replicas).max(axis=1)
+    total = np.add.reduceat(step_tokens, starts).reshape(-1, num_replicas).sum(axis=1)
     mean = total / num_replicas
-    least = np.maximum(largest, mean)
-    forced = float(np.mean(1 - _share(mean, least)))
-    over = np.where(largest > mean, 1 - _share(mean, least), 0.0)
-    if not over.any():
-        return ImbalanceBound(forced, 0.0, None)
-    step = int(over.argmax())
-    lo, hi = groups.first[step * num_replicas], groups.first[(step + 1) * num_replicas]
-    here = groups.samples[lo:hi]
-    return ImbalanceBound(forced, float((over > 0).mean()), int(here[tokens[here].argmax()]))
+    least_possible_max = np.maximum(largest, mean)
+    waiting = 1 - _share(mean, least_possible_max)
+    forced = np.where(largest > mean, waiting, 0.0)
+    if not forced.any():
+        return ImbalanceBound(float(np.mean(waiting)), 0.0, None)
+    worst = int(forced.argmax())
+    samples = groups.samples[groups.first[worst * num_replicas] : groups.first[(worst + 1) * num_replicas]]
+    worst_sample = int(samples[tokens[samples].argmax()])
+    return ImbalanceBound(float(np.mean(waiting)), float((forced > 0).mean()), worst_sample)
 
 
 def sample_above_mean_load(loads: IntArray, num_replicas: int) -> tuple[int, float] | None:
-    """The sample of a step that keeps replicas uneven however samples are arranged, and how far above the mean it is.
+    """Find the sample of a step that keeps its replicas uneven, however samples are arranged.
 
-    loads: (k, q) what each sample adds to each load of a step. A sample that alone is more than a replica's mean load
-    makes its replica the last; returned is the row of the worst one, and its load over that mean. None if there is
-    none. Only splitting its items over ranks helps.
+    loads: (k, q) what each sample adds to each load of a step. A sample that alone exceeds the mean load of a replica
+    makes its replica the last one. Returns the row of the worst sample and its load over that mean, or None if there is
+    no such sample. Only splitting its items over ranks helps.
     """
     mean = loads.sum(axis=0) / num_replicas
-    over = np.divide(loads, mean, out=np.zeros(loads.shape), where=mean > 0)
-    if not over.size or over.max() <= 1:
+    ratio = np.divide(loads, mean, out=np.zeros(loads.shape), where=mean > 0)
+    if not ratio.size or ratio.max() <= 1:
         return None
-    return int(over.max(axis=1).argmax()), float(over.max())
+    return int(ratio.max(axis=1).argmax()), float(ratio.max())
 
 
 def _share(part: Loads, whole: Loads) -> FloatArray:
-    """part / whole, and 1 where there is nothing to share."""
+    """part / whole, and 1 where the whole is zero."""
     shares: FloatArray = np.divide(part, whole, out=np.ones(np.shape(whole)), where=np.asarray(whole) > 0)
     return shares

@@ -1,4 +1,4 @@
-"""Long samples among short ones: the images of a long one are shared out over the ranks that hold its sequence."""
+"""Split the items of long samples over context-parallel ranks (OmniBal, arXiv 2407.20761, long context)."""
 
 import heapq
 
@@ -9,24 +9,24 @@ from mmtrain.balance.rearrangement import Rearrangement, slots
 
 
 def split_long_samples(
-    sample: IntArray, tokens: IntArray, owner: IntArray, num_ranks: int, longest: int
+    sample: IntArray, tokens: IntArray, owner: IntArray, num_ranks: int, max_tokens: int
 ) -> Rearrangement:
-    """Share out the items of long samples over context-parallel ranks; those of short samples stay where they are.
+    """Spread the items of long samples over context-parallel ranks; items of short samples stay where they are.
 
-    sample: (n,) which sample an item belongs to, tokens: (n,) what it costs the encoder, owner: (n,) the rank that
-    would encode it alone. Samples with more than `longest` tokens of items together are long: a rank that encoded all
-    of one would keep the others waiting, whatever else they were given. Their items go, longest first, to the rank
-    with the least (at most 4/3 of the best possible maximum above the short ones). The features are gathered for the
-    LLM by the inverse. (OmniBal, arXiv 2407.20761, long context.)
+    sample: (n,) which sample an item belongs to. tokens: (n,) what the item costs the encoder. owner: (n,) the rank
+    that would encode it alone. Samples whose items have more than `max_tokens` together are long: a rank that encoded
+    all of one would keep the others waiting, whatever they were given. Their items go, longest first, to the rank with
+    the least load, which is at most 4/3 of the best possible maximum above the short ones. The features are gathered
+    for the LLM by the inverse rearrangement. No plan uses this yet; context parallelism will.
     """
-    weight = np.bincount(sample, weights=tokens)[sample] if len(sample) else np.empty(0)
-    is_long = weight > longest
+    sample_tokens = np.bincount(sample, weights=tokens)[sample] if len(sample) else np.empty(0)
+    is_long = sample_tokens > max_tokens
     rank = owner.copy()
     loads = np.bincount(owner[~is_long], weights=tokens[~is_long], minlength=num_ranks)
     least_first = [(float(load), r) for r, load in enumerate(loads)]
     heapq.heapify(least_first)
-    (items,) = np.nonzero(is_long)
-    for i in items[np.argsort(-tokens[items], kind="stable")].tolist():
-        load, rank[i] = least_first[0]
-        heapq.heapreplace(least_first, (load + float(tokens[i]), int(rank[i])))
+    long_items = np.flatnonzero(is_long)
+    for item in long_items[np.argsort(-tokens[long_items], kind="stable")].tolist():
+        load, rank[item] = least_first[0]
+        heapq.heapreplace(least_first, (load + float(tokens[item]), int(rank[item])))
     return Rearrangement(owner, rank, slots(rank))

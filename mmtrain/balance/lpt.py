@@ -1,4 +1,4 @@
-"""Longest first onto the least loaded: the deal that others are made of."""
+"""Longest processing time first (LPT): the assignment that several balancing methods build on."""
 
 import heapq
 
@@ -7,17 +7,16 @@ import numpy as np
 from mmtrain.balance.batch_meta import IntArray
 
 
-def longest_first(sizes: IntArray, bins: int, capacity: int | None = None) -> IntArray:
-    """Put each size into one of `bins`, longest first onto the least loaded; returns (n,) bins.
+def longest_first(sizes: IntArray, num_bins: int) -> IntArray:
+    """Put each size into one of `num_bins`, longest first onto the least loaded; return (n,) bins.
 
-    The largest load is at most 4/3 - 1/(3 * bins) of the best possible one (Graham 1969). With `capacity` no bin takes
-    more than that many.
+    The largest load is at most 4/3 - 1/(3 * num_bins) of the best possible one (Graham 1969). Among equally loaded bins
+    the one with fewer sizes comes first.
     """
-    placed = np.empty(len(sizes), dtype=np.int64)
-    heap = [(0, 0, b) for b in range(bins)]  # load, count, bin: among equal loads the emptier one
+    bins = np.empty(len(sizes), dtype=np.int64)
+    heap = [(0, 0, number) for number in range(num_bins)]  # load, count, bin
     for i in np.argsort(-sizes, kind="stable"):
-        load, count, b = heapq.heappop(heap)
-        placed[i] = b
-        if capacity is None or count + 1 < capacity:
-            heapq.heappush(heap, (load + int(sizes[i]), count + 1, b))
-    return placed
+        load, count, number = heapq.heappop(heap)
+        bins[i] = number
+        heapq.heappush(heap, (load + int(sizes[i]), count + 1, number))
+    return bins

@@ -1,4 +1,4 @@
-"""When each microbatch of a step runs: `reorder_microbatches` for the pipeline that a plan has."""
+"""Order the microbatches of a step in time, for the pipeline that a plan has."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,9 @@ from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.makespan_1f1b import makespans_1f1b
 from mmtrain.balance.reordering import reorder_microbatches
 from mmtrain.balance.schedule_recurrence import schedule_recurrence
-from mmtrain.balance.step_targets import LLM, SampleWork, ScheduleTable, SequenceCost, StepTargets
+from mmtrain.balance.step_targets import LLM, CostsByUnit, SampleWork, ScheduleTable, StepTargets
 
-SWAP_ROUNDS = 2  # of swaps: most of what can be had, in a few milliseconds
-CostsByUnit = Mapping[str, SequenceCost]  # by unit
+SWAP_ROUNDS = 2  # most of what reordering can gain, in a few milliseconds
 
 
 def order_microbatches(
@@ -21,92 +20,107 @@ def order_microbatches(
     index: IntArray,
     targets: StepTargets,
     dp: Mapping[str, int],
-    num: Mapping[str, int],
+    num_microbatches: Mapping[str, int],
 ) -> IntArray:
-    """(num_llm,) which microbatch runs at each turn, on all replicas alike.
+    """Return (l,) the LLM's microbatches in the order in which they run, the same on all replicas.
 
-    replica, index: (k,) LLM replica and microbatch of each sample of `work`. Blocks of microbatches that any unit
-    merges move together. By the recurrence of 1F1B, or of the plan's own timetable, no step takes longer than in the
-    order given.
+    replica, index: (k,) LLM replica and microbatch of each sample of `work`. dp, num_microbatches: by unit.
+    Microbatches of a block that some unit merges move together. By the recurrence of 1F1B, or of the plan's own
+    schedule, no step takes longer than in the given order 0, 1, 2, ...
     """
-    given = np.arange(num[LLM])
-    num_blocks = math.gcd(*num.values())
-    if num_blocks < 3:  # of two, one order is as long as the other or nearly
+    num_llm = num_microbatches[LLM]
+    given = np.arange(num_llm)
+    num_blocks = math.gcd(*num_microbatches.values())
+    if num_blocks < 3:  # two orders of two blocks take the same time, or nearly
         return given
 
-    def costs(prices: Sequence[CostsByUnit]) -> FloatArray:
-        return stage_costs(work, replica, index, prices, dp, num[LLM])
+    def costs(costs_by_unit: Sequence[CostsByUnit]) -> FloatArray:
+        return stage_costs(work, replica, index, costs_by_unit, dp, num_llm)
 
     if targets.schedule_table is not None:
-        return _by_timetable(
-            targets.schedule_table, costs([{t.unit: t.cost} for t in targets.schedule_table.tasks]), num
-        )
+        task_costs = costs([{task.unit: task.cost} for task in targets.schedule_table.tasks])
+        return _order_by_schedule(targets.schedule_table, task_costs, num_microbatches)
     if len(targets.pipeline) < 2:
         return given
-    forward, backward = costs([p.forward for p in targets.pipeline]), costs([p.backward for p in targets.pipeline])
-    together, back = (_by_block(seconds.sum(axis=0), num_blocks)[None] for seconds in (forward, backward))
-    blocks = reorder_microbatches(together, back, np.arange(num_blocks), SWAP_ROUNDS, np.random.default_rng(0))
-    found = _in_blocks(blocks[None], num[LLM])[0]
-    spans = makespans_1f1b(forward, backward, np.stack([given, found]))
-    return found if spans[1] < spans[0] else given
-
-
-def _by_timetable(table: ScheduleTable, costs: FloatArray, num: Mapping[str, int]) -> IntArray:
-    """(num_llm,) as `order_microbatches`; costs: (dp_llm, tasks, num_llm)."""
-    num_blocks, given = math.gcd(*num.values()), np.arange(num[LLM])
-    for t, unit in enumerate(task.unit for task in table.tasks):  # a turn stands for its share of a whole block
-        shared = math.gcd(num[unit], num[LLM])
-        by_block = costs[:, t].reshape(len(costs), shared, -1)
-        by_block[:] = by_block.sum(axis=2, keepdims=True) // (num[unit] // shared)
-    recurrence = schedule_recurrence(table, tuple(sorted(num.items())))
-    together = costs.sum(axis=0)
-    forward, backward = (_by_block(seconds, num_blocks)[None] for seconds in recurrence.rank_seconds(together))
+    forward = costs([rank.forward for rank in targets.pipeline])
+    backward = costs([rank.backward for rank in targets.pipeline])
     blocks = reorder_microbatches(
-        forward,
-        backward,
+        _by_block(forward.sum(axis=0), num_blocks)[None],
+        _by_block(backward.sum(axis=0), num_blocks)[None],
         np.arange(num_blocks),
         SWAP_ROUNDS,
         np.random.default_rng(0),
-        score=lambda orders: recurrence.makespans(together[None], _in_blocks(orders, num[LLM])),
     )
-    found = _in_blocks(blocks[None], num[LLM])[0]
-    spans = recurrence.makespans(costs, np.stack([given, found]))
-    return found if spans[1] < spans[0] else given
+    reordered = _expand_blocks(blocks[None], num_llm)[0]
+    before, after = makespans_1f1b(forward, backward, np.stack([given, reordered]))
+    return reordered if after < before else given
+
+
+def _order_by_schedule(table: ScheduleTable, costs: FloatArray, num_microbatches: Mapping[str, int]) -> IntArray:
+    """Order microbatches as `order_microbatches` does, by a schedule table; costs: (dp_llm, tasks, l)."""
+    num_llm = num_microbatches[LLM]
+    given = np.arange(num_llm)
+    num_blocks = math.gcd(*num_microbatches.values())
+    for t, unit in enumerate(task.unit for task in table.tasks):  # an action stands for its share of a whole block
+        num_shared_blocks = math.gcd(num_microbatches[unit], num_llm)
+        by_block = costs[:, t].reshape(len(costs), num_shared_blocks, -1)
+        by_block[:] = by_block.sum(axis=2, keepdims=True) // (num_microbatches[unit] // num_shared_blocks)
+    recurrence = schedule_recurrence(table, tuple(sorted(num_microbatches.items())))
+    all_replicas = costs.sum(axis=0)
+    forward, backward = recurrence.rank_seconds(all_replicas)
+    blocks = reorder_microbatches(
+        _by_block(forward, num_blocks)[None],
+        _by_block(backward, num_blocks)[None],
+        np.arange(num_blocks),
+        SWAP_ROUNDS,
+        np.random.default_rng(0),
+        score=lambda orders: recurrence.makespans(all_replicas[None], _expand_blocks(orders, num_llm)),
+    )
+    reordered = _expand_blocks(blocks[None], num_llm)[0]
+    before, after = recurrence.makespans(costs, np.stack([given, reordered]))
+    return reordered if after < before else given
 
 
 def stage_costs(
-    work: SampleWork, replica: IntArray, index: IntArray, prices: Sequence[CostsByUnit], dp: Mapping[str, int], num: int
+    work: SampleWork,
+    replica: IntArray,
+    index: IntArray,
+    costs_by_unit: Sequence[CostsByUnit],
+    dp: Mapping[str, int],
+    num_llm: int,
 ) -> FloatArray:
-    """(dp_llm, len(prices), num) what every LLM replica's microbatches cost under each of some prices.
+    """Return (dp_llm, len(costs_by_unit), l) what the microbatches of every LLM replica cost.
 
-    A replica group's encoders share the items of its LLM replicas evenly, so each LLM replica waits for the mean.
+    replica, index: (k,) LLM replica and microbatch of each sample of `work`. The encoders of a replica group share the
+    items of its LLM replicas evenly, so each LLM replica waits for the mean.
     """
-    slot, units = replica * num + index, {unit for by_unit in prices for unit in by_unit}
-    moments = {unit: work.moments(unit, slot, dp[LLM] * num).reshape(2, dp[LLM], num) for unit in units}
+    slot = replica * num_llm + index
+    units = {unit for costs in costs_by_unit for unit in costs}
+    sums = {unit: work.slot_sums(unit, slot, dp[LLM] * num_llm).reshape(2, dp[LLM], num_llm) for unit in sorted(units)}
 
-    def costs(by_unit: CostsByUnit) -> IntArray:
-        total = np.zeros((dp[LLM], num), dtype=np.int64)
-        for unit, price in by_unit.items():
-            tokens, squares = moments[unit]
-            own = price.linear * tokens + price.quadratic * squares
+    def total_cost(costs: CostsByUnit) -> IntArray:
+        total = np.zeros((dp[LLM], num_llm), dtype=np.int64)
+        for unit, cost in costs.items():
+            tokens, squares = sums[unit]
+            unit_cost = cost.linear * tokens + cost.quadratic * squares
             if unit != LLM:
-                groups = own.reshape(math.gcd(*dp.values()), -1, num)
-                shared = groups.sum(axis=1, keepdims=True) * len(groups) // dp[unit]
-                own = np.broadcast_to(shared, groups.shape).reshape(own.shape)
-            total += own
+                by_group = unit_cost.reshape(math.gcd(*dp.values()), -1, num_llm)
+                mean = by_group.sum(axis=1, keepdims=True) * len(by_group) // dp[unit]
+                unit_cost = np.broadcast_to(mean, by_group.shape).reshape(unit_cost.shape)
+            total += unit_cost
         return total
 
-    return np.stack([costs(by_unit) for by_unit in prices], axis=1).astype(np.float64)
+    return np.stack([total_cost(costs) for costs in costs_by_unit], axis=1).astype(np.float64)
 
 
 def _by_block(costs: FloatArray, num_blocks: int) -> FloatArray:
-    """(places, blocks) sums over the microbatches of each block."""
+    """(ranks, blocks) sums over the microbatches of each block, of (ranks, l)."""
     total: FloatArray = costs.reshape(len(costs), num_blocks, -1).sum(axis=2)
     return total
 
 
-def _in_blocks(orders: IntArray, num: int) -> IntArray:
-    """(k, num) orders of microbatches that orders (k, blocks) of equal blocks of them stand for."""
-    inside = np.arange(num).reshape(orders.shape[1], -1)
-    found: IntArray = inside[orders].reshape(len(orders), num)
-    return found
+def _expand_blocks(orders: IntArray, num_microbatches: int) -> IntArray:
+    """(k, l) orders of microbatches, from orders (k, blocks) of equal blocks of them."""
+    by_block = np.arange(num_microbatches).reshape(orders.shape[1], -1)
+    expanded: IntArray = by_block[orders].reshape(len(orders), num_microbatches)
+    return expanded

@@ -1,4 +1,10 @@
-"""Post-balancing (OrchMLLM): given what each rank has sampled, who should compute which sample."""
+"""Post-balancing (OrchMLLM, arXiv 2503.23830): given what each rank has sampled, decide who computes which sample.
+
+Slips in the published pseudo-code, corrected here: the padded search must start at the longest length, its upper bound
+is the longest length times ceil(n / d), and the batches are those of the final bound, not of the last probe; the
+comparator of the two-key algorithm is cyclic, so a key takes its place; the algorithm for convolutions opens at most d
+batches in descending order.
+"""
 
 import heapq
 from collections.abc import Callable
@@ -10,20 +16,22 @@ import numpy as np
 from mmtrain.balance.batch_meta import FloatArray, IntArray
 from mmtrain.balance.rearrangement import Rearrangement, slots, stable_order
 
-Keys = Callable[[FloatArray], FloatArray]
+LoadKeys = Callable[[FloatArray], FloatArray]  # loads (d, k) -> (d,), growing with the loads
 
-FEW_BINS = 64  # below, one sample at a time on a heap is faster than many at once
-TOLERANCE = 1.0  # of the two-key algorithm, in mean samples: sums this close count as equal
+MIN_RANKS_TO_VECTORIZE = 64  # with fewer, one sample at a time on a heap is faster than many at once
+TWO_KEY_TOLERANCE = 1.0  # of the two-key algorithm, in mean samples: sums this close count as equal
 
 
 @dataclass(frozen=True)
 class BatchCost:
-    """What one rank's batch of lengths l costs, and by that which algorithm balances it.
+    """What one rank's batch of lengths l costs, which decides which algorithm balances it.
 
     kind "packed": linear * sum(l) + quadratic * sum(l^2), sequences side by side without padding.
     kind "two_key": the same cost; sums within a tolerance count as equal and the sums of squares decide.
     kind "padded": linear * L + quadratic * L^2 / b with L = b * max(l), b the batch's size.
     kind "convolution": sum(l) + padding * b * max(l)^2, convolutions without padding before padded attention.
+
+    Plans use "packed" only so far; the other kinds are for encoders of `replicated` that pad.
     """
 
     kind: Literal["packed", "two_key", "padded", "convolution"] = "packed"
@@ -32,7 +40,7 @@ class BatchCost:
     padding: float = 0.0
 
     def of_ranks(self, lengths: IntArray, rank: IntArray, num_ranks: int) -> FloatArray:
-        """(num_ranks,) cost of each rank's batch."""
+        """Return (num_ranks,) the cost of each rank's batch; rank: (n,) of each sample."""
         size = np.bincount(rank, minlength=num_ranks).astype(np.float64)
         total = np.bincount(rank, weights=lengths, minlength=num_ranks)
         if self.kind in ("padded", "convolution"):
@@ -49,48 +57,36 @@ class BatchCost:
         return costs
 
     def of_samples(self, lengths: IntArray) -> FloatArray:
-        """(n,) cost of each sample in a batch of its own."""
+        """Return (n,) the cost of each sample in a batch of its own."""
         return self.of_ranks(lengths, np.arange(len(lengths)), len(lengths))
 
 
 def rebalance(lengths: IntArray, source_rank: IntArray, num_ranks: int, cost: BatchCost) -> Rearrangement:
-    """Spread samples over ranks so that the most expensive rank is as cheap as can be found.
+    """Spread samples over ranks so that the most expensive rank is as cheap as the kind's algorithm finds.
 
-    lengths: (n,) tokens, source_rank: (n,) where each sample lies now. The answer never costs more than leaving
-    everything where it is. On its new rank a sample keeps its order among the others.
+    lengths: (n,) tokens. source_rank: (n,) where each sample lies now. The result never costs more than leaving every
+    sample where it is. On its new rank a sample keeps its order among the others.
     """
     by_kind = {"packed": _packed, "two_key": _two_key, "padded": _padded, "convolution": _convolution}
-    found = by_kind[cost.kind](lengths, num_ranks, cost)
-    candidates = [found, source_rank]
+    candidates = [by_kind[cost.kind](lengths, num_ranks, cost), source_rank]
     rank = min(candidates, key=lambda rank: float(cost.of_ranks(lengths, rank, num_ranks).max(initial=0.0)))
     return Rearrangement(source_rank, rank, slots(rank))
 
 
-def dominant_sample(lengths: IntArray, num_ranks: int, cost: BatchCost, rank: IntArray) -> int | None:
-    """The sample that alone costs as much as the most expensive rank: "bound reached", no rearrangement can help.
-
-    None if there is no such sample. The cure is to split the sample's images over ranks.
-    """
-    if not len(lengths):
-        return None
-    alone = cost.of_samples(lengths)
-    largest = int(alone.argmax())
-    return largest if alone[largest] >= cost.of_ranks(lengths, rank, num_ranks).max() * (1 - 1e-9) else None
-
-
 def _packed(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
-    """Longest first onto the least loaded: at most 4/3 - 1/(3 d) of the optimum, since costs of samples add up."""
+    """Assign longest first to the least loaded rank: at most 4/3 - 1/(3 d) of the optimum, since costs add up."""
     alone = cost.of_samples(lengths)
     return assign_greedily(alone[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0])
 
 
 def _two_key(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
-    """Longest first; sums are compared in steps of a tolerance, and within a step the sums of squares.
+    """Assign longest first; sums are compared in steps of a tolerance, and within a step the sums of squares.
 
     A step is one mean sample. The two keys are one number: the step, and the squares as a fraction of all squares.
     """
     sizes = np.stack([lengths, lengths.astype(np.float64) ** 2], axis=1)
-    step, squares = max(TOLERANCE * float(lengths.mean()), 1.0) if len(lengths) else 1.0, float(sizes[:, 1].sum()) + 1.0
+    step = max(TWO_KEY_TOLERANCE * float(lengths.mean()), 1.0) if len(lengths) else 1.0
+    squares = float(sizes[:, 1].sum()) + 1.0
     return assign_greedily(
         sizes,
         stable_order(lengths)[::-1],
@@ -99,34 +95,34 @@ def _two_key(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
     )
 
 
-def assign_greedily(sizes: FloatArray, order: IntArray, num_ranks: int, keys: Keys) -> IntArray:
-    """Deal samples in `order`, each to the rank with the least key; returns (n,) ranks.
+def assign_greedily(sizes: FloatArray, order: IntArray, num_ranks: int, keys: LoadKeys) -> IntArray:
+    """Assign samples in `order`, each to the rank with the least key; return (n,) ranks.
 
-    keys: loads (d, k) -> (d,), growing with the loads.
+    sizes: (n, k) what each sample adds to the loads of its rank.
     """
-    if num_ranks < FEW_BINS:
-        return _deal_one_by_one(sizes, order, num_ranks, keys)
+    if num_ranks < MIN_RANKS_TO_VECTORIZE:
+        return _assign_one_by_one(sizes, order, num_ranks, keys)
     rank = np.empty(len(sizes), dtype=np.int64)
     loads = np.zeros((num_ranks, sizes.shape[1]))
     key = keys(loads)
-    done = 0
-    while done < len(order):
-        bins = np.argsort(key, kind="stable")[: len(order) - done]
-        samples = order[done : done + len(bins)]
-        after = keys(loads[bins] + sizes[samples])
-        # The i-th sample goes to the i-th rank as long as no rank served before it is the least again.
-        again = np.flatnonzero(key[bins][1:] > np.minimum.accumulate(after)[:-1])
-        count = int(again[0]) + 1 if len(again) else len(bins)
-        bins, samples = bins[:count], samples[:count]
-        rank[samples] = bins
-        loads[bins] += sizes[samples]
-        key[bins] = after[:count]
-        done += count
+    num_assigned = 0
+    while num_assigned < len(order):
+        ranks = np.argsort(key, kind="stable")[: len(order) - num_assigned]
+        samples = order[num_assigned : num_assigned + len(ranks)]
+        new_key = keys(loads[ranks] + sizes[samples])
+        # The i-th sample goes to the i-th rank as long as no rank served before it has the least key again.
+        least_again = np.flatnonzero(key[ranks][1:] > np.minimum.accumulate(new_key)[:-1])
+        count = int(least_again[0]) + 1 if len(least_again) else len(ranks)
+        ranks, samples = ranks[:count], samples[:count]
+        rank[samples] = ranks
+        loads[ranks] += sizes[samples]
+        key[ranks] = new_key[:count]
+        num_assigned += count
     return rank
 
 
-def _deal_one_by_one(sizes: FloatArray, order: IntArray, num_ranks: int, keys: Keys) -> IntArray:
-    """The same deal on a heap."""
+def _assign_one_by_one(sizes: FloatArray, order: IntArray, num_ranks: int, keys: LoadKeys) -> IntArray:
+    """`assign_greedily` on a heap."""
     rank = np.empty(len(sizes), dtype=np.int64)
     loads = np.zeros((num_ranks, sizes.shape[1]))
     heap = [(0.0, r) for r in range(num_ranks)]
@@ -139,53 +135,58 @@ def _deal_one_by_one(sizes: FloatArray, order: IntArray, num_ranks: int, keys: K
 
 
 def _padded(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
-    """Ascending first fit under the least bound that needs no more than `num_ranks` batches: the optimum.
+    """Fill batches in ascending order under the least bound that needs no more than `num_ranks` of them: the optimum.
 
     A batch of b samples up to length l costs b * (linear * l + quadratic * l^2), so batches of neighbours in sorted
     order are as good as any.
     """
-    return _neighbours(lengths, cost.of_samples(lengths), np.zeros(len(lengths)), num_ranks)
+    return _batches_of_neighbors(lengths, cost.of_samples(lengths), np.zeros(len(lengths)), num_ranks)
 
 
-def _neighbours(lengths: IntArray, padded: FloatArray, unpadded: FloatArray, num_ranks: int) -> IntArray:
-    """Batches of neighbours in ascending order whose largest cost, size * max(padded) + sum(unpadded), is the least.
+def _batches_of_neighbors(lengths: IntArray, padded: FloatArray, unpadded: FloatArray, num_ranks: int) -> IntArray:
+    """Form batches of neighbors in ascending order with the least largest cost, size * max(padded) + sum(unpadded).
 
-    The search runs from the dearest single sample to that times ceil(n / d), which always suffices.
+    The bisection runs from the most expensive single sample to that times ceil(n / d), which always suffices.
     """
     if not len(lengths):
         return np.empty(0, dtype=np.int64)
     order = stable_order(lengths)
-    alone, upto = padded[order].tolist(), [0.0, *np.cumsum(unpadded[order]).tolist()]
+    padded_costs = padded[order].tolist()
+    sums_before = [0.0, *np.cumsum(unpadded[order]).tolist()]
     low = float((padded + unpadded).max())
-    high = low * -(-len(alone) // num_ranks)
-    ends = _batches(alone, upto, low, num_ranks)
+    high = low * -(-len(padded_costs) // num_ranks)
+    ends = _batch_ends(padded_costs, sums_before, low, num_ranks)
     if ends is None:
-        ends = _batches(alone, upto, high * (1 + 1e-9), num_ranks)
-        assert ends is not None, "ceil(n / d) samples, none dearer than the dearest, fit under the upper bound"
+        ends = _batch_ends(padded_costs, sums_before, high * (1 + 1e-9), num_ranks)
+        assert ends is not None, "ceil(n / d) samples, none above the most expensive one, fit under the upper bound"
         while high - low > 1e-6 * high:  # invariant: high suffices, low does not
             middle = (low + high) / 2
-            found = _batches(alone, upto, middle, num_ranks)
-            low, high, ends = (middle, high, ends) if found is None else (low, middle, found)
-    rank = np.empty(len(alone), dtype=np.int64)
+            middle_ends = _batch_ends(padded_costs, sums_before, middle, num_ranks)
+            if middle_ends is None:
+                low = middle
+            else:
+                high = middle
+                ends = middle_ends
+    rank = np.empty(len(padded_costs), dtype=np.int64)
     rank[order] = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
     return rank
 
 
-def _batches(alone: list[float], upto: list[float], bound: float, num_ranks: int) -> list[int] | None:
+def _batch_ends(padded_costs: list[float], sums_before: list[float], bound: float, num_ranks: int) -> list[int] | None:
     """Where batches end that are filled, cheapest first, up to `bound`; None if it takes more than `num_ranks`.
 
-    Batches shrink as samples grow, so each is sought downwards from the size of the one before it.
+    Batches shrink as samples grow, so the size of each is searched downwards from the one before it.
     """
     ends: list[int] = []
-    begin, size, num = 0, len(alone), len(alone)
+    start, size, num = 0, len(padded_costs), len(padded_costs)
     allowed = bound * (1 + 1e-12)
-    while begin < num:
+    while start < num:
         if len(ends) == num_ranks:
             return None
-        fits, size, step = 1, min(size, num - begin), 1
+        fits, size, step = 1, min(size, num - start), 1
         too_many = size + 1
         while size > fits:
-            if size * alone[begin + size - 1] + upto[begin + size] - upto[begin] <= allowed:
+            if size * padded_costs[start + size - 1] + sums_before[start + size] - sums_before[start] <= allowed:
                 fits = size
             else:
                 too_many = size
@@ -193,37 +194,42 @@ def _batches(alone: list[float], upto: list[float], bound: float, num_ranks: int
                 size, step = size - step, 2 * step
             else:
                 size = (fits + too_many) // 2
-        begin, size = begin + fits, fits
-        ends.append(begin)
+        start += fits
+        size = fits
+        ends.append(start)
     return ends
 
 
 def _convolution(lengths: IntArray, num_ranks: int, cost: BatchCost) -> IntArray:
-    """Descending batches while their padded size stays within the unpadded optimum's bound, the rest to the least sum.
+    """Form batches in descending order, each up to the largest load of the unpadded assignment; return (n,) ranks.
 
-    At most `num_ranks` batches are opened; each takes samples of near equal length, so that its padding is small.
-    The plain deal, or neighbours under the true cost, are kept where they are cheaper.
+    At most `num_ranks` batches are opened; each takes samples of near equal length, so that its padding is small. The
+    samples that are left go to the least loaded rank. Longest first without regard to padding, or batches of neighbors
+    under the true cost, are taken where they are cheaper.
     """
-    plain = assign_greedily(
+    longest_first = assign_greedily(
         lengths.astype(np.float64)[:, None], stable_order(lengths)[::-1], num_ranks, lambda loads: loads[:, 0]
     )
-    bound = float(np.bincount(plain, weights=lengths, minlength=num_ranks).max(initial=0.0))
+    bound = float(np.bincount(longest_first, weights=lengths, minlength=num_ranks).max(initial=0.0))
     order = stable_order(lengths)[::-1].tolist()
     rank = np.empty(len(lengths), dtype=np.int64)
     loads = [0.0] * num_ranks
-    place, batch = 0, 0
-    while place < len(order) and batch < num_ranks:
-        size = max(int(bound // max(int(lengths[order[place]]), 1)), 1)
-        members = order[place : place + size]
+    start = 0
+    for batch in range(num_ranks):
+        if start >= len(order):
+            break
+        size = max(int(bound // max(int(lengths[order[start]]), 1)), 1)
+        members = order[start : start + size]
         rank[members] = batch
         loads[batch] = float(lengths[members].sum())
-        place, batch = place + size, batch + 1
+        start += size
     heap = [(load, r) for r, load in enumerate(loads)]
     heapq.heapify(heap)
-    for i in order[place:]:
+    for i in order[start:]:
         load, r = heap[0]
         rank[i] = r
         heapq.heapreplace(heap, (load + float(lengths[i]), r))
     squares = lengths.astype(np.float64) ** 2
-    candidates = [rank, plain, _neighbours(lengths, cost.padding * squares, lengths.astype(np.float64), num_ranks)]
-    return min(candidates, key=lambda found: float(cost.of_ranks(lengths, found, num_ranks).max(initial=0.0)))
+    neighbors = _batches_of_neighbors(lengths, cost.padding * squares, lengths.astype(np.float64), num_ranks)
+    candidates = [rank, longest_first, neighbors]
+    return min(candidates, key=lambda ranks: float(cost.of_ranks(lengths, ranks, num_ranks).max(initial=0.0)))

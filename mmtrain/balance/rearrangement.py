@@ -1,4 +1,4 @@
-"""Who computes which piece: moves of pieces between ranks, their inverse and their composition."""
+"""Rearrangements: who computes which piece after a move between ranks, the move back, and two moves as one."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from mmtrain.balance.batch_meta import IntArray
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """Piece i (a sample, or an item) moves from `source_rank[i]` to place `dest_slot[i]` of `dest_rank[i]`.
+    """A move of pieces (samples, or items) between ranks: piece i goes to slot `dest_slot[i]` of `dest_rank[i]`.
 
-    On its source rank a piece has the place of its row among the rows of that rank; destination places of a rank are
-    0, 1, 2, ... without gaps.
+    On its source rank a piece has the slot of its row among the rows of that rank. The destination slots of a rank are
+    0, 1, 2, ... without gaps. No plan uses the inverse or the composition yet; dispatch in `replicated` will.
     """
 
     source_rank: IntArray  # (n,)
@@ -21,57 +21,60 @@ class Rearrangement:
 
     @property
     def source_slot(self) -> IntArray:
-        """(n,) place of each piece on its source rank."""
+        """Return (n,) the slot of each piece on its source rank."""
         return slots(self.source_rank)
 
     def inverse(self) -> "Rearrangement":
-        """The move back: rows are the pieces in the order in which they lie at their destination."""
+        """Return the move back; its rows are the pieces in the order in which they lie at their destination."""
         order = np.lexsort((self.dest_slot, self.dest_rank))
         return Rearrangement(self.dest_rank[order], self.source_rank[order], self.source_slot[order])
 
     def after(self, other: "Rearrangement") -> "Rearrangement":
-        """First `other`, then this one, as one move; rows are those of `other`.
+        """Return one move that does `other` and then this one; its rows are those of `other`.
 
         An encoder's outputs lie where its rearrangement E put them and must go where the LLM's M wants them: that is
-        `M.after(E.inverse())`, one all-to-all in place of two (OrchMLLM, rearrangement composition).
-        Raises ValueError if `other` does not end where this one begins.
+        `M.after(E.inverse())`, one all-to-all in place of two (rearrangement composition of OrchMLLM, arXiv
+        2503.23830). Raises ValueError if `other` does not end where this one starts.
         """
         mine = np.lexsort((self.source_slot, self.source_rank))
         theirs = np.lexsort((other.dest_slot, other.dest_rank))
-        begins = self.source_rank[mine], self.source_slot[mine]
+        starts = self.source_rank[mine], self.source_slot[mine]
         ends = other.dest_rank[theirs], other.dest_slot[theirs]
-        if not all(np.array_equal(a, b) for a, b in zip(begins, ends, strict=True)):
-            raise ValueError("the first rearrangement does not end where the second begins")
+        if not all(np.array_equal(a, b) for a, b in zip(starts, ends, strict=True)):
+            raise ValueError("the first rearrangement does not end where the second starts")
         row = np.empty(len(mine), dtype=np.int64)
         row[theirs] = mine
         return Rearrangement(other.source_rank, self.dest_rank[row], self.dest_slot[row])
 
     def lifted(self, num_items: IntArray) -> "Rearrangement":
-        """The same move seen by the samples' items: sample i carries its `num_items[i]` items along, in order.
+        """Return the same move for the samples' items: sample i takes its `num_items[i]` items along, in order.
 
         Rows are items, sample by sample.
         """
         owner = np.repeat(np.arange(len(num_items)), num_items)
         within = np.arange(len(owner)) - np.repeat(np.cumsum(num_items) - num_items, num_items)
         order = np.lexsort((self.dest_slot, self.dest_rank))
-        begin = np.empty(len(num_items), dtype=np.int64)  # items that lie before sample i on its destination
-        ahead = np.cumsum(num_items[order]) - num_items[order]
+        num_before = np.cumsum(num_items[order]) - num_items[order]  # items before each sample, over all ranks
         ranks = self.dest_rank[order]
-        begin[order] = ahead - ahead[np.searchsorted(ranks, ranks)] if len(order) else ahead
-        return Rearrangement(self.source_rank[owner], self.dest_rank[owner], begin[owner] + within)
+        first_slot = np.empty(len(num_items), dtype=np.int64)  # items before sample i on its destination
+        first_slot[order] = num_before - num_before[np.searchsorted(ranks, ranks)] if len(order) else num_before
+        return Rearrangement(self.source_rank[owner], self.dest_rank[owner], first_slot[owner] + within)
 
 
 def slots(rank: IntArray) -> IntArray:
-    """(n,) place of each row among the rows of equal rank."""
+    """Return (n,) the slot of each row: how many rows before it have the same rank."""
     order = stable_order(rank)
     sizes = np.bincount(rank)
-    place = np.empty(len(rank), dtype=np.int64)
-    place[order] = np.arange(len(rank)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return place
+    slot = np.empty(len(rank), dtype=np.int64)
+    slot[order] = np.arange(len(rank)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return slot
 
 
 def stable_order(values: IntArray) -> IntArray:
-    """Stable ascending argsort of non-negative integers, by radix (ten times faster) where 16 bits hold them."""
-    small = len(values) > 0 and int(values.max()) < 2**16
-    order: IntArray = np.argsort(values.astype(np.uint16) if small else values, kind="stable")
+    """Sort non-negative integers; return the stable ascending order.
+
+    Where 16 bits hold the values numpy sorts by radix, which is ten times faster.
+    """
+    fits_16_bits = len(values) > 0 and int(values.max()) < 2**16
+    order: IntArray = np.argsort(values.astype(np.uint16) if fits_16_bits else values, kind="stable")
     return order

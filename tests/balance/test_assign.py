@@ -1,3 +1,5 @@
+"""The layout of a global batch: every sample and item once, in the declared order, and loads even."""
+
 import itertools
 import math
 
@@ -15,8 +17,8 @@ from mmtrain.balance import (
     SequenceCost,
     StepTargets,
     assign,
-    longest_first,
 )
+from mmtrain.balance.lpt import longest_first
 
 
 def make_lengths(rng: np.random.Generator, num_samples: int) -> SampleLengths:
@@ -102,66 +104,57 @@ def test_items_stay_in_their_block_and_are_spread_evenly(case: tuple[int, int, i
 
 
 @given(cases)
-def test_items_are_dealt_by_what_they_cost_and_blocks_make_up_for_each_other(
+def test_items_are_assigned_by_cost_and_blocks_make_up_for_each_other(
     case: tuple[int, int, int, int, int],
 ) -> None:
     seed, dp_vision, dp_llm, num_vision, num = case
     rng = np.random.default_rng(seed)
     lengths, groups = make_lengths(rng, 3 * dp_llm * num), make_groups(rng, 3 * dp_llm * num, dp_llm * num)
     dp, counts = {"vision": dp_vision, "llm": dp_llm}, {"vision": num_vision, "llm": num}
-    price = SequenceCost(1, 5)
-    table = assign(0, 0, groups, lengths, dp, counts, StepTargets(item_costs={"vision": price})).items["vision"]
-    costs = price.of(table.tokens)
+    item_cost = SequenceCost(1, 5)
+    table = assign(0, 0, groups, lengths, dp, counts, StepTargets(item_costs={"vision": item_cost})).items["vision"]
+    costs = item_cost.of(table.tokens)
     loads = np.zeros((dp_vision, num_vision), dtype=np.int64)
     np.add.at(loads, (table.replica, table.index), costs)
     g, blocks = math.gcd(dp_vision, dp_llm), math.gcd(num_vision, num)
     of_block = loads.reshape(g, dp_vision // g, blocks, num_vision // blocks)
     largest = int(costs.max(initial=0))
     assert (of_block.max(axis=(1, 3)) - of_block.min(axis=(1, 3)) <= largest).all()
-    a_step, a_block = of_block.sum(axis=(2, 3)), of_block.sum(axis=3)  # (groups, replicas) and (.., blocks)
-    differ = (a_block.max(axis=1) - a_block.min(axis=1)).max(initial=0)
-    assert (a_step.max(axis=1) - a_step.min(axis=1) <= differ).all(), "not more in a step than in one block"
+    step_loads = of_block.sum(axis=(2, 3))  # (groups, replicas)
+    block_loads = of_block.sum(axis=3)  # (groups, replicas, blocks)
+    block_spread = (block_loads.max(axis=1) - block_loads.min(axis=1)).max(initial=0)
+    step_spread = step_loads.max(axis=1) - step_loads.min(axis=1)
+    assert (step_spread <= block_spread).all(), "replicas differ in a step no more than in one block"
 
 
 @given(st.integers(0, 10_000), st.integers(2, 4), st.integers(1, 5))
-def test_replicas_are_even_in_the_cost_that_is_aimed_at(seed: int, dp: int, num: int) -> None:
+def test_replicas_are_even_in_the_targeted_cost(seed: int, dp: int, num: int) -> None:
     rng = np.random.default_rng(seed)
     lengths, groups = make_lengths(rng, 3 * dp * num), make_groups(rng, 3 * dp * num, dp * num)
     targets = StepTargets((BalancedLoad({"llm": SequenceCost(1, 3)}),))
     meta = assign(0, 0, groups, lengths, {"vision": 1, "llm": dp}, {"vision": num, "llm": num}, targets)
     loads = np.zeros((num, dp), dtype=np.int64)
     np.add.at(loads, (meta.index, meta.replica), SequenceCost(1, 3).of(meta.tokens))
-    total, differ = loads.sum(axis=0), loads.max(axis=1) - loads.min(axis=1)
-    assert total.max() - total.min() <= differ.max() + 1e-6 * total.max()
+    total = loads.sum(axis=0)
+    microbatch_spread = loads.max(axis=1) - loads.min(axis=1)
+    assert total.max() - total.min() <= microbatch_spread.max() + 1e-6 * total.max()
 
 
-def _best_partition(sizes: list[int], bins: int, capacity: int) -> int:
-    best = sum(sizes)
-    for choice in itertools.product(range(bins), repeat=len(sizes)):
-        loads = [sum(s for s, c in zip(sizes, choice, strict=True) if c == b) for b in range(bins)]
-        if all(choice.count(b) <= capacity for b in range(bins)):
-            best = min(best, max(loads))
-    return best
+def _best_partition(sizes: list[int], num_bins: int) -> int:
+    """Try everything: the least possible largest load."""
+    choices = itertools.product(range(num_bins), repeat=len(sizes))
+    return min(int(np.bincount(choice, weights=sizes, minlength=num_bins).max()) for choice in choices)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
-def test_longest_first_keeps_grahams_bound(sizes: list[int], bins: int) -> None:
-    placed = longest_first(np.array(sizes), bins)
-    worst = max(np.bincount(placed, weights=sizes, minlength=bins))
-    assert worst <= (4 / 3 - 1 / (3 * bins)) * _best_partition(sizes, bins, len(sizes)) + 1e-9
-
-
-@given(st.lists(st.integers(1, 50), min_size=6, max_size=6), st.sampled_from([2, 3]))
-def test_equal_counts_stay_near_the_best_equal_count_partition(sizes: list[int], bins: int) -> None:
-    capacity = len(sizes) // bins
-    placed = longest_first(np.array(sizes), bins, capacity)
-    assert (np.bincount(placed, minlength=bins) == capacity).all()
-    worst = max(np.bincount(placed, weights=sizes, minlength=bins))
-    assert worst <= 4 / 3 * _best_partition(sizes, bins, capacity)
+def test_longest_first_keeps_grahams_bound(sizes: list[int], num_bins: int) -> None:
+    bins = longest_first(np.array(sizes), num_bins)
+    largest = max(np.bincount(bins, weights=sizes, minlength=num_bins))
+    assert largest <= (4 / 3 - 1 / (3 * num_bins)) * _best_partition(sizes, num_bins) + 1e-9
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 6))
-def test_neighbours_in_the_stream_run_side_by_side_and_replicas_stay_even(seed: int, dp: int, num: int) -> None:
+def test_neighbors_in_the_stream_run_side_by_side_and_replicas_stay_even(seed: int, dp: int, num: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = make_lengths(rng, 3 * dp * num)
     groups = make_groups(rng, 3 * dp * num, dp * num)
@@ -169,12 +162,13 @@ def test_neighbours_in_the_stream_run_side_by_side_and_replicas_stay_even(seed: 
     tokens = np.array([lengths.tokens[g].sum() for g in groups]).reshape(num, dp)
     loads = np.zeros((num, dp), dtype=np.int64)
     for i, r in itertools.product(range(num), range(dp)):
-        here = meta.microbatch(r, i)
-        loads[i, r] = meta.tokens[here].sum()
-        assert set(meta.sample_id[here].tolist()) in [set(g.tolist()) for g in groups[i * dp : (i + 1) * dp]]
+        rows = meta.microbatch(r, i)
+        loads[i, r] = meta.tokens[rows].sum()
+        assert set(meta.sample_id[rows].tolist()) in [set(g.tolist()) for g in groups[i * dp : (i + 1) * dp]]
     assert np.sort(loads).tolist() == np.sort(tokens).tolist()
-    total, differ = loads.sum(axis=0), tokens.max(axis=1) - tokens.min(axis=1)
-    assert total.max() - total.min() <= differ.max(), "what one microbatch leaves uneven, the next makes good"
+    total = loads.sum(axis=0)
+    microbatch_spread = tokens.max(axis=1) - tokens.min(axis=1)
+    assert total.max() - total.min() <= microbatch_spread.max(), "a microbatch makes up for the one before it"
 
 
 def test_a_text_only_batch_has_an_empty_item_table() -> None:

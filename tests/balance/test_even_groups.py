@@ -1,4 +1,4 @@
-"""Samples change groups inside a step: nothing is lost, nothing overflows, nothing gets worse."""
+"""Exchange samples between the groups of a step: no sample is lost, no group overflows, no step gets worse."""
 
 import itertools
 
@@ -13,58 +13,58 @@ from mmtrain.balance.imbalance import sample_above_mean_load
 from mmtrain.balance.step_targets import SampleWork
 
 
-def _worth(groups: list[IntArray], loads: np.ndarray, weights: list[float], replicas: int) -> list[float]:
+def _imbalance(groups: list[IntArray], loads: np.ndarray, weights: list[float], replicas: int) -> list[float]:
     """Weighted sum of the largest loads over their means, of each run of `replicas` groups; loads by sample number."""
     sums = np.array([loads[group].sum(axis=0) for group in groups]).reshape(-1, replicas, loads.shape[1])
     mean = sums.mean(axis=1)
     shares = np.divide(sums.max(axis=1), mean, out=np.zeros_like(mean), where=mean > 0)
-    found: list[float] = (shares @ np.array(weights)).tolist()
-    return found
+    imbalance: list[float] = (shares @ np.array(weights)).tolist()
+    return imbalance
 
 
 @given(
     st.integers(0, 10_000), st.sampled_from([2, 3, 5]), st.integers(1, 4), st.integers(1, 3), st.sampled_from([3, 12])
 )
-def test_no_run_gets_worse_and_no_sample_leaves_it(seed: int, replicas: int, runs: int, q: int, most: int) -> None:
+def test_no_run_gets_worse_and_no_sample_leaves_it(seed: int, replicas: int, runs: int, q: int, max_size: int) -> None:
     rng = np.random.default_rng(seed)
-    sizes = rng.integers(1, most, replicas * runs)
-    numbers = rng.permutation(3 * sizes.sum())[: sizes.sum()]  # sample numbers are no places
+    sizes = rng.integers(1, max_size, replicas * runs)
+    numbers = rng.permutation(3 * sizes.sum())[: sizes.sum()]  # sample numbers are not positions
     groups = np.split(numbers, np.cumsum(sizes)[:-1])
     tokens, loads = rng.integers(1, 20, (3 * sizes.sum(), 2)), rng.integers(0, 50, (3 * sizes.sum(), q))
     budgets = np.max([tokens[group].sum(axis=0) for group in groups], axis=0)
     weights = rng.random(q).tolist()
     order = np.concatenate(groups)
-    found = even_out_groups(groups, tokens[order], budgets, loads[order], weights, replicas)
-    assert all(len(group) and (tokens[group].sum(axis=0) <= budgets).all() for group in found)
+    balanced = even_out_groups(groups, tokens[order], budgets, loads[order], weights, replicas)
+    assert all(len(group) and (tokens[group].sum(axis=0) <= budgets).all() for group in balanced)
     for lo in range(0, len(groups), replicas):
-        before, after = (np.sort(np.concatenate(some[lo : lo + replicas])).tolist() for some in (groups, found))
+        before, after = (np.sort(np.concatenate(part[lo : lo + replicas])).tolist() for part in (groups, balanced))
         assert before == after
-    for before, after in zip(*(_worth(some, loads, weights, replicas) for some in (groups, found)), strict=True):
+    for before, after in zip(*(_imbalance(part, loads, weights, replicas) for part in (groups, balanced)), strict=True):
         assert after <= before + 1e-9
     again = even_out_groups(groups, tokens[order], budgets, loads[order], weights, replicas)
-    assert all(np.array_equal(a, b) for a, b in zip(found, again, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(balanced, again, strict=True))
 
 
 @given(st.lists(st.integers(1, 30), min_size=6, max_size=8), st.integers(0, 100))
-def test_three_groups_come_near_the_best_deal(costs: list[int], seed: int) -> None:
+def test_three_groups_come_near_the_best_partition(costs: list[int], seed: int) -> None:
     loads = np.array(costs)[:, None]
     best = min(
-        max(np.bincount(deal, weights=costs, minlength=3))
-        for deal in itertools.product(range(3), repeat=len(costs))
-        if len(set(deal)) == 3
+        max(np.bincount(choice, weights=costs, minlength=3))
+        for choice in itertools.product(range(3), repeat=len(costs))
+        if len(set(choice)) == 3
     )
     order = np.random.default_rng(seed).permutation(len(costs))
     groups = [order[:2], order[2:4], order[4:]]
-    found = even_out_groups(groups, np.ones_like(loads)[order], np.array([9]), loads[order], [1.0], 3)
-    assert max(loads[group].sum() for group in found) <= 1.12 * best + 1
+    balanced = even_out_groups(groups, np.ones_like(loads)[order], np.array([9]), loads[order], [1.0], 3)
+    assert max(loads[group].sum() for group in balanced) <= 1.12 * best + 1
 
 
-def test_with_nobody_beside_or_nothing_to_even_groups_stay() -> None:
+def test_groups_stay_without_a_second_replica_or_a_load() -> None:
     groups = [np.array([4, 1]), np.array([2])]
     ones = np.ones((3, 1), dtype=np.int64)
     for loads, replicas in ((ones, 1), (ones[:, :0], 2)):
-        found = even_out_groups(groups, ones, np.array([5]), loads, [1.0] * loads.shape[1], replicas)
-        assert [group.tolist() for group in found] == [[4, 1], [2]]
+        balanced = even_out_groups(groups, ones, np.array([5]), loads, [1.0] * loads.shape[1], replicas)
+        assert [group.tolist() for group in balanced] == [[4, 1], [2]]
 
 
 def make_lengths(rng: np.random.Generator, n: int) -> SampleLengths:
@@ -76,7 +76,7 @@ def make_lengths(rng: np.random.Generator, n: int) -> SampleLengths:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 12))
-def test_work_prices_samples_and_every_item_of_theirs(seed: int, n: int) -> None:
+def test_sample_work_applies_costs_to_samples_and_their_items(seed: int, n: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = make_lengths(rng, n)
     items = lengths.items["vision"]
@@ -101,7 +101,7 @@ def test_work_prices_samples_and_every_item_of_theirs(seed: int, n: int) -> None
         ([[3]], 1, None),
     ],
 )
-def test_the_sample_that_keeps_a_step_uneven_is_found(
+def test_the_sample_that_keeps_a_step_uneven_is_balanced(
     loads: list[list[int]], replicas: int, expected: tuple[int, float] | None
 ) -> None:
     assert sample_above_mean_load(np.array(loads), replicas) == expected

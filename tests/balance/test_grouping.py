@@ -1,3 +1,5 @@
+"""Packing by best fit against its definition and the best possible number of groups."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from tests.call_counter import count_calls
 
 
 def _fewest_groups(sizes: list[int], budget: int) -> int:
-    """Exact bin packing by trying every assignment, with symmetry cut away."""
+    """Exact bin packing: try every assignment, each set of bins once."""
     best = len(sizes)
 
     def place(i: int, loads: list[int]) -> None:
@@ -64,16 +66,16 @@ def test_each_sample_joins_the_fullest_group_that_can_take_it(sizes: list[int], 
     order = np.random.default_rng(len(sizes) + sum(sizes)).permutation(len(sizes))
     tokens = np.array([sizes, [1] * len(sizes)]).T
     budgets = np.array([20, 4 if bound_twice else len(sizes)])
-    left: list[list[int]] = []
+    rooms: list[list[int]] = []
     expected = [0] * len(sizes)
     for i in order.tolist():
-        fits = [g for g, room in enumerate(left) if (tokens[i] <= room).all()]
+        fits = [g for g, room in enumerate(rooms) if (tokens[i] <= room).all()]
         if bound_twice and int((tokens.sum(axis=0) / budgets).argmax()) == 1:
-            return  # "fullest" is then another
-        best = min(fits, key=lambda g: (left[g][0], g), default=len(left))
-        if best == len(left):
-            left.append(budgets.tolist())
-        left[best] = [room - part for room, part in zip(left[best], tokens[i].tolist(), strict=True)]
+            return  # another group is the fullest then
+        best = min(fits, key=lambda g: (rooms[g][0], g), default=len(rooms))
+        if best == len(rooms):
+            rooms.append(budgets.tolist())
+        rooms[best] = [room - part for room, part in zip(rooms[best], tokens[i].tolist(), strict=True)]
         expected[i] = best
     assert best_fit(tokens, budgets, order).tolist() == expected
 

@@ -1,3 +1,5 @@
+"""The imbalance metrics against their formulas, and the bound against brute force."""
+
 import itertools
 
 import numpy as np
@@ -16,26 +18,26 @@ def test_padding_of_two_mini_batches_by_hand() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
-def test_ratios_are_what_their_formulas_say(seed: int, steps: int, replicas: int, modalities: int) -> None:
+def test_ratios_follow_their_formulas(seed: int, steps: int, replicas: int, modalities: int) -> None:
     loads = np.random.default_rng(seed).integers(0, 5, (steps, replicas, modalities))
-    for j, found in enumerate(dist_ratio(loads)):
+    for j, ratio in enumerate(dist_ratio(loads)):
         ratios = []
         for step in loads[:, :, j].tolist():
-            most = max(step)
-            ratios.append(sum(most - load for load in step) / (most * replicas) if most else 0.0)
-        assert found == pytest.approx(sum(ratios) / steps)
+            largest = max(step)
+            ratios.append(sum(largest - load for load in step) / (largest * replicas) if largest else 0.0)
+        assert ratio == pytest.approx(sum(ratios) / steps)
     summed = loads.sum(axis=2)
     expected = [max(step) / (sum(step) / replicas) if any(step) else 1.0 for step in summed.tolist()]
     assert max_over_mean(summed) == pytest.approx(np.mean(expected))
 
 
 @given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 3))
-def test_no_arrangement_of_a_step_gets_below_its_bound(seed: int, steps: int, replicas: int) -> None:
+def test_no_arrangement_of_a_step_goes_below_its_bound(seed: int, steps: int, replicas: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 3, steps * replicas)
     groups = SampleGroups(np.concatenate([[0], np.cumsum(sizes)]), rng.permutation(sizes.sum()))
     tokens = rng.choice([0, 1, 2, 9], sizes.sum())
-    found = imbalance_bound(groups, tokens, replicas)
+    bound = imbalance_bound(groups, tokens, replicas)
     ratios, exceeding, excess = [], 0, {}
     for step in range(steps):
         members = groups.samples[groups.first[step * replicas] : groups.first[(step + 1) * replicas]]
@@ -47,11 +49,11 @@ def test_no_arrangement_of_a_step_gets_below_its_bound(seed: int, steps: int, re
         exceeding += int(tokens[members].max() > mean)
         ratios.append(best)
         excess |= {int(i): float(tokens[i] / mean) if mean else 0.0 for i in members}
-    assert found.dist_ratio <= np.mean(ratios) + 1e-9
-    assert found.steps == pytest.approx(exceeding / steps)
-    assert (found.sample is None) == (exceeding == 0)
-    if found.sample is not None:
-        assert excess[found.sample] == pytest.approx(max(excess.values()))
+    assert bound.dist_ratio <= np.mean(ratios) + 1e-9
+    assert bound.steps == pytest.approx(exceeding / steps)
+    assert (bound.sample is None) == (exceeding == 0)
+    if bound.sample is not None:
+        assert excess[bound.sample] == pytest.approx(max(excess.values()))
 
 
 def test_no_groups_have_no_padding() -> None:

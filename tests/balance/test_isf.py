@@ -1,18 +1,20 @@
+"""ISF against the algorithm one sample at a time, and the baselines that it is compared with."""
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import IntArray, SampleGroups, dist_ratio, group_by_isf, pad_ratio
-from mmtrain.balance.grouping import group_across_devices, group_by_length, group_randomly
+from mmtrain.balance import IntArray, SampleGroups, dist_ratio, pad_ratio
+from mmtrain.balance.grouping import group_across_devices, group_by_isf, group_by_length, group_randomly
 
 
 def _isf_by_hand(
     tokens: IntArray, budgets: IntArray, fill: IntArray, rounds: int, rng: np.random.Generator
 ) -> list[list[int]]:
-    """OmniBal's algorithm as its text says it, one sample after the other."""
+    """OmniBal's algorithm as its text describes it, one sample after the other."""
 
-    def close_in_turn(order: list[int]) -> list[list[int]]:
+    def fill_groups(order: list[int]) -> list[list[int]]:
         groups: list[list[int]] = []
         for sample in order:
             if groups and (tokens[[*groups[-1], sample]].sum(axis=0) <= budgets).all():
@@ -21,13 +23,14 @@ def _isf_by_hand(
                 groups.append([sample])
         return groups
 
-    pool, kept = list(range(len(tokens))), []
+    pool = list(range(len(tokens)))
+    full_groups: list[list[int]] = []
     for _ in range(rounds):
-        closed = close_in_turn(rng.permutation(np.array(pool, dtype=np.int64)).tolist())
+        closed = fill_groups(rng.permutation(np.array(pool, dtype=np.int64)).tolist())
         full = [(tokens[g].sum(axis=0) >= fill).any() for g in closed]
-        kept += [g for g, is_full in zip(closed, full, strict=True) if is_full]
+        full_groups += [g for g, is_full in zip(closed, full, strict=True) if is_full]
         pool = [s for g, is_full in zip(closed, full, strict=True) if not is_full for s in g]
-    return kept + close_in_turn(rng.permutation(np.array(pool, dtype=np.int64)).tolist())
+    return full_groups + fill_groups(rng.permutation(np.array(pool, dtype=np.int64)).tolist())
 
 
 def _as_sets(groups: SampleGroups) -> list[tuple[int, ...]]:
@@ -35,7 +38,7 @@ def _as_sets(groups: SampleGroups) -> list[tuple[int, ...]]:
 
 
 @given(st.integers(0, 10_000), st.integers(0, 60), st.integers(1, 3), st.integers(0, 4))
-def test_isf_is_the_algorithm_told_one_sample_at_a_time(seed: int, n: int, m: int, rounds: int) -> None:
+def test_isf_equals_the_algorithm_one_sample_at_a_time(seed: int, n: int, m: int, rounds: int) -> None:
     rng = np.random.default_rng(seed)
     budgets = rng.integers(5, 30, m)
     tokens = rng.integers(0, 12, (n, m))  # some above a budget alone
@@ -51,7 +54,7 @@ def test_isf_is_the_algorithm_told_one_sample_at_a_time(seed: int, n: int, m: in
         assert len(groups[i]) == 1 or (tokens[groups[i]].sum(axis=0) <= budgets).all()
 
 
-def test_isf_keeps_mostly_full_groups_and_strands_the_rest() -> None:
+def test_isf_makes_mostly_full_groups_and_strands_the_rest() -> None:
     rng = np.random.default_rng(0)
     tokens = np.stack([rng.integers(50, 1500, 5000), rng.integers(0, 6, 5000)], axis=1)
     budgets, fill = np.array([4096, 12]), np.array([4096 - 128, 12])
@@ -62,18 +65,18 @@ def test_isf_keeps_mostly_full_groups_and_strands_the_rest() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(0, 80), st.integers(1, 6), st.integers(1, 4))
-def test_baselines_use_every_sample_once_in_batches_of_the_asked_size(
+def test_baselines_use_every_sample_once_in_batches_of_the_given_size(
     seed: int, n: int, batch: int, replicas: int
 ) -> None:
     tokens = np.random.default_rng(seed).integers(1, 100, (n, 2))
-    plenty, tight = np.full(2, 100 * batch), np.array([250, 180])
+    loose, tight = np.full(2, 100 * batch), np.array([250, 180])
     by_budgets = [
         (
             group_randomly(tokens, budgets, batch, np.random.default_rng(seed)),
             group_by_length(tokens, budgets, batch, 20, np.random.default_rng(seed)),
             group_across_devices(tokens, budgets, batch, replicas, 20, np.random.default_rng(seed)),
         )
-        for budgets in (plenty, tight)
+        for budgets in (loose, tight)
     ]
     for groups in by_budgets[0]:
         assert sorted(groups.samples.tolist()) == list(range(n))
@@ -88,11 +91,11 @@ def test_baselines_use_every_sample_once_in_batches_of_the_asked_size(
 def test_each_baseline_is_good_at_what_it_is_named_for() -> None:
     rng = np.random.default_rng(5)
     lengths = rng.integers(10, 1000, 4000)
-    tokens, plenty = lengths[:, None], np.array([5000])
+    tokens, loose = lengths[:, None], np.array([5000])
     by_method = {
-        "random": group_randomly(tokens, plenty, 5, rng),
-        "length": group_by_length(tokens, plenty, 5, 2000, rng),
-        "device": group_across_devices(tokens, plenty, 5, 8, 2000, rng),
+        "random": group_randomly(tokens, loose, 5, rng),
+        "length": group_by_length(tokens, loose, 5, 2000, rng),
+        "device": group_across_devices(tokens, loose, 5, 8, 2000, rng),
     }
     pad = {name: pad_ratio(lengths, groups) for name, groups in by_method.items()}
     dist = {name: dist_ratio(g.loads(lengths[:, None]).reshape(-1, 8, 1))[0] for name, g in by_method.items()}
@@ -102,16 +105,16 @@ def test_each_baseline_is_good_at_what_it_is_named_for() -> None:
 
 def test_the_same_generator_gives_the_same_groups() -> None:
     tokens = np.random.default_rng(1).integers(1, 9, (200, 2))
-    one, two = (
+    first, second = (
         group_by_isf(tokens, np.array([30, 30]), np.array([28, 29]), 5, np.random.default_rng(7)) for _ in range(2)
     )
-    assert one.samples.tolist() == two.samples.tolist()
-    assert one.first.tolist() == two.first.tolist()
+    assert first.samples.tolist() == second.samples.tolist()
+    assert first.first.tolist() == second.first.tolist()
 
 
 def test_reordered_groups_keep_their_samples() -> None:
     groups = SampleGroups(np.array([0, 2, 3, 6]), np.array([5, 4, 3, 2, 1, 0]))
-    turned = groups.reordered(np.array([2, 0]))
-    assert [turned[i].tolist() for i in range(len(turned))] == [[2, 1, 0], [5, 4]]
+    reordered = groups.reordered(np.array([2, 0]))
+    assert [reordered[i].tolist() for i in range(len(reordered))] == [[2, 1, 0], [5, 4]]
     with pytest.raises(IndexError):
         groups.reordered(np.array([3]))

@@ -1,4 +1,4 @@
-"""Items of long samples are shared out; the gather brings every feature back."""
+"""Spread the items of long samples over ranks; the gather brings every feature back."""
 
 import itertools
 
@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.balance import BatchCost, Rearrangement, rebalance, split_long_samples
+from mmtrain.balance import BatchCost, Rearrangement, rebalance
+from mmtrain.balance.long_samples import split_long_samples
 
 
 def _largest(tokens: np.ndarray, rank: np.ndarray, num_ranks: int) -> float:
@@ -14,15 +15,15 @@ def _largest(tokens: np.ndarray, rank: np.ndarray, num_ranks: int) -> float:
 
 
 @given(st.integers(0, 10_000), st.integers(0, 7), st.integers(1, 3))
-def test_long_samples_are_shared_out_as_evenly_as_can_be(seed: int, num_items: int, num_ranks: int) -> None:
+def test_long_samples_are_spread_near_the_optimum(seed: int, num_items: int, num_ranks: int) -> None:
     rng = np.random.default_rng(seed)
     sample, tokens = np.sort(rng.integers(0, 3, num_items)), rng.integers(1, 30, num_items)
     owner = rng.integers(0, num_ranks, 3)[sample]
-    longest = 40
+    max_tokens = 40
 
-    moved = split_long_samples(sample, tokens, owner, num_ranks, longest)
+    moved = split_long_samples(sample, tokens, owner, num_ranks, max_tokens)
 
-    is_long = np.array([tokens[sample == s].sum() > longest for s in sample], dtype=bool)
+    is_long = np.array([tokens[sample == s].sum() > max_tokens for s in sample], dtype=bool)
     assert (moved.dest_rank[~is_long] == owner[~is_long]).all()
     free = np.flatnonzero(is_long)
     best = np.inf
@@ -37,7 +38,7 @@ def test_long_samples_are_shared_out_as_evenly_as_can_be(seed: int, num_items: i
     assert back.dest_slot.tolist() == moved.source_slot[order].tolist()
 
 
-def test_a_sample_with_most_of_the_images_no_longer_keeps_others_waiting() -> None:
+def test_a_sample_with_most_of_the_images_is_spread_over_all_ranks() -> None:
     sample, tokens = np.array([0] * 16 + [1, 2, 3]), np.full(19, 10)
     owner = np.array([0] * 16 + [1, 2, 3])
     moved = split_long_samples(sample, tokens, owner, 4, 100)
@@ -53,9 +54,9 @@ def test_features_of_split_samples_reach_the_llm_in_one_move(seed: int, num_samp
     llm = rebalance(rng.integers(1, 50, num_samples), source, num_ranks, BatchCost()).lifted(num_items)
 
     encoder = split_long_samples(sample, tokens, source[sample], num_ranks, 40)
-    begin = {place: f"item {i}" for i, place in enumerate(_places(llm.source_rank, llm.source_slot))}
-    at_encoder = _moved(encoder, begin)
-    assert _moved(llm.after(encoder.inverse()), at_encoder) == _moved(llm, begin)
+    start = {place: f"item {i}" for i, place in enumerate(_places(llm.source_rank, llm.source_slot))}
+    at_encoder = _moved(encoder, start)
+    assert _moved(llm.after(encoder.inverse()), at_encoder) == _moved(llm, start)
 
 
 def _places(rank: np.ndarray, slot: np.ndarray) -> list[tuple[int, int]]:

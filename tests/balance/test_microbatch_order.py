@@ -1,4 +1,4 @@
-"""When microbatches run: blocks move together, on all replicas alike, and never to a longer step."""
+"""Order microbatches in time: blocks move together, in the same way on all replicas, and no step gets longer."""
 
 import itertools
 import math
@@ -17,13 +17,13 @@ from mmtrain.plan.artifact.schedule_table import build_schedule_table
 from tests.balance.test_assign import make_groups, make_lengths
 from tests.program.graphs import Unit, chain
 
-PLACES = (
+PIPELINE = (
     PipelineRank({"vision": SequenceCost(40, 1)}, {"vision": SequenceCost(80, 2)}),
     PipelineRank({"llm": SequenceCost(9)}, {"llm": SequenceCost(18)}),
     PipelineRank({"llm": SequenceCost(9, 1)}, {"llm": SequenceCost(18, 2)}),
 )
-LLM_PRICES = SequenceCost(5), SequenceCost(9, 1)  # of one of four stages
-TARGETS = StepTargets(pipeline=PLACES, item_costs={"vision": SequenceCost(120, 3)})
+LLM_COSTS = SequenceCost(5), SequenceCost(9, 1)  # of one of four stages
+TARGETS = StepTargets(pipeline=PIPELINE, item_costs={"vision": SequenceCost(120, 3)})
 
 cases = st.tuples(  # seed, dp of vision and of the llm, microbatches of each
     st.integers(0, 10_000),
@@ -45,47 +45,49 @@ def laid_out(case: Case, targets: StepTargets) -> tuple[SampleLengths, BatchMeta
 
 
 def interleaved(case: Case) -> StepTargets:
-    """Vision on ranks of its own before an LLM of two chunks on each of two ranks, priced as PLACES are."""
+    """Vision on ranks of its own before an LLM of two chunks on each of two ranks, with the costs of PIPELINE."""
     _, dp_vision, dp_llm, num_vision, num = case
     graph = chain(Unit("vision", dp=dp_vision, n=num_vision), Unit("llm", 2, dp_llm, num_stages=4), n=num)
     counts = {"vision": num_vision, "llm": num}
-    prices = {
-        s.id: (SequenceCost(40, 1), SequenceCost(80, 2)) if s.id.unit == "vision" else LLM_PRICES for s in graph.stages
+    costs = {
+        s.id: (SequenceCost(40, 1), SequenceCost(80, 2)) if s.id.unit == "vision" else LLM_COSTS for s in graph.stages
     }
-    table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), prices)
+    table = build_schedule_table(graph, SchedulePlan(num_microbatches=counts), costs)
     return StepTargets(schedule_table=table, item_costs=TARGETS.item_costs)
 
 
-def seconds(meta: BatchMeta, case: Case, prices: Sequence[Mapping[str, SequenceCost]]) -> np.ndarray:
-    """(dp_llm, prices, num) told from the finished layout: what each replica group's encoders do, shared evenly."""
+def seconds(meta: BatchMeta, case: Case, costs: Sequence[Mapping[str, SequenceCost]]) -> np.ndarray:
+    """(dp_llm, costs, num) from the finished layout: what each replica group's encoders do, shared evenly."""
     _, dp_vision, dp_llm, _, num = case
     g = math.gcd(dp_vision, dp_llm)
     table = meta.items["vision"]
-    found = np.zeros((dp_llm, len(prices), num))
-    for r, p, i in itertools.product(range(dp_llm), range(len(prices)), range(num)):
-        if "llm" in prices[p]:
-            found[r, p, i] = prices[p]["llm"].of(meta.tokens[meta.microbatch(r, i)]).sum()
+    seconds = np.zeros((dp_llm, len(costs), num))
+    for r, c, i in itertools.product(range(dp_llm), range(len(costs)), range(num)):
+        if "llm" in costs[c]:
+            seconds[r, c, i] = costs[c]["llm"].of(meta.tokens[meta.microbatch(r, i)]).sum()
         else:
             in_group = meta.replica[table.sample] // (dp_llm // g) == r // (dp_llm // g)
-            here = in_group & (meta.index[table.sample] == i)
-            found[r, p, i] = prices[p]["vision"].of(table.tokens[here]).sum() // (dp_vision // g)
-    return found
+            items = in_group & (meta.index[table.sample] == i)
+            seconds[r, c, i] = costs[c]["vision"].of(table.tokens[items]).sum() // (dp_vision // g)
+    return seconds
 
 
 def span(meta: BatchMeta, case: Case, targets: StepTargets) -> float:
-    """What the recurrence says of a layout as it is."""
-    as_it_is = np.arange(case[4])[None]
+    """The makespan of a layout in its own order, by the recurrence."""
+    given = np.arange(case[4])[None]
     if targets.schedule_table is None:
-        forward, backward = (seconds(meta, case, [getattr(p, way) for p in PLACES]) for way in ("forward", "backward"))
-        return float(makespans_1f1b(forward, backward, as_it_is)[0])
+        forward, backward = (
+            seconds(meta, case, [getattr(p, way) for p in PIPELINE]) for way in ("forward", "backward")
+        )
+        return float(makespans_1f1b(forward, backward, given)[0])
     costs = seconds(meta, case, [{task.unit: task.cost} for task in targets.schedule_table.tasks])
     blocks = math.gcd(case[3], case[4])
     for t, task in enumerate(targets.schedule_table.tasks):
         if task.unit == "vision":  # a microbatch holds its share of a block
-            whole = costs[:, t].reshape(case[2], blocks, -1).sum(axis=2)
-            costs[:, t] = np.repeat(whole // (case[3] // blocks), case[4] // blocks, axis=1)
+            by_block = costs[:, t].reshape(case[2], blocks, -1).sum(axis=2)
+            costs[:, t] = np.repeat(by_block // (case[3] // blocks), case[4] // blocks, axis=1)
     return float(
-        ScheduleRecurrence(targets.schedule_table, {"vision": case[3], "llm": case[4]}).makespans(costs, as_it_is)[0]
+        ScheduleRecurrence(targets.schedule_table, {"vision": case[3], "llm": case[4]}).makespans(costs, given)[0]
     )
 
 
@@ -99,8 +101,8 @@ def test_an_order_in_time_moves_whole_blocks_and_lengthens_no_step(case: Case, c
 
     def block(meta: BatchMeta, b: int) -> list[list[int]]:
         per = num // math.gcd(num, num_vision)
-        mine = range(b * per, (b + 1) * per)
-        return [sorted(meta.sample_id[meta.microbatch(r, i)].tolist()) for r in range(dp_llm) for i in mine]
+        microbatches = range(b * per, (b + 1) * per)
+        return [sorted(meta.sample_id[meta.microbatch(r, i)].tolist()) for r in range(dp_llm) for i in microbatches]
 
     num_blocks = math.gcd(num, num_vision)
     blocks = [[block(meta, b) for b in range(num_blocks)] for meta in (plain, timed)]
@@ -117,19 +119,19 @@ def test_an_uneven_pipeline_comes_near_the_best_of_all_orders(chunks: bool) -> N
         timing = interleaved(case) if chunks else TARGETS
         _, timed = laid_out(case, timing)
         if timing.schedule_table is None:
-            ways = (seconds(timed, case, [getattr(p, way) for p in PLACES]) for way in ("forward", "backward"))
+            ways = (seconds(timed, case, [getattr(p, way) for p in PIPELINE]) for way in ("forward", "backward"))
             spans = makespans_1f1b(*ways, orders)
         else:
             costs = seconds(timed, case, [{task.unit: task.cost} for task in timing.schedule_table.tasks])
             spans = ScheduleRecurrence(timing.schedule_table, {"vision": 6, "llm": 6}).makespans(costs, orders)
-        ratios.append(float(spans[0] / spans.min()))  # the first is the order as it is
+        ratios.append(float(spans[0] / spans.min()))  # the first is the given order
     assert max(ratios) < 1.03
     assert np.mean(ratios) < 1.01
 
 
-@pytest.mark.parametrize("places", [(), PLACES[:1]])
-def test_without_a_pipeline_microbatches_stay(places: tuple[PipelineRank, ...]) -> None:
+@pytest.mark.parametrize("pipeline", [(), PIPELINE[:1]])
+def test_without_a_pipeline_microbatches_stay(pipeline: tuple[PipelineRank, ...]) -> None:
     case = 1, 2, 2, 4, 4
-    (_, plain), (_, same) = (laid_out(case, StepTargets(pipeline=p)) for p in ((), places))
+    (_, plain), (_, same) = (laid_out(case, StepTargets(pipeline=p)) for p in ((), pipeline))
     assert plain.sample_id.tolist() == same.sample_id.tolist()
     assert plain.index.tolist() == same.index.tolist()

@@ -1,4 +1,4 @@
-"""Encoder replicas change batches so that little leaves a node: the best that any placement can do."""
+"""Place encoder batches so that little leaves a node: as well as any placement can."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from mmtrain.balance.node_placement import place_batches
 from tests.balance.test_assign import make_groups, make_lengths
 
 
-def _worst(volume: np.ndarray, node_of: list[int], placed: list[int]) -> int:
+def _largest_sender(volume: np.ndarray, node_of: list[int], placed: list[int]) -> int:
     return max(int(volume[j].sum() - volume[j, node_of[r]]) for j, r in enumerate(placed))
 
 
@@ -22,14 +22,14 @@ def test_no_placement_has_a_smaller_largest_sender(seed: int, d: int, nodes: int
     volume, node_of = rng.integers(0, 30, (d, nodes)), rng.integers(0, nodes, d).tolist()
     placed = place_batches(volume, node_of).tolist()
     assert sorted(placed) == list(range(d))
-    best = min(_worst(volume, node_of, list(p)) for p in itertools.permutations(range(d)))
-    assert _worst(volume, node_of, placed) == best
-    if _worst(volume, node_of, list(range(d))) == best:
-        assert placed == list(range(d)), "nothing moves for nothing"
+    best = min(_largest_sender(volume, node_of, list(p)) for p in itertools.permutations(range(d)))
+    assert _largest_sender(volume, node_of, placed) == best
+    if _largest_sender(volume, node_of, list(range(d))) == best:
+        assert placed == list(range(d)), "no batch moves without need"
 
 
 @given(st.integers(0, 10_000), st.sampled_from([(3, 2), (4, 1), (6, 4), (4, 2)]), st.sampled_from([1, 3]))
-def test_a_layout_sends_no_more_off_its_nodes_and_loads_stay(seed: int, dp: tuple[int, int], num: int) -> None:
+def test_a_layout_sends_no_more_off_its_nodes_and_keeps_its_loads(seed: int, dp: tuple[int, int], num: int) -> None:
     rng = np.random.default_rng(seed)
     num_groups = dp[1] * num
     lengths, groups = make_lengths(rng, 3 * num_groups), make_groups(rng, 3 * num_groups, num_groups)
@@ -39,20 +39,20 @@ def test_a_layout_sends_no_more_off_its_nodes_and_loads_stay(seed: int, dp: tupl
         assign(0, 0, groups, lengths, sizes, counts, a) for a in (StepTargets(), StepTargets(replica_nodes=nodes))
     )
     per_group = dp[0] // int(np.gcd(*dp))
-    to = np.array(nodes["llm"])
+    llm_node = np.array(nodes["llm"])
 
     def senders(table: ItemTable) -> np.ndarray:
         """(groups,) the most that an encoder replica of each sends off its node."""
-        leaves = np.array(nodes["vision"])[table.replica] != to[plain.replica[table.sample]]
+        leaves = np.array(nodes["vision"])[table.replica] != llm_node[plain.replica[table.sample]]
         sent = np.zeros(dp[0], dtype=np.int64)
         np.add.at(sent, table.replica[leaves], table.features[leaves])
-        found: np.ndarray = sent.reshape(-1, per_group).max(axis=1)
-        return found
+        largest: np.ndarray = sent.reshape(-1, per_group).max(axis=1)
+        return largest
 
     def loads(table: ItemTable) -> list[list[int]]:
-        found = np.zeros((dp[0], num), dtype=np.int64)
-        np.add.at(found, (table.replica, table.index), table.tokens)
-        return sorted(map(sorted, found.reshape(-1, per_group * num).tolist()))
+        tokens = np.zeros((dp[0], num), dtype=np.int64)
+        np.add.at(tokens, (table.replica, table.index), table.tokens)
+        return sorted(map(sorted, tokens.reshape(-1, per_group * num).tolist()))
 
     tables = plain.items["vision"], near.items["vision"]
     assert plain.sample_id.tolist() == near.sample_id.tolist()

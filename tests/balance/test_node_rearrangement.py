@@ -1,3 +1,5 @@
+"""Node-wise rearrangement against brute force and a mixed-integer program."""
+
 import itertools
 
 import numpy as np
@@ -6,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from mmtrain.balance import BatchCost, rearrange_across_nodes, rebalance
-from mmtrain.balance.node_rearrangement import off_node_bytes
+from mmtrain.balance import BatchCost, rebalance
+from mmtrain.balance.node_rearrangement import off_node_bytes, rearrange_across_nodes
 
 
 def _pieces(seed: int, num_replicas: int, per_replica: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -36,7 +38,7 @@ def test_placements_are_permutations_as_good_as_the_best_of_all(seed: int, nodes
     assert worst(replica) == off_node_bytes(source, batch, sizes, replica, per_node).max()
     assert worst(replica) <= worst(np.arange(num_replicas)), "never worse than leaving batches where they are"
     best = min(worst(np.array(placement)) for placement in itertools.permutations(range(num_replicas)))
-    assert worst(replica) == best, "so few replicas are placed as well as can be"
+    assert worst(replica) == best, "few replicas are placed in the best way"
 
 
 def _optimum(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num_replicas: int, per_node: int) -> float:
@@ -53,7 +55,7 @@ def _optimum(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num_repli
     full = np.zeros((num_nodes, num_vars))
     for j, n in itertools.product(range(num_replicas), range(num_nodes)):
         once[j, j * num_nodes + n] = full[n, j * num_nodes + n] = 1
-    found = milp(
+    solution = milp(
         np.eye(num_vars)[-1],
         constraints=[
             LinearConstraint(keeps, volume.sum(axis=1), np.inf),
@@ -64,7 +66,7 @@ def _optimum(source: np.ndarray, batch: np.ndarray, sizes: np.ndarray, num_repli
         bounds=Bounds(0, np.append(np.ones(num_vars - 1), np.inf)),
         options={"mip_rel_gap": 1e-3, "time_limit": 20},
     )
-    return float(found.fun)
+    return float(solution.fun)
 
 
 def test_sixteen_replicas_come_near_the_exact_solution() -> None:

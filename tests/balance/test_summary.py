@@ -1,41 +1,44 @@
+"""Summaries of lengths and scores of groupings, by hand."""
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import SampleGroups
-from mmtrain.balance.summary import NUM_BINS, score_grouping, summarize_lengths
+from mmtrain.balance.summary import NUM_HISTOGRAM_BINS, score_grouping, summarize_lengths
 
 
 @given(
     st.lists(st.lists(st.integers(0, 10**6), min_size=2, max_size=2), max_size=60), st.sampled_from([1.0, 0.37, 1e-3])
 )
-def test_every_sample_that_has_any_is_in_one_bin(rows: list[list[int]], unit: float) -> None:
+def test_every_sample_with_some_of_a_measure_is_in_one_bin(rows: list[list[int]], unit: float) -> None:
     values = np.array(rows, dtype=np.float64).reshape(-1, 2) * unit
     summary = summarize_lengths(("a", "b"), values)
     for spread, column in zip(summary.spreads, values.T, strict=True):
-        some = column[column > 0]
-        assert sum(spread.counts) == spread.samples == len(some)
-        assert len(spread.counts) <= NUM_BINS
-        if len(some):
-            assert spread.edges[0] == some.min()
-            assert spread.edges[-1] >= some.max() == spread.largest
+        positive = column[column > 0]
+        assert sum(spread.counts) == spread.samples == len(positive)
+        assert len(spread.counts) <= NUM_HISTOGRAM_BINS
+        if len(positive):
+            assert spread.edges[0] == positive.min()
+            assert spread.edges[-1] >= positive.max() == spread.largest
             assert (np.diff(spread.edges) > 0).all()
             by_hand = [
-                ((some >= lo) & (some < hi)).sum() for lo, hi in zip(spread.edges, spread.edges[1:], strict=False)
+                ((positive >= lo) & (positive < hi)).sum()
+                for lo, hi in zip(spread.edges, spread.edges[1:], strict=False)
             ]
-            by_hand[-1] += (some == spread.edges[-1]).sum()
+            by_hand[-1] += (positive == spread.edges[-1]).sum()
             assert list(spread.counts) == by_hand
-            assert spread.total == pytest.approx(some.sum())
+            assert spread.total == pytest.approx(positive.sum())
 
 
-def test_correlation_is_numpys_and_has_none_for_what_never_varies() -> None:
+def test_correlation_is_pearsons_and_none_for_a_constant_measure() -> None:
     values = np.random.default_rng(0).integers(0, 50, (40, 3)).astype(np.float64)
     values[:, 2] = 7
-    found = summarize_lengths(("a", "b", "c"), values).correlation
-    assert found[0][1] == pytest.approx(np.corrcoef(values[:, 0], values[:, 1])[0, 1])
-    assert found[0][0] == pytest.approx(1)
-    assert [row[2] for row in found] == [None] * 3
+    correlation = summarize_lengths(("a", "b", "c"), values).correlation
+    assert correlation[0][1] == pytest.approx(np.corrcoef(values[:, 0], values[:, 1])[0, 1])
+    assert correlation[0][0] == pytest.approx(1)
+    assert [row[2] for row in correlation] == [None] * 3
 
 
 def test_a_score_by_hand() -> None:
@@ -44,8 +47,8 @@ def test_a_score_by_hand() -> None:
     row = score_grouping("random", groups, ("llm", "vision"), tokens, 10, 2, seconds=0.5)
     assert (row.groups, row.mean_batch, row.fill) == (4, 1.25, 0.625)
     assert row.pad_ratio == pytest.approx((2 / 12) / 4)
-    waits = {"llm": ((2 / 20) + (3 / 10)) / 2, "vision": ((2 / 8) + (5 / 10)) / 2}
-    assert row.dist_ratio == pytest.approx(waits)
+    waiting = {"llm": ((2 / 20) + (3 / 10)) / 2, "vision": ((2 / 8) + (5 / 10)) / 2}
+    assert row.dist_ratio == pytest.approx(waiting)
     assert row.max_over_mean == pytest.approx((12 / 12 + 10 / 6) / 2)
     assert score_grouping("matched", groups, ("llm", "vision"), tokens, 10, 2, 0.5).pad_ratio is None
     alone = score_grouping("isf", groups, ("llm", "vision"), tokens, 10, 8, 0.5)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.balance import Grouping, IntArray, ItemLengths, SampleGroups, SampleLengths, dist_ratio
-from mmtrain.balance.methods import GroupingMethod, GroupingSizes, group_window, token_targets, unit_tokens
+from mmtrain.balance.grouping import GroupingSizes
+from mmtrain.balance.methods import GroupingMethod, group_window, token_targets, unit_tokens
 from mmtrain.data import DataIndex, GroupStream, validation_batches
 from mmtrain.errors import DataError
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from mmtrain.balance import BatchMeta, Grouping, IntArray, SampleGroups, SampleLengths, StepTargets, assign, pack_groups
 from mmtrain.balance.assign import NO_TARGETS
 from mmtrain.balance.even_groups import even_out_groups
+from mmtrain.balance.grouping import GroupingSizes
 from mmtrain.balance.methods import (
-    GroupingSizes,
     arrange_window,
     group_window,
     grouping_sizes,
@@ -232,7 +232,7 @@ class _SubStream:
         if len(groups) > window.num_groups or len(groups.samples) < window.num_groups:
             groups = self._trial_groups(w, window.samples, window.probabilities)
         groups = split_to_count(groups, window.num_groups)
-        return arrange_window(self._sizes, groups, self._grouping, offset, rng, exchanged=False)
+        return arrange_window(self._sizes, groups, self._grouping, offset, rng, exchange_samples=False)
 
     def _trial_groups(self, w: int, samples: IntArray, probabilities: Float64Array) -> SampleGroups:
         """Group the samples of a window once, to count its groups."""
