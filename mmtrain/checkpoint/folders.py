@@ -16,7 +16,7 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _DRAFT = "draft-"
-_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_CHECKPOINT_FOLDER_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 def tensor_file(rank: int) -> str:
@@ -65,5 +65,5 @@ def free_folder(root: Path, step: int) -> Path:
 
 def _age(name: str) -> tuple[int, int] | None:
     """Parse (step, attempt) from the name of a checkpoint's folder; None for other names."""
-    match = _FOLDER.fullmatch(name)
+    match = _CHECKPOINT_FOLDER_NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2] or 1))

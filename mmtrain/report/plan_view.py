@@ -132,6 +132,8 @@ def _choice_sentences(plan: Plan) -> Iterator[str]:
                 f"Not the fastest by prediction: {next_best.summary} takes {ratio:.2f}x the step time "
                 f"({next_best.reason})."
             )
+        elif ratio < SAME_AS_PRINTED_RATIO:
+            yield f"No plan that fits is predicted to be faster; equally fast: {next_best.summary}."
         else:
             yield f"Chosen because it is the fastest that fits; the next best takes {ratio:.2f}x: {next_best.summary}."
     elif plan.alternatives:

@@ -17,12 +17,12 @@ from mmtrain.report.timeline_picture import DrawnStep
 
 _LABEL_COLUMNS = 9  # `rank 123 `
 _CURVE_COLUMNS = 60
-_TEXT_COLUMNS = 70  # of a table that ends in bars; the bars get the other columns
+_COLUMNS_WITHOUT_BARS = 70  # of a table that ends in bars; the bars get the other columns
 
 
 def report_text(contents: ReportContents, width: int = DEFAULT_WIDTH) -> str:
     """Write the whole report as text `width` columns wide."""
-    bar = partial(_bar, max_columns=max(width - _TEXT_COLUMNS, 0))
+    bar = partial(_bar, max_columns=max(width - _COLUMNS_WITHOUT_BARS, 0))
     parts: list[RenderableType] = [_key_figures(contents), *_timelines(contents, width)]
     path = critical_path_cells(contents)
     if path:

@@ -89,6 +89,14 @@ def test_a_plan_slower_than_an_alternative_is_not_called_the_fastest() -> None:
     assert "Chosen because" not in text
 
 
+def test_an_equally_fast_alternative_is_named_as_such() -> None:
+    equal = Alternative(
+        summary="unified: tp2", placement="unified", step_time_s=0.2501, peak_memory_gib=1.0, reason="as fast"
+    )
+    text = " ".join(plan_table(plan(equal)).split())
+    assert "No plan that fits is predicted to be faster; equally fast: unified: tp2." in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, plan_table(plan(), width).splitlines())) <= width
