@@ -58,7 +58,7 @@ class StepRequest:
 class ReadMonitor:
     """Reports which sample is being read, and names the samples whose media must not be read.
 
-    Decoders of data from untrusted places may crash or never return; whoever watches them must know over which sample.
+    Decoders of data from untrusted places may crash or never return; the watching process must know over which sample.
     """
 
     on_read: Callable[[int | None], None] = lambda _: None  # called with the sample whose media are read next, or None
