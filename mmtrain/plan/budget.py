@@ -94,6 +94,9 @@ class ColocatedBudget:
     max_simulated_layouts: int = 8
     recompute_shares: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers
     max_layouts_in_pieces: int = 2  # of those simulated, the fastest
+    # Encoder pieces with no communication between them are joined to kernels of at most this share of the LLM's longest
+    # communication gap, so that a kernel fits into the gap.
+    max_kernel_share_of_gap: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class BaselineBudget:
 
 @dataclass(frozen=True)
 class ExplanationBudget:
-    """How much is said about candidates that lost, and about problems without a plan; all chosen by hand."""
+    """How many losers are explained, and how long a fitting change is sought where nothing fits; all by hand."""
 
     max_misfits_to_try: int = 12  # mesh assignments that cannot fit by their bound, tried where nothing else fits
     max_unsearched: int = 200  # mesh assignments that were never looked at, explained by their bound
@@ -118,7 +121,7 @@ class ExplanationBudget:
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """All of them."""
+    """All budgets of one planning run."""
 
     sampling: SamplingBudget = field(default_factory=SamplingBudget)
     loads: LoadBudget = field(default_factory=LoadBudget)

@@ -21,9 +21,9 @@ def llm_mesh_sizes(choices: Mapping[str, UnitChoices], world_size: int) -> Itera
     """
     llm = choices[LLM]
     vpp = llm.fixed_vpp or 1
-    for size in llm.sizes(world_size):
+    for size in llm.meshes(world_size):
         has_bubbles = size.tp * size.pp > 1
-        can_interleave = vpp == 1 or (size.pp > 1 and size.pp * vpp <= llm.layers)
+        can_interleave = vpp == 1 or (size.pp > 1 and size.pp * vpp <= llm.num_layers)
         if has_bubbles and can_interleave:
             yield size
 

@@ -168,7 +168,7 @@ def _enumerate(evaluator: Evaluator, num_ranks: int) -> Iterator[Candidate]:
 def _with_chunks(mesh: MeshSize, unit: UnitChoices, open_vpp: tuple[int, ...]) -> Iterator[MeshSize]:
     """List the mesh with the numbers of model chunks that its layers allow, or with the number the recipe fixes."""
     for vpp in open_vpp if unit.fixed_vpp is None else (unit.fixed_vpp,):
-        if vpp == 1 or (mesh.pp > 1 and mesh.pp * vpp <= unit.layers):
+        if vpp == 1 or (mesh.pp > 1 and mesh.pp * vpp <= unit.num_layers):
             yield replace(mesh, vpp=vpp)
 
 

@@ -30,9 +30,6 @@ from mmtrain.program.trace.timeline import Span, Timeline
 
 RankOrders = dict[int, tuple[str, ...]]  # by rank, its forwards and backwards as text
 
-# Encoder pieces with no communication between them are joined to kernels of at most this share of the LLM's longest
-# communication gap, so that a kernel fits into the gap.
-MAX_PIECE_SHARE_OF_GAP = 0.5
 _DIRECTIONS: tuple[Direction, Direction] = ("F", "B")
 
 
@@ -76,7 +73,7 @@ def plan_encoder_order(
     }
     gaps = {key: communication_gaps(segments) for key, segments in costs.items() if key[0].unit == LLM}
     longest_gap_s = max((gap.end - gap.start for in_pass in gaps.values() for gap in in_pass), default=0.0)
-    max_kernel_s = longest_gap_s * MAX_PIECE_SHARE_OF_GAP
+    max_kernel_s = longest_gap_s * layer_costs.budget.colocated.max_kernel_share_of_gap
     spans = with_delayed_forwards(graph, llm_alone)
     llm = find_bubbles(graph, spans, costs)
     passes = _RankPasses()

@@ -1,5 +1,5 @@
-"""What a candidate costs: seconds, bytes and lower bounds, on the sampled global batches.
+"""What a candidate costs in seconds and bytes, by lower bounds, estimates and simulation on the sampled batches.
 
-Start with `evaluate.evaluate`, which simulates one layout. `layer_costs.LayerCosts` prices layers,
-`step_time_estimator` ranks thousands of layer partitions at once, and `memory_fit` decides what is recomputed.
+Start with `evaluator.Evaluator`. `layer_costs` prices layers, `step_time_estimator` compares thousands of layer
+partitions at once, `memory_fit` decides what is recomputed, and `layout_simulation` simulates one layout.
 """

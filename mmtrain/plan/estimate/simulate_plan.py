@@ -1,4 +1,4 @@
-"""A plan's step on a given batch, simulated: what a run would see if the costs are right."""
+"""The simulated step of a saved plan on a given batch: what a run would measure if the costs are right."""
 
 from mmtrain.balance import BatchMeta
 from mmtrain.costs import costs_for, input_grad_needed, machine_for, num_parameters
@@ -12,7 +12,7 @@ from mmtrain.recipe.schema import Recipe
 
 
 def simulate_plan(recipe: Recipe, plan: Plan, batch: BatchMeta) -> Timeline:
-    """Simulate one step of the plan, all replica groups, on a batch laid out for it."""
+    """Simulate one step of the plan, with all replica groups, on a batch that is laid out for it."""
     machine, model = machine_for(recipe, plan.hardware), build_model_shape(recipe)
     precision = plan_precision(plan, recipe)
     graph = stage_graph(plan, model)

@@ -1,4 +1,5 @@
-"""Which meshes and layer partitions exist for `unified` and `disaggregated`, and which of them is fastest.
+"""The meshes and layer partitions of `unified` and `disaggregated`, and the search for the fastest of them.
 
-Start with `best_first_search.search`. `mesh_enumeration` lists the meshes, `layer_partition` cuts layers into stages.
+Start with `pipelined.PipelinedStrategy`: `mesh_enumeration` lists its candidates, `best_first_search` decides among
+them, and `layer_partition` divides their layers into stages. `constraints` is what the recipe allows.
 """

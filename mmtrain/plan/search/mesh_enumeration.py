@@ -147,7 +147,7 @@ def assignments_near_shares(
 
 def _unified_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssignment]:
     llm = choices[LLM]
-    num_layers = sum(unit.layers for unit in choices.values())
+    num_layers = sum(unit.num_layers for unit in choices.values())
     shared = set.intersection(*({(tp, dp) for tp in unit.tp for dp in unit.dp} for unit in choices.values()))
     min_pp = max(min(unit.pp) for unit in choices.values())
     max_pp = sum(max(unit.pp) for unit in choices.values())
@@ -155,7 +155,7 @@ def _unified_assignments(choices: Choices, num_ranks: int) -> Iterator[MeshAssig
         pp, rest = divmod(num_ranks, tp * dp)
         if rest or not min_pp <= pp <= max_pp:
             continue
-        num_llm = llm.batch // dp
+        num_llm = llm.global_batch // dp
         num_microbatches = {name: unit.fixed_microbatches or num_llm for name, unit in choices.items()}
         for vpp in _vpp_sizes(llm, pp, num_layers, num_llm):
             if _can_interleave_together(choices, vpp):
@@ -191,14 +191,14 @@ def _meshes_of(
         if tp * dp * pp > max_ranks:
             continue
         if unit.name == LLM:
-            num_llm = llm.batch // dp
+            num_llm = llm.global_batch // dp
             rule = MicrobatchRule(fixed=num_llm)
-            for vpp in _vpp_sizes(unit, pp, unit.layers, num_llm):
-                if pp * vpp <= unit.layers:
+            for vpp in _vpp_sizes(unit, pp, unit.num_layers, num_llm):
+                if pp * vpp <= unit.num_layers:
                     yield MeshSize(tp, pp, dp, vpp), rule
             continue
         vpp = unit.fixed_vpp or 1
-        if pp * vpp <= unit.layers:
+        if pp * vpp <= unit.num_layers:
             for rule in [fixed] if unit.fixed_microbatches else merging:
                 yield MeshSize(tp, pp, dp, vpp), rule
 
@@ -264,7 +264,7 @@ def _meshes_beside_llm(
     """
     llm_dp, llm_pp = llm_dp_and_pp
     llm = choices[LLM]
-    num_llm = llm.batch // llm_dp
+    num_llm = llm.global_batch // llm_dp
     encoders = set(takewhile(LLM.__ne__, choices))
 
     def bounded(unit: UnitChoices, max_ranks: int) -> list[BoundedUnitMesh]:
@@ -363,7 +363,7 @@ def _fastest_parts(
 def _disaggregated_assignment(choices: Choices, chosen: Sequence[BoundedUnitMesh]) -> MeshAssignment | None:
     """Give every unit its microbatches; None where an encoder's number does not go with the LLM's."""
     entries = dict(zip(choices, chosen, strict=True))
-    num_llm = choices[LLM].batch // entries[LLM].mesh.dp
+    num_llm = choices[LLM].global_batch // entries[LLM].mesh.dp
     num_microbatches = {}
     for unit, entry in entries.items():
         count = entry.microbatches.count(num_llm)
@@ -401,7 +401,7 @@ def _with_encoder_chunks(choices: Choices, assignment: MeshAssignment, units: Se
     options = []
     for name, mesh in assignment.meshes.items():
         unit = choices[name]
-        blocks = unit.layers - 2  # without the embedding of media and the projector
+        blocks = unit.num_layers - 2  # without the embedding of media and the projector
         is_open = name != LLM and name in units and 1 < mesh.pp <= assignment.num_microbatches[name]
         even = [vpp for vpp in unit.vpp[1:] if is_open and blocks % (mesh.pp * vpp) == 0]
         options.append([mesh, *(replace(mesh, vpp=vpp) for vpp in even)])

@@ -1,4 +1,4 @@
-"""Cutting a line of layers into consecutive parts, exactly."""
+"""Divide a line of layers into consecutive chunks so that the most expensive chunk costs least: an exact solution."""
 
 from collections.abc import Sequence
 
@@ -7,64 +7,76 @@ import numpy.typing as npt
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 OPTIMUM_TOLERANCE = 1e-12  # relative slack for sums of floats that are equal on paper
 
 
-def min_max_partition(costs: Sequence[float], parts: int, allowed: BoolArray | None = None) -> tuple[int, ...] | None:
-    """Cut `costs` into `parts` non-empty runs so that the dearest run is as cheap as possible.
+def min_max_partition(
+    costs: Sequence[float], num_chunks: int, allowed: BoolArray | None = None
+) -> tuple[int, ...] | None:
+    """Divide `costs` into non-empty runs so that the most expensive run costs least.
 
-    Among the cuts that reach that optimum, the one with the least sum of squares is taken: the evenest.
-    allowed: (parts, L + 1, L + 1), whether part p may hold layers [lo, hi). Returns the parts + 1 boundaries, from 0
-    to L, or None if no cut is allowed. An exact dynamic program in O(parts * L^2), the "balanced" baseline of Optimus.
+    Of the partitions that reach that optimum, the one with the least sum of squares is returned: the most even one.
+    allowed: (chunks, L + 1, L + 1), whether chunk p may hold layers [lo, hi). Returns the num_chunks + 1 bounds, from 0
+    to L, or None if no partition is allowed. An exact dynamic program in O(chunks * L^2); the "balanced" baseline of
+    Optimus (arXiv 2408.03505).
 
         >>> min_max_partition([1, 1, 4, 2], 2)
         (0, 2, 4)
     """
     prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
-    return min_max_span_partition(prefix[None, None, :] - prefix[None, :, None], parts, allowed)
+    return min_max_span_partition(prefix[None, None, :] - prefix[None, :, None], num_chunks, allowed)
 
 
-def min_max_span_partition(spans: FloatArray, parts: int, allowed: BoolArray | None = None) -> tuple[int, ...] | None:
-    """The same, where what a run costs depends on it as a whole, or on its part.
+def min_max_span_partition(
+    spans: FloatArray, num_chunks: int, allowed: BoolArray | None = None
+) -> tuple[int, ...] | None:
+    """Do the same where the cost of a run is no sum over its layers, or depends on the chunk.
 
-    spans: (1 or parts, L + 1, L + 1) cost of [lo, hi), in part p; infinite where it cannot be.
+    spans: (1 or chunks, L + 1, L + 1) cost of layers [lo, hi) in chunk p; infinite where it cannot hold them.
     """
-    if not 1 <= parts < spans.shape[1]:
+    if not 1 <= num_chunks < spans.shape[1]:
         return None
-    segment = _segments(spans, parts, allowed)
-    least, _ = _solve(segment, parts, np.maximum)
-    optimum = least[-1, -1]
+    costs = _allowed_spans(spans, num_chunks, allowed)
+    largest, _ = _solve(costs, num_chunks, np.maximum)
+    optimum = largest[-1, -1]
     if not np.isfinite(optimum):
         return None
-    within = np.where(segment <= optimum * (1 + OPTIMUM_TOLERANCE), segment**2, np.inf)
-    _, choice = _solve(within, parts, np.add)
-    return _boundaries(choice)
+    squares_within = np.where(costs <= optimum * (1 + OPTIMUM_TOLERANCE), costs**2, np.inf)
+    _, last_starts = _solve(squares_within, num_chunks, np.add)
+    return _read_bounds(last_starts)
 
 
-def _segments(spans: FloatArray, parts: int, allowed: BoolArray | None) -> FloatArray:
-    """(1 or parts, L + 1, L + 1) cost of part p over [lo, hi); infinite where empty or not allowed."""
+def _allowed_spans(spans: FloatArray, num_chunks: int, allowed: BoolArray | None) -> FloatArray:
+    """Return (1 or chunks, L + 1, L + 1) the cost of chunk p over [lo, hi); infinite where empty or not allowed."""
     width = spans.shape[1]
-    segment = np.where(np.tri(width, dtype=np.bool_), np.inf, spans)
-    return segment if allowed is None else np.where(allowed, np.broadcast_to(segment, (parts, width, width)), np.inf)
+    costs = np.where(np.tri(width, dtype=np.bool_), np.inf, spans)
+    if allowed is None:
+        return costs
+    return np.where(allowed, np.broadcast_to(costs, (num_chunks, width, width)), np.inf)
 
 
-def _solve(segment: FloatArray, parts: int, join: np.ufunc) -> tuple[FloatArray, npt.NDArray[np.int64]]:
-    """Best value of the first p parts over the first j layers, (parts + 1, L + 1), and the start of the last."""
-    width = segment.shape[1]
-    best = np.full((parts + 1, width), np.inf)
+def _solve(costs: FloatArray, num_chunks: int, combine: np.ufunc) -> tuple[FloatArray, IntArray]:
+    """Return the best value of the first p chunks over the first j layers, and where chunk p starts then.
+
+    combine: how costs of chunks make a value, their maximum or their sum. Both arrays: (chunks + 1, L + 1).
+    """
+    width = costs.shape[1]
+    best = np.full((num_chunks + 1, width), np.inf)
     best[0, 0] = 0.0
-    choice = np.zeros((parts + 1, width), dtype=np.int64)
-    for p, own in enumerate(np.broadcast_to(segment, (parts, width, width))):
-        values = join(best[p][:, None], own)
-        choice[p + 1] = values.argmin(axis=0)
-        best[p + 1] = values.min(axis=0)
-    return best, choice
+    last_starts = np.zeros((num_chunks + 1, width), dtype=np.int64)
+    for chunk, chunk_costs in enumerate(np.broadcast_to(costs, (num_chunks, width, width))):
+        values = combine(best[chunk][:, None], chunk_costs)
+        last_starts[chunk + 1] = values.argmin(axis=0)
+        best[chunk + 1] = values.min(axis=0)
+    return best, last_starts
 
 
-def _boundaries(choice: npt.NDArray[np.int64]) -> tuple[int, ...]:
-    parts, last = choice.shape[0] - 1, choice.shape[1] - 1
-    cuts = [last]
-    for p in range(parts, 0, -1):
-        cuts.append(int(choice[p, cuts[-1]]))
-    return tuple(reversed(cuts))
+def _read_bounds(last_starts: IntArray) -> tuple[int, ...]:
+    """Follow the starts of chunks back from the last layer."""
+    num_chunks, num_layers = last_starts.shape[0] - 1, last_starts.shape[1] - 1
+    bounds = [num_layers]
+    for chunk in range(num_chunks, 0, -1):
+        bounds.append(int(last_starts[chunk, bounds[-1]]))
+    return tuple(reversed(bounds))

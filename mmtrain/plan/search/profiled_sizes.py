@@ -1,4 +1,4 @@
-"""Which tensor-parallel sizes are worth measuring before a recipe is planned."""
+"""The tensor-parallel sizes that are worth measuring before a recipe is planned."""
 
 from collections.abc import Sequence
 
@@ -12,31 +12,43 @@ from mmtrain.recipe.schema import Recipe
 def sizes_to_measure(
     recipe: Recipe, ranks: int, only: Sequence[str] = (), wanted: str | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Tensor-parallel sizes of each unit, or of the units `only`, that the recipe allows on `ranks` local ranks.
+    """Return by unit the tensor-parallel sizes that the recipe allows on `ranks` local ranks.
 
-    wanted: some of them, like `1,2`. Raises UserError for units the model lacks and sizes that are not possible.
+    Args:
+        recipe: what will be planned.
+        ranks: ranks of this machine.
+        only: names of units; all by default.
+        wanted: the sizes to measure, like `1,2`; all that are possible by default.
+
+    Raises:
+        UserError: a unit does not exist, or no size in `wanted` is possible.
     """
     hardware = preset(recipe.cluster.hardware) if recipe.cluster.hardware != "auto" else None
-    per_node = recipe.cluster.ranks_per_node or (hardware.ranks_per_node if hardware else ranks)
+    ranks_per_node = recipe.cluster.ranks_per_node or (hardware.ranks_per_node if hardware else ranks)
     model = build_model_shape(recipe)
-    shapes = [unit.name for unit in model.units if unit.kind == "generator"]  # there are no modules to measure
-    choices = {name: c for name, c in unit_choices(recipe, model, per_node).items() if name not in shapes}
-    unknown = [name for name in only if name not in choices]
+    generators = {unit.name for unit in model.units if unit.kind == "generator"}  # their modules do not exist yet
+    choices = {
+        unit: choice for unit, choice in unit_choices(recipe, model, ranks_per_node).items() if unit not in generators
+    }
+    unknown = [unit for unit in only if unit not in choices]
     if unknown:
         raise UserError(f"--only {unknown[0]}: no such unit; allowed: {', '.join(choices)}")
     possible = {
-        name: tuple(size for size in choice.tp if size <= ranks)
-        for name, choice in choices.items()
-        if not only or name in only
+        unit: tuple(tp for tp in choice.tp if tp <= ranks)
+        for unit, choice in choices.items()
+        if not only or unit in only
     }
-    if wanted is None:
-        return possible
+    return possible if wanted is None else _restrict(possible, wanted, ranks)
+
+
+def _restrict(possible: dict[str, tuple[int, ...]], wanted: str, ranks: int) -> dict[str, tuple[int, ...]]:
+    """Keep the sizes that are wanted."""
     try:
         sizes = {int(part) for part in wanted.split(",")}
     except ValueError:
         raise UserError(f"--tp {wanted}: whole numbers with commas are needed, like 1,2") from None
-    chosen = {name: tuple(sorted(sizes & set(found))) for name, found in possible.items()}
+    chosen = {unit: tuple(sorted(sizes & set(of_unit))) for unit, of_unit in possible.items()}
     if not any(chosen.values()):
-        allowed = "; ".join(f"{name}: {', '.join(map(str, found))}" for name, found in possible.items())
+        allowed = "; ".join(f"{unit}: {', '.join(map(str, of_unit))}" for unit, of_unit in possible.items())
         raise UserError(f"--tp {wanted}: not possible on {ranks} ranks; allowed: {allowed}")
     return chosen
