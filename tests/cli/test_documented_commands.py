@@ -1,7 +1,10 @@
 """Every command in the documentation is accepted by the command line, and names files that exist."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +46,19 @@ def test_a_documented_command_is_accepted(line: str) -> None:
     recipe = context.params.get("recipe")
     if isinstance(recipe, Path) and str(recipe) not in MADE_BY_USERS:
         assert (ROOT / recipe).is_file()
+
+
+@pytest.mark.slow
+def test_the_readme_shows_what_plan_prints() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command, _, shown = readme.partition("    $ mmtrain ")[2].partition("\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mmtrain", *shlex.split(command)],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "110"},
+    )
+    printed = "\n".join(f"    {line.rstrip()}".rstrip() for line in done.stdout.rstrip().splitlines())
+    assert shown.startswith(printed)
