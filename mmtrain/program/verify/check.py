@@ -1,6 +1,6 @@
 """The checker: prove, before anything runs, that a program is complete and cannot deadlock.
 
-It also proves that activations fit into memory when given a `MemoryLimit`.
+It proves that activations fit into memory when given a `MemoryLimit`; the planner gives one for the plan it returns.
 
 Each test below looks at one promise and may rely on those before it; problems of one test are reported at once.
 """
