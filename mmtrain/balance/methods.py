@@ -48,7 +48,7 @@ class GroupingSettings(Protocol):
         """The most LLM tokens in a group."""
 
     @property
-    def window(self) -> int:
+    def grouping_window(self) -> int:
         """How many samples are grouped together."""
 
     @property
@@ -56,7 +56,7 @@ class GroupingSettings(Protocol):
         """The most tokens of an encoder in a group, by unit."""
 
     @property
-    def long_tokens(self) -> int | None:
+    def long_sample_tokens(self) -> int | None:
         """The LLM tokens above which a sample is trained in steps of long samples."""
 
 
@@ -80,11 +80,11 @@ class Grouping:
         """Return the grouping that a recipe's `data` asks for, for steps of `global_batch` groups."""
         return cls(
             seq_len=data.seq_len,
-            window=data.window,
+            window=data.grouping_window,
             global_batch=global_batch,
             method=data.grouping,
             budgets=data.budgets,
-            long_tokens=data.long_tokens,
+            long_tokens=data.long_sample_tokens,
         )
 
     @property

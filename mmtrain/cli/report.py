@@ -27,7 +27,7 @@ def report(
     """Show a plan or a run as text, HTML page or figure.
 
     The HTML page is self-contained. For a recipe (optionally with --plan FILE) or a run, the report also shows a step
-    simulated on the data; for a run with a trace (train.trace), predicted and measured times side by side.
+    simulated on the data; for a run with a trace (train.trace_steps), predicted and measured times side by side.
     """
     import json
 

@@ -23,7 +23,7 @@ def simulate(
     ] = None,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Run to compare with; it must have recorded a trace (train.trace)."),
+        typer.Option(metavar="RUN", help="Run to compare with; it must have recorded a trace (train.trace_steps)."),
     ] = None,
     step: Annotated[
         int, typer.Option(min=1, help="Step to simulate. With a run, the steps it recorded are simulated.")

@@ -6,7 +6,7 @@ from typing import Any
 
 from mmtrain.recipe.raw_tree import KeyPath
 from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import AFFECTS_KEY
+from mmtrain.recipe.settings import AFFECTS_KEY, FORMERLY_KEY, Section, former_name, section_type
 
 JsonSchema = dict[str, Any]
 _INTERPOLATED = {"type": "string", "pattern": r"\$\{env:"}
@@ -59,6 +59,22 @@ def setting_paths(keys: KeyPath = ()) -> Iterator[KeyPath]:
         yield from setting_paths((*keys, name))
 
 
+@cache
+def renamed_settings() -> dict[KeyPath, KeyPath]:
+    """Return the path of every renamed setting before and after the renaming."""
+    return dict(_renamed_settings(Recipe, ()))
+
+
+def _renamed_settings(kind: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath, KeyPath]]:
+    for name, field in kind.model_fields.items():
+        former = former_name(field)
+        if former is not None:
+            yield (*path, former), (*path, name)
+        nested = section_type(field.annotation)
+        if nested is not None:
+            yield from _renamed_settings(nested, (*path, name))
+
+
 def describe_allowed(schema: JsonSchema) -> str:
     """Describe in words what a setting allows: `a whole number of at least 1, or null`."""
     schema = _follow(schema)
@@ -89,17 +105,19 @@ def _range(schema: JsonSchema) -> str:
 
 @cache
 def _recipe_schema() -> JsonSchema:
-    schema = _without_effects(Recipe.model_json_schema())
+    schema = _without_declarations(Recipe.model_json_schema())
     assert isinstance(schema, dict)
     return schema
 
 
-def _without_effects(schema: object) -> object:
-    """Drop what settings declare to affect, which is for this package and not for users."""
+def _without_declarations(schema: object) -> object:
+    """Drop effects and former names of settings, which are for this package and not for users."""
     if isinstance(schema, list):
-        return [_without_effects(item) for item in schema]
+        return [_without_declarations(item) for item in schema]
     if isinstance(schema, dict):
-        return {key: _without_effects(value) for key, value in schema.items() if key != AFFECTS_KEY}
+        return {
+            key: _without_declarations(value) for key, value in schema.items() if key not in (AFFECTS_KEY, FORMERLY_KEY)
+        }
     return schema
 
 

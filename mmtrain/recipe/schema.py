@@ -190,9 +190,10 @@ class DataSettings(Section):
         "its group with no other sample that uses this encoder. Default: no limit; for `isf` in proportion to "
         "`seq_len`.",
     )
-    long_tokens: PositiveInt | None = setting(
+    long_sample_tokens: PositiveInt | None = setting(
         None,
         affects={"plan", "steps", "resume"},
+        formerly="long_tokens",
         description="Samples with more LLM tokens than this train in separate steps. Default: no separate steps.",
     )
     index_cache: Path | None = setting(
@@ -201,9 +202,10 @@ class DataSettings(Section):
         description="Folder for the index of large sources, so that the next run need not read them again. Default: "
         "`.mmtrain-index` next to the first data file; no cache if that folder cannot be written.",
     )
-    window: PositiveInt = setting(
+    grouping_window: PositiveInt = setting(
         16384,
         affects={"plan", "steps", "resume"},
+        formerly="window",
         description="Samples among which grouping may choose. No sample moves further from its shuffled position.",
     )
     limits: LimitSettings = Field(LimitSettings(), description="Limits on what an archive may demand.")
@@ -361,9 +363,10 @@ class CheckpointSettings(Section):
         100, ge=0, affects=NOTHING, description="Steps between checkpoints. 0: save only at the end of the run."
     )
     keep: PositiveInt = setting(2, affects=NOTHING, description="How many of the newest good checkpoints to keep.")
-    background: bool = setting(
+    async_save: bool = setting(
         True,
         affects=NOTHING,
+        formerly="background",
         description="Write checkpoints from a copy in host memory while training continues. false: training waits.",
     )
     max_failures: PositiveInt = setting(
@@ -403,14 +406,16 @@ class TrainSettings(Section):
         description="Steps between evaluations, in which the model answers held-out questions. 0: never.",
     )
     evaluate_questions: PositiveInt = setting(64, affects=NOTHING, description="Most questions of one evaluation.")
-    trace: tuple[PositiveInt, ...] = setting(
+    trace_steps: tuple[PositiveInt, ...] = setting(
         (),
         affects=NOTHING,
+        formerly="trace",
         description="Steps, counted from 1, whose timelines are written to the run's `trace.json` (for Perfetto).",
     )
-    max_bad_steps: PositiveInt = setting(
+    max_nonfinite_steps: PositiveInt = setting(
         10,
         affects=NOTHING,
+        formerly="max_bad_steps",
         description="Steps in a row with a non-finite gradient before the run ends. Such steps update no weights.",
     )
     watchdog_s: float = setting(

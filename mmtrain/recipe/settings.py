@@ -18,6 +18,7 @@ EFFECTS: dict[Effect, str] = {
 }
 NOTHING: frozenset[Effect] = frozenset()  # for settings that affect none of these
 AFFECTS_KEY = "affects"  # where the schema of a field keeps the declaration
+FORMERLY_KEY = "formerly"  # likewise for the name before a renaming
 
 
 class Section(BaseModel):
@@ -32,7 +33,14 @@ class Section(BaseModel):
         return self
 
 
-def setting(default: Any = ..., *, affects: Collection[Effect], description: str, **constraints: Any) -> Any:
+def setting(
+    default: Any = ...,
+    *,
+    affects: Collection[Effect],
+    description: str,
+    formerly: str | None = None,
+    **constraints: Any,
+) -> Any:
     """Declare a setting and what another value of it would invalidate; without a default it is required.
 
     Every setting must declare its effects, `NOTHING` if it has none. A field that holds a section may declare effects
@@ -43,9 +51,13 @@ def setting(default: Any = ..., *, affects: Collection[Effect], description: str
         default: the value if the recipe does not set it.
         affects: see `EFFECTS`.
         description: for users, in editors and error messages: meaning, unit, what the default does.
+        formerly: the name before a renaming. Recipes with it are rejected with the new name in the message, and
+            fingerprints and checkpoints keep it as a key, so that a renaming invalidates neither.
         constraints: further arguments of pydantic's `Field`, such as `ge`.
     """
     extra: dict[str, Any] = {AFFECTS_KEY: sorted(affects)}
+    if formerly is not None:
+        extra[FORMERLY_KEY] = formerly
     return Field(default, description=description, json_schema_extra=extra, **constraints)
 
 
@@ -58,6 +70,12 @@ def declared_effects(field: FieldInfo) -> frozenset[Effect] | None:
     return frozenset(declared)
 
 
+def former_name(field: FieldInfo) -> str | None:
+    """Return the name of a field before it was renamed; None if it never was."""
+    extra = field.json_schema_extra
+    return str(extra[FORMERLY_KEY]) if isinstance(extra, dict) and FORMERLY_KEY in extra else None
+
+
 def section_type(annotation: object) -> type[Section] | None:
     """Return the section that a field of this type holds, or holds several of; None for a plain setting."""
     for choice in (annotation, *get_args(annotation)):
@@ -67,11 +85,28 @@ def section_type(annotation: object) -> type[Section] | None:
 
 
 def select(section: Section, effect: Effect, mode: Literal["json", "python"] = "json") -> dict[str, Any]:
-    """Return the settings below `section` that have the effect, as nested plain values.
+    """Return the settings below `section` that have the effect, as nested plain values by their present names.
 
     mode: as in pydantic's `model_dump`; `json` turns paths and tuples into texts and lists.
     """
     return section.model_dump(mode=mode, include=_included_fields(type(section), effect))
+
+
+def with_former_names(kind: type[Section], values: dict[str, Any]) -> dict[str, Any]:
+    """Rename the keys of what `select` returned for a section of this type to the former names of the settings.
+
+    What is saved must use it: fingerprints and the facts of checkpoints.
+    """
+    renamed: dict[str, Any] = {}
+    for name, value in values.items():
+        field = kind.model_fields[name]
+        nested = section_type(field.annotation)
+        if nested is not None and isinstance(value, dict):
+            value = with_former_names(nested, value)
+        elif nested is not None and isinstance(value, list | tuple):
+            value = [with_former_names(nested, item) for item in value]
+        renamed[former_name(field) or name] = value
+    return renamed
 
 
 def _included_fields(kind: type[Section], effect: Effect) -> dict[str, Any]:

@@ -122,6 +122,9 @@ def _problem(error: PydanticError, tree: Node) -> Problem:
 
 
 def _unknown_key(keys: KeyPath) -> str:
+    new_path = json_schema.renamed_settings().get(keys)
+    if new_path is not None:
+        return f"this setting is now called {dotted_path(new_path)}; rename it"
     *parent, name = keys
     known = json_schema.known_keys(tuple(parent))
     closest = get_close_matches(str(name), known, n=1)

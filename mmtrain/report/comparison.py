@@ -71,13 +71,13 @@ class RunTrace:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(
-                f"{path}: cannot read the trace ({error.strerror}); record steps with --set 'train.trace=[2,3]'"
+                f"{path}: cannot read the trace ({error.strerror}); record steps with --set 'train.trace_steps=[2,3]'"
             ) from None
         except ValueError as error:
             raise UserError(f"{path}: not a trace, it is not JSON ({error})") from None
         other_data = content.get("otherData") if isinstance(content, dict) else None
         if not isinstance(other_data, dict) or not other_data.get("steps"):
-            raise UserError(f"{path}: not the trace of a run; record one with --set 'train.trace=[2,3]'")
+            raise UserError(f"{path}: not the trace of a run; record one with --set 'train.trace_steps=[2,3]'")
         return cls(content)
 
     @property

@@ -149,7 +149,7 @@ def test_only_changes_that_affect_lengths_rebuild_the_index(
     build_index(made)
     train = made.train.model_copy(update={"steps": 99, "seed": 5})
     build_index(made.model_copy(update={"train": train}))
-    build_index(changed(made, window=5, grouping="isf", max_bad_rate=0.9))
+    build_index(changed(made, grouping_window=5, grouping="isf", max_bad_rate=0.9))
     source = made.data.sources[0].model_copy(update={"weight": 3.0})
     assert build_index(changed(made, sources=(source,))).weights.tolist() == [3, 3]
     assert reads.count == 1

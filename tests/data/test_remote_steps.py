@@ -176,10 +176,10 @@ def test_facts_cover_what_decides_the_content_of_steps(made: Dataset) -> None:
     assert describe_differences(ours, step_facts(recipe, fewer)).startswith(
         "samples is 11 in the trainer and 12 here; fingerprint of"
     )
-    other, other_index, _ = made(seq_len=48, window=7)
+    other, other_index, _ = made(seq_len=48, grouping_window=7)
     found = describe_differences(ours, step_facts(other, other_index))
     assert "data.seq_len is 48 in the trainer and 64 here" in found
-    assert "data.window is 7 in the trainer" in found
+    assert "data.grouping_window is 7 in the trainer" in found
 
 
 # A producer whose messages the test sends.

@@ -60,7 +60,7 @@ def test_plan_train_alone_and_evaluate(folder: Path) -> None:
 
 
 def test_a_run_is_held_beside_what_was_foretold(folder: Path) -> None:
-    settings = _sets(*SMALL, "train.trace=[2,3]")
+    settings = _sets(*SMALL, "train.trace_steps=[2,3]")
     trained = _mmtrain(folder, "train", "recipes/demo.yaml", *settings, "--run-dir", "runs/traced")
     assert trained.returncode == 0, trained.stderr
     told = ["simulate", "recipes/demo.yaml", *settings, "--against", "runs/traced", "--out", "both.json", "--json"]

@@ -135,7 +135,7 @@ def test_records_that_cannot_be_written_do_not_end_the_run(data: Path, tmp_path:
 
 
 def test_too_many_bad_steps_end_the_run(data: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path, "train.max_bad_steps=2")
+    request = request_for(data, tmp_path, "train.max_nonfinite_steps=2")
     for message in run_all(request, request, faults=FailAt(0, range(1, 6), "nan")):
         assert message.startswith("RunError: step 3: the gradient norm was not finite in 2 steps in a row")
     assert read_run_state(tmp_path)["status"] == "failed"
@@ -151,7 +151,7 @@ def test_training_goes_on_over_a_full_disk(data: Path, unbroken: Path, tmp_path:
 
 
 def test_a_disk_that_stays_full_ends_the_run(data: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path, "train.checkpoint.max_failures=2", "train.checkpoint.background=false")
+    request = request_for(data, tmp_path, "train.checkpoint.max_failures=2", "train.checkpoint.async_save=false")
     for message in run_all(request, request, faults=FailAt(0, range(9), "disk full")):
         assert message.startswith("RunError: 2 checkpoints in a row could not be saved")
         assert "No space left on device" in message
@@ -159,7 +159,7 @@ def test_a_disk_that_stays_full_ends_the_run(data: Path, tmp_path: Path) -> None
 
 
 def test_a_hang_is_explained_by_every_rank(data: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path, "train.watchdog_s=1.5", "train.checkpoint.background=false")
+    request = request_for(data, tmp_path, "train.watchdog_s=1.5", "train.checkpoint.async_save=false")
     began = time.time()
     code, message = launch(request, FailAt(0, 2, "hang", action=Forward))
     assert code == 1

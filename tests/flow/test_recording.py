@@ -31,7 +31,7 @@ TWO_REPLICAS = ("parallel.placement=unified", "parallel.llm.dp=2", "train.checkp
 
 
 def test_a_run_writes_the_timelines_it_was_asked_for(data: Path, tmp_path: Path) -> None:
-    request = request_for(data, tmp_path, "train.trace=[2,4]", "parallel.placement=disaggregated")
+    request = request_for(data, tmp_path, "train.trace_steps=[2,4]", "parallel.placement=disaggregated")
     assert run_all(request, request) == ["", ""]
     trace = json.loads((tmp_path / TRACE_FILE).read_text())
     require_trace(trace)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.recipe import Recipe, editor_schema, recipe_fingerprint
+from mmtrain.recipe import Recipe, editor_schema, json_schema, recipe_fingerprint
 from mmtrain.recipe.schema import DataSettings
 from mmtrain.recipe.settings import (
     AFFECTS_KEY,
@@ -18,6 +18,7 @@ from mmtrain.recipe.settings import (
     section_type,
     select,
     setting,
+    with_former_names,
 )
 
 RECIPE: dict[str, Any] = {
@@ -90,6 +91,30 @@ def test_a_fingerprint_made_before_settings_declared_their_effects_still_holds()
     """Saved plans hold this fingerprint. A change of it voids them all, so it must be meant."""
     expected = "159f48c57abb5a0a284b370dd6cde44a805988a0ac1f2964ac3d22fc26584828"
     assert recipe_fingerprint(Recipe.model_validate(RECIPE)) == expected
+
+
+def test_what_is_saved_keeps_the_former_names_of_settings() -> None:
+    class Inner(Section):
+        new: int = setting(1, affects={"plan"}, description="-", formerly="old")
+
+    class Outer(Section):
+        one: Inner = Inner()
+        several: tuple[Inner, ...] = (Inner(), Inner())
+        missing: Inner | None = None
+
+    selected = select(Outer(), "plan")
+    assert selected == {"one": {"new": 1}, "several": [{"new": 1}] * 2, "missing": None}
+    saved = {"one": {"old": 1}, "several": [{"old": 1}] * 2, "missing": None}
+    assert with_former_names(Outer, selected) == saved
+
+
+def test_no_former_name_is_a_setting_again() -> None:
+    """Its recipes would mean something else without notice."""
+    renamed = json_schema.renamed_settings()
+    assert len(renamed) == 5
+    for former, present in renamed.items():
+        assert json_schema.schema_at(former) is None
+        assert json_schema.schema_at(present) is not None
 
 
 @pytest.mark.parametrize(

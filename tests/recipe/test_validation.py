@@ -84,6 +84,8 @@ def test_everything_is_told_at_once(base: Path, write: Write) -> None:
         ("train.precision=fp16", "allowed: auto, fp32 or bf16; did you mean bf16?"),
         ("data.lr=1", "unknown key here; it belongs to train.optimizer.lr"),
         ("data.zzz=1", "unknown key; allowed here: sources, validation, tokenizer"),
+        ("data.window=9", "this setting is now called data.grouping_window; rename it"),
+        ("train.checkpoint.background=true", "this setting is now called train.checkpoint.async_save; rename it"),
         ("data.sources.0.wieght=1", "unknown key; did you mean weight?"),
         ("model.vision.merge=2", "merge is 2, but downsample `identity` merges nothing: set merge to 1"),
         ("model.audio={layers: 1, hidden: 33, heads: 3, ffn: 8}", "hidden 33 is odd, but sinusoidal positions"),

@@ -144,7 +144,7 @@ class _Saver:
 @pytest.fixture
 def make_hooks(records: RunRecords) -> Callable[..., tuple[FinishBackgroundSave, Checkpointing]]:
     def make(saver: _Saver, background: bool = True) -> tuple[FinishBackgroundSave, Checkpointing]:
-        settings = CheckpointSettings(every=4, background=background, max_failures=2)
+        settings = CheckpointSettings(every=4, async_save=background, max_failures=2)
         writer = CheckpointWriter(cast(Any, saver), settings, records, Activity())
         return FinishBackgroundSave(writer), Checkpointing(writer, records, settings.every)
 
@@ -201,7 +201,7 @@ def test_steps_without_a_finite_gradient_end_the_run_when_too_many_come_in_a_row
     records: RunRecords, notes: Notes
 ) -> None:
     index = cast(Any, SimpleNamespace(samples=[SimpleNamespace(id=name) for name in "abc"]))
-    guard = NonFiniteGuard(index, records, max_bad_steps=2)
+    guard = NonFiniteGuard(index, records, max_nonfinite_steps=2)
 
     def run(step: int, stepped: bool) -> None:
         ctx = context(step)

@@ -44,7 +44,8 @@ class GroupStream:
 
     An epoch uses a sample of integer weight w exactly w times; the fraction of a weight is the probability of one more
     use, drawn in every epoch. Groups never mix epochs. If long samples have steps of their own
-    (`data.long_tokens`), they also have epochs of their own, which end a few steps before or after those of the others.
+    (`data.long_sample_tokens`), they also have epochs of their own, which end a few steps before or after those of the
+    others.
     """
 
     def __init__(

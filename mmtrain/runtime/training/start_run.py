@@ -15,7 +15,7 @@ from mmtrain.plan.artifact.data_drift import describe_data_drift
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_files import load_plan, require_match
 from mmtrain.recipe import Recipe, dump_recipe, recipe_fingerprint
-from mmtrain.recipe.settings import select
+from mmtrain.recipe.settings import select, with_former_names
 from mmtrain.runtime.execution.checkpointing import restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.config_consensus import flatten
@@ -103,7 +103,7 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
 
     These are the settings that declare the effect `resume`, and the content of the data.
     """
-    facts = select(recipe, "resume")
+    facts = with_former_names(type(recipe), select(recipe, "resume"))
     # As one text each: `restore_run` compares the facts of now, and would miss an entry that was removed.
     facts["train"]["freeze"] = " ".join(recipe.train.freeze)
     facts["data"]["budgets"] = " ".join(f"{unit}={most}" for unit, most in sorted(recipe.data.budgets.items()))

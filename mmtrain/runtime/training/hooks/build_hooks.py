@@ -52,8 +52,8 @@ def build_hooks(parts: RunParts) -> tuple[StepHook, ...]:
     hooks: list[StepHook] = [
         LearningRateSchedule(train.optimizer),
         StragglerReports(activity, records),
-        Tracing(_tracer(parts), frozenset(train.trace), activity, records),
-        NonFiniteGuard(parts.index, records, train.max_bad_steps),
+        Tracing(_tracer(parts), frozenset(train.trace_steps), activity, records),
+        NonFiniteGuard(parts.index, records, train.max_nonfinite_steps),
         FinishBackgroundSave(writer),
         QuarantineRecorder(world, _bad_samples(parts), records),
     ]

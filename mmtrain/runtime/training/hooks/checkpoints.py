@@ -28,7 +28,7 @@ class CheckpointWriter:
         self._activity.start(SAVING)
         if self.saver.pending:
             self.finish(must=False)
-        waits = must or not self._settings.background
+        waits = must or not self._settings.async_save
         self.saver.start(next_step, copy=not waits)
         return self.finish(must) if waits else None
 

@@ -11,13 +11,13 @@ from mmtrain.runtime.training.step_hook import StepContext, StepHook
 
 
 class NonFiniteGuard(StepHook):
-    """Names the samples of a step whose gradient was not finite; gives up after `max_bad_steps` in a row.
+    """Names the samples of a step whose gradient was not finite; gives up after `max_nonfinite_steps` in a row.
 
     The optimizer has changed no weight in such a step, on any rank.
     """
 
-    def __init__(self, index: DataIndex, records: RunRecords, max_bad_steps: int) -> None:
-        self._index, self._records, self._max_bad_steps = index, records, max_bad_steps
+    def __init__(self, index: DataIndex, records: RunRecords, max_nonfinite_steps: int) -> None:
+        self._index, self._records, self._max_nonfinite_steps = index, records, max_nonfinite_steps
         self._num_bad_steps = 0  # in a row
 
     def after_step(self, ctx: StepContext) -> None:
@@ -36,10 +36,10 @@ class NonFiniteGuard(StepHook):
             entry = {"step": ctx.step_number, "grad_norm": str(grad_norm), "samples": samples}
             path = self._records.run_dir / SKIPPED_STEPS_FILE
             self._records.try_write(SKIPPED_STEPS_FILE, lambda: _append_line(path, json.dumps(entry)))
-        if self._num_bad_steps >= self._max_bad_steps:
+        if self._num_bad_steps >= self._max_nonfinite_steps:
             raise RunError(
-                f"step {ctx.step_number}: the gradient norm was not finite in {self._max_bad_steps} steps in a row "
-                f"(train.max_bad_steps); the weights are those before them. {SKIPPED_STEPS_FILE} in "
+                f"step {ctx.step_number}: the gradient norm was not finite in {self._max_nonfinite_steps} steps in a "
+                f"row (train.max_nonfinite_steps); the weights are those before them. {SKIPPED_STEPS_FILE} in "
                 f"{self._records.run_dir} names their samples; look at those, at the learning rate and at "
                 "train.precision"
             )

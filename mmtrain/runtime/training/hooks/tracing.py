@@ -1,4 +1,4 @@
-"""Trace the steps that `train.trace` names."""
+"""Trace the steps that `train.trace_steps` names."""
 
 from mmtrain.runtime.execution.activity import TRACING, Activity
 from mmtrain.runtime.training.run_records import RunRecords
