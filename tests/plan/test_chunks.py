@@ -1,4 +1,4 @@
-"""Chunks of encoders on ranks of their own, and of all units where the recipe fixes them."""
+"""Model chunks of encoders on separate ranks, and of all units where the recipe fixes their number."""
 
 import math
 from typing import Any
@@ -41,7 +41,7 @@ def test_chunks_are_few_and_even() -> None:
 
 
 @pytest.mark.parametrize(("vision", "found"), [({**VISION, "layers": 4, "hidden": 32}, {1}), (DEEP, {1, 2})])
-def test_among_many_sizes_only_pipelines_that_take_long_to_fill_have_chunks(
+def test_on_large_clusters_only_pipelines_that_take_long_to_fill_have_chunks(
     vision: dict[str, Any], found: set[int]
 ) -> None:
     wide = {"layers": 24, "hidden": 1024, "ffn": 4096}
@@ -52,7 +52,7 @@ def test_among_many_sizes_only_pipelines_that_take_long_to_fill_have_chunks(
     assert {s.meshes["vision"].vpp for s in apart} == found
 
 
-def test_the_best_of_all_chunks_is_found() -> None:
+def test_the_search_finds_the_best_number_of_chunks() -> None:
     """Against every partition of every mesh simulated, encoders in one chunk and in two."""
     parallel = {"placement": "disaggregated", "vision": OWN, "llm": {"tp": 1, "dp": 1, "pp": 1}}
     settings = recipe(vision={**DEEP, "layers": 4}, llm={"layers": 2}, global_batch=4, parallel=parallel)
@@ -75,7 +75,7 @@ def test_the_best_of_all_chunks_is_found() -> None:
         ("auto", {"vision": {"pp": 2, "vpp": 2, "dp": 1, "tp": 1}}, 3, {"vision": 2}),
     ],
 )
-def test_fixed_chunks_are_honoured(
+def test_a_fixed_number_of_chunks_is_used(
     placement: str, parallel: dict[str, Any], world_size: int, found: dict[str, int]
 ) -> None:
     settings = recipe(parallel={"placement": placement, **parallel})

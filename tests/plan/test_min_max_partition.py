@@ -1,4 +1,4 @@
-"""The exact partition against every partition there is."""
+"""The exact partition against exhaustive search."""
 
 from itertools import combinations, pairwise
 
@@ -12,12 +12,12 @@ from mmtrain.plan.search.min_max_partition import min_max_partition
 COSTS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
 
 
-def every_partition(num_layers: int, parts: int) -> list[tuple[int, ...]]:
-    return [(0, *cuts, num_layers) for cuts in combinations(range(1, num_layers), parts - 1)]
+def all_partitions(num_layers: int, num_chunks: int) -> list[tuple[int, ...]]:
+    return [(0, *bounds, num_layers) for bounds in combinations(range(1, num_layers), num_chunks - 1)]
 
 
-def worth(costs: list[float], cuts: tuple[int, ...]) -> tuple[float, float]:
-    runs = [sum(costs[lo:hi]) for lo, hi in pairwise(cuts)]
+def objective(costs: list[float], bounds: tuple[int, ...]) -> tuple[float, float]:
+    runs = [sum(costs[lo:hi]) for lo, hi in pairwise(bounds)]
     return max(runs), sum(run**2 for run in runs)
 
 
@@ -28,16 +28,18 @@ def test_no_partition_is_better(costs: list[float], parts: int) -> None:
         assert found is None
         return
     assert found is not None
-    assert worth(costs, found) == pytest.approx(min(worth(costs, cuts) for cuts in every_partition(len(costs), parts)))
+    assert objective(costs, found) == pytest.approx(
+        min(objective(costs, cuts) for cuts in all_partitions(len(costs), parts))
+    )
 
 
 @given(COSTS.filter(lambda c: len(c) > 1), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_what_is_not_allowed_is_not_done(costs: list[float], parts: int, random: "np.random.RandomState") -> None:
+def test_only_allowed_partitions_are_returned(costs: list[float], parts: int, random: "np.random.RandomState") -> None:
     size = len(costs) + 1
     allowed = np.array([[[random.random() < 0.6 for _ in range(size)] for _ in range(size)] for _ in range(parts)])
     fitting = [
         cuts
-        for cuts in (every_partition(len(costs), parts) if parts <= len(costs) else [])
+        for cuts in (all_partitions(len(costs), parts) if parts <= len(costs) else [])
         if all(allowed[p, lo, hi] for p, (lo, hi) in enumerate(pairwise(cuts)))
     ]
     found = min_max_partition(costs, parts, allowed)
@@ -45,4 +47,4 @@ def test_what_is_not_allowed_is_not_done(costs: list[float], parts: int, random:
         assert found is None
     else:
         assert found in fitting
-        assert worth(costs, found) == pytest.approx(min(worth(costs, cuts) for cuts in fitting))
+        assert objective(costs, found) == pytest.approx(min(objective(costs, cuts) for cuts in fitting))

@@ -1,4 +1,4 @@
-"""`plan` as users meet it: choices honoured, reasons given, errors that say what to change."""
+"""Plans of whole recipes: fixed settings hold, losers have reasons, errors say what to change."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_the_same_recipe_is_planned_the_same_each_time() -> None:
     assert planned(recipe(), 2, top=5) == planned(recipe(), 2, top=5)
 
 
-def test_a_plan_says_everything() -> None:
+def test_a_plan_is_complete() -> None:
     chosen = planned(recipe(), 4)
     assert chosen.world_size == 4
     assert chosen.recipe_sha256 == "f" * 64
@@ -51,7 +51,7 @@ def test_a_plan_says_everything() -> None:
 
 @pytest.mark.parametrize("placement", ["unified", "disaggregated"])
 @pytest.mark.parametrize("num_microbatches", [1, 4, 16])
-def test_a_number_of_microbatches_fixed_for_a_unit_is_honoured(num_microbatches: int, placement: str) -> None:
+def test_a_number_of_microbatches_fixed_for_a_unit_is_used(num_microbatches: int, placement: str) -> None:
     parallel = {"placement": placement, "vision": {"num_microbatches": num_microbatches}, "llm": {"dp": 1, "pp": 2}}
     chosen = planned(recipe(parallel=parallel), 3)
     assert chosen.schedule.num_microbatches == {"vision": num_microbatches, "llm": 8}
@@ -66,7 +66,7 @@ def test_a_number_of_microbatches_of_the_llm_decides_its_replicas() -> None:
     assert set(chosen.schedule.num_microbatches.values()) == {2}
 
 
-def test_merging_microbatches_is_charged_for_in_memory() -> None:
+def test_merged_microbatches_need_more_memory() -> None:
     parallel: dict[str, Any] = {"placement": "disaggregated", "llm": {"dp": 1}, "vision": {"dp": 1, "pp": 1}}
     peaks = []
     for num_microbatches in (8, 4, 1):
@@ -111,7 +111,7 @@ def test_sequence_parallelism_is_planned_where_it_is_asked_for_and_possible() ->
         ({"vision": {"tp": 1, "dp": 4}}, 6),
     ],
 )
-def test_fixed_sizes_are_honoured(parallel: dict[str, Any], world_size: int) -> None:
+def test_fixed_sizes_are_used(parallel: dict[str, Any], world_size: int) -> None:
     chosen = planned(recipe(parallel=parallel), world_size)
     assert chosen.placement == parallel.get("placement", chosen.placement)
     for unit in ("vision", "llm"):
@@ -170,12 +170,12 @@ def test_a_text_model_has_one_unit() -> None:
         ({"cluster": {"memory_gib": 0.01}}, 2, r"(?s)no plan fits 2 ranks.*most of it \w+ \(.*memory_gib"),
     ],
 )
-def test_what_cannot_be_is_explained(change: dict[str, Any], world_size: int, message: str) -> None:
+def test_an_impossible_problem_is_explained(change: dict[str, Any], world_size: int, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         planned(recipe(**change), world_size)
 
 
-def test_fixed_pipeline_sizes_that_leave_no_cut_name_them() -> None:
+def test_fixed_pipeline_sizes_without_a_partition_are_named() -> None:
     settings = recipe(parallel={"placement": "unified", "vision": {"pp": 1}, "llm": {"pp": 1}})
     with pytest.raises(PlanError, match=r"parallel\.vision\.pp.*parallel\.llm\.pp"):
         planned(settings, 3)

@@ -1,4 +1,4 @@
-"""The least recomputation against trying every number of layers of every lot."""
+"""The least recomputation against exhaustive search over the number of layers of every kind."""
 
 from itertools import product
 
@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from mmtrain.plan.estimate.recompute import least_recompute, span_recompute
 
-LOT = st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 4))  # bytes saved, seconds, layers
+KIND = st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 4))  # bytes saved, seconds, layers
 
 
-@given(st.lists(LOT, min_size=1, max_size=4), st.integers(-5, 60))
-def test_nothing_saves_enough_in_less_time(lots: list[tuple[int, int, int]], excess: int) -> None:
-    saved, seconds, counts = zip(*lots, strict=True)
+@given(st.lists(KIND, min_size=1, max_size=4), st.integers(-5, 60))
+def test_nothing_saves_enough_in_less_time(kinds: list[tuple[int, int, int]], excess: int) -> None:
+    saved, seconds, counts = zip(*kinds, strict=True)
     found = least_recompute(saved, seconds, counts, excess)
     ways = [w for w in product(*(range(n + 1) for n in counts)) if np.dot(w, saved) >= excess or excess <= 0]
     if found is None:
@@ -24,8 +24,8 @@ def test_nothing_saves_enough_in_less_time(lots: list[tuple[int, int, int]], exc
     assert np.dot(found, seconds) == min(np.dot(way, seconds) for way in ways)
 
 
-def test_very_many_lots_are_enough_and_none_is_idle() -> None:
-    """More combinations than are tried: the ratio decides; whatever is recomputed is needed."""
+def test_with_many_kinds_enough_is_saved_and_no_layer_is_recomputed_in_vain() -> None:
+    """There are more combinations than are tried, so the ratio of seconds to bytes decides."""
     rng = np.random.default_rng(0)
     saved, seconds = rng.integers(1, 50, 12).tolist(), rng.integers(1, 50, 12).tolist()
     counts = [5] * 12
@@ -45,11 +45,11 @@ def test_spans_need_what_the_exact_search_needs_where_one_kind_matters(excess: f
     assert found[0] == (np.inf if exact is None else 2.0 * exact[0])
 
 
-@given(st.lists(LOT, min_size=1, max_size=4), st.integers(-5, 60))
-def test_spans_take_no_less_than_the_exact_search_and_at_most_a_layer_of_each_lot_more(
-    lots: list[tuple[int, int, int]], excess: int
+@given(st.lists(KIND, min_size=1, max_size=4), st.integers(-5, 60))
+def test_spans_take_no_less_than_the_exact_search_and_at_most_a_layer_of_each_kind_more(
+    kinds: list[tuple[int, int, int]], excess: int
 ) -> None:
-    saved, seconds, counts = zip(*lots, strict=True)
+    saved, seconds, counts = zip(*kinds, strict=True)
     each, left = np.array([saved], np.float64), np.array([float(excess)])
     found = span_recompute(each, np.array(seconds, np.float64), np.array([counts], np.float64), left)[0]
     exact = least_recompute(saved, seconds, counts, excess)

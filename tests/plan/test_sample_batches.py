@@ -1,3 +1,5 @@
+"""Sampled batches are whole, fit their groups, and stand for the steps of a run."""
+
 import numpy as np
 import pytest
 from hypothesis import given

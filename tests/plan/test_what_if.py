@@ -1,4 +1,4 @@
-"""What the command line may ask of the planner: fewer ranks, all losers, measured order, progress."""
+"""What a request may ask of the planner: fewer ranks, every loser, a measured order, progress."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ def planned(settings: Recipe, world_size: int = 4, **wanted: Any) -> Plan:
     return plan(replace(problem_for(settings, world_size=world_size), request=PlanRequest(**wanted)))
 
 
-def test_fewer_ranks_are_taken_only_where_they_may_be() -> None:
+def test_fewer_ranks_are_used_only_where_the_recipe_allows_it() -> None:
     """With one group a step the LLM has one replica, and a longer pipeline is no faster."""
     tiny: dict[str, Any] = {"vision": None, "global_batch": 1, "seq_len": 224}
     assert planned(recipe(**tiny, parallel={"llm": {"tp": 1}})).world_size == 4
@@ -56,8 +56,8 @@ def test_plans_that_cannot_be_run_are_not_chosen() -> None:
         planned(recipe(), num_alternatives=2, measure=lambda _: math.inf)
 
 
-def test_sizes_whose_state_alone_is_too_much_lost_for_memory() -> None:
-    """Their bound is infinite, which no ratio can say."""
+def test_meshes_whose_state_alone_is_too_large_are_rejected_for_memory() -> None:
+    """Their lower bound is infinite, so no ratio can be reported."""
     large: dict[str, Any] = {"vocab": 8192, "hidden": 256, "layers": 14}
     chosen = planned(recipe(vision=None, llm=large, cluster={"memory_gib": 0.09}), explain=True)
     why = {other.summary: other.reason for other in chosen.alternatives}
