@@ -1,4 +1,4 @@
-"""Weights of tiny `transformers` models, in the layout and under the names of our modules."""
+"""Weights of tiny `transformers` models, in the layout and with the parameter names of mmtrain."""
 
 from collections.abc import Mapping
 

@@ -46,7 +46,7 @@ def test_packed_sequences_do_not_see_each_other(backend: AttentionBackend, causa
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
-def test_a_causal_token_sees_only_those_before(backend: AttentionBackend) -> None:
+def test_a_causal_token_attends_only_to_itself_and_earlier_tokens(backend: AttentionBackend) -> None:
     q, k, v = _qkv(4, 2, 2)
     out = attend(q, k, v, (4,), True, backend)
     torch.testing.assert_close(out[0], v[0])  # the first token sees itself alone
@@ -57,7 +57,7 @@ def test_a_causal_token_sees_only_those_before(backend: AttentionBackend) -> Non
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
-def test_nothing_to_attend_to_still_has_gradients(backend: AttentionBackend, lengths: tuple[int, ...]) -> None:
+def test_empty_sequences_still_have_gradients(backend: AttentionBackend, lengths: tuple[int, ...]) -> None:
     qkv = _qkv(0, 4, 2)
     out, *grads = _forward_and_gradients(qkv, lengths, True, backend)
     assert out.shape == (0, 4, 8)
@@ -81,6 +81,6 @@ def test_auto_is_sdpa_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
-def test_a_backend_that_cannot_work_here_is_refused(backend: AttentionBackend) -> None:
+def test_a_backend_that_cannot_run_here_is_rejected(backend: AttentionBackend) -> None:
     with pytest.raises(UserError, match=rf"train.attention: {backend} .*CUDA.* Usable .* auto, sdpa, reference"):
         choose_backend(backend, CPU, torch.float32)

@@ -1,4 +1,4 @@
-"""The audio unit against Whisper's encoder, and packed clips against separate ones."""
+"""The audio encoder equals Whisper's, and packed clips equal separate ones."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def _copy(module: StageModule, weights: dict[str, Tensor]) -> None:
             params[name].copy_(value)
 
 
-def test_hidden_states_are_those_of_whisper() -> None:
+def test_hidden_states_equal_whispers() -> None:
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -52,7 +52,7 @@ def test_hidden_states_are_those_of_whisper() -> None:
     assert expected.std() > 0.1  # else the comparison would prove nothing
 
 
-def test_packed_clips_are_what_separate_clips_are() -> None:
+def test_packed_clips_equal_separate_clips() -> None:
     unit = stage(settings(audio={"positions": "learned"}), "audio")
     randomize(unit)
     together = clips(8, 4, 0, 20)
@@ -96,11 +96,11 @@ def test_what_is_frozen_and_what_still_trains() -> None:
     assert trained == {f"layers.3.linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
 
 
-def test_a_clip_beyond_the_positions_is_named() -> None:
+def test_a_clip_beyond_the_positions_is_rejected() -> None:
     with pytest.raises(DataError, match=r"84 log-mel frames long, but model\.audio\.max_frames is 80"):
         stage(settings(audio={}), "audio", (0, 1))(None, clips(84))
 
 
-def test_a_clip_that_does_not_fill_its_last_token_is_named() -> None:
+def test_a_clip_that_does_not_fill_its_last_feature_is_rejected() -> None:
     with pytest.raises(DataError, match=r"6 log-mel frames, which is not a multiple of 2 x model\.audio\.downsample 2"):
         stage(settings(audio={}), "audio")(None, clips(6))

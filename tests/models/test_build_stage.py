@@ -147,7 +147,7 @@ def test_loss_is_the_sum_of_cross_entropies() -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def test_features_replace_embeddings_at_their_places() -> None:
+def test_features_replace_embeddings_at_their_positions() -> None:
     embedding = stage(settings(), "llm", (0, 1))
     inputs, features = _inputs("llm")
     assert isinstance(inputs, TextInput)

@@ -6,7 +6,7 @@ from mmtrain.models.megatron import ParallelGroups, optimizer_scope, prepare_meg
 from tests.models.factory import CPU
 
 
-def test_prepare_answers_for_the_device_and_can_be_undone() -> None:
+def test_prepare_megatron_sets_the_device_and_can_be_undone() -> None:
     for _ in range(2):
         prepare_megatron(CPU)
         assert torch.cuda.current_device() == CPU
@@ -28,7 +28,7 @@ def test_optimizer_scope_translates_cuda_names_on_a_cpu() -> None:
     assert tensor.type() == "torch.FloatTensor"
 
 
-def test_unit_scope_sets_and_restores_the_global() -> None:
+def test_tp_group_scope_sets_and_restores_the_global() -> None:
     from megatron.core import parallel_state
 
     groups = ParallelGroups.single()

@@ -1,4 +1,4 @@
-"""What only a GPU can show; left out on machines without one."""
+"""Tests that need a GPU; skipped on machines without one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Names without modules, and patterns over them."""
+"""Parameter names known without modules, and patterns over them."""
 
 import pytest
 from torch import Tensor
@@ -60,13 +60,13 @@ def test_a_tied_head_trains_while_the_embedding_does() -> None:
     assert not shape_of(tied, ["llm.layers.[04].*"]).unit("llm").layers[4].trainable
 
 
-def test_a_pattern_that_matches_nothing_names_the_nearest() -> None:
+def test_a_pattern_that_matches_nothing_names_the_closest_parameters() -> None:
     with pytest.raises(RecipeError, match=r"^train\.freeze\.1: llm\.layer\.0\.\* matches no .*llm\.layers\.0\.table"):
         shape_of(settings(), ["llm.*", "llm.layer.0.*"])
 
 
 @pytest.mark.parametrize("pattern", ["*.weight", "*.bias", "*norm*", "*linear_qkv.weight", "*.linear_1.weight"])
-def test_what_still_trains_gets_the_gradient_it_would_get_anyway(pattern: str) -> None:
+def test_freezing_some_parameters_leaves_the_gradients_of_others_unchanged(pattern: str) -> None:
     model = MODELS["all biases"]
 
     def run(freeze: tuple[str, ...]) -> dict[str, Tensor]:

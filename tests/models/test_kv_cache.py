@@ -1,4 +1,4 @@
-"""Answers written with remembered keys and values, against each whole sequence computed anew for every token."""
+"""Generation with a KV cache gives the same tokens as computing the whole sequence again for every token."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ MODELS = {
 
 @torch.no_grad()
 def write(llm: StageModule, num_new: int = NUM_NEW) -> list[list[int]]:
-    """Continue all prompts together, a token of each a time; one that has come to its end leaves the batch."""
+    """Continue all prompts together, one token at a time; a sequence that ends leaves the batch."""
     memory = KVCache(max(map(len, PROMPTS)) + num_new, (0,) * len(PROMPTS))
     answers: list[list[int]] = [[] for _ in PROMPTS]
     open_, new, features = list(range(len(PROMPTS))), PROMPTS, {"vision": _features()}
@@ -66,7 +66,7 @@ def _features() -> torch.Tensor:
 
 
 def _model(model: ModelSettings, groups: ParallelGroups | None = None, sp: bool = False) -> StageModule:
-    """Blocks that speak louder than the embedding, so that answers vary."""
+    """Build an LLM whose blocks outweigh its embedding, so that answers vary."""
     llm = stage(model, "llm", groups=groups, sequence_parallel=sp, attention="reference")
     with torch.no_grad():
         for name, param in llm.named_parameters():
@@ -76,11 +76,11 @@ def _model(model: ModelSettings, groups: ParallelGroups | None = None, sp: bool 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_remembering_changes_no_token(name: str) -> None:
+def test_caching_changes_no_token(name: str) -> None:
     llm = _model(MODELS[name])
     expected = write_anew(llm)
     assert len({token for answer in expected for token in answer}) > 6, "answers vary"
-    assert expected[0] != expected[3], "what the features say matters"
+    assert expected[0] != expected[3], "features change the answer"
     assert len({len(answer) for answer in expected}) > 1, "some end before others"
     assert write(llm) == expected
     assert write(llm, num_new=1) == [answer[:1] for answer in expected]
@@ -92,7 +92,7 @@ def _on_ranks(names: Sequence[str]) -> list[list[list[int]]]:
 
 
 def test_tensor_parallel_ranks_choose_the_same_tokens() -> None:
-    """With their slices of the vocabulary, and with slices of the tokens, padded where they do not divide."""
+    """Also with sequence parallelism, whose token shards are padded if they do not divide."""
     expected = [write_anew(_model(model)) for model in MODELS.values() for _ in (False, True)]
     assert run_ranks(2, _on_ranks, list(MODELS)) == [expected, expected]
 

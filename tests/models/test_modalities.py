@@ -1,4 +1,4 @@
-"""Encoders are looked up in tables by modality, so another one takes an entry in each and no other change."""
+"""Encoders are looked up by modality, so another encoder takes one entry in each table and no other change."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from mmtrain.models.model_shape import build_model_shape
 from mmtrain.models.stage_inputs import EncoderInput
 from mmtrain.models.stage_module import StageSpec
 from mmtrain.models.vision_layers import VisionContext
-from mmtrain.plan.planner import plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.recipe import Recipe, recipe_fingerprint
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
@@ -130,7 +130,7 @@ def test_another_encoder_goes_from_recipe_to_plan(registered: None, tmp_path: Pa
     assert lengths.items["depth"].features[:2].tolist() == [8, 4]
     assert lengths.tokens[0] == 30 + 8 + 4 + 36
 
-    chosen = plan(settings, lengths, world_size=3, hardware="cpu-core", recipe_sha256="x")
+    chosen = plan_recipe(settings, lengths, world_size=3, hardware="cpu-core", recipe_sha256="x")
     assert set(chosen.units) == {"vision", "depth", "llm"}
     assert sum(hi - lo for lo, hi in (stage.layers for stage in chosen.units["depth"].stages)) == 5
 

@@ -44,7 +44,7 @@ def test_padded_vocab(rows: int, padded: int) -> None:
 @pytest.mark.parametrize("projector_frozen", [True, False])
 @pytest.mark.parametrize("post_norm", [True, False])
 @pytest.mark.parametrize("llm_frozen", [True, False])
-def test_trainable_says_what_the_modules_train(
+def test_trainable_layers_match_the_modules(
     vision_frozen: bool, projector_frozen: bool, post_norm: bool, llm_frozen: bool
 ) -> None:
     model = settings(
@@ -60,7 +60,7 @@ def test_trainable_says_what_the_modules_train(
 
 @pytest.mark.parametrize("class_token", [True, False])
 @pytest.mark.parametrize("positions", ["factorized", "grid"])
-def test_norms_and_position_rows_are_those_of_the_modules(positions: str, class_token: bool) -> None:
+def test_norms_and_position_rows_match_the_modules(positions: str, class_token: bool) -> None:
     vision = {"positions": positions, "class_token": class_token, "pre_norm": True, "projector": {"norm": True}}
     model = settings(vision=vision)
     embed, *_, projector = shape_of(model).unit("vision").layers

@@ -21,13 +21,13 @@ def test_a_gated_shard_holds_gate_rows_then_up_rows() -> None:
     "spec", [GATED, ParamSpec("a", (4, 6), 0), ParamSpec("b", (4, 6), 1), ParamSpec("c", (5,), None)]
 )
 @pytest.mark.parametrize("tp", [1, 2])
-def test_assemble_inverts_slicing(spec: ParamSpec, tp: int) -> None:
+def test_joining_tp_shards_inverts_splitting(spec: ParamSpec, tp: int) -> None:
     full = torch.randn(spec.full_shape, generator=torch.Generator().manual_seed(0))
     shards = [tp_shard(full, spec, rank, tp).reshape(-1) for rank in range(tp)]
     assert torch.equal(join_tp_shards(shards, spec), full)
 
 
-def test_specs_name_every_parameter_and_its_cut() -> None:
+def test_specs_name_every_parameter_and_its_split_dimension() -> None:
     found = stage_param_specs(stage(settings(llm={"qkv_bias": True}), "llm", (0, 2)), "llm", 1)
     described = {name: (spec.full_shape, spec.dim) for name, spec in found.items()}
     assert described == {
@@ -97,7 +97,7 @@ def test_initial_scales() -> None:
     assert torch.equal(params["input_layernorm.weight"], torch.ones(96))
 
 
-def test_a_shard_is_initialised_as_its_slice_of_the_whole() -> None:
+def test_a_shard_is_initialized_as_its_part_of_the_full_tensor() -> None:
     module = stage(settings(), "llm", (1, 2))
     described = stage_param_specs(module, "llm", 2)  # as if this rank held one of two shards of a model twice as wide
     initialize_parameters(module, described, seed=3, tp_rank=0, tp=2)

@@ -93,7 +93,7 @@ def _with_slices(recompute: tuple[int, ...]) -> dict[str, Outcome]:
     return {name: Outcome(model, groups, recompute, sp=True) for name, model in VARIANTS.items()}
 
 
-def test_slices_of_the_tokens_equal_all_of_them() -> None:
+def test_sequence_parallelism_changes_no_result() -> None:
     """The 30 tokens of the sequences do not divide by 4 ranks, nor do the images' 42 with class tokens."""
     on_ranks = run_ranks(4, _with_slices, (1, 3))
     for name, model in VARIANTS.items():
@@ -107,7 +107,7 @@ def _empty_with_slices() -> list[float]:
     return [float(loss.detach()), *(float(g.abs().sum()) for g in gradients(llm).values())]
 
 
-def test_slices_of_no_tokens_give_zero_gradients() -> None:
+def test_sequence_parallelism_without_tokens_gives_zero_gradients() -> None:
     num_params = sum(1 for _ in stage(settings(), "llm").parameters())
     assert run_ranks(TP, _empty_with_slices) == [[0.0] * (1 + num_params)] * TP
 

@@ -51,7 +51,7 @@ def test_grid_positions_with_class_token() -> None:
     torch.testing.assert_close(got[6:], plain[4:] + embed.grid_positions[1:])
 
 
-def test_pixel_shuffle_joins_squares_of_neighbours() -> None:
+def test_pixel_shuffle_merges_squares_of_neighboring_patches() -> None:
     order = _context(EncoderInput((2, 4), (4, 2)), extra_tokens=1).merge_order(2)
     # the class tokens are 0 and 9; each line is one feature: top left, top right, bottom left, bottom right
     assert order.reshape(-1, 4).tolist() == [[1, 2, 5, 6], [3, 4, 7, 8], [10, 11, 12, 13], [14, 15, 16, 17]]
@@ -74,12 +74,12 @@ def test_identity_downsampling_keeps_every_patch() -> None:
     assert vision(None, images((3, 5))).shape == (15, 48)
 
 
-def test_an_image_beyond_the_position_table_is_named() -> None:
+def test_an_image_beyond_the_position_table_is_rejected() -> None:
     with pytest.raises(DataError, match=r"9 patches long, but model\.vision\.max_side is 8"):
         stage(settings(), "vision", (0, 1))(None, images((2, 9)))
 
 
-def test_an_image_that_merge_does_not_divide_is_named() -> None:
+def test_an_image_that_merge_does_not_divide_is_rejected() -> None:
     with pytest.raises(DataError, match=r"3 x 4 patches, but model\.vision\.merge 2"):
         stage(settings(), "vision")(None, images((3, 4)))
 

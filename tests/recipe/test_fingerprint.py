@@ -1,4 +1,4 @@
-"""Recipes written out load back equal; the fingerprint moves with the plan and with nothing else."""
+"""A dumped recipe loads back equal, and the fingerprint changes exactly with settings that plans depend on."""
 
 import tempfile
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_the_fingerprint_covers_what_a_plan_depends_on(base: Path, override: str
     assert (recipe_fingerprint(before) != recipe_fingerprint(after)) == moves
 
 
-def test_the_fingerprint_does_not_ask_where_files_lie(base: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_ignores_the_folders_of_files(base: Path, tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere" / base.name
     copy.parent.mkdir()
     copy.write_text(base.read_text(encoding="utf-8"), encoding="utf-8")

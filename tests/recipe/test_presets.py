@@ -1,4 +1,4 @@
-"""Presets: what they fill in, and that their shapes have as many parameters as their sources say."""
+"""Presets fill in missing settings, and their shapes have the published numbers of parameters."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -28,7 +28,7 @@ UNITS = [(unit, name) for unit, presets in presets_by_unit().items() for name in
 
 @pytest.fixture
 def tiny(write: Write) -> Path:
-    """A recipe that writes nothing of its vision unit but what it takes from a preset."""
+    """Return a recipe whose vision settings come from a preset, except for one."""
     return write(
         "tiny.yaml",
         """
@@ -45,7 +45,7 @@ def tiny(write: Write) -> Path:
     )
 
 
-def test_what_is_written_stands_and_the_preset_fills_the_rest(tiny: Path) -> None:
+def test_a_preset_fills_only_settings_that_the_recipe_leaves_out(tiny: Path) -> None:
     loaded = load_recipe(tiny, env={})
     vision = loaded.recipe.model.vision
     assert vision is not None
@@ -54,13 +54,13 @@ def test_what_is_written_stands_and_the_preset_fills_the_rest(tiny: Path) -> Non
     assert loaded.origin("model.vision.hidden") == f"{tiny}:3, preset internvit-300m"
 
 
-def test_a_preset_of_the_command_line_fills_what_no_file_writes(tiny: Path) -> None:
+def test_a_preset_from_the_command_line_fills_what_the_files_leave_out(tiny: Path) -> None:
     vision = load_recipe(tiny, ["model.vision.preset=vit-huge"], env={}).recipe.model.vision
     assert vision is not None
     assert (vision.layers, vision.hidden) == (2, 1280)
 
 
-def test_a_preset_means_the_settings_it_stands_for(tiny: Path, tmp_path: Path) -> None:
+def test_a_preset_equals_its_settings_written_out(tiny: Path, tmp_path: Path) -> None:
     recipe = load_recipe(tiny, env={}).recipe
     again = tmp_path / "resolved.yaml"
     again.write_text(dump_recipe(recipe), encoding="utf-8")
@@ -69,7 +69,7 @@ def test_a_preset_means_the_settings_it_stands_for(tiny: Path, tmp_path: Path) -
     assert recipe_fingerprint(spelt) == recipe_fingerprint(recipe)
 
 
-def test_an_unknown_preset_is_the_only_problem_told(tiny: Path) -> None:
+def test_an_unknown_preset_is_the_only_problem_reported(tiny: Path) -> None:
     with pytest.raises(RecipeError) as error:
         load_recipe(tiny, ["model.vision.preset=internvit-6"], env={})
     first, *others = str(error.value).splitlines()[1:]
@@ -78,7 +78,7 @@ def test_an_unknown_preset_is_the_only_problem_told(tiny: Path) -> None:
     assert not others
 
 
-def test_editors_are_told_all_names() -> None:
+def test_the_editor_schema_names_all_presets() -> None:
     assert set(get_args(VisionPreset)) == set(VISION_PRESETS)
     assert set(get_args(AudioPreset)) == set(AUDIO_PRESETS)
     assert set(get_args(LlmPreset)) == set(LLM_PRESETS)
@@ -88,7 +88,7 @@ def test_editors_are_told_all_names() -> None:
 
 
 @pytest.mark.parametrize(("unit", "name"), UNITS)
-def test_parameters_are_those_published(unit: str, name: str) -> None:
+def test_parameter_counts_match_the_publication(unit: str, name: str) -> None:
     preset = presets_by_unit()[unit][name]
     llm = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 512}
     model: dict[str, Any] = {"llm": llm} | {unit: dict(preset.settings)}

@@ -26,12 +26,12 @@ def test_a_recipe_loads(base: Path) -> None:
     assert recipe.model.vision.heads == 4
 
 
-def test_the_environment_is_the_process_s_by_default(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_environment_is_that_of_the_process(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "77")
     assert load_recipe(base, ["train.steps=${env:STEPS}"]).recipe.train.steps == 77
 
 
-def test_extends_joins_mappings_and_replaces_lists(base: Path, write: Write) -> None:
+def test_extends_merges_mappings_and_replaces_lists(base: Path, write: Write) -> None:
     child = write("child.yaml", "extends: base.yaml\ntrain: {steps: 20}\ndata:\n  sources: [{path: a}, {path: b}]\n")
     recipe = load_recipe(child, env={}).recipe
     assert (recipe.train.steps, recipe.train.global_batch) == (20, 4)
@@ -51,7 +51,7 @@ def test_null_removes_a_section(base: Path, write: Write) -> None:
     assert load_recipe(child, env={}).recipe.model.vision is None
 
 
-def test_a_circle_is_refused_with_its_chain(base: Path, write: Write) -> None:
+def test_a_cycle_of_extends_is_rejected_with_its_chain(base: Path, write: Write) -> None:
     a = write("a.yaml", "extends: sub/b.yaml\n")
     b = write("sub/b.yaml", "extends: ../a.yaml\n")
     assert f"{a} -> {b} -> {a}" in refusal(a)
@@ -69,11 +69,11 @@ def test_a_missing_ancestor_is_named_with_the_line_that_asks_for_it(base: Path, 
     assert f"{child}:2: extends: there is no file {base.parent / 'nope.yaml'}" in refusal(child)
 
 
-def test_extends_wants_paths(base: Path, write: Write) -> None:
+def test_extends_accepts_only_paths(base: Path, write: Write) -> None:
     assert "extends: found 3; allowed: the path of a recipe" in refusal(write("c.yaml", "extends: [base.yaml, 3]\n"))
 
 
-def test_data_paths_start_at_the_file_that_wrote_them(
+def test_data_paths_start_at_the_folder_of_their_file(
     base: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write("sub/child.yaml", "extends: ../base.yaml\ndata:\n  validation: [{path: v.json, image_root: ../im}]\n")
@@ -91,7 +91,7 @@ def test_an_absolute_path_stays(base: Path) -> None:
     assert load_recipe(base, ["data.tokenizer=/x/t.json"], {}).recipe.data.tokenizer == Path("/x/t.json")
 
 
-def test_a_table_of_costs_starts_where_it_was_written_and_a_shipped_one_is_a_name(base: Path, write: Write) -> None:
+def test_a_cost_table_is_a_path_from_its_file_or_the_name_of_a_shipped_table(base: Path, write: Write) -> None:
     child = write("deep/child.yaml", "extends: ../base.yaml\ncluster: {costs: costs.json}\n")
     assert load_recipe(child, [], {}).recipe.cluster.costs == child.parent / "costs.json"
     assert load_recipe(child, ["cluster.costs=c.json"], {}).recipe.cluster.costs == Path.cwd() / "c.json"
@@ -155,7 +155,7 @@ def test_bad_overrides(base: Path, override: str, message: str) -> None:
     assert ": 1 problem\n" in text
 
 
-def test_an_override_that_is_no_yaml_names_itself(base: Path) -> None:
+def test_an_override_that_is_not_yaml_is_named(base: Path) -> None:
     assert refusal(base, "train.steps=[1").startswith("--set train.steps=[1: not valid YAML")
 
 

@@ -1,4 +1,4 @@
-"""Strict YAML: scalars mean what they look like, and what could surprise is refused with its line."""
+"""Strict YAML: scalars mean what they look like, and ambiguous YAML is rejected with its line."""
 
 import math
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_nan_is_a_float() -> None:
         ("[" * 200, "a.yaml:1", "deeper than 50"),
     ],
 )
-def test_unreadable_text_is_refused_with_its_line(text: str, where: str, what: str) -> None:
+def test_invalid_yaml_is_rejected_with_its_line(text: str, where: str, what: str) -> None:
     with pytest.raises(RecipeError, match=where) as refused:
         yaml.parse_yaml(text, FILE, {})
     assert what in str(refused.value)
@@ -97,7 +97,7 @@ def test_keys_are_names(text: str) -> None:
     assert "allowed: names" in str(problems[0])
 
 
-def test_nodes_know_their_lines() -> None:
+def test_nodes_keep_their_lines() -> None:
     node, _ = yaml.parse_yaml("a:\n  b: 1\n  c:\n    - x\n    - y\n", FILE, {})
     lines = {dotted_path(k): nearest_node(node, k).origin.line for k in [("a",), ("a", "b"), ("a", "c"), ("a", "c", 1)]}
     assert lines == {"a": 1, "a.b": 2, "a.c": 3, "a.c.1": 5}
@@ -129,7 +129,7 @@ def test_interpolated_text_is_not_interpolated_again() -> None:
 
 
 @pytest.mark.parametrize("text", ["${N}", "${env:}", "x ${env:A", "${env:1x}"])
-def test_other_interpolations_are_refused(text: str) -> None:
+def test_other_interpolations_are_rejected(text: str) -> None:
     _, problems = yaml.parse_yaml(f"k: '{text}'", FILE, {"A": "1", "N": "1"})
     assert [p.where for p in problems] == [("k",)]
     assert "${env:NAME}" in problems[0].text

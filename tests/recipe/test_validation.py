@@ -1,4 +1,4 @@
-"""Validation: every problem at once, in words that say what to write instead."""
+"""Validation reports all problems at once, each with what is allowed instead."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +16,12 @@ Write = Callable[[str, str], Path]
 
 
 def problems(path: Path, *overrides: str) -> list[str]:
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(RecipeError) as rejected:
         load_recipe(path, overrides, {})
-    return [line.strip() for line in str(refused.value).splitlines()[1:]]
+    return [line.strip() for line in str(rejected.value).splitlines()[1:]]
 
 
-def test_everything_is_told_at_once(base: Path, write: Write) -> None:
+def test_all_problems_are_reported_at_once(base: Path, write: Write) -> None:
     child = write(
         "child.yaml",
         """
@@ -263,7 +263,7 @@ def test_checks_accept_what_fits(base: Path, overrides: list[str]) -> None:
 
 @pytest.mark.parametrize("section", ["name", "model", "data", "parallel", "cluster", "train"])
 @pytest.mark.parametrize("value", ["null", "3", "[]", "{}", "{llm: 3, sources: 3, steps: x, optimizer: null}"])
-def test_checks_never_stumble_over_other_problems(base: Path, section: str, value: str) -> None:
+def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: str, value: str) -> None:
     if (section, value) not in {("parallel", "{}"), ("cluster", "{}")}:
         assert problems(base, f"{section}={value}")
 
