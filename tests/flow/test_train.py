@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_passed_over(data: Path, unbroken: Path, tmp_pat
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_an_occupied_folder_isrefused(data: Path, unbroken: Path) -> None:
+def test_an_occupied_folder_is_refused(data: Path, unbroken: Path) -> None:
     request = request_for(data, unbroken)
     for message in run_all(request, request):
         assert message.startswith("UserError")
@@ -86,7 +86,7 @@ def test_resuming_with_other_data_names_the_fields(data: Path, unbroken: Path, t
         assert "data.image.std.2: 0.25 then, 0.4 now" in message, "the weights have learned from other numbers"
 
 
-def test_a_plan_for_another_recipe_or_size_isrefused(data: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_a_plan_for_another_recipe_or_size_is_refused(data: Path, unbroken: Path, tmp_path: Path) -> None:
     other = request_for(data, tmp_path / "a", "model.llm.layers=3", plan_path=unbroken / PLAN_FILE)
     for message in run_all(other, other):
         assert message.startswith(PlanError.__name__)
@@ -112,13 +112,13 @@ def test_ranks_with_different_recipes_arerefused(data: Path, tmp_path: Path) -> 
         assert "recipe.train.optimizer.lr: 0.001 on rank 0, 0.002 on rank 1" in message
 
 
-def test_a_world_that_the_recipe_does_not_want_isrefused(data: Path, tmp_path: Path) -> None:
+def test_a_world_that_the_recipe_does_not_want_is_refused(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path / "run", "cluster.ranks=3")
     for message in run_all(request, request):
         assert "cluster.ranks: 3 in the recipe, but 2 processes were started" in message
 
 
-def test_bad_samples_are_named_and_do_not_stop_arun_all(data: Path, tmp_path: Path) -> None:
+def test_bad_samples_are_named_and_do_not_stop_a_run(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     shutil.copytree(data, folder)
     samples = json.loads((folder / "train.json").read_text())
@@ -145,7 +145,7 @@ def test_bad_samples_are_named_and_do_not_stop_arun_all(data: Path, tmp_path: Pa
         assert with_image[0]["id"] in message
 
 
-def test_resume_without_a_run_isrefused(data: Path, tmp_path: Path) -> None:
+def test_resume_without_a_run_is_refused(data: Path, tmp_path: Path) -> None:
     [message] = run_all(request_for(data, tmp_path / "none", "parallel.placement=unified", resume=True))
     assert message.startswith(UserError.__name__)
     assert "holds no run" in message
