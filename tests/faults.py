@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,18 +27,22 @@ Kind = Literal[
     "nan",
     "corrupt",
     "disk full",
+    "slow disk",
+    "stuck disk",
     "signal",
     "signal launcher",
 ]
 SLOW_S = 0.3
+NUM_SLOW_PIECES = 8  # of a file that a slow disk writes
+NUM_PIECES_BEFORE_STUCK = 3
 
 
 @dataclass
 class FailAt(FaultPoints):
     """Fails on `rank` in `step` (from 0; or in each of a range), at the first action of type `action`.
 
-    `nan` spoils the output of the step's forwards; `corrupt` and `disk full` concern the checkpoint after `step`
-    steps. With `once`, a file that remembers it, the failure does not come back when the run does.
+    `nan` spoils the output of the step's forwards; `corrupt` and the kinds of disks concern the checkpoint after
+    `step` steps. With `once`, a file that remembers it, the failure does not come back when the run does.
     """
 
     rank: int
@@ -54,7 +58,7 @@ class FailAt(FaultPoints):
 
     def before_action(self, step: int, action: Action) -> None:
         """See `FaultPoints`."""
-        if self.kind in ("nan", "corrupt", "disk full") or not isinstance(action, self.action) or not self._due(step):
+        if self.kind in ("nan", *_DISKS) or not isinstance(action, self.action) or not self._due(step):
             return
         self._spent.add(step)
         match self.kind:
@@ -81,9 +85,8 @@ class FailAt(FaultPoints):
 
     def checkpoint_storage(self, step: int) -> Storage:
         """See `FaultPoints`."""
-        if self.kind == "disk full" and self._due(step):
-            return _FullDisk()
-        return _BadDisk() if self.kind == "corrupt" and self._due(step) else LocalStorage()
+        disk = _DISKS.get(self.kind)
+        return disk() if disk is not None and self._due(step) else LocalStorage()
 
     def _due(self, step: int) -> bool:
         steps = self.step if isinstance(self.step, range) else range(self.step, self.step + 1)
@@ -139,3 +142,37 @@ class _BadDisk(LocalStorage):
             content[-1] ^= 1
             path.write_bytes(content)
         return written
+
+
+class _SlowDisk(LocalStorage):
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
+        """Take a while for each of the first pieces."""
+        return super().write(path, _delayed(chunks, NUM_SLOW_PIECES, SLOW_S))
+
+
+class _StuckDisk(LocalStorage):
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
+        """Write some pieces, then none any more."""
+        return super().write(path, _stuck_after(chunks, NUM_PIECES_BEFORE_STUCK))
+
+
+def _delayed(chunks: Iterable[bytes | memoryview], count: int, seconds: float) -> Iterator[bytes | memoryview]:
+    for number, chunk in enumerate(chunks):
+        if number < count:
+            threading.Event().wait(seconds)
+        yield chunk
+
+
+def _stuck_after(chunks: Iterable[bytes | memoryview], count: int) -> Iterator[bytes | memoryview]:
+    for number, chunk in enumerate(chunks):
+        if number == count:
+            threading.Event().wait()
+        yield chunk
+
+
+_DISKS: dict[Kind, type[LocalStorage]] = {
+    "disk full": _FullDisk,
+    "corrupt": _BadDisk,
+    "slow disk": _SlowDisk,
+    "stuck disk": _StuckDisk,
+}

@@ -11,7 +11,7 @@ from mmtrain.checkpoint.folders import find, latest
 from mmtrain.checkpoint.load import Checkpoint, open_newest_good
 from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.save import Snapshot, save
-from mmtrain.checkpoint.storage import FileSum, LocalStorage, Storage
+from mmtrain.checkpoint.storage import FileSum, LocalStorage, ProgressCallback, Storage
 from mmtrain.checkpoint.tensor_pieces import Shard, ShardSpec
 from mmtrain.checkpoint.verify_files import verify
 
@@ -19,6 +19,7 @@ __all__ = [
     "Checkpoint",
     "FileSum",
     "LocalStorage",
+    "ProgressCallback",
     "Ranks",
     "Shard",
     "ShardSpec",

@@ -10,6 +10,7 @@ from mmtrain.checkpoint import folders as layout
 from mmtrain.checkpoint import tensorfile
 from mmtrain.checkpoint.manifest import Manifest, Piece
 from mmtrain.checkpoint.rank_agreement import Ranks
+from mmtrain.checkpoint.storage import ProgressCallback, ignore_progress
 from mmtrain.checkpoint.tensor_pieces import Region, ShardSpec, overlap
 from mmtrain.checkpoint.verify_files import read_manifest, verify_together
 from mmtrain.errors import CheckpointError
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
     import torch
 
 
-def open_newest_good(root: Path, on_bad: Callable[[str], None], ranks: Ranks | None = None) -> "Checkpoint":
+def open_newest_good(
+    root: Path,
+    on_bad: Callable[[str], None],
+    ranks: Ranks | None = None,
+    progress: ProgressCallback = ignore_progress,
+) -> "Checkpoint":
     """Open the newest checkpoint in `root` whose files are all as they were saved.
 
     All ranks of a job open the same checkpoint and share the hashing. For each newer one that is damaged, rank 0 calls
-    `on_bad` with a line that names the folder, its files and what is wrong. Raises CheckpointError on all ranks if no
-    checkpoint is good.
+    `on_bad` with a line that names the folder, its files and what is wrong. `progress` hears of what this rank reads,
+    here and from the checkpoint. Raises CheckpointError on all ranks if no checkpoint is good.
     """
     ranks = ranks or Ranks.alone()
     # Rank 0 lists for all ranks: ranks that opened different steps would train on without an error.
@@ -34,9 +40,9 @@ def open_newest_good(root: Path, on_bad: Callable[[str], None], ranks: Ranks | N
         )
     ]
     for folder in folders:
-        problems = verify_together(folder, ranks)
+        problems = verify_together(folder, ranks, progress)
         if not problems:
-            return Checkpoint(folder, read_manifest(folder))
+            return Checkpoint(folder, read_manifest(folder), progress)
         if ranks.rank == 0:
             on_bad(f"checkpoint {folder} is damaged and not used: {'; '.join(problems)}")
     if folders:
@@ -53,6 +59,7 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
+    _progress: ProgressCallback = field(default=ignore_progress, repr=False, compare=False)
     _open: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)  # rank -> safetensors handle
 
     @property
@@ -98,6 +105,11 @@ class Checkpoint:
                 f"{name}: has shape {list(self.full_shape(name))} in checkpoint {self.folder}, "
                 f"but {list(spec.full_shape)} in this model"
             )
+        tensor = self._read(name, spec)
+        self._progress(self.folder, tensor.numel() * tensor.element_size())
+        return tensor
+
+    def _read(self, name: str, spec: ShardSpec) -> "torch.Tensor":
         for piece in self.manifest.tensors[name].pieces:
             if piece.spec == spec:  # the same sharding: one copy
                 stored: torch.Tensor = self._file(piece.rank).get_tensor(tensorfile.key(name, spec))

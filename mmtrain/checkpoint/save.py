@@ -10,7 +10,14 @@ from mmtrain.checkpoint import folders as layout
 from mmtrain.checkpoint import tensorfile
 from mmtrain.checkpoint.manifest import Manifest, join_pieces
 from mmtrain.checkpoint.rank_agreement import Ranks, describe
-from mmtrain.checkpoint.storage import FileSum, LocalStorage, Storage
+from mmtrain.checkpoint.storage import (
+    FileSum,
+    LocalStorage,
+    MonitoredStorage,
+    ProgressCallback,
+    Storage,
+    ignore_progress,
+)
 from mmtrain.checkpoint.tensor_pieces import Shard
 from mmtrain.checkpoint.verify_files import complete, verify_together
 from mmtrain.errors import CheckpointError
@@ -29,16 +36,25 @@ class Snapshot:
     rank_state: Mapping[str, Any] = field(default_factory=dict)
 
 
-def save(root: Path, snapshot: Snapshot, *, keep: int, ranks: Ranks, storage: Storage | None = None) -> Path:
+def save(
+    root: Path,
+    snapshot: Snapshot,
+    *,
+    keep: int,
+    ranks: Ranks,
+    storage: Storage | None = None,
+    progress: ProgressCallback = ignore_progress,
+) -> Path:
     """Save one checkpoint together with all ranks; return its folder.
 
     When this returns, the checkpoint survives a power cut and `latest` names it. Afterwards the `keep` newest
     checkpoints remain; no checkpoint is removed while one of those is found damaged.
+    `progress` hears of every piece of a file that this rank has written or read.
 
     Raises CheckpointError, the same on every rank, if any rank fails. Then nothing was committed, earlier checkpoints
     are untouched and the draft is removed (by the next save, if this process dies first).
     """
-    storage = storage or LocalStorage()
+    storage = MonitoredStorage(storage or LocalStorage(), progress)
     # No rank may write before rank 0 has made the folder, and all must use the same name.
     draft = Path(ranks.from_zero(f"preparing to save in {root}", lambda: str(_make_draft(root, storage))))
     # Rank 0 must not write the manifest, which declares the files complete, before every rank's files are on disk.
@@ -49,7 +65,7 @@ def save(root: Path, snapshot: Snapshot, *, keep: int, ranks: Ranks, storage: St
             f"saving step {snapshot.step}", lambda: str(_commit(root, draft, snapshot, records or [], storage))
         )
     )
-    _retire(root, keep, ranks, storage)
+    _retire(root, keep, ranks, storage, progress)
     return folder
 
 
@@ -130,7 +146,7 @@ def _point_latest(root: Path, folder: Path, storage: Storage) -> None:
         ) from error
 
 
-def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage) -> None:
+def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage, progress: ProgressCallback) -> None:
     """Remove all but the `keep` newest checkpoints, unless one of those is damaged.
 
     Each checkpoint is hashed once more, at the save after its own, when reads come from the disk and no longer from the
@@ -146,7 +162,7 @@ def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage) -> None:
     ]
     newest = folders[:keep]
     old = folders[keep:]
-    if not old or verify_together(newest[min(2, keep) - 1], ranks):
+    if not old or verify_together(newest[min(2, keep) - 1], ranks, progress):
         return
 
     def remove() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from mmtrain.checkpoint.folders import MANIFEST
 from mmtrain.checkpoint.manifest import Manifest
 from mmtrain.checkpoint.rank_agreement import Ranks
-from mmtrain.checkpoint.storage import FileSum
+from mmtrain.checkpoint.storage import PIECE_BYTES, FileSum, ProgressCallback, ignore_progress
 from mmtrain.errors import CheckpointError
 
 
@@ -15,13 +15,16 @@ def verify(folder: Path) -> list[str]:
     return verify_together(folder, Ranks.alone())
 
 
-def verify_together(folder: Path, ranks: Ranks) -> list[str]:
-    """`verify` with the files distributed over all ranks. Every rank gets all problems, so that all decide alike."""
+def verify_together(folder: Path, ranks: Ranks, progress: ProgressCallback = ignore_progress) -> list[str]:
+    """`verify` with the files distributed over all ranks. Every rank gets all problems, so that all decide alike.
+
+    `progress` hears of every piece that this rank has read.
+    """
     problems_here: list[str] = []
     try:
         files = list(read_manifest(folder).files.items())[ranks.rank :: ranks.world_size]
         for name, expected in files:
-            problem = _problem(folder / name, expected)
+            problem = _problem(folder / name, expected, progress)
             if problem is not None:
                 problems_here.append(problem)
     except CheckpointError as error:
@@ -56,13 +59,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{MANIFEST}: {error}") from None
 
 
-def _problem(path: Path, expected: FileSum) -> str | None:
+def _problem(path: Path, expected: FileSum, progress: ProgressCallback) -> str | None:
     try:
+        progress(path, 0)
         num_bytes = path.stat().st_size
         if num_bytes != expected.num_bytes:
             return f"{path.name}: has {num_bytes} bytes, the manifest says {expected.num_bytes}"
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = _sha256(path, progress)
     except FileNotFoundError:
         return f"{path.name}: missing"
     except OSError as error:
@@ -70,3 +73,13 @@ def _problem(path: Path, expected: FileSum) -> str | None:
     if digest != expected.sha256:
         return f"{path.name}: SHA-256 is {digest[:12]}..., the manifest says {expected.sha256[:12]}..."
     return None
+
+
+def _sha256(path: Path, progress: ProgressCallback) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            digest.update(buffer[:num_bytes])
+            progress(path, num_bytes)
+    return digest.hexdigest()

@@ -423,8 +423,8 @@ class TrainSettings(Section):
         ge=0,
         le=540,
         affects=NOTHING,
-        description="Seconds in which no action starts, after which the run ends with a report of what each rank waits "
-        "for. Below torch's own timeout of 600 s. 0: no watchdog.",
+        description="Seconds in which no action starts and no file of a checkpoint makes progress, after which the run "
+        "ends with a report of what each rank waits for. Below torch's own timeout of 600 s. 0: no watchdog.",
     )
     freeze: tuple[str, ...] = setting(
         (),

@@ -4,13 +4,13 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mmtrain.costs import preset_for_device
 from mmtrain.errors import LaunchError, MmtrainError
@@ -40,6 +40,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    # By which background threads exchange small values, while collectives are the main thread's; None for one rank.
+    store: Store | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -177,7 +179,17 @@ def join(address: Address) -> World:
             f"{address.master}:{address.port}: {str(e).splitlines()[0]}. Check that the port is free on the first "
             "node, that every node reaches it, and that all ranks were started"
         ) from e
-    return World(address.rank, address.world_size, device)
+    return World(address.rank, address.world_size, device, _second_client(address))
+
+
+def _second_client(address: Address) -> Store | None:
+    """Connect to the store again: a wait of the main thread blocks torch's own client, lock included."""
+    if address.world_size == 1:
+        return None
+    store = TCPStore(
+        address.master, address.port, address.world_size, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False
+    )
+    return PrefixStore(f"mmtrain/{address.attempt}/threads", store)
 
 
 def leave() -> None:

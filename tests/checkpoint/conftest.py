@@ -57,10 +57,7 @@ class FailingStorage(LocalStorage):
         super().sync_folder(path)
 
     def remove(self, path: Path) -> None:
-        if path.is_dir():
-            for file in sorted(path.iterdir()):
-                self._count(f"remove {file.name}")
-                file.unlink()
+        self._count(f"remove {path.name}")
         super().remove(path)
 
 

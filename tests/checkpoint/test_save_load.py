@@ -291,3 +291,26 @@ def test_a_state_that_is_not_json_is_rejected(root: Path, state: dict) -> None:
         save(root, Snapshot(1, [], state), keep=1, ranks=Ranks.alone())
     with pytest.raises(CheckpointError, match=r"saving step 1: rank 0: .*JSON"):
         save(root, Snapshot(1, [], {}, state), keep=1, ranks=Ranks.alone())
+
+
+def test_every_piece_that_is_written_and_read_is_reported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmtrain.checkpoint.storage.PIECE_BYTES", 40)
+    pieces: list[tuple[str, int]] = []
+
+    def note(path: Path, num_bytes: int) -> None:
+        pieces.append((path.name, num_bytes))
+
+    for step in (1, 2, 3):
+        pieces.clear()
+        snapshot = Snapshot(step, shards_of(step, 0, 1), {}, {})
+        save(root, snapshot, keep=2, ranks=Ranks.alone(), progress=note)
+    written = [num_bytes for name, num_bytes in pieces if name == "rank-00000.safetensors"]
+    folder = root / "step-00000003"
+    size = (folder / "rank-00000.safetensors").stat().st_size
+    assert sum(written) == 2 * size, "once written, and once read in the checkpoint before"
+    assert len([num_bytes for num_bytes in written if num_bytes == 40]) > size // 80
+    pieces.clear()
+    open_newest_good(root, print, progress=note).read("llm.w", ShardSpec((4, 6)))
+    assert sum(num_bytes for _, num_bytes in pieces) == 96 + sum(
+        path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"
+    )

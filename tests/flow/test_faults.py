@@ -1,6 +1,7 @@
 """Whole runs in which something goes wrong: signals, kills, hangs, bad numbers, full disks."""
 
 import json
+import re
 import signal
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import FAILURES_FOLDER, read_failures, stacks_path
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, SKIPPED_STEPS_FILE
 from mmtrain.runtime.run_state import read_run_state
-from tests.faults import SLOW_S, FailAt
+from tests.faults import SLOW_S, AllOf, FailAt
 from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, run_all, tensors
 
 
@@ -188,3 +189,32 @@ def test_a_slow_rank_is_no_hang(data: Path, unbroken: Path, tmp_path: Path) -> N
     request = request_for(data, tmp_path, f"train.watchdog_s={4 * SLOW_S}")
     assert run_all(request, request, faults=FailAt(1, range(2, 4), "slow")) == ["", ""]
     _same_end(tmp_path, unbroken)
+
+
+def test_saves_on_a_slow_disk_take_longer_than_the_watchdog_waits(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.watchdog_s=1.5", "train.checkpoint.every=3")
+    assert run_all(request, request, faults=FailAt(1, range(9), "slow disk")) == ["", ""]
+    _same_end(tmp_path, unbroken)
+    assert [folder.name for folder in find(tmp_path / CHECKPOINTS_FOLDER)] == ["step-00000006", "step-00000003"]
+
+
+def test_a_run_that_is_stopped_on_a_slow_disk_keeps_its_work(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.watchdog_s=1.5", "train.checkpoint.every=0")
+    faults = AllOf(FailAt(0, range(9), "slow disk"), FailAt(1, 2, "signal"))
+    for message in run_all(request, request, faults=faults):
+        assert message.startswith("StoppedAndSaved")
+    assert read_run_state(tmp_path) == {"status": "stopped", "step": 3, "error": None}
+    assert [folder.name for folder in find(tmp_path / CHECKPOINTS_FOLDER)] == ["step-00000003"]
+
+
+def test_a_disk_that_is_stuck_is_named_with_its_file_and_speed(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.watchdog_s=1.5", "train.checkpoint.async_save=false")
+    code, message = launch(request, FailAt(1, 2, "stuck disk"))
+    assert code == 1
+    lead, *secondary = message.splitlines()
+    assert lead.startswith(f"rank 1, step 2, in `saving a checkpoint`: no progress with {tmp_path}/checkpoints/draft-")
+    assert "/rank-00001.safetensors for " in lead
+    assert re.search(r"\d\.\d\d MB at \d+\.\d\d MB/s before that$", lead)
+    [other] = secondary
+    assert "secondary: rank 0, step 2, in `saving a checkpoint`: waited" in other
+    assert "for other ranks to take part" in other

@@ -5,7 +5,7 @@ import pytest
 
 from mmtrain.errors import StoppedAndSaved
 from mmtrain.program import Edge, Forward, Microbatch, Recv, Send, StageId, Step
-from mmtrain.runtime.execution.activity import SAVING, Activity
+from mmtrain.runtime.execution.activity import MEASURING, Activity
 from mmtrain.runtime.resilience.failures import (
     FAILURES_FOLDER,
     Failure,
@@ -42,7 +42,7 @@ def test_a_report_names_the_action_of_the_peer_that_is_missing() -> None:
     assert describe_failure(5, activity, "hang").missing == "RG llm.0>llm.1 llm:0.3 llm:0.3 @5"
     activity.arrived()
     assert describe_failure(5, activity, "hang").missing is None
-    for doing in (Step(), SAVING):
+    for doing in (Step(), MEASURING):
         activity.start(doing)
         assert describe_failure(5, activity, "hang").is_collective
 

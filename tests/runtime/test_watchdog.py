@@ -1,11 +1,18 @@
 import threading
 from pathlib import Path
 
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore, Store
+
 from mmtrain.program import Step
-from mmtrain.runtime.execution.activity import Activity
-from mmtrain.runtime.resilience.failures import read_failures, stacks_path
+from mmtrain.runtime.execution.activity import SAVING, Activity
+from mmtrain.runtime.resilience import watchdog
+from mmtrain.runtime.resilience.failures import Failure, read_failures, stacks_path, write_failure
+from mmtrain.runtime.resilience.peer_progress import PeerProgress
 from mmtrain.runtime.resilience.watchdog import Watchdog
 from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.world import World
 
 DEADLINE_S = 5.0
 
@@ -21,6 +28,10 @@ class _End:
         self.came.set()
 
 
+def _world(rank: int, size: int, store: Store | None = None) -> World:
+    return World(rank, size, torch.device("cpu"), store)
+
+
 def test_all_ranks_report_when_one_has_found_that_nothing_moves(tmp_path: Path) -> None:
     now = [0.0]
     stuck, busy = Activity(clock=lambda: now[0]), Activity(clock=lambda: 0.0)
@@ -28,8 +39,8 @@ def test_all_ranks_report_when_one_has_found_that_nothing_moves(tmp_path: Path) 
     busy.start(Step())
     ends = [_End(), _End()]
     with (
-        Watchdog(stuck, 1.0, tmp_path, 0, 2, ends[0]),
-        Watchdog(busy, 1.0, tmp_path, 1, 2, ends[1]),
+        Watchdog(stuck, 1.0, tmp_path, _world(0, 2), ends[0]),
+        Watchdog(busy, 1.0, tmp_path, _world(1, 2), ends[1]),
     ):
         assert not ends[0].came.wait(0.6), "not before its time"
         now[0] = 1.0
@@ -44,6 +55,77 @@ def test_all_ranks_report_when_one_has_found_that_nothing_moves(tmp_path: Path) 
 
 def test_a_timeout_of_zero_watches_nothing(tmp_path: Path) -> None:
     end = _End()
-    with Watchdog(Activity(clock=iter(range(10**6)).__next__), 0.0, tmp_path, 0, 1, end):
+    with Watchdog(Activity(clock=iter(range(10**6)).__next__), 0.0, tmp_path, _world(0, 1), end):
         assert not end.came.is_set()
     assert read_failures(tmp_path) == []
+
+
+def test_bytes_that_are_written_count_as_life_only_while_they_are_waited_for() -> None:
+    now = [0.0]
+    activity = Activity(clock=lambda: now[0])
+    activity.start(SAVING)
+    activity.files.start()
+    now[0] = 50.0
+    activity.files.advance(Path("a.safetensors"), 2_000_000)
+    now[0] = 60.0
+    assert activity.stuck_s() == 10
+    assert not activity.is_collective
+    assert activity.files.to_text() == "no progress with a.safetensors for 10 s; 2.00 MB at 0.04 MB/s before that"
+    activity.start("loading data")
+    now[0] = 90.0
+    activity.files.advance(Path("a.safetensors"), 1)
+    assert activity.stuck_s() == 30, "a writer in the background says nothing about the step"
+
+
+def test_a_rank_that_waits_for_files_of_others_learns_of_their_progress() -> None:
+    now = [0.0]
+    store = HashStore()
+    waiting, writing = (Activity(clock=lambda: now[0]) for _ in range(2))
+    waiting_peers, writing_peers = PeerProgress(store, waiting), PeerProgress(store, writing)
+    for activity in (waiting, writing):
+        activity.start(SAVING)
+
+    def exchange() -> None:
+        for peers in (writing_peers, waiting_peers):
+            peers.exchange()
+
+    with waiting.files.waiting_for_ranks():
+        assert waiting.is_collective
+        exchange()
+        now[0] = 100.0
+        writing.files.advance(Path("b.safetensors"), 10)
+        exchange()
+        assert (waiting.stuck_s(), writing.stuck_s()) == (0, 0)
+        now[0] = 130.0
+        exchange()
+        assert (waiting.stuck_s(), writing.stuck_s()) == (30, 30)
+        assert waiting.files.to_text() is None, "it is not at a file itself"
+    with writing.files.waiting_for_ranks():
+        waiting.files.advance(Path("c.safetensors"), 0)
+        now[0] = 170.0
+        writing_peers.exchange()
+    assert waiting.stuck_s() == 40, "the progress of others does not hide that this rank is stuck"
+
+
+def test_the_run_ends_although_its_folder_hangs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def write_late(run_dir: Path, failure: Failure) -> None:
+        released.wait()
+        write_failure(run_dir, failure)
+
+    monkeypatch.setattr(watchdog, "write_failure", write_late)
+    monkeypatch.setattr(watchdog, "MAX_REPORT_S", 0.1)
+    now, end = [0.0], _End()
+    activity = Activity(clock=lambda: now[0])
+    activity.start(SAVING)
+    activity.files.advance(tmp_path / "file", 0)
+    with Watchdog(activity, 1.0, tmp_path, _world(0, 1), end):
+        now[0] = 2.0
+        assert end.came.wait(DEADLINE_S)
+    assert end.report.startswith(f"rank 0, in `saving a checkpoint`: no progress with {tmp_path}/file for 2 s")
+    assert f"no report could be written to {tmp_path}" in end.report
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name == "mmtrain-watchdog-report":
+            thread.join()

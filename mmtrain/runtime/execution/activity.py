@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from mmtrain.program import Action, Collective, Recv, Send, action_to_text
+from mmtrain.runtime.execution.file_progress import FileProgress
 from mmtrain.runtime.execution.recorder import StepRecorder
 
 # Phases outside the program's actions, as failure reports name them.
@@ -13,7 +14,8 @@ SAVING = "saving a checkpoint"
 TRACING = "gathering a trace"
 ANSWERING = "gathering the answers"
 DRAINING = "waiting for what was sent to leave"
-COLLECTIVE_PHASES = (MEASURING, SAVING, TRACING, ANSWERING)
+COLLECTIVE_PHASES = (MEASURING, TRACING, ANSWERING)
+FILE_PHASES = (SAVING,)  # bytes that are read or written are progress
 
 
 class Activity:
@@ -30,6 +32,7 @@ class Activity:
         self.waiting: Send | Recv | None = None  # the message that the main thread waits for
         self.doing: Action | str = "starting"
         self.stragglers: str | None = None  # as all ranks know them
+        self.files = FileProgress(clock)
         self._since = clock()
 
     def start(self, doing: Action | str) -> None:
@@ -53,12 +56,20 @@ class Activity:
     @property
     def is_collective(self) -> bool:
         """Whether what is in progress ends only when other ranks do it too."""
+        if self.in_files:
+            return self.files.waits_for_ranks
         return isinstance(self.doing, Collective) or self.doing in COLLECTIVE_PHASES
+
+    @property
+    def in_files(self) -> bool:
+        """Whether the main thread waits for files of a checkpoint, on this rank or on others."""
+        return self.doing in FILE_PHASES
 
     def text(self) -> str:
         """Return the action in the program's text form, or the phase."""
         return self.doing if isinstance(self.doing, str) else action_to_text(self.doing)
 
     def stuck_s(self) -> float:
-        """Return the seconds since an action, a phase or a wait last started or ended."""
-        return self._clock() - self._since
+        """Return the seconds since an action, a phase or a wait last started or ended, or files made progress."""
+        since = max(self._since, self.files.changed_s) if self.in_files else self._since
+        return self._clock() - since

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,36 @@ from torch import Tensor
 
 from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, Snapshot, open_newest_good, save
 from mmtrain.models.named_shards import NamedShard
+from mmtrain.runtime.execution.file_progress import FileProgress
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.world import World
 
+# Ranks wait in this group for the slowest storage, and the watchdog knows better than a timeout whether that advances.
+FILE_GROUP_TIMEOUT = timedelta(days=365)
 
-def checkpoint_ranks(world: World, group: dist.ProcessGroup | None = None) -> Ranks:
-    """Return how `mmtrain.checkpoint` reaches the other ranks: over `group` of all ranks, or the default group."""
+
+def new_file_group(world: World) -> dist.ProcessGroup | None:
+    """Create a group of all ranks in which they may wait for each other's files without a limit; None for one rank."""
+    return dist.new_group(backend="gloo", timeout=FILE_GROUP_TIMEOUT) if world.size > 1 else None
+
+
+def checkpoint_ranks(world: World, group: dist.ProcessGroup | None = None, files: FileProgress | None = None) -> Ranks:
+    """Return how `mmtrain.checkpoint` reaches the other ranks: over `group` of all ranks, or the default group.
+
+    `files` learns when this rank waits for others.
+    """
+    files = files or FileProgress()
 
     def gather(value: Any) -> list[Any] | None:
-        values = world.all_gather(value, group)
+        with files.waiting_for_ranks():
+            values = world.all_gather(value, group)
         return values if world.is_first else None
 
-    return Ranks(world.rank, world.size, gather, lambda value: world.broadcast(value, group))
+    def broadcast(value: Any) -> Any:
+        with files.waiting_for_ranks():
+            return world.broadcast(value, group)
+
+    return Ranks(world.rank, world.size, gather, broadcast)
 
 
 def take_snapshot(rank_context: RankContext, next_step: int, facts: dict[str, object], copy: bool) -> Snapshot:
@@ -44,7 +63,9 @@ def take_snapshot(rank_context: RankContext, next_step: int, facts: dict[str, ob
 def _write(root: Path, rank_context: RankContext, snapshot: Snapshot, ranks: Ranks) -> Path:
     keep = rank_context.recipe.train.checkpoint.keep
     storage = rank_context.faults.checkpoint_storage(snapshot.step)
-    return save(root, snapshot, keep=keep, ranks=ranks, storage=storage)
+    files = rank_context.activity.files
+    files.start()
+    return save(root, snapshot, keep=keep, ranks=ranks, storage=storage, progress=files.advance)
 
 
 class BackgroundSaver:
@@ -57,8 +78,8 @@ class BackgroundSaver:
     def __init__(self, root: Path, rank_context: RankContext, facts: dict[str, object]) -> None:
         self._root, self._rank_context, self._facts = root, rank_context, facts
         # A group of its own: the thread's collectives must not come between those of the steps.
-        group = dist.new_group(backend="gloo") if rank_context.world.size > 1 else None
-        self._ranks = checkpoint_ranks(rank_context.world, group)
+        world = rank_context.world
+        self._ranks = checkpoint_ranks(world, new_file_group(world), rank_context.activity.files)
         self.step = 0  # after which the pending or the last save was started
         self._thread: threading.Thread | None = None
         self._folder: Path | None = None

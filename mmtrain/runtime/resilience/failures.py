@@ -45,12 +45,15 @@ class Failure:
     missing: str | None = None  # the action of `peer` that it waits for
     error: str | None = None
     stragglers: str | None = None  # ranks that were slow before
+    files: str | None = None  # the file of a checkpoint that it reads or writes, and how fast that went
 
     def to_text(self) -> str:
         """Return one line for the user."""
         where = f"rank {self.rank}" + (f", step {self.step}" if self.step is not None else "") + f", in `{self.doing}`"
         if self.kind != "hang":
             return f"{where}: {self.error}"
+        if self.files:
+            return f"{where}: {self.files}"
         if self.missing:
             return f"{where}: waited {self.stuck_s:.0f} s for `{self.missing}` on rank {self.peer}, which never ran"
         if self.is_collective:
@@ -78,6 +81,7 @@ def describe_failure(rank: int, activity: Activity, kind: FailureKind, error: st
         missing=missing,
         error=error,
         stragglers=activity.stragglers,
+        files=activity.files.to_text() if activity.in_files else None,
     )
 
 

@@ -1,5 +1,6 @@
 """The watchdog: end a run that hangs, after writing every rank's stacks and what it waits for to disk."""
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -19,18 +20,24 @@ from mmtrain.runtime.resilience.failures import (
     stacks_path,
     write_failure,
 )
+from mmtrain.runtime.resilience.peer_progress import PeerProgress
 from mmtrain.runtime.run_state import write_run_state
+from mmtrain.runtime.world import World
 
 WATCHDOG_POLL_S = 0.5
 REPORT_COLLECTION_S = 1.0  # how long a rank waits for the reports of the others
 REPORT_POLL_S = 0.05
+MAX_LISTENER_END_S = 1.0  # in which the listener ends; one that hangs itself ends with the process
+MAX_REPORT_S = 15.0  # in which a report must be on disk: what hangs may be the storage itself
 
 
 class Watchdog:
     """Ends this process when `activity` made no progress for `timeout_s`, or when another rank's watchdog found so.
 
-    It runs in a thread. The ranks alarm each other through the run's folder, which they share for their checkpoints:
-    the network is what may hang. `end` ends the process and prints the report; tests replace it.
+    One thread watches. Another one looks for the alarms of other ranks in the run's folder, which they share for their
+    checkpoints since the network is what may hang, and for their progress with files. Both the folder and the store
+    may hang too, and then the first thread still ends the process. `end` does that and prints the report; tests
+    replace it.
     """
 
     def __init__(
@@ -38,41 +45,64 @@ class Watchdog:
         activity: Activity,
         timeout_s: float,
         run_dir: Path,
-        rank: int,
-        world_size: int,
+        world: World,
         end: Callable[[str], None] | None = None,
     ) -> None:
         """Prepare to watch `activity`; a timeout of 0 seconds disables the watchdog."""
         self._activity, self._timeout_s, self._run_dir = activity, timeout_s, run_dir
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size = world.rank, world.size
+        self._peers = PeerProgress(world.store, activity) if world.store else None
         self._end = end or _end_process
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="mmtrain-watchdog", daemon=True)
+        self._alarmed = threading.Event()  # another rank has reported a hang
+        self._poll_s = min(WATCHDOG_POLL_S, timeout_s / 4)
+        self._watcher = threading.Thread(target=self._watch, name="mmtrain-watchdog", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="mmtrain-watchdog-peers", daemon=True)
 
     def __enter__(self) -> Self:
         if self._timeout_s:
-            self._thread.start()
+            self._listener.start()
+            self._watcher.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._closed.set()
         if self._timeout_s:
-            self._thread.join()
+            self._watcher.join()
+            self._listener.join(MAX_LISTENER_END_S)
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(WATCHDOG_POLL_S, self._timeout_s / 4)):
-            if self._activity.stuck_s() >= self._timeout_s or self._alarmed():
-                self._report()
+        while not self._closed.wait(self._poll_s):
+            if self._activity.stuck_s() >= self._timeout_s or self._alarmed.is_set():
+                self._end(self._report_in_time())
                 return
 
-    def _alarmed(self) -> bool:
-        """Return whether another rank has reported a hang."""
-        if not (self._run_dir / FAILURES_FOLDER).exists():
-            return False
-        return any(f.kind == "hang" for f in read_failures(self._run_dir))
+    def _listen(self) -> None:
+        """Notice what other ranks tell, until the watchdog closes."""
+        while not self._closed.wait(self._poll_s):
+            if self._peers is not None:
+                with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+                    self._peers.exchange()
+            if (self._run_dir / FAILURES_FOLDER).exists() and any(
+                failure.kind == "hang" for failure in read_failures(self._run_dir)
+            ):
+                self._alarmed.set()
+                return
 
-    def _report(self) -> None:
+    def _report_in_time(self) -> str:
+        """Write this rank's report; return what the user should read, which is empty on all ranks but one."""
         failure = describe_failure(self._rank, self._activity, "hang")
+        explanations: list[str] = []
+        writer = threading.Thread(
+            target=lambda: explanations.append(self._report(failure)), name="mmtrain-watchdog-report", daemon=True
+        )
+        writer.start()
+        writer.join(MAX_REPORT_S)
+        if explanations:
+            return explanations[0]
+        return f"{failure.to_text()}\n  no report could be written to {self._run_dir} in {MAX_REPORT_S:.0f} s"
+
+    def _report(self, failure: Failure) -> str:
         path = stacks_path(self._run_dir, self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
@@ -83,7 +113,7 @@ class Watchdog:
         if failures[0].rank == self._rank:  # one rank speaks for all: the first to raise the alarm
             explanation = explain_failures(failures, self._world_size)
             write_run_state(self._run_dir, "failed", error=explanation)
-        self._end(explanation)
+        return explanation
 
     def _collect(self) -> list[Failure]:
         """Return the reports of all ranks, or of those that wrote one in time; the first to raise the alarm first."""

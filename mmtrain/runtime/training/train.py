@@ -172,7 +172,7 @@ def _run_steps(run: _RankRun) -> Path | None:
             num_local_ranks,
             partial(_print_of_rank, world.rank),
         ) as loader,
-        Watchdog(rank_context.activity, recipe.train.watchdog_s, request.run_dir, world.rank, world.size),
+        Watchdog(rank_context.activity, recipe.train.watchdog_s, request.run_dir, world),
     ):
         saver = BackgroundSaver(request.run_dir / CHECKPOINTS_FOLDER, rank_context, resume_facts(recipe, index))
         records = RunRecords(request.run_dir, progress, world.is_first)
