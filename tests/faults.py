@@ -99,6 +99,18 @@ class FailAt(FaultPoints):
         return True
 
 
+@dataclass
+class StopBeforeSteps(FaultPoints):
+    """Stops the process of `rank` before its first step, as a debugger or the system would."""
+
+    rank: int
+
+    def start(self, rank: int) -> None:
+        """See `FaultPoints`."""
+        if rank == self.rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
 class AllOf(FaultPoints):
     """Several failures in one run; checkpoints go where the first of them says."""
 

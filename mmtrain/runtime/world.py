@@ -3,8 +3,9 @@
 import os
 import re
 import socket
+import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -18,6 +19,7 @@ from mmtrain.errors import LaunchError, MmtrainError
 T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+PATIENT_TIMEOUT = timedelta(days=365)  # gloo has no setting for none
 
 
 @dataclass(frozen=True)
@@ -42,26 +44,33 @@ class World:
     device: torch.device
     # By which background threads exchange small values, while collectives are the main thread's; None for one rank.
     store: Store | None = field(default=None, repr=False, compare=False)
+    group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)  # of objects; None: the default
 
     @property
     def is_first(self) -> bool:
         """True on the rank that plans, logs and prints."""
         return self.rank == 0
 
+    def without_timeout(self) -> "World":
+        """Return the same ranks with a group for objects in which they wait for each other without a limit.
+
+        All ranks call this together. What waits there must be watched otherwise, as the watchdog does.
+        """
+        if self.size == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT))
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
-    def all_gather(self, value: object, group: dist.ProcessGroup | None = None) -> list[object]:
-        """Collect one small picklable object from every rank, on every rank, in rank order.
-
-        `group`: a group of all ranks other than the default one, for use in another thread.
-        """
+    def all_gather(self, value: object) -> list[object]:
+        """Collect one small picklable object from every rank, on every rank, in rank order."""
         if self.size == 1:
             return [value]
         values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value, group=group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_to_first(self, value: object) -> list[object]:
@@ -96,13 +105,21 @@ class World:
             raise error_type(message)
         return result
 
-    def broadcast(self, value: object, group: dist.ProcessGroup | None = None) -> object:
-        """Return rank 0's small picklable object on every rank; `group` as in `all_gather`."""
+    def broadcast(self, value: object) -> object:
+        """Return rank 0's small picklable object on every rank."""
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=group)
+        dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
+
+
+def torch_seed(seed: int) -> int:
+    """Return the seed of torch's global generators in a run with `train.seed`: the same stream on all ranks.
+
+    Ranks that hold the same piece of a model must draw the same numbers. Weights have generators of their own, by name.
+    """
+    return zlib.crc32(f"{seed}:torch".encode())
 
 
 def detect_hardware() -> str:

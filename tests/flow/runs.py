@@ -41,7 +41,7 @@ def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> 
         f"data.tokenizer={data}/tokenizer.json",
     ]
     loaded = load_recipe(RECIPE, [*paths, *SMALL, *changes])
-    return TrainRequest(loaded, planner, "cpu-core", 2, run_dir, **options)  # type: ignore[arg-type]
+    return replace(TrainRequest(loaded, planner, "cpu-core", 2, run_dir), **options)  # type: ignore[arg-type]
 
 
 def run_all(*requests: TrainRequest, faults: FaultPoints | None = None) -> list[str]:

@@ -1,23 +1,29 @@
 """Whole runs in which something goes wrong: signals, kills, hangs, bad numbers, full disks."""
 
 import json
+import os
 import re
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mmtrain.checkpoint import Checkpoint, find, open_newest_good
 from mmtrain.checkpoint.verify_files import read_manifest
+from mmtrain.plan.artifact.plan import Plan
+from mmtrain.plan.planner import plan_recipe
 from mmtrain.program import Backward, Forward
 from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import FAILURES_FOLDER, read_failures, stacks_path
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, SKIPPED_STEPS_FILE
 from mmtrain.runtime.run_state import read_run_state
-from tests.faults import SLOW_S, AllOf, FailAt
+from mmtrain.runtime.world import torch_seed
+from tests.faults import SLOW_S, AllOf, FailAt, StopBeforeSteps
 from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, run_all, tensors
 
 
@@ -218,3 +224,45 @@ def test_a_disk_that_is_stuck_is_named_with_its_file_and_speed(data: Path, tmp_p
     [other] = secondary
     assert "secondary: rank 0, step 2, in `saving a checkpoint`: waited" in other
     assert "for other ranks to take part" in other
+
+
+def _stopping_planner(*inputs: Any, **options: Any) -> Plan:
+    """Be stopped by the system while the other ranks wait for the plan."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return plan_recipe(*inputs, **options)
+
+
+def _slow_planner(*inputs: Any, **options: Any) -> Plan:
+    """Plan for longer than the watchdog waits for an action."""
+    threading.Event().wait(2.5)
+    return plan_recipe(*inputs, **options)
+
+
+def test_a_rank_that_is_stopped_before_the_first_step_is_named(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.watchdog_s=1.5")
+    code, message = launch(request, StopBeforeSteps(1))
+    assert code == 1
+    lead, other = message.splitlines()
+    assert lead == "rank 1 left no report: it is dead, or stopped by the system"
+    assert other.startswith("  secondary: rank 0, in `waiting for the first step of all ranks`: ")
+
+
+def test_a_rank_that_is_stopped_while_it_plans_is_named(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.watchdog_s=1.5")
+    code, message = launch(replace(request, planner=_stopping_planner))
+    assert code == 1
+    lead, other = message.splitlines()
+    assert lead == "rank 0 left no report: it is dead, or stopped by the system"
+    assert other.startswith("  secondary: rank 1, in `choosing the plan`: ")
+
+
+def test_a_start_may_take_longer_than_the_watchdog_waits(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.watchdog_s=1.5", "train.steps=2", planner=_slow_planner)
+    assert launch(request) == (0, "")
+
+
+def test_torch_draws_the_same_numbers_on_all_ranks(unbroken: Path) -> None:
+    checkpoint = open_newest_good(unbroken / CHECKPOINTS_FOLDER, refuse)
+    state = torch.Generator().manual_seed(torch_seed(1)).get_state()
+    for rank in range(2):
+        assert checkpoint.rank_state(rank)["torch_rng"] == bytes(state.tolist()).hex()

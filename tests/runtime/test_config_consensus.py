@@ -13,7 +13,7 @@ class _ThreeRanks(World):
         super().__init__(0, 1 + len(others), torch.device("cpu"))
         object.__setattr__(self, "others", others)
 
-    def all_gather(self, value: object, group: object = None) -> list[object]:
+    def all_gather(self, value: object) -> list[object]:
         return [value, *(flatten(o) for o in self.others)]  # type: ignore[attr-defined]
 
 

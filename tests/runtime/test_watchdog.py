@@ -9,6 +9,7 @@ from mmtrain.program import Step
 from mmtrain.runtime.execution.activity import SAVING, Activity
 from mmtrain.runtime.resilience import watchdog
 from mmtrain.runtime.resilience.failures import Failure, read_failures, stacks_path, write_failure
+from mmtrain.runtime.resilience.heartbeats import Heartbeats
 from mmtrain.runtime.resilience.peer_progress import PeerProgress
 from mmtrain.runtime.resilience.watchdog import Watchdog
 from mmtrain.runtime.run_state import read_run_state
@@ -129,3 +130,22 @@ def test_the_run_ends_although_its_folder_hangs_too(tmp_path: Path, monkeypatch:
     for thread in threading.enumerate():
         if thread.name == "mmtrain-watchdog-report":
             thread.join()
+
+
+def test_a_process_that_does_not_run_is_noticed_by_rank_0_and_rank_0_by_the_others() -> None:
+    now = [0.0]
+    store = HashStore()
+    ranks = [Heartbeats(store, _world(rank, 3, store), clock=lambda: now[0]) for rank in range(3)]
+
+    def beat(*running: int) -> list[float]:
+        for _ in range(2):  # in the first round they may hear of beats before those of this call
+            now[0] += 5.0
+            for rank in running:
+                ranks[rank].beat()
+        return [ranks[rank].silent_s() for rank in running]
+
+    assert beat(0, 1, 2) == [0, 0, 0]
+    assert beat(0, 1) == [5, 0]
+    assert beat(0, 1) == [15, 0], "rank 0 misses rank 2, rank 1 hears rank 0"
+    assert beat(1, 2) == [10, 5], "they miss rank 0"
+    assert beat(0, 1, 2) == [0, 0, 0]

@@ -8,6 +8,12 @@ from mmtrain.runtime.execution.file_progress import FileProgress
 from mmtrain.runtime.execution.recorder import StepRecorder
 
 # Phases outside the program's actions, as failure reports name them.
+STARTING = "starting"
+INDEXING = "indexing the data"
+PLANNING = "choosing the plan"
+BUILDING = "building the model"
+RESTORING = "restoring a checkpoint"
+PREPARING = "waiting for the first step of all ranks"
 LOADING = "loading data"
 MEASURING = "gathering the metrics"
 SAVING = "saving a checkpoint"
@@ -15,7 +21,10 @@ TRACING = "gathering a trace"
 ANSWERING = "gathering the answers"
 DRAINING = "waiting for what was sent to leave"
 COLLECTIVE_PHASES = (MEASURING, TRACING, ANSWERING)
-FILE_PHASES = (SAVING,)  # bytes that are read or written are progress
+FILE_PHASES = (SAVING, RESTORING)  # bytes that are read or written are progress
+# They take as long as the data and the model demand, on one rank while the others wait for it. Nothing in them that
+# could be counted tells slow from stuck, so a rank is only expected to run: a process that is stopped does not.
+START_PHASES = (STARTING, INDEXING, PLANNING, BUILDING, PREPARING)
 
 
 class Activity:
@@ -30,7 +39,7 @@ class Activity:
         self.recorder = recorder or StepRecorder()
         self.step: int | None = None  # counts from 1, as users do; None before the first
         self.waiting: Send | Recv | None = None  # the message that the main thread waits for
-        self.doing: Action | str = "starting"
+        self.doing: Action | str = STARTING
         self.stragglers: str | None = None  # as all ranks know them
         self.files = FileProgress(clock)
         self._since = clock()
@@ -64,6 +73,11 @@ class Activity:
     def in_files(self) -> bool:
         """Whether the main thread waits for files of a checkpoint, on this rank or on others."""
         return self.doing in FILE_PHASES
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the rank is in a phase before the first step that may take any time."""
+        return self.doing in START_PHASES
 
     def text(self) -> str:
         """Return the action in the program's text form, or the phase."""

@@ -2,12 +2,10 @@
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, Snapshot, open_newest_good, save
@@ -16,30 +14,19 @@ from mmtrain.runtime.execution.file_progress import FileProgress
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.world import World
 
-# Ranks wait in this group for the slowest storage, and the watchdog knows better than a timeout whether that advances.
-FILE_GROUP_TIMEOUT = timedelta(days=365)
 
-
-def new_file_group(world: World) -> dist.ProcessGroup | None:
-    """Create a group of all ranks in which they may wait for each other's files without a limit; None for one rank."""
-    return dist.new_group(backend="gloo", timeout=FILE_GROUP_TIMEOUT) if world.size > 1 else None
-
-
-def checkpoint_ranks(world: World, group: dist.ProcessGroup | None = None, files: FileProgress | None = None) -> Ranks:
-    """Return how `mmtrain.checkpoint` reaches the other ranks: over `group` of all ranks, or the default group.
-
-    `files` learns when this rank waits for others.
-    """
+def checkpoint_ranks(world: World, files: FileProgress | None = None) -> Ranks:
+    """Return how `mmtrain.checkpoint` reaches the other ranks; `files` learns when this rank waits for them."""
     files = files or FileProgress()
 
     def gather(value: Any) -> list[Any] | None:
         with files.waiting_for_ranks():
-            values = world.all_gather(value, group)
+            values = world.all_gather(value)
         return values if world.is_first else None
 
     def broadcast(value: Any) -> Any:
         with files.waiting_for_ranks():
-            return world.broadcast(value, group)
+            return world.broadcast(value)
 
     return Ranks(world.rank, world.size, gather, broadcast)
 
@@ -77,9 +64,9 @@ class BackgroundSaver:
 
     def __init__(self, root: Path, rank_context: RankContext, facts: dict[str, object]) -> None:
         self._root, self._rank_context, self._facts = root, rank_context, facts
-        # A group of its own: the thread's collectives must not come between those of the steps.
-        world = rank_context.world
-        self._ranks = checkpoint_ranks(world, new_file_group(world), rank_context.activity.files)
+        # A group of its own: the thread's collectives must not come between those of the steps. Without a timeout:
+        # ranks wait in it for the slowest storage, and the watchdog knows whether that makes progress.
+        self._ranks = checkpoint_ranks(rank_context.world.without_timeout(), rank_context.activity.files)
         self.step = 0  # after which the pending or the last save was started
         self._thread: threading.Thread | None = None
         self._folder: Path | None = None
@@ -123,18 +110,27 @@ class BackgroundSaver:
             self._error = error
 
 
-def restore_checkpoint(root: Path, rank_context: RankContext, on_bad: Callable[[str], None]) -> Checkpoint:
+def restore_checkpoint(
+    root: Path, rank_context: RankContext, on_bad: Callable[[str], None], world: World | None = None
+) -> Checkpoint:
     """Load the newest good checkpoint into this rank; report damaged ones through `on_bad` and pass over them.
+
+    `world`: the same ranks without a timeout, for checkpoints that take long to read.
 
     Raises CheckpointError when none is good or the model does not fit.
     """
-    checkpoint = open_newest_good(root, on_bad, checkpoint_ranks(rank_context.world))
+    files = rank_context.activity.files
+    files.start()
+    ranks = checkpoint_ranks(world or rank_context.world, files)
+    checkpoint = open_newest_good(root, on_bad, ranks, progress=files.advance)
     for unit in rank_context.optimizer.units.values():
         unit.load(lambda piece: checkpoint.read(piece.name, shard_spec(piece)))
     rank_context.optimizer.num_updates = int(checkpoint.state["num_updates"])
-    if rank_context.world.rank < checkpoint.world_size:
-        state = bytes.fromhex(checkpoint.rank_state(rank_context.world.rank)["torch_rng"])
-        torch.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
+    # All ranks draw from the same stream, so a rank that did not exist then continues that of rank 0.
+    rank = rank_context.world.rank
+    rng_rank = rank if rank < checkpoint.world_size else 0
+    state = bytes.fromhex(checkpoint.rank_state(rng_rank)["torch_rng"])
+    torch.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
     return checkpoint
 
 

@@ -20,6 +20,7 @@ from mmtrain.runtime.resilience.failures import (
     stacks_path,
     write_failure,
 )
+from mmtrain.runtime.resilience.heartbeats import Heartbeats
 from mmtrain.runtime.resilience.peer_progress import PeerProgress
 from mmtrain.runtime.run_state import write_run_state
 from mmtrain.runtime.world import World
@@ -33,6 +34,9 @@ MAX_REPORT_S = 15.0  # in which a report must be on disk: what hangs may be the 
 
 class Watchdog:
     """Ends this process when `activity` made no progress for `timeout_s`, or when another rank's watchdog found so.
+
+    Before the first step there are phases that may take any time; in these it ends when another rank's process does not
+    run for `timeout_s`.
 
     One thread watches. Another one looks for the alarms of other ranks in the run's folder, which they share for their
     checkpoints since the network is what may hang, and for their progress with files. Both the folder and the store
@@ -52,6 +56,7 @@ class Watchdog:
         self._activity, self._timeout_s, self._run_dir = activity, timeout_s, run_dir
         self._rank, self._world_size = world.rank, world.size
         self._peers = PeerProgress(world.store, activity) if world.store else None
+        self._heartbeats = Heartbeats(world.store, world) if world.store else None
         self._end = end or _end_process
         self._closed = threading.Event()
         self._alarmed = threading.Event()  # another rank has reported a hang
@@ -73,15 +78,22 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._poll_s):
-            if self._activity.stuck_s() >= self._timeout_s or self._alarmed.is_set():
+            if self._is_stuck() or self._alarmed.is_set():
                 self._end(self._report_in_time())
                 return
 
+    def _is_stuck(self) -> bool:
+        if self._activity.is_starting:
+            return self._heartbeats is not None and self._heartbeats.silent_s() >= self._timeout_s
+        return self._activity.stuck_s() >= self._timeout_s
+
     def _listen(self) -> None:
-        """Notice what other ranks tell, until the watchdog closes."""
+        """Exchange signs of life with other ranks and look for their alarms, until the watchdog closes."""
         while not self._closed.wait(self._poll_s):
-            if self._peers is not None:
-                with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+            with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+                if self._heartbeats is not None and self._activity.is_starting:
+                    self._heartbeats.beat()
+                if self._peers is not None:
                     self._peers.exchange()
             if (self._run_dir / FAILURES_FOLDER).exists() and any(
                 failure.kind == "hang" for failure in read_failures(self._run_dir)

@@ -75,16 +75,21 @@ def share_step_targets(world: World, recipe: Recipe, plan: Plan, index: DataInde
     return from_json(StepTargets, text)
 
 
-def restore_run(request: TrainRequest, rank_context: RankContext, index: DataIndex, console: Console) -> int:
+def restore_run(
+    request: TrainRequest, world: World, rank_context: RankContext, index: DataIndex, console: Console
+) -> int:
     """Load the newest good checkpoint, if the run has saved one; return the first step to train (from 0).
 
     Raises UserError if settings changed on which the weights or the order of the data depend.
     """
-    if not rank_context.world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
+    if not world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
         console.print(f"{request.run_dir} holds no checkpoint yet: starting from the first step")
         return 0
     checkpoint = restore_checkpoint(
-        request.run_dir / CHECKPOINTS_FOLDER, rank_context, on_bad=lambda text: console.print(text, style="red")
+        request.run_dir / CHECKPOINTS_FOLDER,
+        rank_context,
+        on_bad=lambda text: console.print(text, style="red"),
+        world=world,
     )
     before = flatten(checkpoint.state["facts"])
     now = flatten(resume_facts(rank_context.recipe, index))

@@ -14,7 +14,7 @@ from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest, build_inde
 from mmtrain.errors import LaunchError, RunError, StoppedAndSaved
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.report import RunLog, open_progress
-from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.execution.activity import BUILDING, INDEXING, LOADING, PLANNING, PREPARING, RESTORING, Activity
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver
 from mmtrain.runtime.execution.rank_context import RankContext, build_rank_context
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
@@ -40,7 +40,7 @@ from mmtrain.runtime.training.start_run import (
 )
 from mmtrain.runtime.training.step_metrics import RankFlags, StepMetricsReducer
 from mmtrain.runtime.training.train_request import TrainRequest
-from mmtrain.runtime.world import Address, World, find_address, join, leave
+from mmtrain.runtime.world import Address, World, find_address, join, leave, torch_seed
 
 
 def run(request: TrainRequest) -> None:
@@ -122,15 +122,27 @@ def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Pat
     require_consensus(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
     world.on_first(lambda: claim_run_folder(request))
     activity = Activity(recorder=StepRecorder(clock_for(world.device)))
-    with report_failures(request.run_dir, world.rank, activity):
+    with (
+        report_failures(request.run_dir, world.rank, activity),
+        Watchdog(activity, recipe.train.watchdog_s, request.run_dir, world),
+    ):
+        patient_world = world.without_timeout()
+        activity.start(INDEXING)
         index = build_index(recipe, notify=partial(print, flush=True))  # one rank reads the data, and prints
-        require_consensus(world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
-        plan = choose_plan(request, world, index)
+        require_consensus(patient_world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
+        activity.start(PLANNING)
+        plan = choose_plan(request, patient_world, index)
+        activity.start(BUILDING)
         rank_context = build_rank_context(recipe, plan, world, activity, request.faults)
+        torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
         console = Console(quiet=not world.is_first)
-        first_step = restore_run(request, rank_context, index, console) if request.resume else 0
+        first_step = 0
+        if request.resume:
+            activity.start(RESTORING)
+            first_step = restore_run(request, patient_world, rank_context, index, console)
+        activity.start(INDEXING)
         introduce_run(console, request, plan, index)
-        return _run_steps(_RankRun(request, rank_context, plan, index, console, first_step, stop))
+        return _run_steps(_RankRun(request, patient_world, rank_context, plan, index, console, first_step, stop))
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,7 @@ class _RankRun:
     """A run on one rank, ready for its first step."""
 
     request: TrainRequest
+    patient_world: World  # for waits in which other ranks may take any time
     rank_context: RankContext
     plan: Plan
     index: DataIndex
@@ -151,16 +164,17 @@ def _run_steps(run: _RankRun) -> Path | None:
     request, rank_context, index = run.request, run.rank_context, run.index
     recipe, world, num_steps = rank_context.recipe, rank_context.world, rank_context.recipe.train.steps
     stream = GroupStream.of(recipe, index)
-    targets = share_step_targets(world, recipe, run.plan, index)
+    targets = share_step_targets(run.patient_world, recipe, run.plan, index)
     reducer = StepMetricsReducer(rank_context, stream, run.plan.hardware)
-    # Before the watchdog starts: indexing the held-out samples may take long.
     validation = Validation(rank_context, recipe.train.validate_every) if recipe.train.validate_every else None
     run.console.print(
         f"MFU is the share of {reducer.peak_flops:.3g} FLOP/s, {world.size} x {run.plan.hardware}", highlight=False
     )
     rank_context.faults.start(world.rank)
     node = socket.gethostname()
-    num_local_ranks = world.all_gather(node).count(node)
+    rank_context.activity.start(PREPARING)
+    num_local_ranks = run.patient_world.all_gather(node).count(node)
+    rank_context.activity.start(LOADING)
     with (
         RunLog(request.run_dir, run.first_step + 1, enabled=world.is_first) as log,
         open_progress(run.console, recipe.name, num_steps, run.first_step + 1) as progress,
@@ -172,7 +186,6 @@ def _run_steps(run: _RankRun) -> Path | None:
             num_local_ranks,
             partial(_print_of_rank, world.rank),
         ) as loader,
-        Watchdog(rank_context.activity, recipe.train.watchdog_s, request.run_dir, world),
     ):
         saver = BackgroundSaver(request.run_dir / CHECKPOINTS_FOLDER, rank_context, resume_facts(recipe, index))
         records = RunRecords(request.run_dir, progress, world.is_first)
