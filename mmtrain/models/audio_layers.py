@@ -59,7 +59,7 @@ class AudioContext:
             if frames % (2 * tokens_per_feature):
                 raise DataError(
                     f"a clip has {frames} log-mel frames, which is not a multiple of "
-                    f"2 x model.audio.downsample {tokens_per_feature}"
+                    f"2 x the encoder's `downsample` {tokens_per_feature}"
                 )
         return hidden
 
@@ -101,7 +101,7 @@ class AudioEmbed(nn.Module):
         longest = max(frames, default=0)
         if longest > self.max_frames:
             raise DataError(
-                f"a clip is {longest} log-mel frames long, but model.audio.max_frames is {self.max_frames}: "
+                f"a clip is {longest} log-mel frames long, but the encoder's `max_frames` is {self.max_frames}: "
                 "raise max_frames, or lower data.audio.max_seconds"
             )
         assert all(n % 2 == 0 for n in frames), f"every clip needs an even number of frames, got {frames}"

@@ -59,7 +59,7 @@ def _layer_factory(
         activation = "silu" if block.gated else "gelu"
         norm_eps = settings.llm.norm_eps
     else:
-        encoder = settings.encoders[unit.name]
+        encoder = settings.all_encoders[unit.name]
         activation = encoder.activation
         norm_eps = encoder.norm_eps
     return LayerFactory(

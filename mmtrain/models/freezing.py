@@ -30,7 +30,7 @@ def mark_frozen(units: Iterable[UnitShape], recipe: Recipe) -> tuple[UnitShape, 
         RecipeError: a pattern of `train.freeze` matches no parameter.
     """
     units = tuple(units)
-    settings: dict[str, AnyUnitSettings] = {unit.name: getattr(recipe.model, unit.name) for unit in units}
+    settings: dict[str, AnyUnitSettings] = {unit.name: recipe.model.unit(unit.name) for unit in units}
     matched = _match_patterns(recipe.train.freeze, [name for u in units for name in _full_names(u, settings[u.name])])
     # Equal layers must stay one object: the planner's caches rely on it.
     unique: dict[LayerShape, LayerShape] = {}

@@ -75,7 +75,7 @@ def build_model_shape(recipe: Recipe) -> ModelShape:
     llm_hidden = model.llm.hidden
     units: list[UnitShape] = []
     edges: list[ModelEdge] = []
-    for name, settings in model.encoders.items():
+    for name, settings in model.all_encoders.items():
         layers = ENCODER_SHAPES[settings.modality].layers(settings, llm_hidden)
         units.append(UnitShape(name, "encoder", layers))
         edges.append(ModelEdge(name, "llm", layer=0, width=llm_hidden))

@@ -141,7 +141,7 @@ class StageModule(nn.Module):
         if isinstance(inputs, TextInput):
             rope_base = self._settings.llm.rope_base
             return TextContext(inputs, features, self.factory.block.head_dim, rope_base, self.factory.dtype, device)
-        modality = self._settings.encoders[self.unit].modality
+        modality = self._settings.all_encoders[self.unit].modality
         return ENCODER_MODULES[modality].context(inputs, self.shape.layers[0], device)
 
     def _head(self) -> Head:
@@ -185,10 +185,10 @@ class StageModule(nn.Module):
             case "vit_block" | "decoder_block":
                 return self.factory.transformer_block()
             case "patch_embed" | "audio_embed":
-                encoder = self._settings.encoders[self.unit]
+                encoder = self._settings.all_encoders[self.unit]
                 return ENCODER_MODULES[encoder.modality].embedding(encoder, layer, self.factory)
             case "projector":
-                return Projector(self._settings.encoders[self.unit], layer, self.factory)
+                return Projector(self._settings.all_encoders[self.unit], layer, self.factory)
             case "embedding":
                 return Embedding(layer, self.factory)
             case "head":

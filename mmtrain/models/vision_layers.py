@@ -64,7 +64,7 @@ class VisionContext:
         for rows, cols in zip(self.inputs.rows, self.inputs.cols, strict=True):
             if rows % merge or cols % merge:
                 raise DataError(
-                    f"an image has {rows} x {cols} patches, but model.vision.merge {merge} must divide both sides"
+                    f"an image has {rows} x {cols} patches, but the encoder's `merge` {merge} must divide both sides"
                 )
         grid = self.patches
         # np.lexsort sorts by its last key first.
@@ -148,7 +148,7 @@ class PatchEmbed(nn.Module):
         longest = max((*inputs.rows, *inputs.cols), default=0)
         if longest > self.max_side:
             raise DataError(
-                f"an image is {longest} patches long, but model.vision.max_side is {self.max_side}: "
+                f"an image is {longest} patches long, but the encoder's `max_side` is {self.max_side}: "
                 "raise max_side, or lower data.image.max_pixels (`native`) or data.image.size (`fixed`)"
             )
 

@@ -43,8 +43,8 @@ def formulate_problem(
     constraints = Constraints(
         placements=placements_to_search(recipe, choices, world_size, request),
         choices=choices,
-        recompute={name: getattr(recipe.parallel, name).recompute for name in choices},
-        sequence_parallel={name: getattr(recipe.parallel, name).sp for name in choices},
+        recompute={name: recipe.parallel.of(name).recompute for name in choices},
+        sequence_parallel={name: recipe.parallel.of(name).sp for name in choices},
         encoder_microbatches=encoder_microbatches(recipe, shape),
     )
     return PlanningProblem(

@@ -1,7 +1,9 @@
 """Fill the settings of published models into a recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import reduce
+from typing import cast
 
 from mmtrain.recipe.modalities import MODALITIES
 from mmtrain.recipe.presets import GENERATOR_PRESETS, LLM_PRESETS, ModelPreset, PresetValue
@@ -19,18 +21,33 @@ def apply_presets(tree: Node) -> Node:
 
     Unknown names are left as they are: validation reports them.
     """
-    for unit, presets in presets_by_unit().items():
-        section = _child(_child(tree, "model"), unit)
+    for path, presets in _sections_with_presets(tree):
+        section = _node_at(tree, path)
         name = _child(section, "preset")
         if section is None or name is None or name.value not in presets:
             continue
         origin = replace(name.origin, source=f"{name.origin}, preset {name.value}", line=None)
         preset = {key: _node(value, origin) for key, value in presets[str(name.value)].settings.items()}
         own = section.value if isinstance(section.value, dict) else {}
-        filled = set_node(tree, ("model", unit), replace(section, value={**preset, **own}))
+        filled = set_node(tree, path, replace(section, value={**preset, **own}))
         assert isinstance(filled, Node)
         tree = filled
     return tree
+
+
+def _sections_with_presets(tree: Node) -> Iterator[tuple[tuple[str, ...], Mapping[str, ModelPreset]]]:
+    """Yield path and presets of every section that may name a preset."""
+    for unit, presets in presets_by_unit().items():
+        yield ("model", unit), presets
+    encoders = _node_at(tree, ("model", "encoders"))
+    for name in encoders.value if encoders is not None and isinstance(encoders.value, dict) else ():
+        modality = _node_at(tree, ("model", "encoders", name, "modality"))
+        if modality is not None and modality.value in MODALITIES:
+            yield ("model", "encoders", name), MODALITIES[str(modality.value)].presets
+
+
+def _node_at(tree: Node, path: Iterable[str]) -> Node | None:
+    return reduce(_child, path, cast("Node | None", tree))
 
 
 def _node(value: PresetValue, origin: Origin) -> Node:

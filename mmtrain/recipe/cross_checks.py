@@ -1,6 +1,7 @@
 """What settings demand of each other. Each check states its rule and names the setting to change.
 
-Checks also run on recipes with other problems, and then see their valid fields only: they must use no properties.
+Checks also run on recipes with other problems, and then see their valid fields only. Properties that read nothing but
+settings work there too; iterating over a section and `isinstance` do not.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
-from mmtrain.recipe.modalities import MODALITIES
 from mmtrain.recipe.parallel_checks import (
     NUM_END_LAYERS,
     check_cluster_size,
@@ -19,6 +19,7 @@ from mmtrain.recipe.parallel_checks import (
     check_model_chunks,
     check_num_microbatches,
     check_other_data_parallelism,
+    check_parallel_encoders,
     check_placement,
     check_tp,
 )
@@ -103,7 +104,7 @@ def check_sample_length(recipe: Recipe) -> Iterator[Problem]:
 
 def check_budgets(recipe: Recipe) -> Iterator[Problem]:
     """Budgets belong to encoders of the model; the LLM's budget is `seq_len`."""
-    encoders = [name for name in MODALITIES if getattr(recipe.model, name) is not None]
+    encoders = recipe.model.all_encoders
     for unit in recipe.data.budgets:
         if unit == "llm":
             yield Problem(("data", "budgets", unit), "the LLM's budget is data.seq_len; remove it here")
@@ -124,6 +125,7 @@ def _if_samples(check: Check) -> Check:
 
 
 CHECKS: tuple[Check, ...] = (
+    check_parallel_encoders,
     check_encoder_parallelism,
     check_llm_parallelism,
     check_other_data_parallelism,

@@ -1,8 +1,11 @@
-"""What the settings of a modality's encoder and data demand of each other."""
+"""What the settings of a modality's encoders and data demand of each other."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import isqrt
+from typing import cast
 
+from mmtrain.recipe.modalities import dotted_unit, unit_path
+from mmtrain.recipe.model_settings import AudioSettings, VisionSettings
 from mmtrain.recipe.raw_tree import Problem
 from mmtrain.recipe.schema import Recipe
 
@@ -10,12 +13,16 @@ LOG_MEL_FRAMES_PER_SECOND = 100  # one frame every 10 ms, as in Whisper
 
 
 def check_image_size(recipe: Recipe) -> Iterator[Problem]:
-    """The sides of images are multiples of a merged patch, and within the positions of the encoder."""
-    vision, image = recipe.model.vision, recipe.data.image
-    if vision is None:
-        return
+    """The sides of images are multiples of a merged patch of each encoder, and within its positions."""
+    for name, vision in _vision_encoders(recipe).items():
+        yield from _check_image_size(recipe, name, vision)
+
+
+def _check_image_size(recipe: Recipe, encoder: str, vision: VisionSettings) -> Iterator[Problem]:
+    image = recipe.data.image
     merged_patch = vision.patch * vision.merge
-    factors = f"model.vision.patch {vision.patch} x merge {vision.merge}"
+    path = f"model.{dotted_unit(encoder)}"
+    factors = f"{path}.patch {vision.patch} x merge {vision.merge}"
     if image.scheme == "native":
         yield from _check_native_area(recipe, merged_patch, factors)
         name, side = "max_pixels", isqrt(image.max_pixels) // vision.patch
@@ -25,7 +32,7 @@ def check_image_size(recipe: Recipe) -> Iterator[Problem]:
         if pixels % merged_patch:
             yield Problem(("data", "image", name), f"{pixels} is not a multiple of {merged_patch} ({factors})")
     if side > vision.max_side:
-        text = f"a square image becomes {side} patches a side, model.vision.max_side is {vision.max_side}"
+        text = f"a square image becomes {side} patches a side, {path}.max_side is {vision.max_side}"
         yield Problem(("data", "image", name), text)
 
 
@@ -40,10 +47,8 @@ def _check_native_area(recipe: Recipe, merged_patch: int, factors: str) -> Itera
 
 
 def check_image_tokens(recipe: Recipe) -> Iterator[Problem]:
-    """The largest image leaves space for text in a group."""
-    vision, image, seq_len = recipe.model.vision, recipe.data.image, recipe.data.seq_len
-    if vision is None:
-        return
+    """The largest image, as all encoders together show it to the LLM, leaves space for text in a group."""
+    image, seq_len = recipe.data.image, recipe.data.seq_len
     num_tiles = image.max_tiles + 1 if image.max_tiles > 1 else 1  # one more tile shows the entire image
     largest_areas = {
         "fixed": ("size", image.size**2),
@@ -51,24 +56,42 @@ def check_image_tokens(recipe: Recipe) -> Iterator[Problem]:
         "tiles": ("max_tiles", num_tiles * image.tile**2),
     }
     name, area = largest_areas[image.scheme]
-    tokens = area // (vision.patch * vision.merge) ** 2
+    encoders = _vision_encoders(recipe)
+    tokens = sum(area // (vision.patch * vision.merge) ** 2 for vision in encoders.values())
     if tokens >= seq_len:
-        text = f"one image becomes up to {tokens} LLM tokens, data.seq_len is {seq_len}; allowed: fewer than that"
+        of_all = f" from {' and '.join(encoders)} together" if len(encoders) > 1 else ""
+        text = (
+            f"one image becomes up to {tokens} LLM tokens{of_all}, data.seq_len is {seq_len}; allowed: fewer than that"
+        )
         yield Problem(("data", "image", name), text)
 
 
 def check_clip_length(recipe: Recipe) -> Iterator[Problem]:
-    """The longest allowed clip is within the positions of the encoder, and its tokens merge without a rest."""
-    audio, max_seconds = recipe.model.audio, recipe.data.audio.max_seconds
-    if audio is None:
-        return
+    """The longest allowed clip is within the positions of each encoder, and its tokens merge without a rest."""
+    for name, audio in _audio_encoders(recipe).items():
+        yield from _check_clip_length(recipe, name, audio)
+
+
+def _check_clip_length(recipe: Recipe, encoder: str, audio: AudioSettings) -> Iterator[Problem]:
+    max_seconds = recipe.data.audio.max_seconds
     frames = max_seconds * LOG_MEL_FRAMES_PER_SECOND
+    path = f"model.{dotted_unit(encoder)}"
     if frames > audio.max_frames:
-        text = f"{max_seconds:g} s become {frames:g} frames, model.audio.max_frames is {audio.max_frames}"
+        text = f"{max_seconds:g} s become {frames:g} frames, {path}.max_frames is {audio.max_frames}"
         yield Problem(("data", "audio", "max_seconds"), text)
     elif audio.max_frames % (2 * audio.downsample):
-        text = f"{audio.max_frames} is not a multiple of 2 x model.audio.downsample {audio.downsample}"
-        yield Problem(("model", "audio", "max_frames"), text)
+        text = f"{audio.max_frames} is not a multiple of 2 x {path}.downsample {audio.downsample}"
+        yield Problem(("model", *unit_path(encoder), "max_frames"), text)
+
+
+def _vision_encoders(recipe: Recipe) -> dict[str, VisionSettings]:
+    encoders = recipe.model.all_encoders.items()
+    return {name: cast(VisionSettings, settings) for name, settings in encoders if settings.modality == "vision"}
+
+
+def _audio_encoders(recipe: Recipe) -> dict[str, AudioSettings]:
+    encoders = recipe.model.all_encoders.items()
+    return {name: cast(AudioSettings, settings) for name, settings in encoders if settings.modality == "audio"}
 
 
 # By the name of the modality; for recipes whose sources hold samples.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mmtrain.recipe import strict_yaml
 from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import select, with_former_names
+from mmtrain.recipe.settings import select_for_saving
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -19,7 +19,7 @@ def recipe_fingerprint(recipe: Recipe) -> str:
 
     Of files it covers the names, not their folders: a plan made on a laptop is valid on a cluster.
     """
-    settings = with_former_names(type(recipe), select(recipe, "plan", mode="python"))
+    settings = select_for_saving(recipe, "plan", mode="python")
     canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_file_name)
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
 

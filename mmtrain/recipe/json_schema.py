@@ -6,7 +6,7 @@ from typing import Any
 
 from mmtrain.recipe.raw_tree import KeyPath
 from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import AFFECTS_KEY, FORMERLY_KEY, Section, former_name, section_type
+from mmtrain.recipe.settings import AFFECTS_KEY, FORMERLY_KEY, Section, former_name, holds_named_sections, section_types
 
 JsonSchema = dict[str, Any]
 _INTERPOLATED = {"type": "string", "pattern": r"\$\{env:"}
@@ -32,19 +32,49 @@ def editor_schema() -> JsonSchema:
 
 
 def schema_at(keys: KeyPath) -> JsonSchema | None:
-    """Return the schema of the setting at a path, with references resolved; None if a recipe has no such setting."""
-    schema = _follow(_recipe_schema())
+    """Return the schema of the setting at a path, with references resolved; None if a recipe has no such setting.
+
+    Below a section that may be of several kinds the path has a tag: the value of the setting that tells them apart.
+    """
+    schema: JsonSchema | None = _follow(_recipe_schema())
     for key in keys:
-        properties = _mapping(schema).get("properties", {})
-        if key in properties:
-            schema = _follow(properties[key])
-        elif isinstance(key, int) and "prefixItems" in schema and key < len(schema["prefixItems"]):
-            schema = _follow(schema["prefixItems"][key])
-        elif isinstance(key, int) and "items" in schema:
-            schema = _follow(schema["items"])
-        else:
-            return None
+        schema = None if schema is None else _child(schema, key)
     return schema
+
+
+def without_tags(keys: KeyPath) -> KeyPath:
+    """Return a path of pydantic's as a recipe has it, without the tags of sections that may be of several kinds."""
+    plain: list[str | int] = []
+    for i, key in enumerate(keys):
+        above = schema_at(keys[:i])
+        if above is None or key not in _kinds(above):
+            plain.append(key)
+    return tuple(plain)
+
+
+def _child(schema: JsonSchema, key: str | int) -> JsonSchema | None:
+    properties = _mapping(schema).get("properties", {})
+    kinds = _kinds(schema)
+    child: JsonSchema | None = None
+    if key in properties:
+        child = properties[key]
+    elif key in kinds:
+        child = kinds[str(key)]
+    elif kinds and key == schema["discriminator"]["propertyName"]:
+        child = {"enum": list(kinds)}
+    elif isinstance(key, int) and "prefixItems" in schema and key < len(schema["prefixItems"]):
+        child = schema["prefixItems"][key]
+    elif isinstance(key, int) and "items" in schema:
+        child = schema["items"]
+    elif isinstance(key, str) and isinstance(schema.get("additionalProperties"), dict):
+        child = schema["additionalProperties"]
+    return None if child is None else _follow(child)
+
+
+def _kinds(schema: JsonSchema) -> dict[str, JsonSchema]:
+    """Return the schemas of a section that may be of several kinds, by their tags; nothing for other settings."""
+    mapping = schema.get("discriminator", {}).get("mapping", {})
+    return {tag: {"$ref": reference} for tag, reference in mapping.items()}
 
 
 def known_keys(keys: KeyPath) -> list[str]:
@@ -70,9 +100,9 @@ def _renamed_settings(kind: type[Section], path: KeyPath) -> Iterator[tuple[KeyP
         former = former_name(field)
         if former is not None:
             yield (*path, former), (*path, name)
-        nested = section_type(field.annotation)
-        if nested is not None:
-            yield from _renamed_settings(nested, (*path, name))
+        if not holds_named_sections(field.annotation):
+            for nested in section_types(field.annotation):
+                yield from _renamed_settings(nested, (*path, name))
 
 
 def describe_allowed(schema: JsonSchema) -> str:
@@ -80,6 +110,8 @@ def describe_allowed(schema: JsonSchema) -> str:
     schema = _follow(schema)
     if "anyOf" in schema:
         return ", or ".join(describe_allowed(choice) for choice in schema["anyOf"])
+    if "discriminator" in schema:
+        return "a mapping"
     if "enum" in schema or "const" in schema:
         *others, last = map(str, schema.get("enum", [schema.get("const")]))
         return f"{', '.join(others)} or {last}" if others else last

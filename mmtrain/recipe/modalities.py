@@ -2,7 +2,8 @@
 
 To add one:
 
-* write its settings class, the entry here, and a field of its name in `ModelSettings` and in `ParallelSettings`;
+* write its settings class, add it to `AnyEncoderSettings`, and write the entry here;
+* add a field of its name, for its short form, to `ModelSettings` and to `ParallelSettings`;
 * describe its layers in `models.encoder_shapes.ENCODER_SHAPES`;
 * build its modules in `models.encoder_modules.ENCODER_MODULES`;
 * read its media in `data.media.item_readers.ITEM_READERS`;
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtrain.recipe.model_settings import AudioSettings, EncoderSettings, VisionSettings
+from mmtrain.recipe.model_settings import AudioSettings, EncoderSettings, ModelSettings, VisionSettings
 from mmtrain.recipe.presets import AUDIO_PRESETS, VISION_PRESETS, ModelPreset
 
 MediaKind = Literal["image", "video", "audio"]  # what a sample may hold besides text
@@ -24,9 +25,9 @@ MediaKind = Literal["image", "video", "audio"]  # what a sample may hold besides
 
 @dataclass(frozen=True)
 class Modality:
-    """One kind of encoder. Its name is the key of its settings under `model` and `parallel`, and its unit's name."""
+    """One kind of encoder, of which a model may have several."""
 
-    name: str
+    name: str  # also the key of its short form under `model` and `parallel`, and the name of the unit there
     settings: type[EncoderSettings]
     presets: Mapping[str, ModelPreset]
     media: tuple[MediaKind, ...]  # kinds of media that it reads
@@ -45,6 +46,21 @@ AUDIO = Modality("audio", AudioSettings, dict(AUDIO_PRESETS.items()), media=("au
 MODALITIES: dict[str, Modality] = {modality.name: modality for modality in (VISION, AUDIO)}
 
 
-def other_units() -> tuple[str, ...]:
-    """Return the names of all units that a model may have besides the LLM, in data-flow order."""
-    return (*MODALITIES, "generator")
+def encoder_names(model: ModelSettings) -> tuple[str, ...]:
+    """Return the names of all encoders for which a recipe of this model may have settings."""
+    return (*MODALITIES, *model.encoders)
+
+
+def other_units(model: ModelSettings) -> tuple[str, ...]:
+    """Return the names of all units for which a recipe of this model may have settings, but the LLM's."""
+    return (*encoder_names(model), "generator")
+
+
+def unit_path(unit: str) -> tuple[str, ...]:
+    """Return the keys of a unit's settings under `model` and `parallel`: its name, for some after `encoders`."""
+    return (unit,) if unit in (*MODALITIES, "llm", "generator") else ("encoders", unit)
+
+
+def dotted_unit(unit: str) -> str:
+    """Return `unit_path` as messages write it: `parallel.{dotted_unit(unit)}.tp`."""
+    return ".".join(unit_path(unit))

@@ -1,13 +1,17 @@
 """The settings of the model's units: encoders, LLM and generator."""
 
-from typing import Annotated, ClassVar, Literal
+import re
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mmtrain.recipe.presets import AudioPreset, GeneratorPreset, LlmPreset, VisionPreset
-from mmtrain.recipe.settings import PositiveInt, Section, setting
+from mmtrain.recipe.settings import NOTHING, PositiveInt, Section, holds_named_sections, section_types, setting
+
+STATED_LENGTHS_COLUMNS = ("count", "text")  # columns of `data.index.stated_lengths` that belong to no unit
 
 _PRESET = "Name of a published model. Its settings are used for all that the recipe does not set itself."
+_MODALITY = "What the encoder reads: `vision` (images and videos) or `audio`. Required under `model.encoders`."
 
 
 class ProjectorSettings(Section):
@@ -43,7 +47,8 @@ class EncoderSettings(UnitSettings):
     below say how many tokens of the encoder, and how many features for the LLM, such an item becomes.
     """
 
-    modality: ClassVar[str]  # key of `mmtrain.recipe.modalities.MODALITIES`
+    # A key of `mmtrain.recipe.modalities.MODALITIES`. Another one brings other settings, which declare their effects.
+    modality: str
     heads: PositiveInt = setting(
         affects={"plan", "steps", "resume"}, description="Attention heads. Must divide `hidden`."
     )
@@ -86,7 +91,7 @@ class EncoderSettings(UnitSettings):
 class VisionSettings(EncoderSettings):
     """A vision transformer over image patches, with downsampling and projector."""
 
-    modality = "vision"
+    modality: Literal["vision"] = setting("vision", affects=NOTHING, description=_MODALITY)
     preset: VisionPreset | None = setting(None, affects={"steps", "resume"}, description=_PRESET)
     patch: PositiveInt = setting(
         14, affects={"plan", "lengths", "steps", "resume"}, description="Side of a square patch in pixels."
@@ -174,7 +179,7 @@ class AudioSettings(EncoderSettings):
     Two convolutions with kernel 3, the second with stride 2, then pre-norm blocks (Radford et al., arXiv 2212.04356).
     """
 
-    modality = "audio"
+    modality: Literal["audio"] = setting("audio", affects=NOTHING, description=_MODALITY)
     preset: AudioPreset | None = setting(None, affects={"steps", "resume"}, description=_PRESET)
     mel_bins: PositiveInt = setting(
         80, affects={"plan", "steps", "resume"}, description="Mel bands of a frame (Whisper: 80, large-v3: 128)."
@@ -226,6 +231,9 @@ class AudioSettings(EncoderSettings):
         if self.max_frames % 2:
             problems.append(f"max_frames {self.max_frames} is odd, but the second convolution halves it")
         return self._without(problems)
+
+
+AnyEncoderSettings: TypeAlias = Annotated[VisionSettings | AudioSettings, Field(discriminator="modality")]
 
 
 class LlmSettings(UnitSettings):
@@ -327,11 +335,31 @@ class GeneratorSettings(Section):
         return self._without(problems)
 
 
+def _check_encoder_name(name: str) -> str:
+    """Return the name of an encoder under `model.encoders`. Raises `ValueError` if another thing has this name."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        raise ValueError(f"found the name {name!r}; allowed: a letter, then letters, digits and underscores")
+    if name in ModelSettings.model_fields:
+        raise ValueError(f"{name} is a key of `model` itself; give this encoder another name")
+    if name in STATED_LENGTHS_COLUMNS:
+        raise ValueError(f"{name} is a column of files of stated lengths; give this encoder another name")
+    return name
+
+
+EncoderName: TypeAlias = Annotated[str, AfterValidator(_check_encoder_name)]
+
+
 class ModelSettings(Section):
     """The units of the model."""
 
     vision: VisionSettings | None = Field(None, description="The image encoder. Leave it out for a text-only model.")
     audio: AudioSettings | None = Field(None, description="The audio encoder. Leave it out for a model without speech.")
+    encoders: dict[EncoderName, AnyEncoderSettings] = Field(
+        {},
+        description="Further encoders by name, each with its `modality` and the settings of `model.vision` or "
+        "`model.audio`. All encoders of a modality encode every item of it. The LLM reads their features of an item "
+        "one encoder after another, in the order in which they are written, `vision` and `audio` first.",
+    )
     llm: LlmSettings = setting(affects={"plan", "lengths", "resume"}, description="The language model.")
     generator: GeneratorSettings | None = setting(
         None,
@@ -340,6 +368,27 @@ class ModelSettings(Section):
     )
 
     @property
-    def encoders(self) -> dict[str, EncoderSettings]:
-        """Return the encoders of this model, by the name of their unit."""
-        return {name: settings for name, settings in self if isinstance(settings, EncoderSettings)}
+    def all_encoders(self) -> dict[str, EncoderSettings]:
+        """Return the encoders of this model by the name of their unit, in the order in which the LLM reads them."""
+        short_forms = {name: getattr(self, name) for name in self._short_forms()}
+        encoders: dict[str, EncoderSettings] = {
+            name: settings for name, settings in short_forms.items() if settings is not None
+        }
+        return encoders | self.encoders
+
+    def unit(self, name: str) -> EncoderSettings | LlmSettings | GeneratorSettings:
+        """Return the settings of a unit that the model has."""
+        settings: EncoderSettings | LlmSettings | GeneratorSettings | None
+        settings = self.encoders[name] if name in self.encoders else getattr(self, name)
+        assert settings is not None, name
+        return settings
+
+    @classmethod
+    def _short_forms(cls) -> list[str]:
+        """Return the fields that hold one encoder each."""
+        return [
+            name
+            for name, field in cls.model_fields.items()
+            if not holds_named_sections(field.annotation)
+            and any(issubclass(kind, EncoderSettings) for kind in section_types(field.annotation))
+        ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from operator import itemgetter
 
-from mmtrain.recipe.modalities import MODALITIES, other_units
+from mmtrain.recipe.modalities import MODALITIES, dotted_unit, encoder_names, other_units, unit_path
 from mmtrain.recipe.model_settings import EncoderSettings, LlmSettings
 from mmtrain.recipe.raw_tree import Problem
 from mmtrain.recipe.schema import Recipe, UnitParallel
@@ -15,10 +15,23 @@ from mmtrain.recipe.schema import Recipe, UnitParallel
 NUM_END_LAYERS = 2  # layers of a unit besides its blocks: embedding, and head or projector
 
 
+def check_parallel_encoders(recipe: Recipe) -> Iterator[Problem]:
+    """Every entry of `parallel.encoders` belongs to an encoder of `model.encoders`."""
+    named = recipe.model.encoders
+    for name in recipe.parallel.encoders:
+        if name in named:
+            continue
+        if name in MODALITIES:
+            allowed = f"degrees of the short form `model.{name}` stand in parallel.{name}"
+        else:
+            allowed = f"allowed: {', '.join(named)}" if named else "model.encoders is empty"
+        yield Problem(("parallel", "encoders", name), f"model.encoders has no {name}; {allowed}")
+
+
 def check_encoder_parallelism(recipe: Recipe) -> Iterator[Problem]:
     """Tensor- and pipeline-parallel degrees of an encoder fit its heads, widths and layers."""
-    for name, encoder in _encoders(recipe).items():
-        degrees = _degrees(recipe, name)
+    for name, encoder in recipe.model.all_encoders.items():
+        degrees = recipe.parallel.of(name)
         yield from check_tp(name, degrees, heads=encoder.heads, ffn=encoder.ffn)
         yield from _check_pp(name, degrees, encoder)
 
@@ -42,8 +55,8 @@ def check_llm_parallelism(recipe: Recipe) -> Iterator[Problem]:
 
 def check_other_data_parallelism(recipe: Recipe) -> Iterator[Problem]:
     """The replicas of encoders and of the generator share the global batch evenly."""
-    for name in other_units():
-        yield from _check_dp(name, _degrees(recipe, name), recipe)
+    for name in other_units(recipe.model):
+        yield from _check_dp(name, recipe.parallel.of(name), recipe)
 
 
 def check_llm_data_parallelism(recipe: Recipe) -> Iterator[Problem]:
@@ -63,11 +76,11 @@ def check_num_microbatches(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(path, f"{num_llm} does not divide train.global_batch {batch}")
     elif llm.dp is not None and num_llm * llm.dp != batch:
         yield Problem(path, f"{num_llm} times parallel.llm.dp {llm.dp} is not train.global_batch {batch}")
-    for name in other_units():
-        num = _degrees(recipe, name).num_microbatches
+    for name in other_units(recipe.model):
+        num = recipe.parallel.of(name).num_microbatches
         if num is not None and num_llm is not None and num % num_llm and num_llm % num:
             text = f"{num} neither divides nor is a multiple of the LLM's {num_llm} microbatches (global_batch / dp)"
-            yield Problem(("parallel", name, "num_microbatches"), text)
+            yield Problem(("parallel", *unit_path(name), "num_microbatches"), text)
 
 
 def check_placement(recipe: Recipe) -> Iterator[Problem]:
@@ -81,11 +94,11 @@ def check_placement(recipe: Recipe) -> Iterator[Problem]:
     elif placement == "colocated":
         yield from _check_colocated(recipe)
     elif placement == "unified":
-        for name, degree in product(other_units(), ("tp", "dp", "vpp")):
-            own, llm = getattr(_degrees(recipe, name), degree), getattr(recipe.parallel.llm, degree)
+        for name, degree in product(other_units(recipe.model), ("tp", "dp", "vpp")):
+            own, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)
             if own is not None and llm is not None and own != llm:
                 text = f"{own} differs from parallel.llm.{degree} {llm}, but `unified` puts all units on one mesh"
-                yield Problem(("parallel", name, degree), text)
+                yield Problem(("parallel", *unit_path(name), degree), text)
 
 
 def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
@@ -93,31 +106,31 @@ def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.generator is not None:
         text = "found colocated, allowed with model.generator: disaggregated, unified or auto"
         yield Problem(("parallel", "placement"), text)
-    for name, degree in product(MODALITIES, ("tp", "pp")):
-        own, llm = getattr(_degrees(recipe, name), degree), getattr(recipe.parallel.llm, degree)
+    for name, degree in product(encoder_names(recipe.model), ("tp", "pp")):
+        own, llm = getattr(recipe.parallel.of(name), degree), getattr(recipe.parallel.llm, degree)
         if own is not None and llm is not None and llm % own:
             text = f"{own} does not divide parallel.llm.{degree} {llm}; a colocated encoder uses a part of its ranks"
-            yield Problem(("parallel", name, degree), text)
-    for name in MODALITIES:
-        vpp = _degrees(recipe, name).vpp or 1
+            yield Problem(("parallel", *unit_path(name), degree), text)
+    for name in encoder_names(recipe.model):
+        vpp = recipe.parallel.of(name).vpp or 1
         if vpp > 1:
             text = f"found {vpp}, allowed: 1 (a colocated encoder has no model chunks: its layers fill idle times)"
-            yield Problem(("parallel", name, "vpp"), text)
+            yield Problem(("parallel", *unit_path(name), "vpp"), text)
 
 
 def check_model_chunks(recipe: Recipe) -> Iterator[Problem]:
     """A unit has a layer for each chunk of each pipeline rank; in a unified pipeline all units together have them."""
     if recipe.parallel.placement not in ("disaggregated", "colocated") and _present_other_units(recipe):
         return
-    units = {"llm": recipe.model.llm, **_encoders(recipe)}
+    units = {"llm": recipe.model.llm, **recipe.model.all_encoders}
     for name, unit in units.items():
-        degrees = _degrees(recipe, name)
+        degrees = recipe.parallel.of(name)
         num_chunks = (degrees.pp or 1) * (degrees.vpp or 1)
         num_layers = unit.layers + NUM_END_LAYERS
         if degrees.vpp is not None and num_chunks > num_layers:
-            ranks = f" on each of parallel.{name}.pp {degrees.pp} ranks" if degrees.pp else ""
+            ranks = f" on each of parallel.{dotted_unit(name)}.pp {degrees.pp} ranks" if degrees.pp else ""
             text = f"{degrees.vpp} chunks{ranks} are more than the unit's {num_layers} layers"
-            yield Problem(("parallel", name, "vpp"), text)
+            yield Problem(("parallel", *unit_path(name), "vpp"), text)
 
 
 def check_cluster_size(recipe: Recipe) -> Iterator[Problem]:
@@ -130,11 +143,11 @@ def check_cluster_size(recipe: Recipe) -> Iterator[Problem]:
     limit, available = min(known_limits.items(), key=itemgetter(1))
     sizes = {}
     for name in ("llm", *_present_other_units(recipe)):
-        degrees = _degrees(recipe, name)
+        degrees = recipe.parallel.of(name)
         sizes[name] = (degrees.tp or 1) * (degrees.pp or 1) * (degrees.dp or 1)
         if sizes[name] > available:
             text = f"tp x pp x dp needs {sizes[name]} ranks, {limit} is {available}"
-            yield Problem(("parallel", name), text)
+            yield Problem(("parallel", *unit_path(name)), text)
     if parallel.placement == "disaggregated" and max(sizes.values()) <= available < sum(sizes.values()):
         needs = " + ".join(f"{size} ({name})" for name, size in sizes.items())
         text = f"disaggregated units need {needs} ranks, {limit} is {available}"
@@ -143,39 +156,29 @@ def check_cluster_size(recipe: Recipe) -> Iterator[Problem]:
 
 def check_tp(unit: str, degrees: UnitParallel, **widths: int) -> Iterator[Problem]:
     """The tensor-parallel degree divides the widths; keywords are names of settings of the unit."""
+    path = dotted_unit(unit)
     if degrees.sp is True and degrees.tp == 1:
-        text = f"sequence parallelism needs a tensor-parallel degree above 1, parallel.{unit}.tp is 1; set sp to false"
-        yield Problem(("parallel", unit, "sp"), text)
-    uneven = [f"model.{unit}.{name} {width}" for name, width in widths.items() if degrees.tp and width % degrees.tp]
+        text = f"sequence parallelism needs a tensor-parallel degree above 1, parallel.{path}.tp is 1; set sp to false"
+        yield Problem(("parallel", *unit_path(unit), "sp"), text)
+    uneven = [f"model.{path}.{name} {width}" for name, width in widths.items() if degrees.tp and width % degrees.tp]
     if uneven:
-        yield Problem(("parallel", unit, "tp"), f"{degrees.tp} does not divide {' or '.join(uneven)}")
+        yield Problem(("parallel", *unit_path(unit), "tp"), f"{degrees.tp} does not divide {' or '.join(uneven)}")
 
 
 def _check_pp(unit: str, degrees: UnitParallel, settings: EncoderSettings | LlmSettings) -> Iterator[Problem]:
     num_layers = settings.layers + NUM_END_LAYERS
     if degrees.pp is not None and degrees.pp > num_layers:
-        layers = f"model.{unit}.layers {settings.layers} and the {NUM_END_LAYERS} at its ends"
+        layers = f"model.{dotted_unit(unit)}.layers {settings.layers} and the {NUM_END_LAYERS} at its ends"
         text = f"{degrees.pp} is more than the unit's {num_layers} layers ({layers})"
-        yield Problem(("parallel", unit, "pp"), text)
+        yield Problem(("parallel", *unit_path(unit), "pp"), text)
 
 
 def _check_dp(unit: str, degrees: UnitParallel, recipe: Recipe) -> Iterator[Problem]:
     if degrees.dp is not None and recipe.train.global_batch % degrees.dp:
         text = f"{degrees.dp} does not divide train.global_batch {recipe.train.global_batch}"
-        yield Problem(("parallel", unit, "dp"), text)
-
-
-def _degrees(recipe: Recipe, unit: str) -> UnitParallel:
-    degrees: UnitParallel = getattr(recipe.parallel, unit)
-    return degrees
+        yield Problem(("parallel", *unit_path(unit), "dp"), text)
 
 
 def _present_other_units(recipe: Recipe) -> list[str]:
     """Return the model's units besides the LLM."""
-    return [name for name in other_units() if getattr(recipe.model, name) is not None]
-
-
-def _encoders(recipe: Recipe) -> dict[str, EncoderSettings]:
-    """Return the model's encoders. `recipe` may be a partial one, which has no `model.encoders`."""
-    settings = {name: getattr(recipe.model, name) for name in MODALITIES}
-    return {name: encoder for name, encoder in settings.items() if encoder is not None}
+    return [*recipe.model.all_encoders, *(("generator",) if recipe.model.generator is not None else ())]

@@ -295,6 +295,7 @@ class ParallelSettings(Section):
     )
     vision: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the vision encoder.")
     audio: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the audio encoder.")
+    encoders: dict[str, UnitParallel] = Field({}, description="Parallel degrees of `model.encoders`, by their names.")
     llm: UnitParallel = Field(UnitParallel(), description="Parallel degrees of the LLM.")
     max_gpus: PositiveInt | None = setting(
         None,
@@ -305,6 +306,18 @@ class ParallelSettings(Section):
     generator: UnitParallel = Field(
         UnitParallel(), description="Parallel degrees of the generator. A U-Net supports data parallelism only."
     )
+
+    def of(self, unit: str) -> UnitParallel:
+        """Return the parallel degrees that the recipe fixes for a unit."""
+        if unit not in self._short_forms():
+            return self.encoders.get(unit, UnitParallel())
+        degrees: UnitParallel = getattr(self, unit)
+        return degrees
+
+    @classmethod
+    def _short_forms(cls) -> list[str]:
+        """Return the fields that hold the degrees of one unit each."""
+        return [name for name, field in cls.model_fields.items() if field.annotation is UnitParallel]
 
 
 class ClusterSettings(Section):

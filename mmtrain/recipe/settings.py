@@ -1,7 +1,7 @@
 """What every part of a recipe is made of: sections, and settings that declare what they affect."""
 
-from collections.abc import Collection
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -19,6 +19,7 @@ EFFECTS: dict[Effect, str] = {
 NOTHING: frozenset[Effect] = frozenset()  # for settings that affect none of these
 AFFECTS_KEY = "affects"  # where the schema of a field keeps the declaration
 FORMERLY_KEY = "formerly"  # likewise for the name before a renaming
+POSITION_KEY = "position"  # what `select` adds to each of several sections by name
 
 
 class Section(BaseModel):
@@ -76,51 +77,88 @@ def former_name(field: FieldInfo) -> str | None:
     return str(extra[FORMERLY_KEY]) if isinstance(extra, dict) and FORMERLY_KEY in extra else None
 
 
-def section_type(annotation: object) -> type[Section] | None:
-    """Return the section that a field of this type holds, or holds several of; None for a plain setting."""
-    for choice in (annotation, *get_args(annotation)):
-        if isinstance(choice, type) and issubclass(choice, Section):
-            return choice
-    return None
+def section_types(annotation: object) -> tuple[type[Section], ...]:
+    """Return the sections of which a field of this type holds one, several, or several by name; () for a setting."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    return tuple(kind for argument in get_args(annotation) for kind in section_types(argument))
 
 
-def select(section: Section, effect: Effect, mode: Literal["json", "python"] = "json") -> dict[str, Any]:
-    """Return the settings below `section` that have the effect, as nested plain values by their present names.
+def holds_named_sections(annotation: object) -> bool:
+    """Return whether a field of this type holds sections by names that the recipe chooses."""
+    return get_origin(annotation) is dict and bool(section_types(annotation))
+
+
+def named_section_type(annotation: object, value: object) -> type[Section] | None:
+    """Return which section the plain `value` stands for, of those that a field of this type may hold by name.
+
+    Of several kinds the value's `modality` decides. None: there is no such kind, or the value is no section.
+    """
+    kinds = section_types(annotation)
+    if not isinstance(value, dict):
+        return None
+    if len(kinds) == 1:
+        return kinds[0]
+    return next((kind for kind in kinds if kind.model_fields["modality"].default == value.get("modality")), None)
+
+
+def select(section: Section, effect: Effect) -> dict[str, Any]:
+    """Return the settings below `section` that have the effect, as nested JSON values by their present names.
+
+    Sections by name are left out where there are none, so that a field of them can be added without a change of what
+    was saved before. Each of them tells its position: the order of encoders is the order of their features.
+    """
+    return _select(section, effect, "json", _present_name)
+
+
+def select_for_saving(section: Section, effect: Effect, mode: Literal["json", "python"] = "json") -> dict[str, Any]:
+    """Return what `select` returns by the former names of the settings, for fingerprints and facts of checkpoints.
 
     mode: as in pydantic's `model_dump`; `json` turns paths and tuples into texts and lists.
     """
-    return section.model_dump(mode=mode, include=_included_fields(type(section), effect))
+    return _select(section, effect, mode, _saved_name)
 
 
-def with_former_names(kind: type[Section], values: dict[str, Any]) -> dict[str, Any]:
-    """Rename the keys of what `select` returned for a section of this type to the former names of the settings.
-
-    What is saved must use it: fingerprints and the facts of checkpoints.
-    """
-    renamed: dict[str, Any] = {}
-    for name, value in values.items():
-        field = kind.model_fields[name]
-        nested = section_type(field.annotation)
-        if nested is not None and isinstance(value, dict):
-            value = with_former_names(nested, value)
-        elif nested is not None and isinstance(value, list | tuple):
-            value = [with_former_names(nested, item) for item in value]
-        renamed[former_name(field) or name] = value
-    return renamed
-
-
-def _included_fields(kind: type[Section], effect: Effect) -> dict[str, Any]:
-    """Return the fields to include in pydantic's nested form."""
-    included: dict[str, Any] = {}
-    for name, field in kind.model_fields.items():
+def _select(
+    section: Section, effect: Effect, mode: Literal["json", "python"], key_of: Callable[[str, FieldInfo], str]
+) -> dict[str, Any]:
+    selected: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
         effects = declared_effects(field)
-        nested = section_type(field.annotation)
-        if nested is None:
+        kinds = section_types(field.annotation)
+        value = getattr(section, name)
+        key = key_of(name, field)
+        if not kinds:
             if effects is not None and effect in effects:
-                included[name] = True
-        elif effects is None or effect in effects:
-            nested_fields = _included_fields(nested, effect)
-            is_single = field.annotation is nested or type(None) in get_args(field.annotation)
-            if nested_fields:
-                included[name] = nested_fields if is_single else {"__all__": nested_fields}
-    return included
+                selected[key] = section.model_dump(mode=mode, include={name})[name]
+        elif (effects is not None and effect not in effects) or not any(_has_effect(kind, effect) for kind in kinds):
+            continue
+        elif isinstance(value, Section):
+            selected[key] = _select(value, effect, mode, key_of)
+        elif isinstance(value, dict):
+            for position, (child_name, child) in enumerate(value.items()):
+                settings = {POSITION_KEY: position, **_select(child, effect, mode, key_of)}
+                selected.setdefault(key, {})[child_name] = settings
+        else:
+            selected[key] = None if value is None else [_select(child, effect, mode, key_of) for child in value]
+    return selected
+
+
+def _present_name(name: str, field: FieldInfo) -> str:
+    return name
+
+
+def _saved_name(name: str, field: FieldInfo) -> str:
+    return former_name(field) or name
+
+
+def _has_effect(kind: type[Section], effect: Effect) -> bool:
+    """Return whether a setting below sections of this type has the effect."""
+    for field in kind.model_fields.values():
+        effects = declared_effects(field)
+        kinds = section_types(field.annotation)
+        if not kinds and effects is not None and effect in effects:
+            return True
+        if (effects is None or effect in effects) and any(_has_effect(inner, effect) for inner in kinds):
+            return True
+    return False

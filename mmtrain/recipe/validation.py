@@ -4,14 +4,17 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from inspect import ismethod
+from types import MethodType
 from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from mmtrain.recipe import json_schema
 from mmtrain.recipe.raw_tree import KeyPath, Node, Problem, dotted_path, nearest_node, to_plain
 from mmtrain.recipe.schema import Recipe
-from mmtrain.recipe.settings import Section, section_type
+from mmtrain.recipe.settings import Section, holds_named_sections, named_section_type, section_types
 
 PydanticError = dict[str, Any]  # one entry of `ValidationError.errors()`
 
@@ -60,21 +63,40 @@ class _PartialSection:
         self._path = path
 
     def __getattr__(self, name: str) -> object:
-        field = self._section.model_fields[name]
+        field = self._section.model_fields.get(name)
+        if field is None:
+            return self._attribute(name)
         path = (*self._path, name)
         if name not in self._raw:
             if field.is_required():
                 raise SettingUnavailableError(path)
             return field.default
         value = self._raw[name]
-        nested = section_type(field.annotation)
-        if nested and isinstance(value, dict):
-            return _PartialSection(nested, value, self._invalid, path)
+        kinds = section_types(field.annotation)
+        if kinds and isinstance(value, dict):
+            if holds_named_sections(field.annotation):
+                return {key: self._named(field, path, key, child) for key, child in value.items()}
+            return _PartialSection(kinds[0], value, self._invalid, path)
         if any(keys[: len(path)] == path for keys in self._invalid):
             raise SettingUnavailableError(path)
-        if nested and isinstance(value, list):
-            return [_PartialSection(nested, item, self._invalid, (*path, i)) for i, item in enumerate(value)]
+        if kinds and isinstance(value, list):
+            return [_PartialSection(kinds[0], item, self._invalid, (*path, i)) for i, item in enumerate(value)]
         return value
+
+    def _attribute(self, name: str) -> object:
+        """Return a property or a method of the section, which then sees this view."""
+        attribute = getattr(self._section, name)
+        if isinstance(attribute, property):
+            assert attribute.fget is not None, name
+            return attribute.fget(self)
+        return attribute if ismethod(attribute) else MethodType(attribute, self)  # class methods read no values
+
+    def _named(self, field: FieldInfo, path: KeyPath, name: str, value: object) -> "_PartialSection":
+        """Return one of several sections that a recipe names."""
+        kind = named_section_type(field.annotation, value)
+        if kind is None or (*path, name) in self._invalid:
+            raise SettingUnavailableError((*path, name))
+        return _PartialSection(kind, cast(dict[str, object], value), self._invalid, (*path, name))
 
 
 def _run_check(check: Callable[[Recipe], Iterable[Problem]], recipe: Recipe, tree: Node) -> Iterator[Problem]:
@@ -100,16 +122,17 @@ def _is_consequence(error: PydanticError, errors: list[PydanticError]) -> bool:
 
 def _problem(error: PydanticError, tree: Node) -> Problem:
     """Say one of pydantic's errors in the words of this package."""
-    keys: KeyPath = error["loc"]
+    location = _location(error)
+    keys = json_schema.without_tags(location)
     node = nearest_node(tree, keys)
     kind: str = error["type"]
     if kind == "extra_forbidden":
-        return Problem(keys, _unknown_key(keys), node.origin)
+        return Problem(keys, _unknown_key(location), node.origin)
     if kind == "value_error":
         return Problem(keys, str(error["ctx"]["error"]), node.origin)
-    schema = json_schema.schema_at(keys) or {}
+    schema = json_schema.schema_at(location) or {}
     allowed = json_schema.describe_allowed(schema)
-    if kind == "missing":
+    if kind in ("missing", "union_tag_not_found"):
         description = schema.get("description", "")
         text = f"missing; allowed: {allowed}" + (f" ({description})" if description else "")
         return Problem(keys, text, node.origin)
@@ -121,7 +144,18 @@ def _problem(error: PydanticError, tree: Node) -> Problem:
     return Problem(keys, f"found {_describe_value(node)}, allowed: {allowed}{hint}", node.origin)
 
 
+def _location(error: PydanticError) -> KeyPath:
+    """Return the path of what is wrong, with the tags of unions; for a wrong name the path of the named section."""
+    keys: KeyPath = error["loc"]
+    if keys and keys[-1] == "[key]":
+        return keys[:-1]
+    if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        return (*keys, str(error["ctx"]["discriminator"]).strip("'"))
+    return keys
+
+
 def _unknown_key(keys: KeyPath) -> str:
+    """Say what is allowed in place of an unknown key, whose path has the tags of unions."""
     new_path = json_schema.renamed_settings().get(keys)
     if new_path is not None:
         return f"this setting is now called {dotted_path(new_path)}; rename it"

@@ -1,6 +1,7 @@
 """A tiny model, a fixed batch of ragged samples, and what one process makes of it sample by sample."""
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ IMAGE_ID, AUDIO_ID, VOCAB, PATCH, MERGE, BINS, STACK = 3, 2, 61, 2, 2, 10, 2
 SAMPLES, TEXTS = range(8), range(8, 16)  # those of a step; and those of a step of text alone
 GRIDS = [[], [(2, 4)], [(2, 2), (4, 4), (4, 2), (6, 2)], [], [(4, 6)], [(2, 2)], [(2, 6), (2, 2)], [(8, 4)]]
 GRIDS += [[] for _ in TEXTS]
-ITEM_IDS = {"vision": IMAGE_ID, "audio": AUDIO_ID}
+ITEM_IDS = {"vision": IMAGE_ID, "fine": IMAGE_ID, "audio": AUDIO_ID}
 CLIPS = [[], [], [8], [12, 4], [], [16], [], []]  # log-mel frames; heard only by models with an audio unit
 CLIPS += [[] for _ in TEXTS]
 AUDIO = {
@@ -39,6 +40,18 @@ AUDIO = {
     "max_frames": 16,
     "downsample": STACK,
     "positions": "learned",
+}
+# A second image encoder, `model.encoders.fine`: other patches, widths and positions, and four times the features.
+FINE_PATCH = 3
+FINE = {
+    "modality": "vision",
+    "layers": 2,
+    "hidden": 8,
+    "heads": 2,
+    "ffn": 12,
+    "patch": FINE_PATCH,
+    "max_side": 8,
+    "class_token": True,
 }
 TEXT_TOKENS = [9, 5, 7, 13, 4, 11, 6, 8] * 2
 GLOBAL_BATCH = 4  # groups of two samples, unless a case says otherwise
@@ -130,19 +143,21 @@ def plan(settings: Recipe, kind: ScheduleKind = "1f1b", order: Order | None = No
     )
 
 
-def lengths(speech: bool = False) -> SampleLengths:
+def lengths(encoders: Collection[str] = ("vision",)) -> SampleLengths:
     """Return the lengths of all samples: text only, one image, up to four images of different sizes.
 
-    With `speech` some also have one or two clips, some of them beside images.
+    For models with `audio` some also have one or two clips, some of them beside images.
     """
-    samples = [encoded(s, speech) for s in range(len(GRIDS))]
+    samples = [encoded(s, encoders) for s in range(len(GRIDS))]
     tokens = np.array([len(s.ids) for s in samples], dtype=np.int64)
     targets = np.array([int((s.labels >= 0).sum()) for s in samples], dtype=np.int64)
     rows, cols, first = _sides(GRIDS)
     items = {"vision": ItemLengths(first, rows, cols, rows * cols, rows * cols // MERGE**2)}
-    if speech:
-        rows, cols, first = _sides([[(n, 1) for n in clips] for clips in CLIPS])
-        items["audio"] = ItemLengths(first, rows, cols, rows // 2, rows // (2 * STACK))
+    if "audio" in encoders:
+        frames, ones, first_clip = _sides([[(n, 1) for n in clips] for clips in CLIPS])
+        items["audio"] = ItemLengths(first_clip, frames, ones, frames // 2, frames // (2 * STACK))
+    if "fine" in encoders:
+        items["fine"] = ItemLengths(first, rows, cols, rows * cols + 1, rows * cols)
     return SampleLengths(tokens, targets, items)
 
 
@@ -152,11 +167,11 @@ def _sides(samples: list[list[tuple[int, int]]]) -> tuple[np.ndarray, np.ndarray
     return sides[:, 0], sides[:, 1], np.cumsum([0, *(len(items) for items in samples)], dtype=np.int64)
 
 
-def encoded(sample: int, speech: bool = False) -> EncodedSample:
+def encoded(sample: int, encoders: Collection[str] = ("vision",)) -> EncodedSample:
     """Return ids and labels of a sample: two words, its images, two words, its clips, words; the last are predicted."""
     rng = np.random.default_rng(100 + sample)
-    num_features = sum(r * c // MERGE**2 for r, c in GRIDS[sample])
-    num_heard = sum(n // (2 * STACK) for n in CLIPS[sample]) if speech else 0
+    num_features = sum(map(sum, image_features(sample, encoders)))
+    num_heard = sum(n // (2 * STACK) for n in CLIPS[sample]) if "audio" in encoders else 0
     words = rng.integers(4, VOCAB, TEXT_TOKENS[sample])
     places = (words[:2], np.full(num_features, IMAGE_ID), words[2:4], np.full(num_heard, AUDIO_ID), words[4:])
     ids = np.concatenate(places).astype(np.int64)
@@ -165,10 +180,21 @@ def encoded(sample: int, speech: bool = False) -> EncodedSample:
     return EncodedSample(ids, labels)
 
 
+def image_features(sample: int, encoders: Collection[str]) -> list[tuple[int, int]]:
+    """Return for each image the numbers of features of `vision` and of `fine`."""
+    return [(rows * cols // MERGE**2, rows * cols if "fine" in encoders else 0) for rows, cols in GRIDS[sample]]
+
+
 def patches(sample: int, position: int, rows: int, cols: int) -> np.ndarray:
     """Return the patches of one image."""
     rng = np.random.default_rng([sample, position])
     return rng.standard_normal((rows * cols, 3 * PATCH**2)).astype(np.float32)
+
+
+def fine_patches(sample: int, position: int, rows: int, cols: int) -> np.ndarray:
+    """Return the patches of one image for the second encoder."""
+    rng = np.random.default_rng([200 + sample, position])
+    return rng.standard_normal((rows * cols, 3 * FINE_PATCH**2)).astype(np.float32)
 
 
 def mels(sample: int, position: int, frames: int, cols: int = 1) -> np.ndarray:
@@ -177,7 +203,8 @@ def mels(sample: int, position: int, frames: int, cols: int = 1) -> np.ndarray:
     return rng.standard_normal((frames, BINS)).astype(np.float32)
 
 
-CELLS = {"vision": (patches, 3 * PATCH**2), "audio": (mels, BINS)}  # unit -> its cells, and the numbers in each
+# Unit -> its cells, and the numbers in each.
+CELLS = {"vision": (patches, 3 * PATCH**2), "fine": (fine_patches, 3 * FINE_PATCH**2), "audio": (mels, BINS)}
 
 
 def samples_of(step: int, texts_between: bool = False) -> range:
@@ -189,7 +216,7 @@ def batch(step: int, samples: range, dp: dict[str, int], num_microbatches: dict[
     """Return the global batch of a step: the samples, in another order every step, in groups of near equal numbers."""
     order = samples.start + np.random.default_rng(step).permutation(len(samples))
     groups = np.array_split(order, dp["llm"] * num_microbatches["llm"])
-    found = lengths("audio" in dp)
+    found = lengths(dp)
     found = replace(found, items={unit: items for unit, items in found.items.items() if unit in dp})
     return assign(step, 0, groups, found, dp, num_microbatches)
 
@@ -197,7 +224,6 @@ def batch(step: int, samples: range, dp: dict[str, int], num_microbatches: dict[
 def step_data(job: RankContext, step: int, texts_between: bool = False) -> StepData:
     """Return what this rank of the job needs of a step."""
     meta = batch(step, samples_of(step, texts_between), job.dp, job.num_microbatches)
-    speech = "audio" in job.dp
     encoders: dict[str, dict[tuple[int, int], EncoderPayload]] = {}
     text = {}
     for need in job.needs:
@@ -205,7 +231,7 @@ def step_data(job: RankContext, step: int, texts_between: bool = False) -> StepD
             key = (need.replica, i)
             if need.unit == "llm":
                 text[key] = build_text_payload(
-                    meta, *key, ITEM_IDS, partial(encoded, speech=speech), need.ids, need.labels
+                    meta, *key, ITEM_IDS, partial(encoded, encoders=job.dp), need.ids, need.labels
                 )
             else:
                 load, cell_features = CELLS[need.unit]
@@ -219,7 +245,7 @@ class Reference:
 
     def __init__(self, settings: Recipe) -> None:
         self.settings, model, groups = settings, build_model_shape(settings), ParallelGroups.single()
-        self.speech = settings.model.audio is not None
+        self.encoders = tuple(settings.model.all_encoders)
         self.stages = nn.ModuleDict(
             {
                 unit.name: build_stage(
@@ -235,7 +261,7 @@ class Reference:
         optimizer = settings.train.optimizer
         groups = []
         for unit, stage in self.stages.items():
-            own = getattr(settings.model, unit)
+            own = settings.model.unit(unit)
             trained, lr = [p for p in stage.parameters() if p.requires_grad], optimizer.lr * own.lr_scale
             decay = optimizer.weight_decay if own.weight_decay is None else own.weight_decay
             groups.append({"params": [p for p in trained if p.ndim > 1], "weight_decay": decay, "lr": lr})
@@ -248,7 +274,7 @@ class Reference:
         What no sample reaches has a gradient of zero, not none: weights decay and momentum goes on in a step without
         images too, as it must when some ranks have images and others none.
         """
-        total = int(lengths(self.speech).targets[samples].sum())
+        total = int(lengths(self.encoders).targets[samples].sum())
         for param in self.stages.parameters():
             param.grad = torch.zeros_like(param) if param.requires_grad else None
         loss = 0.0
@@ -272,14 +298,16 @@ class Reference:
         return loss, norm, gradients
 
     def _loss(self, sample: int, grids: list[tuple[int, int]]) -> Tensor:
-        tokens = encoded(sample, self.speech)
+        tokens = encoded(sample, self.encoders)
         features = {}
-        places = {unit: torch.from_numpy(np.flatnonzero(tokens.ids == token)) for unit, token in ITEM_IDS.items()}
+        places = {"audio": torch.from_numpy(np.flatnonzero(tokens.ids == AUDIO_ID)), **self._image_places(sample)}
         if grids:
-            pixels = np.concatenate([patches(sample, i, *grid) for i, grid in enumerate(grids)])
             rows, cols = zip(*grids, strict=True)
-            features["vision"] = self.stages["vision"](None, EncoderInput(rows, cols, torch.from_numpy(pixels)))
-        if self.speech and CLIPS[sample]:
+            for unit, (cells, _) in CELLS.items():
+                if unit in self.encoders and unit != "audio":
+                    pixels = np.concatenate([cells(sample, i, *grid) for i, grid in enumerate(grids)])
+                    features[unit] = self.stages[unit](None, EncoderInput(rows, cols, torch.from_numpy(pixels)))
+        if "audio" in self.encoders and CLIPS[sample]:
             frames = tuple(CLIPS[sample])
             sound = np.concatenate([mels(sample, i, n) for i, n in enumerate(frames)])
             features["audio"] = self.stages["audio"](
@@ -288,3 +316,13 @@ class Reference:
         inputs = TextInput((len(tokens.ids),), torch.from_numpy(tokens.ids), torch.from_numpy(tokens.labels), places)
         loss: Tensor = self.stages["llm"](None, inputs, features)
         return loss
+
+    def _image_places(self, sample: int) -> dict[str, Tensor]:
+        """Return where the features of each image encoder stand: image by image, those of `vision` first."""
+        places: dict[str, list[int]] = {"vision": [], "fine": []}
+        end = 2  # words before the images
+        for of_vision, of_fine in image_features(sample, self.encoders):
+            places["vision"] += range(end, end + of_vision)
+            places["fine"] += range(end + of_vision, end + of_vision + of_fine)
+            end += of_vision + of_fine
+        return {unit: torch.tensor(rows, dtype=torch.int64) for unit, rows in places.items()}

@@ -7,12 +7,13 @@ import pytest
 from mmtrain.models.model_shape import build_model_shape
 from mmtrain.plan.artifact.plan_graph import stage_graph
 from mmtrain.program import Backward, GatherParams, Recv, ReduceGrads, Send, build_program
-from tests.flow.cases import AUDIO, Mesh, Order, plan, recipe
+from tests.flow.cases import AUDIO, FINE, Mesh, Order, plan, recipe
 from tests.flow.equality import assert_equals_one_process
 from tests.flow.orders import PIPELINE, TOGETHER
 
 FROZEN_VISION = {"model__vision__freeze": True}
 SPEECH = {"model__audio": AUDIO}
+TWO_IMAGE_ENCODERS = {"model__encoders": {"fine": FINE}}
 
 # name -> (recipe changes, meshes). Vision layers: 0 patches, 1-2 blocks, 3 projector; LLM: 0 embedding, 1-3, 4 head.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
@@ -84,6 +85,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
         {"model__llm__tie_embeddings": True},
         {"vision": Mesh((), (0,)), "llm": Mesh((1, 3), (1, 2, 3, 4), dp=2, vpp=2)},
     ),
+    "two image encoders, unified pp2": (
+        TWO_IMAGE_ENCODERS,
+        {"vision": Mesh((), (0,)), "fine": Mesh((2,), (0, 1)), "llm": Mesh((), (1,))},
+    ),
+    "two image encoders beside audio, disaggregated, each with its own replicas and microbatches, one frozen": (
+        SPEECH | {"model__encoders": {"fine": FINE | {"freeze": True, "lr_scale": 0.5}}},
+        {
+            "vision": Mesh((), (0, 1), dp=2),
+            "audio": Mesh((), (2,)),
+            "fine": Mesh((2,), (3, 4), n=2),
+            "llm": Mesh((), (5, 6), tp=2),
+        },
+    ),
     "three units tp2, audio frozen": (
         SPEECH | {"model__audio": AUDIO | {"freeze": True}},
         {"vision": Mesh((), (0, 1), tp=2), "audio": Mesh((), (0, 1), tp=2), "llm": Mesh((2,), (0, 1, 2, 3), tp=2)},
@@ -133,6 +147,10 @@ COLOCATED: dict[str, tuple[dict[str, Any], dict[str, Mesh]]] = {
     "colocated, encoders merged and split": (
         SPEECH,
         {"vision": Mesh((), (0, 1), dp=2, n=2), "audio": Mesh((2,), (0, 1), n=8), "llm": Mesh((2,), (0, 1))},
+    ),
+    "colocated, two image encoders, one merged": (
+        TWO_IMAGE_ENCODERS,
+        {"vision": Mesh((), (0, 1), dp=2), "fine": Mesh((2,), (0, 1), n=2), "llm": Mesh((2,), (0, 1))},
     ),
     "colocated, encoders between the llm's work": (
         {},

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mmtrain.plan.planner import plan_recipe
-from tests.flow.cases import AUDIO, lengths, recipe
+from tests.flow.cases import AUDIO, FINE, lengths, recipe
 from tests.flow.equality import assert_equals_one_process
 
 TWO_RANKS = {"parallel__llm__pp": 2, "parallel__vision__pp": 1}
@@ -16,6 +16,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"model__audio": AUDIO, "parallel__llm__pp": 2, "parallel__vision__pp": 2, "parallel__audio__pp": 1},
     ),
+    "two image encoders": (
+        2,
+        TWO_RANKS | {"model__encoders": {"fine": FINE}, "parallel__encoders": {"fine": {"pp": 2}}},
+    ),
     "two replicas of the llm": (4, {"parallel__llm__pp": 2, "train__global_batch": 8}),
 }
 
@@ -24,8 +28,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_planned_colocated_program_trains_as_one_process_does(case: str) -> None:
     world_size, changes = CASES[case]
     settings = recipe(parallel__placement="colocated", **changes)
-    speech = settings.model.audio is not None
-    chosen = plan_recipe(settings, lengths(speech), world_size=world_size, hardware="cpu-core", recipe_sha256="")
+    samples = lengths(settings.model.all_encoders)
+    chosen = plan_recipe(settings, samples, world_size=world_size, hardware="cpu-core", recipe_sha256="")
     assert (chosen.placement, chosen.schedule.kind) == ("colocated", "explicit")
     assert 0 < (chosen.predicted.scheduling_efficiency or 0) < 1
     assert_equals_one_process(settings, chosen)
@@ -52,7 +56,7 @@ IN_CHUNKS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_interleaved_units_train_as_one_process_does(case: str) -> None:
     world_size, changes = IN_CHUNKS[case]
     settings = recipe(**changes)
-    speech = settings.model.audio is not None
-    chosen = plan_recipe(settings, lengths(speech), world_size=world_size, hardware="cpu-core", recipe_sha256="")
+    samples = lengths(settings.model.all_encoders)
+    chosen = plan_recipe(settings, samples, world_size=world_size, hardware="cpu-core", recipe_sha256="")
     assert sum(unit.vpp > 1 for unit in chosen.units.values()) >= 1
     assert_equals_one_process(settings, chosen)

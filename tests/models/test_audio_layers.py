@@ -97,10 +97,12 @@ def test_what_is_frozen_and_what_still_trains() -> None:
 
 
 def test_a_clip_beyond_the_positions_is_rejected() -> None:
-    with pytest.raises(DataError, match=r"84 log-mel frames long, but model\.audio\.max_frames is 80"):
+    with pytest.raises(DataError, match=r"84 log-mel frames long, but the encoder's `max_frames` is 80"):
         stage(settings(audio={}), "audio", (0, 1))(None, clips(84))
 
 
 def test_a_clip_that_does_not_fill_its_last_feature_is_rejected() -> None:
-    with pytest.raises(DataError, match=r"6 log-mel frames, which is not a multiple of 2 x model\.audio\.downsample 2"):
+    with pytest.raises(
+        DataError, match=r"6 log-mel frames, which is not a multiple of 2 x the encoder's `downsample` 2"
+    ):
         stage(settings(audio={}), "audio")(None, clips(6))

@@ -1,7 +1,7 @@
 """Encoders are looked up by modality, so another encoder takes one entry in each table and no other change."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ from mmtrain.models.stage_inputs import EncoderInput
 from mmtrain.models.stage_module import StageSpec
 from mmtrain.models.vision_layers import VisionContext
 from mmtrain.plan.planner import plan_recipe
-from mmtrain.recipe import Recipe, recipe_fingerprint
+from mmtrain.recipe import Recipe, json_schema, recipe_fingerprint
 from mmtrain.recipe.cross_checks import CHECKS
 from mmtrain.recipe.encoder_checks import ENCODER_CHECKS
 from mmtrain.recipe.modalities import MODALITIES, Modality
 from mmtrain.recipe.model_settings import EncoderSettings, ModelSettings
 from mmtrain.recipe.schema import ParallelSettings, UnitParallel
-from mmtrain.recipe.settings import setting
+from mmtrain.recipe.settings import NOTHING, setting
 from mmtrain.runtime.profiling.item_sizes import ITEM_SIZES, ItemSizes
 from mmtrain.runtime.profiling.probes import make_probes
 
@@ -34,7 +34,7 @@ FEATURES = 10
 class DepthSettings(EncoderSettings):
     """An encoder that no version of mmtrain has: it embeds rows of ten numbers, without positions."""
 
-    modality = "depth"
+    modality: Literal["depth"] = setting("depth", affects=NOTHING, description="-")
     activation: str = setting("gelu", affects={"plan"}, description="-")
     norm_eps: float = setting(1e-6, affects={"plan"}, description="-")
     stack: int = setting(2, affects={"plan", "lengths"}, description="-")
@@ -168,6 +168,7 @@ def test_every_room_has_an_entry_for_every_modality() -> None:
     for table in (ENCODER_SHAPES, ENCODER_MODULES, ITEM_READERS, ENCODER_CHECKS, ITEM_SIZES):
         assert set(table) == set(MODALITIES)
     for name, modality in MODALITIES.items():
-        assert modality.name == modality.settings.modality == name
+        assert modality.name == modality.settings.model_fields["modality"].default == name
+        assert name in json_schema.schema_at(("model", "encoders", "any", "modality"))["enum"]
         assert name in ModelSettings.model_fields
         assert name in ParallelSettings.model_fields

@@ -75,12 +75,12 @@ def test_identity_downsampling_keeps_every_patch() -> None:
 
 
 def test_an_image_beyond_the_position_table_is_rejected() -> None:
-    with pytest.raises(DataError, match=r"9 patches long, but model\.vision\.max_side is 8"):
+    with pytest.raises(DataError, match=r"9 patches long, but the encoder's `max_side` is 8"):
         stage(settings(), "vision", (0, 1))(None, images((2, 9)))
 
 
 def test_an_image_that_merge_does_not_divide_is_rejected() -> None:
-    with pytest.raises(DataError, match=r"3 x 4 patches, but model\.vision\.merge 2"):
+    with pytest.raises(DataError, match=r"3 x 4 patches, but the encoder's `merge` 2"):
         stage(settings(), "vision")(None, images((3, 4)))
 
 

@@ -15,12 +15,13 @@ from mmtrain.recipe.settings import (
     Effect,
     Section,
     declared_effects,
-    section_type,
+    section_types,
     select,
+    select_for_saving,
     setting,
-    with_former_names,
 )
 
+ENCODER: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64}
 RECIPE: dict[str, Any] = {
     "name": "tiny",
     "model": {
@@ -46,11 +47,13 @@ RECIPE: dict[str, Any] = {
 
 def _leaf_settings(kind: type[Section], path: str = "") -> Iterator[tuple[str, frozenset[Effect] | None]]:
     for name, field in kind.model_fields.items():
-        nested = section_type(field.annotation)
-        if nested is None:
+        kinds = section_types(field.annotation)
+        if not kinds:
             yield f"{path}{name}", declared_effects(field)
-        else:
-            yield from _leaf_settings(nested, f"{path}{name}.")
+        for nested in kinds:
+            yield from _leaf_settings(
+                nested, f"{path}{name}.{nested.__name__}." if len(kinds) > 1 else f"{path}{name}."
+            )
 
 
 def test_every_setting_declares_what_it_affects() -> None:
@@ -101,11 +104,20 @@ def test_what_is_saved_keeps_the_former_names_of_settings() -> None:
         one: Inner = Inner()
         several: tuple[Inner, ...] = (Inner(), Inner())
         missing: Inner | None = None
+        named: dict[str, Inner] = setting({"a": Inner()}, affects={"plan"}, description="-")
 
-    selected = select(Outer(), "plan")
-    assert selected == {"one": {"new": 1}, "several": [{"new": 1}] * 2, "missing": None}
-    saved = {"one": {"old": 1}, "several": [{"old": 1}] * 2, "missing": None}
-    assert with_former_names(Outer, selected) == saved
+    assert select(Outer(), "plan") == {
+        "one": {"new": 1},
+        "several": [{"new": 1}] * 2,
+        "missing": None,
+        "named": {"a": {"position": 0, "new": 1}},
+    }
+    assert select_for_saving(Outer(), "plan") == {
+        "one": {"old": 1},
+        "several": [{"old": 1}] * 2,
+        "missing": None,
+        "named": {"a": {"position": 0, "old": 1}},
+    }
 
 
 def test_no_former_name_is_a_setting_again() -> None:
@@ -128,6 +140,7 @@ def test_no_former_name_is_a_setting_again() -> None:
         ("model.audio.projector.norm", True, {"plan", "resume"}),
         ("model.llm.layers", 3, {"plan", "resume"}),
         ("model.llm.vocab", 600, {"plan", "lengths", "resume"}),
+        ("model.encoders", {"second": {**ENCODER, "modality": "vision"}}, {"plan", "lengths", "steps", "resume"}),
         ("data.seq_len", 4096, {"plan", "lengths", "steps", "resume"}),
         ("data.sources", [{"path": "/data/train.json", "weight": 3.0}], {"plan"}),
         ("data.validation", [{"path": "/data/validation.json"}], set()),
@@ -148,3 +161,35 @@ def test_a_setting_changes_the_selections_of_its_effects_only(path: str, value: 
     section[name] = value
     before, after = Recipe.model_validate(RECIPE), Recipe.model_validate(raw)
     assert {effect for effect in EFFECTS if select(before, effect) != select(after, effect)} == changed
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "changed"),
+    [
+        ("layers", 3, {"plan", "steps", "resume"}),
+        ("patch", 7, {"plan", "lengths", "steps", "resume"}),
+        ("lr_scale", 0.1, {"resume"}),
+        ("downsample", "pixel_shuffle", {"plan", "steps", "resume"}),  # of audio encoders it also affects lengths
+        ("modality", "audio", {"plan", "lengths", "steps", "resume"}),
+    ],
+)
+def test_settings_of_a_named_encoder_have_the_effects_of_its_modality(name: str, value: Any, changed: set[str]) -> None:
+    before, after = (
+        Recipe.model_validate(_with_encoders({"second": {**ENCODER, "modality": "vision", **change}}))
+        for change in ({}, {name: value})
+    )
+    assert {effect for effect in EFFECTS if select(before, effect) != select(after, effect)} == changed
+
+
+def test_the_order_of_named_encoders_counts_because_it_is_the_order_of_their_features() -> None:
+    first, second = {**ENCODER, "modality": "vision"}, {**ENCODER, "modality": "vision", "patch": 7}
+    before = Recipe.model_validate(_with_encoders({"first": first, "second": second}))
+    after = Recipe.model_validate(_with_encoders({"second": second, "first": first}))
+    assert list(before.model.all_encoders) == ["vision", "audio", "first", "second"]
+    assert list(after.model.all_encoders) == ["vision", "audio", "second", "first"]
+    assert {effect for effect in EFFECTS if select(before, effect) != select(after, effect)} == set(EFFECTS)
+    assert recipe_fingerprint(before) != recipe_fingerprint(after)
+
+
+def _with_encoders(encoders: dict[str, Any]) -> dict[str, Any]:
+    return {**RECIPE, "model": {**RECIPE["model"], "encoders": encoders}}

@@ -269,4 +269,63 @@ def test_checks_do_not_fail_on_recipes_with_other_problems(base: Path, section: 
 
 
 def test_no_check_is_forgotten() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 18
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 19
+
+
+FINE = "model.encoders.fine={modality: vision, layers: 2, hidden: 32, heads: 4, ffn: 64, patch: 16, max_side: 32}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.encoders.llm={}"], "model.encoders.llm: llm is a key of `model` itself; give this encoder another"),
+        (["model.encoders.vision={}"], "model.encoders.vision: vision is a key of `model` itself"),
+        (["model.encoders.count={}"], "model.encoders.count: count is a column of files of stated lengths"),
+        (["model.encoders.2b={}"], "model.encoders.2b: found the name '2b'; allowed: a letter, then letters, digits"),
+        (["model.encoders.fine={layers: 2}"], "model.encoders.fine.modality: missing; allowed: audio or vision"),
+        ([FINE, "model.encoders.fine.modality=sound"], "model.encoders.fine.modality: found the text 'sound', allowed"),
+        ([FINE, "model.encoders.fine.patc=7"], "model.encoders.fine.patc: unknown key; did you mean patch?"),
+        ([FINE, "model.encoders.fine.heads=x"], "model.encoders.fine.heads: found the text 'x', allowed: a whole"),
+        ([FINE, "model.encoders.fine.mel_bins=80"], "model.encoders.fine.mel_bins: unknown key here; it belongs to"),
+        ([FINE, "model.encoders.fine.merge=2"], "model.encoders.fine: merge is 2, but downsample `identity`"),
+        (["model.encoders.fine=3"], "model.encoders.fine: found 3, allowed: a mapping"),
+        (["model.encoders.fine={modality: vision, preset: vit-hug}"], "model.encoders.fine.preset: found the text"),
+        ([FINE, "parallel.encoders.fin.tp=2"], "parallel.encoders.fin: model.encoders has no fin; allowed: fine"),
+        ([FINE, "parallel.encoders.vision.tp=2"], "parallel.encoders.vision: model.encoders has no vision; degrees of"),
+        (
+            [FINE, "parallel.encoders.fine.tp=3"],
+            "parallel.encoders.fine.tp: 3 does not divide model.encoders.fine.heads",
+        ),
+        ([FINE, "parallel.encoders.fine.dp=3"], "parallel.encoders.fine.dp: 3 does not divide train.global_batch 4"),
+        ([FINE, "parallel.encoders.fine.tpp=3"], "parallel.encoders.fine.tpp: unknown key; did you mean tp?"),
+        (
+            [FINE, "data.budgets.fin=9"],
+            "data.budgets.fin: no encoder of this model is called fin; allowed: vision, fine",
+        ),
+        (
+            [FINE, "data.seq_len=1800"],
+            "data.image.max_pixels: one image becomes up to 1808 LLM tokens from vision and fine together",
+        ),
+        (
+            [FINE, "data.image={scheme: fixed, size: 168}"],
+            "data.image.size: 168 is not a multiple of 16 (model.encoders.fine.patch 16 x merge 1)",
+        ),
+        (
+            [FINE, "model.encoders.fine.max_side=8"],
+            "data.image.max_pixels: a square image becomes 28 patches a side, model.encoders.fine.max_side is 8",
+        ),
+        (
+            ["model.encoders.ear={modality: audio, layers: 2, hidden: 32, heads: 4, ffn: 64, max_frames: 300}"],
+            "data.audio.max_seconds: 30 s become 3000 frames, model.encoders.ear.max_frames is 300",
+        ),
+    ],
+)
+def test_problems_of_named_encoders_name_them(base: Path, overrides: list[str], expected: str) -> None:
+    found = problems(base, *overrides)
+    assert [line for line in found if line.startswith(expected)], found
+
+
+def test_a_named_encoder_takes_what_it_leaves_out_from_its_preset(base: Path) -> None:
+    settings = ["model.encoders.ear={modality: audio, preset: whisper-6b, layers: 3}", "data.seq_len=4096"]
+    ear = load_recipe(base, settings, {}).recipe.model.all_encoders["ear"]
+    assert (ear.layers, ear.hidden, ear.cell_features) == (3, 3072, 128)

@@ -80,7 +80,8 @@ def check_sources_for_recipe(
             samples.append((entry.sample, _itemized(entry, recipe)))
         else:
             bad.append(entry)
-    decoder = _Decoder(recipe.data, _encoders_by_kind(recipe.model.encoders.values()))
+    encoders = [recipe.model.all_encoders[unit] for unit in _first_encoders(recipe).values()]
+    decoder = _Decoder(recipe.data, _encoders_by_kind(encoders))
     return _decode_and_report(samples, bad, decoder, recipe.data.max_bad_rate, progress)
 
 
@@ -113,12 +114,21 @@ def check_sources(
 
 
 def _itemized(measured: MeasuredSample, recipe: Recipe) -> list[_ItemizedMedia]:
+    """Return the media of a sample as the first encoder of each modality reads them: all of them decode the same."""
     media: list[_ItemizedMedia] = []
-    for unit, settings in recipe.model.encoders.items():
-        media_of_unit = measured.sample.media_of(MODALITIES[settings.modality].media)
+    for modality, unit in _first_encoders(recipe).items():
+        media_of_unit = measured.sample.media_of(MODALITIES[modality].media)
         for (kind, medium), grids in zip(media_of_unit, measured.grids[unit], strict=True):
             media.append(_ItemizedMedia(kind, medium, grids))
     return media
+
+
+def _first_encoders(recipe: Recipe) -> dict[str, str]:
+    """Return for each modality that the model reads the unit of its first encoder."""
+    units: dict[str, str] = {}
+    for unit, settings in recipe.model.all_encoders.items():
+        units.setdefault(settings.modality, unit)
+    return units
 
 
 def _encoders_by_kind(encoders: Iterable[EncoderSettings]) -> dict[MediaKind, EncoderSettings]:

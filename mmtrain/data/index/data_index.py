@@ -45,10 +45,16 @@ class DataIndex:
     item_parts: dict[str, IntArray] = field(default_factory=dict)
     content_sha256: str = ""  # of all that is in the samples but the location of their files
     cache_folder: Path | None = None  # where it was read from; None if it was built from the data
+    modalities: dict[str, str] = field(default_factory=dict)  # encoder unit -> the modality that it reads
 
     def media_features(self, sample: int) -> dict[str, list[int]]:
-        """Return for each encoder the LLM tokens of the media of a sample that it reads, summed over their items."""
-        return {unit: self.unit_features(sample, unit) for unit in self.lengths.items}
+        """Return for each modality the LLM tokens of a sample's media, summed over their items and its encoders."""
+        features: dict[str, list[int]] = {}
+        for unit, modality in self.modalities.items():
+            of_unit = self.unit_features(sample, unit)
+            of_others = features.get(modality, [0] * len(of_unit))
+            features[modality] = [own + others for own, others in zip(of_unit, of_others, strict=True)]
+        return features
 
     def unit_features(self, sample: int, unit: str) -> list[int]:
         """Return the LLM tokens of each medium of a sample that one encoder reads, summed over its items."""
@@ -163,7 +169,7 @@ def _read_sources(
 ) -> StoredIndex:
     """Read all sources; store the result if there is a cache."""
     with _garbage_collection_paused(), io.BytesIO() if cache is None else cache.new_records() as records:
-        columns = _IndexColumns(records, list(recipe.model.encoders))
+        columns = _IndexColumns(records, list(recipe.model.all_encoders))
         quarantined: list[Quarantined] = []
         for entry in notify_progress(measure_samples(recipe, sources), notify):
             if isinstance(entry, MeasuredSample):
@@ -233,7 +239,7 @@ class _IndexColumns:
 def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSettings]) -> DataIndex:
     arrays = stored.arrays
     items: dict[str, ItemLengths] = {}
-    for unit, encoder in recipe.model.encoders.items():
+    for unit, encoder in recipe.model.all_encoders.items():
         first = np.concatenate([[0], np.cumsum(arrays[f"{unit}.count"])]).astype(np.int64)
         rows = arrays[f"{unit}.rows"]
         cols = arrays[f"{unit}.cols"]
@@ -247,5 +253,6 @@ def _from_stored(stored: StoredIndex, recipe: Recipe, sources: Sequence[SourceSe
         weights=np.array([source.weight for source in sources], dtype=np.float64)[arrays["source"]],
         quarantined=stored.quarantined,
         item_parts={unit: arrays[f"{unit}.part"] for unit in items},
+        modalities={unit: encoder.modality for unit, encoder in recipe.model.all_encoders.items()},
         content_sha256=stored.content_sha256,
     )

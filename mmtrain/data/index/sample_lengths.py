@@ -1,7 +1,7 @@
 """Read samples with their lengths: text is counted in tokens, and of media only the headers are read."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from mmtrain.data.media.item_readers import ITEM_READERS, ItemReader
 from mmtrain.data.media.media_bytes import BadMediaError, FileMedia, Media, ParquetCell
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer, LengthCounter
 from mmtrain.errors import DataError
-from mmtrain.recipe.modalities import MODALITIES, MediaKind
+from mmtrain.recipe.modalities import MODALITIES, MediaKind, dotted_unit
 from mmtrain.recipe.schema import DataSettings, Recipe, SourceSettings
 
 HEADER_THREADS = 4  # reading headers waits for the disk; more threads would only wait for the interpreter's lock
@@ -81,13 +81,14 @@ def check_data_settings(recipe: Recipe, tokenizer: ChatTokenizer) -> None:
             f"model.llm.vocab is {vocab}, but {recipe.data.tokenizer} (data.tokenizer) has {tokenizer.vocab_size}: "
             f"set model.llm.vocab to at least {tokenizer.vocab_size}"
         )
-    for unit, settings in recipe.model.encoders.items():
+    for unit, settings in recipe.model.all_encoders.items():
         ITEM_READERS[settings.modality](settings, recipe.data).check_settings()
-        if unit not in tokenizer.item_ids:
+        if settings.modality not in tokenizer.item_ids:
             placeholder = MODALITIES[settings.modality].placeholder
             raise DataError(
-                f"data.tokenizer: {recipe.data.tokenizer} lacks the special token {placeholder} that model.{unit} "
-                "needs; add it with `Tokenizer.add_special_tokens` of the `tokenizers` library and save it"
+                f"data.tokenizer: {recipe.data.tokenizer} lacks the special token {placeholder} that "
+                f"model.{dotted_unit(unit)} needs; add it with `Tokenizer.add_special_tokens` of the `tokenizers` "
+                "library and save it"
             )
 
 
@@ -98,7 +99,7 @@ class _HeaderReader:
         self._max_images = recipe.data.max_images
         self.headers: _Headers = {}
         self._readers: dict[tuple[str, MediaKind], ItemReader] = {}
-        for unit, settings in recipe.model.encoders.items():
+        for unit, settings in recipe.model.all_encoders.items():
             reader = ITEM_READERS[settings.modality](settings, recipe.data)
             for kind in MODALITIES[settings.modality].media:
                 self.headers[unit, kind] = {}
@@ -169,6 +170,7 @@ class _EncoderRule:
     """What the items of one encoder are read from, and how many of their cells become one feature."""
 
     unit: str
+    modality: str
     kinds: tuple[MediaKind, ...]
     cells_per_feature: int
 
@@ -184,9 +186,12 @@ class _SampleMeasurer:
         self._missing = [m for m in MODALITIES.values() if not self._read_kinds.issuperset(m.media)]
         self._encoders = [
             _EncoderRule(
-                unit, MODALITIES[settings.modality].media, settings.cells_per_token * settings.tokens_per_feature
+                unit,
+                settings.modality,
+                MODALITIES[settings.modality].media,
+                settings.cells_per_token * settings.tokens_per_feature,
             )
-            for unit, settings in recipe.model.encoders.items()
+            for unit, settings in recipe.model.all_encoders.items()
         ]
 
     def measure(self, sample: Sample, source: int) -> MeasuredSample | Quarantined:
@@ -204,28 +209,50 @@ class _SampleMeasurer:
                 media_names = " or ".join(PLURALS[kind] for kind in modality.media)
                 reason = f"it has {media_names}, but the recipe's model has no {modality.name} unit"
                 return Quarantined.of(sample, f"no_{modality.name}", reason)
-        grids: dict[str, list[tuple[Grid, ...]]] = {}
-        features: dict[str, list[int]] = {}
-        num_images_and_frames = num_images
-        for encoder in self._encoders:
-            unit_grids = grids[encoder.unit] = []
-            for kind, medium in sample.media_of(encoder.kinds):
-                header = self._headers[encoder.unit, kind][_header_key(medium)]
-                if isinstance(header, BadMediaError):
-                    return Quarantined.of(sample, header.kind, str(header))
-                if kind == "video":
-                    num_images_and_frames += len(header)
-                unit_grids.append(header)
-            features[encoder.unit] = [
-                sum([rows * cols // encoder.cells_per_feature for rows, cols in items]) for items in unit_grids
-            ]
+        grids = self._find_grids(sample)
+        if isinstance(grids, Quarantined):
+            return grids
+        num_images_and_frames = num_images + self._count_frames(sample, grids)
         if num_images_and_frames > data.max_images:
             reason = f"{num_images_and_frames} images, frames of videos included, data.max_images = {data.max_images}"
             return Quarantined.of(sample, "too_many_images", reason)
-        tokens, targets = self._count_tokens(sample, features)
+        tokens, targets = self._count_tokens(sample, self._media_features(grids))
         max_tokens = _max_sample_tokens(data)
         if tokens > max_tokens:
             key = "data.max_sample_tokens" if max_tokens == data.max_sample_tokens else "data.seq_len"
             at_least = "" if targets else "at least "  # the counter stopped early
             return Quarantined.of(sample, "too_long", f"{at_least}{tokens} LLM tokens, {key} = {max_tokens}")
         return MeasuredSample(sample, source, tokens, targets, grids)
+
+    def _find_grids(self, sample: Sample) -> dict[str, list[tuple[Grid, ...]]] | Quarantined:
+        """Return for each encoder the grids of the items of each medium that it reads."""
+        grids: dict[str, list[tuple[Grid, ...]]] = {}
+        for encoder in self._encoders:
+            unit_grids = grids[encoder.unit] = []
+            for kind, medium in sample.media_of(encoder.kinds):
+                header = self._headers[encoder.unit, kind][_header_key(medium)]
+                if isinstance(header, BadMediaError):
+                    return Quarantined.of(sample, header.kind, str(header))
+                unit_grids.append(header)
+        return grids
+
+    def _count_frames(self, sample: Sample, grids: Mapping[str, Sequence[tuple[Grid, ...]]]) -> int:
+        """Return how many images a sample's videos become; the first encoder that reads videos says it."""
+        encoder = next((encoder for encoder in self._encoders if "video" in encoder.kinds), None)
+        if encoder is None or not sample.videos:
+            return 0
+        media = zip(sample.media_of(encoder.kinds), grids[encoder.unit], strict=True)
+        return sum(len(items) for (kind, _), items in media if kind == "video")
+
+    def _media_features(self, grids: Mapping[str, Sequence[tuple[Grid, ...]]]) -> dict[str, list[int]]:
+        """Return for each modality the LLM tokens of each medium, summed over its items and the encoders."""
+        features: dict[str, list[int]] = {}
+        for encoder in self._encoders:
+            of_unit = [
+                sum([rows * cols // encoder.cells_per_feature for rows, cols in items]) for items in grids[encoder.unit]
+            ]
+            of_others = features.get(encoder.modality)
+            if of_others is not None:
+                of_unit = [own + others for own, others in zip(of_unit, of_others, strict=True)]
+            features[encoder.modality] = of_unit
+        return features

@@ -8,7 +8,8 @@
 One row is one sample, or `count` equal ones. `text` counts tokens of text. A column with the name of a unit of the
 model holds the sample's items, each in tokens of that unit's blocks: patches of an image, 20 ms pieces of a clip,
 positions of the latent of a generated image (patches of the latent, if the generator is a transformer). The model
-determines what they become in the LLM, so a file serves for any downsampling.
+determines what they become in the LLM, so a file serves for any downsampling. Encoders of one modality have a column
+each, with the same number of items: all of them encode every image.
 """
 
 import csv
@@ -22,12 +23,12 @@ import numpy as np
 from mmtrain.balance.batch_meta import IntArray, ItemLengths, SampleLengths
 from mmtrain.data.formats.sample import Quarantined
 from mmtrain.errors import DataError
+from mmtrain.recipe.model_settings import STATED_LENGTHS_COLUMNS
 from mmtrain.recipe.schema import Recipe, SourceSettings
 
 MAX_STATED_SAMPLES = 20_000_000  # their lengths take a few gigabytes
 MAX_STATED_COUNT = 10_000_000  # of samples or tokens in one cell
-_COUNT_COLUMN = "count"
-_TEXT_COLUMN = "text"
+_COUNT_COLUMN, _TEXT_COLUMN = STATED_LENGTHS_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class _UsableRow:
 class _UnitRule:
     """How the tokens that are stated for a unit count in its blocks and in the LLM."""
 
+    modality: str  # "generator" for the generator
     extra_tokens: int = 0  # that the blocks see and no file states: a class token
     downsampling: int = 1  # tokens that become one of the LLM, or of a generator's coarsest level
     fixed_llm_tokens: int | None = None  # of each item, where they do not depend on its size
@@ -110,16 +112,17 @@ def read_stated_lengths(recipe: Recipe, sources: Sequence[SourceSettings]) -> St
 def _unit_rules(recipe: Recipe) -> dict[str, _UnitRule]:
     units = {
         unit: _UnitRule(
+            settings.modality,
             extra_tokens=settings.extra_tokens,
             downsampling=settings.tokens_per_feature,
             rows_per_token=settings.cells_per_token,
         )
-        for unit, settings in recipe.model.encoders.items()
+        for unit, settings in recipe.model.all_encoders.items()
     }
     generator = recipe.model.generator
     if generator is not None:
         coarsest = 4 ** (len(generator.widths) - 1)
-        units["generator"] = _UnitRule(downsampling=coarsest, fixed_llm_tokens=generator.context_tokens)
+        units["generator"] = _UnitRule("generator", downsampling=coarsest, fixed_llm_tokens=generator.context_tokens)
     return units
 
 
@@ -169,8 +172,22 @@ def _parse_rows(text: str, path: Path, units: Mapping[str, _UnitRule]) -> list[_
     rows = []
     for n, line in lines[1:]:
         where = f"{path}:{n}"
-        rows.append(_parse_row(_parse_cells(line, columns, where), where, units))
+        row = _parse_row(_parse_cells(line, columns, where), where, units)
+        _check_number_of_items(row, units)
+        rows.append(row)
     return rows
+
+
+def _check_number_of_items(row: _Row, units: Mapping[str, _UnitRule]) -> None:
+    """Raise `DataError` if the encoders of one modality have different numbers of items."""
+    first_of: dict[str, str] = {}
+    for name, unit in units.items():
+        first = first_of.setdefault(unit.modality, name)
+        if len(row.items[name]) != len(row.items[first]):
+            raise DataError(
+                f"{row.where}: {first} has {len(row.items[first])} items, {name} has {len(row.items[name])}; allowed: "
+                f"as many, because both encoders read {unit.modality} and encode every item of it"
+            )
 
 
 def _parse_cells(line: str, columns: Sequence[str], where: str) -> dict[str, str]:

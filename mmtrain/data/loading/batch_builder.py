@@ -88,7 +88,7 @@ class BatchBuilder:
         self._monitor = monitor
         self._tokenizer = tokenizer or ChatTokenizer.load(recipe.data.tokenizer_file)
         self._bad: dict[int, Quarantined] = {}  # sample id -> why, in the step that is being built
-        self._encoders = recipe.model.encoders
+        self._encoders = recipe.model.all_encoders
         self._readers = {
             unit: ITEM_READERS[settings.modality](settings, recipe.data) for unit, settings in self._encoders.items()
         }
@@ -115,7 +115,7 @@ class BatchBuilder:
         return build_encoder_payload(meta, need.unit, need.replica, i, cell_features, load)
 
     def _text(self, meta: BatchMeta, need: PayloadNeed, i: int) -> TextPayload:
-        item_ids = self._tokenizer.item_ids
+        item_ids = {unit: self._tokenizer.item_ids[settings.modality] for unit, settings in self._encoders.items()}
         return build_text_payload(meta, need.replica, i, item_ids, self._encode, need.ids, need.labels)
 
     def _encode(self, sample_id: int) -> EncodedSample:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmtrain.balance.batch_meta import BatchMeta, IntArray
+from mmtrain.balance.batch_meta import BatchMeta, IntArray, ItemTable
 from mmtrain.data.media.images import Float32Array
 from mmtrain.data.text.chat_tokenizer import EncodedSample
 
@@ -70,7 +70,7 @@ def build_text_payload(
 ) -> TextPayload:
     """Build LLM microbatch (replica, index) with its ids, its labels, both or neither.
 
-    item_ids: encoder unit -> the token id at the positions of its features.
+    item_ids: encoder unit -> the token id at the positions of its features; encoders of one modality share it.
     """
     samples = meta.microbatch(replica, index)
     lengths = tuple(meta.tokens[samples].tolist())
@@ -81,7 +81,36 @@ def build_text_payload(
     all_ids = np.concatenate([empty, *(e.ids for e in encoded)])
     assert all_ids.size == sum(lengths), "the data changed under a running index"
     all_labels = np.concatenate([empty, *(e.labels for e in encoded)])
-    positions = {}
-    if ids:
-        positions = {unit: np.flatnonzero(all_ids == item_ids[unit]).astype(np.int64) for unit in meta.items}
+    positions = _feature_positions(all_ids, meta, samples, item_ids) if ids else {}
     return TextPayload(lengths, all_ids if ids else None, all_labels if labels else None, positions)
+
+
+def _feature_positions(
+    ids: IntArray, meta: BatchMeta, samples: IntArray, item_ids: Mapping[str, int]
+) -> dict[str, IntArray]:
+    """Return for each encoder the positions of its features among `ids`, those of the `samples` one after another.
+
+    Encoders with the same token share its positions: those of an item belong to one encoder after another, in the order
+    of `meta.items`.
+    """
+    units_of_token: dict[int, list[str]] = {}
+    for unit in meta.items:
+        units_of_token.setdefault(item_ids[unit], []).append(unit)
+    positions: dict[str, IntArray] = {}
+    for token, units in units_of_token.items():
+        of_token = np.flatnonzero(ids == token).astype(np.int64)
+        if len(units) == 1:
+            positions[units[0]] = of_token
+            continue
+        counts = np.stack([_features_in_order(meta.items[unit], samples) for unit in units], axis=1)  # (items, units)
+        owner = np.repeat(np.tile(np.arange(len(units)), len(counts)), counts.ravel())
+        for number, unit in enumerate(units):
+            positions[unit] = of_token[owner == number]
+    return positions
+
+
+def _features_in_order(table: ItemTable, samples: IntArray) -> IntArray:
+    """Return the features of each item of the samples, sample by sample."""
+    rows = np.flatnonzero(np.isin(table.sample, samples))
+    in_order = rows[np.lexsort((table.position[rows], table.sample[rows]))]
+    return table.features[in_order]

@@ -27,7 +27,7 @@ SPECIAL_TOKENS = (PAD_TOKEN, *ROLE_TOKENS.values(), END_TOKEN, IMAGE_TOKEN)
 IGNORE_INDEX = -100  # label of positions that do not count in the loss, as in torch's cross_entropy
 _NUM_TURN_TOKENS = 2  # of every turn besides its text: its role, and its end
 
-# Encoder unit -> LLM tokens of each of the sample's media that this encoder reads, in the order of their marks.
+# Modality -> LLM tokens of each medium of a sample, of all encoders together, in the order of the media's marks.
 MediaFeatures = Mapping[str, Sequence[int]]
 LengthCounter = Callable[[Sample, MediaFeatures], tuple[int, int]]  # -> (number of ids, number of targets)
 
@@ -65,8 +65,8 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._roles: dict[Role, int] = {role: self._special_id(token) for role, token in ROLE_TOKENS.items()}
         self.end_id = self._special_id(END_TOKEN)
-        # Encoder unit -> the token that each of its features replaces.
-        self.item_ids = {unit: self._special_id(token) for unit, token in placeholders.items()}
+        # Modality -> the token that each feature of its encoders replaces.
+        self.item_ids = {modality: self._special_id(token) for modality, token in placeholders.items()}
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     @classmethod
@@ -84,8 +84,8 @@ class ChatTokenizer:
     def encode(self, sample: Sample, features: MediaFeatures) -> EncodedSample:
         """Encode all turns of a sample.
 
-        Medium i of an encoder becomes `features[unit][i]` of the unit's tokens. Labels are the answers' tokens and the
-        `<|end|>` after each, one position ahead: the token to predict.
+        Medium i of a modality becomes `features[modality][i]` of the modality's tokens. Labels are the answers' tokens
+        and the `<|end|>` after each, one position ahead: the token to predict.
         """
         ids, is_target = self._encode_turns(sample.turns, _marks(sample), features)
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
@@ -142,7 +142,7 @@ class ChatTokenizer:
         """Return the ids of the turns, and which of them are targets."""
         ids: list[int] = []
         is_target: list[bool] = []
-        remaining = {unit: iter(counts) for unit, counts in features.items()}
+        remaining = {modality: iter(counts) for modality, counts in features.items()}
         for turn in turns:
             if turn.role == "user":
                 body = self._encode_with_items(turn.text, marks, remaining)
@@ -156,12 +156,12 @@ class ChatTokenizer:
     def _encode_with_items(
         self, text: str, marks: Mapping[str, str], remaining: Mapping[str, Iterator[int]]
     ) -> list[int]:
-        """Encode a user's text; each mark becomes the next number of item tokens of its unit."""
+        """Encode a user's text; each mark becomes the next number of item tokens of its modality."""
         ids: list[int] = []
         for part in re.split(f"({'|'.join(marks)})", text):
             if part in marks:
-                unit = marks[part]
-                ids += [self.item_ids[unit]] * next(remaining[unit])
+                modality = marks[part]
+                ids += [self.item_ids[modality]] * next(remaining[modality])
             else:
                 ids += self._encode_text(part)
         return ids
@@ -177,7 +177,7 @@ class ChatTokenizer:
 
 
 def _marks(sample: Sample) -> dict[str, str]:
-    """Return the marks that stand for a medium in the user turns of a sample, each with the medium's unit.
+    """Return the marks that stand for a medium in the user turns of a sample, each with the medium's modality.
 
     Without clips an `<audio>` is ordinary text, as it was in data written before models had audio; so with videos.
     Images always have marks.

@@ -9,6 +9,7 @@ from mmtrain.plan.colocated.colocated_search import has_colocated_meshes
 from mmtrain.plan.search.constraints import UnitChoices, format_sizes
 from mmtrain.plan.search.mesh_enumeration import has_pipelined_meshes
 from mmtrain.program.ir.graph import LLM
+from mmtrain.recipe.modalities import dotted_unit
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 MAX_RANK_COUNT_DISTANCE = 64  # ranks more or fewer up to which other numbers of ranks are suggested
@@ -82,7 +83,8 @@ def _name_clash(
         for subset in combinations(settings, count):
             if not has_meshes(choices_of(_with_only(recipe, subset)), ranks, placement):
                 named = [
-                    f"parallel.{unit}.{key} {getattr(getattr(recipe.parallel, unit), key)}" for unit, key in subset
+                    f"parallel.{dotted_unit(unit)}.{key} {getattr(recipe.parallel.of(unit), key)}"
+                    for unit, key in subset
                 ]
                 return f"{' and '.join(named)} {'contradict each other' if count > 1 else 'cannot be met'}"
     return ""
@@ -91,24 +93,25 @@ def _name_clash(
 def _fixed_settings(parallel: ParallelSettings, choices: Choices) -> Iterator[tuple[str, str]]:
     """Return unit and name of every mesh size that the recipe fixes."""
     for unit, key in product(choices, _SETTINGS):
-        if getattr(getattr(parallel, unit), key) is not None:
+        if getattr(parallel.of(unit), key) is not None:
             yield unit, key
 
 
 def _with_only(recipe: Recipe, settings: Sequence[tuple[str, str]]) -> Recipe:
     """Return the recipe with these mesh sizes fixed, given by unit and name, and no others."""
-    parallel_of_unit: dict[str, UnitParallel] = {}
-    for unit in type(recipe.parallel).model_fields:
-        value = getattr(recipe.parallel, unit)
-        if isinstance(value, UnitParallel):
-            cleared = {key: None for key in _SETTINGS if (unit, key) not in settings}
-            parallel_of_unit[unit] = value.model_copy(update=cleared)
-    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=parallel_of_unit)})
+    parallel = recipe.parallel
+
+    def cleared(unit: str) -> UnitParallel:
+        return parallel.of(unit).model_copy(update={key: None for key in _SETTINGS if (unit, key) not in settings})
+
+    changes: dict[str, object] = {name: cleared(name) for name, value in parallel if isinstance(value, UnitParallel)}
+    changes["encoders"] = {name: cleared(name) for name in parallel.encoders}
+    return recipe.model_copy(update={"parallel": parallel.model_copy(update=changes)})
 
 
 def _explain_placement(parallel: ParallelSettings, choices: Choices, ranks: int, placement: Placement) -> str:
     """Say what the placement requires of meshes, and which mesh sizes are allowed."""
-    fixed = {f"parallel.{unit}.{key}": key for unit, key in _fixed_settings(parallel, choices)}
+    fixed = {f"parallel.{dotted_unit(unit)}.{key}": key for unit, key in _fixed_settings(parallel, choices)}
     allowed = "; ".join(map(str, choices.values()))
     if fixed:
         allowed += "; fixed by " + ", ".join(fixed)
@@ -125,7 +128,8 @@ def _explain_placement(parallel: ParallelSettings, choices: Choices, ranks: int,
     for key in ("tp", "dp"):
         if not set.intersection(*(set(getattr(unit, key)) for unit in choices.values())):
             settings = " and ".join(
-                f"parallel.{unit.name}.{key} ({format_sizes(getattr(unit, key))})" for unit in choices.values()
+                f"parallel.{dotted_unit(unit.name)}.{key} ({format_sizes(getattr(unit, key))})"
+                for unit in choices.values()
             )
             return f"{settings} have no value in common, but all units of one pipeline share their {key}"
     return _explain_unified(parallel, choices, ranks, allowed)
@@ -134,7 +138,7 @@ def _explain_placement(parallel: ParallelSettings, choices: Choices, ranks: int,
 def _explain_unified(parallel: ParallelSettings, choices: Choices, ranks: int, allowed: str) -> str:
     """Say why no pipeline over all units has the number of ranks, where the units agree in tp and in dp."""
     shared = {
-        f"parallel.{unit}.{key}": (key, getattr(getattr(parallel, unit), key))
+        f"parallel.{dotted_unit(unit)}.{key}": (key, getattr(parallel.of(unit), key))
         for unit, key in _fixed_settings(parallel, choices)
         if key in ("tp", "dp")
     }

@@ -9,6 +9,7 @@ from mmtrain.plan.estimate.layer_costs import SpSizes
 from mmtrain.plan.search.constraints import RecomputeMode
 from mmtrain.plan.search.layer_partition import anchor_layout, layout_graph
 from mmtrain.plan.search.mesh_enumeration import bounded_mesh_assignments
+from mmtrain.recipe.modalities import dotted_unit
 
 
 def suggest_changes(evaluator: Evaluator, results: SearchResults) -> list[str]:
@@ -32,7 +33,7 @@ def _suggest_recompute(evaluator: Evaluator, assignments: Sequence[MeshAssignmen
     for units in (*((unit,) for unit in never), tuple(never)):
         changed: dict[str, RecomputeMode] = {**recompute, **dict.fromkeys(units, "all")}
         if units and _fits(_with_settings(evaluator, recompute=changed), assignments):
-            yield " and ".join(f"parallel.{unit}.recompute: all" for unit in units)
+            yield " and ".join(f"parallel.{dotted_unit(unit)}.recompute: all" for unit in units)
             return
 
 
@@ -44,7 +45,7 @@ def _suggest_sequence_parallelism(evaluator: Evaluator, assignments: Sequence[Me
     changed = {**sp, **{unit: frozenset(choices[unit].tp) - {1} for unit in without}}
     split = [assignment for assignment in assignments if max(mesh.tp for mesh in assignment.meshes.values()) > 1]
     if without and _fits(_with_settings(evaluator, sp=changed), split):
-        yield " and ".join(f"parallel.{unit}.sp: true" for unit in without)
+        yield " and ".join(f"parallel.{dotted_unit(unit)}.sp: true" for unit in without)
 
 
 def _suggest_ranks(evaluator: Evaluator, assignments: Sequence[MeshAssignment]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from mmtrain.models.model_shape import ModelShape, UnitShape
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.plan.budget import DEFAULT_BUDGET, MeshBudget
 from mmtrain.program.ir.graph import LLM
-from mmtrain.recipe.modalities import other_units
+from mmtrain.recipe.modalities import dotted_unit, other_units
 from mmtrain.recipe.schema import ParallelSettings, Recipe, UnitParallel
 
 _SETTINGS = ("tp", "pp", "dp", "vpp", "num_microbatches")
@@ -57,7 +57,7 @@ def unit_choices(
     problems = [*_placement_problems(recipe, shape)]
     choices = {}
     for unit in shape.units:
-        fixed: UnitParallel = getattr(recipe.parallel, unit.name)
+        fixed = recipe.parallel.of(unit.name)
         possible = _possible_sizes(unit, recipe.train.global_batch, ranks_per_node, budget)
         problems += _fix_sizes(possible, fixed, unit, _rules(unit, ranks_per_node, recipe.train.global_batch))
         if unit.name == LLM:
@@ -86,13 +86,13 @@ def unit_choices(
 def encoder_microbatches(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     """Return the microbatches of each replica for units other than the LLM, where the recipe fixes them."""
     others = [unit.name for unit in shape.units if unit.name != LLM]
-    fixed = {unit: getattr(recipe.parallel, unit).num_microbatches for unit in others}
+    fixed = {unit: recipe.parallel.of(unit).num_microbatches for unit in others}
     return {unit: number for unit, number in fixed.items() if number is not None}
 
 
 def fixed_microbatches(parallel: ParallelSettings, units: Iterable[str]) -> dict[str, int]:
     """Return the numbers of microbatches that the recipe fixes, by dotted path."""
-    fixed = {f"parallel.{unit}.num_microbatches": getattr(parallel, unit).num_microbatches for unit in units}
+    fixed = {f"parallel.{dotted_unit(unit)}.num_microbatches": parallel.of(unit).num_microbatches for unit in units}
     return {path: number for path, number in fixed.items() if number is not None}
 
 
@@ -126,11 +126,12 @@ def _fix_sizes(
     for key, rule in rules.items():
         size = getattr(fixed, key)
         if size is not None and size not in possible[key]:
-            yield f"parallel.{unit.name}.{key}: {size} {rule}; allowed: {format_sizes(possible[key])}"
+            yield f"parallel.{dotted_unit(unit.name)}.{key}: {size} {rule}; allowed: {format_sizes(possible[key])}"
         elif size is not None:
             possible[key] = (size,)
     if fixed.vpp is not None and fixed.vpp > len(unit.layers):
-        yield f"parallel.{unit.name}.vpp: {fixed.vpp} is more than {unit.name}'s {len(unit.layers)} layers"
+        path = f"parallel.{dotted_unit(unit.name)}.vpp"
+        yield f"{path}: {fixed.vpp} is more than {unit.name}'s {len(unit.layers)} layers"
     elif fixed.vpp is not None:
         possible["vpp"] = (fixed.vpp,)
 
@@ -150,7 +151,7 @@ def _rules(unit: UnitShape, ranks_per_node: int, global_batch: int) -> dict[str,
 def _suits_microbatches(dp: int, recipe: Recipe) -> bool:
     """Return whether the LLM with `dp` replicas has the microbatches that the recipe fixes, and encoders can follow."""
     fixed, num_llm = recipe.parallel.llm.num_microbatches, recipe.train.global_batch // dp
-    others = [getattr(recipe.parallel, unit).num_microbatches or num_llm for unit in other_units()]
+    others = [recipe.parallel.of(unit).num_microbatches or num_llm for unit in other_units(recipe.model)]
     return fixed in (None, num_llm) and all(number % num_llm == 0 or num_llm % number == 0 for number in others)
 
 
@@ -159,9 +160,9 @@ def _placement_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     placement = recipe.parallel.placement
     if units == [LLM] and placement in ("disaggregated", "colocated"):
         yield f"parallel.placement: `{placement}` needs an encoder, but the model has none; use `unified`"
-    absent = [unit for unit in other_units() if unit not in units]
+    absent = [unit for unit in other_units(recipe.model) if unit not in units]
     for unit, key in product(absent, _SETTINGS):
-        if getattr(getattr(recipe.parallel, unit), key) is not None:
+        if getattr(recipe.parallel.of(unit), key) is not None:
             yield f"parallel.{unit}.{key} is set, but model.{unit} is not: remove it"
 
 

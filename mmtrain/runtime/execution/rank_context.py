@@ -20,6 +20,7 @@ from mmtrain.plan.artifact.plan_precision import plan_precision
 from mmtrain.program import LLM, Edge, Microbatch, Program, StageGraph, StageId, Step, build_program, step_loads
 from mmtrain.program.verify.send_window import send_window
 from mmtrain.recipe import Recipe
+from mmtrain.recipe.model_settings import UnitSettings
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.broker import Broker
 from mmtrain.runtime.execution.channel_probe import probe_channels
@@ -236,7 +237,8 @@ def build_unit_optimizer(recipe: Recipe, unit: UnitRunner, world: World) -> Zero
         for name, param in stage.named_parameters():
             tied = _is_copy(param)
             params[param] = LocalParam(specs[name], tied, owned=not tied or 0 in stage.indices)
-    settings = getattr(recipe.model, unit.name)
+    settings = recipe.model.unit(unit.name)
+    assert isinstance(settings, UnitSettings), "`require_runnable` rejects recipes with a generator"
     optimizer = recipe.train.optimizer
     weight_decay = optimizer.weight_decay if settings.weight_decay is None else settings.weight_decay
     modules = nn.ModuleList(unit.stages.values())

@@ -41,7 +41,7 @@ class Probe:
 
     def inputs(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> UnitInput:
         """Return random payload of this size."""
-        encoder = recipe.model.encoders.get(self.unit)
+        encoder = recipe.model.all_encoders.get(self.unit)
         if encoder is not None:
             rows, cols = (tuple(size[k] for size in self.sizes) for k in (0, 1))  # type: ignore[index]
             num_cells = sum(r * c for r, c in zip(rows, cols, strict=True))
@@ -94,7 +94,7 @@ class _ProbeSampler:
     """Samples items until they have a given number of tokens."""
 
     def __init__(self, recipe: Recipe, unit: UnitShape, lengths: SampleLengths | None) -> None:
-        encoder = recipe.model.encoders.get(unit.name)
+        encoder = recipe.model.all_encoders.get(unit.name)
         self._unit = unit
         self._cells_per_token = 1 if encoder is None else encoder.cells_per_token
         self._extra_tokens = unit.layers[0].extra_tokens
@@ -147,7 +147,7 @@ def _sizes_in_data(recipe: Recipe, unit: UnitShape, lengths: SampleLengths | Non
     items = lengths.items.get(unit.name)
     if items is None:
         return []
-    settings = recipe.model.encoders[unit.name]
+    settings = recipe.model.all_encoders[unit.name]
     nearest = ITEM_SIZES[settings.modality].nearest
     return [nearest(settings, size) for size in zip(items.rows.tolist(), items.cols.tolist(), strict=True)]
 
@@ -159,5 +159,5 @@ def _synthetic_sizes(recipe: Recipe, unit: UnitShape) -> list[Size]:
     """
     if unit.kind == "llm":
         return [max(1, int(recipe.data.seq_len * share / 4)) for share in synthetic_shares()]
-    settings = recipe.model.encoders[unit.name]
+    settings = recipe.model.all_encoders[unit.name]
     return [*ITEM_SIZES[settings.modality].synthetic(settings, recipe.data)]

@@ -11,6 +11,7 @@ from mmtrain.costs.hardware import GIB
 from mmtrain.data import DataIndex
 from mmtrain.errors import RunError
 from mmtrain.program import LLM, Action, Compute, Microbatch
+from mmtrain.recipe.modalities import dotted_unit
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.world import World
 
@@ -68,7 +69,7 @@ def explain_out_of_memory(
         more = f" and {len(rows) - MAX_NAMED_SAMPLES} more" if len(rows) > MAX_NAMED_SAMPLES else ""
         where = f" in stage {doing.stage}, microbatch {doing.mb}"
         samples = f"; samples {shown}{more} ({tokens} LLM tokens)"
-        unit = doing.stage.unit
+        unit = dotted_unit(doing.stage.unit)
         remedies = f"parallel.{unit}.recompute: all, parallel.{unit}.tp or pp, a smaller data.seq_len"
     predicted = "" if predicted_gib is None else f"{predicted_gib:.2f} GiB predicted at most, "
     measured = f"{measured_bytes / GIB:.2f} GiB measured before"

@@ -15,7 +15,7 @@ from mmtrain.plan.artifact.data_drift import describe_data_drift
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.plan.artifact.plan_files import load_plan, require_match
 from mmtrain.recipe import Recipe, dump_recipe, recipe_fingerprint
-from mmtrain.recipe.settings import select, with_former_names
+from mmtrain.recipe.settings import POSITION_KEY, select_for_saving
 from mmtrain.runtime.execution.checkpointing import restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.config_consensus import flatten
@@ -93,7 +93,12 @@ def restore_run(
     )
     before = flatten(checkpoint.state["facts"])
     now = flatten(resume_facts(rank_context.recipe, index))
-    changed = [f"{key}: {before.get(key)} then, {now.get(key)} now" for key in now if before.get(key) != now[key]]
+    removed = [key for key in before if _is_encoder_position(key) and key not in now]
+    changed = [
+        f"{key}: {before.get(key)} then, {now.get(key)} now"
+        for key in (*removed, *now)
+        if before.get(key) != now.get(key)
+    ]
     if changed:
         raise UserError(
             f"--resume: the run in {request.run_dir} was made with other settings, so that it could not "
@@ -103,12 +108,17 @@ def restore_run(
     return int(checkpoint.state["next_step"])
 
 
+def _is_encoder_position(key: str) -> bool:
+    """Return whether a fact says which of the named encoders this one is; there is one such fact for each of them."""
+    return key.startswith("model.encoders.") and key.endswith(f".{POSITION_KEY}")
+
+
 def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     """Return what a resumed run must share with the saved one, because weights or the order of data depend on it.
 
     These are the settings that declare the effect `resume`, and the content of the data.
     """
-    facts = with_former_names(type(recipe), select(recipe, "resume"))
+    facts = select_for_saving(recipe, "resume")
     # As one text each: `restore_run` compares the facts of now, and would miss an entry that was removed.
     facts["train"]["freeze"] = " ".join(recipe.train.freeze)
     facts["data"]["budgets"] = " ".join(f"{unit}={most}" for unit, most in sorted(recipe.data.budgets.items()))
