@@ -3,7 +3,8 @@
     MmtrainError                 exit 1   the run failed
     |-- RunError                 exit 1   something broke while running
     |   |-- CheckpointError      exit 1   a checkpoint is damaged or missing
-    |   `-- TooManyBadSamples    exit 1   more samples are unusable than data.max_bad_rate allows
+    |   |-- TooManyBadSamples    exit 1   more samples are unusable than data.max_bad_rate allows
+    |   `-- FolderTaken          exit 1   another run took over the run's folder
     `-- UserError                exit 2   the input is wrong; the message says what, where and what to do
         |-- RecipeError          exit 2   problems in a recipe, all of them at once
         |-- DataError            exit 2   a data source cannot be used at all
@@ -35,6 +36,10 @@ class CheckpointError(RunError):
 
 class TooManyBadSamples(RunError):  # noqa: N818 - names a state of the data
     """More samples are unusable than the recipe's data.max_bad_rate allows."""
+
+
+class FolderTaken(RunError):  # noqa: N818 - names a state of the run's folder
+    """Another run has taken over the folder of this one, which must not write there any more."""
 
 
 class UserError(MmtrainError):

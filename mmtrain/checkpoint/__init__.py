@@ -7,10 +7,10 @@ checkpoint = open_newest_good(root, on_bad=print, ranks=ranks)
 weight = checkpoint.read("llm.layers.0.weight", ShardSpec((64, 32), dim=0, start=32, stop=64))
 """
 
-from mmtrain.checkpoint.folders import find, latest
+from mmtrain.checkpoint.folders import find, foreign_drafts, latest
 from mmtrain.checkpoint.load import Checkpoint, open_newest_good
 from mmtrain.checkpoint.rank_agreement import Ranks
-from mmtrain.checkpoint.save import Snapshot, save
+from mmtrain.checkpoint.save import SavingRun, Snapshot, save
 from mmtrain.checkpoint.storage import FileSum, LocalStorage, ProgressCallback, Storage
 from mmtrain.checkpoint.tensor_pieces import Shard, ShardSpec
 from mmtrain.checkpoint.verify_files import verify
@@ -21,11 +21,13 @@ __all__ = [
     "LocalStorage",
     "ProgressCallback",
     "Ranks",
+    "SavingRun",
     "Shard",
     "ShardSpec",
     "Snapshot",
     "Storage",
     "find",
+    "foreign_drafts",
     "latest",
     "open_newest_good",
     "save",

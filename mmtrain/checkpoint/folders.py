@@ -6,7 +6,7 @@ root/step-00000100/                a complete checkpoint; appears by rename, nev
     rank-00003.safetensors         the pieces of tensors that rank 3 owned
     rank-00003.json                state of rank 3 only, such as its random generators
 root/step-00000100-2/              step 100 saved again, after a run went back to an earlier checkpoint
-root/draft-1f2e3d4c/               a save or removal in progress, or left over from a crash
+root/draft-9b1d07aa-1f2e3d4c5b6a/  a save or removal in progress, or left over from a crash, of run 9b1d07aa
 """
 
 import re
@@ -45,14 +45,19 @@ def latest(root: Path) -> Path | None:
         return None
 
 
-def new_draft(root: Path) -> Path:
+def new_draft(root: Path, run_id: str) -> Path:
     """Return a path that no earlier or crashed save has used."""
-    return root / f"{_DRAFT}{uuid.uuid4().hex[:12]}"
+    return root / f"{_DRAFT}{run_id}-{uuid.uuid4().hex[:12]}"
 
 
-def drafts(root: Path) -> list[Path]:
-    """List what unfinished saves and removals left behind."""
-    return sorted(root.glob(f"{_DRAFT}*"))
+def drafts(root: Path, run_id: str) -> list[Path]:
+    """List what unfinished saves and removals of one run left behind."""
+    return sorted(root.glob(f"{_DRAFT}{run_id}-*"))
+
+
+def foreign_drafts(root: Path, run_id: str) -> list[Path]:
+    """List what other runs left behind, or are working on."""
+    return sorted(set(root.glob(f"{_DRAFT}*")) - set(drafts(root, run_id)))
 
 
 def free_folder(root: Path, step: int) -> Path:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mmtrain.errors import CheckpointError
+from mmtrain.errors import CheckpointError, MmtrainError
 
 T = TypeVar("T")
 
@@ -52,4 +52,4 @@ def describe(error: Exception) -> str:
     """Describe an error in one line for other ranks; the line names the error's type if its text may be unclear."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, MmtrainError) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 """Save a checkpoint: every rank writes its files, rank 0 commits by rename, then old checkpoints are removed."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,14 @@ class Snapshot:
     rank_state: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class SavingRun:
+    """The run that saves. Its drafts carry its id; what other runs left, or are writing, is not touched."""
+
+    run_id: str = "0"
+    require_ownership: Callable[[], None] = lambda: None  # raises if another run has taken the folder
+
+
 def save(
     root: Path,
     snapshot: Snapshot,
@@ -44,6 +52,7 @@ def save(
     ranks: Ranks,
     storage: Storage | None = None,
     progress: ProgressCallback = ignore_progress,
+    run: SavingRun | None = None,
 ) -> Path:
     """Save one checkpoint together with all ranks; return its folder.
 
@@ -51,29 +60,32 @@ def save(
     checkpoints remain; no checkpoint is removed while one of those is found damaged.
     `progress` hears of every piece of a file that this rank has written or read.
 
-    Raises CheckpointError, the same on every rank, if any rank fails. Then nothing was committed, earlier checkpoints
-    are untouched and the draft is removed (by the next save, if this process dies first).
+    Raises CheckpointError, the same on every rank, if any rank fails, or if another run owns the folder now. Then
+    nothing was committed, earlier checkpoints are untouched and the draft is removed (by the next save of this run, if
+    this process dies first).
     """
     storage = MonitoredStorage(storage or LocalStorage(), progress)
+    run = run or SavingRun()
     # No rank may write before rank 0 has made the folder, and all must use the same name.
-    draft = Path(ranks.from_zero(f"preparing to save in {root}", lambda: str(_make_draft(root, storage))))
+    draft = Path(ranks.from_zero(f"preparing to save in {root}", lambda: str(_make_draft(root, storage, run))))
     # Rank 0 must not write the manifest, which declares the files complete, before every rank's files are on disk.
     records = ranks.gather(_write_rank_files(draft, snapshot, ranks.rank, storage))
     # No rank may continue, and perhaps exit or count this step as saved, before the commit.
     folder = Path(
         ranks.from_zero(
-            f"saving step {snapshot.step}", lambda: str(_commit(root, draft, snapshot, records or [], storage))
+            f"saving step {snapshot.step}", lambda: str(_commit(root, draft, snapshot, records or [], storage, run))
         )
     )
-    _retire(root, keep, ranks, storage, progress)
+    _retire(root, keep, ranks, storage, run, progress)
     return folder
 
 
-def _make_draft(root: Path, storage: Storage) -> Path:
-    """Remove what crashed saves left, since it may fill the disk, and make a folder for this save."""
-    for leftover in layout.drafts(root):
+def _make_draft(root: Path, storage: Storage, run: SavingRun) -> Path:
+    """Remove what crashed saves of this run left, since it may fill the disk, and make a folder for this save."""
+    run.require_ownership()
+    for leftover in layout.drafts(root, run.run_id):
         storage.remove(leftover)
-    draft = layout.new_draft(root)
+    draft = layout.new_draft(root, run.run_id)
     storage.make_folder(draft)
     return draft
 
@@ -109,6 +121,7 @@ def _commit(
     snapshot: Snapshot,
     records: Sequence[Mapping[str, Any]],
     storage: Storage,
+    run: SavingRun,
 ) -> Path:
     """Write the manifest, rename the draft to the checkpoint, and point `latest` at it. For rank 0 only."""
     try:
@@ -120,6 +133,7 @@ def _commit(
         manifest = Manifest(snapshot.step, len(records), snapshot.state, files, tensors)
         _write(draft / layout.MANIFEST, [manifest.to_bytes()], storage)
         storage.sync_folder(draft)  # the files' names must be on disk before the folder is renamed
+        run.require_ownership()  # writing may have taken long
         folder = layout.free_folder(root, snapshot.step)
         storage.rename(draft, folder)
     except Exception as error:
@@ -127,13 +141,13 @@ def _commit(
         raise CheckpointError(
             f"{describe(error)}. Nothing was committed; earlier checkpoints in {root} are untouched."
         ) from error
-    _point_latest(root, folder, storage)
+    _point_latest(root, folder, storage, run)
     return folder
 
 
-def _point_latest(root: Path, folder: Path, storage: Storage) -> None:
+def _point_latest(root: Path, folder: Path, storage: Storage, run: SavingRun) -> None:
     """Replace `latest` atomically, so that a reader sees the old name or the new one."""
-    draft = layout.new_draft(root)
+    draft = layout.new_draft(root, run.run_id)
     try:
         storage.sync_folder(root)  # the folder's name must be on disk before `latest` contains it
         _write(draft, [f"{folder.name}\n".encode()], storage)
@@ -146,7 +160,7 @@ def _point_latest(root: Path, folder: Path, storage: Storage) -> None:
         ) from error
 
 
-def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage, progress: ProgressCallback) -> None:
+def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingRun, progress: ProgressCallback) -> None:
     """Remove all but the `keep` newest checkpoints, unless one of those is damaged.
 
     Each checkpoint is hashed once more, at the save after its own, when reads come from the disk and no longer from the
@@ -166,11 +180,12 @@ def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage, progress: Pro
         return
 
     def remove() -> None:
+        run.require_ownership()
         if not all(complete(folder) for folder in newest):
             return
         for folder in old:
             # Rename first: a checkpoint that a crash left half removed would look complete.
-            draft = layout.new_draft(root)
+            draft = layout.new_draft(root, run.run_id)
             storage.rename(folder, draft)
             storage.remove(draft)
 

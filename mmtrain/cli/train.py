@@ -25,6 +25,14 @@ def train(
         int,
         typer.Option(min=0, metavar="N", help="Restart up to N times from the newest good checkpoint after a failure."),
     ] = 0,
+    force_unlock: Annotated[
+        bool,
+        typer.Option(
+            "--force-unlock",
+            help="Take the folder from the run that owns it. For an owner that is certainly gone; one that is alive "
+            "ends without saving.",
+        ),
+    ] = False,
 ) -> None:
     """Train a recipe with a parallel plan.
 
@@ -54,5 +62,6 @@ def train(
             plan_path=plan,
             resume=resume,
             max_restarts=max_restarts,
+            force_unlock=force_unlock,
         )
     )

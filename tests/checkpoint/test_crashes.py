@@ -1,14 +1,27 @@
 """A crash or a full disk at any operation of a save never loses the previous checkpoint or breaks `latest`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from mmtrain.checkpoint import Checkpoint, Ranks, ShardSpec, Snapshot, find, latest, open_newest_good, save, verify
-from mmtrain.errors import CheckpointError, RunError
+from mmtrain.checkpoint import (
+    Checkpoint,
+    Ranks,
+    SavingRun,
+    ShardSpec,
+    Snapshot,
+    find,
+    foreign_drafts,
+    latest,
+    open_newest_good,
+    save,
+    verify,
+)
+from mmtrain.errors import CheckpointError, FolderTaken, RunError
 from tests.checkpoint.conftest import Crash, FailingStorage, disk_full, in_threads, shards_of, weights
 
 
@@ -111,3 +124,39 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(root: Path) -> No
     errors = in_threads(2, lambda ranks: save(root, Snapshot(1, shards_of(1, ranks.rank, 2)), keep=2, ranks=ranks))
     assert [type(error) for error in errors] == [CheckpointError] * 2
     assert all(str(root) in str(error) for error in errors)
+
+
+def test_a_run_removes_only_its_own_drafts(root: Path) -> None:
+    storages = [FailingStorage(fail_at=3) for _ in range(2)]
+    runs = [SavingRun("aaaaaaaa"), SavingRun("bbbbbbbb")]
+    for run, storage in zip(runs, storages, strict=True):
+        with pytest.raises(Crash):
+            save(root, Snapshot(1, shards_of(1, 0, 1)), keep=2, ranks=Ranks.alone(), storage=storage, run=run)
+    assert [path.name[:14] for path in sorted(root.iterdir())] == ["draft-aaaaaaaa", "draft-bbbbbbbb"]
+    save(root, Snapshot(1, shards_of(1, 0, 1)), keep=2, ranks=Ranks.alone(), run=runs[0])
+    [left] = foreign_drafts(root, runs[0].run_id)
+    assert left.name.startswith("draft-bbbbbbbb-")
+    assert sorted(path.name for path in root.iterdir()) == sorted([left.name, "latest", "step-00000001"])
+
+
+@dataclass
+class _TakenAfter:
+    """A check of ownership that holds a few times."""
+
+    num_checks: int
+
+    def __call__(self) -> None:
+        self.num_checks -= 1
+        if self.num_checks < 0:
+            raise FolderTaken("taken")
+
+
+def test_nothing_is_committed_or_removed_in_a_folder_that_was_taken_meanwhile(root: Path) -> None:
+    save_one(root, 1)
+    for num_checks_before in range(3):  # before the draft, before the commit, before old checkpoints are removed
+        run = SavingRun("aaaaaaaa", _TakenAfter(num_checks_before))
+        step = num_checks_before + 2
+        with pytest.raises(CheckpointError, match="taken"):
+            save(root, Snapshot(step, shards_of(step, 0, 1)), keep=1, ranks=Ranks.alone(), run=run)
+        assert not list(root.glob("draft-*"))
+    assert [path.name for path in find(root)] == ["step-00000004", "step-00000001"]

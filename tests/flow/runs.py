@@ -1,19 +1,22 @@
 """Whole runs of a small demo in processes of this machine, with failures placed in them."""
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from mmtrain.checkpoint import Checkpoint
+from mmtrain.checkpoint import Checkpoint, open_newest_good
 from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import MmtrainError
 from mmtrain.plan.planner import plan_recipe as planner
 from mmtrain.recipe import load_recipe
+from mmtrain.report import read_metrics
 from mmtrain.runtime.execution.fault_points import FaultPoints
 from mmtrain.runtime.resilience.launch import free_port
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from mmtrain.runtime.training.train import run, train_rank
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import Address
@@ -83,3 +86,21 @@ def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 def refuse(text: str) -> None:
     """Stand where a damaged checkpoint would be reported and none may be."""
     raise AssertionError(text)
+
+
+def require_same_end(run_dir: Path, unbroken: Path) -> None:
+    """Assert that both runs ended in the same weights, having seen the same losses."""
+    found, wanted = (open_newest_good(run / CHECKPOINTS_FOLDER, refuse) for run in (run_dir, unbroken))
+    assert found.state == wanted.state
+    theirs = tensors(wanted)
+    for name, tensor in tensors(found).items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert [s["loss"] for s in read_metrics(run_dir)] == [s["loss"] for s in read_metrics(unbroken)]
+
+
+def poll(found: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until `found` returns True."""
+    deadline_s = time.monotonic() + timeout_s
+    while not found():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.05)

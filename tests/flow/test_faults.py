@@ -24,17 +24,7 @@ from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, SKIPPED_STEPS_FILE
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.world import torch_seed
 from tests.faults import SLOW_S, AllOf, FailAt, StopBeforeSteps
-from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, run_all, tensors
-
-
-def _same_end(run_dir: Path, unbroken: Path) -> None:
-    """Both runs ended in the same weights, having seen the same losses."""
-    found, wanted = (open_newest_good(run / CHECKPOINTS_FOLDER, refuse) for run in (run_dir, unbroken))
-    assert found.state == wanted.state
-    theirs = tensors(wanted)
-    for name, tensor in tensors(found).items():
-        assert torch.equal(tensor, theirs[name]), name
-    assert [s["loss"] for s in read_metrics(run_dir)] == [s["loss"] for s in read_metrics(unbroken)]
+from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, require_same_end, run_all, tensors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -52,7 +42,7 @@ def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_later(
     assert len(read_metrics(tmp_path)) == state["step"]
     assert launch(replace(request, resume=True)) == (0, "")
     assert read_run_state(tmp_path) == {"status": "done", "step": NUM_STEPS, "error": None}
-    _same_end(tmp_path, unbroken)
+    require_same_end(tmp_path, unbroken)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -76,7 +66,7 @@ def test_a_killed_rank_is_replaced_and_the_run_ends_as_if_unbroken(data: Path, u
     fault = FailAt(1, 3, "kill", action=Backward, once=tmp_path / "killed")
     assert launch(request, fault) == (0, "")
     assert fault.once is not None
-    _same_end(tmp_path / "run", unbroken)
+    require_same_end(tmp_path / "run", unbroken)
     resumed_at = (tmp_path / "run" / "recipe.yaml").stat().st_mtime
     assert resumed_at - fault.once.stat().st_mtime < 10
 
@@ -151,7 +141,7 @@ def test_too_many_bad_steps_end_the_run(data: Path, tmp_path: Path) -> None:
 def test_training_goes_on_over_a_full_disk(data: Path, unbroken: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path)
     assert run_all(request, request, faults=FailAt(1, range(5), "disk full")) == ["", ""]
-    _same_end(tmp_path, unbroken)
+    require_same_end(tmp_path, unbroken)
     assert [f.name for f in (tmp_path / CHECKPOINTS_FOLDER).iterdir() if f.is_dir()] == ["step-00000006"], (
         "no draft is left"
     )
@@ -194,13 +184,13 @@ def test_a_stopped_process_is_named(data: Path, tmp_path: Path) -> None:
 def test_a_slow_rank_is_no_hang(data: Path, unbroken: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, f"train.watchdog_s={4 * SLOW_S}")
     assert run_all(request, request, faults=FailAt(1, range(2, 4), "slow")) == ["", ""]
-    _same_end(tmp_path, unbroken)
+    require_same_end(tmp_path, unbroken)
 
 
 def test_saves_on_a_slow_disk_take_longer_than_the_watchdog_waits(data: Path, unbroken: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path, "train.watchdog_s=1.5", "train.checkpoint.every=3")
     assert run_all(request, request, faults=FailAt(1, range(9), "slow disk")) == ["", ""]
-    _same_end(tmp_path, unbroken)
+    require_same_end(tmp_path, unbroken)
     assert [folder.name for folder in find(tmp_path / CHECKPOINTS_FOLDER)] == ["step-00000006", "step-00000003"]
 
 

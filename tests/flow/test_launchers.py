@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +20,10 @@ from mmtrain.runtime.training.train import run
 from mmtrain.runtime.training.train_request import TrainRequest
 from tests.distributed import RanksFailed, fork_ranks
 from tests.faults import FailAt
-from tests.flow.runs import NUM_STEPS, RECIPE, SMALL, request_for, run_all
+from tests.flow.runs import NUM_STEPS, RECIPE, SMALL, poll, request_for, run_all
 
 ORPHANS_S = 5  # how long a process may outlive the launcher
+SAVE_S = 30  # the same where it finishes its step and saves first
 SBATCH = Path(__file__).parents[2] / "scripts" / "train.sbatch"
 
 
@@ -138,6 +137,14 @@ class _Started:
         return [process.wait(60) for process in self.processes]
 
 
+def _has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended; in a container nobody may collect what an orphan leaves."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def _torchrun(data: Path, run_dir: Path, *options: str) -> _Started:
     """Two agents, one rank each, that stand for two nodes."""
     port = free_port()
@@ -146,17 +153,10 @@ def _torchrun(data: Path, run_dir: Path, *options: str) -> _Started:
     return _Started(*([*meet, f"--master-port={port}", f"--node-rank={rank}", *mine] for rank in range(2)))
 
 
-def _poll(found: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(data: Path, tmp_path: Path) -> None:
     with _torchrun(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0") as nodes:
-        _poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
+        poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
         ranks = nodes.offspring()
         nodes.processes[1].send_signal(signal.SIGTERM)
         assert all(nodes.wait()), "torchrun counts ranks that stopped as failed"
@@ -174,7 +174,7 @@ def test_two_torchrun_nodes_stop_when_one_is_signalled_and_go_on_later(data: Pat
 def test_torchrun_restarts_a_run_from_its_newest_checkpoint(data: Path, tmp_path: Path) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
     with _Started([*command, *_train(data, tmp_path, "--set", "train.steps=80")]) as started:
-        _poll(lambda: any((tmp_path / CHECKPOINTS_FOLDER).glob("step-*")), 120)
+        poll(lambda: any((tmp_path / CHECKPOINTS_FOLDER).glob("step-*")), 120)
         started.offspring()[0].kill()
         assert started.wait() == [0]
     assert read_run_state(tmp_path) == {"status": "done", "step": 80, "error": None}
@@ -185,10 +185,28 @@ def test_torchrun_restarts_a_run_from_its_newest_checkpoint(data: Path, tmp_path
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_no_process_is_left_after_the_save(data: Path, tmp_path: Path, number: signal.Signals) -> None:
     with _Started(_train(data, tmp_path, "--set", "train.steps=2000", "--set", "train.checkpoint.every=0")) as started:
-        _poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
+        poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
         ranks = started.offspring()
         assert len(ranks) >= 2
         started.processes[0].send_signal(number)
         assert started.wait() == [75]
         assert psutil.wait_procs(ranks, ORPHANS_S)[1] == []
     assert read_run_state(tmp_path)["status"] == "stopped"
+
+
+@pytest.mark.slow
+def test_ranks_of_a_killed_torchrun_agent_save_and_stop(data: Path, tmp_path: Path) -> None:
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    with _Started([*command, *_train(data, tmp_path, "--set", "train.steps=2000")]) as started:
+        poll(lambda: len(read_metrics(tmp_path)) >= 2, 120)
+        ranks = started.offspring()
+        started.processes[0].kill()
+        poll(lambda: all(_has_ended(process) for process in ranks), SAVE_S)
+    state = read_run_state(tmp_path)
+    assert state["status"] == "stopped"
+    assert len(read_metrics(tmp_path)) == state["step"] < 2000
+    with _Started(
+        [*command, *_train(data, tmp_path, "--set", f"train.steps={state['step'] + 2}", "--resume")]
+    ) as again:
+        assert again.wait() == [0]
+    assert read_run_state(tmp_path) == {"status": "done", "step": state["step"] + 2, "error": None}

@@ -1,9 +1,10 @@
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mmtrain.errors import StoppedAndSaved
+from mmtrain.errors import FolderTaken, StoppedAndSaved
 from mmtrain.program import Edge, Forward, Microbatch, Recv, Send, StageId, Step
 from mmtrain.runtime.execution.activity import MEASURING, Activity
 from mmtrain.runtime.resilience.failures import (
@@ -18,11 +19,20 @@ from mmtrain.runtime.resilience.failures import (
     stacks_path,
     write_failure,
 )
+from mmtrain.runtime.resilience.folder_lock import FolderLock
+from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import read_run_state, write_run_state
 
 MB = Microbatch("llm", 0, 3)
 EDGE = Edge(StageId("llm", 0), StageId("llm", 1))
 HANG = Failure(0, "hang", 7, "F llm.0 llm:0.1", 600.0)
+
+
+@pytest.fixture
+def claim(tmp_path: Path) -> Iterator[FolderClaim]:
+    """The claim of a run that owns the folder."""
+    with FolderLock(tmp_path) as lock:
+        yield lock.claim()
 
 
 def test_a_report_names_the_action_of_the_peer_that_is_missing() -> None:
@@ -84,22 +94,33 @@ def test_reports_come_back_in_their_order_and_are_cleared(tmp_path: Path) -> Non
     assert read_failures(tmp_path) == []
 
 
-def test_a_failing_rank_leaves_its_report_and_the_state(tmp_path: Path) -> None:
+def test_a_failing_rank_leaves_its_report_and_the_state(tmp_path: Path, claim: FolderClaim) -> None:
     write_run_state(tmp_path, "running", 4)
-    with pytest.raises(ValueError, match="broken"), report_failures(tmp_path, 1, Activity()):
+    with pytest.raises(ValueError, match="broken"), report_failures(claim, 1, Activity()):
         raise ValueError("broken")
     [failure] = read_failures(tmp_path)
     assert (failure.rank, failure.kind, failure.error) == (1, "error", "ValueError: broken")
     assert "raise ValueError" in stacks_path(tmp_path, 1).read_text()
     assert read_run_state(tmp_path) == {"status": "failed", "step": 4, "error": "rank 1: ValueError: broken"}
-    with pytest.raises(RuntimeError), report_failures(tmp_path, 0, Activity()):
+    with pytest.raises(RuntimeError), report_failures(claim, 0, Activity()):
         raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
     assert read_run_state(tmp_path)["error"] == "rank 1: ValueError: broken", "who lost a peer is not the cause"
 
 
-def test_a_run_that_stopped_has_not_failed(tmp_path: Path) -> None:
-    with pytest.raises(StoppedAndSaved), report_failures(tmp_path, 0, Activity()):
+def test_a_run_that_stopped_has_not_failed(tmp_path: Path, claim: FolderClaim) -> None:
+    with pytest.raises(StoppedAndSaved), report_failures(claim, 0, Activity()):
         raise StoppedAndSaved("saved")
+    assert not (tmp_path / FAILURES_FOLDER).exists()
+    assert read_run_state(tmp_path) == {}
+
+
+def test_nothing_is_written_into_a_folder_that_another_run_has_taken(tmp_path: Path, claim: FolderClaim) -> None:
+    with FolderLock(tmp_path) as other:
+        other.claim(force=True)
+        with pytest.raises(ValueError, match="broken"), report_failures(claim, 1, Activity()):
+            raise ValueError("broken")
+        with pytest.raises(FolderTaken), report_failures(claim, 1, Activity()):
+            claim.require()
     assert not (tmp_path / FAILURES_FOLDER).exists()
     assert read_run_state(tmp_path) == {}
 

@@ -9,13 +9,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mmtrain.errors import CheckpointError, RunError
+from mmtrain.errors import CheckpointError, FolderTaken, RunError
 from mmtrain.recipe.schema import CheckpointSettings
 from mmtrain.runtime.execution.activity import Activity
 from mmtrain.runtime.execution.executor import StepOutcome
+from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.run_folder import SKIPPED_STEPS_FILE
 from mmtrain.runtime.run_state import read_run_state
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
+from mmtrain.runtime.training.hooks.folder_guard import FolderGuard
 from mmtrain.runtime.training.hooks.nonfinite_guard import NonFiniteGuard
 from mmtrain.runtime.training.loop import Loop
 from mmtrain.runtime.training.run_records import RunRecords
@@ -43,10 +45,13 @@ def records(tmp_path: Path, notes: Notes) -> RunRecords:
     return RunRecords(tmp_path, cast(Any, notes), is_first=True)
 
 
-def context(step: int, *, num_steps: int = 10, stop: bool = False, no_rank_saves: bool = True) -> StepContext:
+def context(
+    step: int, *, num_steps: int = 10, stop: bool = False, no_rank_saves: bool = True, lost_folder: bool = False
+) -> StepContext:
     """A step (from 0) whose ranks have exchanged their metrics."""
     ctx = StepContext(step, num_steps)
-    ctx.reduction = cast(Any, SimpleNamespace(stop_requested=stop, no_rank_saves=no_rank_saves))
+    reduction = SimpleNamespace(stop_requested=stop, no_rank_saves=no_rank_saves, lost_folder=lost_folder)
+    ctx.reduction = cast(Any, reduction)
     return ctx
 
 
@@ -217,3 +222,12 @@ def test_steps_without_a_finite_gradient_end_the_run_when_too_many_come_in_a_row
     lines = (records.run_dir / SKIPPED_STEPS_FILE).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 4, 5]
     assert json.loads(lines[0]) == {"step": 2, "grad_norm": "nan", "samples": ["a", "c"]}
+
+
+def test_a_run_ends_on_all_ranks_when_its_folder_was_taken(tmp_path: Path) -> None:
+    with FolderLock(tmp_path) as lock, FolderLock(tmp_path) as other:
+        guard = FolderGuard(lock.claim())
+        guard.after_step(context(1))
+        other.claim(force=True)
+        with pytest.raises(FolderTaken, match="This run ends without saving"):
+            guard.after_step(context(2, lost_folder=True))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.checkpoint import Checkpoint, Ranks, Shard, ShardSpec, Snapshot, open_newest_good, save
+from mmtrain.checkpoint import Checkpoint, Ranks, SavingRun, Shard, ShardSpec, Snapshot, open_newest_good, save
 from mmtrain.models.named_shards import NamedShard
 from mmtrain.runtime.execution.file_progress import FileProgress
 from mmtrain.runtime.execution.rank_context import RankContext
@@ -47,14 +47,6 @@ def take_snapshot(rank_context: RankContext, next_step: int, facts: dict[str, ob
     return Snapshot(next_step, shards, state, rank_state)
 
 
-def _write(root: Path, rank_context: RankContext, snapshot: Snapshot, ranks: Ranks) -> Path:
-    keep = rank_context.recipe.train.checkpoint.keep
-    storage = rank_context.faults.checkpoint_storage(snapshot.step)
-    files = rank_context.activity.files
-    files.start()
-    return save(root, snapshot, keep=keep, ranks=ranks, storage=storage, progress=files.advance)
-
-
 class BackgroundSaver:
     """Saves in a thread, at most one checkpoint at a time; from a copy, if training goes on meanwhile.
 
@@ -62,8 +54,10 @@ class BackgroundSaver:
     must finish in the same step, since a save that fails on one rank has failed on all.
     """
 
-    def __init__(self, root: Path, rank_context: RankContext, facts: dict[str, object]) -> None:
-        self._root, self._rank_context, self._facts = root, rank_context, facts
+    def __init__(
+        self, root: Path, rank_context: RankContext, facts: dict[str, object], run: SavingRun | None = None
+    ) -> None:
+        self._root, self._rank_context, self._facts, self._run = root, rank_context, facts, run
         # A group of its own: the thread's collectives must not come between those of the steps. Without a timeout:
         # ranks wait in it for the slowest storage, and the watchdog knows whether that makes progress.
         self._ranks = checkpoint_ranks(rank_context.world.without_timeout(), rank_context.activity.files)
@@ -104,8 +98,18 @@ class BackgroundSaver:
         return self._folder
 
     def _save(self, snapshot: Snapshot) -> None:
+        files = self._rank_context.activity.files
+        files.start()
         try:
-            self._folder = _write(self._root, self._rank_context, snapshot, self._ranks)
+            self._folder = save(
+                self._root,
+                snapshot,
+                keep=self._rank_context.recipe.train.checkpoint.keep,
+                ranks=self._ranks,
+                storage=self._rank_context.faults.checkpoint_storage(snapshot.step),
+                progress=files.advance,
+                run=self._run,
+            )
         except BaseException as error:
             self._error = error
 

@@ -15,9 +15,10 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from mmtrain.errors import StoppedAndSaved
+from mmtrain.errors import FolderTaken, StoppedAndSaved
 from mmtrain.program import Recv, Send, action_to_text
 from mmtrain.runtime.execution.activity import Activity
+from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import read_run_state, write_run_state
 
 FAILURES_FOLDER = "failures"
@@ -125,13 +126,19 @@ def explain_failures(failures: Sequence[Failure], world_size: int) -> str:
 
 
 @contextlib.contextmanager
-def report_failures(run_dir: Path, rank: int, activity: Activity) -> Iterator[None]:
-    """Write a report, and the run's state, when the body of `with` fails on this rank."""
+def report_failures(claim: FolderClaim, rank: int, activity: Activity) -> Iterator[None]:
+    """Write a report, and the run's state, when the body of `with` fails on this rank.
+
+    Nothing is written into a folder that another run has taken: its ranks would read the report as one of their own.
+    """
+    run_dir = claim.run_dir
     try:
         yield
-    except StoppedAndSaved:
+    except (StoppedAndSaved, FolderTaken):
         raise
     except Exception as error:
+        if not claim.is_held():
+            raise
         kind: FailureKind = "lost peer" if is_lost_peer(error) else "error"
         text = f"{type(error).__name__}: {error}"
         # A full disk or a lost mount must not hide the failure itself.

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -17,6 +18,7 @@ import torch
 
 from mmtrain.errors import MmtrainError, RunError, StoppedAndSaved, UserError
 from mmtrain.runtime.resilience.failures import is_lost_peer
+from mmtrain.runtime.resilience.orphans import stop_orphan
 from mmtrain.runtime.resilience.signals import STOP_SIGNALS, SignalPipe
 from mmtrain.runtime.world import Address
 
@@ -34,12 +36,15 @@ class _RankExit:
     secondary: bool  # it only lost its connection to another rank
 
 
-def launch_local(num_ranks: int, target: Callable[[Address], None]) -> None:
+def launch_local(num_ranks: int, target: Callable[[Address], None], saves_on_stop: bool = False) -> None:
     """Run `target` in `num_ranks` processes of this machine and wait for all of them.
 
     On CPU the ranks are forked, so that torch and Megatron are imported once; CUDA does not survive a fork. When a
     rank fails the others are ended and the first failure is raised here, so that the user reads one message. Stop
     signals are passed on, and the ranks get all the time they need to save; a second Ctrl-C ends them at once.
+
+    If this process is killed, the ranks end at once, unless `target` listens to stop signals and saves
+    (`saves_on_stop`): then they get SIGTERM.
     """
     # Two calls rather than a computed name: the type of a context depends on its name.
     context = mp.get_context("spawn") if torch.cuda.is_available() else mp.get_context("fork")
@@ -52,7 +57,9 @@ def launch_local(num_ranks: int, target: Callable[[Address], None]) -> None:
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 address = Address(rank, num_ranks, rank, "127.0.0.1", port, "mmtrain")
-                process = context.Process(target=_rank_main, args=(target, address, sender), name=f"rank {rank}")
+                process = context.Process(
+                    target=_rank_main, args=(target, address, sender, saves_on_stop), name=f"rank {rank}"
+                )
                 process.start()
                 sender.close()
                 ranks[process] = receiver
@@ -62,12 +69,13 @@ def launch_local(num_ranks: int, target: Callable[[Address], None]) -> None:
             _kill(ranks)
 
 
-def _rank_main(target: Callable[[Address], None], address: Address, report: Connection) -> None:
+def _rank_main(target: Callable[[Address], None], address: Address, report: Connection, saves_on_stop: bool) -> None:
     signal.set_wakeup_fd(-1)  # after a fork this would still be the launcher's
     for number in STOP_SIGNALS:
         # Ctrl-C reaches the whole process group, but the launcher passes it on.
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
-    threading.Thread(target=_end_with_launcher, name="mmtrain-parent", daemon=True).start()
+    when_orphaned = partial(stop_orphan, address.rank) if saves_on_stop else partial(os._exit, 1)
+    threading.Thread(target=_wait_for_launcher, args=(when_orphaned,), name="mmtrain-parent", daemon=True).start()
     code = 0
     try:
         target(address)
@@ -84,12 +92,12 @@ def _rank_main(target: Callable[[Address], None], address: Address, report: Conn
     os._exit(code)
 
 
-def _end_with_launcher() -> None:
-    """End this process when the launcher ends: a launcher that was killed cannot end its ranks."""
+def _wait_for_launcher(when_orphaned: Callable[[], None]) -> None:
+    """Call `when_orphaned` when the launcher ends: a launcher that was killed cannot end its ranks."""
     parent = mp.parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    os._exit(1)
+    when_orphaned()
 
 
 def _watch(ranks: dict[BaseProcess, Connection], signals: SignalPipe) -> None:

@@ -51,13 +51,17 @@ class Watchdog:
         run_dir: Path,
         world: World,
         end: Callable[[str], None] | None = None,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Prepare to watch `activity`; a timeout of 0 seconds disables the watchdog."""
+        """Prepare to watch `activity`; a timeout of 0 seconds disables the watchdog.
+
+        `may_write` returns False when another run has taken the folder, whose ranks would take a report for an alarm.
+        """
         self._activity, self._timeout_s, self._run_dir = activity, timeout_s, run_dir
         self._rank, self._world_size = world.rank, world.size
         self._peers = PeerProgress(world.store, activity) if world.store else None
         self._heartbeats = Heartbeats(world.store, world) if world.store else None
-        self._end = end or _end_process
+        self._end, self._may_write = end or _end_process, may_write
         self._closed = threading.Event()
         self._alarmed = threading.Event()  # another rank has reported a hang
         self._poll_s = min(WATCHDOG_POLL_S, timeout_s / 4)
@@ -115,6 +119,8 @@ class Watchdog:
         return f"{failure.to_text()}\n  no report could be written to {self._run_dir} in {MAX_REPORT_S:.0f} s"
 
     def _report(self, failure: Failure) -> str:
+        if not self._may_write():
+            return f"{failure.to_text()}\n  another run has taken {self._run_dir}, so that no report was written there"
         path = stacks_path(self._run_dir, self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mmtrain.balance import StepTargets
-from mmtrain.checkpoint import find
+from mmtrain.checkpoint import find, foreign_drafts
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.errors import UserError
@@ -20,26 +20,37 @@ from mmtrain.runtime.execution.checkpointing import restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.config_consensus import flatten
 from mmtrain.runtime.resilience.failures import clear_failures
+from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE
+from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import write_run_state
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 
 
-def claim_run_folder(request: TrainRequest) -> None:
-    """Create the run's folder and write the recipe there; call this on rank 0 only.
+def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
+    """Create the run's folder, take it by `lock`, and write the recipe there; call this on rank 0 only.
 
-    Raises UserError for a folder with checkpoints of another run, and for `--resume` without a run.
+    Raises UserError for a folder that a run is using, or with checkpoints of another run, and for `--resume` without a
+    run.
     """
     folder = request.run_dir
-    if not request.resume and find(folder / CHECKPOINTS_FOLDER):
-        raise UserError(f"{folder} holds a run already: continue it with --resume, or choose another --run-dir")
     if request.resume and not (folder / RECIPE_FILE).exists():
         raise UserError(f"--resume: {folder} holds no run; leave --resume out to start one there")
     folder.mkdir(parents=True, exist_ok=True)
+    claim = lock.claim(force=request.force_unlock)
+    if not request.resume and find(folder / CHECKPOINTS_FOLDER):
+        raise UserError(f"{folder} holds a run already: continue it with --resume, or choose another --run-dir")
+    if foreign := foreign_drafts(folder / CHECKPOINTS_FOLDER, claim.run_id):
+        print(
+            f"mmtrain: unfinished checkpoints of other runs ({len(foreign)}) are left as they are: those runs may "
+            f"be alive; if they are over, remove {', '.join(map(str, foreign))}",
+            flush=True,
+        )
     (folder / RECIPE_FILE).write_text(dump_recipe(request.recipe), encoding="utf-8")
     clear_failures(folder)
     write_run_state(folder, "running", None if request.resume else 0)
+    return claim
 
 
 def choose_plan(request: TrainRequest, world: World, index: DataIndex) -> Plan:

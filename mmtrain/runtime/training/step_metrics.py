@@ -26,6 +26,7 @@ class RankFlags:
 
     stop_requested: bool  # a signal asked this rank to stop
     is_saving: bool  # this rank is still writing a checkpoint
+    lost_folder: bool = False  # another run has taken the run's folder; only the first rank knows
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class StepMetricsReduction:
     num_broken_samples: int  # found undecodable in this step; a sample counts on each rank that needs it
     stop_requested: bool  # a signal asked at least one rank to stop
     no_rank_saves: bool  # every rank has written its part of the checkpoint
+    lost_folder: bool  # another run has taken the run's folder
     edges: dict[str, EdgeMetrics]
     stragglers: list[Straggler]
     new_stragglers: list[Straggler]  # those that were none in the step before
@@ -90,11 +92,12 @@ class StepMetricsReducer:
             float(num_broken_samples),
             float(flags.stop_requested),
             float(not flags.is_saving),
+            float(flags.lost_folder),
         ]
         table = self._all_gather([*scalars, *times, *edges, *paces])
         ends = [len(scalars), len(scalars) + len(times), len(scalars) + len(times) + len(edges)]
         all_scalars, all_times, all_edges, all_paces = table.tensor_split(ends, dim=1)
-        losses, peaks, broken, stop_flags, saved_flags = all_scalars.unbind(dim=1)
+        losses, peaks, broken, stop_flags, saved_flags, lost_flags = all_scalars.unbind(dim=1)
         stragglers, new_stragglers = self._straggler_detector.detect(all_paces.numpy(), record.end_s - record.start_s)
         return StepMetricsReduction(
             loss=float(losses.sum()),
@@ -103,6 +106,7 @@ class StepMetricsReducer:
             num_broken_samples=int(broken.sum()),
             stop_requested=bool(stop_flags.any()),
             no_rank_saves=bool(saved_flags.all()),
+            lost_folder=bool(lost_flags.any()),
             edges=self._edge_metrics(all_edges.sum(dim=0).tolist()),
             stragglers=stragglers,
             new_stragglers=new_stragglers,

@@ -1,5 +1,6 @@
 """`mmtrain train`: a run from its recipe to the trained model."""
 
+import contextlib
 import socket
 import sys
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from mmtrain.checkpoint import find
+from mmtrain.checkpoint import SavingRun, find
 from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest, build_index
 from mmtrain.errors import LaunchError, RunError, StoppedAndSaved
 from mmtrain.plan.artifact.plan import Plan
@@ -20,11 +21,14 @@ from mmtrain.runtime.execution.rank_context import RankContext, build_rank_conte
 from mmtrain.runtime.execution.recorder import StepRecorder, clock_for
 from mmtrain.runtime.resilience.config_consensus import require_consensus
 from mmtrain.runtime.resilience.failures import explain_failures, read_failures, report_failures
+from mmtrain.runtime.resilience.folder_lock import FolderLock, may_be_owned
 from mmtrain.runtime.resilience.launch import free_port, launch_local
+from mmtrain.runtime.resilience.orphans import LauncherMonitor, has_watching_launcher
 from mmtrain.runtime.resilience.out_of_memory import OutOfMemoryReport, predicted_peak_gib
 from mmtrain.runtime.resilience.signals import StopSignalListener
 from mmtrain.runtime.resilience.watchdog import Watchdog
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
+from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import read_run_state, write_run_state
 from mmtrain.runtime.training.hooks.build_hooks import RunParts, build_hooks
 from mmtrain.runtime.training.hooks.held_out import Validation
@@ -58,7 +62,7 @@ def run(request: TrainRequest) -> None:
         if address.attempt:  # torchrun starts again with the arguments of the first start
             if read_run_state(request.run_dir).get("status") == "stopped":
                 raise StoppedAndSaved("stopped by a signal before this restart, which torchrun counts as a failure")
-            request = replace(request, resume=True)
+            request = replace(request, resume=True, force_unlock=False)
         train_rank(request, address)
     elif request.ranks == 1 and not request.max_restarts:
         train_rank(request, Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
@@ -73,7 +77,7 @@ def _launch(request: TrainRequest) -> None:
     num_restarts_left = 0 if holds_other_run else request.max_restarts
     while True:
         try:
-            return launch_local(request.ranks, partial(train_rank, request))
+            return launch_local(request.ranks, partial(train_rank, request), saves_on_stop=True)
         except RunError as launch_error:
             error = _root_cause(request, launch_error)
         if not num_restarts_left or not (request.run_dir / RECIPE_FILE).exists():
@@ -82,11 +86,16 @@ def _launch(request: TrainRequest) -> None:
         print(
             f"mmtrain: {error}\nmmtrain: starting again, {num_restarts_left} restarts left after this", file=sys.stderr
         )
-        request = replace(request, resume=True)
+        request = replace(request, resume=True, force_unlock=False)
 
 
 def _root_cause(request: TrainRequest, error: RunError) -> RunError:
-    """Return what the ranks reported of a run that hung, else what the launcher saw; write it to the run's state."""
+    """Return what the ranks reported of a run that hung, else what the launcher saw; write it to the run's state.
+
+    All our ranks have ended. A run that owns the folder now is another one, which wrote what lies there.
+    """
+    if may_be_owned(request.run_dir):
+        return error
     failures = read_failures(request.run_dir)
     if any(f.kind == "hang" for f in failures):
         error = RunError(explain_failures(failures, request.ranks))
@@ -106,7 +115,10 @@ def train_rank(request: TrainRequest, address: Address) -> None:
         )
     if torch.get_num_threads() > 1 and not torch.cuda.is_available():
         torch.set_num_threads(1)  # a rank is one core; more threads than cores would fight the other ranks
-    with StopSignalListener() as stop:
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignalListener())
+        if has_watching_launcher(address):
+            stack.enter_context(LauncherMonitor(address.rank))
         checkpoint = _train(request, join(address), stop)
         leave()
     if checkpoint:
@@ -120,29 +132,34 @@ def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Pat
     """
     recipe = request.recipe
     require_consensus(world, {"recipe": recipe.model_dump(mode="json"), "torch": torch.__version__})
-    world.on_first(lambda: claim_run_folder(request))
     activity = Activity(recorder=StepRecorder(clock_for(world.device)))
-    with (
-        report_failures(request.run_dir, world.rank, activity),
-        Watchdog(activity, recipe.train.watchdog_s, request.run_dir, world),
-    ):
-        patient_world = world.without_timeout()
-        activity.start(INDEXING)
-        index = build_index(recipe, notify=partial(print, flush=True))  # one rank reads the data, and prints
-        require_consensus(patient_world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}})
-        activity.start(PLANNING)
-        plan = choose_plan(request, patient_world, index)
-        activity.start(BUILDING)
-        rank_context = build_rank_context(recipe, plan, world, activity, request.faults)
-        torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
-        console = Console(quiet=not world.is_first)
-        first_step = 0
-        if request.resume:
-            activity.start(RESTORING)
-            first_step = restore_run(request, patient_world, rank_context, index, console)
-        activity.start(INDEXING)
-        introduce_run(console, request, plan, index)
-        return _run_steps(_RankRun(request, patient_world, rank_context, plan, index, console, first_step, stop))
+    with FolderLock(request.run_dir, partial(print, flush=True)) as lock:  # rank 0 takes it for all
+        claim = world.on_first(lambda: claim_run_folder(request, lock))
+        with (
+            report_failures(claim, world.rank, activity),
+            Watchdog(activity, recipe.train.watchdog_s, request.run_dir, world, may_write=claim.is_held),
+        ):
+            patient_world = world.without_timeout()
+            activity.start(INDEXING)
+            index = build_index(recipe, notify=partial(print, flush=True))  # one rank reads the data, and prints
+            require_consensus(
+                patient_world, {"data": {"samples": len(index.samples), "fingerprint": index.fingerprint}}
+            )
+            activity.start(PLANNING)
+            plan = choose_plan(request, patient_world, index)
+            activity.start(BUILDING)
+            rank_context = build_rank_context(recipe, plan, world, activity, request.faults)
+            torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
+            console = Console(quiet=not world.is_first)
+            first_step = 0
+            if request.resume:
+                activity.start(RESTORING)
+                first_step = restore_run(request, patient_world, rank_context, index, console)
+            activity.start(INDEXING)
+            introduce_run(console, request, plan, index)
+            return _run_steps(
+                _RankRun(request, patient_world, rank_context, plan, index, console, first_step, stop, claim, lock)
+            )
 
 
 @dataclass(frozen=True)
@@ -157,6 +174,8 @@ class _RankRun:
     console: Console
     first_step: int  # from 0
     stop: StopSignalListener
+    claim: FolderClaim
+    lock: FolderLock
 
 
 def _run_steps(run: _RankRun) -> Path | None:
@@ -187,14 +206,21 @@ def _run_steps(run: _RankRun) -> Path | None:
             partial(_print_of_rank, world.rank),
         ) as loader,
     ):
-        saver = BackgroundSaver(request.run_dir / CHECKPOINTS_FOLDER, rank_context, resume_facts(recipe, index))
+        saver = BackgroundSaver(
+            request.run_dir / CHECKPOINTS_FOLDER,
+            rank_context,
+            resume_facts(recipe, index),
+            SavingRun(run.claim.run_id, run.claim.require),
+        )
         records = RunRecords(request.run_dir, progress, world.is_first)
-        parts = RunParts(rank_context, run.plan, index, targets, reducer, validation, saver, log, progress, records)
+        parts = RunParts(
+            rank_context, run.plan, index, targets, reducer, validation, saver, log, progress, records, run.claim
+        )
         loop = Loop(
             rank_context=rank_context,
             loader=loader,
             reducer=reducer,
-            flags=lambda: RankFlags(run.stop.stop_requested, is_saving=not saver.done),
+            flags=lambda: RankFlags(run.stop.stop_requested, not saver.done, run.lock.is_lost),
             memory_report=OutOfMemoryReport(
                 world, rank_context.activity, index, predicted_peak_gib(world.rank, run.plan.predicted.peak_memory_gib)
             ),

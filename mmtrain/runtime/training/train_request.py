@@ -32,6 +32,7 @@ class TrainRequest:
     plan_path: Path | None = None
     resume: bool = False
     max_restarts: int = 0  # after failures, of processes that we start
+    force_unlock: bool = False  # take the folder from a run that owns it
     faults: FaultPoints = field(default_factory=FaultPoints)
 
     @property

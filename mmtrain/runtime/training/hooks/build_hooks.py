@@ -11,7 +11,9 @@ from mmtrain.runtime.evaluation.qa_eval import build_held_out_evaluation
 from mmtrain.runtime.execution.checkpointing import BackgroundSaver
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.run_folder import QUARANTINE_FILE, TRACE_FILE
+from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
+from mmtrain.runtime.training.hooks.folder_guard import FolderGuard
 from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
 from mmtrain.runtime.training.hooks.nonfinite_guard import NonFiniteGuard
@@ -38,6 +40,7 @@ class RunParts:
     log: RunLog
     progress: TrainingProgress
     records: RunRecords
+    claim: FolderClaim
 
 
 def build_hooks(parts: RunParts) -> tuple[StepHook, ...]:
@@ -50,6 +53,7 @@ def build_hooks(parts: RunParts) -> tuple[StepHook, ...]:
     world, activity, train = rank_context.world, rank_context.activity, rank_context.recipe.train
     writer = CheckpointWriter(parts.saver, train.checkpoint, records, activity)
     hooks: list[StepHook] = [
+        FolderGuard(parts.claim),
         LearningRateSchedule(train.optimizer),
         StragglerReports(activity, records),
         Tracing(_tracer(parts), frozenset(train.trace_steps), activity, records),

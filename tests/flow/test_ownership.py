@@ -1,0 +1,88 @@
+"""Two runs in one folder: one of them trains. Runs without a launcher save and stop."""
+
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from mmtrain.checkpoint import find, verify
+from mmtrain.program import Action
+from mmtrain.report import read_metrics
+from mmtrain.runtime.execution.fault_points import FaultPoints
+from mmtrain.runtime.resilience.failures import FAILURES_FOLDER
+from mmtrain.runtime.resilience.folder_lock import FolderLock, may_be_owned
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
+from mmtrain.runtime.run_owner import LOCK_FILE, read_owner
+from mmtrain.runtime.run_state import read_run_state
+from tests.distributed import RanksFailed
+from tests.faults import FailAt
+from tests.flow.runs import NUM_STEPS, launch, poll, request_for, require_same_end, run_all
+
+END_S = 20  # how long orphans may take to finish their step and save
+
+
+def test_a_run_in_a_folder_in_use_is_refused_and_changes_nothing(data: Path, tmp_path: Path) -> None:
+    with FolderLock(tmp_path) as lock:
+        lock.claim()
+        (tmp_path / "recipe.yaml").write_text("the owner's")
+        code, message = launch(request_for(data, tmp_path, resume=True, max_restarts=1))
+        assert code == 2
+        assert f"is in use by process {os.getpid()} on" in message
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yaml", LOCK_FILE]
+        assert (tmp_path / "recipe.yaml").read_text() == "the owner's"
+
+
+def test_a_folder_can_be_taken_by_force(data: Path, tmp_path: Path) -> None:
+    with FolderLock(tmp_path) as lock:
+        claim = lock.claim()
+        assert launch(request_for(data, tmp_path, "train.steps=2", force_unlock=True)) == (0, "")
+        assert not claim.is_held()
+    owner = read_owner(tmp_path)
+    assert owner is not None
+    assert owner.released
+
+
+@dataclass
+class _TakeFolder(FaultPoints):
+    """Another run takes the folder by force in a step (from 0)."""
+
+    run_dir: Path
+    step: int
+
+    def start(self, rank: int) -> None:
+        """See `FaultPoints`."""
+        self._is_due = rank == 0
+
+    def before_action(self, step: int, action: Action) -> None:
+        """See `FaultPoints`."""
+        if self._is_due and step == self.step:
+            self._is_due = False
+            self._other = FolderLock(self.run_dir)
+            self._other.claim(force=True)
+
+
+def test_a_run_that_lost_its_folder_saves_nothing_there(data: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.checkpoint.async_save=false")
+    for message in run_all(request, request, faults=_TakeFolder(tmp_path, NUM_STEPS - 1)):
+        assert f"{tmp_path} was taken over by process" in message
+    assert [folder.name for folder in find(tmp_path / CHECKPOINTS_FOLDER)] == ["step-00000004", "step-00000002"]
+    assert not list((tmp_path / CHECKPOINTS_FOLDER).glob("draft-*"))
+    assert read_run_state(tmp_path)["status"] == "running", "nothing is said about the run that took the folder"
+    assert not (tmp_path / FAILURES_FOLDER).exists()
+
+
+def test_ranks_of_a_killed_launcher_save_and_stop(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    request = request_for(data, tmp_path, "train.checkpoint.every=0")
+    with pytest.raises(RanksFailed):
+        launch(request, FailAt(1, 2, "signal launcher", number=signal.SIGKILL))
+    poll(lambda: not may_be_owned(tmp_path), END_S)
+    state = read_run_state(tmp_path)
+    assert state["status"] == "stopped"
+    assert state["step"] in (3, 4)
+    [saved] = find(tmp_path / CHECKPOINTS_FOLDER)
+    assert verify(saved) == []
+    assert len(read_metrics(tmp_path)) == state["step"]
+    assert launch(replace(request, resume=True)) == (0, "")
+    require_same_end(tmp_path, unbroken)
