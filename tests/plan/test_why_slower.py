@@ -62,8 +62,9 @@ def test_a_plan_that_idles_longer_names_the_bubble(even: Candidate) -> None:
     longer = {kind: share / 2 for kind, share in even.bubbles.items()} | {"pp_warmup": 0.0, "pp_cooldown": 0.0}
     longer["pp_cooldown"] = 1 - busy / 2 - sum(longer.values())
     waits = changed(flat, step_time_s=2 * even.step_time_s, bubbles=longer)
+    idle_s, chosen_idle_s = (2 - busy) * even.step_time_s, (1 - busy) * even.step_time_s
     assert explain_slower(waits, flat) == (
-        f"2.00x slower: its ranks idle {1 - busy / 2:.0%} of the step, the chosen plan's {1 - busy:.0%}; "
+        f"2.00x slower: its ranks idle {idle_s:.3g} s of the step, the chosen plan's {chosen_idle_s:.3g} s; "
         "pp_cooldown grows most"
     )
 

@@ -95,11 +95,11 @@ def describe_excluded(
     if not over:
         return None
     return Alternative(
-        summary=f"{placement}: {len(over)} of {len(bounds_bytes)} sizes of {units}",
+        summary=f"{placement}: {len(over)} of {len(bounds_bytes)} mesh sizes of {units}",
         placement=placement,
         step_time_s=None,
         peak_memory_gib=min(over) / GIB,
-        reason=f"cannot fit: they need at least {min(over) / GIB:.3g} of {memory_bytes / GIB:.3g} GiB",
+        reason=f"too large: a rank needs at least {min(over) / GIB:.3g} of {memory_bytes / GIB:.3g} GiB",
     )
 
 

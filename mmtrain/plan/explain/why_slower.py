@@ -30,9 +30,10 @@ def explain_slower(slower: Candidate, chosen: Candidate) -> str:
     for kind, share in chosen.bubbles.items():
         growth_s[kind] = growth_s.get(kind, 0.0) - share * chosen.step_time_s
     grown_most = max(growth_s, key=lambda kind: growth_s[kind])
-    chosen_idle = 1 - chosen_compute_s / chosen.step_time_s
+    # Seconds, because the shares of two steps of different length may be equal.
+    idle_s, chosen_idle_s = slower.step_time_s - compute_s, chosen.step_time_s - chosen_compute_s
     return (
-        f"{ratio}: its ranks idle {1 - mean_share:.0%} of the step, the chosen plan's {chosen_idle:.0%}; "
+        f"{ratio}: its ranks idle {idle_s:.3g} s of the step, the chosen plan's {chosen_idle_s:.3g} s; "
         f"{grown_most} grows most"
     )
 

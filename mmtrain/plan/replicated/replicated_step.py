@@ -39,8 +39,8 @@ from mmtrain.plan.estimate.sample_batches import SampledBatches
 from mmtrain.plan.problem import PlanningProblem
 from mmtrain.plan.replicated.phase_dispatch import DispatchedRounds, PhaseDispatcher
 from mmtrain.plan.search_progress import Progress
+from mmtrain.program.simulation.timing import BYTES_PER_GRADIENT
 
-GRADIENT_ELEMENT_BYTES = 4  # gradients are reduced in fp32
 NUM_GATHERED_LAYERS = 2  # layers with unsharded weights on a rank: the one computed and the one being gathered
 
 
@@ -226,7 +226,7 @@ class ReplicatedPredictor:
 
     def _reduce(self, layer: LayerShape, shard: int, is_last_round: bool) -> float:
         """Return the seconds in which a layer's gradients are reduced, in the last round between shard groups, too."""
-        nbytes = num_parameters(layer) * GRADIENT_ELEMENT_BYTES
+        nbytes = num_parameters(layer) * BYTES_PER_GRADIENT
         shard_in_node = shard <= self.machine.ranks_per_node
         seconds = self.costs.collective("reduce_scatter", nbytes, shard, shard_in_node)
         if is_last_round:
@@ -250,7 +250,7 @@ class ReplicatedPredictor:
             buffers = max(buffers, stage_working_bytes(held, self.costs, self.precision))
         if layout.shard > 1:
             largest_layer = max(num_parameters(layer) for unit in self.shape.units for layer in unit.layers)
-            gathered_bytes = NUM_GATHERED_LAYERS * ELEMENT_BYTES[self.precision] + GRADIENT_ELEMENT_BYTES
+            gathered_bytes = NUM_GATHERED_LAYERS * ELEMENT_BYTES[self.precision] + BYTES_PER_GRADIENT
             buffers += largest_layer * gathered_bytes
         sharded = state / layout.shard
         total = float(sharded.sum()) + activations + buffers
