@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from mmtrain.costs.hardware import GIB, Hardware, Precision
 
-# Below these a run would be slow or fail; chosen for one machine with up to eight ranks and their data workers.
+# Chosen by hand: with less, a run on one machine is slow or fails.
 MIN_OPEN_FILES = 4096
 MIN_FREE_DISK_BYTES = 10 * GIB
 MIN_SHARED_MEMORY_BYTES = GIB

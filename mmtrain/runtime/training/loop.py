@@ -21,7 +21,7 @@ class Loop:
     rank_context: RankContext
     loader: Loader
     reducer: StepMetricsReducer
-    flags: Callable[[], RankFlags]  # what this rank tells the others at the end of a step
+    flags: Callable[[], RankFlags]  # of this rank, at the end of a step
     memory_report: OutOfMemoryReport
     hooks: tuple[StepHook, ...]  # called in this order, before and after each step
 

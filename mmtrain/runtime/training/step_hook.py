@@ -1,4 +1,4 @@
-"""The seam of the training loop: what a step is to everything that happens beside training."""
+"""The interface between the training loop and everything that happens around a step."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,7 @@ class StepContext:
 
 
 class StepHook:
-    """Work beside training. A subclass overrides what it needs.
+    """Work around a training step. A subclass overrides what it needs.
 
     Hooks may call collectives: all ranks run the same hooks in the same order, and a hook decides whether to call one
     only by what is equal on all ranks (the step, settings, `ctx.reduction`). An exception ends the run.

@@ -22,7 +22,7 @@ from mmtrain.runtime.resilience.stragglers import Straggler, StragglerDetector
 
 @dataclass(frozen=True)
 class RankFlags:
-    """What one rank reports at the end of a step so that all ranks act alike in the same step."""
+    """What one rank reports at the end of a step so that all ranks decide alike in the same step."""
 
     stop_requested: bool  # a signal asked this rank to stop
     is_saving: bool  # this rank is still writing a checkpoint
