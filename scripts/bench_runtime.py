@@ -1,10 +1,10 @@
-"""What the executor and the broker cost beside the compute they drive.
+"""Measure the overhead of the executor and the broker over the compute that they run.
 
     python scripts/bench_runtime.py recipes/demo.yaml [--set a.b=c ...]
 
 Every rank runs pinned to one core. A bare loop would spend only the seconds inside the units' forwards and backwards
-and inside the optimizer; what the executor spends beyond them, waiting for other ranks apart, is overhead. Part of that
-is recording, which every step does; a step whose trace is wanted pays for gathering and writing it once it is over.
+and inside the optimizer. What the executor spends beyond them, except waiting for other ranks, is overhead. Part of it
+is recording, which every step does; a traced step also gathers and writes its trace after it has ended.
 """
 
 import os
@@ -32,8 +32,10 @@ from mmtrain.runtime.training.run_tracer import RunTracer
 from mmtrain.runtime.training.step_metrics import StepMetricsReducer
 from mmtrain.runtime.world import Address, join, leave
 
-WARM_UP, STEPS = 5, 30
-LIMIT, RECORD_LIMIT = 0.03, 0.01  # of a step
+NUM_WARM_UP_STEPS = 5
+NUM_STEPS = 30
+MAX_OVERHEAD_SHARE = 0.03  # of a step
+MAX_RECORDING_SHARE = 0.01  # of a step
 
 
 class Stopwatch:
@@ -46,16 +48,17 @@ class Stopwatch:
         """Return `function`, timed."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            start_s = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - begin
+                self.seconds += time.perf_counter() - start_s
 
         return run
 
 
 def main() -> None:
+    """Plan the recipe for this machine, and measure each rank."""
     recipe_file, *options = sys.argv[1:]
     recipe = load_recipe(Path(recipe_file), [o for o in options if o != "--set"]).recipe
     ranks, hardware = resolve_cluster(recipe)
@@ -66,48 +69,53 @@ def main() -> None:
 
 
 def bench_rank(recipe: Recipe, chosen: Plan, address: Address) -> None:
-    """Run the steps on one rank and print what they cost."""
+    """Run the steps on one rank and print their overhead."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[address.rank % len(cores)]})
-    inside, recording = Stopwatch(), Stopwatch()
+    compute, recording = Stopwatch(), Stopwatch()
     for name in ("start_step", "start_action", "wait", "arrived", "stop_step"):
         setattr(StepRecorder, name, recording.timed(getattr(StepRecorder, name)))
     for owner, names in ((UnitRunner, ("forward", "backward")), (Optimizer, ("zero_grad", "step"))):
         for name in names:
-            setattr(owner, name, inside.timed(getattr(owner, name)))
+            setattr(owner, name, compute.timed(getattr(owner, name)))
     world = join(address)
-    job = build_rank_context(recipe, chosen, world)
+    context = build_rank_context(recipe, chosen, world)
     index = build_index(recipe)
     stream = GroupStream.of(recipe, index)
-    batch_builder = BatchBuilder(index, recipe, job.needs, job.num_microbatches)
-    num_actions = len(job.program.for_rank(world.rank))
-    meter = StepMetricsReducer(job, stream, chosen.hardware)
+    builder = BatchBuilder(index, recipe, context.needs, context.num_microbatches)
+    num_actions = len(context.program.for_rank(world.rank))
+    reducer = StepMetricsReducer(context, stream, chosen.hardware)
     trace = Path(tempfile.gettempdir()) / f"bench-trace-{os.getppid()}.json"
-    tracer = RunTracer(job.graph, world, meter.timing, chosen.sha256, trace)
-    rows = []
-    for step in range(WARM_UP + STEPS):
-        data = batch_builder.build(stream.batch(step, recipe.train.global_batch, job.dp, job.num_microbatches))
+    tracer = RunTracer(context.graph, world, reducer.timing, chosen.sha256, trace)
+    rows: list[tuple[float, ...]] = []  # seconds: step, compute, waiting, overhead, recording
+    for step in range(NUM_WARM_UP_STEPS + NUM_STEPS):
+        data = builder.build(stream.batch(step, recipe.train.global_batch, context.dp, context.num_microbatches))
         world.barrier()
-        before, recorded, begin = inside.seconds, recording.seconds, time.perf_counter()
-        outcome = job.train(data, lr=1e-3)
-        step_s = time.perf_counter() - begin
-        bare_s, wait_s = inside.seconds - before, outcome.record.seconds()["wait"]
-        over_s, record_s, begin = step_s - bare_s - wait_s, recording.seconds - recorded, time.perf_counter()
-        if step == WARM_UP:
+        compute_before_s, recording_before_s = compute.seconds, recording.seconds
+        start_s = time.perf_counter()
+        outcome = context.train(data, lr=1e-3)
+        step_s = time.perf_counter() - start_s
+        compute_s = compute.seconds - compute_before_s
+        recording_s = recording.seconds - recording_before_s
+        wait_s = outcome.record.seconds()["wait"]
+        rows.append((step_s, compute_s, wait_s, step_s - compute_s - wait_s, recording_s))
+        if step == NUM_WARM_UP_STEPS:
+            start_s = time.perf_counter()
             tracer.add_step(step, outcome)
-            trace_s = time.perf_counter() - begin
-        rows.append((step_s, bare_s, wait_s, over_s, record_s))
+            trace_s = time.perf_counter() - start_s
     trace.unlink(missing_ok=True)
-    step_s, bare_s, wait_s, over_s, record_s = (
-        statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True)
+    step_s, compute_s, wait_s, overhead_s, recording_s = (
+        statistics.median(column) for column in zip(*rows[NUM_WARM_UP_STEPS:], strict=True)
     )
-    verdict = "within" if over_s <= LIMIT * step_s else "above"
-    parts = f"compute {bare_s * 1e3:.1f} + waiting {wait_s * 1e3:.1f} + overhead {over_s * 1e3:.2f} ms"
+    verdict = "within" if overhead_s <= MAX_OVERHEAD_SHARE * step_s else "above"
+    parts = f"compute {compute_s * 1e3:.1f} + waiting {wait_s * 1e3:.1f} + overhead {overhead_s * 1e3:.2f} ms"
     print(
-        f"rank {world.rank} ({', '.join(job.units)}): step {step_s * 1e3:.1f} ms = {parts}\n  overhead is "
-        f"{over_s / step_s:.1%} of the step ({verdict} {LIMIT:.0%}), {over_s / num_actions * 1e6:.0f} us for each of "
-        f"{num_actions} actions\n  recording is {record_s / step_s:.2%} of the step (limit {RECORD_LIMIT:.0%}), "
-        f"{record_s / num_actions * 1e6:.1f} us for each action; a trace took {trace_s * 1e3:.1f} ms after its step",
+        f"rank {world.rank} ({', '.join(context.units)}): step {step_s * 1e3:.1f} ms = {parts}\n  overhead is "
+        f"{overhead_s / step_s:.1%} of the step ({verdict} {MAX_OVERHEAD_SHARE:.0%}), "
+        f"{overhead_s / num_actions * 1e6:.0f} us for each of "
+        f"{num_actions} actions\n  recording is {recording_s / step_s:.2%} of the step (limit "
+        f"{MAX_RECORDING_SHARE:.0%}), "
+        f"{recording_s / num_actions * 1e6:.1f} us for each action; a trace took {trace_s * 1e3:.1f} ms after its step",
         flush=True,
     )
     leave()

@@ -1,4 +1,4 @@
-"""Train a recipe and print what docs/benchmarks.md records of such a run: loss, speed, waiting, memory, machine.
+"""Train a recipe and print what docs/benchmarks.md records of a run: loss, speed, waiting, memory, machine.
 
     python scripts/bench_train.py recipes/llava_files.yaml --set data.sources.0.path=/data/mine/llava.json
 
@@ -18,10 +18,11 @@ from mmtrain.plan import load_plan
 from mmtrain.report import read_metrics
 
 MIB = 2**20
-EDGE = 5  # steps averaged at either end of the loss curve
+NUM_END_STEPS = 5  # averaged at either end of the loss curve
 
 
 def main() -> int:
+    """Train with the arguments of this script; return the exit code of `mmtrain train`."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "mmtrain", "train", *sys.argv[1:], "--run-dir", str(run)]
@@ -34,24 +35,24 @@ def main() -> int:
 def report(run: Path) -> None:
     """Print the summary of a finished run."""
     steps = read_metrics(run)
-    warm = steps[len(steps) // 10 :]  # the first steps fill caches
-    aside = len((run / "quarantine.jsonl").read_text().splitlines())
+    warm_steps = steps[len(steps) // 10 :]  # the first steps fill caches
+    num_quarantined = len((run / "quarantine.jsonl").read_text().splitlines())
     predicted = load_plan(run / "plan.json").predicted
     tenth = max(1, len(steps) // 10)
-    memory = [s["peak_memory_bytes"] / MIB for s in steps]
+    memory_mib = [s["peak_memory_bytes"] / MIB for s in steps]
     print(f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    print(
-        f"steps {len(steps)}, samples {total(steps, 'samples')}, LLM tokens {total(steps, 'tokens')}, set aside {aside}"
-    )
-    print(f"loss {mean(steps[:EDGE], 'loss'):.3f} (first {EDGE}) -> {mean(steps[-EDGE:], 'loss'):.3f} (last {EDGE})")
-    step_s, tokens_per_s, mfu = (median(warm, key) for key in ("step_time_s", "tokens_per_s", "mfu"))
+    samples, tokens = total(steps, "samples"), total(steps, "tokens")
+    print(f"steps {len(steps)}, samples {samples}, LLM tokens {tokens}, set aside {num_quarantined}")
+    first_loss, last_loss = mean(steps[:NUM_END_STEPS], "loss"), mean(steps[-NUM_END_STEPS:], "loss")
+    print(f"loss {first_loss:.3f} (first {NUM_END_STEPS}) -> {last_loss:.3f} (last {NUM_END_STEPS})")
+    step_s, tokens_per_s, mfu = (median(warm_steps, key) for key in ("step_time_s", "tokens_per_s", "mfu"))
     print(f"median step {step_s:.3f} s; predicted {predicted.step_time_s:.3f} s ({predicted.cost_source})")
     print(f"median {tokens_per_s:.0f} tokens/s, MFU {mfu:.1%} of {steps[0]['peak_flops']:.3g} FLOP/s")
     for part in steps[0]["time_s"]:
-        share = statistics.median(s["time_s"][part] / s["step_time_s"] for s in warm)
+        share = statistics.median(s["time_s"][part] / s["step_time_s"] for s in warm_steps)
         print(f"  {part:<14}{share:6.1%} of a step (median, mean over the ranks)")
     print("peak memory of the fullest rank, MiB, after every tenth of the run:")
-    print("  " + " ".join(f"{memory[i]:.0f}" for i in range(tenth - 1, len(memory), tenth)))
+    print("  " + " ".join(f"{memory_mib[i]:.0f}" for i in range(tenth - 1, len(memory_mib), tenth)))
 
 
 def total(steps: list[dict[str, Any]], key: str) -> int:

@@ -2,9 +2,8 @@
 
     python -m scripts.random_kills --count 100
 
-Every run must end in the weights of a run that nothing happened to, bit for bit. Also prints the seconds from the kill
-to the end of the first step that is taken again. Exits with 1 if a run ended otherwise. Meant for every night: it
-takes some seconds a kill.
+Every run must end with the weights of an undisturbed run, bit for bit. Also prints the seconds from the kill to the end
+of the first repeated step. Exits with 1 if a run ended otherwise. Meant to run every night: a kill takes some seconds.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER
 from tests.faults import FailAt
 from tests.flow.runs import NUM_STEPS, launch, refuse, request_for, tensors
 
-# What every rank does in every step; in the unified plan for two ranks nothing is sent.
+# Actions of every rank in every step; the unified plan for two ranks sends nothing.
 ACTIONS: dict[str, tuple[type[Action], ...]] = {
     "unified": (Forward, Backward, Step),
     "disaggregated": (Forward, Backward, Step, Send, Recv),
@@ -34,42 +33,47 @@ ACTIONS: dict[str, tuple[type[Action], ...]] = {
 
 @dataclass
 class _Kill(FailAt):
-    """Kills once, and notes when the run that came after had taken a step."""
+    """Kills once, and records when the resumed run has finished its first step."""
 
     def before_action(self, step: int, action: Action) -> None:
         assert self.once is not None
         resumed = self.once.with_name("resumed")
-        if self._here and self.once.exists() and not resumed.exists():
-            self._first = getattr(self, "_first", step)
-            if step > self._first:
+        if self._is_here and self.once.exists() and not resumed.exists():
+            self._first_step = getattr(self, "_first_step", step)
+            if step > self._first_step:
                 resumed.touch()
         super().before_action(step, action)
 
 
 def main() -> None:
+    """Kill runs, and print how each ended."""
     parser = argparse.ArgumentParser(description="Kill runs at random and compare how they end.")
     parser.add_argument("--count", type=int, default=100, help="kills (default: 100)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of places")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices")
     options = parser.parse_args()
-    choose, exact, recovery = random.Random(options.seed), 0, []
+    rng = random.Random(options.seed)
+    num_exact = 0
+    recovery_s: list[float] = []
     with tempfile.TemporaryDirectory(prefix="random-kills-") as temporary:
         folder = Path(temporary)
         generate_demo(folder / "data", seed=3, train=96, heldout=8)
-        wanted = {placement: _run(folder, placement, None) for placement in ACTIONS}
+        undisturbed = {placement: _run(folder, placement, None) for placement in ACTIONS}
         for i in range(options.count):
-            placement, rank, step = choose.choice(sorted(ACTIONS)), choose.randrange(2), choose.randrange(NUM_STEPS - 1)
-            action = choose.choice(ACTIONS[placement])
+            placement = rng.choice(sorted(ACTIONS))
+            rank = rng.randrange(2)
+            step = rng.randrange(NUM_STEPS - 1)
+            action = rng.choice(ACTIONS[placement])
             kill = _Kill(rank, step, "kill", action=action, once=folder / f"{i}" / "killed")
-            same = _run(folder, placement, kill) == wanted[placement]
-            exact += same
+            is_exact = _run(folder, placement, kill) == undisturbed[placement]
+            num_exact += is_exact
             assert kill.once is not None
-            what = f"{i + 1:4d}  {placement:13s} rank {rank} step {step + 1} {action.__name__:9s}"
+            text = f"{i + 1:4d}  {placement:13s} rank {rank} step {step + 1} {action.__name__:9s}"
             seconds = kill.once.with_name("resumed").stat().st_mtime - kill.once.stat().st_mtime
-            recovery.append(seconds)
-            print(f"{what} {'same end' if same else 'OTHER END'}  {seconds:.1f} s", flush=True)
-    print(f"{options.count} kills, {exact} resumed runs ended bit for bit as without")
-    print(f"kill to first resumed step: median {statistics.median(recovery):.1f} s, longest {max(recovery):.1f} s")
-    sys.exit(exact < options.count)
+            recovery_s.append(seconds)
+            print(f"{text} {'same end' if is_exact else 'OTHER END'}  {seconds:.1f} s", flush=True)
+    print(f"{options.count} kills, {num_exact} resumed runs ended bit for bit like an undisturbed one")
+    print(f"kill to first resumed step: median {statistics.median(recovery_s):.1f} s, longest {max(recovery_s):.1f} s")
+    sys.exit(num_exact < options.count)
 
 
 def _run(folder: Path, placement: str, kill: _Kill | None) -> tuple[list[float], list[bytes]]:
@@ -79,10 +83,9 @@ def _run(folder: Path, placement: str, kill: _Kill | None) -> tuple[list[float],
     request = request_for(folder / "data", run_dir, f"parallel.placement={placement}", max_restarts=1)
     code, message = launch(request, kill)
     assert code == 0, message
-    held = tensors(open_newest_good(run_dir / CHECKPOINTS_FOLDER, refuse))
-    return [s["loss"] for s in read_metrics(run_dir)], [
-        held[n].view(torch.uint8).numpy().tobytes() for n in sorted(held)
-    ]
+    state = tensors(open_newest_good(run_dir / CHECKPOINTS_FOLDER, refuse))
+    losses = [step["loss"] for step in read_metrics(run_dir)]
+    return losses, [state[name].view(torch.uint8).numpy().tobytes() for name in sorted(state)]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Several ranks for a test, as processes of this machine joined by gloo.
+"""Start several ranks for a test, as processes of this machine joined by gloo.
 
 Ranks are forked from a server process that has imported torch and Megatron-core once: importing takes seconds and
 forking milliseconds. The server is not pytest's own process, because a process that has once run an autograd backward
 or started threads cannot safely be forked.
 
-`fork_ranks` forks anew for every call. `run_ranks` keeps its ranks for the next call as long as nothing fails, since
-starting a process and running through torch for the first time takes longer than most of what tests ask.
+`fork_ranks` forks new processes for every call. `run_ranks` reuses its ranks as long as nothing fails, since starting a
+process and running torch for the first time takes longer than most tests.
 """
 
 import atexit
@@ -36,24 +36,28 @@ _SERVER.set_forkserver_preload(
         "torch.utils.tensorboard",
         "mmtrain.models.build_stage",
         "mmtrain.runtime.training.train",
+        # Imported by the first block that is built and by the first image; slower than most runs of a test.
+        "megatron.core.transformer.moe.experts",
+        "PIL.PngImagePlugin",
+        "PIL.JpegImagePlugin",
     ]
 )
 
 
-class RanksFailed(AssertionError):  # noqa: N818 - a test's verdict, not an error of the program
+class RanksFailed(AssertionError):  # noqa: N818 - the outcome of a test, not an error of the program
     """A rank raised, died or did not finish in time; the message holds every rank's traceback or stacks."""
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks of a gloo world; return the results in rank order.
 
-    `fn` is a module-level function that leaves no state behind: the processes serve later calls too. Arguments and
+    `fn` is a module-level function that leaves no state behind: the processes serve later calls. Arguments and
     results are pickled. Raises RanksFailed, and then leaves no process.
     """
     try:
-        return _kept.call(world_size, _in_world, fn, args, timeout, timeout=timeout)
+        return _reused_ranks.call(world_size, _in_world, fn, args, timeout, timeout=timeout)
     except BaseException:
-        _kept.close()
+        _reused_ranks.close()
         raise
 
 
@@ -71,7 +75,7 @@ def fork_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: flo
 
 @dataclass
 class _Ranks:
-    """Processes that make one call after another; as many as the largest call needed."""
+    """Processes that serve one call after another; as many as the largest call needed."""
 
     ranks: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
 
@@ -86,7 +90,7 @@ class _Ranks:
             return _collect(ranks, Path(folder), time.monotonic() + timeout)
 
     def close(self) -> None:
-        """End all processes, whatever they are doing."""
+        """Kill all processes."""
         for process, pipe in self.ranks:
             process.kill()
             process.join()
@@ -94,8 +98,8 @@ class _Ranks:
         self.ranks.clear()
 
 
-_kept = _Ranks()
-atexit.register(_kept.close)
+_reused_ranks = _Ranks()
+atexit.register(_reused_ranks.close)
 
 
 def _start() -> tuple[BaseProcess, Connection]:
@@ -107,34 +111,33 @@ def _start() -> tuple[BaseProcess, Connection]:
 
 
 def _collect(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline: float) -> list[Any]:
-    """Wait for all results; as soon as one rank fails, give the others a moment to say why, then give up."""
+    """Wait for all results; when one rank fails, wait shortly for the others' errors, then raise RanksFailed."""
     results: dict[int, Any] = {}
     failed: dict[int, str] = {}
-    rank_of = {id(pipe): rank for rank, (_, pipe) in enumerate(ranks)}
-    waiting = [pipe for _, pipe in ranks]
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     while waiting:
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         for pipe in ready:
-            rank = rank_of[id(pipe)]
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
             try:
-                ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                ok, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 ok, value = False, "died without a word"
             (results if ok else failed)[rank] = value
-            waiting.remove(pipe)  # type: ignore[arg-type]
         if failed:
             deadline = min(deadline, time.monotonic() + 2.0)
     if not waiting and not failed:
         return [results[rank] for rank in range(len(ranks))]
-    for pipe in waiting:
-        failed[rank_of[id(pipe)]] = "did not finish; its stacks:\n" + _stacks(ranks[rank_of[id(pipe)]][0], folder)
-    raise RanksFailed("\n".join(f"rank {rank}: {what}" for rank, what in sorted(failed.items())))
+    for rank in waiting.values():
+        failed[rank] = "did not finish; its stacks:\n" + _stacks(ranks[rank][0], folder)
+    raise RanksFailed("\n".join(f"rank {rank}: {reason}" for rank, reason in sorted(failed.items())))
 
 
 def _stacks(process: BaseProcess, folder: Path) -> str:
-    """Ask a hanging rank where it is."""
+    """Make a hanging rank write its stacks, and return them."""
     path = folder / f"stacks-{process.pid}"
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid or 0, signal.SIGUSR2)
@@ -146,12 +149,12 @@ def _stacks(process: BaseProcess, folder: Path) -> str:
 
 
 def _serve(pipe: Connection) -> None:
-    """Make the calls that arrive, until nobody is left to ask."""
+    """Serve the calls that arrive, until the other end closes."""
     import torch
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    gc.freeze()  # what was imported before the fork stays: looking through it again takes longer than most calls
+    gc.freeze()  # never collect what was imported before the fork: scanning it takes longer than most calls
     while True:
         try:
             fn, rank, world_size, folder, args = pipe.recv()
@@ -171,7 +174,7 @@ def _answer(
             return False, traceback.format_exc()
         finally:
             faulthandler.unregister(signal.SIGUSR2)
-            gc.collect()  # process groups in circles of references would keep their sockets and threads
+            gc.collect()  # process groups in reference cycles would keep their sockets and threads
 
 
 def _in_world(
@@ -181,9 +184,10 @@ def _in_world(
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no name look-ups, no other machine
-    torch.manual_seed(0)  # whatever the call before this one drew
+    torch.manual_seed(0)  # independent of earlier calls
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     result = fn(*args)
+    dist.barrier()  # a rank that has finished must not close connections that others still open
     dist.destroy_process_group()
     return result

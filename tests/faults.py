@@ -1,4 +1,4 @@
-"""Failures that a test places: `FailAt(rank=1, step=3, kind="kill", action=Backward)`."""
+"""Faults that a test injects: `FailAt(rank=1, step=3, kind="kill", action=Backward)`."""
 
 import errno
 import os
@@ -32,17 +32,17 @@ Kind = Literal[
     "signal",
     "signal launcher",
 ]
-SLOW_S = 0.3
+SLOW_S = 0.3  # that an action of kind `slow` takes longer
 NUM_SLOW_PIECES = 8  # of a file that a slow disk writes
 NUM_PIECES_BEFORE_STUCK = 3
 
 
 @dataclass
 class FailAt(FaultPoints):
-    """Fails on `rank` in `step` (from 0; or in each of a range), at the first action of type `action`.
+    """Injects a fault on `rank` in `step` (from 0; or in each of a range), at the first action of type `action`.
 
-    `nan` spoils the output of the step's forwards; `corrupt` and the kinds of disks concern the checkpoint after
-    `step` steps. With `once`, a file that remembers it, the failure does not come back when the run does.
+    `nan` replaces the output of the step's forwards; `corrupt` and the kinds of disks concern the checkpoint
+    after `step` steps. `once` is a file that records the fault, so that it does not repeat when the run restarts.
     """
 
     rank: int
@@ -54,13 +54,14 @@ class FailAt(FaultPoints):
 
     def start(self, rank: int) -> None:
         """See `FaultPoints`."""
-        self._here, self._spent = rank == self.rank, set[int]()
+        self._is_here = rank == self.rank
+        self._done_steps: set[int] = set()
 
     def before_action(self, step: int, action: Action) -> None:
         """See `FaultPoints`."""
         if self.kind in ("nan", *_DISKS) or not isinstance(action, self.action) or not self._due(step):
             return
-        self._spent.add(step)
+        self._done_steps.add(step)
         match self.kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -69,7 +70,7 @@ class FailAt(FaultPoints):
             case "hang":
                 threading.Event().wait()
             case "exception":
-                raise ValueError("a failure placed by the test")
+                raise ValueError("a failure injected by the test")
             case "out of memory":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             case "slow":
@@ -90,7 +91,7 @@ class FailAt(FaultPoints):
 
     def _due(self, step: int) -> bool:
         steps = self.step if isinstance(self.step, range) else range(self.step, self.step + 1)
-        if not self._here or step not in steps or step in self._spent:
+        if not self._is_here or step not in steps or step in self._done_steps:
             return False
         if self.once is not None:
             if self.once.exists():
@@ -112,7 +113,7 @@ class StopBeforeSteps(FaultPoints):
 
 
 class AllOf(FaultPoints):
-    """Several failures in one run; checkpoints go where the first of them says."""
+    """Several faults in one run; the first decides where checkpoints go."""
 
     def __init__(self, *faults: FaultPoints) -> None:
         self.faults = faults
@@ -140,14 +141,14 @@ class AllOf(FaultPoints):
 
 class _FullDisk(LocalStorage):
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
-        """Leave half a file."""
+        """Write a part of the file, then fail."""
         path.write_bytes(b"".join(bytes(chunk) for chunk in chunks)[:100])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 class _BadDisk(LocalStorage):
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
-        """Write well, then lose a bit of what was written."""
+        """Write the file, then flip a bit of it."""
         written = super().write(path, chunks)
         if path.suffix == ".safetensors":
             content = bytearray(path.read_bytes())

@@ -1,8 +1,8 @@
-"""Cells of the master test: every feasible combination of placement, mesh, model and training settings.
+"""Cells of the master test: feasible combinations of placement, mesh, model and training settings.
 
-`CELLS` is the same everywhere: of a pool drawn from a fixed seed, those that show the most pairs of values together for
-the fewest ranks. `python -m tests.flow.cells` prints them as a table. `cells` lets hypothesis draw, and shrink what
-fails; what it draws depends on its version, and on the constants of the modules that happen to be imported.
+`CELLS` is fixed: from a pool sampled with a fixed seed, the cells that together show the most pairs of values on the
+fewest ranks. `python -m tests.flow.cells` prints them as a table. With `cells` hypothesis samples, and shrinks what
+fails; its samples depend on its version and on the constants of the imported modules.
 """
 
 from collections import Counter
@@ -27,7 +27,11 @@ from tests.flow.cases import AUDIO, SAMPLES, Mesh, Order, plan, recipe
 T = TypeVar("T")
 Placement = Literal["unified", "disaggregated", "coarse", "explicit"]  # the last two are both colocated
 PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "coarse", "explicit")
-MAX_RANKS, POOL, PER_PLACEMENT = 8, 120, 12
+MAX_RANKS = 8
+POOL_SIZE = 120  # cells of each placement to choose from
+CELLS_PER_PLACEMENT = 12
+# The others show few pairs of values for the first time: long runs.
+QUICK_CELLS_PER_PLACEMENT = 10
 LLM_LAYERS = 5  # embedding, three blocks, head
 ENCODER_LAYERS = 4  # first layer, two blocks, projector; vision and audio alike
 
@@ -156,13 +160,13 @@ def cells(draw: st.DrawFn, placement: Placement) -> Cell:
     return _cell(placement, choose)
 
 
-def drawn(placement: Placement, count: int) -> tuple[Cell, ...]:
-    """Combinations as of `cells`, all different, the same in every run."""
+def sample_cells(placement: Placement, count: int) -> tuple[Cell, ...]:
+    """Sample distinct combinations, as `cells` does, but equal in every run."""
     choose = Random(placement).choice
-    found: dict[Cell, None] = {}
-    while len(found) < count:
-        found[_cell(placement, choose)] = None
-    return tuple(found)
+    distinct: dict[Cell, None] = {}
+    while len(distinct) < count:
+        distinct[_cell(placement, choose)] = None
+    return tuple(distinct)
 
 
 def _cell(placement: Placement, choose: Choose) -> Cell:
@@ -300,11 +304,14 @@ def any_order(graph: StageGraph, rng: np.random.Generator) -> Order:
     return {rank: tuple(lines) for rank, lines in order.items()}
 
 
-# Which of them run -------------------------------------------------------------------------------------------------
+# Which cells run -------------------------------------------------------------------------------------------------
 
 
-def spread(pools: Mapping[Placement, Sequence[Cell]], count: int) -> tuple[Cell, ...]:
-    """Of each placement in turn the cell that shows most pairs of values for the first time, for each rank it takes."""
+def choose_cells(pools: Mapping[Placement, Sequence[Cell]], count: int) -> tuple[Cell, ...]:
+    """Choose from each placement in turn the cell that shows most new pairs of values per rank.
+
+    A pair that was shown k times counts 0.125**k.
+    """
     left = {p: {cell: tuple(combinations(cell.axes.items(), 2)) for cell in pool} for p, pool in pools.items()}
     seen: Counter[tuple[object, ...]] = Counter()
     chosen = []
@@ -316,7 +323,8 @@ def spread(pools: Mapping[Placement, Sequence[Cell]], count: int) -> tuple[Cell,
     return tuple(chosen)
 
 
-CELLS = spread({placement: drawn(placement, POOL) for placement in PLACEMENTS}, PER_PLACEMENT)
+CELLS = choose_cells({placement: sample_cells(placement, POOL_SIZE) for placement in PLACEMENTS}, CELLS_PER_PLACEMENT)
+QUICK_CELLS = CELLS[: QUICK_CELLS_PER_PLACEMENT * len(PLACEMENTS)]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the master test asserts: a plan's run has the losses, gradients and norms of one process, sample by sample."""
+"""Assert that a plan computes the losses, gradients and norms of one process that trains sample by sample."""
 
 import pytest
 import torch
@@ -14,50 +14,51 @@ from tests.distributed import run_ranks
 from tests.flow.cases import Reference, samples_of, step_data
 from tests.flow.gather import copy, whole
 
-NUM_STEPS = 5
+NUM_STEPS = 3  # the third sees what a step of text alone did to momentum and weight decay
 Step = tuple[float, float, dict[str, Tensor]]  # loss, gradient norm, gradients by name
 
 
 def assert_equals_one_process(settings: Recipe, plan: Plan, texts_between: bool = False, timeout: float = 30) -> None:
-    """Train five steps by the plan and in one process: losses and norms of all, and all gradients of the first.
+    """Train some steps by the plan and in one process; compare losses and norms, and all gradients of the first step.
 
     `texts_between`: every second step has samples of text alone. Weights after a step are not compared one by one:
-    Adam turns the rounding of a tiny gradient into a whole step.
+    Adam turns the rounding error of a tiny gradient into a step of full size.
     """
     ranks = run_ranks(plan.world_size, _train, settings, plan, texts_between, timeout=timeout)
-    wanted = _reference(settings, texts_between)
-    for step, (loss, norm, _) in enumerate(wanted):
-        found = sum(steps[step][0] for steps, _ in ranks)
-        assert found == pytest.approx(loss, rel=1e-5), f"loss of step {step}"
+    expected = _reference(settings, texts_between)
+    for step, (loss, norm, _) in enumerate(expected):
+        sum_of_ranks = sum(steps[step][0] for steps, _ in ranks)
+        assert sum_of_ranks == pytest.approx(loss, rel=1e-5), f"loss of step {step}"
         for steps, _ in ranks:
             assert steps[step][1] == pytest.approx(norm, rel=1e-4), f"gradient norm of step {step}"
     limit = settings.train.optimizer.clip_norm
-    scale = 1.0 if limit is None else max(1.0, wanted[0][1] / limit)
-    assert_close(whole([g for _, gradients in ranks for g in gradients]), wanted[0][2], scale)
+    scale = 1.0 if limit is None else max(1.0, expected[0][1] / limit)
+    assert_close(whole([g for _, gradients in ranks for g in gradients]), expected[0][2], scale)
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], scale: float = 1.0) -> None:
-    """Hold each gradient to `|d| <= 1e-5 * max(|g|, 1e-3 * |all|)` in norms; `scale` undoes the clipping."""
-    assert found.keys() == wanted.keys()
-    everything = float(torch.cat([g.flatten() for g in wanted.values()]).norm())
-    for name, gradient in wanted.items():
-        distance = float((found[name].reshape(gradient.shape) * scale - gradient).norm())
-        assert distance <= 1e-5 * max(float(gradient.norm()), 1e-3 * everything), f"{name}: off by {distance}"
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], scale: float = 1.0) -> None:
+    """Assert `|d| <= 1e-5 * max(|g|, 1e-3 * |all|)` in norms for each gradient; `scale` undoes the clipping."""
+    assert actual.keys() == expected.keys()
+    total_norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
+    for name, gradient in expected.items():
+        distance = float((actual[name].reshape(gradient.shape) * scale - gradient).norm())
+        assert distance <= 1e-5 * max(float(gradient.norm()), 1e-3 * total_norm), f"{name}: off by {distance}"
 
 
 def _train(settings: Recipe, plan: Plan, texts_between: bool) -> tuple[list[tuple[float, float]], list[NamedShard]]:
     """Run on every rank: (loss part, norm) of each step, and this rank's gradients of the first."""
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    job = build_rank_context(settings, plan, world)
-    steps, gradients = [], []
+    context = build_rank_context(settings, plan, world)
+    steps: list[tuple[float, float]] = []
+    gradients: list[NamedShard] = []
     for step in range(NUM_STEPS):
         lr = learning_rate(settings.train.optimizer, step, NUM_STEPS)
-        outcome = job.train(step_data(job, step, texts_between), lr)
+        outcome = context.train(step_data(context, step, texts_between), lr)
         assert outcome.stepped
         assert outcome.grad_norm is not None
         steps.append((outcome.loss, outcome.grad_norm))
         if step == 0:
-            gradients = [copy(g) for unit in job.optimizer.units.values() for g in unit.gradients()]
+            gradients = [copy(g) for unit in context.optimizer.units.values() for g in unit.gradients()]
     return steps, gradients
 
 
@@ -65,9 +66,9 @@ _references: dict[tuple[str, str, bool], list[Step]] = {}
 
 
 def _reference(settings: Recipe, texts_between: bool) -> list[Step]:
-    """Five steps of the one process, kept for recipes that differ only in what it does not see."""
-    seen = settings.train.model_dump_json(exclude={"global_batch"})
-    key = (settings.model.model_dump_json(), seen, texts_between)
+    """Train in one process; reuse the result for recipes that differ only in what one process does not use."""
+    used = settings.train.model_dump_json(exclude={"global_batch"})
+    key = (settings.model.model_dump_json(), used, texts_between)
     if key not in _references:
         [_references[key]] = run_ranks(1, _run_reference, settings, texts_between)
     return _references[key]

@@ -1,4 +1,4 @@
-"""Whole runs of a small demo in processes of this machine, with failures placed in them."""
+"""Whole runs of a small demo in processes of this machine, with injected faults."""
 
 import os
 import time
@@ -37,7 +37,7 @@ SMALL = [
 
 
 def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> TrainRequest:
-    """A run of two ranks on `data`; `changes` are settings, `options` fields of the request."""
+    """Return a request to train two ranks on `data`; `changes` are settings, `options` are fields of the request."""
     paths = [
         f"data.sources.0.path={data}/train.json",
         f"data.validation.0.path={data}/heldout.json",
@@ -48,12 +48,12 @@ def request_for(data: Path, run_dir: Path, *changes: str, **options: object) -> 
 
 
 def run_all(*requests: TrainRequest, faults: FaultPoints | None = None) -> list[str]:
-    """Run one plain rank per request, as another launcher would; return the error that its user would read."""
+    """Run one rank per request, started as by another launcher; return the error of each, or an empty string."""
     return fork_ranks(len(requests), _rank, requests, free_port(), faults or FaultPoints())
 
 
 def launch(request: TrainRequest, faults: FaultPoints | None = None) -> tuple[int, str]:
-    """Run `mmtrain train` in a process of its own; return its exit code and its error."""
+    """Run `mmtrain train` in a process of its own, which starts the ranks; return its exit code and its error."""
     outcome: tuple[int, str]
     [outcome] = fork_ranks(1, _launcher, replace(request, faults=faults or FaultPoints()))
     return outcome
@@ -79,23 +79,33 @@ def _launcher(rank: int, world_size: int, _: Path, request: TrainRequest) -> tup
 
 
 def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, by name."""
-    return {n: checkpoint.read(n, ShardSpec(checkpoint.full_shape(n))) for n in checkpoint.names()}
+    """Return every tensor of a checkpoint, unsharded, by name."""
+    return {name: checkpoint.read(name, ShardSpec(checkpoint.full_shape(name))) for name in checkpoint.names()}
+
+
+def assert_same_end(run_dir: Path, reference: Path) -> None:
+    """Assert that both runs ended with the same weights and optimizer state after the same losses, bit for bit."""
+    checkpoint, expected = (open_newest_good(run / CHECKPOINTS_FOLDER, refuse) for run in (run_dir, reference))
+    assert checkpoint.step == expected.step == NUM_STEPS
+    assert checkpoint.state == expected.state
+    _assert_equal(tensors(checkpoint), tensors(expected))
+    assert [s["loss"] for s in read_metrics(run_dir)] == [s["loss"] for s in read_metrics(reference)]
+
+
+def assert_same_weights(run_dir: Path, reference: Path) -> None:
+    """Assert that the newest good checkpoints of both runs are equal; damaged ones may be passed over."""
+    newest = [open_newest_good(run / CHECKPOINTS_FOLDER, lambda _: None) for run in (run_dir, reference)]
+    _assert_equal(*map(tensors, newest))
+
+
+def _assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
 
 def refuse(text: str) -> None:
-    """Stand where a damaged checkpoint would be reported and none may be."""
+    """Fail where a damaged checkpoint is reported."""
     raise AssertionError(text)
-
-
-def require_same_end(run_dir: Path, unbroken: Path) -> None:
-    """Assert that both runs ended in the same weights, having seen the same losses."""
-    found, wanted = (open_newest_good(run / CHECKPOINTS_FOLDER, refuse) for run in (run_dir, unbroken))
-    assert found.state == wanted.state
-    theirs = tensors(wanted)
-    for name, tensor in tensors(found).items():
-        assert torch.equal(tensor, theirs[name]), name
-    assert [s["loss"] for s in read_metrics(run_dir)] == [s["loss"] for s in read_metrics(unbroken)]
 
 
 def poll(found: Callable[[], bool], timeout_s: float) -> None:

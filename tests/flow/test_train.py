@@ -1,4 +1,4 @@
-"""Whole runs of `train` on a small demo: resuming after a kill, and refusing what does not fit."""
+"""Whole runs of `train` on a small demo: resuming after a kill, and rejecting what does not fit."""
 
 import json
 import shutil
@@ -7,24 +7,23 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
-from mmtrain.checkpoint import find, open_newest_good
+from mmtrain.checkpoint import find
 from mmtrain.data import build_index
 from mmtrain.errors import LaunchError, PlanError, UserError
 from mmtrain.plan import load_plan
-from mmtrain.program import Action, Backward, Forward
+from mmtrain.program import Backward, Forward
 from mmtrain.recipe import load_recipe
 from mmtrain.report import StepMetrics, read_metrics
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE
 from mmtrain.runtime.training.start_run import introduce_run
 from tests.distributed import RanksFailed
 from tests.faults import FailAt
-from tests.flow.runs import NUM_STEPS, refuse, request_for, run_all, tensors
+from tests.flow.runs import NUM_STEPS, assert_same_end, assert_same_weights, request_for, run_all
 
 
-def test_a_run_leaves_its_record(unbroken: Path) -> None:
+def test_a_run_writes_its_metrics_plan_recipe_and_checkpoints(unbroken: Path) -> None:
     steps = read_metrics(unbroken)
     assert [s["step"] for s in steps] == list(range(1, NUM_STEPS + 1))
     assert steps[-1]["loss"] < steps[0]["loss"]
@@ -37,24 +36,19 @@ def test_a_run_leaves_its_record(unbroken: Path) -> None:
     assert [f.name for f in find(unbroken / CHECKPOINTS_FOLDER)] == ["step-00000006", "step-00000004"], "keeps two"
 
 
-@pytest.mark.parametrize(("kill", "action"), [((0, 3), Forward), ((1, 4), Backward)])
-def test_resuming_after_a_kill_ends_in_the_same_weights(
-    data: Path, unbroken: Path, tmp_path: Path, kill: tuple[int, int], action: type[Action]
+def test_a_run_that_is_killed_twice_and_resumed_ends_in_the_same_weights(
+    data: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     request = request_for(data, run_dir)
-    with pytest.raises(RanksFailed, match=f"rank {kill[0]}: died without a word"):
-        run_all(request, request, faults=FailAt(*kill, kind="kill", action=action))
     resumed = replace(request, resume=True)
+    with pytest.raises(RanksFailed, match="rank 0: died without a word"):
+        run_all(request, request, faults=FailAt(0, 3, "kill", action=Forward))
+    with pytest.raises(RanksFailed, match="rank 1: died without a word"):
+        run_all(resumed, resumed, faults=FailAt(1, 4, "kill", action=Backward))
     assert run_all(resumed, resumed) == ["", ""]
-    found, wanted = (open_newest_good(run / CHECKPOINTS_FOLDER, refuse) for run in (run_dir, unbroken))
-    assert found.step == wanted.step == NUM_STEPS
-    theirs = tensors(wanted)
-    for name, tensor in tensors(found).items():
-        assert torch.equal(tensor, theirs[name]), name
-    assert found.state == wanted.state
+    assert_same_end(run_dir, unbroken)
     assert [s["step"] for s in read_metrics(run_dir)] == list(range(1, NUM_STEPS + 1))
-    assert [s["loss"] for s in read_metrics(run_dir)] == [s["loss"] for s in read_metrics(unbroken)]
 
 
 def test_a_damaged_checkpoint_is_passed_over(data: Path, unbroken: Path, tmp_path: Path) -> None:
@@ -66,11 +60,10 @@ def test_a_damaged_checkpoint_is_passed_over(data: Path, unbroken: Path, tmp_pat
     file.write_bytes(content)
     request = request_for(data, run_dir, resume=True)
     assert run_all(request, request) == ["", ""]
-    found, wanted = (tensors(open_newest_good(run / CHECKPOINTS_FOLDER, lambda _: None)) for run in (run_dir, unbroken))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert_same_weights(run_dir, unbroken)
 
 
-def test_an_occupied_folder_is_refused(data: Path, unbroken: Path) -> None:
+def test_a_folder_that_holds_a_run_is_rejected(data: Path, unbroken: Path) -> None:
     request = request_for(data, unbroken)
     for message in run_all(request, request):
         assert message.startswith("UserError")
@@ -86,7 +79,7 @@ def test_resuming_with_other_data_names_the_fields(data: Path, unbroken: Path, t
         assert "data.image.std.2: 0.25 then, 0.4 now" in message, "the weights have learned from other numbers"
 
 
-def test_a_plan_for_another_recipe_or_size_is_refused(data: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_a_plan_for_another_recipe_or_number_of_ranks_is_rejected(data: Path, unbroken: Path, tmp_path: Path) -> None:
     other = request_for(data, tmp_path / "a", "model.llm.layers=3", plan_path=unbroken / PLAN_FILE)
     for message in run_all(other, other):
         assert message.startswith(PlanError.__name__)
@@ -96,23 +89,25 @@ def test_a_plan_for_another_recipe_or_size_is_refused(data: Path, unbroken: Path
 
 
 @pytest.mark.parametrize("longer", [1.0, 1.5])
-def test_data_that_has_changed_under_a_plan_is_told(data: Path, unbroken: Path, tmp_path: Path, longer: float) -> None:
-    request, plan, screen = request_for(data, tmp_path), load_plan(unbroken / PLAN_FILE), StringIO()
+def test_a_plan_for_other_data_is_reported(data: Path, unbroken: Path, tmp_path: Path, longer: float) -> None:
+    request = request_for(data, tmp_path)
+    plan = load_plan(unbroken / PLAN_FILE)
+    screen = StringIO()
     assert plan.data is not None
-    meant = plan.data.model_copy(update={"tokens": {u: n / longer for u, n in plan.data.tokens.items()}})
+    shorter = plan.data.model_copy(update={"tokens": {unit: n / longer for unit, n in plan.data.tokens.items()}})
     index = build_index(request.loaded.recipe)
-    introduce_run(Console(file=screen), request, plan.model_copy(update={"data": meant}), index)
+    introduce_run(Console(file=screen), request, plan.model_copy(update={"data": shorter}), index)
     assert ("the plan was made for other data" in screen.getvalue()) == (longer > 1)
 
 
-def test_ranks_with_different_recipes_arerefused(data: Path, tmp_path: Path) -> None:
-    ours, theirs = (request_for(data, tmp_path / "run", f"train.optimizer.lr={lr}") for lr in (0.001, 0.002))
-    for message in run_all(ours, theirs):
+def test_ranks_with_different_recipes_are_rejected(data: Path, tmp_path: Path) -> None:
+    requests = [request_for(data, tmp_path / "run", f"train.optimizer.lr={lr}") for lr in (0.001, 0.002)]
+    for message in run_all(*requests):
         assert message.startswith(LaunchError.__name__)
         assert "recipe.train.optimizer.lr: 0.001 on rank 0, 0.002 on rank 1" in message
 
 
-def test_a_world_that_the_recipe_does_not_want_is_refused(data: Path, tmp_path: Path) -> None:
+def test_a_number_of_ranks_other_than_the_recipes_is_rejected(data: Path, tmp_path: Path) -> None:
     request = request_for(data, tmp_path / "run", "cluster.ranks=3")
     for message in run_all(request, request):
         assert "cluster.ranks: 3 in the recipe, but 2 processes were started" in message
@@ -135,9 +130,9 @@ def test_bad_samples_are_named_and_do_not_stop_a_run(data: Path, tmp_path: Path)
     changes = ["data.max_bad_rate=0.1", "train.steps=12", "train.global_batch=8", "train.checkpoint.every=0"]
     request = request_for(folder, tmp_path / "run", *changes)
     assert run_all(request, request) == ["", ""]
-    named = [json.loads(line) for line in (tmp_path / "run" / QUARANTINE_FILE).read_text().splitlines()]
-    assert {with_image[0]["id"], with_image[1]["id"]} <= {q["id"] for q in named}
-    assert len(named) == 3
+    quarantined = [json.loads(line) for line in (tmp_path / "run" / QUARANTINE_FILE).read_text().splitlines()]
+    assert {with_image[0]["id"], with_image[1]["id"]} <= {entry["id"] for entry in quarantined}
+    assert len(quarantined) == 3
     assert len(read_metrics(tmp_path / "run")) == 12
     request = request_for(folder, tmp_path / "strict")  # the demo's recipe allows none
     for message in run_all(request, request):
@@ -145,7 +140,7 @@ def test_bad_samples_are_named_and_do_not_stop_a_run(data: Path, tmp_path: Path)
         assert with_image[0]["id"] in message
 
 
-def test_resume_without_a_run_is_refused(data: Path, tmp_path: Path) -> None:
+def test_resuming_without_a_run_is_rejected(data: Path, tmp_path: Path) -> None:
     [message] = run_all(request_for(data, tmp_path / "none", "parallel.placement=unified", resume=True))
     assert message.startswith(UserError.__name__)
     assert "holds no run" in message
