@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmtrain.recipe import Recipe, recipe_fingerprint
@@ -15,27 +16,44 @@ if TYPE_CHECKING:
 
 # Planning makes millions of objects and hardly a reference cycle, so frequent collections only cost time.
 GC_THRESHOLD_OBJECTS = 100_000
+# What the drivers of the GPUs that torch.cuda knows create: NVIDIA's, NVIDIA's under WSL, AMD's.
+GPU_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
+NUM_RANKS_WITHOUT_GPU = 2  # the fewest that exercise communication
 
 
 def resolve_cluster(recipe: Recipe) -> tuple[int, str]:
     """Return the number of ranks and the name of the hardware preset: the recipe's, else this machine's.
 
-    Loads torch only where the recipe leaves one of them open, so that planning for another cluster starts at once.
-    Raises PlanError for a GPU without a preset.
+    Loads torch only where the recipe leaves one of them open and this machine has a GPU, since loading it takes longer
+    than most plans. Raises PlanError for a GPU without a preset.
     """
     cluster = recipe.cluster
     ranks, hardware = cluster.ranks, cluster.hardware
     if ranks is None or hardware == "auto":
-        import torch
+        num_gpus = _count_gpus()
+        if hardware == "auto":
+            hardware = _local_hardware(num_gpus)
+        if ranks is None:
+            ranks = num_gpus or NUM_RANKS_WITHOUT_GPU
+    return min(ranks, recipe.parallel.max_gpus or ranks), hardware
 
+
+def _count_gpus() -> int:
+    if not any(file.exists() for file in GPU_DRIVER_FILES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _local_hardware(num_gpus: int) -> str:
+    if num_gpus:
         from mmtrain.runtime.world import detect_hardware
 
-        if hardware == "auto":
-            hardware = detect_hardware()
-        if ranks is None:
-            # Without GPUs, start two processes: the fewest that exercise communication.
-            ranks = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    return min(ranks, recipe.parallel.max_gpus or ranks), hardware
+        return detect_hardware()
+    from mmtrain.costs.hardware import preset_for_device
+
+    return preset_for_device(None)
 
 
 @contextmanager

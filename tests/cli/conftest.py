@@ -1,11 +1,15 @@
-"""A run for the commands that show one."""
+"""Run a command in this process, and a run for the commands that show one."""
 
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
+from mmtrain.cli import main
 from mmtrain.cli.simulated_steps import simulate_steps
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.program.trace.measured_timeline import MeasuredStep, run_trace
@@ -14,6 +18,27 @@ from mmtrain.runtime.run_folder import PLAN_FILE, RECIPE_FILE, TRACE_FILE
 from tests.report.conftest import metrics
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
+RunMmtrain = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_mmtrain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunMmtrain:
+    """Return a function that runs `mmtrain` with its arguments in this process.
+
+    Starting Python and importing takes longer than most commands. `columns` is the width of the terminal.
+    """
+
+    def run(*arguments: object, columns: int = 120) -> CompletedProcess[str]:
+        command = ["mmtrain", *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", command)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        code = stop.value.code if isinstance(stop.value.code, int) else 0
+        return CompletedProcess(command, code, captured.out, captured.err)
+
+    return run
 
 
 @pytest.fixture(scope="package")

@@ -11,7 +11,9 @@ import typer
 import mmtrain
 from mmtrain.cli import app as table
 from mmtrain.costs import CostTable
+from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.errors import DataError, MmtrainError, RecipeError, RunError, StoppedAndSaved
+from tests.cli.conftest import DEMO, RunMmtrain
 
 COMMANDS = [
     "plan",
@@ -30,25 +32,6 @@ COMMANDS = [
     "data serve",
     "schema",
 ]
-
-
-class Result:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def mm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Run `mmtrain` with these arguments in this process."""
-
-    def run(*args: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["mmtrain", *args])
-        with pytest.raises(SystemExit) as stop:
-            table.main()
-        captured = capsys.readouterr()
-        return Result(stop.value.code if isinstance(stop.value.code, int) else 0, captured.out, captured.err)
-
-    return run
 
 
 def python(code: str) -> str:
@@ -75,34 +58,34 @@ except SystemExit:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_and_option_has_help(mm, command: str) -> None:
-    result = mm(*command.split(), "--help")
-    assert result.code == 0
-    assert "Usage: mmtrain " + command in result.out
-    for line in result.out.splitlines():  # every option has a help text
+def test_every_command_and_option_has_help(run_mmtrain: RunMmtrain, command: str) -> None:
+    result = run_mmtrain(*command.split(), "--help")
+    assert result.returncode == 0
+    assert "Usage: mmtrain " + command in result.stdout
+    for line in result.stdout.splitlines():  # every option has a help text
         if line.startswith("  --"):
             assert len(line.split("  ")) > 2, line
 
 
-def test_the_list_of_commands_shows_whole_sentences(mm) -> None:
-    out = mm("--help").out
+def test_the_list_of_commands_shows_whole_sentences(run_mmtrain: RunMmtrain) -> None:
+    out = run_mmtrain("--help").stdout
     assert all(f"  {command} " in out for command in COMMANDS if " " not in command)
     assert "..." not in out.partition("Commands:")[2]
 
 
-def test_version(mm) -> None:
-    assert mm("--version").out == f"mmtrain {mmtrain.__version__}\n"
+def test_version(run_mmtrain: RunMmtrain) -> None:
+    assert run_mmtrain("--version").stdout == f"mmtrain {mmtrain.__version__}\n"
 
 
 @pytest.mark.parametrize(
     "args", [["no-such"], ["plan"], ["plan", "r.yaml", "--set"], ["plan", "r.yaml", "--top", "-1"], ["data", "demo"]]
 )
-def test_wrong_usage_exits_2_without_a_traceback(mm, args: list[str]) -> None:
-    result = mm(*args)
-    assert result.code == 2
-    assert result.out == ""
-    assert "Traceback" not in result.err
-    assert "Error: " in result.err
+def test_wrong_usage_exits_2_without_a_traceback(run_mmtrain: RunMmtrain, args: list[str]) -> None:
+    result = run_mmtrain(*args)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert "Error: " in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -117,7 +100,7 @@ def test_wrong_usage_exits_2_without_a_traceback(mm, args: list[str]) -> None:
     ],
 )
 def test_errors_become_one_message_and_an_exit_code(
-    mm, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
+    run_mmtrain: RunMmtrain, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
 ) -> None:
     failing = typer.Typer()
 
@@ -126,11 +109,11 @@ def test_errors_become_one_message_and_an_exit_code(
         raise error("what happened")
 
     monkeypatch.setattr(table, "app", failing)
-    result = mm()
-    assert result.code == code
-    assert "Traceback" not in result.err
+    result = run_mmtrain()
+    assert result.returncode == code
+    assert "Traceback" not in result.stderr
     if issubclass(error, MmtrainError):
-        assert result.err == "mmtrain: what happened\n"
+        assert result.stderr == "mmtrain: what happened\n"
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,15 +130,15 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_a_wrong_recipe_is_reported_with_all_its_errors(mm, tmp_path: Path, command: str) -> None:
+def test_a_wrong_recipe_is_reported_with_all_its_errors(run_mmtrain: RunMmtrain, tmp_path: Path, command: str) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("name: x\nmodle: {}\n", encoding="utf-8")
-    result = mm(command, str(recipe), "--set", "train.steps=0")
-    assert result.code == 2
-    assert result.out == ""
-    assert result.err.startswith(f"mmtrain: {recipe}: ")
-    assert "modle: unknown key; did you mean model?" in result.err
-    assert "train.steps: found 0, allowed: a whole number of at least 1 (--set train.steps=0)" in result.err
+    result = run_mmtrain(command, str(recipe), "--set", "train.steps=0")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"mmtrain: {recipe}: ")
+    assert "modle: unknown key; did you mean model?" in result.stderr
+    assert "train.steps: found 0, allowed: a whole number of at least 1 (--set train.steps=0)" in result.stderr
 
 
 def test_a_wrong_recipe_is_reported_before_torch_loads(tmp_path: Path) -> None:
@@ -171,6 +154,23 @@ except SystemExit as stop:
     assert python(code).split() == ["2", "False"]
 
 
+def test_planning_loads_no_torch_on_a_machine_without_gpu(tmp_path: Path) -> None:
+    """Loading torch takes longer than planning the demo."""
+    generate_demo(tmp_path / "data", seed=1, train=60, heldout=4)
+    code = f"""
+import sys
+from mmtrain.cli import main, local_cluster
+local_cluster.GPU_DRIVER_FILES = ()
+paths = ["data.sources.0.path={tmp_path}/data/train.json", "data.tokenizer={tmp_path}/data/tokenizer.json"]
+sys.argv = ["mmtrain", "plan", {str(DEMO)!r}, "--set", paths[0], "--set", paths[1]]
+try:
+    main()
+except SystemExit as stop:
+    print(stop.code, "torch" in sys.modules)
+"""
+    assert python(code).split()[-2:] == ["0", "False"]
+
+
 def test_python_dash_m(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mmtrain", "train", str(tmp_path / "missing.yaml")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -178,30 +178,32 @@ def test_python_dash_m(tmp_path: Path) -> None:
     assert done.stderr == f"mmtrain: {tmp_path}/missing.yaml: cannot read the recipe: No such file or directory\n"
 
 
-def test_demo_data(mm, tmp_path: Path) -> None:
+def test_demo_data(run_mmtrain: RunMmtrain, tmp_path: Path) -> None:
     args = ["data", "demo", "--out", str(tmp_path / "d"), "--samples", "12", "--heldout", "3"]
-    result = mm(*args, "--json")
-    assert result.code == 0
-    summary = json.loads(result.out)
+    result = run_mmtrain(*args, "--json")
+    assert result.returncode == 0
+    summary = json.loads(result.stdout)
     assert (summary["train"], summary["heldout"]) == (12, 3)
     assert len(json.loads((tmp_path / "d/train.json").read_text())) == 12
-    assert mm(*args).out.startswith(f"{tmp_path}/d: 12 training and 3 held-out samples, {summary['images']} images")
+    assert run_mmtrain(*args).stdout.startswith(
+        f"{tmp_path}/d: 12 training and 3 held-out samples, {summary['images']} images"
+    )
 
 
-def test_demo_data_keeps_other_files_of_the_folder(mm, tmp_path: Path) -> None:
+def test_demo_data_keeps_other_files_of_the_folder(run_mmtrain: RunMmtrain, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("do not lose me")
-    result = mm("data", "demo", "--out", str(tmp_path))
-    assert result.code == 2
+    result = run_mmtrain("data", "demo", "--out", str(tmp_path))
+    assert result.returncode == 2
     assert (tmp_path / "thesis.txt").exists()
 
 
-def test_profile_checks_its_output_file_before_it_measures(mm, tmp_path: Path) -> None:
-    demo = str(Path(__file__).parents[2] / "recipes/demo.yaml")
-    nowhere = mm("profile", demo, "--tp", "1", "--out", str(tmp_path / "none" / "costs.json"))
-    assert nowhere.code == 2
-    assert "costs.json: cannot write the cost table: No such file or directory" in nowhere.err
+def test_profile_checks_its_output_file_before_it_measures(run_mmtrain: RunMmtrain, tmp_path: Path) -> None:
+    demo = str(DEMO)
+    nowhere = run_mmtrain("profile", demo, "--tp", "1", "--out", str(tmp_path / "none" / "costs.json"))
+    assert nowhere.returncode == 2
+    assert "costs.json: cannot write the cost table: No such file or directory" in nowhere.stderr
     other = tmp_path / "costs.json"
     CostTable(hardware="h100-80g", device="x", precision="bf16", software={}, date="2026-01-01").save(other)
-    refused = mm("profile", demo, "--tp", "1", "--set", "cluster.hardware=cpu-core", "--out", str(other))
-    assert refused.code == 2
-    assert "was measured with hardware h100-80g, now it is cpu-core" in refused.err
+    refused = run_mmtrain("profile", demo, "--tp", "1", "--set", "cluster.hardware=cpu-core", "--out", str(other))
+    assert refused.returncode == 2
+    assert "was measured with hardware h100-80g, now it is cpu-core" in refused.stderr

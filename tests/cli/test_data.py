@@ -1,14 +1,12 @@
 """`mmtrain data stats` and `mmtrain data group`, on files on disk."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mmtrain.data.synthetic.demo import generate_demo
+from tests.cli.conftest import RunMmtrain
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
 
@@ -20,13 +18,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def mm(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mmtrain", "data", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
-
-
-def test_stats_counts_two_sources_together(folder: Path, tmp_path: Path) -> None:
-    done = mm("stats", folder / "train.json", folder / "heldout.json", "--png", tmp_path / "stats.png", "--json")
+def test_stats_counts_two_sources_together(run_mmtrain: RunMmtrain, folder: Path, tmp_path: Path) -> None:
+    done = run_mmtrain(
+        "data", "stats", folder / "train.json", folder / "heldout.json", "--png", tmp_path / "stats.png", "--json"
+    )
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
     assert output["samples"] == 124
@@ -35,32 +30,32 @@ def test_stats_counts_two_sources_together(folder: Path, tmp_path: Path) -> None
     assert (tmp_path / "stats.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_stats_with_a_recipe_count_tokens(folder: Path, tmp_path: Path) -> None:
+def test_stats_with_a_recipe_count_tokens(run_mmtrain: RunMmtrain, folder: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"extends: {RECIPE}\ndata: {{tokenizer: {folder}/tokenizer.json}}\n")
-    done = mm("stats", folder / "train.json", "--recipe", recipe)
+    done = run_mmtrain("data", "stats", folder / "train.json", "--recipe", recipe)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("LLM tokens: ")
     assert "\nvision tokens in " in done.stdout
     assert "120 samples, none quarantined" in done.stdout
 
 
-def test_group_compares_the_methods(folder: Path) -> None:
+def test_group_compares_the_methods(run_mmtrain: RunMmtrain, folder: Path) -> None:
     settings = [f"data.sources.0.path={folder}/train.json", f"data.tokenizer={folder}/tokenizer.json"]
     overrides = [part for setting in [*settings, "data.grouping=isf"] for part in ("--set", setting)]
-    done = mm("group", RECIPE, *overrides, "--replicas", 2, "--json")
+    done = run_mmtrain("data", "group", RECIPE, *overrides, "--replicas", 2, "--json")
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
     assert output["replicas"] == 2
     assert [row["method"] for row in output["methods"] if row["chosen"]] == ["isf"]
     assert set(output["methods"][0]["dist_ratio"]) == {"llm", "vision"}
-    table = mm("group", RECIPE, *overrides)
+    table = run_mmtrain("data", "group", RECIPE, *overrides)
     assert "4 replicas side by side" in table.stdout
     assert "│ isf *" in table.stdout
 
 
-def test_a_missing_source_is_one_message() -> None:
-    done = mm("stats", "/no/such.json")
+def test_a_missing_source_is_one_message(run_mmtrain: RunMmtrain) -> None:
+    done = run_mmtrain("data", "stats", "/no/such.json")
     assert done.returncode == 2
     assert done.stderr.startswith("mmtrain: ")
     assert "/no/such.json" in done.stderr

@@ -1,10 +1,8 @@
 """`mmtrain plan` reads a recipe and data files and gives a table and a plan file."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,10 @@ import pytest
 from mmtrain.data import build_index
 from mmtrain.data.synthetic.demo import generate_demo
 from mmtrain.plan import load_plan
+from tests.cli.conftest import RunMmtrain
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo.yaml"
+WHATIF_RECIPE = RECIPE.parent / "whatif/optimus_14b.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +23,25 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan(data: Path, *args: str, columns: int = 120) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def plan(run_mmtrain: RunMmtrain, data: Path) -> RunMmtrain:
+    """Return a function that plans the demo recipe on small data."""
     settings = [f"data.sources.0.path={data}/train.json", f"data.tokenizer={data}/tokenizer.json"]
     overrides = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-m", "mmtrain", "plan", str(RECIPE), *overrides, *args]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": str(columns)})
+    return partial(run_mmtrain, "plan", RECIPE, *overrides)
 
 
-def test_plan_prints_a_table_and_saves_a_plan_file(data: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def whatif(run_mmtrain: RunMmtrain) -> RunMmtrain:
+    """Return a function that plans a recipe of stated lengths."""
+    return partial(run_mmtrain, "plan", WHATIF_RECIPE)
+
+
+def test_plan_prints_a_table_and_saves_a_plan_file(
+    run_mmtrain: RunMmtrain, plan: RunMmtrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "plan.json"
-    done = plan(data, "--set", "parallel.placement=auto", "--top", "2", "--out", str(out))
+    done = plan("--set", "parallel.placement=auto", "--top", "2", "--out", str(out))
     assert done.returncode == 0, done.stderr
     saved = load_plan(out)
     assert saved.world_size == 2
@@ -42,13 +51,14 @@ def test_plan_prints_a_table_and_saves_a_plan_file(data: Path, tmp_path: Path) -
     *_, train, report = done.stdout.splitlines()
     assert train.startswith(f"  mmtrain train {RECIPE} --set ")
     assert train.endswith(f" --set parallel.placement=auto --plan {out}")
-    shown = subprocess.run([sys.executable, "-m", *shlex.split(report)], capture_output=True, text=True, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    shown = run_mmtrain(*shlex.split(report)[1:])
     assert shown.stdout == "plan.html written\n", shown.stderr
 
 
-def test_a_baseline_gives_a_plan_file(data: Path, tmp_path: Path) -> None:
+def test_a_baseline_gives_a_plan_file(plan: RunMmtrain, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    done = plan(data, "--set", "parallel.placement=unified", "--baseline", "megatron", "--out", str(out))
+    done = plan("--set", "parallel.placement=unified", "--baseline", "megatron", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert "what is planned without a baseline" in " ".join(done.stdout.split())
     saved = load_plan(out)
@@ -56,9 +66,9 @@ def test_a_baseline_gives_a_plan_file(data: Path, tmp_path: Path) -> None:
     assert len(saved.units["vision"].stages) == 1
 
 
-def test_json_output_is_the_plan_file(data: Path, tmp_path: Path) -> None:
+def test_json_output_is_the_plan_file(plan: RunMmtrain, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    done = plan(data, "--json", "--out", str(out))
+    done = plan("--json", "--out", str(out))
     assert done.stdout == out.read_text(encoding="utf-8")
     assert json.loads(done.stdout)["placement"] == "disaggregated"
 
@@ -78,59 +88,54 @@ def test_json_output_is_the_plan_file(data: Path, tmp_path: Path) -> None:
         (["--baseline", "megatron"], "--baseline megatron: no plan by this rule is possible and fits"),
     ],
 )
-def test_a_recipe_that_cannot_be_planned_gives_one_message(data: Path, args: list[str], message: str) -> None:
-    done = plan(data, *args)
+def test_a_recipe_that_cannot_be_planned_gives_one_message(plan: RunMmtrain, args: list[str], message: str) -> None:
+    done = plan(*args)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.startswith("mmtrain: ")
     assert "Traceback" not in done.stderr
 
 
-def whatif(*args: str) -> subprocess.CompletedProcess[str]:
-    recipe = RECIPE.parent / "whatif/optimus_14b.yaml"
-    command = [sys.executable, "-m", "mmtrain", "plan", str(recipe), *args]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
-
-
-def test_cluster_plans_for_other_hardware() -> None:
-    done = whatif("--cluster", "h100:nodes=2", "--placement", "unified", "--json", "--top", "1")
+def test_cluster_plans_for_other_hardware(plan: RunMmtrain) -> None:
+    done = plan("--cluster", "h100:nodes=2", "--placement", "unified", "--json", "--top", "1")
     assert done.returncode == 0, done.stderr
     planned = json.loads(done.stdout)
     assert (planned["hardware"], planned["world_size"], planned["placement"]) == ("h100-80g", 16, "unified")
     assert len(planned["alternatives"]) == 1
 
 
-def test_a_sweep_names_the_largest_worthwhile_cluster() -> None:
-    shown, as_json = whatif("--gpus", "16,8"), whatif("--gpus", "8,16", "--json")
+def test_a_sweep_names_the_largest_worthwhile_cluster(plan: RunMmtrain) -> None:
+    shown = plan("--gpus", "4,2")
+    as_json = plan("--gpus", "2,4", "--json")
     assert shown.stdout.startswith("Scaling with the same global batch")
     assert "All of these sizes are worthwhile" in shown.stdout
     rows = json.loads(as_json.stdout)
-    assert [row["gpus"] for row in rows] == [8, 16]
+    assert [row["gpus"] for row in rows] == [2, 4]
     assert rows[0]["efficiency"] == 1.0 > rows[1]["efficiency"]
-    assert rows[1]["plan"]["world_size"] == 16
+    assert rows[1]["plan"]["world_size"] == 4
 
 
-def test_a_sweep_in_which_nothing_fits_is_an_error() -> None:
+def test_a_sweep_in_which_nothing_fits_is_an_error(whatif: RunMmtrain) -> None:
     done = whatif("--gpus", "1,2", "--set", "cluster.memory_gib=1", "--placement", "unified")
     assert done.returncode == 2
     assert "--gpus: no plan exists for any of these numbers; for 2: no plan fits 2 ranks" in done.stderr
 
 
-def test_the_table_fits_the_terminal(data: Path) -> None:
-    done = plan(data, columns=72)
+def test_the_table_fits_the_terminal(plan: RunMmtrain) -> None:
+    done = plan(columns=72)
     assert 60 < max(map(len, done.stdout.splitlines())) <= 72
 
 
-def test_explain_shows_every_alternative(data: Path) -> None:
+def test_explain_shows_every_alternative(plan: RunMmtrain) -> None:
     arguments = ["--json", "--set", "parallel.placement=auto", "--top", "1"]
-    top = json.loads(plan(data, *arguments).stdout)["alternatives"]
-    every = json.loads(plan(data, *arguments, "--explain").stdout)["alternatives"]
+    top = json.loads(plan(*arguments).stdout)["alternatives"]
+    every = json.loads(plan(*arguments, "--explain").stdout)["alternatives"]
     assert len(top) == 1 < len(every)
 
 
 @pytest.mark.slow
-def test_measure_runs_the_best_plans_and_takes_the_fastest(data: Path) -> None:
-    done = plan(data, "--measure", "--top", "2", "--set", "parallel.placement=auto", "--set", "cluster.ranks=2")
+def test_measure_runs_the_best_plans_and_takes_the_fastest(plan: RunMmtrain) -> None:
+    done = plan("--measure", "--top", "2", "--set", "parallel.placement=auto", "--set", "cluster.ranks=2")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(" per step, predicted ") == 2
     assert "as measured" in done.stdout
@@ -150,7 +155,7 @@ def test_measure_runs_the_best_plans_and_takes_the_fastest(data: Path) -> None:
         (["--measure"], "plan --measure cannot run this recipe"),
     ],
 )
-def test_wrong_options_give_one_message(args: list[str], message: str) -> None:
+def test_wrong_options_give_one_message(whatif: RunMmtrain, args: list[str], message: str) -> None:
     done = whatif(*args)
     assert done.returncode == 2
     assert message in done.stderr
@@ -165,10 +170,8 @@ def test_every_shipped_recipe_loads(name: str) -> None:
         assert len(build_index(loaded).lengths)
 
 
-def test_train_refuses_a_recipe_of_stated_lengths() -> None:
-    recipe = RECIPE.parent / "whatif/optimus_14b.yaml"
-    command = [sys.executable, "-m", "mmtrain", "train", str(recipe)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_train_refuses_a_recipe_of_stated_lengths(run_mmtrain: RunMmtrain) -> None:
+    done = run_mmtrain("train", WHATIF_RECIPE)
     assert done.returncode == 2
     assert "train cannot run this recipe" in done.stderr
     assert "data.sources.0: " in done.stderr
