@@ -185,9 +185,8 @@ def test_demo_data(run_mmtrain: RunMmtrain, tmp_path: Path) -> None:
     summary = json.loads(result.stdout)
     assert (summary["train"], summary["heldout"]) == (12, 3)
     assert len(json.loads((tmp_path / "d/train.json").read_text())) == 12
-    assert run_mmtrain(*args).stdout.startswith(
-        f"{tmp_path}/d: 12 training and 3 held-out samples, {summary['images']} images"
-    )
+    printed = run_mmtrain(*args).stdout
+    assert printed.startswith(f"{tmp_path}/d: 12 training and 3 held-out samples, {summary['images']} images")
 
 
 def test_demo_data_keeps_other_files_of_the_folder(run_mmtrain: RunMmtrain, tmp_path: Path) -> None:
