@@ -1,24 +1,18 @@
 """`mmtrain doctor` on this machine, as text and as JSON."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from mmtrain.cli.doctor import health_lines
 from mmtrain.runtime.profiling.diagnostics import Diagnostic
 from mmtrain.runtime.profiling.doctor import MachineReport, examine_machine
-
-
-def _doctor(*arguments: str, folder: Path) -> str:
-    command = [sys.executable, "-m", "mmtrain", "doctor", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.forked_command import run_forked
 
 
 def test_json_describes_this_machine(tmp_path: Path) -> None:
-    report = json.loads(_doctor("--json", folder=tmp_path))
+    done = run_forked(tmp_path, "doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     assert {"python", "torch", "megatron-core", "mmtrain"} <= set(report["versions"])
     assert report["backends"]["gloo"]
     assert report["attention"]["sdpa"] is None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from tests.distributed import fork_ranks
+from tests.forked_command import run_forked
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["train.steps=3", "train.checkpoint.every=0", "model.vision.layers=1", "model.llm.layers=1", "data.seq_len=192"]
@@ -27,38 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "recipes").mkdir()
     for recipe in (ROOT / "recipes").glob("*.yaml"):
         (folder / "recipes" / recipe.name).write_bytes(recipe.read_bytes())
-    done = _mmtrain(folder, "data", "demo", "--out", "demo-data", "--samples", "64", "--heldout", "12")
+    done = run_forked(folder, "data", "demo", "--out", "demo-data", "--samples", "64", "--heldout", "12")
     assert done.returncode == 0, done.stderr
     return folder
-
-
-def _mmtrain(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `mmtrain` with these arguments in a forked process."""
-    [done] = fork_ranks(1, _main, folder, arguments, timeout=120)
-    assert isinstance(done, subprocess.CompletedProcess)
-    return done
-
-
-def _main(
-    _rank: int, _size: int, scratch: Path, folder: Path, arguments: tuple[str, ...]
-) -> subprocess.CompletedProcess[str]:
-    from mmtrain.cli import main
-
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    os.chdir(folder)
-    sys.argv = ["mmtrain", *arguments]
-    # Of the file descriptors, so that what the command's own processes print is captured too.
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(scratch / name, os.O_CREAT | os.O_WRONLY), number)
-    code = 0
-    try:
-        main()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0
-    sys.stdout.flush()
-    sys.stderr.flush()
-    stdout, stderr = ((scratch / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(arguments, code, stdout, stderr)
 
 
 def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +45,7 @@ def _sets(*settings: str) -> list[str]:
 def test_plan_train_alone_and_evaluate(folder: Path) -> None:
     """On half of the cluster, as the recipe allows; training starts as users start it."""
     fewer = (*SMALL, "cluster.ranks=4", "parallel.max_gpus=2", "parallel.placement=disaggregated")
-    planned = _mmtrain(folder, "plan", "recipes/demo.yaml", *_sets(*fewer), "--out", "plan.json")
+    planned = run_forked(folder, "plan", "recipes/demo.yaml", *_sets(*fewer), "--out", "plan.json")
     assert planned.returncode == 0, planned.stderr
     assert "disaggregated" in planned.stdout
     settings = _sets(*fewer, "train.evaluate_every=3")
@@ -82,7 +53,7 @@ def test_plan_train_alone_and_evaluate(folder: Path) -> None:
     trained = _run(folder, *command)
     assert trained.returncode == 0, trained.stderr
     assert "step 3/3" in trained.stdout.replace("  ", " ")
-    scored = _mmtrain(folder, "evaluate", "runs/demo", "--json", "--ranks", "2")
+    scored = run_forked(folder, "evaluate", "runs/demo", "--json", "--ranks", "2")
     assert scored.returncode == 0, scored.stderr
     assert "evaluating on 2 ranks by the plan of its training: disaggregated" in scored.stderr
     scores = json.loads(scored.stdout)
@@ -93,21 +64,22 @@ def test_plan_train_alone_and_evaluate(folder: Path) -> None:
 
 def test_a_run_is_compared_with_its_prediction(folder: Path) -> None:
     settings = _sets(*SMALL, "train.trace_steps=[2,3]")
-    trained = _mmtrain(folder, "train", "recipes/demo.yaml", *settings, "--run-dir", "runs/traced")
+    trained = run_forked(folder, "train", "recipes/demo.yaml", *settings, "--run-dir", "runs/traced")
     assert trained.returncode == 0, trained.stderr
     arguments = ["simulate", "recipes/demo.yaml", *settings, "--against", "runs/traced", "--out", "both.json", "--json"]
-    compared = _mmtrain(folder, *arguments)
+    compared = run_forked(folder, *arguments)
     assert compared.returncode == 0, compared.stderr
     comparison = json.loads(compared.stdout)
     assert comparison["steps"] == [2, 3]
     assert {row["what"].split()[0] for row in comparison["seconds"]} == {"llm.0", "vision.0", "step"}
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in comparison["seconds"])
     assert len(json.loads((folder / "both.json").read_text())["traceEvents"]) > 100
-    page = _mmtrain(folder, "report", "runs/traced", "-o", "page.html")
+    page = run_forked(folder, "report", "runs/traced", "-o", "page.html")
     assert page.returncode == 0, page.stderr
     assert "vision.0 forward" in (folder / "page.html").read_text()
 
 
+@pytest.mark.slow  # starts three Pythons; `test_launchers.py` runs torchrun's agent in a forked process
 def test_train_under_torchrun(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mmtrain", "train"]
     done = _run(folder, *command, "recipes/demo.yaml", *_sets(*SMALL), "--run-dir", "runs/torchrun")
@@ -128,7 +100,7 @@ def test_train_under_torchrun(folder: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(folder: Path, arguments: list[str], says: str) -> None:
-    done = _mmtrain(folder, *arguments)
+    done = run_forked(folder, *arguments)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
@@ -140,11 +112,11 @@ def test_recordings_of_digits_are_prepared_trained_and_scored(folder: Path) -> N
         for index in range(7):
             wave = np.sin(np.arange(2400) * (digit + 2) / 10) * 0.3
             soundfile.write(folder / "recordings" / f"{digit}_robot_{index}.wav", wave, 8000)
-    made = _mmtrain(folder, "data", "digits", "--source", "recordings", "--out", "digits-data")
+    made = run_forked(folder, "data", "digits", "--source", "recordings", "--out", "digits-data")
     assert made.returncode == 0, made.stderr
     small = ["train.steps=2", "train.validate_every=0", "model.audio.layers=1", "model.llm.layers=1"]
-    trained = _mmtrain(folder, "train", "recipes/spoken_digits.yaml", *_sets(*small))
+    trained = run_forked(folder, "train", "recipes/spoken_digits.yaml", *_sets(*small))
     assert trained.returncode == 0, trained.stderr
-    scored = _mmtrain(folder, "evaluate", "runs/spoken-digits", "--json")
+    scored = run_forked(folder, "evaluate", "runs/spoken-digits", "--json")
     assert scored.returncode == 0, scored.stderr
     assert [t["questions"] for t in json.loads(scored.stdout)["templates"]] == [20]
