@@ -18,7 +18,7 @@ from mmtrain.runtime.run_owner import LOCK_FILE, read_owner
 from mmtrain.runtime.run_state import read_run_state
 from tests.distributed import RanksFailed
 from tests.faults import FailAt
-from tests.flow.runs import NUM_STEPS, launch, poll, request_for, require_same_end, run_all
+from tests.flow.runs import NUM_STEPS, assert_same_end, launch, poll, request_for, run_all
 
 END_S = 20  # how long orphans may take to finish their step and save
 
@@ -85,4 +85,4 @@ def test_ranks_of_a_killed_launcher_save_and_stop(data: Path, unbroken: Path, tm
     assert verify(saved) == []
     assert len(read_metrics(tmp_path)) == state["step"]
     assert launch(replace(request, resume=True)) == (0, "")
-    require_same_end(tmp_path, unbroken)
+    assert_same_end(tmp_path, unbroken)
