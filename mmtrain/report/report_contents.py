@@ -51,7 +51,7 @@ def key_figures(contents: ReportContents) -> list[KeyFigure]:
     plan = contents.plan
     measured = _steady_medians(contents.metrics)
     predicted_idle, measured_idle = idle_shares(contents)
-    peak_bytes = max((step["peak_memory_bytes"] for step in contents.metrics or ()), default=None)
+    peak_bytes = max((step.get("peak_memory_bytes") or 0 for step in contents.metrics or ()), default=None)
     memory_meaning = f"fullest rank, limit {contents.memory_limit_gib:.4g} GiB"
     if peak_bytes is not None:
         scope = "device memory" if plan.hardware != "cpu-core" else "the whole process with its libraries"

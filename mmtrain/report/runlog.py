@@ -2,10 +2,11 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from mmtrain.durable_files import cut_log, read_log
 from mmtrain.report.metrics_record import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -17,15 +18,17 @@ class RunLog:
     """Writes a run's metrics, on the one rank with `enabled`.
 
     `first_step` is the step that will be logged first. Steps from there on that an earlier attempt logged are dropped,
-    because they were lost with that attempt and are repeated.
+    because they were lost with that attempt and are repeated. `notify` hears of a log that was damaged.
     """
 
-    def __init__(self, run_dir: Path, first_step: int, enabled: bool) -> None:
+    def __init__(
+        self, run_dir: Path, first_step: int, enabled: bool, notify: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._enabled = enabled
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        _keep_before(run_dir / METRICS_FILE, first_step)
+        cut_log(run_dir / METRICS_FILE, lambda step: step["step"] < first_step, notify, _is_step)
         self._lines = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._events = _Events(run_dir / TENSORBOARD_FOLDER, first_step)
 
@@ -97,28 +100,14 @@ class _Events:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the logged steps in order, as `StepMetrics.to_json` wrote them; empty when nothing was logged."""
-    path = run_dir / METRICS_FILE
-    if not path.exists():
-        return []
-    steps = (_parse(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return [step for step in steps if step]
+    """Return the logged steps in order, as `StepMetrics.to_json` wrote them; empty when nothing was logged.
+
+    Lines that are no steps are skipped.
+    """
+    return read_log(run_dir / METRICS_FILE, _is_step).entries
 
 
-def _keep_before(path: Path, first_step: int) -> None:
-    """Drop steps from `first_step` on and a line cut short by a kill; by rename, so a second kill loses nothing."""
-    if not path.exists():
-        return
-    steps = [step for step in read_metrics(path.parent) if step["step"] < first_step]
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
-    draft.replace(path)
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    """Parse a logged step; None for an incomplete line."""
-    try:
-        step: dict[str, Any] = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return step
+def _is_step(entry: dict[str, Any]) -> bool:
+    """Return whether an entry of the log can be drawn: it counts its step, and its curves are numbers."""
+    texts = [name for name, value in entry.items() if isinstance(value, str) and name not in NOT_CURVES]
+    return type(entry.get("step")) is int and not texts

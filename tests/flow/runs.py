@@ -70,6 +70,11 @@ def _rank(rank: int, world_size: int, _: Path, requests: Sequence[TrainRequest],
 
 
 def _launcher(rank: int, world_size: int, _: Path, request: TrainRequest) -> tuple[int, str]:
+    return launch_here(request)
+
+
+def launch_here(request: TrainRequest) -> tuple[int, str]:
+    """Run `mmtrain train` in this process; return its exit code and its error."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         run(request)

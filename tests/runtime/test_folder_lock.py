@@ -175,7 +175,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # bytes per file: stands for a full disk
     try:
-        with FolderLock(tmp_path) as lock, pytest.raises(RunError, match=f"{tmp_path / LOCK_FILE}: cannot be written"):
+        with FolderLock(tmp_path) as lock, pytest.raises(RunError, match=f"{tmp_path / LOCK_FILE}: File too large"):
             lock.claim()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,6 +1,5 @@
 """What every reader yields: a sample, or a quarantined sample with the reason."""
 
-import contextlib
 import json
 import re
 from collections.abc import Container, Iterable
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from mmtrain.data.media.media_bytes import Media
+from mmtrain.durable_files import read_log, write_whole
 from mmtrain.recipe.modalities import MediaKind
 
 IMAGE_MARK = "<image>"  # the position of an image in a user turn
@@ -110,17 +110,20 @@ def _miscounted(sample: Sample, kind: MediaKind, num_media: int, num_marks: int)
 
 
 def write_quarantine(path: Path, entries: Iterable[Quarantined], append: bool = False) -> None:
-    """Write one JSON object per line: source, index, id, kind, reason."""
-    with path.open("a" if append else "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(entry)) + "\n" for entry in entries)
+    """Write one JSON object per line: source, index, id, kind, reason; without `append`, the whole file in one step."""
+    lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in entries)
+    if not append:
+        write_whole(path, lines)
+        return
+    with path.open("a", encoding="utf-8") as file:
+        file.write(lines)
 
 
 def read_quarantine(path: Path) -> tuple[Quarantined, ...]:
-    """Read what `write_quarantine` wrote; nothing if there is no file. A line that a crash cut short is skipped."""
-    if not path.exists():
-        return ()
-    entries = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, TypeError):
-            entries.append(Quarantined(**json.loads(line)))
-    return tuple(entries)
+    """Read what `write_quarantine` wrote; nothing if there is no file. Lines that are no entries are skipped."""
+    types = {"source": str, "index": int, "id": str, "kind": str, "reason": str}
+    return tuple(
+        Quarantined(**entry)
+        for entry in read_log(path).entries
+        if entry.keys() == types.keys() and all(type(entry[key]) is kind for key, kind in types.items())
+    )

@@ -147,4 +147,8 @@ class Plan(_Frozen):
 
     def save(self, path: Path) -> None:
         """Write the plan as JSON."""
-        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        path.write_text(self.file_text(), encoding="utf-8")
+
+    def file_text(self) -> str:
+        """Return the content of the plan's file."""
+        return self.model_dump_json(indent=2) + "\n"

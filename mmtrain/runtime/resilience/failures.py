@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from mmtrain.durable_files import write_whole
 from mmtrain.errors import FolderTaken, StoppedAndSaved
 from mmtrain.program import Recv, Send, action_to_text
 from mmtrain.runtime.execution.activity import Activity
@@ -90,15 +91,17 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
     """Write this rank's report where the others find it."""
     path = _path(run_dir, failure.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(asdict(failure)) + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, json.dumps(asdict(failure)) + "\n")
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
-    """Return all reports so far, in the order in which they were written."""
-    paths = sorted((run_dir / FAILURES_FOLDER).glob("rank-*.json"), key=lambda path: path.stat().st_mtime_ns)
-    return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    """Return all reports so far that can be read, in the order in which they were written."""
+    reports: list[tuple[int, Failure]] = []
+    for path in (run_dir / FAILURES_FOLDER).glob("rank-*.json"):
+        # A rank whose report is damaged or was removed meanwhile counts as silent, which is what is known of it.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            reports.append((path.stat().st_mtime_ns, Failure(**json.loads(path.read_bytes()))))
+    return [failure for _, failure in sorted(reports, key=lambda report: report[0])]
 
 
 def clear_failures(run_dir: Path) -> None:

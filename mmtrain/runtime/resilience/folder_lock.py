@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from mmtrain.errors import RunError, UserError
+from mmtrain.durable_files import disk_errors_named
+from mmtrain.errors import UserError
 from mmtrain.runtime.run_owner import LOCK_FILE, FolderClaim, FolderOwner, read_owner
 
 # Clocks of two nodes of a cluster never differ by this much; a file that was touched longer ago needs no watching.
@@ -67,7 +68,7 @@ class FolderLock:
 
         Raises UserError that names an owner that is alive, and RunError when the lock file cannot be written.
         """
-        try:
+        with disk_errors_named(self._run_dir):
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             is_free = self._take_os_lock()
             before = read_owner(self._run_dir)
@@ -77,11 +78,6 @@ class FolderLock:
             run_id = before.run_id if before is not None and not force else uuid.uuid4().hex[:8]
             owner = _this_process(run_id)
             self._write(owner)
-        except OSError as error:
-            raise RunError(
-                f"{self._path}: cannot be written: {error.strerror or error}; free space or give access there, or "
-                "choose another --run-dir"
-            ) from error
         self._owner = owner
         self._thread.start()
         return FolderClaim(self._run_dir, owner.run_id, owner.claim_id)
@@ -172,9 +168,12 @@ class FolderLock:
         """Write the owner into the file, never a new file in its place: the lock is on this one."""
         assert self._file is not None
         content = owner.to_bytes()
-        os.pwrite(self._file, content, 0)
-        os.ftruncate(self._file, len(content))
-        os.fsync(self._file)
+        try:
+            os.pwrite(self._file, content, 0)
+            os.ftruncate(self._file, len(content))
+            os.fsync(self._file)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 def may_be_owned(run_dir: Path) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from mmtrain.durable_files import write_whole
 from mmtrain.program import Collective, StageGraph, StepLoads, Timing
 from mmtrain.program.ir.data_dependencies import participants
 from mmtrain.program.trace.measured_timeline import MeasuredStep, measured_timeline, run_trace
@@ -46,4 +47,4 @@ class RunTracer:
         self._steps.append(MeasuredStep(step_number, start_s, measured_timeline(self._graph, records, bytes_moved)))
         self._clock_error_s = max(self._clock_error_s, 2 * max(offset.error_s for _, offset in parts))
         trace = run_trace(self._steps, self._plan_sha256, self._clock_error_s)
-        self._path.write_text(json.dumps(trace), encoding="utf-8")
+        write_whole(self._path, json.dumps(trace))

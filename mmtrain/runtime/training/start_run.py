@@ -1,6 +1,7 @@
 """What a run does before its first step: claim its folder, choose a plan, restore a checkpoint, introduce itself."""
 
 import hashlib
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +10,8 @@ from mmtrain.balance import StepTargets
 from mmtrain.checkpoint import find, foreign_drafts
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine
 from mmtrain.data.loading.step_format import from_json, to_json
-from mmtrain.errors import UserError
+from mmtrain.durable_files import cut_log, disk_errors_named, set_aside, write_whole
+from mmtrain.errors import PlanError, UserError
 from mmtrain.plan.artifact.balancing_targets import derive_step_targets
 from mmtrain.plan.artifact.data_drift import describe_data_drift
 from mmtrain.plan.artifact.plan import Plan
@@ -21,9 +23,15 @@ from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.config_consensus import flatten
 from mmtrain.runtime.resilience.failures import clear_failures
 from mmtrain.runtime.resilience.folder_lock import FolderLock
-from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE
+from mmtrain.runtime.run_folder import (
+    CHECKPOINTS_FOLDER,
+    PLAN_FILE,
+    QUARANTINE_FILE,
+    RECIPE_FILE,
+    SKIPPED_STEPS_FILE,
+)
 from mmtrain.runtime.run_owner import FolderClaim
-from mmtrain.runtime.run_state import write_run_state
+from mmtrain.runtime.run_state import RUN_STATE_FILE, read_run_state, write_run_state
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 
@@ -35,22 +43,29 @@ def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
     run.
     """
     folder = request.run_dir
-    if request.resume and not (folder / RECIPE_FILE).exists():
+    if request.resume and not (folder / RECIPE_FILE).exists() and not find(folder / CHECKPOINTS_FOLDER):
         raise UserError(f"--resume: {folder} holds no run; leave --resume out to start one there")
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors_named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     claim = lock.claim(force=request.force_unlock)
     if not request.resume and find(folder / CHECKPOINTS_FOLDER):
         raise UserError(f"{folder} holds a run already: continue it with --resume, or choose another --run-dir")
     if foreign := foreign_drafts(folder / CHECKPOINTS_FOLDER, claim.run_id):
-        print(
-            f"mmtrain: unfinished checkpoints of other runs ({len(foreign)}) are left as they are: those runs may "
-            f"be alive; if they are over, remove {', '.join(map(str, foreign))}",
-            flush=True,
+        _notify(
+            f"unfinished checkpoints of other runs ({len(foreign)}) are left as they are: those runs may be alive; if "
+            f"they are over, remove {', '.join(map(str, foreign))}"
         )
-    (folder / RECIPE_FILE).write_text(dump_recipe(request.recipe), encoding="utf-8")
-    clear_failures(folder)
-    write_run_state(folder, "running", None if request.resume else 0)
+    with disk_errors_named(folder):
+        write_whole(folder / RECIPE_FILE, dump_recipe(request.recipe))
+        clear_failures(folder)
+        if (folder / RUN_STATE_FILE).exists() and not read_run_state(folder):
+            _notify(set_aside(folder / RUN_STATE_FILE, "the step is that of the checkpoint"))
+        write_run_state(folder, "running", None if request.resume else 0)
     return claim
+
+
+def _notify(text: str) -> None:
+    print(f"mmtrain: {text}", file=sys.stderr, flush=True)
 
 
 def choose_plan(request: TrainRequest, world: World, index: DataIndex) -> Plan:
@@ -60,24 +75,33 @@ def choose_plan(request: TrainRequest, world: World, index: DataIndex) -> Plan:
 
     def choose() -> str:
         saved = request.run_dir / PLAN_FILE
+        plan = None
         if request.plan_path is not None:
             plan = load_plan(request.plan_path)
             require_match(plan, fingerprint, world.size, request.hardware)
-        elif request.resume and saved.exists() and _matches(saved, fingerprint, world.size, request.hardware):
-            plan = load_plan(saved)
-        else:
+        elif request.resume and saved.exists():
+            plan = _plan_of_run(saved, fingerprint, world.size, request.hardware)
+        if plan is None:
             plan = request.planner(
                 recipe, index.lengths, world_size=world.size, hardware=request.hardware, recipe_sha256=fingerprint
             )
-        plan.save(saved)
+        with disk_errors_named(request.run_dir):
+            write_whole(saved, plan.file_text())
         return plan.model_dump_json()
 
     return Plan.model_validate_json(world.on_first(choose))
 
 
-def _matches(path: Path, fingerprint: str, world_size: int, hardware: str) -> bool:
-    plan = load_plan(path)
-    return (plan.recipe_sha256, plan.world_size, plan.hardware) == (fingerprint, world_size, hardware)
+def _plan_of_run(path: Path, fingerprint: str, world_size: int, hardware: str) -> Plan | None:
+    """Load the plan of a run that is resumed; None if it was made for something else, or cannot be read."""
+    try:
+        plan = load_plan(path)
+    except PlanError as error:
+        with disk_errors_named(path.parent):
+            _notify(f"{set_aside(path, 'the run gets a new plan')} ({error})")
+        return None
+    is_for_this = (plan.recipe_sha256, plan.world_size, plan.hardware) == (fingerprint, world_size, hardware)
+    return plan if is_for_this else None
 
 
 def share_step_targets(world: World, recipe: Recipe, plan: Plan, index: DataIndex) -> StepTargets:
@@ -141,8 +165,8 @@ def resume_facts(recipe: Recipe, index: DataIndex) -> dict[str, object]:
     return facts
 
 
-def introduce_run(console: Console, request: TrainRequest, plan: Plan, index: DataIndex) -> None:
-    """Print the plan, the data and the folder of the run; write the samples that the index set aside."""
+def introduce_run(console: Console, request: TrainRequest, plan: Plan, index: DataIndex, first_step: int) -> None:
+    """Print the plan, the data and the folder of the run; make its records agree with `first_step` (from 0)."""
     meshes = ", ".join(f"{name} tp{u.tp} pp{u.pp} dp{u.dp}" for name, u in plan.units.items())
     console.print(
         f"{plan.placement} plan on {plan.world_size} ranks: {meshes}; predicted {plan.predicted.step_time_s:.3f} s "
@@ -164,6 +188,14 @@ def introduce_run(console: Console, request: TrainRequest, plan: Plan, index: Da
         f"{len(index.samples)} samples{cached}{aside}; writing to {request.run_dir}", highlight=False, soft_wrap=True
     )
     if not console.quiet:
-        # A resumed run keeps the samples that it could not decode before.
-        before = read_quarantine(request.run_dir / QUARANTINE_FILE) if request.resume else ()
-        write_quarantine(request.run_dir / QUARANTINE_FILE, dict.fromkeys((*index.quarantined, *before)))
+        _update_records(request, index, first_step)
+
+
+def _update_records(request: TrainRequest, index: DataIndex, first_step: int) -> None:
+    """Make the files that later steps add to say what is known before `first_step`, whatever they said."""
+    quarantine, skipped = request.run_dir / QUARANTINE_FILE, request.run_dir / SKIPPED_STEPS_FILE
+    write_run_state(request.run_dir, "running", first_step)
+    cut_log(skipped, lambda entry: entry["step"] <= first_step, _notify, lambda entry: type(entry.get("step")) is int)
+    cut_log(quarantine, lambda _: request.resume, _notify)
+    # A resumed run keeps the samples that it could not decode before.
+    write_quarantine(quarantine, dict.fromkeys((*index.quarantined, *read_quarantine(quarantine))))

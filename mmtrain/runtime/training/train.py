@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mmtrain.checkpoint import SavingRun, find
 from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest, build_index
+from mmtrain.durable_files import disk_errors_named
 from mmtrain.errors import LaunchError, RunError, StoppedAndSaved
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.report import RunLog, open_progress
@@ -138,6 +139,7 @@ def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Pat
         with (
             report_failures(claim, world.rank, activity),
             Watchdog(activity, recipe.train.watchdog_s, request.run_dir, world, may_write=claim.is_held),
+            disk_errors_named(request.run_dir),
         ):
             patient_world = world.without_timeout()
             activity.start(INDEXING)
@@ -156,7 +158,7 @@ def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Pat
                 activity.start(RESTORING)
                 first_step = restore_run(request, patient_world, rank_context, index, console)
             activity.start(INDEXING)
-            introduce_run(console, request, plan, index)
+            introduce_run(console, request, plan, index, first_step)
             return _run_steps(
                 _RankRun(request, patient_world, rank_context, plan, index, console, first_step, stop, claim, lock)
             )
@@ -195,7 +197,7 @@ def _run_steps(run: _RankRun) -> Path | None:
     num_local_ranks = run.patient_world.all_gather(node).count(node)
     rank_context.activity.start(LOADING)
     with (
-        RunLog(request.run_dir, run.first_step + 1, enabled=world.is_first) as log,
+        RunLog(request.run_dir, run.first_step + 1, world.is_first, partial(_print_of_rank, world.rank)) as log,
         open_progress(run.console, recipe.name, num_steps, run.first_step + 1) as progress,
         Loader(
             index,

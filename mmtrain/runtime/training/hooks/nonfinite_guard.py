@@ -1,9 +1,9 @@
 """Guard against steps whose gradient is not finite."""
 
 import json
-from pathlib import Path
 
 from mmtrain.data import DataIndex
+from mmtrain.durable_files import append_line
 from mmtrain.errors import RunError
 from mmtrain.runtime.run_folder import SKIPPED_STEPS_FILE
 from mmtrain.runtime.training.run_records import RunRecords
@@ -35,7 +35,7 @@ class NonFiniteGuard(StepHook):
             samples = [self._index.samples[number].id for number in ctx.data.meta.sample_id]
             entry = {"step": ctx.step_number, "grad_norm": str(grad_norm), "samples": samples}
             path = self._records.run_dir / SKIPPED_STEPS_FILE
-            self._records.try_write(SKIPPED_STEPS_FILE, lambda: _append_line(path, json.dumps(entry)))
+            self._records.try_write(SKIPPED_STEPS_FILE, lambda: append_line(path, json.dumps(entry)))
         if self._num_bad_steps >= self._max_nonfinite_steps:
             raise RunError(
                 f"step {ctx.step_number}: the gradient norm was not finite in {self._max_nonfinite_steps} steps in a "
@@ -43,8 +43,3 @@ class NonFiniteGuard(StepHook):
                 f"{self._records.run_dir} names their samples; look at those, at the learning rate and at "
                 "train.precision"
             )
-
-
-def _append_line(path: Path, line: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")

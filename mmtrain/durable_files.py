@@ -1,0 +1,112 @@
+"""Files that survive a kill, a power cut and a full disk: written whole by rename, or appended to and cut later."""
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from mmtrain.errors import RunError
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the system names no file with these
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Replace a file in one step: a reader, and a run after a power cut, finds the old content or the new one.
+
+    Raises OSError that names the file, as the operating system's own does not when the disk is full.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")  # several ranks may write at the same moment
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a log; a kill may leave its beginning, which `cut_log` removes."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+@dataclass(frozen=True)
+class LogEntries:
+    """What a file of one JSON object per line holds, and how many lines are none."""
+
+    entries: list[dict[str, Any]]
+    num_damaged: int  # without a last line that has no end, which is what a kill leaves
+
+
+def read_log(path: Path, is_valid: Callable[[dict[str, Any]], bool] = lambda _: True) -> LogEntries:
+    """Read a file of one JSON object per line, whatever its lines are; empty if there is no file."""
+    if not path.exists():
+        return LogEntries([], 0)
+    lines = path.read_bytes().split(b"\n")
+    entries = []
+    num_damaged = 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict) and is_valid(entry):
+            entries.append(entry)
+        elif number < len(lines):  # the last one has no end, or is the nothing after the last end
+            num_damaged += 1
+    return LogEntries(entries, num_damaged)
+
+
+def cut_log(
+    path: Path,
+    keep: Callable[[dict[str, Any]], bool],
+    notify: Callable[[str], None],
+    is_valid: Callable[[dict[str, Any]], bool] = lambda _: True,
+) -> None:
+    """Keep only some entries of a log, in one step; set the file aside first if it holds lines that are no entries."""
+    log = read_log(path, is_valid)
+    if log.num_damaged:
+        notify(set_aside(path, f"{log.num_damaged} of its lines cannot be read; the others are kept"))
+    elif not path.exists():
+        return
+    write_whole(path, "".join(json.dumps(entry) + "\n" for entry in log.entries if keep(entry)))
+
+
+def set_aside(path: Path, reason: str) -> str:
+    """Rename a damaged file, so that it can be looked at and is in nobody's way; return a sentence for the user."""
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    return f"{path} is damaged and set aside as {aside.name}: {reason}"
+
+
+@contextlib.contextmanager
+def disk_errors_named(folder: Path) -> Iterator[None]:
+    """Turn what a disk did to a file of `folder` into a RunError that names the file; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename and Path(os.fsdecode(error.filename))
+        if not (path and path.is_relative_to(folder)) and error.errno not in _DISK_FULL:
+            raise
+        raise RunError(
+            f"{path or folder}: {error.strerror or error}. Free space or give access there, or choose another --run-dir"
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

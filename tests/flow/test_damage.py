@@ -1,0 +1,81 @@
+"""A run goes on from its checkpoint alone, whatever happened to the other files in its folder."""
+
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmtrain.checkpoint import open_newest_good
+from mmtrain.durable_files import read_log
+from mmtrain.report import read_metrics
+from mmtrain.runtime.resilience.failures import FAILURES_FOLDER
+from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, QUARANTINE_FILE, RECIPE_FILE, SKIPPED_STEPS_FILE
+from mmtrain.runtime.run_owner import LOCK_FILE
+from mmtrain.runtime.run_state import RUN_STATE_FILE, read_run_state
+from tests.distributed import fork_ranks
+from tests.faults import FailAt
+from tests.flow.runs import NUM_STEPS, launch, launch_here, refuse, request_for, tensors
+
+FILES = (
+    RECIPE_FILE,
+    PLAN_FILE,
+    RUN_STATE_FILE,
+    LOCK_FILE,
+    QUARANTINE_FILE,
+    SKIPPED_STEPS_FILE,
+    "metrics.jsonl",
+    f"{FAILURES_FOLDER}/rank-0.json",
+)
+
+
+@pytest.fixture
+def at_step_4(unbroken: Path, tmp_path: Path) -> Path:
+    """The folder of a run that was killed after step 4 of 6."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(unbroken, run_dir)
+    shutil.rmtree(run_dir / CHECKPOINTS_FOLDER / "step-00000006")
+    return run_dir
+
+
+TORN = [pytest.param(content, marks=pytest.mark.slow) for content in (b"", b'{"status": "run')]
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\0\n[]\n7\n", *TORN])
+def test_nothing_but_the_checkpoint_is_needed(
+    data: Path, unbroken: Path, at_step_4: Path, content: bytes | None
+) -> None:
+    for name in FILES:
+        (at_step_4 / name).unlink(missing_ok=True)
+        if content is not None:
+            (at_step_4 / name).parent.mkdir(exist_ok=True)
+            (at_step_4 / name).write_bytes(content)
+    if content is None:  # what it says of steps that are repeated is dropped
+        (at_step_4 / SKIPPED_STEPS_FILE).write_text('{"step": 3}\n{"step": 5}\n{"st')
+    fault = FailAt(1, 4, "kill", once=at_step_4.parent / "killed")
+    assert launch(request_for(data, at_step_4, resume=True, max_restarts=1), fault) == (0, "")
+    ours, theirs = (tensors(open_newest_good(d / CHECKPOINTS_FOLDER, refuse)) for d in (at_step_4, unbroken))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert [step["step"] for step in read_metrics(at_step_4)] == [5, 6]
+    assert read_run_state(at_step_4) == {"status": "done", "step": NUM_STEPS, "error": None}
+    aside = sorted(path.name for path in at_step_4.glob("*.damaged-1"))
+    if content is None:
+        assert aside == []
+        assert [entry["step"] for entry in read_log(at_step_4 / SKIPPED_STEPS_FILE).entries] == [3]
+    else:
+        assert {"plan.json.damaged-1", "state.json.damaged-1"} <= set(aside)
+    if content and b"\n" in content:
+        assert {"metrics.jsonl.damaged-1", "quarantine.jsonl.damaged-1", "skipped.jsonl.damaged-1"} <= set(aside)
+
+
+def _launch_on_a_full_disk(rank: int, size: int, _: Path, data: Path, run_dir: Path) -> tuple[int, str]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # bytes per file: stands for a full disk
+    return launch_here(request_for(data, run_dir, "train.steps=8", resume=True))
+
+
+def test_a_full_disk_at_resume_names_the_file(data: Path, at_step_4: Path) -> None:
+    [(code, message)] = fork_ranks(1, _launch_on_a_full_disk, data, at_step_4)
+    assert code == 1
+    assert message.startswith(f"{at_step_4}/")
+    assert "File too large. Free space or give access there" in message
