@@ -13,6 +13,7 @@ from mmtrain.checkpoint.tensor_pieces import ShardSpec
 from mmtrain.errors import CheckpointError
 
 FORMAT = 1
+SUSPECT_SINCE = "suspect_since"  # key of the state: the step from which on the weights may be spoiled, or None
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(\{.*\})\}\n', re.DOTALL)
 
 

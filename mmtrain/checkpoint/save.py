@@ -19,7 +19,7 @@ from mmtrain.checkpoint.storage import (
     ignore_progress,
 )
 from mmtrain.checkpoint.tensor_pieces import Shard
-from mmtrain.checkpoint.verify_files import complete, verify_together
+from mmtrain.checkpoint.verify_files import complete, is_trusted, verify_together
 from mmtrain.errors import CheckpointError
 
 
@@ -27,7 +27,8 @@ from mmtrain.errors import CheckpointError
 class Snapshot:
     """One rank's part of a checkpoint.
 
-    `state` and `rank_state` are JSON values: position in the data, schedule, random generators as integers or hex.
+    `state` and `rank_state` are JSON values: position in the data, schedule, random generators as integers or hex. A
+    value of `state[SUSPECT_SINCE]` other than None rates the checkpoint as suspect: its weights may be spoiled.
     """
 
     step: int
@@ -57,7 +58,8 @@ def save(
     """Save one checkpoint together with all ranks; return its folder.
 
     When this returns, the checkpoint survives a power cut and `latest` names it. Afterwards the `keep` newest
-    checkpoints remain; no checkpoint is removed while one of those is found damaged.
+    checkpoints remain, and the newest one that is not suspect; no checkpoint is removed while one of those is found
+    damaged.
     `progress` hears of every piece of a file that this rank has written or read.
 
     Raises CheckpointError, the same on every rank, if any rank fails, or if another run owns the folder now. Then
@@ -141,11 +143,11 @@ def _commit(
         raise CheckpointError(
             f"{describe(error)}. Nothing was committed; earlier checkpoints in {root} are untouched."
         ) from error
-    _point_latest(root, folder, storage, run)
+    point_latest(root, folder, storage, run)
     return folder
 
 
-def _point_latest(root: Path, folder: Path, storage: Storage, run: SavingRun) -> None:
+def point_latest(root: Path, folder: Path, storage: Storage, run: SavingRun) -> None:
     """Replace `latest` atomically, so that a reader sees the old name or the new one."""
     draft = layout.new_draft(root, run.run_id)
     try:
@@ -161,7 +163,7 @@ def _point_latest(root: Path, folder: Path, storage: Storage, run: SavingRun) ->
 
 
 def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingRun, progress: ProgressCallback) -> None:
-    """Remove all but the `keep` newest checkpoints, unless one of those is damaged.
+    """Remove all but the `keep` newest checkpoints and the newest trusted one, unless one of the newest is damaged.
 
     Each checkpoint is hashed once more, at the save after its own, when reads come from the disk and no longer from the
     page cache; the others are only checked for completeness. A damaged one stops all removal until `keep` good ones are
@@ -175,7 +177,10 @@ def _retire(root: Path, keep: int, ranks: Ranks, storage: Storage, run: SavingRu
         )
     ]
     newest = folders[:keep]
-    old = folders[keep:]
+    trusted = ranks.from_zero(
+        f"rating the checkpoints in {root}", lambda: next((str(path) for path in folders if is_trusted(path)), None)
+    )
+    old = [folder for folder in folders[keep:] if str(folder) != trusted]
     if not old or verify_together(newest[min(2, keep) - 1], ranks, progress):
         return
 

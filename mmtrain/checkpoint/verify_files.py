@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from mmtrain.checkpoint.folders import MANIFEST
-from mmtrain.checkpoint.manifest import Manifest
+from mmtrain.checkpoint.manifest import SUSPECT_SINCE, Manifest
 from mmtrain.checkpoint.rank_agreement import Ranks
 from mmtrain.checkpoint.storage import PIECE_BYTES, FileSum, ProgressCallback, ignore_progress
 from mmtrain.errors import CheckpointError
@@ -45,6 +45,11 @@ def complete(folder: Path) -> bool:
         return all((folder / name).stat().st_size == file.num_bytes for name, file in files.items())
     except (CheckpointError, OSError):
         return False
+
+
+def is_trusted(folder: Path) -> bool:
+    """Tell whether a checkpoint is complete, and was not rated suspect when it was saved."""
+    return complete(folder) and read_manifest(folder).state.get(SUSPECT_SINCE) is None
 
 
 def read_manifest(folder: Path) -> Manifest:

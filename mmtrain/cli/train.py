@@ -21,6 +21,21 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest good checkpoint in the run's folder.")
     ] = False,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEP|last-good",
+            help="Go back to the checkpoint of this step, or to the newest one from before a stretch of unusual steps, "
+            "and continue from there. What came after it moves to the folder `abandoned` of the run.",
+        ),
+    ] = None,
+    skip_steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A-B",
+            help="With --resume-from: do not train again on the samples of steps A to B, but go on behind them.",
+        ),
+    ] = None,
     max_restarts: Annotated[
         int,
         typer.Option(min=0, metavar="N", help="Restart up to N times from the newest good checkpoint after a failure."),
@@ -38,6 +53,7 @@ def train(
 
     By itself, `train` starts its own local processes. Under torchrun or SLURM each started process is one rank.
     """
+    from mmtrain.errors import UserError
     from mmtrain.recipe import load_recipe, require_runnable
 
     loaded = load_recipe(recipe, overrides)  # report a wrong recipe before torch loads
@@ -45,9 +61,13 @@ def train(
     from mmtrain.cli.local_cluster import plan_for_started_ranks, resolve_cluster
     from mmtrain.plan import load_plan
     from mmtrain.plan.artifact.plan_files import ranks_to_start
+    from mmtrain.runtime.training.go_back import parse_go_back
     from mmtrain.runtime.training.train import run
     from mmtrain.runtime.training.train_request import TrainRequest
 
+    if skip_steps is not None and resume_from is None:
+        raise UserError("--skip-steps: needs --resume-from, which says where to go back to")
+    go_back = parse_go_back(resume_from, skip_steps) if resume_from is not None else None
     folder = run_dir or loaded.recipe.run_dir or Path("runs") / loaded.recipe.name
     ranks, hardware = resolve_cluster(loaded.recipe)
     if plan is not None:
@@ -60,7 +80,8 @@ def train(
             ranks,
             folder,
             plan_path=plan,
-            resume=resume,
+            resume=resume or go_back is not None,
+            go_back=go_back,
             max_restarts=max_restarts,
             force_unlock=force_unlock,
         )

@@ -375,7 +375,12 @@ class CheckpointSettings(Section):
     every: int = setting(
         100, ge=0, affects=NOTHING, description="Steps between checkpoints. 0: save only at the end of the run."
     )
-    keep: PositiveInt = setting(2, affects=NOTHING, description="How many of the newest good checkpoints to keep.")
+    keep: PositiveInt = setting(
+        2,
+        affects=NOTHING,
+        description="How many of the newest good checkpoints to keep. In a stretch of unusual steps (not finite, or "
+        "loss or gradient norm far above the last hundred steps) the newest one from before is kept too.",
+    )
     async_save: bool = setting(
         True,
         affects=NOTHING,

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from mmtrain.checkpoint import (
+    SUSPECT_SINCE,
     Checkpoint,
     Ranks,
     Shard,
     ShardSpec,
     Snapshot,
     find,
+    is_trusted,
     latest,
     open_newest_good,
     save,
@@ -314,3 +316,12 @@ def test_every_piece_that_is_written_and_read_is_reported(root: Path, monkeypatc
     assert sum(num_bytes for _, num_bytes in pieces) == 96 + sum(
         path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"
     )
+
+
+def test_the_newest_checkpoint_that_is_not_suspect_is_kept_beside_the_newest(root: Path) -> None:
+    for step, suspect_since in ((1, None), (2, None), (3, 3), (4, 3), (5, 3)):
+        save(root, Snapshot(step, shards_of(step, 0, 1), {SUSPECT_SINCE: suspect_since}), keep=1, ranks=Ranks.alone())
+    assert [folder.name for folder in find(root)] == ["step-00000005", "step-00000002"]
+    assert [is_trusted(folder) for folder in find(root)] == [False, True]
+    save_alone(root, 6, keep=1)
+    assert [folder.name for folder in find(root)] == ["step-00000006"], "it takes the place of both"

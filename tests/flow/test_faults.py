@@ -22,6 +22,7 @@ from mmtrain.report import read_metrics
 from mmtrain.runtime.resilience.failures import read_failures, stacks_path
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, SKIPPED_STEPS_FILE
 from mmtrain.runtime.run_state import read_run_state
+from mmtrain.runtime.training.go_back import GoBack
 from mmtrain.runtime.world import torch_seed
 from tests.faults import SLOW_S, AllOf, FailAt, StopBeforeSteps
 from tests.flow.runs import (
@@ -262,3 +263,26 @@ def test_torch_draws_the_same_numbers_on_all_ranks(unbroken: Path) -> None:
     state = torch.Generator().manual_seed(torch_seed(1)).get_state()
     for rank in range(2):
         assert checkpoint.rank_state(rank)["torch_rng"] == bytes(state.tolist()).hex()
+
+
+def test_a_run_goes_back_to_before_bad_steps_and_leaves_their_samples_out(
+    data: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    request = request_for(data, run_dir, "train.checkpoint.every=1", "train.checkpoint.keep=1")
+    assert run_all(request, request, faults=FailAt(0, range(2, 4), "nan")) == ["", ""]
+    root = run_dir / CHECKPOINTS_FOLDER
+    assert [folder.name for folder in find(root)] == ["step-00000006", "step-00000002"]
+    # The restart must neither go back again nor forget what to leave out, which no checkpoint holds yet.
+    changed = request_for(data, run_dir, "train.checkpoint.every=0", max_restarts=1)
+    back = replace(changed, resume=True, go_back=GoBack(None, (3, 4)))
+    assert launch(back, FailAt(1, 3, "kill", once=tmp_path / "killed")) == (0, "")
+    assert (tmp_path / "killed").exists()
+    steps, expected = read_metrics(run_dir), read_metrics(unbroken)
+    assert [step["step"] for step in steps] == list(range(1, NUM_STEPS + 1))
+    assert [step["tokens"] for step in steps[:4]] == [expected[number]["tokens"] for number in (0, 1, 4, 5)]
+    assert open_newest_good(root, refuse).state["skipped_positions"] == [2, 3]
+    abandoned = run_dir / "abandoned" / "after-step-00000002"
+    assert [folder.name for folder in find(abandoned)] == ["step-00000006"]
+    assert [step["step"] for step in read_metrics(abandoned)] == [3, 4, 5, 6]
+    assert [json.loads(line)["step"] for line in (abandoned / SKIPPED_STEPS_FILE).read_text().splitlines()] == [3, 4]

@@ -1,7 +1,7 @@
 """Build what a rank needs for a step from lengths: the same in a thread, in a process and on another machine."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -43,6 +43,19 @@ class StepData:
     quarantined: tuple[Quarantined, ...]  # samples of this step with media that could not be decoded
 
 
+def stream_position(step: int, skipped: Sequence[int]) -> int:
+    """Return the position of the stream that `step` (from 0) trains on if those in `skipped`, ascending, are left out.
+
+    >>> [stream_position(step, (1, 2, 4)) for step in range(3)]
+    [0, 3, 5]
+    """
+    position = step
+    for skipped_position in skipped:
+        if skipped_position <= position:
+            position += 1
+    return position
+
+
 @dataclass(frozen=True)
 class StepRequest:
     """Which step to build and for which rank: all that building depends on besides the recipe and the data."""
@@ -52,6 +65,12 @@ class StepRequest:
     num_microbatches: dict[str, int]  # of each replica of every unit
     needs: tuple[PayloadNeed, ...]
     step_targets: StepTargets = NO_TARGETS  # for which the samples of the step are balanced and ordered
+    skipped: tuple[int, ...] = ()  # positions of the stream that no step trains on, ascending
+
+    @property
+    def position(self) -> int:
+        """The position in the stream whose samples this step trains on."""
+        return stream_position(self.step, self.skipped)
 
 
 @dataclass(frozen=True)
@@ -159,9 +178,10 @@ class StepBuilder:
     def meta(self, request: StepRequest) -> BatchMeta:
         """Return the samples of the step, and which replica computes each of them in which microbatch."""
         global_batch = request.dp["llm"] * request.num_microbatches["llm"]
-        return self._stream.batch(
-            request.step, global_batch, request.dp, request.num_microbatches, request.step_targets
+        meta = self._stream.batch(
+            request.position, global_batch, request.dp, request.num_microbatches, request.step_targets
         )
+        return replace(meta, step=request.step)
 
     def name(self, sample_id: int) -> str:
         """Return what messages call a sample."""

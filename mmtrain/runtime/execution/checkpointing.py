@@ -1,7 +1,7 @@
 """Save what one rank holds to a checkpoint, in the background, and restore it."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ def checkpoint_ranks(world: World, files: FileProgress | None = None) -> Ranks:
     return Ranks(world.rank, world.size, gather, broadcast)
 
 
-def take_snapshot(rank_context: RankContext, next_step: int, facts: dict[str, object], copy: bool) -> Snapshot:
-    """Collect everything that steps from `next_step` on depend on; `facts` are the settings that must not change.
+def take_snapshot(rank_context: RankContext, next_step: int, state: Mapping[str, object], copy: bool) -> Snapshot:
+    """Collect everything that steps from `next_step` on depend on; `state` is what the loop and its hooks add.
 
     Without `copy` the shards are the live tensors: they must be written before training goes on.
     """
@@ -41,10 +41,10 @@ def take_snapshot(rank_context: RankContext, next_step: int, facts: dict[str, ob
         for unit in rank_context.optimizer.units.values()
         for piece in unit.shards()
     ]
-    state = {"facts": facts, "next_step": next_step, "num_updates": rank_context.optimizer.num_updates}
+    own_state = {"next_step": next_step, "num_updates": rank_context.optimizer.num_updates}
     # Nothing draws from this generator in a run without dropout; a resumed run restores its state all the same.
     rank_state = {"torch_rng": bytes(torch.get_rng_state().tolist()).hex()}
-    return Snapshot(next_step, shards, state, rank_state)
+    return Snapshot(next_step, shards, {**state, **own_state}, rank_state)
 
 
 class BackgroundSaver:
@@ -55,9 +55,14 @@ class BackgroundSaver:
     """
 
     def __init__(
-        self, root: Path, rank_context: RankContext, facts: dict[str, object], run: SavingRun | None = None
+        self,
+        root: Path,
+        rank_context: RankContext,
+        state: Callable[[], Mapping[str, object]],
+        run: SavingRun | None = None,
     ) -> None:
-        self._root, self._rank_context, self._facts, self._run = root, rank_context, facts, run
+        """Save to `root`; `state` returns what else a resumed run depends on, as JSON values."""
+        self._root, self._rank_context, self._state, self._run = root, rank_context, state, run
         # A group of its own: the thread's collectives must not come between those of the steps. Without a timeout:
         # ranks wait in it for the slowest storage, and the watchdog knows whether that makes progress.
         self._ranks = checkpoint_ranks(rank_context.world.without_timeout(), rank_context.activity.files)
@@ -80,7 +85,7 @@ class BackgroundSaver:
         """Start to write; without `copy`, which takes host memory, no weight may change before `finish`."""
         assert not self.pending, "two saves at once would remove each other's drafts"
         self.step = next_step
-        snapshot = take_snapshot(self._rank_context, next_step, self._facts, copy=copy)
+        snapshot = take_snapshot(self._rank_context, next_step, self._state(), copy=copy)
         # A daemon: after a failure elsewhere, a save whose peers are gone must not keep the process.
         self._thread = threading.Thread(target=self._save, args=(snapshot,), name="mmtrain-saver", daemon=True)
         self._thread.start()

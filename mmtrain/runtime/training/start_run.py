@@ -2,12 +2,13 @@
 
 import hashlib
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
 from mmtrain.balance import StepTargets
-from mmtrain.checkpoint import find, foreign_drafts
+from mmtrain.checkpoint import SavingRun, find, foreign_drafts
 from mmtrain.data import DataIndex, read_quarantine, write_quarantine
 from mmtrain.data.loading.step_format import from_json, to_json
 from mmtrain.durable_files import cut_log, disk_errors_named, set_aside, write_whole
@@ -21,6 +22,7 @@ from mmtrain.recipe.settings import POSITION_KEY, select_for_saving
 from mmtrain.runtime.execution.checkpointing import restore_checkpoint
 from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.resilience.config_consensus import flatten
+from mmtrain.runtime.resilience.divergence import CourseMonitor
 from mmtrain.runtime.resilience.failures import clear_failures
 from mmtrain.runtime.resilience.folder_lock import FolderLock
 from mmtrain.runtime.run_folder import (
@@ -32,6 +34,8 @@ from mmtrain.runtime.run_folder import (
 )
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import RUN_STATE_FILE, read_run_state, write_run_state
+from mmtrain.runtime.training.go_back import go_back, read_skipped_positions
+from mmtrain.runtime.training.hooks.course import COURSE_STATE
 from mmtrain.runtime.training.train_request import TrainRequest
 from mmtrain.runtime.world import World
 
@@ -56,6 +60,8 @@ def claim_run_folder(request: TrainRequest, lock: FolderLock) -> FolderClaim:
             f"they are over, remove {', '.join(map(str, foreign))}"
         )
     with disk_errors_named(folder):
+        if request.go_back is not None:
+            _notify(go_back(folder, request.go_back, SavingRun(claim.run_id, claim.require)))
         write_whole(folder / RECIPE_FILE, dump_recipe(request.recipe))
         clear_failures(folder)
         if (folder / RUN_STATE_FILE).exists() and not read_run_state(folder):
@@ -110,16 +116,25 @@ def share_step_targets(world: World, recipe: Recipe, plan: Plan, index: DataInde
     return from_json(StepTargets, text)
 
 
+@dataclass(frozen=True)
+class RunPosition:
+    """Where a run continues: what the loop must know of the steps before. The default is a new run."""
+
+    first_step: int = 0  # to train, from 0
+    skipped_positions: tuple[int, ...] = ()  # of the data, which are left out
+    course: CourseMonitor = field(default_factory=CourseMonitor)
+
+
 def restore_run(
     request: TrainRequest, world: World, rank_context: RankContext, index: DataIndex, console: Console
-) -> int:
-    """Load the newest good checkpoint, if the run has saved one; return the first step to train (from 0).
+) -> RunPosition:
+    """Load the newest good checkpoint, if the run has saved one; return where to continue.
 
     Raises UserError if settings changed on which the weights or the order of the data depend.
     """
     if not world.on_first(lambda: bool(find(request.run_dir / CHECKPOINTS_FOLDER))):
         console.print(f"{request.run_dir} holds no checkpoint yet: starting from the first step")
-        return 0
+        return RunPosition()
     checkpoint = restore_checkpoint(
         request.run_dir / CHECKPOINTS_FOLDER,
         rank_context,
@@ -140,7 +155,9 @@ def restore_run(
             f"be continued: {'; '.join(changed)}. Restore them, or start anew with another --run-dir"
         )
     console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
-    return int(checkpoint.state["next_step"])
+    skipped: list[int] = world.on_first(lambda: list(read_skipped_positions(request.run_dir, checkpoint.state)))
+    course = CourseMonitor(checkpoint.state.get(COURSE_STATE))
+    return RunPosition(int(checkpoint.state["next_step"]), tuple(skipped), course)
 
 
 def _is_encoder_position(key: str) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from mmtrain.balance import StepTargets
 from mmtrain.checkpoint import SavingRun, find
 from mmtrain.data import DataIndex, GroupStream, Loader, StepRequest, build_index
 from mmtrain.durable_files import disk_errors_named
@@ -31,11 +32,14 @@ from mmtrain.runtime.resilience.watchdog import Watchdog
 from mmtrain.runtime.run_folder import CHECKPOINTS_FOLDER, RECIPE_FILE
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.run_state import read_run_state, write_run_state
+from mmtrain.runtime.training.go_back import SKIPPED_STATE
 from mmtrain.runtime.training.hooks.build_hooks import RunParts, build_hooks
+from mmtrain.runtime.training.hooks.course import CourseWatch
 from mmtrain.runtime.training.hooks.held_out import Validation
 from mmtrain.runtime.training.loop import Loop
 from mmtrain.runtime.training.run_records import RunRecords
 from mmtrain.runtime.training.start_run import (
+    RunPosition,
     choose_plan,
     claim_run_folder,
     introduce_run,
@@ -63,7 +67,7 @@ def run(request: TrainRequest) -> None:
         if address.attempt:  # torchrun starts again with the arguments of the first start
             if read_run_state(request.run_dir).get("status") == "stopped":
                 raise StoppedAndSaved("stopped by a signal before this restart, which torchrun counts as a failure")
-            request = replace(request, resume=True, force_unlock=False)
+            request = replace(request, resume=True, go_back=None, force_unlock=False)
         train_rank(request, address)
     elif request.ranks == 1 and not request.max_restarts:
         train_rank(request, Address(0, 1, 0, "127.0.0.1", free_port(), "mmtrain"))
@@ -87,7 +91,7 @@ def _launch(request: TrainRequest) -> None:
         print(
             f"mmtrain: {error}\nmmtrain: starting again, {num_restarts_left} restarts left after this", file=sys.stderr
         )
-        request = replace(request, resume=True, force_unlock=False)
+        request = replace(request, resume=True, go_back=None, force_unlock=False)
 
 
 def _root_cause(request: TrainRequest, error: RunError) -> RunError:
@@ -153,14 +157,14 @@ def _train(request: TrainRequest, world: World, stop: StopSignalListener) -> Pat
             rank_context = build_rank_context(recipe, plan, world, activity, request.faults)
             torch.manual_seed(torch_seed(recipe.train.seed))  # after building, which may draw differently on each rank
             console = Console(quiet=not world.is_first)
-            first_step = 0
+            position = RunPosition()
             if request.resume:
                 activity.start(RESTORING)
-                first_step = restore_run(request, patient_world, rank_context, index, console)
+                position = restore_run(request, patient_world, rank_context, index, console)
             activity.start(INDEXING)
-            introduce_run(console, request, plan, index, first_step)
+            introduce_run(console, request, plan, index, position.first_step)
             return _run_steps(
-                _RankRun(request, patient_world, rank_context, plan, index, console, first_step, stop, claim, lock)
+                _RankRun(request, patient_world, rank_context, plan, index, console, position, stop, claim, lock)
             )
 
 
@@ -174,7 +178,7 @@ class _RankRun:
     plan: Plan
     index: DataIndex
     console: Console
-    first_step: int  # from 0
+    position: RunPosition
     stop: StopSignalListener
     claim: FolderClaim
     lock: FolderLock
@@ -185,6 +189,7 @@ def _run_steps(run: _RankRun) -> Path | None:
     request, rank_context, index = run.request, run.rank_context, run.index
     recipe, world, num_steps = rank_context.recipe, rank_context.world, rank_context.recipe.train.steps
     stream = GroupStream.of(recipe, index)
+    first_step = run.position.first_step
     targets = share_step_targets(run.patient_world, recipe, run.plan, index)
     reducer = StepMetricsReducer(rank_context, stream, run.plan.hardware)
     validation = Validation(rank_context, recipe.train.validate_every) if recipe.train.validate_every else None
@@ -197,26 +202,33 @@ def _run_steps(run: _RankRun) -> Path | None:
     num_local_ranks = run.patient_world.all_gather(node).count(node)
     rank_context.activity.start(LOADING)
     with (
-        RunLog(request.run_dir, run.first_step + 1, world.is_first, partial(_print_of_rank, world.rank)) as log,
-        open_progress(run.console, recipe.name, num_steps, run.first_step + 1) as progress,
+        RunLog(request.run_dir, first_step + 1, world.is_first, partial(_print_of_rank, world.rank)) as log,
+        open_progress(run.console, recipe.name, num_steps, first_step + 1) as progress,
         Loader(
             index,
             stream,
             recipe,
-            StepRequest(run.first_step, rank_context.dp, rank_context.num_microbatches, rank_context.needs, targets),
+            _first_request(rank_context, run.position, targets),
             num_local_ranks,
             partial(_print_of_rank, world.rank),
         ) as loader,
     ):
-        saver = BackgroundSaver(
-            request.run_dir / CHECKPOINTS_FOLDER,
-            rank_context,
-            resume_facts(recipe, index),
-            SavingRun(run.claim.run_id, run.claim.require),
-        )
         records = RunRecords(request.run_dir, progress, world.is_first)
+        course = CourseWatch(run.position.course, records)
+        saver = _make_saver(run, course)
         parts = RunParts(
-            rank_context, run.plan, index, targets, reducer, validation, saver, log, progress, records, run.claim
+            rank_context,
+            run.plan,
+            index,
+            targets,
+            reducer,
+            validation,
+            saver,
+            course,
+            log,
+            progress,
+            records,
+            run.claim,
         )
         loop = Loop(
             rank_context=rank_context,
@@ -228,10 +240,36 @@ def _run_steps(run: _RankRun) -> Path | None:
             ),
             hooks=build_hooks(parts),
         )
-        checkpoint = loop.run(run.first_step)
+        checkpoint = loop.run(first_step)
         if checkpoint is None:
             records.write_state("done", num_steps)
         return checkpoint
+
+
+def _make_saver(run: _RankRun, course: CourseWatch) -> BackgroundSaver:
+    """Return what saves this run's checkpoints, with everything beside the weights that a resumed run depends on."""
+    state = {
+        "facts": resume_facts(run.rank_context.recipe, run.index),
+        SKIPPED_STATE: list(run.position.skipped_positions),
+    }
+    return BackgroundSaver(
+        run.request.run_dir / CHECKPOINTS_FOLDER,
+        run.rank_context,
+        lambda: {**state, **course.state()},
+        SavingRun(run.claim.run_id, run.claim.require),
+    )
+
+
+def _first_request(rank_context: RankContext, position: RunPosition, targets: StepTargets) -> StepRequest:
+    """Return what this rank needs of the first step that it trains."""
+    return StepRequest(
+        position.first_step,
+        rank_context.dp,
+        rank_context.num_microbatches,
+        rank_context.needs,
+        targets,
+        position.skipped_positions,
+    )
 
 
 def _print_of_rank(rank: int, text: str) -> None:

@@ -8,6 +8,7 @@ from mmtrain.balance import SampleLengths
 from mmtrain.plan.artifact.plan import Plan
 from mmtrain.recipe import LoadedRecipe, Recipe
 from mmtrain.runtime.execution.fault_points import FaultPoints
+from mmtrain.runtime.training.go_back import GoBack
 
 
 class Planner(Protocol):
@@ -31,6 +32,7 @@ class TrainRequest:
     run_dir: Path
     plan_path: Path | None = None
     resume: bool = False
+    go_back: GoBack | None = None  # resume at an earlier checkpoint than the newest one
     max_restarts: int = 0  # after failures, of processes that we start
     force_unlock: bool = False  # take the folder from a run that owns it
     faults: FaultPoints = field(default_factory=FaultPoints)

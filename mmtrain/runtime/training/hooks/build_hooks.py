@@ -13,6 +13,7 @@ from mmtrain.runtime.execution.rank_context import RankContext
 from mmtrain.runtime.run_folder import QUARANTINE_FILE, TRACE_FILE
 from mmtrain.runtime.run_owner import FolderClaim
 from mmtrain.runtime.training.hooks.checkpoints import Checkpointing, CheckpointWriter, FinishBackgroundSave
+from mmtrain.runtime.training.hooks.course import CourseWatch
 from mmtrain.runtime.training.hooks.folder_guard import FolderGuard
 from mmtrain.runtime.training.hooks.held_out import HeldOutEvaluation, Validation
 from mmtrain.runtime.training.hooks.learning_rate import LearningRateSchedule
@@ -37,6 +38,7 @@ class RunParts:
     reducer: StepMetricsReducer
     validation: Validation | None
     saver: BackgroundSaver
+    course: CourseWatch
     log: RunLog
     progress: TrainingProgress
     records: RunRecords
@@ -58,6 +60,7 @@ def build_hooks(parts: RunParts) -> tuple[StepHook, ...]:
         StragglerReports(activity, records),
         Tracing(_tracer(parts), frozenset(train.trace_steps), activity, records),
         NonFiniteGuard(parts.index, records, train.max_nonfinite_steps),
+        parts.course,
         FinishBackgroundSave(writer),
         QuarantineRecorder(world, _bad_samples(parts), records),
     ]

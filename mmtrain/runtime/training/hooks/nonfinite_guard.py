@@ -41,5 +41,6 @@ class NonFiniteGuard(StepHook):
                 f"step {ctx.step_number}: the gradient norm was not finite in {self._max_nonfinite_steps} steps in a "
                 f"row (train.max_nonfinite_steps); the weights are those before them. {SKIPPED_STEPS_FILE} in "
                 f"{self._records.run_dir} names their samples; look at those, at the learning rate and at "
-                "train.precision"
+                "train.precision. `--resume-from last-good --skip-steps "
+                f"{ctx.step_number - self._max_nonfinite_steps + 1}-{ctx.step_number}` continues without them"
             )
