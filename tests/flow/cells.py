@@ -22,7 +22,7 @@ from mmtrain.plan.artifact import layout as layouts
 from mmtrain.plan.artifact.layout import MeshSize
 from mmtrain.program import Microbatch, StageGraph, StageId
 from mmtrain.recipe import Recipe
-from tests.flow.cases import AUDIO, SAMPLES, Mesh, Order, plan, recipe
+from tests.flow.cases import AUDIO, FINE, SAMPLES, Mesh, Order, plan, recipe
 
 T = TypeVar("T")
 Placement = Literal["unified", "disaggregated", "coarse", "explicit"]  # the last two are both colocated
@@ -33,7 +33,10 @@ CELLS_PER_PLACEMENT = 12
 # The others show few pairs of values for the first time: long runs.
 QUICK_CELLS_PER_PLACEMENT = 10
 LLM_LAYERS = 5  # embedding, three blocks, head
-ENCODER_LAYERS = 4  # first layer, two blocks, projector; vision and audio alike
+ENCODER_LAYERS = 4  # first layer, two blocks, projector; of every encoder
+
+# Encoders of a model; `fine` is a second one of images.
+ENCODERS = (("vision",), ("vision", "audio"), ("vision", "fine"))
 
 # Vision's replicas to the LLM's.
 RATIOS = ((1, 1), (2, 2), (1, 2), (2, 1), (2, 3), (3, 2), (4, 1))
@@ -89,7 +92,7 @@ class Cell:
         sizes = dict(self.sizes)
         found: dict[str, object] = {
             "placement": self.placement,
-            "encoders": len(sizes) - 1,
+            "encoders": tuple(unit for unit in sizes if unit != "llm"),
             "texts between": self.texts_between,
             "frozen": self.frozen,
             "recompute": self.recompute,
@@ -119,8 +122,10 @@ class Cell:
     def recipe(self) -> Recipe:
         """The tiny recipe with this cell's model and training settings."""
         sizes = dict(self.sizes)
-        speech = {"model__audio": AUDIO} if "audio" in sizes else {}
-        changes = speech | FROZEN[self.frozen] | {"train__global_batch": sizes["llm"].n * sizes["llm"].dp}
+        second = {"model__audio": AUDIO} if "audio" in sizes else {}
+        if "fine" in sizes:
+            second = {"model__encoders": {"fine": FINE}}
+        changes = second | FROZEN[self.frozen] | {"train__global_batch": sizes["llm"].n * sizes["llm"].dp}
         return recipe(**changes)
 
     def plan(self) -> Plan:
@@ -170,7 +175,7 @@ def sample_cells(placement: Placement, count: int) -> tuple[Cell, ...]:
 
 
 def _cell(placement: Placement, choose: Choose) -> Cell:
-    encoders: tuple[str, ...] = choose([("vision",), ("vision", "audio")])
+    encoders = choose(ENCODERS)
     sizes = {"unified": _one_size, "disaggregated": _sizes_apart}.get(placement, _sizes_on_top)(choose, encoders)
     texts, frozen, recompute = choose([False, True]), choose(list(FROZEN)), choose(list(RECOMPUTED))
     return Cell(placement, tuple(sizes.items()), texts, frozen, recompute, choose(range(1000)))
@@ -186,7 +191,7 @@ def _one_size(choose: Choose, encoders: Sequence[str]) -> dict[str, Size]:
 def _sizes_apart(choose: Choose, encoders: Sequence[str]) -> dict[str, Size]:
     """Disaggregated: sizes that leave enough ranks for those that follow."""
     vision_dp, llm_dp = choose(RATIOS)
-    dp = {"vision": vision_dp, "audio": choose((1, llm_dp)), "llm": llm_dp}
+    dp = {"vision": vision_dp, "llm": llm_dp} | dict.fromkeys(("audio", "fine"), choose((1, llm_dp)))
     n = choose(_counts(llm_dp))
     left, after = MAX_RANKS, ["llm", *encoders]
     sizes = {}

@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 from hypothesis import given
 
-from tests.flow.cells import CELLS, FROZEN, PLACEMENTS, QUICK_CELLS, RECOMPUTED, Cell, Placement, cells
+from tests.flow.cells import CELLS, ENCODERS, FROZEN, PLACEMENTS, QUICK_CELLS, RECOMPUTED, Cell, Placement, cells
 from tests.flow.equality import assert_equals_one_process
 
 # Every value of every axis, all of which `QUICK_CELLS` must show.
 AXES: dict[str, set[object]] = {
     "placement": set(PLACEMENTS),
-    "encoders": {1, 2},
+    "encoders": set(ENCODERS),
     "texts between": {False, True},
     "frozen": set(FROZEN),
     "recompute": set(RECOMPUTED),
@@ -22,12 +22,15 @@ AXES: dict[str, set[object]] = {
     "microbatches": {"equal", "equal/merged", "equal/split"},
     "vision tp": {(1, False), (2, False), (2, True)},
     "audio tp": {(1, False), (2, False), (2, True)},
+    "fine tp": {(1, False), (2, False), (2, True)},
     "llm tp": {(1, False), (2, False), (2, True)},
     "vision pp": {1, 2, 4},
     "audio pp": {1, 2, 4},
+    "fine pp": {1, 2, 4},
     "llm pp": {1, 2, 4},
     "vision vpp": {1, 2},
     "audio vpp": {1, 2},
+    "fine vpp": {1, 2},
     "llm vpp": {1, 2},
 }
 

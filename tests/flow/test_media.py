@@ -24,6 +24,12 @@ SMALL = [
     "model.audio.layers=1",
     "model.llm.layers=1",
 ]
+# A second encoder of each modality: both read every tile, frame and clip.
+SHAPE = "layers: 1, hidden: 32, heads: 2, ffn: 32"
+SMALL += [
+    f"model.encoders.fine={{modality: vision, {SHAPE}, patch: 8, downsample: pixel_shuffle, merge: 2, max_side: 4}}",
+    f"model.encoders.ear={{modality: audio, {SHAPE}, mel_bins: 40, max_frames: 1000, downsample: 2}}",
+]
 SMALL += ["train.steps=3", "train.global_batch=4", "data.workers=0"]
 
 

@@ -2,6 +2,7 @@
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,7 @@ from mmtrain.plan.planner import plan_recipe
 from mmtrain.plan.search.constraints import UnitChoices, unit_choices
 from mmtrain.plan.search.mesh_enumeration import mesh_assignments
 from mmtrain.recipe.schema import Recipe
-from tests.plan.factory import lengths, recipe
+from tests.plan.factory import VISION, lengths, recipe
 
 PLACEMENTS: tuple[Placement, ...] = ("unified", "disaggregated", "colocated")
 
@@ -107,6 +108,17 @@ def planned(world_size: int, **parallel: Any) -> Plan:
 def test_both_settings_of_a_contradiction_are_named(world_size: int, parallel: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=f"(?s){message}"):
         planned(world_size, **parallel)
+
+
+def test_settings_of_a_named_encoder_are_named_by_their_path() -> None:
+    plain = recipe(parallel={"placement": "unified", "encoders": {"fine": {"dp": 4}}, "llm": {"tp": 2}}).model_dump()
+    plain["model"]["encoders"] = {"fine": VISION | {"modality": "vision"}}
+    settings = Recipe.model_validate(plain)
+    samples = lengths()
+    samples = replace(samples, items=samples.items | {"fine": samples.items["vision"]})
+    named = r"parallel\.encoders\.fine\.dp 4 and parallel\.llm\.tp 2 contradict each other"
+    with pytest.raises(PlanError, match=f"(?s){named}"):
+        plan_recipe(settings, samples, world_size=4, hardware="cpu-core", recipe_sha256="")
 
 
 def test_fixed_meshes_are_found_far_below_max_gpus() -> None:

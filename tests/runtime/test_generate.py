@@ -26,6 +26,7 @@ from mmtrain.models.stage_inputs import EncoderInput, TextInput
 from mmtrain.plan.artifact.plan import UnitPlan
 from mmtrain.recipe import Recipe
 from mmtrain.recipe.modalities import AUDIO
+from mmtrain.recipe.model_settings import VisionSettings
 from mmtrain.runtime.evaluation.generate import load_generator
 from mmtrain.runtime.evaluation.qa_eval import QuestionAnswerer, batch_by_length, select_questions
 from mmtrain.runtime.world import World
@@ -60,19 +61,35 @@ class Naive:
         sample = self.index.samples[number]
         prompt = self.tokenizer.prompt_ids(sample, self.index.media_features(number))
         ids = torch.from_numpy(np.concatenate([prompt, np.array(answer, np.int64)]))
-        places = {u: torch.from_numpy(np.flatnonzero(prompt == self.tokenizer.item_ids[u])) for u in features}
+        places = {unit: torch.tensor(rows) for unit, rows in self._places(number, prompt).items() if unit in features}
         return self.units["llm"].logits(None, TextInput((len(ids),), ids, None, places), features)[-1]
+
+    def _places(self, number: int, prompt: np.ndarray) -> dict[str, list[int]]:
+        """Positions of each encoder's features: item by item, one encoder after another."""
+        places: dict[str, list[int]] = {unit: [] for unit in self.settings.model.all_encoders}
+        for modality, token in self.tokenizer.item_ids.items():
+            free = iter(np.flatnonzero(prompt == token).tolist())
+            encoders = [u for u, encoder in self.settings.model.all_encoders.items() if encoder.modality == modality]
+            for position in range(len(self._grids(number, encoders[0])) if encoders else 0):
+                for unit in encoders:
+                    rows, cols = self._grids(number, unit)[position]
+                    encoder = self.settings.model.all_encoders[unit]
+                    cells_per_feature = encoder.cells_per_token * encoder.tokens_per_feature
+                    places[unit] += [next(free) for _ in range(rows * cols // cells_per_feature)]
+        return places
 
     def _features(self, number: int) -> dict[str, torch.Tensor]:
         sample, found = self.index.samples[number], {}
-        vision, audio = self.settings.model.vision, self.settings.model.audio
-        if vision and sample.images:
-            pictures = VisionItemDecoder(self.settings.data.image, vision.patch)
-            grids = self._grids(number, "vision")
+        audio = self.settings.model.audio
+        for unit, encoder in self.settings.model.all_encoders.items():
+            if not isinstance(encoder, VisionSettings) or not sample.images:
+                continue
+            pictures = VisionItemDecoder(self.settings.data.image, encoder.patch)
+            grids = self._grids(number, unit)
             pairs = zip(sample.images, grids, strict=True)
             pixels = np.concatenate([pictures.patches("image", image, 0, 1, grid) for image, grid in pairs])
             rows, cols = zip(*grids, strict=True)
-            found["vision"] = self.units["vision"](None, EncoderInput(rows, cols, torch.from_numpy(pixels)))
+            found[unit] = self.units[unit](None, EncoderInput(rows, cols, torch.from_numpy(pixels)))
         if audio and sample.clips:
             frames = tuple(rows for rows, _ in self._grids(number, "audio"))
             clips = zip(sample.clips, frames, strict=True)
@@ -180,6 +197,15 @@ def hearing(folder: Path) -> Case:
     return Case.make(Recipe.model_validate(plain), folder / "checkpoints-hearing")
 
 
+@pytest.fixture(scope="module")
+def seeing_twice(folder: Path) -> Case:
+    """Two encoders that read every image."""
+    plain = _seeing(folder).model_dump()
+    fine = {"modality": "vision", "layers": 1, "hidden": 16, "heads": 2, "ffn": 32, "patch": 16, "max_side": 4}
+    plain["model"]["encoders"] = {"fine": fine}
+    return Case.make(Recipe.model_validate(plain), folder / "checkpoints-twice")
+
+
 LLM_STAGES = (1, 2, 3)  # cuts of an LLM of embedding, two blocks and head into one layer a stage
 LAYOUTS: dict[str, tuple[str, dict[str, Mesh]]] = {
     "one rank": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh((), (0,))}),
@@ -192,6 +218,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Mesh]]] = {
     "tied pp 2": ("tied", {"vision": Mesh((1,), (0, 1)), "llm": Mesh((3,), (0, 1))}),
     "dp 1:2": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh((), (1, 2), dp=2)}),
     "three units": ("hearing", {"vision": Mesh((), (0,)), "audio": Mesh((), (1,)), "llm": Mesh((), (2,))}),
+    "two image encoders": ("seeing_twice", {
+        "vision": Mesh((), (0,)), "fine": Mesh((1,), (1, 2)), "llm": Mesh((), (0,)),
+    }),
     "pp 4": ("seeing", {"vision": Mesh((), (0,)), "llm": Mesh(LLM_STAGES, (0, 1, 2, 3))}),
     "dp 2:1 tp 1:2": ("seeing", {"vision": Mesh((), (0, 1), dp=2), "llm": Mesh((), (2, 3), tp=2)}),
     "colocated tp 2": ("seeing", {

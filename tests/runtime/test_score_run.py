@@ -13,6 +13,7 @@ from mmtrain.data.media.media_bytes import FileMedia
 from mmtrain.data.synthetic.demo import generate_demo as generate_demo
 from mmtrain.data.text.chat_tokenizer import ChatTokenizer
 from mmtrain.errors import CheckpointError, TooManyBadSamples, UserError
+from mmtrain.recipe import Recipe
 from mmtrain.report.evaluation_result import TemplateScore
 from mmtrain.runtime.evaluation.qa_eval import HeldOutQuestion, evenly_spaced, prompt_lengths, select_questions
 from mmtrain.runtime.evaluation.score_run import score
@@ -87,6 +88,19 @@ def test_the_prompt_ends_where_the_last_answer_begins(taught: Taught) -> None:
     assert lengths.tokens.tolist() == [len(ids)]
     assert lengths.items["vision"].first.tolist() == [0, 2]
     assert lengths.items["vision"].rows.tolist() == index.lengths.items["vision"].rows[:2].tolist()
+
+
+def test_a_prompt_has_the_items_of_all_encoders_that_it_shows(taught: Taught) -> None:
+    talk = [("human", "<image>What colour?"), ("gpt", "red"), ("human", "<image>And this?"), ("gpt", "blue")]
+    turns = [{"from": who, "value": text} for who, text in (*talk, ("human", "<image>Thanks, here is another"))]
+    rows = [{"image": ["red.png", "blue.png", "green.png"], "conversations": turns}]
+    plain = taught.recipe(taught.rows, rows).model_dump()
+    plain["model"]["encoders"] = {"fine": plain["model"]["vision"] | {"patch": 4, "max_side": 16}}
+    settings = Recipe.model_validate(plain)
+    index = build_index(settings, "validation")
+    lengths = prompt_lengths(index, ChatTokenizer.load(settings.data.tokenizer), select_questions(index, None))
+    assert {unit: items.first.tolist() for unit, items in lengths.items.items()} == {"vision": [0, 2], "fine": [0, 2]}
+    assert lengths.tokens[0] < index.lengths.tokens[0]
 
 
 def test_an_untrained_model_on_demo_data(tmp_path: Path) -> None:

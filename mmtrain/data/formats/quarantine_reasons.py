@@ -10,8 +10,8 @@ QUARANTINE_REASONS = {
     "video_count": "the user turns hold more or fewer `<video>` marks than the sample has videos",
     "too_many_images": "more images, frames of videos included, than `data.max_images`",
     "too_long": "more LLM tokens than `data.max_sample_tokens` or `data.seq_len`",
-    "no_vision": "it has images or videos, but the recipe's model has no vision unit",
-    "no_audio": "it has clips, but the recipe's model has no audio unit",
+    "no_vision": "it has images or videos, but the recipe's model has no vision encoder",
+    "no_audio": "it has clips, but the recipe's model has no audio encoder",
     # the location of its media
     "image_path": "the path of an image leads outside of the source's `image_root`, perhaps by a symbolic link",
     "audio_path": "the path of a clip leads outside of the source's `image_root`, perhaps by a symbolic link",

@@ -207,7 +207,7 @@ class _SampleMeasurer:
         for modality in self._missing:
             if any(sample.media[kind] for kind in modality.media):
                 media_names = " or ".join(PLURALS[kind] for kind in modality.media)
-                reason = f"it has {media_names}, but the recipe's model has no {modality.name} unit"
+                reason = f"it has {media_names}, but the recipe's model has no {modality.name} encoder"
                 return Quarantined.of(sample, f"no_{modality.name}", reason)
         grids = self._find_grids(sample)
         if isinstance(grids, Quarantined):

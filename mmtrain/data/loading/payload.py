@@ -104,6 +104,7 @@ def _feature_positions(
             continue
         counts = np.stack([_features_in_order(meta.items[unit], samples) for unit in units], axis=1)  # (items, units)
         owner = np.repeat(np.tile(np.arange(len(units)), len(counts)), counts.ravel())
+        assert len(owner) == len(of_token), "the data changed under a running index"
         for number, unit in enumerate(units):
             positions[unit] = of_token[owner == number]
     return positions

@@ -48,7 +48,7 @@ class _OptionalPackage:
 
 
 OPTIONAL_PACKAGES = (
-    _OptionalPackage("soundfile", "audio", "recipes with model.audio", ("data digits", *DATA_READING_COMMANDS)),
+    _OptionalPackage("soundfile", "audio", "recipes with an audio encoder", ("data digits", *DATA_READING_COMMANDS)),
     _OptionalPackage("av", "video", "samples with videos", DATA_READING_COMMANDS),
     _OptionalPackage("pyarrow", "parquet", "sources in Parquet", DATA_READING_COMMANDS),
     _OptionalPackage("zmq", "serve", "producers on other machines (data.producers)", ("data serve", "train")),
